@@ -19,12 +19,12 @@ from .patterns.algebra import Frame, Pattern
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 LayoutKey = tuple[str, Pattern, Frame, int, torch.device]
-"""Backend, pattern without key masks, frame, block size, device: all that decides a layout."""
+"""All that decides a layout: backend, pattern without key masks, frame, block size, device."""
 
 
 @dataclass(slots=True, eq=False)
 class CallRecipe:
-    """How a call runs; valid as long as `table` equals `BACKENDS`."""
+    """Decisions about how calls run, reused as long as `table` equals the present `BACKENDS`."""
 
     backend: str
     scale: float
@@ -32,9 +32,9 @@ class CallRecipe:
     block_size: int | None = None  # tokens per tile, None if the caller does not choose
     plain: bool = False  # True if no compiler, tracer, profiler, mode or transform observes it
     learns: bool = False  # True if autograd records query, key or value
-    layout_key: LayoutKey | None = None  # of all calls with this recipe; None until one has run
-    direct: bool = False  # True without extras, key masks and gradients: only the layout is needed
-    table: tuple[Backend, ...] = ()
+    layout_key: LayoutKey | None = None  # one for all its calls; set by the first
+    direct: bool = False  # True: no extras, key masks or gradients, so a layout is enough
+    table: tuple[Backend, ...] = ()  # `BACKENDS` at the time of the decision
 
     @property
     def tile_size(self) -> int | None:
@@ -42,7 +42,7 @@ class CallRecipe:
         return self.block_size if self.layout_key is None else self.layout_key[3]
 
 
-_MOST = 256
+_MOST = 256  # largest number of recipes in the cache
 _recipes: dict[Hashable, CallRecipe] = {}
 """Recipes of recent calls, by all that their checks and choices depend on."""
 
@@ -57,7 +57,7 @@ def recipe_of(
 ) -> tuple[CallRecipe, Inputs, dict[str, Any]]:
     """Checks a call and decides how it runs: (recipe, (query, key, value), extras).
 
-    A call like an earlier one takes its recipe. Extras are checked in each call.
+    Equal shapes, dtypes, device, pattern and options share a recipe. Extras are always checked.
 
     Args:
         choices: `attention`'s backend, scale, q_start and block_size.
@@ -76,7 +76,7 @@ def recipe_of(
         recipe.plain, recipe.learns, recipe.table = True, kind[0][-1], tuple(BACKENDS.values())
         if len(_recipes) >= _MOST:
             for oldest in list(_recipes)[:1]:
-                _recipes.pop(oldest, None)  # None: another thread has removed it
+                _recipes.pop(oldest, None)  # no KeyError if another thread removed it
         _recipes[kind] = recipe
     return recipe, inputs, options
 
@@ -107,10 +107,10 @@ def _kind(
         in_use = tuple(name for name, x in extras.items() if x is not None and name != unused)
     interpreted = (choices[0] == "triton" or tensors[4].type != "cpu") and interpreting()
     pattern_key = type(pattern) if pattern.tensors else pattern
-    return tensors, pattern_key, choices, types, in_use, interpreted  # types: 1 == 1.0 == True
+    return tensors, pattern_key, choices, types, in_use, interpreted  # `types` tells 1 from True
 
 
-_COMPARED = frozenset((type(None), int, float, str))
+_COMPARED = frozenset((type(None), int, float, str))  # types of options that a key may have
 
 
 def checked_call(

@@ -30,7 +30,7 @@ MOST_SCALE = torch.finfo(torch.float64).max
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
-    """Raises ValueError if shapes, dtypes or devices differ, TypeError if `pattern` is none."""
+    """Raises ValueError if shapes, dtypes or devices differ; TypeError without a Pattern."""
     check_pattern(pattern)
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x, "[batch, heads, tokens, head dim]")
@@ -168,7 +168,7 @@ def check_batch(pattern: Pattern, size: int, name: str = "a query of ") -> None:
 
 
 def checked_index(name: str, index: Tensor | Sequence[int], entries: int) -> Tensor:
-    """Returns indices into `entries` items as int64 [n]; ValueError if they are no such indices."""
+    """Returns indices as int64 [n]; ValueError if one is no integer from 0 to `entries` - 1."""
     if not isinstance(index, Tensor):
         index = torch.tensor(checked_integers(name, index, None), dtype=torch.int64)
     check_tensor(name, index, "[n] of integers")
@@ -187,7 +187,7 @@ def checked_index(name: str, index: Tensor | Sequence[int], entries: int) -> Ten
 
 
 def check_bias(block_bias: Tensor | None, layout: BlockLayout) -> None:
-    """Raises ValueError if there is a bias that does not have one number per visited block."""
+    """Raises ValueError if a bias is given whose last dim is not the layout's number of blocks."""
     if block_bias is not None and block_bias.shape[-1] != layout.num_blocks:
         raise ValueError(
             f"block_bias must be [B or 1, H or 1, {layout.num_blocks}], one per visited "
@@ -197,7 +197,7 @@ def check_bias(block_bias: Tensor | None, layout: BlockLayout) -> None:
 
 
 def checked_rows(name: str, x: Tensor, query: Tensor, broadcasts: bool = True) -> Tensor:
-    """Returns x [B, H, Nq] in the dtype of sums; ValueError if its shape or dtype is wrong."""
+    """Converts x [B, H, Nq] to the dtype of lse; ValueError for a wrong shape, dtype or device."""
     shape, one = query.shape[:3], " or 1" * broadcasts
     check_tensor(name, x)
     fits = x.dim() == 3 and x.shape[2] == shape[2] and x.is_floating_point()
@@ -248,7 +248,7 @@ def in_memory(x: Tensor) -> Tensor:
 
 
 def needs_operator(*tensors: Tensor) -> bool:
-    """True if autograd records one of the tensors, or if they are `observed`."""
+    """True if autograd records one of the tensors, or if `observed` is true of them."""
     return observed(*tensors) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
@@ -262,10 +262,10 @@ def observed(*values: object) -> bool:
 
 
 def kind_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...] | None:
-    """Returns the shapes, dtype and device of a call, and True if autograd records it.
+    """Returns the shapes, dtype and device of a call, and whether autograd records it.
 
-    Calls of one kind need one check. None for a call that must be checked each time: under
-    autocast, with unusual tensors, or with an observer besides autograd.
+    Calls for which these are equal need one check. Returns None for a call that must be checked
+    each time: under autocast, with unusual tensors, or with an observer besides autograd.
     """
     if _is_observed_call() or forward_ad._current_level >= 0 or _is_any_autocast_enabled():
         return None

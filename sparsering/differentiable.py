@@ -1,8 +1,8 @@
-"""Makes differentiable operators from (query, key, value, ...) to (out, lse): local and ring calls.
+"""Makes differentiable operators (query, key, value, ...) -> (out, lse), for local and ring calls.
 
 Each operator is registered with torch.library, so that torch.compile, FLOP counters and tracers see
-it. `torch.func.grad` and `vmap` cannot handle such an operator: they get an autograd.Function. So
-does autograd when nothing else observes the call: a Function costs a tenth of the operator.
+it. `torch.func.grad` and `vmap` cannot handle such an operator: they get an autograd.Function. If
+only autograd observes a call, it gets a Function too, which costs a tenth of the operator.
 """
 
 from collections.abc import Callable, Sequence
@@ -108,7 +108,7 @@ def _gradients(
 ) -> Callable[..., Sequence[Any]]:
     """Registers the operator `sparsering::NAME_backward` of `differentiable`.
 
-    It takes the arguments of `backward` and returns `count` gradients, empty if not wanted.
+    It takes the arguments of `backward`; returns `count` gradients, empty tensors if not wanted.
     """
 
     def gradients(*arguments: Any) -> list[Tensor]:
@@ -177,9 +177,9 @@ def transforming() -> bool:
 def _mapped(
     run: Callable[..., Any], count: int, info: Any, in_dims: Sequence[Any], inputs: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Implements vmap: joins the mapped dim and the batch in one call.
+    """Implements vmap: joins the mapped dim to the batch dim, and runs the operator once.
 
-    A pattern for a fixed batch size is called once for each index of the mapped dim instead.
+    If the pattern has a fixed batch size, it runs once for each index of the mapped dim instead.
 
     Returns: the results, and the index of the mapped dim in each: 0, or None if it has none.
     """

@@ -17,24 +17,24 @@ from .patterns.arguments import shortened
 
 
 class Backend(NamedTuple):
-    """One way to compute a problem.
+    """The functions of a backend, and the calls that they can run.
 
     Attributes:
         reasons: returns why the backend cannot run on query, key and value, or without arguments
             on this machine; [] if it can.
-        forward: None only for the reference, which uses no layout.
+        forward: computes (out, lse); None only for the reference, which uses no layout.
         backward: None if forward is plain differentiable torch and needs no operator.
-        extras: names of the extras of a call that the backend computes.
-        entry_mass: sums the weights in each entry of the layout, [B, Hq, entries]; None: the
-            gradient of a block bias gives these sums.
+        extras: names of the extras (options such as softcap or sink) that the backend computes.
+        entry_mass: sums the attention weights in each block of the layout, [B, Hq, blocks]; if it
+            is None, the gradient of a block bias gives these sums.
         only_named: True if the backend runs only when the caller names it.
         package: the package that the backend needs; the pip extra of its name installs it.
-        reads_slots: True if its forward runs problems with `slots`; the others get
-            `Problem.in_first_slots()`.
-        refuses: returns why the backend cannot run a pattern whose first query has a given
-            position; None if it runs any pattern.
-        selected_layout: builds layouts of some selections, from a pattern, a frame, a block size
-            and a device; returns None for all other patterns.
+        reads_slots: True if its forward accepts query tiles that begin at a later bitmap row
+            (`Problem.slots`); others get `Problem.in_first_slots()`.
+        refuses: returns why the backend cannot run a pattern with a given position of the first
+            query; None if it runs any pattern.
+        selected_layout: builds the layout of selected blocks, from a pattern, a frame, a block size
+            and a device; returns None for patterns that it does not support.
     """
 
     reasons: Callable[..., list[str]]
@@ -140,7 +140,7 @@ def reasons_against(
     backend = BACKENDS[name]
     reasons = list(backend.reasons(*tensors))
     for option, x in (options or {}).items():
-        extra = "block_bias" if option == "slot_bias" else option  # converted before kernels run
+        extra = "block_bias" if option == "slot_bias" else option  # kernels get a block bias
         if x is not None and extra not in backend.extras:
             able = [other for other, its in BACKENDS.items() if extra in its.extras]
             reasons.append(f"it has no {option} ({', '.join(able)} have it)")

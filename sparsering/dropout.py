@@ -1,4 +1,4 @@
-"""Dropout by hashing: the position of a weight alone decides whether it is kept, in every kernel.
+"""Dropout by hashing: a weight's seed and position decide whether it is kept, in every kernel.
 
 Each row of scores (seed, batch entry, query head, branch of a mixture, query position) hashes to
 two 32-bit words a and b. A key position k then gives
@@ -34,7 +34,7 @@ ADDENDS = (0x9E3779B9 - (1 << 32), 0x7F4A7C15)  # for the words a and b
 def batch_seeds(seed: Tensor, batch: int, device: torch.device | None = None) -> Tensor:
     """Returns an int64 seed for each batch entry, [batch], derived from a call's int64 seed.
 
-    They lie on `device`, default the seed's; a GPU takes the seed of the host without a copy.
+    They are on `device`, by default that of the seed. A GPU reads a seed on the CPU without a copy.
     """
     return mix(seed, torch.arange(batch, device=seed.device if device is None else device))
 

@@ -1,4 +1,4 @@
-"""Checks the extras of a call: everything but scaling that changes its scores and weights.
+"""Checks the extras of a call: the options, besides `scale`, that change its scores or weights.
 
 Extras apply in this order: softcap, distance and block bias, the pattern, softmax, sink, dropout.
 """
@@ -17,7 +17,7 @@ from .patterns.selected import selections_of
 
 NAMES = ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed")
 NO_EXTRAS: dict[str, Any] = dict.fromkeys(NAMES)
-"""Fields of `Problem` for a call without extras."""
+"""Extra fields of `Problem` for a call without extras: all are None."""
 
 
 def alibi(slopes: Tensor, radius: int) -> Tensor:
@@ -58,7 +58,7 @@ def checked_extras(
 ) -> dict[str, Any]:
     """Returns the extras of a call as fields of `Problem`, and `slot_bias` if it is in use.
 
-    Unused fields are None. Tables and sinks get a batch dim. Without `key`, slot_bias is unknown.
+    Unused fields are None. Distance bias and sink get a batch dim. A slot_bias needs `key`.
 
     Raises: ValueError for a wrong shape, dtype or number; TypeError for an unknown option.
     """
@@ -83,7 +83,7 @@ def checked_extras(
             number = drawn_seed(query)
         elif isinstance(seed, Tensor):  # an int stays on the host: kernels take it as a scalar
             number = number.to(query.device)
-        batch, streams = len(query), pattern.num_streams  # each document has a seed of its own
+        batch, streams = len(query), pattern.num_streams  # a stream is a document with a seed
         extras["dropout_p"] = p
         seeds = batch_seeds(number, batch * streams, query.device)
         extras["dropout_seed"] = seeds.view(batch, streams)
@@ -91,7 +91,7 @@ def checked_extras(
 
 
 def _checked_block_bias(bias: object, query: Tensor, block_size: int | None) -> Tensor:
-    """Expands a block bias [B or 1, H or 1, num_blocks] to [B, Hq, num_blocks]."""
+    """Checks a block bias [B or 1, H or 1, num_blocks]; expands it to [B, Hq, num_blocks]."""
     if block_size is None:
         raise ValueError(
             "block_bias needs an explicit block_size: it has one number for each block of "
@@ -110,7 +110,7 @@ def _checked_block_bias(bias: object, query: Tensor, block_size: int | None) -> 
 def _checked_slots(
     bias: object, query: Tensor, key: Tensor, pattern: Pattern, block_bias: object
 ) -> Tensor:
-    """Expands a selection's slot bias to every batch entry and query head, [B, Hq, R * k]."""
+    """Checks a bias of a selection's indices [R, k]; expands it to all heads, [B, Hq, R * k]."""
     if block_bias is not None:
         raise ValueError(
             "expected block_bias or slot_bias, got both; pass slot_bias with SelectedBlocks, "
@@ -148,7 +148,7 @@ def _checked_softcap(softcap: object, query: Tensor) -> float:
 
 
 def _checked_table(table: object, query: Tensor) -> Tensor:
-    """Expands a distance bias [Hq or 1, 2R + 1] to [B, Hq, 2R + 1]."""
+    """Checks a distance bias [Hq or 1, 2R + 1]; expands it to [B, Hq, 2R + 1]."""
     heads = query.shape[1]
     table = _checked_floats("distance_bias", table, query)
     if table.dim() != 2 or table.shape[0] not in (1, heads) or table.shape[1] % 2 == 0:
@@ -160,7 +160,7 @@ def _checked_table(table: object, query: Tensor) -> Tensor:
 
 
 def _checked_sink(sink: object, query: Tensor) -> Tensor:
-    """Expands a sink to every batch entry and query head, [B, Hq, Nq or 1]."""
+    """Checks a sink; expands it to every batch entry and query head, [B, Hq, Nq or 1]."""
     batch, heads, tokens, _ = query.shape
     sink = _checked_floats("sink", sink, query)
     if sink.dim() == 1:

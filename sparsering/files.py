@@ -46,7 +46,7 @@ def cache_folder() -> Path:
 
 
 def file_size(path: Path) -> int:
-    """Returns the bytes of a plain file; a caller can then open it without waiting on a pipe.
+    """Returns the size in bytes of a plain file, which can be opened without blocking.
 
     Raises: FileNotFoundError; ValueError for a folder, a link, a pipe or a device.
     """

@@ -158,8 +158,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         options: the options of `attention`, without `return_lse` and `backend`.
 
     Returns: lines of text. The first has the backend, its block size, and the batch, heads and
-        lengths. One for each selection has its rows, and how many times as many blocks a tile of
-        queries reads as one of its rows. One for each backend says "usable", or why it cannot run.
+        lengths. A line per selection has its rows, and the ratio of the blocks that a tile of
+        queries reads to those that a row lists. A line per backend says "usable", or why not.
 
     Raises: as `attention`. No layout is built.
 

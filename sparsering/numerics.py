@@ -107,13 +107,13 @@ def capped(score: Tensor, softcap: float | None) -> Tensor:
 
 
 def entry_of_distance(distance: Tensor, table: Tensor) -> Tensor:
-    """Returns the index of each distance in a table [.., 2R + 1] of -R to R, clamped to R."""
+    """Returns where a table [.., 2R + 1] has each distance, clamped to -R and R: an index."""
     radius = table.shape[-1] // 2
     return distance.clamp(-radius, radius) + radius
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merges one more part into (out, lse), in place; shapes are [..., Dv] and [...]."""
+    """Merges attention over other keys into (out, lse), in place; shapes [..., Dv] and [...]."""
     highest = finite_or_zero(torch.maximum(lse, part_lse))
     a, b = (lse - highest).exp_(), (part_lse - highest).exp_()
     total = a + b

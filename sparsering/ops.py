@@ -43,8 +43,8 @@ def attend(
     """Computes (out, lse) of a call that `recipe_of` checked.
 
     A backend with a `backward` runs as a torch operator, which calls `_forward` and `_backward`.
-    The operator takes a good part of a small call's time, so the kernel is called without it if
-    nothing needs to see it. A backend without `backward` runs as plain torch.
+    The operator takes a good part of a small call's time, so a call that neither autograd nor a
+    compiler observes skips it. A backend without `backward` runs as plain torch.
     """
     inputs, backend = (query, key, value), BACKENDS[recipe.backend]
     if recipe.direct and recipe.layout_key is not None and backend.forward is not None:
@@ -142,9 +142,9 @@ def slot_mass(
     q_start: int,
     backend: str,
 ) -> Tensor:
-    """Sums `weight exp(s - lse)` over the pairs of each slot of a selection, [B, Hq, R * k].
+    """Sums `weight exp(s - lse)` over the pairs of each block that a selection lists.
 
-    `weight` is [B, Hq, Nq]. The caller has checked the arguments; the pattern has one selection.
+    Returns [B, Hq, R * k] for indices [R, k] of one selection; `weight` is [B, Hq, Nq], checked.
     """
     value = parse_owned(pattern, tensors)
     slots = lse.new_zeros(*query.shape[:2], _num_slots(value))
@@ -235,7 +235,7 @@ def _problem(
 
 
 def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
-    """Converts a bias of slots [B, Hq, R * k] to a bias of layout entries [B, Hq, entries]."""
+    """Converts a bias of a selection's indices [B, Hq, R * k] to one of blocks, [B, Hq, blocks]."""
     if all(p.slot is None for p in layout.passes) and layout.passes:
         raise NotImplementedError(
             "slot_bias needs tiles of one row and one block of SelectedBlocks, so a block_size "
@@ -247,7 +247,7 @@ def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
 
 
 def _slot_gradient(grad: Tensor, layout: BlockLayout, slot_bias: Tensor) -> Tensor:
-    """Sums numbers of layout entries [B, Hq, entries] by slot, in the shape of `slot_bias`."""
+    """Sums numbers of blocks [B, Hq, blocks] by selection index, in the shape of `slot_bias`."""
     slot = stretched(layout.entry_slots, *grad.shape[:2])
     by_slot = grad.new_zeros(*slot_bias.shape[:2], slot_bias.shape[2] + 1)
     return by_slot.scatter_add_(-1, slot % by_slot.shape[2], grad)[..., :-1].contiguous()
@@ -276,9 +276,9 @@ def _layout_key(
 def _layout(
     backend: str, pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]]:
-    """Returns a layout from the cache, and for each pass the bitmap row of the first query."""
+    """Returns (layout from the cache, bitmap row of the first query in each pass; () for 0)."""
     page = None
-    if frame.q_len == 1 and BACKENDS[backend].refuses is None:  # sdpa reads whole layouts only
+    if frame.q_len == 1 and BACKENDS[backend].refuses is None:  # sdpa cannot read a page's layout
         page = last_query_layout(pattern, frame, block_size, device)
     return page or (layout_cache.layout(pattern, frame, block_size, device), ())
 
@@ -307,7 +307,7 @@ def _reference(
             branches = [x.branch for x in layout.passes]
             number = layout.entry_of_pairs(len(query)).to(query.device)  # [passes, B, Hq, Nq, Nk]
             biased = number, block_bias.to(dtype)
-        elif slot_bias is not None:  # index 0 is a zero bias, for pairs without a slot
+        elif slot_bias is not None:  # index 0: no bias, for pairs in no listed block
             padded = torch.nn.functional.pad(slot_bias.to(dtype), (1, 0))
             biased = slots_op(*call), padded
         log_counts = _log_biased_counts(*biased)
@@ -342,7 +342,7 @@ def _log_biased_counts(number: Tensor, block_bias: Tensor, mask: Tensor | None =
 
 
 def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int:
-    """FLOPs on the pattern's exact pairs, from the numbers of products over D and over Dv."""
+    """Counts FLOPs of the exact pairs, each with so many dot products over D and over Dv."""
     query, key, value, *_ = arguments
     recipe, pattern, extras = _parsed_call(arguments[: len(_NAMES)])
     layout_key, _ = _layout_key(recipe, query, key, pattern, extras)

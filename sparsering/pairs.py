@@ -1,6 +1,6 @@
 """Operators that compute dense tensors over all pairs of a call, from the pattern's definition.
 
-Only the reference backend uses them. They read the sizes of query and key, not their numbers.
+Only the reference backend uses them. They read the sizes of query and key, not their values.
 """
 
 import itertools
@@ -24,7 +24,7 @@ def frame_of(query: Tensor, key: Tensor, q_start: int) -> Frame:
 
 
 def kept_by_branch(pattern: Pattern, frame: Frame, p: float, seed: Tensor) -> Tensor:
-    """Returns bool [branches, B, Hq, Nq, Nk], True where dropout with `seed` [B, streams] keeps."""
+    """Returns bool [branches, B, Hq, Nq, Nk]: pairs that dropout keeps, by seeds [B, streams]."""
     query, key, stream = pattern.coordinates(frame)
     stream = stream.to(seed.device)
     row_seed = seed[:, stream][:, None, :, None]  # [B, 1, Nq, 1]
@@ -44,7 +44,7 @@ def pair_counts_op(
     dropout_p: float | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """Returns the multiplicity of every pair, int64 [B, Hq, Nq, Nk]; dropout removes branches."""
+    """Counts the branches that have each pair and keep it in dropout, int64 [B, Hq, Nq, Nk]."""
     value = parse(pattern, tensors)
     check_batch(value, query.shape[0])
     frame = frame_of(query, key, q_start)
@@ -68,9 +68,9 @@ def _dense(pattern: Pattern, frame: Frame) -> Tensor:
 def slots_op(
     query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int
 ) -> Tensor:
-    """Returns 1 + the slot of each pair's block, int64 [branches, B, Hq, Nq, Nk].
+    """Returns 1 + the place of each pair's block in the selection's flattened indices.
 
-    It is 0 if no slot lists the block, and -1 if the branch does not have the pair.
+    int64 [branches, B, Hq, Nq, Nk]; 0 if no index is the block, -1 if the branch lacks the pair.
     """
     value, frame = parse(pattern, tensors), frame_of(query, key, q_start)
     check_fits(value, frame)

@@ -7,7 +7,7 @@ SPLITMIX = (-4658895280553007687, -7723592293110705685)  # splitmix64's multipli
 
 
 def expand_counts(count: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (row, place in the row) of every place, where row i has `count[i]` places."""
+    """Returns (row, index in the row) of every item, if row i has `count[i]` items."""
     row = torch.arange(len(count), device=count.device).repeat_interleave(count)
     first = count.cumsum(0) - count
     return row, torch.arange(len(row), device=count.device) - first[row]
@@ -47,7 +47,7 @@ def mix(*parts: int | Tensor) -> Tensor:
     for part in parts:
         number = part if isinstance(part, Tensor) else torch.tensor(part, dtype=torch.int64)
         if isinstance(state, Tensor) and state.is_cuda and number.dim():
-            state = state.to(number.device)  # a host scalar needs no copy to join a GPU tensor
+            state = state.to(number.device)  # a CPU scalar needs no such move
         state = number.long() + state * 31 + 0x9E3779B9
         for multiplier, shift in zip(SPLITMIX, (30, 27), strict=True):
             state = (state ^ (state >> shift)) * multiplier

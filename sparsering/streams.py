@@ -33,7 +33,7 @@ class Built:
     def wait(self, tensors: Iterable[Tensor]) -> None:
         """Makes the current stream wait for these tensors; the host does not wait.
 
-        A stream in capture cannot wait for earlier work and need not: `torch.cuda.graph`
+        A stream that a graph captures cannot wait for earlier work and need not: `torch.cuda.graph`
         synchronizes the whole device before it captures.
         """
         stream = torch.cuda.current_stream(self.stream.device)

@@ -14,7 +14,7 @@ from .patterns.arguments import shortened
 from .patterns.positions import Full
 from .patterns.varlen_mask import Varlen
 
-_REFUSED = {
+_REFUSED = {  # options of `attention` that `attention_varlen` does not take, and why
     "q_start": "each document's last query is aligned with its last key",
     "block_bias": "a caller cannot know the order of the documents' blocks",
     "slot_bias": "a selection lists blocks for the rows of one sequence, not of documents",

@@ -41,7 +41,7 @@ class BlockWeights:
         batch, heads = self.values.shape[:2]
         tables = []
         for b, h in itertools.product(range(batch), range(heads)):
-            # one more row and column takes the padding of ragged tiles
+            # an extra row and column receive the weights of ragged tiles' padding
             dense = self.values.new_zeros(frame.q_len + 1, frame.kv_len + 1)
             for first, q, k, _ in self.layout.visits(b, h):
                 part = self.values[b, h, first : first + len(q)]
@@ -110,7 +110,7 @@ def attention_weights(
             device=query.device,
         )
         group = query.shape[1] // max(1, key.shape[1])
-        # one more row takes the padding of ragged tiles
+        # an extra row is what the padding of ragged tiles reads
         q, k = (pad(x.to(lse.dtype), (0, 0, 0, 1)) for x in (query, key))
         lse = pad(finite_or_zero(lse), (0, 1))
         position, key_position, _ = pattern.coordinates(layout.frame)
@@ -215,7 +215,7 @@ def key_mass(
     options = {**options, "sink": None}
     lse = checked_rows("lse", lse, query, broadcasts=False)
     each = query.new_ones(1, 1, 1) if weight is None else checked_rows("weight", weight, query)
-    # one channel per query head of a kv head keeps the heads' sums apart
+    # grad_out has one channel for each query head of a group, so that their sums stay apart
     channel = torch.eye(group, dtype=dtype, device=query.device).repeat(kv_heads, 1)[:, None]
     grad_out = (each[..., None] * channel).expand(batch, heads, q_len, group).contiguous()
     mass = value_gradient(recipe, query, key, pattern, options, lse, grad_out)

@@ -1,4 +1,4 @@
-// Backward pass: by kv head (run_heads), or by query tile and then by key tile (run_tiles).
+// Backward pass: threads share kv heads (run_heads), or query tiles and then key tiles (run_tiles).
 
 #pragma once
 
@@ -87,7 +87,7 @@ class Backward {
     }
   }
 
-  // Bytes of all buffers of run_heads (`by_head`) or run_tiles, for passes of a plan.
+  // Returns the bytes of all buffers of run_heads (`by_head`) or run_tiles, for a plan.
   int64_t workspace(const std::vector<Counts>& counts, bool by_head) const {
     const int64_t threads = at::get_num_threads(), heads = by_head ? 1 : wave();
     int64_t items = 0, parts = 0, walks = 0;
@@ -133,7 +133,7 @@ class Backward {
   using Pair = typename Pairs<T>::Pair;
   using Scratch = typename Pairs<T>::Scratch;
 
-  // Memory of a thread of run_heads.
+  // Buffers of one thread in run_heads.
   struct OfThread {
     explicit OfThread(const Backward& f)
         : scratch(f.pairs_),
@@ -146,9 +146,9 @@ class Backward {
     Gradients::Room sums;
   };
 
-  // Entries `begin` to `end` of a query tile, or of a key tile (with the entries of all heads of
-  // its group). A tile with many entries is cut into pieces, whose sums are added: `piece` is the
-  // index of the piece, -1 for a whole tile.
+  // Work item: entries `begin` to `end` of a query tile, or of a key tile (with the entries of all
+  // heads of its group). A tile with many entries is cut into pieces, whose sums are added: `piece`
+  // is the index of the piece, -1 for a whole tile.
   struct Item {
     int64_t head, tile, begin, end, piece;
   };
@@ -178,7 +178,7 @@ class Backward {
     return WalkBackward<T>(x_, pairs_, pass, number, {dout_, lse_, delta_, dbias_});
   }
 
-  // Numbers of values: dQ of a query tile; dK and dV (or K and V) of a key tile.
+  // Number of values in dQ of a query tile, and in dK and dV (or K and V) of a key tile.
   int64_t row_size() const {
     return x_.block * pairs_.width();
   }
@@ -221,7 +221,7 @@ class Backward {
     });
   }
 
-  // Computes dQ of a wave.
+  // Computes dQ, by query tile, for a wave: `count` kv heads from `first` on.
   void sweep_rows(const Pass& pass, int64_t number, int64_t first, int64_t count,
                   const PackedKeys<T>& keys, const Gradients& sums) const {
     const int64_t heads = count * x_.group, size = row_size();
@@ -264,7 +264,7 @@ class Backward {
            [&](const Split& split, const float* dq) { add_queries(pass, split.item, dq, sums); });
   }
 
-  // Computes dK and dV of a wave.
+  // Computes dK and dV, by key tile, for a wave: `count` kv heads from `first` on.
   void sweep_columns(const Pass& pass, const Transpose& by_key, int64_t number, int64_t first,
                      int64_t count, const PackedKeys<T>& keys, const Gradients& sums) const {
     const int64_t dk_size = row_size(), size = column_size();
@@ -425,7 +425,7 @@ class Backward {
   float* dbias_;
   double* dtable_;  // [B, Hq, groups, 2R + 1]
   int64_t groups_;
-  // Most key tiles of any pass; then most key and query tiles of passes looped over by query tile.
+  // Largest number of key tiles in a pass; then of key and of query tiles, without walked passes.
   int64_t most_columns_ = 0, columns_ = 0, rows_ = 0;
 };
 

@@ -75,7 +75,7 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::Tensor
       const std::optional<Tensor>&seeds, const std::optional<Tensor>&key_mask, bool in_float32,  \
       at::IntArrayRef walked
 
-// `slots`: for each pass, the bitmap row of a tile's first query; empty for 0.
+// Sets the bitmap row of a tile's first query for each pass; 0 if `slots` is empty.
 void set_slots(std::vector<Pass>& passes, at::IntArrayRef slots, int64_t queries) {
   for (size_t i = 0; !slots.empty() && i < passes.size(); ++i) {
     TORCH_CHECK_VALUE(
@@ -126,7 +126,7 @@ struct Laid {
   std::vector<Tensor> tensors;
   std::vector<Pass> passes;
   Tensor first_entry;
-  int64_t block, queries = 0, keys = 0;  // query and key must be at least so long
+  int64_t block, queries = 0, keys = 0;  // least lengths of query and key
   int64_t versions;                      // sum of the tensors' versions when they were checked
   bool covers;
   double scale;
@@ -294,7 +294,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {dq, dk, dv, dbias, dtable, delta};
 }
 
-// Returns the softmax mass of each entry, [B, Hq, blocks]; loops over every pass by key tile.
+// Returns the sum of the softmax weights in each block, [B, Hq, blocks]; loops by key tile.
 Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& weight,
             int64_t blocks) {
   const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),

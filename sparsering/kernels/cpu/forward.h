@@ -48,7 +48,7 @@ class Forward {
     }
   }
 
-  // Bytes of all buffers, for passes of a plan. `out` has the result's shape and type.
+  // Returns the bytes of all buffers, for a plan. `out` has the result's shape and type.
   int64_t workspace(const std::vector<Counts>& counts, const Tensor& out) const {
     const int64_t threads = at::get_num_threads(), heads = alone() ? 1 : wave();
     const bool any_few = std::find(few_.begin(), few_.end(), true) != few_.end();
@@ -88,7 +88,7 @@ class Forward {
   using Operands = typename Attend<T>::Operands;
   using Scratch = typename Attend<T>::Scratch;
 
-  // A core's cache has room for so many bytes of packed keys and values.
+  // Limit in bytes of packed keys and values that stay in a core's cache.
   static constexpr int64_t kNear = 1 << 19;
 
   struct Split {
@@ -98,7 +98,7 @@ class Forward {
   struct Spare {
     Buffer<T> tile, pairs;
   };
-  // Results of the pieces of cut rows.
+  // Results of the pieces into which long rows of entries are cut.
   struct Parts {
     Parts(const Problem& x, int64_t pieces)
         : rows(pieces * x.block * x.Dv), lses(pieces * x.block) {}
@@ -336,7 +336,7 @@ class Forward {
   const Attend<T> attend_;
   const int64_t width_;
   std::vector<bool> few_;           // per pass: true if few.h computes it
-  int64_t columns_ = 0, rows_ = 0;  // most key and query tiles of a pass whose keys are packed
+  int64_t columns_ = 0, rows_ = 0;  // largest numbers of tiles in a pass with packed keys
 };
 
 }  // namespace sparsering::cpu

@@ -81,8 +81,8 @@ struct Tile {
   int64_t start, count;
 };
 
-// One pass of a layout. layouts/layout.py describes its tensors; the last two are
-// `transposed_bitmaps` and `bitmaps`.
+// One pass of a layout: tiles, and a table of the key tiles (entries) that each query tile visits.
+// layouts/layout.py describes its tensors; the last two are `transposed_bitmaps` and `bitmaps`.
 struct Pass {
   static constexpr int kTensors = 9, kPlaces = 3;
 
@@ -132,7 +132,7 @@ struct Pass {
   Tile key_tile(int64_t axis, int64_t column) const {
     return tile(key_start[axis * columns + column], key_stop[axis * columns + column]);
   }
-  // Positions of the first tokens of tiles.
+  // Absolute position of the first token of a query tile, or of a key tile.
   int64_t query_origin(int64_t axis, int64_t row) const {
     return query_origin_[axis * rows + row];
   }
@@ -157,7 +157,7 @@ struct Pass {
   const uint8_t* bitmap(int64_t number) const {
     return bitmaps + number * (block * block / 8);
   }
-  // Bits of the keys, for query `i` of a tile.
+  // Returns the bitmap row of query `i` of a tile, with a bit per key.
   const uint8_t* bits_of_query(int64_t number, int64_t i) const {
     return rows_of_bits_ + (number * block + slot + i) * (block / 8);
   }
@@ -184,7 +184,7 @@ struct Pass {
 
 constexpr int64_t kLeastRowsCut = 64;  // `at_least` of longest_piece in the forward pass
 
-// Rows (or columns) of a table with more entries than this are cut into pieces. It is twice the
+// Query tiles (or key tiles) with more entries than this are cut into pieces. It is twice the
 // mean number of entries of max(rows, at_least) rows, and does not depend on the threads.
 inline int64_t longest_piece(int64_t entries, int64_t rows, int64_t at_least) {
   return std::max<int64_t>(16, 2 * entries / std::max<int64_t>(rows, at_least));
@@ -413,7 +413,7 @@ struct Problem {
     }
   }
 
-  // Index of a head's first bias (or its gradient) of one pass.
+  // Index of the first block bias (or its gradient) of a head in a pass.
   int64_t bias_of(int64_t pass, int64_t b, int64_t head) const {
     const int64_t row = pass * first_batches + (first_batches > 1 ? b : 0);
     return (b * Hq + head) * blocks + first_entry[row * first_heads + head * first_heads / Hq];

@@ -215,7 +215,7 @@ void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T*
   will_write(C, (M - 1) * ldc + N);
   at::native::cpublas::brgemm(M, N, K, lda, ldb, ldc, add, A, B, C, kPaired<T>);
 }
-// multiply for contiguous B and C.
+// Multiplies as above, if B and C are contiguous.
 template <typename T>
 void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, float* C,
               bool add) {
@@ -241,7 +241,7 @@ inline void hide_unseen(const bool* seen, Tile tile, int64_t step, float* scores
   }
 }
 
-// Calls f(first, count) for each run of unmasked keys of a tile.
+// Calls f(first, count) for each range of consecutive unmasked keys of a tile.
 template <typename F>
 void for_runs(const bool* seen, Tile tile, int64_t step, const F& f) {
   for (int64_t j = 0; j < tile.count;) {

@@ -19,7 +19,7 @@ class PackedKeys {
         key_size_(problem.block * pairs.width()),
         value_size_(problem.block * pairs.value_width()) {}
 
-  // Makes room for so many tiles, of which some are copied.
+  // Makes room for `slots` tiles; `copied` of them also need copies of K and V.
   void reserve(int64_t slots, int64_t copied) {
     transposed_.at_least(slots * key_size_);
     copies_.at_least(copied * (key_size_ + value_size_));

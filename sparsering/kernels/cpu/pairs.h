@@ -68,7 +68,7 @@ class Pairs {
     int64_t b, head, row, column;
     int64_t bitmap;  // -1 for none
     float bias;
-    double* dtable;  // sum of the distance table's gradient, or nullptr
+    double* dtable;  // gradient of the distance table, to be added to; or nullptr
   };
 
   int64_t width() const {

@@ -64,7 +64,7 @@ class Part {
   }
 
  private:
-  static constexpr int64_t kMuch = 1 << 20;  // bytes per thread; for fewer, it does not pay
+  static constexpr int64_t kMuch = 1 << 20;  // least bytes per thread that are worth its start
 
   at::ScalarType type_, whole_type_;
   int64_t width_, first_row_, rows_;

@@ -31,7 +31,7 @@ inline void read_distances(const float* table, int64_t radius, int64_t first, in
   }
 }
 
-// Adds to a distance table at the distances that read_distances reads.
+// Adds from[i] to a distance table at distance first + i * step, which is clamped to the radius.
 inline void add_distances(double* table, int64_t radius, int64_t first, int64_t step, int64_t count,
                           const float* from) {
   for (int64_t i = 0; i < count; ++i) {
@@ -40,8 +40,8 @@ inline void add_distances(double* table, int64_t radius, int64_t first, int64_t 
 }
 
 // Scales `size` scores of one key (or of one query), applies softcap `cap` (0 for none) and adds
-// `bias` (nullptr is allowed with a cap). Writes the derivative of the cap to `slope`, if not
-// nullptr.
+// `bias`, which may be nullptr if there is a cap. If `slope` is not nullptr, it gets the derivative
+// of the cap.
 inline void adjust(float* scores, int64_t size, float scale, float cap, const float* bias,
                    float* slope) {
   for (int64_t i = 0; i < size; i += kLanes) {

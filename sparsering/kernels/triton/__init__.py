@@ -1,4 +1,4 @@
-"""The GPU backend: Triton kernels over the passes of a layout. Triton is imported on first use."""
+"""The GPU backend: Triton kernels over the tiles of a layout. Triton is imported on first use."""
 
 from .call import EXTRAS, backward, forward, interpreting, reasons
 from .selected import best_blocks, ranks, remember, selected_layout

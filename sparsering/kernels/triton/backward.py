@@ -1,4 +1,4 @@
-"""The backward Triton kernels: dQ over the forward table, dK and dV over the transposed table.
+"""The backward Triton kernels: dQ in a loop over key tiles, dK and dV in one over query tiles.
 
 With the merged lse and `delta = rowsum(dO * O) - dlse`, every visited pair of every pass has
 `P = exp(s - lse)` and `dS = P * (dP - delta)`; dP is 0 where P was dropped. No two programs write
@@ -32,7 +32,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def weight_of(power):
-    """2 ** power, at most 1, even if a huge score was rounded differently in the forward."""
+    """Returns 2 ** power, at most 1: a huge score may be rounded otherwise than in the forward."""
     return tl.exp2(tl.minimum(power, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
@@ -65,11 +65,10 @@ def query_kernel(
     KEYS_MASKED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Writes dQ [B, heads, Nq, D] of each unit's rows; with BIASED, also sums of dS per entry.
+    """Writes dQ [B, heads, Nq, D] of each work unit; with BIASED, also sums of dS per tile pair.
 
-    Rows, units, pieces, CUT and kv_len are those of `forward_kernel`. With RUNNING, it adds to dQ
-    (float32).
-    With LEARNS_DISTANCES, it writes lines for the distance bias by `store_diagonals`.
+    `forward_kernel` explains units, pieces, CUT and kv_len. With RUNNING, adds to dQ (float32).
+    With LEARNS_DISTANCES, also writes sums of dS along diagonals, by `store_diagonals`.
     """
     step = step_of(step, TMA)
     STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
@@ -129,7 +128,7 @@ def query_kernel(
             tl.load(seed + batch * seed_batch + number), first_head + heads, branch,
             first_query + slot * step,
         )
-    packed = tl.arange(0, ROWS // TOKENS)  # heads, for sums of dS per head
+    packed = tl.arange(0, ROWS // TOKENS)  # packed heads, each with its own sums of dS
     there = (packed < PACK) & (head % group + packed < group)
     dq = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     for masked_entries in tl.static_range(2):
@@ -252,7 +251,7 @@ def key_kernel(
     TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Writes dK [B, shares, Nk, D] and dV of each unit's keys, summed over HEADS query heads.
+    """Writes dK [B, shares, Nk, D] and dV of each work unit, summed over HEADS query heads.
 
     A share is the sum over HEADS heads of a kv head's group; the caller adds up the shares.
     """
@@ -310,7 +309,7 @@ def key_kernel(
             )
             of_head = batch * row_batch + h * elements(row_head, 1)
             if TMA:
-                of_head = of_head.to(tl.int32)  # `line` checks that this fits
+                of_head = of_head.to(tl.int32)  # `launch.line` has checked that this fits
             lower = tl.load(units + 2) if masked_entries else first
             upper = tl.load(units + 3) if masked_entries else masked
             ahead = tl.load(start + lower, mask=lower < upper, other=0)
@@ -394,9 +393,9 @@ def key_kernel(
                     dscore *= slope
                 dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision=PRECISION)
 
-    # these are read again, because to keep them through the loop takes registers
+    # read again, because keeping these values through the loop would take registers
     tile, cut = tl.load(units), tl.load(units + 4)
-    head += tile >> 31  # adds 0, but depends on the load: so axis is not kept either
+    head += tile >> 31  # adds 0, but makes `axis` depend on the load, so it is not kept either
     _, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     begin, stop = span_of(tile_start, tile_stop, axis, num_tiles, tile, first_key, step, WIDE)
     position = begin + tl.arange(0, KEYS) * step.to(begin.dtype)

@@ -1,8 +1,8 @@
 """Launches the GPU kernels of the forward and the backward over the passes of a layout.
 
-Passes run one after another; each merges into the results of the earlier ones. With several passes
-in half precision, float32 sums are kept for a few kv heads at a time. Triton is imported on first
-use.
+A pass is the tiles of one token step and the table of pairs of tiles to visit. Passes run in order,
+and each merges into the earlier results. With several passes in half precision, float32 sums are
+kept for a few kv heads at a time. Triton is imported on first use.
 """
 
 import math
@@ -30,11 +30,11 @@ EXTRAS = frozenset(
 """Options of a call, other than its scale, that these kernels compute."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_WRONG_INTERPRETED = (torch.bfloat16,)
+_WRONG_INTERPRETED = (torch.bfloat16,)  # dtypes that Triton's interpreter multiplies wrongly
 _LEAST_PROGRAMS = 8  # programs per multiprocessor that fill the device
 _ROWS = 64  # rows per program of the kernels that combine or prepare
-_ALIGNED = 4  # float32 numbers of 16 bytes
-_MOST_KINDS = 64  # of calls whose launches a layout keeps
+_ALIGNED = 4  # float32 values in 16 bytes, the alignment that a descriptor needs
+_MOST_KINDS = 64  # a layout caches launches for at most so many kinds of calls
 
 
 def reasons(*tensors: Tensor) -> list[str]:
@@ -54,7 +54,7 @@ def reasons(*tensors: Tensor) -> list[str]:
 
 @constant_in_graphs
 def _machine_reasons(gpus: tuple[int | None, ...]) -> list[str]:
-    """Lists why the kernels cannot run on GPUs of these numbers; None is the current one."""
+    """Lists why the kernels cannot run on GPUs with these indices; None is the current GPU."""
     found = [] if find_spec("triton") else ["the package triton is missing (pip install triton)"]
     if interpreting():
         return found
@@ -93,7 +93,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
-    """Gradients of the problem's tensors."""
+    """Returns the gradients of the problem's tensors, from those of out and lse."""
     layout, sink = problem.layout, problem.sink
     bias = problem.block_bias
     table = problem.distance_bias if problem.learns_distances else None
@@ -127,13 +127,13 @@ def backward(
 
 
 def _in_turn(problem: Problem) -> bool:
-    """Whether results in half precision are first summed in float32, some heads at a time."""
+    """Whether float32 sums are needed: several passes add to results in half precision."""
     half = problem.query.itemsize < 4 and not problem.in_float32
     return half and len(problem.layout.passes) > 1
 
 
 def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Iterator[Part]:
-    """Yields the call by `at_most` kv heads; with `in_turn`, by as few as fill the device."""
+    """Splits a call by kv heads, `at_most` in a part; with `in_turn`, as few as fill the GPU."""
     problem = problem.with_positive_scale().with_dense_rows()
     bias, table = (
         None if x is None else dense_rows(x.float())
@@ -186,7 +186,7 @@ def _forward_pass(part: Part, number: int, out: Tensor, lse: Tensor) -> None:
         return w, [whole, *_combined(merge_kernel, w, out, arguments)]
 
     w, launches = _launches("forward", part, number, config, build, out, lse)
-    pieces = piece_lse = lse  # which no program writes to, if no tile is cut
+    pieces = piece_lse = lse  # placeholders, which no program writes if no tile is cut
     if w.slots:
         pieces = lse.new_empty(_slots(part, out.shape[1], w, out.shape[3]))
         piece_lse = lse.new_empty(pieces.shape[:-1])
@@ -246,7 +246,7 @@ def _query_pass(
 def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
     """Writes dK and dV over all passes, [B, kv heads, Nk, D] and [.., Dv].
 
-    It uses float32 sums if several passes, or several shares of a group, add to a key.
+    It uses float32 sums if several passes, or programs for several query heads, add to a key.
     """
     from .backward import key_kernel
     from .combine import sum_kernel
@@ -306,7 +306,7 @@ def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
 def _prepared(
     layout: BlockLayout, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, unit: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns (delta, lse for the kernels: +inf for rows without keys), both [B, Hq, Nq]."""
+    """Returns (delta, lse * unit), both [B, Hq, Nq]; the lse is +inf for rows without keys."""
     from .prepare import prepare_kernel
 
     batch, heads, q_len = lse.shape
@@ -338,7 +338,7 @@ def _launches(
     build: Callable[[], tuple[Walk, list[Launch]]],
     *results: Tensor,
 ) -> tuple[Walk, list[Launch]]:
-    """The walk and the launches of a pass, which `build` prepares for all calls like this one."""
+    """Returns a pass's work units and kernel launches, cached or from `build`."""
     problem, layout, by_key = part.problem, part.layout, kernel == "key"
     query, key, value, scale, bias, softcap, table, sink, dropped, seed, mask = problem[1:12]
     extras = [x for x in (bias, table, seed, mask) if x is not None]
@@ -357,10 +357,10 @@ def _launches(
 def _kept(
     layout: BlockLayout, kind: tuple[object, ...], build: Callable[[], Any], device: torch.device
 ) -> Any:
-    """Returns what was built for calls of a kind over a layout, unless in a graph's capture."""
+    """Returns `build()`, cached in the layout under `kind`, except while a graph is captured."""
     if (found := layout.launches.get(kind)) is None:
         found = build()
-        if not capturing(device):  # only a replay of the graph would fill its tables
+        if not capturing(device):  # in a capture, tables are empty until the replay
             if len(layout.launches) >= _MOST_KINDS:
                 layout.launches.clear()
             layout.launches[kind] = found
@@ -389,7 +389,7 @@ def _rows(part: Part, number: int, config: Config) -> dict[str, int]:
 def _heads_at_a_time(part: Part) -> int:
     """Number of query heads of a group that one program of `key_kernel` sums over.
 
-    That is all of them, unless the device would idle, or query heads have tables of their own.
+    It is all of them, unless the GPU would be partly idle, or query heads have their own tables.
     """
     layout, group = part.layout, part.group
     if _by_query_head(part):
@@ -417,7 +417,7 @@ def _slots(part: Part, heads: int, w: Walk, head_dim: int) -> tuple[int, ...]:
 def _combined(
     kernel: Any, w: Walk, like: Tensor, arguments: dict[str, Any], **names: str
 ) -> list[Launch]:
-    """The launch that combines the pieces of cut tiles, if the walk may have cut any."""
+    """Returns the launch that combines the pieces of cut tiles, or [] if no tile can be cut."""
     if not w.slots:
         return []
     tile = arguments["TILE"]

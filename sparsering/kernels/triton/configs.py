@@ -54,14 +54,14 @@ _HALF = {
     (100, "query"): ((128, 128, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
     (100, "key"): ((128, 64, 8, 3), (64, 64, 8, 2), (64, 32, 8, 2)),
 }
-_SINGLE = {  # by generation, for every kernel; products of tf32x3
+_SINGLE = {  # for float32, by generation, for every kernel; products use tf32x3
     80: ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2)),
     90: ((64, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2)),
 }
 
 
 def config_for(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
-    """Config of kernel "forward", "query" or "key"; `head_dim` is the larger of D and Dv."""
+    """Returns the measured or default config of a kernel; `head_dim` is the larger of D and Dv."""
     tuned = measured.choices(like.device)["configs"]
     if tuned and (found := tuned.get(config_key(kernel, like.dtype, head_dim, tile))) is not None:
         return Config(*found)
@@ -69,7 +69,7 @@ def config_for(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
 
 
 def with_extras(config: Config, kernel: str, distances: bool, more: bool) -> Config:
-    """A config for calls whose extras take registers: a distance bias; `more`: softcap, dropout."""
+    """Adapts a config to extras that take registers: distance bias, (`more`) softcap, dropout."""
     if distances:
         return config._replace(streamed=max(16, config.streamed // 2), masked=0)
     if more and kernel == "forward":
@@ -78,7 +78,7 @@ def with_extras(config: Config, kernel: str, distances: bool, more: bool) -> Con
 
 
 def default(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
-    """Config of the table, for use where nothing was measured."""
+    """Returns the config of the table above, which is used if none was measured."""
     return _default(kernel, like.dtype, like.device, head_dim, tile)
 
 
@@ -91,7 +91,7 @@ def _default(
     table = _SINGLE[80 if gpu < 90 else 90] if dtype.itemsize == 4 else _HALF[gpu, kernel]
     rows, streamed, warps, stages, *masked = table[size]
     if gpu == 90 and kernel == "forward" and head_dim & (head_dim - 1):
-        streamed = min(streamed, 64)  # loads by pointers take registers
+        streamed = min(streamed, 64)  # such heads have no TMA, and pointers take registers
     tma = gpu >= 90 and dtype.itemsize < 4
     chosen = Config(rows, streamed, warps, stages, tma, masked=masked[0] if masked else 0)
     return _fitted(kernel, chosen, dtype, device, head_dim, tile)
@@ -137,7 +137,7 @@ def trial(configs: dict[str, Config], device: torch.device) -> Iterator[None]:
 
 @cache
 def generation(device: torch.device) -> int:
-    """Generation of a GPU in the table: 80, 90 or 100."""
+    """Returns a GPU's generation in the table: 80 (Ampere and all others), 90 (Hopper), 100."""
     if device.type != "cuda" or torch.version.hip:
         return 80
     major = torch.cuda.get_device_capability(device)[0]
@@ -154,7 +154,7 @@ def _fitted(
 ) -> Config:
     """Shrinks a config to the size of a tile and to the shared memory of the device."""
     most = max(16, power_of_2(tile))
-    if most - tile >= 64:  # 160 and 192 tokens are 3 x 64 rather than 256
+    if most - tile >= 64:  # 160 or 192 tokens take three steps of 64, not one of 256
         most = 64
     rows, streamed = min(chosen.rows, most), min(chosen.streamed, most)
     masked = min(chosen.masked, streamed // 2)
@@ -175,10 +175,10 @@ def _fitted(
 
 
 def _shared_bytes(kernel: str, config: Config, gpu: int, width: int) -> int:
-    """Upper bound of the shared memory of a compiled kernel, for numbers of one byte.
+    """Returns an upper bound of a compiled kernel's shared memory, for values of one byte.
 
-    Before Hopper, kernels keep the rows of one tensor (forward) or two, all but one stage of two
-    streamed ones, and a tile of weights: compiled for 8.0, they take this or up to 12% less.
+    Before Hopper, it has the program's rows of one tensor (forward) or two, `stages - 1` steps of
+    the two that it streams, and a tile of weights: compiled for 8.0, it is up to 12% smaller.
     """
     if gpu >= 90:
         return 2 * (config.rows + config.stages * config.streamed) * width
@@ -189,7 +189,7 @@ def _shared_bytes(kernel: str, config: Config, gpu: int, width: int) -> int:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes of shared memory for a program, less 2 KiB in reserve; 62 KiB if it is unknown."""
+    """Returns the bytes of shared memory for a program, less 2 KiB; 62 KiB if it is unknown."""
     if device.type != "cuda":
         return 1 << 20
     found = torch.cuda.get_device_properties(device)
@@ -197,7 +197,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def config_key(kernel: str, dtype: torch.dtype, head_dim: int, tile: int) -> str:
-    """Key of a measured config on disk."""
+    """Returns the key of a measured config in the tuning file."""
     return f"{kernel} {str(dtype).removeprefix('torch.')} head dim {head_dim} block {tile}"
 
 

@@ -1,4 +1,4 @@
-"""Functions that the Triton kernels share: which unit a program computes, how tiles are read.
+"""Functions that Triton kernels share: which work unit a program computes, how it reads tiles.
 
 A `tl.constexpr` is fixed when a kernel is compiled. Lengths, counts, strides and scales are not, so
 that new ones need no compilation.
@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 _INTS = (tl.int32, tl.int64)
-_TABLES = ("tile_start", "tile_stop", "tile_origin")  # single numbers of them are read
+_TABLES = ("tile_start", "tile_stop", "tile_origin")  # programs load single numbers of them
 
 
 def kernel(function: Callable[..., None]) -> Any:
-    """Compiles a kernel for the types of its integers, not for their values.
+    """Compiles a kernel once for all values of its integers.
 
-    Nor for the alignment of tables, which differs between the queries of a page.
+    It ignores the alignment of tables too, which changes between the queries that are decoded.
     """
     kinds = inspect.get_annotations(function)
     tables = [name for name in _TABLES if name in inspect.signature(function).parameters]
@@ -38,7 +38,7 @@ def load_rows(
     """Loads [COUNT, PADDED_DIM]: every `step`-th row from `token` on, of [.., tokens, HEAD_DIM].
 
     With TMA it uses the descriptor `tiles` of a matrix where the head begins at (row, column); rows
-    must all be real, and step 1. Otherwise it reads from the pointer `source + offset`; rows that
+    must all be real (exist), and step 1. Otherwise it reads from `source + offset`; rows that
     are not `real` become 0, and ALL says that every row is real.
     """
     if TMA:
@@ -60,7 +60,7 @@ def load_rows(
 @triton.jit
 def head_of(batch, head, batch_stride, head_stride, side, token_stride, ALIGN: tl.constexpr,
             TMA: tl.constexpr):
-    """Start of a head of [B, H, N, D]: (offset, row and column in the matrix of tokens).
+    """Returns the start of a head of [B, H, N, D]: (offset, row and column of the token matrix).
 
     With TMA, strides count rows of that matrix, and heads are `side` columns apart.
     """
@@ -74,18 +74,18 @@ def head_of(batch, head, batch_stride, head_stride, side, token_stride, ALIGN: t
 
 @triton.jit
 def step_of(step, TMA: tl.constexpr):
-    """Distance of neighbours in a tile; with TMA the compiler knows that it is 1."""
+    """Returns the distance between a tile's neighbouring tokens; with TMA, the constant 1."""
     return tl.full([], 1, tl.int64) if TMA else step
 
 
 @triton.jit
 def visible(words, bitmap, rows, first, TILE: tl.constexpr, WORD: tl.constexpr,
             COUNT: tl.constexpr):
-    """[rows, COUNT] int32, not 0 where a bitmap has the pair; bitmap -1 has all pairs.
+    """Returns int32 [rows, COUNT], not 0 where a bitmap has the pair; bitmap -1 has all pairs.
 
-    `rows` are slots of the tile for which a bitmap has one line each. Columns are COUNT slots of
-    the other tile, from `first` on. Each word is loaded once; the compiler knows which word has
-    which pair.
+    `rows` are indices of tokens in a tile, for each of which a bitmap has a line. Columns are COUNT
+    tokens of the other tile, from index `first` on. Each word is loaded once; the compiler knows
+    which word has which pair.
     """
     LINE: tl.constexpr = TILE // WORD
     line = words + bitmap.to(tl.int64) * (TILE * LINE) + rows[:, None] * LINE
@@ -101,7 +101,7 @@ def visible(words, bitmap, rows, first, TILE: tl.constexpr, WORD: tl.constexpr,
 
 @triton.jit
 def program_of(parts, PACK: tl.constexpr, num_units, num_heads, group):
-    """(part of a tile, unit, first head, batch entry) of this program; parts vary fastest."""
+    """Returns a program's (part of a tile, unit, first head, batch entry); parts vary fastest."""
     program = tl.program_id(0).to(tl.int64)
     part = (program % parts).to(tl.int32)
     unit = program // parts % num_units
@@ -118,7 +118,7 @@ def program_of(parts, PACK: tl.constexpr, num_units, num_heads, group):
 
 @triton.jit
 def table_of(batch, head, num_heads, tables, table_batches, axes):
-    """(table, axis) of a query head: indices of its walk, and of its kv head's tiles."""
+    """Returns the indices of a query head's table of entries, and of its set of tiles (axis)."""
     of_batch = tl.where(table_batches > 1, batch, 0)
     axis = (head * axes // num_heads).to(tl.uint32)  # unsigned: widening takes no register
     return of_batch * tables + head * tables // num_heads, axis.to(tl.int64)
@@ -129,7 +129,7 @@ def rows_of(
     begin, stop, step, part, head, group, TILE: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, PACK: tl.constexpr,
 ):
-    """(slot in the tile, token, query head, whether it is real) of each row of a program."""
+    """Returns (index in the tile, token, query head, whether it exists) of each program row."""
     row = tl.arange(0, ROWS)
     slot = part * TOKENS + row % TOKENS
     of_pack = row // TOKENS
@@ -146,13 +146,13 @@ def elements(stride, ALIGN: tl.constexpr):
 
 @triton.jit
 def unit_at(unit):
-    """(tile, first entry, first entry that needs a mask, end) of a walk's unit; tile -1 is none."""
+    """Returns a work unit: (tile or -1 for none, first entry, first one that needs a mask, end)."""
     return tl.load(unit), tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
 
 
 @triton.jit
 def span_of(tile_start, tile_stop, axis, num_tiles, tile, first_slot, step, WIDE: tl.constexpr):
-    """(token at `first_slot` of a tile, end of the tile), in the integer type of offsets."""
+    """Returns (token at index `first_slot` of a tile, end of the tile), in the type of offsets."""
     index: tl.constexpr = tl.int64 if WIDE else tl.int32
     at = axis * num_tiles + tile
     begin = tl.load(tile_start + at) + first_slot * step
@@ -161,6 +161,6 @@ def span_of(tile_start, tile_stop, axis, num_tiles, tile, first_slot, step, WIDE
 
 @triton.jit
 def from_table(start, tokens, bitmap, entry, table, num_entries):
-    """Moves the pointers to a walk's four lists to a table's first entry."""
+    """Moves pointers to four lists over all tables to the first entry of one table."""
     offset = table * num_entries
     return start + offset, tokens + offset, bitmap + offset, entry + offset

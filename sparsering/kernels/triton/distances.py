@@ -23,7 +23,7 @@ def store_diagonals(
             -reach and reach.
         ends: [lines, 2] sums over distances up to -reach, and from reach on.
         start: [lines] int32 distance of the line's first sum; neighbours are `step` apart.
-        line, there: line of each head, and whether that head exists.
+        line, there: index of each head's line, and whether that head exists.
         first: distance of the first key from the first token.
     """
     TURNS: tl.constexpr = (KEYS + TOKENS - 2) // KEYS + 1
@@ -53,7 +53,7 @@ def sum_diagonals_kernel(
     reach: tl.int32, splits: tl.int32,
     SPAN: tl.constexpr, LINES: tl.constexpr, DISTANCES: tl.constexpr,
 ):
-    """Writes grad [heads, splits, 2 reach + 1]: sums of each split's lines, without `ends`.
+    """Writes grad [heads, splits, 2 reach + 1]: sums over ranges of lines (splits), without `ends`.
 
     `store_diagonals` wrote `diagonals` [heads, lines, SPAN] and `diagonal_start` [heads, lines].
     """

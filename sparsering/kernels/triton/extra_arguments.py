@@ -14,18 +14,18 @@ from .configs import Config
 from .launch import Launch, launch, power_of_2, processors
 from .walk import Walk
 
-DIAGONALS = ("diagonals", "ends", "diagonal_start")  # what `room_for_diagonals` allocates
+DIAGONALS = ("diagonals", "ends", "diagonal_start")  # buffers for sums of dS along diagonals
 _FAR = 1 << 30  # a distance beyond every table
-_LINES, _DISTANCES = 16, 256  # per step and per program of `sum_diagonals_kernel`
-_PROGRAMS = 8  # programs per multiprocessor, for that kernel
+_LINES, _DISTANCES = 16, 256  # lines per step, distances per program of `sum_diagonals_kernel`
+_PROGRAMS = 8  # programs of `sum_diagonals_kernel` per multiprocessor
 _MOST_SPLITS = 64  # most partial sums per head, which are added up afterwards
-_DIAGONAL_BYTES = 1 << 28  # limit of the sums along diagonals, unless one kv head needs more
+_DIAGONAL_BYTES = 1 << 28  # limit in bytes of those buffers, unless one kv head needs more
 
 
 def arguments(
     problem: Problem, number: int, w: Walk, first_head: int, *, by_key: bool
 ) -> dict[str, Any]:
-    """Kernel arguments for a pass; the problem has the heads of a call from `first_head` on."""
+    """Returns kernel arguments for a pass; the problem has a call's heads from `first_head` on."""
     p, table, mask = problem.layout.passes[number], problem.distance_bias, problem.key_mask
     seed = problem.dropout_seed if problem.dropout_p else None
     own = w.stream if by_key else p.stream
@@ -58,7 +58,7 @@ def arguments(
 
 
 def of_call(problem: Problem, number: int, w: Walk, *, by_key: bool) -> dict[str, Tensor]:
-    """Tensors of the extras that a call uses."""
+    """Returns the tensors of the extras that a call uses, by the name of the kernel argument."""
     table, mask = problem.distance_bias, problem.key_mask
     seed = problem.dropout_seed if problem.dropout_p else None
     tensors = {"bias": problem.block_bias, "distance_bias": table}
@@ -73,7 +73,7 @@ def of_call(problem: Problem, number: int, w: Walk, *, by_key: bool) -> dict[str
 
 
 def kv_heads_at_a_time(problem: Problem, config: Config) -> int:
-    """Most kv heads (at least 1) whose sums along diagonals fit into `_DIAGONAL_BYTES`."""
+    """Returns how many kv heads (at least 1) have sums that fit into `_DIAGONAL_BYTES`."""
     layout = problem.layout
     tokens = min(config.rows, power_of_2(layout.block_size))
     parts, steps = (-(-layout.block_size // n) for n in (tokens, config.streamed))
@@ -84,7 +84,7 @@ def kv_heads_at_a_time(problem: Problem, config: Config) -> int:
 
 
 def diagonals_of(tokens: int, keys: int) -> int:
-    """Length of a line of `store_diagonals`: its number of diagonals, padded to `keys`."""
+    """Returns the sums in a line of `store_diagonals`: its diagonals, padded for whole `keys`."""
     return ((keys + tokens - 2) // keys + 1) * keys
 
 

@@ -33,7 +33,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _attend(acc, highest, total, score, v, bias, scale, keep, stays, MASKED: tl.constexpr,
             BIASED: tl.constexpr, DROPPING: tl.constexpr, PRECISION: tl.constexpr):
-    """One step of the running softmax: (acc [rows, Dv], highest [rows], total [rows]).
+    """Runs a step of the online softmax: (acc [rows, Dv], highest [rows], total [rows]).
 
     `score` is not yet multiplied by `scale`. Where `keep` is 0, there is no pair. Where `stays` is
     false, dropout removes the weight from acc, but not from total.
@@ -84,18 +84,18 @@ def forward_kernel(
     KEYS_MASKED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Writes out [B, heads, Nq, Dv] and lse [B, heads, Nq] of the rows of each unit.
+    """Writes out [B, heads, Nq, Dv] and lse [B, heads, Nq] of each work unit (see walk.py).
 
-    With RUNNING, they are merged with the present out (float32) and lse; with SINK, with 0 and the
-    present lse. Query i of a tile reads row `bitmap_row + i` of the tile's bitmaps. With CUT, the
-    walk is one that calls with fewer keys share, and there are only `kv_len` keys. A unit with a
-    slot is a piece of a cut tile: it writes its result to piece_out [B, heads, slots, TILE, Dv] and
+    With RUNNING, merges them with the present out (float32) and lse; with SINK, with out = 0 and
+    the present lse, a sink. Query i of a tile reads row `bitmap_row + i` of the tile's bitmaps.
+    With CUT, the tables may have keys from `kv_len` on, which the call does not have. A unit that
+    is a piece of a cut tile writes its result to piece_out [B, heads, slots, TILE, Dv] and
     piece_lse, for `merge_kernel`.
     """
     step = step_of(step, TMA)
     STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
     MASKED_STEPS: tl.constexpr = (TILE + MASKED - 1) // MASKED
-    GAPS: tl.constexpr = TILE % KEYS != 0 or KEYS_MASKED  # even a full tile pair needs a mask
+    GAPS: tl.constexpr = TILE % KEYS != 0 or KEYS_MASKED  # True if even full tiles need a mask
     part, unit, head, batch = program_of(parts, PACK, num_units, num_heads, group)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     units += (table * num_units + unit) * _UNIT
@@ -213,7 +213,7 @@ def forward_kernel(
                 stays, masked_entries or GAPS, BIASED, DROPPING, PRECISION,
             )
 
-    some = total != 0.0  # true for NaN, so that it shows in the result
+    some = total != 0.0  # true for NaN, so that the result is NaN too
     total = tl.where(some, total, 1.0)
     acc /= total[:, None]
     if DROPPING:

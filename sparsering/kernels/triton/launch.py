@@ -13,14 +13,14 @@ from .configs import Config
 
 
 class Launch:
-    """A kernel with its grid and those of its arguments that are equal in all calls of a kind.
+    """A kernel, its grid, and the arguments that do not change between calls of equal shapes.
 
-    The other arguments are filled in by name: `x_tiles` is a descriptor of `x`, or `x` itself. The
-    first run compiles; later ones use what it returned, without Triton's own checks of arguments.
+    Each call gives the others by name: `x_tiles` is a descriptor of `x`, or `x` itself. The first
+    run compiles the kernel; later runs launch the result, without Triton's checks of arguments.
 
     Args:
         arguments: the fixed ones, and a descriptor of the first call's tensor for each `x_tiles`.
-        names: names in the call of parameters that it calls otherwise.
+        names: for a parameter that calls give by another name, that name.
     """
 
     def __init__(
@@ -40,13 +40,13 @@ class Launch:
             if hasattr(tiles, "block_shape"):
                 rows_before = tiles.shape[0] - tiles.base.shape[2]
                 self.places.append((place, source, tiles, rows_before))
-                tiles.base = self.fixed[place] = None  # else they would keep that tensor
+                tiles.base = self.fixed[place] = None  # else they would keep the tensor alive
             elif name not in arguments:
                 self.places.append((place, source, None, 0))
         self.compiled: Any = None
 
     def arguments(self, of_call: Mapping[str, Any]) -> list[Any]:
-        """All arguments in the order of the kernel's parameters."""
+        """Returns all arguments of a call, in the order of the kernel's parameters."""
         arguments = self.fixed.copy()
         for place, name, tiles, rows_before in self.places:
             x = of_call[name]
@@ -74,12 +74,12 @@ def launch(launches: Iterable[Launch], of_call: Mapping[str, Any], device: torch
 
 
 def options(config: Config | None) -> dict[str, Any]:
-    """Compile options of a kernel."""
+    """Returns Triton's compile options for a config; {} leaves them to Triton."""
     return {} if config is None else {"num_warps": config.warps, "num_stages": config.stages}
 
 
 def strides(**tensors: Tensor) -> dict[str, int]:
-    """Strides NAME_batch, NAME_head and NAME_token of each tensor, in units of ALIGN elements.
+    """Returns NAME_batch, NAME_head and NAME_token: strides of tensors, in units of ALIGN elements.
 
     ALIGN is 16 bytes if all strides are multiples of that, so that loads can be wide, else 1.
     """
@@ -107,7 +107,7 @@ class Matrix(NamedTuple):
 
 
 def matrix(x: Tensor, rows: int) -> Matrix | None:
-    """Views [B, H, N, D] as a matrix with tiles of `rows` tokens of a head; None if it cannot."""
+    """Views [B, H, N, D] as a matrix, read by `rows` tokens of a head; None if TMA cannot."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     batch, heads, tokens, head_dim = x.shape
@@ -127,7 +127,7 @@ def matrix(x: Tensor, rows: int) -> Matrix | None:
 
 
 def line(x: Tensor, count: int) -> Any:
-    """Describes the memory of [B, H, N], read by `count` numbers; None if no descriptor fits."""
+    """Returns a descriptor to read [B, H, N] by `count` numbers at a time; None if TMA cannot."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     batch, heads, tokens = x.shape
@@ -155,13 +155,13 @@ def padded(x: Tensor) -> int:
 
 
 def kind_of(*tensors: Tensor) -> tuple[tuple[Any, ...], ...]:
-    """All that launches depend on of tensors; equal for tensors that differ in numbers only."""
+    """Returns what launches depend on: shapes, strides, dtypes and alignment, but no values."""
     return tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)
 
 
 @cache
 def processors(device: torch.device) -> int:
-    """Number of multiprocessors that share a launch."""
+    """Returns the number of a GPU's multiprocessors, which share a launch."""
     if device.type != "cuda":
         return 4  # under the interpreter: few, so that small tests cut tiles too
     return torch.cuda.get_device_properties(device).multi_processor_count

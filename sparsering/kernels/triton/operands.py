@@ -1,8 +1,8 @@
-"""Kernel arguments for a part of a call: its tensors, its tiles, and the tensors that it streams.
+"""Kernel arguments for some heads of a call: their tensors, and the tiles of the layout.
 
-A kernel keeps one tile and streams others past it. Streamed tensors have pointers, and tensor
-descriptors too, by which Hopper and later GPUs copy whole tiles. Entries that need a mask are read
-by pointers, which can leave rows out.
+A program keeps one tile and reads ("streams") others, one after another. Streamed tensors have
+pointers, and on Hopper and later GPUs also descriptors, by which TMA copies whole tiles. Tiles that
+need a mask are read by pointers, since only these can skip rows.
 """
 
 from typing import Any, NamedTuple
@@ -49,7 +49,7 @@ class Part(NamedTuple):
 
 
 def of_call(part: Part, number: int, w: Walk, *, by_key: bool) -> dict[str, Any]:
-    """Arguments of pass `number` that calls of one kind do not share: tensors and lengths."""
+    """Returns the arguments of a pass that change from call to call: tensors and lengths."""
     p, problem = part.layout.passes[number], part.problem
     starts, stops = (p.key_start, p.key_stop) if by_key else (p.query_start, p.query_stop)
     return {
@@ -61,7 +61,7 @@ def of_call(part: Part, number: int, w: Walk, *, by_key: bool) -> dict[str, Any]
 
 
 def of_inputs(part: Part, config: Config) -> dict[str, Any]:
-    """Kernel arguments for the shapes of a call's tensors, and how to compile for them."""
+    """Returns the arguments that depend on the shapes of a call's tensors, and compile options."""
     query, value, bias = part.query, part.value, part.problem.block_bias
     return {
         "HEAD_DIM": query.shape[3], "PADDED_DIM": padded(query),
@@ -76,7 +76,7 @@ def of_inputs(part: Part, config: Config) -> dict[str, Any]:
 
 
 def of_tiles(part: Part, number: int, w: Walk, config: Config, *, by_key: bool) -> dict[str, Any]:
-    """Kernel arguments for the tiles and walk of pass `number`; `by_key`: units are key tiles."""
+    """Returns the arguments for a pass's tiles and work units; `by_key`: units are key tiles."""
     p, tile = part.layout.passes[number], part.layout.block_size
     starts = p.key_start if by_key else p.query_start
     masked = config.masked or config.streamed
@@ -101,11 +101,11 @@ def streamed(
     rows: dict[str, Tensor],
     **tensors: Tensor,
 ) -> dict[str, Any]:
-    """Kernel arguments for streamed `tensors`, and for `rows` with one number per token.
+    """Returns arguments for streamed `tensors`, and for `rows` with one number per token.
 
-    Tensors get descriptors if all of them permit it. A descriptor cannot leave rows out: the pass
-    must have step 1, a tile must be read in equal parts, and no key may be masked. Strides are in
-    `unit` elements. WIDE says that offsets need int64.
+    Tensors get TMA descriptors if all of them permit it. A descriptor reads a fixed number of
+    consecutive rows, so it needs step 1, a tile of equal parts, and no masked key. Strides are in
+    units of `unit` elements. WIDE is True if offsets need int64.
     """
     step, tile = part.layout.passes[number].step, part.layout.block_size
     reach = max(1, *(x.stride(2) for x in tensors.values()))

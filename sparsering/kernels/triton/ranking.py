@@ -1,9 +1,9 @@
 """Triton kernels that rank blocks by their scores, and write the tables of selected blocks.
 
-The tables are those of `layouts.selected_on_device` and of `walk`, bit for bit. A program computes
-a run of ROWS query tiles of one table, [ROWS, LANES]: a lane for each entry that a tile may have.
-Key tiles are counted in bins: bin 2k has the entries of key tile k that need no mask, bin 2k + 1
-the others.
+The tables equal those of `layouts.selected_on_device` and of walk.py, bit for bit. An entry is a
+visited pair of tiles. A program computes a run (ROWS consecutive query tiles) of one table, as
+[ROWS, LANES]: a column (lane) for each entry that a tile may have. Entries are counted in bins: bin
+2k has those of key tile k that need no mask, bin 2k + 1 the others.
 """
 
 import triton
@@ -11,12 +11,12 @@ import triton.language as tl
 
 from .device import kernel
 
-_LAST = tl.constexpr((1 << 30) - 1)  # ranks are those of `selection.choose`
+_LAST = tl.constexpr((1 << 30) - 1)  # these ranks equal those of `selection.choose`
 _FORCED = tl.constexpr((1 << 61) + (1 << 30) - 1)
 _NOT_CHOSEN = tl.constexpr(-(1 << 62))
-LANE = tl.constexpr(256)  # lists hold a key tile times LANE, plus the lane that listed it
-_CHUNKS = tl.constexpr(32)  # runs of query tiles that are summed at a time
-_TILES = tl.constexpr(128)  # key tiles that are read at a time
+LANE = tl.constexpr(256)  # `lists` has key tile * LANE + the lane that lists it
+_CHUNKS = tl.constexpr(32)  # runs whose counts are added in a loop step
+_TILES = tl.constexpr(128)  # tiles, units or bins that are computed in a loop step
 
 
 @kernel
@@ -44,7 +44,7 @@ def rank_kernel(
         bits = score.to(tl.float32).to(tl.int32, bitcast=True)
         magnitude = bits & 0x7FFFFFFF
         bits = tl.where(magnitude == 0, 0, bits)  # -0.0 ranks like 0.0
-        ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)  # in the order of the floats
+        ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)  # sorts like the floats
         below = (magnitude > 0x7F800000) | ((magnitude == 0x7F800000) & (bits < 0))  # NaN and -inf
         rank = tl.where(below, _NOT_CHOSEN, (ordered << 30) + (_LAST - block))
         forced = (block < sink) | ((block <= last) & (block > last - local))
@@ -60,14 +60,14 @@ def rank_kernel(
 
 @triton.jit
 def tile_at(tile, q_start, q_stop, tokens):
-    """(begin of a query tile's row, its first position, exclusive end)."""
+    """Returns (multiple of `tokens` where a query tile begins, its first query, exclusive end)."""
     begin = (q_start // tokens + tile) * tokens
     return begin, tl.maximum(begin, q_start), tl.minimum(begin + tokens, q_stop)
 
 
 @triton.jit
 def key_at(source, lane, real, own, parts, num_keys, CAUSAL: tl.constexpr):
-    """Key tile that a lane of a row lists; `num_keys` for none, or one after the row's own."""
+    """Returns the key tile of a lane; `num_keys` for none, or (CAUSAL) one later than the query."""
     block = tl.load(source + lane // parts, mask=real, other=-1)
     listed = (block >= 0) & (block < num_keys)
     key = tl.where(listed, tl.minimum(block * parts + lane % parts, num_keys), num_keys)
@@ -88,8 +88,8 @@ def rows_kernel(
 ):
     """Lists the distinct visible key tiles of each query tile in order; counts them by bin.
 
-    `lengths` counts query tiles by their number of entries. `bins` has the number of entries in
-    lower bins. The programs of the first table also write the tiles and the bitmaps.
+    `lengths` counts a run's query tiles of each number of entries. `bins` has, for each bin, a
+    run's entries in lower bins. The first table's programs also write tile bounds and bitmaps.
     """
     chunks = tl.cdiv(num_tiles, ROWS)
     table, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
@@ -164,10 +164,10 @@ def place_kernel(
     TILE: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
     LENGTHS: tl.constexpr,
 ):
-    """Writes the table of a pass and its walk by query; further programs add up the bins.
+    """Writes the table of a pass and its work units by query; further programs add up the bins.
 
-    `begins` is the first entry of each bin in the walk by key. `offsets` says where a run's entries
-    go: those of a bin begin at its offset plus the number of the run's entries in lower bins.
+    `begins` is the place of a bin's first entry in a list by key tile. `offsets` says where a run's
+    entries go in it: those of a bin begin at its offset plus the run's entries in lower bins.
     `spans` has the first entry of each query tile and its first that needs a mask, in turns.
     """
     chunks = tl.cdiv(num_tiles, ROWS)
@@ -243,7 +243,7 @@ def place_kernel(
 
 @triton.jit
 def add_bins(bins, offsets, begins, table, low, chunks, num_bins):
-    """Adds up _TILES bins over the runs of a table: `begins` and `offsets` of `place_kernel`."""
+    """Sums _TILES bins over a table's runs; writes `begins` and `offsets` of `place_kernel`."""
     bin = (low + tl.arange(0, _TILES))[None, :]
     total = tl.zeros([_TILES], tl.int32)
     for first in range(0, chunks, _CHUNKS):
@@ -271,7 +271,7 @@ def keys_kernel(
     num_units: tl.int32, num_cuts: tl.int32,
     TILE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):
-    """Writes the walk by key: a program for each run of query tiles, one for a table's units."""
+    """Writes entries by key tile, a program per run, and work units, one program per table."""
     chunks = tl.cdiv(num_tiles, ROWS)
     if tl.program_id(0) >= tables * chunks:
         table = (tl.program_id(0) - tables * chunks).to(tl.int64)
@@ -325,7 +325,7 @@ def units_kernel(
     spans, units, unit_lengths, cuts, num_tiles: tl.int32, limit: tl.int32, num_units: tl.int32,
     num_cuts: tl.int32,
 ):
-    """Writes the units of a walk by query that cuts tiles: a program for each table."""
+    """Writes the work units by query where long tiles are cut; one program per table."""
     table = tl.program_id(0).to(tl.int64)
     write_units(spans + table * (2 * num_tiles + 1), units + table * num_units * 5,
                 unit_lengths + table * num_units, cuts + table * num_cuts * 3, num_tiles, limit,
@@ -334,7 +334,7 @@ def units_kernel(
 
 @triton.jit
 def write_units(begins, units, unit_lengths, cuts, num_keys, limit, num_units, num_cuts):
-    """Writes the units of one table of tiles, the longest first, and its cut tiles."""
+    """Writes the work units of one table, the longest first, and its list of cut tiles."""
     for low in range(0, num_units, 64):
         unit = low + tl.arange(0, 64)
         tile, lower, middle, upper, slot, length = unit_of(begins, unit, num_keys, limit)
@@ -374,7 +374,7 @@ def write_units(begins, units, unit_lengths, cuts, num_keys, limit, num_units, n
 
 @triton.jit
 def pieces_of(begins, tile, num_keys, limit):
-    """Number of pieces of key tiles, 0 past the last."""
+    """Returns into how many pieces each tile is cut: 1 for none, 0 past the last tile."""
     exists = tile < num_keys
     begin = tl.load(begins + 2 * tile, mask=exists, other=0)
     end = tl.load(begins + 2 * tile + 2, mask=exists, other=0)
@@ -383,7 +383,7 @@ def pieces_of(begins, tile, num_keys, limit):
 
 @triton.jit
 def unit_of(begins, unit, num_keys, limit):
-    """(tile, first entry, first masked entry, end, slot, length) of units, as in `walk`."""
+    """Returns (tile, first entry, first masked one, end, slot, entries) of units, as walk.py."""
     tile, before, slot = unit * 0, unit * 0, unit * 0
     seen = 0
     for low in range(0, num_keys, _TILES):

@@ -1,8 +1,9 @@
 """Selections on a GPU: ranks blocks, and builds the tables of selected blocks, in four launches.
 
-One launch ranks (`best_blocks`), two build the layout and its walk by query (`selected_layout`),
-and one the walk by key, on first use. Tables equal those of `layouts.selected_on_device` and of
-`walk` bit for bit; those build what does not fit here. The host never waits for the device.
+One launch ranks (`best_blocks`), two build the layout and its work units by query tile
+(`selected_layout`), and one the units by key tile, on first use. walk.py explains units. Tables
+equal those of `layouts.selected_on_device` and walk.py, which build the layouts that are too large
+here, bit for bit. The host never waits for the device.
 """
 
 import math
@@ -22,14 +23,14 @@ from .call import interpreting, reasons
 from .launch import Launch, launch, power_of_2
 from .walk import Walk, hand_over
 
-_MOST_RANKED = 256  # blocks of a row, as all of them stay in registers
-_MOST_ENTRIES = 128  # of a query tile
-_MOST_KEY_TILES = 4096  # beyond, the counts of a run's bins take more room than its entries
-_LANES = 2048  # entries of a program
-_BINS, _TILES = 1024, 128  # bins counted, and added up, at a time
+_MOST_RANKED = 256  # largest k, because the k best blocks of a row stay in registers
+_MOST_ENTRIES = 128  # largest number of entries of a query tile
+_MOST_KEY_TILES = 4096  # with more, a program's counts of key tiles would outgrow its entries
+_LANES = 2048  # entries that one program computes
+_BINS, _TILES = 1024, 128  # bins counted per loop step; bins added up per program
 
 _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Layouts by the indices of a call's own pattern: tensors that nothing writes to."""
+"""Cached layouts, by the indices of the selection: tensors that nothing else may write to."""
 
 
 def best_blocks(
@@ -76,7 +77,7 @@ def _compiles_for(device: torch.device) -> bool:
 
 
 def remember(pattern: Pattern) -> None:
-    """Lets calls keep the layouts of a pattern's selections for as long as their indices live."""
+    """Permits calls to cache the layouts of a pattern's selections while their indices exist."""
     for x in pattern.tensors:
         if x.is_cuda and not x.is_inference():
             _kept.setdefault(x, {})
@@ -85,9 +86,9 @@ def remember(pattern: Pattern) -> None:
 def selected_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> BlockLayout | None:
-    """The layout of a selection whose tables the kernels build; None for all others.
+    """Returns the layout of a selection, built by kernels; None if they cannot build it.
 
-    The forward and the backward of a call share one.
+    The forward and the backward of a call share a layout.
     """
     if (found := selection_of(pattern, frame, block_size)) is None:
         return None
@@ -119,7 +120,7 @@ def selected_layout(
 def _built(
     indices: Tensor, rows: tuple[int, int, int], parts: int, causal: bool, frame: Frame, tile: int
 ) -> BlockLayout:
-    """Builds the tables; `rows` are the tokens of a query tile and of a row, and the first row."""
+    """Builds a layout; `rows`: tokens of a query tile, queries of a selection row, first row."""
     from .ranking import place_kernel, rows_kernel
 
     tokens, device = rows[0], indices.device
@@ -178,7 +179,7 @@ def _built(
 
 
 def _cut(w: Walk, spans: Tensor, limit: int) -> Walk:
-    """The walk by query `w` with tiles of more than `limit` entries cut."""
+    """Returns the work units by query tile `w`, but cuts tiles of more than `limit` entries."""
     from .ranking import units_kernel
 
     num_tiles = w.units.shape[2]
@@ -190,7 +191,7 @@ def _cut(w: Walk, spans: Tensor, limit: int) -> Walk:
 
 
 def _walk_by_key(given: dict[str, Any], bitmaps: Tensor, programs: int, limit: int) -> Walk:
-    """The walk by key of a layout, with tiles of more than `limit` entries cut."""
+    """Returns the work units by key tile; cuts tiles of more than `limit` entries."""
     from .ranking import keys_kernel
 
     like = given["bitmap"]
@@ -204,7 +205,7 @@ def _walk_by_key(given: dict[str, Any], bitmaps: Tensor, programs: int, limit: i
 
 
 def _of_units(like: Tensor, num_tiles: int, limit: int) -> dict[str, Any]:
-    """Arguments for the units of tables [B, H, entries] that cut tiles of over `limit` entries."""
+    """Returns kernel arguments for work units of at most `limit` entries, like [B, H, entries]."""
     batch, heads, size = like.shape
     spare = size // limit
     units = like.new_empty(batch, heads, num_tiles + spare, 5)

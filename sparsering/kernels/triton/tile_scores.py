@@ -20,10 +20,10 @@ _ADDEND_B = tl.constexpr(ADDENDS[1] % 2**32)
 
 @triton.jit
 def capped(product, scale, cap):
-    """`cap * tanh(scale * product / cap)`, and its slope, by which a gradient is multiplied.
+    """Returns `cap * tanh(scale * product / cap)` and the factor tanh' of its gradient.
 
-    The relative error of the tangent is at most 2e-7: it is a series near 0 (Cephes, tanhf), and
-    computed by an exponential elsewhere.
+    The relative error of tanh is at most 2e-7: it is a series near 0 (Cephes, tanhf), and computed
+    by an exponential elsewhere.
     """
     x = product * (scale / cap)
     size = tl.abs(x)
@@ -40,13 +40,13 @@ def capped(product, scale, cap):
 
 @triton.jit
 def apart(key, query):
-    """Distance between two int64 positions, clipped to int32: at most 2 ** 30 either way."""
+    """Returns the distance of two int64 positions as int32, clipped to [-2 ** 30, 2 ** 30]."""
     return tl.minimum(tl.maximum(key - query, -_FAR), _FAR).to(tl.int32)
 
 
 @triton.jit
 def bias_at(table, distance, reach, there):
-    """Looks up pairs in a table of distances -reach to reach; further pairs get its end values."""
+    """Loads biases from a table of distances -reach to reach; clips larger distances to these."""
     entry = tl.minimum(tl.maximum(distance, -reach), reach) + reach
     return tl.load(table + entry, mask=there, other=0.0)
 
@@ -67,7 +67,7 @@ def _word(word, head, branch, query, ADDEND: tl.constexpr):
 
 @triton.jit
 def words_of(seed, head, branch, query):
-    """Hashes rows to the two words of dropout; see `sparsering.dropout`."""
+    """Hashes rows of scores to the two words that dropout needs; see `sparsering.dropout`."""
     a = _word(seed, head, branch, query, _ADDEND_A)
     return a, _word(seed >> 32, head, branch, query, _ADDEND_B)
 

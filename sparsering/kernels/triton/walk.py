@@ -1,9 +1,9 @@
 """Cuts a pass's table into units of work for the programs of a Triton launch, on the device.
 
-A unit is a tile with a run of its entries; those without a mask come first. A tile with
-many more entries than the rest is cut into pieces, whose results are combined afterwards. The
-longest units start first. The host reads nothing from the device and never waits for it; other
-CUDA streams wait until a cached walk is built.
+An entry is a visited pair of tiles. A unit is a tile and some of its entries; those without a mask
+come first. A tile with many more entries than the rest is cut into pieces, whose results are
+combined afterwards. A walk is all units of a pass, the longest first. The host reads nothing from
+the device and never waits for it; other CUDA streams wait until a cached walk is built.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,11 +19,11 @@ from ...streams import Built, capturing
 
 UNIT, CUT = 5, 3  # int32 numbers that describe a unit, and a cut tile
 _LEAST_ENTRIES = 8  # shorter pieces cost more to combine than they save
-_UNITS_PER_PROCESSOR = 4
+_UNITS_PER_PROCESSOR = 4  # units of equal length per multiprocessor that balance its work
 
 
 class Walk(NamedTuple):
-    """Tables of int32 [Bt, T, ...], Bt = 1 or the batch, T = 1, num_kv_heads or num_heads.
+    """Units of a pass, and lists of E entries: int32 [Bt, T, ...], Bt = 1 or B, T = 1, Hkv or Hq.
 
     Attributes:
         units: [Bt, T, units, 5]: tile (-1: nothing to do), first entry, first entry that needs a
@@ -33,12 +33,12 @@ class Walk(NamedTuple):
         bitmap: [Bt, T, E] number of the entry's bitmap, -1 if all pairs of real tokens are in.
         entry: [Bt, T, E] number of the entry in `layout.entries`.
         origin: [Bt, T, E] int64 position of the other tile's first token, None if that is `start`.
-        stream: [Bt, T, E] int64 stream of dropout of the other tile, None if that is a key tile, or
-            the pass has no streams.
+        stream: [Bt, T, E] int64 number of the other tile's dropout seed, None if that is a key
+            tile, or the pass has a single seed.
         cuts: [Bt, T, cuts, 3] tile (-1: none), first slot and number of pieces of each cut tile.
-        slots: most slots that a table may use.
-        bitmaps: bitmaps of the pass, with one line for each slot of the units' tile.
-        built: when the tables are complete, for other streams; None if none shares them.
+        slots: upper bound of the slots of a table; a slot is memory for a piece's result.
+        bitmaps: bitmaps of the pass, with one line for each token of the units' tile.
+        built: point of a CUDA stream at which all is complete; None if no other stream reads it.
     """
 
     units: Tensor
@@ -60,9 +60,9 @@ _builders: WeakKeyDictionary[Pass, tuple[Callable[[int], Walk], ...]] = WeakKeyD
 
 
 def hand_over(p: Pass, uncut: Walk, *builders: Callable[[int], Walk]) -> None:
-    """Takes the uncut walk by query of a pass, and what builds others by query and by key.
+    """Caches a pass's walk by query without cut tiles, and functions that build its other walks.
 
-    Builders get the number of entries above which a tile is cut.
+    `builders` (by query, by key) get the number of entries above which a tile is cut.
     """
     _walks[p] = {(False, p.key_tile.shape[-1] + 1): uncut}
     _builders[p] = builders
@@ -85,7 +85,7 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
     limit = max(_LEAST_ENTRIES, 1 << fair.bit_length())  # powers of two: few distinct walks
     limit = limit if limit < longest else entries + 1
     kind: tuple[object, ...] = by_key, limit
-    if p is not layout.passes[number]:  # of a page, whose queries may lack some of its passes
+    if p is not layout.passes[number]:  # cut from a page, of which a query may use some passes only
         kind = *kind, layout.table_shape, *(id(x.walked_as) for x in layout.passes[:number])
     walks = _walks.setdefault(p, {})
     if (found := walks.get(kind)) is not None:
@@ -95,9 +95,9 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
     if capturing(p.key_tile.device):  # not cached: it has no values until the graph runs
         if builders is not None:
             return builders[by_key](limit)
-        layout = replace(layout, passes=tuple(replace(x) for x in layout.passes))  # own caches
+        layout = replace(layout, passes=tuple(replace(x) for x in layout.passes))  # empty caches
         return _walk(layout, number, by_key, limit)
-    for other in list(walks.values()):  # their stream may still build the transpose
+    for other in list(walks.values()):  # another stream may still build the transpose
         _wait(p, other)
     made = builders[by_key](limit) if builders else _walk(layout, number, by_key, limit)
     walks[kind] = made = made._replace(built=Built.now(p.key_tile.device))
@@ -105,20 +105,20 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
 
 
 def use(w: Walk, layout: BlockLayout, number: int, *, by_key: bool) -> None:
-    """Makes the current stream wait for a cached walk; a captured graph keeps it forever."""
+    """Makes the current stream wait for a cached walk; in a graph's capture, keeps it forever."""
     if w.built is None:
         return
     cut = layout.passes[number]
     p = cut if by_key else cut.walked_as
     if capturing(p.key_tile.device):
-        # a cut pass has memory of this capture, which nothing may keep; its tables are `p`'s
+        # a cut pass has memory of this capture, which must not be kept; `p` has the tables
         _captured.append(((p, cut.query_stop) if p is not cut else layout, w))
     else:
         _wait(p, w)
 
 
 def _wait(p: Pass, w: Walk) -> None:
-    """Makes the current stream wait for a walk, and for the pass's tables that it needs."""
+    """Makes the current stream wait until the tables of a walk and of its pass are complete."""
 
     def shared() -> Iterator[Tensor]:
         yield from (x for x in w if isinstance(x, Tensor))

@@ -28,7 +28,7 @@ void share_out(int64_t count, int64_t least, const Make& make, const Body& body)
   });
 }
 
-// Runs body(scratch, i) on this thread, with the scratch `mine`; if that is nullptr, on all
+// Runs body(scratch, i) on this thread alone, with its buffers `mine`; if that is nullptr, on all
 // threads.
 template <typename Scratch, typename Make, typename Body>
 void share_out(std::optional<Scratch>* mine, int64_t count, int64_t least, const Make& make,

@@ -8,8 +8,8 @@
 
 namespace sparsering::cpu {
 
-// Input: `count` runs of `width` queries. The first run begins at token `offset` of block `first`,
-// each later run in the next block. `row` queries (over all heads of the group) form a result row.
+// Input: `count` ranges of `width` queries. The first begins at token `offset` of block `first`,
+// each later one at the next block. `row` queries (over all heads of the group) form a result row.
 struct Shares {
   Shares(const Operands& of, const std::optional<Tensor>& last_, float log_part_, int64_t blocks_,
          int64_t length, int64_t first_, int64_t offset_, int64_t count_, int64_t width_,

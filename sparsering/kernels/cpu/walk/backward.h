@@ -1,5 +1,5 @@
-// Backward pass in a loop over key tiles: the query rows that visit a key tile are gathered. They
-// add to its dK and dV, and to the dQ of their chunk of rows.
+// Backward pass in a loop over key tiles: gathers the query rows that visit a key tile, adds their
+// share to dK and dV of the tile, and adds the tile's share to dQ of the rows.
 
 #pragma once
 
@@ -44,7 +44,7 @@ class WalkBackward {
       delta = Buffer<float>(walk.rows);
       totals = Buffer<float>(walk.rows);
     }
-    // Allocates memory for a chunk of so many rows.
+    // Allocates memory for a chunk (see visits.h) of `rows` query rows.
     void reserve(int64_t rows) {
       all_q.at_least(rows * width);
       all_dout.at_least(rows * value_width);
@@ -92,7 +92,7 @@ class WalkBackward {
     }
   }
 
-  // Returns the bytes that `run_wave` needs for a pass of a plan; `scratch`: those of a thread.
+  // Returns the bytes that `run_wave` needs for a plan's pass; `scratch` returns those per thread.
   int64_t workspace(int64_t count, double entries) const {
     return bytes_of([&] { Groups(*this, count, walk_.num_chunks(entries)); });
   }
@@ -101,7 +101,7 @@ class WalkBackward {
   }
 
  private:
-  static constexpr int64_t kRoom = 1 << 26;  // most values of dK and dV, but room for two groups
+  static constexpr int64_t kRoom = 1 << 26;  // limit of values of dK and dV; two groups always fit
 
   // Memory for dK and dV of `heads` kv heads at a time: `size` values for each of `groups` groups.
   struct Groups {

@@ -80,7 +80,7 @@ class RowKeys {
   }
 
   Tile tile;
-  int64_t padded;  // keys
+  int64_t padded;  // number of keys, padded
   const T* v;
 
  private:
@@ -115,7 +115,7 @@ class WalkForward {
       bias = Buffer<float>::zeros(walk.rows);
       factor = Buffer<float>::zeros(walk.rows);
     }
-    // Allocates memory for a chunk of so many rows.
+    // Allocates memory for a chunk (see visits.h) of `rows` query rows.
     void reserve(const Problem& x, const Walk& walk, int64_t rows) {
       const int64_t room = rows + walk.rows;
       q.at_least(room * keys.width());

@@ -10,7 +10,7 @@ namespace sparsering::cpu {
 template <typename T>
 class Mass {
  public:
-  // Without `weight` (nullptr), weights are 1. `mass` [B, Hq, blocks] must be 0 before.
+  // If `weight` is nullptr, weights are 1. The caller fills `mass` [B, Hq, blocks] with zeros.
   Mass(const Problem& problem, const float* lse, const float* weight, float* mass)
       : x_(problem), lse_(lse), weight_(weight), mass_(mass) {}
 

@@ -20,8 +20,8 @@
 namespace sparsering::cpu {
 
 constexpr int64_t kGathered = 64;  // rows per gathered tile, unless one token has more heads
-// A chunk has so many rows that `kMuch` of them visit a key tile on average, but at most
-// `kNearRows`, which fit a core's cache, unless fewer than `kEnough` would then visit a key tile.
+// The size of a chunk is chosen so that on average `kMuch` rows visit a key tile; but at most
+// `kNearRows` rows, which fit a core's cache, unless fewer than `kEnough` would then visit one.
 constexpr int64_t kMuch = 256, kEnough = 64, kLeastRows = 1024, kNearRows = 4096;
 
 // Query tiles `begin` to `end`, for some heads that share a table.
@@ -66,7 +66,7 @@ struct Walk {
   const Pass& pass;
   int64_t heads, tokens, rows;  // sizes of a gathered tile: heads, most tokens, padded rows
 
-  // Returns the number of chunks of a kv head for a pass of a plan; `most_rows`: their rows.
+  // Returns a kv head's number of chunks in a plan's pass; `most_rows` bounds the rows of a chunk.
   int64_t num_chunks(double entries) const {
     const int64_t most = most_rows(entries) / heads;
     return (pass.rows * pass.longest + most - 1) / most * (x.group / heads);
