@@ -35,7 +35,7 @@ ZERO_PADDINGS = ("exact", "torchscale")
 class DilatedAttention(nn.Module):
     """LongNet's attention with projections; arguments, results and state_dict match torchscale's.
 
-    Each head sees the residue class that torchscale assigns it: `Dilated(..., offset="block")`.
+    Each head sees every rate-th token, from torchscale's offset on: `Dilated(..., offset="block")`.
 
     Args:
         args: an object with the attributes `segment_length` and `dilated_ratio` (sequences of ints,
@@ -86,7 +86,7 @@ class DilatedAttention(nn.Module):
         self.encoder_decoder_attention = encoder_decoder_attention
         self.pattern = checked_pattern(args, zero_padding)
         self.args, self.zero_padding = args, zero_padding
-        # torchscale's order, for the same random initial weights
+        # in torchscale's order, so that a seed gives the same initial weights
         self.k_proj, self.v_proj, self.q_proj, self.out_proj = (
             _multiway(args, nn.Linear(embed_dim, embed_dim)) for _ in range(4)
         )
@@ -123,7 +123,7 @@ class DilatedAttention(nn.Module):
         is_first_step: bool = False,
         is_causal: bool = False,
     ) -> tuple[Tensor, None]:
-        """Attends over segments.
+        """Computes dilated attention over the segments of a sequence.
 
         Args:
             query, key, value: [B, N, E], of equal lengths.
@@ -268,9 +268,9 @@ def integers(sizes: object, name: str) -> tuple[int, ...]:
 def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Tensor | None:
     """Returns a sink [1, H, N] with the softmax mass of torchscale's zero keys; None without any.
 
-    A branch pads the last segment to full length, and each segment to a multiple of the rate. A
-    zero key has logit 0 and value 0. The queries of the same segment and residue class see it.
-    `like` gives dtype and device.
+    For each segment length, torchscale pads the last segment to full length, and each segment to a
+    multiple of the rate. A zero key has logit 0 and value 0. Queries of the same segment and the
+    same index modulo the rate see it. `like` decides its dtype and device.
     """
     count = torch.zeros(1, num_heads, length, dtype=sum_dtype(like), device=like.device)
     has_zeros = False
@@ -286,14 +286,14 @@ def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Te
 
 
 def _last_segment(branch: Pattern, length: int) -> tuple[int, int, int]:
-    """Returns (segment length, start of the last segment, dilation rate) of a branch."""
+    """Returns (segment length, start of the last segment, dilation rate) of a `Dilated` pattern."""
     assert isinstance(branch, Dilated)
     segment = min(branch.segment_length, length)
     return segment, (length - 1) // segment * segment, branch.dilation_rate
 
 
 class XPos(nn.Module):
-    """Holds the parameters of xPos's decay, under torchscale's names."""
+    """Holds the decay of xPos (rotary positions whose scores decay), under torchscale's names."""
 
     scale: Tensor  # [D / 2], the decay of each pair of channels over `scale_base` positions
 
@@ -332,7 +332,7 @@ def apply_xpos(
 class Multiway(nn.Module):
     """Applies module A to tokens before `split_position` and its copy B to the others.
 
-    -1 applies A to all tokens, 0 applies B to all. torchscale's `set_split_position` sets it.
+    At -1, A applies to all tokens; at 0, B does. torchscale's `set_split_position` sets it.
     """
 
     def __init__(self, module: nn.Module) -> None:

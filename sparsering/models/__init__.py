@@ -1,4 +1,4 @@
-"""Models built on `sparsering.attention`."""
+"""Models over any pattern: a causal language model, and an encoder of sequences of vectors."""
 
 from .encoder import LongNetEncoder
 from .longnet import LongNetLM

@@ -102,7 +102,7 @@ class LongNetEncoder(nn.Module):
         positions: Tensor | None = None,
         all_layer_embed: bool = False,
     ) -> Tensor | list[Tensor]:
-        """Encodes sequences.
+        """Encodes a batch of sequences of vectors.
 
         Args:
             x: [B, N, in_width].
@@ -150,7 +150,7 @@ class LongNetEncoder(nn.Module):
         if positions is not None and positions.shape != (N,):
             raise ValueError(
                 f"positions must be [{N}], one per token of x, got {tuple(positions.shape)}; with "
-                "a class token, x has a row for it too"
+                "a class token, x also has a row for that token"
             )
         place = self._checked_coordinates(coordinates, B, N, positions)
         first = self.class_token
@@ -199,11 +199,11 @@ class LongNetEncoder(nn.Module):
         return cos, sin
 
     def _shares(self, x: Tensor) -> list[Tensor | None]:
-        """Factors [2, B] of each block's attention and MLP: 0 drops it; None drops no path."""
+        """Draws each block's factors [2, B] of attention and MLP, 0 to drop one; None for all 1."""
         depth = len(self.blocks)
         if not self.training or not self.drop_path:
             return [None] * depth
         rate = torch.linspace(0, self.drop_path, depth)[:, None, None]
-        # Drawn on the CPU, so that ranks with the same seed drop the same paths.
+        # Drawn on the CPU, so that ranks with the same seed drop the same outputs.
         alive = torch.rand(depth, 2, len(x)) >= rate
         return list((alive / (1 - rate)).to(x.device, x.dtype))

@@ -91,10 +91,10 @@ class LongNetLM(nn.Module):
             Block(width, num_heads, mlp_ratio * width) for _ in range(num_layers)
         )
         self.norm = nn.RMSNorm(width)
-        nn.init.normal_(self.embedding.weight, std=0.02)  # small, because it also gives the logits
+        nn.init.normal_(self.embedding.weight, std=0.02)  # small, because the logits use it too
 
     def forward(self, tokens: Tensor, *, attend: Attend | Sequence[Attend] | None = None) -> Tensor:
-        """Scores the byte after each position.
+        """Computes logits of the byte after each position.
 
         Args:
             tokens: int64 [B, N].
@@ -266,8 +266,8 @@ class LongNetLM(nn.Module):
         if not is_list or len(caches) != len(self.blocks):
             got = str(len(caches)) if is_list else shortened(repr(caches))
             raise ValueError(
-                f"caches must be a list, one for each of {len(self.blocks)} blocks, got {got}; "
-                "model.caches() makes them"
+                f"caches must be a KVCache list, one for each of {len(self.blocks)} blocks, got "
+                f"{got}; model.caches() makes them"
             )
         layer_caches: Sequence[KVCache] = caches
 

@@ -1,4 +1,4 @@
-"""Draws the next token from the scores of all tokens."""
+"""Draws the next token from the model's logits by temperature, top-k and top-p."""
 
 import math
 from dataclasses import dataclass
@@ -35,7 +35,7 @@ class Sampling:
             object.__setattr__(self, "top_p", float(p))
 
     def chances(self, logits: Tensor) -> Tensor:
-        """Computes each token's probability, float64 [B, vocab_size], from scores of this shape."""
+        """Computes the chance of drawing each token, float64 [B, vocab_size], from logits."""
         logits = logits.double()
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1)
@@ -55,9 +55,9 @@ class Sampling:
         return torch.zeros_like(chances).scatter_(1, token, chances)
 
     def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draws a token for each row of scores [B, vocab_size]: int64 [B] on the CPU.
+        """Draws one token for each text from logits [B, vocab_size]: int64 [B] on the CPU.
 
-        Raises: FloatingPointError if scores are not finite.
+        Raises: FloatingPointError if logits are not finite.
         """
         logits = logits.cpu().double()
         if not math.isfinite(logits.sum()):

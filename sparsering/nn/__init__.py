@@ -1,4 +1,4 @@
-"""Modules: torch's attention over a pattern, attention to selected blocks, a transformer block."""
+"""Attention modules: torch's `MultiheadAttention` with a pattern, and `SelectedAttention`."""
 
 from .multihead import MultiheadAttention, convert
 from .selected_attention import SelectedAttention

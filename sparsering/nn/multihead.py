@@ -1,9 +1,9 @@
-"""`MultiheadAttention`: torch's module of that name, over a pattern.
+"""`MultiheadAttention`: torch's module, limited to the query-key pairs that a pattern allows.
 
     attention = MultiheadAttention(512, 8, batch_first=True, pattern=SlidingWindow(255, 255))
     convert(model, pattern)  # replaces torch's modules inside a model, and keeps their parameters
 
-Parameters, initial values and results equal torch's.
+Parameters and initial values equal torch's, and so do results for the same pairs.
 """
 
 import copy
@@ -156,8 +156,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         if nested:
             if attn_mask is not None or key_padding_mask is not None or not self.batch_first:
                 raise ValueError(
-                    "nested tensors need batch_first=True and come without masks, because their "
-                    "lengths are the mask; else pad them with .to_padded_tensor(0.0)"
+                    "nested tensors need batch_first=True and no masks, because their lengths say "
+                    "which tokens exist; to pass masks, pad them with .to_padded_tensor(0.0)"
                 )
             pattern = pattern & KeyPadding(tuple(len(x) for x in key.unbind()))
             query, key, value = _each(lambda x: x.to_padded_tensor(0.0), query, key, value)
@@ -190,7 +190,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         bias: Tensor | None,
         need_weights: bool,
     ) -> tuple[Tensor, Tensor | None]:
-        """Projects [B, N, E], attends and projects; `bias`, if any, is added to [B, H, L, S]."""
+        """Projects [B, N, E], attends and projects back; adds `bias` to the scores [B, H, L, S]."""
         q, k, v = self._projected(query, key, value)
         dropout = self.dropout if self.training else 0.0
         scale = self.head_dim**-0.5 if self.scale is None else self.scale
@@ -233,8 +233,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
             raise ValueError(
                 f"query, key and value must be [batch, tokens, {E}], [batch, keys, {kdim}] and "
-                f"[batch, keys, {vdim}], got {shapes} with the batch first; "
-                f"batch_first={self.batch_first} here"
+                f"[batch, keys, {vdim}], got {shapes} (after "
+                f"moving the batch first); this module has batch_first={self.batch_first}"
             )
         own = self.out_proj.weight.dtype
         for name, x in (("query", query), ("key", key), ("value", value)):
@@ -334,7 +334,7 @@ def _converted(module: nn.MultiheadAttention, pattern: Pattern) -> MultiheadAtte
     return converted
 
 
-def _called(module: nn.Module, inputs: Any) -> None:  # pickled modules contain this name
+def _called(module: nn.Module, inputs: Any) -> None:  # pickled modules refer to this name
     """Does nothing; torch's fused layers do not bypass a module that has a forward hook."""
 
 
@@ -369,7 +369,7 @@ def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
 
 
 def _allowed(mask: Tensor) -> Tensor | None:
-    """Inverts torch's mask: True for pairs that attend; None if it adds numbers to scores."""
+    """Returns True for pairs that attend; None for a mask that must be added to the scores."""
     if mask.dtype == torch.bool:
         return ~mask
     blocked = mask == -torch.inf
@@ -385,16 +385,16 @@ def _weighted_attention(
     *,
     scale: float,
     bias: Tensor | None,  # broadcasts to [B, H, Nq, Nk - extra_keys]
-    extra_keys: int,  # the last keys, which every query sees; the pattern covers the others
+    extra_keys: int,  # number of keys at the end that every query sees, whatever the pattern
     dropout: float,
 ) -> tuple[Tensor, Tensor]:
     """Computes dense attention [B, H, Nq, D] and its weights [B, H, Nq, Nk] after dropout."""
     shape = *query.shape[:3], key.shape[2]
     if query.shape[:3].numel() * key.shape[2] > MOST_WEIGHTS:
         raise ValueError(
-            "need_weights=True, and float masks of numbers other than 0 and -inf, compute up to "
-            f"2^26 weights, got {' x '.join(map(str, shape))}; pass need_weights=False and bool "
-            "masks; sparsering.attention_weights computes only the weights of visited blocks"
+            "need_weights=True, or a float mask of numbers other than 0 and -inf, stores a weight "
+            f"for each pair, at most 2^26, got {' x '.join(map(str, shape))}; pass bool masks and "
+            "need_weights=False, or call sparsering.attention_weights for visited blocks alone"
         )
     heads, inner = query.shape[1], key.shape[2] - extra_keys
     counts = pattern.to_dense(query.shape[2], inner, num_heads=heads, q_start=0)

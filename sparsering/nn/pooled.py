@@ -7,7 +7,7 @@ from torch.nn.functional import pad
 from ..numerics import sum_dtype, without_autocast
 
 LEAST = 1e-30  # lower bound of the weight of a visible key, so that its log is finite
-_AT_A_TIME = 1 << 22  # weights computed at a time
+_AT_A_TIME = 1 << 22  # weights computed at a time, to bound memory
 
 
 def gated_pool(gate: Tensor, x: Tensor, size: int, stride: int) -> Tensor:
@@ -40,9 +40,9 @@ def pooled_scores(
 ) -> Tensor:
     """Scores blocks [B, Hkv, R, Nb] by the attention weights p that pooled keys get.
 
-    `score[r, b] = log sum_i sum_c p_i[c] |c and b| / size`, i over the queries of row r in all
-    query heads of the kv head, |c and b| the number of tokens that window c shares with block b;
-    -inf if no window of the block is visible.
+    `score[r, b] = log sum_i sum_c p_i[c] |c and b| / size`, i over the queries of row r (a group
+    of `query_block` queries) in all query heads of the kv head, |c and b| the number of tokens that
+    window c shares with block b; -inf if no window of the block is visible.
 
     Args:
         query: [B, Hq, N, D], at positions 0 to N - 1.

@@ -12,7 +12,7 @@ from ..patterns.arguments import shortened
 def rotary_table(
     length: int, head_dim: int, base: float, device: torch.device, positions: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Cosine and sine [..., N, D / 2] for positions [..., N], default 0 .. length - 1."""
+    """Returns cosine and sine [..., N, D / 2] of positions [..., N], default 0 .. length - 1."""
     channel = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
     frequency = base ** (-channel / head_dim)
     if positions is None:

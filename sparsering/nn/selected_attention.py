@@ -4,7 +4,7 @@
     layer = SelectedAttention.nsa(512, 32, num_kv_heads=2)  # window + pooled keys + chosen blocks
     out = layer(x)                                          # [B, N, 512]
 
-A call has five steps: score blocks, select, attend, merge branches, and train a learned scorer.
+A call scores blocks, selects the best, attends, adds up its softmaxes, and trains the scorer.
 """
 
 from collections.abc import Sequence
@@ -32,13 +32,13 @@ GATES = ("sigmoid", "zero")
 
 
 class SelectedAttention(nn.Module):
-    """Multi-head self-attention in which rows of queries choose `k` blocks of keys by content.
+    """Multi-head self-attention in which groups of queries choose `k` blocks of keys by content.
 
-    Attention to the chosen blocks is exact, and causal inside them. Two more branches are optional:
-    a sliding window, and pooled keys. Each branch has its own softmax over the same projections.
-    The result is the sum of the branches, each times a gate for every head and token. Each row
-    chooses separately in every kv head. The k blocks always include the first `sink` blocks and the
-    `local` blocks that end at the block of the row.
+    The result is a sum of up to three attentions, called branches: to the chosen blocks (exact, and
+    causal inside them), to a sliding window, and to pooled keys. The last two are optional. Each
+    branch has its own softmax over the same projections, and a gate for every head and token. A
+    group of queries, called row, chooses separately in every kv head. Its k blocks always include
+    the first `sink` blocks and the `local` blocks that end at the block of the row.
 
     Training of the choice: no gradient flows through it. A method of `block_scores` has no weights,
     but the projections of queries and keys learn from the attention. "pooled" scores blocks by the
@@ -140,7 +140,7 @@ class SelectedAttention(nn.Module):
             checked_method(scorer, 4, block_size, query_block)
         if scorer == "pooled" and pooled is None:
             raise ValueError(
-                "scorer='pooled' needs a pooled branch, got pooled=None; NSA has pooled=(32, 16)"
+                "scorer='pooled' needs a pooled branch, got pooled=None; pass pooled=(32, 16)"
             )
         self.num_heads, self.num_kv_heads = num_heads, kv_heads
         self.head_dim = embed_dim // num_heads
@@ -277,12 +277,12 @@ class SelectedAttention(nn.Module):
         return out if loss is None else (out, loss)
 
     def is_dense(self, length: int) -> bool:
-        """Whether a sequence of `length` tokens attends to everything."""
+        """Whether a sequence of `length` tokens attends to everything, without choosing blocks."""
         short = self.dense_below is not None and length < self.dense_below
         return short or length <= self.k * self.block_size
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """Scores blocks for query and key [B, H, N, D]: [B, Hkv, R, Nb]."""
+        """Computes block scores [B, Hkv, R, Nb] for query and key [B, H, N, D] by the scorer."""
         if self.block_scorer is not None:
             scores: Tensor = self.block_scorer(query, key)
             return scores
@@ -302,7 +302,7 @@ class SelectedAttention(nn.Module):
         return block_scores(query, key, self.block_size, method=method, **self._row_options)
 
     def pool(self, key: Tensor, x: Tensor) -> Tensor:
-        """Pools keys or values x to [B, Hkv, Np, D], with weights computed from the keys."""
+        """Averages windows of keys or values x to [B, Hkv, Np, D]; the keys decide the weights."""
         assert self.pooled is not None and self.pool_gate is not None
         gate = (key * self.pool_gate[:, None]).sum(3)
         return gated_pool(gate, x, *self.pooled)
@@ -328,16 +328,16 @@ class SelectedAttention(nn.Module):
         return out, selection_loss(scores, mass, indices)
 
     def _gated_sum(self, x: Tensor, branches: list[Tensor]) -> Tensor:
-        """Sums the branches [B, H, N, D], each times its gate."""
+        """Sums the attention branches [B, H, N, D], each times its gate, which depends on x."""
         if self.gate_proj is None:
             return branches[0]
         gates = self.gate_proj(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
         start: Any = 0
         if self.gate == "sigmoid":
             gates = gates.sigmoid()
-        else:  # the first branch has no gate
+        else:  # "zero": chosen blocks, the first branch, have no gate
             start, *branches = branches
-        pairs = zip(gates.unbind(-1), branches, strict=True)  # gates [B, H, N]
+        pairs = zip(gates.unbind(-1), branches, strict=True)  # each gate is [B, H, N]
         total: Tensor = sum((gate[..., None] * out for gate, out in pairs), start)
         return total
 

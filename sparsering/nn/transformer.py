@@ -9,7 +9,7 @@ from ..patterns.arguments import checked_integer
 from .rope import rotate
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Maps (query, key, value), each [B, H, N, D], to [B, H, N, D]."""
+"""Type of an attention function: maps (query, key, value), each [B, H, N, D], to [B, H, N, D]."""
 
 
 def checked_heads(embed_dim: int, num_heads: int) -> tuple[int, int]:
@@ -29,7 +29,7 @@ def checked_sizes(
 ) -> tuple[int, int, int, int]:
     """Returns the sizes of a model as ints; TypeError or ValueError if one is invalid.
 
-    Rotary positions rotate pairs of channels along each of `axes` axes.
+    The head dim must be a multiple of 2 * axes: rotary positions rotate channel pairs on each axis.
     """
     width = checked_integer("width", width, 1)
     num_heads = checked_integer("num_heads", num_heads, 1)
@@ -45,7 +45,7 @@ def checked_sizes(
 
 
 class Block(nn.Module):
-    """Pre-norm block: x + attention(norm(x)), then x + mlp(norm(x))."""
+    """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, width: int, num_heads: int, mlp_width: int) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Block(nn.Module):
     ) -> Tensor:
         """Maps x [B, N, width]; cos and sin are [N, D / 2] or [B, 1, N, D / 2].
 
-        `shares` [2, B] are factors of the attention and of the MLP of each batch entry.
+        `shares` [2, B] scales attention's and the MLP's output in each batch entry; None for 1.
         """
         B, N, width = x.shape
         heads = self.num_heads, width // self.num_heads

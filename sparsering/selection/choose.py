@@ -1,4 +1,4 @@
-"""`select_blocks`: picks the key blocks that each row attends to, by their scores."""
+"""`select_blocks`: picks by score the key blocks that each group of queries attends to."""
 
 import math
 from functools import partial
@@ -28,17 +28,17 @@ def select_blocks(
     causal: bool = True,
     q_start: int = 0,
 ) -> Tensor:
-    """Returns the k best-scored blocks of each row; the sink and local blocks are always chosen.
+    """Returns the k best-scored key blocks of each row, a group of `query_block` queries.
 
-    A row lists its forced blocks first, in ascending order: the first `sink` blocks of the keys and
-    the `local` blocks that end at the block of the row's queries. The best-scored other blocks
-    follow by (score descending, block ascending), then -1 as padding. A block that is not forced is
-    never chosen if its score is -inf or NaN. With `causal`, blocks after the block of the row's
-    queries are never chosen. Every device gives the same result.
+    Some blocks are forced, that is, chosen whatever their scores: the first `sink` blocks of the
+    keys, and the `local` blocks that end at the block of the row's queries. A row lists them first,
+    in ascending order, then the best-scored other blocks by (score descending, block ascending),
+    then -1 as padding. A block that is not forced is never chosen if its score is -inf or NaN. With
+    `causal`, blocks after the row's queries are never chosen. Every device gives the same result.
 
     Args:
         scores: [..., R, Nb], as `block_scores` returns them; ranked in float32.
-        k: largest number of blocks in a row, including forced blocks.
+        k: most blocks to choose for a row, including forced blocks.
         block_size, query_block: keys in a block and queries in a row, as for the scores.
         top_p: limit on the share of `softmax(scores)` over the visible blocks, 0 < top_p <= 1. A
             block that is not forced is chosen only while the blocks before it, including forced
@@ -46,7 +46,7 @@ def select_blocks(
         sink: number of forced blocks at the start of the keys.
         local: number of forced blocks that end at the block of the row's queries, or at the last
             block if the queries lie past the keys.
-        causal: whether a row is denied the blocks after the block of its queries.
+        causal: whether blocks after the block of the row's queries are excluded.
         q_start: position of the first query; `block_scores` uses Nk - Nq by default.
 
     Returns: int64 [..., R, k], detached, on the scores' device, for `SelectedBlocks(indices,
@@ -109,7 +109,7 @@ def _best_blocks(
     local: int,
     causal: bool,
 ) -> Tensor:
-    """Returns blocks [..., R, k] for scores [..., R, Nb]; `current` [R]: each row's own block."""
+    """Chooses blocks [..., R, k] by scores [..., R, Nb]; `current` [R] is each row's own block."""
     blocks = scores.shape[-1]
     block = torch.arange(blocks, device=scores.device)
     last = current.clamp(max=blocks - 1)[:, None]
@@ -121,7 +121,7 @@ def _best_blocks(
         scores = scores.masked_fill(hidden, -torch.inf)
     scores = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf)
     bits = scores.view(torch.int32)
-    sortable = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers in the order of the floats
+    sortable = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that sort as the floats do
     rank = (sortable.long() << _BLOCK_BITS) + (_LAST - block)  # no ties: the lower block wins
     rank = torch.where(scores == -torch.inf, _NOT_CHOSEN, rank)
     rank = torch.where(forced, _FORCED - block, rank)

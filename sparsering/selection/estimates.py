@@ -1,7 +1,7 @@
 """Summaries of key blocks, from which queries estimate the softmax mass of each block.
 
-A block is cut into equal parts. The logit of a query and a part is the dot product of their
-features, plus the log of the number of tokens in the part. Each method defines its features.
+A block's mass is the sum of e^score over its keys. Blocks are cut into equal parts. The logit of a
+part is query features . part features (both by method) + log of the part's number of tokens.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ METHODS = ("mean", "sub", "gauss", "bounds", "antidiagonal", "exact")
 
 
 def checked_method(method: str, parts: int, block_size: int, query_block: int = 0) -> int:
-    """Returns the tokens per part of a block for a method; ValueError for bad arguments."""
+    """Checks the arguments, and returns how many tokens each part of a block has."""
     if not isinstance(method, str) or method not in METHODS:
         raise ValueError(
             f"method must be one of {', '.join(METHODS)}, got {shortened(repr(method))}"
@@ -33,20 +33,20 @@ def checked_method(method: str, parts: int, block_size: int, query_block: int = 
 
 
 class BlockEstimate(NamedTuple):
-    """Keys cut into blocks, and the features of the blocks' parts."""
+    """Keys cut into blocks, and the features that summarise the parts of each block."""
 
     method: str  # one of METHODS
     length: int  # number of keys, Nk
     part: int  # tokens in each part
-    # [B, Hkv, slots, Nb, F], slot c holds part c of each block. A partial last block may be left
-    # out if only queries inside that block see it.
+    # [B, Hkv, parts, Nb, F], features of each part of each block. The last block may be missing if
+    # it is not full and only queries inside it see it.
     feature: Tensor
-    keys: Tensor  # [B, Hkv, blocks, block_size, D], blocks from `first_own` on, padded with zeros
+    keys: Tensor  # [B, Hkv, blocks, block_size, D], from block `first_own` on, padded with zeros
     first_own: int = 0
 
     @classmethod
     def build(cls, key: Tensor, block_size: int, method: str, part: int) -> "BlockEstimate":
-        """Summarises all keys [B, Hkv, Nk, D]."""
+        """Cuts keys [B, Hkv, Nk, D] into blocks and summarises the parts of each block."""
         length = key.shape[2]
         blocks = -(-length // block_size)
         keys = pad(key, (0, 0, 0, blocks * block_size - length)).unflatten(2, (blocks, block_size))
@@ -78,21 +78,21 @@ class BlockEstimate(NamedTuple):
         return self.length % self.block_size > 0
 
     def counts(self, blocks: int | None = None) -> Tensor:
-        """Number of tokens in each part of the first blocks: float64 [blocks, slots]."""
+        """Number of tokens in each part of the first `blocks` blocks: float64 [blocks, parts]."""
         part, end = self.part, self.num_blocks * self.block_size
         first = torch.arange(0, end, part).view(self.num_blocks, self.block_size // part)
         return (self.length - first).clamp(0, part).double()[:blocks]
 
     def log_counts(self, blocks: int) -> Tensor:
-        """Log of the number of tokens in each part [slots, blocks]; NEVER for empty parts."""
+        """Log of the number of tokens in each part [parts, blocks]; NEVER for empty parts."""
         count = self.counts(blocks)
         logs = torch.where(count > 0, count.clamp(min=1).log(), NEVER).mT
         return logs.to(self.feature)
 
     def query_strides(self, query: Tensor, scale: float, front: int) -> Tensor:
-        """Features [entries, n / stride * G, F] of queries [entries, n, G, D], times the scale.
+        """Features [B * Hkv, n / stride * G, F] of queries [B * Hkv, n, G, D], times the scale.
 
-        `front` rows of zeros are put before the first query, which need not begin a stride.
+        Every `stride` queries share one. `front` zeros fill up the stride before the first query.
         """
         query = query_features(query, scale, self.method)
         if self.stride > 1:  # an antidiagonal pairs the last query of a stride with the first key
@@ -102,10 +102,10 @@ class BlockEstimate(NamedTuple):
         return query.flatten(1, 2)
 
     def antidiagonal_weight(self, blocks: int, present: Tensor | None) -> Tensor | float:
-        """Weight that turns the sum of an antidiagonal's products into their mean.
+        """Returns 1 / number of query-key products on each antidiagonal, to turn sums into means.
 
-        `present` [n / stride, stride] marks the places that hold a query; None if all do. Returns a
-        float if all antidiagonals are full, else [slots, n / stride, 1, blocks].
+        `present` [n / stride, stride] is False where a query is missing; None if none is. Returns a
+        float if all antidiagonals have `stride` products, else [parts, n / stride, 1, blocks].
         """
         if present is None and not (self.ragged and blocks == self.num_blocks):
             return 1 / self.stride
@@ -126,9 +126,9 @@ def query_features(query: Tensor, scale: float, method: str) -> Tensor:
 
 
 def features(keys: Tensor, count: Tensor, method: str) -> Tensor:
-    """Features [..., blocks, slots, F] of keys [..., blocks, slots, part, D].
+    """Features [..., blocks, parts, F] of keys [..., blocks, parts, tokens of a part, D].
 
-    `count` [blocks, slots] is the number of keys in each part; the rest of a part is zeros.
+    `count` [blocks, parts] is the number of keys in each part; zeros fill up the others.
     """
     if method == "exact":
         return keys.squeeze(-2)

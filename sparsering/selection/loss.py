@@ -17,23 +17,23 @@ def selection_loss(
 ) -> Tensor:
     """Computes the KL divergence of attention mass from the softmax of scores, both over blocks.
 
-    `L = sum_r w_r KL(p_r || softmax(s_r)) / sum_r w_r` with `p_r = mass_r / sum(mass_r)`. The
-    gradient of s_r is `w_r (softmax(s_r) - p_r) / sum_r w_r`. Slots of -1, repeats of a block and
-    blocks of score -inf get no gradient, and their mass does not count. No gradient reaches the
-    mass or the weights. A row without mass has weight 0. If all rows have weight 0, the loss and
-    its gradients are 0.
+    `L = sum_r w_r KL(p_r || softmax(s_r)) / sum_r w_r` with `p_r = mass_r / sum(mass_r)`; a row r
+    is a group of queries that choose the same blocks. The gradient of s_r is
+    `w_r (softmax(s_r) - p_r) / sum_r w_r`. Indices that are -1 or repeat a block, and blocks of
+    score -inf, get no gradient, and their mass does not count. No gradient reaches the mass or the
+    weights. A row without mass has weight 0. If all weights are 0, the loss and gradients are 0.
 
     Two stages train a scorer. While attention is dense, pass the mass of every block and no
     indices: the scorer learns where attention looks. Once attention is sparse, pass the indices and
-    the `block_mass` of their slots: the loss then compares shares among the selected blocks. The
+    the `block_mass` of their blocks: the loss then compares shares among the selected blocks. The
     mass must come from the whole softmax of the attention: if a window or pooled keys share that
     softmax, give `block_mass` the joint lse.
 
     Args:
         scores: [B, H, R, Nb], -inf for blocks that a row does not see; differentiable.
         mass: [B, H or a multiple, R, m], not negative; heads of a group are summed. m = Nb without
-            indices, else the number of slots.
-        indices: int64 [R, m], [H or 1, R, m] or [B or 1, H or 1, R, m], the block of each slot;
+            indices, else the number of blocks that each row lists.
+        indices: int64 [R, m], [H or 1, R, m] or [B or 1, H or 1, R, m], the block of each mass;
             default: all blocks in order.
         row_weight: w, at least 0, broadcasts to [B, H, R]; default 1.
 

@@ -22,28 +22,28 @@ def block_mass(
     scale: float | None = None,
     q_start: int | None = None,
 ) -> Tensor:
-    """Computes the exact softmax mass of each listed block, summed over the queries of its row.
+    """Computes the exact softmax mass of each chosen block, summed over the queries that chose it.
 
-    `mass[r, s] = sum_{q in row r} w_q sum_{k in block of slot s} e^{s_qk - lse_q}`, over pairs of
-    the pattern. SeerAttention, DSA and MSA approximate this mass or train on it. It is a training
-    target, so it has no gradient.
+    `mass[r, i] = sum_{q in row r} w_q sum_{k in block indices[r, i]} e^{score_qk - lse_q}`, over
+    pairs of the pattern; row r is a group of `query_block` queries. SeerAttention, DSA and MSA
+    approximate this mass or train on it. It is a training target, so it has no gradient.
 
     Args:
         query: [B, Hq, Nq, D]; key: [B, Hkv, Nk, D].
-        pattern: a pattern with exactly one `SelectedBlocks`; the result has its slots.
+        pattern: a pattern with exactly one `SelectedBlocks`, whose `indices` list the blocks.
         lse: [B, Hq, Nq], log of the softmax denominator, as `attention` returns it; by default it
             is computed for the whole pattern. With the lse of a joint softmax (merged with a window
             or a sink) the masses are shares of that softmax.
         weight: w, [B or 1, Hq or 1, Nq]; default 1.
         scale, q_start: as `attention`.
 
-    Returns: [B, Hq, R, k] in the order of the slots; 0 for a slot that is -1, lists a future block
-        or repeats a block; float32 (float64 for float64 inputs).
+    Returns: [B, Hq, R, k] in the order of `indices`; 0 where an index is -1, a future block or a
+        repeated block; float32 (float64 for float64 inputs).
 
     Raises: ValueError if an argument is invalid, or the pattern has no or several SelectedBlocks.
 
     Cost: one product of queries and keys over the listed blocks (on a GPU, as much as attention's
-        backward), and attention's forward without `lse`; memory O(R k).
+        backward), and attention's forward if `lse` is not given; memory O(R k).
 
     Example:
         >>> out, lse = attention(query, key, value, chosen & Causal(), return_lse=True)

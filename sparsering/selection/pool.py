@@ -44,7 +44,7 @@ def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
     stride = size if stride is None else checked_integer("stride", stride, 1)
     length = x.shape[2]
     count = -(-max(0, length - size) // stride) + 1
-    piece = math.gcd(size, stride)  # tokens; every window starts and ends at a multiple
+    piece = math.gcd(size, stride)  # tokens; every window consists of whole pieces of this size
     places = (count - 1) * stride + size
     whole = pad(x, (0, 0, 0, places - length)).unflatten(2, (places // piece, piece))
     total = whole.sum(3, dtype=sum_dtype(x))  # [B, H, pieces, D]

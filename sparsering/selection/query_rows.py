@@ -1,4 +1,4 @@
-"""Rows of a selection: row r has the queries at positions r * query_block up to the next row's."""
+"""Rows: row r is the queries at r * query_block + 0, 1, .. query_block - 1, with one choice."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,14 @@ from ..patterns.arguments import checked_integer, shortened
 
 
 class Span(NamedTuple):
-    """Consecutive queries that are computed together: `width` in each of `blocks` key blocks."""
+    """Range of queries scored together: `width` of them at positions in each of `blocks` blocks."""
 
-    first: int  # index of the first query
+    first: int  # index of the first query in the query tensor
     block: int  # index of the key block at the first query's position
-    blocks: int  # number of key blocks; above 1 only if the queries fill all of them
-    width: int  # queries in each block
-    row: int  # queries in each row of the selection, a divisor of `width`
-    offset: int  # place of the first query in its block
+    blocks: int  # key blocks at the queries' positions; above 1 only if queries fill them all
+    width: int  # queries in each of these blocks
+    row: int  # queries that choose blocks together, a divisor of `width`
+    offset: int  # number of positions in `block` before the first query
 
     @property
     def queries(self) -> int:
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 def spans(q_start: int, q_len: int, query_block: int, block_size: int) -> list[Span]:
-    """Cuts queries at row and block boundaries; only the first and the last row may be partial."""
+    """Cuts queries into `Span`s at row and block boundaries; only the end rows may be partial."""
     end = q_start + q_len
     cuts = {end}
     for size in (query_block, block_size):
@@ -45,12 +45,12 @@ def spans(q_start: int, q_len: int, query_block: int, block_size: int) -> list[S
 
 
 def num_rows(q_start: int, q_len: int, query_block: int) -> int:
-    """Number of rows that the queries touch; the first and the last may be partial."""
+    """Number of rows of `query_block` positions that the queries touch, partial rows included."""
     return -(-(q_start + q_len) // query_block) - q_start // query_block if q_len else 0
 
 
 def checked_blocks(query_block: int, block_size: int) -> tuple[int, int]:
-    """Returns both sizes as ints; ValueError if a row would cross a block boundary."""
+    """Returns both sizes as ints; ValueError if query_block does not divide block_size."""
     block_size = checked_integer("block_size", block_size, 1)
     query_block = checked_integer("query_block", query_block, 1)
     if block_size % query_block:
@@ -62,5 +62,5 @@ def checked_blocks(query_block: int, block_size: int) -> tuple[int, int]:
 
 
 def current_blocks(first_row: int, rows: int, query_block: int, block_size: int) -> Tensor:
-    """Key block [rows] at the position of each row's queries, on the CPU."""
+    """Returns the key block at the position of each row's queries: int64 [rows] on the CPU."""
     return (torch.arange(rows) + first_row) * query_block // block_size

@@ -16,10 +16,10 @@ UNIT = 1 << 32
 
 
 class PatternRefiner:
-    """Keeps a table of `k` blocks for each row, and swaps poor blocks for better ones.
+    """Keeps a table of `k` key blocks for each row of queries, and improves it by observed mass.
 
-    It suits data where a row needs the same blocks in every example (images, video, tables). For
-    text, choose blocks by content instead.
+    A row is a group of neighbouring queries. The table suits data where a row needs the same blocks
+    in every example (images, video, tables). For text, choose blocks by content instead.
 
     Each update adds the observed mass of a block to its running mean:
     `M = ema * M + (1 - ema) * mean`. It then swaps at most `swaps` blocks in each row: the block of
@@ -35,10 +35,10 @@ class PatternRefiner:
     over visited blocks alone would be too large.
 
     Args:
-        num_kv_heads: heads of the table.
-        rows: rows of queries.
-        blocks: key blocks.
-        k: slots of a row, at least sink + local and at most blocks.
+        num_kv_heads: number of key/value heads; each has a table.
+        rows: number of rows, that is, groups of queries.
+        blocks: number of key blocks.
+        k: blocks in the table of a row, at least sink + local and at most blocks.
         ema: weight of the old running mean, at least 0 and below 1.
         swaps: largest number of swaps of a row in an update.
         margin: a block replaces another only if its M is larger by this share.
@@ -47,7 +47,7 @@ class PatternRefiner:
         seed: seed of the first table, which is random.
 
     Attributes:
-        table: int64 [H, R, k] on the CPU, the block of each slot. An update that changes the table
+        table: int64 [H, R, k] on the CPU, the blocks of each row. An update that changes the table
             assigns a new tensor; otherwise it stays the same object.
 
     Raises: ValueError if arguments contradict one another.
@@ -135,7 +135,7 @@ class PatternRefiner:
             raise ValueError(
                 "observed masses must be at least 0 and below 2^20, as sums of a row's softmax "
                 f"weights are, got some from {mass.min().item()} to {mass.max().item()}; pass "
-                "index -1 for slots without a mass"
+                "index -1 where a block was not observed"
             )
         slot = torch.where(valid, indices, 0)
         units = (mass * UNIT).round().long()
@@ -170,7 +170,7 @@ class PatternRefiner:
         most = min(self.swaps, self.k, self.shape[2])
         enter_mass, entering = _least(torch.where(can_enter, -self._mass, torch.inf), most)
         leave_mass, leaving = _least(torch.where(can_leave, self._mass, torch.inf), most)
-        swap = -enter_mass > (1 + self.margin) * leave_mass  # False if inf, for no candidate
+        swap = -enter_mass > (1 + self.margin) * leave_mass  # False for inf, which is no candidate
         if not bool(swap.any()):
             return False
         slot = (self.table[..., None] == leaving[:, :, None]) & swap[:, :, None]  # [H, R, k, swaps]
@@ -182,7 +182,7 @@ class PatternRefiner:
         return True
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Copies all state. A run that resumes from it, even between updates, has the same bits."""
+        """Copies all state. A run resumed from it, even between updates, continues bit for bit."""
         return {name.lstrip("_"): getattr(self, name).clone() for name in STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -211,10 +211,10 @@ class PatternRefiner:
         settings = torch.tensor(
             (self.ema, self.margin, self.swaps, self.cooldown), dtype=torch.float64
         )
-        names = (name for name in STATE if name not in ("_sums", "_counts"))  # each rank's own
+        names = (name for name in STATE if name not in ("_sums", "_counts"))  # may differ
         state = settings, self._protected, *(getattr(self, name) for name in names)
         own = torch.tensor([_digest(x) for x in state])
-        extremes = torch.cat((own, ~own)).to(device)  # one MAX gives max(x) and ~min(x)
+        extremes = torch.cat((own, ~own)).to(device)  # ~ reverses order: one MAX gives max and ~min
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         most, least = extremes.cpu().chunk(2)
         if not torch.equal(most, ~least):

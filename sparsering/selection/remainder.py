@@ -17,7 +17,7 @@ from .pool import pool_blocks
 from .query_rows import checked_blocks, current_blocks
 from .slots import listed_blocks
 
-_AT_A_TIME = 1 << 24  # logits computed at a time
+_AT_A_TIME = 1 << 24  # logits computed at a time, to bound memory
 
 
 def remainder_attention(

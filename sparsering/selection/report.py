@@ -17,14 +17,14 @@ from ..patterns.selected import SelectedBlocks
 from .query_rows import num_rows
 from .slots import listed_blocks
 
-_AT_A_TIME = 1 << 23  # logits computed at a time
+_AT_A_TIME = 1 << 23  # logits computed at a time, to bound memory
 _RISK = 1e-3  # probability that the mean of all rows lies outside `Captured.interval`
 _BASELINES = ("random", "window", "oracle")
 
 
 @dataclass(frozen=True, eq=False)
 class Captured:
-    """Share of dense attention's softmax that falls on the keys that a query sees.
+    """Share of a query's dense softmax that falls on the keys that the selection keeps.
 
     Attributes:
         mean, p05, least: [Hkv] mean, 5% quantile and minimum over queries and the query heads of a
@@ -48,8 +48,8 @@ class SelectionReport:
         density: selected pairs / visible pairs.
         captured: shares of the softmax, `exp(lse_selected - lse_full)`.
         error: error of the output, `|o_selected - o_full| / |o_full|` over all queries.
-        recall: for a row that lists n blocks, how many of the n blocks of largest exact mass it
-            lists, divided by n; mean over rows.
+        recall: for a row (group of queries) that lists n blocks, how many of the n blocks of
+            largest exact mass it lists, divided by n; mean over rows.
         inflation: number of distinct blocks that block_size neighbouring queries list together,
             divided by the number that one row lists; NaN in the baselines if only some rows were
             examined.
@@ -101,7 +101,7 @@ def selection_report(
 ) -> SelectionReport:
     """Compares a selection with dense attention, and with baselines of the same size.
 
-    The captured share c bounds the error: `o_full - o_selected = (1 - c) (o_rest - o_selected)`.
+    With captured share c, the error is `o_full - o_selected = (1 - c) (o_rest - o_selected)`.
 
     Args:
         query: [B, Hq, Nq, D], the last query aligned with the last key.
@@ -175,12 +175,12 @@ class _Comparison:
         self.selected, self.causal, self.total = selected, causal, total
         self.sample = sample.to(query.device)
         size, start = selected.row_size, key.shape[2] - query.shape[2]
-        self.first_row = start // size  # the row of the first query
+        self.first_row = start // size  # index of the row that contains the first query
         position = start + torch.arange(query.shape[2], device=query.device)
         row = position // size - self.first_row
-        self.query_index = torch.nonzero(torch.isin(row, self.sample))[:, 0]  # [n] in these rows
+        self.query_index = torch.nonzero(torch.isin(row, self.sample))[:, 0]  # [n] of these rows
         self.position = position[self.query_index]
-        self.row = torch.searchsorted(self.sample, row[self.query_index])  # [n] in `sample`
+        self.row = torch.searchsorted(self.sample, row[self.query_index])  # [n], in `sample`
         heads = selected.indices.shape[-3] if selected.indices.dim() > 2 else 1
         self.heads = max(heads, key.shape[1])  # heads that choose blocks separately, H
         self.blocks = -(-key.shape[2] // selected.block_size)
@@ -193,7 +193,7 @@ class _Comparison:
         self._attend()
 
     def _attend(self) -> None:
-        """Computes dense attention: lse [B, Hq, n], out [B, Hq, n, Dv], mass [B, H, rows, Nb]."""
+        """Stores dense attention's lse [B, Hq, n], out [B, Hq, n, Dv], mass [B, H, rows, Nb]."""
         dtype, size = sum_dtype(self.query), self.selected.block_size
         batch, heads, _, dim = self.query.shape
         group, kv_len = heads // self.key.shape[1], self.key.shape[2]
@@ -225,7 +225,7 @@ class _Comparison:
         return listed_blocks(indices, self.blocks).expand_as(self.mass) & (self.visible > 0)
 
     def ranks(self, seed: int) -> dict[str, Tensor]:
-        """Ranks each row's blocks [B, H, rows, Nb] from 0 on, as each baseline prefers them."""
+        """Returns each baseline's ranks of blocks [B, H, rows, Nb]; it chooses rank 0 first."""
         block = torch.arange(self.blocks, device=self.query.device)
         own = (self.sample + self.first_row) * self.selected.row_size // self.selected.block_size
         generator = torch.Generator().manual_seed(seed)

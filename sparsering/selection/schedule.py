@@ -62,7 +62,7 @@ class Schedule:
         object.__setattr__(self, "points", tuple((x, y) for x, y in points))
 
     def __call__(self, step: float) -> float:
-        """Returns the value at a step; ValueError if the step is NaN or no number."""
+        """Returns the schedule's value at a step; ValueError if `step` is NaN or not a number."""
         argument, step = step, as_float(step)
         if math.isnan(step):
             got = shortened(repr(argument))
@@ -80,7 +80,7 @@ class Schedule:
 
 
 class GatedSchedule:
-    """A schedule whose clock moves only while a measurement reaches a bar.
+    """A schedule that advances only in steps whose metric is at least a given bar.
 
     A plain `Schedule` makes attention sparse even if the model has not yet learned where to attend,
     and then it may never learn. This schedule waits for the model.
@@ -90,9 +90,9 @@ class GatedSchedule:
         bar: the clock moves if the metric is at least this number.
 
     Attributes:
-        clock: how often the clock has moved.
+        clock: number of steps in which the metric was at least `bar`.
 
-    Raises: ValueError for a bar that is not finite; TypeError for another kind of schedule.
+    Raises: ValueError for a bar that is not finite; TypeError if `schedule` is no `Schedule`.
 
     Example:
         >>> blocks = GatedSchedule(Schedule(((0, 128), (1000, 4))), bar=0.95)

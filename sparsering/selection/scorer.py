@@ -1,4 +1,4 @@
-"""`BlockScorer`: scores of key blocks by learned projections, trained by `selection_loss`."""
+"""`BlockScorer`: scores key blocks by learned projections, which `selection_loss` trains."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,11 +15,11 @@ from ..patterns.arguments import checked_flag, checked_integer
 from ..patterns.positions import Full
 from .query_rows import checked_blocks, num_rows
 
-_AT_A_TIME = 1 << 24  # scores computed at a time, over all query heads
+_AT_A_TIME = 1 << 24  # scores computed at a time, over all query heads, to bound memory
 
 
 class BlockScorer(nn.Module):
-    """Scores blocks of keys for rows of queries, by learned projections.
+    """Scores key blocks for groups of queries ("rows"), by learned projections.
 
     The keys of block b are averaged, weighted by a softmax, and projected. The score is the dot
     product with the projected query:
@@ -89,7 +89,7 @@ class BlockScorer(nn.Module):
         )
 
     def forward(self, query: Tensor, key: Tensor, *, q_start: int | None = None) -> Tensor:
-        """Scores every block for every row.
+        """Scores every key block for every row (group of `query_block` queries).
 
         Args:
             query: [B, Hq, Nq, D].
@@ -128,13 +128,13 @@ class BlockScorer(nn.Module):
         return _pooled(self._gate(keys), keys, exists) @ self.project_key.to(key.dtype).mT
 
     def _gate(self, keys: Tensor) -> Tensor:
-        """Computes u . k, [B, Hkv, Nb, size], for keys [B, Hkv, Nb, size, D]."""
+        """Pooling logits u . k, [B, Hkv, Nb, size], of keys [B, Hkv, Nb, size, D]."""
         return (keys @ self.pool.to(keys.dtype)[:, None, :, None])[..., 0]
 
     def scores_of(
         self, query: Tensor, pooled: Tensor, key: Tensor, first: int, num_skipped: int = 0
     ) -> Tensor:
-        """Computes scores [B, Hkv, R, Nb] from summaries of the blocks; inputs share a dtype.
+        """Computes scores [B, Hkv, R, Nb] from summaries of the blocks; all inputs have one dtype.
 
         Args:
             query: [B, Hq, Nq, D], the first one at position `first`.
@@ -175,9 +175,9 @@ class BlockScorer(nn.Module):
         return torch.cat(parts, 2)
 
     def _score_rows(self, query: Tensor, pooled: Tensor, own: Tensor | None, first: int) -> Tensor:
-        """Scores some rows, [B, Hkv, R, Nb].
+        """Computes the scores [B, Hkv, R, Nb] of the rows that contain these queries.
 
-        `own` [B, Hkv, Nq, index_dim]: each query's block, pooled over the keys up to the query.
+        `own` [B, Hkv, Nq, index_dim] summarises each query's own block up to the query.
         """
         q_len, blocks, step = query.shape[3], pooled.shape[2], self.query_block
         lowest = torch.finfo(query.dtype).min
@@ -201,7 +201,7 @@ class BlockScorer(nn.Module):
 
 
 def _in_blocks(key: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Pads keys [.., Nk, D] with zeros to [.., Nb, size, D]; also returns the mask of the keys."""
+    """Cuts keys [.., Nk, D] into blocks [.., Nb, size, D], zero-padded; also marks real keys."""
     length = key.shape[2]
     blocks = -(-length // size)
     keys = F.pad(key, (0, 0, 0, blocks * size - length)).unflatten(2, (blocks, size))

@@ -37,8 +37,8 @@ def block_scores(
 
     `score[r, b] = log sum_i pi_i[b]`, the sum over the queries i of row r, in all query heads of
     the kv head; `pi_i = softmax_b(s_i)` over the blocks that the query sees, `s_i[b]` an estimate
-    of the log mass `log sum_j e^{scale q_i.k_j}` of block b. With exact masses, the k blocks of
-    largest score are the k shared blocks that capture most attention.
+    of the log mass `log sum_j e^{scale q_i.k_j}` of block b. With exact masses, no k
+    blocks capture more of the row's attention than the k blocks of largest score.
 
     Estimates; n is the number of tokens in a block (or a part of it), k the mean of its keys:
 
@@ -105,7 +105,7 @@ def scores_of(
     scale: float,
     q_start: int,
 ) -> Tensor:
-    """Computes `block_scores` [B, Hkv, R, Nb] from a summary of the keys, in its dtype."""
+    """Computes `block_scores` [B, Hkv, R, Nb] from summarised keys, in the summary's dtype."""
     batch, heads, q_len, _ = query.shape
     blocks = estimate.num_blocks
     kv_heads = estimate.feature.shape[1]
@@ -113,7 +113,7 @@ def scores_of(
     rows = num_rows(q_start, q_len, query_block)
     shape = (batch * kv_heads, rows, blocks)
     if not math.prod(shape) or not group:
-        zero = query[..., :0].sum() + estimate.feature[..., :0].sum()  # 0, but differentiable
+        zero = query[..., :0].sum() + estimate.feature[..., :0].sum()  # 0 that has gradients
         return estimate.feature.new_full((batch, kv_heads, rows, blocks), -torch.inf) + zero
     # [B * Hkv, Nq, G, D]: all heads of a query lie together, so that a row is one slice
     grouped = query.unflatten(1, (kv_heads, group)).transpose(2, 3).flatten(0, 1)
@@ -145,7 +145,7 @@ def scores_of(
 def _write(
     span: Span, query: Tensor, estimate: BlockEstimate, causal: bool, scale: float, out: Tensor
 ) -> None:
-    """Writes the scores of a span into `out` with torch, some entries and blocks at a time."""
+    """Writes the scores of one range of queries into `out` with torch, in pieces to save memory."""
     group = query.shape[2]
     logits_per_block = span.width * group * estimate.slots * estimate.num_blocks
     step = max(1, _AT_A_TIME // logits_per_block)
@@ -162,7 +162,7 @@ def _write(
 def _write_by_kernel(
     span: Span, query: Tensor, estimate: BlockEstimate, causal: bool, scale: float, out: Tensor
 ) -> bool:
-    """Writes the scores of a span by the C++ kernel; returns False if shares underflowed."""
+    """Writes the scores of one range of queries by the C++ kernel; False if shares underflowed."""
     # log(tokens / part) for each part of a partial last block; the kernel adds log(part) itself
     last = (estimate.counts()[-1] / estimate.part).log().float() if estimate.ragged else None
     underflow = cpu.block_shares(
@@ -176,13 +176,13 @@ def _write_by_kernel(
 
 
 def _cut(span: Span, heads: int, estimate: BlockEstimate, causal: bool) -> Iterator[Span]:
-    """Cuts a span into parts of about _AT_A_TIME logits each."""
+    """Cuts a range of queries at block boundaries, to parts of about _AT_A_TIME logits each."""
     room, blocks = _AT_A_TIME // (heads * span.width * estimate.slots), estimate.num_blocks
     done = 0
     while done < span.blocks:
         block = span.block + done
         if causal and block + math.isqrt(room) < blocks:
-            # Later spans see more blocks: count * (block + count) logits fill the room.
+            # `count` causal blocks see block + count blocks: solves count * (block + count) = room.
             count = (math.isqrt(block * block + 4 * room) - block) // 2
         else:
             count = room // blocks
@@ -194,7 +194,7 @@ def _cut(span: Span, heads: int, estimate: BlockEstimate, causal: bool) -> Itera
 def _span_scores(
     span: Span, query: Tensor, estimate: BlockEstimate, causal: bool, scale: float
 ) -> Tensor:
-    """Scores [entries, rows, Nb] of a span's rows, for all queries [entries, Nq, G, D]."""
+    """Computes scores [B * Hkv, rows, Nb] of a span of the queries [B * Hkv, Nq, G, D]."""
     query = query[:, span.first : span.first + span.queries].to(estimate.feature.dtype)
     if not causal:
         return _shares(span, query, estimate, estimate.num_blocks, None, scale)[0]
@@ -211,12 +211,12 @@ def _span_scores(
 
 
 def _own_mass(span: Span, query: Tensor, estimate: BlockEstimate, scale: float) -> Tensor:
-    """Exact log mass [entries, n, G] of the keys from the start of a query's block to the query."""
+    """Exact log mass [B * Hkv, n, G] of the keys from the start of the query's block to itself."""
     group = query.shape[2]
     first, stop = max(span.block, 0), min(span.block + span.blocks, estimate.num_blocks)
     blocks = max(0, stop - first)
     keys = estimate.keys[:, first - estimate.first_own :][:, :blocks]
-    before = (first - span.block) * (blocks > 0)  # blocks at negative positions
+    before = (first - span.block) * (blocks > 0)  # number of blocks at negative positions
     query = query.unflatten(1, (span.blocks, span.width))[:, before : before + blocks]
     logits = query.flatten(2, 3) @ (keys.mT * scale)
     logits = logits.unflatten(2, (span.width, group))
@@ -227,7 +227,7 @@ def _own_mass(span: Span, query: Tensor, estimate: BlockEstimate, scale: float) 
         block = torch.arange(first, first + blocks, device=query.device)[:, None, None, None]
         past_end = block * estimate.block_size + place >= estimate.length
         logits = logits.masked_fill(past_end, NEVER)
-    mass = logits.logsumexp(-1)  # [entries, blocks, width, G]
+    mass = logits.logsumexp(-1)  # [B * Hkv, blocks, width, G]
     room = (0, 0, 0, 0, before, span.blocks - blocks - before)
     return pad(mass, room, value=NEVER).flatten(1, 2)
 
@@ -240,11 +240,11 @@ def _shares(
     own_mass: Tensor | None,
     scale: float,
 ) -> tuple[Tensor, Tensor | None]:
-    """Log of the softmax over blocks, summed over the queries of each row.
+    """Returns the log of each block's softmax share, summed over the queries of each row.
 
-    With `own_mass`, the blocks are the `num_past` blocks before the query and the query's own
-    block: returns [entries, rows, num_past] and [entries, rows]. Without, they are all `num_past`
-    blocks: returns [entries, rows, num_past] and None.
+    With `own_mass`, the softmax is over the `num_past` blocks before the query and the query's own
+    block: returns [B * Hkv, rows, num_past] and [B * Hkv, rows]. Without, it is over all `num_past`
+    blocks: returns [B * Hkv, rows, num_past] and None.
     """
     (_, n, group, _), stride = query.shape, estimate.stride
     front, present = span.offset % stride, None
@@ -255,7 +255,7 @@ def _shares(
     logits = (query_feature @ estimate.feature[:, :, :num_past].mT).unflatten(2, (-1, group))
     if stride > 1:
         logits = logits * estimate.antidiagonal_weight(num_past, present)
-    # [entries, slots, n / stride, G, num_past] -> [.., n / stride, G, num_past]
+    # [B * Hkv, parts, n / stride, G, num_past] -> [.., n / stride, G, num_past]
     logits = (logits + estimate.log_counts(num_past)[:, None, None]).logsumexp(1)
     if own_mass is not None:
         block = torch.arange(span.block, span.block + span.blocks, device=query.device)
@@ -269,7 +269,7 @@ def _shares(
             weight = present.sum(1).to(total).log()[:, None]
     else:
         own_mass = pad(own_mass, (0, 0, front, back)).unflatten(1, (-1, stride))
-        log_odds = own_mass - total[:, :, None]  # [entries, n / stride, stride, G]
+        log_odds = own_mass - total[:, :, None]  # [B * Hkv, n / stride, stride, G]
         past, own = logsigmoid(-log_odds), logsigmoid(log_odds)
         if present is not None:
             absent = ~present.to(query.device)[..., None]

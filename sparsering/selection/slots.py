@@ -1,4 +1,4 @@
-"""Slots of a selection: which blocks they list; checks of their indices and masses."""
+"""Selected blocks as indices [.., R, k]: checks, and which key blocks each of R rows lists."""
 
 import torch
 from torch import Tensor
@@ -8,7 +8,7 @@ from ..numerics import sum_dtype
 
 
 def listed_blocks(indices: Tensor, num_blocks: int) -> Tensor:
-    """Marks the blocks that indices [.., R, k] list: bool [B or 1, H or 1, R, num_blocks]."""
+    """Marks the key blocks that each row of indices lists: bool [B or 1, H or 1, R, num_blocks]."""
     indices = indices.view((1,) * (4 - indices.dim()) + indices.shape)
     valid = (indices >= 0) & (indices < num_blocks)
     mask = indices.new_zeros(*indices.shape[:3], num_blocks + 1, dtype=torch.bool)
@@ -16,7 +16,7 @@ def listed_blocks(indices: Tensor, num_blocks: int) -> Tensor:
 
 
 def first_slots(indices: Tensor, num_blocks: int) -> Tensor:
-    """Marks slots whose block exists and is in no earlier slot of the row: bool [..., k]."""
+    """Marks indices that name an existing block for the first time in their row: bool [..., k]."""
     ordered, order = indices.sort(dim=-1, stable=True)
     repeated = torch.zeros_like(ordered, dtype=torch.bool)
     repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
@@ -25,7 +25,7 @@ def first_slots(indices: Tensor, num_blocks: int) -> Tensor:
 
 
 def checked_mass(mass: Tensor, heads: int, rows: int) -> Tensor:
-    """Sums mass over each group of heads: [B, heads, R, m]; ValueError for a wrong shape."""
+    """Checks the mass and sums it over the query heads of each of `heads` groups."""
     check_tensor("mass", mass, "[batch, heads, rows, slots]")
     group = mass.shape[1] // max(1, heads) if mass.dim() == 4 else 0
     fits = mass.dim() == 4 and mass.is_floating_point() and mass.shape[1:3] == (group * heads, rows)
@@ -38,7 +38,7 @@ def checked_mass(mass: Tensor, heads: int, rows: int) -> Tensor:
 
 
 def checked_slots(indices: Tensor, shape: torch.Size) -> Tensor:
-    """Expands indices to the shape [B, H, R, m]; ValueError if they do not broadcast."""
+    """Expands indices to `shape`, [B, H, R, m]; ValueError if they do not broadcast to it."""
     check_tensor("indices", indices, "[..., rows, slots]")
     fits = indices.dtype == torch.int64 and 2 <= indices.dim() <= 4
     fits = fits and indices.shape[-2:] == shape[-2:]

@@ -42,13 +42,13 @@ class BlockSummaries:
         if not isinstance(method, BlockScorer):
             self._part = checked_method(method, parts, block_size, 1)
         elif (method.block_size, method.query_block, method.causal) != (block_size, 1, True):
-            got = f"blocks of {method.block_size}, rows of {method.query_block}"
+            got = f"block_size={method.block_size}, query_block={method.query_block}"
             raise ValueError(
-                f"expected a causal BlockScorer of blocks of {block_size} and rows of 1, got one "
-                f"of {got}, causal={method.causal}; pass block_size={method.block_size}, or "
-                "another scorer"
+                f"method must be a causal BlockScorer of blocks of {block_size} and rows of 1 "
+                f"query, got one with {got}, causal={method.causal}; pass "
+                f"block_size={method.block_size}, or another scorer"
             )
-        self._feature: Tensor | None = None  # [B, Hkv, slots, room, F]
+        self._feature: Tensor | None = None  # [B, Hkv, parts of a block, room for blocks, F]
         self._blocks = 0
 
     @property
@@ -80,7 +80,7 @@ class BlockSummaries:
         if start < 0:
             raise ValueError(
                 f"query must be of the last tokens of {length} keys, got {query.shape[2]} queries; "
-                "append their keys first"
+                "append the keys of the new tokens to `key` first"
             )
         dtype = sum_dtype(query)
         with without_autocast(query):
@@ -89,7 +89,7 @@ class BlockSummaries:
             if isinstance(self._method, BlockScorer):
                 pooled = feature[:, :, 0, : -(-length // size)]
                 return self._method.scores_of(query.to(dtype), pooled, own, start, start // size)
-            feature = feature[:, :, :, : max(length // size, 1)]  # an empty one if no block is full
+            feature = feature[:, :, :, : max(length // size, 1)]  # one unused if no block is full
             scale = checked_scale(scale, query)
             if query.shape[2] == 1 and query.shape[1]:
                 feature = feature[:, :, :, : start // size]
@@ -116,13 +116,13 @@ class BlockSummaries:
         self._blocks = min(self._blocks, checked_integer("length", length, 0) // self._size)
 
     def select(self, index: Tensor | Sequence[int]) -> None:
-        """Keeps some batch entries, in the order of the index."""
+        """Keeps the batch entries that `index` names, in its order."""
         if self._feature is not None:
             chosen = checked_index("select", index, len(self._feature))
             self._feature = self._feature.index_select(0, chosen.to(self._feature.device))
 
     def _extended(self, key: Tensor, dtype: torch.dtype) -> Tensor:
-        """Summarises new full blocks; returns all summaries, [B, Hkv, slots, >= blocks, F]."""
+        """Summarises blocks that are now full; returns all summaries [B, Hkv, parts, room, F]."""
         size, whole = self._size, key.shape[2] // self._size
         first = self._blocks = min(self._blocks, whole)
         if whole > first or self._feature is None:

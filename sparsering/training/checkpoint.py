@@ -37,7 +37,7 @@ _FILE_NAME = re.compile(r"checkpoint-[0-9a-z-]{1,80}\.safetensors")
 
 @dataclass(frozen=True, eq=False)
 class About:
-    """Contents of a `checkpoint.json`: a run after `step` optimizer steps."""
+    """Contents of a `checkpoint.json`, the state of a training run after `step` optimizer steps."""
 
     folder: Path
     step: int
@@ -77,14 +77,14 @@ def save_checkpoint(
 ) -> None:
     """Replaces the folder's checkpoint atomically; the arguments are as in `About`.
 
-    All ranks call this function, and each writes its share to a folder that all ranks can read.
+    All ranks call this function. Each writes its tensors to a folder that all ranks can read.
     If a rank cannot write, all ranks raise OSError and the old checkpoint does not change.
     """
     tensors = named_tensors(model, optimizer)
     own: Files = {}
     try:
         ranks.together(lambda: own.update(write_tensors(folder, step, tensors, ranks)))
-    except Exception:  # all ranks raise, so no checkpoint.json names the files of this call
+    except Exception:  # all ranks raise: no checkpoint.json will name this call's files
         _remove(folder, own.keys() - _named_files(folder))
         raise
     files = {name: file for share in ranks.gather(own) for name, file in share.items()}
@@ -104,7 +104,7 @@ def save_checkpoint(
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """Returns this process's weights `model.*` and optimizer state `optimizer.*`, by name."""
+    """Returns this rank's weights and optimizer state, under `model.*` and `optimizer.*` names."""
     tensors: dict[str, Tensor] = {}
     for name, weight in model.named_parameters():
         tensors[f"model.{name}"] = weight.detach()
@@ -162,7 +162,7 @@ def load_model(folder: str | Path) -> LongNetLM:
 
 
 def _about(folder: Path, values: Any) -> About:
-    """Checks the values of `checkpoint.json`; ValueError if `save_checkpoint` cannot write them."""
+    """Checks the values of `checkpoint.json`; ValueError if `save_checkpoint` never writes such."""
     if not isinstance(values, dict) or values.get("format") not in (FORMAT, OLDER_FORMAT):
         raise ValueError(f"the format is not {FORMAT!r}")
     tensors = _value(values, "tensors", dict)
@@ -233,7 +233,7 @@ def _check_kinds(about: About, kinds: dict[str, Kind]) -> None:
 
 
 def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:
-    """Makes these files the folder's checkpoint, and removes the files of older checkpoints.
+    """Writes a `checkpoint.json` that names these files, and removes those of older checkpoints.
 
     If `checkpoint.json` cannot be written, it removes these files instead and raises OSError.
     """
@@ -243,11 +243,11 @@ def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:
         _remove(folder, files.keys() - _named_files(folder))
         raise
     on_disk = (*folder.glob("checkpoint-*.safetensors"), *folder.glob(".checkpoint*.part"))
-    _remove(folder, {path.name for path in on_disk} - files.keys())  # also of killed processes
+    _remove(folder, {path.name for path in on_disk} - files.keys())  # and killed processes' files
 
 
 def _named_files(folder: Path) -> set[str]:
-    """Names the files of the folder's checkpoint; none if it cannot be read."""
+    """Returns the file names in the folder's `checkpoint.json`; none if it cannot be read."""
     try:
         return set(read_about(folder).files)
     except (OSError, ValueError):

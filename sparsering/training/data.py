@@ -23,13 +23,13 @@ Windows = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """Training bytes and validation bytes, from different files."""
+    """Training bytes and validation bytes, from different files or parts of a single file."""
 
     train: Tensor  # uint8 [bytes]
     validation: Tensor  # uint8 [bytes]
     train_files: tuple[str, ...]  # names in the folder, or "name[:last byte]" for a single file
     validation_files: tuple[str, ...]
-    fingerprint: str  # sha256 of all names and bytes
+    fingerprint: str  # sha256 over the names and bytes of all files
 
 
 def read_text(
@@ -101,7 +101,7 @@ def read_text(
 def training_window(
     train: Tensor, *, context: int, batch_size: int, seed: int, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Draws a step's tokens and targets int64 [batch_size, context], as (seed, step) decides."""
+    """Draws a step's tokens and targets, int64 [batch_size, context]; (seed, step) decides them."""
     draw = random.Random(f"{seed}:{step}")
     starts = [draw.randrange(len(train) - context) for _ in range(batch_size)]
     windows = torch.stack([train[start : start + context + 1] for start in starts]).long()
@@ -109,7 +109,7 @@ def training_window(
 
 
 def validation_windows(validation: Tensor, *, context: int, count: int) -> Windows:
-    """Cuts up to `count` disjoint windows at equal distances: int64 [1, context] each."""
+    """Cuts up to `count` disjoint windows at equal distances, with tokens int64 [1, context]."""
     count = max(1, min(count, (len(validation) - 1) // context))
     gap = (len(validation) - 1 - context) // max(count - 1, 1)
     windows = [validation[i * gap : i * gap + context + 1].long()[None] for i in range(count)]

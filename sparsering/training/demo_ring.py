@@ -26,17 +26,17 @@ from .torchrun import ranks_of_torchrun
 
 RECIPE = Recipe(steps=60, num_layers=2, dtype="float32")
 COMPARED_STEPS = 10
-TOLERANCE = 1e-4  # largest relative difference from one process, whose sums have another order
+TOLERANCE = 1e-4  # largest relative difference to losses of one process, due to summation order
 TIMEOUT_S = 300.0  # the other ranks wait while rank 0 trains alone for the comparison
 
 
 class RankFigures(NamedTuple):
-    """Work, traffic and memory of one rank."""
+    """Attention work, received bytes and peak memory of one rank."""
 
     tokens: int
-    pairs: int | float  # (query, key) pairs of its queries, with multiplicity, over all heads
-    # Bytes for one layer's attention: counted, planned, and planned if every rank needed every key,
-    # in forward and again in backward.
+    pairs: int | float  # (query, key) pairs of its queries, summed over heads and branches
+    # Bytes received for one layer's attention in forward: counted, planned, and planned if every
+    # rank needed every key. Then the same three numbers for backward.
     received: list[int | float]
     peak_bytes: int | None  # largest resident memory in training; None if unknown
 
@@ -94,7 +94,7 @@ def _figures(ranks: Ranks, plan: RingPlan, run: Run) -> RankFigures:
 
 
 def _full_ring(plan: RingPlan) -> RingPlan:
-    """Plans the same shards if each query saw every key."""
+    """Plans a ring over the same shards in which every query attends to every key."""
     return RingPlan.build(
         Full(),
         plan.frame.kv_len,
@@ -110,7 +110,7 @@ def _report(out: Path, run: Run, plan: RingPlan, figures: list[RankFigures]) -> 
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         alone, peak = pool.submit(_losses_alone, run.recipe).result()
     losses = [record["loss"] for record in run.metrics if "loss" in record]
-    pairs = list(zip(losses, alone, strict=False))  # `alone` has only the first steps
+    pairs = list(zip(losses, alone, strict=False))  # the single process trains only the first steps
     largest = max(abs(a - b) / abs(b) for a, b in pairs)
 
     widths: tuple[int, ...] = (4, 16, 16, 14)
@@ -136,7 +136,7 @@ def _report(out: Path, run: Run, plan: RingPlan, figures: list[RankFigures]) -> 
     parameters = sum(p.nbytes for p in run.model.parameters())
     print(f"Beside it, each step sums gradients of {_size(parameters)} over the ranks.")
     print(f"Peak memory of the one process: {_size(peak)}.")
-    # Bytes of the key and the value of a token and head.
+    # Bytes of one token's key and value in one head.
     row_bytes = 2 * run.recipe.width // run.recipe.num_heads * DTYPES[run.recipe.dtype].itemsize
     drawings = [
         (f"needed keys: {run.recipe.pattern}", plan.tokens, row_bytes),

@@ -1,4 +1,4 @@
-"""Functions that build a report as one self-contained HTML page, and its table as text."""
+"""Builds the demo's report as one self-contained HTML page, and its table as plain text."""
 
 import base64
 from collections.abc import Mapping, Sequence

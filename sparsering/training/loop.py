@@ -48,7 +48,7 @@ class Run:
     out: Path
     command: str
     ranks: Ranks
-    step: int  # steps done; after `train` fewer than recipe.steps if the run was stopped
+    step: int  # steps done; fewer than recipe.steps after a run that was stopped
     saved_at: int  # step of the last checkpoint
     metrics: list[dict[str, Any]]  # the records of `metrics.jsonl`
     stopped_by: int | None = None  # number of the signal that stopped the run
@@ -61,7 +61,7 @@ class Run:
         return losses[-1]
 
     def save(self) -> None:
-        """Writes a checkpoint of this step."""
+        """Writes a checkpoint of the model and optimizer after the current step."""
         save_checkpoint(
             self.out,
             self.model,
@@ -175,7 +175,7 @@ def train(
 def _prepare(
     recipe: Recipe, out: Path, command: str, resume: bool, ranks: Ranks, num_windows: int
 ) -> Run:
-    """Builds the run at its first step, from the folder's checkpoint if `resume`."""
+    """Builds the run's state before training, from the folder's checkpoint if `resume`."""
     recipe, text, checkpoint = ranks.together(partial(_inputs, recipe, out, command, resume, ranks))
     if recipe.dtype == "auto":  # the leader chooses for all ranks
         dtype = "bfloat16" if ranks.device.type == "cuda" else best_dtype()
@@ -191,7 +191,7 @@ def _prepare(
     windows = validation_windows(text.validation, context=recipe.context, count=num_windows)
     run = Run(recipe, text, windows, model, optimizer, out, command, ranks, step, step, [])
     if checkpoint is None:
-        run.save()  # so that a folder that cannot be written fails before the training
+        run.save()  # fails now, before the training, if the folder cannot be written
     last = None if checkpoint is None else step
     metrics = ranks.together(lambda: _cut_metrics(out, last) if ranks.leads else [])
     run.metrics = ranks.from_leader(metrics)
@@ -263,7 +263,7 @@ def autocast(dtype: str, device_type: str = "cpu") -> AbstractContextManager[Any
 
 @contextmanager
 def stop_signal(ranks: Ranks) -> Iterator[Callable[[], int | None]]:
-    """Yields a function that returns the number of a SIGINT or SIGTERM to any rank, or None.
+    """Yields a function that returns the number of a SIGINT or SIGTERM that any rank got, or None.
 
     All ranks call it together. A second signal has its usual effect at once. Python sets handlers
     only in the main thread, so in other threads signals keep their usual effect.
@@ -298,9 +298,9 @@ def _resumed_recipe(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recip
     ours, theirs = asdict(replace(recipe, data=saved.data, glob=saved.glob)), asdict(saved)
     if differences := [f"{name} {theirs[name]!r}" for name in ours if ours[name] != theirs[name]]:
         raise ValueError(
-            f"expected the recipe of the checkpoint in {checkpoint.folder}, which has "
-            f"{', '.join(differences)}; leave these options out, or start a new run with another "
-            "--out"
+            f"the options differ from those of the checkpoint in {checkpoint.folder}, which was "
+            f"trained with {', '.join(differences)}; leave these options out to resume, or start a "
+            "new run with another --out"
         )
     if text.fingerprint != checkpoint.fingerprint:
         raise ValueError(
@@ -340,5 +340,5 @@ def _records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
             or type(record.get("step")) is not int
             or any(type(x) not in (int, float) or abs(x) > 1e300 for x in record.values())
         ):
-            raise ValueError(f"line {number} is no JSON object of numbers with a step")
+            raise ValueError(f"line {number} is not a JSON object of numbers with a step")
         yield record

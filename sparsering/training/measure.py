@@ -73,12 +73,12 @@ def step_times(run: Run, *, repeats: int = 3) -> tuple[StepTime, StepTime]:
 
 
 class TimedTokens:
-    """Iterator over the tokens of `LongNetLM.generate`, with a stopwatch."""
+    """Iterates over the tokens of `LongNetLM.generate`, and times the first and the others."""
 
     def __init__(self, tokens: Iterable[Tensor]) -> None:
         self.tokens = tokens
         self.num_tokens = 0
-        self.prompt_seconds = 0.0  # until the first token
+        self.prompt_seconds = 0.0  # from the start to the first token
         self.seconds = 0.0  # from the first token to the last
 
     def __iter__(self) -> Iterator[Tensor]:

@@ -33,12 +33,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """Processes that train together; a single process without a mesh.
+    """The processes that train together; without a mesh, a single process.
 
     Every rank calls the same methods in the same order.
     """
 
-    mesh: DeviceMesh | None = None  # with the axes "dp" and "sp"
+    mesh: DeviceMesh | None = None  # axes "dp" (data parallel), "sp" (sequence parallel)
     sharding: str = "contiguous"  # how "sp" ranks divide a sequence, as for `RingPlan`
     timeout: float | None = None  # seconds that a rank waits for its peers at each step of a ring
 
@@ -56,7 +56,7 @@ class Ranks:
         return self.rank == 0
 
     def start(self, command: str) -> str:
-        """Returns the shell command that runs `sparsering COMMAND` on as many processes."""
+        """Returns the shell command that runs `sparsering COMMAND` on this many processes."""
         if self.mesh is None:
             return f"sparsering {command}"
         torchrun = f"torchrun --nproc-per-node {self.world_size} -m sparsering {command}"
@@ -68,11 +68,11 @@ class Ranks:
         return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
 
     def size(self, axis: str) -> int:
-        """Number of ranks along "dp" or "sp"."""
+        """Number of ranks along the mesh axis "dp" or "sp"."""
         return 1 if self.mesh is None else self.mesh[axis].size()
 
     def place_along(self, axis: str) -> int:
-        """Index of this process along "dp" or "sp"."""
+        """Index of this process along the mesh axis "dp" or "sp"."""
         return 0 if self.mesh is None else self.mesh[axis].get_local_rank()
 
     def check(self, recipe: Recipe) -> None:
@@ -86,11 +86,11 @@ class Ranks:
             )
 
     def from_leader(self, value: T) -> T:
-        """Returns the value of rank 0 on all ranks."""
+        """Returns, on all ranks, the value that rank 0 passes."""
         return self.gather(value)[0]
 
     def gather(self, value: T) -> list[T]:
-        """Returns the values of all ranks, on all ranks."""
+        """Returns, on all ranks, a list of the values that the ranks pass."""
         values = [value] * self.world_size
         if self.mesh is not None:
             dist.all_gather_object(values, value)
@@ -120,7 +120,7 @@ class Ranks:
         return result
 
     def agree(self, what: str, value: object) -> None:
-        """Raises ValueError on all ranks if their values differ."""
+        """Raises ValueError on all ranks if they pass different values; `what` names them."""
         values = self.gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
@@ -138,7 +138,7 @@ class Ranks:
         return int(largest) or None
 
     def place(self, model: LongNetLM) -> None:
-        """Moves the model to this rank's device and shards its parameters over "dp"."""
+        """Moves the model to this rank's device, and shards it with FSDP2 over the axis "dp"."""
         model.to(self.device)
         if self.mesh is None or self.size("dp") == 1:
             return
@@ -166,7 +166,7 @@ class Ranks:
         """Computes this rank's part of the mean loss over windows [B, N] of all ranks.
 
         If the windows do not divide evenly over "dp", every rank along "dp" computes all windows
-        and 1 / dp of the loss.
+        and returns 1 / dp of their loss.
         """
         if self.mesh is None:
             return model.loss(tokens, targets, attend=attend)
@@ -191,7 +191,7 @@ class Ranks:
         )
 
     def total(self, part: Tensor) -> float:
-        """Sums a loss over the ranks."""
+        """Sums the ranks' parts of a loss; returns the total on all ranks."""
         if self.mesh is not None:
             part = part.detach().double()
             dist.all_reduce(part)
@@ -220,7 +220,7 @@ ALONE = Ranks()
 def arrange(
     sequence_parallel: int, *, sharding: str = "contiguous", timeout: float = TIMEOUT_S
 ) -> Ranks:
-    """Arranges the default process group as `Ranks`; every process calls it.
+    """Arranges the default process group as a mesh of `Ranks`; every process calls it.
 
     Groups of `sequence_parallel` ranks share each sequence; the groups share a step's windows.
     """

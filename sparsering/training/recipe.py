@@ -1,4 +1,4 @@
-"""A recipe: all settings that a run's losses depend on. Each checkpoint contains it."""
+"""A recipe: all settings that a training run's losses depend on. Checkpoints contain it."""
 
 import math
 import warnings
@@ -25,7 +25,7 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Settings of a run. Two runs of one recipe on one machine have bitwise equal losses."""
+    """Settings of a training run; its losses are bitwise reproducible on the same machine."""
 
     # a Python expression; `Causal()` is added if missing
     pattern: str = "LongNet((256, 1024, 4096, 16384), (1, 4, 16, 64)) & Causal()"
@@ -37,7 +37,7 @@ class Recipe:
     width: int = 128
     num_layers: int = 4
     num_heads: int = 2
-    learning_rate: float = 8e-3  # the peak after `warmup_steps`; a half cosine down to a tenth
+    learning_rate: float = 8e-3  # peak after `warmup_steps`; a half cosine falls to a tenth
     warmup_steps: int = 20  # steps in which the learning rate rises linearly
     weight_decay: float = 0.1  # of AdamW, for the weight matrices only
     clip_norm: float = 1.0  # a gradient of larger norm is scaled down to this norm
@@ -69,14 +69,14 @@ class Recipe:
         kinds = {field.name: field.type for field in fields(cls)}
         if values.keys() != kinds.keys():
             odd = ", ".join(sorted(values.keys() ^ kinds.keys())[:3])
-            raise ValueError(f"the recipe's names differ from this version's: {odd}")
+            raise ValueError(f"the recipe's settings are not those of this version: {odd}")
         for name, kind in kinds.items():
             if not _has_type(kind, value := values[name]):
                 raise ValueError(f"the recipe's {name} is an unusable {type(value).__name__}")
         return cls(**values)
 
     def build_model(self) -> LongNetLM:
-        """Builds a model whose weights the seed decides."""
+        """Builds the recipe's model, with initial weights that the seed decides."""
         torch.manual_seed(self.seed)
         return self._model()
 
@@ -101,7 +101,7 @@ class Recipe:
                 yield name, parameter.shape
 
     def learning_rate_at(self, step: int) -> float:
-        """Rises linearly for `warmup_steps`, then falls by a half cosine to a tenth at `steps`."""
+        """Returns a step's learning rate: a linear rise, then a half cosine down to a tenth."""
         warm = min(1.0, (step + 1) / max(self.warmup_steps, 1))
         progress = (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1)
         cosine = (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0))) / 2

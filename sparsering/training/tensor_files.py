@@ -6,8 +6,8 @@
     index.load(targets)
 
 A whole tensor is stored under its name. A tensor that FSDP2 shards is stored as ranges of rows,
-each under a name such as `model.norm.weight[64:128]`. So the files describe themselves, and ranks
-of any number can each read the rows that they need.
+each under a name such as `model.norm.weight[64:128]`. So the files describe themselves, and any
+number of ranks can each read the rows that they need.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..files import file_size, replace_file
 from .ranks import Ranks
 
-MOST_HEADER_BYTES = 16 << 20  # about 100,000 tensors; parsing takes ten times as many bytes
+MOST_HEADER_BYTES = 16 << 20  # about 100,000 tensors; parsing a header needs ten times its size
 
 Files = dict[str, dict[str, Any]]  # {file name: {"bytes": ..., "sha256": ...}}
 
@@ -55,7 +55,7 @@ class StoredRows(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TensorIndex:
-    """Index of the tensors in some files; their values are not loaded."""
+    """Index of the tensors in a checkpoint's files; their values are not loaded."""
 
     kinds: dict[str, Kind]  # shape and dtype of each whole tensor, by name
     rows: dict[str, list[StoredRows]]  # the stored rows of each tensor, in order
@@ -67,10 +67,10 @@ class TensorIndex:
             with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             if digest != self.digests[path]:
-                raise ValueError(f"{path.name} has another sha256 than when it was written")
+                raise ValueError(f"{path.name} has another sha256 than checkpoint.json")
 
     def load(self, targets: Mapping[str, Tensor]) -> None:
-        """Copies values into tensors, by name; of a sharded tensor only this rank's rows."""
+        """Copies stored values into `targets`, by name; into a sharded tensor, this rank's rows."""
         with ExitStack() as stack:
             opened = cache(lambda path: stack.enter_context(_opened(path)))
             for name, x in targets.items():
@@ -89,9 +89,9 @@ class TensorIndex:
 
 
 def write_tensors(folder: Path, step: int, tensors: Mapping[str, Tensor], ranks: Ranks) -> Files:
-    """Writes this rank's share of the tensors to a file named after its content.
+    """Writes the tensors that this rank stores to a file named after its content.
 
-    Returns: the file's size and hash by its name; nothing if the share is empty.
+    Returns: the file's size and hash by its name; nothing if this rank stores no tensors.
     """
     save = _safetensors().torch.save
     if not (share := _own_share(tensors, ranks)):
@@ -121,18 +121,18 @@ def read_index(folder: Path, files: Files) -> TensorIndex:
 
 
 def _stored_rows(path: Path, key: str, shape: list[int], dtype: str) -> tuple[str, StoredRows]:
-    """Returns the name of the whole tensor and the rows of it that a stored tensor has."""
+    """Returns the name of a whole tensor, and the range of its rows that is stored as `key`."""
     kind = Kind(tuple(shape), dtype)
     if (match := _ROWS.fullmatch(key)) is None:
         return key, StoredRows(path, key, 0, shape[0] if shape else 1, kind)
     first, stop = int(match[2]), int(match[3])
     if not shape or stop - first != shape[0]:
-        raise ValueError(f"{path.name} has {key!r} of shape {shape}")
+        raise ValueError(f"{path.name} has {key!r} of shape {shape}, not as its name says")
     return match[1], StoredRows(path, key, first, stop, kind)
 
 
 def _whole_kind(name: str, rows: list[StoredRows]) -> Kind:
-    """Sorts the stored rows, returns the whole tensor's kind; ValueError for gaps or overlaps."""
+    """Sorts `rows`; returns the whole tensor's shape and dtype. ValueError for gaps or overlaps."""
     rows.sort(key=lambda part: (part.first, part.stop))
     kind, stop = rows[0].kind, 0
     if len(rows) == 1 and rows[0].key == name:

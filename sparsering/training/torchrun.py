@@ -61,7 +61,7 @@ def ranks_of_torchrun(
         timeout=timedelta(seconds=seconds),
     )
     yield arrange(sequence_parallel or 1, sharding=sharding or "contiguous", timeout=seconds)
-    dist.destroy_process_group()  # not after an error, which may have killed a peer
+    dist.destroy_process_group()  # not after an error, because peers may be dead
 
 
 def starts_again(ranks: Ranks, folder: Path) -> bool:
@@ -80,7 +80,7 @@ def starts_again(ranks: Ranks, folder: Path) -> bool:
 
 
 def launch() -> str | None:
-    """Returns a name of this torchrun launch, which a restart of its processes does not change."""
+    """Returns a name of this call of torchrun that stays the same if it restarts its processes."""
     if not dist.is_torchelastic_launched():
         return None
     name = os.environ["TORCHELASTIC_RUN_ID"]

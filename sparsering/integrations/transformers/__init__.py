@@ -4,7 +4,7 @@
 
     hf.register()                           # attn_implementation="sparsering": the model's own mask
     hf.apply(model, pattern)                # the pattern, within padding, documents and causality
-    model.generate(**inputs, past_key_values=hf.SparseCache(model))     # keeps only live keys
+    model.generate(**inputs, past_key_values=hf.SparseCache(model))     # drops unneeded keys
     print(hf.explain(model))
 
 docs/transformers.md explains the rules.

@@ -1,4 +1,4 @@
-"""`register`, `apply`, `explain`: let a model of transformers attend over declared patterns."""
+"""`register`, `apply`, `explain`: let models of transformers attend over sparse patterns."""
 
 import functools
 import warnings

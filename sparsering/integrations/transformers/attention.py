@@ -15,7 +15,7 @@ from .masks import Inputs, ModelMask, mask_interface, once
 from .override import attend_pattern
 from .sparse_cache import attend_cached, cache_layer_of
 
-# Models and trainers pass these keywords; none of them changes a score.
+# Models and trainers pass these keywords, which do not change the result of attention.
 _HARMLESS = {
     *("use_cache", "output_router_logits", "output_hidden_states", "return_dict", "deterministic"),
     *("sliding_window", "cache_position", "num_items_in_batch", "max_length_q", "max_length_k"),
@@ -134,7 +134,7 @@ def _attend_masked(
     query, key, value = inputs
     stop = q_start + query.shape[2]
     if mask.kind.causal and not compiling and stop < key.shape[2]:
-        key, value = key[:, :, :stop], value[:, :, :stop]  # the rest of a static cache is empty
+        key, value = key[:, :, :stop], value[:, :, :stop]  # a static cache is empty from there on
     if pattern is not None:
         return attend_pattern(pattern, (query, key, value), mask, q_start, extras)
     kv_len = key.shape[2]
@@ -158,7 +158,7 @@ def _attend_tensor(
 
 
 def _mask_by_default(module: Any, query: Tensor, key: Tensor, causal: bool | None) -> ModelMask:
-    """Builds the mask of a call that has none: causal if the module is causal, else full."""
+    """Builds the mask for a call without one: causal if the module is causal, else all pairs."""
     q_len, kv_len = query.shape[2], key.shape[2]
     if causal is None:
         causal = getattr(module, "is_causal", True)

@@ -87,7 +87,7 @@ def pattern_of(module: Any) -> Pattern | None:
     return _patterns[text] if text in _patterns else parse(text)
 
 
-_patterns: dict[str, Pattern] = {}  # parsed patterns by their text
+_patterns: dict[str, Pattern] = {}  # cache of parsed patterns, by their text
 
 
 def parse_in_advance(texts: Texts) -> None:
@@ -104,7 +104,7 @@ def text_for(texts: Texts | None, index: int | None, kind: str) -> str | None:
 
 
 def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
-    """Returns each layer's pattern, from `apply` or the model itself; None for unknown types."""
+    """Returns each layer's pattern: `apply`'s, else that of its type; None for unknown types."""
     texts = stored_text(config)
     patterns: list[Pattern | None] = []
     for index, kind in enumerate(types_of(config)):
@@ -117,7 +117,7 @@ def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
 
 
 def _own_pattern(config: Any, kind: str, causal: bool) -> Pattern | None:
-    """Returns the pattern of a layer type without `apply`; None for an unknown type."""
+    """Returns the pattern that the model itself gives a layer type; None for an unknown type."""
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     if kind == "full_attention":
@@ -136,7 +136,7 @@ def decoder_config(model: Any) -> Any:
 
 
 def types_of(config: Any) -> list[str]:
-    """Returns the type of each layer, as transformers' caches determine it."""
+    """Returns each layer's type, such as "full_attention", by the rules of transformers' caches."""
     if (types := getattr(config, "layer_types", None)) is not None:
         return list(types)
     kind = "full_attention"
@@ -148,7 +148,7 @@ def types_of(config: Any) -> list[str]:
 
 
 def is_cross_attention(module: Any) -> bool:
-    """Whether a module's keys come from another sequence."""
+    """Whether a module's queries attend to keys of another sequence, as decoders to encoders."""
     causal = getattr(module, "is_causal", None)
     return bool(
         getattr(module, "is_cross_attention", False)

@@ -1,4 +1,4 @@
-"""Dense attention for calls without a pattern: 4-D masks, biases per pair, unknown masks."""
+"""Dense attention, for masks and biases that no pattern describes, such as 4-D tensors."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ MOST_SCORES = 1 << 28  # upper bound of B x H x Nq x Nk in one call: 1 GiB of fl
 
 
 def dense_attention(
-    why: str,  # names the mask or bias in the error
+    why: str,  # the mask or bias that needs it, for the error
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -25,7 +25,7 @@ def dense_attention(
     batch, heads, q_len, _ = query.shape
     if not torch.compiler.is_compiling() and batch * heads * q_len * key.shape[2] > MOST_SCORES:
         raise ValueError(
-            f"{why} is computed over all pairs, up to 2^28 scores, got {batch} x {heads} x {q_len} "
+            f"{why} is computed over all pairs, at most 2^28, got {batch} x {heads} x {q_len} "
             f"x {key.shape[2]}; write it as a pattern for apply(model, pattern), or use smaller "
             "batches"
         )
@@ -35,7 +35,7 @@ def dense_attention(
     score = capped((query @ key.mT).to(dtype) * scale, softcap)
     if bias is not None:
         score = score + bias.to(dtype)
-    empty = None  # rows that see no key
+    empty = None  # marks queries that see no key
     if allowed is not None:
         score = score.masked_fill(~allowed, -torch.inf)
         empty = ~allowed.any(-1, keepdim=True)

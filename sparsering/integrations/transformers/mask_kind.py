@@ -2,8 +2,8 @@
 
 transformers joins mask functions `(batch, head, query, key) -> bool` by `and_masks`. A function is
 recognised by its code object, and its closure contains its parameters. torch.compile cannot read
-closures: there the kind of mask follows from the other arguments of the mask interface, and the
-borders of documents and chunks from evaluating the function for neighbouring tokens.
+closures: there the kind of mask follows from the other arguments of the mask interface, and
+the borders of documents and chunks from evaluating the function for neighbouring tokens.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ _NOTHING = torch.zeros(1, 1, dtype=torch.int64)
 
 
 def _code_of(factory: str, *arguments: Any) -> Any:
-    """Returns the code of the mask functions that a factory makes; None if it is missing."""
+    """Returns the code object of the functions that a transformers function `factory` makes."""
     make = getattr(masking_utils, factory, None)
     return None if make is None else make(*arguments).__code__
 
@@ -37,17 +37,17 @@ _REMAPPED = _code_of("remap_positions_for_packed_sequence", _CAUSAL, _NOTHING)
 
 @dataclass
 class MaskKind:
-    """Describes the pairs that attend by a mask function."""
+    """Describes which pairs attend: causality, window, chunks and documents of a mask function."""
 
     causal: bool = False
     left: int | None = None  # number of visible keys before the query; None for all
     right: int | None = None  # number of visible keys after the query; None for all
-    # (size, left padding of each row [B], positions [B, N] or None for indices)
+    # (tokens in a chunk, left padding [B], positions [B, N] or None for token indices)
     chunks: list[tuple[int, Tensor, Tensor | None]] = field(default_factory=list)
-    documents: list[Tensor] = field(default_factory=list)  # each token's document [B, N]
+    documents: list[Tensor] = field(default_factory=list)  # number of each token's document, [B, N]
     # Only inside torch.compile:
-    is_joined: bool = False  # the mask joins several functions; one of them may be documents
-    has_chunks: bool = False  # there are chunks, and documents cannot be told from them
+    is_joined: bool = False  # it joins several functions, of which one may hide other documents
+    has_chunks: bool = False  # it has chunks, whose borders look like those of documents
 
     def narrow(self, left: int, right: int | None = None) -> None:
         """Limits the window to `left` keys before the query and `right` after it."""
@@ -57,13 +57,13 @@ class MaskKind:
 
 
 def recognise(mask_function: MaskFunction) -> MaskKind | None:
-    """Returns the kind of a mask function; None if a part of it is unknown."""
+    """Describes a mask function of transformers; returns None if a part of it is unknown."""
     kind = MaskKind()
     return kind if _add(mask_function, None, kind) else None
 
 
 def _add(function: MaskFunction, positions: Tensor | None, kind: MaskKind) -> bool:
-    """Adds a mask function to `kind`, over `positions` or indices; returns False if unknown."""
+    """Adds a function's limits to `kind`; False if unknown. Without positions: token indices."""
     if function is _CAUSAL:
         kind.causal = True
         return True
@@ -93,7 +93,7 @@ def _add(function: MaskFunction, positions: Tensor | None, kind: MaskKind) -> bo
 def recognise_inside_compile(
     mask_function: MaskFunction, local_size: int | None, config: Any, keywords: dict[str, Any]
 ) -> MaskKind | None:
-    """Returns the kind of mask by the arguments of `mask_interface`; None if it is unknown."""
+    """Describes a mask by the arguments of `mask_interface`; returns None if it is unknown."""
     if mask_function is _CAUSAL:
         return MaskKind(causal=True)
     if mask_function is _BIDIRECTIONAL:
@@ -119,7 +119,7 @@ def recognise_inside_compile(
 def runs_by_neighbours(
     mask_function: MaskFunction, batch_size: int, kv_length: int, kv_offset: int, device: Any
 ) -> Tensor:
-    """Numbers runs of keys [B, Nk]: a run begins where a token does not see the token before."""
+    """Numbers documents or chunks [B, Nk]: one begins where a token does not see its neighbour."""
     batch = torch.arange(batch_size, device=device)[:, None, None, None]
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
     key = torch.arange(kv_length, device=device)[None, None, None] + kv_offset

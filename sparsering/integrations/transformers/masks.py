@@ -34,7 +34,7 @@ def once(shared: Any, name: Any, compute: Callable[[], Any]) -> Any:
 
 @dataclass(eq=False, repr=False)
 class ModelMask:
-    """Describes the mask of one step; key positions count from the step's first key."""
+    """Describes the attention mask of one forward pass; positions count from its first key."""
 
     ndim = 4
     dtype = torch.bool
@@ -44,12 +44,12 @@ class ModelMask:
     q_start: int | Tensor  # position of the first query; a tensor with a static cache
     kv_start: int  # number of earlier keys that the cache has dropped
     kind: MaskKind | None  # None if unknown; then only `dense` describes the mask
-    documents: Tensor | None  # [B or 1, keys] each token's document; None for a single document
-    runs: Tensor | None  # [B or 1, keys] each token's document and chunk; None for a single run
+    documents: Tensor | None  # [B or 1, keys] number of each token's document; None for one
+    runs: Tensor | None  # [B or 1, keys] number of each token's chunk of a document; None for one
     valid_keys: Tensor | None  # [B, all keys] False for padding; None if there is no padding
     dense: Callable[[], Tensor]  # builds transformers' own mask, bool [B, 1, queries, keys]
-    visible: Tensor | None = None  # [B, keys] keys of a single query whose q_start is a tensor
-    packing_checked: bool = False  # the warning about packed documents is given once per step
+    visible: Tensor | None = None  # [B, keys] what one query sees if q_start is a tensor
+    packing_checked: bool = False  # so that packed documents cause one warning per pass
 
     def __repr__(self) -> str:
         batch, _, q_len, kv_len = self.shape
@@ -79,19 +79,19 @@ class ModelMask:
         return None if not torch.compiler.is_compiling() and bool(valid.all()) else valid
 
     def pattern(self, q_start: int, kv_len: int) -> Mask:
-        """Returns the model's own pattern over the first `kv_len` keys; the kind must be known."""
+        """Returns this mask as a pattern over the first `kv_len` keys; `kind` must not be None."""
         assert self.kind is not None
         mask = _of_distances(self.kind)
         valid, runs = self.valid(kv_len), self.runs
         if runs is not None and self.shape[2] == 1 and not torch.compiler.is_compiling():
-            own_run = runs[:, :kv_len] == runs[:, q_start : q_start + 1]  # there is one query
+            own_run = runs[:, :kv_len] == runs[:, q_start : q_start + 1]  # the only query's
             valid = own_run if valid is None else valid & own_run
         elif runs is not None:
             mask = mask & SameRun(runs[:, :kv_len])
         return mask if valid is None else mask & KeyMask(valid)
 
     def own_causal(self) -> Mask | None:
-        """Returns a causal mask's pattern without padding and documents, None for other masks."""
+        """Returns a causal mask as a pattern, without padding and documents; None if not causal."""
         if self.kind is None or not self.kind.causal:
             return None
         if not self.kind.chunks:
@@ -100,7 +100,7 @@ class ModelMask:
         return None if others else Dilated(size, 1) & Causal()
 
     def with_documents(self, ids: Tensor) -> "ModelMask":
-        """Returns this mask within documents; ids [1, keys] are each token's document."""
+        """Returns this mask without pairs across documents; ids [1, keys] number the documents."""
         documents = ids if self.documents is None else common_runs(ids, self.documents)
         runs = documents if self.runs is None else common_runs(documents, self.runs)
         place = self.shape, self.q_start, self.kv_start
@@ -117,7 +117,7 @@ def _of_distances(kind: MaskKind) -> Mask:
 
 
 def _refuse(name: str, *_: object) -> NoReturn:
-    """Raises NotImplementedError for an operation on a mask."""
+    """Raises NotImplementedError for the operation `name` on a mask, which is no tensor."""
     raise NotImplementedError(
         f"this model uses its attention mask as a tensor ({name}) inside its own attention, but "
         '"sparsering" builds no mask of all pairs; load it with attn_implementation="sdpa"'
@@ -141,14 +141,14 @@ def mask_interface(
     device: torch.device | str = "cpu",
     **keywords: Any,
 ) -> ModelMask:
-    """Builds the `ModelMask` of a step, with the arguments of transformers' mask interfaces.
+    """Builds the `ModelMask` of a forward pass; transformers calls it as a mask interface.
 
     `attention_mask` [B, N] is False for padding; N may be shorter than the keys.
     """
     if isinstance(attention_mask, ModelMask):  # with a static cache, transformers passes it back
         return attention_mask
     if isinstance(q_offset, Tensor):
-        q_offset = q_offset.clone()  # a static cache advances it before the layer attends
+        q_offset = q_offset.clone()  # a static cache changes it in place before the layer attends
     valid_keys = _valid_keys(attention_mask, kv_length + kv_offset)
     keys = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset}
     dense = partial(
@@ -198,7 +198,7 @@ def _valid_keys(attention_mask: Tensor | None, length: int) -> Tensor | None:
 def _runs(
     kind: MaskKind, batch_size: int, kv_length: int, kv_offset: int, device: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Numbers documents, and documents cut at chunks: [B or 1, keys], or None for a single one."""
+    """Numbers documents, and runs (documents cut into chunks): [B or 1, keys], or None for one."""
     chunks = []
     for size, padding, positions in kind.chunks:
         if positions is None:

@@ -1,7 +1,7 @@
 """Attention over a layer's pattern from `apply`, within the model's mask.
 
 The mask contributes causality, padding and documents. Positions count from each row's first token
-after the padding and restart in each document: a row has the same result alone, padded or packed.
+after the padding and restart in each document: a text has the same result alone, padded or packed.
 """
 
 from functools import lru_cache
@@ -82,11 +82,11 @@ def _attend(
 
 
 def _row_runs(mask: ModelMask, kv_len: int) -> Tensor | None:
-    """Numbers runs of keys [B or 1, Nk]; positions restart in each. None for a single run."""
+    """Numbers the parts of each row in which positions restart, [B or 1, Nk]; None for one part."""
     ids = [] if mask.documents is None else [mask.documents[:, :kv_len]]
     if mask.valid_keys is not None:
         valid = mask.valid_keys[:, mask.kv_start : mask.kv_start + kv_len]
-        ids.append((valid.cumsum(1) > 0).long())  # left padding is run 0
+        ids.append((valid.cumsum(1) > 0).long())  # left padding gets number 0
     return several_runs(*ids)
 
 
@@ -98,9 +98,9 @@ def _attend_rows(
     q_start: int,
     extras: dict[str, Any],
 ) -> Tensor:
-    """Attends with one query per row, in groups of rows with the same number of padding keys.
+    """Attends with one query per batch entry, in groups of entries with equally much padding.
 
-    A group slices its padding off, so its pattern has no tensor of runs and its layout is cached.
+    A group's padding is sliced off, so its pattern depends on no tensor, and its layout is cached.
     """
     query, key, value = inputs
     begins = (ids == ids[:, :1]).sum(1) * (ids[:, -1] > ids[:, 0])
@@ -108,7 +108,7 @@ def _attend_rows(
     for begin in begins.unique().tolist():
         rows = (begins == begin).nonzero()[:, 0]
         first, last = int(rows[0]), int(rows[-1])
-        part = slice(first, last + 1) if last - first == len(rows) - 1 else rows  # a slice: no copy
+        part = slice(first, last + 1) if last - first == len(rows) - 1 else rows  # slice: no copy
         group = query[part], key[part][:, :, begin:], value[part][:, :, begin:]
         group_valid = None if valid is None else valid[part][:, begin:]
         outs[part] = _attend(pattern, group, group_valid, q_start - begin, extras).to(outs.dtype)
@@ -116,7 +116,7 @@ def _attend_rows(
 
 
 def _is_shift_invariant(pattern: Pattern) -> bool:
-    """Whether a pattern stays the same if all positions move by one number."""
+    """Whether a pattern stays the same if all positions shift by the same amount."""
     if isinstance(pattern, And | Or | Mixture):
         return all(_is_shift_invariant(mask) for mask in pattern.masks)
     return isinstance(pattern, Causal | Full | SlidingWindow)

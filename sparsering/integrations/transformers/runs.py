@@ -19,7 +19,7 @@ from ...patterns.positions import Documents, Packed
 
 @dataclass(frozen=True, repr=False, eq=False)
 class SameRun(TensorMask):
-    """Lets a query see the keys of its own run."""
+    """Lets a query see the keys of its own run, that is, document or chunk."""
 
     ids: Tensor  # int64 [B or 1, Nk]; a new run begins where neighbours differ
     dtype: ClassVar[torch.dtype] = torch.int64
@@ -45,7 +45,7 @@ class SameRun(TensorMask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class InRuns(SameRun):
-    """Applies a pattern within each run of consecutive tokens, with positions from 0."""
+    """Applies a pattern within each run of consecutive tokens; positions restart at 0 in each."""
 
     pattern: Mask
 
@@ -70,13 +70,13 @@ add_constructor("InRuns", InRuns)
 
 
 def common_runs(*ids: Tensor) -> Tensor:
-    """Numbers runs of tokens [B or 1, Nk]; a run begins where any of ids [B or 1, Nk] changes."""
+    """Numbers runs of tokens [B or 1, Nk]; one begins where any of the ids [B or 1, Nk] changes."""
     starts = reduce(torch.logical_or, (x[:, 1:] != x[:, :-1] for x in ids))
     return torch.nn.functional.pad(starts, (1, 0)).cumsum(1)
 
 
 def several_runs(*ids: Tensor) -> Tensor | None:
-    """Returns `common_runs`, or None if there is one run; torch.compile cannot count the runs."""
+    """Returns `common_runs`, or None for a single run; torch.compile cannot count them."""
     if not ids:
         return None
     runs = common_runs(*ids)

@@ -16,13 +16,13 @@ from .config import NAME, decoder_config, layer_patterns, types_of
 from .masks import Inputs, ModelMask, once
 from .override import looking_back
 
-_LAYER = "_sparsering_layer"  # attribute of a tensor of keys
+_LAYER = "_sparsering_layer"  # attribute of new keys, whose value is their `SparseLayer`
 
 
 class SparseLayer(CacheLayerMixin):
     """Stores the keys and values of one layer that later queries can visit.
 
-    `crop` can remove the last `rollback` tokens.
+    `crop` can remove up to `rollback` tokens from the end.
     """
 
     is_sliding = False
@@ -46,7 +46,7 @@ class SparseLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Counts new tokens; returns keys that refer to this layer, and the values."""
+        """Counts the new tokens; returns keys with this layer as an attribute, and the values."""
         self.lazy_initialization(key_states, value_states)
         self.columns += key_states.shape[2]
         key_states = key_states.view_as(key_states)
@@ -54,7 +54,7 @@ class SparseLayer(CacheLayerMixin):
         return key_states, value_states
 
     def attend(self, inputs: Inputs, lengths: list[int] | None, extras: dict[str, Any]) -> Tensor:
-        """Attends with the first `lengths[b]` new tokens of row b; returns [B, Hq, n, Dv]."""
+        """Attends with `lengths[b]` new tokens of batch entry b, all by default: [B, Hq, n, Dv]."""
         query, key, value = inputs
         if self.kv_cache is None:
             sizes, value_dim = (len(key), key.shape[1], key.shape[3]), value.shape[3]
@@ -96,7 +96,7 @@ class SparseLayer(CacheLayerMixin):
             self.kv_cache.select(indices)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Removes the last -tokens_to_remove tokens."""
+        """Removes the last `-tokens_to_remove` tokens; transformers passes a negative number."""
         if tokens_to_remove > 0:
             raise ValueError(
                 f"crop takes the number of tokens to remove as a negative number, got "
@@ -120,7 +120,7 @@ def attend_cached(
     bias: Tensor | None,
     extras: dict[str, Any],
 ) -> Tensor:
-    """Attends with new tokens, [B, Hq, n, Dv]; the cache does not store left padding."""
+    """Attends with n new tokens, which `layer` stores except left padding: [B, Hq, n, Dv]."""
     if bias is not None or mask.kind is None or mask.documents is not None:
         got = "documents" if bias is None and mask.kind is not None else "a bias or another mask"
         raise NotImplementedError(
@@ -164,7 +164,7 @@ def _padding_last(mask: ModelMask, n: int) -> tuple[Tensor, Tensor, list[int]] |
 
 
 def _reorder(x: Tensor, order: Tensor) -> Tensor:
-    """Reorders the tokens of x [B, H, n, D] in each row by an order [B, n]."""
+    """Reorders the tokens of x [B, H, n, D] by an order [B, n], in each batch entry."""
     return x.gather(2, order[:, None, :, None].expand(*x.shape[:3], x.shape[3]))
 
 
@@ -172,8 +172,8 @@ class SparseCache(Cache):
     """A cache for models that run "sparsering"; it keeps only keys that later queries can visit.
 
     Args:
-        model: the pattern of each layer, from `apply` or the model's own window or chunk, decides
-            which keys its cache keeps.
+        model: a model on "sparsering" attention. Each layer's pattern, from `apply` or the model's
+            own window or chunk, decides which keys are kept.
         rollback: number of tokens that `crop` can remove, as assisted generation does.
 
     Results are the same as with a full cache. Each key/value head keeps the keys of
