@@ -44,7 +44,7 @@ def test_a_fault_is_shrunk_and_shown():
 
 def test_cells_are_counted_until_none_is_empty(monkeypatch):
     monkeypatch.setattr(Numbers, "largest", 50)
-    coverage = attack(Numbers, 0.5)
+    coverage = attack(Numbers, 60.0, rounds=3)
     assert not coverage.empty()
     assert coverage.cases == coverage.right.total() + coverage.refused.total()
     assert set(coverage.reasons.values()) == {"too small"}
