@@ -370,7 +370,7 @@ def test_load_refuses_what_does_not_fit():
     cache.load(key, value)
     assert cache.length == 75
     assert cache.positions(0).tolist() == list(range(66, 75))
-    with pytest.raises(ValueError, match="seen nothing, got one of 75 tokens"):
+    with pytest.raises(ValueError, match="empty cache, got one that has seen 75 tokens"):
         cache.load(key, value)
 
 

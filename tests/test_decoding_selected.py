@@ -151,7 +151,7 @@ def test_what_does_not_fit_is_said(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lengths": [1, 0]}, "same new tokens"),
+        ({"lengths": [1, 0]}, "equally many new tokens"),
         ({"stored": False}, "stored=False"),
         ({"q_start": 3}, "attend takes no q_start"),
         ({"softcap": -1.0}, "softcap"),

@@ -83,7 +83,7 @@ class DrawnCall:
         self.made.append(self.call)
 
 
-SHORT = [("calls", 1, 100), ("caches", 1, 50), ("selections", 1, 60), ("rings", 1, 20)]
+SHORT = [("calls", 2, 100), ("caches", 1, 100), ("selections", 2, 60), ("rings", 1, 40)]
 SHORT += [("hostile", 5, 64)]  # refusals that no other test sees
 LONG = [("calls", 6, 64), ("caches", 2, 64), ("selections", 5, 64), ("rings", 2, 64)]
 

@@ -268,7 +268,7 @@ def test_nested_tensors_are_entries_of_their_own_lengths(layout):
         out, of_row = ours(row, key, key)
         assert_close(cross.unbind()[i], out, 1e-12)
         assert_close(weights[i, : len(row), : len(key)], of_row, 1e-12)
-    with pytest.raises(ValueError, match="without masks"):
+    with pytest.raises(ValueError, match="and no masks"):
         ours(x, x, x, attn_mask=blocked(5, 5))
 
 
@@ -344,7 +344,7 @@ def test_masks_that_do_not_fit_are_refused(call, message):
 
 def test_inputs_that_do_not_fit_are_refused():
     ours, _ = pair()
-    with pytest.raises(ValueError, match="batch_first=False here"):
+    with pytest.raises(ValueError, match="this module has batch_first=False"):
         ours(*inputs(False))
     with pytest.raises(ValueError, match=r"\[batch, tokens, 12\]"):
         ours(drawn(L, B, E + 1), drawn(S, B, E), drawn(S, B, E))
