@@ -5,9 +5,9 @@ import math
 import torch
 from torch import Tensor
 
-_GATHER = 0x0102040810204080  # 8 bytes of 0 or 1 times this have their bits in the top byte
-_BITS = (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F)  # of a parallel bit count
-_BYTES = 0x0101010101010101  # 8 bytes times this have their sum in the highest byte
+_GATHER = 0x0102040810204080  # a word of 8 bytes 0 or 1, times this, has all 8 in its top byte
+_BITS = (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F)  # for a parallel bit count
+_BYTES = 0x0101010101010101  # a word times this has the sum of its 8 bytes in its top byte
 _AT_A_TIME = 1 << 23  # bits counted at a time, to bound memory
 _SWAPS = (7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0)
 

@@ -15,7 +15,7 @@ from .terms import terms
 
 _SAMPLE = 2048  # number of query positions in the sample
 _LEAST_KEYS = 128  # a shorter sequence has too few tiles for a choice to matter
-_MOST_KEYS = 2048  # with more keys per query, smaller tiles leave out little
+_MOST_KEYS = 2048  # with more keys per query, smaller tiles save little
 
 # Smaller tiles cost more per pair, but contain fewer pairs outside the pattern. A size is chosen if
 # its tiles contain at most this share of the pairs in the tiles of the next larger size.

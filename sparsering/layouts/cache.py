@@ -78,9 +78,9 @@ class LayoutCache:
     ) -> BlockLayout:
         """Returns the cached layout, or builds it; threads that need the same wait for one build.
 
-        Three kinds are never cached: layouts of patterns with tensors on a device, which cannot be
-        compared without waiting for it; layouts of one query's selection, which no other call
-        needs; and layouts built while a CUDA graph is captured, empty until the graph runs.
+        It never caches layouts of patterns with tensors on a GPU, which cannot be compared without
+        waiting for it; layouts of one query's selection, which no other call needs; nor layouts
+        built while a CUDA graph is captured, whose tables are empty until the graph runs.
         """
         check_block_size(block_size)
         key, reusable = (pattern, frame, block_size, device), _is_reusable(pattern, frame)

@@ -5,7 +5,7 @@
 2. Each term becomes one `Pass`, without the pairs of earlier passes, so that passes are disjoint.
 3. For each distinct mask of a head and batch entry, its condition (`lower`) finds the pairs of
    tiles and their status: all, none or some of their positions attend. Where some do, the mask's
-   definition is evaluated once for all pairs of tiles of one signature.
+   definition is evaluated once for all pairs of tiles that must have equal bitmaps.
 """
 
 import math
@@ -53,7 +53,7 @@ class CompiledPass:
     bitmaps: Tensor  # the distinct bitmaps
     num_pairs: float  # number of (query, key) pairs, mean over batch entries and heads
     branch: int = 0  # index of the mask in a mixture `a + b`
-    origins: dict[str, Tensor] = field(default_factory=dict)  # from `RestartedDocuments.placed`
+    origins: dict[str, Tensor] = field(default_factory=dict)  # `Pass` fields, if positions restart
 
 
 def build_layout(
@@ -202,7 +202,7 @@ def _compile_pass(
 
 
 def tokens_of_tile(mask: Mask, grid: Grid, block_size: int) -> int:
-    """Returns the most queries in a tile such that each tile lies in one row of a selection."""
+    """Returns the most queries per tile such that no tile lies in two rows of a selection."""
     rows = [x.row_size for x in selections_of(mask)] if grid == Grid(1, block_size) else []
     return math.gcd(block_size, *rows)
 
@@ -246,7 +246,7 @@ def compile_table(
 def _cells(
     mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Evaluates a mask on pairs of tiles: (bitmaps, index of each bitmap, attending pairs)."""
+    """Evaluates a mask on tile pairs: (bitmaps, index of each pair's bitmap, number of 1 bits)."""
     columns = [pairs.q.count, pairs.k.count, *rule.signature(pairs)]
     kind, first = number_rows(columns)
     bitmaps, bitmap, count = _distinct_bitmaps(mask, pairs[first], frame, block_size)
@@ -256,7 +256,7 @@ def _cells(
 def _cells_in_documents(
     mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Like `_cells`, for documents of many lengths, whose last tiles have many different lengths.
+    """Evaluates a mask like `_cells`, for documents, whose last tiles have many different lengths.
 
     Pairs of tiles that differ only in length share the bitmap of the longest.
     """
@@ -284,7 +284,7 @@ def _largest_of_kind(
     )
     largest = (q_count == most_q) & (k_count == most_k)
     has_one = torch.zeros_like(largest).index_put((kind[largest],), torch.tensor(True))[kind]
-    if not has_one.all():  # if one pair has most queries and another most keys, both need a bitmap
+    if not has_one.all():  # groups in which no pair has both maxima are split by size
         apart = ~has_one
         kind, _ = number_rows([kind, apart * q_count, apart * k_count])
         largest = largest | apart
@@ -295,7 +295,7 @@ def _largest_of_kind(
 def _distinct_bitmaps(
     mask: Mask, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Like `_cells`, but evaluates every pair of tiles, some at a time to bound memory."""
+    """Evaluates a mask on every tile pair, some at a time to bound memory; returns as `_cells`."""
     bitmaps, numbers, counts, total = [], [], [], 0
     for part in torch.arange(len(pairs)).split(_MOST_BITMAPS):
         cells, count = evaluate(mask, pairs[part], frame, block_size)

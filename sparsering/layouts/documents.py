@@ -57,7 +57,7 @@ class RestartedDocuments:
         return cls(q_lengths, kv_lengths)
 
     def fitting(self, grid: Grid, block_size: int) -> Grid:
-        """Returns a grid without inner documents if the mask packs documents inside these."""
+        """Returns the grid, or the plain one if the mask packs documents inside each document."""
         return grid if grid.documents is None else Grid(1, block_size)
 
     def queries(self, grid: Grid, block_size: int, offset: int) -> Axis:
@@ -96,7 +96,7 @@ Ground = WholeSequence | RestartedDocuments
 def ground_of(
     restarts: Restarts | None, frame: Frame, queries: Ranges | None, keys: Ranges | None
 ) -> Ground:
-    """Returns the documents in which positions restart, else the sequence (default: all of it)."""
+    """Returns documents in which positions restart, or ranges (default: all) of one sequence."""
     if restarts is not None:
         return RestartedDocuments.of(restarts)
     if queries is None:

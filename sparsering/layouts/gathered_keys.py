@@ -149,7 +149,7 @@ def _by_tiles(
 def _by_keys(
     rows: _Rows, frame: Frame, queries: int, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Like `_by_tiles`, for rows with different masks; evaluates every key."""
+    """Finds visited key tiles as `_by_tiles`, for rows of different masks; evaluates every key."""
     count, keys = rows.keys.shape
     tiles, old = -(-keys // block_size), keys - queries  # the first `old` keys precede all queries
     query = (rows.first[:, None] + torch.arange(queries))[:, None]
@@ -178,14 +178,14 @@ def _bits(holds: Callable[..., Tensor], query: Tensor, key: Tensor, frame: Frame
 
 
 def _without_causal(mask: Mask) -> Mask:
-    """Drops `Causal` from a mask: it holds for keys before all queries."""
+    """Drops `Causal` from a mask, for keys before all queries, where `Causal` always holds."""
     if not isinstance(mask, And):
         return mask
     return intersection([part for part in mask.masks if part != Causal()])
 
 
 def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-    """Evaluates masks[i] on row i; together, if masks differ only in the offset of `Dilated`."""
+    """Evaluates masks[i] on row i; all at once if masks differ only in the offset of `Dilated`."""
     first = masks[0]
     if all(mask == first for mask in masks):
         return first.holds(p, k, frame)
@@ -210,7 +210,7 @@ def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
 
 
 def _status(mask: Mask, first: Tensor, last: Tensor, k: Tensor, frame: Frame) -> Tensor:
-    """EMPTY, VARIES or FULL for each key tile k [tiles, keys] and its queries [first, last]."""
+    """EMPTY, VARIES or FULL for each tile of keys k [tiles, keys] and its queries first to last."""
     real = k >= 0
     some = torch.nonzero(real.any(1))[:, 0]
     low, high = torch.where(real, k, MOST_TOKENS).amin(1)[some], k.amax(1)[some]

@@ -38,7 +38,7 @@ class _Joint(Condition):
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
         columns = []
-        for part in self.parts:  # a part that does not vary adds its status alone
+        for part in self.parts:  # zeros for a part that does not vary on a tile pair
             varies = part.status(pairs) == VARIES
             columns.append(varies.long())
             if varies.any():
@@ -112,7 +112,7 @@ class InBlocks(Condition):
     """Condition of a blockwise mask, looked up for the pairs of blocks in a pair of tiles."""
 
     mask: BlockwiseMask
-    rule: Condition | None = None  # the mask by block numbers; None for tables, random
+    rule: Condition | None = None  # condition on block numbers; None for tables and random blocks
     _listed: dict[int, Tensor] = field(default_factory=dict)  # cached block pairs, by kv_len
 
     def _sides(self, pairs: TilePairs) -> list[tuple[Tensor, Tensor, int]]:
@@ -121,7 +121,7 @@ class InBlocks(Condition):
         return [(q0, q1, self.mask.row_size), (k0, k1, self.mask.block_size)]
 
     def _cells(self, pairs: TilePairs) -> tuple[Tensor, Tensor] | None:
-        """(attend, exist) [block pairs, tile pairs] of the mask's blocks; None if too many."""
+        """(do blocks attend, do they exist) [block pairs, tile pairs]; None if too many."""
         (q0, q1), (k0, k1) = (
             (first // size, last // size) for first, last, size in self._sides(pairs)
         )
@@ -202,7 +202,7 @@ class InBlocks(Condition):
 
 @dataclass(frozen=True, eq=False)
 class PerDocument(Condition):
-    """Condition that both positions lie in one document, and `inner` holds from its start."""
+    """Condition that both positions lie in one document; `inner` counts them from its start."""
 
     same: SameDocument
     inner: Condition
@@ -213,7 +213,7 @@ class PerDocument(Condition):
         return self.inner.settled
 
     def _document(self, first: Tensor, last: Tensor, origin: Origin) -> tuple[Tensor, Origin]:
-        """(whether both positions are in one document, start and lengths of the first one)."""
+        """(whether both positions are in one document, start and lengths of that of `first`)."""
         starts = self.same.starts
         number = self.same.document_of(first - origin.start)
         inside = (number == self.same.document_of(last - origin.start)) & (number < len(starts) - 1)
@@ -275,7 +275,7 @@ class Declared(Condition):
         status = torch.full_like(pairs.q.start, VARIES, dtype=torch.int8)
         for which, frame in self._frames(pairs.origin):
             q0, q1, k0, k1 = pairs[which].edges()
-            q1 = q1.clamp(max=frame.q_start + frame.q_len - 1)  # `lifetimes` asks for longer tiles
+            q1 = q1.clamp(max=frame.q_start + frame.q_len - 1)  # a tile may end past the last query
             if (own := self.mask.status(q0, q1, k0, k1, frame)) is not None:
                 status[which] = own.to(torch.int8)
         return status
@@ -299,7 +299,7 @@ class Declared(Condition):
         result = torch.full_like(x, -1)
         chosen = torch.nonzero(x >= 0)[:, 0]
         k, x = k[chosen], x[chosen]
-        step = torch.zeros_like(x)  # queries from x downwards that do not see the key
+        step = torch.zeros_like(x)  # number of queries from x down that do not see the key
         for leap in _LEAPS:
             step = torch.where(step == 0, leap * self._is_empty(k, x, leap, frame), step)
         near = torch.nonzero(step == 0)[:, 0]

@@ -26,7 +26,7 @@ def last_query_layout(
 ) -> tuple[BlockLayout, tuple[int, ...]] | None:
     """Returns the layout of the last query alone, and its row in the bitmaps of each pass.
 
-    None if the frame has other queries, or the pattern has tensors or depends on the length.
+    None if the frame is for other queries, or the pattern has tensors or depends on lengths.
     """
     last = frame.q_len == 1 and frame.q_start == frame.kv_len - 1
     if not last or pattern.tensors or not _positions_decide(pattern):
@@ -52,7 +52,7 @@ class _Page:
 
     `rows` has two passes for each pass of the layout and each query tile: one with this tile alone,
     and one for which kernels plan their order (`Pass.walked_as`). `latest` is the latest result of
-    `query`, since every layer of a model asks for the same query.
+    `query`, as all layers of a model ask for the same; `launches` are by query tile in each pass.
     """
 
     layout: BlockLayout
@@ -61,7 +61,7 @@ class _Page:
     slot_of: list[list[int]]  # place of each query in its tile, by pass
     stops: list[Tensor]  # for each pass [queries, S, 1]: 1 if tile set s has the query, else 0
     latest: tuple[Frame, tuple[BlockLayout, tuple[int, ...]], Built | None] | None = None
-    launches: dict[tuple[int, ...], dict[Hashable, Any]] = field(default_factory=dict)  # by tiles
+    launches: dict[tuple[int, ...], dict[Hashable, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, layout: BlockLayout) -> "_Page":
@@ -141,8 +141,8 @@ def _row(p: Pass, row: int) -> Pass:
 
 
 def _walked(row: Pass, p: Pass, number: int, layout: BlockLayout) -> Pass:
-    """Gives `row` a bitmap for each pair of tiles with keys after one of the tile's queries."""
-    first = layout.frame.q_start + p.query_start[:, number].min()  # this query has fewest keys
+    """Gives `row` (one query tile) a bitmap where keys come after the tile's first query."""
+    first = layout.frame.q_start + p.query_start[:, number].min()  # the tile's first query
     last = torch.minimum(p.key_start + (layout.block_size - 1) * p.step, p.key_stop - 1)
     later = (last > first).any(0)  # [key tiles]
     cut = (row.bitmap < 0) & later[row.key_tile.long()] if len(later) else row.bitmap < 0

@@ -19,8 +19,8 @@ from .drawing import drawing
 class Transpose(NamedTuple):
     """The visited pairs of tiles of a pass, sorted by key tile, for the backward pass."""
 
-    row_ptr: Tensor  # [Bt, Ht, key tiles + 1], where each key tile's entries begin
-    query_tile: Tensor  # [Bt, Ht, entries]
+    row_ptr: Tensor  # [Bt, Ht, key tiles + 1], index of each key tile's first pair
+    query_tile: Tensor  # [Bt, Ht, entries] query tile of each pair
     entry: Tensor  # [Bt, Ht, entries], index of the pair in `Pass.key_tile`
 
 
@@ -50,12 +50,12 @@ class Pass:
     bitmap: Tensor  # [Bt, Ht, entries] int32, index in `bitmaps`, or -1 if all pairs attend
     bitmaps: Tensor  # [bitmaps, block_size ** 2 / 8] uint8
     covers: tuple[bool, bool] = (False, False)  # do tiles contain every query, and every key?
-    longest: tuple[int, int] | None = None  # most entries of any query tile, any key tile
+    longest: tuple[int, int] | None = None  # most entries of any query tile, and of any key tile
     branch: int = 0  # index of the pass's mask in a mixture `a + b`
-    query_origin: Tensor | None = None  # [S, query tiles], if positions restart in documents
+    query_origin: Tensor | None = None  # [S, query tiles] first positions, if they restart
     key_origin: Tensor | None = None  # [S, key tiles] first positions, if not key_start
     stream: Tensor | None = None  # [S, query tiles] random stream of dropout; None: all 0
-    slot: Tensor | None = None  # [B or 1, H or 1, entries] int64, as above
+    slot: Tensor | None = None  # [B or 1, H or 1, entries] int64 place in a selection's indices
 
     def coordinates(self, q_start: int) -> tuple[Tensor, Tensor]:
         """Position of the first token of each query tile and of each key tile, [S, tiles] int64.
@@ -119,21 +119,21 @@ class Pass:
 
     @property
     def walked_as(self) -> "Pass":
-        """The pass for which kernels plan the order of tiles: `whole` after `cut`, else itself."""
+        """The pass whose tile order kernels use: for a result of `cut` its `whole`, or itself."""
         whole: Pass = vars(self).get("_whole", self)
         return whole
 
     def cut(self, query_stop: Tensor, key_stop: Tensor, whole: "Pass") -> "Pass":
-        """Returns a copy with fewer queries and keys; kernels plan their order for `whole` alone.
+        """Returns a copy with fewer queries and keys; kernels use the tile order of `whole`.
 
-        `whole` has the same entries, and a bitmap for each pair of tiles that some copy shortens.
+        `whole` is a pass with the same entries, and a bitmap for each pair that a copy shortens.
         """
         other = self.like(query_stop=query_stop, key_stop=key_stop)
         vars(other)["_whole"] = whole
         return other
 
     def from_slot(self, slot: int, block_size: int) -> "Pass":
-        """Returns a copy whose query tiles begin at row `slot` of the bitmaps."""
+        """Returns a copy without the first `slot` queries (rows) of each bitmap."""
         rows = self.bitmaps.view(len(self.bitmaps), block_size, block_size // 8)
         rows = torch.nn.functional.pad(rows[:, slot:], (0, 0, 0, slot))
         return replace(self, bitmaps=rows.reshape(self.bitmaps.shape))
@@ -210,7 +210,7 @@ class BlockLayout:
 
     @cached_property
     def entry_slots(self) -> Tensor:
-        """[Bt, Ht, entries] `Pass.slot` of each row of `entries`; -1 if its pass has none."""
+        """[Bt, Ht, entries] `Pass.slot` of each entry of all passes; -1 if its pass has none."""
         if len(self.passes) == 1 and self.passes[0].slot is not None:
             return self.passes[0].slot
         shapes = [self.table_shape, *(p.slot.shape for p in self.passes if p.slot is not None)]
@@ -272,7 +272,7 @@ class BlockLayout:
         return torch.cat(rows) if rows else torch.zeros(0, 4, dtype=torch.int64)
 
     def table(self, p: Pass, batch: int, head: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        """(query tiles, key tiles, bitmaps) of a head's entries, and the index of its tile set."""
+        """(query tile, key tile, bitmap) of each entry of a head, and the index of its tile set."""
         b = batch if p.row_ptr.shape[0] > 1 else 0
         h = p.table_of(head, self.frame.num_heads)
         n = int(p.num_entries[b, h])
@@ -284,7 +284,7 @@ class BlockLayout:
         """Yields the pairs that one query head visits, pass by pass.
 
         Yields: index of the pass's first entry; then for its n entries the query indices [n, b],
-        the key positions [n, b] and whether each pair attends [n, b, b], as `cells`.
+        the key positions [n, b] and whether each pair attends [n, b, b], with b = block_size.
         """
         first, slots = 0, torch.arange(self.block_size, device=self.entry_counts.device)
         for p in self.passes:
@@ -297,8 +297,8 @@ class BlockLayout:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query indices [n, s], key positions [n, s] and which pairs attend [n, s, s].
 
-        `part` selects n entries of a head, `slots` s places in each tile. Past the end of a tile,
-        the index is q_len and the position kv_len.
+        `part` selects n entries of a head; `slots` are the s tokens of each tile to return, counted
+        from its first. Past the end of a tile, the index is q_len and the position kv_len.
         """
         row, key, bitmap, axis = self.table(p, batch, head)
         row, key, bitmap = row[part], key[part], bitmap[part]

@@ -24,7 +24,7 @@ FOREVER = 1 << 62
 
 
 class Repeats(NamedTuple):
-    """Pairs repeat every `period` positions from `first` on; if `empty`, none attend there."""
+    """Pairs repeat every `period` positions from `first` on; if `empty`, none attend from there."""
 
     first: int
     period: int
@@ -47,7 +47,7 @@ class Condition:
         raise NotImplementedError
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
-        """A superset of the pairs of tiles that are not EMPTY; `origin` is that of the queries."""
+        """Superset of the tile pairs that are not EMPTY; `origin`: document of each query tile."""
         return with_any_key(queries, keys, torch.arange(len(queries)))
 
     def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -123,7 +123,7 @@ class Linear(Condition):
     def shifted(self) -> Repeats | None:
         if self.a and self.b:
             return Repeats(0, 1) if self.a + self.b == 0 else None
-        sign = self.a + self.b  # only one of p and k counts: pairs change at one position
+        sign = self.a + self.b  # a condition on p or k alone changes at one position
         return Repeats(max(0, self.c // sign + (sign < 0)) if sign else 0, 1)
 
 
@@ -186,7 +186,7 @@ class OnGrid(Condition):
     residue: int
 
     def _place(self, pairs: TilePairs) -> tuple[Tensor, Tensor]:
-        """Place of a tile's first position in its segment; whether the last one is in it too."""
+        """(index of a tile's first position in its segment, whether the tile ends in it)."""
         tile = pairs.q if self.of_query else pairs.k
         first = (tile.start - pairs.origin.start) % self.segment
         return first, first + tile.last - tile.start < self.segment
@@ -216,7 +216,7 @@ class OnGrid(Condition):
             return super().before(k, x, frame)
         if self.residue >= self.segment:
             return torch.full_like(x, -1)
-        # The last place on the grid in a segment is end - 1.
+        # In each segment, end - 1 is the index of the last position on the grid.
         end = self.segment - (self.segment - 1 - self.residue) % self.rate
         place = _remainder(x, self.segment) - self.residue
         near, far = _remainder(place, self.rate), place + (self.residue + 1 + self.segment - end)
@@ -266,7 +266,7 @@ class SameSegment(Condition):
 
 @dataclass(frozen=True, eq=False)
 class SameDocument(Condition):
-    """Condition that query and key lie in one document; d has [starts[d], starts[d + 1])."""
+    """Condition that both positions lie in one document d: in [starts[d], starts[d + 1])."""
 
     starts: Tensor
     convex = True

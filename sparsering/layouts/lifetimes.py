@@ -27,7 +27,7 @@ from .terms import distinct_heads
 from .tiles import Axis, TilePairs
 
 _KEYS_AT_A_TIME = 1 << 16
-_TILE, _SPLIT = 1 << 10, 1 << 10  # keys in a smallest tile; parts of a larger tile
+_TILE, _SPLIT = 1 << 10, 1 << 10  # keys in the smallest tile; parts of each larger tile
 _MOST_POSITION = 1 << 60
 _MOST_PERIOD = 1 << 40  # longest period of a pattern, in queries
 _MOST_SHIFT = 1 << 26  # most positions examined for `cache_bound` without end
@@ -154,7 +154,7 @@ class _Sequence(NamedTuple):
         return last.masked_fill_(last < least, -1)
 
     def keys_seen_after(self, length: int, rule: Condition) -> Iterator[Tensor]:
-        """Yields chunks of the keys below `length` whose tiles later queries may visit."""
+        """Yields, some at a time, the keys below `length` in tiles that later queries may visit."""
         end = FOREVER if self.length is None else self.length
         begin, size = torch.zeros(min(1, length, end - length), dtype=torch.int64), _TILE
         while size < length:
@@ -184,16 +184,16 @@ class _Sequence(NamedTuple):
         return repeats
 
     def most_ever(self, last: Tensor, repeats: Repeats) -> int | None:
-        """Most keys live at any time, None if unbounded; the end of `last` is one period."""
+        """Most keys live at once, None if unbounded; `last`: last visits of first + period keys."""
         first, period = repeats.first, repeats.period
         early, later = last[:first], last[first:]
         if (later == FOREVER).any():
             return None
         age = (later - torch.arange(first, first + period)).clamp(min=0)
-        whole, rest = age // period, age % period  # n whole periods: n of its copies live at once
+        whole, rest = age // period, age % period  # age of n periods: n such keys live at once
         ends = torch.bincount(torch.arange(period) + rest, minlength=2 * period)
         change = (torch.arange(2 * period) < period).long() - ends
-        wave = change.cumsum(0).view(2, period).sum(0)
+        wave = change.cumsum(0).view(2, period).sum(0)  # further live keys, by place in a period
         ever = int((early == FOREVER).sum() + whole.sum() + wave.max())
         passing = early[early < FOREVER]
         until = max(first, int(passing.max()) if len(passing) else 0)

@@ -77,5 +77,5 @@ def _near(left: int | None, right: int | None) -> list[Condition]:
 
 
 def _in_blocks(mask: BlockwiseMask, levels: Sequence[Sequence[Condition]]) -> Condition:
-    """Condition of a blockwise mask: for some level, block numbers meet all its conditions."""
+    """Condition of a blockwise mask: block numbers meet all conditions of one of `levels`."""
     return InBlocks(mask, AllOf((Linear(1, 0, 0), AnyOf(map(AllOf, levels)))))

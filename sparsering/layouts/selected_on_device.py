@@ -19,9 +19,9 @@ from .layout import BlockLayout, Pass, row_of, stretched
 def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLayout | None:
     """Builds the layout of `SelectedBlocks`, alone or with `Causal`; None for other patterns.
 
-    A query tile is a row of the selection, or as much of it as fits a tile. All shapes are known
-    without reading the indices: tables have room for all k indices of a row. Indices that name no
-    block, repeat one or name a later one become padding at the end.
+    A query tile is a row of the selection, or as much of a row as fits a tile. All shapes are known
+    without reading the indices: tables have room for all k indices of a row. An index becomes
+    padding at the end if it names no block, a repeated block or, with `Causal`, a later block.
     """
     if (found := selection_of(pattern, frame, block_size)) is None:
         return None
@@ -101,9 +101,9 @@ def selection_of(
 def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int, alone: bool) -> Pass:
     """Adds `Pass.slot`: where the mask's one selection lists the key block of each entry.
 
-    Returns the pass itself if the mask has no or several selections, or an entry spans several rows
-    or blocks. If its mask has several passes (not `alone`), the first has all selected pairs only
-    if tiles divide the selection's blocks (see `terms`); if not, the pass itself is returned too.
+    Returns the pass itself if the mask has no or several selections, if an entry spans several rows
+    or blocks, or if the mask has several passes (not `alone`) and tiles do not divide the
+    selection's blocks: then the first pass may lack selected pairs (see `terms`).
     """
     selections = selections_of(mask)
     if len(selections) != 1 or p.step > 1 or p.query_origin is not None:
@@ -136,9 +136,9 @@ def _each_in_one(start: Tensor, stop: Tensor, size: int) -> bool:
 
 
 def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Causal bitmaps of query tiles with their own key block: (index for each tile, bitmaps).
+    """Causal bitmaps of query tiles and the key tiles that contain them: (index of each, bitmaps).
 
-    `first`: the first position of each tile; the first tile may begin within its row.
+    `first`: first position of each query tile; the first query tile may begin within its row.
     """
     places = torch.arange(block_size, device=first.device)
     offsets, number = places[::tokens], first % block_size // tokens
@@ -151,14 +151,14 @@ def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tup
 
 
 def _above_diagonal(first: Tensor, last: Tensor, frame: Frame, block_size: int) -> Tensor:
-    """Counts, for each query tile and its own key block, the pairs with a key after the query."""
+    """Counts the pairs of each query tile with a later key of the key tile that contains it."""
     end = ((first // block_size + 1) * block_size).clamp(max=frame.kv_len)
     hidden_first, hidden_last = ((end - 1 - x).clamp(min=0) for x in (first, last))
     return (hidden_first * (hidden_first + 1) - (hidden_last - 1).clamp(min=-1) * hidden_last) // 2
 
 
 def _packed(nothing: Tensor, *tables: Tensor) -> list[Tensor]:
-    """Flattens tables [B, H, tiles, width] to [B, H, entries]; drops `nothing`, pads with -1."""
+    """Flattens [B, H, tiles, width] to [B, H, entries]; drops where `nothing` holds, pads by -1."""
     nothing = nothing.flatten(2)
     room = nothing.shape[2]
     place = torch.where(nothing, room, (~nothing).cumsum(-1) - 1)

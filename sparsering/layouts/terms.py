@@ -20,8 +20,8 @@ _MOST_SPLIT = 256  # most masks after the split; `&` of two unions multiplies th
 def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
     """Splits a mask into masks whose union it is, one for each `Grid` of tiles: (grid, mask).
 
-    If several of these terms have a pair, the first counts. With a selection, the first has all
-    selected pairs, on the plain grid, whose tiles each lie in one row and one block of it.
+    A pair in several of these masks counts in the first. With a selection, the first mask has all
+    selected pairs, on the plain grid: a query tile lies in one row of it, a key tile in one block.
     """
     found, plain = _split(mask, block_size), Grid(1, block_size)
     selections = selections_of(mask)
@@ -95,14 +95,14 @@ def _dilated_grid(mask: Dilated, block_size: int) -> Grid:
     length, rate = mask.segment_length, mask.dilation_rate
     reach = rate * block_size
     if length < reach and length % rate == 0:
-        length *= reach // length  # so that a tile spans several whole segments
+        length *= reach // length  # a tile then covers several whole segments
     if rate == 1 and length % block_size == 0:
         return Grid(1, block_size)
     return Grid(rate, length, anchor=mask if rate > 1 else None)
 
 
 def _in_documents(grid: Grid, lengths: tuple[int, ...]) -> Grid:
-    if grid.documents is not None:  # Packed in Packed: each non-empty document has these
+    if grid.documents is not None:  # Packed in Packed: inner lengths repeat in each document
         lengths = grid.documents * sum(length > 0 for length in lengths)
     return replace(grid, documents=lengths)
 

@@ -47,7 +47,7 @@ class Grid:
         begin, end = self._segments(low, high) if ranges else (lows, highs)
         edges = begin, end, torch.tensor(low), torch.tensor(high)
         _, start, end, longest = self._pieces(*edges, block_size)
-        first = torch.searchsorted(highs, start, right=True)  # does not depend on `offset`
+        first = torch.searchsorted(highs, start, right=True)  # first range that ends after `start`
         count = (torch.searchsorted(lows, end) - first).clamp(min=0)
         tile, number = expand_counts(count)
         within = first[tile] + number
@@ -76,7 +76,7 @@ class Grid:
     def _pieces(
         self, begin: Tensor, end: Tensor, low: Tensor, high: Tensor, block_size: int
     ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Cuts segments into pieces of `step * block_size` positions: those that meet [low, high).
+        """Cuts segments into pieces of `step * block_size` positions that meet [low, high).
 
         Returns: the segment, begin and end of each piece, and the length of the longest segment.
         """
@@ -89,7 +89,7 @@ class Grid:
         return segment, start, end, int(length.max()) if len(length) else 0
 
     def _tiles(self, residue: Tensor, start: Tensor, low: Tensor, stop: Tensor) -> "Axis":
-        """Makes one tile per residue class and piece, without the positions below `low`."""
+        """Makes one tile per residue class and piece of a segment, from `low` on."""
         start = start + (low - start).clamp(min=0).add(self.step - 1) // self.step * self.step
         start, stop = start.flatten(), stop.repeat(len(start))
         last = start + ((stop - 1 - start).clamp(min=-1) // self.step) * self.step
@@ -102,7 +102,7 @@ class Grid:
         return torch.arange(min(self.residues, max(1, longest)))
 
     def _segments(self, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Starts and exclusive ends of segments: all in documents, else those in [low, high)."""
+        """Starts and exclusive ends of all segments; without documents, of those in [low, high)."""
         if self.documents is None:
             first = low // self.segment
             begin = torch.arange(first, max(first, -(-high // self.segment))) * self.segment
@@ -168,7 +168,7 @@ class Origin(NamedTuple):
     def frames(self, frame: Frame, by_length: bool = True) -> Iterator[tuple[Tensor, Frame]]:
         """Groups tiles by the lengths of their document; yields (tile indices, `Frame`).
 
-        With `by_length` False, yields one frame for all tiles, as masks without lengths need.
+        With `by_length` False, yields one frame for all tiles, for masks that ignore lengths.
         """
         if not len(self.start):
             return
@@ -183,7 +183,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TilePairs:
-    """Pairs of a query tile q[i] and a key tile k[i]; a mask counts from `origin.start[i]`."""
+    """Pairs of query tile q[i] and key tile k[i]; masks count positions from `origin.start[i]`."""
 
     q: Axis
     k: Axis
@@ -237,7 +237,7 @@ class Spans:
         return self & Spans(begin, torch.cat((other.begin, torch.tensor([1 << 62]))))
 
     def runs(self, columns: int, size: int) -> "Spans":
-        """Returns pairs (row, r) of which the set has all columns [r * size, (r + 1) * size)."""
+        """Returns pairs (row, r) whose columns [r * size, (r + 1) * size) are all in the set."""
         most = columns // size
 
         def place(edge: Tensor, above: int) -> Tensor:
@@ -256,7 +256,7 @@ class Spans:
 def spans_of_positions(
     queries: Axis, keys: Axis, row: Tensor, first: Tensor, last: Tensor
 ) -> Spans:
-    """Pairs query tile row[i] with the key tiles of its class that meet [first[i], last[i]]."""
+    """Pairs query tile row[i] with key tiles of its residue class that meet [first[i], last[i]]."""
     if not len(keys) or not len(row):
         return Spans(none := torch.zeros(0, dtype=torch.int64), none)
     highest = int(keys.stop.max()) - 1

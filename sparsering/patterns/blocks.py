@@ -213,7 +213,7 @@ class _RandomBlocksOfHead(BlockwiseMask):
     key: int
 
     def _row(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Per query block: has a diagonal block? number of draws, of blocks to draw from, hash."""
+        """(has a diagonal block, number of draws, blocks to draw from, hash) per query block."""
         blocks = -(-torch.as_tensor(kv_len) // self.block_size)
         count = (self.density * blocks.double() + 0.5).floor().long().clamp(min=1).minimum(blocks)
         diagonal = q_block < blocks
@@ -244,7 +244,7 @@ class _RandomBlocksOfHead(BlockwiseMask):
 class Owned(NamedTuple):
     """Wraps a tensor that nothing writes to, so that a mask on a GPU need not copy it.
 
-    On a CPU it is still copied: caches store the mask for later calls, when it may have changed.
+    On a CPU it is still copied: caches store the mask for later calls, when the tensor may differ.
     """
 
     tensor: Tensor

@@ -2,8 +2,8 @@
 
     parse("LongNet((2048, 4096), (1, 2)) & Causal()")
 
-No code in the text is executed. A tensor is written as a name, t0, t1, ..., which counts
-`Pattern.tensors`.
+No code in the text is executed. The names t0, t1, ... stand for the tensors in `Pattern.tensors`,
+in order.
 """
 
 import ast
@@ -100,7 +100,7 @@ def _parse(text: str, tensors: tuple[Tensor, ...], owned: bool = False) -> Patte
 class _Reader:
     def __init__(self, text: str, tensors: tuple[Tensor, ...], owned: bool) -> None:
         self.text, self.tensors, self.owned = text.strip(), tensors, owned
-        self.patterns: dict[tuple[object, ...], Pattern] = {}  # read once, as each copies tensors
+        self.patterns: dict[tuple[object, ...], Pattern] = {}  # equal parts copy tensors once
 
     def read(self, node: ast.expr) -> Any:
         match node:

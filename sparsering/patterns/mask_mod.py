@@ -159,7 +159,7 @@ class _Entry:
 
 _by_name: WeakValueDictionary[str, _Entry] = WeakValueDictionary()
 _names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # name of each function
-_recent: OrderedDict[str, _Entry] = OrderedDict()  # for backward after its pattern is gone
+_recent: OrderedDict[str, _Entry] = OrderedDict()  # for a backward pass after the pattern is gone
 _counts: Counter[str] = Counter()  # number of functions so far with the same name stem
 
 
@@ -183,7 +183,7 @@ def _registered(function: MaskModFunction) -> _Entry:
 
 
 def _use(entry: _Entry) -> None:
-    """Keeps an entry alive until `_MOST_FUNCTIONS` others have been used."""
+    """Keeps a function alive until `_MOST_FUNCTIONS` other functions have been used."""
     _recent[entry.name] = entry
     _recent.move_to_end(entry.name)
     while len(_recent) > _MOST_FUNCTIONS:

@@ -304,7 +304,7 @@ class Packed(_InDocuments):
     lengths: Lengths
     pattern: Mask
 
-    def __new__(cls, lengths: Lengths, pattern: Pattern) -> Any:  # of a mixture, a Mixture
+    def __new__(cls, lengths: Lengths, pattern: Pattern) -> Any:  # a mixture gives a Mixture
         if isinstance(pattern, Mixture):
             return Mixture(tuple(cls(lengths, mask) for mask in pattern.branches))
         return super().__new__(cls)
@@ -375,7 +375,7 @@ def holds_in_documents(
     pair = torch.nonzero(inside.flatten())[:, 0]
     scale = int(kv_lengths.max()) + 1  # one integer then encodes both lengths of a document
     kind = (q_lengths * scale + kv_lengths)[k_document.expand(inside.shape).flatten()[pair]]
-    if len(kind) and kind.min() < kind.max():  # sort, to evaluate all documents of equal lengths
+    if len(kind) and kind.min() < kind.max():  # sort, to evaluate equal lengths at once
         kind, order = kind.sort(stable=True)
         pair = pair[order]
     distinct, counts = kind.unique_consecutive(return_counts=True)

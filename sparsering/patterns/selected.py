@@ -81,7 +81,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return torch.where((listed[place] == row * blocks + block) & (p >= 0), slot[place], -1)
 
     def inflation(self, queries: int, kv_len: int) -> Tensor:
-        """Ratio of the distinct blocks of a tile of `queries` queries to those of a row in it.
+        """Ratio of the distinct blocks in a tile of `queries` queries to the mean of its rows.
 
         Returns [H] or [1], as the indices; 1 if all rows of a tile list the same blocks, in O(R k).
         """
@@ -98,7 +98,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
     def _listed(self, batch: int, head: int, frame: Frame) -> tuple[Tensor, Tensor, int]:
         """Lists the blocks that one head of one batch entry selects, by row and block.
 
-        Returns: row * blocks + block and place in [R, k] of each, and the number of key blocks.
+        Returns: row * blocks + block of each, the place of each in [R, k], and the number `blocks`.
         """
         one = self.indices.dim() == 4 and len(self.indices) == 1
         chosen = self._table_of(0 if one else batch, head, frame)

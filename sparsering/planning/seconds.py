@@ -19,7 +19,7 @@ KINDS = (
     "call", "cells", "products", "entries", "masked", "rows", "strided", "merged", "keys", "bytes",
 )  # fmt: skip
 """Kinds of work in a part of a call, in this order: the call itself; (query, key) pairs in visited
-blocks; these times head dim; visited blocks; pairs in blocks with a bitmap; elements of queries;
+blocks; those pairs x head dim; visited blocks; pairs in blocks with a bitmap; elements of queries;
 elements of queries and keys in tiles of step > 1; elements of queries that several passes add up;
 elements of copied keys; bytes of results so large that each call gets new memory for them."""
 

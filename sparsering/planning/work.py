@@ -3,8 +3,8 @@
     work = work_of(Causal(), frame, 128)
     work.pairs, work.entries, flops(work.pairs, 64, backward=True)
 
-For a very large layout, only some query tiles are counted and the others extrapolated; `known`
-says which. A cell is a (query, key) pair in a visited block, attending or not.
+For a very large layout, only some query tiles are counted and the others extrapolated, as
+`Work.known` says. A cell is a (query, key) pair in a visited block, attending or not.
 """
 
 from collections.abc import Iterator
@@ -101,7 +101,7 @@ def flops(pairs: float, head_dim: int, backward: bool) -> float:
 def work_of(pattern: Pattern, frame: Frame, block_size: int, *, cut: bool = False) -> Work:
     """Counts the work of a pattern; the layout cache stores the result.
 
-    `cut`: also counts the pieces of long tiles, by the compiled CPU kernel.
+    `cut`: also counts the pieces into which the compiled CPU kernel cuts long tiles.
 
     Raises: ValueError if the pattern is for other lengths or heads.
 
@@ -112,7 +112,7 @@ def work_of(pattern: Pattern, frame: Frame, block_size: int, *, cut: bool = Fals
 
     def count() -> Work:
         if not selections_of(pattern):
-            tiles: _TilesOfPass = {}  # for both calls: building tiles takes most of the time
+            tiles: _TilesOfPass = {}  # shared by both calls, since building them takes longest
             rough = _sampled(pattern, frame, block_size, _FIRST_TILES, 1, tiles)
             if sum(p.num_tables * p.entries for p in rough.passes) > MOST_ENTRIES:
                 return _sampled(pattern, frame, block_size, _TILES, _HEADS, tiles)
@@ -134,7 +134,7 @@ def counted(layout: BlockLayout, *, cut: bool = False) -> Work:
 def _tally(
     row: Tensor, first: Tensor, end: Tensor, masked: Tensor, queries: Tensor, before: Tensor
 ) -> tuple[int, ...]:
-    """Sums `entries`, `masked`, `cells`, `wide_cells` and `rows` over runs of key tiles.
+    """Sums `PassWork` fields, `entries` to `rows`, over runs of neighbouring key tiles.
 
     Args:
         row: the query tile that visits each run.
@@ -282,7 +282,7 @@ def _tiles(
 def _runs(
     ground: Ground, mask: Mask, queries: Axis, tiles: _Tiles, frame: Frame, block_size: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], int]:
-    """Finds visited runs: (query tile, first key tile, end, has a bitmap), and all their pairs.
+    """Finds runs of visited key tiles: (query tile, first, end, has a bitmap); counts their pairs.
 
     A run of `_RUN` key tiles is tested at once; only where its status varies, tile by tile.
     """
