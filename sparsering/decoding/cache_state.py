@@ -1,7 +1,7 @@
 """State of a cache: keys and values in slots, their positions, and the last query that visits each.
 
-The first slots have the keys that survived the last eviction. A page of slots for newer tokens
-follows: the i-th newer token is in slot i of the page, in every batch entry and head.
+A slot is room for one key and value. The first slots have the keys that survived the last eviction.
+The others are the page: its slot i gets the i-th newer token, in every batch entry and head.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from ..patterns.algebra import And, Frame, Mask, Pattern
 from ..patterns.positions import Causal
 from ..selection.summaries import BlockSummaries
 
-_LIFETIMES = 1024  # last visits are computed for at least so many keys at a time
+_LIFETIMES = 1024  # the last queries of so many keys, or more, are computed at once
 _POSITION_BITS, _MOST_BRANCHES = 40, 20  # bits of a sort key: the sum must fit an int64
 
 
@@ -37,7 +37,7 @@ class _Record:
 
 @dataclass(frozen=True, eq=False)
 class History(_Record):
-    """A batch entry's length and its keys in slots before the page; equal entries share one."""
+    """Length of a batch entry, and its keys before the page; equal entries share one object."""
 
     length: int
     base: int  # length at the last eviction: position of the page's first token
@@ -48,7 +48,7 @@ class History(_Record):
 
     @property
     def num_keys(self) -> int:
-        """Largest number of keys that a kv head has in slots before the page."""
+        """Largest number of keys that a kv head has from before the last eviction."""
         return int((self.positions >= 0).sum(1).max()) if self.positions.numel() else 0
 
     def cropped(self, length: int) -> "History":
@@ -59,20 +59,20 @@ class History(_Record):
         return self.changed(length=length, base=length, positions=positions, exact=False)
 
     def positions_with(self, count: int) -> Tensor:
-        """Returns positions [Hkv, slots + count] of the keys and of `count` tokens in the page."""
+        """Returns positions [Hkv, slots + count] of the keys and of `count` tokens after them."""
         new = torch.arange(self.base, self.base + count).expand(len(self.positions), -1)
         return torch.cat((self.positions, new), 1)
 
 
 @dataclass(eq=False)
 class Page:
-    """Layouts and checks that the decoding steps of one page of slots share.
+    """Layouts and checks that the decoding steps between two evictions share.
 
-    Slots of the page before `written` may have tokens, even of cropped tokens or failed steps.
-    Slots from `written` on are zeros.
+    Slots of the page (room for new keys) before `written` may store keys, even of cropped tokens or
+    failed steps. Slots from `written` on are zeros.
     """
 
-    layouts: dict[int, BlockLayout] = field(default_factory=dict)  # by the new tokens of a step
+    layouts: dict[int, BlockLayout] = field(default_factory=dict)  # by number of new tokens
     recipe: CallRecipe | None = None  # recipe of the latest step; an equal call skips its checks
     written: int = 0
 
@@ -82,8 +82,8 @@ class CacheState(_Record):
     """State of a `KVCache`. A step replaces it as a whole, so that a failed step changes nothing.
 
     In place, steps write only to `page` and to unused slots of the page. The next eviction comes
-    after `page_limit` tokens: a page, or less if many keys die, so that no later query visits them.
-    Only batch entries with most keys decide that, because only they determine the cache's memory.
+    after `page_limit` tokens: a page, or less if no later query visits many of the keys. Only batch
+    entries with the most keys decide that limit, because only they determine the cache's memory.
     """
 
     pattern: Pattern  # the cache's pattern & `Causal()`
@@ -107,20 +107,20 @@ class CacheState(_Record):
 
     @property
     def page_start(self) -> int:
-        """Index of the first slot of the page."""
+        """Index of the first slot of the page: the number of slots for older keys."""
         return self.keys.shape[2] - self.page_size
 
     def distinct(self) -> list[History]:
         return list({id(history): history for history in self.histories}.values())
 
     def frame(self, queries: int, first: int) -> Frame:
-        """Returns lengths and heads of some queries; of the whole sequence if it has a bound."""
+        """Returns the `Frame` of new queries, or of the whole sequence if its length is bounded."""
         if self.total is not None:
             return Frame(self.total, self.total, self.heads, self.kv_heads, 0)
         return Frame(queries, first + queries, self.heads, self.kv_heads, first)
 
     def in_use(self, slots: Tensor) -> Tensor:
-        """Returns the slots of `keys` or `values` without the unused rest of the page."""
+        """Returns `keys` or `values`, given as `slots`, without the unused slots at the end."""
         return slots[:, :, : self.page_start + self.page_length]
 
     def with_new(self, slots: Tensor, new: Tensor | None) -> Tensor:
@@ -181,8 +181,8 @@ class CacheState(_Record):
     def evicted(self, key: Tensor | None = None, value: Tensor | None = None) -> "CacheState":
         """Returns a state that stores only keys that later queries visit, then an empty page.
 
-        `key`, `value`: the latest tokens [B, Hkv, n, D], if they are not in the page. An entry with
-        fewer than n new tokens has padding last.
+        `key`, `value`: the latest tokens [B, Hkv, n, D], if they are not in the page. A batch
+        entry with fewer than n new tokens has padding last.
         """
         survivors = {id(history): self._survivors(history) for history in self.distinct()}
         most = max((slots.shape[1] for _, slots in survivors.values()), default=0)
@@ -194,7 +194,7 @@ class CacheState(_Record):
             survivors[number] = history.changed(positions=positions, last=last), slots
         of_entries = [survivors[id(history)] for history in self.histories]
         slots = torch.zeros(0, self.kv_heads, 0, dtype=torch.int64)
-        if of_entries:  # equal entries share one row of slots
+        if of_entries:  # if all entries are equal, they share one row of slots
             rows = of_entries if len(survivors) > 1 else of_entries[:1]
             slots = torch.stack([slots for _, slots in rows])
         keys, values = (
@@ -229,7 +229,7 @@ class CacheState(_Record):
         return History(history.length, history.length, positions, last, exact, oldest), slot
 
     def _order(self, positions: Tensor, last: Tensor, alive: Tensor, length: int) -> Tensor:
-        """Returns the order [Hkv, slots] of slots after an eviction; slots to evict come last."""
+        """Returns the order [Hkv, slots] of keys after an eviction; keys to evict come last."""
         if len(last) == 1:
             return (~alive).to(torch.int8).argsort(dim=1, stable=True)
         # keys that the same branches visit become neighbours, so that a branch skips whole tiles
@@ -239,10 +239,10 @@ class CacheState(_Record):
         return torch.where(alive, rank, FOREVER).argsort(dim=1)
 
     def _page_limit(self, history: History) -> int:
-        """Returns after how many tokens, at most a page, a head has more than a page of dead keys.
+        """Number of tokens, at most `page_size`, after which a head has over `page_size` dead keys.
 
-        A key is dead if no later query visits it. `death` and `birth` count tokens after `base`.
-        The limit is at least an eighth of a page: at a segment's end keys die at every step.
+        A key is dead if no later query visits it. `death` and `birth` count the page's tokens.
+        The limit is at least `page_size` / 8: at a segment's end keys die at every step.
         """
         base, page_size = history.base, self.page_size
         end = base + page_size if self.total is None else min(base + page_size, self.total)
@@ -281,9 +281,9 @@ def ordinary_tensors() -> Iterator[None]:
 
 
 def _gathered(source: Tensor, slots: Tensor, page_size: int) -> Tensor:
-    """Gathers slots [B or 1, Hkv, keys] of keys or values, and appends a page of zeros.
+    """Gathers keys or values by index (`slots` [B or 1, Hkv, keys]); appends a page of zeros.
 
-    Slots of -1, which come last, give zeros too: a masked key must not be NaN.
+    Slots of -1 (no key) come last and give zeros too, because a masked key must not be NaN.
     """
     (batch, heads, _, width), most = source.shape, slots.shape[2]
     result = source.new_empty(batch, heads, most + page_size, width)

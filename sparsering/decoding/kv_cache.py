@@ -55,8 +55,8 @@ class KVCache:
         dtype, device: dtype and device of keys and values; default those of the first keys.
 
     It stores the keys of `pattern.live_keys(length)` (with `rollback=n`, of the last n lengths),
-    and at most a page more per head. After each page, an eviction drops keys that no later query
-    visits. If those are more than a page at once, it comes at most `page_size / 8` tokens later.
+    and at most `page_size` more per head. An eviction drops keys that no later query visits: after
+    `page_size` tokens, or at most `page_size / 8` tokens after a head has over `page_size` of them.
     Gradients do not pass through the cache: it is for decoding, not for training.
 
     Raises: ValueError if an argument is invalid.

@@ -1,8 +1,8 @@
 """Attention of new tokens to a cache, in one of two ways.
 
-If the new tokens fit the page, they attend to the keys in their slots, by one layout that all steps
-of the page share. Prompts, and extras that depend on positions, need another way: keys are copied
-into the spans of positions that the new tokens visit, and a layout of these positions is compiled.
+If the new tokens fit the page (the cache's free slots), they attend to the cache's own tensors, by
+one layout for all steps of the page. Prompts, and extras that depend on positions, need another
+way: the keys that the new tokens visit are copied by position, and a layout of them is compiled.
 """
 
 import math
@@ -55,7 +55,7 @@ class NewTokens(NamedTuple):
 
 
 def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens) -> bool:
-    """True if `attend_page` can run: all entries have as many new tokens, and the page has room."""
+    """True if `attend_page` can run: entries have equally many new tokens, which fit the page."""
     extras = tokens.extras
     return (
         len(set(new)) == 1
@@ -68,7 +68,7 @@ def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens
 
 
 def page_layout(state: CacheState, queries: int) -> BlockLayout:
-    """Returns the page's layout for a number of queries, and stores it for later steps."""
+    """Returns a layout of new queries and all slots for keys; stores it for later steps."""
     layouts = state.page.layouts
     if state.page_size not in layouts:
         layouts[state.page_size] = _whole_page_layout(state)
@@ -82,7 +82,7 @@ def page_layout(state: CacheState, queries: int) -> BlockLayout:
 
 
 def _whole_page_layout(state: CacheState) -> BlockLayout:
-    """Builds a layout from a page of queries to all slots; equal batch entries share tables."""
+    """Builds a layout of a page's queries and the keys of all slots; equal entries share tables."""
     histories = state.distinct() if len(state.distinct()) == 1 else state.histories
     slots, page_size, device = state.keys.shape[2], state.page_size, state.keys.device
 
@@ -134,7 +134,7 @@ def attend_page(
 def attend_spans(
     state: CacheState, recipe: CallRecipe, tokens: NewTokens, new: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Attends from the first `new[i]` tokens of entry i; computes equal entries together."""
+    """Attends from the first `new[i]` tokens of batch entry i; equal entries run together."""
     groups: dict[tuple[int, int], list[int]] = {}
     for entry, (history, n) in enumerate(zip(state.histories, new, strict=True)):
         groups.setdefault((id(history), n), []).append(entry)
@@ -162,7 +162,7 @@ def _runs_spans(state: CacheState, name: str) -> bool:
 
 
 class _Group(NamedTuple):
-    """New tokens of the batch entries that have equal stored keys, a common `History`."""
+    """New tokens of batch entries whose stored keys are equal: they share a `History`."""
 
     state: CacheState
     history: History
@@ -197,7 +197,7 @@ class _Group(NamedTuple):
         return _run(recipe.backend, problem)
 
     def _stored(self, spanned: Spanned) -> Tensor | None:
-        """Returns a mask [1, tokens] of the spans' tokens with a stored key; None if all have."""
+        """Returns a mask [1, spanned.length], True where a key is stored; None if all are."""
         history, remote = self.history, self.state.remote
         if history.exact and not remote:
             return None
@@ -228,7 +228,7 @@ class _Group(NamedTuple):
         return layout_cache.keep(key, build), ()
 
     def _spread(self, spanned: Spanned) -> list[Tensor]:
-        """Copies cached and new keys, and values, in the spans' order: [b, Hkv, tokens, D]."""
+        """Copies cached and new keys, and values, by position: [b, Hkv, spanned.length, D]."""
         state, history, length = self.state, self.history, spanned.length
         positions = history.positions_with(state.page_length)
         place = torch.where(positions < 0, length, spanned.place_of(positions.clamp(min=0)))

@@ -30,13 +30,13 @@ _SPLIT = 4  # number of smaller tiles that a tile is split into
 _COARSE_TILES = 512  # the sequence is first cut into at most so many tiles
 _AT_A_TIME = 1 << 15  # pairs of tiles that are tested at once
 _ROWS_AT_A_TIME = 1 << 10  # query tiles whose key tiles are listed at once
-_MOST_LINES = 4096  # progressions with a larger common step are listed token by token
+_MOST_LINES = 4096  # if the steps' least common multiple is larger, tokens are listed one by one
 
 
 class Cut(NamedTuple):
     """Positions of a sequence, cut into ascending ranges that have one owner (a rank) each.
 
-    The label is the owner, or world + i for the i-th set of query rows that other ranks may get.
+    A range's label is its owner; it is (number of ranks) + i for the i-th set of rows to send.
     """
 
     ranges: Ranges
@@ -110,7 +110,7 @@ def needed_keys(
 ) -> TokenRanges:
     """Returns the keys that queries visit and that another rank than the queries' owner owns.
 
-    Set number label * world + owner has this owner's keys that queries with this label visit.
+    Set number `label * world + owner` has the keys of rank `owner` that this label's rows visit.
     """
     needed: list[TokenRanges] = []
     for mask in masks:
@@ -135,7 +135,7 @@ def count_pairs(
     for branch in branches:
         earlier: list[Mask] = []
         for size, grid, term in _coarse_terms(branch, frame):
-            # terms of a branch may overlap, but a pair in several of them counts once
+            # the masks that a branch is split into may overlap; a pair in several counts once
             rest = And((term, Not(Or(tuple(earlier))))) if earlier else term
             rule = condition(rest, frame)
             for pairs in _pairs(rule, grid, size, frame, queries, keys):
@@ -193,7 +193,7 @@ def _visited_keys(
     if not len(varies):
         return
     pairs, set_number = pairs[varies], set_number[varies]
-    _, first = _kinds(rule, pairs, set_number, pairs.k.start)  # equal tile pairs give equal keys
+    _, first = _kinds(rule, pairs, set_number, pairs.k.start)  # a group's pairs add equal keys
     pairs, set_number = pairs[first], set_number[first]
     if size > _LEAF:
         for part in torch.arange(len(set_number)).split(_AT_A_TIME // _SPLIT**2):
@@ -217,7 +217,7 @@ def _visited_keys(
 
 
 def _pairs_of(rule: Condition, mask: Mask, pairs: TilePairs, size: int, frame: Frame) -> Tensor:
-    """Counts the (query, key) pairs in each pair of tiles; evaluates equal tile pairs once."""
+    """Counts the (query, key) pairs in each pair of tiles; evaluates each bitmap once."""
     status = rule.status(pairs)
     total = torch.where(status == FULL, pairs.q.count * pairs.k.count, 0)
     varies = torch.nonzero((status != FULL) & (status != EMPTY))[:, 0]
@@ -239,7 +239,7 @@ def _pairs_of(rule: Condition, mask: Mask, pairs: TilePairs, size: int, frame: F
 
 
 def _kinds(rule: Condition, pairs: TilePairs, *further: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups tile pairs whose content and `further` columns are equal.
+    """Groups tile pairs that have equal bitmaps, token counts and values of `further` columns.
 
     Returns: the group of each tile pair, and the index of one tile pair of each group.
     """
@@ -247,7 +247,7 @@ def _kinds(rule: Condition, pairs: TilePairs, *further: Tensor) -> tuple[Tensor,
 
 
 def _split(pairs: TilePairs, size: int) -> tuple[Tensor, TilePairs]:
-    """Splits each pair of tiles into pairs of smaller tiles: (index of the pair, smaller pairs)."""
+    """Splits each pair of tiles into pairs of smaller tiles: (index of the split pair, smaller)."""
     at = torch.cartesian_prod(torch.arange(_SPLIT), torch.arange(_SPLIT))
     pair = torch.arange(len(pairs)).repeat_interleave(len(at))
     number = at.repeat(len(pairs), 1)
@@ -276,8 +276,8 @@ def union(parts: list[TokenRanges], length: int) -> TokenRanges:
 
 
 def _merged(parts: list[TokenRanges], step: int, length: int) -> TokenRanges:
-    """Joins progressions of one step: each (set, start mod step) has its part of a number line."""
-    reach = length // step + 2  # length of a part, with a gap that keeps spans of two parts apart
+    """Joins progressions of one step, so that those of each set are disjoint."""
+    reach = length // step + 2  # numbers reserved per (set, start mod step), with a gap at the end
     begin, end = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
     for part in parts:
         line = (part.number * step + part.start % step) * reach

@@ -106,7 +106,7 @@ class RingPlan:
         check_sharding(sharding, world_size)
         if sharding in ("auto", "balanced"):
             reduced = frame
-            if pattern.num_tables(frame) <= frame.num_kv_heads:  # a group has one mask
+            if pattern.num_tables(frame) <= frame.num_kv_heads:  # one mask per kv head
                 reduced = frame._replace(num_heads=frame.num_kv_heads)
             sharding = _choose_sharding(pattern, reduced, world_size, block_size, sharding)
         return _plan(pattern, frame, world_size, block_size, sharding)

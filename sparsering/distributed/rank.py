@@ -53,7 +53,7 @@ def check_ring_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Patter
 def plan_of_call(
     pattern: Pattern, length: int, world: int, sharding: str, query: Tensor, key: Tensor
 ) -> RingPlan:
-    """Builds the plan for these tensors' heads; ValueError if the pattern is for other sizes."""
+    """Builds the plan of a call on `query` and `key`; ValueError if the pattern has other sizes."""
     check_batch(pattern, query.shape[0])
     return RingPlan.build(
         pattern,
@@ -78,7 +78,7 @@ class Saved(NamedTuple):
     grad_lse: Tensor
 
     def none(self) -> "Saved":
-        """Returns these tensors cut to 0 tokens, for a rank that sends no query rows."""
+        """Returns all fields cut to 0 tokens, for a rank that sends no query rows."""
         return Saved(*(x[:, :, :0] for x in self))
 
 
@@ -247,7 +247,7 @@ class Rank:
         return self.wire.encode(torch.cat(rows) if len(rows) > 2 else rows[-1], key.shape[3])
 
     def room(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """Allocates memory for the rows that arrive in a round, and then a row of zeros.
+        """Allocates memory for the rows that arrive in a round, followed by a row of zeros.
 
         Returns: the memory, and its part for each sender.
         """
@@ -268,12 +268,12 @@ class Rank:
         return local_index(self.plan.ranges[self.rank], rows).to(device)
 
     def guest_places(self, owner: int, device: torch.device) -> Tensor:
-        """Returns the indices of an owner's query rows among all that other ranks send here."""
+        """Returns the indices of an owner's query rows among all query rows sent to this rank."""
         rows = positions(self.plan.rows_of(owner, self.rank))
         return local_index(self.plan.guests_of(self.rank), rows).to(device)
 
     def _problem(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> Problem:
-        """Builds the `Problem` of a step's kernel call, with these keys and values and no sink."""
+        """Builds the `Problem` of a step's kernel call, on `key` and `value`, without the sink."""
         assert step.layout is not None
         query = query[:, :, step.queries]
         extras = {**self.extras, "sink": None}  # `forward` adds the sink to the merged result
@@ -288,7 +288,7 @@ class Rank:
     def _attend(
         self, step: Step, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Computes (out, lse) of a step's queries over these keys."""
+        """Computes (out, lse) of a step's queries over `key` and `value`."""
         forward = BACKENDS[self.backend].forward
         assert forward is not None
         return forward(self._problem(step, query, key, value))

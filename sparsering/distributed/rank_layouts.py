@@ -186,7 +186,7 @@ def _covered(start: Tensor, stop: Tensor, step: int, block_size: int, length: in
 
 
 def _by_axis(used: Tensor, axes: int) -> Tensor:
-    """Converts bools [tables, tiles] to [axes, tiles]; an axis is the tiles that tables share."""
+    """Converts bools [tables, tiles] to [axes, tiles]; an axis is a set of tiles of a pass."""
     tables = len(used)
     if tables <= axes:
         return used.repeat_interleave(axes // tables, 0)

@@ -133,7 +133,7 @@ def ring_attention(
     leaves = (query, key, value, extras["distance_bias"], extras["sink"])
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
     extras = {name: x for name, x in extras.items() if name != "block_bias"}
-    if isinstance(dropout_seed, Tensor):  # `_begin` derives the seeds of batch entries
+    if isinstance(dropout_seed, Tensor):  # the operator derives the seeds of batch entries
         extras["dropout_seed"] = dropout_seed.expand(len(query))
     out, lse = _ring(
         query=query,
@@ -271,7 +271,7 @@ def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
     exchange = Exchange(group, call.timeout, query.device)
     with exchange.break_on_error():
         lengths, compression, error, seed = agree_on_call(exchange, backward, call)
-    exchange.traffic = Traffic(compression=compression, error=error)  # omits messages so far
+    exchange.traffic = Traffic(compression=compression, error=error)  # excludes control messages
     pattern = parse(call.pattern, [tensor.cpu() for tensor in call.tensors])
     plan = plan_of_call(pattern, sum(lengths), len(lengths), call.sharding, query, key)
     check_lengths(plan, lengths, exchange.rank)

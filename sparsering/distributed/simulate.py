@@ -86,7 +86,7 @@ def simulate_ring(
     }
     ranks, sink = [], on_device["sink"]
     for rank in range(world_size):
-        if sink is not None and sink.shape[2] > 1:  # with a sink per query: those of this rank
+        if sink is not None and sink.shape[2] > 1:  # a sink per query: take this rank's
             places = positions(plan.ranges[rank]).to(device)
             on_device = {**on_device, "sink": sink[:, :, places]}
         ranks.append(Rank(plan, rank, backend, scale, wire, dtype, on_device))
@@ -212,7 +212,7 @@ class _Shards:
         return travelling[:, :, at.to(travelling.device)].to(self.device)
 
     def answers(self, rank: Rank, answers: dict[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yields (host, results that it computed for `rank`), in the order of real messages."""
+        """Yields (host, its results for rows of `rank`), in the order of real messages."""
         hosts = self.plan.hosts_of(rank.rank)
         for offset in (offset for offsets in self.plan.answer_rounds for offset in offsets):
             host = (rank.rank + offset) % self.plan.world_size

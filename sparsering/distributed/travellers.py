@@ -62,8 +62,8 @@ def choose_travellers(
     twice as many.
 
     Args:
-        needs: keys to fetch. Set label * world + owner has keys of `owner`; a label is a rank, or
-            world + i for the rows of candidate i.
+        needs: keys to fetch. Set label * world + owner has the keys of `owner` that rows with this
+            label visit. The label is world + i for rows of candidate i, else the rank of the rows.
         uses: for each item of `needs`, the number of (batch entry, kv head) pairs that need it.
         candidates: (owner, rows) of global rows.
         most: upper bound of the number of sent rows, which bounds the memory of receivers.
@@ -86,7 +86,7 @@ def choose_travellers(
         size = num_tokens(rows)
         if 2 * size * len(hosts) * frame.num_heads < saved and size <= most:
             travellers.append(Traveller(owner, rows, tuple(sorted(hosts))))
-            home[world + number] = -1  # nobody fetches keys for these rows
+            home[world + number] = -1  # nobody fetches keys for the candidate's rows
             most -= size
     rest = [_relabelled(x, x.number >= 0, home, world, frame.kv_len) for x in needs]
     return tuple(travellers), rest
@@ -95,7 +95,7 @@ def choose_travellers(
 def _relabelled(
     runs: TokenRanges, some: Tensor, home: list[int], world: int, length: int
 ) -> TokenRanges:
-    """Renumbers the sets of selected keys from labels to ranks `home[label]`; drops rank -1."""
+    """Replaces labels by ranks `home[label]` in numbers of selected sets; drops rank -1."""
     receiver = torch.tensor(home)[runs.number // world]
     some = some & (receiver >= 0)
     number = (receiver * world + runs.number % world)[some]

@@ -123,7 +123,7 @@ def _tokens(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
 
 
 def _take(x: Tensor, tokens: Tensor) -> Tensor:
-    """Gathers rows of x [B, H, N, ..], a list [n] for each of S groups of heads; -1: the last."""
+    """Gathers rows of x [B, H, N, ..] by `tokens` [S, n], for S groups of heads; -1: the last."""
     if torch.equal(tokens, torch.arange(x.shape[2], device=x.device)[None]):
         return x
     by_head = tokens.repeat_interleave(x.shape[1] // len(tokens), 0)
@@ -134,7 +134,7 @@ def _take(x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _slots_of_tokens(tokens: Tensor, length: int) -> Tensor:
-    """Inverts `tokens`: returns the index of each token in it, [S, length]; -1 if it is missing."""
+    """Returns the index in `tokens` of each of `length` tokens, [S, length]; -1: missing."""
     slots = tokens.new_full((len(tokens), length + 1), -1)
     slot = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return slots.scatter(1, torch.where(tokens < 0, length, tokens), slot)[:, :-1]
@@ -151,7 +151,7 @@ def _block_mask(
     row = p.query_tiles().clamp(max=rows - 1)
     real = torch.arange(row.shape[2], device=row.device) < p.num_entries[..., None]
     block = torch.where(real, row * columns + p.key_tile, rows * columns)
-    # bitmap of each block: -1 for all pairs, -2 for a block that is not visited
+    # index of each block's bitmap: -1 for all pairs, -2 for a block that is not visited
     number = p.bitmap.new_full((*row.shape[:2], rows * columns + 1), -2)
     number = number.scatter(2, block, p.bitmap)[..., :-1]
     number = number.repeat_interleave(heads // number.shape[1], 1).unflatten(2, (rows, columns))

@@ -95,7 +95,7 @@ class Problem(NamedTuple):
         return self._replace(query=-self.query, scale=-self.scale)
 
     def in_first_slots(self) -> "Problem":
-        """Returns an equal problem without `slots`; it shifts the bitmaps instead."""
+        """Returns an equivalent problem without `slots`: moves the first query to bitmap row 0."""
         if not any(self.slots):
             return self._replace(slots=())
         pairs = zip(self.layout.passes, self.slots, strict=True)

@@ -17,9 +17,9 @@ EXTRAS = frozenset(
 """Options of a call, other than its scale, that this backend computes."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FEW_QUERIES = 8  # must equal kFewQueries of layout.h; calls of more do not use `slots`
-# limits in `is_walked_shape`: most queries of a tile (lanes of a vector), fewest queries in all,
-# fewest rows per key tile
+_FEW_QUERIES = 8  # must equal kFewQueries of layout.h; calls with more rows do not use `slots`
+# limits in `is_walked_shape`: most queries of a tile (numbers in a vector), fewest queries in all,
+# fewest queries that visit a key tile
 _MOST_WALKED_QUERIES, _LEAST_WALKED_QUERIES, _LEAST_WALKED_ROWS = 16, 32, 8
 _MOST_REPEATED_WORK = 1.4  # threads that share a kv head compute seven products, not five
 
@@ -96,11 +96,11 @@ def takes_whole_heads(kv_heads: int, threads: int) -> bool:
 def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> Tensor:
     """Returns the softmax mass of each entry of the layout, float32 [B, Hq, num_blocks].
 
-    It is `sum_i weight_i * sum_j exp(s_ij - lse_i)` over the entry's pairs (i, j), and zero for
-    padding of the layout. Rows with lse = -inf add zero.
+    It is `sum_i weight_i * sum_j exp(s_ij - lse_i)` over the pairs (i, j) of the entry (a visited
+    pair of tiles), and zero for padding of the layout. Rows with lse = -inf add zero.
 
     Args:
-        lse: [B, Hq, Nq] float32, over these keys or more, with the sink if there is one.
+        lse: [B, Hq, Nq] float32, over the problem's keys or more, with the sink if there is one.
         weight: [B, Hq, Nq], a factor of each query; None for 1.
 
     Raises: NotImplementedError for softcap, distance_bias and dropout.
@@ -119,7 +119,7 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
 
 
 def block_shares(*tensors: Tensor | None, features: str, **numbers: Any) -> bool:
-    """Writes the log share of every key block to `out`, float32 [entries, rows, blocks].
+    """Writes the log share of every key block to `out`, float32 [B * Hkv, rows, blocks].
 
     Args:
         tensors: query, feature, key, last and out, as `Operands` in selection/operands.h describes
@@ -188,11 +188,11 @@ def is_walked_shape(
     Args:
         longest: tokens of the longest query tile, and of the longest key tile.
         tiles: number of query tiles, and of key tiles.
-        entries: entries per query head.
+        entries: visited pairs of tiles, per query head.
         group: query heads per kv head.
     """
     queries, keys = longest
-    rows = entries * queries * group / max(1, tiles[1])  # mean number of rows per key tile
+    rows = entries * queries * group / max(1, tiles[1])  # mean queries that visit a key tile
     short = queries <= min(_MOST_WALKED_QUERIES, keys // 2)
     return short and queries * tiles[0] >= _LEAST_WALKED_QUERIES and rows >= _LEAST_WALKED_ROWS
 

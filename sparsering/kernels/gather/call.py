@@ -201,7 +201,7 @@ def _softmax(score: Tensor, additive: Tensor | None, group: int) -> tuple[Tensor
 
 
 def _biased(score: Tensor, additive: Tensor | None, group: int) -> Tensor:
-    """Adds `additive` [..., g or 1, m or 1, n] to scores [..., g * m, n] in place; g is `group`."""
+    """Adds `additive` [..., g or 1, m or 1, n] to scores [..., g * m, n] in place; g = `group`."""
     if additive is not None:
         score.unflatten(-2, (group, -1)).add_(additive)
     return score

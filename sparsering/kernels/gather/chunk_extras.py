@@ -87,7 +87,7 @@ class Extras:
             self.dtable.index_add_(0, entry.flatten(), dscore.flatten().double())
 
     def add_bias_gradient(self, unit_sums: list[Tensor], chunk: Chunk) -> None:
-        """Adds sums per key [.., g, n] to the block bias gradient of the entry that has the key."""
+        """Adds sums per key [.., g, n] to the block bias gradient of the tile that has the key."""
         if self.dbias is None or chunk.bias is None:
             return
         entries, slots = chunk.bias

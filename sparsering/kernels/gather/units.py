@@ -28,7 +28,7 @@ class Units:
             entries share one table.
         query_tiles: [units, t] indices of query tiles.
         key_tiles: [units, e] indices of key tiles.
-        entries: [units, e] index of each key tile's entry in the table.
+        entries: [units, e] index, in the table, of the entry (visited pair) of each key tile.
         bitmaps: [units, e] bitmap of each entry (-1: all pairs), [1, e] if all units share them,
             None if all entries have all pairs.
         num_queries, num_keys: tokens in a unit's query tiles and in its key tiles.
@@ -53,8 +53,8 @@ def plan(p: Pass, block_size: int, most_queries: int, most_keys: int) -> list[Un
     """Returns the units of a pass, cached as long as the pass exists.
 
     It joins neighbouring query tiles that visit equal key tiles, at most `most_queries` per unit,
-    and cuts lists of key tiles into pieces of at most `most_keys`. Entries with a bitmap and
-    entries with all pairs are in different units, except in rows of `_rows_in_one_unit`.
+    and cuts lists of key tiles into parts of at most `most_keys`. Pairs of tiles with a bitmap, and
+    those with all pairs, are in different units, except where one unit saves a merge of results.
     """
     plans = _plans.setdefault(p, {})
     if (most_queries, most_keys) not in plans:
@@ -116,7 +116,7 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
 
 
 def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
-    """Selects rows of a table whose entries with and without a bitmap form one unit, not two.
+    """Selects table rows (query tiles) whose entries with and without bitmap form one unit.
 
     That saves a merge of two results. It pays if the row is short enough for one unit, and if other
     rows have equal bitmaps or the table has few rows.
@@ -131,7 +131,7 @@ def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
 
 
 def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cuts entries, sorted by row, into runs: at most `longest` neighbours of one row.
+    """Cuts entries, sorted by row, into runs: at most `longest` neighbouring entries of one row.
 
     Returns: begin and length of each run, and its number within the row.
     """
@@ -143,7 +143,7 @@ def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _first_runs(begin: Tensor, length: Tensor, line: Tensor, key: Tensor, most: int) -> Tensor:
-    """Returns each unit's first run; a unit joins up to `most` neighbour runs of equal keys."""
+    """Returns each unit's first run; a unit joins up to `most` neighbouring runs of equal keys."""
     index = torch.arange(len(begin), device=begin.device)
     before = (index - 1).clamp(min=0)
     same = (line == line[before]) & (length == length[before]) & (index > 0)
@@ -171,9 +171,9 @@ def _equal_rows(columns: list[Tensor]) -> Iterator[Tensor]:
 
 
 def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields sets of units that share all bitmaps: (indices of the units, bitmaps [1, e]).
+    """Yields sets of units that share all bitmaps: (unit indices, bitmaps [1, key tiles]).
 
-    If that makes too many sets, it yields all units at once, with bitmaps [units, e].
+    If that makes too many sets, it yields all units at once, with bitmaps [units, key tiles].
     """
     sets = list(_equal_rows(list(bitmaps.unbind(1))))
     if len(sets) > max(8, len(bitmaps) // 16):
@@ -184,7 +184,7 @@ def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Places(NamedTuple):
-    """Batch entry, heads and positions of each query and key in a chunk of C units."""
+    """Batch entry, g query heads, and positions of m queries and n keys, of each of C units."""
 
     batch: Tensor  # [C]
     head: Tensor  # [C, g] query heads
@@ -196,14 +196,14 @@ class Places(NamedTuple):
 
 @dataclass(frozen=True)
 class Chunk:
-    """C units of equal shape, as indices of the rows to gather.
+    """C units of m queries and n keys each, as indices of the rows to gather.
 
     Attributes:
         q: [C, g, m] rows of the flattened [B * Hq * Nq, ...] tensors; g query heads share keys.
         k: [C, n] rows of the flattened [B * Hkv * Nk, ...] tensors.
         cells: bool [C or 1, m, n], True for pairs of the pattern; None if it has all pairs.
-        bias: None without block bias, else two tensors: indices [C, g, e] of the unit's entries in
-            the flattened bias [B, Hq, num_blocks], and the entry of each key, [C, n] out of e.
+        bias: None without block bias, else two tensors: index [C, g, e] of a unit's e key tiles in
+            the flattened bias [B, Hq, num_blocks]; index [C, n] (below e) of each key's tile.
         places: None if no extra depends on positions.
     """
 
@@ -289,12 +289,12 @@ def chunks(
 def _positions(
     start: Tensor, stop: Tensor, axis: Tensor, tiles: Tensor, step: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the tokens of tiles, [C, t * block_size], and a mask that is False for padding."""
+    """Returns tokens of tiles [C, t], as [C, t * block_size], and a mask: False for padding."""
     first, end = (edge[axis[:, None], tiles] for edge in (start, stop))
     positions, real = slots_of(first, end, step, block_size)
     return positions.flatten(1), real.flatten(1)
 
 
 def _per_token(per_tile: Tensor, axis: Tensor, tiles: Tensor, block_size: int) -> Tensor:
-    """Repeats the number of each tile for each of its tokens, [C, t * block_size]."""
+    """Repeats the number of each tile [C, t] for each of its tokens: [C, t * block_size]."""
     return per_tile[axis[:, None], tiles].repeat_interleave(block_size, 1)
