@@ -270,7 +270,7 @@ def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Te
 
     For each segment length, torchscale pads the last segment to full length, and each segment to a
     multiple of the rate. A zero key has logit 0 and value 0. Queries of the same segment and the
-    same index modulo the rate see it. `like` decides its dtype and device.
+    same index modulo the rate see it. `like` has the sink's dtype and device.
     """
     count = torch.zeros(1, num_heads, length, dtype=sum_dtype(like), device=like.device)
     has_zeros = False

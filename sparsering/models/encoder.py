@@ -199,7 +199,7 @@ class LongNetEncoder(nn.Module):
         return cos, sin
 
     def _shares(self, x: Tensor) -> list[Tensor | None]:
-        """Draws each block's factors [2, B] of attention and MLP, 0 to drop one; None for all 1."""
+        """Draws each block's factors [2, B] of attention's and MLP's output; None if all are 1."""
         depth = len(self.blocks)
         if not self.training or not self.drop_path:
             return [None] * depth

@@ -164,8 +164,7 @@ class LongNetLM(nn.Module):
     def caches(self, batch_size: int = 1, *, max_length: int | None = None) -> list[KVCache]:
         """Returns an empty `KVCache` for each block, for `batch_size` texts.
 
-        `max_length` is the sequence length in tokens for patterns that depend on it; others ignore
-        it.
+        `max_length`: tokens in the whole sequence; only patterns that depend on it use it.
         """
         with suppress(ValueError):  # raised for patterns that depend on the sequence's length
             self.pattern.live_keys(1, num_heads=self.num_heads)

@@ -49,7 +49,7 @@ def pooled_scores(
         pooled_key: [B, Hkv, Np, D]; key c pools tokens c * stride to c * stride + size - 1.
         pooled: (size, stride) of the windows, in tokens.
         kv_len: number of keys before pooling.
-        causal: whether a query sees a pooled key only from the last token of its window on.
+        causal: whether a query at position i sees only windows that end at i or before.
 
     Source: NSA (arXiv 2502.11089), equations 8 to 10.
     """

@@ -38,7 +38,7 @@ class SelectedAttention(nn.Module):
     causal inside them), to a sliding window, and to pooled keys. The last two are optional. Each
     branch has its own softmax over the same projections, and a gate for every head and token. A
     group of queries, called row, chooses separately in every kv head. Its k blocks always include
-    the first `sink` blocks and the `local` blocks that end at the block of the row.
+    the first `sink` blocks and the `local` blocks up to the one that contains the row's queries.
 
     Training of the choice: no gradient flows through it. A method of `block_scores` has no weights,
     but the projections of queries and keys learn from the attention. "pooled" scores blocks by the
@@ -61,7 +61,7 @@ class SelectedAttention(nn.Module):
             "exact"), "pooled", or "learned".
         window: tokens in the window branch, which ends at the query (and reaches as far after it if
             not causal); None for no such branch.
-        sink, local: numbers of first and of local blocks that are always chosen.
+        sink, local: numbers of always chosen blocks: at the start, and up to the row's block.
         pooled: (size, stride) in tokens of the pooled branch, which attends to weighted means of
             keys and values; None for no such branch. The weights are a softmax of u . k over each
             window, u learned. They start equal, and a plain mean cannot single out one key.

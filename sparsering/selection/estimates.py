@@ -42,7 +42,7 @@ class BlockEstimate(NamedTuple):
     # it is not full and only queries inside it see it.
     feature: Tensor
     keys: Tensor  # [B, Hkv, blocks, block_size, D], from block `first_own` on, padded with zeros
-    first_own: int = 0
+    first_own: int = 0  # number of the first block in `keys`
 
     @classmethod
     def build(cls, key: Tensor, block_size: int, method: str, part: int) -> "BlockEstimate":
@@ -92,7 +92,7 @@ class BlockEstimate(NamedTuple):
     def query_strides(self, query: Tensor, scale: float, front: int) -> Tensor:
         """Features [B * Hkv, n / stride * G, F] of queries [B * Hkv, n, G, D], times the scale.
 
-        Every `stride` queries share one. `front` zeros fill up the stride before the first query.
+        Every `stride` neighbouring queries share one. `front` zero queries fill up the first group.
         """
         query = query_features(query, scale, self.method)
         if self.stride > 1:  # an antidiagonal pairs the last query of a stride with the first key
@@ -104,8 +104,8 @@ class BlockEstimate(NamedTuple):
     def antidiagonal_weight(self, blocks: int, present: Tensor | None) -> Tensor | float:
         """Returns 1 / number of query-key products on each antidiagonal, to turn sums into means.
 
-        `present` [n / stride, stride] is False where a query is missing; None if none is. Returns a
-        float if all antidiagonals have `stride` products, else [parts, n / stride, 1, blocks].
+        `present` [n / stride, stride] is False where a query is missing; None if all exist. Returns
+        a float if all antidiagonals have `stride` products, else [parts, n / stride, 1, blocks].
         """
         if present is None and not (self.ragged and blocks == self.num_blocks):
             return 1 / self.stride
@@ -128,7 +128,7 @@ def query_features(query: Tensor, scale: float, method: str) -> Tensor:
 def features(keys: Tensor, count: Tensor, method: str) -> Tensor:
     """Features [..., blocks, parts, F] of keys [..., blocks, parts, tokens of a part, D].
 
-    `count` [blocks, parts] is the number of keys in each part; zeros fill up the others.
+    `count` [blocks, parts] is the number of keys in each part; other tokens of the part are zeros.
     """
     if method == "exact":
         return keys.squeeze(-2)

@@ -31,8 +31,8 @@ def selection_loss(
 
     Args:
         scores: [B, H, R, Nb], -inf for blocks that a row does not see; differentiable.
-        mass: [B, H or a multiple, R, m], not negative; heads of a group are summed. m = Nb without
-            indices, else the number of blocks that each row lists.
+        mass: [B, H or a multiple, R, m], not negative; heads that share a kv head are summed.
+            m = Nb without indices, else the number of blocks that each row lists.
         indices: int64 [R, m], [H or 1, R, m] or [B or 1, H or 1, R, m], the block of each mass;
             default: all blocks in order.
         row_weight: w, at least 0, broadcasts to [B, H, R]; default 1.

@@ -1,4 +1,4 @@
-"""Rows: row r is the queries at r * query_block + 0, 1, .. query_block - 1, with one choice."""
+"""Rows of queries, which choose key blocks together; row r begins at position r * query_block."""
 
 from typing import NamedTuple
 
@@ -9,14 +9,14 @@ from ..patterns.arguments import checked_integer, shortened
 
 
 class Span(NamedTuple):
-    """Range of queries scored together: `width` of them at positions in each of `blocks` blocks."""
+    """Range of queries that are scored together: `width` queries in each of `blocks` key blocks."""
 
     first: int  # index of the first query in the query tensor
     block: int  # index of the key block at the first query's position
     blocks: int  # key blocks at the queries' positions; above 1 only if queries fill them all
-    width: int  # queries in each of these blocks
+    width: int  # queries in each of the `blocks` key blocks
     row: int  # queries that choose blocks together, a divisor of `width`
-    offset: int  # number of positions in `block` before the first query
+    offset: int  # number of positions in key block `block` before the first query
 
     @property
     def queries(self) -> int:
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 def spans(q_start: int, q_len: int, query_block: int, block_size: int) -> list[Span]:
-    """Cuts queries into `Span`s at row and block boundaries; only the end rows may be partial."""
+    """Cuts queries at row and block boundaries; only the first and last row may be partial."""
     end = q_start + q_len
     cuts = {end}
     for size in (query_block, block_size):

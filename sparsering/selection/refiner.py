@@ -19,7 +19,7 @@ class PatternRefiner:
     """Keeps a table of `k` key blocks for each row of queries, and improves it by observed mass.
 
     A row is a group of neighbouring queries. The table suits data where a row needs the same blocks
-    in every example (images, video, tables). For text, choose blocks by content instead.
+    in every example (images, video, tables). For text, choose blocks by `block_scores` instead.
 
     Each update adds the observed mass of a block to its running mean:
     `M = ema * M + (1 - ema) * mean`. It then swaps at most `swaps` blocks in each row: the block of
@@ -116,7 +116,7 @@ class PatternRefiner:
 
         Args:
             mass: [B, H or a multiple, R, m], softmax weights summed over the block's keys and the
-                row's queries; heads of a group are summed.
+                row's queries. Heads that share a kv head are summed.
             indices: int64, broadcasts to [B, H, R, m]: the block that each mass belongs to. Numbers
                 outside 0 .. blocks - 1, and repeats of a block in a row, are ignored.
 
@@ -170,7 +170,7 @@ class PatternRefiner:
         most = min(self.swaps, self.k, self.shape[2])
         enter_mass, entering = _least(torch.where(can_enter, -self._mass, torch.inf), most)
         leave_mass, leaving = _least(torch.where(can_leave, self._mass, torch.inf), most)
-        swap = -enter_mass > (1 + self.margin) * leave_mass  # False for inf, which is no candidate
+        swap = -enter_mass > (1 + self.margin) * leave_mass  # False where inf marks no candidate
         if not bool(swap.any()):
             return False
         slot = (self.table[..., None] == leaving[:, :, None]) & swap[:, :, None]  # [H, R, k, swaps]
@@ -186,7 +186,7 @@ class PatternRefiner:
         return {name.lstrip("_"): getattr(self, name).clone() for name in STATE}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state from `state_dict`; ValueError if it is not one of this size."""
+        """Restores a state that `state_dict` returned; ValueError if sizes or dtypes differ."""
         own = self.state_dict()
         fits = isinstance(state, Mapping) and set(state) == set(own)
         if not fits or any(
@@ -211,7 +211,7 @@ class PatternRefiner:
         settings = torch.tensor(
             (self.ema, self.margin, self.swaps, self.cooldown), dtype=torch.float64
         )
-        names = (name for name in STATE if name not in ("_sums", "_counts"))  # may differ
+        names = (name for name in STATE if name not in ("_sums", "_counts"))  # may differ by rank
         state = settings, self._protected, *(getattr(self, name) for name in names)
         own = torch.tensor([_digest(x) for x in state])
         extremes = torch.cat((own, ~own)).to(device)  # ~ reverses order: one MAX gives max and ~min

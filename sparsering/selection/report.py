@@ -178,9 +178,10 @@ class _Comparison:
         self.first_row = start // size  # index of the row that contains the first query
         position = start + torch.arange(query.shape[2], device=query.device)
         row = position // size - self.first_row
-        self.query_index = torch.nonzero(torch.isin(row, self.sample))[:, 0]  # [n] of these rows
+        # of the n queries in examined rows: index, position, and index in `sample` of the row
+        self.query_index = torch.nonzero(torch.isin(row, self.sample))[:, 0]  # [n]
         self.position = position[self.query_index]
-        self.row = torch.searchsorted(self.sample, row[self.query_index])  # [n], in `sample`
+        self.row = torch.searchsorted(self.sample, row[self.query_index])  # [n]
         heads = selected.indices.shape[-3] if selected.indices.dim() > 2 else 1
         self.heads = max(heads, key.shape[1])  # heads that choose blocks separately, H
         self.blocks = -(-key.shape[2] // selected.block_size)
@@ -225,7 +226,7 @@ class _Comparison:
         return listed_blocks(indices, self.blocks).expand_as(self.mass) & (self.visible > 0)
 
     def ranks(self, seed: int) -> dict[str, Tensor]:
-        """Returns each baseline's ranks of blocks [B, H, rows, Nb]; it chooses rank 0 first."""
+        """Ranks blocks for each baseline, [B, H, rows, Nb]; a baseline lists the lowest ranks."""
         block = torch.arange(self.blocks, device=self.query.device)
         own = (self.sample + self.first_row) * self.selected.row_size // self.selected.block_size
         generator = torch.Generator().manual_seed(seed)
@@ -243,12 +244,12 @@ class _Comparison:
     def report(
         self, listed: Tensor, baselines: dict[str, SelectionReport] | None = None
     ) -> SelectionReport:
-        """Reports on a selection of the blocks where `listed` [B, H, rows, Nb] is true.
+        """Reports on a selection of the blocks that are marked in `listed` [B, H, rows, Nb].
 
-        The report contains the `baselines`; without them the selection is itself a baseline.
+        `baselines`: reports to include; None if the selection is itself a baseline.
         """
         kv_heads = self.key.shape[1]
-        # A selection that lists these blocks in the examined rows, and no blocks in other rows.
+        # Indices of the marked blocks in the examined rows, and of no blocks in other rows.
         most = int(listed.sum(-1).max())
         order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
         indices = order.new_full((*order.shape[:2], self.total, most), -1)

@@ -134,7 +134,7 @@ class GatedSchedule:
         return {"clock": self.clock}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state from `state_dict`; ValueError for another dict."""
+        """Restores a state that `state_dict` returned; ValueError if `state` is not such a dict."""
         if not isinstance(state, Mapping) or set(state) != {"clock"}:
             raise ValueError(
                 "expected the state_dict of a GatedSchedule, with 'clock', got "

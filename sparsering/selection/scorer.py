@@ -140,8 +140,7 @@ class BlockScorer(nn.Module):
             query: [B, Hq, Nq, D], the first one at position `first`.
             pooled: [B, Hkv, Nb, index_dim], `summaries` of the blocks. If causal, a query uses the
                 summaries of earlier blocks only.
-            key: [B, Hkv, n, D], the keys after the first `num_skipped` blocks, which must end
-                before the block of the first query.
+            key: [B, Hkv, n, D] from block `num_skipped` on, which begins at or before `first`.
         """
         dtype, (batch, heads, q_len) = query.dtype, query.shape[:3]
         size, kv_heads, blocks = self.block_size, key.shape[1], pooled.shape[2]
@@ -177,7 +176,7 @@ class BlockScorer(nn.Module):
     def _score_rows(self, query: Tensor, pooled: Tensor, own: Tensor | None, first: int) -> Tensor:
         """Computes the scores [B, Hkv, R, Nb] of the rows that contain these queries.
 
-        `own` [B, Hkv, Nq, index_dim] summarises each query's own block up to the query.
+        `own` [B, Hkv, Nq, index_dim] summarises each query's block from its start to the query.
         """
         q_len, blocks, step = query.shape[3], pooled.shape[2], self.query_block
         lowest = torch.finfo(query.dtype).min
@@ -201,7 +200,7 @@ class BlockScorer(nn.Module):
 
 
 def _in_blocks(key: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Cuts keys [.., Nk, D] into blocks [.., Nb, size, D], zero-padded; also marks real keys."""
+    """Cuts keys [.., Nk, D] into zero-padded blocks [.., Nb, size, D]; also marks existing keys."""
     length = key.shape[2]
     blocks = -(-length // size)
     keys = F.pad(key, (0, 0, 0, blocks * size - length)).unflatten(2, (blocks, size))

@@ -163,7 +163,7 @@ def _write_by_kernel(
     span: Span, query: Tensor, estimate: BlockEstimate, causal: bool, scale: float, out: Tensor
 ) -> bool:
     """Writes the scores of one range of queries by the C++ kernel; False if shares underflowed."""
-    # log(tokens / part) for each part of a partial last block; the kernel adds log(part) itself
+    # for each part of a last block that is not full: log(tokens / part); the kernel adds log(part)
     last = (estimate.counts()[-1] / estimate.part).log().float() if estimate.ragged else None
     underflow = cpu.block_shares(
         in_memory(query), in_memory(estimate.feature), in_memory(estimate.keys), last, out,
@@ -182,7 +182,7 @@ def _cut(span: Span, heads: int, estimate: BlockEstimate, causal: bool) -> Itera
     while done < span.blocks:
         block = span.block + done
         if causal and block + math.isqrt(room) < blocks:
-            # `count` causal blocks see block + count blocks: solves count * (block + count) = room.
+            # `count` blocks of queries see block + count key blocks: count * (block + count) = room
             count = (math.isqrt(block * block + 4 * room) - block) // 2
         else:
             count = room // blocks
@@ -194,7 +194,7 @@ def _cut(span: Span, heads: int, estimate: BlockEstimate, causal: bool) -> Itera
 def _span_scores(
     span: Span, query: Tensor, estimate: BlockEstimate, causal: bool, scale: float
 ) -> Tensor:
-    """Computes scores [B * Hkv, rows, Nb] of a span of the queries [B * Hkv, Nq, G, D]."""
+    """Computes scores [B * Hkv, rows, Nb] of a range of the queries [B * Hkv, Nq, G, D]."""
     query = query[:, span.first : span.first + span.queries].to(estimate.feature.dtype)
     if not causal:
         return _shares(span, query, estimate, estimate.num_blocks, None, scale)[0]
@@ -211,7 +211,7 @@ def _span_scores(
 
 
 def _own_mass(span: Span, query: Tensor, estimate: BlockEstimate, scale: float) -> Tensor:
-    """Exact log mass [B * Hkv, n, G] of the keys from the start of the query's block to itself."""
+    """Log of the exact mass [B * Hkv, n, G] of the keys in a query's block, up to the query."""
     group = query.shape[2]
     first, stop = max(span.block, 0), min(span.block + span.blocks, estimate.num_blocks)
     blocks = max(0, stop - first)

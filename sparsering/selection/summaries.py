@@ -89,7 +89,7 @@ class BlockSummaries:
             if isinstance(self._method, BlockScorer):
                 pooled = feature[:, :, 0, : -(-length // size)]
                 return self._method.scores_of(query.to(dtype), pooled, own, start, start // size)
-            feature = feature[:, :, :, : max(length // size, 1)]  # one unused if no block is full
+            feature = feature[:, :, :, : max(length // size, 1)]  # one unused block if none is full
             scale = checked_scale(scale, query)
             if query.shape[2] == 1 and query.shape[1]:
                 feature = feature[:, :, :, : start // size]

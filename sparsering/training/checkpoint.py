@@ -162,7 +162,7 @@ def load_model(folder: str | Path) -> LongNetLM:
 
 
 def _about(folder: Path, values: Any) -> About:
-    """Checks the values of `checkpoint.json`; ValueError if `save_checkpoint` never writes such."""
+    """Checks the values of `checkpoint.json`; ValueError for values that are never saved."""
     if not isinstance(values, dict) or values.get("format") not in (FORMAT, OLDER_FORMAT):
         raise ValueError(f"the format is not {FORMAT!r}")
     tensors = _value(values, "tensors", dict)
@@ -233,9 +233,9 @@ def _check_kinds(about: About, kinds: dict[str, Kind]) -> None:
 
 
 def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:
-    """Writes a `checkpoint.json` that names these files, and removes those of older checkpoints.
+    """Writes a `checkpoint.json` that names `files`, and removes files of older checkpoints.
 
-    If `checkpoint.json` cannot be written, it removes these files instead and raises OSError.
+    If `checkpoint.json` cannot be written, it removes `files` instead and raises OSError.
     """
     try:
         replace_file(folder / "checkpoint.json", json.dumps(about, indent=2).encode() + b"\n")

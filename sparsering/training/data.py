@@ -48,7 +48,7 @@ def read_text(
         context: tokens per window; training and validation each need context + 1 bytes.
         seed: decides which files are for validation.
         glob: file names to read in a folder.
-        validation_share: approximate share of bytes for validation; from the end of a single file.
+        validation_share: approximate share of bytes for validation; in a single file, the end.
 
     Raises:
         FileNotFoundError: the path does not exist.
@@ -171,7 +171,7 @@ def _read(file: Path) -> bytes:
 
 
 def _validation_files(contents: dict[str, bytes], target: int, seed: int) -> list[str]:
-    """Draws files at random until they have `target` bytes, but never more than half of all."""
+    """Draws files at random until they have `target` bytes, but at most half of all bytes."""
     order = sorted(contents)
     random.Random(f"{seed}:validation").shuffle(order)
     most = sum(map(len, contents.values())) // 2

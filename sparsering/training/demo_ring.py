@@ -78,7 +78,7 @@ def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
 
 
 def _figures(ranks: Ranks, plan: RingPlan, run: Run) -> RankFigures:
-    """Measures this rank after training; one more forward and backward counts the bytes."""
+    """Measures this rank after training; counts received bytes in one more forward and backward."""
     memory = peak_memory_bytes()
     with autocast(run.recipe.dtype, ranks.device.type):
         ranks.loss(run.model, *run.windows[0]).backward()

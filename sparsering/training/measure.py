@@ -26,7 +26,7 @@ class TimedAttention:
     """Attention with a stopwatch: `seconds` sums the time of its forward and backward.
 
     Backward is timed from the gradient of the output to the first gradient of query, key or value.
-    Attention is one node of autograd's graph, so that is its whole backward on a CPU.
+    Attention is one node of autograd's graph, so on a CPU this time is its whole backward.
     """
 
     def __init__(self, attend: Attend) -> None:

@@ -34,7 +34,7 @@ _ROWS = re.compile(r"(.*)\[([0-9]{1,18}):([0-9]{1,18})\]", re.DOTALL)
 
 
 class Kind(NamedTuple):
-    """Shape of a tensor, and its dtype by the name in safetensors."""
+    """Shape of a tensor, and the name of its dtype in safetensors files."""
 
     shape: tuple[int, ...]
     dtype: str = "F32"
@@ -149,7 +149,7 @@ def _own_share(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]
     """Returns the tensors that this rank writes, by their names in the file.
 
     Ranks along "sp" have the same tensors; each writes some, about as many bytes as the others.
-    Ranks along "dp" have different rows of sharded tensors; the first rank writes all others.
+    Ranks along "dp" have different rows of sharded tensors; the first of them writes the others.
     """
     share: dict[str, Tensor] = {}
     share_bytes = [0] * ranks.size("sp")

@@ -49,7 +49,7 @@ def register() -> None:
 
 
 def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the method that chooses a model's attention: warns if it ignores a stored pattern."""
+    """Wraps the method that chooses a model's attention; warns if that ignores a stored pattern."""
 
     @functools.wraps(check)
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:

@@ -134,7 +134,7 @@ def _attend_masked(
     query, key, value = inputs
     stop = q_start + query.shape[2]
     if mask.kind.causal and not compiling and stop < key.shape[2]:
-        key, value = key[:, :, :stop], value[:, :, :stop]  # a static cache is empty from there on
+        key, value = key[:, :, :stop], value[:, :, :stop]  # a static cache is empty from `stop` on
     if pattern is not None:
         return attend_pattern(pattern, (query, key, value), mask, q_start, extras)
     kv_len = key.shape[2]

@@ -97,14 +97,14 @@ def parse_in_advance(texts: Texts) -> None:
 
 
 def text_for(texts: Texts | None, index: int | None, kind: str) -> str | None:
-    """Returns the text for a layer; in a dict, the layer's index overrides its type."""
+    """Returns the text of a layer's pattern; in a dict, the layer's index overrides its type."""
     if texts is None or isinstance(texts, str):
         return texts
     return texts.get(str(index), texts.get(kind))
 
 
 def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
-    """Returns each layer's pattern: `apply`'s, else that of its type; None for unknown types."""
+    """Returns each layer's pattern: from `apply`, else the model's own; None for unknown types."""
     texts = stored_text(config)
     patterns: list[Pattern | None] = []
     for index, kind in enumerate(types_of(config)):

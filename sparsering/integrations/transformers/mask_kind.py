@@ -46,8 +46,8 @@ class MaskKind:
     chunks: list[tuple[int, Tensor, Tensor | None]] = field(default_factory=list)
     documents: list[Tensor] = field(default_factory=list)  # number of each token's document, [B, N]
     # Only inside torch.compile:
-    is_joined: bool = False  # it joins several functions, of which one may hide other documents
-    has_chunks: bool = False  # it has chunks, whose borders look like those of documents
+    is_joined: bool = False  # the function joins others; one of them may hide other documents
+    has_chunks: bool = False  # the mask has chunks, whose borders look like those of documents
 
     def narrow(self, left: int, right: int | None = None) -> None:
         """Limits the window to `left` keys before the query and `right` after it."""
@@ -63,7 +63,7 @@ def recognise(mask_function: MaskFunction) -> MaskKind | None:
 
 
 def _add(function: MaskFunction, positions: Tensor | None, kind: MaskKind) -> bool:
-    """Adds a function's limits to `kind`; False if unknown. Without positions: token indices."""
+    """Adds a mask function's limits to `kind`; False if unknown. No positions: token indices."""
     if function is _CAUSAL:
         kind.causal = True
         return True
@@ -119,7 +119,7 @@ def recognise_inside_compile(
 def runs_by_neighbours(
     mask_function: MaskFunction, batch_size: int, kv_length: int, kv_offset: int, device: Any
 ) -> Tensor:
-    """Numbers documents or chunks [B, Nk]: one begins where a token does not see its neighbour."""
+    """Numbers documents or chunks [B, Nk]: one begins where a token does not see the one before."""
     batch = torch.arange(batch_size, device=device)[:, None, None, None]
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
     key = torch.arange(kv_length, device=device)[None, None, None] + kv_offset

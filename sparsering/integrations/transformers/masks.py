@@ -48,7 +48,7 @@ class ModelMask:
     runs: Tensor | None  # [B or 1, keys] number of each token's chunk of a document; None for one
     valid_keys: Tensor | None  # [B, all keys] False for padding; None if there is no padding
     dense: Callable[[], Tensor]  # builds transformers' own mask, bool [B, 1, queries, keys]
-    visible: Tensor | None = None  # [B, keys] what one query sees if q_start is a tensor
+    visible: Tensor | None = None  # [B, keys] keys of the only query, if q_start is a tensor
     packing_checked: bool = False  # so that packed documents cause one warning per pass
 
     def __repr__(self) -> str:
@@ -84,7 +84,7 @@ class ModelMask:
         mask = _of_distances(self.kind)
         valid, runs = self.valid(kv_len), self.runs
         if runs is not None and self.shape[2] == 1 and not torch.compiler.is_compiling():
-            own_run = runs[:, :kv_len] == runs[:, q_start : q_start + 1]  # the only query's
+            own_run = runs[:, :kv_len] == runs[:, q_start : q_start + 1]  # run of the only query
             valid = own_run if valid is None else valid & own_run
         elif runs is not None:
             mask = mask & SameRun(runs[:, :kv_len])
@@ -145,7 +145,7 @@ def mask_interface(
 
     `attention_mask` [B, N] is False for padding; N may be shorter than the keys.
     """
-    if isinstance(attention_mask, ModelMask):  # with a static cache, transformers passes it back
+    if isinstance(attention_mask, ModelMask):  # built in advance, for a static cache
         return attention_mask
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()  # a static cache changes it in place before the layer attends

@@ -24,7 +24,7 @@ from .runs import InRuns, SameRun, several_runs
 def attend_pattern(
     pattern: Pattern, inputs: Inputs, mask: ModelMask, q_start: int, extras: dict[str, Any]
 ) -> Tensor:
-    """Attends over a pattern within a mask of known kind; returns [B, Hq, Nq, Dv].
+    """Attends over a pattern within a mask whose `kind` is not None; returns [B, Hq, Nq, Dv].
 
     Raises: ValueError if the cache has dropped keys that the pattern needs, or if the pattern
         depends on the length of the whole sequence, which is unknown in decoding.
@@ -82,7 +82,7 @@ def _attend(
 
 
 def _row_runs(mask: ModelMask, kv_len: int) -> Tensor | None:
-    """Numbers the parts of each row in which positions restart, [B or 1, Nk]; None for one part."""
+    """Numbers each row's padding and documents, [B or 1, Nk]; None if there is only one number."""
     ids = [] if mask.documents is None else [mask.documents[:, :kv_len]]
     if mask.valid_keys is not None:
         valid = mask.valid_keys[:, mask.kv_start : mask.kv_start + kv_len]

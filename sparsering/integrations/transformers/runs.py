@@ -76,7 +76,7 @@ def common_runs(*ids: Tensor) -> Tensor:
 
 
 def several_runs(*ids: Tensor) -> Tensor | None:
-    """Returns `common_runs`, or None for a single run; torch.compile cannot count them."""
+    """Numbers runs as `common_runs`; None for a single run, which torch.compile cannot detect."""
     if not ids:
         return None
     runs = common_runs(*ids)

@@ -177,7 +177,7 @@ class SparseCache(Cache):
         rollback: number of tokens that `crop` can remove, as assisted generation does.
 
     Results are the same as with a full cache. Each key/value head keeps the keys of
-    `pattern.live_keys` and at most one page more; left padding is not stored.
+    `pattern.live_keys` and at most one page (128 keys) more; left padding is not stored.
 
     Raises: ValueError if the model does not run "sparsering"; NotImplementedError if a layer type
         has no pattern.
