@@ -32,7 +32,7 @@ class CallRecipe:
     block_size: int | None = None  # tokens per tile, None if the caller does not choose
     plain: bool = False  # True if no compiler, tracer, profiler, mode or transform observes it
     learns: bool = False  # True if autograd records query, key or value
-    layout_key: LayoutKey | None = None  # one for all its calls; set by the first
+    layout_key: LayoutKey | None = None  # the same for all its calls; set by the first call
     direct: bool = False  # True: no extras, key masks or gradients, so a layout is enough
     table: tuple[Backend, ...] = ()  # `BACKENDS` at the time of the decision
 
@@ -110,7 +110,7 @@ def _kind(
     return tensors, pattern_key, choices, types, in_use, interpreted  # `types` tells 1 from True
 
 
-_COMPARED = frozenset((type(None), int, float, str))  # types of options that a key may have
+_COMPARED = frozenset((type(None), int, float, str))  # with other types, `_kind` returns None
 
 
 def checked_call(

@@ -106,9 +106,9 @@ def differentiable(
 def _gradients(
     name: str, call: str, count: int, backward: Callable[..., Sequence[Tensor | None]], refusal: str
 ) -> Callable[..., Sequence[Any]]:
-    """Registers the operator `sparsering::NAME_backward` of `differentiable`.
+    """Registers `sparsering::NAME_backward`, the backward of an operator of `differentiable`.
 
-    It takes the arguments of `backward`; returns `count` gradients, empty tensors if not wanted.
+    It takes the arguments of `backward`, and returns `count` gradients, empty if not wanted.
     """
 
     def gradients(*arguments: Any) -> list[Tensor]:

@@ -30,7 +30,7 @@ class Backend(NamedTuple):
         only_named: True if the backend runs only when the caller names it.
         package: the package that the backend needs; the pip extra of its name installs it.
         reads_slots: True if its forward accepts query tiles that begin at a later bitmap row
-            (`Problem.slots`); others get `Problem.in_first_slots()`.
+            (`Problem.slots`); other backends get shifted bitmaps instead.
         refuses: returns why the backend cannot run a pattern with a given position of the first
             query; None if it runs any pattern.
         selected_layout: builds the layout of selected blocks, from a pattern, a frame, a block size

@@ -83,7 +83,7 @@ def checked_extras(
             number = drawn_seed(query)
         elif isinstance(seed, Tensor):  # an int stays on the host: kernels take it as a scalar
             number = number.to(query.device)
-        batch, streams = len(query), pattern.num_streams  # a stream is a document with a seed
+        batch, streams = len(query), pattern.num_streams  # a stream: a document with its own seed
         extras["dropout_p"] = p
         seeds = batch_seeds(number, batch * streams, query.device)
         extras["dropout_seed"] = seeds.view(batch, streams)
@@ -110,7 +110,7 @@ def _checked_block_bias(bias: object, query: Tensor, block_size: int | None) -> 
 def _checked_slots(
     bias: object, query: Tensor, key: Tensor, pattern: Pattern, block_bias: object
 ) -> Tensor:
-    """Checks a bias of a selection's indices [R, k]; expands it to all heads, [B, Hq, R * k]."""
+    """Checks a slot bias, shaped like indices [.., R, k]; expands it to [B, Hq, R * k]."""
     if block_bias is not None:
         raise ValueError(
             "expected block_bias or slot_bias, got both; pass slot_bias with SelectedBlocks, "

@@ -107,7 +107,7 @@ def capped(score: Tensor, softcap: float | None) -> Tensor:
 
 
 def entry_of_distance(distance: Tensor, table: Tensor) -> Tensor:
-    """Returns where a table [.., 2R + 1] has each distance, clamped to -R and R: an index."""
+    """Returns the index of each distance, clamped to -R and R, in a table [.., 2R + 1]."""
     radius = table.shape[-1] // 2
     return distance.clamp(-radius, radius) + radius
 

@@ -276,9 +276,9 @@ def _layout_key(
 def _layout(
     backend: str, pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]]:
-    """Returns (layout from the cache, bitmap row of the first query in each pass; () for 0)."""
-    page = None
-    if frame.q_len == 1 and BACKENDS[backend].refuses is None:  # sdpa cannot read a page's layout
+    """Returns (cached layout, bitmap row of the first query in each pass, or () if all are 0)."""
+    page = None  # a layout of a range of queries, which sdpa cannot read
+    if frame.q_len == 1 and BACKENDS[backend].refuses is None:
         page = last_query_layout(pattern, frame, block_size, device)
     return page or (layout_cache.layout(pattern, frame, block_size, device), ())
 
@@ -342,7 +342,7 @@ def _log_biased_counts(number: Tensor, block_bias: Tensor, mask: Tensor | None =
 
 
 def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int:
-    """Counts FLOPs of the exact pairs, each with so many dot products over D and over Dv."""
+    """Counts FLOPs: each pair has `by_head_dim` dot products over D, `by_value_dim` over Dv."""
     query, key, value, *_ = arguments
     recipe, pattern, extras = _parsed_call(arguments[: len(_NAMES)])
     layout_key, _ = _layout_key(recipe, query, key, pattern, extras)

@@ -70,7 +70,7 @@ def slots_op(
 ) -> Tensor:
     """Returns 1 + the place of each pair's block in the selection's flattened indices.
 
-    int64 [branches, B, Hq, Nq, Nk]; 0 if no index is the block, -1 if the branch lacks the pair.
+    int64 [branches, B, Hq, Nq, Nk]; 0 if no index lists the block, -1 if the branch lacks the pair.
     """
     value, frame = parse(pattern, tensors), frame_of(query, key, q_start)
     check_fits(value, frame)

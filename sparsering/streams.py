@@ -56,7 +56,7 @@ def moved(x: Tensor, device: torch.device) -> Tensor:
     The copy is queued on the current stream and the host does not wait. Torch keeps the pinned
     memory until the copy is done.
 
-    Raises: RuntimeError in a CUDA graph's capture: each replay would read that memory again.
+    Raises: RuntimeError in a CUDA graph's capture: each replay would read the pinned memory again.
     """
     if device.type != "cuda":
         return x.to(device)

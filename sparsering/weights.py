@@ -110,7 +110,7 @@ def attention_weights(
             device=query.device,
         )
         group = query.shape[1] // max(1, key.shape[1])
-        # an extra row is what the padding of ragged tiles reads
+        # the padding of ragged tiles reads an extra row of zeros
         q, k = (pad(x.to(lse.dtype), (0, 0, 0, 1)) for x in (query, key))
         lse = pad(finite_or_zero(lse), (0, 1))
         position, key_position, _ = pattern.coordinates(layout.frame)

@@ -9,7 +9,7 @@
 namespace sparsering::cpu {
 
 // Work item: entries (visited key tiles) `begin` to `end` of query tile `row`, for some heads. If a
-// row has many entries, it is cut into pieces, merged later: `piece` is the index, -1 if not cut.
+// tile has many entries, it is cut into pieces, merged later: `piece` is the index, -1 if not cut.
 struct Item {
   int64_t batch, head, heads, row, begin, end, piece;
 };
@@ -24,7 +24,7 @@ class Attend {
     const T *k, *v;
   };
 
-  // Buffers of a thread, for items of many queries, of few queries, or both.
+  // Buffers of a thread, for items of `many` queries, of `few` queries (few.h), or both.
   struct Scratch {
     Scratch(const Attend& f, bool many, bool few) {
       const auto& x = f.x_;
@@ -231,8 +231,8 @@ class Attend {
     return result;
   }
 
-  // True if a bitmap has a pair with one of these queries. Decoding builds one layout for a range
-  // of queries and runs a few of them: an entry may only have pairs with the others.
+  // True if bitmap `number` has a pair with one of the call's queries. Decoding builds one layout
+  // for a range of queries and runs a few, so all pairs of an entry may be with other queries.
   bool visited(const Pass& pass, int64_t number, int64_t queries, int64_t keys) const {
     int any = 0;
     for (int64_t i = 0; i < queries; ++i) {

@@ -156,7 +156,7 @@ class Backward {
     Item item;
     int64_t pieces;
   };
-  // Items of a wave (the kv heads that are computed together), and the tiles that were cut.
+  // Work items of kv heads that are computed together (a wave), and the tiles that were cut.
   struct Items {
     // Cuts a tile with more than `longest` entries into pieces.
     void add(int64_t head, int64_t tile, int64_t begin, int64_t end, int64_t longest) {
@@ -303,7 +303,7 @@ class Backward {
     });
   }
 
-  // Adds the pieces of each cut tile in order, and calls put(split, sum).
+  // Adds the pieces of each cut tile in order, and calls put(cut tile, its sum).
   template <typename Put>
   static void add_up(const std::vector<Split>& splits, float* parts, int64_t size, const Put& put) {
     share_out<int>(
@@ -425,7 +425,7 @@ class Backward {
   float* dbias_;
   double* dtable_;  // [B, Hq, groups, 2R + 1]
   int64_t groups_;
-  // Largest number of key tiles in a pass; then of key and of query tiles, without walked passes.
+  // Largest counts in a pass: key tiles; then key tiles, and query tiles of a group, if not walked.
   int64_t most_columns_ = 0, columns_ = 0, rows_ = 0;
 };
 

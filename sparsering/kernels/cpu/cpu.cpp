@@ -66,7 +66,7 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::Tensor
   return passes;
 }
 
-// Common first arguments of the operators. `covers`: the first pass has every query in a tile.
+// Common first arguments of operators. `covers`: true if the first pass has every query in a tile.
 #define SPARSERING_CALL                                                                          \
   const Tensor &query, const Tensor &key, const Tensor &value, const std::optional<Tensor>&bias, \
       const Tensor &first_entry, at::TensorList tensors, at::TensorList places,                  \
@@ -75,7 +75,7 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::Tensor
       const std::optional<Tensor>&seeds, const std::optional<Tensor>&key_mask, bool in_float32,  \
       at::IntArrayRef walked
 
-// Sets the bitmap row of a tile's first query for each pass; 0 if `slots` is empty.
+// Sets, for each pass, the bitmap row of the call's first query; 0 if `slots` is empty.
 void set_slots(std::vector<Pass>& passes, at::IntArrayRef slots, int64_t queries) {
   for (size_t i = 0; !slots.empty() && i < passes.size(); ++i) {
     TORCH_CHECK_VALUE(
@@ -126,7 +126,7 @@ struct Laid {
   std::vector<Tensor> tensors;
   std::vector<Pass> passes;
   Tensor first_entry;
-  int64_t block, queries = 0, keys = 0;  // least lengths of query and key
+  int64_t block, queries = 0, keys = 0;  // shortest query and key that fit the passes
   int64_t versions;                      // sum of the tensors' versions when they were checked
   bool covers;
   double scale;

@@ -14,7 +14,7 @@ int64_t width_or(int64_t width) {
   return W ? W : width;
 }
 
-// Queries of one kv head that share all keys; row r of scores begins at r * ld.
+// Queries of one kv head, all with the same keys; row r of scores begins at r * ld.
 struct FewQueries {
   int64_t count, key_width, value_width, ld;
   int64_t width;  // values of a query: the head dim, padded with zeros to whole vectors

@@ -98,17 +98,17 @@ class Forward {
   struct Spare {
     Buffer<T> tile, pairs;
   };
-  // Results of the pieces into which long rows of entries are cut.
+  // Results of the pieces into which query tiles with many key tiles are cut.
   struct Parts {
     Parts(const Problem& x, int64_t pieces)
         : rows(pieces * x.block * x.Dv), lses(pieces * x.block) {}
     Buffer<float> rows, lses;
   };
-  // Kv heads whose keys are packed together, and then visited, by one thread (`alone`) or by all.
+  // Buffers and items of kv heads that are computed together, by one thread (`alone`) or by all.
   struct Wave {
     bool alone;
     int64_t first = 0, count = 0;
-    std::vector<int64_t> key_slot = {}, value_slot = {};  // per key tile, -1 if it is not packed
+    std::vector<int64_t> key_slot = {}, value_slot = {};  // per key tile: packed index or -1
     std::vector<Operands> operands = {};
     Buffer<T> keys = Buffer<T>(), values = Buffer<T>();
     Buffer<float> sums = Buffer<float>();
@@ -225,7 +225,7 @@ class Forward {
     return most;
   }
 
-  // Lists the items of a head. Cuts rows with many more entries than others, as longest_piece says.
+  // Lists the work items of a head. Cuts query tiles with more entries than longest_piece allows.
   int64_t list_items(const Pass& pass, int64_t b, int64_t head, int64_t heads, bool fresh,
                      int64_t pieces, std::vector<Item>& items, std::vector<Split>& splits) const {
     const int64_t axis = head * pass.axes / x_.Hq;
@@ -276,8 +276,8 @@ class Forward {
     put(pass, split.item, tile, rows, lse, fresh, out);
   }
 
-  // Packs K (in rows) and V^T of the key tiles that a head of the group visits. Keys that already
-  // are in such rows are not copied.
+  // Packs K (in rows) and V^T of the key tiles that a head of the group visits. Keys that can be
+  // read in place are not copied.
   void pack_keys(Wave& w, const Pass& pass) const {
     const int64_t first = w.first, count = w.count;
     const int64_t columns = pass.columns, block = x_.block;

@@ -32,7 +32,7 @@ inline int64_t round_up(int64_t n, int64_t unit) {
   return (n + unit - 1) / unit * unit;
 }
 
-// Calls f with a value of the C++ type that belongs to the dtype `type`.
+// Calls f with a value of the C++ type of the dtype `type`.
 template <typename F>
 void with_type(at::ScalarType type, const F& f) {
   if (type == at::kFloat) {
@@ -157,7 +157,7 @@ struct Pass {
   const uint8_t* bitmap(int64_t number) const {
     return bitmaps + number * (block * block / 8);
   }
-  // Returns the bitmap row of query `i` of a tile, with a bit per key.
+  // Returns bitmap `number`'s row for query `i` of a tile: a bit per key.
   const uint8_t* bits_of_query(int64_t number, int64_t i) const {
     return rows_of_bits_ + (number * block + slot + i) * (block / 8);
   }
@@ -184,8 +184,8 @@ struct Pass {
 
 constexpr int64_t kLeastRowsCut = 64;  // `at_least` of longest_piece in the forward pass
 
-// Query tiles (or key tiles) with more entries than this are cut into pieces. It is twice the
-// mean number of entries of max(rows, at_least) rows, and does not depend on the threads.
+// Largest number of entries of a piece; query tiles (or key tiles) with more are cut. At least 16,
+// else twice the mean number over max(rows, at_least) tiles; it does not depend on the threads.
 inline int64_t longest_piece(int64_t entries, int64_t rows, int64_t at_least) {
   return std::max<int64_t>(16, 2 * entries / std::max<int64_t>(rows, at_least));
 }

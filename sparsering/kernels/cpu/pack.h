@@ -195,7 +195,7 @@ inline void transpose(const BFloat16* from, int64_t rows, int64_t width, BFloat1
   transpose(reinterpret_cast<const float*>(spare), rows / 2, width, reinterpret_cast<float*>(to));
 }
 
-// Packs the right operand X^T of X [rows, width]. In bfloat16 its pairs are adjacent in X.
+// Packs X^T of X [rows, width] as a right operand. In bfloat16, a pair's values are adjacent.
 inline void pack_transposed(const float* from, int64_t rows, int64_t width, float* to) {
   transpose(from, rows, width, to);
 }
@@ -203,7 +203,7 @@ inline void pack_transposed(const BFloat16* from, int64_t rows, int64_t width, B
   transpose(reinterpret_cast<const float*>(from), rows, width / 2, reinterpret_cast<float*>(to));
 }
 
-// C [M, N] = A [M, K] B [K, N], added to C if `add`; K > 0.
+// Computes C [M, N] = A [M, K] B [K, N], or adds the product to C if `add`; K > 0.
 template <typename T>
 void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, int64_t ldb,
               float* C, int64_t ldc, bool add) {
@@ -215,7 +215,7 @@ void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T*
   will_write(C, (M - 1) * ldc + N);
   at::native::cpublas::brgemm(M, N, K, lda, ldb, ldc, add, A, B, C, kPaired<T>);
 }
-// Multiplies as above, if B and C are contiguous.
+// Computes C = A B, or C + A B if `add`, for contiguous B and C.
 template <typename T>
 void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, float* C,
               bool add) {

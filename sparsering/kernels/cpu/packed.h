@@ -8,8 +8,7 @@
 
 namespace sparsering::cpu {
 
-// Operands of key tiles, one slot per tile: K^T, and copies of K and V if the tensor's rows cannot
-// be used.
+// Operands of key tiles: K^T, and copies of K and V if the tensor's rows cannot be used.
 template <typename T>
 class PackedKeys {
  public:
@@ -53,7 +52,7 @@ class PackedKeys {
   const Pairs<T>& pairs_;
   int64_t key_size_, value_size_;
   Buffer<T> transposed_, copies_;
-  std::vector<int64_t> copy_;  // per slot: index of its copy of K and V, -1 for none
+  std::vector<int64_t> copy_;  // per tile: index of its copy of K and V, -1 for none
 };
 
 }  // namespace sparsering::cpu

@@ -200,7 +200,7 @@ class Pairs {
     }
   }
 
-  // Computes P and dS from scores and dP, as operands. Returns the sum of dS.
+  // Computes P and dS from scores and dP, as operands of later products. Returns the sum of dS.
   template <bool kExtras>
   float weights(Scratch& s, int64_t keys, int64_t queries, const Pair& pair) const {
     constexpr int W = kPaired<T> ? 2 : 1;

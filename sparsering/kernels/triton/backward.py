@@ -32,7 +32,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def weight_of(power):
-    """Returns 2 ** power, at most 1: a huge score may be rounded otherwise than in the forward."""
+    """Returns 2 ** power, at most 1: the forward may have rounded a huge score differently."""
     return tl.exp2(tl.minimum(power, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
@@ -67,8 +67,8 @@ def query_kernel(
 ):
     """Writes dQ [B, heads, Nq, D] of each work unit; with BIASED, also sums of dS per tile pair.
 
-    `forward_kernel` explains units, pieces, CUT and kv_len. With RUNNING, adds to dQ (float32).
-    With LEARNS_DISTANCES, also writes sums of dS along diagonals, by `store_diagonals`.
+    A unit is a query tile and some of its key tiles; `forward_kernel` explains pieces and CUT. With
+    RUNNING, adds to a float32 dQ. With LEARNS_DISTANCES, also writes sums of dS by distance.
     """
     step = step_of(step, TMA)
     STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
@@ -128,7 +128,7 @@ def query_kernel(
             tl.load(seed + batch * seed_batch + number), first_head + heads, branch,
             first_query + slot * step,
         )
-    packed = tl.arange(0, ROWS // TOKENS)  # packed heads, each with its own sums of dS
+    packed = tl.arange(0, ROWS // TOKENS)  # heads of this program; each has its own sums of dS
     there = (packed < PACK) & (head % group + packed < group)
     dq = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     for masked_entries in tl.static_range(2):
@@ -251,7 +251,7 @@ def key_kernel(
     TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Writes dK [B, shares, Nk, D] and dV of each work unit, summed over HEADS query heads.
+    """Writes dK [B, shares, Nk, D] and dV of key tiles, summed over HEADS query heads.
 
     A share is the sum over HEADS heads of a kv head's group; the caller adds up the shares.
     """
@@ -309,7 +309,7 @@ def key_kernel(
             )
             of_head = batch * row_batch + h * elements(row_head, 1)
             if TMA:
-                of_head = of_head.to(tl.int32)  # `launch.line` has checked that this fits
+                of_head = of_head.to(tl.int32)  # fits int32, as `launch.line` has checked
             lower = tl.load(units + 2) if masked_entries else first
             upper = tl.load(units + 3) if masked_entries else masked
             ahead = tl.load(start + lower, mask=lower < upper, other=0)
@@ -393,9 +393,9 @@ def key_kernel(
                     dscore *= slope
                 dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision=PRECISION)
 
-    # read again, because keeping these values through the loop would take registers
+    # load these again, because keeping them through the loop would take registers
     tile, cut = tl.load(units), tl.load(units + 4)
-    head += tile >> 31  # adds 0, but makes `axis` depend on the load, so it is not kept either
+    head += tile >> 31  # adds 0; `axis` then depends on the load, and takes no register either
     _, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     begin, stop = span_of(tile_start, tile_stop, axis, num_tiles, tile, first_key, step, WIDE)
     position = begin + tl.arange(0, KEYS) * step.to(begin.dtype)

@@ -1,6 +1,6 @@
 """Launches the GPU kernels of the forward and the backward over the passes of a layout.
 
-A pass is the tiles of one token step and the table of pairs of tiles to visit. Passes run in order,
+A pass has the tiles of one token step, and a table of tile pairs to visit. Passes run in order,
 and each merges into the earlier results. With several passes in half precision, float32 sums are
 kept for a few kv heads at a time. Triton is imported on first use.
 """
@@ -34,7 +34,7 @@ _WRONG_INTERPRETED = (torch.bfloat16,)  # dtypes that Triton's interpreter multi
 _LEAST_PROGRAMS = 8  # programs per multiprocessor that fill the device
 _ROWS = 64  # rows per program of the kernels that combine or prepare
 _ALIGNED = 4  # float32 values in 16 bytes, the alignment that a descriptor needs
-_MOST_KINDS = 64  # a layout caches launches for at most so many kinds of calls
+_MOST_KINDS = 64  # most kinds of calls (shapes, dtypes, options) for which a layout caches launches
 
 
 def reasons(*tensors: Tensor) -> list[str]:
@@ -338,7 +338,7 @@ def _launches(
     build: Callable[[], tuple[Walk, list[Launch]]],
     *results: Tensor,
 ) -> tuple[Walk, list[Launch]]:
-    """Returns a pass's work units and kernel launches, cached or from `build`."""
+    """Returns a pass's work units and kernel launches, from the cache or from `build`."""
     problem, layout, by_key = part.problem, part.layout, kernel == "key"
     query, key, value, scale, bias, softcap, table, sink, dropped, seed, mask = problem[1:12]
     extras = [x for x in (bias, table, seed, mask) if x is not None]
@@ -357,10 +357,10 @@ def _launches(
 def _kept(
     layout: BlockLayout, kind: tuple[object, ...], build: Callable[[], Any], device: torch.device
 ) -> Any:
-    """Returns `build()`, cached in the layout under `kind`, except while a graph is captured."""
+    """Returns `build()`, cached in the layout by `kind`, but not while a CUDA graph is captured."""
     if (found := layout.launches.get(kind)) is None:
         found = build()
-        if not capturing(device):  # in a capture, tables are empty until the replay
+        if not capturing(device):  # in a capture, tables have no values until the replay
             if len(layout.launches) >= _MOST_KINDS:
                 layout.launches.clear()
             layout.launches[kind] = found
@@ -401,7 +401,7 @@ def _heads_at_a_time(part: Part) -> int:
 
 
 def _by_query_head(part: Part) -> bool:
-    """Whether query heads of a group have tables of their own."""
+    """Whether query heads of a group have different tables of visited tiles."""
     return part.group > 1 and part.layout.table_shape[1] > part.layout.frame.num_kv_heads
 
 

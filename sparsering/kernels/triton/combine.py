@@ -32,7 +32,7 @@ def merge_kernel(
     PADDED_VALUE_DIM: tl.constexpr, ALIGN: tl.constexpr, RUNNING: tl.constexpr,
     SINK: tl.constexpr,
 ):
-    """Merges the pieces of each cut tile, in order, into out and lse; see `forward_kernel`."""
+    """Merges the partial results (pieces) of each cut query tile, in order, into out and lse."""
     part, number, head, batch = program_of((TILE + ROWS - 1) // ROWS, 1, num_cuts, num_heads, 1)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     cuts += (table * num_cuts + number) * _CUT
@@ -76,7 +76,7 @@ def sum_kernel(
     TILE: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     ALIGN: tl.constexpr, RUNNING: tl.constexpr,
 ):
-    """Sums the pieces of each cut tile into grad, in order; heads may be `key_kernel`'s shares."""
+    """Sums the pieces of each cut tile into grad, in order; dK and dV have a head per share."""
     part, number, head, batch = program_of((TILE + ROWS - 1) // ROWS, 1, num_cuts, num_heads, 1)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     cuts += (table * num_cuts + number) * _CUT

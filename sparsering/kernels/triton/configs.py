@@ -1,6 +1,6 @@
 """Block shapes, warps and stages of each Triton kernel, by GPU, dtype, head dim and tile.
 
-The table has choices that compile to few or no spilled registers for each generation of GPU.
+The defaults are choices that compile to few or no spilled registers for each generation of GPU.
 `sparsering tune` measures their neighbours and saves the fastest to disk, per GPU and Triton
 version. A call never measures anything, so its time and its bits do not depend on chance.
 """
@@ -41,8 +41,8 @@ class Config(NamedTuple):
     masked: int = 0
 
 
-# By generation and kernel, for head dims up to 64, 128 and 256. These follow the registers and
-# shared memory that `ptxas` reports, not a measurement. The fifth number, if any, is `masked`.
+# By generation and kernel, for head dims up to 64, 128 and 256. The numbers follow the registers
+# and shared memory that `ptxas` reports, not a measurement. The fifth number, if any, is `masked`.
 _HALF = {
     (80, "forward"): ((128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
     (80, "query"): ((128, 64, 8, 3, 32), (64, 64, 8, 3), (64, 32, 8, 2)),
@@ -69,7 +69,7 @@ def config_for(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
 
 
 def with_extras(config: Config, kernel: str, distances: bool, more: bool) -> Config:
-    """Adapts a config to extras that take registers: distance bias, (`more`) softcap, dropout."""
+    """Adapts a config to a distance bias and (`more`) softcap or dropout, which take registers."""
     if distances:
         return config._replace(streamed=max(16, config.streamed // 2), masked=0)
     if more and kernel == "forward":
@@ -78,7 +78,7 @@ def with_extras(config: Config, kernel: str, distances: bool, more: bool) -> Con
 
 
 def default(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
-    """Returns the config of the table above, which is used if none was measured."""
+    """Returns the default config, from `_HALF` or `_SINGLE`, for use if none was measured."""
     return _default(kernel, like.dtype, like.device, head_dim, tile)
 
 
@@ -91,14 +91,14 @@ def _default(
     table = _SINGLE[80 if gpu < 90 else 90] if dtype.itemsize == 4 else _HALF[gpu, kernel]
     rows, streamed, warps, stages, *masked = table[size]
     if gpu == 90 and kernel == "forward" and head_dim & (head_dim - 1):
-        streamed = min(streamed, 64)  # such heads have no TMA, and pointers take registers
+        streamed = min(streamed, 64)  # no power of two: no TMA, and pointers take registers
     tma = gpu >= 90 and dtype.itemsize < 4
     chosen = Config(rows, streamed, warps, stages, tma, masked=masked[0] if masked else 0)
     return _fitted(kernel, chosen, dtype, device, head_dim, tile)
 
 
 def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[Config]:
-    """Yields the default and its neighbours, for `tune` to measure."""
+    """Yields the default config and similar ones, for `tune` to measure."""
     base = default(kernel, like, head_dim, tile)
     near = [
         base,
@@ -124,7 +124,7 @@ def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[
 
 @contextlib.contextmanager
 def trial(configs: dict[str, Config], device: torch.device) -> Iterator[None]:
-    """Uses these configs inside the context, on top of those measured before."""
+    """Uses `configs` inside the context, in preference to those measured before."""
     known = measured.choices(device)["configs"]
     before = dict(known)
     known |= configs
@@ -177,8 +177,8 @@ def _fitted(
 def _shared_bytes(kernel: str, config: Config, gpu: int, width: int) -> int:
     """Returns an upper bound of a compiled kernel's shared memory, for values of one byte.
 
-    Before Hopper, it has the program's rows of one tensor (forward) or two, `stages - 1` steps of
-    the two that it streams, and a tile of weights: compiled for 8.0, it is up to 12% smaller.
+    Before Hopper: a program's rows of one tensor (forward) or two (backward), `stages - 1` steps of
+    two streamed tensors, and a tile of weights. Kernels compiled for 8.0 use up to 12% less.
     """
     if gpu >= 90:
         return 2 * (config.rows + config.stages * config.streamed) * width

@@ -18,7 +18,7 @@ _TABLES = ("tile_start", "tile_stop", "tile_origin")  # programs load single num
 def kernel(function: Callable[..., None]) -> Any:
     """Compiles a kernel once for all values of its integers.
 
-    It ignores the alignment of tables too, which changes between the queries that are decoded.
+    It also ignores the alignment of layout tables, which differs from one decoded token to another.
     """
     kinds = inspect.get_annotations(function)
     tables = [name for name in _TABLES if name in inspect.signature(function).parameters]
@@ -83,9 +83,9 @@ def visible(words, bitmap, rows, first, TILE: tl.constexpr, WORD: tl.constexpr,
             COUNT: tl.constexpr):
     """Returns int32 [rows, COUNT], not 0 where a bitmap has the pair; bitmap -1 has all pairs.
 
-    `rows` are indices of tokens in a tile, for each of which a bitmap has a line. Columns are COUNT
-    tokens of the other tile, from index `first` on. Each word is loaded once; the compiler knows
-    which word has which pair.
+    `rows` are indices of tokens in a tile: a bitmap has a line of TILE bits for each token. Columns
+    are COUNT tokens of the other tile, from index `first` on. Each word of a line is loaded once;
+    the compiler knows which columns it has.
     """
     LINE: tl.constexpr = TILE // WORD
     line = words + bitmap.to(tl.int64) * (TILE * LINE) + rows[:, None] * LINE
@@ -101,7 +101,7 @@ def visible(words, bitmap, rows, first, TILE: tl.constexpr, WORD: tl.constexpr,
 
 @triton.jit
 def program_of(parts, PACK: tl.constexpr, num_units, num_heads, group):
-    """Returns a program's (part of a tile, unit, first head, batch entry); parts vary fastest."""
+    """Returns a program's (part of a tile, work unit, first head, batch entry), parts fastest."""
     program = tl.program_id(0).to(tl.int64)
     part = (program % parts).to(tl.int32)
     unit = program // parts % num_units
@@ -118,7 +118,7 @@ def program_of(parts, PACK: tl.constexpr, num_units, num_heads, group):
 
 @triton.jit
 def table_of(batch, head, num_heads, tables, table_batches, axes):
-    """Returns the indices of a query head's table of entries, and of its set of tiles (axis)."""
+    """Returns the index of a query head's table of visited tiles, and of its tile bounds (axis)."""
     of_batch = tl.where(table_batches > 1, batch, 0)
     axis = (head * axes // num_heads).to(tl.uint32)  # unsigned: widening takes no register
     return of_batch * tables + head * tables // num_heads, axis.to(tl.int64)
@@ -152,7 +152,7 @@ def unit_at(unit):
 
 @triton.jit
 def span_of(tile_start, tile_stop, axis, num_tiles, tile, first_slot, step, WIDE: tl.constexpr):
-    """Returns (token at index `first_slot` of a tile, end of the tile), in the type of offsets."""
+    """Returns (token at index `first_slot` of a tile, end of the tile), int64 if WIDE or int32."""
     index: tl.constexpr = tl.int64 if WIDE else tl.int32
     at = axis * num_tiles + tile
     begin = tl.load(tile_start + at) + first_slot * step
@@ -161,6 +161,6 @@ def span_of(tile_start, tile_stop, axis, num_tiles, tile, first_slot, step, WIDE
 
 @triton.jit
 def from_table(start, tokens, bitmap, entry, table, num_entries):
-    """Moves pointers to four lists over all tables to the first entry of one table."""
+    """Moves four pointers, each to a list over all tables, to the list's part for one table."""
     offset = table * num_entries
     return start + offset, tokens + offset, bitmap + offset, entry + offset

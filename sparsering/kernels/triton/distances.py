@@ -1,8 +1,8 @@
 """The gradient of a distance bias: sums of dS along the diagonals of tiles, in a fixed order.
 
-For each part of an entry that it reads in one step, `query_kernel` writes a *line*: sums over the
-pairs of equal distance. Then `sum_diagonals_kernel` adds, for each distance, the lines that have
-it. There are no atomics.
+For each part of a pair of tiles that it reads in one step, `query_kernel` writes a *line*: sums of
+dS over pairs of equal distance. Then `sum_diagonals_kernel` adds up, for each distance, the sums in
+all lines. There are no atomics.
 """
 
 import triton
@@ -16,7 +16,7 @@ def store_diagonals(
     diagonals, ends, start, line, there, dscore, first, step, reach,
     ROWS: tl.constexpr, TOKENS: tl.constexpr, KEYS: tl.constexpr,
 ):
-    """Writes one line for each head among a program's rows.
+    """Writes one line (sums of dS by distance) for each head among a program's rows.
 
     Args:
         diagonals: [lines, TURNS * KEYS] sums of dscore [ROWS, KEYS] by distance, only between
@@ -24,7 +24,7 @@ def store_diagonals(
         ends: [lines, 2] sums over distances up to -reach, and from reach on.
         start: [lines] int32 distance of the line's first sum; neighbours are `step` apart.
         line, there: index of each head's line, and whether that head exists.
-        first: distance of the first key from the first token.
+        first: distance of the first key of dscore from its first query.
     """
     TURNS: tl.constexpr = (KEYS + TOKENS - 2) // KEYS + 1
     column = tl.arange(0, KEYS)
@@ -53,9 +53,9 @@ def sum_diagonals_kernel(
     reach: tl.int32, splits: tl.int32,
     SPAN: tl.constexpr, LINES: tl.constexpr, DISTANCES: tl.constexpr,
 ):
-    """Writes grad [heads, splits, 2 reach + 1]: sums over ranges of lines (splits), without `ends`.
+    """Writes grad [heads, splits, 2 reach + 1]: sums by distance over each range of lines (split).
 
-    `store_diagonals` wrote `diagonals` [heads, lines, SPAN] and `diagonal_start` [heads, lines].
+    `store_diagonals` wrote `diagonals` [heads, lines, SPAN]; its `ends` are not added here.
     """
     program = tl.program_id(0).to(tl.int64)
     split, blocks = program % splits, (2 * reach + DISTANCES) // DISTANCES

@@ -84,13 +84,13 @@ def forward_kernel(
     KEYS_MASKED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Writes out [B, heads, Nq, Dv] and lse [B, heads, Nq] of each work unit (see walk.py).
+    """Writes out [B, heads, Nq, Dv] and lse [B, heads, Nq] of units: query tiles, or their pieces.
 
-    With RUNNING, merges them with the present out (float32) and lse; with SINK, with out = 0 and
-    the present lse, a sink. Query i of a tile reads row `bitmap_row + i` of the tile's bitmaps.
-    With CUT, the tables may have keys from `kv_len` on, which the call does not have. A unit that
-    is a piece of a cut tile writes its result to piece_out [B, heads, slots, TILE, Dv] and
-    piece_lse, for `merge_kernel`.
+    With RUNNING, merges results into the present out (float32) and lse; with SINK, into out = 0 and
+    the present lse, which has the sinks. Query i of a tile reads row `bitmap_row + i` of bitmaps.
+    With CUT, the tables may have keys from `kv_len` on, which the call does not have. A piece of a
+    cut tile has some of its key tiles; the result goes to a slot of piece_out [B, heads, slots,
+    TILE, Dv] and piece_lse, for `merge_kernel`.
     """
     step = step_of(step, TMA)
     STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS

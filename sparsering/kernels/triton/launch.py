@@ -15,12 +15,12 @@ from .configs import Config
 class Launch:
     """A kernel, its grid, and the arguments that do not change between calls of equal shapes.
 
-    Each call gives the others by name: `x_tiles` is a descriptor of `x`, or `x` itself. The first
-    run compiles the kernel; later runs launch the result, without Triton's checks of arguments.
+    Each call gives the other arguments by name; `x_tiles` gets a descriptor of `x`, or `x` itself.
+    The first run compiles the kernel; later runs launch it without Triton's checks of arguments.
 
     Args:
         arguments: the fixed ones, and a descriptor of the first call's tensor for each `x_tiles`.
-        names: for a parameter that calls give by another name, that name.
+        names: `parameter=name` if calls give the parameter by another name.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Launch:
             if hasattr(tiles, "block_shape"):
                 rows_before = tiles.shape[0] - tiles.base.shape[2]
                 self.places.append((place, source, tiles, rows_before))
-                tiles.base = self.fixed[place] = None  # else they would keep the tensor alive
+                tiles.base = self.fixed[place] = None  # else the launch would keep it alive
             elif name not in arguments:
                 self.places.append((place, source, None, 0))
         self.compiled: Any = None
@@ -81,7 +81,7 @@ def options(config: Config | None) -> dict[str, Any]:
 def strides(**tensors: Tensor) -> dict[str, int]:
     """Returns NAME_batch, NAME_head and NAME_token: strides of tensors, in units of ALIGN elements.
 
-    ALIGN is 16 bytes if all strides are multiples of that, so that loads can be wide, else 1.
+    ALIGN is the number of elements in 16 bytes if it divides all strides (wide loads), else 1.
     """
     least = max(16 // x.itemsize for x in tensors.values())
     of_tensors = {name: x.stride()[:3] for name, x in tensors.items()}
@@ -107,7 +107,7 @@ class Matrix(NamedTuple):
 
 
 def matrix(x: Tensor, rows: int) -> Matrix | None:
-    """Views [B, H, N, D] as a matrix, read by `rows` tokens of a head; None if TMA cannot."""
+    """Views [B, H, N, D] as a matrix to read `rows` tokens at a time; None if TMA cannot do it."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     batch, heads, tokens, head_dim = x.shape
@@ -127,7 +127,7 @@ def matrix(x: Tensor, rows: int) -> Matrix | None:
 
 
 def line(x: Tensor, count: int) -> Any:
-    """Returns a descriptor to read [B, H, N] by `count` numbers at a time; None if TMA cannot."""
+    """Returns a descriptor to read `count` numbers of [B, H, N] at a time; None if TMA cannot."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     batch, heads, tokens = x.shape
@@ -141,7 +141,7 @@ def precision(dtype: torch.dtype) -> str:
     """Precision of float32 products: by default three products of tf32, on tensor cores.
 
     They are nearly as exact as products of float32, which have no tensor cores. The user may ask
-    torch for those ("ieee"), or allow one product of tf32.
+    torch for float32 products ("ieee"), or allow one product of tf32.
     """
     if dtype != torch.float32 or torch.version.hip:
         return "ieee"

@@ -101,7 +101,7 @@ def streamed(
     rows: dict[str, Tensor],
     **tensors: Tensor,
 ) -> dict[str, Any]:
-    """Returns arguments for streamed `tensors`, and for `rows` with one number per token.
+    """Returns arguments for streamed `tensors`, and for `rows`, which have one number per token.
 
     Tensors get TMA descriptors if all of them permit it. A descriptor reads a fixed number of
     consecutive rows, so it needs step 1, a tile of equal parts, and no masked key. Strides are in

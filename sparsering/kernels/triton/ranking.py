@@ -11,10 +11,10 @@ import triton.language as tl
 
 from .device import kernel
 
-_LAST = tl.constexpr((1 << 30) - 1)  # these ranks equal those of `selection.choose`
+_LAST = tl.constexpr((1 << 30) - 1)  # all three ranks equal those of `selection.choose`
 _FORCED = tl.constexpr((1 << 61) + (1 << 30) - 1)
 _NOT_CHOSEN = tl.constexpr(-(1 << 62))
-LANE = tl.constexpr(256)  # `lists` has key tile * LANE + the lane that lists it
+LANE = tl.constexpr(256)  # `lists` has key tile * LANE + the tile's place in the selection row
 _CHUNKS = tl.constexpr(32)  # runs whose counts are added in a loop step
 _TILES = tl.constexpr(128)  # tiles, units or bins that are computed in a loop step
 
@@ -60,14 +60,14 @@ def rank_kernel(
 
 @triton.jit
 def tile_at(tile, q_start, q_stop, tokens):
-    """Returns (multiple of `tokens` where a query tile begins, its first query, exclusive end)."""
+    """Returns positions of a query tile: (multiple of `tokens`, first query, exclusive end)."""
     begin = (q_start // tokens + tile) * tokens
     return begin, tl.maximum(begin, q_start), tl.minimum(begin + tokens, q_stop)
 
 
 @triton.jit
 def key_at(source, lane, real, own, parts, num_keys, CAUSAL: tl.constexpr):
-    """Returns the key tile of a lane; `num_keys` for none, or (CAUSAL) one later than the query."""
+    """Returns the key tile of a lane; `num_keys` for none, or (CAUSAL) one after the query's."""
     block = tl.load(source + lane // parts, mask=real, other=-1)
     listed = (block >= 0) & (block < num_keys)
     key = tl.where(listed, tl.minimum(block * parts + lane % parts, num_keys), num_keys)
@@ -88,8 +88,8 @@ def rows_kernel(
 ):
     """Lists the distinct visible key tiles of each query tile in order; counts them by bin.
 
-    `lengths` counts a run's query tiles of each number of entries. `bins` has, for each bin, a
-    run's entries in lower bins. The first table's programs also write tile bounds and bitmaps.
+    `lengths`: for each n, how many query tiles of a run have n entries. `bins`: for each bin, how
+    many entries of a run are in lower bins. The first table's programs write bounds and bitmaps.
     """
     chunks = tl.cdiv(num_tiles, ROWS)
     table, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
@@ -166,9 +166,9 @@ def place_kernel(
 ):
     """Writes the table of a pass and its work units by query; further programs add up the bins.
 
-    `begins` is the place of a bin's first entry in a list by key tile. `offsets` says where a run's
-    entries go in it: those of a bin begin at its offset plus the run's entries in lower bins.
-    `spans` has the first entry of each query tile and its first that needs a mask, in turns.
+    `begins` has the place of each bin's first entry in the list of entries by key tile. There, a
+    run's entries of a bin begin at the bin's `offsets` plus the number of its entries in lower
+    bins. `spans` has two numbers per query tile: its first entry, and its first that needs a mask.
     """
     chunks = tl.cdiv(num_tiles, ROWS)
     if tl.program_id(0) >= tables * chunks:
@@ -271,7 +271,7 @@ def keys_kernel(
     num_units: tl.int32, num_cuts: tl.int32,
     TILE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):
-    """Writes entries by key tile, a program per run, and work units, one program per table."""
+    """Writes entries by key tile (one program per run) and their work units (one per table)."""
     chunks = tl.cdiv(num_tiles, ROWS)
     if tl.program_id(0) >= tables * chunks:
         table = (tl.program_id(0) - tables * chunks).to(tl.int64)
@@ -325,7 +325,7 @@ def units_kernel(
     spans, units, unit_lengths, cuts, num_tiles: tl.int32, limit: tl.int32, num_units: tl.int32,
     num_cuts: tl.int32,
 ):
-    """Writes the work units by query where long tiles are cut; one program per table."""
+    """Writes work units of query tiles, long tiles cut into pieces; one program per table."""
     table = tl.program_id(0).to(tl.int64)
     write_units(spans + table * (2 * num_tiles + 1), units + table * num_units * 5,
                 unit_lengths + table * num_units, cuts + table * num_cuts * 3, num_tiles, limit,
@@ -383,7 +383,7 @@ def pieces_of(begins, tile, num_keys, limit):
 
 @triton.jit
 def unit_of(begins, unit, num_keys, limit):
-    """Returns (tile, first entry, first masked one, end, slot, entries) of units, as walk.py."""
+    """Returns (tile, first entry, first masked entry, end, slot, length) of units; see walk.py."""
     tile, before, slot = unit * 0, unit * 0, unit * 0
     seen = 0
     for low in range(0, num_keys, _TILES):

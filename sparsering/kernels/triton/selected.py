@@ -1,9 +1,9 @@
 """Selections on a GPU: ranks blocks, and builds the tables of selected blocks, in four launches.
 
 One launch ranks (`best_blocks`), two build the layout and its work units by query tile
-(`selected_layout`), and one the units by key tile, on first use. walk.py explains units. Tables
-equal those of `layouts.selected_on_device` and walk.py, which build the layouts that are too large
-here, bit for bit. The host never waits for the device.
+(`selected_layout`), and one the units by key tile, on first use. walk.py explains units. The tables
+have the same bits as those of `layouts.selected_on_device` and walk.py, which build layouts that
+are too large for these kernels. The host never waits for the device.
 """
 
 import math
@@ -205,7 +205,7 @@ def _walk_by_key(given: dict[str, Any], bitmaps: Tensor, programs: int, limit: i
 
 
 def _of_units(like: Tensor, num_tiles: int, limit: int) -> dict[str, Any]:
-    """Returns kernel arguments for work units of at most `limit` entries, like [B, H, entries]."""
+    """Returns kernel arguments for units of at most `limit` entries; `like` is [B, H, entries]."""
     batch, heads, size = like.shape
     spare = size // limit
     units = like.new_empty(batch, heads, num_tiles + spare, 5)

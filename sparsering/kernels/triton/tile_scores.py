@@ -1,7 +1,7 @@
 """Functions that apply extras to scores and weights, in forward and backward.
 
 Pairs are [queries, keys], or transposed. Positions are absolute: int64 for a tile's first token,
-int32 for the distance from there.
+int32 for the distance of a token from it.
 """
 
 import triton
@@ -46,7 +46,7 @@ def apart(key, query):
 
 @triton.jit
 def bias_at(table, distance, reach, there):
-    """Loads biases from a table of distances -reach to reach; clips larger distances to these."""
+    """Loads biases from a table of distances -reach to reach; clips distances to that range."""
     entry = tl.minimum(tl.maximum(distance, -reach), reach) + reach
     return tl.load(table + entry, mask=there, other=0.0)
 

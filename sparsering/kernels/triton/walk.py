@@ -1,7 +1,7 @@
 """Cuts a pass's table into units of work for the programs of a Triton launch, on the device.
 
-An entry is a visited pair of tiles. A unit is a tile and some of its entries; those without a mask
-come first. A tile with many more entries than the rest is cut into pieces, whose results are
+An entry is a visited pair of tiles. A unit is a tile and some of its entries; entries without a
+mask come first. A tile with many more entries than the rest is cut into pieces, whose results are
 combined afterwards. A walk is all units of a pass, the longest first. The host reads nothing from
 the device and never waits for it; other CUDA streams wait until a cached walk is built.
 """
@@ -28,16 +28,16 @@ class Walk(NamedTuple):
     Attributes:
         units: [Bt, T, units, 5]: tile (-1: nothing to do), first entry, first entry that needs a
             mask, end of the entries, slot for a piece's result (-1: the tile is not cut).
-        start: [Bt, T, E] first token of the other tile of each entry.
-        tokens: [Bt, T, E] number of tokens of that tile.
-        bitmap: [Bt, T, E] number of the entry's bitmap, -1 if all pairs of real tokens are in.
+        start: [Bt, T, E] first token of the entry's other tile: the one that is not the unit's.
+        tokens: [Bt, T, E] number of tokens of the other tile.
+        bitmap: [Bt, T, E] number of the entry's bitmap, -1 if all pairs of its tokens are in.
         entry: [Bt, T, E] number of the entry in `layout.entries`.
-        origin: [Bt, T, E] int64 position of the other tile's first token, None if that is `start`.
+        origin: [Bt, T, E] int64 position of the other tile's first token, None if equal to `start`.
         stream: [Bt, T, E] int64 number of the other tile's dropout seed, None if that is a key
             tile, or the pass has a single seed.
         cuts: [Bt, T, cuts, 3] tile (-1: none), first slot and number of pieces of each cut tile.
         slots: upper bound of the slots of a table; a slot is memory for a piece's result.
-        bitmaps: bitmaps of the pass, with one line for each token of the units' tile.
+        bitmaps: bitmaps of the pass, with one line of bits for each token of a unit's tile.
         built: point of a CUDA stream at which all is complete; None if no other stream reads it.
     """
 
@@ -54,15 +54,15 @@ class Walk(NamedTuple):
     built: Built | None = None
 
 
-_captured: list[object] = []  # CUDA graphs read these: never freed
+_captured: list[object] = []  # tensors that CUDA graphs read, never freed
 _walks: WeakKeyDictionary[Pass, dict[object, Walk]] = WeakKeyDictionary()
 _builders: WeakKeyDictionary[Pass, tuple[Callable[[int], Walk], ...]] = WeakKeyDictionary()
 
 
 def hand_over(p: Pass, uncut: Walk, *builders: Callable[[int], Walk]) -> None:
-    """Caches a pass's walk by query without cut tiles, and functions that build its other walks.
+    """Caches a pass's walk over uncut query tiles, and functions that build its other walks.
 
-    `builders` (by query, by key) get the number of entries above which a tile is cut.
+    `builders` (over query tiles, over key tiles) get the number of entries above which they cut.
     """
     _walks[p] = {(False, p.key_tile.shape[-1] + 1): uncut}
     _builders[p] = builders
@@ -71,12 +71,12 @@ def hand_over(p: Pass, uncut: Walk, *builders: Callable[[int], Walk]) -> None:
 def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, processors: int) -> Walk:
     """Returns the walk over the entries of pass `number`, cached for the life of the pass.
 
-    The walk by query of a pass that is cut to fewer keys is that of `Pass.walked_as`.
+    A pass that is cut to fewer keys has the walk over query tiles of its `walked_as`.
 
     Args:
         by_key: whether units are key tiles, with entries for the query tiles that visit them.
         programs: number of programs of the launch per unit.
-        processors: number of multiprocessors that share them.
+        processors: number of multiprocessors that share the programs.
     """
     p = layout.passes[number] if by_key else layout.passes[number].walked_as
     entries = p.key_tile.shape[-1]
@@ -85,7 +85,7 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
     limit = max(_LEAST_ENTRIES, 1 << fair.bit_length())  # powers of two: few distinct walks
     limit = limit if limit < longest else entries + 1
     kind: tuple[object, ...] = by_key, limit
-    if p is not layout.passes[number]:  # cut from a page, of which a query may use some passes only
+    if p is not layout.passes[number]:  # a query may use only some passes of a shared layout
         kind = *kind, layout.table_shape, *(id(x.walked_as) for x in layout.passes[:number])
     walks = _walks.setdefault(p, {})
     if (found := walks.get(kind)) is not None:
@@ -97,7 +97,7 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
             return builders[by_key](limit)
         layout = replace(layout, passes=tuple(replace(x) for x in layout.passes))  # empty caches
         return _walk(layout, number, by_key, limit)
-    for other in list(walks.values()):  # another stream may still build the transpose
+    for other in list(walks.values()):  # another stream may still be building the transpose
         _wait(p, other)
     made = builders[by_key](limit) if builders else _walk(layout, number, by_key, limit)
     walks[kind] = made = made._replace(built=Built.now(p.key_tile.device))
@@ -105,13 +105,13 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
 
 
 def use(w: Walk, layout: BlockLayout, number: int, *, by_key: bool) -> None:
-    """Makes the current stream wait for a cached walk; in a graph's capture, keeps it forever."""
+    """Makes the current stream wait for a cached walk; in a graph capture, keeps it forever."""
     if w.built is None:
         return
     cut = layout.passes[number]
     p = cut if by_key else cut.walked_as
     if capturing(p.key_tile.device):
-        # a cut pass has memory of this capture, which must not be kept; `p` has the tables
+        # keep `p`, which has the tables, but not a cut pass: its memory belongs to this capture
         _captured.append(((p, cut.query_stop) if p is not cut else layout, w))
     else:
         _wait(p, w)

@@ -61,8 +61,8 @@ inline int64_t workspace_bytes(const Tensor& query, const Tensor& key, const Ten
   return x.q.type == at::kBFloat16 && has_bfloat16_products() ? bytes(BFloat16()) : bytes(float());
 }
 
-// Returns into how many pieces the query tiles (or `by_key`, the key tiles) with these numbers of
-// entries are cut: query tiles by the forward pass, key tiles by the backward pass.
+// Returns the number of pieces of all tiles that are cut. `entries` has the entries of each query
+// tile, as cut by the forward pass, or (`by_key`) of each key tile, as cut by the backward pass.
 inline int64_t pieces(const Tensor& entries, bool by_key) {
   const int64_t* of_tile = values_of<int64_t>(entries);
   const int64_t tiles = entries.numel();

@@ -10,9 +10,10 @@ namespace sparsering::cpu {
 // numbers.
 enum class Features { kMean, kGauss, kBounds };
 
-// Inputs of block scores: queries [B, Hq, Nq, D]; features [entries, slots, blocks, F] of parts of
-// key blocks; keys [entries, own blocks, block, D] of blocks from `first_own` on. Here an entry is
-// a kv head of a batch entry. `scale` multiplies the keys, and for kMean the features too.
+// Inputs of block scores: queries [B, Hq, Nq, D]; features [entries, slots, blocks, F] of key
+// blocks, each cut into `slots` parts; keys [entries, own blocks, block, D] of the queries' own
+// blocks, from `first_own` on. An entry is a kv head of a batch entry. `scale` multiplies the keys,
+// and for kMean the features too.
 struct Operands {
   Operands(const Tensor& query_, const Tensor& feature_, const Tensor& key_, int64_t kind_,
            float scale_, int64_t first_own_, int64_t first_query_)
@@ -75,7 +76,7 @@ inline void turn(const float* from, int64_t stride, int64_t count, int64_t width
 }
 
 // Features of the first `blocks` blocks, packed as right operands. A panel [F, columns] has the
-// features of `columns` blocks of an entry and slot.
+// features of one part (`slot`) of `columns` blocks, for one kv head (`entry`).
 class Panels {
  public:
   static constexpr int64_t kColumns = 128;
@@ -100,7 +101,7 @@ class Panels {
     return columns_;
   }
 
-  // Returns the panel of an entry and slot whose first block is `first`, a multiple of `columns`.
+  // Returns the panel whose first block is `first`, a multiple of `columns`.
   const float* of(int64_t entry, int64_t slot, int64_t first) const {
     return data_.get() + ((entry * slots_ + slot) * count_ + first / columns_) * size_;
   }
@@ -110,7 +111,7 @@ class Panels {
   Buffer<float> data_;
 };
 
-// Copies queries of an entry from `first` on to rows [count, D], ordered by token, then by head.
+// Copies queries of kv head `entry` from `first` on to rows [count, D], by token, then by head.
 inline void read_queries(const Operands& x, int64_t entry, int64_t first, int64_t count,
                          float* to) {
   with_type(x.query.type, [&](auto value) {
@@ -137,7 +138,7 @@ inline void write_features(const Operands& x, const float* query, int64_t count,
   }
 }
 
-// Packs the keys of block `own` of an entry as a right operand [D, ld].
+// Packs the keys of block `own` of kv head `entry` as a right operand [D, ld].
 inline void turn_keys(const Operands& x, int64_t entry, int64_t own, int64_t count, float* to,
                       int64_t ld) {
   turn(x.key.rows<float>(entry, own - x.first_own, 0), x.key.strides[2], count, x.D, x.scale, to,

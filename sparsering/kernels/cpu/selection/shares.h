@@ -9,7 +9,7 @@
 namespace sparsering::cpu {
 
 // Input: `count` ranges of `width` queries. The first begins at token `offset` of block `first`,
-// each later one at the next block. `row` queries (over all heads of the group) form a result row.
+// each later one at the next block. A result row sums over `row` queries and all heads of a group.
 struct Shares {
   Shares(const Operands& of, const std::optional<Tensor>& last_, float log_part_, int64_t blocks_,
          int64_t length, int64_t first_, int64_t offset_, int64_t count_, int64_t width_,
@@ -39,13 +39,13 @@ struct Shares {
                       "sparsering cpu: shares lack blocks that queries see");
   }
 
-  // Returns how many blocks have estimated scores for queries of block `own`, whose keys are exact.
+  // Returns how many blocks queries of block `own` score by estimates; causal: only earlier ones.
   int64_t seen(int64_t own) const {
     return causal ? std::clamp<int64_t>(own, 0, blocks) : blocks;
   }
 
   Operands operands;
-  const float* last;  // [slots] for the last block: log share of each part's tokens that exist
+  const float* last;  // per part of the last block: log of the share of its tokens that exist
   float log_part;
   int64_t blocks, Nk, first, offset, count, width, row;
   bool causal;
@@ -111,7 +111,7 @@ inline bool block_shares(const Shares& x, Tensor& result) {
   float* const out = result.data_ptr<float>();
   const int64_t of_entry = result.stride(0), of_row = result.stride(1);
   std::atomic<bool> lost{false};
-  constexpr int64_t kQueries = 64;  // per product
+  constexpr int64_t kQueries = 64;  // queries per matrix product
   const Operands& from = x.operands;
   const int64_t group = from.group, slots = from.slots, D = from.D, F = from.F;
   const int64_t per_run = x.width * group, per_row = x.row * group;

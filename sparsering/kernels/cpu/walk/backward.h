@@ -72,7 +72,7 @@ class WalkBackward {
         width_(pairs.width()),
         value_width_(pairs.value_width()) {}
 
-  // Computes a kv head; `dk` and `dv` have room for all of its key tiles.
+  // Computes the gradients of a kv head; `dk` and `dv` have room for all of its key tiles.
   void run_head(int64_t kv, float* dk, float* dv, const Gradients& sums) const {
     const std::vector<Chunk> chunks = walk_.chunks(kv, 1);
     add_chunks(chunks, 0, chunks.size(), dk, dv, sums);
@@ -82,8 +82,8 @@ class WalkBackward {
     }
   }
 
-  // Computes some kv heads. The chunks of a kv head form groups, and each group sums its own dK and
-  // dV, so that threads share a head. The number of groups depends on memory, not on threads.
+  // Computes some kv heads. A head's chunks of query tiles form groups; each group sums its own dK
+  // and dV, so that threads share a head. The number of groups depends on memory, not on threads.
   void run_wave(int64_t first, int64_t count, const Gradients& sums) const {
     const Groups of(*this, count, walk_.chunks(0, 1).size());
     for (int64_t kv = first; kv < first + count; kv += of.heads) {
@@ -151,7 +151,7 @@ class WalkBackward {
     }
   }
 
-  // Computes dQ of some chunks of a kv head, and their dK and dV by key tile.
+  // Computes dQ of some chunks (of query tiles) of a kv head, and their dK and dV by key tile.
   void add_chunks(const std::vector<Chunk>& chunks, int64_t begin, int64_t end, float* dk,
                   float* dv, const Gradients& sums) const {
     Scratch s(x_, pairs_, walk_);

@@ -1,5 +1,5 @@
-// Forward pass in a loop over key tiles. The softmax state and sums of all rows of a chunk are in
-// memory, because the rows visit a key tile at different times.
+// Forward pass in a loop over key tiles. The softmax state and sums of all rows of a chunk (some
+// query tiles) are in memory, because the loop returns to a row for each key tile that it visits.
 
 #pragma once
 
@@ -91,7 +91,7 @@ class RowKeys {
   Buffer<T> tile_, kt_, v_;
 };
 
-// Reads the bias of each row of a gathered tile, if there is a bias.
+// Reads the block bias of each row of a gathered tile, if there is a bias.
 inline void read_biases(const Problem& x, const Chunk& chunk, const Gathered& tile, int64_t number,
                         float* to) {
   for (int64_t h = 0; x.bias && h < chunk.heads; ++h) {

@@ -1,5 +1,5 @@
-// Softmax mass of each entry: the sum over queries i of weight_i * sum_j exp(s_ij - lse_i). One
-// matrix product per gathered tile.
+// Softmax mass of each entry (visited pair of tiles): the sum over its queries i and keys j of
+// weight_i * exp(s_ij - lse_i). One matrix product per gathered tile.
 
 #pragma once
 

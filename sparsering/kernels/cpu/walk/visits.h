@@ -4,8 +4,8 @@
 //
 // A row is a query of a head. A chunk is some query tiles, whose rows are stored by token, then by
 // head, because heads that share a table are gathered together. Chunks depend only on the layout.
-// The entries of a chunk are sorted by key tile, so that each row visits its key tiles in ascending
-// order on any thread.
+// The entries (visited pairs of tiles) of a chunk are sorted by key tile, so that each row visits
+// its key tiles in ascending order on any thread.
 //
 // Source: FSA (arXiv 2508.18224) and FlashMoBA (2511.11571) loop over key blocks of selections.
 
@@ -29,7 +29,7 @@ struct Chunk {
   int64_t batch, head, heads, begin, end;
 };
 
-// Walk over a pass: the sizes of its gathered tiles, and its chunks.
+// Loop over the key tiles of a pass: the sizes of gathered tiles, and the chunks.
 struct Walk {
   Walk(const Problem& problem, const Pass& pass_) : x(problem), pass(pass_) {
     heads = std::gcd(x.group, x.Hq / pass.tables);  // heads of a group that share a table
@@ -137,8 +137,8 @@ class Visits {
     return begin_[column] < begin_[column + 1];
   }
 
-  // Gathers the tokens that visit a key tile into `tile`. Calls f() when the tile is full, and for
-  // the rest.
+  // Gathers the tokens that visit a key tile into `tile`. Calls f() when the tile is full, and
+  // once more for the tokens left over.
   template <typename F>
   void for_tiles(int64_t column, Gathered& tile, const F& f) const {
     const int64_t most = tile.token.size();
