@@ -1,6 +1,5 @@
 """A step over selected blocks: four launches from scores to the tables of all three kernels."""
 
-import gc
 from collections import Counter
 
 import pytest
@@ -102,7 +101,6 @@ def test_a_captured_step_keeps_nothing(hopper):
     with capturing() as counts:
         call()
     assert of_tables(counts)["keys_kernel"] == 1, counts
-    gc.collect()  # of the closures that prepare a backward's launches
     assert not counts.surviving(), counts.surviving()
 
 
