@@ -49,8 +49,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         pattern: the pairs that attend, by token index; the first query and the first key both have
             index 0. Default: all pairs.
         scale: factor of the scores, default head_dim ** -0.5.
-        embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
-            device, dtype: as in torch's module.
+        embed_dim, num_heads: width of the inputs, and heads that share it.
+        dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first: as in torch's module.
+        device, dtype: of the parameters.
 
     The parameters have torch's names, order and initial values, so a state_dict of one module loads
     strictly into the other.
