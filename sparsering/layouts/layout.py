@@ -186,8 +186,9 @@ class BlockLayout:
     def ready(self) -> "BlockLayout":
         """Returns itself after making the current stream wait until its tables are complete."""
         if self.built is not None:
+            computed = (vars(self).get(name) for name in ("entry_counts", "first_entry"))
             of_passes = (x for p in self.passes for x in p.tensors())
-            self.built.wait(chain((self.entry_counts, self.first_entry), of_passes))
+            self.built.wait(chain((x for x in computed if x is not None), of_passes))
         return self
 
     @property

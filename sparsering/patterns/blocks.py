@@ -262,10 +262,10 @@ class TensorMask(Mask):
         return table
 
     def _validate(self) -> None:
-        name, table, owned = type(self).__name__, next(self._values()), False
-        if isinstance(given := table, Owned):
-            table = given.tensor
-            owned = table.device.type != "cpu"
+        name, table = type(self).__name__, next(self._values())
+        owned = isinstance(table, Owned) and table.tensor.device.type != "cpu"
+        if isinstance(table, Owned):
+            table = table.tensor
         if not isinstance(table, Tensor) or table.dtype != self.dtype:
             kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
             raise TypeError(f"{name} needs a {self.dtype} tensor, got {kind}; convert with .to()")

@@ -115,7 +115,9 @@ class _Reader:
             ):
                 named = {str(keyword.arg): self.read(keyword.value) for keyword in keywords}
                 if len(named) < len(keywords):
-                    raise ValueError(f"{name} must have each argument once, got one of them twice")
+                    raise ValueError(
+                        f"{name} must have each argument once, got one twice; leave one out"
+                    )
                 values = [self.read(argument) for argument in arguments]
                 if self.owned and values and _constructors[name] is SelectedBlocks:
                     values[0] = blocks.Owned(values[0])

@@ -104,9 +104,7 @@ def selected_layout(
     layouts = None if capturing(device) else _kept.get(indices)
     kind = pattern.expression, frame, block_size, 0 if layouts is None else indices._version
     if layouts and (layout := layouts.get(kind)) is not None:
-        if layout.built is not None:
-            layout.built.wait(x for p in layout.passes for x in p.tensors())
-        return layout
+        return layout.ready()
     check_block_size(block_size)
     check_fits(pattern, frame)
     rows = math.gcd(selection.row_size, block_size), selection.row_size, selection.first_row
