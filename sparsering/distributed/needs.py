@@ -1,9 +1,9 @@
 """Finds the key tokens that ranks need from each other, and counts the pairs that they compute.
 
-It tests pairs of a query tile and a key tile, from coarse to fine, by the conditions that also
-compile layouts. A tile pair is done if the mask has all or none of its (query, key) pairs. Others
-are split into smaller tiles, and the smallest are evaluated by the mask's definition. So the cost
-grows with the edges of the pattern, not with its area.
+It tests pairs of a query tile and a key tile, from large to small tiles. A tile pair is done if the
+mask has all or none of its (query, key) pairs. Every other tile pair is split into pairs of smaller
+tiles; in the smallest tiles, the mask is evaluated for each (query, key) pair. So the cost grows
+with the edges of the pattern, not with its area.
 """
 
 import math
@@ -27,34 +27,35 @@ from .sharding import without
 
 _LEAF = 128  # tokens in the smallest tiles
 _SPLIT = 4  # number of smaller tiles that a tile is split into
-_COARSE_TILES = 512  # the sequence is first cut into at most so many tiles
-_AT_A_TIME = 1 << 15  # pairs of tiles that are tested at once
+_COARSE_TILES = 512  # about the largest number of tiles that the queries are first cut into
+_AT_A_TIME = 1 << 15  # tile pairs that are tested at once
 _ROWS_AT_A_TIME = 1 << 10  # query tiles whose key tiles are listed at once
-_MOST_LINES = 4096  # if the steps' least common multiple is larger, tokens are listed one by one
+_MOST_LINES = 4096  # `union` lists single tokens if the steps' least common multiple is larger
 
 
 class Cut(NamedTuple):
-    """Positions of a sequence, cut into ascending ranges that have one owner (a rank) each.
+    """Ascending ranges of positions; each belongs to one rank, and to one group of query rows.
 
-    A range's label is its owner; it is (number of ranks) + i for the i-th set of rows to send.
+    `label` is the index of the group. With P ranks, group r < P has the rows that rank r keeps.
+    Group P + i has the rows of `travellers[i]` (see `cut`), which may be sent to other ranks.
     """
 
     ranges: Ranges
-    rank: Tensor  # the owner of each range
-    label: Tensor
+    rank: Tensor  # [ranges] the rank that owns each range
+    label: Tensor  # [ranges] the group of each range
 
     def piece_of(self, tiles: Axis) -> Tensor:
-        """Returns the index of the range that contains each tile; no tile crosses a range's end."""
+        """Returns the index of the range that contains each tile; each tile lies in one range."""
         ends = torch.tensor([stop for _, stop in self.ranges], dtype=torch.int64)
         return torch.searchsorted(ends, tiles.start, right=True)
 
 
 def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ()) -> Cut:
-    """Cuts positions into ranges of one owner; rows of `travellers[i]` get the label world + i.
+    """Cuts the positions of all ranks into ranges; the rows of `travellers[i]` are group world + i.
 
     Args:
         ranges: positions that each of the `world` ranks owns.
-        travellers: (owner, its query rows that are or may be sent to other ranks).
+        travellers: (rank, those of its query rows that are or may be sent to other ranks).
     """
     pieces = []
     for rank, owned in enumerate(ranges):
@@ -90,7 +91,7 @@ class TokenRanges:
         return self.number.nbytes + self.start.nbytes + self.last.nbytes
 
     def sizes(self, sets: int) -> Tensor:
-        """Returns the number of tokens in each set, [sets]."""
+        """Returns the number of tokens in each of the sets 0, 1, ..., sets - 1."""
         return torch.zeros(sets, dtype=torch.int64).index_add_(0, self.number, self.count)
 
     def of(self, number: int) -> Tensor:
@@ -100,7 +101,7 @@ class TokenRanges:
         return TokenRanges(self.step, *columns).tokens()[1]
 
     def tokens(self) -> tuple[Tensor, Tensor]:
-        """Lists the tokens of all progressions: (index of the set, token)."""
+        """Lists the tokens of all progressions: (index of each token's set, token)."""
         run, place = expand_counts(self.count)
         return self.number[run], self.start[run] + self.step * place
 
@@ -108,9 +109,9 @@ class TokenRanges:
 def needed_keys(
     masks: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int
 ) -> TokenRanges:
-    """Returns the keys that queries visit and that another rank than the queries' owner owns.
+    """Returns the keys that query rows visit, but that the rank of these rows does not own.
 
-    Set number `label * world + owner` has the keys of rank `owner` that this label's rows visit.
+    Set `label * world + owner` has the keys of rank `owner` that the rows of group `label` visit.
     """
     needed: list[TokenRanges] = []
     for mask in masks:
@@ -127,7 +128,7 @@ def needed_keys(
 def count_pairs(
     branches: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int, labels: int
 ) -> Tensor:
-    """Counts (query, key) pairs [labels, world] by the label of the query and the key's owner.
+    """Counts (query, key) pairs [labels, world] by the query's `label` and the rank of the key.
 
     A pair in several branches of a mixture counts several times.
     """
@@ -135,7 +136,7 @@ def count_pairs(
     for branch in branches:
         earlier: list[Mask] = []
         for size, grid, term in _coarse_terms(branch, frame):
-            # the masks that a branch is split into may overlap; a pair in several counts once
+            # the terms of a branch may share pairs; each pair counts in its first term only
             rest = And((term, Not(Or(tuple(earlier))))) if earlier else term
             rule = condition(rest, frame)
             for pairs in _pairs(rule, grid, size, frame, queries, keys):
@@ -148,7 +149,7 @@ def count_pairs(
 
 def _coarse_terms(mask: Mask, frame: Frame) -> Iterator[tuple[int, Grid, Mask]]:
     """Splits a mask into a union of simpler masks: yields (largest tile size, tile grid, mask)."""
-    size = _LEAF  # kept for a blockwise mask, which lists its blocks fast at any tile size
+    size = _LEAF  # stays so for a blockwise mask, which lists its blocks fast at any tile size
     blockwise = any(isinstance(part, BlockwiseMask) for part in joined_masks(mask))
     while not blockwise and size * _COARSE_TILES < frame.q_len:
         size *= _SPLIT
@@ -159,7 +160,7 @@ def _coarse_terms(mask: Mask, frame: Frame) -> Iterator[tuple[int, Grid, Mask]]:
 def _pairs(
     rule: Condition, grid: Grid, size: int, frame: Frame, queries: Cut, keys: Cut
 ) -> Iterator[TilePairs]:
-    """Yields batches of tile pairs that may contain a (query, key) pair of the rule's mask."""
+    """Yields batches of tile pairs in which some (query, key) pair may satisfy the rule."""
     offset = 0 if grid.anchor is None else grid.anchor.offset_of(0, 1)
     every_q, k = (grid.axis(pieces.ranges, size, offset) for pieces in (queries, keys))
     for rows in torch.arange(len(every_q)).split(_ROWS_AT_A_TIME):
@@ -181,9 +182,9 @@ def _pairs(
 def _visited_keys(
     rule: Condition, mask: Mask, pairs: TilePairs, set_number: Tensor, size: int, frame: Frame
 ) -> Iterator[TokenRanges]:
-    """Yields the keys of each tile pair that at least one of the tile pair's queries visits.
+    """Yields the keys in each tile pair that at least one query in the tile pair visits.
 
-    The keys of tile pair i belong to the set `set_number[i]`.
+    The keys in tile pair i belong to the set `set_number[i]`.
     """
     status = rule.status(pairs)
     full = status == FULL
@@ -193,7 +194,8 @@ def _visited_keys(
     if not len(varies):
         return
     pairs, set_number = pairs[varies], set_number[varies]
-    _, first = _kinds(rule, pairs, set_number, pairs.k.start)  # a group's pairs add equal keys
+    # all tile pairs of a group add the same keys to the same set, so one of them is enough
+    _, first = _kinds(rule, pairs, set_number, pairs.k.start)
     pairs, set_number = pairs[first], set_number[first]
     if size > _LEAF:
         for part in torch.arange(len(set_number)).split(_AT_A_TIME // _SPLIT**2):
@@ -217,7 +219,7 @@ def _visited_keys(
 
 
 def _pairs_of(rule: Condition, mask: Mask, pairs: TilePairs, size: int, frame: Frame) -> Tensor:
-    """Counts the (query, key) pairs in each pair of tiles; evaluates each bitmap once."""
+    """Counts the (query, key) pairs in each tile pair; evaluates equal tile pairs once."""
     status = rule.status(pairs)
     total = torch.where(status == FULL, pairs.q.count * pairs.k.count, 0)
     varies = torch.nonzero((status != FULL) & (status != EMPTY))[:, 0]
@@ -239,15 +241,15 @@ def _pairs_of(rule: Condition, mask: Mask, pairs: TilePairs, size: int, frame: F
 
 
 def _kinds(rule: Condition, pairs: TilePairs, *further: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups tile pairs that have equal bitmaps, token counts and values of `further` columns.
+    """Groups tile pairs that have equal bitmaps, token counts and rows in `further`.
 
-    Returns: the group of each tile pair, and the index of one tile pair of each group.
+    Returns: the group of each tile pair, and the index of one tile pair in each group.
     """
     return number_rows([pairs.q.count, pairs.k.count, *further, *rule.signature(pairs)])
 
 
 def _split(pairs: TilePairs, size: int) -> tuple[Tensor, TilePairs]:
-    """Splits each pair of tiles into pairs of smaller tiles: (index of the split pair, smaller)."""
+    """Splits tile pairs into smaller ones; also returns the large pair's index for each of them."""
     at = torch.cartesian_prod(torch.arange(_SPLIT), torch.arange(_SPLIT))
     pair = torch.arange(len(pairs)).repeat_interleave(len(at))
     number = at.repeat(len(pairs), 1)
@@ -263,7 +265,7 @@ def _split(pairs: TilePairs, size: int) -> tuple[Tensor, TilePairs]:
 
 
 def union(parts: list[TokenRanges], length: int) -> TokenRanges:
-    """Joins sets of tokens below `length`; the result has disjoint progressions with one step."""
+    """Joins sets of tokens below `length` into disjoint progressions that all have one step."""
     steps = sorted({part.step for part in parts if len(part.number)})
     if len(steps) <= 1:
         return _merged(parts, steps[0] if steps else 1, length)
@@ -276,8 +278,9 @@ def union(parts: list[TokenRanges], length: int) -> TokenRanges:
 
 
 def _merged(parts: list[TokenRanges], step: int, length: int) -> TokenRanges:
-    """Joins progressions of one step, so that those of each set are disjoint."""
-    reach = length // step + 2  # numbers reserved per (set, start mod step), with a gap at the end
+    """Joins progressions of equal `step`, so that no two progressions of a set share a token."""
+    # each (set, token % step) gets `reach` integers in a row, one or more of them unused as a gap
+    reach = length // step + 2
     begin, end = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
     for part in parts:
         line = (part.number * step + part.start % step) * reach
@@ -290,7 +293,7 @@ def _merged(parts: list[TokenRanges], step: int, length: int) -> TokenRanges:
 
 
 def _with_step(runs: TokenRanges, step: int) -> TokenRanges:
-    """Splits each progression into several of a larger `step`, a multiple of the old one."""
+    """Splits each progression into progressions of a larger `step`, a multiple of its old step."""
     lines = step // runs.step
     number, start, last = (x.repeat_interleave(lines) for x in (runs.number, runs.start, runs.last))
     start = start + runs.step * torch.arange(lines).repeat(len(runs.start))

@@ -47,10 +47,10 @@ class RingPlan:
         block_size: tokens per tile.
         sharding: which rank owns which tokens: "contiguous", "zigzag" or "chunks:...".
         ranges: each rank's tokens, as ascending ranges of positions.
-        needs: tokens whose keys are sent, an item for each distinct mask of a kv head. In an item,
-            set receiver * world_size + sender has the tokens from the sender to the receiver.
-        need_of: [batch entries or 1][kv head] index into `needs`.
-        travellers: query rows that are sent to the owners of their keys: fewer bytes than the keys.
+        needs: tokens whose keys are sent. Kv heads with equal masks share an item. In an item, set
+            receiver * world_size + sender has the tokens that `sender` sends to `receiver`.
+        need_of: index into `needs`, by [batch entry][kv head]; one row if batch entries are alike.
+        travellers: query rows that are sent to the ranks that own the keys, to save bytes.
     """
 
     pattern: Pattern
@@ -80,12 +80,12 @@ class RingPlan:
         Args:
             pattern: a mask or a mixture, for queries and keys at positions 0 ... seq_len - 1.
             seq_len: tokens of the whole sequence.
-            num_heads: query heads; they change loads, and the traffic of query rows.
+            num_heads: number of query heads; changes the loads, and the traffic of query rows.
             num_kv_heads: key/value heads, default `num_heads`.
             block_size: tokens per tile of the ranks' layouts; loads and traffic ignore it.
-            sharding: "contiguous", "zigzag", "chunks:...", "balanced" (gives equal chunks to ranks
-                by cost), or "auto": the one of contiguous, zigzag and balanced whose busiest rank
-                has the least to compute and to receive.
+            sharding: "contiguous", "zigzag", "chunks:...", "balanced" (cuts equal chunks, and gives
+                them to ranks by cost), or "auto": that one of contiguous, zigzag and balanced whose
+                busiest rank has the least to compute and to receive.
 
         Raises: ValueError if the pattern is for another length, or an argument is out of range.
 
@@ -132,16 +132,16 @@ class RingPlan:
     ) -> int | float:
         """Bytes of tensors that a rank receives in a forward or a backward pass, per batch entry.
 
-        They are keys and values, and in a backward pass also gradients of the rank's own keys and
-        values, in float32. If query rows are sent to other ranks, these rows count too, and the
-        partial results (backward: gradients) that return to their owners.
+        It counts keys and values, and in a backward pass the gradients of the rank's keys and
+        values that return, in float32 (float64 for float64). If query rows are sent to other ranks,
+        it also counts these rows, and the results (backward: gradients) that return for them.
 
         Args:
             head_dim: D, or (D, Dv).
             dtype: dtype of query, key and value.
-            num_kv_heads: default the plan's; another number needs a pattern that is equal for all
+            num_kv_heads: default the plan's; it may differ only if the pattern is equal for all
                 heads.
-            compression: the wire format of keys and values.
+            compression: the format in which keys and values are sent, as for `ring_attention`.
             backward: count the backward pass instead of the forward pass.
         """
         rank = checked_integer("rank", rank, 0, self.world_size - 1)
@@ -177,16 +177,16 @@ class RingPlan:
         return _whole(total)
 
     def load(self, rank: int) -> int | float:
-        """Number of (query, key) pairs, with multiplicity, that a rank computes in a forward pass.
+        """Number of (query, key) pairs that a rank computes in a forward pass.
 
-        It is the sum over query heads, and the mean over batch entries.
+        A pair in several branches counts several times. Sum over heads, mean over batch entries.
         """
         rank = checked_integer("rank", rank, 0, self.world_size - 1)
         return _whole(self.loads[rank].item())
 
     @cached_property
     def tokens(self) -> Tensor:
-        """Number of (token, kv head) pairs [receiver, sender] to send, over all batch entries."""
+        """Number of (token, kv head) pairs to send, [receiver, sender], summed over `need_of`."""
         world = self.world_size
         sizes = [runs.sizes(world**2).view(world, world) for runs in self.needs]
         zeros = torch.zeros(world, world, dtype=torch.int64)
@@ -194,7 +194,7 @@ class RingPlan:
 
     @cached_property
     def loads(self) -> Tensor:
-        """Number of (query, key) pairs that each rank computes, float64 [world size]."""
+        """The `load` of each rank, float64 [world size]."""
         world = self.world_size
         travellers = [(t.owner, t.rows) for t in self.travellers]
         queries, keys = cut(self.ranges, travellers), cut(self.ranges)
@@ -209,7 +209,8 @@ class RingPlan:
     def answer_rounds(self) -> tuple[tuple[int, ...], ...]:
         """Rounds in which the results of sent query rows return to the ranks that own the rows.
 
-        A round lists offsets s: rank r receives from all ranks r + s, at most a shard's rows.
+        A round is a tuple of offsets s: rank r receives from the ranks (r + s) % world_size. The
+        results of a round have at most as many rows as the largest shard, or come from one rank.
         """
         world = self.world_size
         rows = [0] * world
@@ -221,9 +222,10 @@ class RingPlan:
 
     @cached_property
     def rounds(self) -> tuple[tuple[int, ...], ...]:
-        """Rounds in which keys are sent; each brings a rank a shard's keys at most, or one message.
+        """Rounds in which keys are sent.
 
-        A round lists offsets s: rank r receives from the ranks r - s.
+        A round is a tuple of offsets s: rank r receives from the ranks (r - s) % world_size. In a
+        round, a rank receives at most as many keys as the largest shard has, or a single message.
         """
         world = self.world_size
         size = max(num_tokens(ranges) for ranges in self.ranges)
@@ -255,11 +257,11 @@ class RingPlan:
         return [receiver for receiver in peers if self.tokens[receiver, rank]]
 
     def message_rows(self, receiver: int, sender: int, batch: int) -> int:
-        """Number of key and value rows that a sender sends to a receiver, for `batch` entries."""
+        """Number of key and value rows that a sender sends to a receiver, for `batch` sequences."""
         return int(self.tokens[receiver, sender]) * batch // len(self.need_of)
 
     def tokens_of(self, receiver: int, sender: int, batch: int, kv_head: int) -> Tensor:
-        """Tokens that a receiver needs from a sender for one kv head, in the order of sending."""
+        """Tokens whose keys a sender sends to a receiver for one kv head, in their order."""
         needs = self.needs[self.need_of[batch if len(self.need_of) > 1 else 0][kv_head]]
         return needs.of(receiver * self.world_size + sender)
 
@@ -272,7 +274,7 @@ class RingPlan:
         return sorted({t.owner for t in self.travellers if host in t.hosts})
 
     def rows_of(self, owner: int, host: int | None = None) -> Ranges:
-        """Positions of the query rows that `owner` sends to `host`; for None, to any rank."""
+        """Positions of the query rows that `owner` sends to `host`, or to any rank if None."""
         travellers = [t for t in self.travellers if t.owner == owner]
         return [row for t in travellers if host is None or host in t.hosts for row in t.rows]
 
@@ -292,7 +294,7 @@ class RingPlan:
 
     @property
     def cost(self) -> float:
-        """Cost of the busiest rank, as a rounded number of (query, key) pairs per head."""
+        """Cost of the busiest rank in pairs per head, rounded; a received token costs 2,048."""
         received = self.tokens.sum(1) / len(self.need_of) / max(1, self.frame.num_kv_heads)
         pairs = self.loads / max(1, self.frame.num_heads)
         return float(f"{float((pairs + _PAIRS_PER_TOKEN * received).max()):.6g}")
@@ -306,7 +308,7 @@ class RingPlan:
 def _plan(
     pattern: Pattern, frame: Frame, world_size: int, block_size: int, sharding: str
 ) -> RingPlan:
-    """Returns the plan for a sharding other than "auto" and "balanced", cached."""
+    """Returns the plan for any sharding except "auto" and "balanced"; caches it."""
     key = (pattern, frame, world_size, block_size, sharding)
 
     def build() -> RingPlan:
@@ -354,11 +356,11 @@ def _choose_sharding(
 
 
 def _balanced(pattern: Pattern, frame: Frame, world_size: int) -> str:
-    """Returns a sharding with even loads and few tokens to send, and equally many chunks per rank.
+    """Returns a sharding with even loads, few tokens to send, and equally many chunks per rank.
 
-    Chunks with most pairs are placed first. A chunk goes to the rank with the least cost: the pairs
-    that the rank has so far, minus the cost of the tokens that the chunk and the rank's chunks need
-    from each other, because chunks of one rank send no messages.
+    It assigns the chunks with the most pairs first. A chunk goes to the rank with the least cost:
+    the pairs that the rank has so far, minus the cost of the tokens that the chunk and the rank's
+    chunks need from each other, because chunks of one rank send no messages.
     """
     if frame.kv_len < _CHUNKS_PER_RANK * world_size or world_size == 1:
         return "contiguous"
@@ -372,7 +374,7 @@ def _balanced(pattern: Pattern, frame: Frame, world_size: int) -> str:
         runs = needed_keys(list(branches), frame, pieces, pieces, chunks)
         tokens += runs.sizes(chunks * chunks).view(chunks, chunks) * len(places)
     tokens = tokens + tokens.T
-    together = torch.zeros(chunks, world_size, dtype=torch.float64)  # saved messages, in tokens
+    together = torch.zeros(chunks, world_size, dtype=torch.float64)  # tokens that are not sent
     sums, room = torch.zeros(world_size, dtype=torch.float64), [_CHUNKS_PER_RANK] * world_size
     owners = [0] * chunks
     for chunk in load.argsort(descending=True, stable=True).tolist():

@@ -38,25 +38,25 @@ def prefetch(
     device: torch.device | str = "cpu",
     backward: bool = True,
 ) -> "Future[Any]":
-    """Builds the plan of a later `ring_attention`, and this rank's layouts, in a thread.
+    """Builds the plan of a later `ring_attention`, and the layouts of this rank, in a thread.
 
     It uses the thread of `layout_cache.prefetch`. The later call finds the plan and layouts in the
     cache, or waits until they are built. No message is sent, so ranks may call this at any time, in
     any order, or not at all.
 
     Args:
-        pattern, sharding, group, mesh: arguments of the later call. For a single rank, the layout
-            of `attention` is built.
+        pattern, sharding, group, mesh: arguments of the later call. If there is only one rank, this
+            builds the layout of `attention`.
         seq_len: tokens of the whole sequence.
         num_heads, num_kv_heads, batch_size, device: sizes and device of the call's tensors.
         backward: also build the tables that the backward pass reads.
 
-    Returns: a future of the plan (for a single rank, of the layout). You may wait for it, ask for
-        its error, or ignore it.
+    Returns: a future of the plan, or of the layout if there is only one rank. You may wait for it,
+        ask for its error, or ignore it.
 
     Raises: ValueError at once if an argument is invalid; the errors of `layout_cache.prefetch`.
 
-    Cost: a `RingPlan.build` and the layouts, on another CPU core than the current call.
+    Cost: the time of `RingPlan.build` and of the layouts, on another CPU core than the caller's.
     """
     check_pattern(pattern)
     group = resolve_group(group, mesh)
@@ -69,7 +69,7 @@ def prefetch(
     if world == 1:
         return layout_cache.prefetch(pattern, seq_len, **heads, device=device, backward=backward)
     check_fits(pattern, Frame.build(seq_len, seq_len, num_heads, num_kv_heads, 0))
-    place = place_of(device)  # the cache's keys have "cuda:0", not "cuda"
+    place = place_of(device)  # "cuda:0" rather than "cuda", as in the keys of the cache
 
     def build() -> RingPlan:
         size = default_block_size(pattern, seq_len)

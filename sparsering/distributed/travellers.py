@@ -1,6 +1,6 @@
-"""Chooses query rows to send to the ranks that own their keys, instead of fetching those keys.
+"""Chooses query rows that are sent to the ranks that own the keys, instead of fetching the keys.
 
-That moves fewer bytes for global rows, which visit keys of all ranks.
+This moves fewer bytes for global rows, which visit keys of all ranks.
 """
 
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from .sharding import num_tokens
 
 
 class Traveller(NamedTuple):
-    """Query rows that `owner` sends to the ranks `hosts`, which own the keys that they visit."""
+    """Query rows that rank `owner` sends to the ranks `hosts`, which own keys for these rows."""
 
     owner: int
     rows: Ranges
@@ -24,7 +24,7 @@ class Traveller(NamedTuple):
 
 
 def global_rows(pattern: Pattern, frame: Frame) -> Ranges:
-    """Returns the query rows that `GlobalTokens` of a pattern make global, as disjoint ranges."""
+    """Returns the query rows of all `GlobalTokens` masks in a pattern, as disjoint ranges."""
     rows = [row for branch in pattern.branches for row in _global_rows(branch, frame.q_len)]
     spans = Spans(*torch.tensor(rows, dtype=torch.int64).view(-1, 2).unbind(1))  # merges overlaps
     return list(zip(spans.begin.tolist(), spans.end.tolist(), strict=True))
@@ -57,21 +57,21 @@ def choose_travellers(
 ) -> tuple[tuple[Traveller, ...], list[TokenRanges]]:
     """Chooses query rows for which sending the rows moves clearly fewer bytes than fetching keys.
 
-    A sent row costs a query, and its partial result in float32 comes back. Per query head, forward
-    and backward together move about as many bytes as fetching one token; forward alone moves up to
-    twice as many.
+    For a sent row, a query goes out, and its partial result in float32 comes back. Per query head,
+    this moves about as many bytes as fetching one key token, if forward and backward are added up;
+    forward alone moves up to twice as many.
 
     Args:
-        needs: keys to fetch. Set label * world + owner has the keys of `owner` that rows with this
-            label visit. The label is world + i for rows of candidate i, else the rank of the rows.
+        needs: keys to fetch. Set label * world + owner has the keys of `owner` that the rows of a
+            group visit. The group's label is world + i for the rows of candidate i, else a rank.
         uses: for each item of `needs`, the number of (batch entry, kv head) pairs that need it.
-        candidates: (owner, rows) of global rows.
-        most: upper bound of the number of sent rows, which bounds the memory of receivers.
+        candidates: (rank, some of its rows that could be sent).
+        most: largest number of rows to send; it bounds the memory of receivers.
 
-    Returns: the travellers, and the keys to fetch for all other query rows.
+    Returns: the rows to send, and the keys to fetch for all other query rows.
     """
     travellers: list[Traveller] = []
-    home = list(range(world)) + [owner for owner, _ in candidates]  # owner of each label's rows
+    home = list(range(world)) + [owner for owner, _ in candidates]  # rank of each label's rows
     for number, (owner, rows) in enumerate(candidates):
         saved, hosts = 0, set()
         for runs, count in zip(needs, uses, strict=True):
@@ -86,7 +86,7 @@ def choose_travellers(
         size = num_tokens(rows)
         if 2 * size * len(hosts) * frame.num_heads < saved and size <= most:
             travellers.append(Traveller(owner, rows, tuple(sorted(hosts))))
-            home[world + number] = -1  # nobody fetches keys for the candidate's rows
+            home[world + number] = -1  # no rank fetches keys for the candidate's rows
             most -= size
     rest = [_relabelled(x, x.number >= 0, home, world, frame.kv_len) for x in needs]
     return tuple(travellers), rest
@@ -95,7 +95,7 @@ def choose_travellers(
 def _relabelled(
     runs: TokenRanges, some: Tensor, home: list[int], world: int, length: int
 ) -> TokenRanges:
-    """Replaces labels by ranks `home[label]` in numbers of selected sets; drops rank -1."""
+    """Keeps progressions where `some`; replaces their label by the rank home[label]; drops -1."""
     receiver = torch.tensor(home)[runs.number // world]
     some = some & (receiver >= 0)
     number = (receiver * world + runs.number % world)[some]
