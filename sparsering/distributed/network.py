@@ -1,4 +1,4 @@
-"""Sends and receives rows over a process group: messages start early, and are awaited when used."""
+"""Sends and receives rows over a process group; starts messages early, waits for them late."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
@@ -17,7 +17,8 @@ class Network:
     """Messages of one rank's call. All ranks start the same kinds of messages in the same order.
 
     `travelling` [B, Hq, tokens, columns] are the rank's query rows. The constructor starts to send
-    some of them to other ranks, their hosts, as the plan says; there they are guests.
+    some of them to other ranks, as the plan says. These ranks are the hosts of the rows; rows that
+    arrive from other ranks are called guests.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class Network:
             owner: travelling.new_empty(*travelling.shape[:2], len(at), travelling.shape[3])
             for owner, at in self.guest_places.items()
         }
-        copies: dict[tuple[tuple[int, int], ...], Tensor] = {}  # shared: most hosts get equal rows
+        copies: dict[tuple[tuple[int, int], ...], Tensor] = {}  # hosts mostly get equal rows
         sends = {}
         for host, at in places.items():
             rows = tuple(self.plan.rows_of(rank.rank, host))
@@ -47,7 +48,7 @@ class Network:
     def rounds(self) -> Iterator[Tensor]:
         """Yields a tensor per round: the encoded rows that arrive, followed by a row of zeros."""
         posts = map(self._post_round, range(len(self.plan.rounds)))
-        return _arrivals(chain(list(islice(posts, 1)), posts))  # sends the first round at once
+        return _arrivals(chain(list(islice(posts, 1)), posts))  # starts the first round at once
 
     def guests(self) -> Tensor | None:
         """Waits for other ranks' query rows: [B, Hq, rows, columns], or None if there are none."""
@@ -62,9 +63,9 @@ class Network:
         return guests
 
     def answers(self, results: Tensor | None, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """Sends `results` to the owners of the query rows; yields results of this rank's own rows.
+        """Sends `results` of guests to the guests' owners; receives results of this rank's rows.
 
-        Yields: (the rank that computed them, results [B, Hq, rows, columns]).
+        Yields: (rank that computed them, received results [B, Hq, rows, columns]).
         """
         rounds = self.plan.answer_rounds
         posts = (self._post_answers(offsets, results, columns) for offsets in rounds)
@@ -86,9 +87,9 @@ class Network:
     def returned_gradients(
         self, parts: Iterable[dict[int, Tensor]]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Sends each round's key gradients to the keys' owners; yields gradients of own keys.
+        """Sends each round's key gradients to the keys' ranks; receives those of this rank's keys.
 
-        Yields: (the rank that computed them, gradients).
+        Yields: (rank that computed them, received gradients [rows, D + Dv]).
         """
         posts = (self._post_gradients(number, part) for number, part in enumerate(parts))
         return chain.from_iterable(map(dict.items, _arrivals(posts)))
@@ -112,7 +113,7 @@ class Network:
 
 
 def _arrivals(posts: Iterable[tuple[_Arriving, Pending]]) -> Iterator[_Arriving]:
-    """Yields tensors once they have arrived; starts the next message before each wait."""
+    """Yields tensors once they have arrived; starts the next message before it waits for one."""
     posts = iter(posts)
     under_way = next(posts, None)
     while under_way is not None:

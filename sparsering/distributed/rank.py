@@ -1,9 +1,9 @@
 """Computes one rank's part of a ring call; `network` or `simulate` brings rows of other ranks.
 
 A rank attends to its own keys, then to the keys that arrive, round by round. It may send some query
-rows to other ranks, and merges their partial results last. It also attends from query rows that
-other ranks send to it, its guests. Sums and merges follow the order of the plan, in float32
-(float64 for float64), so that every run and every transport gives the same bits.
+rows to other ranks (their hosts), and merges the results that return last. It also attends from
+query rows that other ranks send to it (its guests). Sums and merges follow the order of the plan,
+in float32 (float64 for float64), so that every run and every transport gives the same bits.
 """
 
 import math
@@ -31,16 +31,16 @@ from .wire import Wire
 def choose_kernels(
     backend: str | None, query: Tensor, key: Tensor, value: Tensor, extras: dict[str, Any]
 ) -> str:
-    """Returns the name of a rank's backend; NotImplementedError if it cannot run any layout."""
+    """Returns the name of a rank's backend; NotImplementedError unless it runs every layout."""
     name = choose(backend, (query, key, value), extras)
     if not BACKENDS[name].runs_any_layout:
         able = ", ".join(name for name, backend in BACKENDS.items() if backend.runs_any_layout)
-        raise NotImplementedError(f"{name}: a ring needs a backend that runs any layout: {able}")
+        raise NotImplementedError(f"{name}: a ring needs a backend for all layouts, such as {able}")
     return name
 
 
 def check_ring_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
-    """Raises ValueError as `attention` does, and if there are not as many queries as keys."""
+    """Raises ValueError as `attention` does, and if the numbers of queries and keys differ."""
     check_inputs(query, key, value, pattern)
     if query.shape[2] != key.shape[2]:
         raise ValueError(
@@ -53,7 +53,7 @@ def check_ring_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Patter
 def plan_of_call(
     pattern: Pattern, length: int, world: int, sharding: str, query: Tensor, key: Tensor
 ) -> RingPlan:
-    """Builds the plan of a call on `query` and `key`; ValueError if the pattern has other sizes."""
+    """Builds a call's plan; ValueError if the pattern does not fit `query`, `key` or `length`."""
     check_batch(pattern, query.shape[0])
     return RingPlan.build(
         pattern,
@@ -67,7 +67,7 @@ def plan_of_call(
 
 
 class Saved(NamedTuple):
-    """Tensors that a rank's backward pass needs; dim 2 of each has the rank's own tokens."""
+    """Tensors that a backward pass needs, of one rank or of all; dim 2 of each counts tokens."""
 
     query: Tensor
     key: Tensor
@@ -78,7 +78,7 @@ class Saved(NamedTuple):
     grad_lse: Tensor
 
     def none(self) -> "Saved":
-        """Returns all fields cut to 0 tokens, for a rank that sends no query rows."""
+        """Returns the tensors cut to 0 tokens, for a rank that sends no query rows."""
         return Saved(*(x[:, :, :0] for x in self))
 
 
@@ -106,9 +106,9 @@ class Rank:
 
         Args:
             query, key, value: the rank's shards.
-            rounds: for each round, the encoded rows that arrive, then a row of zeros, [rows + 1,
-                columns].
-            answers: (rank, partial results) of query rows that this rank sent to others.
+            rounds: a tensor [rows + 1, columns] for each round: the encoded rows that arrive, and a
+                last row of zeros.
+            answers: (rank that computed them, partial results of query rows that were sent to it).
         """
         step = local_step(self.plan, self.rank, query.device)
         if step.layout is not None and step.layout.frame.q_len == query.shape[2]:  # has all queries
@@ -134,23 +134,23 @@ class Rank:
         return out.to(query.dtype), lse
 
     def sink_gradient(self, x: Saved, sink: Tensor) -> Tensor:
-        """Returns the sink's gradient: this rank's summand, or its rows of a sink per query."""
+        """Returns this rank's part of the sink's gradient: a summand, or its rows if per query."""
         return sink_gradient(sink, x.lse, self._delta(x))
 
     def blank_table(self) -> Tensor | None:
-        """Returns zeros in the shape of the distance bias, to sum its gradient; None without it."""
+        """Returns zeros in which to sum the distance bias's gradient; None if there is no bias."""
         table = self.extras["distance_bias"]
         return None if table is None else torch.zeros_like(table, dtype=self.dtype)
 
     def local_gradients(
         self, x: Saved, guests: Callable[[], Tensor | None], dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Computes gradients of all pairs with the rank's own keys.
+        """Computes the gradients of all (query, key) pairs with this rank's keys.
 
-        It calls `guests` last, because that waits for the query rows that other ranks send here. It
-        adds the gradient of the distance bias to `dtable`.
+        It calls `guests` last, because this call waits for the query rows of other ranks. It adds
+        the gradient of the distance bias to `dtable`.
 
-        Returns: dq, dk and dv of the rank; dq of the query rows from other ranks, or None.
+        Returns: dq, dk and dv of this rank; dq of the query rows of other ranks, None without any.
         """
         step = local_step(self.plan, self.rank, x.query.device)
         if step.layout is None:
@@ -172,9 +172,9 @@ class Rank:
     def round_gradients(
         self, number: int, sent: Tensor, x: Saved, dq: Tensor, dtable: Tensor | None
     ) -> dict[int, Tensor]:
-        """Computes gradients of pairs with the keys of a round; adds to `dq` and `dtable`.
+        """Computes gradients of this rank's pairs with the keys of a round; adds to `dq`, `dtable`.
 
-        Returns: gradients [rows, D + Dv] of the keys and values that arrived, by their sender.
+        Returns: {sender: gradients [rows, D + Dv] of the keys and values that came from it}.
         """
         step = round_step(self.plan, self.rank, number, len(dq), dq.device)
         rows = dq.new_zeros(step.arrived, x.key.shape[3] + x.value.shape[3])
@@ -192,7 +192,7 @@ class Rank:
         return dict(zip(sizes, rows.split([*sizes.values()]), strict=True))
 
     def add_returned(self, receiver: int, rows: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Adds gradients of keys and values [rows, D + Dv], which the rank `receiver` sent back."""
+        """Adds to `dk` and `dv` the gradients [rows, D + Dv] that the rank `receiver` returned."""
         first, width = 0, dk.shape[3]
         for b, h, index in self._message(receiver, len(dk)):
             shape = (*dk[b, h].shape[:-2], len(index))
@@ -202,7 +202,7 @@ class Rank:
             dv[b, h].index_add_(-2, index, part[..., width:])
 
     def answer(self, guests: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends from other ranks' query rows to own keys: out and lse, [B, Hq, rows, Dv + 1]."""
+        """Attends from other ranks' rows to this rank's keys: out and lse [B, Hq, rows, Dv + 1]."""
         step = guest_step(self.plan, self.rank, key.device)
         answers = guests.new_zeros(*guests.shape[:3], value.shape[3] + 1, dtype=self.dtype)
         answers[..., -1] = -torch.inf
@@ -249,7 +249,7 @@ class Rank:
     def room(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
         """Allocates memory for the rows that arrive in a round, followed by a row of zeros.
 
-        Returns: the memory, and its part for each sender.
+        Returns: the memory, and {sender: the part of the memory for its rows}.
         """
         sizes = self._arriving_sizes(number, len(key))
         columns = self.wire.columns(key.shape[3], value.shape[3])
@@ -258,7 +258,7 @@ class Rank:
         return room, dict(zip(sizes, room[:-1].split([*sizes.values()]), strict=True))
 
     def _arriving_sizes(self, number: int, batch: int) -> dict[int, int]:
-        """Returns the number of rows that arrive in a round, by their sender."""
+        """Returns {sender: number of rows that arrive from it} for a round."""
         senders = self.plan.senders(self.rank, number)
         return {sender: self.plan.message_rows(self.rank, sender, batch) for sender in senders}
 
@@ -268,7 +268,7 @@ class Rank:
         return local_index(self.plan.ranges[self.rank], rows).to(device)
 
     def guest_places(self, owner: int, device: torch.device) -> Tensor:
-        """Returns the indices of an owner's query rows among all query rows sent to this rank."""
+        """Returns the indices of the rows from `owner` among all query rows sent to this rank."""
         rows = positions(self.plan.rows_of(owner, self.rank))
         return local_index(self.plan.guests_of(self.rank), rows).to(device)
 
@@ -278,7 +278,7 @@ class Rank:
         query = query[:, :, step.queries]
         extras = {**self.extras, "sink": None}  # `forward` adds the sink to the merged result
         _, masks = without_key_masks(self.plan.pattern)
-        if step.own_keys and masks:  # masked keys may be NaN; other ranks do not send masked keys
+        if step.own_keys and masks:  # masked keys may be NaN; ranks never send masked keys
             places = positions(self.plan.ranges[self.rank]).to(query.device)
             mask = key_mask(masks, self.plan.frame.kv_len, query.device)
             extras["key_mask"] = mask[:, places]
@@ -319,7 +319,7 @@ class Rank:
         return rows[..., : key.shape[3]], rows[..., key.shape[3] :]
 
     def _message(self, receiver: int, batch: int) -> Iterator[tuple[Any, Any, Tensor]]:
-        """Yields the parts of a message in order: batch entry, kv head, indices into the shard."""
+        """Yields a message's parts in order, as (batch entry, kv head, indices in the shard)."""
         plan = self.plan
         for b, h in product(range(batch), range(plan.frame.num_kv_heads)):
             tokens = plan.tokens_of(receiver, self.rank, b, h)

@@ -1,9 +1,9 @@
-"""Layouts of a rank's kernel calls. Their tiles are indices into its shard and into arrived keys.
+"""Builds layouts of a rank's kernel calls. Tiles hold indices in the shard or in arrived keys.
 
-A layout is compiled for some queries and keys at positions of the whole sequence. Then the starts
-of its tiles are rewritten from positions to indices in the shard, or in a buffer of arrived keys.
-A kernel uses one stride, `step`, for queries and keys. So `step` key tiles are interleaved in the
-buffer, one token of each in turn.
+A layout is first compiled with positions of the whole sequence. Then the starts of its tiles are
+rewritten from positions to indices in the shard, or in a buffer of arrived keys. A kernel uses one
+stride, `step`, for the tokens of query tiles and of key tiles. So `step` key tiles are interleaved
+in the buffer, one token of each in turn.
 """
 
 from collections import defaultdict
@@ -27,16 +27,16 @@ from .sharding import local_index, num_tokens, without
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One call of a kernel: query rows of this rank, or of other ranks, with one set of keys.
+    """One kernel call: query rows (of this rank, or sent by others) attend to one array of keys.
 
     Attributes:
-        layout: None if no query visits a key.
+        layout: layout of the call; None if no query visits a key.
         queries: slice from the first to the last query that visits a key.
-        rows: [B, Hkv, keys of the buffer] index of each key among the rows that arrived. Keys that
-            no query visits have the index `arrived`, a row of zeros. None if the keys are the
-            rank's own, or arrive in the buffer's order.
+        rows: [B, Hkv, buffer length] index of the arrived row at each place of the key buffer.
+            Places that no query visits have the index `arrived`, a row of zeros. None if the rank
+            owns the keys, or if rows arrive in the order of the buffer.
         arrived: number of rows that arrive.
-        own_keys: True if the keys are the rank's own.
+        own_keys: True if the rank owns the keys, False if they arrive.
     """
 
     layout: BlockLayout | None
@@ -51,7 +51,7 @@ class Step:
         return sum(x.nbytes for x in parts if x is not None) + 64
 
     def ready(self) -> "Step":
-        """Returns the step; the current CUDA stream first waits for the stream that built it."""
+        """Makes the current CUDA stream wait until the step is built; returns the step."""
         if self.layout is not None and self.layout.built is not None:
             self.layout.ready()
             self.layout.built.wait([] if self.rows is None else [self.rows])
@@ -59,10 +59,10 @@ class Step:
 
     @cached_property
     def copies(self) -> list[Tensor]:
-        """Indices of each arrived row in the buffer, in which a row may stand several times.
+        """Indices of each arrived row in the flat key buffer, which may contain it several times.
 
-        Item n has the n-th index of each row, [arrived]; an index past the end means that the row
-        stands fewer times. Gradients are summed in this order.
+        Item n [arrived] has the n-th index of each row, or the buffer's length if the buffer does
+        not contain the row so often. Gradients are summed in this order.
         """
         assert self.rows is not None
         places = self.rows.flatten().long()
@@ -79,17 +79,17 @@ class Step:
 
 
 def local_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
-    """Returns the kernel call of a rank's own queries with its own keys."""
+    """Returns the kernel call of the queries and keys that the rank owns."""
     return _cached(plan, device, _own_keys, rank, False)
 
 
 def guest_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
-    """Returns the kernel call of query rows that other ranks send to this rank, with its keys."""
+    """Returns the kernel call of query rows that others send to `rank`, with this rank's keys."""
     return _cached(plan, device, _own_keys, rank, True)
 
 
 def round_step(plan: RingPlan, rank: int, number: int, batch: int, device: torch.device) -> Step:
-    """Returns the kernel call of a rank's own queries with the keys that arrive in a round."""
+    """Returns the kernel call of a rank's queries with the keys that arrive in round `number`."""
     return _cached(plan, device, _arriving_keys, rank, number, batch)
 
 
@@ -137,7 +137,7 @@ def _arriving_keys(
 
 
 def _passes(plan: RingPlan, queries: Ranges, keys: Ranges) -> list[Pass]:
-    """Compiles the passes of some queries and keys, all as positions of the whole sequence."""
+    """Compiles passes for ranges of queries and keys; tiles start at positions of the sequence."""
     if not (queries and keys and plan.frame.num_heads and plan.pattern.num_batches() != 0):
         return []
     compiled = compile_passes(plan.pattern, plan.frame, plan.block_size, queries, keys)
@@ -154,7 +154,7 @@ def _step(
 ) -> Step:
     """Builds a step from passes: rewrites query tiles from positions to indices in `queries`.
 
-    The indices count from the first query that visits a key. `length` is the number of keys.
+    Index 0 is the first query that visits a key. `length` is the number of keys.
     """
     placed = []
     for p in passes:
@@ -175,18 +175,18 @@ def _step(
 
 
 def _placed(start: Tensor, stop: Tensor, ranges: Ranges, used: Tensor) -> tuple[Tensor, Tensor]:
-    """Rewrites tiles from positions to indices in a shard; makes tiles empty if not `used`."""
+    """Rewrites tiles from positions to indices in `ranges`; makes tiles empty if not `used`."""
     shift = local_index(ranges, start) - start
     return torch.where(used, start + shift, 0), torch.where(used, stop + shift, 0)
 
 
 def _covered(start: Tensor, stop: Tensor, step: int, block_size: int, length: int) -> bool:
-    """True if each set of tiles (a row of `start`) contains all `length` tokens."""
+    """True if the tiles in each row of `start` together contain all `length` tokens."""
     return bool((tile_counts(start, stop, step, block_size).sum(1) == length).all())
 
 
 def _by_axis(used: Tensor, axes: int) -> Tensor:
-    """Converts bools [tables, tiles] to [axes, tiles]; an axis is a set of tiles of a pass."""
+    """Converts `used` [tables, tiles] to [axes, tiles]; an axis is one of a pass's tile sets."""
     tables = len(used)
     if tables <= axes:
         return used.repeat_interleave(axes // tables, 0)
@@ -196,7 +196,8 @@ def _by_axis(used: Tensor, axes: int) -> Tensor:
 def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Places visited key tiles in a buffer, from index `first` on.
 
-    Returns: start and stop of each tile, and the key position at each buffer index, -1 for none.
+    Returns: start and stop of each tile in the buffer, and the key position at each index from
+        `first` on, -1 if no key is there.
     """
     batch, tables, entries = p.key_tile.shape
     axes, tiles = p.key_start.shape
@@ -224,9 +225,9 @@ def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, 
 def _arrived_rows(
     plan: RingPlan, rank: int, senders: list[int], positions: list[Tensor], batch: int, length: int
 ) -> tuple[Tensor, int]:
-    """Returns the arrived row of each buffer index, [B, Hkv, length], and the number of rows.
+    """Returns the arrived row for each place of the buffer, [B, Hkv, length], and the row count.
 
-    Rows arrive ordered by sender, batch entry, kv head, and by `RingPlan.tokens_of` within a head.
+    Rows arrive by sender, then batch entry, then kv head; within a head as in `RingPlan.tokens_of`.
     """
     heads = plan.frame.num_kv_heads
     parts: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
