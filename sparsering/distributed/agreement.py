@@ -28,8 +28,8 @@ _BUDGET = 0.01  # default error bound of compression="auto"
 class RingCall(NamedTuple):
     """Arguments of the ring operator on one rank, in the order of its schema.
 
-    They must be equal on all ranks, except tensors with a row per token, `timeout`, `group` and
-    `backend`. If `seed_is_given` is False, all ranks use rank 0's seed.
+    They must be equal on all ranks, except `timeout`, `group`, `backend`, and tensors that have a
+    row per token. If `seed_is_given` is False, all ranks use the seed of rank 0.
     """
 
     query: Tensor
@@ -53,16 +53,16 @@ class RingCall(NamedTuple):
 
     @property
     def seed(self) -> int:
-        """The seed of the first batch entry; 0 without dropout."""
+        """Dropout seed of the first batch entry; 0 without dropout."""
         seed = self.dropout_seed
         return 0 if seed is None or not len(seed) else int(seed[0])
 
 
 class Agreement(NamedTuple):
-    """Facts about a call that all ranks share; only `error` differs by rank."""
+    """Facts about a call that are equal on all ranks, except `error`."""
 
     lengths: list[int]  # tokens of each rank's shard
-    compression: str | None  # wire format of keys and values, "auto" resolved
+    compression: str | None  # wire format of keys and values, never "auto"
     error: float  # relative error of this rank's keys and values in that format
     seed: int
 
@@ -73,7 +73,7 @@ _HASHED = ("pattern", "scale", "sharding", "compression", _TABLES)
 
 
 def agree_on_call(exchange: Exchange, backward: bool, call: RingCall) -> Agreement:
-    """Checks that all ranks make the same call, and resolves the compression "auto"."""
+    """Checks that all ranks make the same call; chooses the wire format for compression="auto"."""
     fields = _fields(exchange.world_size, backward, call)
     record = [_digest(list(fields.values())), call.query.shape[2], 0, call.seed]
     digests, lengths, failures, seeds = zip(*exchange.agree(record), strict=True)
@@ -104,7 +104,7 @@ def agree_on_call(exchange: Exchange, backward: bool, call: RingCall) -> Agreeme
 
 
 def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
-    """Returns integers that must be equal on all ranks, by the name that an error shows."""
+    """Returns {name for errors: argument or its digest}; all ranks must have equal integers."""
     query, key, value, bias, sink, *_ = call
     shared_sink = None if sink is None or sink.shape[2] > 1 else sink  # a sink per query may differ
     tables = [x[:1] for x in (bias, shared_sink) if x is not None]
@@ -153,7 +153,7 @@ def report_failure(group: dist.ProcessGroup, timeout: float | None, query: objec
 
 
 def agree_on_lengths(exchange: Exchange, length: int, common: object) -> list[int]:
-    """Returns `length` of each rank; RingMismatchError on all ranks if `common` differs on any."""
+    """Returns each rank's `length`; raises RingMismatchError if `common` differs between ranks."""
     with exchange.break_on_error():
         digests, lengths = zip(*exchange.agree([_digest(common), length]), strict=True)
     if len(set(digests)) > 1:
@@ -177,7 +177,7 @@ def check_lengths(plan: RingPlan, lengths: list[int], rank: int) -> None:
 
 
 def error_budget(compression: str | None) -> float | None:
-    """Returns the error bound of "auto" or "auto:BOUND", None for a named format."""
+    """Returns the error bound of "auto" or "auto:BOUND"; None for any other compression."""
     if not (isinstance(compression, str) and compression.startswith("auto")):
         return None
     try:
@@ -194,7 +194,7 @@ def error_budget(compression: str | None) -> float | None:
 
 
 def _error(x: Tensor, name: str) -> float:
-    """Returns the relative root mean square error of a tensor in a wire format."""
+    """Returns the relative root mean square error of `x` in the wire format `name`."""
     form, square_error, square = wire_format(name, x.dtype), 0.0, 0.0
     for rows in x.detach().flatten(0, 1):  # one head at a time, to save memory
         decoded = form.decode(form.encode(rows, rows.shape[1]), rows.shape[1], 0)

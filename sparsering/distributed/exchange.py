@@ -39,13 +39,14 @@ class RingMismatchError(RingError, ValueError):
 
 
 class Traffic(NamedTuple):
-    """Tensors that this rank sent and received in its last call; excludes control messages.
+    """Counts of the tensors that this rank sent and received in a call, without control messages.
 
     Attributes:
         sent_bytes, received_bytes, messages: totals of this rank.
-        compression: the wire format of keys and values, None for their own dtype.
-        error: relative root mean square error of this rank's keys and values in that format (the
-            larger of the two). 0 for their own dtype. A backward pass measures it for "auto" only.
+        compression: the format in which keys and values are sent; None if they keep their dtype.
+        error: relative root mean square error, in that format, of this rank's keys or of its
+            values, whichever is larger. 0 if they keep their dtype; in a backward pass, 0 unless
+            `compression` was "auto".
     """
 
     sent_bytes: int = 0
@@ -61,8 +62,8 @@ class Exchange:
     All ranks must send and receive in the same order.
 
     Args:
-        timeout: seconds that a rank waits for a peer, None for the group's own timeout.
-        device: device of the tensors to send. A group without a CPU backend needs it.
+        timeout: seconds that a rank waits for a peer; None means the timeout of the group.
+        device: device of the tensors to send. It must be given if the group has no CPU backend.
 
     Raises: RuntimeError while a CUDA graph is captured: the host must read other ranks' arguments.
     """
@@ -102,7 +103,7 @@ class Exchange:
         kinds = {kind.type for kind in self.group._device_types}
         device: torch.device | str = "cpu" if "cpu" in kinds or not kinds else min(kinds)
         if device != "cpu" and self.device is not None and self.device.type in kinds:
-            device = self.device  # the process's current GPU may belong to another rank
+            device = self.device  # "cuda" alone could be the GPU of another rank
         own = torch.tensor(record, dtype=torch.int64, device=device)
         others = {p: torch.empty_like(own) for p in range(self.world_size) if p != self.rank}
         self.start("agreement", dict.fromkeys(others, own), others).wait()
@@ -112,7 +113,7 @@ class Exchange:
     def start(
         self, step: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> "Pending":
-        """Starts to send and receive contiguous tensors, given by peer rank; skips empty ones."""
+        """Starts to send and receive contiguous tensors, as {peer: tensor}; skips empty tensors."""
         sends, receives = ({p: x for p, x in m.items() if x.numel()} for m in (sends, receives))
         sent, received = (sum(x.nbytes for x in m.values()) for m in (sends, receives))
         before = self.traffic
@@ -168,7 +169,7 @@ class Pending:
 
     @contextmanager
     def failing(self, peer: int | None) -> Iterator[None]:
-        """Stores an error of the body; `wait` raises the first one after it has waited for all."""
+        """Catches errors of the body; `wait` raises the first one, after waiting for all peers."""
         try:
             yield
         except RuntimeError as error:

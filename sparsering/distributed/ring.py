@@ -59,20 +59,21 @@ def ring_attention(
     Every rank of the group calls it with the same pattern and options, and gets its own rows of the
     result of `attention` for the whole sequence. A rank receives only the keys that its queries
     visit and other ranks own. The backward pass receives them again and returns their gradients in
-    float32. Keys arrive in rounds of at most a shard. Besides its shards, a rank needs memory for
-    two rounds, and for a copy of one round: at most a shard, or a shard for each dilated branch.
-    This does not grow with the number of ranks. A single rank does not communicate.
+    float32 (float64 for float64). Keys arrive in rounds of at most a shard. Besides its shards, a
+    rank needs memory for two rounds, and for a copy of a round's keys in kernel order: at most a
+    shard, or a shard per dilated branch. It does not grow with the number of ranks. A single rank
+    does not communicate.
 
-    As with any collective, all ranks make their calls on one group in the same order. Threads that
-    call at the same time need a group each. After a failed call its group is unusable.
+    All ranks must make their calls on a group in the same order. Threads that call at the same time
+    need a group each. After a failed call, its group is unusable.
 
     Args:
-        query: [B, Hq, n, D], this rank's part as `shard` cuts it; n may be 0.
+        query: [B, Hq, n, D], this rank's shard, as `shard` cuts it; n may be 0.
         key: [B, Hkv, n, D], of the same tokens as the queries.
         value: [B, Hkv, n, Dv].
         pattern: a mask or a mixture, on positions of the whole sequence.
-        group, mesh: the ranks: a process group or a `DeviceMesh` of one axis (`mesh["sp"]`);
-            default all ranks.
+        group, mesh: pass one of them, a process group or a `DeviceMesh` of one axis
+            (`mesh["sp"]`); default all ranks.
         sharding: which rank owns which tokens; see `RingPlan`. For "auto" and "balanced", cut the
             shards by `RingPlan.sharding`.
         compression: the format in which keys and values are sent: None for their own dtype, "bf16",
@@ -83,9 +84,9 @@ def ring_attention(
             group's.
         scale, return_lse, backend: as for `attention`; the backend must run layouts.
         softcap, distance_bias, sink, dropout_p, dropout_seed: as for `attention`, equal on all
-            ranks. Only a sink per query differs: each rank passes its own rows. The gradient of a
-            table or sink is this rank's part; the sum over ranks is the whole gradient. Without a
-            seed, rank 0 draws one.
+            ranks. Only a sink per query differs: each rank passes the rows of its queries. The
+            gradient of a bias or sink is this rank's part; the whole gradient is the sum over
+            ranks. Without a seed, rank 0 draws one.
 
     Returns: out [B, Hq, n, Dv] in the query's dtype, and with `return_lse` lse [B, Hq, n].
 
@@ -133,7 +134,7 @@ def ring_attention(
     leaves = (query, key, value, extras["distance_bias"], extras["sink"])
     learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
     extras = {name: x for name, x in extras.items() if name != "block_bias"}
-    if isinstance(dropout_seed, Tensor):  # the operator derives the seeds of batch entries
+    if isinstance(dropout_seed, Tensor):  # `_begin` derives a seed per batch entry from it
         extras["dropout_seed"] = dropout_seed.expand(len(query))
     out, lse = _ring(
         query=query,
@@ -177,7 +178,7 @@ ring_attention.last_traffic = last_traffic  # type: ignore[attr-defined] # one i
 def resolve_group(
     group: dist.ProcessGroup | None, mesh: DeviceMesh | None
 ) -> dist.ProcessGroup | None:
-    """Returns the process group, None if this process is alone; ValueError for wrong arguments."""
+    """Returns the process group; None if there is only one process. Checks both arguments."""
     if group is not None and mesh is not None:
         raise ValueError("pass group or mesh, got both; a mesh of one axis brings its own group")
     if mesh is not None:
@@ -226,7 +227,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*arguments: Any) -> list[Tensor | None]:
-    """Returns gradients of the rank's query, key, value, distance bias and sink, None for seeds."""
+    """Returns gradients of the query, key, value, distance bias and sink, and None for the seed."""
     *inputs, out, lse, grad_out, grad_lse, _ = arguments
     call = RingCall(*inputs)
     query, key, value, table, sink, *_ = call
@@ -271,7 +272,7 @@ def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
     exchange = Exchange(group, call.timeout, query.device)
     with exchange.break_on_error():
         lengths, compression, error, seed = agree_on_call(exchange, backward, call)
-    exchange.traffic = Traffic(compression=compression, error=error)  # excludes control messages
+    exchange.traffic = Traffic(compression=compression, error=error)  # resets the message counts
     pattern = parse(call.pattern, [tensor.cpu() for tensor in call.tensors])
     plan = plan_of_call(pattern, sum(lengths), len(lengths), call.sharding, query, key)
     check_lengths(plan, lengths, exchange.rank)

@@ -48,7 +48,7 @@ def check_sharding(sharding: str, world_size: int) -> None:
 
 
 def owned_ranges(sharding: str, seq_len: int, world_size: int) -> tuple[Ranges, ...]:
-    """Returns the ranges of positions that each rank owns, in the order of its shard."""
+    """Returns the ranges of positions that each rank owns, in ascending order, as in its shard."""
     owners = chunk_owners(sharding, world_size)
     size = -(-seq_len // len(owners))
     owned: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
@@ -63,23 +63,23 @@ def owned_ranges(sharding: str, seq_len: int, world_size: int) -> tuple[Ranges, 
 
 
 def num_tokens(ranges: Ranges) -> int:
-    """Counts the positions in some ranges."""
+    """Counts the positions in `ranges`."""
     return sum(stop - start for start, stop in ranges)
 
 
 def overlap(ranges: Ranges, others: Ranges) -> Ranges:
-    """Returns the positions that are in both of two ascending lists of ranges."""
+    """Returns the ranges of positions that are in both `ranges` and `others`."""
     return [(max(a, c), min(b, d)) for a, b in ranges for c, d in others if max(a, c) < min(b, d)]
 
 
 def positions(*ranges: Ranges) -> Tensor:
-    """Lists all positions of some ranges, as an int64 tensor."""
+    """Lists all positions in the given lists of ranges, as an int64 tensor."""
     pieces = [torch.arange(start, stop) for owned in ranges for start, stop in owned]
     return torch.cat([torch.zeros(0, dtype=torch.int64), *pieces])
 
 
 def local_index(ranges: Ranges, position: Tensor) -> Tensor:
-    """Maps positions of the sequence to indices in the shard of the rank that owns `ranges`."""
+    """Maps positions of the sequence to indices in a shard that has the positions in `ranges`."""
     starts = torch.tensor([start for start, _ in ranges], dtype=torch.int64)
     sizes = torch.tensor([stop - start for start, stop in ranges], dtype=torch.int64)
     number = (torch.searchsorted(starts, position, right=True) - 1).clamp(min=0)

@@ -24,12 +24,14 @@ def shard(
     mesh: DeviceMesh | None = None,
     sharding: str = "contiguous",
 ) -> Tensor:
-    """Returns this rank's shard of a tensor that every rank has whole; differentiable, no messages.
+    """Returns this rank's shard of a tensor that every rank has in full, without messages.
+
+    Differentiable: the gradient is zero outside the shard.
 
     Args:
         tensor: any tensor with tokens in `dim`, such as queries, positions, ids or labels.
-        dim: dim that counts tokens; default 2, as in [B, H, N, D].
-        group, mesh, sharding: as for `ring_attention`; instead of "auto" pass `plan.sharding`.
+        dim: the dim that counts tokens; default 2, as in [B, H, N, D].
+        group, mesh, sharding: as for `ring_attention`; instead of "auto", pass `RingPlan.sharding`.
 
     Returns: a copy of the tokens that the rank owns, in the order of its shard; it may be empty.
 
@@ -59,8 +61,9 @@ def unshard(
         dim, group, mesh, sharding: as for `shard`.
         length: tokens of the whole tensor; default the sum over the shards.
 
-    Raises: ValueError (on all ranks) if dtypes or other dims differ, or lengths differ from those
-        of the sharding; RingError if a peer does not answer within the group's timeout.
+    Raises: ValueError (on all ranks) if dtypes or sizes of other dims differ between ranks, or if
+        the shards' lengths do not fit the sharding; RingError if a peer does not answer within
+        the group's timeout.
     """
     group = resolve_group(group, mesh)
     dim = _checked_dim(tensor, dim)
@@ -117,7 +120,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _cut(tensor: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """Copies the tokens at the positions in some ranges."""
+    """Copies the tokens at the positions in `ranges`."""
     parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
     return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0).clone()
 

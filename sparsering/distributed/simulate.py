@@ -38,15 +38,15 @@ def simulate_ring(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes `ring_attention` over `world_size` ranks in one process; differentiable.
 
-    Results have the same bits as those of real ranks with as many threads as this process.
+    Results are bitwise equal to those of real ranks that have as many threads as this process.
 
     Args:
         query, key, value: the whole sequence, [B, H, N, D], as for `attention`.
         world_size: number of ranks.
         pattern, sharding, scale, return_lse: as for `ring_attention`.
-        offload: compute on the accelerator (if any), while queries, keys and values stay in host
-            memory. The accelerator then stores the shards of one rank and the keys of one round at
-            a time. Results are on the query's device.
+        offload: True computes on the accelerator (if any), while queries, keys and values stay
+            where they are, such as in host memory. The accelerator stores the shards of one rank
+            and the keys of one round at a time. Results are on the query's device.
         softcap, distance_bias, sink, dropout_p, dropout_seed: as for `attention`.
 
     Returns: out [B, Hq, N, Dv], and with `return_lse` lse [B, Hq, N].
@@ -86,7 +86,7 @@ def simulate_ring(
     }
     ranks, sink = [], on_device["sink"]
     for rank in range(world_size):
-        if sink is not None and sink.shape[2] > 1:  # a sink per query: take this rank's
+        if sink is not None and sink.shape[2] > 1:  # a sink per query: take this rank's rows
             places = positions(plan.ranges[rank]).to(device)
             on_device = {**on_device, "sink": sink[:, :, places]}
         ranks.append(Rank(plan, rank, backend, scale, wire, dtype, on_device))
@@ -136,7 +136,7 @@ class _Simulated(torch.autograd.Function):
 def _backward(
     shards: "_Shards", whole: Saved, distance_bias: Tensor | None, sink: Tensor | None
 ) -> list[Tensor | None]:
-    """Computes the gradients of the whole query, key, value, distance bias and sink."""
+    """Computes the gradients of query, key, value, distance bias and sink, for all ranks."""
     query, key, value, *_ = whole
     ranks, plan = shards.ranks, shards.plan
     dtable = ranks[0].blank_table()
@@ -197,7 +197,7 @@ class _Shards:
         return [x[:, :, self.places[rank].to(x.device)].to(self.device) for x in tensors]
 
     def rounds(self, rank: Rank, key: Tensor, value: Tensor) -> Iterator[Tensor]:
-        """Yields the rows that a rank would receive in each round, as their senders encode them."""
+        """Yields the encoded rows that a rank would receive in each round, then a row of zeros."""
         for number in range(len(self.plan.rounds)):
             room, parts = rank.room(number, key, value)
             for sender, part in parts.items():
@@ -207,12 +207,12 @@ class _Shards:
             yield room.to(self.device)
 
     def guests(self, host: int, travelling: Tensor) -> Tensor:
-        """Returns the query rows that other ranks send to `host`, out of the whole sequence."""
+        """Returns the rows of `travelling`, the whole sequence, that other ranks send to `host`."""
         at = positions(self.plan.guests_of(host))
         return travelling[:, :, at.to(travelling.device)].to(self.device)
 
     def answers(self, rank: Rank, answers: dict[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yields (host, its results for rows of `rank`), in the order of real messages."""
+        """Yields (host, its results for rows of `rank`), in the order of a real rank's messages."""
         hosts = self.plan.hosts_of(rank.rank)
         for offset in (offset for offsets in self.plan.answer_rounds for offset in offsets):
             host = (rank.rank + offset) % self.plan.world_size

@@ -1,7 +1,7 @@
 """Wire formats: how ranks send rows. A row is the key, then the value, of one token and kv head.
 
-Formats of one byte per number have one scale for the key and one for the value. The scales follow
-the numbers of the row, in float32.
+A format of one byte per number ("fp8", "int8") also sends two float32 scales with each row, one
+for the key and one for the value. They follow the numbers of the row.
 """
 
 from typing import NamedTuple
@@ -19,7 +19,7 @@ _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 class Wire(NamedTuple):
     """Format in which ranks send rows of keys and values to each other."""
 
-    numbers: torch.dtype  # dtype of the numbers that are sent
+    numbers: torch.dtype  # dtype of the sent numbers
     dtype: torch.dtype  # dtype of the rows before encoding and after decoding
 
     @property
@@ -45,7 +45,7 @@ class Wire(NamedTuple):
         largest = _LARGEST[self.numbers]
         numbers, scales = [], []
         for part in (rows[:, :width], rows[:, width:]):
-            part = F.pad(part.float(), (0, 1))  # the maximum needs a number, even if D is 0
+            part = F.pad(part.float(), (0, 1))  # amax fails without columns (D = 0)
             scale = part.abs().amax(1, keepdim=True)
             scale = (scale / largest).clamp(min=torch.finfo(torch.float32).tiny)
             part = part[:, :-1] / scale
@@ -68,7 +68,7 @@ class Wire(NamedTuple):
 
 
 def wire_format(compression: str | None, dtype: torch.dtype) -> Wire:
-    """Returns the wire format of a name; None sends rows of `dtype` unchanged."""
+    """Returns the wire format that `compression` names; None sends rows of `dtype` unchanged."""
     if compression is None:
         return Wire(dtype, dtype)
     if not isinstance(compression, str) or compression not in FORMATS:
