@@ -1,6 +1,7 @@
 """The command line: `sparsering train | demo | plot | plan | info | build | ...`.
 
-An error of the user, or of too little memory, prints one line to stderr; the exit code is 2.
+Wrong arguments, missing files or packages, and too little memory print one line to stderr; the
+exit code is then 2.
 """
 
 import argparse
@@ -26,7 +27,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Builds the parser; each command sets `run`, a function of the parsed arguments."""
+    """Builds the parser; each command sets `run`, a function that gets the parsed arguments."""
     parser = _Parser(
         prog="sparsering", description="Exact sparse attention over declared patterns."
     )

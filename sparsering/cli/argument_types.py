@@ -1,4 +1,4 @@
-"""Types, choices and help texts of arguments that several commands have."""
+"""Defines types, choices and help texts of arguments that several commands share."""
 
 import argparse
 from typing import TypeAlias

@@ -61,9 +61,9 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> str:
-    """Describes the NUMA nodes of Linux: number, processors and memory; "unknown" elsewhere.
+    """Describes Linux's NUMA nodes: how many, their processors and memory; "unknown" elsewhere.
 
-    A processor reads another node's memory more slowly; docs/planning.md binds ranks to nodes.
+    A processor reads other nodes' memory more slowly; docs/planning.md says how to bind ranks.
     """
     from ..planning.sizes import show_bytes
 

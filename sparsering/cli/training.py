@@ -143,7 +143,7 @@ def _generate(arguments: argparse.Namespace) -> int:
     from ..training.measure import TimedTokens
 
     model = load_model(arguments.checkpoint)
-    prompt = arguments.prompt.encode(errors="surrogateescape")  # typed bytes, UTF-8 or not
+    prompt = arguments.prompt.encode(errors="surrogateescape")  # the typed bytes, even if not UTF-8
     stop = None if arguments.stop is None else arguments.stop.encode(errors="surrogateescape")
     caches = model.caches(max_length=len(prompt) + arguments.num_bytes)
     tokens = TimedTokens(

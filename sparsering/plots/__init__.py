@@ -1,8 +1,8 @@
-"""Pictures as PNG bytes: patterns, training runs, traffic of ranks.
+"""Draws patterns, training runs and the traffic of ranks, and returns PNG bytes.
 
     Path("pattern.png").write_bytes(pattern_png(LongNet((1024, 4096), (1, 4)), 1 << 20))
 
-They need matplotlib (`pip install sparsering[plots]`), and raise ImportError without it.
+Drawing needs matplotlib (`pip install sparsering[plots]`); without it, it raises ImportError.
 """
 
 from ..layouts.drawing import pair_shares

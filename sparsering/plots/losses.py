@@ -31,7 +31,7 @@ def loss_png(metrics: Sequence[Mapping[str, Any]], baselines: Mapping[str, float
 
 
 def speed_png(seconds: Mapping[str, tuple[float, float]], *, title: str) -> bytes:
-    """Draws a stacked bar for each name; `seconds` has (seconds in attention, seconds in total)."""
+    """Draws a stacked bar for each {name: (seconds in attention, seconds in total)}."""
     figure = new_figure(4.6, 1.1 + 0.7 * len(seconds))
     axes = figure.add_subplot()
     names, (attention, total) = list(seconds), zip(*seconds.values(), strict=True)

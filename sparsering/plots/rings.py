@@ -15,8 +15,8 @@ def traffic_png(panels: Sequence[tuple[str, Tensor, int]], *, panel_width: float
     Args:
         panels: (caption, number of rows of keys and values [receiver, sender] as `RingPlan.tokens`
             counts them, bytes of a row).
-        panel_width: inches of each panel. Cells have numbers for up to 8 ranks, or up to 4 in
-            panels narrower than 4.8 inches.
+        panel_width: inches of each panel. Cells show numbers if there are at most 8 ranks, or at
+            most 4 in panels narrower than 4.8 inches.
     """
     figure = new_figure(panel_width * len(panels), panel_width + 0.1)
     legible = 8 if panel_width >= 4.8 else 4

@@ -58,7 +58,7 @@ def patterns_png(
 ) -> bytes:
     """Draws the first head of each (caption, pattern, length in tokens), in `columns` columns.
 
-    Errors and cost are as for `pattern_png`.
+    `pattern_png` lists the errors and the cost.
     """
     rows = -(-len(panels) // columns)
     figure = new_figure(4.6 * columns, 5.0 * rows)
@@ -76,7 +76,7 @@ def draw_pattern(axes: Any, layout: BlockLayout, *, head: int = 0, cells: int = 
     frame = layout.frame
     step = max((p.step for p in layout.passes), default=1)
     if frame.q_len > cells and frame.q_len // step >= 128:
-        cells = min(cells, frame.q_len // step)  # at least `step` tokens a pixel: no moire
+        cells = min(cells, frame.q_len // step)  # a pixel per `step` or more tokens: no moire
     shares = pair_shares(layout, cells, head=head)
     # a pixel with few pairs stays visible
     shade = torch.where(shares > 0, 0.25 + 0.75 * shares.clamp(max=1).pow(0.4), 0)
