@@ -261,7 +261,7 @@ class RingPlan:
         return int(self.tokens[receiver, sender]) * batch // len(self.need_of)
 
     def tokens_of(self, receiver: int, sender: int, batch: int, kv_head: int) -> Tensor:
-        """Tokens whose keys a sender sends to a receiver for one kv head, in their order."""
+        """Tokens whose keys a sender sends to a receiver for one kv head, in sending order."""
         needs = self.needs[self.need_of[batch if len(self.need_of) > 1 else 0][kv_head]]
         return needs.of(receiver * self.world_size + sender)
 
