@@ -8,8 +8,9 @@
 
 namespace sparsering::cpu {
 
-// Work item: entries (visited key tiles) `begin` to `end` of query tile `row`, for some heads. If a
-// tile has many entries, it is cut into pieces, merged later: `piece` is the index, -1 if not cut.
+// Work item: entries (visited key tiles) `begin` to `end` of query tile `row`, for `heads` heads.
+// If a tile has many entries, it is cut into pieces, whose results are merged later: `piece` is
+// the index of the piece, -1 if the tile is not cut.
 struct Item {
   int64_t batch, head, heads, row, begin, end, piece;
 };
@@ -210,7 +211,7 @@ class Attend {
     return tile;
   }
 
-  // Returns the next key tiles of an item, as many as one softmax step takes.
+  // Returns the key tiles of an item for the next softmax step, and moves `entry` past them.
   Stack stack(const Pass& pass, const Item& item, int64_t number, int64_t& entry) const {
     Stack result;
     const int64_t table = pass.table(item.batch, item.head, x_.Hq),
@@ -232,7 +233,7 @@ class Attend {
   }
 
   // True if bitmap `number` has a pair with one of the call's queries. Decoding builds one layout
-  // for a range of queries and runs a few, so all pairs of an entry may be with other queries.
+  // for a range of queries, of which a call has a few: an entry may have no pair with these few.
   bool visited(const Pass& pass, int64_t number, int64_t queries, int64_t keys) const {
     int any = 0;
     for (int64_t i = 0; i < queries; ++i) {

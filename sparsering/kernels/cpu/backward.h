@@ -425,7 +425,8 @@ class Backward {
   float* dbias_;
   double* dtable_;  // [B, Hq, groups, 2R + 1]
   int64_t groups_;
-  // Largest counts in a pass: key tiles; then key tiles, and query tiles of a group, if not walked.
+  // Largest numbers in one pass: key tiles in any pass (`most_columns_`); in passes that are not
+  // walked, key tiles (`columns_`), and query tiles of a group's heads (`rows_`).
   int64_t most_columns_ = 0, columns_ = 0, rows_ = 0;
 };
 

@@ -8,7 +8,7 @@ from ..tuning_file import TuningFile, file_of, processor_name
 
 
 def _path(_: torch.device) -> Path:
-    used = torch.backends.cpu.get_cpu_capability()  # ATEN_CPU_CAPABILITY may limit it
+    used = torch.backends.cpu.get_cpu_capability()  # "AVX2", say; ATEN_CPU_CAPABILITY may lower it
     return file_of("cpu", f"{processor_name()} {used}", torch.__version__)
 
 

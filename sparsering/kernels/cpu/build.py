@@ -1,7 +1,7 @@
 """Builds `cpu.cpp` on first use, and caches the library by torch version, processor and source.
 
-A process builds it in a temporary folder, under a file lock, and then moves it into the cache. The
-file ends with a digest of its content; a library with another digest is built again.
+A process builds the library in a temporary folder, under a file lock, and then moves it into the
+cache. The file ends with a digest of its content; if the digest is wrong, the library is rebuilt.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ _CAPABILITY_FLAGS = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mf16c -mprefer-vector-width=512",
     "AVX2": "-mavx2 -mfma -mf16c",
 }
-# On macOS torch ships OpenMP's header and library, and Apple's clang accepts -fopenmp only after
-# -Xclang. There a library finds torch's libraries by its rpath.
+# On macOS, torch ships OpenMP's header and library, Apple's clang accepts -fopenmp only after
+# -Xclang, and the compiled library needs an rpath to find torch's libraries.
 _IS_MACOS = sys.platform == "darwin"
 _OPENMP = ["-Xclang", "-fopenmp"] if _IS_MACOS else ["-fopenmp"]
 _OPENMP_LIBRARY = ["-lomp"] if _IS_MACOS else []
@@ -40,8 +40,8 @@ _OPENMP_LIBRARY = ["-lomp"] if _IS_MACOS else []
 def build() -> Path:
     """Compiles the kernel for this torch and processor unless it is cached; returns the library.
 
-    Raises: OSError if the cache folder cannot be written; RuntimeError if there is no compiler, or
-        it failed.
+    Raises: OSError if the cache folder cannot be written, or another user owns the library;
+        RuntimeError if there is no compiler, or if the compiler fails.
     """
     folder = cache_folder()
     machine = (torch.__version__, str(torch.version.git_version), platform.machine())
@@ -59,7 +59,7 @@ def build() -> Path:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Locks a file for the body; the system releases the lock if the process dies."""
+    """Locks a file while the `with` block runs; if the process dies, the system unlocks it."""
     with open(path, "w") as file:
         with contextlib.suppress(ImportError):  # no fcntl: two processes may build, which is safe
             import fcntl
@@ -144,7 +144,7 @@ def library() -> Any:
 
 @cache
 def _load() -> str:
-    """Builds and loads the library; returns why that failed, with one warning, or ""."""
+    """Builds and loads the library; returns "", or if that fails, warns and returns the reason."""
     try:
         library = build()
         try:

@@ -17,11 +17,12 @@ EXTRAS = frozenset(
 """Options of a call, other than its scale, that this backend computes."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_FEW_QUERIES = 8  # must equal kFewQueries of layout.h; calls with more rows do not use `slots`
-# limits in `is_walked_shape`: most queries of a tile (numbers in a vector), fewest queries in all,
-# fewest queries that visit a key tile
+# must equal kFewQueries of layout.h; with more query rows per kv head, the kernel ignores `slots`
+_FEW_QUERIES = 8
+# limits in `is_walked_shape`: most queries of a tile (floats in a vector register), fewest queries
+# of a pass, fewest query rows that visit a key tile
 _MOST_WALKED_QUERIES, _LEAST_WALKED_QUERIES, _LEAST_WALKED_ROWS = 16, 32, 8
-_MOST_REPEATED_WORK = 1.4  # threads that share a kv head compute seven products, not five
+_MOST_REPEATED_WORK = 1.4  # 7 / 5: a thread that shares a kv head computes 7 products, not 5
 
 
 def reasons(*tensors: Tensor) -> list[str]:
@@ -62,14 +63,14 @@ def backward(
 ) -> Gradients:
     """Computes the gradients of the problem's tensors.
 
-    Results have the same bits in every call with the same number of threads. Another number may
-    change the order of sums.
+    Results have the same bits in every call with the same number of threads. Another number of
+    threads may change the order of sums, and so the last bits.
     """
     by_head = takes_whole_heads(len(problem.key) * problem.key.shape[1], torch.get_num_threads())
     passes = problem.layout.passes
     transposes: list[Tensor] = []
     for p in () if by_head else passes:
-        # the kernel takes three tensors per pass; it reads none if it loops over the key tiles
+        # the kernel expects three tensors per pass, but ignores them if it loops over key tiles
         tables = 3 * (p.row_ptr,) if _is_walked(problem, p) else p.transpose
         transposes += [x.contiguous() for x in tables]
     results = dense_rows(out), lse.contiguous(), dense_rows(grad_out), grad_lse.contiguous()
@@ -89,7 +90,7 @@ def backward(
 
 
 def takes_whole_heads(kv_heads: int, threads: int) -> bool:
-    """True if each thread of a backward computes whole kv heads, because few threads then idle."""
+    """True if each thread of a backward should take whole kv heads: few threads would then idle."""
     return round_up(kv_heads, threads) <= _MOST_REPEATED_WORK * kv_heads
 
 
@@ -100,8 +101,8 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
     pair of tiles), and zero for padding of the layout. Rows with lse = -inf add zero.
 
     Args:
-        lse: [B, Hq, Nq] float32, over the problem's keys or more, with the sink if there is one.
-        weight: [B, Hq, Nq], a factor of each query; None for 1.
+        lse: [B, Hq, Nq] float32, over the problem's keys and the sink, or over more keys.
+        weight: [B, Hq, Nq], a factor of each query; None means 1.
 
     Raises: NotImplementedError for softcap, distance_bias and dropout.
     """
@@ -119,13 +120,14 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
 
 
 def block_shares(*tensors: Tensor | None, features: str, **numbers: Any) -> bool:
-    """Writes the log share of every key block to `out`, float32 [B * Hkv, rows, blocks].
+    """Writes the log of each key block's share of the softmax weights to `out`.
 
     Args:
-        tensors: query, feature, key, last and out, as `Operands` in selection/operands.h describes
-            them. Queries have any strides and dtype; features and keys are float32.
-        features: "gauss", "bounds", or another name for the query itself.
-        numbers: the other arguments of the operator, as `Shares` in selection/shares.h describes.
+        tensors: query, feature, key, last and out, as `Operands` in selection/operands.h and
+            `Shares` in selection/shares.h describe them; out is float32 [B * Hkv, rows, blocks].
+            Queries have any strides and dtype; features and keys are float32.
+        features: query features "gauss" or "bounds"; any other name means the query itself.
+        numbers: the other arguments of the operator, described in the same two files.
 
     Returns: True if a share was too small for float32.
     """
@@ -163,7 +165,7 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
 
 
 def _is_walked(problem: Problem, p: Pass) -> int:
-    """Returns 1 if the kernel loops over a pass by key tile (walk/visits.h), 0 for query tiles."""
+    """Returns 1 if the kernel loops over a pass's key tiles (walk/visits.h), else 0."""
     if _needs_query_walk(problem) or not p.key_tile.numel():
         return 0
     shape: tuple[tuple[int, int], float] | None = vars(p).get("_walked_shape")
@@ -183,7 +185,7 @@ def _is_walked(problem: Problem, p: Pass) -> int:
 def is_walked_shape(
     longest: tuple[int, int], tiles: tuple[int, int], entries: float, group: float
 ) -> bool:
-    """True if a loop over key tiles is faster for a pass of this shape than over query tiles.
+    """True if a loop over key tiles is faster than over query tiles, for a pass of this shape.
 
     Args:
         longest: tokens of the longest query tile, and of the longest key tile.
@@ -204,9 +206,9 @@ def _needs_query_walk(problem: Problem) -> bool:
 
 
 class _CheckedLayout(NamedTuple):
-    """A layout as the kernel's own object, with checked tables; copies and pickles of it are empty.
+    """The kernel's own object of a layout, `passes`, whose tables the kernel has checked.
 
-    Calls without extras reuse it, and do not check the tables again.
+    Calls without extras reuse it, and skip the checks. Copies and pickles become 0.0, without it.
     """
 
     scale: float
@@ -217,7 +219,7 @@ class _CheckedLayout(NamedTuple):
 
 
 def _checked_layout(problem: Problem) -> Tensor:
-    """Returns the layout's passes as the kernel's own object, which the layout stores."""
+    """Returns the kernel's own object of a layout's passes, which it caches in the layout."""
     layout, scale = problem.layout, problem.scale
     cached = vars(layout).get("_checked_layout")
     if type(cached) is not _CheckedLayout or cached.scale != scale:
@@ -237,7 +239,7 @@ def _checked_layout(problem: Problem) -> Tensor:
 
 @cache
 def _no_entries(passes: int) -> Tensor:
-    """Returns zeros, cached: the argument `first_entry` of a call without block bias."""
+    """Returns the argument `first_entry` of a call without block bias: zeros, cached."""
     return torch.zeros(passes, 1, 1, dtype=torch.int64)
 
 

@@ -1,10 +1,10 @@
 // The CPU backend's kernel: attention over the passes of a block layout, forward and backward.
 //
 // Except for calls of a few queries (few.h), scores are transposed: S^T [keys, queries] of a key
-// tile and a query tile. A query's maximum, sum and lse are then lanes of vectors, and P^T and dS^T
-// are left operands of the next product without a copy. Only the small tiles are transposed, never
-// the scores. The left operand A is stored in rows. The right operand B is packed for brgemm:
-// unchanged in float32, pairs of rows interleaved in bfloat16.
+// tile and a query tile. Each query's maximum, sum and lse are then in one lane of a vector, and
+// P^T and dS^T are left operands of the next product without a copy. Only the small tiles are
+// transposed, never the scores. The left operand A is stored in rows. The right operand B is packed
+// for brgemm: unchanged in float32, pairs of rows interleaved in bfloat16.
 //
 //   forward    S^T = K Q^T      O^T += V^T P^T
 //   backward   S^T = K Q^T      dP^T = V dO^T
@@ -126,7 +126,7 @@ struct Laid {
   std::vector<Tensor> tensors;
   std::vector<Pass> passes;
   Tensor first_entry;
-  int64_t block, queries = 0, keys = 0;  // shortest query and key that fit the passes
+  int64_t block, queries = 0, keys = 0;  // least numbers that a call must have
   int64_t versions;                      // sum of the tensors' versions when they were checked
   bool covers;
   double scale;
@@ -188,7 +188,7 @@ std::tuple<Tensor, Tensor> forward_laid(const Tensor& query, const Tensor& key, 
     fits = fits && (p.batches == 1 || p.batches == x.B) && (p.axes == 1 || p.axes == x.Hkv) &&
            (x.Hq == 0 || (p.tables > 0 && x.Hq % p.tables == 0));
   }
-  for (size_t i = 0; !fits && i < laid.passes.size(); ++i) {  // this check raises the error
+  for (size_t i = 0; !fits && i < laid.passes.size(); ++i) {  // one of these checks raises
     const auto of_pass = at::TensorList(laid.tensors).slice(i * Pass::kTensors, Pass::kTensors);
     check_pass(of_pass, laid.passes[i], x.Nq, x.Nk, x.B, x.Hq, x.Hkv);
   }

@@ -207,7 +207,7 @@ inline void pack_transposed(const BFloat16* from, int64_t rows, int64_t width, B
 template <typename T>
 void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, int64_t ldb,
               float* C, int64_t ldc, bool add) {
-  if (M == 0 || N == 0) {  // brgemm would allocate gigabytes
+  if (M == 0 || N == 0) {  // else brgemm would allocate gigabytes
     return;
   }
   will_read(A, (M - 1) * lda + K);

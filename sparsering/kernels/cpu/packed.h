@@ -23,7 +23,7 @@ class PackedKeys {
     transposed_.at_least(slots * key_size_);
     copies_.at_least(copied * (key_size_ + value_size_));
   }
-  // Makes room for the key tiles of kv heads.
+  // Makes room for the key tiles of `count` kv heads, from `first` on.
   void reserve(const Pass& pass, int64_t first, int64_t count) {
     int64_t copied = 0;
     copy_.clear();

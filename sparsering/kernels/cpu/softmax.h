@@ -87,7 +87,7 @@ void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, flo
   float* row = scores;
   for (int64_t i = 0; i < stack.size; ++i) {
     const auto& part = stack.parts[i];
-    const auto weight = [&](int64_t j, int w) {  // at most 1: the maximum was rounded alike
+    const auto weight = [&](int64_t j, int w) {  // at most 1: the maximum has the same rounding
       const Vec score = Vec::loadu(row + j * ld + w * kLanes);
       return exp_of(at::vec::fmadd(score, Vec(scale), Vec(part.bias)) + base[w]);
     };

@@ -51,8 +51,8 @@ inline bool shares_evenly(int64_t num_kv) {
   return num_kv >= threads && 10 * most * threads <= 11 * num_kv;
 }
 
-// Returns how many kv heads are packed at a time: just enough for all threads, with `rows` items
-// per head, but at least 4 MiB of packed keys (`bytes` per head).
+// Returns how many kv heads are packed at a time: enough for 64 items per thread (`rows` per head),
+// but at most half of the heads; or more, if their packed keys (`bytes` per head) fit into 4 MiB.
 inline int64_t wave_of(int64_t num_kv, int64_t rows, int64_t bytes) {
   const int64_t busy = 64 * at::get_num_threads() / std::max<int64_t>(rows, 1) + 1;
   const int64_t small = (int64_t{4} << 20) / std::max<int64_t>(bytes, 1);

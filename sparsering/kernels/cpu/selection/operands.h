@@ -11,9 +11,9 @@ namespace sparsering::cpu {
 enum class Features { kMean, kGauss, kBounds };
 
 // Inputs of block scores: queries [B, Hq, Nq, D]; features [entries, slots, blocks, F] of key
-// blocks, each cut into `slots` parts; keys [entries, own blocks, block, D] of the queries' own
-// blocks, from `first_own` on. An entry is a kv head of a batch entry. `scale` multiplies the keys,
-// and for kMean the features too.
+// blocks, each cut into `slots` parts; keys [entries, own blocks, block, D] of own blocks (those
+// that contain the queries), from block `first_own` on. An entry is a kv head of a batch entry.
+// `scale` multiplies the keys, and for kMean the features too.
 struct Operands {
   Operands(const Tensor& query_, const Tensor& feature_, const Tensor& key_, int64_t kind_,
            float scale_, int64_t first_own_, int64_t first_query_)

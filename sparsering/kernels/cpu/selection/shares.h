@@ -39,7 +39,8 @@ struct Shares {
                       "sparsering cpu: shares lack blocks that queries see");
   }
 
-  // Returns how many blocks queries of block `own` score by estimates; causal: only earlier ones.
+  // Returns how many blocks the queries of block `own` score by estimates: all, or those before
+  // `own` if causal.
   int64_t seen(int64_t own) const {
     return causal ? std::clamp<int64_t>(own, 0, blocks) : blocks;
   }

@@ -101,7 +101,7 @@ class WalkBackward {
   }
 
  private:
-  static constexpr int64_t kRoom = 1 << 26;  // limit of values of dK and dV; two groups always fit
+  static constexpr int64_t kRoom = 1 << 26;  // limit of the values of all groups, if more than two
 
   // Memory for dK and dV of `heads` kv heads at a time: `size` values for each of `groups` groups.
   struct Groups {

@@ -85,8 +85,8 @@ struct Walk {
   }
 };
 
-// A gathered tile. Each token has its index in the chunk, its entry in the table, and its index in
-// its query tile (the bitmap row).
+// A gathered tile. For each of its tokens: `token`, its index in the chunk; `entry`, the index of
+// its entry in the table; `place`, its index in its query tile (the bitmap row).
 struct Gathered {
   explicit Gathered(const Walk& walk)
       : token(walk.tokens), entry(walk.tokens), place(walk.tokens) {}
