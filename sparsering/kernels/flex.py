@@ -70,7 +70,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
             kernel_options=kernel_options(layout.block_size, query.device.type),
         )
         slots = _slots_of_tokens(queries, query.shape[2])
-        # tokens that no tile contains have index -1 in `slots`: they take this additional row
+        # tokens that no tile contains have index -1 in `slots`: `_take` gives them this added row
         lse = pad(aux.lse.to(dtype), (0, 1), value=-torch.inf)
         out = pad(torch.where((aux.lse == -torch.inf)[..., None], 0.0, out), (0, 0, 0, 1))
         outs.append(_take(out, slots))
@@ -89,7 +89,8 @@ def _score_mod(problem: Problem, p: Pass) -> Callable[..., Tensor] | None:
         return None
     per_axis, size = heads // len(p.query_start), problem.layout.block_size
     origins = p.coordinates(problem.layout.frame.q_start)
-    queries, keys = (slots_of(x, x, p.step, size)[0].flatten(1) for x in origins)  # [S, n]
+    # positions [S, n] of all tokens; each of S groups of heads has its own tiles
+    queries, keys = (slots_of(x, x, p.step, size)[0].flatten(1) for x in origins)
 
     def adjusted(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
         score = capped(score, softcap)
@@ -109,7 +110,7 @@ def _run(device: str) -> Any:
 
 
 def kernel_options(block_size: int, device: str) -> dict[str, Any] | None:
-    """Returns FlexAttention's kernel options; None for its default blocks, if they fit."""
+    """Returns options for kernel blocks that divide `block_size`; None if the default ones do."""
     divisor = block_size & -block_size
     if device == "cpu" or divisor >= 128:
         return None
@@ -117,13 +118,16 @@ def kernel_options(block_size: int, device: str) -> dict[str, Any] | None:
 
 
 def _tokens(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
-    """Lists the tokens of S sets of tiles, padded: [S, tiles * block_size], -1 for padding."""
+    """Lists the tokens of all tiles for each of S head groups: [S, n], padded with -1."""
     tokens, real = slots_of(start, stop, step, block_size)
     return torch.where(real, tokens, -1).flatten(1)
 
 
 def _take(x: Tensor, tokens: Tensor) -> Tensor:
-    """Gathers rows of x [B, H, N, ..] by `tokens` [S, n], for S groups of heads; -1: the last."""
+    """Gathers rows of x [B, H, N, ..]: n rows, `tokens` [S, n], for each of S groups of heads.
+
+    Index -1 takes the last row.
+    """
     if torch.equal(tokens, torch.arange(x.shape[2], device=x.device)[None]):
         return x
     by_head = tokens.repeat_interleave(x.shape[1] // len(tokens), 0)
@@ -134,7 +138,7 @@ def _take(x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _slots_of_tokens(tokens: Tensor, length: int) -> Tensor:
-    """Returns the index in `tokens` of each of `length` tokens, [S, length]; -1: missing."""
+    """Returns where each token below `length` is in `tokens` [S, n]: [S, length], -1 if missing."""
     slots = tokens.new_full((len(tokens), length + 1), -1)
     slot = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return slots.scatter(1, torch.where(tokens < 0, length, tokens), slot)[:, :-1]

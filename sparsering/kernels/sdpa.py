@@ -19,7 +19,7 @@ EXTRAS: frozenset[str] = frozenset()
 """Options of a call, other than its scale, that this backend computes."""
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_CHANNELS = 16  # `backward` widens the head dim by so many, to pass on the gradient of lse
+_CHANNELS = 16  # `backward` adds as many columns to the head dim, to pass on the gradient of lse
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -45,7 +45,7 @@ def refuses(pattern: Pattern, q_start: int) -> list[str]:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Computes attention over all pairs or a triangle; lse is float32 (float64 for float64)."""
+    """Computes `Full()` or `Causal()` attention; lse is float32 (float64 for float64)."""
     if not problem.query.numel() or not problem.key.numel():
         lse = problem.query.new_full(problem.query.shape[:3], -torch.inf)
         return torch.zeros_like(problem.query).contiguous(), lse.to(sum_dtype(problem.query))
@@ -95,8 +95,8 @@ def _operands(problem: Problem) -> tuple[bool, Tensor, Tensor, Tensor]:
     side = min(queries, keys)
     causal = layout.num_pairs != queries * keys
     if causal and layout.num_pairs != side * (side + 1) // 2 + (queries - side) * keys:
-        # layouts of a cache do not count their pairs
-        raise NotImplementedError("sdpa: it runs no layouts of a cache; pass another backend")
+        # layouts of a cache or a ring do not know their number of pairs: it is NaN or 0
+        raise NotImplementedError("sdpa: it runs no cache or ring layouts; pass another backend")
     if causal:
         key, value = (x[:, :, : query.shape[2]] for x in (key, value))
     return causal, dense_rows(query), dense_rows(key), dense_rows(value)

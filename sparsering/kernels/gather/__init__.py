@@ -1,4 +1,4 @@
-"""Portable backend: copies the keys that each query tile visits, and multiplies them by torch."""
+"""Portable backend: copies the keys that query tiles visit, and computes with torch's matmuls."""
 
 from .call import EXTRAS, backward, entry_mass, forward, set_workspace
 

@@ -55,8 +55,9 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     for fresh, chunk in _walk(problem):
         group, parts, part_lses = chunk.q.shape[1], [], []
         for unit, product, added in _units(chunk, extras):
-            uq = _take(q, chunk.q[unit], dtype).mul_(problem.scale).flatten(-3, -2)  # [.., g*m, D]
-            uk, uv = (_take(x, chunk.k[unit], dtype) for x in (k, v))  # [..., n, D]
+            # uq [.., g*m, D]: m queries of g heads; uk and uv [.., n, D]: the n keys of all g heads
+            uq = _take(q, chunk.q[unit], dtype).mul_(problem.scale).flatten(-3, -2)
+            uk, uv = (_take(x, chunk.k[unit], dtype) for x in (k, v))
             extras.clear(chunk, unit, uk, uv)
             score, _ = extras.adjust(product(uq, uk), chunk, unit)
             weight, part_lse = _softmax(score, added, group)
@@ -120,9 +121,9 @@ def backward(
 
 
 def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
-    """Sums `weight_q e^{s - lse_q}` over each visited pair of tiles, shaped like the block bias.
+    """Sums `weight_q e^{s - lse_q}` over each visited pair of tiles: [B, Hq, num_blocks].
 
-    `lse` and `weight` are [B, Hq, Nq], in float32 (float64 for float64).
+    `lse` and `weight` are [B, Hq, Nq], in float32 (float64 if the query is float64).
     """
     dtype = sum_dtype(problem.query)
     q, k = _flat(problem.query), _flat(problem.key)
@@ -161,7 +162,7 @@ def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
 def _units(
     chunk: Chunk, extras: Extras
 ) -> Iterator[tuple[int | slice, Callable[[Tensor, Tensor], Tensor], Tensor | None]]:
-    """Yields (index of units to compute together, function for a @ b^T, summand of their scores).
+    """Yields (units to compute together, function for a @ b^T, what to add to their scores).
 
     Large units run one by one, so that their scores stay in cache; smaller ones run as one batch.
     """
@@ -174,7 +175,7 @@ def _units(
 
 
 def _alone(pairs: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """True if a unit with so many pairs is computed alone, by oneDNN, and not in a batch."""
+    """True if a unit of `pairs` (query, key) pairs is computed by itself, not in a batch."""
     return (
         pairs >= _LEAST_PAIRS_ALONE
         and device.type == "cpu"

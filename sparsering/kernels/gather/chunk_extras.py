@@ -37,7 +37,7 @@ class Extras:
     def added(self, chunk: Chunk) -> Tensor | None:
         """Returns what to add to a chunk's scores: the block bias, and -inf outside the pattern.
 
-        Its shape is [C or 1, g or 1, m or 1, n]; None if there is nothing to add.
+        Its shape is [C or 1, g or 1, m or 1, n] (units, heads, queries, keys); None: adds nothing.
         """
         added = zero = torch.zeros((), dtype=self.dtype, device=chunk.q.device)
         if self.bias is not None and chunk.bias is not None:
@@ -53,7 +53,7 @@ class Extras:
     def adjust(self, score: Tensor, chunk: Chunk, unit: Unit) -> tuple[Tensor, Tensor | None]:
         """Applies softcap and distance bias to scores [..., g * m, n], in place.
 
-        Returns: the scores, and the derivative of the softcap, None without softcap.
+        Returns: the scores, and the derivative of the softcap (None without softcap).
         """
         cap, slope = self.problem.softcap, None
         if cap is not None:
@@ -81,13 +81,13 @@ class Extras:
         return weight.mul_(mask.flatten(-3, -2)).div_(1 - p)
 
     def add_distance_gradient(self, dscore: Tensor, chunk: Chunk, unit: Unit) -> None:
-        """Adds gradients of scores [..., g * m, n] to the distance bias at their distances."""
+        """Adds score gradients [..., g * m, n] to the distance bias gradient, by distance."""
         if self.dtable is not None and chunk.places is not None:
             entry = self._entries(chunk.places, unit)
             self.dtable.index_add_(0, entry.flatten(), dscore.flatten().double())
 
     def add_bias_gradient(self, unit_sums: list[Tensor], chunk: Chunk) -> None:
-        """Adds sums per key [.., g, n] to the block bias gradient of the tile that has the key."""
+        """Adds score gradients, summed over queries [.., g, n], to the block bias gradient."""
         if self.dbias is None or chunk.bias is None:
             return
         entries, slots = chunk.bias

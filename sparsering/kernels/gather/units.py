@@ -29,8 +29,8 @@ class Units:
         query_tiles: [units, t] indices of query tiles.
         key_tiles: [units, e] indices of key tiles.
         entries: [units, e] index, in the table, of the entry (visited pair) of each key tile.
-        bitmaps: [units, e] bitmap of each entry (-1: all pairs), [1, e] if all units share them,
-            None if all entries have all pairs.
+        bitmaps: [units, e] index of each entry's bitmap (-1: all pairs), [1, e] if all units share
+            them, None if all entries have all pairs.
         num_queries, num_keys: tokens in a unit's query tiles and in its key tiles.
         fresh: True if no earlier units of the pass have these query tiles.
     """
@@ -53,8 +53,8 @@ def plan(p: Pass, block_size: int, most_queries: int, most_keys: int) -> list[Un
     """Returns the units of a pass, cached as long as the pass exists.
 
     It joins neighbouring query tiles that visit equal key tiles, at most `most_queries` per unit,
-    and cuts lists of key tiles into parts of at most `most_keys`. Pairs of tiles with a bitmap, and
-    those with all pairs, are in different units, except where one unit saves a merge of results.
+    and cuts lists of key tiles into parts of at most `most_keys`. Entries with and without a bitmap
+    are in different units, except where one unit for both saves a merge of results.
     """
     plans = _plans.setdefault(p, {})
     if (most_queries, most_keys) not in plans:
@@ -67,7 +67,7 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
     tables = p.row_ptr.shape[1]
     real = torch.arange(p.bitmap.shape[-1], device=p.bitmap.device) < p.num_entries[..., None]
     real = real.repeat_interleave(heads // tables, 1).flatten(0, 1)
-    table, entry = torch.nonzero(real, as_tuple=True)  # `table` counts (batch entry, head)
+    table, entry = torch.nonzero(real, as_tuple=True)  # table: batch entry * heads + head
     head = table % heads
     place = (table // heads, head * tables // heads, entry)
     row, key, bitmap = p.query_tiles()[place], p.key_tile[place].long(), p.bitmap[place].long()
@@ -116,10 +116,10 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
 
 
 def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
-    """Selects table rows (query tiles) whose entries with and without bitmap form one unit.
+    """Selects table rows (query tiles) whose entries with and without a bitmap form one unit.
 
-    That saves a merge of two results. It pays if the row is short enough for one unit, and if other
-    rows have equal bitmaps or the table has few rows.
+    One unit saves a merge of two results. It pays if the row is short enough for one unit, and if
+    other rows have equal bitmaps or the table has few rows.
     """
     index = torch.arange(len(row), device=row.device)
     total = torch.bincount(row)
@@ -133,7 +133,7 @@ def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
 def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
     """Cuts entries, sorted by row, into runs: at most `longest` neighbouring entries of one row.
 
-    Returns: begin and length of each run, and its number within the row.
+    Returns: begin and length of each run, and its index among the runs of its row.
     """
     index = torch.arange(len(row), device=row.device)
     head = torch.diff(row, prepend=row[:1] - 1) != 0
@@ -156,7 +156,7 @@ def _first_runs(begin: Tensor, length: Tensor, line: Tensor, key: Tensor, most: 
 
 
 def _sums(values: Tensor, begin: Tensor, length: Tensor | None = None) -> Tensor:
-    """Sums `values[begin : begin + length]` of each run; no `length`: up to the next `begin`."""
+    """Sums `values[begin : begin + length]`; without `length`, from each `begin` to the next."""
     total = F.pad(values.cumsum(0), (1, 0))
     if length is None:
         return torch.diff(total[begin], append=total[-1:])
@@ -164,16 +164,16 @@ def _sums(values: Tensor, begin: Tensor, length: Tensor | None = None) -> Tensor
 
 
 def _equal_rows(columns: list[Tensor]) -> Iterator[Tensor]:
-    """Yields the row indices of each set of equal rows in a table of some columns."""
+    """Groups equal rows of the table that has these columns; yields the row indices of a group."""
     number, _ = number_rows(columns)
     order = number.argsort(stable=True)
     yield from order.split(torch.bincount(number).tolist())
 
 
 def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields sets of units that share all bitmaps: (unit indices, bitmaps [1, key tiles]).
+    """Yields groups of units that share all bitmaps: (unit indices, bitmaps [1, key tiles]).
 
-    If that makes too many sets, it yields all units at once, with bitmaps [units, key tiles].
+    If there were too many groups, it yields all units at once, with bitmaps [units, key tiles].
     """
     sets = list(_equal_rows(list(bitmaps.unbind(1))))
     if len(sets) > max(8, len(bitmaps) // 16):
@@ -184,7 +184,7 @@ def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Places(NamedTuple):
-    """Batch entry, g query heads, and positions of m queries and n keys, of each of C units."""
+    """Batch entry, g query heads, m query positions and n key positions of each of C units."""
 
     batch: Tensor  # [C]
     head: Tensor  # [C, g] query heads
@@ -202,8 +202,9 @@ class Chunk:
         q: [C, g, m] rows of the flattened [B * Hq * Nq, ...] tensors; g query heads share keys.
         k: [C, n] rows of the flattened [B * Hkv * Nk, ...] tensors.
         cells: bool [C or 1, m, n], True for pairs of the pattern; None if it has all pairs.
-        bias: None without block bias, else two tensors: index [C, g, e] of a unit's e key tiles in
-            the flattened bias [B, Hq, num_blocks]; index [C, n] (below e) of each key's tile.
+        bias: None without block bias, else two index tensors: [C, g, e], where the bias of each of
+            a unit's e key tiles is in the flattened block bias; [C, n], which of the e tiles has
+            each key.
         places: None if no extra depends on positions.
     """
 
@@ -225,8 +226,8 @@ def chunks(
     layout, batch = problem.layout, len(problem.query)
     p, frame, b = layout.passes[number], layout.frame, layout.block_size
     batch_tables, heads = len(p.row_ptr), max(p.row_ptr.shape[1], len(p.query_start))
-    unit_heads = max(heads, frame.num_kv_heads)  # number of separately gathered sets of keys
-    group = frame.num_heads // unit_heads  # query heads that share one set
+    unit_heads = max(heads, frame.num_kv_heads)  # heads whose keys are gathered separately
+    group = frame.num_heads // unit_heads  # query heads that share gathered keys
     device = units.head.device
     each = torch.cartesian_prod(
         torch.arange(batch // batch_tables, device=device),
@@ -289,12 +290,12 @@ def chunks(
 def _positions(
     start: Tensor, stop: Tensor, axis: Tensor, tiles: Tensor, step: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns tokens of tiles [C, t], as [C, t * block_size], and a mask: False for padding."""
+    """Returns tokens [C, t * block_size] of `tiles` [C, t], and a mask: False marks padding."""
     first, end = (edge[axis[:, None], tiles] for edge in (start, stop))
     positions, real = slots_of(first, end, step, block_size)
     return positions.flatten(1), real.flatten(1)
 
 
 def _per_token(per_tile: Tensor, axis: Tensor, tiles: Tensor, block_size: int) -> Tensor:
-    """Repeats the number of each tile [C, t] for each of its tokens: [C, t * block_size]."""
+    """Repeats the value that `per_tile` has for each tile, for all its tokens: [C, t * size]."""
     return per_tile[axis[:, None], tiles].repeat_interleave(block_size, 1)
