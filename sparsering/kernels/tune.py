@@ -54,8 +54,8 @@ def tune(
     Args:
         backend: "cpu" or "triton".
         pattern: pattern of the measured calls, which have `tokens` tokens and one batch entry.
-        block_sizes: candidates for the block size of later calls with this pattern that name none.
-            On "triton", a single candidate is not saved, only the configs are.
+        block_sizes: candidates. The fastest becomes the default block size of later calls with this
+            pattern. On "triton", a single candidate is not saved, only the configs are.
         say: receives a line of text for each measurement.
 
     Raises: NotImplementedError if the kernels cannot run. ValueError if the pattern is for another

@@ -395,7 +395,7 @@ def key_kernel(
 
     # load these again, because keeping them through the loop would take registers
     tile, cut = tl.load(units), tl.load(units + 4)
-    head += tile >> 31  # adds 0; `axis` then depends on the load, and takes no register either
+    head += tile >> 31  # adds 0; as `axis` then depends on the load, it takes no register either
     _, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     begin, stop = span_of(tile_start, tile_stop, axis, num_tiles, tile, first_key, step, WIDE)
     position = begin + tl.arange(0, KEYS) * step.to(begin.dtype)
@@ -405,7 +405,7 @@ def key_kernel(
     dk *= scale
     if DROPPING:
         dv *= kept_scale
-    if KEYS_MASKED:  # the loop ignores this mask: a key affects only its own row
+    if KEYS_MASKED:  # the loop ignores the mask: a key affects only its own row of dK and dV
         seen = tl.load(key_mask + batch * mask_batch + position, mask=real, other=0) != 0
         dk, dv = tl.where(seen[:, None], dk, 0.0), tl.where(seen[:, None], dv, 0.0)
     share, shares = head, num_heads

@@ -127,13 +127,13 @@ def backward(
 
 
 def _in_turn(problem: Problem) -> bool:
-    """Whether float32 sums are needed: several passes add to results in half precision."""
+    """True if parts run in turn with float32 sums: several passes add to half-precision results."""
     half = problem.query.itemsize < 4 and not problem.in_float32
     return half and len(problem.layout.passes) > 1
 
 
 def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Iterator[Part]:
-    """Splits a call by kv heads, `at_most` in a part; with `in_turn`, as few as fill the GPU."""
+    """Splits a call by kv heads, up to `at_most` per part; if `in_turn`, as few as fill the GPU."""
     problem = problem.with_positive_scale().with_dense_rows()
     bias, table = (
         None if x is None else dense_rows(x.float())
@@ -357,7 +357,7 @@ def _launches(
 def _kept(
     layout: BlockLayout, kind: tuple[object, ...], build: Callable[[], Any], device: torch.device
 ) -> Any:
-    """Returns `build()`, cached in the layout by `kind`, but not while a CUDA graph is captured."""
+    """Returns `build()`, cached in the layout under `kind` unless a CUDA graph is captured."""
     if (found := layout.launches.get(kind)) is None:
         found = build()
         if not capturing(device):  # in a capture, tables have no values until the replay

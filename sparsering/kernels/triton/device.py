@@ -16,9 +16,9 @@ _TABLES = ("tile_start", "tile_stop", "tile_origin")  # programs load single num
 
 
 def kernel(function: Callable[..., None]) -> Any:
-    """Compiles a kernel once for all values of its integers.
+    """Decorates a Triton kernel that is compiled once for all values of its integer arguments.
 
-    It also ignores the alignment of layout tables, which differs from one decoded token to another.
+    The alignment of layout tables does not matter either: it differs between decoded tokens.
     """
     kinds = inspect.get_annotations(function)
     tables = [name for name in _TABLES if name in inspect.signature(function).parameters]
@@ -37,9 +37,9 @@ def load_rows(
 ):
     """Loads [COUNT, PADDED_DIM]: every `step`-th row from `token` on, of [.., tokens, HEAD_DIM].
 
-    With TMA it uses the descriptor `tiles` of a matrix where the head begins at (row, column); rows
-    must all be real (exist), and step 1. Otherwise it reads from `source + offset`; rows that
-    are not `real` become 0, and ALL says that every row is real.
+    With TMA it uses the descriptor `tiles` of a matrix where the head begins at (row, column); then
+    all rows must exist, and step must be 1. Otherwise it reads from `source + offset`; rows where
+    `real` is False become 0. ALL is True if all rows exist, so that `real` is not needed.
     """
     if TMA:
         return tiles.load([row + token.to(tl.int32), column])
@@ -60,9 +60,9 @@ def load_rows(
 @triton.jit
 def head_of(batch, head, batch_stride, head_stride, side, token_stride, ALIGN: tl.constexpr,
             TMA: tl.constexpr):
-    """Returns the start of a head of [B, H, N, D]: (offset, row and column of the token matrix).
+    """Returns where a head of [B, H, N, D] begins: its offset, and its row and column for TMA.
 
-    With TMA, strides count rows of that matrix, and heads are `side` columns apart.
+    With TMA, a matrix has the tokens as rows; strides count rows, heads are `side` columns apart.
     """
     if TMA:
         row, column = batch * batch_stride + head * head_stride, head * elements(side, ALIGN)
@@ -101,7 +101,10 @@ def visible(words, bitmap, rows, first, TILE: tl.constexpr, WORD: tl.constexpr,
 
 @triton.jit
 def program_of(parts, PACK: tl.constexpr, num_units, num_heads, group):
-    """Returns a program's (part of a tile, work unit, first head, batch entry), parts fastest."""
+    """Returns a program's (part of a tile, work unit, first head, batch entry).
+
+    Consecutive programs take consecutive parts of a tile.
+    """
     program = tl.program_id(0).to(tl.int64)
     part = (program % parts).to(tl.int32)
     unit = program // parts % num_units
@@ -141,12 +144,12 @@ def rows_of(
 @triton.jit
 def elements(stride, ALIGN: tl.constexpr):
     """Converts a stride in units of ALIGN to elements; the known factor permits wide loads."""
-    return tl.cast(stride, tl.int64) * ALIGN  # in the interpreter, it may be int32
+    return tl.cast(stride, tl.int64) * ALIGN  # the interpreter may pass an int32
 
 
 @triton.jit
 def unit_at(unit):
-    """Returns a work unit: (tile or -1 for none, first entry, first one that needs a mask, end)."""
+    """Returns a unit: (tile or -1 if unused, first entry, first entry that needs a mask, end)."""
     return tl.load(unit), tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
 
 

@@ -19,13 +19,13 @@ _FAR = 1 << 30  # a distance beyond every table
 _LINES, _DISTANCES = 16, 256  # lines of sums per step, distances per program
 _PROGRAMS = 8  # programs of `sum_diagonals_kernel` per multiprocessor
 _MOST_SPLITS = 64  # most partial sums per head, which are added up afterwards
-_DIAGONAL_BYTES = 1 << 28  # limit in bytes of these buffers, unless one kv head needs more
+_DIAGONAL_BYTES = 1 << 28  # limit in bytes of the DIAGONALS buffers, unless one kv head needs more
 
 
 def arguments(
     problem: Problem, number: int, w: Walk, first_head: int, *, by_key: bool
 ) -> dict[str, Any]:
-    """Returns a pass's arguments for extras; the problem has some heads, from `first_head` on."""
+    """Returns a pass's arguments for extras; head 0 of `problem` is the call's `first_head`."""
     p, table, mask = problem.layout.passes[number], problem.distance_bias, problem.key_mask
     seed = problem.dropout_seed if problem.dropout_p else None
     own = w.stream if by_key else p.stream
@@ -73,7 +73,7 @@ def of_call(problem: Problem, number: int, w: Walk, *, by_key: bool) -> dict[str
 
 
 def kv_heads_at_a_time(problem: Problem, config: Config) -> int:
-    """Returns how many kv heads (at least 1) have sums that fit into `_DIAGONAL_BYTES`."""
+    """Returns for how many kv heads (at least 1) the sums of dS fit into `_DIAGONAL_BYTES`."""
     layout = problem.layout
     tokens = min(config.rows, power_of_2(layout.block_size))
     parts, steps = (-(-layout.block_size // n) for n in (tokens, config.streamed))
@@ -84,14 +84,14 @@ def kv_heads_at_a_time(problem: Problem, config: Config) -> int:
 
 
 def diagonals_of(tokens: int, keys: int) -> int:
-    """Returns the sums in a line: `tokens + keys - 1` diagonals, rounded up to whole `keys`."""
+    """Returns the sums per line: tokens + keys - 1 diagonals, rounded up to a multiple of keys."""
     return ((keys + tokens - 2) // keys + 1) * keys
 
 
 def room_for_diagonals(
     problem: Problem, w: Walk, rows: dict[str, int], config: Config
 ) -> dict[str, Tensor]:
-    """Allocates lines of sums for a distance bias gradient; `query_kernel` writes one per step."""
+    """Allocates lines of sums (see distances.py), of which `query_kernel` writes one per step."""
     steps = rows["parts"] * -(-problem.layout.block_size // config.streamed)
     lines = (*problem.query.shape[:2], w.start.shape[2] * steps)
     new = torch.empty(*lines, diagonals_of(rows["TOKENS"], config.streamed), device=w.start.device)
@@ -103,7 +103,10 @@ def room_for_diagonals(
 
 
 def add_diagonals(grad: Tensor, made: dict[str, Tensor], step: int) -> None:
-    """Adds `made`, sums by `query_kernel`, to a distance bias gradient [B, heads, 2R + 1]."""
+    """Adds up the lines that `query_kernel` wrote, into the distance bias gradient `grad`.
+
+    `made` is the result of `room_for_diagonals`; `grad` is [B, heads, 2R + 1].
+    """
     from .distances import sum_diagonals_kernel
 
     batch, heads, lines, span = made["diagonals"].shape

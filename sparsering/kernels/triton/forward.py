@@ -33,7 +33,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _attend(acc, highest, total, score, v, bias, scale, keep, stays, MASKED: tl.constexpr,
             BIASED: tl.constexpr, DROPPING: tl.constexpr, PRECISION: tl.constexpr):
-    """Runs a step of the online softmax: (acc [rows, Dv], highest [rows], total [rows]).
+    """Runs an online softmax step; returns (acc [rows, Dv], highest [rows], total [rows]).
 
     `score` is not yet multiplied by `scale`. Where `keep` is 0, there is no pair. Where `stays` is
     false, dropout removes the weight from acc, but not from total.
@@ -86,10 +86,10 @@ def forward_kernel(
 ):
     """Writes out [B, heads, Nq, Dv] and lse [B, heads, Nq] of units: query tiles, or their pieces.
 
-    With RUNNING, merges results into the present out (float32) and lse; with SINK, into out = 0 and
-    the present lse, which has the sinks. Query i of a tile reads row `bitmap_row + i` of bitmaps.
-    With CUT, the tables may have keys from `kv_len` on, which the call does not have. A piece of a
-    cut tile has some of its key tiles; the result goes to a slot of piece_out [B, heads, slots,
+    With RUNNING, merges results into `out` (float32) and `lse`; with SINK, into zeros and `lse`,
+    which has the sinks. Query i of a tile reads row `bitmap_row + i` of bitmaps. With CUT, tables
+    may list keys from `kv_len` on, which do not exist in this call. A piece has some of the key
+    tiles of a query tile that was cut; its result goes to a slot of piece_out [B, heads, slots,
     TILE, Dv] and piece_lse, for `merge_kernel`.
     """
     step = step_of(step, TMA)

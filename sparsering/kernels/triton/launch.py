@@ -19,7 +19,7 @@ class Launch:
     The first run compiles the kernel; later runs launch it without Triton's checks of arguments.
 
     Args:
-        arguments: the fixed ones, and a descriptor of the first call's tensor for each `x_tiles`.
+        arguments: those that do not change, and for each `x_tiles` a descriptor of the first `x`.
         names: `parameter=name` if calls give the parameter by another name.
     """
 
@@ -40,7 +40,7 @@ class Launch:
             if hasattr(tiles, "block_shape"):
                 rows_before = tiles.shape[0] - tiles.base.shape[2]
                 self.places.append((place, source, tiles, rows_before))
-                tiles.base = self.fixed[place] = None  # else the launch would keep it alive
+                tiles.base = self.fixed[place] = None  # else that tensor would stay alive
             elif name not in arguments:
                 self.places.append((place, source, None, 0))
         self.compiled: Any = None
@@ -138,7 +138,7 @@ def line(x: Tensor, count: int) -> Any:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Precision of float32 products: by default three products of tf32, on tensor cores.
+    """Returns how to multiply float32: by default as three products of tf32, on tensor cores.
 
     They are nearly as exact as products of float32, which have no tensor cores. The user may ask
     torch for float32 products ("ieee"), or allow one product of tf32.
@@ -150,7 +150,7 @@ def precision(dtype: torch.dtype) -> str:
 
 
 def padded(x: Tensor) -> int:
-    """The head dim that kernels compute with: the next power of two, at least 16."""
+    """Returns the head dim that kernels compute with: the next power of two, at least 16."""
     return max(16, power_of_2(x.shape[-1]))
 
 

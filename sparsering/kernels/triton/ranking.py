@@ -11,10 +11,10 @@ import triton.language as tl
 
 from .device import kernel
 
-_LAST = tl.constexpr((1 << 30) - 1)  # all three ranks equal those of `selection.choose`
+_LAST = tl.constexpr((1 << 30) - 1)  # these three must equal the constants of selection/choose.py
 _FORCED = tl.constexpr((1 << 61) + (1 << 30) - 1)
 _NOT_CHOSEN = tl.constexpr(-(1 << 62))
-LANE = tl.constexpr(256)  # `lists` has key tile * LANE + the tile's place in the selection row
+LANE = tl.constexpr(256)  # `lists` has key tile * LANE + lane, the place in the selection row
 _CHUNKS = tl.constexpr(32)  # runs whose counts are added in a loop step
 _TILES = tl.constexpr(128)  # tiles, units or bins that are computed in a loop step
 
@@ -60,14 +60,14 @@ def rank_kernel(
 
 @triton.jit
 def tile_at(tile, q_start, q_stop, tokens):
-    """Returns positions of a query tile: (multiple of `tokens`, first query, exclusive end)."""
+    """Returns a query tile's (start, a multiple of `tokens`; first query; exclusive end)."""
     begin = (q_start // tokens + tile) * tokens
     return begin, tl.maximum(begin, q_start), tl.minimum(begin + tokens, q_stop)
 
 
 @triton.jit
 def key_at(source, lane, real, own, parts, num_keys, CAUSAL: tl.constexpr):
-    """Returns the key tile of a lane; `num_keys` for none, or (CAUSAL) one after the query's."""
+    """Returns the key tile of a lane, or `num_keys` if none; CAUSAL excludes tiles after `own`."""
     block = tl.load(source + lane // parts, mask=real, other=-1)
     listed = (block >= 0) & (block < num_keys)
     key = tl.where(listed, tl.minimum(block * parts + lane % parts, num_keys), num_keys)
@@ -89,7 +89,7 @@ def rows_kernel(
     """Lists the distinct visible key tiles of each query tile in order; counts them by bin.
 
     `lengths`: for each n, how many query tiles of a run have n entries. `bins`: for each bin, how
-    many entries of a run are in lower bins. The first table's programs write bounds and bitmaps.
+    many entries of a run are in lower bins. Table 0's programs also write tile bounds and bitmaps.
     """
     chunks = tl.cdiv(num_tiles, ROWS)
     table, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
@@ -166,9 +166,10 @@ def place_kernel(
 ):
     """Writes the table of a pass and its work units by query; further programs add up the bins.
 
-    `begins` has the place of each bin's first entry in the list of entries by key tile. There, a
-    run's entries of a bin begin at the bin's `offsets` plus the number of its entries in lower
-    bins. `spans` has two numbers per query tile: its first entry, and its first that needs a mask.
+    `begins`: where each bin begins in the list of entries by key tile. `offsets`: for each run and
+    bin, the difference between an entry's place in that list and its place among the run's own
+    entries, sorted by bin. `spans`: two numbers per query tile, its first entry and its first one
+    that needs a mask; then the number of entries.
     """
     chunks = tl.cdiv(num_tiles, ROWS)
     if tl.program_id(0) >= tables * chunks:
@@ -271,7 +272,7 @@ def keys_kernel(
     num_units: tl.int32, num_cuts: tl.int32,
     TILE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):
-    """Writes entries by key tile (one program per run) and their work units (one per table)."""
+    """Writes entries by key tile (one program per run) and work units (one program per table)."""
     chunks = tl.cdiv(num_tiles, ROWS)
     if tl.program_id(0) >= tables * chunks:
         table = (tl.program_id(0) - tables * chunks).to(tl.int64)
@@ -334,7 +335,10 @@ def units_kernel(
 
 @triton.jit
 def write_units(begins, units, unit_lengths, cuts, num_keys, limit, num_units, num_cuts):
-    """Writes the work units of one table, the longest first, and its list of cut tiles."""
+    """Writes a table's work units, longest first, and `cuts`: the tiles cut into several units.
+
+    `begins` has two numbers per tile, as `spans` in `place_kernel`; walk.py describes the results.
+    """
     for low in range(0, num_units, 64):
         unit = low + tl.arange(0, 64)
         tile, lower, middle, upper, slot, length = unit_of(begins, unit, num_keys, limit)
@@ -374,7 +378,7 @@ def write_units(begins, units, unit_lengths, cuts, num_keys, limit, num_units, n
 
 @triton.jit
 def pieces_of(begins, tile, num_keys, limit):
-    """Returns into how many pieces each tile is cut: 1 for none, 0 past the last tile."""
+    """Returns the number of pieces of each tile: 1 if it is not cut, 0 past the last tile."""
     exists = tile < num_keys
     begin = tl.load(begins + 2 * tile, mask=exists, other=0)
     end = tl.load(begins + 2 * tile + 2, mask=exists, other=0)

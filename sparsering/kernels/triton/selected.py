@@ -30,7 +30,7 @@ _LANES = 2048  # entries that one program computes
 _BINS, _TILES = 1024, 128  # bins counted per loop step; bins added up per program
 
 _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""Cached layouts, by the indices of the selection: tensors that nothing else may write to."""
+"""Cached layouts of each selection, by its index tensor; `remember` adds the tensors."""
 
 
 def best_blocks(
@@ -44,7 +44,10 @@ def best_blocks(
     query_block: int,
     block_size: int,
 ) -> Tensor:
-    """Ranks blocks [entries, rows, k] by scores [entries, rows, blocks], as `select_blocks`."""
+    """Returns the best blocks [entries, rows, k] by scores [entries, rows, blocks].
+
+    The order is that of `select_blocks`; an entry is a kv head of a batch entry.
+    """
     from .ranking import rank_kernel
 
     entries, rows, blocks = scores.shape
@@ -118,7 +121,7 @@ def selected_layout(
 def _built(
     indices: Tensor, rows: tuple[int, int, int], parts: int, causal: bool, frame: Frame, tile: int
 ) -> BlockLayout:
-    """Builds a layout; `rows`: tokens of a query tile, queries of a selection row, first row."""
+    """Builds a layout; `rows`: tokens per query tile, queries per selection row, first such row."""
     from .ranking import place_kernel, rows_kernel
 
     tokens, device = rows[0], indices.device
@@ -177,7 +180,7 @@ def _built(
 
 
 def _cut(w: Walk, spans: Tensor, limit: int) -> Walk:
-    """Returns the work units by query tile `w`, but cuts tiles of more than `limit` entries."""
+    """Returns `w`, units by query tile, after cutting tiles of more than `limit` entries."""
     from .ranking import units_kernel
 
     num_tiles = w.units.shape[2]

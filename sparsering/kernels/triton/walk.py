@@ -23,22 +23,24 @@ _UNITS_PER_PROCESSOR = 4  # units of equal length per multiprocessor that balanc
 
 
 class Walk(NamedTuple):
-    """Units of a pass, and lists of E entries: int32 [Bt, T, ...], Bt = 1 or B, T = 1, Hkv or Hq.
+    """Units of a pass, and lists of E entries, int32, for T tables (1, Hkv or Hq) per batch entry.
+
+    The first dim, Bt, is B, or 1 if all batch entries share the tables.
 
     Attributes:
         units: [Bt, T, units, 5]: tile (-1: nothing to do), first entry, first entry that needs a
             mask, end of the entries, slot for a piece's result (-1: the tile is not cut).
         start: [Bt, T, E] first token of the entry's other tile: the one that is not the unit's.
         tokens: [Bt, T, E] number of tokens of the other tile.
-        bitmap: [Bt, T, E] number of the entry's bitmap, -1 if all pairs of its tokens are in.
-        entry: [Bt, T, E] number of the entry in `layout.entries`.
+        bitmap: [Bt, T, E] index of the entry's bitmap, -1 if it has all pairs.
+        entry: [Bt, T, E] index of the entry in `layout.entries`.
         origin: [Bt, T, E] int64 position of the other tile's first token, None if equal to `start`.
-        stream: [Bt, T, E] int64 number of the other tile's dropout seed, None if that is a key
-            tile, or the pass has a single seed.
+        stream: [Bt, T, E] int64 index of the other tile's dropout seed, None if the other tile is a
+            key tile, or the pass has a single seed.
         cuts: [Bt, T, cuts, 3] tile (-1: none), first slot and number of pieces of each cut tile.
         slots: upper bound of the slots of a table; a slot is memory for a piece's result.
         bitmaps: bitmaps of the pass, with one line of bits for each token of a unit's tile.
-        built: point of a CUDA stream at which all is complete; None if no other stream reads it.
+        built: point of a CUDA stream where the tensors are complete; None: no other stream reads.
     """
 
     units: Tensor
@@ -62,7 +64,8 @@ _builders: WeakKeyDictionary[Pass, tuple[Callable[[int], Walk], ...]] = WeakKeyD
 def hand_over(p: Pass, uncut: Walk, *builders: Callable[[int], Walk]) -> None:
     """Caches a pass's walk over uncut query tiles, and functions that build its other walks.
 
-    `builders` (over query tiles, over key tiles) get the number of entries above which they cut.
+    `builders` build walks over query tiles and over key tiles; each takes the number of entries
+    above which it cuts a tile.
     """
     _walks[p] = {(False, p.key_tile.shape[-1] + 1): uncut}
     _builders[p] = builders
@@ -71,7 +74,7 @@ def hand_over(p: Pass, uncut: Walk, *builders: Callable[[int], Walk]) -> None:
 def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, processors: int) -> Walk:
     """Returns the walk over the entries of pass `number`, cached for the life of the pass.
 
-    A pass that is cut to fewer keys has the walk over query tiles of its `walked_as`.
+    Over query tiles, a pass that was cut to fewer keys has the walk of the whole pass, `walked_as`.
 
     Args:
         by_key: whether units are key tiles, with entries for the query tiles that visit them.
@@ -85,7 +88,7 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
     limit = max(_LEAST_ENTRIES, 1 << fair.bit_length())  # powers of two: few distinct walks
     limit = limit if limit < longest else entries + 1
     kind: tuple[object, ...] = by_key, limit
-    if p is not layout.passes[number]:  # a query may use only some passes of a shared layout
+    if p is not layout.passes[number]:  # `entry` counts from the call's first pass
         kind = *kind, layout.table_shape, *(id(x.walked_as) for x in layout.passes[:number])
     walks = _walks.setdefault(p, {})
     if (found := walks.get(kind)) is not None:
@@ -95,7 +98,7 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
     if capturing(p.key_tile.device):  # not cached: it has no values until the graph runs
         if builders is not None:
             return builders[by_key](limit)
-        layout = replace(layout, passes=tuple(replace(x) for x in layout.passes))  # empty caches
+        layout = replace(layout, passes=tuple(replace(x) for x in layout.passes))  # drops caches
         return _walk(layout, number, by_key, limit)
     for other in list(walks.values()):  # another stream may still be building the transpose
         _wait(p, other)
@@ -105,7 +108,7 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
 
 
 def use(w: Walk, layout: BlockLayout, number: int, *, by_key: bool) -> None:
-    """Makes the current stream wait for a cached walk; in a graph capture, keeps it forever."""
+    """Makes the current stream wait for a cached walk; a graph capture keeps the walk forever."""
     if w.built is None:
         return
     cut = layout.passes[number]
