@@ -166,7 +166,7 @@ def _milliseconds_of(run: Run, device: torch.device) -> float:
 def error_of(results: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     """Returns the largest relative error of several results: norm of the difference over norm.
 
-    Numbers count where the expected result is finite. If the two results are finite in different
+    Only numbers whose expected value is finite count. If the two results are finite in different
     places, the error is infinite.
     """
     errors = []

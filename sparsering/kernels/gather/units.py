@@ -131,7 +131,7 @@ def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
 
 
 def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cuts entries, sorted by row, into runs: at most `longest` neighbouring entries of one row.
+    """Cuts entries (visited tile pairs) into runs: up to `longest` neighbouring ones of one `row`.
 
     Returns: begin and length of each run, and its index among the runs of its row.
     """

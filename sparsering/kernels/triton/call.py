@@ -66,7 +66,7 @@ def _machine_reasons(gpus: tuple[int | None, ...]) -> list[str]:
 
 @constant_in_graphs
 def interpreting() -> bool:
-    """Whether kernels run in Python on CPU tensors, for tests."""
+    """True if Triton's interpreter runs the kernels in Python on CPU tensors, for tests."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -387,7 +387,7 @@ def _rows(part: Part, number: int, config: Config) -> dict[str, int]:
 
 
 def _heads_at_a_time(part: Part) -> int:
-    """Number of query heads of a group that one program of `key_kernel` sums over.
+    """Returns over how many query heads of a group one program of `key_kernel` sums.
 
     It is all of them, unless the GPU would be partly idle, or query heads have their own tables.
     """
@@ -401,7 +401,7 @@ def _heads_at_a_time(part: Part) -> int:
 
 
 def _by_query_head(part: Part) -> bool:
-    """Whether query heads of a group have different tables of visited tiles."""
+    """True if query heads of a group have different tables of visited tiles."""
     return part.group > 1 and part.layout.table_shape[1] > part.layout.frame.num_kv_heads
 
 
@@ -427,7 +427,7 @@ def _combined(
 
 
 def _covered(problem: Problem, by_key: bool = False) -> bool:
-    """Whether the kernels will write every row of a result."""
+    """True if the kernels will write every row of a result (of dK and dV if `by_key`)."""
     passes = problem.layout.passes
     return len(passes) == 1 and passes[0].covers[by_key]
 

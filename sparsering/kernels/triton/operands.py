@@ -21,7 +21,7 @@ MOST_HEAD_DIM = 256
 
 
 class Part(NamedTuple):
-    """Some kv heads of a call and the query heads that use them, as a problem of their own."""
+    """Some kv heads of a call and the query heads that use them, as a separate problem."""
 
     problem: Problem
     heads: slice

@@ -67,7 +67,7 @@ def best_blocks(
 
 
 def ranks(k: int, device: torch.device) -> bool:
-    """Whether `best_blocks` can rank k blocks of a row on a device."""
+    """True if `best_blocks` can rank k blocks of a row on a device."""
     return 0 < k <= _MOST_RANKED and _compiles_for(device)
 
 

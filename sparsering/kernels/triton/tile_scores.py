@@ -67,14 +67,14 @@ def _word(word, head, branch, query, ADDEND: tl.constexpr):
 
 @triton.jit
 def words_of(seed, head, branch, query):
-    """Hashes rows of scores to the two words that dropout needs; see `sparsering.dropout`."""
+    """Hashes each row of scores to the words a and b of dropout; see `sparsering.dropout`."""
     a = _word(seed, head, branch, query, _ADDEND_A)
     return a, _word(seed >> 32, head, branch, query, _ADDEND_B)
 
 
 @triton.jit
 def kept_pairs(a, b, key, least):
-    """Whether dropout keeps pairs, by the words of their rows and the positions of their keys."""
+    """True where dropout keeps a pair, by its row's hash words a and b and its key position."""
     x = (key.to(tl.uint32) * _OF_KEY) ^ a
     x = (x ^ (x >> 16)) * _MULTIPLIER_1
     x = ((x ^ (x >> 15)) + b) * _MULTIPLIER_2

@@ -19,7 +19,7 @@ from ...streams import Built, capturing
 
 UNIT, CUT = 5, 3  # int32 numbers that describe a unit, and a cut tile
 _LEAST_ENTRIES = 8  # shorter pieces cost more to combine than they save
-_UNITS_PER_PROCESSOR = 4  # units of equal length per multiprocessor that balance its work
+_UNITS_PER_PROCESSOR = 4  # with as many units of equal length, multiprocessors are evenly busy
 
 
 class Walk(NamedTuple):
