@@ -46,7 +46,7 @@ def best_blocks(
 ) -> Tensor:
     """Returns the best blocks [entries, rows, k] by scores [entries, rows, blocks].
 
-    The order is that of `select_blocks`; an entry is a kv head of a batch entry.
+    `select_blocks` defines their order; its outer dims are flattened to `entries` here.
     """
     from .ranking import rank_kernel
 
