@@ -194,7 +194,7 @@ def test_summaries_alone_score_as_block_scores_does():
     key[:, :, 70:] += 1
     found = summaries.scores(query, key)
     assert ((found - block_scores(query, key, 16)).nan_to_num(0, 0, 0).abs() <= 1e-6).all()
-    with pytest.raises(ValueError, match="of the last tokens of 10 keys, got 200"):
+    with pytest.raises(ValueError, match="as many queries as keys, 10, got 200"):
         summaries.scores(query, key[:, :, :10])
     assert summaries.nbytes == 2 * 2 * 4 * 13 * 8 * 8  # with room for one more block
 
@@ -251,7 +251,7 @@ def test_steps_of_a_learned_scorer_equal_the_whole_sequence():
 
 @pytest.mark.parametrize("options", [{"query_block": 16}, {"causal": False}])
 def test_scorers_that_know_later_tokens_keep_no_summaries(options):
-    with pytest.raises(ValueError, match="causal BlockScorer of blocks of 16 and rows of 1"):
+    with pytest.raises(ValueError, match="must have block_size=16, query_block=1 and causal=True"):
         sr.SelectedCache(1, 2, 8, method=scorer_with_weights(**options), **OPTIONS)
     with pytest.raises(ValueError, match="pass block_size=16"):
         BlockSummaries(32, method=scorer_with_weights())

@@ -1,7 +1,8 @@
 """Summaries of key blocks, from which queries estimate the softmax mass of each block.
 
-A block's mass is the sum of e^score over its keys. Blocks are cut into equal parts. The logit of a
-part is query features . part features (both by method) + log of the part's number of tokens.
+A block's mass is the sum of e^score over its keys. Each block is cut into equal parts. The method
+turns a query, and each part, into a vector of features. The log mass of a part is estimated by its
+logit: the dot product of both vectors, plus the log of the number of tokens in the part.
 """
 
 from typing import NamedTuple
@@ -38,11 +39,11 @@ class BlockEstimate(NamedTuple):
     method: str  # one of METHODS
     length: int  # number of keys, Nk
     part: int  # tokens in each part
-    # [B, Hkv, parts, Nb, F], features of each part of each block. The last block may be missing if
-    # it is not full and only queries inside it see it.
+    # [B, Hkv, parts, Nb, F], features of each part of each block. A last block that is not full may
+    # be missing if only queries inside it see it: they use its keys.
     feature: Tensor
     keys: Tensor  # [B, Hkv, blocks, block_size, D], from block `first_own` on, padded with zeros
-    first_own: int = 0  # number of the first block in `keys`
+    first_own: int = 0  # index of the first block in `keys`
 
     @classmethod
     def build(cls, key: Tensor, block_size: int, method: str, part: int) -> "BlockEstimate":
@@ -90,9 +91,9 @@ class BlockEstimate(NamedTuple):
         return logs.to(self.feature)
 
     def query_strides(self, query: Tensor, scale: float, front: int) -> Tensor:
-        """Features [B * Hkv, n / stride * G, F] of queries [B * Hkv, n, G, D], times the scale.
+        """Returns scaled features [B * Hkv, n / stride * G, F] of queries [B * Hkv, n, G, D].
 
-        Every `stride` neighbouring queries share one. `front` zero queries fill up the first group.
+        `stride` neighbours share one vector. `front` zero queries complete the first `stride`.
         """
         query = query_features(query, scale, self.method)
         if self.stride > 1:  # an antidiagonal pairs the last query of a stride with the first key
@@ -117,7 +118,7 @@ class BlockEstimate(NamedTuple):
 
 
 def query_features(query: Tensor, scale: float, method: str) -> Tensor:
-    """Features [..., F] of queries [..., D]; their dot product with key features is a logit."""
+    """Returns features [.., F] of queries [.., D]; their product with key features is a logit."""
     if method == "gauss":
         return torch.cat((query * scale, query.square() * (scale * scale / 2)), -1)
     if method == "bounds":
@@ -126,7 +127,7 @@ def query_features(query: Tensor, scale: float, method: str) -> Tensor:
 
 
 def features(keys: Tensor, count: Tensor, method: str) -> Tensor:
-    """Features [..., blocks, parts, F] of keys [..., blocks, parts, tokens of a part, D].
+    """Returns features [..., blocks, parts, F] of keys [..., blocks, parts, tokens of a part, D].
 
     `count` [blocks, parts] is the number of keys in each part; other tokens of the part are zeros.
     """

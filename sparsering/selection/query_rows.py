@@ -1,4 +1,4 @@
-"""Rows of queries, which choose key blocks together; row r begins at position r * query_block."""
+"""Rows: groups of queries that choose blocks together; row r begins at position r * query_block."""
 
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ class Span(NamedTuple):
     block: int  # index of the key block at the first query's position
     blocks: int  # key blocks at the queries' positions; above 1 only if queries fill them all
     width: int  # queries in each of the `blocks` key blocks
-    row: int  # queries that choose blocks together, a divisor of `width`
+    row: int  # queries in each row, a divisor of `width`
     offset: int  # number of positions in key block `block` before the first query
 
     @property

@@ -23,11 +23,12 @@ class PatternRefiner:
 
     Each update adds the observed mass of a block to its running mean:
     `M = ema * M + (1 - ema) * mean`. It then swaps at most `swaps` blocks in each row: the block of
-    least M in the table for the block of largest M outside it, while
-    `M_in > (1 + margin) * M_out`; ties go to the lower block. k stays the same. Row r never loses
-    the first `sink` blocks, and the `local` blocks that end at block r * blocks // rows. A block
-    that was swapped out cannot return for `cooldown` updates. A block that was never observed has
-    no M and is never swapped; a block that is not observed for a while keeps its M.
+    largest M outside the table replaces the block of least M in it, while the entering M exceeds
+    (1 + margin) times the leaving M. Of blocks with equal M, the lowest index comes first. Row r
+    never loses the first `sink` blocks, nor the `local` blocks that end at block
+    r * blocks // rows. A block that was swapped out cannot return for `cooldown` updates. A block
+    that was never observed has no M and is never swapped; a block that is not observed for a while
+    keeps its M.
 
     So a block outside the table must be *observed* before it can enter. A pattern yields no mass
     for blocks that it does not visit: now and then observe some rows over all blocks, as in the
@@ -115,9 +116,10 @@ class PatternRefiner:
         """Records the softmax mass that blocks received, for the next update.
 
         Args:
-            mass: [B, H or a multiple, R, m], softmax weights summed over the block's keys and the
-                row's queries. Heads that share a kv head are summed.
-            indices: int64, broadcasts to [B, H, R, m]: the block that each mass belongs to. Numbers
+            mass: [B, H or a multiple, R, m], the mass of m blocks for each row: softmax weights
+                summed over the block's keys and the row's queries. Heads that share a kv head are
+                summed.
+            indices: int64, broadcasts to [B, H, R, m]: the block that each mass belongs to. Indices
                 outside 0 .. blocks - 1, and repeats of a block in a row, are ignored.
 
         Raises: ValueError for invalid shapes, and masses that are negative or not finite.
@@ -170,7 +172,7 @@ class PatternRefiner:
         most = min(self.swaps, self.k, self.shape[2])
         enter_mass, entering = _least(torch.where(can_enter, -self._mass, torch.inf), most)
         leave_mass, leaving = _least(torch.where(can_leave, self._mass, torch.inf), most)
-        swap = -enter_mass > (1 + self.margin) * leave_mass  # False where inf marks no candidate
+        swap = -enter_mass > (1 + self.margin) * leave_mass  # False if inf: no candidate
         if not bool(swap.any()):
             return False
         slot = (self.table[..., None] == leaving[:, :, None]) & swap[:, :, None]  # [H, R, k, swaps]

@@ -51,12 +51,12 @@ class SelectionReport:
         recall: for a row (group of queries) that lists n blocks, how many of the n blocks of
             largest exact mass it lists, divided by n; mean over rows.
         inflation: number of distinct blocks that block_size neighbouring queries list together,
-            divided by the number that one row lists; NaN in the baselines if only some rows were
+            divided by the mean number that a row lists; NaN in the baselines if only some rows were
             examined.
         rows: number of rows that were examined.
-        random, window, oracle: reports on baselines with as many blocks in each row; None inside a
-            baseline. random: the block at the row's position and random blocks; window: the latest
-            blocks; oracle: the blocks of largest exact mass.
+        random, window, oracle: reports on baselines that list as many blocks in each row as the
+            selection; None in the report on a baseline. random: the block at the row's position
+            and random blocks; window: the latest blocks; oracle: the blocks of largest exact mass.
     """
 
     density: Tensor
@@ -70,7 +70,7 @@ class SelectionReport:
     oracle: "SelectionReport | None" = None
 
     def __str__(self) -> str:
-        """Formats a table, a line for each selection: means over kv heads, shares at most 1."""
+        """Formats a table of means over kv heads, one line for each report; clips shares to 1."""
         titles = ("", "density", "captured", "p05", "least", "error", "recall", "inflation")
         lines = ["".join(f"{title:>10}" for title in titles)]
         names, reports = ("selected", *_BASELINES), (self, self.random, self.window, self.oracle)
@@ -101,7 +101,8 @@ def selection_report(
 ) -> SelectionReport:
     """Compares a selection with dense attention, and with baselines of the same size.
 
-    With captured share c, the error is `o_full - o_selected = (1 - c) (o_rest - o_selected)`.
+    For a query of captured share c, `o_full - o_selected = (1 - c) (o_rest - o_selected)`; o_rest
+    is attention to the keys that the selection leaves out.
 
     Args:
         query: [B, Hq, Nq, D], the last query aligned with the last key.
@@ -110,7 +111,7 @@ def selection_report(
         pattern: `SelectedBlocks(...)`, or `SelectedBlocks(...) & Causal()`; dense attention is
             causal in the second case.
         rows: number of rows of the selection to examine, drawn at random; None examines all rows.
-        seed: seed of the drawn rows and of the random baseline; all devices draw the same.
+        seed: seed of the drawn rows and of the random baseline; the draw is equal on all devices.
 
     Returns: `SelectionReport`; `print` shows it as a table.
 
@@ -133,7 +134,7 @@ def selection_report(
     if len(selections) != 1 or len(masks) != 1 + causal:
         raise ValueError(
             "selection_report needs SelectedBlocks(...) or SelectedBlocks(...) & Causal(), got "
-            f"{shortened(str(pattern))}; select_blocks(local=...) lists a window as blocks"
+            f"{shortened(str(pattern))}; select a window's blocks by select_blocks(local=...)"
         )
     start = key.shape[2] - query.shape[2]
     if min(query.numel(), key.numel()) == 0 or start < 0:
@@ -159,7 +160,7 @@ def selection_report(
 
 
 class _Comparison:
-    """The examined rows of a selection, with dense attention for their queries."""
+    """Compares the examined rows of a selection with dense attention for their queries."""
 
     def __init__(
         self,
@@ -178,7 +179,7 @@ class _Comparison:
         self.first_row = start // size  # index of the row that contains the first query
         position = start + torch.arange(query.shape[2], device=query.device)
         row = position // size - self.first_row
-        # of the n queries in examined rows: index, position, and index in `sample` of the row
+        # n queries are in examined rows: their index, position, and row (as an index in `sample`)
         self.query_index = torch.nonzero(torch.isin(row, self.sample))[:, 0]  # [n]
         self.position = position[self.query_index]
         self.row = torch.searchsorted(self.sample, row[self.query_index])  # [n]
@@ -189,7 +190,7 @@ class _Comparison:
         stop = self.position[:, None] + 1 if causal else torch.full_like(block[:1], key.shape[2])
         keys = (stop.clamp(max=key.shape[2]) - block).clamp(0, selected.block_size).double()
         keys = keys.expand(len(self.position), -1)
-        # visible pairs of each row and block: [rows, Nb]
+        # number of visible pairs of each row and block: [rows, Nb]
         self.visible = keys.new_zeros(len(sample), self.blocks).index_add(0, self.row, keys)
         self._attend()
 
@@ -249,7 +250,7 @@ class _Comparison:
         `baselines`: reports to include; None if the selection is itself a baseline.
         """
         kv_heads = self.key.shape[1]
-        # Indices of the marked blocks in the examined rows, and of no blocks in other rows.
+        # Examined rows list their marked blocks; all other rows list none (index -1).
         most = int(listed.sum(-1).max())
         order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
         indices = order.new_full((*order.shape[:2], self.total, most), -1)
@@ -295,6 +296,6 @@ class _Comparison:
         )
 
     def _of_kv_heads(self, x: Tensor) -> Tensor:
-        """Mean [Hkv] of x [H] over the query heads of each kv head; H may be 1."""
+        """Averages x [H] over the heads of each kv head: [Hkv]; H may be 1 or a multiple of Hkv."""
         kv_heads = self.key.shape[1]
         return x.unflatten(0, (kv_heads, -1)).mean(-1) if len(x) > 1 else x.expand(kv_heads)

@@ -27,7 +27,7 @@ class Schedule:
         points: ((step, value), ...) in order of steps.
         kind: "linear", "cosine" or "step".
 
-    Raises: ValueError for no points, unsorted steps, numbers that are not finite, another kind.
+    Raises: ValueError for no points, unsorted steps, numbers that are not finite, unknown kinds.
 
     Example:
         >>> density = Schedule(((0, 1.0), (1000, 1.0), (2000, 0.1)))  # dense, a ramp, sparse

@@ -128,7 +128,7 @@ class BlockScorer(nn.Module):
         return _pooled(self._gate(keys), keys, exists) @ self.project_key.to(key.dtype).mT
 
     def _gate(self, keys: Tensor) -> Tensor:
-        """Pooling logits u . k, [B, Hkv, Nb, size], of keys [B, Hkv, Nb, size, D]."""
+        """Computes pooling logits u . k, [B, Hkv, Nb, size], of keys [B, Hkv, Nb, size, D]."""
         return (keys @ self.pool.to(keys.dtype)[:, None, :, None])[..., 0]
 
     def scores_of(
@@ -140,7 +140,8 @@ class BlockScorer(nn.Module):
             query: [B, Hq, Nq, D], the first one at position `first`.
             pooled: [B, Hkv, Nb, index_dim], `summaries` of the blocks. If causal, a query uses the
                 summaries of earlier blocks only.
-            key: [B, Hkv, n, D] from block `num_skipped` on, which begins at or before `first`.
+            key: [B, Hkv, n, D], the keys from block `num_skipped` on, a block that begins at or
+                before position `first`.
         """
         dtype, (batch, heads, q_len) = query.dtype, query.shape[:3]
         size, kv_heads, blocks = self.block_size, key.shape[1], pooled.shape[2]
@@ -150,7 +151,7 @@ class BlockScorer(nn.Module):
         query = query * project.shape[2] ** -0.5  # [B, Hkv, G, Nq, index_dim]
         own = None
         if self.causal and q_len and blocks:
-            # pools the block at each query's position over the keys up to the query
+            # pools, for each query, the keys from the start of its block up to the query
             begin = min(first // size, blocks - 1)
             end = min((first + q_len - 1) // size, blocks - 1) + 1
             own_keys = key[:, :, (begin - num_skipped) * size : (end - num_skipped) * size]

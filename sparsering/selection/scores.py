@@ -18,7 +18,7 @@ from .estimates import NEVER, BlockEstimate, checked_method
 from .query_rows import Span, checked_blocks, num_rows, spans
 
 _AT_A_TIME = 1 << 22  # logits computed at a time where no fused kernel runs
-_MANY = 64  # with fewer queries the C++ kernel loses time, because it copies the keys first
+_MANY = 64  # with fewer queries the C++ kernel is slower than torch, because it copies the keys
 
 
 def block_scores(
@@ -35,21 +35,25 @@ def block_scores(
 ) -> Tensor:
     """Scores blocks of keys by the share of the attention that each would get.
 
-    `score[r, b] = log sum_i pi_i[b]`, the sum over the queries i of row r, in all query heads of
-    the kv head; `pi_i = softmax_b(s_i)` over the blocks that the query sees, `s_i[b]` an estimate
-    of the log mass `log sum_j e^{scale q_i.k_j}` of block b. With exact masses, no k
-    blocks capture more of the row's attention than the k blocks of largest score.
+    `score[r, b] = log sum_i softmax(s_i)[b]`, the sum over the queries q_i of row r (a group of
+    `query_block` neighbours) in all query heads of the kv head. The softmax is over the blocks
+    that q_i sees; `s_i[b]` estimates the log mass `log sum_j e^{scale q_i.k_j}` over the keys k_j
+    of block b. With exact masses, no choice of m blocks captures more of the row's attention than
+    the m blocks of largest score.
 
-    Estimates; n is the number of tokens in a block (or a part of it), k the mean of its keys:
+    Estimates of the log mass for a query q and a block of n keys with mean `mean`:
 
-    - "mean": `log n + scale q.k`, never above the mass (MoBA, arXiv 2502.13189).
-    - "sub": `log sum_c n_c e^{scale q.k_c}` over `parts` sub-blocks of block_size / parts tokens.
+    - "mean": `log n + scale q.mean`, never above the log mass (MoBA, arXiv 2502.13189).
+    - "sub": `log sum_c n_c e^{scale q.mean_c}`; the block is cut into `parts` sub-blocks, and
+      sub-block c has n_c keys with mean `mean_c`.
     - "gauss": "mean" + `scale^2 / 2 sum_d q_d^2 var_d`, var the population variance of the keys.
-    - "bounds": `log n + scale sum_d max(q_d max_d, q_d min_d)`, never below (Quest, 2406.10774).
-    - "antidiagonal": stride S = `parts`: `log sum_y n_y e^{scale / S sum_i q[xS+S-1-i].k[yS+i]}`,
-      shared by the S queries of stride x; where tokens are missing, `scale` times the mean of the
-      products that exist (XAttention, 2503.16428). S divides query_block.
-    - "exact": the mass itself, in O(N^2) time.
+    - "bounds": `log n + scale sum_d max(q_d max_d, q_d min_d)` from the largest and the least value
+      of the keys in each channel d, never below the log mass (Quest, 2406.10774).
+    - "antidiagonal": queries and keys are cut into strides of S = `parts` neighbours. The queries
+      of stride x share `log sum_y n_y e^{scale / S sum_i q[xS+S-1-i].k[yS+i]}`, the sum over the
+      block's strides y of n_y keys, i from 0 to S - 1. For a stride with fewer than S tokens,
+      1 / S becomes 1 / number of products. S must divide query_block (XAttention, 2503.16428).
+    - "exact": the log mass itself, in O(N^2) time.
 
     With `causal`, blocks that end before the query are estimated, the block at the query's position
     has the exact mass of the keys up to the query, and only later blocks score -inf. Without
@@ -64,7 +68,8 @@ def block_scores(
         query_block: queries in a row, a divisor of block_size. Rows begin at multiples of it, so
             the first and the last row may have fewer queries.
         method: "mean", "sub", "gauss", "bounds", "antidiagonal" or "exact".
-        parts: sub-blocks for "sub", the stride for "antidiagonal"; divides block_size.
+        parts: sub-blocks of a block for "sub", tokens of a stride for "antidiagonal"; a divisor of
+            block_size.
         causal: whether a query is denied later keys.
         scale: factor of the products, default D ** -0.5.
         q_start: position of the first query, default Nk - Nq.
@@ -113,9 +118,9 @@ def scores_of(
     rows = num_rows(q_start, q_len, query_block)
     shape = (batch * kv_heads, rows, blocks)
     if not math.prod(shape) or not group:
-        zero = query[..., :0].sum() + estimate.feature[..., :0].sum()  # 0 that has gradients
+        zero = query[..., :0].sum() + estimate.feature[..., :0].sum()  # 0, but differentiable
         return estimate.feature.new_full((batch, kv_heads, rows, blocks), -torch.inf) + zero
-    # [B * Hkv, Nq, G, D]: all heads of a query lie together, so that a row is one slice
+    # [B * Hkv, Nq, G, D]: a query's G heads (of one kv head) are adjacent, so a row is one slice
     grouped = query.unflatten(1, (kv_heads, group)).transpose(2, 3).flatten(0, 1)
     feature, keys = (x.flatten(0, 1) for x in (estimate.feature, estimate.keys))
     estimate = estimate._replace(feature=feature, keys=keys)
@@ -162,8 +167,8 @@ def _write(
 def _write_by_kernel(
     span: Span, query: Tensor, estimate: BlockEstimate, causal: bool, scale: float, out: Tensor
 ) -> bool:
-    """Writes the scores of one range of queries by the C++ kernel; False if shares underflowed."""
-    # for each part of a last block that is not full: log(tokens / part); the kernel adds log(part)
+    """Writes the scores of one range of queries by the C++ kernel; False if a share underflowed."""
+    # log(tokens / part) for each part of a last block that is not full; the kernel adds log(part)
     last = (estimate.counts()[-1] / estimate.part).log().float() if estimate.ragged else None
     underflow = cpu.block_shares(
         in_memory(query), in_memory(estimate.feature), in_memory(estimate.keys), last, out,
@@ -176,7 +181,7 @@ def _write_by_kernel(
 
 
 def _cut(span: Span, heads: int, estimate: BlockEstimate, causal: bool) -> Iterator[Span]:
-    """Cuts a range of queries at block boundaries, to parts of about _AT_A_TIME logits each."""
+    """Cuts a range of queries at block boundaries, into parts of about _AT_A_TIME logits."""
     room, blocks = _AT_A_TIME // (heads * span.width * estimate.slots), estimate.num_blocks
     done = 0
     while done < span.blocks:
@@ -211,7 +216,7 @@ def _span_scores(
 
 
 def _own_mass(span: Span, query: Tensor, estimate: BlockEstimate, scale: float) -> Tensor:
-    """Log of the exact mass [B * Hkv, n, G] of the keys in a query's block, up to the query."""
+    """Computes the log mass [B * Hkv, n, G] of the keys in each query's block up to the query."""
     group = query.shape[2]
     first, stop = max(span.block, 0), min(span.block + span.blocks, estimate.num_blocks)
     blocks = max(0, stop - first)
@@ -242,9 +247,10 @@ def _shares(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the log of each block's softmax share, summed over the queries of each row.
 
-    With `own_mass`, the softmax is over the `num_past` blocks before the query and the query's own
-    block: returns [B * Hkv, rows, num_past] and [B * Hkv, rows]. Without, it is over all `num_past`
-    blocks: returns [B * Hkv, rows, num_past] and None.
+    If `own_mass` is None, the softmax is over the first `num_past` blocks; returns their shares
+    [B * Hkv, rows, num_past], and None. Else `own_mass` is the log mass of the query's own block.
+    The softmax is then over that block and the blocks before it; returns the shares of the first
+    `num_past` blocks, and of the own block [B * Hkv, rows].
     """
     (_, n, group, _), stride = query.shape, estimate.stride
     front, present = span.offset % stride, None

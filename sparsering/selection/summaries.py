@@ -44,11 +44,11 @@ class BlockSummaries:
         elif (method.block_size, method.query_block, method.causal) != (block_size, 1, True):
             got = f"block_size={method.block_size}, query_block={method.query_block}"
             raise ValueError(
-                f"method must be a causal BlockScorer of blocks of {block_size} and rows of 1 "
-                f"query, got one with {got}, causal={method.causal}; pass "
-                f"block_size={method.block_size}, or another scorer"
+                f"a BlockScorer as method must have block_size={block_size}, query_block=1 and "
+                f"causal=True, got {got}, causal={method.causal}; pass "
+                f"block_size={method.block_size} here, or construct another scorer"
             )
-        self._feature: Tensor | None = None  # [B, Hkv, parts of a block, room for blocks, F]
+        self._feature: Tensor | None = None  # [B, Hkv, parts of a block, allocated blocks, F]
         self._blocks = 0
 
     @property
@@ -58,7 +58,7 @@ class BlockSummaries:
 
     @torch.no_grad()
     def scores(self, query: Tensor, key: Tensor, *, scale: float | None = None) -> Tensor:
-        """Scores all blocks for the last queries, in rows of one query, from the summaries.
+        """Scores all blocks for each of the last n queries, from the summaries of full blocks.
 
         `block_scores` or the `BlockScorer`, called on the whole sequence, give the same scores.
 
@@ -67,7 +67,8 @@ class BlockSummaries:
             key: [B, Hkv, Nk, D], all keys so far; keys of earlier calls must not have changed.
             scale: factor of the products, default D ** -0.5; a `BlockScorer` ignores it.
 
-        Returns: [B, Hkv, n, Nb], without gradient: float32, or the dtype of the `BlockScorer`.
+        Returns: [B, Hkv, n, Nb] without gradient, float32; a `BlockScorer` returns float64 for
+            float64 queries.
 
         Raises: ValueError if an argument is invalid.
 
@@ -79,8 +80,8 @@ class BlockSummaries:
         start = length - query.shape[2]
         if start < 0:
             raise ValueError(
-                f"query must be of the last tokens of {length} keys, got {query.shape[2]} queries; "
-                "append the keys of the new tokens to `key` first"
+                f"expected at most as many queries as keys, {length}, got {query.shape[2]}; append "
+                "the keys of the new tokens to `key` first"
             )
         dtype = sum_dtype(query)
         with without_autocast(query):
@@ -112,17 +113,17 @@ class BlockSummaries:
         return score.unflatten(0, feature.shape[:2]).float()
 
     def crop(self, length: int) -> None:
-        """Forgets the tokens from `length` on."""
+        """Forgets the summaries of blocks that end after the first `length` tokens."""
         self._blocks = min(self._blocks, checked_integer("length", length, 0) // self._size)
 
     def select(self, index: Tensor | Sequence[int]) -> None:
-        """Keeps the batch entries that `index` names, in its order."""
+        """Keeps only the batch entries listed in `index`, in the order of the list."""
         if self._feature is not None:
             chosen = checked_index("select", index, len(self._feature))
             self._feature = self._feature.index_select(0, chosen.to(self._feature.device))
 
     def _extended(self, key: Tensor, dtype: torch.dtype) -> Tensor:
-        """Summarises blocks that are now full; returns all summaries [B, Hkv, parts, room, F]."""
+        """Summarises newly full blocks; returns the buffer [B, Hkv, parts, allocated blocks, F]."""
         size, whole = self._size, key.shape[2] // self._size
         first = self._blocks = min(self._blocks, whole)
         if whole > first or self._feature is None:
