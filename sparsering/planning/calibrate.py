@@ -66,7 +66,7 @@ _PROBES: tuple[_Probe, ...] = (
 
 
 def calibrated() -> Calibration | None:
-    """Reads the calibration of this machine and number of threads; None without a valid file."""
+    """Reads the calibration of this machine and number of threads; None if no valid file exists."""
     return _read(_path(), torch.get_num_threads())
 
 
@@ -112,7 +112,7 @@ def _measured() -> Iterator[tuple[str, list[float], float]]:
         for probe in _PROBES:
             yield from _measured_call("cpu", cpu, dtype, probe)
             pattern, tokens, heads, _, head_dim = probe
-            # With fewer kv heads than threads, the kernel splits the backward pass by tiles.
+            # With one kv head for all threads, the backward pass is split by tiles: measure it too.
             if tokens > 128 and torch.get_num_threads() > 1:
                 one_kv_head = pattern, tokens, max(1, heads // 2), 1, head_dim
                 yield from _measured_call("cpu", cpu, dtype, one_kv_head)
@@ -142,7 +142,7 @@ def _measured_call(
 
 
 def _fitted(rows: tuple[list[float], ...], seconds: tuple[float, ...]) -> Rates:
-    """Fits rates >= 0 to least squares of predicted / measured - 1, by coordinate descent."""
+    """Fits rates >= 0 by least squares of predicted / measured - 1, with coordinate descent."""
     share = torch.tensor(rows, dtype=torch.float64)
     share = share / torch.tensor(seconds, dtype=torch.float64)[:, None]
     scale = share.norm(dim=0).clamp(min=1e-300)
@@ -169,7 +169,7 @@ def _path() -> Path:
 
 @cache
 def _read(path: Path, threads: int) -> Calibration | None:
-    """Reads a calibration file; None if it is missing or damaged, or for other threads."""
+    """Reads a calibration file; None if missing, damaged, or for another number of threads."""
     try:
         content = json.loads(read_file(path, _MOST_BYTES))
         rates = {

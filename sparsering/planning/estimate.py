@@ -77,7 +77,7 @@ class Scenario:
             )
         object.__setattr__(self, "num_kv_heads", self._frame.num_kv_heads)
         if not self.num_kv_heads:
-            raise ValueError("num_kv_heads must be at least 1, got 0; leave it out for num_heads")
+            raise ValueError("num_kv_heads must be at least 1, got 0; omit it to use num_heads")
         if self.batch_size * self.num_heads * self.tokens * self.head_dim >= 1 << 60:
             raise ValueError(
                 "the query must have fewer than 2^60 numbers, got batch_size * num_heads * tokens "
@@ -100,16 +100,17 @@ class Estimate(Scenario):
         machine: the machine whose published figures are used; None for this machine.
         sharding: the rule for which rank owns which tokens.
         backend, block_size: the backend and the tokens per tile of the call.
-        density: share of pairs in visited blocks, as `BlockLayout.density`.
-        pairs: (query, key) pairs of all heads and batch entries, with multiplicity.
+        density: share of all pairs that lies in visited blocks, as `BlockLayout.density`.
+        pairs: (query, key) pairs of all heads and batch entries; a pair counts once in each branch
+            that contains it.
         seconds: time of the call with its layout cached; over ranks, time of the busiest rank
             without waiting for data.
         peak_bytes: most memory in use at once, inputs included; of one rank.
         memory: the parts of `peak_bytes`.
-        flops: FLOPs of the products on these pairs, over all ranks.
+        flops: FLOPs of the products on `pairs`, over all ranks.
         received_bytes: bytes that each rank receives, in the forward and the backward pass.
         link_seconds: transfer time of the rank that receives most; None for an unknown link.
-        balance: the largest number of pairs of a rank over the mean.
+        balance: pairs of the rank that has most, divided by the mean over ranks.
         hint: how to get better figures, or "".
     """
 
@@ -261,7 +262,7 @@ def _backend_and_block_size(scenario: Scenario, frame: Frame) -> tuple[str, int]
 def _shares(
     scenario: Scenario, frame: Frame, block_size: int
 ) -> tuple[str, float, tuple[int, ...]]:
-    """(name of the sharding, largest over mean load of a rank, bytes that each rank receives)."""
+    """Returns (sharding, largest load of a rank / mean load, bytes that each rank receives)."""
     if scenario.ranks == 1:
         if scenario.sharding not in ("auto", "balanced"):
             from ..distributed.sharding import chunk_owners
@@ -293,7 +294,7 @@ def _shares(
 
 
 def _seconds_here(backend: str, work: Work, call: Call, backward: bool) -> tuple[Figure, str]:
-    """Predicts seconds on this machine; also returns a hint how to predict them better."""
+    """Predicts seconds on this machine; also returns a hint on how to get a better prediction."""
     calibration = calibrated()
     rates = {} if calibration is None else calibration.rates
     seconds = seconds_of(backend, work, call, backward, rates)

@@ -49,9 +49,9 @@ def choose_batch_size(
     backend: str | None = None,
     block_size: int | None = None,
 ) -> int:
-    """The largest batch of one attention call that fits in memory.
+    """Returns the largest batch of one attention call that fits in memory.
 
-    One entry more does not fit, by the arithmetic of `estimate` and with `SPARE` left free.
+    It fits if the peak that `estimate` predicts leaves a share `SPARE` of the memory free.
 
     Args:
         tokens: length of a sequence, or a text such as "64K" (2^16).
@@ -61,9 +61,9 @@ def choose_batch_size(
 
     Returns: number of batch entries, at least 1.
 
-    Raises: ValueError if not even one entry fits, or an argument is out of range.
+    Raises: ValueError if not even one sequence fits, or an argument is out of range.
 
-    Cost: the layout (and plan) of one length, then about ten estimates.
+    Cost: building one layout (and a `RingPlan` for several ranks), then about ten estimates.
 
     Example:
         >>> choose_batch_size(SlidingWindow(256), tokens="4K", memory="1GB", num_heads=2)
@@ -77,7 +77,7 @@ def choose_batch_size(
     if entries := most_that_fit(lambda n: replace(scenario, batch_size=n), limit, 1):
         return entries
     raise ValueError(
-        f"memory must hold one entry of {scenario.tokens:,} tokens, which needs "
+        f"memory must hold one sequence of {scenario.tokens:,} tokens, which needs "
         f"{_shortage(scenario, limit)}; pass fewer tokens (longest_sequence says how many fit), a "
         "smaller dtype, or more ranks"
     )
@@ -100,9 +100,9 @@ def longest_sequence(
     backend: str | None = None,
     block_size: int | None = None,
 ) -> int:
-    """The longest sequence for which one attention call fits in memory.
+    """Returns the longest sequence for which one attention call fits in memory.
 
-    `multiple_of` tokens more do not fit, by the arithmetic of `estimate`, with `SPARE` left free.
+    It fits if the peak that `estimate` predicts leaves a share `SPARE` of the memory free.
 
     Args:
         memory: memory of one device, as in `choose_batch_size`.
@@ -128,7 +128,7 @@ def longest_sequence(
         return units * multiple_of
     raise ValueError(
         f"memory must hold {multiple_of} tokens, which need {_shortage(scenario, limit)}; pass "
-        "fewer heads or entries, a smaller dtype, or more memory"
+        "fewer heads, a smaller batch_size or dtype, or more memory"
     )
 
 
@@ -174,12 +174,12 @@ def largest_that_fits(
             low = guess
         else:
             high = guess
-        # Constant buffers dominate the first, small peak: two later ones replace it.
+        # Constant buffers dominate the first, small peak: it is left out once two others are known.
         guess = _crossing({n: peaks[n] for n in list(peaks)[len(peaks) > 2 :]}, limit)
         if len(peaks) % 5 == 0:
             guess = (low + high) // 2 if high - low > width // 16 else guess
             width = high - low
-        if high > most and len(peaks) == 1:  # one point gives no slope
+        if high > most and len(peaks) == 1:  # a single peak gives no slope
             guess = min(max(guess, 2 * low), 64 * low)
     return low
 
@@ -210,7 +210,7 @@ def _crossing(peaks: dict[int, float], limit: float) -> int:
     room = limit - peaks[b]
     slopes = [(peaks[b] - peaks[a]) / (b - a) for a in others]
     curve = (slopes[1] - slopes[0]) / (others[1] - others[0]) if len(slopes) == 2 else 0.0
-    slope = slopes[-1] + curve * (b - others[-1]) if slopes else 0.0  # of the parabola at b
+    slope = slopes[-1] + curve * (b - others[-1]) if slopes else 0.0  # slope of the parabola at b
     square = slope**2 + 4 * curve * room
     if slope <= 0 or square < 0:
         return int(b * limit / max(1.0, peaks[b]))

@@ -88,7 +88,8 @@ _LIST = (
     _apple("M4 Max", 128, 546, "October 2024"),
     # One socket with every core at its highest clock, an upper bound of its speed. The numbers are
     # memory channels of 8 bytes, 10^6 transfers/s of a channel, cores * Hz, and FLOP per cycle of a
-    # core by dtype: AVX-512 has two units of 16 lanes, AVX512-FP16 twice the lanes, AMX as stated.
+    # core by dtype. float32: two AVX-512 units multiply and add 16 numbers each. float16: 32 each.
+    # bfloat16: 1,024 by AMX, as Intel states.
     _socket(
         "Xeon 8480+", 8, 4800, 56 * 3.8 * 1e9, {"float32": 64, "float16": 128, "bfloat16": 1024},
         "Intel, Xeon Platinum 8480+ specifications and AMX brief; one socket",
@@ -131,12 +132,12 @@ _BY_PLAIN_NAME |= {other: MACHINES[name] for other, name in _OTHER_NAMES.items()
 
 
 def machine_of(machine: Machine | str | None) -> Machine | None:
-    """Returns the machine with this name; a `Machine` or None (this machine) is unchanged."""
+    """Returns the machine of a name; a `Machine`, or None for this machine, is returned as is."""
     return machine if machine is None or isinstance(machine, Machine) else named(machine)
 
 
 def named(name: str) -> Machine:
-    """Returns the machine of a name, in any case, with or without spaces: "h200", "A100 80GB".
+    """Returns the machine of a name, whatever its case, spaces and dashes: "h200", "A100 80GB".
 
     "H100" alone means the SXM card, "A100" alone the card with 80 GB.
 

@@ -64,8 +64,8 @@ def tensors_of(frame: Frame, call: Call) -> Tensors:
 
 
 def cpu_memory(work: Work, call: Call, backward: bool) -> Memory:
-    """Bytes of a call of the CPU kernel, whose library reports the size of its buffers."""
-    if build_failure():  # `attention` then runs gather
+    """Predicts the bytes of a call of the CPU kernel, whose library reports its buffer sizes."""
+    if build_failure():  # `attention` then runs the backend "gather"
         return gather_memory(work, call, backward)
     sizes = tensors_of(work.frame, call)
     forward = _cpu_workspace(work, call, False)
@@ -97,7 +97,7 @@ def _cpu_workspace(work: Work, call: Call, backward: bool) -> int:
 
 
 def gather_memory(work: Work, call: Call, backward: bool) -> Memory:
-    """Bytes of a call of the backend "gather", up to the limit of its workspace."""
+    """Predicts the bytes of a call of "gather" that uses its workspace up to the limit."""
     sizes = tensors_of(work.frame, call)
     limit = set_workspace(1)  # returns the previous limit, which the next line restores
     set_workspace(limit)
@@ -113,7 +113,7 @@ def gather_memory(work: Work, call: Call, backward: bool) -> Memory:
 
 
 def triton_memory(work: Work, call: Call, backward: bool) -> Memory:
-    """Bytes of a call of the GPU kernels, which add up several passes in float32."""
+    """Predicts the bytes of a call of the GPU kernels, which add up several passes in float32."""
     sizes = tensors_of(work.frame, call)
     layout = work.layout_bytes
     walks = int(sum(p.num_tables * (16 * p.entries + 20 * p.query_tiles) for p in work.passes))

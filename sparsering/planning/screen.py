@@ -1,6 +1,7 @@
 """Builds the output of `sparsering plan`: the costs of a pattern on one screen.
 
-Times on named machines are lower bounds by published peaks, and say so. Nothing is measured here.
+Times on named machines are lower bounds by published peaks, and the output says so. This module
+measures nothing.
 """
 
 from dataclasses import replace
@@ -129,7 +130,7 @@ def _capacity(scenario: Scenario, limit: int | None) -> str:
 
 
 def _rank_rows(scenario: Scenario, estimate: Estimate) -> list[str]:
-    """Returns rows that compare one device and all shardings; no row for a single rank."""
+    """Returns rows that compare one device with all shardings; no rows if there is one rank."""
     if scenario.ranks == 1:
         return []
     alone = estimate_of(replace(scenario, ranks=1))
@@ -161,7 +162,7 @@ def _short_time(estimate: Estimate) -> str:
 
 
 def _advice(estimate: Estimate, limit: int | None, saving: float, dense_name: str) -> str:
-    """Returns one line of advice: the first that applies, from most to least important."""
+    """Returns one line of advice: the most important one that applies."""
     peak, seconds, balance = estimate.peak_bytes.value, estimate.seconds, estimate.balance.value
     if limit is not None and peak > usable(limit):
         ranks = estimate.ranks * -(-peak // usable(limit))

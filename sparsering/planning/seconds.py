@@ -1,6 +1,6 @@
 """Predicts the seconds of a call: amounts of work times this machine's rates.
 
-    seconds = sum over kinds of amount x rate
+    seconds = sum over kinds of work of amount x rate
 
 `amounts` computes the amounts; `calibrate` fits the rates to measured calls, for each backend,
 dtype and part of the call. Nothing is measured here. The time to build a layout does not count.
@@ -13,15 +13,16 @@ from .memory import Call, is_walked, takes_heads
 from .work import Work, flops
 
 Rates = dict[str, float]
-"""Seconds per amount 1 of each of `KINDS` of work."""
+"""Seconds that an amount of 1 takes, for each kind of work in `KINDS`."""
 
 KINDS = (
     "call", "cells", "products", "entries", "masked", "rows", "strided", "merged", "keys", "bytes",
 )  # fmt: skip
-"""Kinds of work in a part of a call, in this order: the call itself; (query, key) pairs in visited
-blocks; those pairs x head dim; visited blocks; pairs in blocks with a bitmap; elements of queries;
-elements of queries and keys in tiles of step > 1; elements of queries that several passes add up;
-elements of copied keys; bytes of results so large that each call gets new memory for them."""
+"""Kinds of work in a part of a call. call: always 1. cells: (query, key) pairs in visited blocks.
+products: cells x head dim. entries: visited blocks. masked: pairs in blocks with a bitmap. rows:
+elements of queries. strided: elements of queries and keys in tiles of step > 1. merged: elements of
+queries that several passes add up. keys: elements of copied keys. bytes: bytes of results so large
+that each call gets new memory for them."""
 
 _NEW_EACH_TIME = 32 << 20  # bytes: glibc maps new, zeroed pages for larger tensors
 
@@ -35,7 +36,7 @@ def parts_of(backend: str, work: Work, call: Call, backward: bool) -> tuple[str,
 
 
 def amounts(part: str, work: Work, call: Call) -> list[float]:
-    """Returns the amount of each of `KINDS` in a part of a call."""
+    """Returns the amounts of all kinds of work, ordered as `KINDS`, in a part of a call."""
     frame, d = work.frame, call.head_dim
     heads = call.batch_size * frame.num_heads
     kv_heads = call.batch_size * frame.num_kv_heads

@@ -3,8 +3,8 @@
     work = work_of(Causal(), frame, 128)
     work.pairs, work.entries, flops(work.pairs, 64, backward=True)
 
-For a very large layout, only some query tiles are counted and the others extrapolated, as
-`Work.known` says. A cell is a (query, key) pair in a visited block, attending or not.
+For a very large layout, only some query tiles are counted, and the totals are extrapolated from
+them; `Work.known` says so. A cell is a (query, key) pair in a visited block, attending or not.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ from ..patterns.algebra import Frame, Mask, Pattern, check_fits
 from ..patterns.selected import selections_of
 
 MOST_ENTRIES = 1 << 21
-"""Most visited blocks, over all tables, that are counted exactly; beyond it, tiles are sampled."""
+"""Largest number of visited blocks, over all tables, that is counted exactly and not sampled."""
 _FIRST_TILES = 16  # query tiles that give a first estimate of a layout's size
 _TILES, _HEADS = 96, 2  # query tiles and heads sampled from a large layout
 _GOLDEN = 0.6180339887498949
@@ -71,7 +71,7 @@ class Work:
 
     frame: Frame
     block_size: int
-    pairs: float  # (query, key) pairs with multiplicity, mean over query heads and batch entries
+    pairs: float  # (query, key) pairs of all branches, mean over query heads and batch entries
     passes: tuple[PassWork, ...]
     layout_bytes: int  # bytes of tables and bitmaps, without the transposes for backward
     bitmap_bytes: int  # bytes of bitmaps alone, which kernels also store transposed
@@ -112,7 +112,7 @@ def work_of(pattern: Pattern, frame: Frame, block_size: int, *, cut: bool = Fals
 
     def count() -> Work:
         if not selections_of(pattern):
-            tiles: _TilesOfPass = {}  # shared by both calls, since building them takes longest
+            tiles: _TilesOfPass = {}  # both calls use them, since building them takes longest
             rough = _sampled(pattern, frame, block_size, _FIRST_TILES, 1, tiles)
             if sum(p.num_tables * p.entries for p in rough.passes) > MOST_ENTRIES:
                 return _sampled(pattern, frame, block_size, _TILES, _HEADS, tiles)
@@ -134,13 +134,13 @@ def counted(layout: BlockLayout, *, cut: bool = False) -> Work:
 def _tally(
     row: Tensor, first: Tensor, end: Tensor, masked: Tensor, queries: Tensor, before: Tensor
 ) -> tuple[int, ...]:
-    """Sums `PassWork` fields, `entries` to `rows`, over runs of neighbouring key tiles.
+    """Counts `PassWork` fields, from `entries` to `rows`, of visited runs (neighbouring key tiles).
 
     Args:
-        row: the query tile that visits each run.
-        first, end: the first key tile of each run, and its exclusive end.
+        row: index of the query tile that visits each run.
+        first, end: index of the first key tile of each run, and exclusive end.
         masked: True for a run of one tile that has a bitmap.
-        queries: tokens of each query tile.
+        queries: number of tokens of each query tile.
         before: result of `_tokens_before` for the key tiles.
     """
     tokens = before[end] - before[first]
@@ -150,7 +150,7 @@ def _tally(
 
 
 def _tokens_before(keys: Tensor) -> Tensor:
-    """Tokens, rounded up to 16 per tile, before each key tile, and at the end of all."""
+    """Sums the tokens, rounded up to 16 per tile, before each key tile; the last sum is of all."""
     return torch.nn.functional.pad(round_up(keys, 16).cumsum(0), (1, 0))
 
 
@@ -167,7 +167,7 @@ def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassWork:
     queries = tile_counts(p.query_start, p.query_stop, p.step, layout.block_size)
     keys = tile_counts(p.key_start, p.key_stop, p.step, layout.block_size)
     (batches, tables), axes = p.row_ptr.shape[:2], len(queries)
-    kinds = max(tables, axes)  # number of heads that differ
+    kinds = max(tables, axes)  # number of heads whose table or tiles differ
     groups = min(kinds, layout.frame.num_kv_heads)
     tallies, seen, pieces, pieces_by_key = [], 0.0, 0.0, 0.0
     for b in range(batches):
@@ -204,7 +204,7 @@ class _Tiles(NamedTuple):
 
 
 _TilesOfPass = dict[tuple[int, int], _Tiles]
-"""Tiles of a head, by the number of the pass and the offset of the head's first tile."""
+"""Tiles of a head, by (index of the pass, offset of the head's first tile)."""
 
 
 def _sampled(
@@ -217,7 +217,7 @@ def _sampled(
 ) -> Work:
     """Estimates the work from about `num_tiles` query tiles of up to `num_heads` heads.
 
-    It samples the first batch entry alone. `tiles_of_pass` stores all tiles for a second call.
+    It samples the first batch entry alone. `tiles_of_pass` caches all tiles for a second call.
     """
     passes: list[PassWork] = []
     pairs = 0.0
@@ -261,7 +261,7 @@ def _sampled(
 
 
 def _terms(pattern: Pattern, ground: Ground, block_size: int) -> Iterator[tuple[Grid, Mask]]:
-    """Yields the grid and the mask of each pass, in the order of `compile_passes`."""
+    """Yields (grid that cuts tokens into tiles, mask) of each pass, ordered as `compile_passes`."""
     for branch in pattern.branches:
         branch = laid_in_documents(branch) if ground.in_document else branch
         for grid, mask in disjoint_terms(branch, block_size):
@@ -271,7 +271,7 @@ def _terms(pattern: Pattern, ground: Ground, block_size: int) -> Iterator[tuple[
 def _tiles(
     ground: Ground, grid: Grid, mask: Mask, frame: Frame, block_size: int, offset: int
 ) -> _Tiles:
-    """Builds all tiles of a head whose first tile in a segment begins at `offset`."""
+    """Builds all tiles of a head, cut by `grid` from `offset` tokens after each segment's start."""
     keys = ground.keys(grid, block_size, offset)
     tokens = tokens_of_tile(mask, grid, block_size)
     alike = tokens == block_size and frame.q_len == frame.kv_len and not ground.in_document
@@ -282,9 +282,9 @@ def _tiles(
 def _runs(
     ground: Ground, mask: Mask, queries: Axis, tiles: _Tiles, frame: Frame, block_size: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], int]:
-    """Finds runs of visited key tiles: (query tile, first, end, has a bitmap); counts their pairs.
+    """Finds visited runs (`row`, `first`, `end`, `masked` as in `_tally`); counts attending pairs.
 
-    A run of `_RUN` key tiles is tested at once; only where its status varies, tile by tile.
+    Tests `_RUN` neighbouring key tiles as one; tests each tile where not all or no pairs attend.
     """
     rule, origin = condition(mask, frame, ground.in_document), ground.origin(queries)
     keys, runs = tiles.keys, tiles.runs
@@ -308,9 +308,10 @@ def _runs(
 
 
 def _draws(count: int, most: int) -> Iterator[tuple[Tensor, float]]:
-    """Samples tile numbers below `count`: yields (numbers, weight) for both ends and between.
+    """Samples tile indices below `count`; yields (indices, number of tiles that each stands for).
 
-    One tile is sampled in each of `most` equal parts, at a place that differs between parts.
+    It takes `_EDGE` tiles at both ends. The range between is cut into `most` equal parts, and one
+    tile is taken from each part, at a place that differs between parts.
     """
     if count <= most + 2 * _EDGE:
         yield torch.arange(count), 1.0

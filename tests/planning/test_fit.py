@@ -96,7 +96,7 @@ def test_a_length_is_a_multiple_of_what_is_asked():
 
 
 def test_where_nothing_fits_the_error_says_what_would():
-    with pytest.raises(ValueError, match="memory must hold one entry of 1,048,576 tokens") as said:
+    with pytest.raises(ValueError, match="must hold one sequence of 1,048,576 tokens") as said:
         sr.choose_batch_size(WINDOW, tokens=1 << 20, memory="1GB")
     assert f"needs {show_bytes(peak(tokens=1 << 20))}" in str(said.value) and "got 1 GB" in str(
         said.value
