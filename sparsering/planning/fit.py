@@ -231,8 +231,8 @@ def memory_of(machine: Machine | str | None, memory: int | str | None) -> int:
         return memory_here()
     if device.memory_bytes is None:
         raise ValueError(
-            f"memory must be given for {device.name}, since servers differ in it; for example "
-            "memory='256GB'"
+            f"memory must be given for {device.name}, because its servers vary in memory; for "
+            "example, pass memory='256GB'"
         )
     return device.memory_bytes
 

@@ -119,7 +119,7 @@ class GatedSchedule:
             metric = float(metric)
         except (TypeError, ValueError, RuntimeError, OverflowError):
             got = shortened(repr(metric))
-            raise ValueError(f"metric must be a number, got {got}; use .item()") from None
+            raise ValueError(f"metric must be a number, got {got}; pass metric.mean()") from None
         check_group(group)
         if group is not None:
             device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
