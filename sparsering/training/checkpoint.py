@@ -37,25 +37,25 @@ _FILE_NAME = re.compile(r"checkpoint-[0-9a-z-]{1,80}\.safetensors")
 
 @dataclass(frozen=True, eq=False)
 class About:
-    """Contents of a `checkpoint.json`, the state of a training run after `step` optimizer steps."""
+    """Holds the contents of a `checkpoint.json`, which was saved after `step` optimizer steps."""
 
     folder: Path
     step: int
-    command: str  # the subcommand that wrote it, "train" or "demo"
+    command: str  # the subcommand that saved it, "train" or "demo"
     recipe: Recipe
     fingerprint: str  # hash of the text (`Text.fingerprint`)
-    launch: str | None  # name of the torchrun launch that wrote it; None for a single process
-    files: Files  # size and hash of each file of tensors, by name
+    launch: str | None  # `torchrun.launch()` of the run that saved it; None without torchrun
+    files: Files  # size and hash of each safetensors file, by file name
 
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint(About):
-    """A checkpoint with the index of its tensors: `model.*` weights, `optimizer.*` state."""
+    """Adds to `About` an index of the saved tensors: `model.*` weights, `optimizer.*` state."""
 
     tensors: TensorIndex
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Copies the saved weights and optimizer state into a model of the recipe."""
+        """Copies saved weights into a model of this recipe, and AdamW state into `optimizer`."""
         if optimizer is not None and self.step:
             for weight in model.parameters():
                 moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
@@ -77,14 +77,14 @@ def save_checkpoint(
 ) -> None:
     """Replaces the folder's checkpoint atomically; the arguments are as in `About`.
 
-    All ranks call this function. Each writes its tensors to a folder that all ranks can read.
-    If a rank cannot write, all ranks raise OSError and the old checkpoint does not change.
+    All ranks call this function, each writes a part of the tensors, and all must be able to read
+    `folder`. If a rank cannot write, all ranks raise OSError and the old checkpoint remains.
     """
     tensors = named_tensors(model, optimizer)
     own: Files = {}
     try:
         ranks.together(lambda: own.update(write_tensors(folder, step, tensors, ranks)))
-    except Exception:  # all ranks raise: no checkpoint.json will name this call's files
+    except Exception:  # raised on all ranks, so no checkpoint.json names the new files
         _remove(folder, own.keys() - _named_files(folder))
         raise
     files = {name: file for share in ranks.gather(own) for name, file in share.items()}
@@ -114,7 +114,7 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
 
 
 def load_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Checkpoint:
-    """Reads and verifies a checkpoint without loading its tensors; each rank verifies some files.
+    """Reads and verifies a checkpoint but loads no tensors; each rank hashes some files.
 
     Raises: FileNotFoundError if there is no checkpoint; ValueError if it is damaged or from another
     program; ImportError without safetensors.
@@ -162,7 +162,7 @@ def load_model(folder: str | Path) -> LongNetLM:
 
 
 def _about(folder: Path, values: Any) -> About:
-    """Checks the values of `checkpoint.json`; ValueError for values that are never saved."""
+    """Builds `About` from the values of `checkpoint.json`; ValueError if a value is invalid."""
     if not isinstance(values, dict) or values.get("format") not in (FORMAT, OLDER_FORMAT):
         raise ValueError(f"the format is not {FORMAT!r}")
     tensors = _value(values, "tensors", dict)
@@ -242,12 +242,13 @@ def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:
     except BaseException:
         _remove(folder, files.keys() - _named_files(folder))
         raise
+    # Processes that were killed while they wrote a file leave it as `.checkpoint*.part`.
     on_disk = (*folder.glob("checkpoint-*.safetensors"), *folder.glob(".checkpoint*.part"))
-    _remove(folder, {path.name for path in on_disk} - files.keys())  # and killed processes' files
+    _remove(folder, {path.name for path in on_disk} - files.keys())
 
 
 def _named_files(folder: Path) -> set[str]:
-    """Returns the file names in the folder's `checkpoint.json`; none if it cannot be read."""
+    """Returns the file names in the folder's `checkpoint.json`; empty if it cannot be read."""
     try:
         return set(read_about(folder).files)
     except (OSError, ValueError):

@@ -23,11 +23,11 @@ Windows = list[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """Training bytes and validation bytes, from different files or parts of a single file."""
+    """Holds training and validation bytes, of different files or of two parts of one file."""
 
     train: Tensor  # uint8 [bytes]
     validation: Tensor  # uint8 [bytes]
-    train_files: tuple[str, ...]  # names in the folder, or "name[:last byte]" for a single file
+    train_files: tuple[str, ...]  # paths in the folder; "name[:n]" for the first n bytes of a file
     validation_files: tuple[str, ...]
     fingerprint: str  # sha256 over the names and bytes of all files
 
@@ -48,11 +48,12 @@ def read_text(
         context: tokens per window; training and validation each need context + 1 bytes.
         seed: decides which files are for validation.
         glob: file names to read in a folder.
-        validation_share: approximate share of bytes for validation; in a single file, the end.
+        validation_share: approximate share of bytes for validation: whole files, or the end of a
+            single file.
 
     Raises:
         FileNotFoundError: the path does not exist.
-        ValueError: no file in the folder, a binary file (a NUL byte), or too little text.
+        ValueError: no file matches, a file is binary (has a NUL byte), or the text is too short.
     """
     if path is None:
         excluded = {"site-packages", "dist-packages", "test", "tests", "__pycache__"}
@@ -109,7 +110,7 @@ def training_window(
 
 
 def validation_windows(validation: Tensor, *, context: int, count: int) -> Windows:
-    """Cuts up to `count` disjoint windows at equal distances, with tokens int64 [1, context]."""
+    """Cuts up to `count` evenly spaced windows (tokens, targets); their tokens do not overlap."""
     count = max(1, min(count, (len(validation) - 1) // context))
     gap = (len(validation) - 1 - context) // max(count - 1, 1)
     windows = [validation[i * gap : i * gap + context + 1].long()[None] for i in range(count)]
@@ -124,7 +125,7 @@ def unigram_loss(train: Tensor, windows: Windows) -> float:
 
 
 def bigram_loss(train: Tensor, windows: Windows) -> float:
-    """Computes the loss, in nats, of predicting bytes by the frequency of pairs in `train`."""
+    """Computes the loss, in nats, of predicting a byte from the one before, by pairs in `train`."""
     pairs = train[:-1].long() * 256 + train[1:]
     counts = torch.bincount(pairs, minlength=256 * 256).view(256, 256).double() + 1
     log_share = (counts / counts.sum(1, keepdim=True)).log()
@@ -151,7 +152,7 @@ def _text_files(path: Path, glob: str) -> dict[str, Path]:
 
 
 def _files_below(folder: Path, glob: str, excluded: set[str]) -> dict[str, Path]:
-    """Finds files in a folder and its subfolders, by name, without hidden and excluded names."""
+    """Maps paths relative to a folder to its files; skips hidden and `excluded` names."""
     names = [file.relative_to(folder) for file in sorted(folder.rglob(glob)) if file.is_file()]
     return {
         name.as_posix(): folder / name

@@ -123,7 +123,7 @@ def _training_rows(
 
 
 def _generation_rows(run: Run) -> list[tuple[str, str]]:
-    """Measures generation after a prompt of validation text; both together fill one context."""
+    """Measures generation after a validation prompt; prompt and output fill one context."""
     prompt = run.text.validation[: max(run.recipe.context - SAMPLE_BYTES, 1)].long()[None]
     caches = run.model.caches(max_length=prompt.shape[1] + SAMPLE_BYTES)
     tokens = TimedTokens(run.model.generate(prompt, SAMPLE_BYTES, caches=caches, temperature=0))

@@ -1,4 +1,4 @@
-"""Demo of sequence-parallel training: several ranks share each sequence; reports moved bytes.
+"""Demo of sequence-parallel training: ranks share each sequence; reports bytes sent.
 
 Run as `torchrun --standalone --nproc-per-node 4 -m sparsering demo-ring --out runs/demo-ring`.
 """
@@ -26,23 +26,23 @@ from .torchrun import ranks_of_torchrun
 
 RECIPE = Recipe(steps=60, num_layers=2, dtype="float32")
 COMPARED_STEPS = 10
-TOLERANCE = 1e-4  # largest relative difference to losses of one process, due to summation order
+TOLERANCE = 1e-4  # allowed relative difference of losses: one process sums in another order
 TIMEOUT_S = 300.0  # the other ranks wait while rank 0 trains alone for the comparison
 
 
 class RankFigures(NamedTuple):
-    """Attention work, received bytes and peak memory of one rank."""
+    """Holds the attention work, received bytes and peak memory of one rank."""
 
     tokens: int
     pairs: int | float  # (query, key) pairs of its queries, summed over heads and branches
-    # Bytes received for one layer's attention in forward: counted, planned, and planned if every
-    # rank needed every key. Then the same three numbers for backward.
+    # Six numbers of bytes received for one layer's attention. The first three are for the forward:
+    # counted, planned, and planned if every rank needed every key. The last three: the backward.
     received: list[int | float]
     peak_bytes: int | None  # largest resident memory in training; None if unknown
 
 
 def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
-    """Trains with each window's tokens sharded over all ranks, and compares with one process.
+    """Trains with each window's tokens sharded over all ranks; compares losses with one process.
 
     It takes about a minute with four ranks on two cores, and replaces the files of an earlier demo.
 

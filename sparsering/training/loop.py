@@ -131,11 +131,12 @@ def train(
     Args:
         recipe: the settings that the losses depend on.
         out: the output folder. Without `resume` it must not contain a checkpoint, except that a
-            demo may replace the checkpoint of a demo.
+            demo may replace the checkpoint of an earlier demo.
         resume: continue from the folder's checkpoint, and remove the records of later steps from
             `metrics.jsonl`.
         command: "train" or "demo", stored in the checkpoint.
-        save_every, validate_every: interval in steps; both also happen at the end.
+        save_every, validate_every: intervals in steps. A run also saves whenever it ends or stops,
+            and validates after the last step of the recipe.
         num_validation_windows: number of disjoint windows of the validation bytes.
         stop_after: stop as if interrupted when this many steps are done.
         ranks: the processes that train together, each of which calls this function. Only rank 0
@@ -177,7 +178,7 @@ def _prepare(
 ) -> Run:
     """Builds the run's state before training, from the folder's checkpoint if `resume`."""
     recipe, text, checkpoint = ranks.together(partial(_inputs, recipe, out, command, resume, ranks))
-    if recipe.dtype == "auto":  # the leader chooses for all ranks
+    if recipe.dtype == "auto":  # rank 0 chooses for all ranks
         dtype = "bfloat16" if ranks.device.type == "cuda" else best_dtype()
         recipe = replace(recipe, dtype=ranks.from_leader(dtype))
     step = 0 if checkpoint is None else checkpoint.step
@@ -201,7 +202,7 @@ def _prepare(
 def _inputs(
     recipe: Recipe, out: Path, command: str, resume: bool, ranks: Ranks
 ) -> tuple[Recipe, Text, Checkpoint | None]:
-    """Reads the text and, if `resume`, the checkpoint; raises if they belong to another run."""
+    """Reads the text and, if `resume`, the checkpoint; raises if `out` belongs to another run."""
     ranks.check(recipe)
     checkpoint = load_checkpoint(out, ranks) if resume else None
     text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
@@ -228,7 +229,8 @@ def training_step(
 ) -> tuple[float, float, float]:
     """Runs forward, backward and update on the step's windows of the training bytes.
 
-    Returns: loss (nats per byte) and gradient norm over all ranks' windows, and learning rate.
+    Returns: loss (nats per byte) and gradient norm before clipping, over all ranks' windows; and
+        the learning rate.
     """
     tokens, targets = training_window(
         train, context=recipe.context, batch_size=recipe.batch_size, seed=recipe.seed, step=step
@@ -265,8 +267,8 @@ def autocast(dtype: str, device_type: str = "cpu") -> AbstractContextManager[Any
 def stop_signal(ranks: Ranks) -> Iterator[Callable[[], int | None]]:
     """Yields a function that returns the number of a SIGINT or SIGTERM that any rank got, or None.
 
-    All ranks call it together. A second signal has its usual effect at once. Python sets handlers
-    only in the main thread, so in other threads signals keep their usual effect.
+    All ranks call the function together. A second signal has its usual effect at once. Python sets
+    handlers only in the main thread, so in other threads signals keep their usual effect.
     """
     numbers: list[int] = []
     in_main_thread = threading.current_thread() is threading.main_thread()
@@ -290,7 +292,7 @@ def stop_signal(ranks: Ranks) -> Iterator[Callable[[], int | None]]:
 
 
 def _resumed_recipe(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recipe:
-    """Returns the recipe with the checkpoint's dtype for "auto"; ValueError if recipes differ."""
+    """Replaces dtype "auto" by the checkpoint's; ValueError if recipe or text differs."""
     saved = checkpoint.recipe
     if recipe.dtype == "auto":
         recipe = replace(recipe, dtype=saved.dtype)
@@ -321,15 +323,15 @@ def _cut_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
         pass
     except ValueError as error:
         raise ValueError(
-            f"expected the metrics of a run in {path}, but {error}; remove the file to go on "
-            "without them"
+            f"expected the metrics of a run in {path}, got an unusable file: {error}; remove "
+            "it to go on without these metrics"
         ) from None
     replace_file(path, "".join(json.dumps(record) + "\n" for record in records).encode())
     return records
 
 
 def _records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    """Parses metrics, which may come from a stranger; ValueError if a line is no record."""
+    """Parses lines of `metrics.jsonl`; ValueError for JSON that is not a record of a step."""
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)

@@ -16,7 +16,7 @@ from .loop import Run, adamw, training_step
 
 
 class StepTime(NamedTuple):
-    """Time of a training step (forward, backward, update), and attention's part of it."""
+    """Holds the time of a training step (forward, backward, update), and of its attention."""
 
     seconds: float
     attention_seconds: float
@@ -73,7 +73,7 @@ def step_times(run: Run, *, repeats: int = 3) -> tuple[StepTime, StepTime]:
 
 
 class TimedTokens:
-    """Iterates over the tokens of `LongNetLM.generate`, and times the first and the others."""
+    """Iterates over tokens of `LongNetLM.generate`; times the first token and the later ones."""
 
     def __init__(self, tokens: Iterable[Tensor]) -> None:
         self.tokens = tokens
@@ -93,7 +93,7 @@ class TimedTokens:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Rate of the tokens after the first; None if there is only one."""
+        """Tokens per second, without the first token; None for fewer than two tokens."""
         return (self.num_tokens - 1) / self.seconds if self.num_tokens > 1 else None
 
 

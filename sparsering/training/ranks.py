@@ -120,7 +120,7 @@ class Ranks:
         return result
 
     def agree(self, what: str, value: object) -> None:
-        """Raises ValueError on all ranks if they pass different values; `what` names them."""
+        """Raises ValueError on all ranks if they pass different values; `what` describes them."""
         values = self.gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
@@ -130,7 +130,7 @@ class Ranks:
                 )
 
     def any_signal(self, number: int | None) -> int | None:
-        """Returns, on all ranks, a signal number that any rank passes; None if all pass None."""
+        """Returns, on all ranks, the largest signal number passed; None if all ranks pass None."""
         if self.mesh is None:
             return number
         largest = torch.tensor(number or 0, device=self.device)

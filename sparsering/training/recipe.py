@@ -12,7 +12,7 @@ from ..models.longnet import LongNetLM
 from ..patterns.expression import parse
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-# Characters; a recipe may come from a stranger, and parsing takes longer than linear time.
+# In characters: a stranger may have written the recipe, and long patterns take long to parse.
 LONGEST_PATTERN = 1000
 
 _RANGES = {
@@ -27,7 +27,7 @@ _RANGES = {
 class Recipe:
     """Settings of a training run; its losses are bitwise reproducible on the same machine."""
 
-    # a Python expression; `Causal()` is added if missing
+    # The pattern as a Python expression; `Causal()` is added if missing.
     pattern: str = "LongNet((256, 1024, 4096, 16384), (1, 4, 16, 64)) & Causal()"
     data: str | None = None  # a text file or folder; None for the standard library's sources
     glob: str = "*"  # file names to read in a folder
@@ -37,12 +37,12 @@ class Recipe:
     width: int = 128
     num_layers: int = 4
     num_heads: int = 2
-    learning_rate: float = 8e-3  # peak after `warmup_steps`; a half cosine falls to a tenth
+    learning_rate: float = 8e-3  # peak after the warm-up; falls to a tenth (half a cosine)
     warmup_steps: int = 20  # steps in which the learning rate rises linearly
     weight_decay: float = 0.1  # of AdamW, for the weight matrices only
     clip_norm: float = 1.0  # a gradient of larger norm is scaled down to this norm
-    seed: int = 0  # decides the weights, the validation files and the order of windows
-    dtype: str = "auto"  # "float32", "bfloat16" (autocast) or "auto": `best_dtype`
+    seed: int = 0  # decides initial weights, validation files and training windows
+    dtype: str = "auto"  # "float32", "bfloat16" (autocast), "auto" (`best_dtype`; GPU: bfloat16)
     checkpoint_layers: bool = False  # saves memory by running each block's forward twice
 
     def __post_init__(self) -> None:
@@ -69,7 +69,7 @@ class Recipe:
         kinds = {field.name: field.type for field in fields(cls)}
         if values.keys() != kinds.keys():
             odd = ", ".join(sorted(values.keys() ^ kinds.keys())[:3])
-            raise ValueError(f"the recipe's settings are not those of this version: {odd}")
+            raise ValueError(f"the recipe lacks settings, or has unknown ones: {odd}")
         for name, kind in kinds.items():
             if not _has_type(kind, value := values[name]):
                 raise ValueError(f"the recipe's {name} is an unusable {type(value).__name__}")
@@ -101,7 +101,7 @@ class Recipe:
                 yield name, parameter.shape
 
     def learning_rate_at(self, step: int) -> float:
-        """Returns a step's learning rate: a linear rise, then a half cosine down to a tenth."""
+        """Returns a step's learning rate: it rises linearly, then falls to a tenth."""
         warm = min(1.0, (step + 1) / max(self.warmup_steps, 1))
         progress = (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1)
         cosine = (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0))) / 2

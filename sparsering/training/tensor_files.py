@@ -1,6 +1,6 @@
 """Tensors of a checkpoint in safetensors files, one file per rank.
 
-    files = write_tensors(folder, step, tensors, ranks)  # this rank's file, by name
+    files = write_tensors(folder, step, tensors, ranks)  # writes this rank's file
     index = read_index(folder, files_of_all_ranks)  # reads the headers alone
     index.verify(ranks)
     index.load(targets)
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 from ..files import file_size, replace_file
 from .ranks import Ranks
 
-MOST_HEADER_BYTES = 16 << 20  # about 100,000 tensors; parsing a header needs ten times its size
+MOST_HEADER_BYTES = 16 << 20  # about 100,000 tensors; parsing needs ten times this memory
 
 Files = dict[str, dict[str, Any]]  # {file name: {"bytes": ..., "sha256": ...}}
 
@@ -44,7 +44,7 @@ class Kind(NamedTuple):
 
 
 class StoredRows(NamedTuple):
-    """Rows `first` to `stop` of a tensor, stored in a file under the name `key`."""
+    """Locates rows `first:stop` of a tensor, stored in the file `path` under the name `key`."""
 
     path: Path
     key: str
@@ -70,7 +70,7 @@ class TensorIndex:
                 raise ValueError(f"{path.name} has another sha256 than checkpoint.json")
 
     def load(self, targets: Mapping[str, Tensor]) -> None:
-        """Copies stored values into `targets`, by name; into a sharded tensor, this rank's rows."""
+        """Copies stored values into `targets`, by name; a sharded tensor gets this rank's rows."""
         with ExitStack() as stack:
             opened = cache(lambda path: stack.enter_context(_opened(path)))
             for name, x in targets.items():
@@ -89,9 +89,9 @@ class TensorIndex:
 
 
 def write_tensors(folder: Path, step: int, tensors: Mapping[str, Tensor], ranks: Ranks) -> Files:
-    """Writes the tensors that this rank stores to a file named after its content.
+    """Writes this rank's part of the tensors to one file, whose name contains its hash.
 
-    Returns: the file's size and hash by its name; nothing if this rank stores no tensors.
+    Returns: {file name: size and hash}; empty if this rank writes no tensors.
     """
     save = _safetensors().torch.save
     if not (share := _own_share(tensors, ranks)):
@@ -127,7 +127,9 @@ def _stored_rows(path: Path, key: str, shape: list[int], dtype: str) -> tuple[st
         return key, StoredRows(path, key, 0, shape[0] if shape else 1, kind)
     first, stop = int(match[2]), int(match[3])
     if not shape or stop - first != shape[0]:
-        raise ValueError(f"{path.name} has {key!r} of shape {shape}, not as its name says")
+        raise ValueError(
+            f"{path.name} has {key!r} of shape {shape}, which has another number of rows"
+        )
     return match[1], StoredRows(path, key, first, stop, kind)
 
 
@@ -148,8 +150,8 @@ def _whole_kind(name: str, rows: list[StoredRows]) -> Kind:
 def _own_share(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
     """Returns the tensors that this rank writes, by their names in the file.
 
-    Ranks along "sp" have the same tensors; each writes some, about as many bytes as the others.
-    Ranks along "dp" have different rows of sharded tensors; the first of them writes the others.
+    Ranks along "sp" have equal tensors, and each writes a part of about equal size. Ranks along
+    "dp" each write their rows of sharded tensors; the first also writes the unsharded tensors.
     """
     share: dict[str, Tensor] = {}
     share_bytes = [0] * ranks.size("sp")

@@ -65,7 +65,7 @@ def ranks_of_torchrun(
 
 
 def starts_again(ranks: Ranks, folder: Path) -> bool:
-    """Whether torchrun has restarted these processes, and they have saved a checkpoint before.
+    """Whether torchrun has restarted these processes after they saved a checkpoint in `folder`.
 
     A checkpoint from another launch of torchrun does not count.
     """
@@ -73,14 +73,14 @@ def starts_again(ranks: Ranks, folder: Path) -> bool:
         return False
     restarts = ranks.gather(int(os.environ["TORCHELASTIC_RESTART_COUNT"]))
     same_launch = False
-    if ranks.leads and max(restarts) > 0:  # the count may differ between hosts
+    if ranks.leads and max(restarts) > 0:  # hosts may count restarts differently
         with suppress(OSError, ValueError):
             same_launch = read_about(folder).launch == launch()
     return ranks.from_leader(same_launch)
 
 
 def launch() -> str | None:
-    """Returns a name of this call of torchrun that stays the same if it restarts its processes."""
+    """Returns a name of this torchrun command, unchanged by restarts; None without torchrun."""
     if not dist.is_torchelastic_launched():
         return None
     name = os.environ["TORCHELASTIC_RUN_ID"]
