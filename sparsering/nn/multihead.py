@@ -3,7 +3,7 @@
     attention = MultiheadAttention(512, 8, batch_first=True, pattern=SlidingWindow(255, 255))
     convert(model, pattern)  # replaces torch's modules inside a model, and keeps their parameters
 
-Parameters and initial values equal torch's, and so do results for the same pairs.
+Parameters and initial values equal torch's. Results equal torch's for a mask of the same pairs.
 """
 
 import copy
@@ -49,17 +49,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         pattern: the pairs that attend, by token index; the first query and the first key both have
             index 0. Default: all pairs.
         scale: factor of the scores, default head_dim ** -0.5.
-        embed_dim, num_heads: width of the inputs, and heads that share it.
+        embed_dim, num_heads: channels of the query, and number of heads that divide them.
         dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first: as in torch's module.
         device, dtype: of the parameters.
 
     The parameters have torch's names, order and initial values, so a state_dict of one module loads
     strictly into the other.
 
-    Differences: masks intersect the pattern. The output of a query that sees no key is the bias of
-    `out_proj`; torch gives NaN or another number, depending on its code path. `is_causal` means
-    `& Causal()`, with a mask or without. No fused path of torch bypasses the pattern:
-    `TransformerEncoderLayer` calls this module in eval mode too.
+    Differences: a pair attends only if the masks and the pattern allow it. The output of a query
+    that sees no key is the bias of `out_proj`; torch gives NaN or another number, depending on its
+    code path. `is_causal` adds `& Causal()`, with a mask or without. No fused path of torch
+    bypasses the pattern: `TransformerEncoderLayer` calls this module in eval mode too.
 
     Raises: ValueError or TypeError for invalid sizes, flags, scale or pattern; ValueError if
         embed_dim is no multiple of num_heads.
@@ -141,8 +141,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             need_weights, average_attn_weights: as in torch's module.
 
         Returns: the output, shaped as the query, and the weights after dropout: [B, L, S], or [B,
-            num_heads, L, S] if not averaged, without B for inputs without a batch. An added bias
-            key or zero key is a further column. None without `need_weights`.
+            num_heads, L, S] if not averaged, without B for inputs without a batch. `add_bias_kv`
+            and `add_zero_attn` each add a column. Without `need_weights` the weights are None.
 
         Raises: ValueError for invalid shapes or masks, or more than 2^26 weights.
         """
@@ -269,7 +269,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         key_padding_mask: Tensor | None,
         attn_mask: Tensor | None,
     ) -> tuple[Pattern, Tensor | None]:
-        """Returns the pattern without masked pairs, and the sum of the float masks or None."""
+        """Returns the pattern without masked pairs, and the sum of float masks (or None)."""
         (batch, length), keys, heads = query.shape[:2], key.shape[1], self.num_heads
         biases: list[Tensor] = []
         if key_padding_mask is not None:
@@ -335,12 +335,12 @@ def _converted(module: nn.MultiheadAttention, pattern: Pattern) -> MultiheadAtte
     return converted
 
 
-def _called(module: nn.Module, inputs: Any) -> None:  # pickled modules refer to this name
+def _called(module: nn.Module, inputs: Any) -> None:  # do not rename: pickled modules refer to it
     """Does nothing; torch's fused layers do not bypass a module that has a forward hook."""
 
 
 def _nested_like(query: Tensor, out: Tensor) -> Tensor:
-    """Converts a padded output to a nested tensor like the query."""
+    """Converts a padded output to a nested tensor with the query's lengths and layout."""
     rows = [x[: len(entry)] for x, entry in zip(out, query.unbind(), strict=True)]
     if query.layout is torch.jagged:
         offsets = cast(Any, query).offsets()
@@ -370,7 +370,7 @@ def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
 
 
 def _allowed(mask: Tensor) -> Tensor | None:
-    """Returns True for pairs that attend; None for a mask that must be added to the scores."""
+    """Returns a bool mask, True for pairs that attend; None if `mask` must be added to scores."""
     if mask.dtype == torch.bool:
         return ~mask
     blocked = mask == -torch.inf

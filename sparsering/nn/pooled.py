@@ -38,11 +38,12 @@ def pooled_scores(
     query_block: int,
     causal: bool,
 ) -> Tensor:
-    """Scores blocks [B, Hkv, R, Nb] by the attention weights p that pooled keys get.
+    """Returns scores [B, Hkv, R, Nb] of Nb blocks of keys for R rows (`query_block` queries each).
 
-    `score[r, b] = log sum_i sum_c p_i[c] |c and b| / size`, i over the queries of row r (a group
-    of `query_block` queries) in all query heads of the kv head, |c and b| the number of tokens that
-    window c shares with block b; -inf if no window of the block is visible.
+    `score[r, b] = log sum_i sum_c p_i[c] shared(c, b) / size`: i runs over the queries of row r in
+    all query heads of the kv head, p_i[c] is the attention weight from query i to pooled key c, and
+    shared(c, b) the number of tokens in both window c and block b; -inf if row r sees no window
+    of block b.
 
     Args:
         query: [B, Hq, N, D], at positions 0 to N - 1.
@@ -74,7 +75,7 @@ def pooled_scores(
         share = pad(share.sum(2), (0, 0, 0, -part.shape[3] % query_block))
         shares.append(share.unflatten(2, (-1, query_block)).sum(3))
     share = torch.cat(shares, 2)  # [B, Hkv, R, Np]
-    # The last column collects windows past the keys, and the result drops it.
+    # A last column collects what falls past the last block of keys; the result drops it.
     total = share.new_zeros(batch, kv_heads, rows, blocks + 1)
     for after in range((size + block_size - 2) // block_size + 1):
         block = start // block_size + after

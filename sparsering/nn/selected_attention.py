@@ -1,10 +1,11 @@
 """`SelectedAttention`: self-attention to blocks of keys that each query chooses by content.
 
-    layer = SelectedAttention(512, 8, num_kv_heads=2)       # 16 blocks of 64, for each token
+    layer = SelectedAttention(512, 8, num_kv_heads=2)       # 16 blocks of 64 keys per token
     layer = SelectedAttention.nsa(512, 32, num_kv_heads=2)  # window + pooled keys + chosen blocks
     out = layer(x)                                          # [B, N, 512]
 
-A call scores blocks, selects the best, attends, adds up its softmaxes, and trains the scorer.
+A call scores blocks of keys, selects the best, attends to them, and adds the outputs of the other
+branches. It can also return a loss that trains the scorer.
 """
 
 from collections.abc import Sequence
@@ -40,14 +41,14 @@ class SelectedAttention(nn.Module):
     group of queries, called row, chooses separately in every kv head. Its k blocks always include
     the first `sink` blocks and the `local` blocks up to the one that contains the row's queries.
 
-    Training of the choice: no gradient flows through it. A method of `block_scores` has no weights,
-    but the projections of queries and keys learn from the attention. "pooled" scores blocks by the
-    attention of the pooled branch, which the model's loss trains. "learned" has a `BlockScorer`,
-    which a loss of its own trains: `out, loss = layer(x, return_loss=True)`, add `loss` to the
-    model's loss. That loss covers all blocks while the layer is dense, and only the chosen blocks
-    later. A scorer that selects few blocks from the start never learns what to select: keep `k`
-    large (dense) until the model has learned, then shrink it slowly by setting `layer.k` to the
-    value of a `GatedSchedule`. The pooled branch needs no schedule.
+    How the scorer learns: no gradient flows through the choice. The methods of `block_scores` have
+    no weights; they depend on query and key projections, which learn from the attention. "pooled"
+    scores blocks by the attention of the pooled branch, which the model's loss trains. "learned" is
+    a `BlockScorer` with a loss of its own: call `out, loss = layer(x, return_loss=True)` and add
+    `loss` to the model's loss. While the layer is dense this loss covers all blocks, later only
+    chosen blocks. So a scorer that selects few blocks from the start never learns what to select:
+    keep `k` large (dense) until the model has learned, then shrink it slowly by setting `layer.k`
+    to the value of a `GatedSchedule`. The "pooled" scorer needs no schedule.
 
     Args:
         embed_dim: channels of x.
@@ -64,19 +65,19 @@ class SelectedAttention(nn.Module):
         sink, local: numbers of always chosen blocks: at the start, and up to the row's block.
         pooled: (size, stride) in tokens of the pooled branch, which attends to weighted means of
             keys and values; None for no such branch. The weights are a softmax of u . k over each
-            window, u learned. They start equal, and a plain mean cannot single out one key.
+            window; u is learned and starts at 0, which gives the plain mean of the window.
         gate: factors of the branches, if there are several. "sigmoid": each is a sigmoid of a
             linear map of x and starts at 1/2. "zero": 1 for the chosen blocks, and for each other
             branch a linear map that starts at 0. Use "zero" to add branches to a trained model; in
             a new model a branch that starts at 0, and a scorer that depends on it, do not learn.
         dense_below: sequences shorter than this attend to everything instead of choosing. Sequences
-            of at most k blocks always do, with the same result.
-        causal: whether a query is denied later keys.
+            of at most k blocks always do: they would choose all their blocks.
+        causal: whether later keys are hidden from a query.
 
     Attributes:
         q_proj, k_proj, v_proj, out_proj: linear maps without bias.
-        gate_proj: linear map with bias, None for a single branch; its outputs are in the order
-            chosen blocks, window, pooled.
+        gate_proj: linear map with bias, None for a single branch. Its outputs for each head are the
+            gates of the chosen blocks (only for gate "sigmoid"), the window and the pooled branch.
         pool_gate: u of the pooled branch, [Hkv, D].
         block_scorer: the `BlockScorer` of "learned", else None.
         k: may be set between calls.
@@ -173,10 +174,10 @@ class SelectedAttention(nn.Module):
 
     @classmethod
     def nsa(cls, embed_dim: int, num_heads: int, **options: Any) -> Self:
-        """Builds NSA: 16 blocks of 64, chosen by pooled keys (32, 16), and a window of 512.
+        """Builds NSA: 16 blocks of 64, chosen by pooled keys (size 32, stride 16), a window of 512.
 
-        Differences: pooled keys and values are weighted means, where NSA learns an MLP; and one
-        projection of keys and values serves all three branches. NSA has 16 query heads per kv head.
+        Differences from NSA: pooled keys and values are weighted means, where NSA learns an MLP;
+        one projection of keys and values serves all branches. NSA has 16 query heads per kv head.
         `options` are arguments of `SelectedAttention` and override the preset.
         """
         preset = {"pooled": (32, 16), "scorer": "pooled", "window": 512, "local": 2}
@@ -184,7 +185,7 @@ class SelectedAttention(nn.Module):
 
     @classmethod
     def moba(cls, embed_dim: int, num_heads: int, **options: Any) -> Self:
-        """Builds MoBA: 3 blocks of 512, one of them the query's, scored by the mean of their keys.
+        """Builds MoBA: chooses 3 blocks of 512 keys, one of them the query's, by their mean keys.
 
         If num_kv_heads equals num_heads, each query head chooses for itself, as in MoBA. Query
         heads that share a kv head choose together. `options` are arguments of `SelectedAttention`
@@ -228,7 +229,7 @@ class SelectedAttention(nn.Module):
             rope: cosine and sine [N, D / 2] that rotate queries and keys, as
                 `sparsering.nn.rope.rotary_table` returns them; D is the head dim.
             return_loss: also return the loss of a learned scorer. Its gradients reach the scorer
-                alone. The module does not store it, so that checkpointing can recompute it.
+                alone. The module does not store the loss, so activation checkpointing works.
 
         Returns: [B, N, embed_dim]; with `return_loss` also a 0-d loss.
 
@@ -260,7 +261,8 @@ class SelectedAttention(nn.Module):
             out = attention(query, key, value, Causal() if self.causal else Full())
             loss = None
             if return_loss:
-                mass = self._estimates(query, key, "exact").exp()  # exact scores are log masses
+                # The score "exact" is the log of the softmax weight that a block gets from a row.
+                mass = self._estimates(query, key, "exact").exp()
                 loss = selection_loss(self.scores(query, key), mass)
         else:
             out, loss = self._attend_selected(query, key, value, return_loss)
@@ -282,7 +284,7 @@ class SelectedAttention(nn.Module):
         return short or length <= self.k * self.block_size
 
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
-        """Computes block scores [B, Hkv, R, Nb] for query and key [B, H, N, D] by the scorer."""
+        """Computes scores [B, Hkv, rows, blocks] of key blocks, for query and key [B, H, N, D]."""
         if self.block_scorer is not None:
             scores: Tensor = self.block_scorer(query, key)
             return scores
@@ -302,7 +304,7 @@ class SelectedAttention(nn.Module):
         return block_scores(query, key, self.block_size, method=method, **self._row_options)
 
     def pool(self, key: Tensor, x: Tensor) -> Tensor:
-        """Averages windows of keys or values x to [B, Hkv, Np, D]; the keys decide the weights."""
+        """Averages keys or values x by window: [B, Hkv, windows, D]; `key` decides the weights."""
         assert self.pooled is not None and self.pool_gate is not None
         gate = (key * self.pool_gate[:, None]).sum(3)
         return gated_pool(gate, x, *self.pooled)

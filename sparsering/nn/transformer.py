@@ -64,9 +64,10 @@ class Block(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, shares: Tensor | None = None
     ) -> Tensor:
-        """Maps x [B, N, width]; cos and sin are [N, D / 2] or [B, 1, N, D / 2].
+        """Returns the new residual stream of x [B, N, width], of the same shape.
 
-        `shares` [2, B] scales attention's and the MLP's output in each batch entry; None for 1.
+        cos and sin are [N, D / 2] or [B, 1, N, D / 2], D the head dim. `shares[0, b]` scales the
+        attention's output and `shares[1, b]` the MLP's, for batch entry b; None: not scaled.
         """
         B, N, width = x.shape
         heads = self.num_heads, width // self.num_heads
