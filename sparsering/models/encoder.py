@@ -37,8 +37,8 @@ class LongNetEncoder(nn.Module):
         class_token: put a learned token before all others.
         axes: 1 for tokens in a line, 2 for tokens on a grid: rotary positions then rotate half of
             the channels by row and half by column.
-        drop_path: stochastic depth in training: share of batch entries that skip the attention of
-            the last block, and likewise its MLP. It rises linearly from 0 in the first block.
+        drop_path: stochastic depth in training: probability that a batch entry skips the last
+            block's attention, and likewise its MLP. It rises linearly from 0 in the first block.
         rope_base: wavelengths of the rotary positions run from 2 pi to about 2 pi rope_base.
         checkpoint_layers: store only each block's input for backward, which runs the block again.
 
@@ -108,7 +108,7 @@ class LongNetEncoder(nn.Module):
             x: [B, N, in_width].
             coordinates: coordinates of the tokens, [N] or [B, N], with axes=2 [N, 2] or [B, N, 2],
                 in steps of the grid; scores depend on their differences. With one axis the default
-                is the index in the sequence. The class token is at 0.
+                is the index in the sequence. The class token has coordinate 0.
             attend: maps (query, key, value), each [B, H, N, D], to [B, H, N, D]; one function for
                 all blocks or one for each; default: attention over the model's pattern.
             positions: int64 [N], given if x is a rank's part of a sequence: the index of each token
@@ -188,7 +188,7 @@ class LongNetEncoder(nn.Module):
         return place if dims else place[..., None]
 
     def _rotation(self, place: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Cosine and sine [N, D / 2] or [B, 1, N, D / 2]; each axis has an equal part of D."""
+        """Returns cosine and sine, [N, D / 2] or [B, 1, N, D / 2]; each axis gets an equal part."""
         head_dim = self.norm.weight.shape[0] // self.num_heads
         place = place if place.dim() == 2 else place[:, None]  # [B, 1, N, axes]
         tables = [
@@ -199,7 +199,7 @@ class LongNetEncoder(nn.Module):
         return cos, sin
 
     def _shares(self, x: Tensor) -> list[Tensor | None]:
-        """Draws each block's factors [2, B] of attention's and MLP's output; None if all are 1."""
+        """Draws each block's `shares` [2, B] for `Block.forward`; None if nothing is dropped."""
         depth = len(self.blocks)
         if not self.training or not self.drop_path:
             return [None] * depth

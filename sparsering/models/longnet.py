@@ -79,7 +79,7 @@ class LongNetLM(nn.Module):
             width, num_heads, num_layers, mlp_ratio
         )
         vocab_size = checked_integer("vocab_size", vocab_size, 1)
-        # `pattern & Causal()`, but a pattern whose branches all contain Causal() keeps its text
+        # Adds Causal() unless every branch already has it, so that such a pattern keeps its repr.
         masks = (x.masks if isinstance(x, And) else (x,) for x in pattern.branches)
         self.pattern = pattern if all(Causal() in x for x in masks) else pattern & Causal()
         self.attend: Attend = partial(attention, pattern=self.pattern)
@@ -91,7 +91,7 @@ class LongNetLM(nn.Module):
             Block(width, num_heads, mlp_ratio * width) for _ in range(num_layers)
         )
         self.norm = nn.RMSNorm(width)
-        nn.init.normal_(self.embedding.weight, std=0.02)  # small, because the logits use it too
+        nn.init.normal_(self.embedding.weight, std=0.02)  # small, because it also gives the logits
 
     def forward(self, tokens: Tensor, *, attend: Attend | Sequence[Attend] | None = None) -> Tensor:
         """Computes logits of the byte after each position.
@@ -139,7 +139,7 @@ class LongNetLM(nn.Module):
         positions: Tensor | None = None,
         num_targets: int | None = None,
     ) -> Tensor:
-        """Mean cross-entropy in nats per byte; the logits never exist all at once.
+        """Returns the mean cross-entropy in nats per byte, without storing all logits at once.
 
         Args:
             tokens, targets: int64 [B, N]; `targets[b, i]` is the byte after `tokens[b, i]`.
@@ -164,7 +164,7 @@ class LongNetLM(nn.Module):
     def caches(self, batch_size: int = 1, *, max_length: int | None = None) -> list[KVCache]:
         """Returns an empty `KVCache` for each block, for `batch_size` texts.
 
-        `max_length`: tokens in the whole sequence; only patterns that depend on it use it.
+        `max_length`: tokens in the whole sequence; used only if the pattern depends on this length.
         """
         with suppress(ValueError):  # raised for patterns that depend on the sequence's length
             self.pattern.live_keys(1, num_heads=self.num_heads)
@@ -176,7 +176,7 @@ class LongNetLM(nn.Module):
         ]
 
     def cache_bytes(self, caches: Sequence[KVCache]) -> tuple[int, int]:
-        """Bytes of the caches, and of caches that would store all keys and values so far."""
+        """Returns the caches' bytes, and the bytes of all keys and values so far."""
         weight = self.embedding.weight
         token_bytes = 2 * weight.shape[1] * weight.element_size()
         full = sum(token_bytes * sum(cache.lengths) for cache in caches)
@@ -209,11 +209,11 @@ class LongNetLM(nn.Module):
     ) -> Iterator[Tensor]:
         """Continues texts token by token, drawing each token from the model's scores.
 
-        The prompt runs in one pass, when the first token is requested. Each later token costs
+        The prompt runs in one forward, when the first token is requested. Each later token costs
         attention to the keys that it visits. Tokens see the same keys as in `forward`.
 
         Args:
-            tokens: int64 [B, N], prompts of one length, of at least one token.
+            tokens: int64 [B, N], prompts of equal length, at least one token.
             num_tokens: largest number of tokens to add.
             temperature: divides the scores; 0 takes the most likely token.
             top_k: draw only from the k largest scores.
@@ -221,7 +221,7 @@ class LongNetLM(nn.Module):
                 `temperature` and `top_k`, sum to p or more.
             stop: one or more tokens; a text ends when it has generated this sequence, which is
                 still returned.
-            generator: random generator of the draws, on the CPU; default torch's.
+            generator: random generator on the CPU, for drawing tokens; default torch's global one.
             caches: as returned by `caches`, to inspect or to continue from; they do not contain the
                 last token that was returned. Default: empty, with max_length N + num_tokens.
 

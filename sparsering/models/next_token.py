@@ -13,7 +13,7 @@ from ..patterns.arguments import checked_number, is_finite, shortened
 class Sampling:
     """Draws a token by the rules of `LongNetLM.generate`: `temperature`, then `top_k`, `top_p`.
 
-    Among equal scores, `top_k` and `top_p` prefer lower tokens.
+    Among equal scores, `top_k` and `top_p` prefer smaller token ids.
     """
 
     temperature: float = 0.7
