@@ -35,12 +35,13 @@ ZERO_PADDINGS = ("exact", "torchscale")
 class DilatedAttention(nn.Module):
     """LongNet's attention with projections; arguments, results and state_dict match torchscale's.
 
-    Each head sees every rate-th token, from torchscale's offset on: `Dilated(..., offset="block")`.
+    Each head sees every rate-th token of a segment. It begins at the token that torchscale chooses
+    for this head: `Dilated(..., offset="block")`.
 
     Args:
         args: an object with the attributes `segment_length` and `dilated_ratio` (sequences of ints,
             or text such as "[1024, 4096]"), and optionally `multiway`, `layernorm_eps`,
-            `xpos_rel_pos`, `xpos_scale_base` and `seq_parallel`. Later changes have no effect.
+            `xpos_rel_pos`, `xpos_scale_base` and `seq_parallel`, all read only at construction.
         embed_dim: number of channels, a multiple of num_heads.
         num_heads: number of attention heads.
         dropout: probability of dropping an attention weight, in training only; torchscale also
@@ -50,8 +51,8 @@ class DilatedAttention(nn.Module):
         subln: adds a LayerNorm before the last projection.
         zero_padding: "exact", or "torchscale" for weights that were trained with torchscale.
 
-    Raises: ValueError for invalid arguments; NotImplementedError for `args.seq_parallel` in
-        "exact".
+    Raises: ValueError for invalid arguments; NotImplementedError for `args.seq_parallel` with
+        zero_padding="exact".
 
     Example:
         >>> args = SimpleNamespace(segment_length="[1024, 4096]", dilated_ratio="[1, 4]")
@@ -86,7 +87,7 @@ class DilatedAttention(nn.Module):
         self.encoder_decoder_attention = encoder_decoder_attention
         self.pattern = checked_pattern(args, zero_padding)
         self.args, self.zero_padding = args, zero_padding
-        # in torchscale's order, so that a seed gives the same initial weights
+        # The order of creation is torchscale's, so that a seed gives the same initial weights.
         self.k_proj, self.v_proj, self.q_proj, self.out_proj = (
             _multiway(args, nn.Linear(embed_dim, embed_dim)) for _ in range(4)
         )
@@ -134,7 +135,7 @@ class DilatedAttention(nn.Module):
             attn_mask: None, or the causal triangle [N, N], which has the effect of `is_causal`.
             rel_pos: must be None.
             is_first_step: ignored.
-            is_causal: whether a query is denied later keys.
+            is_causal: whether queries see no later keys.
 
         Returns: out [B, N, E] and None.
 
@@ -266,11 +267,11 @@ def integers(sizes: object, name: str) -> tuple[int, ...]:
 
 
 def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Tensor | None:
-    """Returns a sink [1, H, N] with the softmax mass of torchscale's zero keys; None without any.
+    """Returns a sink [1, H, N]: log of the number of zero keys that each query sees; None if none.
 
     For each segment length, torchscale pads the last segment to full length, and each segment to a
-    multiple of the rate. A zero key has logit 0 and value 0. Queries of the same segment and the
-    same index modulo the rate see it. `like` has the sink's dtype and device.
+    multiple of the rate. A zero key has logit 0 and value 0. A query sees the zero keys of its
+    segment that have its index modulo the rate. The sink is on the device of `like`.
     """
     count = torch.zeros(1, num_heads, length, dtype=sum_dtype(like), device=like.device)
     has_zeros = False
@@ -330,9 +331,9 @@ def apply_xpos(
 
 
 class Multiway(nn.Module):
-    """Applies module A to tokens before `split_position` and its copy B to the others.
+    """Applies module A to tokens before `split_position`, and B, with other weights, to the rest.
 
-    At -1, A applies to all tokens; at 0, B does. torchscale's `set_split_position` sets it.
+    At -1, A applies to all tokens; at 0, B does. torchscale's `set_split_position` sets the index.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -394,7 +395,7 @@ def _check_triangle(attn_mask: Tensor, length: int) -> bool:
 def _check_reproducible(
     pattern: Pattern, first: int, length: int, is_causal: bool, key_padding_mask: Tensor | None
 ) -> None:
-    """Raises ValueError if torchscale's results are wrong, or depend on the number of steps."""
+    """Raises ValueError if torchscale's results are wrong, or would change with later tokens."""
     way_out = 'or zero_padding="exact"'
     for branch in pattern.branches if length else ():
         segment, start, rate = _last_segment(branch, length)

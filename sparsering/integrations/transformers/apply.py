@@ -32,10 +32,10 @@ from .masks import mask_interface
 def register() -> None:
     """Registers `attn_implementation="sparsering"` with transformers; repeated calls are harmless.
 
-    A model with this implementation attends over its own mask, at that mask's cost: windows,
-    chunks, padding on any side, packed documents, caches, softcap, sinks, T5's biases, dropout.
-    Registering also makes transformers warn if a model ignores the pattern that `apply` stored in
-    its config.
+    A model with this implementation attends over its own mask and skips tiles that the mask hides.
+    It supports windows, chunks, padding on any side, packed documents, caches, softcap, sinks, T5's
+    biases and dropout. After registration transformers also warns if a model ignores the pattern
+    that `apply` stored in its config.
 
     Example:
         >>> register()
@@ -49,7 +49,7 @@ def register() -> None:
 
 
 def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the method that chooses a model's attention; warns if that ignores a stored pattern."""
+    """Wraps the method that chooses a model's attention: warns if a stored pattern is ignored."""
 
     @functools.wraps(check)
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -74,8 +74,8 @@ def apply(model: Any, pattern: Patterns) -> None:
 
     The model's mask still applies: causality, padding and documents. Positions count from each
     row's first token that is not padding, and restart in each document. Cross attention does not
-    change. The config stores the pattern as text. So copies of the model have it, and so has a
-    model that is saved and loaded again with `attn_implementation="sparsering"`.
+    change. The config stores the pattern as text. So copies of the model keep the pattern, and so
+    does a model that is saved and loaded again with `attn_implementation="sparsering"`.
 
     Args:
         model: a model whose family uses transformers' attention interface.
@@ -128,10 +128,10 @@ def _check_keys(pattern: Mapping[Any, Any], modules: list[Any]) -> None:
 
 
 def explain(model: Any) -> str:
-    """Describes each layer in a line: index, pattern, backend, and upper bound of cached keys.
+    """Describes each layer in a line: index, pattern, backend, and the most keys that it caches.
 
-    Returns: the lines; for a model with another attn_implementation one line, which names that and
-        any pattern that the model's config stores.
+    Returns: one line per layer. If the model has another attn_implementation, a single line names
+        that implementation and any pattern that the model's config stores.
     """
     config = decoder_config(model)
     implementation = config._attn_implementation

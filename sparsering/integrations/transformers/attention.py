@@ -53,16 +53,17 @@ def attention_function(
     cu_seq_lens_k: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Computes what eager attention computes, over the model's mask or the layer's pattern.
+    """Computes attention over the layer's pattern or, without one, over the model's mask.
 
     Args:
         query: [B, Hq, Nq, D]; key, value: [B, Hkv, Nk, D | Dv].
         attention_mask: the result of `mask_interface`, a user's 4-D mask, or None.
         position_bias: [B or 1, H or 1, Nq, Nk], added to scores.
-        position_ids: [B, Nq]; a warning appears if they show documents that the mask ignores.
-        cu_seq_lens_q, cu_seq_lens_k: cumulative document lengths of a single row; must be equal.
+        position_ids: [B, Nq]; the call warns if they restart, which shows packed documents, but the
+            mask has no documents.
+        cu_seq_lens_q, cu_seq_lens_k: cumulative document lengths, if B is 1; must be equal.
 
-    Returns: [B, Nq, Hq, Dv], and None in place of attention weights.
+    Returns: [B, Nq, Hq, Dv] as eager attention does, and None in place of attention weights.
 
     Raises: NotImplementedError for a keyword that changes the result and is not supported.
     """
@@ -209,9 +210,9 @@ def _with_documents(
 
 
 def _check_mask(mask: ModelMask, query: Tensor, key: Tensor, position_ids: Tensor | None) -> None:
-    """Raises ValueError for a mask of other lengths; warns if the mask ignores packed documents.
+    """Raises ValueError for wrong lengths of a mask; warns if the mask ignores packed documents.
 
-    Packed documents are positions that restart. With a cache, transformers' masks ignore them.
+    Positions that restart show packed documents. With a cache, transformers' masks ignore these.
     """
     q_len, kv_len = mask.shape[2:]
     if (query.shape[2], key.shape[2]) != (q_len, kv_len):
@@ -247,10 +248,10 @@ def _is_zero(bias: Tensor) -> bool:
 
 
 def _depends_on_distance(bias: Tensor, module: Any) -> bool:
-    """Whether a bias is a function of k - p, so that its gradient may be summed by distance.
+    """Whether a bias depends only on key position - query position, so can be a table by distance.
 
-    The values are compared exactly. A bias with a gradient must also come from a module of T5: a
-    bias with a parameter for each pair may have equal values by chance.
+    The values are compared exactly. A bias that needs a gradient must also come from a T5 module:
+    in a bias with one parameter per pair, values may be equal by chance.
     """
     if torch.compiler.is_compiling() or bias.dim() != 4 or bias.shape[0] != 1:
         return False
@@ -261,7 +262,7 @@ def _depends_on_distance(bias: Tensor, module: Any) -> bool:
 
 
 def _distance_table(bias: Tensor, q_start: int) -> Tensor:
-    """Converts a bias [1, H, Nq, Nk] that depends on distance to a `distance_bias` [H, 2R + 1]."""
+    """Converts a bias [1, H, Nq, Nk] by distance to a `distance_bias` of distances -R to R."""
     q_len, kv_len = bias.shape[2:]
     table = torch.cat((bias[0, :, :, 0].flip(-1), bias[0, :, 0, 1:]), -1)
     most_before, most_after = q_start + q_len - 1, kv_len - 1 - q_start

@@ -23,7 +23,7 @@ Texts = str | Mapping[str, str]
 
 
 def text_of(patterns: Patterns) -> str | dict[str, str]:
-    """Converts patterns to the text that a config stores; ValueError if that is not possible."""
+    """Converts patterns to the text that a config stores; raises ValueError if it cannot."""
     if isinstance(patterns, Mapping):
         return {str(key): _checked_text(pattern) for key, pattern in patterns.items()}
     return _checked_text(patterns)
@@ -60,7 +60,7 @@ def parts_of(pattern: Pattern) -> list[Pattern]:
 
 
 def stored_text(config: Any) -> Texts | None:
-    """Returns the text of the patterns that a config stores, or None; ValueError if malformed."""
+    """Returns the pattern texts that a config stores, or None; raises ValueError if malformed."""
     texts = getattr(config, NAME, None)
     if texts is None or texts is False:
         return None
@@ -148,7 +148,7 @@ def types_of(config: Any) -> list[str]:
 
 
 def is_cross_attention(module: Any) -> bool:
-    """Whether a module's queries attend to keys of another sequence, as decoders to encoders."""
+    """Whether a module's keys come from another sequence, for example from the encoder."""
     causal = getattr(module, "is_causal", None)
     return bool(
         getattr(module, "is_cross_attention", False)

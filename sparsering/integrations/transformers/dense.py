@@ -9,7 +9,7 @@ MOST_SCORES = 1 << 28  # upper bound of B x H x Nq x Nk in one call: 1 GiB of fl
 
 
 def dense_attention(
-    why: str,  # the mask or bias that needs it, for the error
+    why: str,  # the mask or bias that needs dense attention, named in the error
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -21,7 +21,7 @@ def dense_attention(
     sink: Tensor | None,  # logit of an extra key of value 0: [H], or [B or 1, H, Nq or 1]
     dropout_p: float,
 ) -> Tensor:
-    """Computes attention [B, H, Nq, Dv] over all pairs; ValueError for more than 2^28 scores."""
+    """Computes attention [B, H, Nq, Dv] over all pairs; raises ValueError above 2^28 scores."""
     batch, heads, q_len, _ = query.shape
     if not torch.compiler.is_compiling() and batch * heads * q_len * key.shape[2] > MOST_SCORES:
         raise ValueError(
@@ -51,7 +51,7 @@ def dense_attention(
 
 
 def as_bool(mask: Tensor) -> Tensor | None:
-    """Converts a float mask of only 0 and -inf to bool; returns None if it has other numbers.
+    """Converts a float mask of only 0 and -inf to bool; returns None if it has other values.
 
     The lowest finite number counts as -inf, because transformers' masks contain it.
     """

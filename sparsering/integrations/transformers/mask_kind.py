@@ -22,7 +22,7 @@ _NOTHING = torch.zeros(1, 1, dtype=torch.int64)
 
 
 def _code_of(factory: str, *arguments: Any) -> Any:
-    """Returns the code object of the functions that a transformers function `factory` makes."""
+    """Returns the code object of the mask functions that transformers' `factory` makes, if any."""
     make = getattr(masking_utils, factory, None)
     return None if make is None else make(*arguments).__code__
 
@@ -42,12 +42,12 @@ class MaskKind:
     causal: bool = False
     left: int | None = None  # number of visible keys before the query; None for all
     right: int | None = None  # number of visible keys after the query; None for all
-    # (tokens in a chunk, left padding [B], positions [B, N] or None for token indices)
+    # (tokens per chunk, left padding [B], positions [B, N] of tokens or None for their indices)
     chunks: list[tuple[int, Tensor, Tensor | None]] = field(default_factory=list)
-    documents: list[Tensor] = field(default_factory=list)  # number of each token's document, [B, N]
+    documents: list[Tensor] = field(default_factory=list)  # each token's document index, [B, N]
     # Only inside torch.compile:
-    is_joined: bool = False  # the function joins others; one of them may hide other documents
-    has_chunks: bool = False  # the mask has chunks, whose borders look like those of documents
+    is_joined: bool = False  # made by `and_masks`, from functions that may separate documents
+    has_chunks: bool = False  # has chunks, whose borders cannot be distinguished from documents'
 
     def narrow(self, left: int, right: int | None = None) -> None:
         """Limits the window to `left` keys before the query and `right` after it."""
@@ -63,7 +63,7 @@ def recognise(mask_function: MaskFunction) -> MaskKind | None:
 
 
 def _add(function: MaskFunction, positions: Tensor | None, kind: MaskKind) -> bool:
-    """Adds a mask function's limits to `kind`; False if unknown. No positions: token indices."""
+    """Adds a mask function's limits to `kind`; returns False if the function is unknown."""
     if function is _CAUSAL:
         kind.causal = True
         return True
@@ -99,7 +99,7 @@ def recognise_inside_compile(
     if mask_function is _BIDIRECTIONAL:
         return MaskKind()
     if keywords.get("use_vmap") or mask_function.__code__ is not _AND:
-        return None  # the model has added a mask function
+        return None  # the model has added a function of its own
     kind = MaskKind(causal="allow_is_bidirectional_skip" not in keywords, is_joined=True)
     if local_size is None:
         return kind
@@ -119,7 +119,7 @@ def recognise_inside_compile(
 def runs_by_neighbours(
     mask_function: MaskFunction, batch_size: int, kv_length: int, kv_offset: int, device: Any
 ) -> Tensor:
-    """Numbers documents or chunks [B, Nk]: one begins where a token does not see the one before."""
+    """Returns document or chunk indices [B, Nk]; one starts where a key cannot see the previous."""
     batch = torch.arange(batch_size, device=device)[:, None, None, None]
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
     key = torch.arange(kv_length, device=device)[None, None, None] + kv_offset

@@ -23,7 +23,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value
 
 
 def once(shared: Any, name: Any, compute: Callable[[], Any]) -> Any:
-    """Returns `compute()`, computed once for a mask or a bias that several layers share."""
+    """Returns `compute()`, and stores it on `shared` (a mask or a bias) for the other layers."""
     if torch.compiler.is_compiling():
         return compute()
     results = vars(shared).setdefault("_sparsering_results", {})
@@ -34,7 +34,7 @@ def once(shared: Any, name: Any, compute: Callable[[], Any]) -> Any:
 
 @dataclass(eq=False, repr=False)
 class ModelMask:
-    """Describes the attention mask of one forward pass; positions count from its first key."""
+    """Describes the attention mask of one forward pass; position 0 is the cache's first key."""
 
     ndim = 4
     dtype = torch.bool
@@ -44,12 +44,12 @@ class ModelMask:
     q_start: int | Tensor  # position of the first query; a tensor with a static cache
     kv_start: int  # number of earlier keys that the cache has dropped
     kind: MaskKind | None  # None if unknown; then only `dense` describes the mask
-    documents: Tensor | None  # [B or 1, keys] number of each token's document; None for one
-    runs: Tensor | None  # [B or 1, keys] number of each token's chunk of a document; None for one
-    valid_keys: Tensor | None  # [B, all keys] False for padding; None if there is no padding
+    documents: Tensor | None  # [B or 1, keys] each token's document index; None if only one
+    runs: Tensor | None  # [B or 1, keys] index of the document, or of its chunk; None if only one
+    valid_keys: Tensor | None  # [B, dropped + other keys] False for padding; None if no padding
     dense: Callable[[], Tensor]  # builds transformers' own mask, bool [B, 1, queries, keys]
-    visible: Tensor | None = None  # [B, keys] keys of the only query, if q_start is a tensor
-    packing_checked: bool = False  # so that packed documents cause one warning per pass
+    visible: Tensor | None = None  # [B, keys] keys that a single query sees, if q_start is a tensor
+    packing_checked: bool = False  # so that packed documents cause one warning per forward pass
 
     def __repr__(self) -> str:
         batch, _, q_len, kv_len = self.shape
@@ -84,14 +84,14 @@ class ModelMask:
         mask = _of_distances(self.kind)
         valid, runs = self.valid(kv_len), self.runs
         if runs is not None and self.shape[2] == 1 and not torch.compiler.is_compiling():
-            own_run = runs[:, :kv_len] == runs[:, q_start : q_start + 1]  # run of the only query
+            own_run = runs[:, :kv_len] == runs[:, q_start : q_start + 1]  # True in the query's run
             valid = own_run if valid is None else valid & own_run
         elif runs is not None:
             mask = mask & SameRun(runs[:, :kv_len])
         return mask if valid is None else mask & KeyMask(valid)
 
     def own_causal(self) -> Mask | None:
-        """Returns a causal mask as a pattern, without padding and documents; None if not causal."""
+        """Returns this mask, if causal, as a pattern without padding and documents; else None."""
         if self.kind is None or not self.kind.causal:
             return None
         if not self.kind.chunks:
@@ -100,7 +100,7 @@ class ModelMask:
         return None if others else Dilated(size, 1) & Causal()
 
     def with_documents(self, ids: Tensor) -> "ModelMask":
-        """Returns this mask without pairs across documents; ids [1, keys] number the documents."""
+        """Returns a copy without pairs of two documents; ids [1, keys] are document indices."""
         documents = ids if self.documents is None else common_runs(ids, self.documents)
         runs = documents if self.runs is None else common_runs(documents, self.runs)
         place = self.shape, self.q_start, self.kv_start
@@ -117,7 +117,7 @@ def _of_distances(kind: MaskKind) -> Mask:
 
 
 def _refuse(name: str, *_: object) -> NoReturn:
-    """Raises NotImplementedError for the operation `name` on a mask, which is no tensor."""
+    """Raises NotImplementedError: a model called the tensor operation `name` on a `ModelMask`."""
     raise NotImplementedError(
         f"this model uses its attention mask as a tensor ({name}) inside its own attention, but "
         '"sparsering" builds no mask of all pairs; load it with attn_implementation="sdpa"'
@@ -143,7 +143,7 @@ def mask_interface(
 ) -> ModelMask:
     """Builds the `ModelMask` of a forward pass; transformers calls it as a mask interface.
 
-    `attention_mask` [B, N] is False for padding; N may be shorter than the keys.
+    `attention_mask` [B, N] is False for padding. Keys from index N on count as padding too.
     """
     if isinstance(attention_mask, ModelMask):  # built in advance, for a static cache
         return attention_mask
@@ -198,7 +198,7 @@ def _valid_keys(attention_mask: Tensor | None, length: int) -> Tensor | None:
 def _runs(
     kind: MaskKind, batch_size: int, kv_length: int, kv_offset: int, device: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Numbers documents, and runs (documents cut into chunks): [B or 1, keys], or None for one."""
+    """Returns `documents` and `runs` of `ModelMask`: [B or 1, keys], None if there is only one."""
     chunks = []
     for size, padding, positions in kind.chunks:
         if positions is None:

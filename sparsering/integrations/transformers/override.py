@@ -24,7 +24,9 @@ from .runs import InRuns, SameRun, several_runs
 def attend_pattern(
     pattern: Pattern, inputs: Inputs, mask: ModelMask, q_start: int, extras: dict[str, Any]
 ) -> Tensor:
-    """Attends over a pattern within a mask whose `kind` is not None; returns [B, Hq, Nq, Dv].
+    """Attends over a pattern within the mask's causality, padding and documents: [B, Hq, Nq, Dv].
+
+    `mask.kind` must not be None.
 
     Raises: ValueError if the cache has dropped keys that the pattern needs, or if the pattern
         depends on the length of the whole sequence, which is unknown in decoding.
@@ -82,11 +84,11 @@ def _attend(
 
 
 def _row_runs(mask: ModelMask, kv_len: int) -> Tensor | None:
-    """Numbers each row's padding and documents, [B or 1, Nk]; None if there is only one number."""
+    """Returns indices [B or 1, Nk] of left padding and documents, or None if all are equal."""
     ids = [] if mask.documents is None else [mask.documents[:, :kv_len]]
     if mask.valid_keys is not None:
         valid = mask.valid_keys[:, mask.kv_start : mask.kv_start + kv_len]
-        ids.append((valid.cumsum(1) > 0).long())  # left padding gets number 0
+        ids.append((valid.cumsum(1) > 0).long())  # 0 in left padding, 1 after
     return several_runs(*ids)
 
 
@@ -98,9 +100,9 @@ def _attend_rows(
     q_start: int,
     extras: dict[str, Any],
 ) -> Tensor:
-    """Attends with one query per batch entry, in groups of entries with equally much padding.
+    """Attends with one query per batch entry, in groups of entries with equal left padding.
 
-    A group's padding is sliced off, so its pattern depends on no tensor, and its layout is cached.
+    Each group's padding is sliced off. So its pattern needs no tensor, and its layout is cached.
     """
     query, key, value = inputs
     begins = (ids == ids[:, :1]).sum(1) * (ids[:, -1] > ids[:, 0])

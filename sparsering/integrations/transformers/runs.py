@@ -1,7 +1,7 @@
-"""`SameRun` and `InRuns`: masks of a model's documents and chunks, given as a tensor of numbers.
+"""`SameRun` and `InRuns`: masks of a model's documents and chunks, given as a tensor of indices.
 
-Equal numbers mark a run of tokens that belong together. The operator gets the tensor, also under
-torch.compile, and replaces these masks by `Documents` and `Packed`.
+A run is a range of tokens with equal indices: a document or chunk. The operator gets the tensor,
+also under torch.compile, and replaces `SameRun` by `Documents` and `InRuns` by `Packed`.
 """
 
 from dataclasses import dataclass
@@ -70,13 +70,13 @@ add_constructor("InRuns", InRuns)
 
 
 def common_runs(*ids: Tensor) -> Tensor:
-    """Numbers runs of tokens [B or 1, Nk]; one begins where any of the ids [B or 1, Nk] changes."""
+    """Returns run indices [B or 1, Nk]; a run begins where any of the ids [B or 1, Nk] changes."""
     starts = reduce(torch.logical_or, (x[:, 1:] != x[:, :-1] for x in ids))
     return torch.nn.functional.pad(starts, (1, 0)).cumsum(1)
 
 
 def several_runs(*ids: Tensor) -> Tensor | None:
-    """Numbers runs as `common_runs`; None for a single run, which torch.compile cannot detect."""
+    """Returns `common_runs(*ids)`, or, outside torch.compile, None if there is only one run."""
     if not ids:
         return None
     runs = common_runs(*ids)

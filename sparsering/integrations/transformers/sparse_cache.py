@@ -46,7 +46,7 @@ class SparseLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Counts the new tokens; returns keys with this layer as an attribute, and the values."""
+        """Counts the new tokens; returns the values, and keys with this layer as an attribute."""
         self.lazy_initialization(key_states, value_states)
         self.columns += key_states.shape[2]
         key_states = key_states.view_as(key_states)
@@ -54,7 +54,7 @@ class SparseLayer(CacheLayerMixin):
         return key_states, value_states
 
     def attend(self, inputs: Inputs, lengths: list[int] | None, extras: dict[str, Any]) -> Tensor:
-        """Attends with `lengths[b]` new tokens of batch entry b, all by default: [B, Hq, n, Dv]."""
+        """Attends with the first `lengths[b]` new tokens of batch entry b; None means all."""
         query, key, value = inputs
         if self.kv_cache is None:
             sizes, value_dim = (len(key), key.shape[1], key.shape[3]), value.shape[3]
@@ -62,7 +62,7 @@ class SparseLayer(CacheLayerMixin):
             self.kv_cache = KVCache(
                 self.pattern, *sizes, num_heads=heads, value_dim=value_dim, rollback=rollback
             )
-        # `KVCache` checks the arguments only once for steps that have no options.
+        # `KVCache` checks options at each step, so those with default values are left out.
         options = {name: x for name, x in extras.items() if x is not None}
         for name, default in (("scale", query.shape[3] ** -0.5), ("dropout_p", 0.0)):
             if options[name] == default:
@@ -120,7 +120,7 @@ def attend_cached(
     bias: Tensor | None,
     extras: dict[str, Any],
 ) -> Tensor:
-    """Attends with n new tokens, which `layer` stores except left padding: [B, Hq, n, Dv]."""
+    """Stores n new tokens, without left padding, in `layer` and attends: returns [B, Hq, n, Dv]."""
     if bias is not None or mask.kind is None or mask.documents is not None:
         got = "documents" if bias is None and mask.kind is not None else "a bias or another mask"
         raise NotImplementedError(
@@ -169,7 +169,7 @@ def _reorder(x: Tensor, order: Tensor) -> Tensor:
 
 
 class SparseCache(Cache):
-    """A cache for models that run "sparsering"; it keeps only keys that later queries can visit.
+    """Caches only keys that later queries can visit, for models that run "sparsering" attention.
 
     Args:
         model: a model on "sparsering" attention. Each layer's pattern, from `apply` or the model's
@@ -212,7 +212,7 @@ class SparseCache(Cache):
 
     @property
     def kept(self) -> list[int]:
-        """Number of keys that each layer stores: the maximum over kv heads and rows."""
+        """Number of keys that each layer stores: the maximum over kv heads and batch entries."""
         return [0 if layer.kv_cache is None else layer.kv_cache.kept for layer in self.layers]
 
     @property
