@@ -1,7 +1,7 @@
-"""Checks a call and decides how it runs, once for all calls of one kind.
+"""Checks a call and decides how it runs; later calls with equal properties reuse the decision.
 
 The decision, a `CallRecipe`, depends on shapes, dtypes, device, pattern, options and on whether
-autograd records the call, but not on the numbers in a tensor. Calls that agree in these share it.
+autograd records the call, but not on the values in query, key and value.
 """
 
 from collections.abc import Hashable, Mapping
@@ -19,12 +19,12 @@ from .patterns.algebra import Frame, Pattern
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 LayoutKey = tuple[str, Pattern, Frame, int, torch.device]
-"""All that decides a layout: backend, pattern without key masks, frame, block size, device."""
+"""Arguments of `ops._layout`: backend, pattern, frame, block size and device."""
 
 
 @dataclass(slots=True, eq=False)
 class CallRecipe:
-    """Decisions about how calls run, reused as long as `table` equals the present `BACKENDS`."""
+    """Decisions about how a call runs; equal calls reuse them until `BACKENDS` changes."""
 
     backend: str
     scale: float
@@ -32,19 +32,19 @@ class CallRecipe:
     block_size: int | None = None  # tokens per tile, None if the caller does not choose
     plain: bool = False  # True if no compiler, tracer, profiler, mode or transform observes it
     learns: bool = False  # True if autograd records query, key or value
-    layout_key: LayoutKey | None = None  # the same for all its calls; set by the first call
-    direct: bool = False  # True: no extras, key masks or gradients, so a layout is enough
+    layout_key: LayoutKey | None = None  # set by the first call, if the pattern has no tensors
+    direct: bool = False  # True if the backend needs only a layout: no extras, masks or gradients
     table: tuple[Backend, ...] = ()  # `BACKENDS` at the time of the decision
 
     @property
     def tile_size(self) -> int | None:
-        """Tokens per tile, with the default filled in if the layout's key is known."""
+        """Tokens per tile: the block size of `layout_key` or, until it is set, `block_size`."""
         return self.block_size if self.layout_key is None else self.layout_key[3]
 
 
 _MOST = 256  # largest number of recipes in the cache
 _recipes: dict[Hashable, CallRecipe] = {}
-"""Recipes of recent calls, by all that their checks and choices depend on."""
+"""Recipes of recent calls, by the result of `_kind`."""
 
 
 def recipe_of(
@@ -55,9 +55,10 @@ def recipe_of(
     choices: tuple[Any, Any, Any, Any],
     extras: Mapping[str, Any],
 ) -> tuple[CallRecipe, Inputs, dict[str, Any]]:
-    """Checks a call and decides how it runs: (recipe, (query, key, value), extras).
+    """Checks a call and returns how it runs: (recipe, (query, key, value), extras).
 
-    Equal shapes, dtypes, device, pattern and options share a recipe. Extras are always checked.
+    Calls with equal shapes, dtypes, device, pattern and options share a recipe, so that only the
+    first is checked; extras are checked in each call.
 
     Args:
         choices: `attention`'s backend, scale, q_start and block_size.
@@ -91,7 +92,8 @@ def _kind(
 ) -> tuple[Any, ...] | None:
     """Returns the dictionary key of a call's recipe, or None if no other call can share it.
 
-    The key omits a pattern's tensors: only the layout depends on them, and each call looks it up.
+    For a pattern with tensors, the key has only its type: nothing else in the pattern changes the
+    recipe, and each call looks up its own layout.
     """
     types = tuple(map(type, choices))
     if not isinstance(pattern, Pattern) or not _COMPARED.issuperset(types):
@@ -107,10 +109,10 @@ def _kind(
         in_use = tuple(name for name, x in extras.items() if x is not None and name != unused)
     interpreted = (choices[0] == "triton" or tensors[4].type != "cpu") and interpreting()
     pattern_key = type(pattern) if pattern.tensors else pattern
-    return tensors, pattern_key, choices, types, in_use, interpreted  # `types` tells 1 from True
+    return tensors, pattern_key, choices, types, in_use, interpreted  # with `types`, 1 is not True
 
 
-_COMPARED = frozenset((type(None), int, float, str))  # with other types, `_kind` returns None
+_COMPARED = frozenset((type(None), int, float, str))  # types that `_kind` accepts in `choices`
 
 
 def checked_call(
@@ -124,7 +126,7 @@ def checked_call(
     block_size: int | None = None,
     **extras: Any,
 ) -> tuple[Inputs, dict[str, Any], dict[str, Any]]:
-    """Checks a call; returns (query, key, value), the options of all backends, and the extras."""
+    """Checks a call; returns (query, key, value), {scale, q_start, block_size}, and the extras."""
     check_inputs(query, key, value, pattern)
     scale = checked_scale(scale, query)
     check_integer_or_none("q_start", q_start)

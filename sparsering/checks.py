@@ -30,7 +30,7 @@ MOST_SCALE = torch.finfo(torch.float64).max
 
 
 def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> None:
-    """Raises ValueError if shapes, dtypes or devices differ; TypeError without a Pattern."""
+    """Raises ValueError if shapes, dtypes or devices do not match; TypeError without a Pattern."""
     check_pattern(pattern)
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x, "[batch, heads, tokens, head dim]")
@@ -121,7 +121,7 @@ def check_tensor(name: str, x: object, dims: str = "of numbers") -> None:
 
 
 def checked_scale(scale: object, query: Tensor) -> float:
-    """Returns the scale of a call, D ** -0.5 for None; ValueError if it is no finite number."""
+    """Returns the scale, by default D ** -0.5; raises ValueError if it is no finite number."""
     if scale is None:
         return query.shape[-1] ** -0.5 if query.shape[-1] else 1.0
     if isinstance(scale, Tensor):
@@ -142,12 +142,12 @@ def checked_scale(scale: object, query: Tensor) -> float:
 
 
 def checked_device(device: torch.device | str | None) -> torch.device | None:
-    """Returns a device with its index, or None for None; ValueError if there is no such device."""
+    """Returns the device with its index, or None; raises ValueError if it does not exist."""
     return None if device is None else place_of(device)
 
 
 def check_integer_or_none(name: str, number: object) -> None:
-    """Raises ValueError if an argument is neither an int nor None."""
+    """Raises ValueError if an argument is neither None nor an int up to 2 ** 53 in magnitude."""
     if number is None or isinstance(number, torch.SymInt):
         return
     if not isinstance(number, int) or isinstance(number, bool):
@@ -159,7 +159,7 @@ def check_integer_or_none(name: str, number: object) -> None:
 
 
 def check_batch(pattern: Pattern, size: int, name: str = "a query of ") -> None:
-    """Raises ValueError if the pattern is made for another batch size than `size`."""
+    """Raises ValueError if the pattern is for one batch size only, which is not `size`."""
     if (batch := pattern.num_batches()) not in (None, size):
         raise ValueError(
             f"the pattern is for {batch} batch entries, got {name}{size}; give one length or "
@@ -168,7 +168,7 @@ def check_batch(pattern: Pattern, size: int, name: str = "a query of ") -> None:
 
 
 def checked_index(name: str, index: Tensor | Sequence[int], entries: int) -> Tensor:
-    """Returns indices as int64 [n]; ValueError if one is no integer from 0 to `entries` - 1."""
+    """Returns indices as int64 [n]; raises ValueError unless all are from 0 to `entries` - 1."""
     if not isinstance(index, Tensor):
         index = torch.tensor(checked_integers(name, index, None), dtype=torch.int64)
     check_tensor(name, index, "[n] of integers")
@@ -197,7 +197,7 @@ def check_bias(block_bias: Tensor | None, layout: BlockLayout) -> None:
 
 
 def checked_rows(name: str, x: Tensor, query: Tensor, broadcasts: bool = True) -> Tensor:
-    """Converts x [B, H, Nq] to the dtype of lse; ValueError for a wrong shape, dtype or device."""
+    """Detaches x [B, H, Nq] and casts it to the dtype of lse; raises ValueError if it is unfit."""
     shape, one = query.shape[:3], " or 1" * broadcasts
     check_tensor(name, x)
     fits = x.dim() == 3 and x.shape[2] == shape[2] and x.is_floating_point()
@@ -248,12 +248,12 @@ def in_memory(x: Tensor) -> Tensor:
 
 
 def needs_operator(*tensors: Tensor) -> bool:
-    """True if autograd records one of the tensors, or if `observed` is true of them."""
+    """True if autograd records one of the tensors, or if `observed(*tensors)`."""
     return observed(*tensors) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
 def observed(*values: object) -> bool:
-    """True if a compiler, tracer, profiler, mode or transform must see the operator.
+    """True if a compiler, tracer, profiler, mode or transform must see the call as an operator.
 
     Also true for tensors that kernels cannot read directly: subclasses, meta tensors, zero tensors
     and lazily negated ones.
@@ -264,8 +264,8 @@ def observed(*values: object) -> bool:
 def kind_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...] | None:
     """Returns the shapes, dtype and device of a call, and whether autograd records it.
 
-    Calls for which these are equal need one check. Returns None for a call that must be checked
-    each time: under autocast, with unusual tensors, or with an observer besides autograd.
+    Of calls with equal results, only the first is checked. Returns None for a call that is always
+    checked: under autocast, with unusual tensors, or observed by more than autograd.
     """
     if _is_observed_call() or forward_ad._current_level >= 0 or _is_any_autocast_enabled():
         return None

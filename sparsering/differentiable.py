@@ -34,9 +34,9 @@ def differentiable(
             before `tensors` get gradients.
         forward: maps the arguments to (out, lse).
         backward: maps (*arguments, out, lse, grad_out, grad_lse, wanted) to a gradient for each
-            tensor before `tensors`. `wanted` has a bool for each: if it is False, or if the
-            argument is None, the result is ignored.
-        refusal: error text of a second derivative.
+            tensor before `tensors`. `wanted` has a bool for each of these tensors: where it is
+            False, the gradient is not used and may be None.
+        refusal: error text if the backward itself is differentiated.
 
     Returns: a function that takes the arguments by keyword.
     """
@@ -106,9 +106,9 @@ def differentiable(
 def _gradients(
     name: str, call: str, count: int, backward: Callable[..., Sequence[Tensor | None]], refusal: str
 ) -> Callable[..., Sequence[Any]]:
-    """Registers `sparsering::NAME_backward`, the backward of an operator of `differentiable`.
+    """Registers the operator `sparsering::NAME_backward`, and returns a function that runs it.
 
-    It takes the arguments of `backward`, and returns `count` gradients, empty if not wanted.
+    The function takes the arguments of `backward`. Gradients that are not wanted are empty tensors.
     """
 
     def gradients(*arguments: Any) -> list[Tensor]:
@@ -207,7 +207,7 @@ def refuse_mapped_pattern(in_dims: Sequence[int | None]) -> None:
 
 
 def _stacked(x: Any, dim: int | None, size: int) -> Any:
-    """Moves a tensor's mapped dim to the front, or expands the tensor; returns other values."""
+    """Moves a tensor's mapped dim to the front, or adds one by expand(); keeps other values."""
     if not isinstance(x, Tensor):
         return x
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)

@@ -20,19 +20,19 @@ class Backend(NamedTuple):
     """The functions of a backend, and the calls that they can run.
 
     Attributes:
-        reasons: returns why the backend cannot run on query, key and value, or without arguments
-            on this machine; [] if it can.
+        reasons: lists why the backend cannot run on its arguments query, key and value; without
+            arguments, why it cannot run on this machine; [] if it can.
         forward: computes (out, lse); None only for the reference, which uses no layout.
         backward: None if forward is plain differentiable torch and needs no operator.
         extras: names of the extras (options such as softcap or sink) that the backend computes.
-        entry_mass: sums the attention weights in each block of the layout, [B, Hq, blocks]; if it
-            is None, the gradient of a block bias gives these sums.
+        entry_mass: sums each block's attention weights, times a factor per query: [B, Hq, blocks].
+            If it is None, callers take these sums from the gradient of a block bias.
         only_named: True if the backend runs only when the caller names it.
-        package: the package that the backend needs; the pip extra of its name installs it.
-        reads_slots: True if its forward accepts query tiles that begin at a later bitmap row
-            (`Problem.slots`); other backends get shifted bitmaps instead.
-        refuses: returns why the backend cannot run a pattern with a given position of the first
-            query; None if it runs any pattern.
+        package: the package that the backend needs; the pip extra named like the backend has it.
+        reads_slots: True if `forward` accepts `Problem.slots`, where the first query is not in
+            row 0 of its bitmaps; for other backends the bitmaps are shifted.
+        refuses: lists why the backend cannot run its arguments (pattern, position of the first
+            query); None if it runs any pattern.
         selected_layout: builds the layout of selected blocks, from a pattern, a frame, a block size
             and a device; returns None for patterns that it does not support.
     """
@@ -88,7 +88,7 @@ BACKENDS: dict[str, Backend] = {
 
 
 def backends() -> dict[str, list[str]]:
-    """Every backend with the reasons why it cannot run on this machine ([] = usable)."""
+    """Returns every backend, with the reasons why it cannot run on this machine ([] = usable)."""
     return {name: backend.reasons() for name, backend in BACKENDS.items()}
 
 
@@ -104,7 +104,8 @@ def choose(
     Args:
         tensors: query, key and value.
         options: the extras of the call; the value of an unused extra is None.
-        pattern, q_start: pattern and first query position; None if the caller splits the pattern.
+        pattern: the pattern, or None if the caller splits it; None skips the backend's `refuses`.
+        q_start: position of the first query.
 
     Raises: ValueError for an unknown name, ImportError if the named backend's package is missing,
         NotImplementedError with every reason otherwise.
@@ -140,7 +141,7 @@ def reasons_against(
     backend = BACKENDS[name]
     reasons = list(backend.reasons(*tensors))
     for option, x in (options or {}).items():
-        extra = "block_bias" if option == "slot_bias" else option  # kernels get a block bias
+        extra = "block_bias" if option == "slot_bias" else option  # kernels get it as a block bias
         if x is not None and extra not in backend.extras:
             able = [other for other, its in BACKENDS.items() if extra in its.extras]
             reasons.append(f"it has no {option} ({', '.join(able)} have it)")

@@ -34,7 +34,8 @@ ADDENDS = (0x9E3779B9 - (1 << 32), 0x7F4A7C15)  # for the words a and b
 def batch_seeds(seed: Tensor, batch: int, device: torch.device | None = None) -> Tensor:
     """Returns an int64 seed for each batch entry, [batch], derived from a call's int64 seed.
 
-    They are on `device`, by default that of the seed. A GPU reads a seed on the CPU without a copy.
+    The results are on `device`, by default that of `seed`. A seed on the CPU needs no copy to a
+    GPU: kernels get it as a number.
     """
     return mix(seed, torch.arange(batch, device=seed.device if device is None else device))
 
@@ -52,7 +53,7 @@ def kept_pairs(
     Args:
         seed: seed of the batch entry, from `batch_seeds`.
         p: share of the weights that is dropped.
-        head, branch: query head, and branch of a mixture.
+        head, branch: index of the query head, and of the branch of a mixture.
         query, key: absolute positions.
     """
     a, b = _words(seed, head, branch, query)
@@ -100,11 +101,12 @@ def dropout_kept(
     """Whether `attention(dropout_p=p, dropout_seed=seed)` keeps the weights of pairs.
 
     Args:
-        seed: int or int64 tensor of one number.
+        seed: int, or int64 tensor without dims.
         p: share of the weights that is dropped, 0 <= p < 1.
-        batch, head: batch entry and query head.
+        batch, head: index of the batch entry, and of the query head.
         query_positions, key_positions: absolute positions.
-        branch: branch of a mixture. All but p are ints or int64 tensors and broadcast.
+        branch: index of the branch of a mixture. This and the four arguments before it are ints or
+            int64 tensors, and broadcast.
 
     Returns: bool, of the broadcast shape.
 
@@ -126,7 +128,7 @@ def dropout_kept(
 
 
 def checked_probability(p: object) -> float:
-    """Returns the share to drop as a float; ValueError unless it is a number with 0 <= p < 1."""
+    """Returns p, the share to drop, as a float; raises ValueError unless 0 <= p < 1."""
     number = isinstance(p, Real) and not isinstance(p, bool)
     if not number or not 0 <= p < 1:  # type: ignore[operator]
         got = "a tensor" if isinstance(p, Tensor) else shortened(repr(p))
@@ -135,7 +137,7 @@ def checked_probability(p: object) -> float:
 
 
 def checked_seed(seed: object) -> Tensor:
-    """Returns a seed as an int64 tensor without dims; ValueError if it is no 64-bit integer."""
+    """Returns a seed as int64 tensor without dims; raises ValueError if it is no 64-bit integer."""
     if (number := _as_int64(seed)) is not None and not number.dim():
         return number
     got = shortened(repr(seed))
@@ -158,7 +160,7 @@ def _checked_numbers(name: str, x: object) -> Tensor:
 
 
 def _as_int64(x: object) -> Tensor | None:
-    """Returns an int64 tensor if x is one, or a 64-bit integer, else None."""
+    """Returns an int64 tensor x itself, a 64-bit integer as a tensor, and None for other values."""
     if isinstance(x, Tensor):
         return x if x.dtype == torch.int64 and not (x.is_nested or x.is_meta) else None
     if type(x) is int:
@@ -168,6 +170,6 @@ def _as_int64(x: object) -> Tensor | None:
     else:
         try:
             number = operator.index(x)
-        except TypeError:  # arrays of several numbers and classes have __index__, but refuse
+        except TypeError:  # classes, and arrays of several numbers, have a failing __index__
             return None
     return torch.tensor(number, device="cpu") if -(2**63) <= number < 2**63 else None

@@ -21,7 +21,7 @@ NO_EXTRAS: dict[str, Any] = dict.fromkeys(NAMES)
 
 
 def alibi(slopes: Tensor, radius: int) -> Tensor:
-    """The `distance_bias` of ALiBi: `-slope * abs(distance)`, for distances up to `radius`.
+    """Returns the `distance_bias` of ALiBi: `-slope * abs(distance)`, for distances up to `radius`.
 
     Args:
         slopes: [H], one per query head.
@@ -58,7 +58,7 @@ def checked_extras(
 ) -> dict[str, Any]:
     """Returns the extras of a call as fields of `Problem`, and `slot_bias` if it is in use.
 
-    Unused fields are None. Distance bias and sink get a batch dim. A slot_bias needs `key`.
+    Unused fields are None. Distance bias and sink get a batch dim. `key` is needed for a slot_bias.
 
     Raises: ValueError for a wrong shape, dtype or number; TypeError for an unknown option.
     """
@@ -83,7 +83,7 @@ def checked_extras(
             number = drawn_seed(query)
         elif isinstance(seed, Tensor):  # an int stays on the host: kernels take it as a scalar
             number = number.to(query.device)
-        batch, streams = len(query), pattern.num_streams  # a stream: a document with its own seed
+        batch, streams = len(query), pattern.num_streams  # one stream, or one per document
         extras["dropout_p"] = p
         seeds = batch_seeds(number, batch * streams, query.device)
         extras["dropout_seed"] = seeds.view(batch, streams)
@@ -110,7 +110,7 @@ def _checked_block_bias(bias: object, query: Tensor, block_size: int | None) -> 
 def _checked_slots(
     bias: object, query: Tensor, key: Tensor, pattern: Pattern, block_bias: object
 ) -> Tensor:
-    """Checks a slot bias, shaped like indices [.., R, k]; expands it to [B, Hq, R * k]."""
+    """Checks a slot bias, shaped like a selection's indices; expands it to [B, Hq, R * k]."""
     if block_bias is not None:
         raise ValueError(
             "expected block_bias or slot_bias, got both; pass slot_bias with SelectedBlocks, "

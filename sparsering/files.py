@@ -52,20 +52,20 @@ def file_size(path: Path) -> int:
     """
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path.name}, which is a folder, link, pipe or device, not a file")
+        raise ValueError(f"{path.name} is a folder, link, pipe or device, not a file")
     return status.st_size
 
 
 def read_file(path: Path, most: int) -> bytes:
     """Returns the content of a plain file of at most `most` bytes. Raises as `file_size`."""
     if (size := file_size(path)) > most:
-        raise ValueError(f"{path.name} with {size} bytes, more than the limit of {most}")
+        raise ValueError(f"{path.name} has {size} bytes, more than the limit of {most}")
     return path.read_bytes()
 
 
 @contextlib.contextmanager
 def opened(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
-    """Opens a plain file, or a link to one, for reading; never blocks on a pipe.
+    """Opens a plain file, or a link to one, for reading; does not block if it is a pipe.
 
     Raises: OSError; ValueError for a folder, a pipe or a device, or for more than `most` bytes.
     """

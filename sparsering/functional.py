@@ -76,10 +76,10 @@ def attention(
     return_lse: bool = False,
     backend: str | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact softmax attention over the pairs of a pattern, at the cost of the pattern.
+    """Computes exact softmax attention over the pairs of a pattern, at the cost of the pattern.
 
-    `out_q = sum_k m(q, k) e^{s_k} v_k / sum_k m(q, k) e^{s_k}`, `s_k = scale * q.k`, m the
-    multiplicity of the pair. A query without keys has out = 0, lse = -inf and zero gradients.
+    `out_q = sum_k m(q, k) e^{s_k} v_k / sum_k m(q, k) e^{s_k}`, `s_k = scale * q.k`, m(q, k) the
+    number of branches with the pair. A query without keys has out = 0, lse = -inf and no gradients.
     Extras apply in this order: `s = scale * q.k`; softcap; + distance_bias + block_bias +
     slot_bias; the pattern; softmax; sink; dropout. A score of -inf removes its pair. A score of
     +inf or NaN makes out and lse of its row NaN, as a softmax does.
@@ -92,18 +92,18 @@ def attention(
         scale: factor of the scores, default D ** -0.5.
         q_start: position of the first query, default Nk - Nq (the last query is aligned with the
             last key).
-        block_size: tokens per tile, a multiple of 16 from 16 to 256; default by the density of the
-            pattern, as in `pattern.layout()`.
+        block_size: tokens per tile, a multiple of 16 from 16 to 256; default as measured by
+            `sparsering tune`, or else chosen by the pattern's density, as in `pattern.layout()`.
         block_bias: [B or 1, H or 1, num_blocks], added to every score of a visited block, in the
             order of `layout.entries`; differentiable. -inf removes a block; +inf and NaN make its
             rows NaN. Needs an explicit block_size.
         slot_bias: for a pattern with one `SelectedBlocks`, shaped like its indices, [B or 1, Hkv or
-            Hq or 1, R, k]. Each number is added to every score of its row r with the block in slot
-            k. If several slots list one block, the first one counts. Differentiable; the gradient
-            is 0 for slots that list no block.
+            Hq or 1, R, k]: R rows of k slots. Each number is added to every score of its row with
+            the block in its slot. If several slots of a row list one block, the first one counts.
+            Differentiable; the gradient is 0 for slots that list no block.
         softcap: a number above 0: `s = softcap * tanh(s / softcap)`, as Gemma 2 caps its logits.
-        distance_bias: [Hq or 1, 2R + 1], entry `R + clamp(k - p, -R, R)` is added to the score of
-            positions p and k; differentiable. `alibi(slopes, R)` makes one.
+        distance_bias: [Hq or 1, 2R + 1]; the number at index `R + clamp(k - p, -R, R)` is added to
+            the score of query position p and key position k; differentiable. See `alibi`.
         sink: [Hq], or [B or 1, Hq, Nq or 1], the logit of one more key whose value is zero:
             `out * sigmoid(lse - sink)`, `lse = logaddexp(lse, sink)`; finite, or -inf for no sink;
             differentiable.
@@ -158,8 +158,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         options: the options of `attention`, without `return_lse` and `backend`.
 
     Returns: lines of text. The first has the backend, its block size, and the batch, heads and
-        lengths. A line per selection has its rows, and the ratio of the blocks that a tile of
-        queries reads to those that a row lists. A line per backend says "usable", or why not.
+        lengths. A line per `SelectedBlocks` has the size of its rows, and how many times as many
+        blocks a tile of queries reads as a row lists. A line per backend says "usable" or why not.
 
     Raises: as `attention`. No layout is built.
 

@@ -1,6 +1,6 @@
 """Numerics shared by the whole library: dtypes of sums, and merging of partial results.
 
-`merge_attention` joins softmaxes over several sets of keys, disjoint or repeated, into one.
+`merge_attention` joins softmaxes over several sets of keys, which may overlap, into one softmax.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,11 +14,11 @@ _Integers = TypeVar("_Integers", int, Tensor)
 
 
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Merges attention over several sets of keys into attention over their multiset union.
+    """Merges attention over several sets of keys; a key in several sets counts several times.
 
-    `O = sum_i a_i O_i`, `a_i = exp(l_i - L)`, `L = log sum_i exp(l_i)`; parts without any key (lse
-    = -inf) add nothing, and a row that no part reaches has out = 0, lse = -inf and zero gradients.
-    Differentiable, through lse too.
+    `O = sum_i a_i O_i`, `a_i = exp(l_i - L)`, `L = log sum_i exp(l_i)`, for parts with out O_i and
+    lse l_i. A part without keys (lse = -inf) adds nothing. A row without keys in any part has
+    out = 0, lse = -inf and zero gradients. Differentiable, through lse too.
 
     Args:
         outs: tensors [B, H, N, Dv].
@@ -97,7 +97,7 @@ def round_up(n: _Integers, unit: int) -> _Integers:
 
 
 def finite_or_zero(lse: Tensor) -> Tensor:
-    """Replaces -inf in lse by 0: a shift that keeps exp(-inf - shift) = 0 instead of NaN."""
+    """Replaces -inf in lse by 0, so that exp(x - lse) is 0 for x = -inf instead of NaN."""
     return torch.where(lse == -torch.inf, 0.0, lse)
 
 
@@ -113,7 +113,7 @@ def entry_of_distance(distance: Tensor, table: Tensor) -> Tensor:
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merges attention over other keys into (out, lse), in place; shapes [..., Dv] and [...]."""
+    """Merges a part [..., Dv] and its lse [...], over other keys, into (out, lse), in place."""
     highest = finite_or_zero(torch.maximum(lse, part_lse))
     a, b = (lse - highest).exp_(), (part_lse - highest).exp_()
     total = a + b

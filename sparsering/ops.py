@@ -43,8 +43,8 @@ def attend(
     """Computes (out, lse) of a call that `recipe_of` checked.
 
     A backend with a `backward` runs as a torch operator, which calls `_forward` and `_backward`.
-    The operator takes a good part of a small call's time, so a call that neither autograd nor a
-    compiler observes skips it. A backend without `backward` runs as plain torch.
+    The operator takes a good part of a small call's time, so it is skipped in calls that neither
+    autograd nor a compiler observes. A backend without `backward` runs as plain torch.
     """
     inputs, backend = (query, key, value), BACKENDS[recipe.backend]
     if recipe.direct and recipe.layout_key is not None and backend.forward is not None:
@@ -144,7 +144,7 @@ def slot_mass(
 ) -> Tensor:
     """Sums `weight exp(s - lse)` over the pairs of each block that a selection lists.
 
-    Returns [B, Hq, R * k] for indices [R, k] of one selection; `weight` is [B, Hq, Nq], checked.
+    Returns [B, Hq, R * k] for a selection of R rows and k slots. `lse`, `weight`: [B, Hq, Nq].
     """
     value = parse_owned(pattern, tensors)
     slots = lse.new_zeros(*query.shape[:2], _num_slots(value))
@@ -235,11 +235,11 @@ def _problem(
 
 
 def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
-    """Converts a bias of a selection's indices [B, Hq, R * k] to one of blocks, [B, Hq, blocks]."""
+    """Converts a slot bias [B, Hq, R * k] to a block bias [B, Hq, blocks] of the layout."""
     if all(p.slot is None for p in layout.passes) and layout.passes:
         raise NotImplementedError(
-            "slot_bias needs tiles of one row and one block of SelectedBlocks, so a block_size "
-            "that divides the selection's; select blocks of a multiple of 16 tokens, or pass "
+            "slot_bias needs tiles of one row and one block of SelectedBlocks, got tiles that span "
+            "several; pass a block_size, 16 or more, that divides the selection's, or pass "
             "backend='reference'"
         )
     slot = stretched(layout.entry_slots, *slot_bias.shape[:2])
@@ -247,7 +247,7 @@ def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
 
 
 def _slot_gradient(grad: Tensor, layout: BlockLayout, slot_bias: Tensor) -> Tensor:
-    """Sums numbers of blocks [B, Hq, blocks] by selection index, in the shape of `slot_bias`."""
+    """Sums a block bias's gradient [B, Hq, blocks] over the blocks of each slot: [B, Hq, R * k]."""
     slot = stretched(layout.entry_slots, *grad.shape[:2])
     by_slot = grad.new_zeros(*slot_bias.shape[:2], slot_bias.shape[2] + 1)
     return by_slot.scatter_add_(-1, slot % by_slot.shape[2], grad)[..., :-1].contiguous()
@@ -258,8 +258,8 @@ def _layout_key(
 ) -> tuple[LayoutKey, KeyMasks]:
     """Returns the arguments of `_layout`, and the key masks that the backend takes as data.
 
-    A new key mask then needs no new layout. With a block bias, the layout has the key masks too:
-    the bias has a number for each block of the whole pattern.
+    So a new key mask needs no new layout. With a block bias, the layout has the key masks too,
+    because the bias has a number for each visited block of the whole pattern.
     """
     check_batch(pattern, query.shape[0])
     masks: KeyMasks = ()
@@ -277,7 +277,7 @@ def _layout(
     backend: str, pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]]:
     """Returns (cached layout, bitmap row of the first query in each pass, or () if all are 0)."""
-    page = None  # a layout of a range of queries, which sdpa cannot read
+    page = None  # (layout, bitmap rows) of one query; sdpa cannot read it
     if frame.q_len == 1 and BACKENDS[backend].refuses is None:
         page = last_query_layout(pattern, frame, block_size, device)
     return page or (layout_cache.layout(pattern, frame, block_size, device), ())
@@ -286,7 +286,7 @@ def _layout(
 def _reference(
     recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Mapping[str, Any]
 ) -> tuple[Tensor, Tensor]:
-    """Dense attention by the pattern's definition; a layout only locates the blocks of a bias."""
+    """Computes dense attention by the pattern's definition; a layout only locates biased blocks."""
     query, key, _ = inputs
     dtype, factor = sum_dtype(query), None
     call = query.detach(), key.detach(), pattern.tensors, pattern.expression, recipe.q_start
@@ -326,10 +326,10 @@ def _reference(
 
 
 def _log_biased_counts(number: Tensor, block_bias: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Returns the log of the sum of exp(bias) over the passes that have a pair, [B, Hq, Nq, Nk].
+    """Returns log(sum of exp(bias)) over the passes that have a pair, [B, Hq, Nq, Nk].
 
-    `number`: [passes, B, Hq, Nq, Nk] bias index of every pair, -1 if the pass has no such pair.
-    `mask`: False for a pair of a pass that the sum omits.
+    `number`: [passes, B, Hq, Nq, Nk] index of each pair in `block_bias`, -1 if the pass lacks it.
+    `mask`: bool of this shape, False where the sum omits the pair of a pass.
     """
     block_bias = torch.nn.functional.pad(block_bias, (0, 1))  # gather fails on an empty dim
     flat = block_bias[None, :, :, None].expand(len(number), -1, -1, number.shape[3], -1)

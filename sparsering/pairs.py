@@ -24,7 +24,7 @@ def frame_of(query: Tensor, key: Tensor, q_start: int) -> Frame:
 
 
 def kept_by_branch(pattern: Pattern, frame: Frame, p: float, seed: Tensor) -> Tensor:
-    """Returns bool [branches, B, Hq, Nq, Nk]: pairs that dropout keeps, by seeds [B, streams]."""
+    """Returns bool [branches, B, Hq, Nq, Nk]: pairs kept by dropout with seeds [B, streams]."""
     query, key, stream = pattern.coordinates(frame)
     stream = stream.to(seed.device)
     row_seed = seed[:, stream][:, None, :, None]  # [B, 1, Nq, 1]
@@ -44,7 +44,7 @@ def pair_counts_op(
     dropout_p: float | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """Counts the branches that have each pair and keep it in dropout, int64 [B, Hq, Nq, Nk]."""
+    """Counts, for each pair, the branches that have it and keep it in dropout: [B, Hq, Nq, Nk]."""
     value = parse(pattern, tensors)
     check_batch(value, query.shape[0])
     frame = frame_of(query, key, q_start)
@@ -68,7 +68,7 @@ def _dense(pattern: Pattern, frame: Frame) -> Tensor:
 def slots_op(
     query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int
 ) -> Tensor:
-    """Returns 1 + the place of each pair's block in the selection's flattened indices.
+    """Returns 1 + the index at which the selection's flattened indices list each pair's block.
 
     int64 [branches, B, Hq, Nq, Nk]; 0 if no index lists the block, -1 if the branch lacks the pair.
     """
@@ -114,7 +114,7 @@ def _(query: Tensor, key: Tensor, *rest: object) -> Tensor:
 
 
 def _of_lengths(operator: Any) -> Callable[..., tuple[Tensor, None]]:
-    """Returns a vmap rule for an operator that depends only on sizes: it runs once, unmapped."""
+    """Returns a vmap rule for an operator that reads only sizes: runs it once, without vmap."""
 
     def rule(info: Any, in_dims: Any, query: Tensor, key: Tensor, *rest: Any) -> Any:
         refuse_mapped_pattern(in_dims[2])

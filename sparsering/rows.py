@@ -14,9 +14,10 @@ def expand_counts(count: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def number_rows(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Numbers the distinct rows of a table, given as its columns, in ascending order.
+    """Sorts the distinct rows of a table, which is given as its columns.
 
-    Returns: the number of each row, and for each number the index of a row that has it.
+    Returns: for each row its index among the distinct rows, and for each distinct row the index of
+        a row in the table that equals it.
     """
     group = torch.zeros_like(columns[0])
     for column in columns:
@@ -42,12 +43,12 @@ def distinct_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mix(*parts: int | Tensor) -> Tensor:
-    """Hashes integers (broadcasting tensors) to one int64 in [0, 2^62)."""
+    """Hashes a tuple of ints or broadcastable integer tensors to int64 in [0, 2^62)."""
     state: int | Tensor = 0
     for part in parts:
         number = part if isinstance(part, Tensor) else torch.tensor(part, dtype=torch.int64)
         if isinstance(state, Tensor) and state.is_cuda and number.dim():
-            state = state.to(number.device)  # a CPU scalar needs no such move
+            state = state.to(number.device)  # torch itself moves only CPU scalars
         state = number.long() + state * 31 + 0x9E3779B9
         for multiplier, shift in zip(SPLITMIX, (30, 27), strict=True):
             state = (state ^ (state >> shift)) * multiplier

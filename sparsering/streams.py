@@ -51,7 +51,7 @@ def capturing(device: torch.device) -> bool:
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
-    """Returns a tensor on a device; copies to a GPU run asynchronously from pinned memory.
+    """Returns x on `device`; copies from the CPU to a GPU run asynchronously from pinned memory.
 
     The copy is queued on the current stream and the host does not wait. Torch keeps the pinned
     memory until the copy is done.

@@ -30,7 +30,7 @@ def attention_varlen(
     pattern: Pattern = Full(),  # noqa: B008 - a frozen value
     **options: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact softmax attention inside documents that lie end to end, each attended alone.
+    """Computes exact softmax attention inside each of several documents that lie end to end.
 
     In every document the pattern's positions restart, and its last query is aligned with its last
     key: row r of nq queries with nk keys has position nk - nq + r. A document may have no queries,
@@ -46,7 +46,7 @@ def attention_varlen(
         pattern: a mask or a mixture, applied to each document; it cannot contain `KeyPadding` or
             `KeyMask`, which differ between documents.
         options: as the options of `attention`, without `q_start`, `block_bias` and `slot_bias`. A
-            sink is [H]; dropout counts documents as batch entries.
+            sink is [H]; dropout numbers documents as it numbers batch entries.
 
     Returns:
         out [Tq, H, Dv] in the query's dtype, and with `return_lse` lse [H, Tq] in float32 (float64
@@ -90,7 +90,7 @@ def attention_varlen(
 
 
 def _lengths(name: str, cumulative: object, tokens: int, items: str) -> tuple[int, ...]:
-    """Converts cumulative lengths to lengths; ValueError if they are no cumulative lengths."""
+    """Converts cumulative lengths to lengths; raises ValueError if they are malformed."""
     way_out = "from lengths, compute torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
     if isinstance(cumulative, Tensor):
         check_tensor(name, cumulative, "[documents + 1] of integers")

@@ -18,7 +18,7 @@ from .patterns.algebra import Pattern
 
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockWeights:
-    """Attention weights on the visited blocks alone.
+    """Holds attention weights, on the visited blocks only.
 
     Attributes:
         values: [B, H, num_blocks, block, block] in the order of `layout.entries`, zero where there
@@ -63,7 +63,7 @@ def attention_weights(
     distance_bias: Tensor | None = None,
     sink: Tensor | None = None,
 ) -> BlockWeights:
-    """The softmax weights of `attention`, on the visited blocks; differentiable.
+    """Computes the softmax weights of `attention`, on the visited blocks; differentiable.
 
     Args:
         query, key, pattern: as `attention`.
@@ -157,18 +157,18 @@ def key_mass(
     distance_bias: Tensor | None = None,
     sink: Tensor | None = None,
 ) -> Tensor:
-    """Attention that each key receives: the softmax weights, summed over the queries.
+    """Computes the attention that each key receives: the softmax weights, summed over the queries.
 
-    `mass_k = sum_q w_q m(q, k) e^{s_qk - lse_q}`: the column sums of the attention weights, without
-    storing the weights. Queries without keys add nothing. With `weight` 1, the masses of a head sum
-    to the number of queries with keys, less the sink's share. No gradient.
+    `mass_k = sum_q w_q m(q, k) e^{s_qk - lse_q}`, w is `weight`, m(q, k) the number of branches
+    with the pair. No weights are stored. Queries without keys add nothing. With `weight` 1, results
+    of a head sum to the number of queries with keys, less the sink's share. No gradient.
 
     Args:
         query: [B, Hq, Nq, D].
         key: [B, Hkv, Nk, D].
         pattern: a mask or a mixture; a key in several branches receives from each of them.
         lse: [B, Hq, Nq], as `attention` returns it, with any sink included; default the lse of this
-            pattern, which is then computed. With the lse of a wider pattern, the masses are the
+            pattern, which is then computed. With the lse of a wider pattern, the results are the
             share of its softmax that falls on the pairs of this pattern.
         weight: [B or 1, Hq or 1, Nq], the factor of each query in the sum; default 1. For a class
             token, pass only its query, with its q_start.
@@ -184,7 +184,7 @@ def key_mass(
 
     Example:
         >>> out, lse = attention(query, key, value, pattern, return_lse=True)
-        >>> heat = key_mass(query, key, pattern, lse).mean(1)  # [B, Nk], of each tile of a slide
+        >>> heat = key_mass(query, key, pattern, lse).mean(1)  # [B, Nk]
     """
     if sink is not None and lse is not None:
         raise ValueError(
@@ -215,7 +215,7 @@ def key_mass(
     options = {**options, "sink": None}
     lse = checked_rows("lse", lse, query, broadcasts=False)
     each = query.new_ones(1, 1, 1) if weight is None else checked_rows("weight", weight, query)
-    # grad_out has one channel for each query head of a group, so that their sums stay apart
+    # grad_out has one channel for each query head of a group, to keep the sums of the heads apart
     channel = torch.eye(group, dtype=dtype, device=query.device).repeat(kv_heads, 1)[:, None]
     grad_out = (each[..., None] * channel).expand(batch, heads, q_len, group).contiguous()
     mass = value_gradient(recipe, query, key, pattern, options, lse, grad_out)
