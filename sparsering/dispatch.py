@@ -28,7 +28,7 @@ class Backend(NamedTuple):
         entry_mass: sums each block's attention weights, times a factor per query: [B, Hq, blocks].
             If it is None, callers take these sums from the gradient of a block bias.
         only_named: True if the backend runs only when the caller names it.
-        package: the package that the backend needs; the pip extra named like the backend has it.
+        package: the package that the backend needs; the pip extra with the backend's name has it.
         reads_slots: True if `forward` accepts `Problem.slots`, where the first query is not in
             row 0 of its bitmaps; for other backends the bitmaps are shifted.
         refuses: lists why the backend cannot run its arguments (pattern, position of the first

@@ -79,7 +79,7 @@ def attention(
     """Computes exact softmax attention over the pairs of a pattern, at the cost of the pattern.
 
     `out_q = sum_k m(q, k) e^{s_k} v_k / sum_k m(q, k) e^{s_k}`, `s_k = scale * q.k`, m(q, k) the
-    number of branches with the pair. A query without keys has out = 0, lse = -inf and no gradients.
+    number of branches with the pair. Without keys, a query has out 0, lse -inf, zero gradients.
     Extras apply in this order: `s = scale * q.k`; softcap; + distance_bias + block_bias +
     slot_bias; the pattern; softmax; sink; dropout. A score of -inf removes its pair. A score of
     +inf or NaN makes out and lse of its row NaN, as a softmax does.

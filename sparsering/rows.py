@@ -14,7 +14,7 @@ def expand_counts(count: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def number_rows(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Sorts the distinct rows of a table, which is given as its columns.
+    """Finds the distinct rows of a table, given as its columns, in ascending order.
 
     Returns: for each row its index among the distinct rows, and for each distinct row the index of
         a row in the table that equals it.

@@ -46,7 +46,7 @@ def attention_varlen(
         pattern: a mask or a mixture, applied to each document; it cannot contain `KeyPadding` or
             `KeyMask`, which differ between documents.
         options: as the options of `attention`, without `q_start`, `block_bias` and `slot_bias`. A
-            sink is [H]; dropout numbers documents as it numbers batch entries.
+            sink is [H]; in `dropout_kept`, `batch` is the index of the document.
 
     Returns:
         out [Tq, H, Dv] in the query's dtype, and with `return_lse` lse [H, Tq] in float32 (float64

@@ -35,13 +35,13 @@ ZERO_PADDINGS = ("exact", "torchscale")
 class DilatedAttention(nn.Module):
     """LongNet's attention with projections; arguments, results and state_dict match torchscale's.
 
-    Each head sees every rate-th token of a segment. It begins at the token that torchscale chooses
+    Each head sees every rate-th token of a segment, beginning at the token that torchscale chooses
     for this head: `Dilated(..., offset="block")`.
 
     Args:
         args: an object with the attributes `segment_length` and `dilated_ratio` (sequences of ints,
             or text such as "[1024, 4096]"), and optionally `multiway`, `layernorm_eps`,
-            `xpos_rel_pos`, `xpos_scale_base` and `seq_parallel`, all read only at construction.
+            `xpos_rel_pos`, `xpos_scale_base` and `seq_parallel`. Later changes of args are ignored.
         embed_dim: number of channels, a multiple of num_heads.
         num_heads: number of attention heads.
         dropout: probability of dropping an attention weight, in training only; torchscale also
@@ -267,7 +267,7 @@ def integers(sizes: object, name: str) -> tuple[int, ...]:
 
 
 def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Tensor | None:
-    """Returns a sink [1, H, N]: log of the number of zero keys that each query sees; None if none.
+    """Returns a sink [1, H, N], the log of each query's number of zero keys; None if all are 0.
 
     For each segment length, torchscale pads the last segment to full length, and each segment to a
     multiple of the rate. A zero key has logit 0 and value 0. A query sees the zero keys of its
@@ -333,7 +333,7 @@ def apply_xpos(
 class Multiway(nn.Module):
     """Applies module A to tokens before `split_position`, and B, with other weights, to the rest.
 
-    At -1, A applies to all tokens; at 0, B does. torchscale's `set_split_position` sets the index.
+    At -1, A applies to all tokens; at 0, B does. torchscale's `set_split_position` sets it.
     """
 
     def __init__(self, module: nn.Module) -> None:

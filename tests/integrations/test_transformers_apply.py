@@ -336,7 +336,7 @@ def test_a_pattern_of_a_whole_length_does_not_decode():
 
 def test_a_mask_of_pairs_beside_a_pattern_is_refused():
     model = applied(made("llama"), sr.SlidingWindow(2))
-    with pytest.raises(NotImplementedError, match="got one of all pairs"):
+    with pytest.raises(NotImplementedError, match="got a mask of all pairs"):
         model(input_ids=tokens(), attention_mask=torch.ones(2, 1, 13, 13, dtype=torch.bool))
 
 

@@ -135,7 +135,7 @@ def test_a_mask_of_pairs_beside_it_is_refused():
     model = applied("llama", SINKS)
     mask = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
     cache = hf.SparseCache(model)
-    with torch.no_grad(), pytest.raises(NotImplementedError, match="got one of all pairs"):
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="got a mask of all pairs"):
         model(input_ids=tokens(), attention_mask=mask, past_key_values=cache)
 
 

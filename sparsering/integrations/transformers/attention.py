@@ -82,7 +82,7 @@ def attention_function(
     if (layer := cache_layer_of(key)) is not None:
         if not isinstance(attention_mask, ModelMask):
             raise NotImplementedError(
-                "a SparseCache needs attention_mask [batch, tokens] or None, got one of all "
+                "a SparseCache needs attention_mask [batch, tokens] or None, got a mask of all "
                 "pairs, or a layer without a mask; use the default cache"
             )
         pattern = pattern_of(module)
@@ -93,7 +93,7 @@ def attention_function(
     elif isinstance(attention_mask, Tensor):
         if pattern_of(module) is not None:
             raise NotImplementedError(
-                "a layer with a pattern needs attention_mask [batch, tokens], got one of all "
+                "a layer with a pattern needs attention_mask [batch, tokens], got a mask of all "
                 "pairs; write its pairs as a pattern for apply(model, pattern)"
             )
         out = _attend_tensor(inputs, attention_mask, position_bias, extras)

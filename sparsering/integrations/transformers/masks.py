@@ -34,7 +34,7 @@ def once(shared: Any, name: Any, compute: Callable[[], Any]) -> Any:
 
 @dataclass(eq=False, repr=False)
 class ModelMask:
-    """Describes the attention mask of one forward pass; position 0 is the cache's first key."""
+    """Describes the attention mask of one forward pass; position 0 is its first key."""
 
     ndim = 4
     dtype = torch.bool
@@ -91,7 +91,7 @@ class ModelMask:
         return mask if valid is None else mask & KeyMask(valid)
 
     def own_causal(self) -> Mask | None:
-        """Returns this mask, if causal, as a pattern without padding and documents; else None."""
+        """Returns a causal mask as a pattern, without padding and documents; else None."""
         if self.kind is None or not self.kind.causal:
             return None
         if not self.kind.chunks:

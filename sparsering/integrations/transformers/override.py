@@ -53,8 +53,8 @@ def attend_pattern(
         _check_dropped(pattern, mask.kv_start, q_start, query.shape[1], key.shape[1])
     if kind.has_chunks:
         raise NotImplementedError(
-            "inside torch.compile, chunks cannot be told from documents, so a pattern cannot "
-            "replace them; leave layers with chunks out of apply"
+            "a pattern cannot replace a layer's chunks inside torch.compile, where they look like "
+            "documents; leave layers with chunks out of apply"
         )
     valid = once(mask, ("valid", kv_len), lambda: mask.valid(kv_len))
     if _is_shift_invariant(pattern):

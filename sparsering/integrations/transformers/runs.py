@@ -76,7 +76,7 @@ def common_runs(*ids: Tensor) -> Tensor:
 
 
 def several_runs(*ids: Tensor) -> Tensor | None:
-    """Returns `common_runs(*ids)`, or, outside torch.compile, None if there is only one run."""
+    """Returns `common_runs(*ids)`; None without ids or, outside torch.compile, for a single run."""
     if not ids:
         return None
     runs = common_runs(*ids)

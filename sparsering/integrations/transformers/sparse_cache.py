@@ -46,7 +46,7 @@ class SparseLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Counts the new tokens; returns the values, and keys with this layer as an attribute."""
+        """Counts the new tokens; returns (keys, values), and attaches this layer to the keys."""
         self.lazy_initialization(key_states, value_states)
         self.columns += key_states.shape[2]
         key_states = key_states.view_as(key_states)
