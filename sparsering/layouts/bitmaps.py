@@ -1,19 +1,19 @@
-"""Bitmaps of a query tile and a key tile: one bit for each pair of positions, 1 if it attends."""
+"""Bitmaps of pairs of tiles: one bit per (query, key) pair, 1 if the query attends to the key."""
 
 import math
 
 import torch
 from torch import Tensor
 
-_GATHER = 0x0102040810204080  # a word of 8 bytes 0 or 1, times this, has all 8 in its top byte
-_BITS = (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F)  # for a parallel bit count
-_BYTES = 0x0101010101010101  # a word times this has the sum of its 8 bytes in its top byte
+_GATHER = 0x0102040810204080  # factor that packs 8 bytes of 0 or 1 into a word's top byte
+_BITS = (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F)  # bit masks of `_ones`
+_BYTES = 0x0101010101010101  # factor that puts the sum of a word's 8 bytes into its top byte
 _AT_A_TIME = 1 << 23  # bits counted at a time, to bound memory
 _SWAPS = (7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0)
 
 
 def pack(cells: Tensor) -> Tensor:
-    """Packs [n, b, b] bool into [n, b * b / 8] bytes, the first cell in the lowest bit."""
+    """Packs [n, b, b] bool into [n, b * b / 8] bytes; a byte's lowest bit is its first cell."""
     words = cells.contiguous().view(torch.uint8).view(-1).view(torch.int64)
     return (words * _GATHER >> 56).to(torch.uint8).view(len(cells), math.prod(cells.shape[1:]) // 8)
 
@@ -25,12 +25,12 @@ def unpack(bitmaps: Tensor, block_size: int) -> Tensor:
 
 
 def transposed(bitmaps: Tensor) -> Tensor:
-    """Transposes n bitmaps of b x b bits, as 64-bit words that hold 8 x 8 bits each."""
+    """Transposes bitmaps of b x b bits; works on 64-bit words that hold 8 x 8 bits each."""
     num, nbytes = bitmaps.shape
     size = math.isqrt(8 * nbytes) // 8
     x = bitmaps.view(num, size, 8, size).permute(0, 3, 1, 2)
     words = x.flatten().view(torch.int64)
-    for shift, cells in _SWAPS:  # each step swaps bits above the diagonal with bits below it
+    for shift, cells in _SWAPS:  # swaps bits above and below the diagonal of 8 x 8 bits
         changed = (words ^ (words >> shift)) & cells
         words = words ^ changed ^ (changed << shift)
     x = words.view(torch.uint8).view(num, size, size, 8)
@@ -38,12 +38,12 @@ def transposed(bitmaps: Tensor) -> Tensor:
 
 
 def count_pairs(bitmaps: Tensor, number: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """Counts the 1 bits in the first rows[i] rows and columns[i] columns of bitmap number[i]."""
+    """Counts the 1 bits in the first rows[i] rows and columns[i] columns of bitmaps[number[i]]."""
     size = int((8 * bitmaps.shape[1]) ** 0.5)
     corner, of_each = (columns + (size + 1) * (rows + (size + 1) * number)).unique(
         return_inverse=True
     )
-    first = pack(torch.arange(size) < torch.arange(size + 1)[:, None])  # [columns, size / 8]
+    first = pack(torch.arange(size) < torch.arange(size + 1)[:, None])  # row c: c bits of 1
     counts = [torch.zeros(0, dtype=torch.int64)]
     for part in corner.split(_AT_A_TIME // size**2):
         part, columns = part // (size + 1), part % (size + 1)

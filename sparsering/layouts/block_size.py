@@ -1,4 +1,4 @@
-"""Chooses the default tokens per tile, so that few pairs in visited tiles do not attend.
+"""Chooses the default tokens per tile, so that most (query, key) pairs in visited tiles attend.
 
 The rule counts pairs in a sample of the layout; its constants were measured on CPUs.
 """
@@ -17,8 +17,9 @@ _SAMPLE = 2048  # number of query positions in the sample
 _LEAST_KEYS = 128  # a shorter sequence has too few tiles for a choice to matter
 _MOST_KEYS = 2048  # with more keys per query, smaller tiles save little
 
-# Smaller tiles cost more per pair, but contain fewer pairs outside the pattern. A size is chosen if
-# its tiles contain at most this share of the pairs in the tiles of the next larger size.
+# Smaller tiles cost more per pair, but contain fewer pairs outside the pattern. `_SMALLER` lists
+# (size, share): the size is chosen if its tiles contain at most that share of the pairs in the
+# tiles of the next larger size.
 _LARGEST = 128
 _SMALLER = ((64, 0.92), (32, 0.6))
 
@@ -57,10 +58,10 @@ def _by_density(pattern: Pattern, frame: Frame) -> int:
 
 
 def _pairs_in_tiles(pattern: Pattern, frame: Frame, size: int, queries: tuple[int, int]) -> float:
-    """Counts the pairs per query, attending or not, in visited tiles; mean over heads."""
+    """Counts all (query, key) pairs in visited tiles: a mean per query and head."""
     total = 0.0
     for compiled in compile_passes(pattern, frame, size, queries=[queries]):
-        # Kernels round a partial tile up to 16 tokens, not to a whole tile.
+        # Kernels round a partial tile up to a multiple of 16 tokens, not to a whole tile.
         axes = zip(compiled.queries, compiled.keys, strict=True)
         rounded = [[-(-axis.count.clamp(min=0) // 16) * 16 for axis in pair] for pair in axes]
         tables = [table for row in compiled.tables for table in row]

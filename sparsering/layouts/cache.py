@@ -27,12 +27,12 @@ from .block_size import block_size as chosen
 from .compile import build_layout, check_block_size
 from .layout import BlockLayout
 
-_MOST_WAITING = 64  # requests to `prefetch` that wait at once
+_MOST_WAITING = 64  # most requests to `prefetch` that may wait
 _SECONDS_AT_EXIT = 10.0  # longest wait at exit for a torch call in progress
 
 
 class CacheInfo(NamedTuple):
-    """Hits and misses since the last `clear`, current entries and bytes, and the limit."""
+    """Hits and misses since the last `clear`, number and bytes of cached values, limit in bytes."""
 
     hits: int
     misses: int
@@ -45,7 +45,7 @@ Value = TypeVar("Value")
 
 
 class _Build:
-    """A value that one thread builds while others wait for its lock; None until it is built."""
+    """A value (None at first) that one thread builds while others wait for the lock `turn`."""
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
@@ -76,11 +76,11 @@ class LayoutCache:
     def layout(
         self, pattern: Pattern, frame: Frame, block_size: int, device: torch.device
     ) -> BlockLayout:
-        """Returns the cached layout, or builds it; threads that need the same wait for one build.
+        """Returns the cached layout, or builds it; threads that need one layout wait for one build.
 
-        It never caches layouts of patterns with tensors on a GPU, which cannot be compared without
-        waiting for it; layouts of one query's selection, which no other call needs; nor layouts
-        built while a CUDA graph is captured, whose tables are empty until the graph runs.
+        Some layouts are never cached: of patterns with tensors on a GPU, since to compare them is
+        to wait for the GPU; of a selection for a single query, which no other call needs; and those
+        built while a CUDA graph is captured, since their tables are empty until the graph runs.
         """
         check_block_size(block_size)
         key, reusable = (pattern, frame, block_size, device), _is_reusable(pattern, frame)
@@ -110,18 +110,19 @@ class LayoutCache:
         device: torch.device | str = "cpu",
         backward: bool = True,
     ) -> "Future[BlockLayout]":
-        """Builds the layout of a later `attention` call in a thread, and returns at once.
+        """Builds the layout of a later `attention` call in another thread, and returns at once.
 
         The later call uses the layout, or waits until it is built. One thread builds layouts in the
-        order of requests. At most 64 requests wait; the future of a further one is cancelled, and
-        the call then builds its own layout.
+        order of requests. At most 64 requests wait; the future of any further request is cancelled,
+        and the later call then builds the layout itself.
 
         Args:
-            pattern: pattern of the call. The layout ignores key masks, which the default backends
-                take as data.
-            q_len, kv_len, num_heads, num_kv_heads, q_start, block_size: as for `Pattern.layout`,
-                equal to the call's. If `sparsering tune` measured a block size, pass that.
-            device: device of the call's tensors.
+            pattern: pattern of the later call. The layout ignores key masks, which the default
+                backends take as data.
+            q_len, kv_len, num_heads, num_kv_heads, q_start, block_size: as in `Pattern.layout`;
+                they must equal those of the later call. If `sparsering tune` measured a block size,
+                pass that.
+            device: device of the later call's tensors.
             backward: whether to build the transposes that a backward pass reads.
 
         Returns: a future of the layout; a caller may ignore it. A build that fails here fails in
@@ -131,8 +132,8 @@ class LayoutCache:
             would not be cached: for patterns with tensors on a device, and for a single query.
             TypeError for a wrong type.
 
-        Cost: time of one core in parallel with the call. The cache drops a layout that is larger
-            than its limit.
+        Cost: time of one CPU core, in parallel with the caller. The cache drops a layout that is
+            larger than its limit.
 
         Example:
             >>> layout_cache.prefetch(RandomBlocks(0.1, seed=step + 1), 16384, num_heads=8)
@@ -165,7 +166,7 @@ class LayoutCache:
         return self.prepare(work)
 
     def prepare(self, work: Callable[[], Value]) -> "Future[Value]":
-        """Runs `work` in the background thread; cancels its future if 64 requests wait."""
+        """Runs `work` in the background thread; cancels the future if 64 requests already wait."""
         return self._ahead.take(work)
 
     def keep(self, key: Hashable, build: Callable[[], Value]) -> Value:
@@ -178,7 +179,7 @@ class LayoutCache:
             if (value := self._find(key)) is not None:
                 return value
             shared = self._building.setdefault(key, _Build())
-        with shared.turn:  # an interrupted builder leaves no lock behind
+        with shared.turn:  # released even if the build is interrupted
             try:
                 if shared.value is None:
                     shared.value = build()
@@ -203,7 +204,7 @@ class LayoutCache:
             self._shrink()
 
     def _warn_of_rebuilding(self, key: Any, size: int) -> None:
-        """Warns once that a layout exceeds the limit, so that every call builds it again."""
+        """Warns once if a layout on a GPU exceeds the limit, since each call builds it again."""
         devices = (x.type for x in key if isinstance(x, torch.device))
         if self._warned or all(kind == "cpu" for kind in devices):
             return
@@ -220,7 +221,7 @@ class LayoutCache:
         self._entries[key] = value, int(getattr(value, "nbytes", sys.getsizeof(value)))
 
     def info(self) -> CacheInfo:
-        """Returns the counts; measures sizes again, since layouts grow with their transposes."""
+        """Returns the counts; measures sizes again, since a layout grows when it is transposed."""
         with self._lock:
             for key, (value, _) in self._entries.items():
                 self._put(key, value)
@@ -234,7 +235,7 @@ class LayoutCache:
             self._hits = self._misses = 0
 
     def invalidate(self, pattern: Pattern) -> int:
-        """Drops the entries of one pattern; returns their number."""
+        """Drops the entries of one pattern; returns how many it dropped."""
         with self._lock:
             stale = [key for key in self._entries if pattern in key]  # type: ignore[operator]
             for key in stale:
@@ -257,7 +258,7 @@ class LayoutCache:
         return self._entries[key][0]
 
     def _shrink(self) -> int:
-        """Drops entries larger than the limit, then the oldest ones; returns the bytes left."""
+        """Drops entries larger than the limit, then the least recently used; returns bytes left."""
         for key in [key for key, (_, nbytes) in self._entries.items() if nbytes > self._limit]:
             self._warn_of_rebuilding(key, self._entries.pop(key)[1])
         total = sum(nbytes for _, nbytes in self._entries.values())
@@ -266,7 +267,7 @@ class LayoutCache:
         return total
 
     def _renew(self) -> None:
-        """Resets locks and threads in a forked process, where they do not work."""
+        """Replaces locks and the thread in a forked process, where inherited ones do not work."""
         self._lock, self._building = threading.Lock(), {}
         self._ahead = _Ahead()
 
@@ -291,7 +292,7 @@ class _Ahead:
         return future
 
     def _started(self) -> bool:
-        """Starts the thread if needed; returns whether it runs: False if the process is ending."""
+        """Starts the thread if needed; returns False if the process is ending and it cannot."""
         if self._thread is None:
             thread = threading.Thread(target=self._run, name="sparsering-prefetch", daemon=True)
             try:
@@ -351,7 +352,7 @@ def _settle(future: "Future[Any]", work: Callable[[], Any]) -> None:
 
 
 def _is_reusable(pattern: Pattern, frame: Frame) -> bool:
-    """Whether later calls can need a layout, and can find it without waiting for a device."""
+    """Whether a later call may need this layout, and can look it up without waiting for a GPU."""
     if not pattern.tensors:
         return True
     once = frame.q_len == 1 and selections_of(pattern)

@@ -37,20 +37,20 @@ _MOST_BITMAPS = 1 << 12  # bitmaps collected before equal ones are merged
 class Table(NamedTuple):
     """Visited pairs of tiles of one head in one pass, ordered by query tile, then key tile."""
 
-    row_ptr: Tensor  # [query tiles + 1], where each query tile's entries begin
-    key_tile: Tensor  # [entries]
-    bitmap: Tensor  # [entries], index of the entry's bitmap, or -1 if all its pairs attend
-    num_pairs: int  # number of (query, key) pairs
+    row_ptr: Tensor  # [query tiles + 1], index of each query tile's first pair of tiles
+    key_tile: Tensor  # [pairs of tiles], index of the key tile
+    bitmap: Tensor  # [pairs of tiles], index of the bitmap, or -1 if all positions attend
+    num_pairs: int  # number of (query, key) pairs that attend
 
 
 @dataclass(frozen=True)
 class CompiledPass:
-    """A `Pass` before it is stacked to tensors: the tiles and tables of one term of a mask."""
+    """Tiles and tables of one term of a mask, before `assemble` stacks them to a `Pass`."""
 
     queries: list[Axis]  # query tiles of each kv head, or one Axis for all heads
     keys: list[Axis]  # key tiles of each kv head, or one Axis for all heads
-    tables: list[list[Table]]  # [batch][head]; length 1 if all entries, or heads, have equal tables
-    bitmaps: Tensor  # the distinct bitmaps
+    tables: list[list[Table]]  # [batch][head]; one item for all, where tables are equal
+    bitmaps: Tensor  # the distinct bitmaps, to which `Table.bitmap` refers
     num_pairs: float  # number of (query, key) pairs, mean over batch entries and heads
     branch: int = 0  # index of the mask in a mixture `a + b`
     origins: dict[str, Tensor] = field(default_factory=dict)  # `Pass` fields, if positions restart
@@ -59,7 +59,7 @@ class CompiledPass:
 def build_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> BlockLayout:
-    """Compiles a pattern without the cache; the host does not wait for copies to a GPU.
+    """Compiles a pattern to a layout, not cached; the host does not wait for copies to a GPU.
 
     Raises: ValueError for an illegal block size, or a pattern for other lengths or heads.
     """
@@ -78,7 +78,7 @@ def build_layout(
 
 
 def check_block_size(block_size: int) -> None:
-    """Raises ValueError if the block size is not legal."""
+    """Raises ValueError if the block size is not a multiple of 16 from 16 to 256."""
     if type(block_size) is not int or block_size not in BLOCK_SIZES:
         got = shortened(repr(block_size))
         raise ValueError(
@@ -87,7 +87,7 @@ def check_block_size(block_size: int) -> None:
 
 
 def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
-    """Stacks the tables of a compiled pass and pads shorter ones."""
+    """Stacks the tables of a compiled pass to tensors; pads shorter tables with 0."""
     tables = compiled.tables
     longest = max(len(t.key_tile) for row in tables for t in row)
 
@@ -121,7 +121,7 @@ def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
 
 
 def _cover(axes: list[Axis], block_size: int, length: int) -> bool:
-    """Whether the tiles of every axis have `length` positions in total."""
+    """Whether the tiles of each axis in `axes` have `length` positions in total."""
     return all(int(axis.count.clamp(0, block_size).sum()) == length for axis in axes)
 
 
@@ -130,14 +130,18 @@ def _most(counts: Tensor) -> int:
 
 
 def default_block_size(pattern: Pattern, kv_len: int) -> int:
-    """Smallest block size that a mask declares; if none does, 128, or less for few keys."""
+    """Returns the smallest `block_size` of the pattern's blockwise masks, if tiles may have it.
+
+    Otherwise, the largest size up to 128 that divides a selection's blocks; without a selection,
+    128, or less for at most 64 keys.
+    """
     if pattern.restarts is not None:
         inner = Mixture(tuple(map(laid_in_documents, pattern.branches)))
         return default_block_size(inner, max(pattern.restarts[1], default=0))
     own = [mask.block_size for mask in joined_masks(pattern) if isinstance(mask, BlockwiseMask)]
     if own and min(own) in BLOCK_SIZES:
         return min(own)
-    if selections := selections_of(pattern):  # the largest tile size that divides a selected block
+    if selections := selections_of(pattern):
         sizes = [b for b in BLOCK_SIZES if b <= 128 and selections[0].block_size % b == 0]
         return max(sizes, default=128)
     return 128 if kv_len > 64 else 64 if kv_len > 32 else 32
@@ -150,9 +154,9 @@ def compile_passes(
     queries: Ranges | None = None,
     keys: Ranges | None = None,
 ) -> list[CompiledPass]:
-    """Compiles the passes of each mask of a mixture; passes of one mask share no pair.
+    """Compiles the passes of each mask of a mixture; passes of one mask share no (query, key) pair.
 
-    `queries`, `keys`: positions to compile, default all.
+    `queries`, `keys`: ranges of positions to compile, default all.
     """
     compiled = []
     for number, branch in enumerate(pattern.branches):
@@ -179,7 +183,7 @@ def _compile_pass(
     queries = [ground.queries(grid, tokens, s) for s in offsets]
     keys = [ground.keys(grid, block_size, s) for s in offsets]
 
-    numbers: dict[Mask, int] = {}  # heads and batch entries with equal masks share a table
+    numbers: dict[Mask, int] = {}  # index of each mask's table: equal masks share a table
     tables: list[tuple[Table, Tensor]] = []
     rows: list[list[int]] = []
     for batch in range(num_batches):
@@ -193,7 +197,7 @@ def _compile_pass(
                 axes = queries[axis], keys[axis]
                 tables.append(compile_table(ground, own, *axes, frame, block_size))
             rows[-1].append(numbers[own])
-    # Equal tables may differ in their number of pairs, because tiles of heads differ in length.
+    # Equal tables of two heads may count different numbers of pairs, as their tiles may differ.
     num_pairs = sum(tables[number][0].num_pairs for row in rows for number in row)
     bitmaps, shared = _share_tables(tables, rows)
     queries, keys, origins = ground.placed(queries, keys)
@@ -246,7 +250,7 @@ def compile_table(
 def _cells(
     mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Evaluates a mask on tile pairs: (bitmaps, index of each pair's bitmap, number of 1 bits)."""
+    """Evaluates a mask on tile pairs: (bitmaps, each pair's bitmap index and number of 1 bits)."""
     columns = [pairs.q.count, pairs.k.count, *rule.signature(pairs)]
     kind, first = number_rows(columns)
     bitmaps, bitmap, count = _distinct_bitmaps(mask, pairs[first], frame, block_size)
@@ -256,9 +260,9 @@ def _cells(
 def _cells_in_documents(
     mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Evaluates a mask like `_cells`, for documents, whose last tiles have many different lengths.
+    """Evaluates a mask as `_cells` does, in documents, whose last tiles vary in length.
 
-    Pairs of tiles that differ only in length share the bitmap of the longest.
+    Pairs of tiles that differ only in length share the bitmap of the longest pair.
     """
     q_count, k_count = pairs.q.count, pairs.k.count
     kind, largest = _largest_of_kind(rule.signature(pairs), q_count, k_count)
@@ -276,7 +280,7 @@ def _cells_in_documents(
 def _largest_of_kind(
     signature: list[Tensor], q_count: Tensor, k_count: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Groups pairs of tiles by signature: (group of each, index of each group's largest pair)."""
+    """Groups pairs of tiles by signature: (group of each pair, index of each group's largest)."""
     kind, _ = number_rows(signature)
     most_q, most_k = (
         torch.zeros_like(kind).scatter_reduce(0, kind, count, "amax")[kind]
@@ -295,7 +299,7 @@ def _largest_of_kind(
 def _distinct_bitmaps(
     mask: Mask, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Evaluates a mask on every tile pair, some at a time to bound memory; returns as `_cells`."""
+    """Evaluates a mask on every tile pair, in parts to bound memory; returns what `_cells` does."""
     bitmaps, numbers, counts, total = [], [], [], 0
     for part in torch.arange(len(pairs)).split(_MOST_BITMAPS):
         cells, count = evaluate(mask, pairs[part], frame, block_size)
@@ -308,7 +312,7 @@ def _distinct_bitmaps(
 
 
 def evaluate(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> tuple[Tensor, Tensor]:
-    """Returns the packed bitmap of each pair of tiles, and its number of (query, key) pairs."""
+    """Returns the packed bitmap of each pair of tiles, and its number of attending pairs."""
     parts = torch.arange(len(pairs)).split(max(1, _MOST_CELLS // block_size**2))
     bitmaps = torch.cat([pack(_cells_of(mask, pairs[x], frame, block_size)) for x in parts])
     number = torch.arange(len(pairs))
@@ -325,7 +329,7 @@ def _cells_of(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> Te
 def _share_tables(
     tables: list[tuple[Table, Tensor]], rows: list[list[int]]
 ) -> tuple[Tensor, list[list[Table]]]:
-    """Returns (bitmaps, tables [batch][head]); tables that are equal for all heads become one."""
+    """Returns (bitmaps, tables [batch][head]); one table for all heads, or batches, if equal."""
     bitmaps, distinct = _share_bitmaps(tables)
     shared = [[distinct[number] for number in row] for row in rows]
     if all(_equal(table, row[0]) for row in shared for table in row):
@@ -336,7 +340,7 @@ def _share_tables(
 
 
 def _share_bitmaps(tables: list[tuple[Table, Tensor]]) -> tuple[Tensor, list[Table]]:
-    """Stores equal bitmaps once and drops unused ones: (bitmaps, renumbered tables)."""
+    """Stores equal bitmaps once, drops unused ones: (bitmaps, tables with new bitmap indices)."""
     start, numbers = 0, []
     for table, bitmaps in tables:
         numbers.append(torch.where(table.bitmap < 0, -1, table.bitmap + start))
