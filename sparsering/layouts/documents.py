@@ -1,7 +1,7 @@
 """Cuts a sequence, or documents in which positions restart, into tiles.
 
-Tiles are cut in positions, as a pattern counts them. `placed` then moves them to tokens, that is
-to indices in the tensors, which differ from positions if positions restart in each document.
+Tiles are cut in positions, as a pattern counts them. `placed` then converts these to indices in
+the tensors, which differ from positions if positions restart in each document.
 """
 
 from dataclasses import dataclass, replace
@@ -39,7 +39,7 @@ class WholeSequence:
     def placed(
         self, queries: list[Axis], keys: list[Axis]
     ) -> tuple[list[Axis], list[Axis], dict[str, Tensor]]:
-        """Returns tiles in tokens, and the `Pass` fields for positions, here none."""
+        """Returns the tiles in tensor indices, and extra `Pass` fields for positions, here none."""
         return queries, keys, {}
 
 
@@ -57,7 +57,7 @@ class RestartedDocuments:
         return cls(q_lengths, kv_lengths)
 
     def fitting(self, grid: Grid, block_size: int) -> Grid:
-        """Returns the grid, or the plain one if the mask packs documents inside each document."""
+        """Returns the grid; one of step 1 if the mask itself packs documents in each document."""
         return grid if grid.documents is None else Grid(1, block_size)
 
     def queries(self, grid: Grid, block_size: int, offset: int) -> Axis:
@@ -85,7 +85,7 @@ class RestartedDocuments:
             "stream": of_query.expand(len(queries), -1).contiguous(),
         }
         key_begin = self.kv_lengths.cumsum(0) - self.kv_lengths
-        query_begin = self.q_lengths.cumsum(0) - self.kv_lengths  # index of a query at position 0
+        query_begin = self.q_lengths.cumsum(0) - self.kv_lengths  # index that position 0 would have
         shifted = [_shifted(tiles, query_begin[of_query]) for tiles in queries]
         return shifted, [_shifted(tiles, key_begin[of_key]) for tiles in keys], origins
 
@@ -96,7 +96,7 @@ Ground = WholeSequence | RestartedDocuments
 def ground_of(
     restarts: Restarts | None, frame: Frame, queries: Ranges | None, keys: Ranges | None
 ) -> Ground:
-    """Returns documents in which positions restart, or ranges (default: all) of one sequence."""
+    """Returns documents if positions restart, else one sequence with ranges (default: all)."""
     if restarts is not None:
         return RestartedDocuments.of(restarts)
     if queries is None:

@@ -1,4 +1,4 @@
-"""Draws a layout: as a raster of the shares of pairs that attend, and as characters."""
+"""Draws a layout as characters, or as a raster of the shares of (query, key) pairs that attend."""
 
 import math
 from typing import TYPE_CHECKING
@@ -33,13 +33,13 @@ def pair_shares(
 ) -> Tensor:
     """Share of (query, key) pairs that attend in each area of a raster [rows, columns].
 
-    A share of 1 is dense; it is above 1 if pairs count twice, in a mixture. In large layouts, only
-    evenly spaced positions of each tile are counted.
+    A share of 1 is dense; a mixture, which may count a pair several times, may exceed 1. In large
+    layouts, only evenly spaced positions of each tile are counted.
 
     Args:
         layout: any layout; its first batch entry is drawn.
-        rows, columns: size of the raster at most; `columns` defaults to `rows`.
-        head: query head.
+        rows, columns: largest size of the raster; `columns` defaults to `rows`.
+        head: index of the query head to draw.
         most_samples: about how many pairs to evaluate at most.
     """
     q_len, kv_len = layout.frame.q_len, layout.frame.kv_len

@@ -1,6 +1,6 @@
 """Layouts over cached keys, whose index in memory differs from their position.
 
-`page_over` builds the passes of one tile of queries over keys in any order, each with its position.
+`page_over` builds passes of one tile of queries over keys in any order, given each key's position.
 `Spanned` is a layout over the visited keys alone, stored one after the other.
 """
 
@@ -34,19 +34,19 @@ def page_over(
     queries: int,
     block_size: int,
 ) -> tuple[Pass, ...]:
-    """Builds one pass per mask of a mixture: one tile of queries over keys in any order.
+    """Builds one pass per mask of a mixture, for one tile of queries and keys in any order.
 
     Args:
         pattern: a causal pattern.
-        positions: [entries, Hkv, keys] int64 position of each key, -1 for no key; `entries` is 1
-            or the batch size. The last keys belong to the queries; the others come before.
-        live: [masks, entries, Hkv, keys] bool, False if no query visits the key by the mask.
-        starts: [entries] the position of the first query.
+        positions: [B or 1, Hkv, keys] int64 position of each key, -1 for no key. The last `queries`
+            keys are at the positions of the queries; all other keys precede the queries.
+        live: [masks, B or 1, Hkv, keys] bool, False if by that mask no query visits the key.
+        starts: [B or 1] position of the first query.
         frame: lengths and heads, for patterns that depend on them.
         queries: number of queries, at most `block_size`.
 
-    Cost: O(queries keys) for each distinct head and batch entry. If all have one mask, only tiles
-        whose status varies are evaluated.
+    Cost: O(queries keys) for each head and batch entry with other keys or another mask. If all
+        have one mask, the mask is evaluated only on tiles in which some pairs may attend.
     """
     return tuple(
         _pass_over(number, branch, positions, live[number], starts, frame, queries, block_size)
@@ -123,10 +123,10 @@ def _pass_over(
 def _by_tiles(
     rows: _Rows, frame: Frame, queries: int, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds the visited key tiles; all rows have one mask, and partly masked tiles get bitmaps.
+    """Finds the key tiles that each row visits, for rows (heads of a batch entry) of one mask.
 
-    Returns: [rows, tiles] whether a tile is visited, [rows, tiles] number of its bitmap or -1, and
-        the bitmaps, with queries along the bits.
+    Returns: [rows, tiles] whether a tile is visited; [rows, tiles] index of its bitmap, or -1 if
+        all pairs attend; the bitmaps, with queries along the bits.
     """
     (mask,), (count, keys) = rows.masks, rows.keys.shape
     tiles = -(-keys // block_size)
@@ -149,7 +149,7 @@ def _by_tiles(
 def _by_keys(
     rows: _Rows, frame: Frame, queries: int, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds visited key tiles as `_by_tiles`, for rows of different masks; evaluates every key."""
+    """Returns what `_by_tiles` does, for rows of different masks; evaluates them on every key."""
     count, keys = rows.keys.shape
     tiles, old = -(-keys // block_size), keys - queries  # the first `old` keys precede all queries
     query = (rows.first[:, None] + torch.arange(queries))[:, None]
@@ -170,7 +170,7 @@ def _by_keys(
 
 
 def _bits(holds: Callable[..., Tensor], query: Tensor, key: Tensor, frame: Frame) -> Tensor:
-    """[rows, keys, queries / 8] bits: 1 if a query [rows, 1, queries] sees a key [rows, keys]."""
+    """Returns bits [rows, keys, queries / 8]: 1 if `query` [rows, 1, queries] sees `key`."""
     real, shape = key >= 0, (*key.shape, query.shape[2])
     pairs = holds(query, key.clamp(min=0)[:, :, None], frame)
     pairs = pairs & real[:, :, None] if not bool(real.all()) else pairs
@@ -178,14 +178,14 @@ def _bits(holds: Callable[..., Tensor], query: Tensor, key: Tensor, frame: Frame
 
 
 def _without_causal(mask: Mask) -> Mask:
-    """Drops `Causal` from a mask, for keys before all queries, where `Causal` always holds."""
+    """Drops `Causal` from a mask, for keys before all queries: there `Causal` always holds."""
     if not isinstance(mask, And):
         return mask
     return intersection([part for part in mask.masks if part != Causal()])
 
 
 def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-    """Evaluates masks[i] on row i; all at once if masks differ only in the offset of `Dilated`."""
+    """Evaluates masks[i] on p[i] and k[i]; all at once if only offsets of `Dilated` differ."""
     first = masks[0]
     if all(mask == first for mask in masks):
         return first.holds(p, k, frame)
@@ -210,7 +210,7 @@ def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
 
 
 def _status(mask: Mask, first: Tensor, last: Tensor, k: Tensor, frame: Frame) -> Tensor:
-    """EMPTY, VARIES or FULL for each tile of keys k [tiles, keys] and its queries first to last."""
+    """Returns EMPTY, VARIES or FULL for each tile: keys k[i], queries first[i] to last[i]."""
     real = k >= 0
     some = torch.nonzero(real.any(1))[:, 0]
     low, high = torch.where(real, k, MOST_TOKENS).amin(1)[some], k.amax(1)[some]
@@ -225,7 +225,7 @@ def _status(mask: Mask, first: Tensor, last: Tensor, k: Tensor, frame: Frame) ->
 
 @dataclass(frozen=True, eq=False)
 class Spanned:
-    """A layout over the visited ranges of key positions alone, stored one after the other."""
+    """A layout whose keys are only the visited ranges of positions, stored one after the other."""
 
     layout: BlockLayout  # `Pass.key_start` has indices in the stored keys, `key_origin` positions
     begin: Tensor  # first position of each range; ranges are ascending and disjoint
@@ -251,7 +251,7 @@ class Spanned:
         return int((self.end - self.begin).sum())
 
     def place_of(self, positions: Tensor) -> Tensor:
-        """Index of each position in the stored keys; `length` for positions in no range."""
+        """Returns the index of each position in the stored keys; `length` if no range has it."""
         if not len(self.begin):
             return torch.zeros_like(positions)
         lengths = self.end - self.begin
@@ -268,7 +268,7 @@ class Spanned:
 
 
 def _visited_tiles(p: Pass) -> Tensor:
-    """Whether some query head visits each key tile, [S, key tiles]."""
+    """Returns [1 or Hkv, key tiles]: whether any query head visits each tile of `p.key_start`."""
     axes, tiles = p.key_start.shape
     tables = p.row_ptr.shape[1]
     real = torch.arange(p.key_tile.shape[2]) < p.num_entries[..., None]

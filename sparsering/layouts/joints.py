@@ -20,7 +20,7 @@ from .tiles import Axis, Origin, Spans, TilePairs, spans_of_positions
 
 _MOST_SUB_BLOCKS = 1024  # most pairs of mask blocks looked up per pair of tiles
 _QUERIES_AT_A_TIME = 64  # queries per key evaluated in one call of a custom mask
-_LEAPS = (1 << 14, 1 << 10)  # sizes of query ranges that a custom mask may exclude whole
+_LEAPS = (1 << 14, 1 << 10)  # sizes of query ranges that `Declared.before` may skip at once
 
 
 class _Joint(Condition):
@@ -38,7 +38,7 @@ class _Joint(Condition):
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
         columns = []
-        for part in self.parts:  # zeros for a part that does not vary on a tile pair
+        for part in self.parts:  # zeros where a part is EMPTY or FULL
             varies = part.status(pairs) == VARIES
             columns.append(varies.long())
             if varies.any():
@@ -66,7 +66,8 @@ class AllOf(_Joint):
         super().__init__(parts)
         self.moving = [part for part in self.parts if not part.convex]
         self.convex = not self.moving
-        # One part's `before` may find a query that another part excludes, so it is only a bound.
+        # `before` asks the parts in `moving` (not convex) one after the other. With several, an
+        # earlier one may exclude the query that a later one finds: then `before` is not exact.
         self.settled = self.settled and len(self.moving) <= 1
 
     def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -112,16 +113,16 @@ class InBlocks(Condition):
     """Condition of a blockwise mask, looked up for the pairs of blocks in a pair of tiles."""
 
     mask: BlockwiseMask
-    rule: Condition | None = None  # condition on block numbers; None for tables and random blocks
-    _listed: dict[int, Tensor] = field(default_factory=dict)  # cached block pairs, by kv_len
+    rule: Condition | None = None  # condition on block indices; None for tables and random blocks
+    _listed: dict[int, Tensor] = field(default_factory=dict)  # attending block pairs, by kv_len
 
     def _sides(self, pairs: TilePairs) -> list[tuple[Tensor, Tensor, int]]:
-        """(first position, last position, block size) of the queries and of the keys."""
+        """Returns (first position, last position, block size), for queries and for keys."""
         q0, q1, k0, k1 = pairs.edges()
         return [(q0, q1, self.mask.row_size), (k0, k1, self.mask.block_size)]
 
     def _cells(self, pairs: TilePairs) -> tuple[Tensor, Tensor] | None:
-        """(do blocks attend, do they exist) [block pairs, tile pairs]; None if too many."""
+        """Returns (blocks attend, tiles have them) [block pairs, tile pairs]; None if too many."""
         (q0, q1), (k0, k1) = (
             (first // size, last // size) for first, last, size in self._sides(pairs)
         )
@@ -175,8 +176,8 @@ class InBlocks(Condition):
         return torch.minimum(x, step(k // size, x // size, frame) * size + (size - 1))
 
     def _last_listed(self, own: Tensor, block: Tensor, frame: Frame) -> Tensor:
-        """Last query block <= `block` that sees key block `own`, or a negative number."""
-        # The list has key block * rows + query block of each attending pair, ascending.
+        """Returns the last query block <= `block` that sees key block `own`; negative if none."""
+        # `_listed` has key block * rows + query block of each attending pair, ascending.
         rows = -(-frame.kv_len // self.mask.block_size)
         if frame.kv_len not in self._listed:
             row, first, last = self.mask.spans(torch.arange(rows), frame.kv_len)
@@ -202,7 +203,7 @@ class InBlocks(Condition):
 
 @dataclass(frozen=True, eq=False)
 class PerDocument(Condition):
-    """Condition that both positions lie in one document; `inner` counts them from its start."""
+    """Condition that both positions lie in one document and, counted from its start, meet `inner`."""
 
     same: SameDocument
     inner: Condition
@@ -213,7 +214,7 @@ class PerDocument(Condition):
         return self.inner.settled
 
     def _document(self, first: Tensor, last: Tensor, origin: Origin) -> tuple[Tensor, Origin]:
-        """(whether both positions are in one document, start and lengths of that of `first`)."""
+        """Returns (are `first` and `last` in one document?, `Origin` of that of `first`)."""
         starts = self.same.starts
         number = self.same.document_of(first - origin.start)
         inside = (number == self.same.document_of(last - origin.start)) & (number < len(starts) - 1)
@@ -229,7 +230,7 @@ class PerDocument(Condition):
 
     def status(self, pairs: TilePairs) -> Tensor:
         inside, in_document = self._in_documents(pairs)
-        # Tiles over several documents are VARIES if they share a document, else EMPTY.
+        # Pairs of tiles over several documents are VARIES if the tiles share one, else EMPTY.
         return torch.where(inside, self.inner.status(in_document), self.same.status(pairs))
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
@@ -266,7 +267,7 @@ class Declared(Condition):
     settled = False
 
     def _frames(self, origin: Origin) -> Iterable[tuple[Tensor, Frame]]:
-        """(tile indices, frame) for the sequence, or for each distinct length of documents."""
+        """Returns (tile indices, `Frame`) of the sequence, or of each distinct document length."""
         if self.in_document:
             return origin.frames(self.frame)
         return [(torch.arange(len(origin.start)), self.frame)]
@@ -299,7 +300,7 @@ class Declared(Condition):
         result = torch.full_like(x, -1)
         chosen = torch.nonzero(x >= 0)[:, 0]
         k, x = k[chosen], x[chosen]
-        step = torch.zeros_like(x)  # number of queries from x down that do not see the key
+        step = torch.zeros_like(x)  # queries from x down that do not see the key; 0: not known yet
         for leap in _LEAPS:
             step = torch.where(step == 0, leap * self._is_empty(k, x, leap, frame), step)
         near = torch.nonzero(step == 0)[:, 0]
@@ -310,7 +311,7 @@ class Declared(Condition):
         return result
 
     def _is_empty(self, k: Tensor, x: Tensor, leap: int, frame: Frame) -> Tensor:
-        """Whether the mask's `candidates` or `status` exclude key k for all of (x - leap, x]."""
+        """Whether `candidates` or `status` exclude key k for all queries in (x - leap, x]."""
         empty, first = torch.zeros_like(x, dtype=torch.bool), (x - leap + 1).clamp(min=0)
         if (reach := self.mask.candidates(first, x, frame)) is not None:
             empty = (k < reach[0]) | (k > reach[1])
@@ -320,7 +321,7 @@ class Declared(Condition):
 
 
 def _together(parts: Sequence[Repeats | None]) -> Repeats | None:
-    """Joins the periods of parts to a common one; None if one of them is unknown."""
+    """Returns the period common to all parts; None if the period of one is unknown."""
     repeats = [part for part in parts if part is not None]
     if len(repeats) < len(parts):
         return None

@@ -1,7 +1,7 @@
 """Layouts of the last query of a growing sequence, so that decoding compiles nothing per token.
 
-A page, 1,024 queries from a multiple of 1,024 on, is compiled at once and cached. The layout of one
-query is its query tile, cut to the keys so far. A page compiles about as fast as one query.
+Queries are compiled in pages of 1,024, about as fast as a single query, and the pages are cached.
+The layout of one query is a copy of its query tile's tables, with the keys so far.
 """
 
 import math
@@ -24,9 +24,9 @@ PAGE = 1024
 def last_query_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]] | None:
-    """Returns the layout of the last query alone, and its row in the bitmaps of each pass.
+    """Returns the layout of the last query alone, and the query's row in bitmaps of each pass.
 
-    None if the frame is for other queries, or the pattern has tensors or depends on lengths.
+    Returns None if `frame` has other queries, or the pattern has tensors or depends on lengths.
     """
     last = frame.q_len == 1 and frame.q_start == frame.kv_len - 1
     if not last or pattern.tensors or not _positions_decide(pattern):
@@ -50,16 +50,16 @@ def _positions_decide(pattern: Pattern) -> bool:
 class _Page:
     """The layout of a page (1,024 queries), and the query tile that has each query.
 
-    `rows` has two passes for each pass of the layout and each query tile: one with this tile alone,
-    and one for which kernels plan their order (`Pass.walked_as`). `latest` is the latest result of
-    `query`, as all layers of a model ask for the same; `launches` are by query tile in each pass.
+    `rows[pass][query tile]` is a pass with this tile alone, and a pass from which kernels take the
+    order of key tiles (`Pass.walked_as`). `latest` is the latest result of `query`: all layers of a
+    model ask for the same query. `launches` are kernel launches, by query tile in each pass.
     """
 
     layout: BlockLayout
     rows: list[list[tuple[Pass, Pass]]]
-    row_of: list[list[int]]  # query tile of each query, by pass; -1 if no tile has it
-    slot_of: list[list[int]]  # place of each query in its tile, by pass
-    stops: list[Tensor]  # for each pass [queries, S, 1]: 1 if tile set s has the query, else 0
+    row_of: list[list[int]]  # [pass][query]: index of the query's tile, or -1 if no tile has it
+    slot_of: list[list[int]]  # [pass][query]: place of the query in its tile
+    stops: list[Tensor]  # per pass [queries, sets of tiles, 1]: 1 if the set has the query, else 0
     latest: tuple[Frame, tuple[BlockLayout, tuple[int, ...]], Built | None] | None = None
     launches: dict[tuple[int, ...], dict[Hashable, Any]] = field(default_factory=dict)
 
@@ -68,7 +68,7 @@ class _Page:
         rows, row_of, slot_of, stops = [], [], [], []
         for p in layout.passes:
             if p.bitmaps.device.type == "cpu":
-                _ = p.transposed_bitmaps  # builds them once for all rows
+                _ = p.transposed_bitmaps  # built once; the passes in `rows` share them
             tile, slot, in_axis = _places(p, layout.block_size)
             row_of.append(tile)
             slot_of.append(slot)
@@ -106,9 +106,9 @@ class _Page:
 
 
 def _places(p: Pass, block_size: int) -> tuple[list[int], list[int], Tensor]:
-    """Returns (query tile, place in it) of each query, and which of S tile sets have it.
+    """Returns (tile index, place in the tile) of each query, and which sets of tiles have it.
 
-    A query has the same tile number and place in every set of tiles that has it.
+    Each kv head may have its own set; tile index and place agree in all sets that have a query.
     """
     query = p.query_start[..., None] + p.step * torch.arange(block_size, device=p.row_ptr.device)
     real = query < p.query_stop[..., None]
@@ -122,7 +122,7 @@ def _places(p: Pass, block_size: int) -> tuple[list[int], list[int], Tensor]:
 
 
 def _row(p: Pass, row: int) -> Pass:
-    """Returns a pass with query tile number `row` alone, to compute a single query."""
+    """Returns a pass with one query tile, of index `row`, cut to a single query."""
     begin, end = p.row_ptr[..., row].long(), p.row_ptr[..., row + 1].long()
     count = end - begin
     place = torch.arange(int(count.max()) if count.numel() else 0, device=count.device)
@@ -141,7 +141,10 @@ def _row(p: Pass, row: int) -> Pass:
 
 
 def _walked(row: Pass, p: Pass, number: int, layout: BlockLayout) -> Pass:
-    """Gives `row` (one query tile) a bitmap where keys come after the tile's first query."""
+    """Gives bitmaps to the key tiles without one that end after the query tile's first query.
+
+    `Pass.cut` may shorten these tiles, so kernels must not plan for whole ones.
+    """
     first = layout.frame.q_start + p.query_start[:, number].min()  # the tile's first query
     last = torch.minimum(p.key_start + (layout.block_size - 1) * p.step, p.key_stop - 1)
     later = (last > first).any(0)  # [key tiles]
