@@ -203,7 +203,7 @@ class InBlocks(Condition):
 
 @dataclass(frozen=True, eq=False)
 class PerDocument(Condition):
-    """Condition that both positions lie in one document and, counted from its start, meet `inner`."""
+    """Condition that both positions lie in one document and, counted in it, meet `inner`."""
 
     same: SameDocument
     inner: Condition

@@ -17,11 +17,11 @@ from .drawing import drawing
 
 
 class Transpose(NamedTuple):
-    """The visited pairs of tiles of a pass, sorted by key tile, for the backward pass."""
+    """The visited pairs of tiles of a `Pass`, sorted by key tile; Bt, Ht and entries as there."""
 
-    row_ptr: Tensor  # [Bt, Ht, key tiles + 1], index of each key tile's first pair
+    row_ptr: Tensor  # [Bt, Ht, key tiles + 1] index of each key tile's first pair
     query_tile: Tensor  # [Bt, Ht, entries] query tile of each pair
-    entry: Tensor  # [Bt, Ht, entries], index of the pair in `Pass.key_tile`
+    entry: Tensor  # [Bt, Ht, entries] index of the pair in `Pass.key_tile`
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -30,14 +30,14 @@ class Pass:
 
     A layout has one pass for each way to cut tokens into tiles. A tile is the tokens `start, start
     + step, ...` below `stop`, at most block_size: query tiles in query *indices*, key tiles in key
-    positions. An *entry* of a table is a visited pair of tiles. There are S sets of tiles and Ht
-    tables for each of Bt batch entries; a dim of size 1 is shared by all. Query head h of H uses
-    table h * Ht // H and the set of tiles h * S // H.
+    positions. An *entry* of a table is a visited pair of tiles. There are S sets of tiles (1, or
+    one per kv head), and tables for Bt batch entries (1 or B) and Ht heads (1, Hkv or H). Query
+    head h of H uses table h * Ht // H and the set of tiles h * S // H.
 
     In bitmaps, the first (query, key) pair is in the lowest bit; bits past `stop` have no meaning.
-    If the mask is a selection with indices [R, k], `slot` is the place in the flattened indices
-    that lists the entry's key block for its query row, or -1. It is None without a selection, or if
-    an entry spans several rows or blocks of the selection.
+    `slot` is for masks with one selection, of indices [R, k]: the place in the flattened indices
+    that lists the entry's key block for its query row, or -1 if none does. It is None without a
+    selection, or if an entry spans several rows or blocks of the selection.
     """
 
     step: int  # distance of neighbouring tokens in a tile
@@ -45,20 +45,20 @@ class Pass:
     query_stop: Tensor  # [S, query tiles] int64
     key_start: Tensor  # [S, key tiles] int64
     key_stop: Tensor  # [S, key tiles] int64
-    row_ptr: Tensor  # [Bt, Ht, query tiles + 1] int32, where each query tile's entries begin
+    row_ptr: Tensor  # [Bt, Ht, query tiles + 1] int32, index of each query tile's first entry
     key_tile: Tensor  # [Bt, Ht, entries] int32, ascending within a query tile; padded with 0
     bitmap: Tensor  # [Bt, Ht, entries] int32, index in `bitmaps`, or -1 if all pairs attend
     bitmaps: Tensor  # [bitmaps, block_size ** 2 / 8] uint8
     covers: tuple[bool, bool] = (False, False)  # do tiles contain every query, and every key?
     longest: tuple[int, int] | None = None  # most entries of any query tile, and of any key tile
     branch: int = 0  # index of the pass's mask in a mixture `a + b`
-    query_origin: Tensor | None = None  # [S, query tiles] first positions, if they restart
+    query_origin: Tensor | None = None  # [S, query tiles] first positions, if they restart at 0
     key_origin: Tensor | None = None  # [S, key tiles] first positions, if not key_start
     stream: Tensor | None = None  # [S, query tiles] random stream of dropout; None: all 0
     slot: Tensor | None = None  # [B or 1, H or 1, entries] int64 place in a selection's indices
 
     def coordinates(self, q_start: int) -> tuple[Tensor, Tensor]:
-        """Position of the first token of each query tile and of each key tile, [S, tiles] int64.
+        """Position of the first token of each query tile and each key tile, [tile sets, tiles].
 
         Neighbours in a tile are `step` positions apart.
         """
@@ -74,7 +74,7 @@ class Pass:
 
     @cached_property
     def num_entries(self) -> Tensor:
-        """[Bt, Ht] number of entries in each table."""
+        """Number of visited pairs of tiles by batch entry and head; a dim is 1 if all share it."""
         return self.row_ptr[..., -1].long()
 
     def table_of(self, head: int, num_heads: int) -> int:
@@ -82,12 +82,12 @@ class Pass:
         return head * self.row_ptr.shape[1] // max(1, num_heads)
 
     def query_tiles(self) -> Tensor:
-        """[Bt, Ht, entries] query tile of each entry; for padding, the number of query tiles."""
+        """Query tile of each item of `key_tile`; for its padding, the number of query tiles."""
         return row_of(self.row_ptr, self.key_tile.shape[-1])
 
     @cached_property
     def transpose(self) -> Transpose:
-        """The table sorted by key tile, then query tile, for backward; built on first use."""
+        """The tables sorted by key tile, then query tile, for backward; built on first use."""
         tiles, entries = self.key_start.shape[-1], self.key_tile.shape[-1]
         real = torch.arange(entries, device=self.key_tile.device) < self.num_entries[..., None]
         key = torch.where(real, self.key_tile.long(), tiles)
@@ -119,14 +119,14 @@ class Pass:
 
     @property
     def walked_as(self) -> "Pass":
-        """The pass whose tile order kernels use: for a result of `cut` its `whole`, or itself."""
+        """The pass whose tile order kernels use: `whole` if `cut` made this pass, else itself."""
         whole: Pass = vars(self).get("_whole", self)
         return whole
 
     def cut(self, query_stop: Tensor, key_stop: Tensor, whole: "Pass") -> "Pass":
         """Returns a copy with fewer queries and keys; kernels use the tile order of `whole`.
 
-        `whole` is a pass with the same entries, and a bitmap for each pair that a copy shortens.
+        `whole` has the same pairs of tiles, and a bitmap for each that a cut may shorten.
         """
         other = self.like(query_stop=query_stop, key_stop=key_stop)
         vars(other)["_whole"] = whole
@@ -184,7 +184,7 @@ class BlockLayout:
         return copy
 
     def ready(self) -> "BlockLayout":
-        """Returns itself after making the current stream wait until its tables are complete."""
+        """Makes the current CUDA stream wait until the tables are complete; returns the layout."""
         if self.built is not None:
             computed = (vars(self).get(name) for name in ("entry_counts", "first_entry"))
             of_passes = (x for p in self.passes for x in p.tensors())
@@ -193,25 +193,25 @@ class BlockLayout:
 
     @property
     def num_pairs(self) -> int | float:
-        """Exact number of pairs with multiplicity, mean over batch entries and query heads."""
+        """Exact number of pairs (once per branch), mean over batch entries and query heads."""
         pairs = float(self.pairs)
         return int(pairs) if pairs.is_integer() else pairs
 
     @cached_property
     def entry_counts(self) -> Tensor:
-        """[passes, Bt, Ht] number of visited pairs of tiles in each table."""
+        """Number of visited pairs of tiles in each table, [passes, *table_shape]."""
         batch, heads = self.table_shape
         counts = [stretched(p.num_entries, batch, heads) for p in self.passes]
         return torch.stack(counts) if counts else torch.zeros(0, batch, heads, dtype=torch.int64)
 
     @cached_property
     def first_entry(self) -> Tensor:
-        """[passes, Bt, Ht] index of each pass's first entry in the result of `entries`."""
+        """Index in `entries(...)` of each pass's first pair of tiles, [passes, *table_shape]."""
         return self.entry_counts.cumsum(0) - self.entry_counts
 
     @cached_property
     def entry_slots(self) -> Tensor:
-        """[Bt, Ht, entries] `Pass.slot` of each entry of all passes; -1 if its pass has none."""
+        """`Pass.slot` of the visited pairs of tiles, pass after pass; -1 where a pass has None."""
         if len(self.passes) == 1 and self.passes[0].slot is not None:
             return self.passes[0].slot
         shapes = [self.table_shape, *(p.slot.shape for p in self.passes if p.slot is not None)]
@@ -234,13 +234,13 @@ class BlockLayout:
 
     @property
     def num_blocks(self) -> int:
-        """Number of visited entries; the maximum over heads and batch entries."""
+        """Number of visited pairs of tiles; the maximum over heads and batch entries."""
         counts = self.entry_counts.sum(0)
         return int(counts.max()) if counts.numel() else 0
 
     @property
     def density(self) -> float:
-        """Visited entries x block_size ** 2 / (Nq x Nk), mean over batch entries and heads."""
+        """Visited tile pairs x block_size ** 2 / (q_len x kv_len), mean over batch and heads."""
         dense = self.frame.q_len * self.frame.kv_len
         if not dense:
             return 0.0
@@ -254,9 +254,10 @@ class BlockLayout:
         return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
 
     def entries(self, batch: int = 0, head: int = 0) -> Tensor:
-        """[n, 4]: first query position, first key position, query count, key count of each entry.
+        """First query position, first key position, query count and key count of each tile pair.
 
-        In table order, pass after pass: the order of `block_bias` and of `BlockWeights.values`.
+        Returns: [n, 4] int64 for the n pairs of tiles that a head visits, pass after pass, in the
+            order of `block_bias` and of `BlockWeights.values`.
         """
         rows = []
         tables = max((p.row_ptr.shape[0] for p in self.passes), default=1)
@@ -273,7 +274,7 @@ class BlockLayout:
         return torch.cat(rows) if rows else torch.zeros(0, 4, dtype=torch.int64)
 
     def table(self, p: Pass, batch: int, head: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        """(query tile, key tile, bitmap) of each entry of a head, and the index of its tile set."""
+        """Returns query tile, key tile and bitmap of a head's entries, and its set of tiles."""
         b = batch if p.row_ptr.shape[0] > 1 else 0
         h = p.table_of(head, self.frame.num_heads)
         n = int(p.num_entries[b, h])
@@ -282,10 +283,10 @@ class BlockLayout:
         return row, key.long(), bitmap.long(), axis
 
     def visits(self, batch: int, head: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
-        """Yields the pairs that one query head visits, pass by pass.
+        """Yields for each pass the pairs of tiles that one query head visits.
 
-        Yields: index of the pass's first entry; then for its n entries the query indices [n, b],
-        the key positions [n, b] and whether each pair attends [n, b, b], with b = block_size.
+        Yields: index of the pass's first pair in `entries`; then for its n pairs of tiles the query
+        indices [n, b], key positions [n, b] and what attends [n, b, b], with b = block_size.
         """
         first, slots = 0, torch.arange(self.block_size, device=self.entry_counts.device)
         for p in self.passes:
@@ -296,10 +297,10 @@ class BlockLayout:
     def cells(
         self, p: Pass, batch: int, head: int, slots: Tensor, part: slice = slice(None)
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Query indices [n, s], key positions [n, s] and which pairs attend [n, s, s].
+        """Returns query indices [n, s], key positions [n, s] and which pairs attend [n, s, s].
 
-        `part` selects n entries of a head; `slots` are the s tokens of each tile to return, counted
-        from its first. Past the end of a tile, the index is q_len and the position kv_len.
+        `part` selects n of the pairs of tiles that a head visits, `slots` s tokens of each tile, by
+        their place in it. Past the end of a tile, the index is q_len and the position kv_len.
         """
         row, key, bitmap, axis = self.table(p, batch, head)
         row, key, bitmap = row[part], key[part], bitmap[part]
@@ -315,13 +316,16 @@ class BlockLayout:
         return q, k, pairs
 
     def to_dense(self) -> Tensor:
-        """[Bt, H or 1, Nq, Nk] int64 counts rebuilt from tiles and bitmaps; for small inputs."""
+        """Counts how often each query sees each key: [B or 1, H or 1, q_len, kv_len] int64."""
         shared = self.table_shape[1] == 1 and all(len(p.query_start) == 1 for p in self.passes)
         frame = self.frame if not shared else self.frame._replace(num_heads=1, num_kv_heads=1)
         return (replace(self, frame=frame).entry_of_pairs(self.table_shape[0]) >= 0).sum(0)
 
     def entry_of_pairs(self, batch: int) -> Tensor:
-        """[passes, batch, H, Nq, Nk] number of the entry that has each pair, -1 for no entry."""
+        """Index in `entries` of the tile pair that has each (query, key) pair, -1 if there is none.
+
+        Returns: [passes, batch, H, q_len, kv_len] int64.
+        """
         frame = self.frame
         shape = (len(self.passes), batch, frame.num_heads, frame.q_len + 1, frame.kv_len + 1)
         number = torch.full(shape, -1)
@@ -340,7 +344,7 @@ class BlockLayout:
         )
 
     def __str__(self) -> str:
-        """One line of figures, then a drawing of the first head's pattern, queries downwards."""
+        """Returns a line of figures, then a drawing of the first head, queries downwards."""
         figures = (
             f"BlockLayout {self.frame.q_len} x {self.frame.kv_len} tokens, blocks of "
             f"{self.block_size}: {self.num_blocks} visited in {len(self.passes)} "
@@ -351,7 +355,7 @@ class BlockLayout:
 
 
 def slots_of(start: Tensor, stop: Tensor, step: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """[..., block_size] tokens of each tile, and whether each token lies below `stop`."""
+    """Returns the tokens of each tile [..., block_size], and whether each lies below `stop`."""
     tokens = start[..., None] + step * torch.arange(block_size, device=start.device)
     return tokens, tokens < stop[..., None]
 
@@ -368,7 +372,7 @@ def stretched(table: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def row_of(row_ptr: Tensor, entries: int) -> Tensor:
-    """Row of each entry 0, 1, ..., entries - 1 in a CSR table; past its end, the row count."""
+    """Returns the rows of items 0 to entries - 1 of a CSR table; past its end, the row count."""
     position = torch.arange(entries, device=row_ptr.device).expand(*row_ptr.shape[:-1], -1)
     ends = row_ptr[..., 1:].long().contiguous()
     return torch.searchsorted(ends, position.contiguous(), right=True)

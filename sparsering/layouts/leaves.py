@@ -24,34 +24,34 @@ FOREVER = 1 << 62
 
 
 class Repeats(NamedTuple):
-    """Pairs repeat every `period` positions from `first` on; if `empty`, none attend from there."""
+    """From position `first` on, the pairs that attend repeat every `period` positions."""
 
     first: int
     period: int
-    empty: bool = False
+    empty: bool = False  # True if no pair attends from position `first` on
 
 
 class Condition:
     """Condition on a query and a key position, counted from the sequence's or document's start."""
 
     convex: bool = False  # True if the queries that see a key have no gap between them
-    moving: "Sequence[Condition]" = ()  # parts that are not convex, which `queries` ignores
+    moving: "Sequence[Condition]" = ()  # parts that are not convex; `queries` ignores them
     settled: bool = True  # True if `before` is exact, False if it is an upper bound
 
     def status(self, pairs: TilePairs) -> Tensor:
-        """For each pair of tiles: EMPTY (no position pair holds), FULL (all hold), else VARIES."""
+        """Returns EMPTY (no position pair holds), FULL (all hold) or VARIES for each tile pair."""
         raise NotImplementedError
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
-        """Integer columns, one row per pair of tiles: if VARIES, equal rows mean equal bitmaps."""
+        """Returns integer columns; VARIES pairs of tiles of equal integers have equal bitmaps."""
         raise NotImplementedError
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
-        """Superset of the tile pairs that are not EMPTY; `origin`: document of each query tile."""
+        """Returns all pairs of tiles that may attend; `origin`: document of each query tile."""
         return with_any_key(queries, keys, torch.arange(len(queries)))
 
     def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """First and last query that see each key, for `convex` conditions; None for no bound."""
+        """Returns the first and last query that see each key, if `convex`; None: no bound."""
         raise NotImplementedError
 
     def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
@@ -67,11 +67,11 @@ class Condition:
         return x if first is None else torch.where(x >= first, x, -1)
 
     def future(self, stop: int) -> Repeats | None:
-        """Period with which later queries visit the keys below `stop`; None if unknown."""
+        """Returns the period of the queries that see the keys below `stop`; None if unknown."""
         return None
 
     def shifted(self) -> Repeats | None:
-        """Amount by which query and key may both shift without a change; None if unknown."""
+        """Returns by how much query and key may both shift without a change; None if unknown."""
         return None
 
 
@@ -186,7 +186,7 @@ class OnGrid(Condition):
     residue: int
 
     def _place(self, pairs: TilePairs) -> tuple[Tensor, Tensor]:
-        """(index of a tile's first position in its segment, whether the tile ends in it)."""
+        """Returns (place of a tile's first position in its segment, does the tile end in it?)."""
         tile = pairs.q if self.of_query else pairs.k
         first = (tile.start - pairs.origin.start) % self.segment
         return first, first + tile.last - tile.start < self.segment
@@ -216,7 +216,7 @@ class OnGrid(Condition):
             return super().before(k, x, frame)
         if self.residue >= self.segment:
             return torch.full_like(x, -1)
-        # In each segment, end - 1 is the index of the last position on the grid.
+        # In each segment, counted from its start, end - 1 is the last position on the grid.
         end = self.segment - (self.segment - 1 - self.residue) % self.rate
         place = _remainder(x, self.segment) - self.residue
         near, far = _remainder(place, self.rate), place + (self.residue + 1 + self.segment - end)
@@ -272,7 +272,7 @@ class SameDocument(Condition):
     convex = True
 
     def document_of(self, position: Tensor) -> Tensor:
-        """Document number; -1 before the first document, len(starts) - 1 past the last."""
+        """Index of the document; -1 before the first document, len(starts) - 1 past the last."""
         return torch.searchsorted(self.starts, position, right=True) - 1
 
     def status(self, pairs: TilePairs) -> Tensor:
@@ -291,7 +291,8 @@ class SameDocument(Condition):
             for tile in (pairs.q, pairs.k)
             for edge in (begin, torch.minimum(end, tile.last + tile.step))
         ]
-        several = torch.where(high > low, 1 + torch.arange(len(low)), 0)  # unique: shares no bitmap
+        # Pairs of tiles that share several documents get unique values, so they share no bitmap.
+        several = torch.where(high > low, 1 + torch.arange(len(low)), 0)
         return [several, *(torch.where(high > low, 0, side) for side in sides)]
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
@@ -307,7 +308,7 @@ class SameDocument(Condition):
 
 
 def with_any_key(queries: Axis, keys: Axis, rows: Tensor) -> Spans:
-    """Pairs the query tiles with numbers `rows` with all key tiles of their residue class."""
+    """Pairs each query tile of index in `rows` with all key tiles of its residue class."""
     return spans_of_positions(queries, keys, rows, rows * 0, rows * 0 + _end(keys))
 
 
@@ -316,5 +317,5 @@ def _end(axis: Axis) -> int:
 
 
 def _remainder(x: Tensor, modulus: int) -> Tensor:
-    """Returns x % modulus; for powers of two by a bit mask, ten times as fast as a division."""
+    """Returns x % modulus; a bit mask is ten times as fast as a division for powers of two."""
     return x % modulus if modulus & (modulus - 1) else x & (modulus - 1)

@@ -2,7 +2,7 @@
 
     last_visits(Causal() & SlidingWindow(511), 0, 4)       ->  [tensor([511, 512, 513, 514])]
 
-They decide which keys a cache still needs (`live_keys`) and how large it grows (`cache_bound`).
+Lifetimes decide which keys a cache needs (`live_keys`) and how large it grows (`cache_bound`).
 In a sequence without end, visits to a key become periodic in the query position: a key that is
 visited in one whole period is visited forever.
 """
@@ -30,7 +30,7 @@ _KEYS_AT_A_TIME = 1 << 16
 _TILE, _SPLIT = 1 << 10, 1 << 10  # keys in the smallest tile; parts of each larger tile
 _MOST_POSITION = 1 << 60
 _MOST_PERIOD = 1 << 40  # longest period of a pattern, in queries
-_MOST_SHIFT = 1 << 26  # most positions examined for `cache_bound` without end
+_MOST_SHIFT = 1 << 26  # most positions that `cache_bound` examines in an endless sequence
 
 
 def last_visits(
@@ -128,7 +128,7 @@ class _Sequence(NamedTuple):
         return keys
 
     def last_of(self, rule: Condition, k: Tensor, first_query: int) -> Tensor:
-        """Last query at `first_query` or later that visits each key, or -1."""
+        """Last query at `first_query` or later that visits each key; -1: none, FOREVER: endless."""
         if self.length is not None:
             return self._descend(rule, k, self.length - 1, first_query)
         repeats = rule.future(int(k[-1]) + 1)
@@ -147,14 +147,14 @@ class _Sequence(NamedTuple):
         """Last query in [least, most] that visits each key, or -1."""
         last = rule.before(k, torch.full_like(k, most), self.frame)
         pending = torch.nonzero((last < most) & (last >= least) & (not rule.settled))[:, 0]
-        while len(pending):  # keys whose upper bound may not be exact yet
+        while len(pending):  # keys for which `last` is not known to be exact
             above = last[pending]
             below = last[pending] = rule.before(k[pending], above, self.frame)
             pending = pending[(below < above) & (below >= least)]
         return last.masked_fill_(last < least, -1)
 
     def keys_seen_after(self, length: int, rule: Condition) -> Iterator[Tensor]:
-        """Yields, some at a time, the keys below `length` in tiles that later queries may visit."""
+        """Yields, in parts, all keys below `length` of those tiles that later queries may visit."""
         end = FOREVER if self.length is None else self.length
         begin, size = torch.zeros(min(1, length, end - length), dtype=torch.int64), _TILE
         while size < length:
@@ -174,7 +174,7 @@ class _Sequence(NamedTuple):
                 yield key
 
     def shifted(self) -> Repeats:
-        """Amount by which query and key positions may both shift without a change."""
+        """Returns by how much query and key positions may both shift without a change."""
         repeats = AnyOf(self.rules.values()).shifted()
         if repeats is None:
             raise self.needs_length("a mask whose period is not known")
@@ -190,7 +190,8 @@ class _Sequence(NamedTuple):
         if (later == FOREVER).any():
             return None
         age = (later - torch.arange(first, first + period)).clamp(min=0)
-        whole, rest = age // period, age % period  # age of n periods: n such keys live at once
+        # Each key has a copy per period. If it lives n whole periods, n copies live at once.
+        whole, rest = age // period, age % period
         ends = torch.bincount(torch.arange(period) + rest, minlength=2 * period)
         change = (torch.arange(2 * period) < period).long() - ends
         wave = change.cumsum(0).view(2, period).sum(0)  # further live keys, by place in a period

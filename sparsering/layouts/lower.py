@@ -71,11 +71,11 @@ def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
 
 
 def _near(left: int | None, right: int | None) -> list[Condition]:
-    """Conditions that say p - left <= k <= p + right; None is no bound on that side."""
+    """Returns conditions for p - left <= k <= p + right; None for a side sets no bound there."""
     parts: list[Condition] = [] if left is None else [Linear(-1, 1, -left)]
     return parts if right is None else [*parts, Linear(1, -1, -right)]
 
 
 def _in_blocks(mask: BlockwiseMask, levels: Sequence[Sequence[Condition]]) -> Condition:
-    """Condition of a blockwise mask: block numbers meet all conditions of one of `levels`."""
+    """Condition that block indices meet all conditions of at least one item of `levels`."""
     return InBlocks(mask, AllOf((Linear(1, 0, 0), AnyOf(map(AllOf, levels)))))

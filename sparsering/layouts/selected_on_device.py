@@ -84,7 +84,7 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
 def selection_of(
     pattern: Pattern, frame: Frame, block_size: int
 ) -> tuple[SelectedBlocks, bool] | None:
-    """(selection, whether `Causal` joins it) if `selected_layout` takes the pattern, or None."""
+    """Returns (selection, is it joined to `Causal`?), or None for other patterns and tile sizes."""
     masks = pattern.masks if isinstance(pattern, And) else (pattern,)
     selections = [mask for mask in masks if isinstance(mask, SelectedBlocks)]
     causal = any(isinstance(mask, Causal) for mask in masks)
@@ -99,11 +99,11 @@ def selection_of(
 
 
 def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int, alone: bool) -> Pass:
-    """Adds `Pass.slot`: where the mask's one selection lists the key block of each entry.
+    """Adds `Pass.slot`: where the mask's selection lists the key block of each pair of tiles.
 
-    Returns the pass itself if the mask has no or several selections, if an entry spans several rows
-    or blocks, or if the mask has several passes (not `alone`) and tiles do not divide the
-    selection's blocks: then the first pass may lack selected pairs (see `terms`).
+    Returns the pass unchanged if the mask does not have exactly one selection, or a tile spans
+    several of its rows or blocks. Also if the mask has several passes (not `alone`) and tiles do
+    not divide the selection's blocks: then the first pass may lack selected pairs (see `terms`).
     """
     selections = selections_of(mask)
     if len(selections) != 1 or p.step > 1 or p.query_origin is not None:
@@ -131,14 +131,14 @@ def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int, alone: bool) 
 
 
 def _each_in_one(start: Tensor, stop: Tensor, size: int) -> bool:
-    """Whether each tile lies within one aligned block of `size` positions."""
+    """Whether each tile lies in one block of `size` positions; blocks begin at multiples of it."""
     return bool((start // size == torch.maximum(start, stop - 1) // size).all())
 
 
 def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Causal bitmaps of query tiles and the key tiles that contain them: (index of each, bitmaps).
+    """Causal bitmaps of each query tile with the key tile that contains it: (indices, bitmaps).
 
-    `first`: first position of each query tile; the first query tile may begin within its row.
+    `first`: first position of each query tile; the first tile may begin within a selection's row.
     """
     places = torch.arange(block_size, device=first.device)
     offsets, number = places[::tokens], first % block_size // tokens
@@ -151,14 +151,14 @@ def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tup
 
 
 def _above_diagonal(first: Tensor, last: Tensor, frame: Frame, block_size: int) -> Tensor:
-    """Counts the pairs of each query tile with a later key of the key tile that contains it."""
+    """Counts the pairs of each query tile with later keys of the key tile that contains it."""
     end = ((first // block_size + 1) * block_size).clamp(max=frame.kv_len)
     hidden_first, hidden_last = ((end - 1 - x).clamp(min=0) for x in (first, last))
     return (hidden_first * (hidden_first + 1) - (hidden_last - 1).clamp(min=-1) * hidden_last) // 2
 
 
 def _packed(nothing: Tensor, *tables: Tensor) -> list[Tensor]:
-    """Flattens [B, H, tiles, width] to [B, H, entries]; drops where `nothing` holds, pads by -1."""
+    """Flattens dims [tiles, width] of tables; moves items with `nothing` to the end, as -1."""
     nothing = nothing.flatten(2)
     room = nothing.shape[2]
     place = torch.where(nothing, room, (~nothing).cumsum(-1) - 1)

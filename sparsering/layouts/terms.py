@@ -14,14 +14,15 @@ from .tiles import Grid
 Heads = dict[tuple[Mask, ...], list[tuple[int, int]]]
 """For each tuple of masks, the (batch entry, head) pairs that have these masks."""
 
-_MOST_SPLIT = 256  # most masks after the split; `&` of two unions multiplies their numbers
+_MOST_SPLIT = 256  # most masks after the split; `&` of unions multiplies their sizes
 
 
 def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
-    """Splits a mask into masks whose union it is, one for each `Grid` of tiles: (grid, mask).
+    """Splits a mask into masks that together have its pairs, and that each fit one grid of tiles.
 
-    A pair in several of these masks counts in the first. With a selection, the first mask has all
-    selected pairs, on the plain grid: a query tile lies in one row of it, a key tile in one block.
+    Returns: (grid, mask) for each. A pair in several masks belongs to the first of them. If the
+        mask has one selection and tiles divide its blocks, the first mask has all selected pairs.
+        Its grid has step 1, so that no tile spans several rows or blocks of the selection.
     """
     found, plain = _split(mask, block_size), Grid(1, block_size)
     selections = selections_of(mask)

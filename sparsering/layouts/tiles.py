@@ -1,4 +1,4 @@
-"""Tiles of token positions; sets of (query tile, key tile) pairs as ranges of pair numbers.
+"""Tiles of token positions, and sets of (query tile, key tile) pairs.
 
 A tile is an arithmetic progression of positions start, start + step, ... below `stop`, at most
 `block_size` of them. A `Grid` is the rule that cuts the queries, and likewise the keys, into tiles.
@@ -23,18 +23,18 @@ Ranges = Sequence[tuple[int, int]]
 class Grid:
     """Rule that cuts positions into segments of equal length, and each segment into tiles.
 
-    The positions of a tile are equal modulo `step`. `residues` is the number of such residue
-    classes that get tiles: 1, or `step` for all. Query tiles visit key tiles of their class alone.
+    All positions of a tile have one residue modulo `step`. `residues` says how many residue classes
+    are cut into tiles: 1, or `step` for all. A query tile visits only key tiles of its own class.
     """
 
     step: int  # distance of neighbouring positions in a tile
     segment: int  # tokens in a segment; segments begin at 0, or at each document's start
     residues: int = 1
-    documents: tuple[int, ...] | None = None  # document lengths, if each begins new segments
+    documents: tuple[int, ...] | None = None  # document lengths, if segments restart in each
     anchor: Dilated | None = None  # mask whose offset for a head shifts that head's tiles
 
     def selectivity(self) -> tuple[int, bool, int]:
-        """Sort key: a grid with a higher key has fewer pairs outside the mask in its tiles."""
+        """Sort key: tiles of a grid with a higher key contain fewer pairs outside the mask."""
         return self.step, self.documents is not None, self.segment
 
     def axis(self, ranges: Ranges, block_size: int, offset: int) -> "Axis":
@@ -57,10 +57,10 @@ class Grid:
         return self._tiles(residue, start[tile] + residue + offset, lows[within], stop)
 
     def axis_of_documents(self, low: Tensor, high: Tensor, block_size: int, offset: int) -> "Axis":
-        """Cuts positions [low[d], high[d]) of each document d, counted from its start, into tiles.
+        """Cuts positions [low[d], high[d]), counted in document d, of every document into tiles.
 
-        A tile of residue class r in document d of n stores r * n + d as its class. So query tiles,
-        which visit key tiles of their class alone, stay within their document.
+        A tile of residue class r has `residue` r * n + d, for n documents. So a query tile, which
+        visits only key tiles of equal `residue`, visits only those of its own document.
         """
         documents, first = len(low), low // self.segment
         count = torch.where(high > low, -(-high // self.segment) - first, 0)
@@ -76,9 +76,10 @@ class Grid:
     def _pieces(
         self, begin: Tensor, end: Tensor, low: Tensor, high: Tensor, block_size: int
     ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Cuts segments into pieces of `step * block_size` positions that meet [low, high).
+        """Cuts segments [begin, end) into pieces of `step * block_size` positions.
 
-        Returns: the segment, begin and end of each piece, and the length of the longest segment.
+        Leaves out pieces outside [low, high). Returns: index of the segment, begin and end of each
+        piece; length of the longest segment below `high`.
         """
         reach = self.step * block_size
         length = (torch.minimum(end, high) - begin).clamp(min=0)
@@ -89,20 +90,20 @@ class Grid:
         return segment, start, end, int(length.max()) if len(length) else 0
 
     def _tiles(self, residue: Tensor, start: Tensor, low: Tensor, stop: Tensor) -> "Axis":
-        """Makes one tile per residue class and piece of a segment, from `low` on."""
+        """Makes a tile for each residue class and piece, of the positions from `low` on."""
         start = start + (low - start).clamp(min=0).add(self.step - 1) // self.step * self.step
         start, stop = start.flatten(), stop.repeat(len(start))
         last = start + ((stop - 1 - start).clamp(min=-1) // self.step) * self.step
         return Axis(self.step, residue.flatten(), start, stop, last)
 
     def _residues(self, ranges: Ranges, longest: int) -> Tensor:
-        """Returns the residue classes that occur in segments of at most `longest` tokens."""
+        """Returns the residue classes of `ranges`, in segments of at most `longest` tokens."""
         if self.documents is None and ranges and ranges[-1][1] - ranges[0][0] < self.residues:
             return (torch.arange(ranges[0][0], ranges[-1][1]) % self.residues).unique()
         return torch.arange(min(self.residues, max(1, longest)))
 
     def _segments(self, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Starts and exclusive ends of all segments; without documents, of those in [low, high)."""
+        """Returns starts and ends of segments: all of them in `documents`, else in [low, high)."""
         if self.documents is None:
             first = low // self.segment
             begin = torch.arange(first, max(first, -(-high // self.segment))) * self.segment
@@ -117,7 +118,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class Axis:
-    """All query tiles, or all key tiles, by residue class and position; tensors are [tiles]."""
+    """Query tiles or key tiles, sorted by residue class, then position; tensors are [tiles]."""
 
     step: int  # distance of neighbouring positions in a tile
     residue: Tensor  # residue class; query tiles visit key tiles of equal `residue`
@@ -138,7 +139,7 @@ class Axis:
         )
 
     def runs(self, size: int) -> tuple["Axis", Tensor]:
-        """Joins every `size` neighbouring tiles: (the joined tiles, whether each has no gap)."""
+        """Joins each `size` neighbouring tiles to one: (joined tiles, whether each has no gap)."""
         first = torch.arange(len(self) // size) * size
         end = first + size - 1
         runs = replace(self[first], stop=self.stop[end], last=self.last[end])
@@ -256,11 +257,11 @@ class Spans:
 def spans_of_positions(
     queries: Axis, keys: Axis, row: Tensor, first: Tensor, last: Tensor
 ) -> Spans:
-    """Pairs query tile row[i] with key tiles of its residue class that meet [first[i], last[i]]."""
+    """Pairs query tile row[i] with key tiles of equal `residue` that meet [first[i], last[i]]."""
     if not len(keys) or not len(row):
         return Spans(none := torch.zeros(0, dtype=torch.int64), none)
     highest = int(keys.stop.max()) - 1
-    stride = highest + keys.step + 1  # added once per class, so that classes do not overlap
+    stride = highest + keys.step + 1  # separates the positions of residue classes
     first, last = first.clamp(min=0), last.clamp(max=highest)
     row, first, last = (x[first <= last] for x in (row, first, last))
     lane = queries.residue[row] * stride
