@@ -78,8 +78,8 @@ class LayoutCache:
     ) -> BlockLayout:
         """Returns the cached layout, or builds it; threads that need one layout wait for one build.
 
-        Some layouts are never cached: of patterns with tensors on a GPU, since to compare them is
-        to wait for the GPU; of a selection for a single query, which no other call needs; and those
+        Some layouts are never cached: of patterns with tensors on a GPU, since comparing tensors
+        waits for the GPU; of a selection for a single query, which no other call needs; and those
         built while a CUDA graph is captured, since their tables are empty until the graph runs.
         """
         check_block_size(block_size)

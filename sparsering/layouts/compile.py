@@ -49,7 +49,7 @@ class CompiledPass:
 
     queries: list[Axis]  # query tiles of each kv head, or one Axis for all heads
     keys: list[Axis]  # key tiles of each kv head, or one Axis for all heads
-    tables: list[list[Table]]  # [batch][head]; one item for all, where tables are equal
+    tables: list[list[Table]]  # [batch][head]; a list has one item if all would be equal
     bitmaps: Tensor  # the distinct bitmaps, to which `Table.bitmap` refers
     num_pairs: float  # number of (query, key) pairs, mean over batch entries and heads
     branch: int = 0  # index of the mask in a mixture `a + b`

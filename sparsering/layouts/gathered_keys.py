@@ -45,8 +45,8 @@ def page_over(
         frame: lengths and heads, for patterns that depend on them.
         queries: number of queries, at most `block_size`.
 
-    Cost: O(queries keys) for each head and batch entry with other keys or another mask. If all
-        have one mask, the mask is evaluated only on tiles in which some pairs may attend.
+    Cost: O(queries keys) for each head and batch entry that differs in keys or mask. If all have
+        one mask, it is evaluated only on tiles in which some, but not all, pairs may attend.
     """
     return tuple(
         _pass_over(number, branch, positions, live[number], starts, frame, queries, block_size)

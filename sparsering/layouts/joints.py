@@ -203,10 +203,10 @@ class InBlocks(Condition):
 
 @dataclass(frozen=True, eq=False)
 class PerDocument(Condition):
-    """Condition that both positions lie in one document and, counted in it, meet `inner`."""
+    """Condition that query and key lie in one document, in which they meet condition `inner`."""
 
     same: SameDocument
-    inner: Condition
+    inner: Condition  # on positions counted from the document's start
     asks_length: bool  # whether `inner` depends on the length of the document
 
     @property
@@ -214,7 +214,7 @@ class PerDocument(Condition):
         return self.inner.settled
 
     def _document(self, first: Tensor, last: Tensor, origin: Origin) -> tuple[Tensor, Origin]:
-        """Returns (are `first` and `last` in one document?, `Origin` of that of `first`)."""
+        """Returns (does one document have both?, `Origin` of the document of `first`)."""
         starts = self.same.starts
         number = self.same.document_of(first - origin.start)
         inside = (number == self.same.document_of(last - origin.start)) & (number < len(starts) - 1)
@@ -300,7 +300,7 @@ class Declared(Condition):
         result = torch.full_like(x, -1)
         chosen = torch.nonzero(x >= 0)[:, 0]
         k, x = k[chosen], x[chosen]
-        step = torch.zeros_like(x)  # queries from x down that do not see the key; 0: not known yet
+        step = torch.zeros_like(x)  # number of queries from x down that do not see the key
         for leap in _LEAPS:
             step = torch.where(step == 0, leap * self._is_empty(k, x, leap, frame), step)
         near = torch.nonzero(step == 0)[:, 0]

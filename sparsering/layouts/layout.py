@@ -274,7 +274,7 @@ class BlockLayout:
         return torch.cat(rows) if rows else torch.zeros(0, 4, dtype=torch.int64)
 
     def table(self, p: Pass, batch: int, head: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Returns query tile, key tile and bitmap of a head's entries, and its set of tiles."""
+        """Returns query tile, key tile, bitmap of a head's entries; index of its set of tiles."""
         b = batch if p.row_ptr.shape[0] > 1 else 0
         h = p.table_of(head, self.frame.num_heads)
         n = int(p.num_entries[b, h])

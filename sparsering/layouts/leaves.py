@@ -43,7 +43,7 @@ class Condition:
         raise NotImplementedError
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
-        """Returns integer columns; VARIES pairs of tiles of equal integers have equal bitmaps."""
+        """Returns integers for each tile pair; VARIES pairs with equal ones have equal bitmaps."""
         raise NotImplementedError
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:

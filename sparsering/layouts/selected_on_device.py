@@ -158,7 +158,7 @@ def _above_diagonal(first: Tensor, last: Tensor, frame: Frame, block_size: int) 
 
 
 def _packed(nothing: Tensor, *tables: Tensor) -> list[Tensor]:
-    """Flattens dims [tiles, width] of tables; moves items with `nothing` to the end, as -1."""
+    """Flattens dims [tiles, width]; moves items where `nothing` is True to the end, as -1."""
     nothing = nothing.flatten(2)
     room = nothing.shape[2]
     place = torch.where(nothing, room, (~nothing).cumsum(-1) - 1)

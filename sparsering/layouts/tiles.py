@@ -57,7 +57,7 @@ class Grid:
         return self._tiles(residue, start[tile] + residue + offset, lows[within], stop)
 
     def axis_of_documents(self, low: Tensor, high: Tensor, block_size: int, offset: int) -> "Axis":
-        """Cuts positions [low[d], high[d]), counted in document d, of every document into tiles.
+        """Cuts each document d into tiles: positions [low[d], high[d]), counted from its start.
 
         A tile of residue class r has `residue` r * n + d, for n documents. So a query tile, which
         visits only key tiles of equal `residue`, visits only those of its own document.
