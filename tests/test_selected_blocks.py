@@ -313,11 +313,11 @@ def test_what_does_not_fit_is_told():
         sr.SelectedBlocks(chosen.indices, 16, 3)
     late = sr.SelectedBlocks(chosen.indices[:, :, 5:], 16, 4, first_row=5)
     with pytest.raises(
-        ValueError, match=r"begins with row 5, of the queries from 20 on, got .* at 0"
+        ValueError, match=r"for the first query, at position 0, got first_row=5, which begins at 20"
     ):
         attend(late)
     after_all = sr.SelectedBlocks(chosen.indices, 16, 4, first_row=100)
-    with pytest.raises(ValueError, match=r"begins with row 100, of the queries from 400 on"):
+    with pytest.raises(ValueError, match=r"got first_row=100, which begins at 400"):
         attend(after_all)
     with pytest.raises(ValueError, match=r"cover 13 query blocks of 4"):
         attend(sr.SelectedBlocks(chosen.indices[:, :, 1:], 16, 4))

@@ -23,14 +23,15 @@ from .frame import Restarts as Restarts
 if TYPE_CHECKING:
     from ..layouts.layout import BlockLayout
 
-# A user may register several classes under one name: expressions number them, `repr` does not.
+# Classes registered under one name are numbered in expressions; `repr` leaves the numbers out.
 _VERSION = re.compile(r"__v\d+(?=\()")
 
 
 class Pattern:
     """Base class of masks and mixtures: a frozen value that says which pairs attend.
 
-    `expression` is its text, in which t0, t1, ... stand for its `tensors`; `parse` reads both.
+    `expression` is its text, in which t0, t1, ... stand for its `tensors`. `parse` builds an equal
+    pattern from the two.
     """
 
     expression: str
@@ -39,7 +40,7 @@ class Pattern:
     __array_ufunc__ = None  # makes `array & pattern` call the pattern's operator, not NumPy's
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Raises TypeError: a registered class is a dataclass, which has its own `__init__`."""
+        """Raises TypeError: only an unregistered class lacks the `__init__` of a dataclass."""
         name = type(self).__name__
         raise TypeError(
             f"{name} is no pattern yet; put @sparsering.register_pattern above its class"
@@ -79,7 +80,7 @@ class Pattern:
         return alike and all(map(same_tensor, self.tensors, other.tensors))
 
     def __hash__(self) -> int:
-        """Hashes by content, once; reads tensors only on the CPU, to wait for no device."""
+        """Hashes by content, once. Of a GPU tensor it hashes only the shape, to avoid a sync."""
         if "_hash" not in vars(self):
             content = (digest_of(tensor) for tensor in self.tensors)
             object.__setattr__(self, "_hash", hash((type(self), self.expression, *content)))
@@ -91,7 +92,7 @@ class Pattern:
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles by arguments, since hashes and class versions differ by process."""
+        """Copies and pickles only the arguments: hashes and class numbers differ by process."""
         return type(self), tuple(self._values())
 
     @property
@@ -148,11 +149,11 @@ class Pattern:
 
         Args:
             q_len, kv_len, num_heads, num_kv_heads, q_start: as for `to_dense`.
-            block_size: a multiple of 16 from 16 to 256; default the choice of `attention`, unless
-                `sparsering tune` measured a better size on this machine.
+            block_size: tokens per tile, a multiple of 16 from 16 to 256; default: as `attention`
+                chooses on a machine where `sparsering tune` has not run.
             device: device of the tables.
 
-        Raises: ValueError if the pattern is for other lengths or heads.
+        Raises: ValueError if the pattern requires other lengths or heads.
 
         Cost: O(visited blocks) time and memory.
         """
@@ -173,18 +174,19 @@ class Pattern:
         num_kv_heads: int | None = None,
         max_length: int | None = None,
     ) -> list[Tensor]:
-        """The keys that later queries still visit: what a cache must hold after `length` tokens.
+        """Returns the keys that a cache must store after `length` tokens: later queries visit them.
 
         Args:
             length: tokens so far.
             num_heads, num_kv_heads: as for `to_dense`.
-            max_length: most tokens of the sequence; default the length that the pattern is for,
-                else no end. `RandomBlocks` and custom masks need it.
+            max_length: upper bound of the sequence's tokens; default: the length that the pattern
+                requires, else no bound. `RandomBlocks` and custom masks need it.
 
-        Returns: for each kv head the positions below `length`, int64, ascending, that some query of
-            its query heads visits, in any branch or batch entry; `SelectedBlocks` may visit all.
+        Returns: for each kv head, int64 positions below `length`, ascending, that a later query of
+            one of its query heads visits in any branch or batch entry. `SelectedBlocks` counts as
+            a mask that visits all keys, since later selections are unknown.
 
-        Raises: ValueError if the pattern needs a `max_length`, or is for other lengths or heads.
+        Raises: ValueError if the pattern needs a `max_length`, or requires other lengths or heads.
 
         Cost: O(keys that may be live) for each distinct mask; custom masks are evaluated on pairs.
 
@@ -199,11 +201,11 @@ class Pattern:
     def cache_bound(
         self, *, num_heads: int = 1, num_kv_heads: int | None = None, max_length: int | None = None
     ) -> int | None:
-        """The most keys of a kv head that are ever live at once; None if there is no bound.
+        """Returns the largest number of live keys that a kv head ever has; None if unbounded.
 
-        It is the length of the longest result of `live_keys`, which has the same arguments.
+        It is the length of the longest tensor that `live_keys` returns for any `length`.
 
-        Raises: as `live_keys`, and if the pattern repeats only after more than 2^26 tokens.
+        Raises: ValueError as `live_keys`, and if the pattern's period is over 2^26 tokens.
 
         Cost: O(max_length), or O(tokens after which the pattern repeats), for each distinct mask.
         """
@@ -212,12 +214,12 @@ class Pattern:
         return cache_bound(self, num_heads, num_kv_heads, max_length)
 
     def check(self, frame: Frame) -> None:
-        """Raises ValueError if the pattern is for other lengths or heads."""
+        """Raises ValueError if the pattern requires other lengths or heads than the frame's."""
         for mask in self._components():
             mask.check(frame)
 
     def num_batches(self) -> int | None:
-        """The batch size that the pattern is for, None for any."""
+        """Returns the batch size that the pattern requires; None if any batch size fits."""
         sizes = {self._own_batches(), *(mask.num_batches() for mask in self._components())} - {None}
         if len(sizes) > 1:
             raise ValueError(
@@ -227,11 +229,11 @@ class Pattern:
         return sizes.pop() if sizes else None
 
     def _own_batches(self) -> int | None:
-        """The batch size that the class's own fields are for, None for any."""
+        """Returns the `num_batches` that this class's own fields require; None if any fits."""
         return None
 
     def num_tables(self, frame: Frame) -> int:
-        """Number of heads with different pairs: 1, num_kv_heads or num_heads."""
+        """Returns how many heads need tables of their own: 1, num_kv_heads or num_heads."""
         return max((mask.num_tables(frame) for mask in self._components()), default=1)
 
     def _components(self) -> "tuple[Mask, ...]":
@@ -255,7 +257,7 @@ class Pattern:
         return 1 if self.restarts is None else max(1, len(self.restarts[0]))
 
     def coordinates(self, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
-        """Query positions [Nq], key positions [Nk], and each query's dropout stream [Nq]."""
+        """Returns query positions [Nq], key positions [Nk] and dropout streams of queries [Nq]."""
         if self.restarts is None:
             query = torch.arange(frame.q_start, frame.q_start + frame.q_len)
             return query, torch.arange(frame.kv_len), query * 0
@@ -278,7 +280,8 @@ class Pattern:
     def __add__(self, other: object) -> Any:
         return _combined("+", self, other)
 
-    __rand__, __ror__, __radd__ = __and__, __or__, __add__  # raise TypeError: left is no pattern
+    # Python calls these if the left side is no pattern; they raise TypeError.
+    __rand__, __ror__, __radd__ = __and__, __or__, __add__
 
 
 class Mask(Pattern):
@@ -297,31 +300,31 @@ class Mask(Pattern):
         raise NotImplementedError
 
     def at(self, batch: int, head: int, frame: Frame) -> "Mask":
-        """Returns the mask of one query head of one batch entry, the same for all heads."""
+        """Returns the mask of one query head of one batch entry; by default, all have this mask."""
         return self
 
     def status(
         self, q_first: Tensor, q_last: Tensor, k_first: Tensor, k_last: Tensor, frame: Frame
     ) -> Tensor | None:
-        """Whether all, some or no pairs of two tiles hold; makes layouts of a custom mask fast.
+        """Classifies n (query tile, key tile) pairs; a custom mask may define it for fast layouts.
 
-        Args: first and last query and key position of n pairs of tiles, int64 [n]; the positions of
-            a tile need not be neighbours.
+        Args: first and last position of each query tile and key tile, int64 [n]. A tile may contain
+            only some of the positions between the two.
 
-        Returns: [n], 0 if no position pair of the two tiles holds, 2 if all hold, 1 if some hold or
-            it is unknown; None if all are unknown.
+        Returns: int64 [n]: 2 if the mask holds for all position pairs of the two tiles, 0 if it
+            holds for none, 1 otherwise or if unknown. None means that all n are unknown.
         """
         return None
 
     def candidates(
         self, q_first: Tensor, q_last: Tensor, frame: Frame
     ) -> tuple[Tensor, Tensor] | None:
-        """Range of keys that each query tile may see; makes layouts of a custom mask fast.
+        """Bounds the keys that n query tiles see; a custom mask may define it for fast layouts.
 
-        Args: first and last query position of n tiles, int64 [n].
+        Args: first and last position of each query tile, int64 [n].
 
-        Returns: first and last key position of each range, [n] and [n]; no pair outside holds. None
-            if any key may pair.
+        Returns: (first, last) key position that each tile may see, int64 [n] each. None means that
+            a tile may see any key.
         """
         return None
 
@@ -354,7 +357,7 @@ class Mixture(_Combination):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _SetOperation(_Combination, Mask):
-    """Base of `And` and `Or`, which are masks again; `Mixture` is not."""
+    """Base of `And` and `Or`, which are masks themselves, unlike `Mixture`."""
 
     join: ClassVar[Any]
 
@@ -387,7 +390,7 @@ class Or(_SetOperation):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Not(Mask):
-    """Complement of a mask; layouts use it to count a pair in one pass (`layout.Pass`) alone."""
+    """Complement of a mask; with it, layouts count each pair in only one pass (`layout.Pass`)."""
 
     mask: Mask
 
@@ -415,7 +418,7 @@ def joined_masks(pattern: Pattern) -> Iterator[Mask]:
 
 
 def check_fits(pattern: Pattern, frame: Frame) -> None:
-    """Raises ValueError, with the pattern's text, if it is for other lengths or heads."""
+    """Calls `pattern.check(frame)`, and adds the pattern's text to its ValueError."""
     try:
         pattern.check(frame)
     except ValueError as error:

@@ -15,7 +15,7 @@ from ..rows import mix
 MOST_TOKENS = 1 << 53
 """The largest length in a pattern, so that sums of positions fit in 64 bits."""
 
-_SAMPLE = 1 << 14  # most numbers of a tensor that its hash reads, evenly spaced
+_SAMPLE = 1 << 14  # a tensor's hash reads at most this many elements, evenly spaced
 
 
 def not_a_pattern(other: object) -> str:
@@ -41,12 +41,12 @@ def shortened(text: str, most: int = 200) -> str:
 def checked_integer(
     name: str, value: object, least: int | None, most: int | None = MOST_TOKENS
 ) -> int:
-    """Returns the value as an int within bounds; errors (TypeError, ValueError) say `name`."""
+    """Returns the value as an int from `least` to `most`; else TypeError or ValueError."""
     try:
         if isinstance(value, bool) or (isinstance(value, Tensor) and value.dtype == torch.bool):
             raise TypeError
         number = operator.index(value)  # type: ignore[arg-type]
-    except (TypeError, RuntimeError):  # tensors without data raise RuntimeError
+    except (TypeError, RuntimeError):  # tensors without data (on meta) raise RuntimeError
         got = shortened(repr(value)) + "; wrap it in int()" * isinstance(value, str | float)
         if isinstance(value, Tensor) and not value.is_nested and value.numel() != 1:
             got = f"a tensor of shape {tuple(value.shape)}; a length is its .shape[2]"
@@ -59,7 +59,7 @@ def checked_integer(
 
 
 def is_finite(number: object) -> bool:
-    """Whether the value is a real number, not a tensor, and in the range of a float."""
+    """Whether the value is a real number (not a tensor) in the range of finite floats."""
     return isinstance(number, Real) and abs(number) <= sys.float_info.max  # type: ignore[operator]
 
 
@@ -84,7 +84,7 @@ def freeze_integer(pattern: object, name: str, *bounds: int | None) -> None:
 
 
 def freeze_integers(pattern: object, name: str, *bounds: int | None) -> None:
-    """Replaces a field of a frozen pattern, a sequence, by a tuple of checked ints."""
+    """Replaces a sequence, a field of a frozen pattern, by a tuple of checked ints."""
     numbers = checked_integers(f"{type(pattern).__name__} {name}", getattr(pattern, name), *bounds)
     object.__setattr__(pattern, name, numbers)
 
@@ -92,7 +92,7 @@ def freeze_integers(pattern: object, name: str, *bounds: int | None) -> None:
 def checked_integers(
     name: str, value: object, least: int | None, most: int | None = MOST_TOKENS
 ) -> tuple[int, ...]:
-    """Returns a sequence, tensor or array as a tuple of ints; errors as `checked_integer`."""
+    """Returns a sequence, tensor or array as a tuple of ints; `checked_integer` checks each."""
     numbers = listed(name, value)
     if isinstance(numbers, str) or not isinstance(numbers, Sequence):
         raise TypeError(f"{name} must be a sequence of ints, got {shortened(repr(value))}")
@@ -124,7 +124,7 @@ def as_float(value: Any) -> float:
 
 
 def checked_number(name: str, value: object, least: float, most: float = math.inf) -> float:
-    """Returns the value as a finite float within bounds; else ValueError that names `name`."""
+    """Returns the value as a finite float from `least` to `most`; else raises ValueError."""
     if isinstance(value, bool) or not is_finite(value) or not least <= value <= most:  # type: ignore[operator]
         bounds = f"from {least:g} up" if most == math.inf else f"from {least:g} to {most:g}"
         raise ValueError(
@@ -151,7 +151,7 @@ def same_tensor(a: Tensor, b: Tensor) -> bool:
 
 
 def digest_of(tensor: Tensor) -> int:
-    """Hashes the shape, and on the CPU a sample of the content; `same_tensor` compares it all."""
+    """Hashes the shape, and on the CPU a sample of the elements too."""
     content = 0
     if tensor.device.type == "cpu" and tensor.numel():
         numbers = tensor.contiguous().flatten()

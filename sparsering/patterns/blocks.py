@@ -1,8 +1,8 @@
 """Masks that are defined block by block, or by a tensor.
 
-Whole blocks of queries see whole blocks of keys. The block size is part of the pattern; its layout
-may have tiles of another size. b = p // block_size is the block of query position p, b' = k //
-block_size the block of key position k; a negative position is in no block.
+In most of them, whole blocks of queries see whole blocks of keys. The block size is part of the
+pattern; its layout may have tiles of another size. Below, b = p // block_size is the block of query
+position p, and b' = k // block_size that of key position k. A negative position is in no block.
 """
 
 import math
@@ -38,11 +38,11 @@ class BlockwiseMask(Mask):
         return pairs & (p >= 0)
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
-        """Whether each query block sees each key block; block numbers are >= 0 and broadcast."""
+        """Whether each query block sees each key block; block indices are >= 0 and broadcast."""
         raise NotImplementedError
 
     def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Ranges of key blocks that query blocks see: (index in q_block, first, inclusive last)."""
+        """Returns ranges of visible key blocks: (index into `q_block`, first block, last block)."""
         raise NotImplementedError
 
 
@@ -102,8 +102,8 @@ class BlockWindow(BlockwiseMask):
 class Hierarchical(BlockwiseMask):
     """The union of block windows over levels (stride, window), in tokens, fine to coarse.
 
-    A window of None has no end. At a level, query blocks with b % max(1, stride // block_size) == 0
-    see the key blocks with abs(b - b') <= (window // block_size) // 2.
+    A window of None is unbounded. At a level, query blocks with b % max(1, stride // block_size) ==
+    0 see the key blocks with abs(b - b') <= (window // block_size) // 2.
     """
 
     levels: tuple[tuple[int, int | None], ...]
@@ -138,7 +138,7 @@ class Hierarchical(BlockwiseMask):
         object.__setattr__(self, "levels", levels)
 
     def in_blocks(self) -> list[tuple[int, int | None]]:
-        """Returns (period of query blocks, radius of the window) of each level, in blocks."""
+        """Returns (distance of its query blocks, radius of its window) per level, in blocks."""
         size = self.block_size
         return [(max(1, s // size), None if w is None else w // size // 2) for s, w in self.levels]
 
@@ -166,9 +166,9 @@ class Hierarchical(BlockwiseMask):
 class RandomBlocks(BlockwiseMask):
     """A block of queries sees its own block of keys and a seeded random choice of others.
 
-    It sees max(1, floor(density * blocks + 0.5)) of the blocks = ceil(Nk / block_size), with 0 <
-    density <= 1. The choice is a function of (seed, kv head, query block, blocks) alone; all heads
-    share it unless `per_head`.
+    With blocks = ceil(Nk / block_size), it sees max(1, floor(density * blocks + 0.5)) key blocks,
+    where 0 < density <= 1. The choice is a function of (seed, kv head, query block, blocks) alone;
+    all heads share it unless `per_head`.
     """
 
     density: float
@@ -204,8 +204,8 @@ class RandomBlocks(BlockwiseMask):
 class _RandomBlocksOfHead(BlockwiseMask):
     """The random key blocks of `RandomBlocks` for one kv head.
 
-    A query block takes the first `count` blocks of a random permutation. If its own (diagonal)
-    block exists, it takes this block and `count - 1` others.
+    A query block takes the first `count` blocks of a random permutation. If there is a key block
+    of equal index (the diagonal), it takes that one, and the first `count - 1` of all others.
     """
 
     density: float
@@ -213,7 +213,7 @@ class _RandomBlocksOfHead(BlockwiseMask):
     key: int
 
     def _row(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """(has a diagonal block, number of draws, blocks to draw from, hash) per query block."""
+        """Per query block: has a diagonal block, number of draws, blocks to draw from, hash."""
         blocks = -(-torch.as_tensor(kv_len) // self.block_size)
         count = (self.density * blocks.double() + 0.5).floor().long().clamp(min=1).minimum(blocks)
         diagonal = q_block < blocks
@@ -242,9 +242,9 @@ class _RandomBlocksOfHead(BlockwiseMask):
 
 
 class Owned(NamedTuple):
-    """Wraps a tensor that nothing writes to, so that a mask on a GPU need not copy it.
+    """Marks a tensor as one that nobody will write to, so that a mask need not copy it on a GPU.
 
-    On a CPU it is still copied: caches store the mask for later calls, when the tensor may differ.
+    On a CPU it is still copied, because caches store the mask for later calls.
     """
 
     tensor: Tensor
@@ -309,9 +309,9 @@ class TensorMask(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Dense(TensorMask):
-    """Any bool mask [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk]; a row is a query *index*.
+    """Any bool mask [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk], for small inputs.
 
-    For small inputs.
+    Row i is for the i-th query of the call, whatever its position.
     """
 
     mask: Tensor
@@ -346,7 +346,7 @@ def lookup(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
 class Blocks(TensorMask, BlockwiseMask):
     """A query p sees the keys k where `active[..., p // block_size, k // block_size]`.
 
-    Positions are absolute: cross attention passes `q_start=0`.
+    Positions p count from the first key, so cross attention usually needs `q_start=0`.
 
     Args:
         active: bool [Qb, Kb], [H, Qb, Kb] or [B, H, Qb, Kb] with H = 1, Hkv or Hq; copied. It must

@@ -78,8 +78,8 @@ def register_pattern(cls: type[Own]) -> type[Own]:
     taken = {"expression", "tensors", *dir(Mask)} & set(vars(cls).get("__annotations__", {}))
     if taken:
         raise TypeError(
-            f"{name} must not call an argument {sorted(taken)[0]!r}, an attribute of every mask; "
-            "rename it"
+            f"{name} must not call an argument {sorted(taken)[0]!r}, because every mask has an "
+            "attribute of this name; rename it"
         )
     pattern = dataclass(frozen=True, repr=False, eq=False)(cls)
     odd = [x.name for x in fields(pattern) if x.kw_only or not x.init]  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ _versions: Counter[str] = Counter()  # number of classes registered under each n
 
 
 def _with_expression(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wraps a custom `__post_init__`, so that the one of `Pattern` always runs too."""
+    """Wraps a user's `__post_init__`, so that `Pattern.__post_init__` always runs too."""
 
     def check(self: Mask) -> None:
         post_init(self)
@@ -159,7 +159,7 @@ def _frozen(label: str, value: object) -> object:
             return value.detach().clone()
         case float() if value != value or value in (float("inf"), float("-inf")):
             raise ValueError(f"{label} must be finite, got {value}; pass None for no bound")
-        case float():  # a subclass may print as text that `parse` cannot read
+        case float():  # the text of a subclass, such as numpy.float64, may be none for `parse`
             return float(value)
         case str():
             return str.__str__(value)

@@ -47,7 +47,7 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Pattern:
 
     Returns: the mask or mixture, equal to the one that printed the text.
 
-    Raises: ValueError that quotes the part which is not a pattern.
+    Raises: ValueError that quotes the part that is not a pattern.
 
     Example:
         >>> parse("Causal() & SlidingWindow(511)") == Causal() & SlidingWindow(511)
@@ -66,7 +66,7 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Pattern:
 def parse_owned(text: str, tensors: Sequence[Tensor]) -> Pattern:
     """Reads a pattern like `parse`; the caller promises not to write to the tensors.
 
-    So a selection on a GPU uses the tensor of its indices without a copy.
+    Therefore a `SelectedBlocks` on a GPU uses its index tensor without a copy.
     """
     return _parse(text, tuple(tensors), owned=True) if tensors else _parse_literal(text)
 
@@ -100,7 +100,7 @@ def _parse(text: str, tensors: tuple[Tensor, ...], owned: bool = False) -> Patte
 class _Reader:
     def __init__(self, text: str, tensors: tuple[Tensor, ...], owned: bool) -> None:
         self.text, self.tensors, self.owned = text.strip(), tensors, owned
-        self.patterns: dict[tuple[object, ...], Pattern] = {}  # equal parts copy tensors once
+        self.patterns: dict[tuple[object, ...], Pattern] = {}  # so equal parts share copies
 
     def read(self, node: ast.expr) -> Any:
         match node:

@@ -7,7 +7,7 @@ from torch import Tensor
 from .arguments import MOST_TOKENS, checked_integer
 
 Restarts = tuple[tuple[int, ...], tuple[int, ...]]
-"""(query lengths, key lengths) of documents that lie end to end; positions restart in each."""
+"""(query lengths, key lengths) of adjacent documents, in each of which positions restart."""
 
 MOST_HEADS = 1 << 20
 """The largest number of heads; it bounds memory, since a layout may have a table per head."""
@@ -53,11 +53,11 @@ class Frame(NamedTuple):
         return p.clamp(self.q_start, last_query), k.clamp(0, last_key)
 
     def of_document(self, q_len: int, kv_len: int) -> "Frame":
-        """Returns the frame of one document alone, whose last query is at its last key."""
+        """Returns the frame of one document; its last query has the position of its last key."""
         return self._replace(q_len=q_len, kv_len=kv_len, q_start=kv_len - q_len)
 
     def of_documents(self, q_lengths: Tensor, kv_lengths: Tensor) -> "Frame":
-        """Returns one frame for all these documents, enough for masks that ignore lengths."""
+        """Returns one frame with all positions of the documents, for masks that ignore lengths."""
         longest = int(kv_lengths.max())
         return self.of_document(longest - int((kv_lengths - q_lengths).min()), longest)
 

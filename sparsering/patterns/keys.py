@@ -1,7 +1,7 @@
 """Key masks, which hide single keys from all queries, such as padding.
 
-They do not depend on queries, so layouts can ignore them: `without_key_masks` splits them off a
-pattern, and `key_mask` combines them in one tensor, which kernels take as data.
+Key masks do not depend on queries, so layouts can ignore them: `without_key_masks` splits them off
+a pattern, and `key_mask` combines them in one tensor, an input of the kernels.
 """
 
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ class KeyMask(TensorMask):
         self.check_length(frame.kv_len)
 
     def check_length(self, kv_len: int) -> None:
-        """Raises ValueError if the mask is for another number of keys."""
+        """Raises ValueError if the mask has another number of keys than `kv_len`."""
         if self.valid.shape[-1] != kv_len:
             raise ValueError(
                 f"KeyMask must have a bool for each of {kv_len} keys, got shape "
@@ -108,7 +108,7 @@ def without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
     """Splits off key masks that all branches share: (pattern without them, key masks).
 
     For `Causal() & KeyMask(valid)`, returns `Causal()` and a tuple of the key mask. If branches
-    have different key masks, returns the pattern itself and no mask. It waits for no device.
+    have different key masks, returns (pattern, ()). Never waits for a GPU.
     """
     if "_without_key_masks" in vars(pattern):
         return vars(pattern)["_without_key_masks"]
@@ -140,7 +140,7 @@ def _same_masks(some: KeyMasks, others: KeyMasks) -> bool:
 
 
 def _same(a: KeyMask | KeyPadding, b: KeyMask | KeyPadding) -> bool:
-    """Whether two masks are equal; False if only a wait for a device could tell."""
+    """Whether two masks are equal; False if a comparison would need to wait for a GPU."""
     if isinstance(a, KeyMask) and isinstance(b, KeyMask):
         if a.valid is b.valid or torch.compiler.is_compiling() or a.valid.device.type != "cpu":
             return a.valid is b.valid
@@ -149,7 +149,7 @@ def _same(a: KeyMask | KeyPadding, b: KeyMask | KeyPadding) -> bool:
 
 
 def check_key_masks(masks: KeyMasks, batch: int, kv_len: int) -> None:
-    """Raises ValueError if a mask is for another number of batch entries or keys."""
+    """Raises ValueError if a mask does not fit `batch` batch entries and `kv_len` keys."""
     for mask in masks:
         try:
             if (size := mask.num_batches()) not in (None, batch):
@@ -166,7 +166,7 @@ def check_key_masks(masks: KeyMasks, batch: int, kv_len: int) -> None:
 def key_mask(masks: KeyMasks, kv_len: int, device: torch.device) -> Tensor:
     """Combines key masks to bool [B or 1, kv_len] on a device, True for keys that all allow.
 
-    `check_key_masks` has checked the masks. Only masks on another device make the host wait.
+    Call `check_key_masks` first. Waits for a device only if a mask is on another one.
     """
     return reduce(torch.logical_and, [_valid_keys(mask, kv_len, device) for mask in masks])
 

@@ -2,8 +2,8 @@
 
     attention(query, key, value, from_mask_mod(lambda b, h, q, k: q - k < 512) & Causal())
 
-A pattern reaches the operator as text, in which a name stands for the function. The name is valid
-in this process alone.
+The torch operator gets a pattern as text, in which a name stands for the function. The name is
+valid in this process alone.
 """
 
 import zlib
@@ -30,7 +30,7 @@ _MOST_FUNCTIONS = 1024  # recent mask_mods that stay alive even if no pattern re
 
 
 def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -> Mask:
-    """The mask of a FlexAttention `mask_mod(batch, head, q_idx, kv_idx) -> bool tensor`.
+    """Builds the mask of a FlexAttention `mask_mod(batch, head, q_idx, kv_idx) -> bool tensor`.
 
     As in FlexAttention, the function gets query *indices*, which count from 0 for any `q_start`,
     and runs under `torch.vmap`. Create the mask once and reuse it: caches compare the function
@@ -134,7 +134,7 @@ class MaskMod(Mask):
         over_pairs = torch.vmap(function, in_dims=(None, None, 0, 0))
         batch, head = torch.tensor(self.batch), torch.tensor(self.head)
         try:
-            # torch.compile sets modes in this thread, so another one evaluates the function.
+            # torch.compile sets modes in this thread, so another thread evaluates the function.
             with ThreadPoolExecutor(1) as thread:
                 pairs = thread.submit(over_pairs, batch, head, row.flatten(), column.flatten())
                 return pairs.result().view(row.shape)
@@ -159,15 +159,15 @@ class _Entry:
 
 _by_name: WeakValueDictionary[str, _Entry] = WeakValueDictionary()
 _names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # name of each function
-_recent: OrderedDict[str, _Entry] = OrderedDict()  # for a backward pass after the pattern is gone
+_recent: OrderedDict[str, _Entry] = OrderedDict()  # for backward passes after a pattern is gone
 _counts: Counter[str] = Counter()  # number of functions so far with the same name stem
 
 
 def _registered(function: MaskModFunction) -> _Entry:
-    """Names a function by its own name, a digest of its code and values, and a running number."""
+    """Registers a function under a name: its `__qualname__`, a digest of its code, and a count."""
     try:
         name = _names.get(function)
-    except TypeError:  # no hash or weak reference: such a function gets a new name each time
+    except TypeError:  # a function without hash or weak reference gets a new name each time
         name = None
     if name is not None and (entry := _by_name.get(name)) is not None:
         return entry
@@ -208,7 +208,7 @@ def _content(value: Any, depth: int = 4) -> Any:
 
 
 def _cannot_be_mapped(mask_mod: MaskModFunction, argument: int) -> bool:
-    """Whether the mask may depend on an argument, found by torch.vmap over it alone."""
+    """Whether the mask may depend on an argument: torch.vmap over it alone then fails."""
     indices = [torch.zeros((), dtype=torch.int64)] * 4
     indices[argument] = torch.zeros(2, dtype=torch.int64)
     in_dims = tuple(0 if number == argument else None for number in range(4))
@@ -232,7 +232,7 @@ def _dependence(mask_mod: MaskModFunction) -> tuple[bool, bool]:
     indices = [torch.zeros(2, dtype=torch.int64) for _ in range(4)]
     try:
         graph = make_fx(torch.vmap(mask_mod))(*indices).graph
-    except Exception:  # a function that reads values cannot be traced
+    except Exception:  # a function that reads values of its arguments cannot be traced
         return _cannot_be_mapped(mask_mod, 0), _cannot_be_mapped(mask_mod, 1)
     sources: dict[Any, set[str]] = {}  # for each node, the arguments that its value depends on
     for node in graph.nodes:

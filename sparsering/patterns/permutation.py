@@ -1,8 +1,8 @@
-"""Seeded permutations of [0, n) that compute each element alone, without a table, and inverses.
+"""Seeded permutations of [0, n) and their inverses, computed element by element, without a table.
 
-A four-round Feistel network permutes the smallest domain of 4^h >= n numbers, and is repeated until
-its result is below n. `RandomBlocks` uses it: the first c images of a query block's permutation are
-its c random key blocks. One inverse evaluation says whether a key block is among them.
+A Feistel network of four rounds permutes [0, 4^h), where 4^h is the least power of 4 from n up; it
+is repeated until its result is below n. `RandomBlocks` gives each query block a permutation: the
+images of 0 to c - 1 are its c random key blocks. One inverse image tells if a key block is chosen.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _ROUNDS = 4
 
 
 def permute(index: Tensor, size: Tensor, key: Tensor) -> Tensor:
-    """Returns the image of `index` under permutation number `key` of [0, size); they broadcast."""
+    """Returns the image of `index` in the permutation of [0, size) with seed `key`."""
     return _walk(index, size, key, _forward)
 
 
@@ -54,7 +54,7 @@ def _backward(value: Tensor, half_bits: Tensor, key: Tensor) -> Tensor:
 
 
 def _scramble(half: Tensor, key: Tensor, number: int) -> Tensor:
-    """Feistel round function; rounds must differ, or permutations of few numbers are biased."""
+    """Feistel round function of round `number`; equal rounds would bias small permutations."""
     state = (key ^ (number << 40)) * SPLITMIX[1] + half * SPLITMIX[0]
     for multiplier in SPLITMIX:
         state = (state ^ (state >> 29)) * multiplier

@@ -43,10 +43,10 @@ class Causal(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class PooledCausal(Mask):
-    """A query sees pooled key c if its last token is not later: p >= c * stride + size - 1.
+    """A query sees pooled key c if the key's last token is not later: c * stride + size - 1 <= p.
 
-    The keys come from `pool_blocks(x, size, stride)`. Query positions count tokens, so a call needs
-    `q_start`: 0 for a whole sequence. The first size - 1 queries see no key.
+    `pool_blocks(x, size, stride)` computes the keys. Query positions count tokens, not pooled keys,
+    so a call needs `q_start`: 0 for a whole sequence. The first size - 1 queries see no key.
 
     Example: `attention(query, *(pool_blocks(x, 32, 16) for x in (key, value)), PooledCausal(32,
     16), q_start=0)`.
@@ -70,7 +70,7 @@ class PooledCausal(Mask):
 class SlidingWindow(Mask):
     """A query sees `left` keys before it, itself, and `right` keys after it.
 
-    So p - left <= k <= p + right and (p - k) % dilation == 0; None: no bound on that side.
+    So p - left <= k <= p + right and (p - k) % dilation == 0; None means no bound on that side.
 
     Example: `SlidingWindow(511)` is causal and sees 512 keys.
 
@@ -121,7 +121,7 @@ class GlobalTokens(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Dilated(Mask):
-    """One LongNet branch: a query sees the keys of its segment where both are on the head's grid.
+    """One LongNet branch: a query and a key pair in one segment if both are on the head's grid.
 
     The segment of x is floor(x / segment_length). x is on the grid of kv head h where
     (x mod segment_length) mod dilation_rate == s(h): the grid restarts at each segment. `offset`
@@ -181,7 +181,7 @@ class Dilated(Mask):
         w, r = self.segment_length, self.dilation_rate
         if r == 1:
             return p // w == k // w
-        # Positions off the grid get a segment that equals no other: one comparison per pair.
+        # Positions off the grid get a segment that equals no other, so one comparison is enough.
         p_segment = torch.where(p % w % r == s, p // w, -MOST_TOKENS)
         return p_segment == torch.where(k % w % r == s, k // w, MOST_TOKENS)
 
@@ -193,9 +193,10 @@ def LongNet(  # noqa: N802 - named like a mask class, since it constructs a patt
 ) -> Mixture | Dilated:
     """The mixture `Dilated(w1, r1, offset) + Dilated(w2, r2, offset) + ...`.
 
-    w are the `segment_lengths`, r the `dilation_rates`. With one length, the result is a `Dilated`.
+    w1, w2, ... are `segment_lengths`; r1, r2, ... are `dilation_rates`. For one length, the result
+    is a `Dilated`.
 
-    Raises: ValueError if there are not as many lengths as rates, or none.
+    Raises: ValueError if there are not as many lengths as rates, or if both are empty.
 
     Example: `LongNet((2048, 4096), (1, 2)) & Causal()`.
 
@@ -214,7 +215,7 @@ def LongNet(  # noqa: N802 - named like a mask class, since it constructs a patt
 
 
 Lengths = tuple[int, ...] | tuple[tuple[int, ...], ...]
-"""Document lengths: one tuple for all batch entries, or a tuple for each."""
+"""Document lengths: one tuple for all batch entries, or one tuple per batch entry."""
 
 
 class _InDocuments(Mask):
@@ -228,7 +229,7 @@ class _InDocuments(Mask):
 
     @property
     def common_lengths(self) -> tuple[int, ...] | None:
-        """Document lengths of all batch entries; None if entries differ."""
+        """The document lengths of every batch entry; None if batch entries differ."""
         return self.entries[0] if len(set(self.entries)) == 1 else None
 
     @property
@@ -236,11 +237,11 @@ class _InDocuments(Mask):
         return min(map(sum, self.entries))
 
     def ends(self) -> Tensor:
-        """Exclusive end of each document, [documents]; needs one tuple of lengths."""
+        """Exclusive end of each document, [documents]; `lengths` must be one tuple of ints."""
         return torch.tensor(self.lengths, dtype=torch.int64).cumsum(0)
 
     def _validate(self) -> None:
-        """Replaces `lengths` by a tuple of ints, or by a tuple of such tuples per batch entry."""
+        """Replaces `lengths` by a tuple of ints, or by one such tuple per batch entry."""
         label = f"{type(self).__name__} lengths"
         lengths: Any = listed(label, self.lengths)
         first: Any = lengths[0] if isinstance(lengths, Sequence) and len(lengths) else None
@@ -271,10 +272,10 @@ class _InDocuments(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Documents(_InDocuments):
-    """A query sees the keys of its own document; documents lie end to end, of these lengths.
+    """A query sees the keys of its own document; a sequence is divided into adjacent documents.
 
-    The lengths, in tokens, sum to Nk; a length may be 0. A sequence of ints is for all batch
-    entries; a sequence of such sequences has one per batch entry.
+    `lengths`, in tokens, sum to Nk; a length may be 0. A sequence of ints is for all batch entries;
+    a sequence of sequences of ints has one per batch entry.
 
     Example: `Documents((100, 156))` for 256 tokens; pass the differences of cumulative lengths.
     """
@@ -304,7 +305,7 @@ class Packed(_InDocuments):
     lengths: Lengths
     pattern: Mask
 
-    def __new__(cls, lengths: Lengths, pattern: Pattern) -> Any:  # a mixture gives a Mixture
+    def __new__(cls, lengths: Lengths, pattern: Pattern) -> Any:  # `Packed` or a `Mixture`
         if isinstance(pattern, Mixture):
             return Mixture(tuple(cls(lengths, mask) for mask in pattern.branches))
         return super().__new__(cls)
@@ -331,12 +332,12 @@ class Packed(_InDocuments):
 
 
 def intersection(masks: Sequence[Mask]) -> Mask:
-    """Joins masks by `&`: `Full` for no mask, the mask itself for one."""
+    """Joins masks by `&`; returns `Full()` if there is none, and a single mask unchanged."""
     return And(tuple(masks)) if len(masks) > 1 else masks[0] if masks else Full()
 
 
 def entries_of(lengths: Lengths) -> tuple[tuple[int, ...], ...]:
-    """Returns the document lengths of each batch entry, or one tuple for all entries."""
+    """Returns a tuple of document lengths per batch entry, or only one if `lengths` is for all."""
     return lengths if _per_entry(lengths) else (lengths,)  # type: ignore[return-value]
 
 
@@ -356,9 +357,9 @@ def check_inner(name: str, pattern: object) -> None:
 def holds_in_documents(
     pattern: Mask, p: Tensor, k: Tensor, q_lengths: Tensor, kv_lengths: Tensor, frame: Frame
 ) -> Tensor:
-    """Whether a pattern holds for pairs inside a document; False for other pairs.
+    """Whether a pattern holds for each pair, inside its document; False across documents.
 
-    Documents lie end to end. In each, keys count from 0 and the last query is at the last key.
+    In each document, key positions count from 0, and the last query is at the last key.
     """
     if not kv_lengths.any():
         return (p != p) | (k != k)
@@ -375,7 +376,7 @@ def holds_in_documents(
     pair = torch.nonzero(inside.flatten())[:, 0]
     scale = int(kv_lengths.max()) + 1  # one integer then encodes both lengths of a document
     kind = (q_lengths * scale + kv_lengths)[k_document.expand(inside.shape).flatten()[pair]]
-    if len(kind) and kind.min() < kind.max():  # sort, to evaluate equal lengths at once
+    if len(kind) and kind.min() < kind.max():  # evaluate documents of equal lengths together
         kind, order = kind.sort(stable=True)
         pair = pair[order]
     distinct, counts = kind.unique_consecutive(return_counts=True)

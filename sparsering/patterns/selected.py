@@ -18,22 +18,22 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
     """A query in row r sees the key blocks listed in `indices[..., r, :]`.
 
     A row is `query_block` consecutive queries; the positions of row r begin at
-    (first_row + r) * query_block. Alone or with `Causal`, if its block size is a multiple of the
-    layout's, the layout is built on the indices' device without a host sync. The layout cache
-    keeps no layout of indices that are not on the CPU. The triton backend keeps one for as long
-    as the indices live, so that the backward pass finds the tables of its forward pass.
+    (first_row + r) * query_block. If the pattern is this mask, alone or `& Causal()`, and its block
+    size is a multiple of the layout's, the layout is built on the indices' device without a host
+    sync. The layout cache stores no layouts of GPU indices; the triton backend stores one as long
+    as the indices live, so that the backward pass reuses the tables of the forward pass.
 
     Args:
         indices: int64 [R, k], [H, R, k] or [B, H, R, k] with H = 1, Hkv or Hq, and B = 1 for all
-            batch entries; copied. Numbers that are no key block (such as -1) are ignored; of a
-            repeated block the first place counts. `selection.select_blocks` computes them.
+            batch entries; copied. A number that is no key block (such as -1) is ignored; if a row
+            repeats a block, its first slot counts. `selection.select_blocks` computes them.
         block_size: keys in a block.
         query_block: queries in a row, a divisor of block_size; default block_size. With 1, each
             query chooses for itself, as in NSA, MoBA and DSA.
-        first_row: row of the sequence at which `indices` begins; in decoding, a step passes its
-            own row alone.
+        first_row: index in the sequence of the first row of `indices`; a decoding step passes only
+            the row of its token.
 
-    Raises: ValueError at use if the rows do not cover the queries.
+    Raises: ValueError when used, if the rows do not cover the queries of the call.
 
     Source: NSA (arXiv 2502.11089), MoBA (2502.13189), DSA (2512.02556): rows of one token, shared
         by the query heads of a kv head or not.
@@ -55,7 +55,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         if self.block_size % self.row_size:
             raise ValueError(
                 f"SelectedBlocks query_block must divide block_size {self.block_size}, got "
-                f"{self.row_size}; 1 lets each query choose"
+                f"{self.row_size}; with query_block=1 each query chooses its own blocks"
             )
 
     @property
@@ -72,7 +72,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return _ListedBlocks(listed.unique_consecutive(), blocks, *rows)
 
     def slot_of_pairs(self, p: Tensor, k: Tensor, batch: int, head: int, frame: Frame) -> Tensor:
-        """Place in the flattened indices [R, k] that first lists the pair's key block, or -1."""
+        """Returns the first slot, in flattened [R, k], that lists each pair's key block, or -1."""
         listed, slot, blocks = self._listed(batch, head, frame)
         if not len(listed):
             return p * 0 + k * 0 - 1
@@ -81,9 +81,10 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return torch.where((listed[place] == row * blocks + block) & (p >= 0), slot[place], -1)
 
     def inflation(self, queries: int, kv_len: int) -> Tensor:
-        """Ratio of the distinct blocks in a tile of `queries` queries to the mean of its rows.
+        """Returns the ratio (distinct blocks of a tile) / (distinct blocks of one row) per head.
 
-        Returns [H] or [1], as the indices; 1 if all rows of a tile list the same blocks, in O(R k).
+        A tile has `queries` queries; both counts are means over tiles. The ratio, [H] or [1] by the
+        heads of `indices`, is 1 if all rows of each tile list the same blocks. It sorts `indices`.
         """
         blocks, rows = -(-kv_len // self.block_size), max(1, queries // self.row_size)
         chosen = self.indices.view((1,) * (4 - self.indices.dim()) + self.indices.shape)
@@ -96,9 +97,10 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return in_union.sum((0, 2)) / mean_of_rows.sum((0, 2)).clamp(min=1e-9)
 
     def _listed(self, batch: int, head: int, frame: Frame) -> tuple[Tensor, Tensor, int]:
-        """Lists the blocks that one head of one batch entry selects, by row and block.
+        """Lists the (row, block) pairs that one head of one batch entry selects, sorted.
 
-        Returns: row * blocks + block of each, the place of each in [R, k], and the number `blocks`.
+        Returns: row * blocks + block of each pair, its slot in flattened [R, k], and `blocks`, the
+            number of key blocks.
         """
         one = self.indices.dim() == 4 and len(self.indices) == 1
         chosen = self._table_of(0 if one else batch, head, frame)
@@ -114,21 +116,21 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         last = -(-max(0, frame.q_start + frame.q_len) // size)
         if self.first_row + rows < last:
             raise ValueError(
-                f"SelectedBlocks must cover {last - self.first_row} query blocks of {size} by "
-                f"absolute position, got shape {tuple(self.indices.shape)}; for cross attention "
-                "pass q_start=0"
+                f"SelectedBlocks must cover {last - self.first_row} query blocks of {size}, from "
+                f"first_row={self.first_row} to the last query, got {rows} rows in shape "
+                f"{tuple(self.indices.shape)}; pass more rows, or q_start=0 for cross attention"
             )
         if frame.q_len and last and max(0, frame.q_start) < self.first_row * size:
             raise ValueError(
-                f"SelectedBlocks begins with row {self.first_row}, of the queries from "
-                f"{self.first_row * size} on, got a first query at {frame.q_start}; pass the rows "
-                f"from {max(0, frame.q_start) // size} on, or another first_row"
+                f"SelectedBlocks must have a row for the first query, at position {frame.q_start}, "
+                f"got first_row={self.first_row}, which begins at {self.first_row * size}; pass "
+                f"the rows from {max(0, frame.q_start) // size} on, or a smaller first_row"
             )
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _ListedBlocks(TensorMask, BlockwiseMask):
-    """Selection of one head of one batch entry: `listed` has row * blocks + block, ascending."""
+    """Selection of one head of one batch entry: `listed` is row * blocks + block, ascending."""
 
     listed: Tensor
     blocks: int
@@ -158,7 +160,7 @@ class _ListedBlocks(TensorMask, BlockwiseMask):
 
 
 def _distinct(listed: Tensor, nothing: int) -> Tensor:
-    """Counts distinct block numbers below `nothing` along the last dim."""
+    """Counts distinct block indices along the last dim; `nothing` stands for no block."""
     ordered = listed.sort(-1).values
     first = torch.ones_like(ordered, dtype=torch.bool)
     first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
@@ -166,5 +168,5 @@ def _distinct(listed: Tensor, nothing: int) -> Tensor:
 
 
 def selections_of(pattern: Pattern) -> list[SelectedBlocks]:
-    """Returns the selections in a pattern that `&`, `|` and `+` combine."""
+    """Returns all `SelectedBlocks` in a pattern, also inside `&`, `|` and `+`."""
     return [mask for mask in joined_masks(pattern) if isinstance(mask, SelectedBlocks)]

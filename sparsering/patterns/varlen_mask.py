@@ -1,4 +1,4 @@
-"""The mask of `attention_varlen`: documents end to end, each with its own query and key count."""
+"""The mask of `attention_varlen`: adjacent documents, each with its own query and key length."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -62,9 +62,9 @@ class Varlen(Mask):
         sums = sum(self.q_lengths), sum(self.kv_lengths)
         if sums != (frame.q_len, frame.kv_len) or frame.q_start:
             raise ValueError(
-                f"the documents have {sums[0]} queries and {sums[1]} keys, so tensors must have as "
-                f"many and q_start=0, got {frame.q_len}, {frame.kv_len} and "
-                f"q_start={frame.q_start}; the last cumulative lengths are the tensors' lengths"
+                f"the tensors must have {sums[0]} queries and {sums[1]} keys, the sums of the "
+                f"documents' lengths, and q_start=0, got {frame.q_len} queries, {frame.kv_len} "
+                f"keys and q_start={frame.q_start}; change the tensors or the lengths"
             )
         for q_len, kv_len in dict.fromkeys(zip(*self.restarts, strict=True)):
             if q_len and kv_len:
