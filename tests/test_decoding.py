@@ -162,7 +162,7 @@ def test_crop_refuses_what_is_gone_and_changes_nothing():
             cache.crop(length)
     cache.crop(37)
     cache.crop(36)
-    with pytest.raises(ValueError, match="36 at least, got 35"):
+    with pytest.raises(ValueError, match="length from 36 to 36, got 35"):
         cache.crop(35)
     rest = attend(cache, [y[:, :, 36:] for y in x], [39])
     assert_close(rest, whole(sr.SlidingWindow(9), x)[:, :, 36:], 1e-12)
@@ -257,7 +257,7 @@ def test_inference_mode_and_none_take_turns():
         (lambda q, k, v: (q[..., :5], k[..., :5], v), "attend needs query, key and value"),
         (lambda q, k, v: (q[:, :2], k, v), "attend needs query, key and value"),
         (lambda q, k, v: (q[:1], k[:1], v[:1]), "attend needs query, key and value"),
-        (lambda q, k, v: (q, torch.cat((k, k), 2), torch.cat((v, v), 2)), "as many new tokens"),
+        (lambda q, k, v: (q, torch.cat((k, k), 2), torch.cat((v, v), 2)), "equally many new"),
         (lambda q, k, v: (q.float(), k.float(), v.float()), "cache holds torch.float64"),
         (lambda q, k, v: (q.requires_grad_(), k, v), "keeps no gradients"),
     ],

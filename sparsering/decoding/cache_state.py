@@ -1,7 +1,8 @@
-"""State of a cache: keys and values in slots, their positions, and the last query that visits each.
+"""State of a cache: keys and values in slots, their positions, and the last query of each key.
 
-A slot is room for one key and value. The first slots have the keys that survived the last eviction.
-The others are the page: its slot i gets the i-th newer token, in every batch entry and head.
+A slot is room for one key and value. The first slots store the keys that survived the last
+eviction. The others are the page: its slot i is for the i-th token after that eviction, in every
+batch entry and head. The last query of a key is the last one that visits it.
 """
 
 import contextlib
@@ -23,8 +24,8 @@ from ..patterns.algebra import And, Frame, Mask, Pattern
 from ..patterns.positions import Causal
 from ..selection.summaries import BlockSummaries
 
-_LIFETIMES = 1024  # the last queries of so many keys, or more, are computed at once
-_POSITION_BITS, _MOST_BRANCHES = 40, 20  # bits of a sort key: the sum must fit an int64
+_LIFETIMES = 1024  # last queries are computed and cached for at least this many keys at once
+_POSITION_BITS, _MOST_BRANCHES = 40, 20  # bits of a sort key, which must fit in an int64
 
 
 class _Record:
@@ -37,29 +38,29 @@ class _Record:
 
 @dataclass(frozen=True, eq=False)
 class History(_Record):
-    """Length of a batch entry, and its keys before the page; equal entries share one object."""
+    """Length of a batch entry, and its keys before the page; batch entries may share it."""
 
     length: int
-    base: int  # length at the last eviction: position of the page's first token
+    base: int  # length at the last eviction, which is the position of the page's first token
     positions: Tensor  # [Hkv, slots] positions of the keys, -1 in empty slots
     last: Tensor  # [branches, Hkv, slots] position of the last query that visits the key
-    exact: bool = True  # True if the stored keys follow from the length alone: none is missing
-    oldest: int = 0  # least length that the entry can be cropped to
+    exact: bool = True  # True if `base` alone determines which keys are stored before the page
+    oldest: int = 0  # smallest length that the batch entry can be cropped to
 
     @property
     def num_keys(self) -> int:
-        """Largest number of keys that a kv head has from before the last eviction."""
+        """Largest number of keys before the page that a kv head stores."""
         return int((self.positions >= 0).sum(1).max()) if self.positions.numel() else 0
 
     def cropped(self, length: int) -> "History":
-        """Returns the history without the tokens from `length` on."""
+        """Returns the history without the tokens at positions from `length` on."""
         if length >= self.base:
             return self.changed(length=length)
         positions = torch.where(self.positions < length, self.positions, -1)
         return self.changed(length=length, base=length, positions=positions, exact=False)
 
     def positions_with(self, count: int) -> Tensor:
-        """Returns positions [Hkv, slots + count] of the keys and of `count` tokens after them."""
+        """Returns [Hkv, slots + count]: `positions`, then those of `count` tokens in the page."""
         new = torch.arange(self.base, self.base + count).expand(len(self.positions), -1)
         return torch.cat((self.positions, new), 1)
 
@@ -68,12 +69,12 @@ class History(_Record):
 class Page:
     """Layouts and checks that the decoding steps between two evictions share.
 
-    Slots of the page (room for new keys) before `written` may store keys, even of cropped tokens or
-    failed steps. Slots from `written` on are zeros.
+    The page's slots before `written` may store keys, even of cropped tokens or failed steps. Its
+    slots from `written` on are zeros.
     """
 
     layouts: dict[int, BlockLayout] = field(default_factory=dict)  # by number of new tokens
-    recipe: CallRecipe | None = None  # recipe of the latest step; an equal call skips its checks
+    recipe: CallRecipe | None = None  # of the latest step; a step with this recipe skips checks
     written: int = 0
 
 
@@ -82,22 +83,23 @@ class CacheState(_Record):
     """State of a `KVCache`. A step replaces it as a whole, so that a failed step changes nothing.
 
     In place, steps write only to `page` and to unused slots of the page. The next eviction comes
-    after `page_limit` tokens: a page, or less if no later query visits many of the keys. Only batch
-    entries with the most keys decide that limit, because only they determine the cache's memory.
+    after `page_limit` tokens: a page, or less if no later query visits many of the keys. Batch
+    entries with at least a page fewer keys than the largest do not shorten it: memory has room for
+    their keys anyway.
     """
 
     pattern: Pattern  # the cache's pattern & `Causal()`
     heads: int
     kv_heads: int
-    total: int | None  # upper bound of a sequence's tokens, None for no bound
+    total: int | None  # upper bound of a sequence's tokens; None if there is no bound
     rollback: int
     page_size: int
     histories: list[History]  # one per batch entry
     keys: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0, 0))  # [B, Hkv, slots, D]
     values: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0, 0))
-    page_length: int = 0  # tokens since the last eviction
+    page_length: int = 0  # number of tokens since the last eviction
     page_limit: int = 0
-    remote: tuple[int, ...] = ()  # positions of the page's tokens whose keys other ranks store
+    remote: tuple[int, ...] = ()  # positions of tokens in the page whose keys other ranks store
     summaries: BlockSummaries | None = None  # block summaries of a `SelectedCache`
     page: Page = field(default_factory=Page)
 
@@ -124,21 +126,21 @@ class CacheState(_Record):
         return slots[:, :, : self.page_start + self.page_length]
 
     def with_new(self, slots: Tensor, new: Tensor | None) -> Tensor:
-        """Returns the used slots of `keys` or `values`, followed by new tokens, if any."""
+        """Returns the used part of `slots` (`keys` or `values`), then new tokens, if any."""
         used = self.in_use(slots)
         if new is None:
             return used
         return torch.cat((used, new), 2) if used.shape[2] else new
 
     def clear_page(self, start: int) -> None:
-        """Zeroes the page's slots from `start` on: even a masked NaN would spread in products."""
+        """Zeroes the page's slots from `start` on: a NaN there would spread, although masked."""
         if (written := self.page.written) > start:
             for slots in (self.keys, self.values):
                 slots[:, :, self.page_start + start : self.page_start + written] = 0
         self.page.written = start
 
     def advanced(self, new: list[int], page_length: int) -> "CacheState":
-        """Returns the state after `new[i]` more tokens of each batch entry i."""
+        """Returns the state after `new[i]` more tokens in each batch entry i."""
         longer: dict[tuple[int, int], History] = {}
         histories = []
         for history, n in zip(self.histories, new, strict=True):
@@ -181,8 +183,8 @@ class CacheState(_Record):
     def evicted(self, key: Tensor | None = None, value: Tensor | None = None) -> "CacheState":
         """Returns a state that stores only keys that later queries visit, then an empty page.
 
-        `key`, `value`: the latest tokens [B, Hkv, n, D], if they are not in the page. A batch
-        entry with fewer than n new tokens has padding last.
+        `key`, `value`: the latest tokens [B, Hkv, n, D], if they are not in the page. If a batch
+        entry has fewer than n new tokens, padding follows them.
         """
         survivors = {id(history): self._survivors(history) for history in self.distinct()}
         most = max((slots.shape[1] for _, slots in survivors.values()), default=0)
@@ -194,7 +196,8 @@ class CacheState(_Record):
             survivors[number] = history.changed(positions=positions, last=last), slots
         of_entries = [survivors[id(history)] for history in self.histories]
         slots = torch.zeros(0, self.kv_heads, 0, dtype=torch.int64)
-        if of_entries:  # if all entries are equal, they share one row of slots
+        if of_entries:
+            # if all batch entries share one history, they share one row of slots
             rows = of_entries if len(survivors) > 1 else of_entries[:1]
             slots = torch.stack([slots for _, slots in rows])
         keys, values = (
@@ -213,7 +216,7 @@ class CacheState(_Record):
         )
 
     def _survivors(self, history: History) -> tuple[History, Tensor]:
-        """Returns the history without evicted keys, and each key's old slot [Hkv, keys], or -1."""
+        """Returns the history after an eviction, and old slots [Hkv, keys] of its keys (or -1)."""
         positions = history.positions_with(history.length - history.base)
         last = torch.cat((history.last, self._last_visits(history.base, history.length)), 2)
         oldest = max(history.oldest, history.length - self.rollback)
@@ -229,7 +232,7 @@ class CacheState(_Record):
         return History(history.length, history.length, positions, last, exact, oldest), slot
 
     def _order(self, positions: Tensor, last: Tensor, alive: Tensor, length: int) -> Tensor:
-        """Returns the order [Hkv, slots] of keys after an eviction; keys to evict come last."""
+        """Returns slots [Hkv, slots] in the order after an eviction; keys to evict come last."""
         if len(last) == 1:
             return (~alive).to(torch.int8).argsort(dim=1, stable=True)
         # keys that the same branches visit become neighbours, so that a branch skips whole tiles
@@ -239,10 +242,11 @@ class CacheState(_Record):
         return torch.where(alive, rank, FOREVER).argsort(dim=1)
 
     def _page_limit(self, history: History) -> int:
-        """Number of tokens, at most `page_size`, after which a head has over `page_size` dead keys.
+        """Returns after how many tokens a head has over `page_size` dead keys, at most `page_size`.
 
-        A key is dead if no later query visits it. `death` and `birth` count the page's tokens.
-        The limit is at least `page_size` / 8: at a segment's end keys die at every step.
+        A key is dead if no later query visits it. `birth` and `death`: number of tokens in the
+        page when a key is stored, and when it is dead. The result is at least `page_size` / 8,
+        because at a segment's end keys die at every step, and each eviction copies the cache.
         """
         base, page_size = history.base, self.page_size
         end = base + page_size if self.total is None else min(base + page_size, self.total)
@@ -257,7 +261,7 @@ class CacheState(_Record):
         return max(int(due[0]), page_size // 8) if len(due) else page_size
 
     def _last_visits(self, start: int, stop: int) -> Tensor:
-        """Returns the last query that visits each key in [start, stop): [branches, Hkv, keys]."""
+        """Returns [branches, Hkv, keys]: the last query that visits each key in [start, stop)."""
         first = start // _LIFETIMES * _LIFETIMES
         end = max(first + _LIFETIMES, stop)
         end = end if self.total is None else min(end, self.total)
@@ -275,7 +279,7 @@ class CacheState(_Record):
 
 @contextlib.contextmanager
 def ordinary_tensors() -> Iterator[None]:
-    """Makes the body create tensors without gradients, which are usable outside inference mode."""
+    """Lets the `with` body create tensors without gradients that work outside inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield
 
@@ -283,7 +287,7 @@ def ordinary_tensors() -> Iterator[None]:
 def _gathered(source: Tensor, slots: Tensor, page_size: int) -> Tensor:
     """Gathers keys or values by index (`slots` [B or 1, Hkv, keys]); appends a page of zeros.
 
-    Slots of -1 (no key) come last and give zeros too, because a masked key must not be NaN.
+    A slot of -1 (no key) also gives zeros, because a masked key must not be NaN; they come last.
     """
     (batch, heads, _, width), most = source.shape, slots.shape[2]
     result = source.new_empty(batch, heads, most + page_size, width)

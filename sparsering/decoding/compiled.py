@@ -1,6 +1,7 @@
 """A decoding step as a torch operator, so that torch.compile needs one graph for all lengths.
 
-The graph has no state of the cache, only its clock: a tensor that each step changes.
+The graph does not contain the cache, only its clock: a tensor [number that stands for the cache,
+length of the cache], which each step changes.
 """
 
 import itertools
@@ -25,14 +26,14 @@ _OPTIONS = re.findall(r"(\w+)=None", _SCHEMA)
 
 
 def register(cache: Any) -> Tensor:
-    """Registers a `KVCache`; returns its clock, an int64 tensor: the cache's number and length."""
+    """Registers a `KVCache` under a number; returns its clock, int64 [number, length]."""
     number = next(_NUMBERS)
     _CACHES[number] = cache
     return torch.tensor([number, 0])
 
 
 def operator_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Converts options of a call to the operator's types; TypeError for an unknown option."""
+    """Converts options of `attend` to the operator's types; TypeError for an unknown option."""
     if unknown := options.keys() - _OPTIONS:
         raise TypeError(f"attend has no option {', '.join(sorted(unknown))}")
     seed = options.get("dropout_seed")
@@ -46,8 +47,8 @@ def operator_options(options: dict[str, Any]) -> dict[str, Any]:
     tags=OUTSIDE_CUDA_GRAPHS,
 )
 def attend_op(query: Tensor, key: Tensor, value: Tensor, clock: Tensor, *options: Any) -> Tensor:
-    """Runs a step of the cache that the clock belongs to; torch.compile sees one operator."""
-    # the dispatcher leaves out trailing options that have their defaults
+    """Runs a step of the cache whose clock is given; torch.compile sees one operator."""
+    # PyTorch's dispatcher passes no trailing options that have their defaults
     in_use = {name: x for name, x in zip(_OPTIONS, options, strict=False) if x is not None}
     cache = _CACHES[int(clock[0])]
     out: Tensor = cache.attend(query, key, value, **in_use)

@@ -41,23 +41,23 @@ _REFUSED = {  # options of `attention` that `attend` does not take, and why
 
 
 class KVCache:
-    """Stores keys and values for decoding, as long as a later query of the pattern can visit them.
+    """Stores keys and values for decoding, as long as later queries can visit them.
 
     Args:
-        pattern: pattern of the whole sequence; pairs that look ahead are removed (`& Causal()`).
+        pattern: pattern of the whole sequence; the cache removes pairs with k > p (`& Causal()`).
         batch_size, num_kv_heads, head_dim: sizes of the keys.
         num_heads: query heads, default `num_kv_heads`.
         value_dim: head dim of the values, default `head_dim`.
         max_length: upper bound of a sequence's tokens. Patterns that depend on the total length
-            (`RandomBlocks`) need it; some patterns define it themselves.
-        rollback: largest number of last tokens that `crop` can remove.
+            (`RandomBlocks`) need it; others, such as `Documents`, fix it themselves.
+        rollback: largest number of latest tokens that `crop` can remove.
         page_size: new tokens between two evictions, a multiple of 16 from 16 to 256.
         dtype, device: dtype and device of keys and values; default those of the first keys.
 
-    It stores the keys of `pattern.live_keys(length)` (with `rollback=n`, of the last n lengths),
-    and at most `page_size` more per head. An eviction drops keys that no later query visits: after
-    `page_size` tokens, or at most `page_size / 8` tokens after a head has over `page_size` of them.
-    Gradients do not pass through the cache: it is for decoding, not for training.
+    It stores the keys of `pattern.live_keys(length)`; with `rollback=n`, also of the n lengths
+    before. Other (dead) keys remain until an eviction drops them: after `page_size` tokens, or at
+    most `page_size / 8` tokens after a head of the largest batch entry has over `page_size` dead
+    keys. Gradients do not pass through the cache: it is for decoding, not for training.
 
     Raises: ValueError if an argument is invalid.
 
@@ -97,7 +97,7 @@ class KVCache:
             )
         check_batch(pattern, batch_size, "batch_size=")
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises if it needs max_length
+        last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises if it is missing
         none = torch.zeros(len(pattern.branches), num_kv_heads, 0, dtype=torch.int64)
         histories = [History(0, 0, none[0], none)] * batch_size
         total = own_length(pattern, max_length)
@@ -116,7 +116,7 @@ class KVCache:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         with torch.inference_mode(False):
-            self._clock = register(self)  # a copied cache needs a clock of its own
+            self._clock = register(self)  # two caches must not share a clock
 
     def __repr__(self) -> str:
         return f"<KVCache of {shortened(str(self.pattern))}: {self.kept} of {self.length} tokens>"
@@ -203,8 +203,8 @@ class KVCache:
 
         Args:
             query, key, value: the new tokens, [B, H, n, D] as in `attention`.
-            lengths: number of new tokens of each batch entry, default n; further tokens of the
-                entry are padding. Entries then have sequences of different lengths.
+            lengths: number of new tokens of each batch entry, default n; the other tokens of the
+                entry are padding. Batch entries may thus have sequences of different lengths.
             stored: False if another rank's cache stores the new tokens. This cache then counts them
                 in its length, but neither stores nor visits their keys. `merge_attention` joins the
                 results of the ranks.
@@ -250,8 +250,8 @@ class KVCache:
         Args:
             key, value: [B, Hkv, n, D].
             positions: positions of the keys, [n] ascending; default 0 to n - 1.
-            length: tokens of the prompt, default the last position + 1. The keys of all other
-                positions belong to caches of other ranks.
+            length: tokens of the prompt, default the last position + 1. The keys of positions that
+                are not given must be in the caches of other ranks.
 
         Raises: ValueError if an argument is invalid, or the cache is not empty.
         """
@@ -349,8 +349,8 @@ class KVCache:
         least = max(oldest, self.length - self._state.rollback)
         if not least <= length <= self.length:
             raise ValueError(
-                f"crop takes a cache of {self.length} tokens with rollback={self._state.rollback} "
-                f"back to {least} at least, got {length}; give KVCache a larger rollback"
+                f"crop needs a length from {least} to {self.length}, got {length}: the cache has "
+                f"{self.length} tokens and rollback={self._state.rollback}; use a larger rollback"
             )
         with ordinary_tensors():
             self._state = self._state.cropped(length)
@@ -377,8 +377,8 @@ class KVCache:
         entries = checked_index(name, index, len(self.lengths))
         if size not in (None, len(entries)):
             raise ValueError(
-                f"{name} needs an index of {size} entries, got {len(entries)}; pass select an "
-                "index of another size"
+                f"{name} needs an index of {size} entries, got {len(entries)}; select() takes an "
+                "index of any size"
             )
         with ordinary_tensors():
             self._state = self._state.of_entries(entries.clone())  # a clone is no inference tensor
@@ -394,8 +394,8 @@ class KVCache:
         shapes = query.shape, key.shape, value.shape
         if shapes != expected:
             raise ValueError(
-                "attend needs query, key and value of as many new tokens, "
-                f"{', '.join(map(str, expected))} here, got "
+                "attend needs query, key and value of equally many new tokens, with the shapes "
+                f"{', '.join(map(str, expected))}, got "
                 f"{', '.join(str(tuple(x)) for x in shapes)}; leave out tokens that are cached"
             )
         if (device := self._kind[1]) not in (None, key.device):
@@ -424,6 +424,6 @@ class KVCache:
             if total is not None and length + n > total:
                 raise ValueError(
                     f"the cache is for {total} tokens, got {n} more after {length}; give KVCache a "
-                    "larger max_length (and the pattern as many tokens)"
+                    "larger max_length, and a pattern for that length"
                 )
         return list(new)

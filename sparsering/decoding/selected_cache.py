@@ -31,15 +31,15 @@ class SelectedCache(KVCache):
 
     Args:
         batch_size, num_kv_heads, head_dim: sizes of the keys.
-        k: blocks that a token attends to, with the `sink` and `local` blocks.
+        k: number of blocks that a token attends to, including the `sink` and `local` blocks.
         block_size, method, parts: as in `BlockSummaries`.
         top_p, sink, local: as in `select_blocks`.
         options: options of `KVCache`.
 
     Raises: ValueError if an argument is invalid.
 
-    Cost: a step reads k blocks and the summaries. For "sub" the summaries have parts / block_size
-        as many numbers as the keys, in float32.
+    Cost: a step reads k blocks and the summaries. With method "sub", the summaries have
+        parts / block_size times as many numbers as the keys, in float32.
 
     Example:
         >>> cache = SelectedCache(1, 2, 64, k=64, num_heads=8)
@@ -106,8 +106,8 @@ class SelectedCache(KVCache):
         new = self._new_tokens(lengths, n)
         if set(new) - {n} or not stored:
             raise ValueError(
-                "a SelectedCache takes equally many new tokens for all entries, and stores all, "
-                f"got lengths {shortened(str(new))} and stored={stored}; KVCache takes these"
+                "a SelectedCache needs equally many new tokens in all batch entries and stored=True"
+                f", got lengths {shortened(str(new))} and stored={stored}; use KVCache for this"
             )
         if n == 0:
             return empty_results(query, self._dims[1])
@@ -121,7 +121,7 @@ class SelectedCache(KVCache):
                 slots.narrow(2, state.page_start + state.page_length, n).copy_(x)
         state = state.advanced(new, state.page_length + (n if paged else 0))
         keys, values = (state.with_new(slots, None if paged else x) for slots, x in pairs)
-        summaries = copy(self._summaries)  # a failed step must not change the state's summaries
+        summaries = copy(self._summaries)  # so that a failed step does not change the cache's
         summaries.crop(begin)
         scores = summaries.scores(query, keys, scale=options.get("scale"))
         blocks = self._select_blocks(scores, q_start=begin)
@@ -150,7 +150,7 @@ class SelectedCache(KVCache):
         check_tensor("key", key, "[batch, heads, tokens, head dim]")
         if positions is not None or length not in (None, *key.shape[2:3]):
             raise ValueError(
-                "a SelectedCache scores all keys of a prompt, got positions or another length; "
-                "leave both out"
+                "a SelectedCache needs the keys of all tokens of a prompt, got positions, or a "
+                "length other than the number of keys; leave positions and length out"
             )
         super().load(key, value)

@@ -1,8 +1,9 @@
 """Attention of new tokens to a cache, in one of two ways.
 
-If the new tokens fit the page (the cache's free slots), they attend to the cache's own tensors, by
-one layout for all steps of the page. Prompts, and extras that depend on positions, need another
-way: the keys that the new tokens visit are copied by position, and a layout of them is compiled.
+If the new tokens fit in the page (the slots for tokens after the last eviction), they attend to the
+cache's tensors in place; all steps of the page share one layout. In other cases (prompts, and
+extras that depend on positions), the visited keys are copied in the order of their positions, and a
+layout for them is compiled.
 """
 
 import math
@@ -34,7 +35,7 @@ _CPU = torch.device("cpu")
 
 
 class NewTokens(NamedTuple):
-    """Query, key and value [B, H, n, D] of new tokens, and extras of the call, such as softcap."""
+    """Query, key and value [B, H, n, D] of new tokens, and other options, such as softcap."""
 
     query: Tensor
     key: Tensor
@@ -55,7 +56,7 @@ class NewTokens(NamedTuple):
 
 
 def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens) -> bool:
-    """True if `attend_page` can run: entries have equally many new tokens, which fit the page."""
+    """True if `attend_page` can run: equally many new tokens per batch entry fit in the page."""
     extras = tokens.extras
     return (
         len(set(new)) == 1
@@ -63,12 +64,13 @@ def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens
         and state.page_length + new[0] <= state.page_size
         and BACKENDS[backend].forward is not None
         and not (state.remote and "key_mask" not in BACKENDS[backend].extras)
-        and extras["distance_bias"] is extras["dropout_p"] is None  # they need positions of keys
+        # A distance bias and dropout need the positions of keys, which differ from their slots.
+        and extras["distance_bias"] is extras["dropout_p"] is None
     )
 
 
 def page_layout(state: CacheState, queries: int) -> BlockLayout:
-    """Returns a layout of new queries and all slots for keys; stores it for later steps."""
+    """Returns a layout of `queries` new queries over all slots; stores it for later steps."""
     layouts = state.page.layouts
     if state.page_size not in layouts:
         layouts[state.page_size] = _whole_page_layout(state)
@@ -82,7 +84,7 @@ def page_layout(state: CacheState, queries: int) -> BlockLayout:
 
 
 def _whole_page_layout(state: CacheState) -> BlockLayout:
-    """Builds a layout of a page's queries and the keys of all slots; equal entries share tables."""
+    """Builds a layout of a page's queries over all slots; one table if entries share a history."""
     histories = state.distinct() if len(state.distinct()) == 1 else state.histories
     slots, page_size, device = state.keys.shape[2], state.page_size, state.keys.device
 
@@ -90,7 +92,7 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
         block = max(page_size, 128)
         positions = torch.stack([x.positions_with(page_size) for x in histories])
         alive = [pad(x.last >= x.base, (0, page_size), value=True) for x in histories]
-        live = torch.stack(alive, 1)  # by branch: keys that a query of the page may visit
+        live = torch.stack(alive, 1)  # [branches, entries, Hkv, keys]: visited in the page
         starts = torch.tensor([x.base for x in histories])
         frame = state.frame(page_size, int(starts.max()))
         passes = page_over(state.pattern, positions, live, starts, frame, page_size, block)
@@ -111,7 +113,7 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
 def attend_page(
     state: CacheState, layout: BlockLayout, recipe: CallRecipe, tokens: NewTokens
 ) -> tuple[Tensor, Tensor]:
-    """Writes the new keys into their slots and attends, by a layout from `page_layout`."""
+    """Writes new keys and values into their slots and attends by a layout of `page_layout`."""
     query, key, value, extras = tokens
     first = state.page_start + state.page_length
     state.clear_page(state.page_length + query.shape[2])
@@ -134,7 +136,7 @@ def attend_page(
 def attend_spans(
     state: CacheState, recipe: CallRecipe, tokens: NewTokens, new: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Attends from the first `new[i]` tokens of batch entry i; equal entries run together."""
+    """Attends from the first `new[i]` tokens of batch entry i; entries with one history as one."""
     groups: dict[tuple[int, int], list[int]] = {}
     for entry, (history, n) in enumerate(zip(state.histories, new, strict=True)):
         groups.setdefault((id(history), n), []).append(entry)
@@ -155,23 +157,23 @@ def attend_spans(
 
 
 def _runs_spans(state: CacheState, name: str) -> bool:
-    """True if a backend runs layouts, and masks missing keys if this cache does not store all."""
+    """True if the backend runs layouts, and can mask keys that this cache does not store."""
     backend = BACKENDS[name]
     all_stored = not state.remote and all(x.exact for x in state.distinct())
     return backend.forward is not None and (all_stored or "key_mask" in backend.extras)
 
 
 class _Group(NamedTuple):
-    """New tokens of batch entries whose stored keys are equal: they share a `History`."""
+    """New tokens of batch entries that share a `History`: their keys have equal positions."""
 
     state: CacheState
     history: History
-    entries: Tensor | None  # indices of the batch entries, None for all
+    entries: Tensor | None  # indices of the batch entries; None if the group is the whole batch
     recipe: CallRecipe
     tokens: NewTokens  # new tokens of these entries only
 
     def attend(self) -> tuple[Tensor, Tensor]:
-        """Attends from the new tokens to the ranges of positions that they visit."""
+        """Attends from the new tokens to the keys in the ranges of positions that they visit."""
         query, key, value, extras = self.tokens
         state, recipe, begin = self.state, self.recipe, self.history.length
         frame = state.frame(query.shape[2], begin)
@@ -197,7 +199,7 @@ class _Group(NamedTuple):
         return _run(recipe.backend, problem)
 
     def _stored(self, spanned: Spanned) -> Tensor | None:
-        """Returns a mask [1, spanned.length], True where a key is stored; None if all are."""
+        """Returns bool [1, spanned.length], True for stored keys; None if all keys are stored."""
         history, remote = self.history, self.state.remote
         if history.exact and not remote:
             return None
@@ -210,7 +212,7 @@ class _Group(NamedTuple):
         return mask.index_fill(1, spanned.place_of(stored), True)[:, :-1]
 
     def _layout(self, frame: Frame) -> tuple[BlockLayout, tuple[int, ...]]:
-        """Compiles a layout for the new queries; returns it, and `slots` for its `Problem`."""
+        """Returns a layout of the new queries, and the argument `slots` of its `Problem`."""
         pattern, size = self.state.pattern, self.recipe.block_size
         begin, queries = self.history.length, self.tokens.query.shape[2]
         size = default_block_size(pattern, frame.kv_len) if size is None else size
@@ -228,14 +230,15 @@ class _Group(NamedTuple):
         return layout_cache.keep(key, build), ()
 
     def _spread(self, spanned: Spanned) -> list[Tensor]:
-        """Copies cached and new keys, and values, by position: [b, Hkv, spanned.length, D]."""
+        """Copies keys and values, in order of position: [group size, Hkv, spanned.length, D]."""
         state, history, length = self.state, self.history, spanned.length
         positions = history.positions_with(state.page_length)
         place = torch.where(positions < 0, length, spanned.place_of(positions.clamp(min=0)))
         results = []
         for slots, new in ((state.keys, self.tokens.key), (state.values, self.tokens.value)):
             batch, heads, count, width = new.shape
-            result = new.new_zeros(batch, heads, length + 1, width)  # unused keys go to the end
+            # the extra place at the end receives keys that are not visited
+            result = new.new_zeros(batch, heads, length + 1, width)
             if history.length:
                 cached = state.in_use(slots)
                 cached = cached if self.entries is None else cached[self.entries]
@@ -247,13 +250,13 @@ class _Group(NamedTuple):
         return results
 
     def _attend_whole(self, frame: Frame) -> tuple[Tensor, Tensor]:
-        """Attends over all positions by a backend without layouts; evicted keys are zeros."""
+        """Attends over all positions by a backend that takes no layout; evicted keys are zeros."""
         query, recipe, pattern = self.tokens.query, self.recipe, self.state.pattern
         begins, ends = torch.zeros(1, dtype=torch.int64), torch.full((1,), frame.kv_len)
         everything = Spanned(BlockLayout(frame, 128, (), math.nan), begins, ends)
         keys, values = self._spread(everything)
         first, n = self.history.length - frame.q_start, query.shape[2]
-        rest = frame.q_len - first - n  # zeros after the new queries; their results are unused
+        rest = frame.q_len - first - n  # queries of zeros after the new ones; results are unused
         query = pad(query, (0, 0, first, rest))
         extras, sink = dict(self.tokens.extras), self.tokens.extras["sink"]
         if sink is not None and sink.shape[2] > 1:

@@ -102,8 +102,8 @@ class BlockWindow(BlockwiseMask):
 class Hierarchical(BlockwiseMask):
     """The union of block windows over levels (stride, window), in tokens, fine to coarse.
 
-    A window of None is unbounded. At a level, query blocks with b % max(1, stride // block_size) ==
-    0 see the key blocks with abs(b - b') <= (window // block_size) // 2.
+    A window of None has no end. At a level, query blocks with b % max(1, stride // block_size) == 0
+    see the key blocks with abs(b - b') <= (window // block_size) // 2.
     """
 
     levels: tuple[tuple[int, int | None], ...]

@@ -159,7 +159,7 @@ def _frozen(label: str, value: object) -> object:
             return value.detach().clone()
         case float() if value != value or value in (float("inf"), float("-inf")):
             raise ValueError(f"{label} must be finite, got {value}; pass None for no bound")
-        case float():  # the text of a subclass, such as numpy.float64, may be none for `parse`
+        case float():  # `parse` may not read the repr of a subclass, such as numpy.float64
             return float(value)
         case str():
             return str.__str__(value)

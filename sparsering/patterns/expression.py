@@ -100,7 +100,7 @@ def _parse(text: str, tensors: tuple[Tensor, ...], owned: bool = False) -> Patte
 class _Reader:
     def __init__(self, text: str, tensors: tuple[Tensor, ...], owned: bool) -> None:
         self.text, self.tensors, self.owned = text.strip(), tensors, owned
-        self.patterns: dict[tuple[object, ...], Pattern] = {}  # so equal parts share copies
+        self.patterns: dict[tuple[object, ...], Pattern] = {}  # equal parts of the text share one
 
     def read(self, node: ast.expr) -> Any:
         match node:

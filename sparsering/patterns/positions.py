@@ -121,7 +121,7 @@ class GlobalTokens(Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Dilated(Mask):
-    """One LongNet branch: a query and a key pair in one segment if both are on the head's grid.
+    """One LongNet branch: a query sees a key of its segment if both are on the grid of the head.
 
     The segment of x is floor(x / segment_length). x is on the grid of kv head h where
     (x mod segment_length) mod dilation_rate == s(h): the grid restarts at each segment. `offset`

@@ -209,5 +209,5 @@ def test_steps_of_a_cache_share_a_recipe_and_a_call_of_their_shapes_changes_none
     assert all(map(torch.equal, *outs))
     with pytest.raises(ValueError, match=r"the cache holds torch\.float32, got keys of"):
         caches[0].attend(*(x.double() for x in parts[-1]))
-    with pytest.raises(ValueError, match="as many new tokens"):
+    with pytest.raises(ValueError, match="equally many new tokens"):
         caches[0].attend(*(x[:1] for x in parts[-1]))

@@ -78,7 +78,7 @@ def test_a_selected_entry_is_not_cropped_to_where_its_keys_are_gone():
     cache.attend(*[x[:, :, :100]] * 3, lengths=[100, 50])
     cache.select([0])
     cache.crop(95)
-    with pytest.raises(ValueError, match="back to 90 at least, got 89"):
+    with pytest.raises(ValueError, match="length from 90 to 95, got 89"):
         cache.crop(89)
     cache.crop(90)
     out = cache.attend(*[x[:1, :, 90:]] * 3)
