@@ -349,7 +349,7 @@ class KVCache:
         least = max(oldest, self.length - self._state.rollback)
         if not least <= length <= self.length:
             raise ValueError(
-                f"crop needs a length from {least} to {self.length}, got {length}: the cache has "
+                f"crop takes a length from {least} to {self.length}, got {length}: the cache has "
                 f"{self.length} tokens and rollback={self._state.rollback}; use a larger rollback"
             )
         with ordinary_tensors():
