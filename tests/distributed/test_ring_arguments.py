@@ -9,7 +9,7 @@ import torch
 import sparsering as sr
 from sparsering.distributed import RingPlan, prefetch, ring_attention, shard, simulate_ring, unshard
 
-_X = torch.randn(1, 2, 8, 8)
+_X = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(0))
 _CALL = {"query": _X, "key": _X, "value": _X, "pattern": sr.Causal()}
 _OF_PLAN = {"pattern": sr.Causal(), "seq_len": 8}
 _WRONG = ("x", [1], 3.5, True, float("nan"), object(), b"y", {}, torch.zeros(3))
