@@ -109,7 +109,7 @@ def _kind(
         in_use = tuple(name for name, x in extras.items() if x is not None and name != unused)
     interpreted = (choices[0] == "triton" or tensors[4].type != "cpu") and interpreting()
     pattern_key = type(pattern) if pattern.tensors else pattern
-    return tensors, pattern_key, choices, types, in_use, interpreted  # with `types`, 1 is not True
+    return tensors, pattern_key, choices, types, in_use, interpreted  # `types` tells 1 from True
 
 
 _COMPARED = frozenset((type(None), int, float, str))  # types that `_kind` accepts in `choices`

@@ -173,7 +173,9 @@ def checked_index(name: str, index: Tensor | Sequence[int], entries: int) -> Ten
         index = torch.tensor(checked_integers(name, index, None), dtype=torch.int64)
     check_tensor(name, index, "[n] of integers")
     if index.is_meta:
-        raise ValueError(f"{name} needs integers [n], got a tensor on the meta device")
+        raise ValueError(
+            f"{name} needs a tensor with data, got one on the meta device; pass a list of ints"
+        )
     index = in_memory(index).cpu()
     if index.shape == (0,):  # torch.tensor([]) is float32, but an empty index is valid
         return index.long()
@@ -255,8 +257,8 @@ def needs_operator(*tensors: Tensor) -> bool:
 def observed(*values: object) -> bool:
     """True if a compiler, tracer, profiler, mode or transform must see the call as an operator.
 
-    Also true for tensors that kernels cannot read directly: subclasses, meta tensors, zero tensors
-    and lazily negated ones.
+    Also true if kernels cannot read a tensor directly: a subclass, a meta tensor, a zero tensor, or
+    a lazily negated one.
     """
     return _is_observed_call() or not all(_is_plain(x) for x in values if isinstance(x, Tensor))
 
@@ -264,8 +266,9 @@ def observed(*values: object) -> bool:
 def kind_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...] | None:
     """Returns the shapes, dtype and device of a call, and whether autograd records it.
 
-    Of calls with equal results, only the first is checked. Returns None for a call that is always
-    checked: under autocast, with unusual tensors, or observed by more than autograd.
+    Callers check only the first of several calls with equal results. Returns None for a call that
+    must always be checked: under autocast or forward-mode autograd, if the call is `observed`, or
+    if a tensor is not dense, or differs from the query in dtype or device.
     """
     if _is_observed_call() or forward_ad._current_level >= 0 or _is_any_autocast_enabled():
         return None

@@ -158,8 +158,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         options: the options of `attention`, without `return_lse` and `backend`.
 
     Returns: lines of text. The first has the backend, its block size, and the batch, heads and
-        lengths. A line per `SelectedBlocks` has the size of its rows, and how many times as many
-        blocks a tile of queries reads as a row lists. A line per backend says "usable" or why not.
+        lengths. A line per `SelectedBlocks` has the size of its rows, and the number of blocks that
+        a tile of queries reads divided by the number that a row lists. A line per backend says
+        "usable" or why not.
 
     Raises: as `attention`. No layout is built.
 

@@ -277,7 +277,7 @@ def _layout(
     backend: str, pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]]:
     """Returns (cached layout, bitmap row of the first query in each pass, or () if all are 0)."""
-    page = None  # (layout, bitmap rows) of one query; sdpa cannot read it
+    page = None  # (layout, bitmap rows) for a single query, which the backend sdpa cannot read
     if frame.q_len == 1 and BACKENDS[backend].refuses is None:
         page = last_query_layout(pattern, frame, block_size, device)
     return page or (layout_cache.layout(pattern, frame, block_size, device), ())

@@ -179,7 +179,7 @@ def test_generate_stops_after_a_text_and_draws_from_few(trained, capsys):
         (("--top-k", 0), "top_k must be an int above 0, got 0"),
         (("--top-p", 2), "top_p must be above 0 and at most 1, got 2.0"),
         (("--temperature", -1), "temperature must be a finite number from 0 up, got -1.0"),
-        (("--stop", ""), "stop must be at least one token, got none"),
+        (("--stop", ""), "stop must have a token, got an empty sequence"),
     ],
 )
 def test_generate_refuses_in_one_line_and_before_any_text(trained, capsys, options, said):

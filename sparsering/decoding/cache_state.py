@@ -242,11 +242,11 @@ class CacheState(_Record):
         return torch.where(alive, rank, FOREVER).argsort(dim=1)
 
     def _page_limit(self, history: History) -> int:
-        """Returns after how many tokens a head has over `page_size` dead keys, at most `page_size`.
+        """Returns the number of tokens until a head has over `page_size` dead keys; at most a page.
 
         A key is dead if no later query visits it. `birth` and `death`: number of tokens in the
         page when a key is stored, and when it is dead. The result is at least `page_size` / 8,
-        because at a segment's end keys die at every step, and each eviction copies the cache.
+        because each eviction copies the cache, and at a segment's end keys die at every step.
         """
         base, page_size = history.base, self.page_size
         end = base + page_size if self.total is None else min(base + page_size, self.total)

@@ -54,10 +54,11 @@ class KVCache:
         page_size: new tokens between two evictions, a multiple of 16 from 16 to 256.
         dtype, device: dtype and device of keys and values; default those of the first keys.
 
-    It stores the keys of `pattern.live_keys(length)`; with `rollback=n`, also of the n lengths
-    before. Other (dead) keys remain until an eviction drops them: after `page_size` tokens, or at
-    most `page_size / 8` tokens after a head of the largest batch entry has over `page_size` dead
-    keys. Gradients do not pass through the cache: it is for decoding, not for training.
+    It stores the keys that `pattern.live_keys` returns for its length, and for the `rollback`
+    lengths before. Other (dead) keys remain until the next eviction. An eviction comes `page_size`
+    tokens after the last one, or earlier (but not before `page_size / 8` tokens) if a head of the
+    largest batch entry has over `page_size` dead keys. Gradients do not pass through the cache: it
+    is for decoding, not for training.
 
     Raises: ValueError if an argument is invalid.
 
@@ -97,7 +98,7 @@ class KVCache:
             )
         check_batch(pattern, batch_size, "batch_size=")
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises if it is missing
+        last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises without a needed bound
         none = torch.zeros(len(pattern.branches), num_kv_heads, 0, dtype=torch.int64)
         histories = [History(0, 0, none[0], none)] * batch_size
         total = own_length(pattern, max_length)

@@ -121,7 +121,7 @@ class SelectedCache(KVCache):
                 slots.narrow(2, state.page_start + state.page_length, n).copy_(x)
         state = state.advanced(new, state.page_length + (n if paged else 0))
         keys, values = (state.with_new(slots, None if paged else x) for slots, x in pairs)
-        summaries = copy(self._summaries)  # so that a failed step does not change the cache's
+        summaries = copy(self._summaries)  # so that a failed step does not change the cache
         summaries.crop(begin)
         scores = summaries.scores(query, keys, scale=options.get("scale"))
         blocks = self._select_blocks(scores, q_start=begin)

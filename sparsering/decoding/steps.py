@@ -84,7 +84,7 @@ def page_layout(state: CacheState, queries: int) -> BlockLayout:
 
 
 def _whole_page_layout(state: CacheState) -> BlockLayout:
-    """Builds a layout of a page's queries over all slots; one table if entries share a history."""
+    """Builds a layout of a page's queries over all slots; batch entries may share one table."""
     histories = state.distinct() if len(state.distinct()) == 1 else state.histories
     slots, page_size, device = state.keys.shape[2], state.page_size, state.keys.device
 
@@ -92,7 +92,7 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
         block = max(page_size, 128)
         positions = torch.stack([x.positions_with(page_size) for x in histories])
         alive = [pad(x.last >= x.base, (0, page_size), value=True) for x in histories]
-        live = torch.stack(alive, 1)  # [branches, entries, Hkv, keys]: visited in the page
+        live = torch.stack(alive, 1)  # [branches, entries, Hkv, keys], False for dead keys
         starts = torch.tensor([x.base for x in histories])
         frame = state.frame(page_size, int(starts.max()))
         passes = page_over(state.pattern, positions, live, starts, frame, page_size, block)
@@ -136,7 +136,7 @@ def attend_page(
 def attend_spans(
     state: CacheState, recipe: CallRecipe, tokens: NewTokens, new: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Attends from the first `new[i]` tokens of batch entry i; entries with one history as one."""
+    """Attends from the first `new[i]` tokens of batch entry i; groups entries by their history."""
     groups: dict[tuple[int, int], list[int]] = {}
     for entry, (history, n) in enumerate(zip(state.histories, new, strict=True)):
         groups.setdefault((id(history), n), []).append(entry)

@@ -21,7 +21,7 @@ from .plan import RingPlan
 from .sharding import num_tokens
 from .wire import FORMATS, wire_format
 
-_VERSION = 2  # version of the record: ranks with another version of the package get an error
+_VERSION = 2  # version of the record; ranks with different versions raise an error
 _BUDGET = 0.01  # default error bound of compression="auto"
 
 
@@ -59,7 +59,7 @@ class RingCall(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """Facts about a call that are equal on all ranks, except `error`."""
+    """Results of `agree_on_call`, which are equal on all ranks, except `error`."""
 
     lengths: list[int]  # tokens of each rank's shard
     compression: str | None  # wire format of keys and values, never "auto"
@@ -68,7 +68,7 @@ class Agreement(NamedTuple):
 
 
 _TABLES = "softcap, distance_bias, sink, dropout_p and dropout_seed"
-# fields whose values are digests, so that an error does not show them
+# fields that are compared by digest; an error cannot show their values
 _HASHED = ("pattern", "scale", "sharding", "compression", _TABLES)
 
 
@@ -104,7 +104,7 @@ def agree_on_call(exchange: Exchange, backward: bool, call: RingCall) -> Agreeme
 
 
 def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
-    """Returns {name for errors: argument or its digest}; all ranks must have equal integers."""
+    """Returns {name in errors: argument or digest}, as integers that must agree on all ranks."""
     query, key, value, bias, sink, *_ = call
     shared_sink = None if sink is None or sink.shape[2] > 1 else sink  # a sink per query may differ
     tables = [x[:1] for x in (bias, shared_sink) if x is not None]

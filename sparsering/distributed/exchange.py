@@ -89,7 +89,7 @@ class Exchange:
 
     @contextmanager
     def break_on_error(self) -> Iterator[None]:
-        """Marks the group as unusable if the body raises, because messages may be unfinished."""
+        """Marks the group as unusable if the `with` block raises: messages may be unfinished."""
         try:
             yield
         except RingMismatchError:  # raised on all ranks, after their last message
@@ -113,7 +113,7 @@ class Exchange:
     def start(
         self, step: str, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]
     ) -> "Pending":
-        """Starts to send and receive contiguous tensors, as {peer: tensor}; skips empty tensors."""
+        """Starts to send and receive contiguous tensors {peer: tensor}; skips empty tensors."""
         sends, receives = ({p: x for p, x in m.items() if x.numel()} for m in (sends, receives))
         sent, received = (sum(x.nbytes for x in m.values()) for m in (sends, receives))
         before = self.traffic
@@ -126,7 +126,7 @@ class Exchange:
         operations: list[tuple[Any, int, Tensor]]
         operations = [(dist.irecv, peer, x) for peer, x in receives.items()]
         operations += [(dist.isend, peer, x) for peer, x in sends.items()]
-        # NCCL could deadlock on single messages, but not on one batch of all
+        # NCCL could deadlock on separate messages, but not on one batch of all messages
         if operations and operations[0][2].device.type != "cpu":
             batch = [dist.P2POp(op, x, group=self.group, group_peer=p) for op, p, x in operations]
             with pending.failing(None):
@@ -140,7 +140,7 @@ class Exchange:
 
 
 class Pending:
-    """Unfinished messages of one step of a call; references their tensors until they finish."""
+    """Unfinished messages of one step of a call; keeps their tensors alive until they finish."""
 
     def __init__(self, exchange: Exchange, step: str, tensors: list[Tensor]) -> None:
         self.exchange, self.step, self.tensors = exchange, step, tensors
@@ -169,7 +169,7 @@ class Pending:
 
     @contextmanager
     def failing(self, peer: int | None) -> Iterator[None]:
-        """Catches errors of the body; `wait` raises the first one, after waiting for all peers."""
+        """Catches errors of the `with` block; `wait` raises the first one, once no peer is left."""
         try:
             yield
         except RuntimeError as error:

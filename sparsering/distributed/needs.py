@@ -1,9 +1,9 @@
 """Finds the key tokens that ranks need from each other, and counts the pairs that they compute.
 
-It tests pairs of a query tile and a key tile, from large to small tiles. A tile pair is done if the
-mask has all or none of its (query, key) pairs. Every other tile pair is split into pairs of smaller
-tiles; in the smallest tiles, the mask is evaluated for each (query, key) pair. So the cost grows
-with the edges of the pattern, not with its area.
+It tests pairs of a query tile and a key tile, from large to small tiles. A tile pair needs no more
+tests if the mask has all or none of its (query, key) pairs. Every other tile pair is split into
+pairs of smaller tiles; in the smallest tiles, the mask is evaluated for each (query, key) pair. So
+the cost grows with the borders between masked and visited areas, not with the areas.
 """
 
 import math
@@ -27,7 +27,7 @@ from .sharding import without
 
 _LEAF = 128  # tokens in the smallest tiles
 _SPLIT = 4  # number of smaller tiles that a tile is split into
-_COARSE_TILES = 512  # about the largest number of tiles that the queries are first cut into
+_COARSE_TILES = 512  # queries are first cut into about this many tiles at most
 _AT_A_TIME = 1 << 15  # tile pairs that are tested at once
 _ROWS_AT_A_TIME = 1 << 10  # query tiles whose key tiles are listed at once
 _MOST_LINES = 4096  # `union` lists single tokens if the steps' least common multiple is larger
@@ -55,7 +55,7 @@ def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ())
 
     Args:
         ranges: positions that each of the `world` ranks owns.
-        travellers: (rank, those of its query rows that are or may be sent to other ranks).
+        travellers: (rank, query rows of this rank that may be sent to other ranks).
     """
     pieces = []
     for rank, owned in enumerate(ranges):
@@ -128,7 +128,7 @@ def needed_keys(
 def count_pairs(
     branches: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int, labels: int
 ) -> Tensor:
-    """Counts (query, key) pairs [labels, world] by the query's `label` and the rank of the key.
+    """Counts (query, key) pairs by the query's `label` and the key's rank: [labels, world].
 
     A pair in several branches of a mixture counts several times.
     """
@@ -136,7 +136,7 @@ def count_pairs(
     for branch in branches:
         earlier: list[Mask] = []
         for size, grid, term in _coarse_terms(branch, frame):
-            # the terms of a branch may share pairs; each pair counts in its first term only
+            # the masks of a branch may overlap; a pair counts only in the first mask that has it
             rest = And((term, Not(Or(tuple(earlier))))) if earlier else term
             rule = condition(rest, frame)
             for pairs in _pairs(rule, grid, size, frame, queries, keys):
@@ -148,8 +148,8 @@ def count_pairs(
 
 
 def _coarse_terms(mask: Mask, frame: Frame) -> Iterator[tuple[int, Grid, Mask]]:
-    """Splits a mask into a union of simpler masks: yields (largest tile size, tile grid, mask)."""
-    size = _LEAF  # stays so for a blockwise mask, which lists its blocks fast at any tile size
+    """Splits a mask into a union of simpler masks; yields (size of first tiles, grid, mask)."""
+    size = _LEAF  # not enlarged for a blockwise mask, which lists its blocks fast at any size
     blockwise = any(isinstance(part, BlockwiseMask) for part in joined_masks(mask))
     while not blockwise and size * _COARSE_TILES < frame.q_len:
         size *= _SPLIT
@@ -194,7 +194,7 @@ def _visited_keys(
     if not len(varies):
         return
     pairs, set_number = pairs[varies], set_number[varies]
-    # all tile pairs of a group add the same keys to the same set, so one of them is enough
+    # tile pairs that add equal keys to the same set form a group; one pair of a group is enough
     _, first = _kinds(rule, pairs, set_number, pairs.k.start)
     pairs, set_number = pairs[first], set_number[first]
     if size > _LEAF:
@@ -219,7 +219,7 @@ def _visited_keys(
 
 
 def _pairs_of(rule: Condition, mask: Mask, pairs: TilePairs, size: int, frame: Frame) -> Tensor:
-    """Counts the (query, key) pairs in each tile pair; evaluates equal tile pairs once."""
+    """Counts (query, key) pairs in each tile pair; evaluates tile pairs of equal bitmaps once."""
     status = rule.status(pairs)
     total = torch.where(status == FULL, pairs.q.count * pairs.k.count, 0)
     varies = torch.nonzero((status != FULL) & (status != EMPTY))[:, 0]
@@ -241,7 +241,7 @@ def _pairs_of(rule: Condition, mask: Mask, pairs: TilePairs, size: int, frame: F
 
 
 def _kinds(rule: Condition, pairs: TilePairs, *further: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups tile pairs that have equal bitmaps, token counts and rows in `further`.
+    """Groups tile pairs that have equal bitmaps, equal token counts and equal numbers in `further`.
 
     Returns: the group of each tile pair, and the index of one tile pair in each group.
     """
@@ -249,7 +249,7 @@ def _kinds(rule: Condition, pairs: TilePairs, *further: Tensor) -> tuple[Tensor,
 
 
 def _split(pairs: TilePairs, size: int) -> tuple[Tensor, TilePairs]:
-    """Splits tile pairs into smaller ones; also returns the large pair's index for each of them."""
+    """Splits tile pairs into smaller ones; returns (index of the large pair, small pair)."""
     at = torch.cartesian_prod(torch.arange(_SPLIT), torch.arange(_SPLIT))
     pair = torch.arange(len(pairs)).repeat_interleave(len(at))
     number = at.repeat(len(pairs), 1)
@@ -265,7 +265,7 @@ def _split(pairs: TilePairs, size: int) -> tuple[Tensor, TilePairs]:
 
 
 def union(parts: list[TokenRanges], length: int) -> TokenRanges:
-    """Joins sets of tokens below `length` into disjoint progressions that all have one step."""
+    """Rewrites sets of tokens below `length` as disjoint progressions with one common step."""
     steps = sorted({part.step for part in parts if len(part.number)})
     if len(steps) <= 1:
         return _merged(parts, steps[0] if steps else 1, length)
@@ -279,7 +279,7 @@ def union(parts: list[TokenRanges], length: int) -> TokenRanges:
 
 def _merged(parts: list[TokenRanges], step: int, length: int) -> TokenRanges:
     """Joins progressions of equal `step`, so that no two progressions of a set share a token."""
-    # each (set, token % step) gets `reach` integers in a row, one or more of them unused as a gap
+    # each (set, token % step) has its own `reach` integers; the last is never used, as a gap
     reach = length // step + 2
     begin, end = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
     for part in parts:

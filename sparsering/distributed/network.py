@@ -36,7 +36,7 @@ class Network:
             owner: travelling.new_empty(*travelling.shape[:2], len(at), travelling.shape[3])
             for owner, at in self.guest_places.items()
         }
-        copies: dict[tuple[tuple[int, int], ...], Tensor] = {}  # hosts mostly get equal rows
+        copies: dict[tuple[tuple[int, int], ...], Tensor] = {}  # shared by hosts with equal rows
         sends = {}
         for host, at in places.items():
             rows = tuple(self.plan.rows_of(rank.rank, host))

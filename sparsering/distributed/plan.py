@@ -32,7 +32,7 @@ from .travellers import Traveller, choose_travellers, global_rows
 from .wire import wire_format
 
 _PAIRS_PER_TOKEN = 2048
-"""A rank is assumed to compute so many (query, key) pairs in the time of receiving one token. GPUs
+"""Number of (query, key) pairs that a rank is assumed to compute while it receives one token. GPUs
 compute about 1,000 (NVLink) to 10,000 (network), processes on one CPU about 250.
 """
 _CHUNKS_PER_RANK = 8
@@ -82,15 +82,15 @@ class RingPlan:
             seq_len: tokens of the whole sequence.
             num_heads: number of query heads; changes the loads, and the traffic of query rows.
             num_kv_heads: key/value heads, default `num_heads`.
-            block_size: tokens per tile of the ranks' layouts; loads and traffic ignore it.
+            block_size: tokens per tile of the ranks' layouts; it does not change loads or traffic.
             sharding: "contiguous", "zigzag", "chunks:...", "balanced" (cuts equal chunks, and gives
-                them to ranks by cost), or "auto": that one of contiguous, zigzag and balanced whose
-                busiest rank has the least to compute and to receive.
+                them to ranks by cost), or "auto": the cheapest of contiguous, zigzag and balanced.
+                The `cost` of a sharding is that of its busiest rank.
 
         Raises: ValueError if the pattern is for another length, or an argument is out of range.
 
-        Cost: grows with the edges of the pattern's areas; 2^20 tokens over 64 ranks take a fraction
-            of a second.
+        Cost: grows with the borders between masked and visited areas; 2^20 tokens over 64 ranks
+            take a fraction of a second.
         """
         check_pattern(pattern)
         seq_len = checked_integer("seq_len", seq_len, 0)
@@ -106,7 +106,7 @@ class RingPlan:
         check_sharding(sharding, world_size)
         if sharding in ("auto", "balanced"):
             reduced = frame
-            if pattern.num_tables(frame) <= frame.num_kv_heads:  # one mask per kv head
+            if pattern.num_tables(frame) <= frame.num_kv_heads:  # query heads of a kv head agree
                 reduced = frame._replace(num_heads=frame.num_kv_heads)
             sharding = _choose_sharding(pattern, reduced, world_size, block_size, sharding)
         return _plan(pattern, frame, world_size, block_size, sharding)
@@ -116,7 +116,7 @@ class RingPlan:
         return f"<RingPlan {shortened(str(self.pattern))}, {ranks}, {shortened(self.sharding)}>"
 
     def tokens_received(self, rank: int) -> int | float:
-        """Number of (token, kv head) pairs that a rank receives in forward, mean over the batch."""
+        """Number of (token, kv head) pairs that a rank receives in forward per batch entry."""
         rank = checked_integer("rank", rank, 0, self.world_size - 1)
         return _whole(int(self.tokens[rank].sum()) / len(self.need_of))
 
@@ -186,7 +186,7 @@ class RingPlan:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """Number of (token, kv head) pairs to send, [receiver, sender], summed over `need_of`."""
+        """Number of (token, kv head) pairs to send, [receiver, sender], for all batch entries."""
         world = self.world_size
         sizes = [runs.sizes(world**2).view(world, world) for runs in self.needs]
         zeros = torch.zeros(world, world, dtype=torch.int64)
@@ -209,8 +209,8 @@ class RingPlan:
     def answer_rounds(self) -> tuple[tuple[int, ...], ...]:
         """Rounds in which the results of sent query rows return to the ranks that own the rows.
 
-        A round is a tuple of offsets s: rank r receives from the ranks (r + s) % world_size. The
-        results of a round have at most as many rows as the largest shard, or come from one rank.
+        A round is a tuple of offsets s: rank r receives from the ranks (r + s) % world_size. In a
+        round, a rank receives at most as many rows as the largest shard has, or a single message.
         """
         world = self.world_size
         rows = [0] * world
@@ -294,7 +294,7 @@ class RingPlan:
 
     @property
     def cost(self) -> float:
-        """Cost of the busiest rank in pairs per head, rounded; a received token costs 2,048."""
+        """Cost of the busiest rank: its pairs per head plus 2,048 per received token; rounded."""
         received = self.tokens.sum(1) / len(self.need_of) / max(1, self.frame.num_kv_heads)
         pairs = self.loads / max(1, self.frame.num_heads)
         return float(f"{float((pairs + _PAIRS_PER_TOKEN * received).max()):.6g}")
@@ -374,7 +374,8 @@ def _balanced(pattern: Pattern, frame: Frame, world_size: int) -> str:
         runs = needed_keys(list(branches), frame, pieces, pieces, chunks)
         tokens += runs.sizes(chunks * chunks).view(chunks, chunks) * len(places)
     tokens = tokens + tokens.T
-    together = torch.zeros(chunks, world_size, dtype=torch.float64)  # tokens that are not sent
+    # together: tokens that are not sent if the rank gets the chunk
+    together = torch.zeros(chunks, world_size, dtype=torch.float64)
     sums, room = torch.zeros(world_size, dtype=torch.float64), [_CHUNKS_PER_RANK] * world_size
     owners = [0] * chunks
     for chunk in load.argsort(descending=True, stable=True).tolist():

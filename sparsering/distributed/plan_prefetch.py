@@ -54,7 +54,8 @@ def prefetch(
     Returns: a future of the plan, or of the layout if there is only one rank. You may wait for it,
         ask for its error, or ignore it.
 
-    Raises: ValueError at once if an argument is invalid; the errors of `layout_cache.prefetch`.
+    Raises: ValueError at once if an argument is invalid; also the errors of
+        `layout_cache.prefetch`.
 
     Cost: the time of `RingPlan.build` and of the layouts, on another CPU core than the caller's.
     """

@@ -1,7 +1,7 @@
 """Computes one rank's part of a ring call; `network` or `simulate` brings rows of other ranks.
 
 A rank attends to its own keys, then to the keys that arrive, round by round. It may send some query
-rows to other ranks (their hosts), and merges the results that return last. It also attends from
+rows to other ranks (their hosts); it merges their results last. It also attends from
 query rows that other ranks send to it (its guests). Sums and merges follow the order of the plan,
 in float32 (float64 for float64), so that every run and every transport gives the same bits.
 """
@@ -111,7 +111,7 @@ class Rank:
             answers: (rank that computed them, partial results of query rows that were sent to it).
         """
         step = local_step(self.plan, self.rank, query.device)
-        if step.layout is not None and step.layout.frame.q_len == query.shape[2]:  # has all queries
+        if step.layout is not None and step.layout.frame.q_len == query.shape[2]:  # all queries
             out, lse = self._attend(step, query, key, value)
         else:
             out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=self.dtype)
@@ -134,7 +134,7 @@ class Rank:
         return out.to(query.dtype), lse
 
     def sink_gradient(self, x: Saved, sink: Tensor) -> Tensor:
-        """Returns this rank's part of the sink's gradient: a summand, or its rows if per query."""
+        """Returns this rank's summand of the sink's gradient, or its rows if per query."""
         return sink_gradient(sink, x.lse, self._delta(x))
 
     def blank_table(self) -> Tensor | None:
@@ -150,7 +150,8 @@ class Rank:
         It calls `guests` last, because this call waits for the query rows of other ranks. It adds
         the gradient of the distance bias to `dtable`.
 
-        Returns: dq, dk and dv of this rank; dq of the query rows of other ranks, None without any.
+        Returns: dq, dk and dv of this rank; dq of the query rows of other ranks, or None if there
+            are none.
         """
         step = local_step(self.plan, self.rank, x.query.device)
         if step.layout is None:

@@ -59,10 +59,10 @@ class Step:
 
     @cached_property
     def copies(self) -> list[Tensor]:
-        """Indices of each arrived row in the flat key buffer, which may contain it several times.
+        """Places of the arrived rows in the flattened key buffer, which may repeat a row.
 
-        Item n [arrived] has the n-th index of each row, or the buffer's length if the buffer does
-        not contain the row so often. Gradients are summed in this order.
+        `copies[n]` [arrived] is the place of copy n of each row, or the buffer's length if the row
+        has no copy n. The gradients of a row's copies are summed in this order.
         """
         assert self.rows is not None
         places = self.rows.flatten().long()
@@ -186,7 +186,7 @@ def _covered(start: Tensor, stop: Tensor, step: int, block_size: int, length: in
 
 
 def _by_axis(used: Tensor, axes: int) -> Tensor:
-    """Converts `used` [tables, tiles] to [axes, tiles]; an axis is one of a pass's tile sets."""
+    """Converts `used` [tables, tiles] to [axes, tiles]; axes are rows of a pass's tile starts."""
     tables = len(used)
     if tables <= axes:
         return used.repeat_interleave(axes // tables, 0)
@@ -227,7 +227,8 @@ def _arrived_rows(
 ) -> tuple[Tensor, int]:
     """Returns the arrived row for each place of the buffer, [B, Hkv, length], and the row count.
 
-    Rows arrive by sender, then batch entry, then kv head; within a head as in `RingPlan.tokens_of`.
+    Rows arrive sorted by sender, batch entry and kv head; then in the order of
+    `RingPlan.tokens_of`.
     """
     heads = plan.frame.num_kv_heads
     parts: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)

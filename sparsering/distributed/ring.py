@@ -61,8 +61,8 @@ def ring_attention(
     visit and other ranks own. The backward pass receives them again and returns their gradients in
     float32 (float64 for float64). Keys arrive in rounds of at most a shard. Besides its shards, a
     rank needs memory for two rounds, and for a copy of a round's keys in kernel order: at most a
-    shard, or a shard per dilated branch. It does not grow with the number of ranks. A single rank
-    does not communicate.
+    shard, or a shard per dilated branch. This memory does not grow with the number of ranks. A
+    single rank does not communicate.
 
     All ranks must make their calls on a group in the same order. Threads that call at the same time
     need a group each. After a failed call, its group is unusable.

@@ -62,8 +62,9 @@ def choose_travellers(
     forward alone moves up to twice as many.
 
     Args:
-        needs: keys to fetch. Set label * world + owner has the keys of `owner` that the rows of a
-            group visit. The group's label is world + i for the rows of candidate i, else a rank.
+        needs: keys to fetch. Set label * world + owner has the keys of rank `owner` that rows with
+            this label visit. Rows of candidate i have label world + i, a rank's other rows the
+            rank itself.
         uses: for each item of `needs`, the number of (batch entry, kv head) pairs that need it.
         candidates: (rank, some of its rows that could be sent).
         most: largest number of rows to send; it bounds the memory of receivers.
@@ -71,7 +72,7 @@ def choose_travellers(
     Returns: the rows to send, and the keys to fetch for all other query rows.
     """
     travellers: list[Traveller] = []
-    home = list(range(world)) + [owner for owner, _ in candidates]  # rank of each label's rows
+    home = list(range(world)) + [owner for owner, _ in candidates]  # fetches keys for each label
     for number, (owner, rows) in enumerate(candidates):
         saved, hosts = 0, set()
         for runs, count in zip(needs, uses, strict=True):
@@ -95,7 +96,7 @@ def choose_travellers(
 def _relabelled(
     runs: TokenRanges, some: Tensor, home: list[int], world: int, length: int
 ) -> TokenRanges:
-    """Keeps progressions where `some`; replaces their label by the rank home[label]; drops -1."""
+    """Replaces labels by ranks home[label]; keeps progressions in `some` whose rank is not -1."""
     receiver = torch.tensor(home)[runs.number // world]
     some = some & (receiver >= 0)
     number = (receiver * world + runs.number % world)[some]

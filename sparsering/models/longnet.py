@@ -176,7 +176,7 @@ class LongNetLM(nn.Module):
         ]
 
     def cache_bytes(self, caches: Sequence[KVCache]) -> tuple[int, int]:
-        """Returns the caches' bytes, and the bytes of all keys and values so far."""
+        """Returns the caches' bytes, and the bytes of all keys and values if none were evicted."""
         weight = self.embedding.weight
         token_bytes = 2 * weight.shape[1] * weight.element_size()
         full = sum(token_bytes * sum(cache.lengths) for cache in caches)
@@ -241,8 +241,8 @@ class LongNetLM(nn.Module):
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or tokens.shape[1] == 0:
             got = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
             raise ValueError(
-                f"generate needs prompts int64 [B, N] of at least one token, got {got}; a newline "
-                "will do"
+                f"generate needs prompts int64 [B, N] of at least one token, got {got}; pass a "
+                "newline to start without a text"
             )
         vocabulary = self.embedding.num_embeddings
         refuse_meta(tokens, named="tokens")
@@ -254,7 +254,7 @@ class LongNetLM(nn.Module):
         if stop is not None:
             stop = checked_integers("stop", stop, 0, vocabulary - 1)
             if not stop:
-                raise ValueError("stop must be at least one token, got none; None never stops")
+                raise ValueError("stop must have a token, got an empty sequence; or pass stop=None")
         on_cpu = isinstance(generator, torch.Generator) and generator.device.type == "cpu"
         if generator is not None and not on_cpu:
             got = shortened(repr(getattr(generator, "device", generator)))

@@ -31,7 +31,7 @@ class Pattern:
     """Base class of masks and mixtures: a frozen value that says which pairs attend.
 
     `expression` is its text, in which t0, t1, ... stand for its `tensors`. `parse` builds an equal
-    pattern from the two.
+    pattern from `expression` and `tensors`.
     """
 
     expression: str

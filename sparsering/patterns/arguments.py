@@ -84,7 +84,7 @@ def freeze_integer(pattern: object, name: str, *bounds: int | None) -> None:
 
 
 def freeze_integers(pattern: object, name: str, *bounds: int | None) -> None:
-    """Replaces a sequence, a field of a frozen pattern, by a tuple of checked ints."""
+    """Replaces a field of a frozen pattern, a sequence, by a tuple of checked ints."""
     numbers = checked_integers(f"{type(pattern).__name__} {name}", getattr(pattern, name), *bounds)
     object.__setattr__(pattern, name, numbers)
 
@@ -151,7 +151,7 @@ def same_tensor(a: Tensor, b: Tensor) -> bool:
 
 
 def digest_of(tensor: Tensor) -> int:
-    """Hashes the shape, and on the CPU a sample of the elements too."""
+    """Hashes a tensor's shape, and on the CPU also a sample of its elements."""
     content = 0
     if tensor.device.type == "cpu" and tensor.numel():
         numbers = tensor.contiguous().flatten()

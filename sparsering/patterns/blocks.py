@@ -102,8 +102,8 @@ class BlockWindow(BlockwiseMask):
 class Hierarchical(BlockwiseMask):
     """The union of block windows over levels (stride, window), in tokens, fine to coarse.
 
-    A window of None has no end. At a level, query blocks with b % max(1, stride // block_size) == 0
-    see the key blocks with abs(b - b') <= (window // block_size) // 2.
+    At a level, query blocks with b % max(1, stride // block_size) == 0 see the key blocks with
+    abs(b - b') <= (window // block_size) // 2, or all key blocks if the window is None.
     """
 
     levels: tuple[tuple[int, int | None], ...]
@@ -138,7 +138,7 @@ class Hierarchical(BlockwiseMask):
         object.__setattr__(self, "levels", levels)
 
     def in_blocks(self) -> list[tuple[int, int | None]]:
-        """Returns (distance of its query blocks, radius of its window) per level, in blocks."""
+        """Returns (distance between query blocks, radius of the window) per level, in blocks."""
         size = self.block_size
         return [(max(1, s // size), None if w is None else w // size // 2) for s, w in self.levels]
 
@@ -204,8 +204,8 @@ class RandomBlocks(BlockwiseMask):
 class _RandomBlocksOfHead(BlockwiseMask):
     """The random key blocks of `RandomBlocks` for one kv head.
 
-    A query block takes the first `count` blocks of a random permutation. If there is a key block
-    of equal index (the diagonal), it takes that one, and the first `count - 1` of all others.
+    A query block takes the first `count` key blocks of a random permutation. If there is a key
+    block of equal index (the diagonal), it takes this block, and `count - 1` of the others.
     """
 
     density: float
@@ -213,7 +213,7 @@ class _RandomBlocksOfHead(BlockwiseMask):
     key: int
 
     def _row(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Per query block: has a diagonal block, number of draws, blocks to draw from, hash."""
+        """Returns per query block: has a diagonal, number of draws, blocks to draw from, hash."""
         blocks = -(-torch.as_tensor(kv_len) // self.block_size)
         count = (self.density * blocks.double() + 0.5).floor().long().clamp(min=1).minimum(blocks)
         diagonal = q_block < blocks

@@ -164,7 +164,7 @@ def check_key_masks(masks: KeyMasks, batch: int, kv_len: int) -> None:
 
 
 def key_mask(masks: KeyMasks, kv_len: int, device: torch.device) -> Tensor:
-    """Combines key masks to bool [B or 1, kv_len] on a device, True for keys that all allow.
+    """Combines key masks to bool [B or 1, kv_len] on a device, True for keys that no mask hides.
 
     Call `check_key_masks` first. Waits for a device only if a mask is on another one.
     """

@@ -159,7 +159,7 @@ class _Entry:
 
 _by_name: WeakValueDictionary[str, _Entry] = WeakValueDictionary()
 _names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # name of each function
-_recent: OrderedDict[str, _Entry] = OrderedDict()  # for backward passes after a pattern is gone
+_recent: OrderedDict[str, _Entry] = OrderedDict()  # a backward pass may outlive its pattern
 _counts: Counter[str] = Counter()  # number of functions so far with the same name stem
 
 
@@ -208,7 +208,7 @@ def _content(value: Any, depth: int = 4) -> Any:
 
 
 def _cannot_be_mapped(mask_mod: MaskModFunction, argument: int) -> bool:
-    """Whether the mask may depend on an argument: torch.vmap over it alone then fails."""
+    """Whether the mask may depend on an argument: torch.vmap over this argument alone fails."""
     indices = [torch.zeros((), dtype=torch.int64)] * 4
     indices[argument] = torch.zeros(2, dtype=torch.int64)
     in_dims = tuple(0 if number == argument else None for number in range(4))

@@ -2,7 +2,8 @@
 
 A Feistel network of four rounds permutes [0, 4^h), where 4^h is the least power of 4 from n up; it
 is repeated until its result is below n. `RandomBlocks` gives each query block a permutation: the
-images of 0 to c - 1 are its c random key blocks. One inverse image tells if a key block is chosen.
+images of 0 to c - 1 are its c random key blocks. So a key block is chosen if its inverse image is
+below c.
 """
 
 from collections.abc import Callable

@@ -35,8 +35,8 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
 
     Raises: ValueError when used, if the rows do not cover the queries of the call.
 
-    Source: NSA (arXiv 2502.11089), MoBA (2502.13189), DSA (2512.02556): rows of one token, shared
-        by the query heads of a kv head or not.
+    Source: NSA (arXiv 2502.11089), MoBA (2502.13189), DSA (2512.02556): rows of one token, which
+        the query heads of a kv head may share.
     """
 
     indices: Tensor

@@ -54,7 +54,7 @@ def amounts(part: str, work: Work, call: Call) -> list[float]:
     results = [heads * frame.q_len * size]
     if "backward" in part:
         results += 2 * [kv_heads * frame.kv_len * size]
-        if "heads" in part:  # some threads compute one kv head more
+        if "heads" in part:  # some threads compute one kv head more than others
             uneven = round_up(kv_heads, torch.get_num_threads()) / kv_heads
             cells, entries, masked = cells * uneven, entries * uneven, masked * uneven
     return [

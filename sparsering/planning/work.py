@@ -112,7 +112,7 @@ def work_of(pattern: Pattern, frame: Frame, block_size: int, *, cut: bool = Fals
 
     def count() -> Work:
         if not selections_of(pattern):
-            tiles: _TilesOfPass = {}  # both calls use them, since building them takes longest
+            tiles: _TilesOfPass = {}  # for both calls of `_sampled`: building tiles takes longest
             rough = _sampled(pattern, frame, block_size, _FIRST_TILES, 1, tiles)
             if sum(p.num_tables * p.entries for p in rough.passes) > MOST_ENTRIES:
                 return _sampled(pattern, frame, block_size, _TILES, _HEADS, tiles)
@@ -134,7 +134,7 @@ def counted(layout: BlockLayout, *, cut: bool = False) -> Work:
 def _tally(
     row: Tensor, first: Tensor, end: Tensor, masked: Tensor, queries: Tensor, before: Tensor
 ) -> tuple[int, ...]:
-    """Counts `PassWork` fields, from `entries` to `rows`, of visited runs (neighbouring key tiles).
+    """Counts the fields `entries` to `rows` of `PassWork` from visited runs of neighbouring tiles.
 
     Args:
         row: index of the query tile that visits each run.
@@ -150,7 +150,7 @@ def _tally(
 
 
 def _tokens_before(keys: Tensor) -> Tensor:
-    """Sums the tokens, rounded up to 16 per tile, before each key tile; the last sum is of all."""
+    """Sums the tokens, rounded up to 16 per tile, before each key tile, and of all tiles last."""
     return torch.nn.functional.pad(round_up(keys, 16).cumsum(0), (1, 0))
 
 
@@ -284,7 +284,8 @@ def _runs(
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], int]:
     """Finds visited runs (`row`, `first`, `end`, `masked` as in `_tally`); counts attending pairs.
 
-    Tests `_RUN` neighbouring key tiles as one; tests each tile where not all or no pairs attend.
+    It tests `_RUN` neighbouring key tiles as one. If some of their pairs attend, but not all, it
+    tests each tile.
     """
     rule, origin = condition(mask, frame, ground.in_document), ground.origin(queries)
     keys, runs = tiles.keys, tiles.runs

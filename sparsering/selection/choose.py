@@ -109,7 +109,7 @@ def _best_blocks(
     local: int,
     causal: bool,
 ) -> Tensor:
-    """Chooses blocks [.., R, k] by scores [.., R, Nb]; `current` [R] is the block of each row."""
+    """Chooses blocks [.., R, k] by scores [.., R, Nb]; row r lies in key block `current[r]`."""
     blocks = scores.shape[-1]
     block = torch.arange(blocks, device=scores.device)
     last = current.clamp(max=blocks - 1)[:, None]

@@ -40,7 +40,7 @@ class BlockEstimate(NamedTuple):
     length: int  # number of keys, Nk
     part: int  # tokens in each part
     # [B, Hkv, parts, Nb, F], features of each part of each block. A last block that is not full may
-    # be missing if only queries inside it see it: they use its keys.
+    # be missing if only queries inside it see it, because these queries use `keys` instead.
     feature: Tensor
     keys: Tensor  # [B, Hkv, blocks, block_size, D], from block `first_own` on, padded with zeros
     first_own: int = 0  # index of the first block in `keys`
@@ -93,7 +93,8 @@ class BlockEstimate(NamedTuple):
     def query_strides(self, query: Tensor, scale: float, front: int) -> Tensor:
         """Returns scaled features [B * Hkv, n / stride * G, F] of queries [B * Hkv, n, G, D].
 
-        `stride` neighbours share one vector. `front` zero queries complete the first `stride`.
+        Each `stride` neighbouring queries share one vector. `front` zero queries are put before
+        the first query.
         """
         query = query_features(query, scale, self.method)
         if self.stride > 1:  # an antidiagonal pairs the last query of a stride with the first key

@@ -9,7 +9,7 @@ from ..patterns.arguments import checked_integer, shortened
 
 
 class Span(NamedTuple):
-    """Range of queries that are scored together: `width` queries in each of `blocks` key blocks."""
+    """Range of queries that are scored together; it covers `blocks` key blocks, `width` in each."""
 
     first: int  # index of the first query in the query tensor
     block: int  # index of the key block at the first query's position

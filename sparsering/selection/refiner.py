@@ -172,7 +172,8 @@ class PatternRefiner:
         most = min(self.swaps, self.k, self.shape[2])
         enter_mass, entering = _least(torch.where(can_enter, -self._mass, torch.inf), most)
         leave_mass, leaving = _least(torch.where(can_leave, self._mass, torch.inf), most)
-        swap = -enter_mass > (1 + self.margin) * leave_mass  # False if inf: no candidate
+        # a mass is inf if there is no candidate; the comparison is then False
+        swap = -enter_mass > (1 + self.margin) * leave_mass
         if not bool(swap.any()):
             return False
         slot = (self.table[..., None] == leaving[:, :, None]) & swap[:, :, None]  # [H, R, k, swaps]
@@ -213,10 +214,10 @@ class PatternRefiner:
         settings = torch.tensor(
             (self.ema, self.margin, self.swaps, self.cooldown), dtype=torch.float64
         )
-        names = (name for name in STATE if name not in ("_sums", "_counts"))  # may differ by rank
+        names = (name for name in STATE if name not in ("_sums", "_counts"))  # they differ by rank
         state = settings, self._protected, *(getattr(self, name) for name in names)
         own = torch.tensor([_digest(x) for x in state])
-        extremes = torch.cat((own, ~own)).to(device)  # ~ reverses order: one MAX gives max and ~min
+        extremes = torch.cat((own, ~own)).to(device)  # ~ reverses the order: MAX of ~x is ~MIN of x
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         most, least = extremes.cpu().chunk(2)
         if not torch.equal(most, ~least):

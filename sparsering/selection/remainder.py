@@ -43,8 +43,8 @@ def remainder_attention(
         indices: int64 [R, k], [H, R, k] or [B, H, R, k] with H = 1, Hkv or Hq, as `select_blocks`
             returns them; the first row is the one that holds the first query.
         block_size, query_block: keys in a block, queries in a row.
-        causal: whether a query is denied later keys. The block at a row's own position is then
-            never pooled: the row attends to it only if it is selected.
+        causal: True if a query sees no later keys. The block at a row's own position is then never
+            pooled: the row attends to it only if it is selected.
         scale, q_start: as `attention`.
 
     Returns: [B, Hq, Nq, Dv], differentiable in query, key and value.

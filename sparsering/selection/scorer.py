@@ -38,7 +38,7 @@ class BlockScorer(nn.Module):
         block_size: keys in a block.
         index_dim: channels of the projections.
         query_block: queries in a row, a divisor of block_size; rows begin at multiples of it.
-        causal: whether a query is denied later keys.
+        causal: True if a query sees no later keys.
         detach: gradients reach the scorer's weights alone, not the queries and keys. The model is
             then trained by its own loss, and the scorer by `selection_loss`.
 
@@ -175,9 +175,10 @@ class BlockScorer(nn.Module):
         return torch.cat(parts, 2)
 
     def _score_rows(self, query: Tensor, pooled: Tensor, own: Tensor | None, first: int) -> Tensor:
-        """Computes the scores [B, Hkv, R, Nb] of the rows that contain these queries.
+        """Computes the scores [B, Hkv, R, Nb] of the rows that contain the given queries.
 
-        `own` [B, Hkv, Nq, index_dim] summarises each query's block from its start to the query.
+        `own` [B, Hkv, Nq, index_dim] is the summary of the keys from the start of each query's
+        block up to the query; None if all keys of a block count.
         """
         q_len, blocks, step = query.shape[3], pooled.shape[2], self.query_block
         lowest = torch.finfo(query.dtype).min

@@ -70,7 +70,7 @@ def block_scores(
         method: "mean", "sub", "gauss", "bounds", "antidiagonal" or "exact".
         parts: sub-blocks of a block for "sub", tokens of a stride for "antidiagonal"; a divisor of
             block_size.
-        causal: whether a query is denied later keys.
+        causal: True if a query sees no later keys.
         scale: factor of the products, default D ** -0.5.
         q_start: position of the first query, default Nk - Nq.
 

@@ -37,7 +37,7 @@ class Recipe:
     width: int = 128
     num_layers: int = 4
     num_heads: int = 2
-    learning_rate: float = 8e-3  # peak after the warm-up; falls to a tenth (half a cosine)
+    learning_rate: float = 8e-3  # peak after the warm-up; then falls to a tenth by half a cosine
     warmup_steps: int = 20  # steps in which the learning rate rises linearly
     weight_decay: float = 0.1  # of AdamW, for the weight matrices only
     clip_norm: float = 1.0  # a gradient of larger norm is scaled down to this norm

@@ -263,7 +263,7 @@ def test_a_stop_in_bytes_that_is_only_in_the_prompt_stops_nothing():
     [
         ({"tokens": torch.zeros(1, 0, dtype=torch.int64)}, "at least one token, got int64 [1, 0]"),
         ({"tokens": torch.zeros(1, 2)}, "int64 [B, N] of at least one token, got float32 [1, 2]"),
-        ({"tokens": torch.zeros(2, dtype=torch.int64)}, "a newline will do"),
+        ({"tokens": torch.zeros(2, dtype=torch.int64)}, "pass a newline"),
         ({"num_tokens": -1}, "num_tokens must be at least 0, got -1"),
         ({"temperature": -0.5}, "temperature must be a finite number from 0 up, got -0.5"),
         ({"temperature": math.nan}, "got nan"),
@@ -273,7 +273,7 @@ def test_a_stop_in_bytes_that_is_only_in_the_prompt_stops_nothing():
         ({"top_p": 0.0}, "top_p must be above 0 and at most 1, got 0.0; 1 keeps all"),
         ({"top_p": 1.5}, "got 1.5"),
         ({"top_p": math.nan}, "got nan"),
-        ({"stop": b""}, "stop must be at least one token, got none; None never stops"),
+        ({"stop": b""}, "stop must have a token, got an empty sequence"),
         ({"stop": [256]}, "each of stop must be at most 255, got 256"),
         ({"caches": []}, "one for each of 2 blocks, got 0; model.caches() makes them"),
     ],
