@@ -268,7 +268,7 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...] | None
 
     Callers check only the first of several calls with equal results. Returns None for a call that
     must always be checked: under autocast or forward-mode autograd, if the call is `observed`, or
-    if a tensor is not dense, or differs from the query in dtype or device.
+    if the tensors are not dense tensors of one dtype on one device.
     """
     if _is_observed_call() or forward_ad._current_level >= 0 or _is_any_autocast_enabled():
         return None

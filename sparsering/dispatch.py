@@ -29,8 +29,8 @@ class Backend(NamedTuple):
             If it is None, callers take these sums from the gradient of a block bias.
         only_named: True if the backend runs only when the caller names it.
         package: the package that the backend needs; the pip extra with the backend's name has it.
-        reads_slots: True if `forward` accepts `Problem.slots`, where the first query is not in
-            row 0 of its bitmaps; for other backends the bitmaps are shifted.
+        reads_slots: True if `forward` accepts `Problem.slots`, the bitmap row of the first query in
+            each pass. For other backends, bitmaps are shifted so that this row is 0.
         refuses: lists why the backend cannot run its arguments (pattern, position of the first
             query); None if it runs any pattern.
         selected_layout: builds the layout of selected blocks, from a pattern, a frame, a block size
@@ -104,7 +104,7 @@ def choose(
     Args:
         tensors: query, key and value.
         options: the extras of the call; the value of an unused extra is None.
-        pattern: the pattern, or None if the caller splits it; None skips the backend's `refuses`.
+        pattern: the pattern; None skips the check by the backend's `refuses`.
         q_start: position of the first query.
 
     Raises: ValueError for an unknown name, ImportError if the named backend's package is missing,

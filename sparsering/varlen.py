@@ -77,7 +77,7 @@ def attention_varlen(
     kv_lengths = _lengths("cu_k", cu_k, key.shape[0], "keys")
     if len(q_lengths) != len(kv_lengths):
         raise ValueError(
-            f"cu_q and cu_k must name as many documents, got {len(q_lengths)} and "
+            f"cu_q and cu_k must have equally many documents, got {len(q_lengths)} and "
             f"{len(kv_lengths)}; a document without queries, or keys, has length 0"
         )
     packed: Pattern = Varlen(q_lengths, kv_lengths, pattern)  # type: ignore[arg-type]  # or mixture

@@ -222,7 +222,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "another number": (
         {"cu_q": (0, 120)},
-        contains("cu_q and cu_k must name as many documents, got 1 and 6", "length 0"),
+        contains("cu_q and cu_k must have equally many documents, got 1 and 6", "length 0"),
     ),
     "q_start": ({"q_start": 0}, contains("takes no q_start", "aligned with its last key")),
     "block_bias": ({"block_bias": None}, contains("takes no block_bias", "blocks")),

@@ -84,8 +84,8 @@ class CacheState(_Record):
 
     In place, steps write only to `page` and to unused slots of the page. The next eviction comes
     after `page_limit` tokens: a page, or less if no later query visits many of the keys. Batch
-    entries with at least a page fewer keys than the largest do not shorten it: memory has room for
-    their keys anyway.
+    entries with at least a page fewer keys than the largest entry do not lower this limit: memory
+    has room for their keys anyway.
     """
 
     pattern: Pattern  # the cache's pattern & `Causal()`

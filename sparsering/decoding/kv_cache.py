@@ -98,7 +98,7 @@ class KVCache:
             )
         check_batch(pattern, batch_size, "batch_size=")
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises without a needed bound
+        last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises if a bound is missing
         none = torch.zeros(len(pattern.branches), num_kv_heads, 0, dtype=torch.int64)
         histories = [History(0, 0, none[0], none)] * batch_size
         total = own_length(pattern, max_length)

@@ -106,7 +106,7 @@ def agree_on_call(exchange: Exchange, backward: bool, call: RingCall) -> Agreeme
 def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
     """Returns {name in errors: argument or digest}, as integers that must agree on all ranks."""
     query, key, value, bias, sink, *_ = call
-    shared_sink = None if sink is None or sink.shape[2] > 1 else sink  # a sink per query may differ
+    shared_sink = None if sink is None or sink.shape[2] > 1 else sink  # per query: differs by rank
     tables = [x[:1] for x in (bias, shared_sink) if x is not None]
     seed = call.seed if call.seed_is_given else None
     extras = (call.softcap, call.dropout_p, seed, bias is None, sink is None)

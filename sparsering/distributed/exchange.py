@@ -75,7 +75,7 @@ class Exchange:
         if device is not None and capturing(device):
             raise RuntimeError(
                 "a CUDA graph cannot capture a call over several ranks: the host compares their "
-                "arguments at each call; capture what lies before and after it"
+                "arguments at each call; capture only the work before and after the call"
             )
         if reason := _broken.get(group):
             raise RingError(

@@ -106,7 +106,8 @@ class RingPlan:
         check_sharding(sharding, world_size)
         if sharding in ("auto", "balanced"):
             reduced = frame
-            if pattern.num_tables(frame) <= frame.num_kv_heads:  # query heads of a kv head agree
+            if pattern.num_tables(frame) <= frame.num_kv_heads:
+                # query heads of one kv head have equal masks, so one of them is enough
                 reduced = frame._replace(num_heads=frame.num_kv_heads)
             sharding = _choose_sharding(pattern, reduced, world_size, block_size, sharding)
         return _plan(pattern, frame, world_size, block_size, sharding)
@@ -186,7 +187,7 @@ class RingPlan:
 
     @cached_property
     def tokens(self) -> Tensor:
-        """Number of (token, kv head) pairs to send, [receiver, sender], for all batch entries."""
+        """Number of (token, kv head) pairs to send, [receiver, sender], over all of `need_of`."""
         world = self.world_size
         sizes = [runs.sizes(world**2).view(world, world) for runs in self.needs]
         zeros = torch.zeros(world, world, dtype=torch.int64)

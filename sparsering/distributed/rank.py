@@ -1,4 +1,4 @@
-"""Computes one rank's part of a ring call; `network` or `simulate` brings rows of other ranks.
+"""Computes one rank's part of a ring call; `network` or `simulate` provides other ranks' rows.
 
 A rank attends to its own keys, then to the keys that arrive, round by round. It may send some query
 rows to other ranks (their hosts); it merges their results last. It also attends from
@@ -111,7 +111,8 @@ class Rank:
             answers: (rank that computed them, partial results of query rows that were sent to it).
         """
         step = local_step(self.plan, self.rank, query.device)
-        if step.layout is not None and step.layout.frame.q_len == query.shape[2]:  # all queries
+        # if the layout has all queries, its results need no copy
+        if step.layout is not None and step.layout.frame.q_len == query.shape[2]:
             out, lse = self._attend(step, query, key, value)
         else:
             out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=self.dtype)

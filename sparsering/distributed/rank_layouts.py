@@ -1,4 +1,4 @@
-"""Builds layouts of a rank's kernel calls. Tiles hold indices in the shard or in arrived keys.
+"""Builds layouts of a rank's kernel calls; tiles index the rank's shard, or keys that arrived.
 
 A layout is first compiled with positions of the whole sequence. Then the starts of its tiles are
 rewritten from positions to indices in the shard, or in a buffer of arrived keys. A kernel uses one

@@ -75,7 +75,7 @@ def pooled_scores(
         share = pad(share.sum(2), (0, 0, 0, -part.shape[3] % query_block))
         shares.append(share.unflatten(2, (-1, query_block)).sum(3))
     share = torch.cat(shares, 2)  # [B, Hkv, R, Np]
-    # A last column collects what falls past the last block of keys; the result drops it.
+    # An extra last column collects shares past the last block of keys; the result drops it.
     total = share.new_zeros(batch, kv_heads, rows, blocks + 1)
     for after in range((size + block_size - 2) // block_size + 1):
         block = start // block_size + after

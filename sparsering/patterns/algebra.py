@@ -30,8 +30,7 @@ _VERSION = re.compile(r"__v\d+(?=\()")
 class Pattern:
     """Base class of masks and mixtures: a frozen value that says which pairs attend.
 
-    `expression` is its text, in which t0, t1, ... stand for its `tensors`. `parse` builds an equal
-    pattern from `expression` and `tensors`.
+    Its `expression` is text, in which t0, t1, ... stand for its `tensors`. `parse` reads both.
     """
 
     expression: str
@@ -201,10 +200,7 @@ class Pattern:
     def cache_bound(
         self, *, num_heads: int = 1, num_kv_heads: int | None = None, max_length: int | None = None
     ) -> int | None:
-        """Returns the largest number of live keys that a kv head ever has; None if unbounded.
-
-        It is the length of the longest tensor that `live_keys` returns for any `length`.
-
+        """Returns the most keys that `live_keys` lists for a kv head at any length; None: no bound.
         Raises: ValueError as `live_keys`, and if the pattern's period is over 2^26 tokens.
 
         Cost: O(max_length), or O(tokens after which the pattern repeats), for each distinct mask.

@@ -100,7 +100,7 @@ def _parse(text: str, tensors: tuple[Tensor, ...], owned: bool = False) -> Patte
 class _Reader:
     def __init__(self, text: str, tensors: tuple[Tensor, ...], owned: bool) -> None:
         self.text, self.tensors, self.owned = text.strip(), tensors, owned
-        self.patterns: dict[tuple[object, ...], Pattern] = {}  # equal parts of the text share one
+        self.patterns: dict[tuple[object, ...], Pattern] = {}  # equal texts share a pattern
 
     def read(self, node: ast.expr) -> Any:
         match node:
@@ -116,7 +116,7 @@ class _Reader:
                 named = {str(keyword.arg): self.read(keyword.value) for keyword in keywords}
                 if len(named) < len(keywords):
                     raise ValueError(
-                        f"{name} must have each argument once, got one twice; leave one out"
+                        f"{name} must have each argument once, got an argument twice; remove one"
                     )
                 values = [self.read(argument) for argument in arguments]
                 if self.owned and values and _constructors[name] is SelectedBlocks:

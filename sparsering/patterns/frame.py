@@ -57,7 +57,7 @@ class Frame(NamedTuple):
         return self._replace(q_len=q_len, kv_len=kv_len, q_start=kv_len - q_len)
 
     def of_documents(self, q_lengths: Tensor, kv_lengths: Tensor) -> "Frame":
-        """Returns one frame with all positions of the documents, for masks that ignore lengths."""
+        """Returns a frame for positions in any of the documents, for masks that ignore lengths."""
         longest = int(kv_lengths.max())
         return self.of_document(longest - int((kv_lengths - q_lengths).min()), longest)
 

@@ -13,7 +13,7 @@ class Span(NamedTuple):
 
     first: int  # index of the first query in the query tensor
     block: int  # index of the key block at the first query's position
-    blocks: int  # key blocks at the queries' positions; above 1 only if queries fill them all
+    blocks: int  # key blocks that contain the queries; above 1 only if queries fill them all
     width: int  # queries in each of the `blocks` key blocks
     row: int  # queries in each row, a divisor of `width`
     offset: int  # number of positions in key block `block` before the first query

@@ -178,7 +178,7 @@ class BlockScorer(nn.Module):
         """Computes the scores [B, Hkv, R, Nb] of the rows that contain the given queries.
 
         `own` [B, Hkv, Nq, index_dim] is the summary of the keys from the start of each query's
-        block up to the query; None if all keys of a block count.
+        block up to the query; None if the scorer is not causal.
         """
         q_len, blocks, step = query.shape[3], pooled.shape[2], self.query_block
         lowest = torch.finfo(query.dtype).min

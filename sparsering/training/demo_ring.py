@@ -34,7 +34,7 @@ class RankFigures(NamedTuple):
     """Holds the attention work, received bytes and peak memory of one rank."""
 
     tokens: int
-    pairs: int | float  # (query, key) pairs of its queries, summed over heads and branches
+    pairs: int | float  # (query, key) pairs that it computes, summed over heads and branches
     # Six numbers of bytes received for one layer's attention. The first three are for the forward:
     # counted, planned, and planned if every rank needed every key. The last three: the backward.
     received: list[int | float]
