@@ -257,8 +257,8 @@ def needs_operator(*tensors: Tensor) -> bool:
 def observed(*values: object) -> bool:
     """True if a compiler, tracer, profiler, mode or transform must see the call as an operator.
 
-    Also true if kernels cannot read a tensor directly: a subclass, a meta tensor, a zero tensor, or
-    a lazily negated one.
+    Also true if kernels cannot read a tensor directly: a subclass, a meta tensor, or a tensor that
+    is lazily zero or lazily negated.
     """
     return _is_observed_call() or not all(_is_plain(x) for x in values if isinstance(x, Tensor))
 

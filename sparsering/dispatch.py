@@ -126,7 +126,7 @@ def choose(
 
 
 def is_default(name: str) -> bool:
-    """True if a backend may be chosen by default; Triton's interpreter never is."""
+    """True if a backend may be chosen by default; never triton if its interpreter would run."""
     return not BACKENDS[name].only_named and not (name == "triton" and triton.interpreting())
 
 

@@ -31,7 +31,7 @@ class Built:
         return cls(stream, stream.record_event())
 
     def wait(self, tensors: Iterable[Tensor]) -> None:
-        """Makes the current stream wait for these tensors; the host does not wait.
+        """Makes the current stream wait until `tensors` are complete; the host does not wait.
 
         A stream that a graph captures cannot wait for earlier work and need not: `torch.cuda.graph`
         synchronizes the whole device before it captures.

@@ -169,7 +169,7 @@ class Pending:
 
     @contextmanager
     def failing(self, peer: int | None) -> Iterator[None]:
-        """Catches errors of the `with` block; `wait` raises the first one, once no peer is left."""
+        """Catches errors of the `with` block; `wait` raises the first one after all messages."""
         try:
             yield
         except RuntimeError as error:

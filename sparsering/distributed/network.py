@@ -113,7 +113,7 @@ class Network:
 
 
 def _arrivals(posts: Iterable[tuple[_Arriving, Pending]]) -> Iterator[_Arriving]:
-    """Yields tensors once they have arrived; starts the next message before it waits for one."""
+    """Yields tensors as they arrive; starts the next message before it waits for this one."""
     posts = iter(posts)
     under_way = next(posts, None)
     while under_way is not None:

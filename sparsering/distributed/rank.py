@@ -135,7 +135,7 @@ class Rank:
         return out.to(query.dtype), lse
 
     def sink_gradient(self, x: Saved, sink: Tensor) -> Tensor:
-        """Returns this rank's summand of the sink's gradient, or its rows if per query."""
+        """Returns this rank's summand of the sink's gradient; for a sink per query, its rows."""
         return sink_gradient(sink, x.lse, self._delta(x))
 
     def blank_table(self) -> Tensor | None:

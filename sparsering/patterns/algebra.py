@@ -229,7 +229,7 @@ class Pattern:
         return None
 
     def num_tables(self, frame: Frame) -> int:
-        """Returns how many heads need tables of their own: 1, num_kv_heads or num_heads."""
+        """Returns how many heads need separate tables: 1, num_kv_heads or num_heads."""
         return max((mask.num_tables(frame) for mask in self._components()), default=1)
 
     def _components(self) -> "tuple[Mask, ...]":

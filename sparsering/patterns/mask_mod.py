@@ -208,7 +208,7 @@ def _content(value: Any, depth: int = 4) -> Any:
 
 
 def _cannot_be_mapped(mask_mod: MaskModFunction, argument: int) -> bool:
-    """Whether the mask may depend on an argument: torch.vmap over this argument alone fails."""
+    """True if torch.vmap over one argument fails: the mask may then depend on this argument."""
     indices = [torch.zeros((), dtype=torch.int64)] * 4
     indices[argument] = torch.zeros(2, dtype=torch.int64)
     in_dims = tuple(0 if number == argument else None for number in range(4))
@@ -226,7 +226,7 @@ _LIKE_AN_ARGUMENT = {
 
 
 def _dependence(mask_mod: MaskModFunction) -> tuple[bool, bool]:
-    """Whether a mask_mod depends on the batch entry, and on the head, from its traced graph."""
+    """Traces a mask_mod; returns whether it depends on the batch entry, and on the head."""
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
     indices = [torch.zeros(2, dtype=torch.int64) for _ in range(4)]

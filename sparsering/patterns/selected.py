@@ -130,7 +130,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _ListedBlocks(TensorMask, BlockwiseMask):
-    """Selection of one head of one batch entry: `listed` is row * blocks + block, ascending."""
+    """Selection of one head and batch entry; `listed` is each row * blocks + block, ascending."""
 
     listed: Tensor
     blocks: int

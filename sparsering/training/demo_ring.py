@@ -94,7 +94,7 @@ def _figures(ranks: Ranks, plan: RingPlan, run: Run) -> RankFigures:
 
 
 def _full_ring(plan: RingPlan) -> RingPlan:
-    """Plans a ring over the same shards in which every query attends to every key."""
+    """Plans a ring with the shards of `plan`, in which every query attends to every key."""
     return RingPlan.build(
         Full(),
         plan.frame.kv_len,
