@@ -70,7 +70,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
             kernel_options=kernel_options(layout.block_size, query.device.type),
         )
         slots = _slots_of_tokens(queries, query.shape[2])
-        # tokens that no tile contains have index -1 in `slots`: `_take` gives them this added row
+        # for tokens that no tile contains, `slots` is -1, and `_take` takes the row added here
         lse = pad(aux.lse.to(dtype), (0, 1), value=-torch.inf)
         out = pad(torch.where((aux.lse == -torch.inf)[..., None], 0.0, out), (0, 0, 0, 1))
         outs.append(_take(out, slots))
@@ -124,7 +124,7 @@ def _tokens(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
 
 
 def _take(x: Tensor, tokens: Tensor) -> Tensor:
-    """Gathers rows of x [B, H, N, ..]: n rows, `tokens` [S, n], for each of S groups of heads.
+    """Gathers the rows `tokens` [S, n] of x [B, H, N, ..], for each of S groups of heads.
 
     Index -1 takes the last row.
     """
@@ -138,7 +138,7 @@ def _take(x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _slots_of_tokens(tokens: Tensor, length: int) -> Tensor:
-    """Returns where each token below `length` is in `tokens` [S, n]: [S, length], -1 if missing."""
+    """Returns [S, length]: index of each token in `tokens` [S, n], or -1 if it is missing."""
     slots = tokens.new_full((len(tokens), length + 1), -1)
     slot = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     return slots.scatter(1, torch.where(tokens < 0, length, tokens), slot)[:, :-1]

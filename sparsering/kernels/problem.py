@@ -44,8 +44,8 @@ class Problem(NamedTuple):
         key_mask: [B or 1, Nk] bool, False for keys that no query sees, even if the layout has pairs
             with them. These keys and values may be NaN, and must not change results.
         slots: for each pass, the bitmap row of the first query; () means row 0. Decoding builds one
-            layout for a page (the next 16 to 256 queries), of which a call computes a few. Backends
-            that do not read slots run `in_first_slots()`.
+            layout for many later queries, of which a call computes a few. Backends that do not read
+            slots run `in_first_slots()`.
         learns_distances: True if the gradient of the distance bias is needed.
         in_float32: return results and gradients of half precision in float32, the dtype of sums.
     """

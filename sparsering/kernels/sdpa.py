@@ -19,7 +19,7 @@ EXTRAS: frozenset[str] = frozenset()
 """Options of a call, other than its scale, that this backend computes."""
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-_CHANNELS = 16  # `backward` adds as many columns to the head dim, to pass on the gradient of lse
+_CHANNELS = 16  # columns that `backward` adds to the head dim, to pass on the gradient of lse
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
@@ -61,7 +61,7 @@ def backward(
 ) -> Gradients:
     """Computes the gradients of query, key and value.
 
-    Torch's backward takes no gradient of lse. So this one widens the head dim by columns in which
+    Torch's backward takes no gradient of lse. So this widens the head dim by columns in which
     grad_out sums to grad_lse, value is 1 and out is 0. They add grad_lse to `dP`, and leave `delta
     = rowsum(dO * O)` unchanged. Hence `dS = P * (dP + grad_lse - delta)`.
     """

@@ -34,7 +34,7 @@ _BACKENDS = {"cpu": (cpu, cpu_sizes.measured), "triton": (triton, configs.measur
 _SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 3.0, 3, 40
 
 AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
-"""By dtype: largest relative error that a candidate's results may have."""
+"""Largest relative error that results of a candidate may have, by dtype."""
 
 
 def tune(
@@ -96,7 +96,7 @@ def _forward_and_backward(kernel: ModuleType, problem: Problem, grad: Tensor) ->
 def _choose_configs(
     problem: Problem, grad: Tensor, chosen: dict[str, Config], say: Callable[[str], None]
 ) -> None:
-    """Adds the fastest config of each Triton kernel to `chosen`; later kernels run with it."""
+    """Adds the fastest config of each Triton kernel to `chosen`; later measurements use it."""
     query, size = problem.query, problem.layout.block_size
     out, lse = triton.forward(problem)
     no_grad = torch.zeros_like(lse)
@@ -166,8 +166,8 @@ def _milliseconds_of(run: Run, device: torch.device) -> float:
 def error_of(results: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
     """Returns the largest relative error of several results: norm of the difference over norm.
 
-    Only numbers whose expected value is finite count. If the two results are finite in different
-    places, the error is infinite.
+    Only numbers whose expected value is finite count. If results and expected values are finite in
+    different places, the error is infinite.
     """
     errors = []
     for a, b in zip(results, expected, strict=True):

@@ -77,7 +77,7 @@ def file_of(kind: str, processor: str, version: str) -> Path:
 
 
 def read(path: Path) -> Choices:
-    """Returns the measured choices of a file; empty tables, with a warning, if it is malformed."""
+    """Returns a file's choices; none if it is missing, or malformed (then with a warning)."""
     try:
         if os.path.lexists(path):
             with opened(path, _MOST_BYTES) as file:
@@ -93,14 +93,14 @@ def read(path: Path) -> Choices:
 
 def _checked(content: Any) -> Choices:
     if not isinstance(content, dict) or set(content) != {"configs", "block_sizes"}:
-        raise ValueError("expected an object with the keys configs and block_sizes")
+        raise ValueError("expected a JSON object with the keys configs and block_sizes")
     if not all(isinstance(table, dict) for table in content.values()):
-        raise ValueError("configs and block_sizes must be objects")
+        raise ValueError("expected JSON objects as values of configs and block_sizes")
     for size in content["block_sizes"].values():
         check_block_size(size)
     for key, config in content["configs"].items():
         if not _is_config(config):
-            raise ValueError(f"{shortened(repr(key))} has no valid config of a kernel")
+            raise ValueError(f"the config of {shortened(repr(key))} is not valid")
     return content
 
 
@@ -117,5 +117,5 @@ def _is_config(config: object) -> bool:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(table := dict(pairs)) != len(pairs):
-        raise ValueError("a JSON object has a key twice")
+        raise ValueError("expected distinct keys in each JSON object")
     return table

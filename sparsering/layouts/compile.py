@@ -53,7 +53,7 @@ class CompiledPass:
     bitmaps: Tensor  # the distinct bitmaps, to which `Table.bitmap` refers
     num_pairs: float  # number of (query, key) pairs, mean over batch entries and heads
     branch: int = 0  # index of the mask in a mixture `a + b`
-    origins: dict[str, Tensor] = field(default_factory=dict)  # `Pass` fields, if positions restart
+    origins: dict[str, Tensor] = field(default_factory=dict)  # more `Pass` fields, by name
 
 
 def build_layout(
@@ -130,10 +130,11 @@ def _most(counts: Tensor) -> int:
 
 
 def default_block_size(pattern: Pattern, kv_len: int) -> int:
-    """Returns the smallest `block_size` of the pattern's blockwise masks, if tiles may have it.
+    """Returns the default number of tokens per tile.
 
-    Otherwise, the largest size up to 128 that divides a selection's blocks; without a selection,
-    128, or less for at most 64 keys.
+    It is the smallest `block_size` of the pattern's blockwise masks, if that is legal for tiles.
+    Otherwise it is the largest legal size up to 128 that divides the blocks of the first selection;
+    without a selection, 128, or less for at most 64 keys.
     """
     if pattern.restarts is not None:
         inner = Mixture(tuple(map(laid_in_documents, pattern.branches)))
@@ -206,7 +207,7 @@ def _compile_pass(
 
 
 def tokens_of_tile(mask: Mask, grid: Grid, block_size: int) -> int:
-    """Returns the most queries per tile such that no tile lies in two rows of a selection."""
+    """Returns how many queries a tile may have, so that none spans two rows of a selection."""
     rows = [x.row_size for x in selections_of(mask)] if grid == Grid(1, block_size) else []
     return math.gcd(block_size, *rows)
 
@@ -250,7 +251,7 @@ def compile_table(
 def _cells(
     mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Evaluates a mask on tile pairs: (bitmaps, each pair's bitmap index and number of 1 bits)."""
+    """Returns (bitmaps of a mask, each tile pair's bitmap index, each tile pair's 1 bits)."""
     columns = [pairs.q.count, pairs.k.count, *rule.signature(pairs)]
     kind, first = number_rows(columns)
     bitmaps, bitmap, count = _distinct_bitmaps(mask, pairs[first], frame, block_size)
@@ -260,9 +261,9 @@ def _cells(
 def _cells_in_documents(
     mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Evaluates a mask as `_cells` does, in documents, whose last tiles vary in length.
+    """Returns what `_cells` does, for tiles in documents, whose last tiles vary in length.
 
-    Pairs of tiles that differ only in length share the bitmap of the longest pair.
+    Tile pairs that differ only in length share the bitmap of the longest one.
     """
     q_count, k_count = pairs.q.count, pairs.k.count
     kind, largest = _largest_of_kind(rule.signature(pairs), q_count, k_count)
@@ -329,7 +330,7 @@ def _cells_of(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> Te
 def _share_tables(
     tables: list[tuple[Table, Tensor]], rows: list[list[int]]
 ) -> tuple[Tensor, list[list[Table]]]:
-    """Returns (bitmaps, tables [batch][head]); one table for all heads, or batches, if equal."""
+    """Returns (bitmaps, tables [batch][head]); a list has one item if all would be equal."""
     bitmaps, distinct = _share_bitmaps(tables)
     shared = [[distinct[number] for number in row] for row in rows]
     if all(_equal(table, row[0]) for row in shared for table in row):

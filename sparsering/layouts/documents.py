@@ -33,13 +33,13 @@ class WholeSequence:
         return grid.axis(self.key_ranges, block_size, offset)
 
     def origin(self, tiles: Axis) -> Origin:
-        """Returns, for each tile, the position from which conditions count, here always 0."""
+        """Returns the `Origin` of each tile: masks count positions from 0."""
         return Origin.of_sequence(len(tiles), self.kv_len)
 
     def placed(
         self, queries: list[Axis], keys: list[Axis]
     ) -> tuple[list[Axis], list[Axis], dict[str, Tensor]]:
-        """Returns the tiles in tensor indices, and extra `Pass` fields for positions, here none."""
+        """Returns the tiles unchanged and no `Pass` fields, since positions do not restart."""
         return queries, keys, {}
 
 
@@ -57,7 +57,7 @@ class RestartedDocuments:
         return cls(q_lengths, kv_lengths)
 
     def fitting(self, grid: Grid, block_size: int) -> Grid:
-        """Returns the grid; one of step 1 if the mask itself packs documents in each document."""
+        """Returns `grid`, or one of step 1 if `grid` cuts each document into further documents."""
         return grid if grid.documents is None else Grid(1, block_size)
 
     def queries(self, grid: Grid, block_size: int, offset: int) -> Axis:

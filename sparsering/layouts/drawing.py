@@ -31,7 +31,7 @@ def pair_shares(
     head: int = 0,
     most_samples: int = 1 << 24,
 ) -> Tensor:
-    """Share of (query, key) pairs that attend in each area of a raster [rows, columns].
+    """Returns the share of (query, key) pairs that attend, by area of a raster [rows, columns].
 
     A share of 1 is dense; a mixture, which may count a pair several times, may exceed 1. In large
     layouts, only evenly spaced positions of each tile are counted.

@@ -122,7 +122,10 @@ class InBlocks(Condition):
         return [(q0, q1, self.mask.row_size), (k0, k1, self.mask.block_size)]
 
     def _cells(self, pairs: TilePairs) -> tuple[Tensor, Tensor] | None:
-        """Returns (blocks attend, tiles have them) [block pairs, tile pairs]; None if too many."""
+        """Returns (do blocks attend?, do tiles have them?) [block pairs, tile pairs], or None.
+
+        None means that a tile pair has more than `_MOST_SUB_BLOCKS` block pairs.
+        """
         (q0, q1), (k0, k1) = (
             (first // size, last // size) for first, last, size in self._sides(pairs)
         )
@@ -214,7 +217,7 @@ class PerDocument(Condition):
         return self.inner.settled
 
     def _document(self, first: Tensor, last: Tensor, origin: Origin) -> tuple[Tensor, Origin]:
-        """Returns (does one document have both?, `Origin` of the document of `first`)."""
+        """Returns (do `first` and `last` share a document?, `Origin` of `first`'s document)."""
         starts = self.same.starts
         number = self.same.document_of(first - origin.start)
         inside = (number == self.same.document_of(last - origin.start)) & (number < len(starts) - 1)
@@ -230,7 +233,7 @@ class PerDocument(Condition):
 
     def status(self, pairs: TilePairs) -> Tensor:
         inside, in_document = self._in_documents(pairs)
-        # Pairs of tiles over several documents are VARIES if the tiles share one, else EMPTY.
+        # Tiles that span several documents are VARIES if they share a document, else EMPTY.
         return torch.where(inside, self.inner.status(in_document), self.same.status(pairs))
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:

@@ -1,7 +1,7 @@
 """Layouts of the last query of a growing sequence, so that decoding compiles nothing per token.
 
-Queries are compiled in pages of 1,024, about as fast as a single query, and the pages are cached.
-The layout of one query is a copy of its query tile's tables, with the keys so far.
+A page of 1,024 queries is compiled at once, about as fast as a single query, and cached. The layout
+of one query is a copy of the tables of its query tile in the page, with the keys so far.
 """
 
 import math
@@ -24,7 +24,7 @@ PAGE = 1024
 def last_query_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]] | None:
-    """Returns the layout of the last query alone, and the query's row in bitmaps of each pass.
+    """Returns the layout of the last query alone, and its row in the bitmaps of each pass.
 
     Returns None if `frame` has other queries, or the pattern has tensors or depends on lengths.
     """
@@ -143,7 +143,7 @@ def _row(p: Pass, row: int) -> Pass:
 def _walked(row: Pass, p: Pass, number: int, layout: BlockLayout) -> Pass:
     """Gives bitmaps to the key tiles without one that end after the query tile's first query.
 
-    `Pass.cut` may shorten these tiles, so kernels must not plan for whole ones.
+    `Pass.cut` may shorten these tiles, so kernels must not read them as whole tiles.
     """
     first = layout.frame.q_start + p.query_start[:, number].min()  # the tile's first query
     last = torch.minimum(p.key_start + (layout.block_size - 1) * p.step, p.key_stop - 1)

@@ -17,7 +17,7 @@ from .drawing import drawing
 
 
 class Transpose(NamedTuple):
-    """The visited pairs of tiles of a `Pass`, sorted by key tile; Bt, Ht and entries as there."""
+    """The visited pairs of tiles of a `Pass`, sorted by key tile; `Pass` explains the dims."""
 
     row_ptr: Tensor  # [Bt, Ht, key tiles + 1] index of each key tile's first pair
     query_tile: Tensor  # [Bt, Ht, entries] query tile of each pair
@@ -34,10 +34,11 @@ class Pass:
     one per kv head), and tables for Bt batch entries (1 or B) and Ht heads (1, Hkv or H). Query
     head h of H uses table h * Ht // H and the set of tiles h * S // H.
 
-    In bitmaps, the first (query, key) pair is in the lowest bit; bits past `stop` have no meaning.
-    `slot` is for masks with one selection, of indices [R, k]: the place in the flattened indices
-    that lists the entry's key block for its query row, or -1 if none does. It is None without a
-    selection, or if an entry spans several rows or blocks of the selection.
+    In bitmaps, the first (query, key) pair is in the lowest bit; bits of tokens past `stop` have no
+    meaning. `slot` is for masks with one selection, which has indices [R, k] (k key blocks for each
+    of R query rows). It is the place in the flattened indices where the entry's query row lists its
+    key block; -1 if it does not. It is None without a selection, or if an entry spans several rows
+    or blocks of the selection.
     """
 
     step: int  # distance of neighbouring tokens in a tile
@@ -54,11 +55,11 @@ class Pass:
     branch: int = 0  # index of the pass's mask in a mixture `a + b`
     query_origin: Tensor | None = None  # [S, query tiles] first positions, if they restart at 0
     key_origin: Tensor | None = None  # [S, key tiles] first positions, if not key_start
-    stream: Tensor | None = None  # [S, query tiles] random stream of dropout; None: all 0
+    stream: Tensor | None = None  # [S, query tiles] index of the dropout seed; None: all 0
     slot: Tensor | None = None  # [B or 1, H or 1, entries] int64 place in a selection's indices
 
     def coordinates(self, q_start: int) -> tuple[Tensor, Tensor]:
-        """Position of the first token of each query tile and each key tile, [tile sets, tiles].
+        """Returns the position of the first token of each query tile and key tile, [S, tiles].
 
         Neighbours in a tile are `step` positions apart.
         """
@@ -74,15 +75,15 @@ class Pass:
 
     @cached_property
     def num_entries(self) -> Tensor:
-        """Number of visited pairs of tiles by batch entry and head; a dim is 1 if all share it."""
+        """Number of visited pairs of tiles in each table, [Bt, Ht]."""
         return self.row_ptr[..., -1].long()
 
     def table_of(self, head: int, num_heads: int) -> int:
-        """Index of the table that a query head uses."""
+        """Returns the index of the table that a query head uses."""
         return head * self.row_ptr.shape[1] // max(1, num_heads)
 
     def query_tiles(self) -> Tensor:
-        """Query tile of each item of `key_tile`; for its padding, the number of query tiles."""
+        """Returns the query tile of each entry; for padding, the number of query tiles."""
         return row_of(self.row_ptr, self.key_tile.shape[-1])
 
     @cached_property
@@ -126,7 +127,7 @@ class Pass:
     def cut(self, query_stop: Tensor, key_stop: Tensor, whole: "Pass") -> "Pass":
         """Returns a copy with fewer queries and keys; kernels use the tile order of `whole`.
 
-        `whole` has the same pairs of tiles, and a bitmap for each that a cut may shorten.
+        `whole` has the same pairs of tiles, and bitmaps for all those that a cut may shorten.
         """
         other = self.like(query_stop=query_stop, key_stop=key_stop)
         vars(other)["_whole"] = whole
@@ -151,10 +152,10 @@ class BlockLayout:
 
     Attributes:
         frame: lengths, heads and the position of the first query.
-        block_size: most positions in a tile.
+        block_size: largest number of positions in a tile.
         passes: passes in the order in which kernels run them.
         pairs: number of (query, key) pairs, mean over batch entries and query heads; a tensor if
-            the device counts them.
+            it is computed on the device.
         built: point of a CUDA stream at which the tables are complete; other streams wait for it.
         launches: kernel launches prepared for this layout, by a key that describes the call.
     """
@@ -193,7 +194,7 @@ class BlockLayout:
 
     @property
     def num_pairs(self) -> int | float:
-        """Exact number of pairs (once per branch), mean over batch entries and query heads."""
+        """Number of (query, key) pairs in all branches, mean over batch entries and query heads."""
         pairs = float(self.pairs)
         return int(pairs) if pairs.is_integer() else pairs
 
@@ -211,7 +212,7 @@ class BlockLayout:
 
     @cached_property
     def entry_slots(self) -> Tensor:
-        """`Pass.slot` of the visited pairs of tiles, pass after pass; -1 where a pass has None."""
+        """`Pass.slot` of the visited pairs of tiles, pass after pass; -1 if a pass has no slots."""
         if len(self.passes) == 1 and self.passes[0].slot is not None:
             return self.passes[0].slot
         shapes = [self.table_shape, *(p.slot.shape for p in self.passes if p.slot is not None)]
@@ -254,7 +255,7 @@ class BlockLayout:
         return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
 
     def entries(self, batch: int = 0, head: int = 0) -> Tensor:
-        """First query position, first key position, query count and key count of each tile pair.
+        """Returns first query position, first key position, query count, key count of tile pairs.
 
         Returns: [n, 4] int64 for the n pairs of tiles that a head visits, pass after pass, in the
             order of `block_bias` and of `BlockWeights.values`.
@@ -274,7 +275,7 @@ class BlockLayout:
         return torch.cat(rows) if rows else torch.zeros(0, 4, dtype=torch.int64)
 
     def table(self, p: Pass, batch: int, head: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Returns query tile, key tile, bitmap of a head's entries; index of its set of tiles."""
+        """Returns (query tile, key tile, bitmap) of a head's entries, and its set of tiles."""
         b = batch if p.row_ptr.shape[0] > 1 else 0
         h = p.table_of(head, self.frame.num_heads)
         n = int(p.num_entries[b, h])
@@ -285,8 +286,8 @@ class BlockLayout:
     def visits(self, batch: int, head: int) -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
         """Yields for each pass the pairs of tiles that one query head visits.
 
-        Yields: index of the pass's first pair in `entries`; then for its n pairs of tiles the query
-        indices [n, b], key positions [n, b] and what attends [n, b, b], with b = block_size.
+        Yields: index of the pass's first tile pair in `entries`; then, for its n tile pairs, query
+        indices [n, b], key positions [n, b] and which pairs attend [n, b, b]; b = block_size.
         """
         first, slots = 0, torch.arange(self.block_size, device=self.entry_counts.device)
         for p in self.passes:
@@ -322,7 +323,7 @@ class BlockLayout:
         return (replace(self, frame=frame).entry_of_pairs(self.table_shape[0]) >= 0).sum(0)
 
     def entry_of_pairs(self, batch: int) -> Tensor:
-        """Index in `entries` of the tile pair that has each (query, key) pair, -1 if there is none.
+        """Returns for each (query, key) pair the index in `entries` of its tile pair, or -1.
 
         Returns: [passes, batch, H, q_len, kv_len] int64.
         """
@@ -361,7 +362,7 @@ def slots_of(start: Tensor, stop: Tensor, step: int, block_size: int) -> tuple[T
 
 
 def tile_counts(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
-    """Number of positions in each tile."""
+    """Returns the number of positions in each tile."""
     return ((stop - start).clamp(min=0) + step - 1).floor_divide(step).clamp(max=block_size)
 
 
@@ -372,7 +373,7 @@ def stretched(table: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def row_of(row_ptr: Tensor, entries: int) -> Tensor:
-    """Returns the rows of items 0 to entries - 1 of a CSR table; past its end, the row count."""
+    """Returns the rows of items 0 to entries - 1 of a CSR table; the row count past its end."""
     position = torch.arange(entries, device=row_ptr.device).expand(*row_ptr.shape[:-1], -1)
     ends = row_ptr[..., 1:].long().contiguous()
     return torch.searchsorted(ends, position.contiguous(), right=True)

@@ -1,8 +1,8 @@
 """Conditions on a query and a key position, which replace masks while a layout is built.
 
 `lower` converts a mask to a few kinds of condition. For many pairs of tiles at once, a condition
-computes `status` (no position pair holds, all hold, or it varies), `signature` (varying pairs of
-tiles with equal integers have equal bitmaps) and `candidates` (the pairs of tiles that may hold).
+computes `status` (no pair of positions meets it, all do, or some), `signature` (integers; varying
+pairs of tiles with equal ones have equal bitmaps) and `candidates` (tile pairs that may attend).
 Bitmaps come from the mask's own definition (`Mask.holds`). For the lifetimes of keys, `before`
 steps from a query down to one that may see a key; `future` and `shifted` say how pairs repeat in a
 sequence without end.
@@ -39,7 +39,7 @@ class Condition:
     settled: bool = True  # True if `before` is exact, False if it is an upper bound
 
     def status(self, pairs: TilePairs) -> Tensor:
-        """Returns EMPTY (no position pair holds), FULL (all hold) or VARIES for each tile pair."""
+        """Returns for each tile pair: do no (EMPTY), all (FULL) or some (VARIES) pairs attend?"""
         raise NotImplementedError
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
@@ -57,8 +57,8 @@ class Condition:
     def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
         """Upper bound of the last query <= x that sees key k (exact where `settled`).
 
-        It is x itself if x sees k, and negative if no query does. `frame` has the lengths of the
-        sequence, or of the document, from whose start positions count.
+        It is x itself if x sees k, and negative if no query <= x does. `frame` has the lengths of
+        the sequence, or of the document, from whose start positions count.
         """
         first, last = self.queries(k)
         x = x if last is None else torch.minimum(x, last)
@@ -186,7 +186,7 @@ class OnGrid(Condition):
     residue: int
 
     def _place(self, pairs: TilePairs) -> tuple[Tensor, Tensor]:
-        """Returns (place of a tile's first position in its segment, does the tile end in it?)."""
+        """Returns (place of a tile's first position in its segment, is all of it in that one?)."""
         tile = pairs.q if self.of_query else pairs.k
         first = (tile.start - pairs.origin.start) % self.segment
         return first, first + tile.last - tile.start < self.segment
@@ -272,7 +272,7 @@ class SameDocument(Condition):
     convex = True
 
     def document_of(self, position: Tensor) -> Tensor:
-        """Index of the document; -1 before the first document, len(starts) - 1 past the last."""
+        """Returns the document index; -1 before the first one, len(starts) - 1 past the last."""
         return torch.searchsorted(self.starts, position, right=True) - 1
 
     def status(self, pairs: TilePairs) -> Tensor:
@@ -308,7 +308,7 @@ class SameDocument(Condition):
 
 
 def with_any_key(queries: Axis, keys: Axis, rows: Tensor) -> Spans:
-    """Pairs each query tile of index in `rows` with all key tiles of its residue class."""
+    """Pairs the query tiles with indices `rows` with all key tiles of their residue class."""
     return spans_of_positions(queries, keys, rows, rows * 0, rows * 0 + _end(keys))
 
 

@@ -42,7 +42,7 @@ def last_visits(
     num_kv_heads: int | None = None,
     max_length: int | None = None,
 ) -> list[Tensor]:
-    """The last query position at `start` or later that visits each key in [start, stop).
+    """Returns the last query position at `start` or later that visits each key in [start, stop).
 
     It is the last visit by any query head of the kv head, in any branch or batch entry. Since the
     blocks of later selections are not known, `SelectedBlocks` counts as `Full`.
@@ -101,9 +101,9 @@ class _Sequence(NamedTuple):
 
     pattern: Pattern  # for error messages
     length: int | None  # in tokens; None: without end
-    frame: Frame  # lengths and heads, of `MOST_TOKENS` tokens if there is no end
-    masks: list[list[Mask]]  # by kv head: its queries see the union of these masks
-    rules: dict[Mask, Condition]  # the condition of each mask
+    frame: Frame  # lengths and heads; `MOST_TOKENS` tokens if without end
+    masks: list[list[Mask]]  # masks of each kv head, whose queries see their union
+    rules: dict[Mask, Condition]  # by mask, the condition on (query, key) that replaces it
 
     def check_position(self, name: str, position: int) -> None:
         if self.length is not None and position > self.length:
@@ -114,21 +114,24 @@ class _Sequence(NamedTuple):
             )
 
     def needs_length(self, got: str) -> ValueError:
-        """Returns the error for a pattern without a period; `got` says why it has none."""
+        """Returns the error for an endless pattern without a short period; `got` describes it."""
         return ValueError(
-            f"expected a pattern whose pairs repeat with a period, got {got}; pass max_length, the "
-            f"most tokens of the sequence, for {shortened(str(self.pattern))}"
+            f"expected a pattern with a short period, since the sequence has no end, got {got}; "
+            f"pass max_length, the most tokens of the sequence, for {shortened(str(self.pattern))}"
         )
 
     def last(self, rule: Condition, start: int, stop: int) -> Tensor:
-        """Last query at `start` or later that visits each key in [start, stop), or -1."""
+        """Returns the last query from `start` on that visits each key in [start, stop), or -1."""
         keys = torch.arange(start, stop)
         for part in keys.split(_KEYS_AT_A_TIME) if len(keys) else ():
             part.copy_(self.last_of(rule, part, start))
         return keys
 
     def last_of(self, rule: Condition, k: Tensor, first_query: int) -> Tensor:
-        """Last query at `first_query` or later that visits each key; -1: none, FOREVER: endless."""
+        """Returns the last query from `first_query` on that visits each key.
+
+        It is -1 if no query visits the key, FOREVER if visits do not end.
+        """
         if self.length is not None:
             return self._descend(rule, k, self.length - 1, first_query)
         repeats = rule.future(int(k[-1]) + 1)
@@ -144,7 +147,7 @@ class _Sequence(NamedTuple):
         return last.masked_fill_(last >= first, FOREVER)
 
     def _descend(self, rule: Condition, k: Tensor, most: int, least: int) -> Tensor:
-        """Last query in [least, most] that visits each key, or -1."""
+        """Returns the last query in [least, most] that visits each key, or -1."""
         last = rule.before(k, torch.full_like(k, most), self.frame)
         pending = torch.nonzero((last < most) & (last >= least) & (not rule.settled))[:, 0]
         while len(pending):  # keys for which `last` is not known to be exact
@@ -154,7 +157,7 @@ class _Sequence(NamedTuple):
         return last.masked_fill_(last < least, -1)
 
     def keys_seen_after(self, length: int, rule: Condition) -> Iterator[Tensor]:
-        """Yields, in parts, all keys below `length` of those tiles that later queries may visit."""
+        """Yields in parts the keys below `length` of all tiles that later queries may visit."""
         end = FOREVER if self.length is None else self.length
         begin, size = torch.zeros(min(1, length, end - length), dtype=torch.int64), _TILE
         while size < length:
@@ -174,7 +177,7 @@ class _Sequence(NamedTuple):
                 yield key
 
     def shifted(self) -> Repeats:
-        """Returns by how much query and key positions may both shift without a change."""
+        """Returns by how much query and key may both shift so that the same pairs attend."""
         repeats = AnyOf(self.rules.values()).shifted()
         if repeats is None:
             raise self.needs_length("a mask whose period is not known")
@@ -184,17 +187,20 @@ class _Sequence(NamedTuple):
         return repeats
 
     def most_ever(self, last: Tensor, repeats: Repeats) -> int | None:
-        """Most keys live at once, None if unbounded; `last`: last visits of first + period keys."""
+        """Returns the most keys that are live at once, or None if unbounded.
+
+        `last`: last visit of each key below first + period.
+        """
         first, period = repeats.first, repeats.period
         early, later = last[:first], last[first:]
         if (later == FOREVER).any():
             return None
         age = (later - torch.arange(first, first + period)).clamp(min=0)
-        # Each key has a copy per period. If it lives n whole periods, n copies live at once.
+        # Each later key has a copy in every period. If it lives n periods, n copies live at once.
         whole, rest = age // period, age % period
         ends = torch.bincount(torch.arange(period) + rest, minlength=2 * period)
         change = (torch.arange(2 * period) < period).long() - ends
-        wave = change.cumsum(0).view(2, period).sum(0)  # further live keys, by place in a period
+        wave = change.cumsum(0).view(2, period).sum(0)  # live keys beyond `whole`, by place
         ever = int((early == FOREVER).sum() + whole.sum() + wave.max())
         passing = early[early < FOREVER]
         until = max(first, int(passing.max()) if len(passing) else 0)
@@ -208,7 +214,7 @@ class _Sequence(NamedTuple):
 def _sequence(
     pattern: Pattern, num_heads: int, num_kv_heads: int | None, max_length: int | None
 ) -> _Sequence:
-    """Checks a pattern, and converts its masks to conditions for `_Sequence`."""
+    """Checks a pattern; returns it as a `_Sequence`, with its masks as conditions."""
     plain = _without_selection(pattern)
     length = own_length(plain, max_length)
     frame = Frame.build(MOST_TOKENS if length is None else length, None, num_heads, num_kv_heads, 0)
@@ -238,7 +244,7 @@ def _without_selection(pattern: Pattern) -> Pattern:
 
 
 def own_length(pattern: Pattern, max_length: int | None = None) -> int | None:
-    """Length of a sequence: `max_length`, else the pattern's own; None if it has no end."""
+    """Returns `max_length` if given, else the pattern's own length; None if it has no end."""
     if max_length is not None:
         return checked_integer("max_length", max_length, 0)
     return pattern.own_length
@@ -256,7 +262,7 @@ def _union(parts: list[Tensor]) -> Tensor:
 
 
 def _most_live(last: Tensor) -> int:
-    """Largest number of keys live at once, after any number of tokens up to len(last)."""
+    """Returns the most keys live at once; `last` has the last visit of each key, or -1."""
     key = torch.arange(len(last))
     living = last > key
     born, dead = key[living] + 1, last[living].clamp(max=len(last)) + 1

@@ -77,5 +77,5 @@ def _near(left: int | None, right: int | None) -> list[Condition]:
 
 
 def _in_blocks(mask: BlockwiseMask, levels: Sequence[Sequence[Condition]]) -> Condition:
-    """Condition that block indices meet all conditions of at least one item of `levels`."""
+    """Returns the condition that block indices meet all conditions of some item of `levels`."""
     return InBlocks(mask, AllOf((Linear(1, 0, 0), AnyOf(map(AllOf, levels)))))

@@ -19,9 +19,10 @@ from .layout import BlockLayout, Pass, row_of, stretched
 def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLayout | None:
     """Builds the layout of `SelectedBlocks`, alone or with `Causal`; None for other patterns.
 
-    A query tile is a row of the selection, or as much of a row as fits a tile. All shapes are known
-    without reading the indices: tables have room for all k indices of a row. An index becomes
-    padding at the end if it names no block, a repeated block or, with `Causal`, a later block.
+    A query tile is a row of the selection, or an equal part of a row that divides `block_size`. All
+    shapes are known without reading the indices: tables have room for all k indices of a row.
+    An index that names no block, a repeated block or, with `Causal`, a later block becomes padding
+    at the end of the table.
     """
     if (found := selection_of(pattern, frame, block_size)) is None:
         return None
@@ -101,9 +102,9 @@ def selection_of(
 def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int, alone: bool) -> Pass:
     """Adds `Pass.slot`: where the mask's selection lists the key block of each pair of tiles.
 
-    Returns the pass unchanged if the mask does not have exactly one selection, or a tile spans
-    several of its rows or blocks. Also if the mask has several passes (not `alone`) and tiles do
-    not divide the selection's blocks: then the first pass may lack selected pairs (see `terms`).
+    Returns the pass unchanged if the mask does not have exactly one selection, or if a tile spans
+    several rows or blocks of the selection. Also if the mask has several passes (not `alone`) and
+    `block_size` does not divide the selection's blocks: then selected pairs may be in any pass.
     """
     selections = selections_of(mask)
     if len(selections) != 1 or p.step > 1 or p.query_origin is not None:
@@ -136,7 +137,7 @@ def _each_in_one(start: Tensor, stop: Tensor, size: int) -> bool:
 
 
 def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Causal bitmaps of each query tile with the key tile that contains it: (indices, bitmaps).
+    """Returns (each query tile's bitmap index, bitmaps): `Causal` in the key tile that contains it.
 
     `first`: first position of each query tile; the first tile may begin within a selection's row.
     """
@@ -151,7 +152,7 @@ def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tup
 
 
 def _above_diagonal(first: Tensor, last: Tensor, frame: Frame, block_size: int) -> Tensor:
-    """Counts the pairs of each query tile with later keys of the key tile that contains it."""
+    """Counts each query tile's pairs with later keys, in the key tile that contains it."""
     end = ((first // block_size + 1) * block_size).clamp(max=frame.kv_len)
     hidden_first, hidden_last = ((end - 1 - x).clamp(min=0) for x in (first, last))
     return (hidden_first * (hidden_first + 1) - (hidden_last - 1).clamp(min=-1) * hidden_last) // 2

@@ -1,7 +1,7 @@
 """Tiles of token positions, and sets of (query tile, key tile) pairs.
 
 A tile is an arithmetic progression of positions start, start + step, ... below `stop`, at most
-`block_size` of them. A `Grid` is the rule that cuts the queries, and likewise the keys, into tiles.
+`block_size` of them. A `Grid` is the rule by which queries, and also keys, are cut into tiles.
 """
 
 from collections.abc import Iterator, Sequence
@@ -38,9 +38,9 @@ class Grid:
         return self.step, self.documents is not None, self.segment
 
     def axis(self, ranges: Ranges, block_size: int, offset: int) -> "Axis":
-        """Cuts the positions in `ranges` into tiles, none of which crosses the end of a range.
+        """Returns tiles of the positions in `ranges`; no tile crosses the end of a range.
 
-        The first tile of a segment begins `offset` tokens into the segment.
+        `offset`: number of tokens from the start of a segment to its first tile.
         """
         lows, highs = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).T.contiguous()
         low, high = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
@@ -57,10 +57,10 @@ class Grid:
         return self._tiles(residue, start[tile] + residue + offset, lows[within], stop)
 
     def axis_of_documents(self, low: Tensor, high: Tensor, block_size: int, offset: int) -> "Axis":
-        """Cuts each document d into tiles: positions [low[d], high[d]), counted from its start.
+        """Returns tiles of positions low[d] to high[d] - 1 of each document d; they restart at 0.
 
-        A tile of residue class r has `residue` r * n + d, for n documents. So a query tile, which
-        visits only key tiles of equal `residue`, visits only those of its own document.
+        With n documents, a tile of residue class r in document d has `residue` r * n + d. A query
+        tile visits only key tiles of equal `residue`, so only those of its own document.
         """
         documents, first = len(low), low // self.segment
         count = torch.where(high > low, -(-high // self.segment) - first, 0)
@@ -90,20 +90,20 @@ class Grid:
         return segment, start, end, int(length.max()) if len(length) else 0
 
     def _tiles(self, residue: Tensor, start: Tensor, low: Tensor, stop: Tensor) -> "Axis":
-        """Makes a tile for each residue class and piece, of the positions from `low` on."""
+        """Returns a tile of each residue class in each piece; it omits positions below `low`."""
         start = start + (low - start).clamp(min=0).add(self.step - 1) // self.step * self.step
         start, stop = start.flatten(), stop.repeat(len(start))
         last = start + ((stop - 1 - start).clamp(min=-1) // self.step) * self.step
         return Axis(self.step, residue.flatten(), start, stop, last)
 
     def _residues(self, ranges: Ranges, longest: int) -> Tensor:
-        """Returns the residue classes of `ranges`, in segments of at most `longest` tokens."""
+        """Returns the residue classes of positions in `ranges`; segments have up to `longest`."""
         if self.documents is None and ranges and ranges[-1][1] - ranges[0][0] < self.residues:
             return (torch.arange(ranges[0][0], ranges[-1][1]) % self.residues).unique()
         return torch.arange(min(self.residues, max(1, longest)))
 
     def _segments(self, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Returns starts and ends of segments: all of them in `documents`, else in [low, high)."""
+        """Returns starts and ends of segments: of all documents, or without any, of [low, high)."""
         if self.documents is None:
             first = low // self.segment
             begin = torch.arange(first, max(first, -(-high // self.segment))) * self.segment
@@ -139,7 +139,7 @@ class Axis:
         )
 
     def runs(self, size: int) -> tuple["Axis", Tensor]:
-        """Joins each `size` neighbouring tiles to one: (joined tiles, whether each has no gap)."""
+        """Joins every `size` neighbours; returns (joined tiles, bool: no gap within the tile)."""
         first = torch.arange(len(self) // size) * size
         end = first + size - 1
         runs = replace(self[first], stop=self.stop[end], last=self.last[end])
@@ -150,12 +150,12 @@ class Axis:
         return runs, joined[: len(first) * size].view(-1, size).all(1)
 
     def positions(self, block_size: int) -> Tensor:
-        """[tiles, block_size] positions of each tile; a shorter tile continues past its `stop`."""
+        """Returns positions [tiles, block_size]; those of a short tile continue past `stop`."""
         return self.start[:, None] + self.step * torch.arange(block_size)
 
 
 class Origin(NamedTuple):
-    """For each tile, the start and lengths of its document, or of the sequence, as [tiles]."""
+    """Start and lengths of each tile's document, or of the sequence; tensors are [tiles]."""
 
     start: Tensor  # the position that a mask counts as 0
     kv_len: Tensor  # number of keys in the document or sequence
@@ -202,7 +202,7 @@ class TilePairs:
         return TilePairs(self.q[index], self.k[index], origin)
 
     def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """First and last query, first and last key of each pair, counted from `origin.start`."""
+        """Returns first and last query, first and last key, counted from `origin.start`."""
         q, k, start = self.q, self.k, self.origin.start
         return q.start - start, q.last - start, k.start - start, k.last - start
 
@@ -210,7 +210,7 @@ class TilePairs:
 class Spans:
     """A set of (query tile, key tile) pairs, stored as sorted disjoint ranges [begin, end).
 
-    The ranges contain pair numbers: row * columns + column for query tile `row`, key tile `column`.
+    The ranges are of integers: row * columns + column for query tile `row` and key tile `column`.
     """
 
     def __init__(self, begin: Tensor, end: Tensor) -> None:
@@ -238,7 +238,7 @@ class Spans:
         return self & Spans(begin, torch.cat((other.begin, torch.tensor([1 << 62]))))
 
     def runs(self, columns: int, size: int) -> "Spans":
-        """Returns pairs (row, r) whose columns [r * size, (r + 1) * size) are all in the set."""
+        """Returns pairs (row, r) such that the set has columns [r * size, (r + 1) * size)."""
         most = columns // size
 
         def place(edge: Tensor, above: int) -> Tensor:
@@ -248,7 +248,7 @@ class Spans:
         return Spans(place(self.begin, size - 1), place(self.end, 0))
 
     def expand(self) -> Tensor:
-        """Returns the number row * columns + column of every pair in the set, ascending."""
+        """Returns the integers row * columns + column of all pairs in the set, ascending."""
         count = self.end - self.begin
         base = self.begin - (count.cumsum(0) - count)
         return torch.arange(int(count.sum())) + base.repeat_interleave(count)
@@ -257,11 +257,11 @@ class Spans:
 def spans_of_positions(
     queries: Axis, keys: Axis, row: Tensor, first: Tensor, last: Tensor
 ) -> Spans:
-    """Pairs query tile row[i] with key tiles of equal `residue` that meet [first[i], last[i]]."""
+    """Pairs query tile row[i] with key tiles of its residue class that meet [first[i], last[i]]."""
     if not len(keys) or not len(row):
         return Spans(none := torch.zeros(0, dtype=torch.int64), none)
     highest = int(keys.stop.max()) - 1
-    stride = highest + keys.step + 1  # separates the positions of residue classes
+    stride = highest + keys.step + 1  # keeps the positions of residue classes apart
     first, last = first.clamp(min=0), last.clamp(max=highest)
     row, first, last = (x[first <= last] for x in (row, first, last))
     lane = queries.residue[row] * stride

@@ -90,7 +90,7 @@ def backward(
 
 
 def takes_whole_heads(kv_heads: int, threads: int) -> bool:
-    """True if each thread of a backward should take whole kv heads: few threads would then idle."""
+    """True if each thread of a backward should take whole kv heads, because few would then idle."""
     return round_up(kv_heads, threads) <= _MOST_REPEATED_WORK * kv_heads
 
 
@@ -127,7 +127,7 @@ def block_shares(*tensors: Tensor | None, features: str, **numbers: Any) -> bool
             `Shares` in selection/shares.h describe them; out is float32 [B * Hkv, rows, blocks].
             Queries have any strides and dtype; features and keys are float32.
         features: query features "gauss" or "bounds"; any other name means the query itself.
-        numbers: the other arguments of the operator, described in the same two files.
+        numbers: the other arguments of the operator; the two files describe them too.
 
     Returns: True if a share was too small for float32.
     """
@@ -185,7 +185,7 @@ def _is_walked(problem: Problem, p: Pass) -> int:
 def is_walked_shape(
     longest: tuple[int, int], tiles: tuple[int, int], entries: float, group: float
 ) -> bool:
-    """True if a loop over key tiles is faster than over query tiles, for a pass of this shape.
+    """True if a loop over key tiles is faster than one over query tiles, for a pass of this shape.
 
     Args:
         longest: tokens of the longest query tile, and of the longest key tile.
@@ -206,9 +206,10 @@ def _needs_query_walk(problem: Problem) -> bool:
 
 
 class _CheckedLayout(NamedTuple):
-    """The kernel's own object of a layout, `passes`, whose tables the kernel has checked.
+    """The kernel's C++ object for a layout (`passes`), whose tables the kernel has checked.
 
-    Calls without extras reuse it, and skip the checks. Copies and pickles become 0.0, without it.
+    Calls without extras reuse it and skip the checks. A copy or pickle becomes the number 0.0, so
+    the next call builds a new object.
     """
 
     scale: float
@@ -219,7 +220,7 @@ class _CheckedLayout(NamedTuple):
 
 
 def _checked_layout(problem: Problem) -> Tensor:
-    """Returns the kernel's own object of a layout's passes, which it caches in the layout."""
+    """Returns the kernel's C++ object for a layout's passes, and caches it in the layout."""
     layout, scale = problem.layout, problem.scale
     cached = vars(layout).get("_checked_layout")
     if type(cached) is not _CheckedLayout or cached.scale != scale:

@@ -2,8 +2,8 @@
 
 A unit is a few query tiles and the keys that all of them visit. Forward computes two matmuls and a
 softmax per unit, and merges the results; backward computes five matmuls. A chunk is some units that
-fit into the workspace (`set_workspace`). Other extra memory is O(N), for sums. It runs on any
-device and dtype; half precision computes in float32. Sums run in a fixed order.
+fit into the workspace (`set_workspace`). Other extra memory is O(N), for sums. The backend runs on
+any device and dtype; half precision computes in float32. Sums run in a fixed order.
 """
 
 from collections.abc import Callable, Iterator
@@ -85,7 +85,7 @@ def backward(
     extras = Extras(problem, dtype)
     delta = (do.to(dtype) * _flat(out).to(dtype)).sum(1) - grad_lse.reshape(-1).to(dtype)
     dsink = None if sink is None else sink_gradient(sink, lse, delta.view(lse.shape))
-    # rows without keys need weights of 0: exp(s - inf)
+    # lse +inf gives rows without keys weights exp(s - lse) of 0
     lse = torch.where(lse == -torch.inf, torch.inf, lse).reshape(-1)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     for _, chunk in _walk(problem):
@@ -121,9 +121,10 @@ def backward(
 
 
 def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
-    """Sums `weight_q e^{s - lse_q}` over each visited pair of tiles: [B, Hq, num_blocks].
+    """Sums `weight_q e^{s - lse_q}` over the (query, key) pairs of each visited pair of tiles.
 
-    `lse` and `weight` are [B, Hq, Nq], in float32 (float64 if the query is float64).
+    The result is [B, Hq, num_blocks]. `lse` and `weight` are [B, Hq, Nq], in float32 (float64 if
+    the query is float64).
     """
     dtype = sum_dtype(problem.query)
     q, k = _flat(problem.query), _flat(problem.key)
@@ -147,7 +148,7 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
 
 
 def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
-    """Yields (fresh, chunk) over all passes; if fresh, no earlier chunk has its query rows."""
+    """Yields (fresh, chunk) for all passes; `fresh`: no earlier chunk has this chunk's queries."""
     query, b, dtype = problem.query, problem.layout.block_size, sum_dtype(problem.query)
     per_token = 3 * dtype.itemsize * (query.shape[-1] + problem.value.shape[-1])
     most_queries = 1 if problem.block_bias is not None else max(1, _MOST_QUERIES // b)
@@ -162,9 +163,9 @@ def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
 def _units(
     chunk: Chunk, extras: Extras
 ) -> Iterator[tuple[int | slice, Callable[[Tensor, Tensor], Tensor], Tensor | None]]:
-    """Yields (units to compute together, function for a @ b^T, what to add to their scores).
+    """Yields a chunk's units as (index, function for a @ b^T, tensor to add to scores or None).
 
-    Large units run one by one, so that their scores stay in cache; smaller ones run as one batch.
+    Large units come one by one, so that their scores stay in cache; small units as one batch.
     """
     added = extras.added(chunk)
     if not _alone(chunk.q[0].numel() * chunk.k.shape[1], chunk.q.device, extras.dtype):
@@ -190,7 +191,7 @@ def _product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _softmax(score: Tensor, additive: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
-    """Returns softmax weights over the last dim, and lse; 0 and -inf in rows without pairs."""
+    """Returns softmax weights over the last dim, and lse; rows without pairs get 0 and -inf."""
     score = _biased(score, additive, group)
     highest = score.amax(-1, keepdim=True)
     weight = torch.softmax(score, -1)

@@ -37,7 +37,7 @@ class Extras:
     def added(self, chunk: Chunk) -> Tensor | None:
         """Returns what to add to a chunk's scores: the block bias, and -inf outside the pattern.
 
-        Its shape is [C or 1, g or 1, m or 1, n] (units, heads, queries, keys); None: adds nothing.
+        Its shape is [C or 1, g or 1, m or 1, n] (units, heads, queries, keys). None adds nothing.
         """
         added = zero = torch.zeros((), dtype=self.dtype, device=chunk.q.device)
         if self.bias is not None and chunk.bias is not None:
@@ -87,7 +87,7 @@ class Extras:
             self.dtable.index_add_(0, entry.flatten(), dscore.flatten().double())
 
     def add_bias_gradient(self, unit_sums: list[Tensor], chunk: Chunk) -> None:
-        """Adds score gradients, summed over queries [.., g, n], to the block bias gradient."""
+        """Adds score gradients [.., g, n], summed over queries, to the block bias gradient."""
         if self.dbias is None or chunk.bias is None:
             return
         entries, slots = chunk.bias

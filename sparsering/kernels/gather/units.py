@@ -28,9 +28,9 @@ class Units:
             entries share one table.
         query_tiles: [units, t] indices of query tiles.
         key_tiles: [units, e] indices of key tiles.
-        entries: [units, e] index, in the table, of the entry (visited pair) of each key tile.
-        bitmaps: [units, e] index of each entry's bitmap (-1: all pairs), [1, e] if all units share
-            them, None if all entries have all pairs.
+        entries: [units, e] index, in the table, of each key tile's pair with the first query tile.
+        bitmaps: [units, e] index of each tile pair's bitmap (-1: all pairs attend), [1, e] if all
+            units share them, None if all pairs attend in all of them.
         num_queries, num_keys: tokens in a unit's query tiles and in its key tiles.
         fresh: True if no earlier units of the pass have these query tiles.
     """
@@ -52,9 +52,9 @@ _plans: WeakKeyDictionary[Pass, dict[tuple[int, int], list[Units]]] = WeakKeyDic
 def plan(p: Pass, block_size: int, most_queries: int, most_keys: int) -> list[Units]:
     """Returns the units of a pass, cached as long as the pass exists.
 
-    It joins neighbouring query tiles that visit equal key tiles, at most `most_queries` per unit,
-    and cuts lists of key tiles into parts of at most `most_keys`. Entries with and without a bitmap
-    are in different units, except where one unit for both saves a merge of results.
+    A unit joins up to `most_queries` neighbouring query tiles that visit the same key tiles. It has
+    at most `most_keys` key tiles. Tile pairs with and without a bitmap are in different units,
+    except where one unit for both saves a merge of results.
     """
     plans = _plans.setdefault(p, {})
     if (most_queries, most_keys) not in plans:
@@ -85,6 +85,7 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
         if masked or most_queries == 1:
             first = torch.arange(len(begin), device=begin.device)
         else:
+            # a unit joins only runs of equal `line`: of one table, equally far along their rows
             line = table[index][begin] * (piece.max() + 1) + piece
             order = line.argsort(stable=True)
             begin, length, piece = begin[order], length[order], piece[order]
@@ -116,10 +117,10 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
 
 
 def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
-    """Selects table rows (query tiles) whose entries with and without a bitmap form one unit.
+    """Returns for each query tile if one unit has its tile pairs with and without a bitmap.
 
-    One unit saves a merge of two results. It pays if the row is short enough for one unit, and if
-    other rows have equal bitmaps or the table has few rows.
+    One unit saves a merge of two results. It pays if the tile has at most `most_keys` pairs, and if
+    another query tile has equal bitmaps or there are few query tiles.
     """
     index = torch.arange(len(row), device=row.device)
     total = torch.bincount(row)
@@ -131,9 +132,10 @@ def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
 
 
 def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cuts entries (visited tile pairs) into runs: up to `longest` neighbouring ones of one `row`.
+    """Cuts a list of tile pairs into runs: up to `longest` neighbours of one query tile.
 
-    Returns: begin and length of each run, and its index among the runs of its row.
+    `row` has each pair's query tile. Returns: index of each run's first pair, number of its pairs,
+    and the run's index among the runs of its query tile.
     """
     index = torch.arange(len(row), device=row.device)
     head = torch.diff(row, prepend=row[:1] - 1) != 0
@@ -143,7 +145,7 @@ def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _first_runs(begin: Tensor, length: Tensor, line: Tensor, key: Tensor, most: int) -> Tensor:
-    """Returns each unit's first run; a unit joins up to `most` neighbouring runs of equal keys."""
+    """Returns each unit's first run; a unit is up to `most` runs of equal `line` and key tiles."""
     index = torch.arange(len(begin), device=begin.device)
     before = (index - 1).clamp(min=0)
     same = (line == line[before]) & (length == length[before]) & (index > 0)
@@ -164,16 +166,16 @@ def _sums(values: Tensor, begin: Tensor, length: Tensor | None = None) -> Tensor
 
 
 def _equal_rows(columns: list[Tensor]) -> Iterator[Tensor]:
-    """Groups equal rows of the table that has these columns; yields the row indices of a group."""
+    """Groups the equal rows of a table, given its columns; yields the row indices of each group."""
     number, _ = number_rows(columns)
     order = number.argsort(stable=True)
     yield from order.split(torch.bincount(number).tolist())
 
 
 def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields groups of units that share all bitmaps: (unit indices, bitmaps [1, key tiles]).
+    """Groups units with equal bitmaps; yields (unit indices, bitmap indices [1, key tiles]).
 
-    If there were too many groups, it yields all units at once, with bitmaps [units, key tiles].
+    With too many groups, it yields all units at once, and bitmap indices [units, key tiles].
     """
     sets = list(_equal_rows(list(bitmaps.unbind(1))))
     if len(sets) > max(8, len(bitmaps) // 16):
@@ -201,10 +203,10 @@ class Chunk:
     Attributes:
         q: [C, g, m] rows of the flattened [B * Hq * Nq, ...] tensors; g query heads share keys.
         k: [C, n] rows of the flattened [B * Hkv * Nk, ...] tensors.
-        cells: bool [C or 1, m, n], True for pairs of the pattern; None if it has all pairs.
-        bias: None without block bias, else two index tensors: [C, g, e], where the bias of each of
-            a unit's e key tiles is in the flattened block bias; [C, n], which of the e tiles has
-            each key.
+        cells: bool [C or 1, m, n], True for pairs of the pattern; None if it has all of them.
+        bias: None without block bias, else two tensors of indices. [C, g, e]: index in the
+            flattened block bias, for each of a unit's e key tiles. [C, n]: index of each key's tile
+            among these e tiles.
         places: None if no extra depends on positions.
     """
 
@@ -297,5 +299,5 @@ def _positions(
 
 
 def _per_token(per_tile: Tensor, axis: Tensor, tiles: Tensor, block_size: int) -> Tensor:
-    """Repeats the value that `per_tile` has for each tile, for all its tokens: [C, t * size]."""
+    """Returns for each token the value of its tile in `per_tile`: [C, t * block_size]."""
     return per_tile[axis[:, None], tiles].repeat_interleave(block_size, 1)

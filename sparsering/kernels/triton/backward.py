@@ -32,7 +32,7 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def weight_of(power):
-    """Returns 2 ** power, at most 1: the forward may have rounded a huge score differently."""
+    """Returns 2 ** power, at most 1, since the forward may have rounded huge scores differently."""
     return tl.exp2(tl.minimum(power, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
@@ -395,7 +395,7 @@ def key_kernel(
 
     # load these again, because keeping them through the loop would take registers
     tile, cut = tl.load(units), tl.load(units + 4)
-    head += tile >> 31  # adds 0; as `axis` then depends on the load, it takes no register either
+    head += tile >> 31  # adds 0, but `axis` now depends on the load: no register keeps it
     _, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     begin, stop = span_of(tile_start, tile_stop, axis, num_tiles, tile, first_key, step, WIDE)
     position = begin + tl.arange(0, KEYS) * step.to(begin.dtype)

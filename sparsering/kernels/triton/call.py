@@ -1,8 +1,8 @@
 """Launches the GPU kernels of the forward and the backward over the passes of a layout.
 
-A pass has the tiles of one token step, and a table of tile pairs to visit. Passes run in order,
-and each merges into the earlier results. With several passes in half precision, float32 sums are
-kept for a few kv heads at a time. Triton is imported on first use.
+Passes run in order, and each merges its results into those of earlier passes. With several passes
+in half precision, sums are in float32, for a few kv heads at a time to save memory. Triton is
+imported on first use.
 """
 
 import math
@@ -71,7 +71,7 @@ def interpreting() -> bool:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) over a layout; lse is float32. A sink is the lse that rows start from."""
+    """Computes (out, lse) over a layout; lse is float32. A sink is the initial lse of its rows."""
     layout, query, value = problem.layout, problem.query, problem.value
     in_turn = _in_turn(problem)
     out = _blank(problem, (*query.shape[:3], value.shape[3]), overwritten=in_turn)
@@ -127,13 +127,13 @@ def backward(
 
 
 def _in_turn(problem: Problem) -> bool:
-    """True if parts run in turn with float32 sums: several passes add to half-precision results."""
+    """True if several passes add to half-precision results; parts then run in turn, in float32."""
     half = problem.query.itemsize < 4 and not problem.in_float32
     return half and len(problem.layout.passes) > 1
 
 
 def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Iterator[Part]:
-    """Splits a call by kv heads, up to `at_most` per part; if `in_turn`, as few as fill the GPU."""
+    """Splits a call by kv heads, up to `at_most` in a part; if `in_turn`, few that fill the GPU."""
     problem = problem.with_positive_scale().with_dense_rows()
     bias, table = (
         None if x is None else dense_rows(x.float())
@@ -186,7 +186,7 @@ def _forward_pass(part: Part, number: int, out: Tensor, lse: Tensor) -> None:
         return w, [whole, *_combined(merge_kernel, w, out, arguments)]
 
     w, launches = _launches("forward", part, number, config, build, out, lse)
-    pieces = piece_lse = lse  # placeholders, which no program writes if no tile is cut
+    pieces = piece_lse = lse  # placeholders: if no tile is cut, no program writes pieces
     if w.slots:
         pieces = lse.new_empty(_slots(part, out.shape[1], w, out.shape[3]))
         piece_lse = lse.new_empty(pieces.shape[:-1])
@@ -202,7 +202,7 @@ def _query_pass(
     dbias: Tensor | None,
     dtable: Tensor | None,
 ) -> None:
-    """Adds the gradients of one pass to dQ, and to those of block bias and distance bias."""
+    """Adds the gradients of one pass to `dq`, `dbias` (block bias), `dtable` (distance bias)."""
     from .backward import query_kernel
     from .combine import sum_kernel
 
@@ -246,7 +246,7 @@ def _query_pass(
 def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
     """Writes dK and dV over all passes, [B, kv heads, Nk, D] and [.., Dv].
 
-    It uses float32 sums if several passes, or programs for several query heads, add to a key.
+    Sums are float32 if several passes, or several programs of one pass, add to the same key.
     """
     from .backward import key_kernel
     from .combine import sum_kernel

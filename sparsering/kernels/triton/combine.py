@@ -76,7 +76,7 @@ def sum_kernel(
     TILE: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     ALIGN: tl.constexpr, RUNNING: tl.constexpr,
 ):
-    """Sums the pieces of each cut tile into grad, in order; "heads" of dK and dV are shares."""
+    """Sums the pieces of cut tiles into grad, in order; for dK and dV, `head` counts shares."""
     part, number, head, batch = program_of((TILE + ROWS - 1) // ROWS, 1, num_cuts, num_heads, 1)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     cuts += (table * num_cuts + number) * _CUT

@@ -25,11 +25,11 @@ class Config(NamedTuple):
 
     Attributes:
         rows: tokens (times packed heads) of the tile that a program keeps.
-        streamed: tokens that it reads per step.
+        streamed: tokens that a program reads per step.
         warps, stages: Triton's num_warps and num_stages.
         tma: load streamed tensors through tensor descriptors, if they permit it.
         warp_specialize: split loading and computing between warps, if Triton can.
-        masked: tokens that it reads per step in entries that need a mask; 0: as many as `streamed`.
+        masked: tokens that it reads per step in tile pairs with a mask; 0: as many as `streamed`.
     """
 
     rows: int
@@ -42,7 +42,7 @@ class Config(NamedTuple):
 
 
 # By generation and kernel, for head dims up to 64, 128 and 256: rows, streamed, warps, stages and,
-# if given, masked. They follow from registers and shared memory (`ptxas`), not from measurements.
+# if given, masked. Chosen by the registers and shared memory that `ptxas` reports, not by timings.
 _HALF = {
     (80, "forward"): ((128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
     (80, "query"): ((128, 64, 8, 3, 32), (64, 64, 8, 3), (64, 32, 8, 2)),
@@ -69,7 +69,7 @@ def config_for(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
 
 
 def with_extras(config: Config, kernel: str, distances: bool, more: bool) -> Config:
-    """Adapts a config to extras that take registers: a distance bias; `more` (softcap, dropout)."""
+    """Adapts a config to extras that take registers; `more`: the call has softcap or dropout."""
     if distances:
         return config._replace(streamed=max(16, config.streamed // 2), masked=0)
     if more and kernel == "forward":
@@ -91,7 +91,7 @@ def _default(
     table = _SINGLE[80 if gpu < 90 else 90] if dtype.itemsize == 4 else _HALF[gpu, kernel]
     rows, streamed, warps, stages, *masked = table[size]
     if gpu == 90 and kernel == "forward" and head_dim & (head_dim - 1):
-        streamed = min(streamed, 64)  # such a head dim permits no TMA, and pointers take registers
+        streamed = min(streamed, 64)  # TMA needs a power of two; pointers take more registers
     tma = gpu >= 90 and dtype.itemsize < 4
     chosen = Config(rows, streamed, warps, stages, tma, masked=masked[0] if masked else 0)
     return _fitted(kernel, chosen, dtype, device, head_dim, tile)
@@ -160,7 +160,7 @@ def _fitted(
     masked = min(chosen.masked, streamed // 2)
     masked = masked if masked >= 16 else 0
     chosen = chosen._replace(rows=rows, streamed=streamed, masked=masked)
-    # widest head dim that 4 warps compute: on Hopper they form a warpgroup, which takes 64 rows
+    # largest head dim that 4 warps compute; Hopper multiplies with 4 warps at once (a warpgroup)
     narrow = 128 if generation(device) == 90 else 64
     if rows * streamed <= 64 * 64 and dtype.itemsize < 4 and head_dim <= narrow:
         chosen = chosen._replace(warps=min(4, chosen.warps))
@@ -176,10 +176,10 @@ def _fitted(
 
 
 def _shared_bytes(kernel: str, config: Config, gpu: int, width: int) -> int:
-    """Returns an upper bound of a compiled kernel's shared memory, for values of one byte.
+    """Returns how many numbers (upper bound) a compiled kernel keeps in shared memory.
 
-    Before Hopper: a program's rows of one tensor (forward) or two (backward), `stages - 1` steps of
-    two streamed tensors, and a tile of weights. On compute capability 8.0, it is up to 12% less.
+    Before Hopper: `rows` tokens of one tensor (forward) or two (backward), `stages - 1` steps of
+    two streamed tensors, and one step's weights. Compute capability 8.0 keeps up to 12% less.
     """
     if gpu >= 90:
         return 2 * (config.rows + config.stages * config.streamed) * width

@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 _INTS = (tl.int32, tl.int64)
-_TABLES = ("tile_start", "tile_stop", "tile_origin")  # programs load single numbers of them
+_TABLES = ("tile_start", "tile_stop", "tile_origin")  # programs load a single number of each
 
 
 def kernel(function: Callable[..., None]) -> Any:
     """Decorates a Triton kernel that is compiled once for all values of its integer arguments.
 
-    The alignment of layout tables does not matter either: it differs between decoded tokens.
+    Nor does another alignment of layout tables, as for each decoded token, compile it again.
     """
     kinds = inspect.get_annotations(function)
     tables = [name for name in _TABLES if name in inspect.signature(function).parameters]
@@ -164,6 +164,6 @@ def span_of(tile_start, tile_stop, axis, num_tiles, tile, first_slot, step, WIDE
 
 @triton.jit
 def from_table(start, tokens, bitmap, entry, table, num_entries):
-    """Moves four pointers, each to a list over all tables, to the list's part for one table."""
+    """Returns four pointers to the items of one table, from pointers to lists of all tables."""
     offset = table * num_entries
     return start + offset, tokens + offset, bitmap + offset, entry + offset

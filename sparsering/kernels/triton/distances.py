@@ -1,8 +1,8 @@
 """The gradient of a distance bias: sums of dS along the diagonals of tiles, in a fixed order.
 
-For each part of a pair of tiles that it reads in one step, `query_kernel` writes a *line*: sums of
-dS over pairs of equal distance. Then `sum_diagonals_kernel` adds up, for each distance, the sums in
-all lines. There are no atomics.
+`query_kernel` computes dS of a pair of tiles in steps. In each step it writes a *line*: a list that
+has, for each distance, the sum of dS over the step's pairs of that distance. Then
+`sum_diagonals_kernel` adds up all lines. There are no atomics.
 """
 
 import triton
@@ -19,9 +19,9 @@ def store_diagonals(
     """Writes one line (sums of dS by distance) for each head among a program's rows.
 
     Args:
-        diagonals: [lines, TURNS * KEYS] sums of dscore [ROWS, KEYS] by distance, only between
-            -reach and reach.
-        ends: [lines, 2] sums over distances up to -reach, and from reach on.
+        diagonals: [lines, TURNS * KEYS] sums of dscore [ROWS, KEYS] by distance, for distances
+            between -reach and reach.
+        ends: [lines, 2] sum over distances up to -reach, and sum over distances from reach on.
         start: [lines] int32 distance of the line's first sum; neighbours are `step` apart.
         line, there: index of each head's line, and whether that head exists.
         first: distance of the first key of dscore from its first query.
@@ -53,9 +53,10 @@ def sum_diagonals_kernel(
     reach: tl.int32, splits: tl.int32,
     SPAN: tl.constexpr, LINES: tl.constexpr, DISTANCES: tl.constexpr,
 ):
-    """Writes grad [heads, splits, 2 reach + 1]: sums by distance over each range of lines (split).
+    """Adds up lines by distance: writes grad [heads, splits, 2 reach + 1] from `diagonals`.
 
-    `store_diagonals` wrote `diagonals` [heads, lines, SPAN]; its `ends` are not added here.
+    `diagonals` [heads, lines, SPAN] has the lines of `store_diagonals`. A split is a range of
+    lines. The caller adds up the splits, and adds the `ends` of all lines.
     """
     program = tl.program_id(0).to(tl.int64)
     split, blocks = program % splits, (2 * reach + DISTANCES) // DISTANCES

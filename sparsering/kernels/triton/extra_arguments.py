@@ -16,9 +16,9 @@ from .walk import Walk
 
 DIAGONALS = ("diagonals", "ends", "diagonal_start")  # buffers for sums of dS along diagonals
 _FAR = 1 << 30  # a distance beyond every table
-_LINES, _DISTANCES = 16, 256  # lines of sums per step, distances per program
+_LINES, _DISTANCES = 16, 256  # lines per loop step, distances per program (distances.py)
 _PROGRAMS = 8  # programs of `sum_diagonals_kernel` per multiprocessor
-_MOST_SPLITS = 64  # most partial sums per head, which are added up afterwards
+_MOST_SPLITS = 64  # most partial gradients per head; `add_diagonals` adds them up
 _DIAGONAL_BYTES = 1 << 28  # limit in bytes of the DIAGONALS buffers, unless one kv head needs more
 
 
@@ -84,14 +84,14 @@ def kv_heads_at_a_time(problem: Problem, config: Config) -> int:
 
 
 def diagonals_of(tokens: int, keys: int) -> int:
-    """Returns the sums per line: tokens + keys - 1 diagonals, rounded up to a multiple of keys."""
+    """Returns the length of a line: a sum per diagonal of [tokens, keys], padded to full `keys`."""
     return ((keys + tokens - 2) // keys + 1) * keys
 
 
 def room_for_diagonals(
     problem: Problem, w: Walk, rows: dict[str, int], config: Config
 ) -> dict[str, Tensor]:
-    """Allocates lines of sums (see distances.py), of which `query_kernel` writes one per step."""
+    """Allocates the lines of sums (see distances.py); `query_kernel` writes one line per step."""
     steps = rows["parts"] * -(-problem.layout.block_size // config.streamed)
     lines = (*problem.query.shape[:2], w.start.shape[2] * steps)
     new = torch.empty(*lines, diagonals_of(rows["TOKENS"], config.streamed), device=w.start.device)

@@ -15,12 +15,13 @@ from .configs import Config
 class Launch:
     """A kernel, its grid, and the arguments that do not change between calls of equal shapes.
 
-    Each call gives the other arguments by name; `x_tiles` gets a descriptor of `x`, or `x` itself.
-    The first run compiles the kernel; later runs launch it without Triton's checks of arguments.
+    Each call passes the other arguments by name. The parameter `x_tiles` gets a TMA descriptor of
+    the call's tensor `x`, or without TMA `x` itself. The first run compiles the kernel; later runs
+    launch it without Triton's checks of arguments.
 
     Args:
-        arguments: those that do not change, and for each `x_tiles` a descriptor of the first `x`.
-        names: `parameter=name` if calls give the parameter by another name.
+        arguments: arguments that do not change; with TMA, also each `x_tiles` of the first call.
+        names: `parameter=name` if calls pass the parameter under another name.
     """
 
     def __init__(
@@ -40,7 +41,7 @@ class Launch:
             if hasattr(tiles, "block_shape"):
                 rows_before = tiles.shape[0] - tiles.base.shape[2]
                 self.places.append((place, source, tiles, rows_before))
-                tiles.base = self.fixed[place] = None  # else that tensor would stay alive
+                tiles.base = self.fixed[place] = None  # else the tensor would stay alive
             elif name not in arguments:
                 self.places.append((place, source, None, 0))
         self.compiled: Any = None
@@ -98,8 +99,8 @@ class Matrix(NamedTuple):
 
     Attributes:
         tiles: a descriptor of the matrix.
-        strides: "batch" and "head" in rows; "side" is the stride of heads in columns, where heads
-            lie side by side.
+        strides: "batch" and "head" are strides in rows; "side" is the stride of heads in columns,
+            if heads lie side by side, else 0.
     """
 
     tiles: Any

@@ -1,8 +1,8 @@
-"""Kernel arguments for some heads of a call: their tensors, and the tiles of the layout.
+"""Kernel arguments for some heads of a call: tensors, and the tiles of the layout.
 
 A program keeps one tile and reads ("streams") others, one after another. Streamed tensors have
 pointers, and on Hopper and later GPUs also descriptors, by which TMA copies whole tiles. Tiles that
-need a mask are read by pointers, since only these can skip rows.
+need a mask are read by pointers, since TMA cannot skip rows.
 """
 
 from typing import Any, NamedTuple

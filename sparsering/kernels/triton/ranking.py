@@ -1,9 +1,9 @@
 """Triton kernels that rank blocks by their scores, and write the tables of selected blocks.
 
 The tables equal those of `layouts.selected_on_device` and of walk.py, bit for bit. An entry is a
-visited pair of tiles. A program computes a run (ROWS consecutive query tiles) of one table, as
-[ROWS, LANES]: a column (lane) for each entry that a tile may have. Entries are counted in bins: bin
-2k has those of key tile k that need no mask, bin 2k + 1 the others.
+visited pair of tiles. A program computes ROWS consecutive query tiles (a run) of one table, in
+arrays [ROWS, LANES]: a column (lane) for each entry that a query tile may have. Entries are counted
+in bins: bin 2k has the entries of key tile k that need no mask, bin 2k + 1 its other entries.
 """
 
 import triton
@@ -14,9 +14,9 @@ from .device import kernel
 _LAST = tl.constexpr((1 << 30) - 1)  # these three must equal the constants of selection/choose.py
 _FORCED = tl.constexpr((1 << 61) + (1 << 30) - 1)
 _NOT_CHOSEN = tl.constexpr(-(1 << 62))
-LANE = tl.constexpr(256)  # `lists` has key tile * LANE + lane, the place in the selection row
-_CHUNKS = tl.constexpr(32)  # runs whose counts are added in a loop step
-_TILES = tl.constexpr(128)  # tiles, units or bins that are computed in a loop step
+LANE = tl.constexpr(256)  # an item of `lists` is key tile * LANE + lane of that key tile
+_CHUNKS = tl.constexpr(32)  # number of runs whose counts are added in one loop step
+_TILES = tl.constexpr(128)  # number of tiles, units or bins that are computed in one loop step
 
 
 @kernel
@@ -60,7 +60,7 @@ def rank_kernel(
 
 @triton.jit
 def tile_at(tile, q_start, q_stop, tokens):
-    """Returns a query tile's (start, a multiple of `tokens`; first query; exclusive end)."""
+    """Returns a query tile's start (a multiple of `tokens`), first query and exclusive end."""
     begin = (q_start // tokens + tile) * tokens
     return begin, tl.maximum(begin, q_start), tl.minimum(begin + tokens, q_stop)
 
@@ -164,12 +164,12 @@ def place_kernel(
     TILE: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
     LENGTHS: tl.constexpr,
 ):
-    """Writes the table of a pass and its work units by query; further programs add up the bins.
+    """Writes a pass's table and its work units by query tile; more programs run `add_bins`.
 
-    `begins`: where each bin begins in the list of entries by key tile. `offsets`: for each run and
-    bin, the difference between an entry's place in that list and its place among the run's own
-    entries, sorted by bin. `spans`: two numbers per query tile, its first entry and its first one
-    that needs a mask; then the number of entries.
+    `begins`: index of each bin's first entry, if all entries are sorted by bin. `offsets`: for each
+    run and bin, what to add to an entry's index among the run's sorted entries to get its index
+    among all sorted entries. `spans`: for each query tile, the index of its first entry, and of its
+    first entry that needs a mask; at the end, the number of entries.
     """
     chunks = tl.cdiv(num_tiles, ROWS)
     if tl.program_id(0) >= tables * chunks:
@@ -272,7 +272,10 @@ def keys_kernel(
     num_units: tl.int32, num_cuts: tl.int32,
     TILE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):
-    """Writes entries by key tile (one program per run) and work units (one program per table)."""
+    """Writes entries sorted by key tile, and work units of key tiles.
+
+    One program per run writes its entries; one more program per table writes the units.
+    """
     chunks = tl.cdiv(num_tiles, ROWS)
     if tl.program_id(0) >= tables * chunks:
         table = (tl.program_id(0) - tables * chunks).to(tl.int64)
@@ -326,7 +329,7 @@ def units_kernel(
     spans, units, unit_lengths, cuts, num_tiles: tl.int32, limit: tl.int32, num_units: tl.int32,
     num_cuts: tl.int32,
 ):
-    """Writes work units of query tiles, long tiles cut into pieces; one program per table."""
+    """Writes the work units of query tiles, and cuts long ones; one program per table."""
     table = tl.program_id(0).to(tl.int64)
     write_units(spans + table * (2 * num_tiles + 1), units + table * num_units * 5,
                 unit_lengths + table * num_units, cuts + table * num_cuts * 3, num_tiles, limit,
@@ -337,7 +340,7 @@ def units_kernel(
 def write_units(begins, units, unit_lengths, cuts, num_keys, limit, num_units, num_cuts):
     """Writes a table's work units, longest first, and `cuts`: the tiles cut into several units.
 
-    `begins` has two numbers per tile, as `spans` in `place_kernel`; walk.py describes the results.
+    `begins` has two numbers per tile, like `spans` of `place_kernel`; walk.py describes the units.
     """
     for low in range(0, num_units, 64):
         unit = low + tl.arange(0, 64)

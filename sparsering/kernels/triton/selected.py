@@ -25,7 +25,7 @@ from .walk import Walk, hand_over
 
 _MOST_RANKED = 256  # largest k, because the k best blocks of a row stay in registers
 _MOST_ENTRIES = 128  # largest number of entries of a query tile
-_MOST_KEY_TILES = 4096  # with more, a program's counts of key tiles would outgrow its entries
+_MOST_KEY_TILES = 4096  # with more, counting entries by key tile would take too much memory
 _LANES = 2048  # entries that one program computes
 _BINS, _TILES = 1024, 128  # bins counted per loop step; bins added up per program
 
@@ -121,7 +121,7 @@ def selected_layout(
 def _built(
     indices: Tensor, rows: tuple[int, int, int], parts: int, causal: bool, frame: Frame, tile: int
 ) -> BlockLayout:
-    """Builds a layout; `rows`: tokens per query tile, queries per selection row, first such row."""
+    """Builds a layout; `rows`: tokens per query tile, queries per selection row, its first row."""
     from .ranking import place_kernel, rows_kernel
 
     tokens, device = rows[0], indices.device
@@ -180,7 +180,7 @@ def _built(
 
 
 def _cut(w: Walk, spans: Tensor, limit: int) -> Walk:
-    """Returns `w`, units by query tile, after cutting tiles of more than `limit` entries."""
+    """Returns the walk `w` over query tiles, and cuts tiles of more than `limit` entries."""
     from .ranking import units_kernel
 
     num_tiles = w.units.shape[2]
@@ -192,7 +192,7 @@ def _cut(w: Walk, spans: Tensor, limit: int) -> Walk:
 
 
 def _walk_by_key(given: dict[str, Any], bitmaps: Tensor, programs: int, limit: int) -> Walk:
-    """Returns the work units by key tile; cuts tiles of more than `limit` entries."""
+    """Returns the walk over key tiles, and cuts tiles of more than `limit` entries."""
     from .ranking import keys_kernel
 
     like = given["bitmap"]

@@ -1,7 +1,7 @@
 """Functions that apply extras to scores and weights, in forward and backward.
 
-Pairs are [queries, keys], or transposed. Positions are absolute: int64 for a tile's first token,
-int32 for the distance of a token from it.
+Arrays of pairs are [queries, keys] or [keys, queries]. Positions are absolute: int64 for a tile's
+first token, int32 for the distance of a token from it.
 """
 
 import triton
@@ -20,10 +20,10 @@ _ADDEND_B = tl.constexpr(ADDENDS[1] % 2**32)
 
 @triton.jit
 def capped(product, scale, cap):
-    """Returns `cap * tanh(scale * product / cap)` and the factor tanh' of its gradient.
+    """Returns `cap * tanh(x / cap)` for `x = scale * product`, and its derivative by x.
 
-    The relative error of tanh is at most 2e-7: it is a series near 0 (Cephes, tanhf), and computed
-    by an exponential elsewhere.
+    Near 0, tanh is a series (Cephes, tanhf), elsewhere it uses an exponential; its relative error
+    is at most 2e-7.
     """
     x = product * (scale / cap)
     size = tl.abs(x)

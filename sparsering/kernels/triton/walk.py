@@ -17,15 +17,16 @@ from torch import Tensor
 from ...layouts.layout import BlockLayout, Pass, stretched, tile_counts
 from ...streams import Built, capturing
 
-UNIT, CUT = 5, 3  # int32 numbers that describe a unit, and a cut tile
+UNIT, CUT = 5, 3  # how many int32 numbers describe a unit, and a cut tile
 _LEAST_ENTRIES = 8  # shorter pieces cost more to combine than they save
-_UNITS_PER_PROCESSOR = 4  # with as many units of equal length, multiprocessors are evenly busy
+_UNITS_PER_PROCESSOR = 4  # units per multiprocessor, so that all finish at about one time
 
 
 class Walk(NamedTuple):
-    """Units of a pass, and lists of E entries, int32, for T tables (1, Hkv or Hq) per batch entry.
+    """Units and entries of a pass, as int32 tensors.
 
-    The first dim, Bt, is B, or 1 if all batch entries share the tables.
+    Dims: Bt is B, or 1 if all batch entries share the tables; T (1, Hkv or Hq) counts the tables
+    of a batch entry, E the entries of a table.
 
     Attributes:
         units: [Bt, T, units, 5]: tile (-1: nothing to do), first entry, first entry that needs a
@@ -40,7 +41,7 @@ class Walk(NamedTuple):
         cuts: [Bt, T, cuts, 3] tile (-1: none), first slot and number of pieces of each cut tile.
         slots: upper bound of the slots of a table; a slot is memory for a piece's result.
         bitmaps: bitmaps of the pass, with one line of bits for each token of a unit's tile.
-        built: point of a CUDA stream where the tensors are complete; None: no other stream reads.
+        built: point of a CUDA stream where the tensors are complete; None if no other stream waits.
     """
 
     units: Tensor
@@ -74,7 +75,7 @@ def hand_over(p: Pass, uncut: Walk, *builders: Callable[[int], Walk]) -> None:
 def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, processors: int) -> Walk:
     """Returns the walk over the entries of pass `number`, cached for the life of the pass.
 
-    Over query tiles, a pass that was cut to fewer keys has the walk of the whole pass, `walked_as`.
+    For a pass that `Pass.cut` made, the walk over query tiles is that of `walked_as`.
 
     Args:
         by_key: whether units are key tiles, with entries for the query tiles that visit them.
@@ -88,7 +89,7 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
     limit = max(_LEAST_ENTRIES, 1 << fair.bit_length())  # powers of two: few distinct walks
     limit = limit if limit < longest else entries + 1
     kind: tuple[object, ...] = by_key, limit
-    if p is not layout.passes[number]:  # `entry` counts from the call's first pass
+    if p is not layout.passes[number]:  # `Walk.entry` depends on the passes before this one
         kind = *kind, layout.table_shape, *(id(x.walked_as) for x in layout.passes[:number])
     walks = _walks.setdefault(p, {})
     if (found := walks.get(kind)) is not None:
@@ -114,7 +115,7 @@ def use(w: Walk, layout: BlockLayout, number: int, *, by_key: bool) -> None:
     cut = layout.passes[number]
     p = cut if by_key else cut.walked_as
     if capturing(p.key_tile.device):
-        # keep `p`, which has the tables, but not a cut pass: its memory belongs to this capture
+        # of a pass that `cut` made, keep no `key_stop`: its memory belongs to this capture
         _captured.append(((p, cut.query_stop) if p is not cut else layout, w))
     else:
         _wait(p, w)
