@@ -72,7 +72,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     counts = p.row_ptr.diff().int()
     heads = 1 if counts.shape[1] == 1 else query.shape[1]
     slot = torch.arange(columns, device=counts.device)
-    place = p.row_ptr[..., :-1, None].long() + slot  # index in `key_tile` of a row's i-th tile
+    place = p.row_ptr[..., :-1, None].long() + slot  # index in `key_tile` of each slot
     place = place.clamp(max=p.key_tile.shape[2] - 1).flatten(2)
     index = p.key_tile.gather(2, place).unflatten(2, (rows, columns))
     index = torch.where(slot < counts[..., None], index, 0)

@@ -251,7 +251,7 @@ def compile_table(
 def _cells(
     mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (bitmaps of a mask, each tile pair's bitmap index, each tile pair's 1 bits)."""
+    """Evaluates a mask; returns (bitmaps, bitmap index and number of 1 bits of each tile pair)."""
     columns = [pairs.q.count, pairs.k.count, *rule.signature(pairs)]
     kind, first = number_rows(columns)
     bitmaps, bitmap, count = _distinct_bitmaps(mask, pairs[first], frame, block_size)

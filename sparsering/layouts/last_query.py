@@ -24,7 +24,7 @@ PAGE = 1024
 def last_query_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]] | None:
-    """Returns the layout of the last query alone, and its row in the bitmaps of each pass.
+    """Returns the layout of the last query alone, and the query's row in each pass's bitmaps.
 
     Returns None if `frame` has other queries, or the pattern has tensors or depends on lengths.
     """

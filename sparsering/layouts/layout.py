@@ -275,7 +275,7 @@ class BlockLayout:
         return torch.cat(rows) if rows else torch.zeros(0, 4, dtype=torch.int64)
 
     def table(self, p: Pass, batch: int, head: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Returns (query tile, key tile, bitmap) of a head's entries, and its set of tiles."""
+        """Returns indices: query tile, key tile, bitmap of a head's entries; its set of tiles."""
         b = batch if p.row_ptr.shape[0] > 1 else 0
         h = p.table_of(head, self.frame.num_heads)
         n = int(p.num_entries[b, h])

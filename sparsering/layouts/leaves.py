@@ -39,7 +39,7 @@ class Condition:
     settled: bool = True  # True if `before` is exact, False if it is an upper bound
 
     def status(self, pairs: TilePairs) -> Tensor:
-        """Returns for each tile pair: do no (EMPTY), all (FULL) or some (VARIES) pairs attend?"""
+        """Returns for each tile pair EMPTY (no pair attends), FULL (all attend) or VARIES."""
         raise NotImplementedError
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
@@ -186,7 +186,7 @@ class OnGrid(Condition):
     residue: int
 
     def _place(self, pairs: TilePairs) -> tuple[Tensor, Tensor]:
-        """Returns (place of a tile's first position in its segment, is all of it in that one?)."""
+        """Returns (place of a tile's start in its segment, does the tile end in that segment?)."""
         tile = pairs.q if self.of_query else pairs.k
         first = (tile.start - pairs.origin.start) % self.segment
         return first, first + tile.last - tile.start < self.segment

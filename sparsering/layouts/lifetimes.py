@@ -102,8 +102,8 @@ class _Sequence(NamedTuple):
     pattern: Pattern  # for error messages
     length: int | None  # in tokens; None: without end
     frame: Frame  # lengths and heads; `MOST_TOKENS` tokens if without end
-    masks: list[list[Mask]]  # masks of each kv head, whose queries see their union
-    rules: dict[Mask, Condition]  # by mask, the condition on (query, key) that replaces it
+    masks: list[list[Mask]]  # for each kv head, masks whose union its queries see
+    rules: dict[Mask, Condition]  # each mask, converted to a condition (leaves.py)
 
     def check_position(self, name: str, position: int) -> None:
         if self.length is not None and position > self.length:

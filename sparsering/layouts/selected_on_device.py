@@ -137,7 +137,7 @@ def _each_in_one(start: Tensor, stop: Tensor, size: int) -> bool:
 
 
 def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Returns (each query tile's bitmap index, bitmaps): `Causal` in the key tile that contains it.
+    """Returns (index per query tile, bitmaps) of `Causal` in the key tile that has the same tokens.
 
     `first`: first position of each query tile; the first tile may begin within a selection's row.
     """

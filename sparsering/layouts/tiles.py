@@ -57,7 +57,7 @@ class Grid:
         return self._tiles(residue, start[tile] + residue + offset, lows[within], stop)
 
     def axis_of_documents(self, low: Tensor, high: Tensor, block_size: int, offset: int) -> "Axis":
-        """Returns tiles of positions low[d] to high[d] - 1 of each document d; they restart at 0.
+        """Returns tiles of positions low[d] to high[d] - 1 in document d, counted from its start.
 
         With n documents, a tile of residue class r in document d has `residue` r * n + d. A query
         tile visits only key tiles of equal `residue`, so only those of its own document.
@@ -97,13 +97,13 @@ class Grid:
         return Axis(self.step, residue.flatten(), start, stop, last)
 
     def _residues(self, ranges: Ranges, longest: int) -> Tensor:
-        """Returns the residue classes of positions in `ranges`; segments have up to `longest`."""
+        """Returns the residue classes in `ranges`; `longest`: tokens of the longest segment."""
         if self.documents is None and ranges and ranges[-1][1] - ranges[0][0] < self.residues:
             return (torch.arange(ranges[0][0], ranges[-1][1]) % self.residues).unique()
         return torch.arange(min(self.residues, max(1, longest)))
 
     def _segments(self, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Returns starts and ends of segments: of all documents, or without any, of [low, high)."""
+        """Returns starts and ends of segments: in all `documents`; if None, in [low, high)."""
         if self.documents is None:
             first = low // self.segment
             begin = torch.arange(first, max(first, -(-high // self.segment))) * self.segment
@@ -139,7 +139,7 @@ class Axis:
         )
 
     def runs(self, size: int) -> tuple["Axis", Tensor]:
-        """Joins every `size` neighbours; returns (joined tiles, bool: no gap within the tile)."""
+        """Joins each `size` neighbouring tiles; returns (joined tiles, which have no gap)."""
         first = torch.arange(len(self) // size) * size
         end = first + size - 1
         runs = replace(self[first], stop=self.stop[end], last=self.last[end])
@@ -238,7 +238,7 @@ class Spans:
         return self & Spans(begin, torch.cat((other.begin, torch.tensor([1 << 62]))))
 
     def runs(self, columns: int, size: int) -> "Spans":
-        """Returns pairs (row, r) such that the set has columns [r * size, (r + 1) * size)."""
+        """Returns all (row, r) whose columns [r * size, (r + 1) * size) are all in the set."""
         most = columns // size
 
         def place(edge: Tensor, above: int) -> Tensor:

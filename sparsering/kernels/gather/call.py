@@ -85,7 +85,7 @@ def backward(
     extras = Extras(problem, dtype)
     delta = (do.to(dtype) * _flat(out).to(dtype)).sum(1) - grad_lse.reshape(-1).to(dtype)
     dsink = None if sink is None else sink_gradient(sink, lse, delta.view(lse.shape))
-    # lse +inf gives rows without keys weights exp(s - lse) of 0
+    # in rows without keys, lse = +inf makes the weights exp(s - lse) 0
     lse = torch.where(lse == -torch.inf, torch.inf, lse).reshape(-1)
     dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
     for _, chunk in _walk(problem):

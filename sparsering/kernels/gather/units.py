@@ -85,7 +85,7 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
         if masked or most_queries == 1:
             first = torch.arange(len(begin), device=begin.device)
         else:
-            # a unit joins only runs of equal `line`: of one table, equally far along their rows
+            # a unit joins runs of equal `line`: from one table, and of equal index in their rows
             line = table[index][begin] * (piece.max() + 1) + piece
             order = line.argsort(stable=True)
             begin, length, piece = begin[order], length[order], piece[order]

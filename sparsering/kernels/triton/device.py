@@ -18,7 +18,7 @@ _TABLES = ("tile_start", "tile_stop", "tile_origin")  # programs load a single n
 def kernel(function: Callable[..., None]) -> Any:
     """Decorates a Triton kernel that is compiled once for all values of its integer arguments.
 
-    Nor does another alignment of layout tables, as for each decoded token, compile it again.
+    Another alignment of layout tables, as after each decoded token, needs no compilation either.
     """
     kinds = inspect.get_annotations(function)
     tables = [name for name in _TABLES if name in inspect.signature(function).parameters]
