@@ -133,7 +133,7 @@ def _in_turn(problem: Problem) -> bool:
 
 
 def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Iterator[Part]:
-    """Splits a call by kv heads, up to `at_most` per part; if `in_turn`, just enough for the GPU."""
+    """Splits a call by kv heads, up to `at_most` per part; if `in_turn`, just enough for a GPU."""
     problem = problem.with_positive_scale().with_dense_rows()
     bias, table = (
         None if x is None else dense_rows(x.float())
