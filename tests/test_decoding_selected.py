@@ -107,7 +107,7 @@ def test_a_prompt_that_was_attended_elsewhere():
     cache = sr.SelectedCache(2, 2, 8, **OPTIONS)
     cache.load(inputs[1][:, :, :70], inputs[2][:, :, :70])
     assert close(attended(cache, inputs, *[1] * 30), whole(inputs)[:, :, 70:])
-    with pytest.raises(ValueError, match="scores all keys"):
+    with pytest.raises(ValueError, match="keys of all tokens"):
         sr.SelectedCache(2, 2, 8, **OPTIONS).load(*inputs[1:], torch.arange(100))
 
 
