@@ -67,7 +67,7 @@ class TensorIndex:
             with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
             if digest != self.digests[path]:
-                raise ValueError(f"{path.name} has another sha256 than checkpoint.json")
+                raise ValueError(f"the sha256 of {path.name} is not the one in checkpoint.json")
 
     def load(self, targets: Mapping[str, Tensor]) -> None:
         """Copies stored values into `targets`, by name; a sharded tensor gets this rank's rows."""

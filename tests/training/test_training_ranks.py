@@ -218,7 +218,7 @@ def test_damage_that_one_rank_sees_stops_all(two, recipe, tmp_path, capsys, file
     content[-1] ^= 1
     path.write_bytes(content)
     said = two.run(refusal, recipe, tmp_path)
-    assert all(f"{path.name} has another sha256" in line for line in said)
+    assert all(f"the sha256 of {path.name} is not" in line for line in said)
     assert [line.startswith(f"rank {file}: ") for line in said] == [file == 1, file == 0]
     capsys.readouterr()
     assert main(["train", "--out", str(tmp_path), "--resume"]) == 2
