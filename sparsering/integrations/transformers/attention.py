@@ -126,8 +126,8 @@ def _attend_masked(
         got = "a bias for each pair" if bias is not None else "a function of the model's own"
         raise NotImplementedError(
             "a layer with a pattern needs a mask of causality, windows, chunks, documents and "
-            f"padding, and a bias by distance or none, got {got}; name only the other layers in "
-            "apply(model, {...})"
+            f"padding, and a bias by distance or none, got {got}; call apply(model, "
+            "{layer: pattern, ...}) without this layer"
         )
     if mask.kind is None or bias is not None:
         why = "a bias for each pair" if bias is not None else "an unknown mask"

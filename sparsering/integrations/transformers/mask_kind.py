@@ -45,7 +45,7 @@ class MaskKind:
     # (tokens per chunk, left padding [B], positions [B, N] of tokens or None for their indices)
     chunks: list[tuple[int, Tensor, Tensor | None]] = field(default_factory=list)
     documents: list[Tensor] = field(default_factory=list)  # each token's document index, [B, N]
-    # Only inside torch.compile:
+    # Set only inside torch.compile:
     is_joined: bool = False  # made by `and_masks`, from functions that may separate documents
     has_chunks: bool = False  # has chunks, whose borders cannot be distinguished from documents'
 

@@ -46,8 +46,8 @@ def attend_pattern(
     elif not torch.compiler.is_compiling() and query.shape[2] != kv_len:
         raise NotImplementedError(
             "a layer with a pattern must be self-attention, got keys of another sequence "
-            f"({query.shape[2]} queries, {kv_len} keys); name only the other layers in "
-            "apply(model, {...})"
+            f"({query.shape[2]} queries, {kv_len} keys); call apply(model, "
+            "{layer: pattern, ...}) without this layer"
         )
     if mask.kv_start > 0:
         _check_dropped(pattern, mask.kv_start, q_start, query.shape[1], key.shape[1])
