@@ -266,9 +266,10 @@ def observed(*values: object) -> bool:
 def kind_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...] | None:
     """Returns the shapes, dtype and device of a call, and whether autograd records it.
 
-    Callers check only the first of several calls with equal results. Returns None for a call that
-    must always be checked: under autocast or forward-mode autograd, if the call is `observed`, or
-    if the tensors are not dense tensors of one dtype on one device.
+    A call needs no checks if an earlier call with an equal result of this function passed them.
+    Returns None for a call that always needs checks: under autocast, forward-mode autograd, a
+    compiler, profiler, mode or transform of torch, and for tensors that are not plain dense tensors
+    of one dtype on one device.
     """
     if _is_observed_call() or forward_ad._current_level >= 0 or _is_any_autocast_enabled():
         return None

@@ -38,7 +38,10 @@ class _Record:
 
 @dataclass(frozen=True, eq=False)
 class History(_Record):
-    """Length of a batch entry, and its keys before the page; batch entries may share it."""
+    """Length of a sequence in the batch, and the stored keys that are older than its page.
+
+    Several batch entries may share one `History` object.
+    """
 
     length: int
     base: int  # length at the last eviction, which is the position of the page's first token
@@ -216,7 +219,10 @@ class CacheState(_Record):
         )
 
     def _survivors(self, history: History) -> tuple[History, Tensor]:
-        """Returns the history after an eviction, and old slots [Hkv, keys] of its keys (or -1)."""
+        """Returns (history after an eviction, slots [Hkv, keys] that store its keys before it).
+
+        Kv heads may keep different numbers of keys: -1 stands for no key.
+        """
         positions = history.positions_with(history.length - history.base)
         last = torch.cat((history.last, self._last_visits(history.base, history.length)), 2)
         oldest = max(history.oldest, history.length - self.rollback)

@@ -26,7 +26,11 @@ _OPTIONS = re.findall(r"(\w+)=None", _SCHEMA)
 
 
 def register(cache: Any) -> Tensor:
-    """Registers a `KVCache` under a number; returns its clock, int64 [number, length]."""
+    """Gives a `KVCache` a number by which `attend_op` finds it.
+
+    Returns: int64 [2], the argument `clock` of `attend_op`: this number, and the length of the
+        cache after its latest compiled step (0 before the first).
+    """
     number = next(_NUMBERS)
     _CACHES[number] = cache
     return torch.tensor([number, 0])

@@ -130,11 +130,12 @@ def _most(counts: Tensor) -> int:
 
 
 def default_block_size(pattern: Pattern, kv_len: int) -> int:
-    """Returns the default number of tokens per tile.
+    """Returns the default number of tokens per tile, a multiple of 16 between 16 and 256.
 
-    It is the smallest `block_size` of the pattern's blockwise masks, if that is legal for tiles.
-    Otherwise it is the largest legal size up to 128 that divides the blocks of the first selection;
-    without a selection, 128, or less for at most 64 keys.
+    The default is the smallest `block_size` of the pattern's blockwise masks, if it is such a
+    multiple. Otherwise, a pattern with a selection gets the largest multiple of 16 up to 128 that
+    divides the selection's `block_size`, or 128 if there is none. All other patterns get 128 tokens
+    for more than 64 keys, 64 for 33 to 64 keys, and 32 for fewer. Documents count by the longest.
     """
     if pattern.restarts is not None:
         inner = Mixture(tuple(map(laid_in_documents, pattern.branches)))

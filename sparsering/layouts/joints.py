@@ -262,7 +262,10 @@ class PerDocument(Condition):
 
 @dataclass(frozen=True, eq=False)
 class Declared(Condition):
-    """Condition of a custom mask, whose class may define `Mask.status` and `Mask.candidates`."""
+    """Condition that a custom mask holds for a (query, key) pair.
+
+    If the mask overrides `Mask.status` or `Mask.candidates`, fewer pairs need an evaluation.
+    """
 
     mask: Mask
     frame: Frame

@@ -120,7 +120,10 @@ class Pass:
 
     @property
     def walked_as(self) -> "Pass":
-        """The pass whose tile order kernels use: `whole` if `cut` made this pass, else itself."""
+        """Pass from which kernels over query tiles take the order of tiles.
+
+        If `cut` made this pass, it is the argument `whole` of `cut`. Otherwise it is this pass.
+        """
         whole: Pass = vars(self).get("_whole", self)
         return whole
 

@@ -85,7 +85,11 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
 def selection_of(
     pattern: Pattern, frame: Frame, block_size: int
 ) -> tuple[SelectedBlocks, bool] | None:
-    """Returns (selection, is it joined to `Causal`?), or None for other patterns and tile sizes."""
+    """Returns the pattern's selection, and whether the pattern is `selection & Causal()`.
+
+    Returns None for any other pattern, if `block_size` does not divide the selection's block size,
+    for negative query positions, and if there are no queries, keys, heads or listed blocks.
+    """
     masks = pattern.masks if isinstance(pattern, And) else (pattern,)
     selections = [mask for mask in masks if isinstance(mask, SelectedBlocks)]
     causal = any(isinstance(mask, Causal) for mask in masks)

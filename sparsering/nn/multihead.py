@@ -327,7 +327,7 @@ def convert(module: nn.Module, pattern: Pattern) -> list[str]:
 
 
 def _converted(module: nn.MultiheadAttention, pattern: Pattern) -> MultiheadAttention:
-    """Builds a module over a pattern that shares all parameters and hooks with `module`."""
+    """Builds a module that attends over `pattern`, with the parameters and hooks of `module`."""
     converted = MultiheadAttention.__new__(MultiheadAttention)
     for name, x in vars(module).items():
         vars(converted)[name] = copy.copy(x) if isinstance(x, dict | set) else x

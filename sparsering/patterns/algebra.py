@@ -253,7 +253,7 @@ class Pattern:
         return 1 if self.restarts is None else max(1, len(self.restarts[0]))
 
     def coordinates(self, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns query positions [Nq], key positions [Nk] and dropout streams of queries [Nq]."""
+        """Returns positions of queries [Nq] and keys [Nk], and documents of queries [Nq] (or 0)."""
         if self.restarts is None:
             query = torch.arange(frame.q_start, frame.q_start + frame.q_len)
             return query, torch.arange(frame.kv_len), query * 0

@@ -29,12 +29,13 @@ _STACKS = 4 << 20  # bytes of thread stacks, and of freed memory that the alloca
 
 
 class Figure(NamedTuple):
-    """A number, and how it is known.
+    """A number, and how `estimate` obtained it.
 
     Attributes:
         value: the number.
-        known: "arithmetic"; "measured here" (from measured rates); "published" (a bound by a
-            maker's peaks); "uncalibrated" (a guess). A suffix says if counts are extrapolated.
+        known: "arithmetic" (counted), "measured here" (computed from rates measured on this
+            machine), "published" (computed from the peak rates that the maker publishes) or
+            "uncalibrated" (a guess). If some counts are extrapolated, the text ends by saying so.
     """
 
     value: float

@@ -54,8 +54,8 @@ class PassWork(NamedTuple):
     rows: float  # queries in tiles that visit a block
     key_tiles_seen: float  # key tiles that any query head of a kv head visits; mean over kv heads
     ragged: float  # key tiles of a length that 16 does not divide, which kernels copy
-    pieces: float  # number of pieces of query tiles
-    pieces_by_key: float  # number of pieces of key tiles
+    pieces: float  # pieces of all query tiles that the forward pass cuts
+    pieces_by_key: float  # pieces of all key tiles that the backward pass cuts
     tables: int  # heads with separate tables of visited blocks
     batches: int  # number of batch entries with separate tables
 

@@ -146,7 +146,7 @@ class PatternRefiner:
             self._counts.scatter_add_(2, slot[entry], valid[entry].long())
 
     def update(self, group: dist.ProcessGroup | None = None) -> bool:
-        """Swaps blocks by the mass observed since the last update.
+        """Adds the mass observed since the last update to the running means, then swaps blocks.
 
         Args:
             group: ranks that all call this method. They sum their observations as integers, so
@@ -154,9 +154,11 @@ class PatternRefiner:
 
         Returns: whether the table changed.
 
-        Raises: ValueError, on all ranks, if their tables or means differed before the call.
+        Raises: ValueError on all ranks of `group`, if the arguments or the state of their refiners
+            differ in more than the observations since the last update.
 
-        Cost: O(H R blocks log(blocks)); with a group, an all-reduce of 16 H R blocks bytes.
+        Cost: O(n log(blocks)) time, where n = num_kv_heads * rows * blocks. With a group, the ranks
+            also sum 16 * n bytes in an all-reduce.
         """
         sums, counts = self._group_sums(group)
         updated = counts > 0

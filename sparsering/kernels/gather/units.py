@@ -132,10 +132,10 @@ def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
 
 
 def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cuts a list of tile pairs into runs: up to `longest` neighbours of one query tile.
+    """Cuts a list of tile pairs into runs: up to `longest` consecutive pairs of one query tile.
 
-    `row` has each pair's query tile. Returns: index of each run's first pair, number of its pairs,
-    and the run's index among the runs of its query tile.
+    `row` is the query tile of each pair. Returns three values for each run: the index of its first
+    pair, its number of pairs, and its index among the runs of its query tile.
     """
     index = torch.arange(len(row), device=row.device)
     head = torch.diff(row, prepend=row[:1] - 1) != 0

@@ -98,6 +98,7 @@ def backward(
     bias = problem.block_bias
     table = problem.distance_bias if problem.learns_distances else None
     grad_out = dense_rows(grad_out)
+    # kernels compute powers of 2; with a block bias, they subtract it from lse before this factor
     unit = 1.0 if bias is not None else math.log2(math.e)
     rows = _prepared(layout, grad_out, grad_lse, out, lse, unit)
     in_turn, at_most = _in_turn(problem), None
@@ -306,7 +307,7 @@ def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
 def _prepared(
     layout: BlockLayout, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, unit: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns (delta, lse * unit), both [B, Hq, Nq]; the lse is +inf for rows without keys."""
+    """Returns delta and lse * unit, both [B, Hq, Nq]; the lse of a row without keys is +inf."""
     from .prepare import prepare_kernel
 
     batch, heads, q_len = lse.shape

@@ -155,7 +155,10 @@ def unit_at(unit):
 
 @triton.jit
 def span_of(tile_start, tile_stop, axis, num_tiles, tile, first_slot, step, WIDE: tl.constexpr):
-    """Returns (token at index `first_slot` of a tile, end of the tile), int64 if WIDE or int32."""
+    """Returns (index of the tile's token number `first_slot`, counted from 0; end of the tile).
+
+    Both are indices of tokens in the sequence: int64 if WIDE, int32 otherwise.
+    """
     index: tl.constexpr = tl.int64 if WIDE else tl.int32
     at = axis * num_tiles + tile
     begin = tl.load(tile_start + at) + first_slot * step

@@ -162,7 +162,7 @@ def kind_of(*tensors: Tensor) -> tuple[tuple[Any, ...], ...]:
 
 @cache
 def processors(device: torch.device) -> int:
-    """Returns the number of a GPU's multiprocessors, which share a launch."""
+    """Returns the number of multiprocessors of a GPU; 4 under Triton's interpreter."""
     if device.type != "cuda":
-        return 4  # under the interpreter: few, so that small tests cut tiles too
+        return 4  # small, so that small tests cut tiles too
     return torch.cuda.get_device_properties(device).multi_processor_count
