@@ -201,6 +201,7 @@ class Pattern:
         self, *, num_heads: int = 1, num_kv_heads: int | None = None, max_length: int | None = None
     ) -> int | None:
         """Returns the most keys that `live_keys` lists for a kv head at any length; None: no bound.
+
         Raises: ValueError as `live_keys`, and if the pattern's period is over 2^26 tokens.
 
         Cost: O(max_length), or O(tokens after which the pattern repeats), for each distinct mask.
