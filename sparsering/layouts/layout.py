@@ -170,6 +170,10 @@ class BlockLayout:
     built: Built | None = field(default=None, kw_only=True)
     launches: dict[Hashable, Any] = field(default_factory=dict, init=False)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leaves out launches: they hold compiled kernels, which no copy or pickle can take."""
+        return {**vars(self), "launches": {}}
+
     def build_tables(self, backward: bool) -> None:
         """Builds tables that kernels would build on first use; `backward` adds the transposes."""
         for p in self.passes:

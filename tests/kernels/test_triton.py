@@ -5,8 +5,10 @@ are cut, packed heads, heads in turn, tensor descriptors. Speed wants a GPU (`be
 `test_triton_compile` compiles for GPUs that are not there.
 """
 
+import copy
 import itertools
 import math
+import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -551,3 +553,14 @@ def test_offsets_past_2_to_the_31_elements():
     expected = sr.attention(*args, pattern, backend="reference", return_lse=True)
     assert (out - expected[0]).abs().max() < 2e-3
     assert (lse - expected[1]).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_a_cache_is_copied_without_the_kernels_that_it_launched(copied):
+    x = placed(torch.randn(3, 1, 1, 6, 8))
+    first = sr.KVCache(sr.Causal(), 1, 1, 8)
+    for start in (0, 2):
+        first.attend(*x[..., start : start + 2, :], backend="triton")
+    out = copied(first).attend(*x[..., 4:, :], backend="triton")
+    whole = sr.attention(*x, sr.Causal(), backend="reference")
+    assert (out - whole[:, :, 4:]).abs().max() < 1e-6
