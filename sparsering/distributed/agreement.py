@@ -129,13 +129,18 @@ def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
     }
 
 
-def _raise_difference(exchange: Exchange, fields: dict[str, int]) -> NoReturn:
-    """Raises an error that names the first field that differs; all ranks call this."""
+def _raise_difference(
+    exchange: Exchange, fields: dict[str, int], hidden: tuple[str, ...] = _HASHED
+) -> NoReturn:
+    """Raises an error that names the first field that differs; all ranks call this.
+
+    The values of `hidden` fields are not shown.
+    """
     records = exchange.agree(list(fields.values()))
     for name, values in zip(fields, zip(*records, strict=True), strict=True):
         if len(set(values)) > 1:
             other = next(rank for rank, v in enumerate(values) if v != values[0])
-            got = "" if name in _HASHED else f": {values[0]} and {values[other]}"
+            got = "" if name in hidden else f": {values[0]} and {values[other]}"
             text = f"ranks must agree on the {name}, but rank 0 and rank {other} differ{got}"
             raise _mismatch(f"{text}; pass equal arguments on every rank", exchange.rank, other)
     raise AssertionError("the digests of two ranks differ, but no field does")
@@ -161,6 +166,22 @@ def agree_on_lengths(exchange: Exchange, length: int, common: object) -> list[in
         text = "ranks must agree on dim, dtype and the sizes of other dims, but rank 0 and rank "
         raise _mismatch(f"{text}{other} differ; pass parts of one tensor", exchange.rank, other)
     return list(lengths)
+
+
+def agree_on_batch(exchange: Exchange, values: dict[str, object], *, failed: bool) -> None:
+    """Raises RingMismatchError on all ranks if any of some values, by their names, differs.
+
+    All ranks pass the same names. A rank that `failed` makes the other ranks raise.
+    """
+    digests = {name: _digest(value) for name, value in values.items()}
+    records = exchange.agree([_digest(list(digests.values())), int(failed)])
+    if any(flag for _, flag in records):
+        rank = [flag for _, flag in records].index(1)
+        if not failed:
+            text = f"rank {rank} refused its batch; its own error says why"
+            raise _mismatch(text, exchange.rank, rank)
+    elif len({digest for digest, _ in records}) > 1:
+        _raise_difference(exchange, digests, hidden=tuple(values))
 
 
 def check_lengths(plan: RingPlan, lengths: list[int], rank: int) -> None:
@@ -209,7 +230,7 @@ def _digest(*parts: object) -> int:
     for part in parts:
         if isinstance(part, Tensor):
             state.update(repr((part.dtype, tuple(part.shape))).encode())
-            content = part.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+            content = part.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
         else:
             content = repr(part).encode()
         state.update(len(content).to_bytes(8, "little") + content)

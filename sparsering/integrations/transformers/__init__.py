@@ -4,6 +4,9 @@
 
     hf.register()                           # attn_implementation="sparsering": the model's own mask
     hf.apply(model, pattern)                # the pattern, within padding, documents and causality
+    with hf.using(model, pattern):          # exactly the pattern, in this block
+        model(**inputs)
+    hf.parallelize(model, group)            # ranks share the tokens of each call
     model.generate(**inputs, past_key_values=hf.SparseCache(model))     # drops unneeded keys
     print(hf.explain(model))
 
@@ -24,6 +27,16 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 4)
     )
 
 from .apply import apply, explain, register
+from .parallel import local_positions, parallelize
 from .sparse_cache import SparseCache
+from .using import using
 
-__all__ = ["SparseCache", "apply", "explain", "register"]
+__all__ = [
+    "SparseCache",
+    "apply",
+    "explain",
+    "local_positions",
+    "parallelize",
+    "register",
+    "using",
+]

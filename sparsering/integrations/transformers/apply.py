@@ -10,9 +10,11 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from ...checks import check_module
 from ...functional import explain as explain_call
+from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
 from ...patterns.positions import Full
 from .attention import attention_function
+from .calls import thread, used_pattern
 from .config import (
     NAME,
     Patterns,
@@ -89,8 +91,19 @@ def apply(model: Any, pattern: Patterns) -> None:
     Example:
         >>> apply(model, Causal() & (SlidingWindow(511) | GlobalTokens(4, rows=False)))
     """
+    modules = checked_modules(model)
+    texts = text_of(pattern)
+    parse_in_advance(texts)
+    if isinstance(pattern, Mapping):
+        check_keys(pattern, modules, "apply")
+    switch(model, modules, "apply")
+    for module in (model, *modules):
+        setattr(module.config, NAME, texts)
+
+
+def checked_modules(model: Any) -> list[Any]:
+    """Returns a model's attention modules; NotImplementedError if it does not use the interface."""
     check_module("model", model)
-    register()
     modules = list(attention_modules(model))
     if not modules:
         raise NotImplementedError(
@@ -98,22 +111,22 @@ def apply(model: Any, pattern: Patterns) -> None:
             "transformers' attention interface, so a pattern would have no effect; use a family "
             "for which attn_implementation can be set"
         )
-    texts = text_of(pattern)
-    parse_in_advance(texts)
-    if isinstance(pattern, Mapping):
-        _check_keys(pattern, modules)
+    return modules
+
+
+def switch(model: Any, modules: list[Any], verb: str) -> None:
+    """Sets a model's attention to "sparsering"; NotImplementedError if a module does not follow."""
+    register()
     model.set_attn_implementation(NAME)
     unchanged = {type(x).__name__ for x in modules if x.config._attn_implementation != NAME}
     if unchanged:
         raise NotImplementedError(
             f"transformers does not let {', '.join(sorted(unchanged))} change its attention after "
-            f'loading; load the model with attn_implementation="{NAME}", then call apply'
+            f'loading; load the model with attn_implementation="{NAME}", then call {verb}'
         )
-    for module in (model, *modules):
-        setattr(module.config, NAME, texts)
 
 
-def _check_keys(pattern: Mapping[Any, Any], modules: list[Any]) -> None:
+def check_keys(pattern: Mapping[Any, Any], modules: list[Any], verb: str) -> None:
     """Raises ValueError for a key that is neither an index nor a type of a layer."""
     numbers = {getattr(module, "layer_idx", None) for module in modules}
     indices = [index for index in numbers if isinstance(index, int)]
@@ -122,7 +135,7 @@ def _check_keys(pattern: Mapping[Any, Any], modules: list[Any]) -> None:
         if key not in (indices if type(key) is int else kinds):
             span = f"0 to {max(indices)}" if indices else "none, as this family has no layer_idx"
             raise ValueError(
-                f"apply needs layer indices ({span}) or layer types ({', '.join(sorted(kinds))}), "
+                f"{verb} needs layer indices ({span}) or layer types ({', '.join(sorted(kinds))}), "
                 f"got {key!r}; pass a single pattern for all layers"
             )
 
@@ -139,10 +152,7 @@ def explain(model: Any) -> str:
         texts = stored_text(config)
         note = f"; the pattern {_line(texts)} in its config is not in force" if texts else ""
         return f"{type(model).__name__} runs {implementation!r}, not {NAME!r}{note}"
-    causal = any(
-        getattr(module, "is_causal", True) and not is_cross_attention(module)
-        for module in attention_modules(model)
-    )
+    causal = is_causal(model)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     weight = next(model.parameters())
@@ -150,7 +160,7 @@ def explain(model: Any) -> str:
     query, key = (weight.new_zeros(1, n, 16, head_dim) for n in (heads, kv_heads))
     backend = explain_call(query, key, key, Full()).split(",")[0].removeprefix("runs: ")
     lines = []
-    for index, pattern in enumerate(layer_patterns(config, causal)):
+    for index, pattern in enumerate(patterns_of(model)):
         bound = "none"
         if causal and pattern is not None:
             most = pattern.cache_bound(num_heads=heads, num_kv_heads=kv_heads)
@@ -158,6 +168,26 @@ def explain(model: Any) -> str:
         text = "the model's own" if pattern is None else shortened(str(pattern), 120)
         lines.append(f"{index}: {text}; {backend}; cache: {bound}")
     return "\n".join(lines)
+
+
+def is_causal(model: Any) -> bool:
+    """Whether queries of the model's self-attention see only keys up to their own position."""
+    return any(
+        getattr(module, "is_causal", True) and not is_cross_attention(module)
+        for module in attention_modules(model)
+    )
+
+
+def patterns_of(model: Any) -> list[Pattern | None]:
+    """Returns each layer's pattern, of an open `using` block first; None for an unknown mask."""
+    patterns = layer_patterns(decoder_config(model), is_causal(model))
+    for number, module in enumerate(attention_modules(model)):
+        index = getattr(module, "layer_idx", None)
+        index = index if isinstance(index, int) else number
+        used = used_pattern(module, thread.blocks)
+        if used is not None and index < len(patterns):
+            patterns[index] = used
+    return patterns
 
 
 def _line(texts: Texts) -> str:

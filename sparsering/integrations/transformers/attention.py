@@ -8,11 +8,14 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ...functional import attention
+from ...patterns.algebra import Pattern
 from ...patterns.keys import KeyMask
+from .calls import thread, used_modules, used_pattern
 from .config import pattern_of
 from .dense import as_bool, check_mask, dense_attention
 from .masks import Inputs, ModelMask, mask_interface, once
 from .override import attend_pattern
+from .shared_attention import attend_shared
 from .sparse_cache import attend_cached, cache_layer_of
 
 # Models and trainers pass these keywords, which do not change the result of attention.
@@ -79,7 +82,26 @@ def attention_function(
     if position_bias is not None and _is_zero(position_bias):
         position_bias = None
     inputs = query, key, value
-    if (layer := cache_layer_of(key)) is not None:
+    state = attention_mask if isinstance(attention_mask, ModelMask) else thread
+    used = used_pattern(module, state.blocks)
+    if used is None and getattr(state, "in_backward", False) and module in used_modules:
+        raise RuntimeError(
+            "a backward pass runs this model again outside the hf.using block of its forward pass; "
+            "open the block inside the function that is checkpointed, or checkpoint the model's "
+            "layers by gradient_checkpointing_enable()"
+        )
+    if state.shared is not None:
+        if position_bias is not None:
+            raise NotImplementedError(
+                "a model that ranks share needs scores without a bias for each pair, got a "
+                "position_bias; run it with hf.parallelize(model, False)"
+            )
+        if attention_mask is None:
+            attention_mask = _mask_by_default(module, query, key, is_causal)
+        out = attend_shared(module, inputs, attention_mask, used, state.shared, extras)
+    elif used is not None:
+        out = _attend_used(module, used, inputs, position_bias, extras)
+    elif (layer := cache_layer_of(key)) is not None:
         if not isinstance(attention_mask, ModelMask):
             raise NotImplementedError(
                 "a SparseCache needs attention_mask [batch, tokens] or None, got a mask of all "
@@ -143,6 +165,26 @@ def _attend_masked(
     return attention(query, key, value, pattern, q_start=q_start, **extras)
 
 
+def _attend_used(
+    module: Any, pattern: Pattern, inputs: Inputs, bias: Tensor | None, extras: dict[str, Any]
+) -> Tensor:
+    """Attends over the pattern of a `using` block."""
+    query, key, _ = inputs
+    if query.shape[2] != key.shape[2] or cache_layer_of(key) is not None:
+        raise ValueError(
+            "a model in a block of hf.using needs the whole sequence in each call, got "
+            f"{query.shape[2]} queries of {key.shape[2]} keys from a cache; pass use_cache=False"
+        )
+    if bias is not None:
+        if not _depends_on_distance(bias, module):
+            raise NotImplementedError(
+                "hf.using supports a bias by distance or none, got a bias for each pair; name only "
+                "the other layers, as {index: pattern}"
+            )
+        extras = {**extras, "distance_bias": _distance_table(bias, 0)}
+    return attention(*inputs, pattern, q_start=0, **extras)
+
+
 def _attend_tensor(
     inputs: Inputs, mask: Tensor, bias: Tensor | None, extras: dict[str, Any]
 ) -> Tensor:
@@ -161,6 +203,13 @@ def _attend_tensor(
 def _mask_by_default(module: Any, query: Tensor, key: Tensor, causal: bool | None) -> ModelMask:
     """Builds the mask for a call without one: causal if the module is causal, else all pairs."""
     q_len, kv_len = query.shape[2], key.shape[2]
+    if (shared := thread.shared) is not None:
+        q_len = kv_len = shared.length
+        if shared.checkpoints:
+            raise NotImplementedError(
+                f"{type(module).__name__} gets no mask from its model, so gradient checkpointing "
+                "cannot run it again over several ranks; call gradient_checkpointing_disable()"
+            )
     if causal is None:
         causal = getattr(module, "is_causal", True)
     if causal and q_len not in (1, kv_len):

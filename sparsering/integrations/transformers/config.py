@@ -78,13 +78,17 @@ def pattern_of(module: Any) -> Pattern | None:
     texts = stored_text(getattr(module, "config", None))
     if texts is None or is_cross_attention(module):
         return None
-    index, types = getattr(module, "layer_idx", None), types_of(module.config)
-    has_type = isinstance(index, int) and index < len(types)
-    kind = types[index] if has_type else "full_attention"  # type: ignore[index]
-    text = text_for(texts, index, kind)
+    text = text_for(texts, *place_of(module))
     if text is None:
         return None
     return _patterns[text] if text in _patterns else parse(text)
+
+
+def place_of(module: Any) -> tuple[int | None, str]:
+    """Returns the layer index of an attention module (None if it has none) and the layer's type."""
+    index, types = getattr(module, "layer_idx", None), types_of(module.config)
+    has_type = isinstance(index, int) and index < len(types)
+    return index, types[index] if has_type else "full_attention"  # type: ignore[index]
 
 
 _patterns: dict[str, Pattern] = {}  # cache of parsed patterns, by their text

@@ -51,20 +51,31 @@ def attend_pattern(
         )
     if mask.kv_start > 0:
         _check_dropped(pattern, mask.kv_start, q_start, query.shape[1], key.shape[1])
-    if kind.has_chunks:
+    if (
+        query.shape[2] == 1
+        and mask.documents is None
+        and not _is_shift_invariant(pattern)
+        and not torch.compiler.is_compiling()
+        and (ids := _row_runs(mask, kv_len)) is not None
+    ):
+        return _attend_rows(pattern, inputs, ids, _valid(mask, kv_len), q_start, extras)
+    return attention(*inputs, within(pattern, mask, kv_len), q_start=q_start, **extras)
+
+
+def within(pattern: Pattern, mask: ModelMask, kv_len: int) -> Pattern:
+    """Returns a layer's pattern within the documents and the padding of the model's mask."""
+    assert mask.kind is not None
+    if mask.kind.has_chunks:
         raise NotImplementedError(
             "a pattern cannot replace a layer's chunks inside torch.compile, where they look like "
             "documents; leave layers with chunks out of apply"
         )
-    valid = once(mask, ("valid", kv_len), lambda: mask.valid(kv_len))
     if _is_shift_invariant(pattern):
         if mask.documents is not None:
             pattern = pattern & SameRun(mask.documents)
-    elif (ids := once(mask, ("rows", kv_len), lambda: _row_runs(mask, kv_len))) is not None:
-        if query.shape[2] == 1 and mask.documents is None and not torch.compiler.is_compiling():
-            return _attend_rows(pattern, inputs, ids, valid, q_start, extras)
+    elif (ids := _row_runs(mask, kv_len)) is not None:
         pattern = InRuns(ids, pattern)  # type: ignore[arg-type]  # accepts a Mixture
-    return _attend(pattern, inputs, valid, q_start, extras)
+    return _without_padding(pattern, _valid(mask, kv_len))
 
 
 def looking_back(pattern: Pattern) -> Pattern:
@@ -76,20 +87,25 @@ def looking_back(pattern: Pattern) -> Pattern:
 _looking_back = lru_cache(256)(lambda pattern: pattern & Causal())
 
 
-def _attend(
-    pattern: Pattern, inputs: Inputs, valid: Tensor | None, q_start: int, extras: dict[str, Any]
-) -> Tensor:
-    pattern = pattern if valid is None else pattern & KeyMask(valid)
-    return attention(*inputs, pattern, q_start=q_start, **extras)
+def _without_padding(pattern: Pattern, valid: Tensor | None) -> Pattern:
+    return pattern if valid is None else pattern & KeyMask(valid)
+
+
+def _valid(mask: ModelMask, kv_len: int) -> Tensor | None:
+    return once(mask, ("valid", kv_len), lambda: mask.valid(kv_len))
 
 
 def _row_runs(mask: ModelMask, kv_len: int) -> Tensor | None:
     """Returns indices [B or 1, Nk] of left padding and documents, or None if all are equal."""
-    ids = [] if mask.documents is None else [mask.documents[:, :kv_len]]
-    if mask.valid_keys is not None:
-        valid = mask.valid_keys[:, mask.kv_start : mask.kv_start + kv_len]
-        ids.append((valid.cumsum(1) > 0).long())  # 0 in left padding, 1 after
-    return several_runs(*ids)
+
+    def runs() -> Tensor | None:
+        ids = [] if mask.documents is None else [mask.documents[:, :kv_len]]
+        if mask.valid_keys is not None:
+            valid = mask.valid_keys[:, mask.kv_start : mask.kv_start + kv_len]
+            ids.append((valid.cumsum(1) > 0).long())  # 0 in left padding, 1 after
+        return several_runs(*ids)
+
+    return once(mask, ("rows", kv_len), runs)
 
 
 def _attend_rows(
@@ -113,7 +129,9 @@ def _attend_rows(
         part = slice(first, last + 1) if last - first == len(rows) - 1 else rows  # slice: no copy
         group = query[part], key[part][:, :, begin:], value[part][:, :, begin:]
         group_valid = None if valid is None else valid[part][:, begin:]
-        outs[part] = _attend(pattern, group, group_valid, q_start - begin, extras).to(outs.dtype)
+        rows_pattern = _without_padding(pattern, group_valid)
+        out = attention(*group, rows_pattern, q_start=q_start - begin, **extras)
+        outs[part] = out.to(outs.dtype)
     return outs
 
 

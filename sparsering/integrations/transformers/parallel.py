@@ -1,0 +1,476 @@
+"""`parallelize`: the ranks of a process group compute each call of a model together.
+
+Each rank calls the model with the same whole batch. A hook before the call cuts the batch to the
+rank's tokens. Masks are built for the whole batch, and layers attend by `ring_attention`. A hook
+after the call removes a token that is not the rank's own, and adds the loss of some families.
+"""
+
+import inspect
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import cross_entropy, pad
+from transformers import masking_utils
+from transformers.loss.loss_utils import LOSS_MAPPING
+from transformers.utils import ModelOutput
+
+from ...distributed.agreement import agree_on_batch
+from ...distributed.exchange import Exchange
+from ...distributed.plan import RingPlan
+from ...distributed.ring import resolve_group
+from ...distributed.sharding import check_sharding, num_tokens, owned_ranges, positions
+from ...patterns.algebra import Pattern
+from ...patterns.arguments import shortened
+from ...patterns.positions import Causal, Full
+from .apply import checked_modules, is_causal, patterns_of, switch
+from .calls import SharedCall, runs_layers_again, thread
+from .config import NAME, decoder_config, is_cross_attention, types_of
+
+_BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids")  # [B, N, ...]: a rank gets its tokens
+_WHOLE = ("attention_mask", "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k")
+_COMPARED = (*_BY_TOKEN, "position_ids", "labels", "shift_labels", *_WHOLE)
+_REFUSED = {
+    "past_key_values": "a cache",
+    "use_cache": "a cache",
+    "cache_position": "a cache",
+    "output_attentions": "attention weights",
+    "output_router_logits": "an auxiliary loss of routers, which needs all tokens",
+    "logits_to_keep": "logits of some tokens",
+}
+_POOLED = ("SequenceClassification", "QuestionAnswering", "MultipleChoice", "ForPreTraining")
+_POOLED = (*_POOLED, "NextSentencePrediction", "ImageClassification", "DoubleHeadsModel")
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)  # modules that join tokens otherwise
+_CAUSAL_LOSS = LOSS_MAPPING["ForCausalLM"]
+_TOKEN_LOSSES = (LOSS_MAPPING["ForMaskedLM"], LOSS_MAPPING["ForTokenClassification"])
+
+
+@dataclass(eq=False)
+class Parallel:
+    """The ranks that share a model's calls, and what `parallelize(model, False)` must undo."""
+
+    group: dist.ProcessGroup | None
+    sharding: str
+    scale: float  # factor of the loss
+    signature: inspect.Signature
+    own_loss: bool  # the model computes its loss itself, without `loss_function`
+    implementation: str  # the model's attention before
+    loss_function: Any = None  # the model's own, or None for that of its family
+    hooks: list[Any] = field(default_factory=list)
+    last: SharedCall | None = None
+    batch: int = 0  # rows of the last call
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.group is None else self.group.size()
+
+
+parallels: WeakKeyDictionary[Any, Parallel] = WeakKeyDictionary()
+
+
+def parallelize(
+    model: Any,
+    group: dist.ProcessGroup | DeviceMesh | bool | None = None,
+    *,
+    sharding: str = "auto",
+    loss: str = "mean",
+) -> None:
+    """Lets the ranks of a group compute every later call of a model together.
+
+    Each rank calls the model with the same whole batch, and computes its own tokens of it: logits
+    and hidden states are of these tokens, whose indices `local_positions` returns. Attention is
+    `ring_attention` over the masks of the whole batch: the model's own, the pattern of `apply`, or
+    that of a `using` block. A rank holds activations of its own tokens only, and receives only the
+    keys that they see, as `RingPlan` counts them.
+
+    Labels are shifted before they are cut, so `out.loss` of the ranks is that of one process. A
+    loss that you compute from logits is not scaled. Every rank calls backward, also a rank without
+    tokens. Call it before or after `fully_shard`, and before `DistributedDataParallel`.
+
+    Args:
+        model: a model of transformers whose layers mix tokens by attention only.
+        group: a process group or a `DeviceMesh` of one axis; default all ranks. False undoes an
+            earlier call; another call replaces it.
+        sharding: which rank has which tokens, as for `RingPlan`. "auto" chooses by the model's
+            masks for the length of each batch.
+        loss: "mean": the mean of `out.loss` over ranks is the loss of one process, and the mean of
+            gradients its gradient, as FSDP and DDP compute. "share": the same for sums.
+
+    Raises:
+        NotImplementedError: the model has layers, positions or heads that need other ranks' tokens
+            in another way; or, when it is called, an argument does (`use_cache=True`).
+        ValueError: an argument is invalid.
+        RingMismatchError: when the model is called, on all ranks: the ranks' batches differ. The
+            group stays usable.
+
+    Example:
+        >>> parallelize(model, mesh["cp"])
+        >>> model(input_ids=tokens, labels=tokens).loss.backward()
+    """
+    modules = checked_modules(model)
+    if group is False:
+        _undo(model)
+        return
+    mesh = group if isinstance(group, DeviceMesh) else None
+    resolved = resolve_group(None if mesh is not None else group, mesh)  # type: ignore[arg-type]
+    ranks = 1 if resolved is None else resolved.size()
+    check_sharding(sharding, ranks)
+    if loss not in ("mean", "share"):
+        raise ValueError(
+            f'loss must be "mean" or "share", got {shortened(repr(loss))}; with FSDP or DDP, which '
+            'take the mean of gradients, use "mean"'
+        )
+    if reason := _reason_against(model, modules):
+        raise NotImplementedError(
+            f"ranks cannot share calls of {type(model).__name__}: {reason}; run it on one rank"
+        )
+    _undo(model)
+    _share_masks()
+    forward = inspect.unwrap(type(model).forward)
+    parallel = Parallel(
+        resolved,
+        sharding,
+        float(ranks) if loss == "mean" else 1.0,
+        inspect.signature(type(model).forward),
+        "loss_function" not in forward.__code__.co_names,
+        model.config._attn_implementation,
+        vars(model).get("_loss_function"),
+    )
+    switch(model, modules, "parallelize")
+    if not parallel.own_loss:
+        model.loss_function = _sharded_loss(model.loss_function, parallel.scale)
+    _hook(model, parallel)
+    parallels[model] = parallel
+
+
+def local_positions(model: Any) -> Tensor:
+    """Returns the indices, int64 [n], of the tokens of the last call that this rank computed.
+
+    They are in the order of the rank's logits. Their rotary positions may be others, if the batch
+    has `position_ids`.
+
+    Raises: ValueError if the model is not parallelized, or was not called since.
+    """
+    parallel = parallels.get(model)
+    if parallel is None or parallel.last is None:
+        state = "was not called since" if parallel else "is not parallelized"
+        raise ValueError(
+            f"local_positions needs a model after a call that ranks share; this {state}; call "
+            "parallelize(model), then model(...)"
+        )
+    return parallel.last.tokens[: parallel.last.num_tokens]
+
+
+def _undo(model: Any) -> None:
+    if (parallel := parallels.pop(model, None)) is None:
+        return
+    for hook in parallel.hooks:
+        hook.remove()
+    if parallel.loss_function is not None:
+        model.loss_function = parallel.loss_function
+    else:
+        vars(model).pop("_loss_function", None)
+    model.set_attn_implementation(parallel.implementation)
+
+
+def _reason_against(model: Any, modules: list[Any]) -> str | None:
+    """Returns why ranks cannot share a model's calls, or None."""
+    config, name = decoder_config(model), type(model).__name__
+    if model.config.is_encoder_decoder or any(map(is_cross_attention, modules)):
+        return "it has cross attention or is an encoder-decoder model"
+    types = types_of(config)
+    if unknown := sorted({*types} - _ATTENTION):
+        return f"its layers of type {', '.join(unknown)} are not attention over one of its masks"
+    if len(modules) < len(types):
+        return f"only {len(modules)} of its {len(types)} layers use the attention interface"
+    for path, module in model.named_modules():
+        if isinstance(module, _MIXERS):
+            return f"{path} ({type(module).__name__}) joins tokens without attention"
+        if hasattr(module, "create_position_ids_from_input_ids"):
+            return f"{path} ({type(module).__name__}) derives positions from the padding"
+    if any(part in name for part in _POOLED) or getattr(model, "pooler", None) is not None:
+        return "its head pools over tokens"
+    if getattr(config, "output_router_logits", False):
+        return "its config sets output_router_logits, an auxiliary loss that needs all tokens"
+    if rope := _dynamic_positions(config):
+        return f"its positions ({rope}) depend on the length of the whole sequence"
+    parameters = inspect.signature(type(model).forward).parameters
+    if "position_ids" not in parameters:
+        return "its forward takes no position_ids"
+    return None
+
+
+def _dynamic_positions(config: Any) -> str | None:
+    """Returns a type of rotary embedding that depends on the length, or None."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    parts = [rope, *(x for x in rope.values() if isinstance(x, dict))]
+    kinds = {part.get("rope_type", part.get("type")) for part in parts}
+    return next((kind for kind in ("dynamic", "longrope") if kind in kinds), None)
+
+
+def _hook(model: Any, parallel: Parallel) -> None:
+    """Adds the hooks before and after each call. Copies of the model keep them."""
+
+    @torch.compiler.disable
+    def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        arguments = parallel.signature.bind_partial(module, *args, **kwargs).arguments
+        arguments.pop(next(iter(parallel.signature.parameters)))
+        for name, parameter in parallel.signature.parameters.items():
+            if parameter.kind is parameter.VAR_KEYWORD:
+                arguments |= arguments.pop(name, {})
+        local = _cut(module, parallel, arguments)
+        thread.shared = parallel.last
+        return (), local
+
+    @torch.compiler.disable
+    def after(module: Any, args: Any, kwargs: Any, out: Any) -> Any:
+        shared, thread.shared = thread.shared, None
+        if out is None or shared is None:  # the call raised
+            return None
+        if parallel.own_loss and shared.labels is not None:
+            out = _with_loss(out, shared, parallel.scale)
+        return out if shared.num_tokens else _without_token(out)
+
+    parallel.hooks = [
+        model.register_forward_pre_hook(before, with_kwargs=True),
+        model.register_forward_hook(after, with_kwargs=True, always_call=True),
+    ]
+
+
+def _cut(model: Any, parallel: Parallel, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of the rank's own call, and keeps those of the whole in `last`."""
+    exchange = None
+    first = next((x for x in arguments.values() if isinstance(x, Tensor)), None)
+    if parallel.ranks > 1:
+        assert parallel.group is not None
+        exchange = Exchange(parallel.group, None, None if first is None else first.device)
+    error, shape = None, None
+    try:
+        shape = _checked_arguments(model, arguments)
+    except (ValueError, NotImplementedError) as raised:
+        error = raised
+    if exchange is not None:
+        named = {name: arguments.get(name) for name in _COMPARED}
+        rest = {k: v for k, v in arguments.items() if k not in named}
+        named["other arguments"] = repr(sorted(rest.items()))
+        with exchange.break_on_error():
+            agree_on_batch(exchange, named, failed=error is not None)
+    if error is not None:
+        raise error
+    assert shape is not None and first is not None
+    batch, length = shape
+    sharding = _sharding(model, parallel, length)
+    ranges = owned_ranges(sharding, length, parallel.ranks)
+    own = ranges[0 if parallel.group is None else parallel.group.rank()]
+    count = num_tokens(own)
+    tokens = (positions(own) if count else torch.tensor([length - 1])).to(first.device)
+    ids = arguments.get("position_ids")
+    ids = torch.arange(length, device=first.device)[None] if ids is None else ids
+    labels, shifted = arguments.get("labels"), arguments.pop("shift_labels", None)
+    if shifted is not None:
+        labels = shifted
+    elif labels is not None and not parallel.own_loss and _shifts(model):
+        labels = pad(labels[:, 1:], (0, 1), value=-100)
+    parallel.batch = batch
+    parallel.last = SharedCall(
+        parallel.group, sharding, length, tokens, count, ids, labels, runs_layers_again(model)
+    )
+    local = {name: x for name, x in arguments.items() if name not in _REFUSED}
+    for name in _BY_TOKEN:
+        if local.get(name) is not None:
+            local[name] = local[name].index_select(1, tokens)
+    local["position_ids"] = ids.index_select(1, tokens)
+    if labels is not None:
+        local["labels"] = None if parallel.own_loss else _own_labels(parallel.last)
+    if "use_cache" in parallel.signature.parameters:
+        local["use_cache"] = False
+    return local
+
+
+def _checked_arguments(model: Any, arguments: dict[str, Any]) -> tuple[int, int]:
+    """Returns (rows, tokens of a row) of a batch; raises for arguments that ranks cannot share."""
+    for name, meaning in _REFUSED.items():
+        value = arguments.get(name)
+        if value is not None and value is not False and not (type(value) is int and value == 0):
+            raise NotImplementedError(
+                f"a model that ranks share does not support {name} ({meaning}), got "
+                f"{shortened(repr(value))}; leave it out, or call hf.parallelize(model, False)"
+            )
+    if getattr(model.config, "output_attentions", False):
+        raise NotImplementedError(
+            "a model that ranks share has no attention weights; set config.output_attentions=False"
+        )
+    given = [arguments[name] for name in _BY_TOKEN[:2] if arguments.get(name) is not None]
+    if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2:
+        raise ValueError(
+            "a model that ranks share needs input_ids [batch, tokens] or inputs_embeds [batch, "
+            f"tokens, channels], got {len(given)} of them; pass one on every rank"
+        )
+    batch, length = given[0].shape[:2]
+    for name in (*_COMPARED, *arguments):
+        value = arguments.get(name)
+        if isinstance(value, Tensor) and name not in _COMPARED:
+            raise NotImplementedError(
+                f"a model that ranks share does not know how to cut the tensor {name}; leave it out"
+            )
+        whole = name in _WHOLE and name != "attention_mask"
+        if value is None or name not in _COMPARED or whole:
+            continue
+        if not isinstance(value, Tensor) or (name != "inputs_embeds" and value.dim() != 2):
+            raise NotImplementedError(
+                f"a model that ranks share needs {name} [batch, tokens], got "
+                f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}; "
+                "write another mask as a pattern for hf.using"
+            )
+        rows = (1, batch) if name == "position_ids" else (batch,)
+        if value.shape[1] != length or len(value) not in rows:
+            raise ValueError(
+                f"{name} must be of the whole batch, {batch} x {length} tokens, got "
+                f"{tuple(value.shape)}; pass the same whole batch on every rank"
+            )
+    if length == 0:
+        raise ValueError("a model that ranks share needs at least 1 token, got none; skip the batch")
+    if arguments.get("labels") is not None or arguments.get("shift_labels") is not None:
+        _check_loss(model, arguments)
+    return batch, length
+
+
+def _check_loss(model: Any, arguments: dict[str, Any]) -> None:
+    """Raises NotImplementedError for a loss that is not a mean over tokens."""
+    own = parallels[model].own_loss
+    loss = None if own else _original(model)
+    name = type(model).__name__
+    by_token = loss is _CAUSAL_LOSS or loss in _TOKEN_LOSSES
+    if own:
+        by_token = any(x in name for x in ("ForMaskedLM", "ForTokenClassification"))
+    if not by_token:
+        raise NotImplementedError(
+            f"{name} computes a loss that ranks cannot share; leave out labels, and compute the "
+            "loss from logits and hf.local_positions(model)"
+        )
+    if arguments.get("shift_labels") is not None and loss is not _CAUSAL_LOSS:
+        raise NotImplementedError(
+            f"{name} does not shift labels, so shift_labels has no meaning; pass labels"
+        )
+
+
+def _original(model: Any) -> Any:
+    return getattr(model.loss_function, "original", model.loss_function)
+
+
+def _shifts(model: Any) -> bool:
+    return _original(model) is _CAUSAL_LOSS
+
+
+def _own_labels(shared: SharedCall) -> Tensor:
+    """Returns the shifted labels of this rank's tokens; -100 for a token that is not its own."""
+    assert shared.labels is not None
+    labels = shared.labels.index_select(1, shared.tokens)
+    return labels if shared.num_tokens else torch.full_like(labels, -100)
+
+
+def _sharded_loss(original: Callable[..., Tensor], scale: float) -> Callable[..., Tensor]:
+    """Wraps a family's mean over tokens: this rank's sum over the count of the whole batch."""
+
+    def loss_function(
+        logits: Tensor, labels: Tensor, *rest: Any, num_items_in_batch: Any = None, **more: Any
+    ) -> Tensor:
+        shared = thread.shared
+        if shared is None or shared.labels is None:
+            more["num_items_in_batch"] = num_items_in_batch
+            return original(logits, labels, *rest, **more)
+        if num_items_in_batch is None:
+            num_items_in_batch = (shared.labels != more.get("ignore_index", -100)).sum()
+        if original is _CAUSAL_LOSS:
+            more["shift_labels"] = labels
+        loss = original(logits, labels, *rest, num_items_in_batch=num_items_in_batch, **more)
+        return loss * scale
+
+    loss_function.original = original  # type: ignore[attr-defined]
+    return loss_function
+
+
+def _with_loss(out: Any, shared: SharedCall, scale: float) -> Any:
+    """Adds the loss of a family that takes the mean of cross entropies itself, as BERT does."""
+    assert shared.labels is not None
+    logits = out.logits if isinstance(out, ModelOutput) else out[0]
+    labels = _own_labels(shared).flatten().to(logits.device)
+    total = cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
+    loss = total / (shared.labels != -100).sum() * scale
+    if isinstance(out, ModelOutput):
+        return type(out)(**{**out, "loss": loss})
+    return (loss, *out)
+
+
+def _without_token(value: Any) -> Any:
+    """Removes the only token of [B, 1, ...] tensors in a model's output."""
+    if isinstance(value, ModelOutput):
+        return type(value)(**{name: _without_token(x) for name, x in value.items()})
+    if isinstance(value, tuple):
+        return tuple(map(_without_token, value))
+    return value[:, :0] if isinstance(value, Tensor) and value.dim() > 2 else value
+
+
+def _sharding(model: Any, parallel: Parallel, length: int) -> str:
+    """Returns the sharding of a call: for "auto" the one whose busiest rank has least to do.
+
+    The costs of layers are summed. Padding and documents of the batch are not considered.
+    """
+    if parallel.sharding not in ("auto", "balanced") or parallel.ranks == 1:
+        return "contiguous" if parallel.ranks == 1 else parallel.sharding
+    unknown = Causal() if is_causal(model) else Full()
+    layers = Counter(unknown if x is None else x for x in patterns_of(model))
+
+    def plan(pattern: Pattern, sharding: str) -> RingPlan:
+        return RingPlan.build(pattern, length, parallel.ranks, sharding=sharding)
+
+    choices = {plan(pattern, parallel.sharding).sharding for pattern in layers}
+    if len(choices) == 1:
+        return choices.pop()
+
+    def cost(sharding: str) -> float:
+        return sum(count * plan(pattern, sharding).cost for pattern, count in layers.items())
+
+    return min(sorted(choices), key=cost)
+
+
+def _share_masks() -> None:
+    """Lets transformers build masks for the whole batch in calls that ranks share.
+
+    Its mask functions ask `_preprocess_mask_arguments` for lengths and documents.
+    """
+    if hasattr(masking_utils._preprocess_mask_arguments, NAME):
+        return
+    preprocess = masking_utils._preprocess_mask_arguments
+    names = list(inspect.signature(preprocess).parameters)
+    embeds_at = next(i for i, name in enumerate(names) if name.endswith("embeds"))
+    ids_at = names.index("position_ids")
+
+    def whole(*arguments: Any) -> Any:
+        shared = thread.shared
+        if shared is None:
+            return preprocess(*arguments)
+        new = list(arguments)
+        batch = new[embeds_at].shape[0]
+        new[embeds_at] = new[embeds_at].new_empty(1, 1, 1).expand(batch, shared.length, 1)
+        if new[ids_at] is not None:
+            new[ids_at] = shared.position_ids
+        return preprocess(*new)
+
+    setattr(whole, NAME, True)
+    masking_utils._preprocess_mask_arguments = whole
+    restart = masking_utils.packed_sequence_compatibility_function
+
+    def restart_whole(mask_function: Any, position_ids: Tensor, documents: Tensor) -> Any:
+        if (shared := thread.shared) is not None:
+            position_ids = shared.position_ids.expand(len(position_ids), -1)
+        return restart(mask_function, position_ids, documents)
+
+    masking_utils.packed_sequence_compatibility_function = restart_whole
