@@ -9,12 +9,13 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from ...checks import check_module
+from ...distributed.plan import RingPlan
 from ...functional import explain as explain_call
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
 from ...patterns.positions import Full
 from .attention import attention_function
-from .calls import thread, used_pattern
+from .calls import SharedCall, shared_calls, thread, used_pattern
 from .config import (
     NAME,
     Patterns,
@@ -143,6 +144,10 @@ def check_keys(pattern: Mapping[Any, Any], modules: list[Any], verb: str) -> Non
 def explain(model: Any) -> str:
     """Describes each layer in a line: index, pattern, backend, and the most keys that it caches.
 
+    After a call that ranks share (`parallelize`), a line also says the ranks, the sharding, and the
+    bytes and the tokens per kv head (the halo) that the rank with most of them receives in a
+    forward pass of a row of that length. Padding and documents may make it less.
+
     Returns: one line per layer. If the model has another attn_implementation, a single line names
         that implementation and any pattern that the model's config stores.
     """
@@ -166,8 +171,34 @@ def explain(model: Any) -> str:
             most = pattern.cache_bound(num_heads=heads, num_kv_heads=kv_heads)
             bound = "grows without end" if most is None else f"{most} keys"
         text = "the model's own" if pattern is None else shortened(str(pattern), 120)
-        lines.append(f"{index}: {text}; {backend}; cache: {bound}")
+        line = f"{index}: {text}; {backend}; cache: {bound}"
+        lines.append(line + _traffic(shared_calls.get(model), index, pattern))
     return "\n".join(lines)
+
+
+def _traffic(shared: SharedCall | None, index: int, pattern: Pattern | None) -> str:
+    """Describes what ranks receive for a layer in a call that they share; "" if they do not."""
+    if shared is None or shared.group is None:
+        return ""
+    ranks = shared.group.size()
+    text = f"; {ranks} ranks, {shortened(shared.sharding)}"
+    if pattern is None or index not in shared.shapes:
+        return text
+    heads, kv_heads, head_dim, value_dim, dtype = shared.shapes[index]
+    plan = RingPlan.build(
+        pattern,
+        shared.length,
+        ranks,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        sharding=shared.sharding,
+    )
+    most = max(
+        plan.bytes_received(rank, head_dim=(head_dim, value_dim), dtype=dtype)
+        for rank in range(ranks)
+    )
+    halo = max(plan.tokens_received(rank) for rank in range(ranks)) / kv_heads
+    return f"{text}: {most:,} bytes, halo {halo:,.0f} tokens of {shared.length:,}"
 
 
 def is_causal(model: Any) -> bool:

@@ -10,7 +10,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from ...functional import attention
 from ...patterns.algebra import Pattern
 from ...patterns.keys import KeyMask
-from .calls import thread, used_modules, used_pattern
+from .calls import call_state, thread, used_modules, used_pattern
 from .config import pattern_of
 from .dense import as_bool, check_mask, dense_attention
 from .masks import Inputs, ModelMask, mask_interface, once
@@ -82,9 +82,9 @@ def attention_function(
     if position_bias is not None and _is_zero(position_bias):
         position_bias = None
     inputs = query, key, value
-    state = attention_mask if isinstance(attention_mask, ModelMask) else thread
+    state = attention_mask.state if isinstance(attention_mask, ModelMask) else call_state()
     used = used_pattern(module, state.blocks)
-    if used is None and getattr(state, "in_backward", False) and module in used_modules:
+    if used is None and state.in_backward and module in used_modules:
         raise RuntimeError(
             "a backward pass runs this model again outside the hf.using block of its forward pass; "
             "open the block inside the function that is checkpointed, or checkpoint the model's "

@@ -5,10 +5,11 @@ runs again in a backward pass, outside the block or in another thread, finds it 
 """
 
 import threading
-from dataclasses import dataclass
-from typing import Any
-from weakref import WeakSet
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -35,6 +36,19 @@ class SharedCall:
     position_ids: Tensor  # [B or 1, length], of the whole batch
     labels: Tensor | None  # [B, length], of the whole batch, shifted as the model's loss does
     checkpoints: bool  # whether the backward pass runs layers again
+    # by layer index: (query heads, kv heads, D, Dv, dtype) of its attention in this call
+    shapes: dict[int, tuple[int, int, int, int, torch.dtype]] = field(default_factory=dict)
+
+
+class CallState(NamedTuple):
+    """What holds for a forward pass: the masks that it builds keep it."""
+
+    blocks: tuple[UsingBlock, ...]  # open `using` blocks, the innermost last
+    shared: SharedCall | None  # set if ranks share the call; masks are of the whole batch
+    in_backward: bool  # True in a backward pass that runs the whole model again
+
+
+PLAIN_CALL = CallState((), None, False)
 
 
 class _Thread(threading.local):
@@ -45,8 +59,16 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
+shared_calls: WeakKeyDictionary[Any, SharedCall] = WeakKeyDictionary()
+"""The last call of each model that ranks share."""
 used_modules: WeakSet[Any] = WeakSet()
 """Attention modules that had a pattern from `using`, at any time and in any thread."""
+
+
+def call_state() -> CallState:
+    """Returns what holds for a forward pass that begins now in this thread."""
+    backward = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return CallState(thread.blocks, thread.shared, backward)
 
 
 def used_pattern(module: Any, blocks: tuple[UsingBlock, ...]) -> Pattern | None:

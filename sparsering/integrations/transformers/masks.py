@@ -16,7 +16,7 @@ from transformers import masking_utils
 from ...patterns.algebra import Mask
 from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Dilated, Full, SlidingWindow
-from .calls import SharedCall, UsingBlock, thread
+from .calls import PLAIN_CALL, CallState, call_state
 from .mask_kind import MaskKind, recognise, recognise_inside_compile, runs_by_neighbours
 from .runs import SameRun, common_runs, several_runs
 
@@ -51,9 +51,7 @@ class ModelMask:
     dense: Callable[[], Tensor]  # builds transformers' own mask, bool [B, 1, queries, keys]
     visible: Tensor | None = None  # [B, keys] keys that a single query sees, if q_start is a tensor
     packing_checked: bool = False  # so that packed documents cause one warning per forward pass
-    blocks: tuple[UsingBlock, ...] = ()  # `using` blocks around the forward pass
-    shared: SharedCall | None = None  # set if ranks share the call; the mask is of the whole batch
-    in_backward: bool = False  # built in a backward pass, which runs the whole model again
+    state: CallState = PLAIN_CALL
 
     def __repr__(self) -> str:
         batch, _, q_len, kv_len = self.shape
@@ -109,10 +107,7 @@ class ModelMask:
         runs = documents if self.runs is None else common_runs(documents, self.runs)
         place = self.shape, self.q_start, self.kv_start
         masks = self.valid_keys, self.dense, self.visible
-        call = {
-            "blocks": self.blocks, "shared": self.shared, "in_backward": self.in_backward
-        }
-        return ModelMask(*place, self.kind, documents, runs, *masks, **call)
+        return ModelMask(*place, self.kind, documents, runs, *masks, state=self.state)
 
 
 def _of_distances(kind: MaskKind) -> Mask:
@@ -183,10 +178,7 @@ def mask_interface(
         documents, runs = (None, None) if kind is None else _runs(kind, **keys, device=device)
     shape = (batch_size, 1, q_length, kv_length)
     place, masks = (shape, q_offset - kv_offset, kv_offset), (valid_keys, dense, visible)
-    call = {"blocks": thread.blocks, "shared": thread.shared}
-    if not torch.compiler.is_compiling():
-        call["in_backward"] = torch._C._current_graph_task_id() != -1
-    return ModelMask(*place, kind, documents, runs, *masks, **call)
+    return ModelMask(*place, kind, documents, runs, *masks, state=call_state())
 
 
 def _valid_keys(attention_mask: Tensor | None, length: int) -> Tensor | None:

@@ -30,7 +30,7 @@ from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
 from ...patterns.positions import Causal, Full
 from .apply import checked_modules, is_causal, patterns_of, switch
-from .calls import SharedCall, runs_layers_again, thread
+from .calls import SharedCall, runs_layers_again, shared_calls, thread
 from .config import NAME, decoder_config, is_cross_attention, types_of
 
 _BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids")  # [B, N, ...]: a rank gets its tokens
@@ -44,8 +44,10 @@ _REFUSED = {
     "output_router_logits": "an auxiliary loss of routers, which needs all tokens",
     "logits_to_keep": "logits of some tokens",
 }
-_POOLED = ("SequenceClassification", "QuestionAnswering", "MultipleChoice", "ForPreTraining")
-_POOLED = (*_POOLED, "NextSentencePrediction", "ImageClassification", "DoubleHeadsModel")
+_POOLED = (
+    *("SequenceClassification", "QuestionAnswering", "MultipleChoice", "ForPreTraining"),
+    *("NextSentencePrediction", "ImageClassification", "DoubleHeadsModel"),
+)
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
 _MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)  # modules that join tokens otherwise
 _CAUSAL_LOSS = LOSS_MAPPING["ForCausalLM"]
@@ -64,8 +66,6 @@ class Parallel:
     implementation: str  # the model's attention before
     loss_function: Any = None  # the model's own, or None for that of its family
     hooks: list[Any] = field(default_factory=list)
-    last: SharedCall | None = None
-    batch: int = 0  # rows of the last call
 
     @property
     def ranks(self) -> int:
@@ -158,17 +158,17 @@ def local_positions(model: Any) -> Tensor:
 
     Raises: ValueError if the model is not parallelized, or was not called since.
     """
-    parallel = parallels.get(model)
-    if parallel is None or parallel.last is None:
-        state = "was not called since" if parallel else "is not parallelized"
+    if (shared := shared_calls.get(model)) is None:
+        state = "was not called since" if model in parallels else "is not parallelized"
         raise ValueError(
             f"local_positions needs a model after a call that ranks share; this {state}; call "
             "parallelize(model), then model(...)"
         )
-    return parallel.last.tokens[: parallel.last.num_tokens]
+    return shared.tokens[: shared.num_tokens]
 
 
 def _undo(model: Any) -> None:
+    shared_calls.pop(model, None)
     if (parallel := parallels.pop(model, None)) is None:
         return
     for hook in parallel.hooks:
@@ -225,8 +225,8 @@ def _hook(model: Any, parallel: Parallel) -> None:
         for name, parameter in parallel.signature.parameters.items():
             if parameter.kind is parameter.VAR_KEYWORD:
                 arguments |= arguments.pop(name, {})
-        local = _cut(module, parallel, arguments)
-        thread.shared = parallel.last
+        local, thread.shared = _cut(module, parallel, arguments)
+        shared_calls[module] = thread.shared
         return (), local
 
     @torch.compiler.disable
@@ -244,16 +244,19 @@ def _hook(model: Any, parallel: Parallel) -> None:
     ]
 
 
-def _cut(model: Any, parallel: Parallel, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns the arguments of the rank's own call, and keeps those of the whole in `last`."""
+def _cut(
+    model: Any, parallel: Parallel, arguments: dict[str, Any]
+) -> tuple[dict[str, Any], SharedCall]:
+    """Cuts a batch: the arguments of the rank's own call, and the facts of the whole call."""
     exchange = None
     first = next((x for x in arguments.values() if isinstance(x, Tensor)), None)
     if parallel.ranks > 1:
         assert parallel.group is not None
         exchange = Exchange(parallel.group, None, None if first is None else first.device)
-    error, shape = None, None
+    error: Exception | None = None
+    length = 0
     try:
-        shape = _checked_arguments(model, arguments)
+        length = _checked_arguments(model, arguments)
     except (ValueError, NotImplementedError) as raised:
         error = raised
     if exchange is not None:
@@ -264,8 +267,7 @@ def _cut(model: Any, parallel: Parallel, arguments: dict[str, Any]) -> dict[str,
             agree_on_batch(exchange, named, failed=error is not None)
     if error is not None:
         raise error
-    assert shape is not None and first is not None
-    batch, length = shape
+    assert first is not None
     sharding = _sharding(model, parallel, length)
     ranges = owned_ranges(sharding, length, parallel.ranks)
     own = ranges[0 if parallel.group is None else parallel.group.rank()]
@@ -278,8 +280,7 @@ def _cut(model: Any, parallel: Parallel, arguments: dict[str, Any]) -> dict[str,
         labels = shifted
     elif labels is not None and not parallel.own_loss and _shifts(model):
         labels = pad(labels[:, 1:], (0, 1), value=-100)
-    parallel.batch = batch
-    parallel.last = SharedCall(
+    shared = SharedCall(
         parallel.group, sharding, length, tokens, count, ids, labels, runs_layers_again(model)
     )
     local = {name: x for name, x in arguments.items() if name not in _REFUSED}
@@ -288,14 +289,14 @@ def _cut(model: Any, parallel: Parallel, arguments: dict[str, Any]) -> dict[str,
             local[name] = local[name].index_select(1, tokens)
     local["position_ids"] = ids.index_select(1, tokens)
     if labels is not None:
-        local["labels"] = None if parallel.own_loss else _own_labels(parallel.last)
+        local["labels"] = None if parallel.own_loss else _own_labels(shared)
     if "use_cache" in parallel.signature.parameters:
         local["use_cache"] = False
-    return local
+    return local, shared
 
 
-def _checked_arguments(model: Any, arguments: dict[str, Any]) -> tuple[int, int]:
-    """Returns (rows, tokens of a row) of a batch; raises for arguments that ranks cannot share."""
+def _checked_arguments(model: Any, arguments: dict[str, Any]) -> int:
+    """Returns the length of a batch's rows; raises for arguments that ranks cannot share."""
     for name, meaning in _REFUSED.items():
         value = arguments.get(name)
         if value is not None and value is not False and not (type(value) is int and value == 0):
@@ -336,10 +337,12 @@ def _checked_arguments(model: Any, arguments: dict[str, Any]) -> tuple[int, int]
                 f"{tuple(value.shape)}; pass the same whole batch on every rank"
             )
     if length == 0:
-        raise ValueError("a model that ranks share needs at least 1 token, got none; skip the batch")
+        raise ValueError(
+            "a model that ranks share needs at least 1 token, got none; skip the batch"
+        )
     if arguments.get("labels") is not None or arguments.get("shift_labels") is not None:
         _check_loss(model, arguments)
-    return batch, length
+    return length
 
 
 def _check_loss(model: Any, arguments: dict[str, Any]) -> None:

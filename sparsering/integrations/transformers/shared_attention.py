@@ -33,9 +33,13 @@ def attend_shared(
         used = _whole_pattern(module, mask)
     query, key, value = (x[:, :, : shared.num_tokens] for x in inputs)
     query = _at_whole_positions(module, query, shared)
+    if not torch.compiler.is_compiling():
+        sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
+        shared.shapes[getattr(module, "layer_idx", len(shared.shapes))] = (*sizes, query.dtype)
     out = ring_attention(
         query, key, value, used, group=shared.group, sharding=shared.sharding, **extras
     )
+    assert isinstance(out, Tensor)
     missing = inputs[0].shape[2] - shared.num_tokens
     return torch.nn.functional.pad(out, (0, 0, 0, missing)) if missing else out
 
