@@ -276,10 +276,12 @@ def _cut(
     ids = arguments.get("position_ids")
     ids = torch.arange(length, device=first.device)[None] if ids is None else ids
     labels, shifted = arguments.get("labels"), arguments.pop("shift_labels", None)
-    if shifted is not None:
+    if labels is not None and shifted is not None:  # without labels, a model computes no loss
         labels = shifted
-    elif labels is not None and not parallel.own_loss and _shifts(model):
-        labels = pad(labels[:, 1:], (0, 1), value=-100)
+    if labels is not None and not parallel.own_loss:
+        labels = labels.masked_fill(labels == arguments.pop("ignore_index", -100), -100)
+        if shifted is None and _shifts(model):
+            labels = pad(labels[:, 1:], (0, 1), value=-100)
     shared = SharedCall(
         parallel.group, sharding, length, tokens, count, ids, labels, runs_layers_again(model)
     )
@@ -390,7 +392,7 @@ def _sharded_loss(original: Callable[..., Tensor], scale: float) -> Callable[...
             more["num_items_in_batch"] = num_items_in_batch
             return original(logits, labels, *rest, **more)
         if num_items_in_batch is None:
-            num_items_in_batch = (shared.labels != more.get("ignore_index", -100)).sum()
+            num_items_in_batch = (shared.labels != -100).sum()
         if original is _CAUSAL_LOSS:
             more["shift_labels"] = labels
         loss = original(logits, labels, *rest, num_items_in_batch=num_items_in_batch, **more)
