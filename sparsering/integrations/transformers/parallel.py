@@ -432,9 +432,13 @@ def _sharding(model: Any, parallel: Parallel, length: int) -> str:
         return "contiguous" if parallel.ranks == 1 else parallel.sharding
     unknown = Causal() if is_causal(model) else Full()
     layers = Counter(unknown if x is None else x for x in patterns_of(model))
+    config = decoder_config(model)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
 
     def plan(pattern: Pattern, sharding: str) -> RingPlan:
-        return RingPlan.build(pattern, length, parallel.ranks, sharding=sharding)
+        ranks, counts = parallel.ranks, {"num_heads": heads, "num_kv_heads": kv_heads}
+        return RingPlan.build(pattern, length, ranks, sharding=sharding, **counts)
 
     choices = {plan(pattern, parallel.sharding).sharding for pattern in layers}
     if len(choices) == 1:
