@@ -22,7 +22,14 @@ from .sparse_cache import attend_cached, cache_layer_of
 _HARMLESS = {
     *("use_cache", "output_router_logits", "output_hidden_states", "return_dict", "deterministic"),
     *("sliding_window", "cache_position", "num_items_in_batch", "max_length_q", "max_length_k"),
-    *("logits_to_keep", "labels", "is_training", "position_embeddings", "layer_idx"),
+    *(
+        "logits_to_keep",
+        "labels",
+        "shift_labels",
+        "is_training",
+        "position_embeddings",
+        "layer_idx",
+    ),
 }
 _REFUSED = {
     "indices": "keys chosen for each query",
@@ -98,6 +105,8 @@ def attention_function(
             )
         if attention_mask is None:
             attention_mask = _mask_by_default(module, query, key, is_causal)
+        if used is None and isinstance(attention_mask, ModelMask) and position_ids is not None:
+            _warn_of_packing(attention_mask, state.shared.position_ids)
         out = attend_shared(module, inputs, attention_mask, used, state.shared, extras)
     elif used is not None:
         out = _attend_used(module, used, inputs, position_bias, extras)
@@ -269,9 +278,15 @@ def _check_mask(mask: ModelMask, query: Tensor, key: Tensor, position_ids: Tenso
             f"the model's mask is for {q_len} queries of {kv_len} keys, got {query.shape[2]} of "
             f"{key.shape[2]}; a cache must return as many keys as its get_mask_sizes announces"
         )
+    _warn_of_packing(mask, position_ids)
+
+
+def _warn_of_packing(mask: ModelMask, position_ids: Tensor | None) -> None:
+    """Warns if position_ids [B or 1, Nq] show packed documents that the mask ignores."""
     if mask.packing_checked or torch.compiler.is_compiling():
         return
     mask.packing_checked = True
+    q_len = mask.shape[2]
     if mask.documents is not None or position_ids is None or mask.kind is None or q_len < 2:
         return
     if position_ids.dim() != 2 or position_ids.shape[1] != q_len:
