@@ -197,6 +197,8 @@ def _reason_against(model: Any, modules: list[Any]) -> str | None:
             return f"{path} ({type(module).__name__}) derives positions from the padding"
     if any(part in name for part in _POOLED) or getattr(model, "pooler", None) is not None:
         return "its head pools over tokens"
+    if getattr(model, "sparse_prediction", False) and model.sparse_pred_ignore_index != -100:
+        return "its config sets a sparse_pred_ignore_index other than -100"
     if getattr(config, "output_router_logits", False):
         return "its config sets output_router_logits, an auxiliary loss that needs all tokens"
     if rope := _dynamic_positions(config):
