@@ -22,14 +22,8 @@ from .sparse_cache import attend_cached, cache_layer_of
 _HARMLESS = {
     *("use_cache", "output_router_logits", "output_hidden_states", "return_dict", "deterministic"),
     *("sliding_window", "cache_position", "num_items_in_batch", "max_length_q", "max_length_k"),
-    *(
-        "logits_to_keep",
-        "labels",
-        "shift_labels",
-        "is_training",
-        "position_embeddings",
-        "layer_idx",
-    ),
+    *("logits_to_keep", "labels", "shift_labels", "is_training", "position_embeddings"),
+    "layer_idx",
 }
 _REFUSED = {
     "indices": "keys chosen for each query",
