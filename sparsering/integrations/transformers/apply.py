@@ -29,6 +29,7 @@ from .config import (
     text_of,
     types_of,
 )
+from .implementation import switch
 from .masks import mask_interface
 
 
@@ -97,6 +98,7 @@ def apply(model: Any, pattern: Patterns) -> None:
     parse_in_advance(texts)
     if isinstance(pattern, Mapping):
         check_keys(pattern, modules, "apply")
+    register()
     switch(model, modules, "apply")
     for module in (model, *modules):
         setattr(module.config, NAME, texts)
@@ -113,18 +115,6 @@ def checked_modules(model: Any) -> list[Any]:
             "for which attn_implementation can be set"
         )
     return modules
-
-
-def switch(model: Any, modules: list[Any], verb: str) -> None:
-    """Sets a model's attention to "sparsering"; NotImplementedError if a module does not follow."""
-    register()
-    model.set_attn_implementation(NAME)
-    unchanged = {type(x).__name__ for x in modules if x.config._attn_implementation != NAME}
-    if unchanged:
-        raise NotImplementedError(
-            f"transformers does not let {', '.join(sorted(unchanged))} change its attention after "
-            f'loading; load the model with attn_implementation="{NAME}", then call {verb}'
-        )
 
 
 def check_keys(pattern: Mapping[Any, Any], modules: list[Any], verb: str) -> None:
@@ -146,7 +136,8 @@ def explain(model: Any) -> str:
 
     After a call that ranks share (`parallelize`), a line also says the ranks, the sharding, and the
     bytes and the tokens per kv head (the halo) that the rank with most of them receives in a
-    forward pass of a row of that length. Padding and documents may make it less.
+    forward pass of a row of that length. Padding and documents may make it less. In a `using`
+    block, a layer has the block's pattern and no cache.
 
     Returns: one line per layer. If the model has another attn_implementation, a single line names
         that implementation and any pattern that the model's config stores.
@@ -165,9 +156,10 @@ def explain(model: Any) -> str:
     query, key = (weight.new_zeros(1, n, 16, head_dim) for n in (heads, kv_heads))
     backend = explain_call(query, key, key, Full()).split(",")[0].removeprefix("runs: ")
     lines = []
+    used = _used_patterns(model)
     for index, pattern in enumerate(patterns_of(model)):
         bound = "none"
-        if causal and pattern is not None:
+        if causal and pattern is not None and index not in used:
             most = pattern.cache_bound(num_heads=heads, num_kv_heads=kv_heads)
             bound = "grows without end" if most is None else f"{most} keys"
         text = "the model's own" if pattern is None else shortened(str(pattern), 120)
@@ -212,12 +204,17 @@ def is_causal(model: Any) -> bool:
 def patterns_of(model: Any) -> list[Pattern | None]:
     """Returns each layer's pattern, of an open `using` block first; None for an unknown mask."""
     patterns = layer_patterns(decoder_config(model), is_causal(model))
+    used = _used_patterns(model)
+    return [used.get(index, pattern) for index, pattern in enumerate(patterns)]
+
+
+def _used_patterns(model: Any) -> dict[int, Pattern]:
+    """Returns the patterns of an open `using` block by layer index."""
+    patterns = {}
     for number, module in enumerate(attention_modules(model)):
         index = getattr(module, "layer_idx", None)
-        index = index if isinstance(index, int) else number
-        used = used_pattern(module, thread.blocks)
-        if used is not None and index < len(patterns):
-            patterns[index] = used
+        if (pattern := used_pattern(module, thread.blocks)) is not None:
+            patterns[index if isinstance(index, int) else number] = pattern
     return patterns
 
 

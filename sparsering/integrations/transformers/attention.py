@@ -10,7 +10,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 from ...functional import attention
 from ...patterns.algebra import Pattern
 from ...patterns.keys import KeyMask
-from .calls import call_state, thread, used_modules, used_pattern
+from .calls import call_state, is_in_block, thread, used_modules, used_pattern
 from .config import pattern_of
 from .dense import as_bool, check_mask, dense_attention
 from .masks import Inputs, ModelMask, mask_interface, once
@@ -72,8 +72,6 @@ def attention_function(
     Raises: NotImplementedError for a keyword that changes the result and is not supported.
     """
     _check_keywords(keywords)
-    if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
-        attention_mask = _with_documents(attention_mask, cu_seq_lens_q, cu_seq_lens_k, len(query))
     extras: dict[str, Any] = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         "softcap": softcap or None,
@@ -85,12 +83,14 @@ def attention_function(
     inputs = query, key, value
     state = attention_mask.state if isinstance(attention_mask, ModelMask) else call_state()
     used = used_pattern(module, state.blocks)
-    if used is None and state.in_backward and module in used_modules:
+    if state.in_backward and module in used_modules and not is_in_block(module, state.blocks):
         raise RuntimeError(
-            "a backward pass runs this model again outside the hf.using block of its forward pass; "
-            "open the block inside the function that is checkpointed, or checkpoint the model's "
-            "layers by gradient_checkpointing_enable()"
+            "a backward pass runs this model again, and does not know the hf.using block of its "
+            "forward pass; open the block inside the function that is checkpointed, or turn on "
+            "the model's own gradient checkpointing before the block"
         )
+    if used is None and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
+        attention_mask = _with_documents(attention_mask, cu_seq_lens_q, cu_seq_lens_k, len(query))
     if state.shared is not None:
         if position_bias is not None:
             raise NotImplementedError(

@@ -5,7 +5,9 @@ runs again in a backward pass, outside the block or in another thread, finds it 
 """
 
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -22,6 +24,7 @@ class UsingBlock:
 
     patterns: dict[int, Pattern]  # by the id of an attention module; only modules with a pattern
     modules: frozenset[int]  # ids of all attention modules of the model
+    task: int = -1  # the backward pass in which it is open, as `backward_task` says
 
 
 @dataclass(eq=False)
@@ -45,7 +48,7 @@ class CallState(NamedTuple):
 
     blocks: tuple[UsingBlock, ...]  # open `using` blocks, the innermost last
     shared: SharedCall | None  # set if ranks share the call; masks are of the whole batch
-    in_backward: bool  # True in a backward pass that runs the whole model again
+    in_backward: bool  # True in a backward pass that does not know the blocks of its forward pass
 
 
 PLAIN_CALL = CallState((), None, False)
@@ -56,6 +59,7 @@ class _Thread(threading.local):
 
     blocks: tuple[UsingBlock, ...] = ()
     shared: SharedCall | None = None
+    task: int = -1  # the backward pass in which `blocks` are those of the forward pass
 
 
 thread = _Thread()
@@ -66,9 +70,55 @@ used_modules: WeakSet[Any] = WeakSet()
 
 
 def call_state() -> CallState:
-    """Returns what holds for a forward pass that begins now in this thread."""
-    backward = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-    return CallState(thread.blocks, thread.shared, backward)
+    """Returns what holds for a forward pass that begins now in this thread.
+
+    A block that is open around a backward pass has no effect on what that pass runs again.
+    """
+    if torch.compiler.is_compiling():
+        return CallState(thread.blocks, thread.shared, False)
+    task = backward_task()
+    blocks = tuple(block for block in thread.blocks if block.task == task)
+    return CallState(blocks, thread.shared, task not in (-1, thread.task))
+
+
+def backward_task() -> int:
+    """Returns a number of the backward pass that runs this code, or -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def remember_blocks(model: Any) -> None:
+    """Lets gradient checkpointing open a layer's blocks again where it runs the layer again.
+
+    Masks keep the blocks too, but a layer may have none, or a 4-D mask of the user's.
+    """
+    for module in model.modules():
+        checkpoint = vars(module).get("_gradient_checkpointing_func")
+        if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpoint:
+            module._gradient_checkpointing_func = partial(_checkpoint, checkpoint)
+
+
+def _checkpoint(
+    checkpoint: Callable[..., Any], layer: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
+    if not torch.compiler.is_compiling():
+        layer = partial(_run_in, call_state().blocks, layer)
+    return checkpoint(layer, *args, **options)
+
+
+def _run_in(
+    blocks: tuple[UsingBlock, ...], layer: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
+    task, outer = backward_task(), (thread.blocks, thread.task)
+    thread.blocks, thread.task = tuple(replace(block, task=task) for block in blocks), task
+    try:
+        return layer(*args, **options)
+    finally:
+        thread.blocks, thread.task = outer
+
+
+def is_in_block(module: Any, blocks: tuple[UsingBlock, ...]) -> bool:
+    """Whether a block is of a module's model, with a pattern for the module or without."""
+    return any(id(module) in block.modules for block in blocks)
 
 
 def used_pattern(module: Any, blocks: tuple[UsingBlock, ...]) -> Pattern | None:

@@ -29,9 +29,10 @@ from ...distributed.sharding import check_sharding, num_tokens, owned_ranges, po
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
 from ...patterns.positions import Causal, Full
-from .apply import checked_modules, is_causal, patterns_of, switch
+from .apply import checked_modules, is_causal, patterns_of, register
 from .calls import SharedCall, runs_layers_again, shared_calls, thread
 from .config import NAME, decoder_config, is_cross_attention, types_of
+from .implementation import Hold, hold, release
 
 _BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids")  # [B, N, ...]: a rank gets its tokens
 _WHOLE = ("attention_mask", "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -63,8 +64,8 @@ class Parallel:
     scale: float  # factor of the loss
     signature: inspect.Signature
     own_loss: bool  # the model computes its loss itself, without `loss_function`
-    implementation: str  # the model's attention before
     loss_function: Any = None  # the model's own, or None for that of its family
+    held: list[Hold] = field(default_factory=list)
     hooks: list[Any] = field(default_factory=list)
 
     @property
@@ -140,10 +141,10 @@ def parallelize(
         float(ranks) if loss == "mean" else 1.0,
         inspect.signature(type(model).forward),
         "loss_function" not in forward.__code__.co_names,
-        model.config._attn_implementation,
         vars(model).get("_loss_function"),
     )
-    switch(model, modules, "parallelize")
+    register()
+    parallel.held = hold(model, modules, "parallelize")
     if not parallel.own_loss:
         model.loss_function = _sharded_loss(model.loss_function, parallel.scale)
     _hook(model, parallel)
@@ -177,7 +178,7 @@ def _undo(model: Any) -> None:
         model.loss_function = parallel.loss_function
     else:
         vars(model).pop("_loss_function", None)
-    model.set_attn_implementation(parallel.implementation)
+    release(parallel.held)
 
 
 def _reason_against(model: Any, modules: list[Any]) -> str | None:

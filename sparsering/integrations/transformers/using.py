@@ -2,19 +2,21 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from threading import Lock
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from ...checks import check_pattern
 from ...patterns.algebra import Pattern
-from .apply import check_keys, checked_modules, switch
-from .calls import UsingBlock, runs_layers_again, thread, used_modules
-from .config import NAME, Patterns, is_cross_attention, place_of
-
-_switched: WeakKeyDictionary[Any, tuple[int, str]] = WeakKeyDictionary()
-"""By model: its number of open blocks, and the implementation that it had before them."""
-_lock = Lock()
+from .apply import check_keys, checked_modules, register
+from .calls import (
+    UsingBlock,
+    backward_task,
+    remember_blocks,
+    runs_layers_again,
+    thread,
+    used_modules,
+)
+from .config import Patterns, is_cross_attention, place_of
+from .implementation import hold, release, switch
 
 
 @contextmanager
@@ -37,6 +39,8 @@ def using(model: Any, pattern: Patterns) -> Iterator[None]:
             overrides a type; layers that are not named keep their own mask. Unlike those of
             `apply`, patterns may have tensors or functions, as `SelectedBlocks` and `MaskMod` do.
 
+    Returns: a context manager, which also decorates a function.
+
     Raises: ValueError for a key that names no layer and, when the model is called, for a cache
         with earlier tokens. NotImplementedError for a family that does not use the interface.
 
@@ -53,14 +57,18 @@ def using(model: Any, pattern: Patterns) -> Iterator[None]:
     found = {key: _pattern_for(x, pattern) for key, x in own.items()}
     patterns = {key: part for key, part in found.items() if part is not None}
     used_modules.update(own.values())
-    _switch(model, modules)
-    outer = thread.blocks
-    thread.blocks = (*outer, UsingBlock(patterns, frozenset(own)))
+    register()
+    remember_blocks(model)
+    held = hold(model, modules, "using")
+    block = UsingBlock(patterns, frozenset(own), backward_task())
+    thread.blocks = (*thread.blocks, block)
     try:
         yield
     finally:
-        thread.blocks = outer
-        _switch_back(model)
+        thread.blocks = tuple(x for x in thread.blocks if x is not block)
+        if runs_layers_again(model):
+            switch(model, modules, "using")
+        release(held)
 
 
 def _pattern_for(module: Any, patterns: Patterns) -> Pattern | None:
@@ -68,23 +76,3 @@ def _pattern_for(module: Any, patterns: Patterns) -> Pattern | None:
         return patterns
     index, kind = place_of(module)
     return patterns.get(index, patterns.get(kind))  # type: ignore[arg-type]
-
-
-def _switch(model: Any, modules: list[Any]) -> None:
-    with _lock:
-        count, before = _switched.get(model, (0, model.config._attn_implementation))
-        if before != NAME:
-            if count == 0:
-                switch(model, modules, "using")
-            _switched[model] = count + 1, before
-
-
-def _switch_back(model: Any) -> None:
-    with _lock:
-        if model not in _switched:
-            return
-        count, before = _switched.pop(model)
-        if count > 1:
-            _switched[model] = count - 1, before
-        elif not runs_layers_again(model):
-            model.set_attn_implementation(before)
