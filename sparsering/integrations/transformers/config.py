@@ -35,7 +35,8 @@ def _checked_text(pattern: Pattern) -> str:
     if selections_of(pattern):
         raise ValueError(
             "a model's pattern must be one that its config can hold as text, for any input, got "
-            f"{shortened(text)}, whose blocks are chosen for one input; use an attention function "
+            f"{shortened(text)}, whose blocks are chosen for one input; open a block of "
+            "hf.using(model, pattern) for calls with that input, use an attention function "
             "that chooses blocks, registered with transformers' AttentionInterface "
             "(docs/transformers.md shows one), or give the model SelectedAttention layers"
         )
@@ -48,7 +49,7 @@ def _checked_text(pattern: Pattern) -> str:
         raise ValueError(
             "a model's pattern must be one that its config can hold as text, for any batch, got "
             f"{shortened(text)}; the model takes padding and documents from its inputs; for masks "
-            "of tensors or functions call sparsering.attention"
+            "of tensors or functions open a block of hf.using(model, pattern)"
         )
     return text
 
