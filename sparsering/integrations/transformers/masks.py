@@ -5,7 +5,7 @@ model to the attention function.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NoReturn
 
@@ -53,6 +53,11 @@ class ModelMask:
     packing_checked: bool = False  # so that packed documents cause one warning per forward pass
     state: CallState = PLAIN_CALL
 
+    @property
+    def device(self) -> NoReturn:
+        """Raises NotImplementedError: a mask has no tensor of its own."""
+        _refuse("device")
+
     def __repr__(self) -> str:
         batch, _, q_len, kv_len = self.shape
         return f"<ModelMask of {batch} x {q_len} queries, {kv_len} keys: {self.kind}>"
@@ -92,6 +97,25 @@ class ModelMask:
             mask = mask & SameRun(runs[:, :kv_len])
         return mask if valid is None else mask & KeyMask(valid)
 
+    def __getitem__(self, index: Any) -> "ModelMask":
+        """Returns the mask of the last queries: Gemma 4 takes `mask[:, :, slice(-n, None), :]`."""
+        whole = slice(None)
+        rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
+        if not isinstance(rows, slice) or index != (whole, whole, rows, whole):
+            _refuse("__getitem__")
+        batch, heads, q_len, kv_len = self.shape
+        begin, end, step = rows.indices(q_len)
+        if end != q_len or step != 1:
+            _refuse("__getitem__")
+        if begin == 0:
+            return self
+        return replace(
+            self,
+            shape=(batch, heads, q_len - begin, kv_len),
+            q_start=self.q_start + begin,
+            dense=lambda: self.dense()[:, :, begin:],
+        )
+
     def own_causal(self) -> Mask | None:
         """Returns a causal mask as a pattern, without padding and documents; else None."""
         if self.kind is None or not self.kind.causal:
@@ -126,7 +150,7 @@ def _refuse(name: str, *_: object) -> NoReturn:
     )
 
 
-for _name in ("add", "radd", "sub", "mul", "rmul", "and", "rand", "or", "ror", "invert", "getitem"):
+for _name in ("add", "radd", "sub", "mul", "rmul", "and", "rand", "or", "ror", "invert"):
     setattr(ModelMask, f"__{_name}__", staticmethod(partial(_refuse, f"__{_name}__")))
 
 
