@@ -295,8 +295,11 @@ def _cut(
     local["position_ids"] = ids.index_select(1, tokens)
     if labels is not None:
         local["labels"] = None if parallel.own_loss else _own_labels(shared)
-    if "use_cache" in parallel.signature.parameters:
-        local["use_cache"] = False
+    passes_on = any(x.kind is x.VAR_KEYWORD for x in parallel.signature.parameters.values())
+    if "use_cache" in parallel.signature.parameters or (
+        passes_on and getattr(decoder_config(model), "use_cache", False)
+    ):
+        local["use_cache"] = False  # with a cache, transformers would not look for documents
     return local, shared
 
 
