@@ -21,6 +21,7 @@ from transformers import masking_utils
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import ModelOutput
 
+from ...checks import check_module
 from ...distributed.agreement import agree_on_batch
 from ...distributed.exchange import Exchange
 from ...distributed.plan import RingPlan
@@ -31,7 +32,7 @@ from ...patterns.arguments import shortened
 from ...patterns.positions import Causal, Full
 from .apply import checked_modules, is_causal, patterns_of, register
 from .calls import SharedCall, runs_layers_again, shared_calls, thread
-from .config import NAME, decoder_config, is_cross_attention, types_of
+from .config import NAME, attention_modules, decoder_config, is_cross_attention, types_of
 from .implementation import Hold, hold, release
 
 _BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids")  # [B, N, ...]: a rank gets its tokens
@@ -115,10 +116,11 @@ def parallelize(
         >>> parallelize(model, mesh["cp"])
         >>> model(input_ids=tokens, labels=tokens).loss.backward()
     """
-    modules = checked_modules(model)
+    check_module("model", model)
     if group is False:
         _undo(model)
         return
+    modules = list(attention_modules(model))
     mesh = group if isinstance(group, DeviceMesh) else None
     resolved = resolve_group(None if mesh is not None else group, mesh)  # type: ignore[arg-type]
     ranks = 1 if resolved is None else resolved.size()
@@ -189,6 +191,10 @@ def _reason_against(model: Any, modules: list[Any]) -> str | None:
     types = types_of(config)
     if unknown := sorted({*types} - _ATTENTION):
         return f"its layers of type {', '.join(unknown)} are not attention over one of its masks"
+    if not modules:
+        return "it mixes tokens in its own classes, and does not use the attention interface"
+    if not types:
+        return "its config does not say how many layers it has"
     if len(modules) < len(types):
         return f"only {len(modules)} of its {len(types)} layers use the attention interface"
     for path, module in model.named_modules():
@@ -207,6 +213,23 @@ def _reason_against(model: Any, modules: list[Any]) -> str | None:
     parameters = inspect.signature(type(model).forward).parameters
     if "position_ids" not in parameters:
         return "its forward takes no position_ids"
+    if "shared_kv_states" in parameters:
+        return "it attends to keys of another model (shared_kv_states)"
+    return None
+
+
+def _counts_padding(model: Any) -> str | None:
+    """Returns the name of a module that derives positions from the padding, as OPT's decoder does.
+
+    Embeddings that could do so are left out: models give them positions.
+    """
+    for module in model.modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is None or isinstance(module, nn.Embedding):
+            continue
+        names = {*code.co_names, *code.co_varnames}
+        if {"cumsum", "position_ids", "attention_mask"} <= names:
+            return type(module).__name__
     return None
 
 
@@ -344,6 +367,13 @@ def _checked_arguments(model: Any, arguments: dict[str, Any]) -> int:
                 f"{name} must be of the whole batch, {batch} x {length} tokens, got "
                 f"{tuple(value.shape)}; pass the same whole batch on every rank"
             )
+    padding = arguments.get("attention_mask")
+    padded = padding is not None and not bool(padding.all())
+    if padded and arguments.get("position_ids") is None and (counts := _counts_padding(model)):
+        raise NotImplementedError(
+            f"{counts} derives positions from attention_mask, of which ranks have a part; pass "
+            "position_ids of the whole batch"
+        )
     if length == 0:
         raise ValueError(
             "a model that ranks share needs at least 1 token, got none; skip the batch"
