@@ -1,0 +1,210 @@
+"""Runs a tiny model of a family over ranks and in one process, and compares the results.
+
+Each rank builds the model once and calls it twice: as one of the ranks that share the call, and
+alone, on eager attention. All of it is float64: `InFloat64` undoes the float32 of norms, routers,
+softmax and losses, of which a rank would else have other roundings.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from ring_workers import groups
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from transformers_families import NOT_BUILT, layer_types, tiny
+
+from sparsering.integrations import transformers as hf
+from sparsering.integrations.transformers import attention
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallel-families.md"
+LENGTH, PADDING, DOCUMENT = 13, 8, 5  # tokens; 2 ranks have 7 and 6, or chunks of 4
+
+
+class Row(NamedTuple):
+    """The result of a family."""
+
+    family: str
+    masks: tuple[str, ...]  # what its layers have; of a family that is refused, its types of layers
+    result: str  # "runs", "refused", "not tried" or, of a defect, "wrong"
+    why: str = ""
+
+
+class InFloat64(TorchFunctionMode):
+    """Leaves float64 tensors float64, wherever a model converts them to float32."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if function is Tensor.float:
+                return args[0]
+            args = tuple(torch.float64 if x is torch.float32 else x for x in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs["dtype"] = torch.float64
+        return function(*args, **kwargs)
+
+
+def share(rank: int, family: str, world: int = 2, positions: bool = False) -> Row:
+    """Compares a family's calls over ranks with those in one process."""
+    if family in NOT_BUILT:
+        return Row(family, (), "not tried", NOT_BUILT[family])
+    masks: set[str] = set()
+    data = batches(positions)
+    with InFloat64(), _recorded(masks):
+        model = tiny(family)
+        try:
+            hf.parallelize(model, groups[world])
+            shared = [_over_ranks(model, batch, groups[world]) for batch in data]
+        except NotImplementedError as refused:
+            return Row(family, layer_types(family), "refused", _in_short(str(refused)))
+        hf.parallelize(model, False)
+        assert model.config._attn_implementation == "eager"
+        alone = [_alone(model, batch) for batch in data]
+    wrong = [
+        _differences(places, got, wanted, batch)
+        for batch, (places, *got), wanted in zip(data, shared, alone, strict=True)
+    ]
+    found = tuple(sorted(masks))
+    if any(wrong):
+        return Row(family, found, "wrong", "; ".join(x or "nothing differs" for x in wrong))
+    return Row(family, found, "runs")
+
+
+def _in_short(error: str) -> str:
+    """Returns an error's reason, without its beginning and without the way out."""
+    return (
+        error.split(": ", 1)[-1].split("; ")[0] if "ranks cannot" in error else error.split(";")[0]
+    )
+
+
+def batches(positions: bool = False) -> list[dict[str, Tensor]]:
+    """Returns a batch with padding on the left of a row, and one of two documents a row.
+
+    With `positions`, both have `position_ids`.
+    """
+    torch.manual_seed(3)
+    ids = torch.randint(4, 61, (2, LENGTH))
+    mask = torch.ones_like(ids)
+    mask[1, :PADDING] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[1, PADDING] = -100  # a token of padding predicts it, and its logits are free
+    padded = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    if positions:
+        padded["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    restarts = torch.cat([torch.arange(DOCUMENT), torch.arange(LENGTH - DOCUMENT)])
+    return [padded, {"input_ids": ids, "labels": ids, "position_ids": restarts.expand(2, -1)}]
+
+
+def _over_ranks(model: Any, batch: dict[str, Tensor], group: Any) -> tuple[Tensor, ...]:
+    """Returns the rank's positions, logits, and the loss and gradients that all have together."""
+    model.zero_grad()
+    out = model(**batch)
+    out.loss.backward()
+    grads = _gradients(model)
+    loss = out.loss.detach().clone()
+    for x in (grads, loss):
+        dist.all_reduce(x, group=group)
+    world = group.size()
+    return hf.local_positions(model), out.logits.detach(), loss / world, grads / world
+
+
+def _alone(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    model.zero_grad()
+    out = model(**batch, use_cache=False)
+    out.loss.backward()
+    return out.logits.detach(), out.loss.detach(), _gradients(model)
+
+
+def _gradients(model: Any) -> Tensor:
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    return torch.cat([x.flatten() for x in grads])
+
+
+def _differences(
+    positions: Tensor, got: Any, wanted: tuple[Tensor, ...], batch: dict[str, Tensor]
+) -> str:
+    """Says what differs between the ranks and one process by more than 1e-10; "" if nothing."""
+    logits, *totals = got
+    whole, *whole_totals = wanted
+    real = batch.get("attention_mask", torch.ones_like(batch["input_ids"]))[:, positions].bool()
+    pairs = {
+        "logits": (logits[real], whole[:, positions][real]),
+        **dict(zip(("loss", "gradients"), zip(totals, whole_totals, strict=True), strict=True)),
+    }
+    found = []
+    for name, (x, y) in pairs.items():
+        assert y.abs().max() > 1e-3, f"{name} are all but 0: they could not differ"
+        error = float((x - y).abs().max() / y.abs().max())
+        if not error <= 1e-10:
+            found.append(f"{name} differ by {error:.1e}")
+    return ", ".join(found)
+
+
+@contextmanager
+def _recorded(masks: set[str]) -> Iterator[None]:
+    """Notes the kinds of masks, sinks and softcaps of attention that ranks share."""
+    original = attention.attend_shared
+
+    def attend(
+        module: Any, inputs: Any, mask: Any, used: Any, shared: Any, extras: dict[str, Any]
+    ) -> Tensor:
+        kind = mask.kind
+        if kind is not None:
+            name = "causal" if kind.causal else "all keys"
+            name = "window" if kind.left is not None else name
+            masks.add("chunks" if kind.chunks else name)
+        masks.update(x for x in ("sink", "softcap") if extras[x] is not None)
+        return original(module, inputs, mask, used, shared, extras)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "attend_shared", attend)
+        yield
+
+
+_TEXT = """# Families over ranks
+
+The table lists every causal family of transformers {version} that its own context parallelism
+refuses, and some that it runs. A tiny model of each family is shared by two ranks with
+`hf.parallelize`, and called with text:
+
+- "runs": the loss, the logits and all gradients are those of one process, within 1e-10 in float64,
+  for a padded and for a packed batch. Windows and chunks cross the border between the ranks.
+- "refused": `hf.parallelize`, or the model at its first call, raises NotImplementedError.
+- "not tried": the reason is in the last column.
+
+Of a family that runs, the second column names what its layers have; of another, their types. Some
+types mix tokens in other ways than by attention over a mask. "linear_attention" is linear
+attention or a state space, "conv" is a convolution, and "hybrid" layers have one of these beside
+attention. Layers of "indexed_attention" and "compressed_sparse_attention" choose keys by their
+content.
+
+Do not edit this page: `python tools/tabulate_families.py` writes it, and a test of `make test-all`
+compares it with the results.
+
+| family | masks, or types of layers | result | why not |
+| --- | --- | --- | --- |
+"""
+
+
+def page(rows: list[Row]) -> str:
+    """Returns the text of docs/parallel-families.md."""
+    cells = [(x.family, ", ".join(x.masks), x.result, x.why) for x in rows]
+    lines = [" ".join(["|", *(f"{x} |" if x else "|" for x in row)]) for row in cells]
+    return _TEXT.format(version=transformers.__version__) + "\n".join([*lines, ""])
+
+
+def rows_of_page() -> dict[str, Row]:
+    """Returns the rows of docs/parallel-families.md by family."""
+    rows = {}
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("| ") and not line.startswith(("| family", "| ---")):
+            family, masks, result, why = (x.strip() for x in line.strip("|").split("|"))
+            rows[family] = Row(family, tuple(masks.split(", ")) if masks else (), result, why)
+    return rows
