@@ -155,7 +155,7 @@ def _recorded(masks: set[str]) -> Iterator[None]:
     def attend(
         module: Any, inputs: Any, mask: Any, used: Any, shared: Any, extras: dict[str, Any]
     ) -> Tensor:
-        kind = mask.kind
+        kind = getattr(mask, "kind", None)  # None of a tensor of all pairs
         if kind is not None:
             name = "causal" if kind.causal else "all keys"
             name = "window" if kind.left is not None else name

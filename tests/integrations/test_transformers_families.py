@@ -65,6 +65,8 @@ def test_a_family_that_mixes_tokens_otherwise_is_refused(workers, family):
             "this model uses its attention mask as a tensor (device) inside its own attention",
         ),
         ("blt", "its config does not say how many layers it has"),
+        ("mobilebert (masked LM)", "its embeddings join neighbouring tokens (trigram_input)"),
+        ("layoutlm (masked LM)", "a model that ranks share needs masks of causality"),
         ("bloom", "it mixes tokens in its own classes, and does not use the attention interface"),
     ],
 )

@@ -145,7 +145,7 @@ def default_config(family: str) -> Any:
 
 
 def _class_of(family: str, kind: str) -> Any:
-    mapping: Any = MASKED if family in MASKED_LM else CAUSAL
+    mapping: Any = MASKED if family.endswith("(masked LM)") else CAUSAL
     name = family.split()[0]
     return mapping._load_attr_from_module(name, getattr(mapping, kind)[name])
 
@@ -205,7 +205,7 @@ def tiny(family: str) -> Any:
     torch.manual_seed(7)
     config = default_config(family)
     values = shrunk(config)
-    if family in MASKED_LM:
+    if family.endswith("(masked LM)"):
         values["is_decoder"] = False
     config = type(config)(**values, experts_implementation="eager")
     cls = _class_of(family, "_model_mapping")

@@ -202,6 +202,8 @@ def _reason_against(model: Any, modules: list[Any]) -> str | None:
             return f"{path} ({type(module).__name__}) joins tokens without attention"
         if hasattr(module, "create_position_ids_from_input_ids"):
             return f"{path} ({type(module).__name__}) derives positions from the padding"
+    if getattr(config, "trigram_input", False):
+        return "its embeddings join neighbouring tokens (trigram_input)"
     if any(part in name for part in _POOLED) or getattr(model, "pooler", None) is not None:
         return "its head pools over tokens"
     if getattr(model, "sparse_prediction", False) and model.sparse_pred_ignore_index != -100:
