@@ -30,7 +30,7 @@ from ...distributed.sharding import check_sharding, num_tokens, owned_ranges, po
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
 from ...patterns.positions import Causal, Full
-from .apply import checked_modules, is_causal, patterns_of, register
+from .apply import is_causal, patterns_of, register
 from .calls import SharedCall, runs_layers_again, shared_calls, thread
 from .config import NAME, attention_modules, decoder_config, is_cross_attention, types_of
 from .implementation import Hold, hold, release
