@@ -8,7 +8,7 @@ after the call removes a token that is not the rank's own, and adds the loss of 
 import inspect
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -65,16 +65,21 @@ class Parallel:
     scale: float  # factor of the loss
     signature: inspect.Signature
     own_loss: bool  # the model computes its loss itself, without `loss_function`
+    implementation: str  # the model's attention before
     loss_function: Any = None  # the model's own, or None for that of its family
-    held: list[Hold] = field(default_factory=list)
-    hooks: list[Any] = field(default_factory=list)
 
     @property
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.size()
 
 
-parallels: WeakKeyDictionary[Any, Parallel] = WeakKeyDictionary()
+_held: WeakKeyDictionary[Any, list[Hold]] = WeakKeyDictionary()
+
+
+def parallel_of(model: Any) -> Parallel | None:
+    """Returns how ranks share a model's calls, or None. Its hooks hold it: copies have them too."""
+    hooks = model._forward_pre_hooks.values()
+    return next((hook.parallel for hook in hooks if hasattr(hook, "parallel")), None)
 
 
 def parallelize(
@@ -143,14 +148,14 @@ def parallelize(
         float(ranks) if loss == "mean" else 1.0,
         inspect.signature(type(model).forward),
         "loss_function" not in forward.__code__.co_names,
+        model.config._attn_implementation,
         vars(model).get("_loss_function"),
     )
     register()
-    parallel.held = hold(model, modules, "parallelize")
+    _held[model] = hold(model, modules, "parallelize")
     if not parallel.own_loss:
         model.loss_function = _sharded_loss(model.loss_function, parallel.scale)
     _hook(model, parallel)
-    parallels[model] = parallel
 
 
 def local_positions(model: Any) -> Tensor:
@@ -162,7 +167,7 @@ def local_positions(model: Any) -> Tensor:
     Raises: ValueError if the model is not parallelized, or was not called since.
     """
     if (shared := shared_calls.get(model)) is None:
-        state = "was not called since" if model in parallels else "is not parallelized"
+        state = "was not called since" if parallel_of(model) else "is not parallelized"
         raise ValueError(
             f"local_positions needs a model after a call that ranks share; this {state}; call "
             "parallelize(model), then model(...)"
@@ -172,15 +177,22 @@ def local_positions(model: Any) -> Tensor:
 
 def _undo(model: Any) -> None:
     shared_calls.pop(model, None)
-    if (parallel := parallels.pop(model, None)) is None:
+    if (parallel := parallel_of(model)) is None:
         return
-    for hook in parallel.hooks:
-        hook.remove()
+    tables = model._forward_pre_hooks, model._forward_hooks
+    keys = [key for x in tables for key, hook in x.items() if hasattr(hook, "parallel")]
+    for name, table in vars(model).items():
+        if name.startswith(("_forward_pre_hooks", "_forward_hooks")):
+            for key in keys:
+                table.pop(key, None)
     if parallel.loss_function is not None:
         model.loss_function = parallel.loss_function
     else:
         vars(model).pop("_loss_function", None)
-    release(parallel.held)
+    if model in _held:
+        release(_held.pop(model))
+    else:  # a copy of a model that ranks share
+        model.set_attn_implementation(parallel.implementation)
 
 
 def _reason_against(model: Any, modules: list[Any]) -> str | None:
@@ -266,10 +278,9 @@ def _hook(model: Any, parallel: Parallel) -> None:
             out = _with_loss(out, shared, parallel.scale)
         return out if shared.num_tokens else _without_token(out)
 
-    parallel.hooks = [
-        model.register_forward_pre_hook(before, with_kwargs=True),
-        model.register_forward_hook(after, with_kwargs=True, always_call=True),
-    ]
+    before.parallel = after.parallel = parallel
+    model.register_forward_pre_hook(before, with_kwargs=True)
+    model.register_forward_hook(after, with_kwargs=True, always_call=True)
 
 
 def _cut(
@@ -284,7 +295,7 @@ def _cut(
     error: Exception | None = None
     length = 0
     try:
-        length = _checked_arguments(model, arguments)
+        length = _checked_arguments(model, parallel, arguments)
     except (ValueError, NotImplementedError) as raised:
         error = raised
     if exchange is not None:
@@ -328,7 +339,7 @@ def _cut(
     return local, shared
 
 
-def _checked_arguments(model: Any, arguments: dict[str, Any]) -> int:
+def _checked_arguments(model: Any, parallel: Parallel, arguments: dict[str, Any]) -> int:
     """Returns the length of a batch's rows; raises for arguments that ranks cannot share."""
     for name, meaning in _REFUSED.items():
         value = arguments.get(name)
@@ -381,13 +392,13 @@ def _checked_arguments(model: Any, arguments: dict[str, Any]) -> int:
             "a model that ranks share needs at least 1 token, got none; skip the batch"
         )
     if arguments.get("labels") is not None or arguments.get("shift_labels") is not None:
-        _check_loss(model, arguments)
+        _check_loss(model, parallel, arguments)
     return length
 
 
-def _check_loss(model: Any, arguments: dict[str, Any]) -> None:
+def _check_loss(model: Any, parallel: Parallel, arguments: dict[str, Any]) -> None:
     """Raises NotImplementedError for a loss that is not a mean over tokens."""
-    own = parallels[model].own_loss
+    own = parallel.own_loss
     loss = None if own else _original(model)
     name = type(model).__name__
     by_token = loss is _CAUSAL_LOSS or loss in _TOKEN_LOSSES
