@@ -1,20 +1,29 @@
 """The scripts of examples/ run, smaller than by default, and their figures hold."""
 
 import importlib.util
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from ring_workers import Workers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"
 
 
-def run(name: str, *arguments: Any, **options: int) -> Any:
+def loaded(name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module: Any = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.main(*arguments, **options)
+    return module
+
+
+def run(name: str, *arguments: Any, **options: int) -> Any:
+    return loaded(name).main(*arguments, **options)
 
 
 @pytest.mark.slow
@@ -42,6 +51,87 @@ def test_a_lesion_that_was_never_marked_is_looked_at(tmp_path):
     ratio = run("slide_heatmap", ["--out", str(tmp_path / "heatmap.png")])
     assert ratio > 3
     assert (tmp_path / "heatmap.png").read_bytes().startswith(b"\x89PNG")
+
+
+LONG = ["--length", "640", "--steps", "5", "--save-every", "2"]  # of windows of 512 tokens
+
+
+def rank_losses(rank: int, arguments: list[str], die_at: int | None = None) -> list[float]:
+    """The losses that a rank sees; it is killed when it draws the rows of step `die_at`."""
+    module = loaded("finetune_long_context")
+    rows_of = module.rows_of
+
+    def rows_or_death(tokens: torch.Tensor, step: int, options: Any) -> torch.Tensor:
+        if step == die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return rows_of(tokens, step, options)
+
+    module.rows_of = rows_or_death
+    return module.main(arguments)
+
+
+def one_process_losses(arguments: list[str]) -> list[float]:
+    """The example's losses, by a plain loop over eager attention."""
+    module = loaded("finetune_long_context")
+    options = module.parse(arguments)
+    torch.manual_seed(options.seed)
+    model, tokens = module.load_model(options, module.text_bytes(options.text))
+    model.set_attn_implementation("eager")
+    optimizer = torch.optim.AdamW(model.parameters())
+    losses = []
+    for step in range(options.steps):
+        optimizer.param_groups[0]["lr"] = options.lr * min(1, (step + 1) / module.WARMUP_STEPS)
+        rows = module.rows_of(tokens, step, options)
+        loss = model(input_ids=rows, labels=rows).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_ranks_that_share_rows_are_killed_and_train_on(tmp_path):
+    """Their losses are those of one process, before and after the kill."""
+    arguments = [*LONG, "--out", str(tmp_path / "run")]
+    workers = Workers(2)
+    with pytest.raises(EOFError):
+        workers.run(rank_losses, arguments, 3)
+    workers.close()
+    assert [x.name for x in (tmp_path / "run").iterdir()] == ["step-00000002"]
+    workers = Workers(2)
+    both = workers.run(rank_losses, arguments)
+    assert both[0] == both[1]
+    assert both[0] == pytest.approx(one_process_losses(arguments), rel=2e-6, abs=0)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model")
+    rows = torch.arange(640)[None] % 256
+    assert model(input_ids=rows, labels=rows).loss < 6
+
+    # The trained model, with a tokenizer, is a --model.
+    words = {"a": 0, "b": 1, "?": 2}
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(tmp_path / "run" / "model")
+    text = tmp_path / "text"
+    text.write_text("a b b " * 10)
+    arguments = ["--model", str(tmp_path / "run" / "model"), "--text", str(text), "--steps", "2"]
+    arguments += ["--length", "15", "--recompute", "--out", str(tmp_path / "second")]
+    both = workers.run(rank_losses, arguments)
+    workers.close()
+    assert both[0] == pytest.approx(one_process_losses(arguments), rel=2e-6, abs=0)
+    assert (tmp_path / "second" / "model" / "tokenizer.json").exists()
+
+
+def test_bad_options_of_a_long_context_are_errors(tmp_path):
+    for arguments, message in (
+        (["--steps", "0"], "--steps must be at least 1, got 0"),
+        (["--text", str(tmp_path)], "--text must be a file"),
+        (["--length", "1000000000"], "pass --length .* or less, or a longer --text"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run("finetune_long_context", [*arguments, "--out", str(tmp_path / "run")])
 
 
 def test_every_example_is_run():
