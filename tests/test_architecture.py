@@ -47,7 +47,7 @@ ROOMS = {
     "patterns numerics rows streams",
     "nn": "functional selection decoding checks kernels patterns numerics",
     "models": "checks nn functional decoding patterns",
-    "integrations": "nn functional selection decoding checks patterns numerics",
+    "integrations": "distributed nn functional selection decoding checks patterns numerics",
     "planning": "dispatch distributed checks kernels layouts patterns files numerics",
     "plots": "planning layouts patterns",
     "training": "distributed models nn plots layouts patterns files",

@@ -60,6 +60,7 @@ def command_lines(script: str, program: str = "sparsering") -> Iterator[list[str
 @each_page
 def test_python_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TOKENS", "1024")  # of the script in docs/parallel.md, which takes 65,536
     namespace = {"__name__": "__main__"}
     for block in blocks(page.read_text(encoding="utf-8")):
         if block.language == "python":
