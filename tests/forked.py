@@ -11,7 +11,12 @@ import tempfile
 from pathlib import Path
 
 FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(["torch.distributed.fsdp", "sparsering.training", "hypothesis"])
+FORKED.set_forkserver_preload(
+    [
+        *("torch.distributed.fsdp", "sparsering.training", "hypothesis"),
+        "sparsering.integrations.transformers",
+    ]
+)
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -170,9 +170,9 @@ def explain(model: Any) -> str:
 
 def _traffic(shared: SharedCall | None, index: int, pattern: Pattern | None) -> str:
     """Describes what ranks receive for a layer in a call that they share; "" if they do not."""
-    if shared is None or shared.group is None:
+    ranks = 1 if shared is None or shared.group is None else shared.group.size()
+    if shared is None or ranks == 1:
         return ""
-    ranks = shared.group.size()
     text = f"; {ranks} ranks, {shortened(shared.sharding)}"
     if pattern is None or index not in shared.shapes:
         return text
