@@ -325,15 +325,15 @@ def traffic(rank: int, case: Case, world: int) -> tuple[list[Any], str]:
 
 
 def _no_shift(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(parallel, "_shifts", lambda model: False)
+    patch.setattr(parallel, "shifts", lambda model: False)
 
 
 def _local_shift(patch: pytest.MonkeyPatch) -> None:
     _no_shift(patch)
-    own_labels = parallel._own_labels
+    own_labels = parallel.own_labels
     patch.setattr(
         parallel,
-        "_own_labels",
+        "own_labels",
         lambda shared: torch.nn.functional.pad(own_labels(shared)[:, 1:], (0, 1), value=-100),
     )
 
@@ -388,17 +388,17 @@ def _local_mean(patch: pytest.MonkeyPatch) -> None:
         loss.original = original  # type: ignore[attr-defined]
         return loss
 
-    patch.setattr(parallel, "_sharded_loss", local_mean)
+    patch.setattr(parallel, "sharded_loss", local_mean)
 
 
 def _no_scale(patch: pytest.MonkeyPatch) -> None:
-    sharded_loss = parallel._sharded_loss
-    patch.setattr(parallel, "_sharded_loss", lambda original, scale: sharded_loss(original, 1.0))
+    sharded_loss = parallel.sharded_loss
+    patch.setattr(parallel, "sharded_loss", lambda original, scale: sharded_loss(original, 1.0))
 
 
 def _no_scale_of_own_loss(patch: pytest.MonkeyPatch) -> None:
-    with_loss = parallel._with_loss
-    patch.setattr(parallel, "_with_loss", lambda out, shared, scale: with_loss(out, shared, 1.0))
+    with_loss = parallel.with_loss
+    patch.setattr(parallel, "with_loss", lambda out, shared, scale: with_loss(out, shared, 1.0))
 
 
 def _other_order(patch: pytest.MonkeyPatch) -> None:

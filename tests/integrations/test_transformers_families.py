@@ -125,7 +125,7 @@ def planted(defect: str) -> Iterator[None]:
         elif defect == "the window is wider by one":
             patch.setattr(masks, "_of_distances", lambda kind: SlidingWindow(kind.left + 1))
         elif defect == "labels are not shifted":
-            patch.setattr(parallel, "_shifts", lambda model: False)
+            patch.setattr(parallel, "shifts", lambda model: False)
         yield
 
 

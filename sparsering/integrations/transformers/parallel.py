@@ -7,18 +7,16 @@ after the call removes a token that is not the rank's own, and adds the loss of 
 
 import inspect
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import cross_entropy, pad
+from torch.nn.functional import pad
 from transformers import masking_utils
-from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import ModelOutput
 
 from ...checks import check_module
@@ -32,8 +30,10 @@ from ...patterns.arguments import shortened
 from ...patterns.positions import Causal, Full
 from .apply import is_causal, patterns_of, register
 from .calls import SharedCall, runs_layers_again, shared_calls, thread
-from .config import NAME, attention_modules, decoder_config, is_cross_attention, types_of
+from .config import NAME, attention_modules, decoder_config
 from .implementation import Hold, hold, release
+from .shareable import counts_padding, reason_against
+from .shared_loss import check_loss, own_labels, sharded_loss, shifts, with_loss
 
 _BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids")  # [B, N, ...]: a rank gets its tokens
 _WHOLE = ("attention_mask", "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -46,14 +46,6 @@ _REFUSED = {
     "output_router_logits": "an auxiliary loss of routers, which needs all tokens",
     "logits_to_keep": "logits of some tokens",
 }
-_POOLED = (
-    *("SequenceClassification", "QuestionAnswering", "MultipleChoice", "ForPreTraining"),
-    *("NextSentencePrediction", "ImageClassification", "DoubleHeadsModel"),
-)
-_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
-_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)  # modules that join tokens otherwise
-_CAUSAL_LOSS = LOSS_MAPPING["ForCausalLM"]
-_TOKEN_LOSSES = (LOSS_MAPPING["ForMaskedLM"], LOSS_MAPPING["ForTokenClassification"])
 
 
 @dataclass(eq=False)
@@ -135,7 +127,7 @@ def parallelize(
             f'loss must be "mean" or "share", got {shortened(repr(loss))}; with FSDP or DDP, which '
             'take the mean of gradients, use "mean"'
         )
-    if reason := _reason_against(model, modules):
+    if reason := reason_against(model, modules):
         raise NotImplementedError(
             f"ranks cannot share calls of {type(model).__name__}: {reason}; run it on one rank"
         )
@@ -154,7 +146,7 @@ def parallelize(
     register()
     _held[model] = hold(model, modules, "parallelize")
     if not parallel.own_loss:
-        model.loss_function = _sharded_loss(model.loss_function, parallel.scale)
+        model.loss_function = sharded_loss(model.loss_function, parallel.scale)
     _hook(model, parallel)
 
 
@@ -195,66 +187,6 @@ def _undo(model: Any) -> None:
         model.set_attn_implementation(parallel.implementation)
 
 
-def _reason_against(model: Any, modules: list[Any]) -> str | None:
-    """Returns why ranks cannot share a model's calls, or None."""
-    config, name = decoder_config(model), type(model).__name__
-    if model.config.is_encoder_decoder or any(map(is_cross_attention, modules)):
-        return "it has cross attention or is an encoder-decoder model"
-    types = types_of(config)
-    if unknown := sorted({*types} - _ATTENTION):
-        return f"its layers of type {', '.join(unknown)} are not attention over one of its masks"
-    if not modules:
-        return "it mixes tokens in its own classes, and does not use the attention interface"
-    if not types:
-        return "its config does not say how many layers it has"
-    if len(modules) < len(types):
-        return f"only {len(modules)} of its {len(types)} layers use the attention interface"
-    for path, module in model.named_modules():
-        if isinstance(module, _MIXERS):
-            return f"{path} ({type(module).__name__}) joins tokens without attention"
-        if hasattr(module, "create_position_ids_from_input_ids"):
-            return f"{path} ({type(module).__name__}) derives positions from the padding"
-    if getattr(config, "trigram_input", False):
-        return "its embeddings join neighbouring tokens (trigram_input)"
-    if any(part in name for part in _POOLED) or getattr(model, "pooler", None) is not None:
-        return "its head pools over tokens"
-    if getattr(model, "sparse_prediction", False) and model.sparse_pred_ignore_index != -100:
-        return "its config sets a sparse_pred_ignore_index other than -100"
-    if getattr(config, "output_router_logits", False):
-        return "its config sets output_router_logits, an auxiliary loss that needs all tokens"
-    if rope := _dynamic_positions(config):
-        return f"its positions ({rope}) depend on the length of the whole sequence"
-    parameters = inspect.signature(type(model).forward).parameters
-    if "position_ids" not in parameters:
-        return "its forward takes no position_ids"
-    if "shared_kv_states" in parameters:
-        return "it attends to keys of another model (shared_kv_states)"
-    return None
-
-
-def _counts_padding(model: Any) -> str | None:
-    """Returns the name of a module that derives positions from the padding, as OPT's decoder does.
-
-    Embeddings that could do so are left out: models give them positions.
-    """
-    for module in model.modules():
-        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-        if code is None or isinstance(module, nn.Embedding):
-            continue
-        names = {*code.co_names, *code.co_varnames}
-        if {"cumsum", "position_ids", "attention_mask"} <= names:
-            return type(module).__name__
-    return None
-
-
-def _dynamic_positions(config: Any) -> str | None:
-    """Returns a type of rotary embedding that depends on the length, or None."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    parts = [rope, *(x for x in rope.values() if isinstance(x, dict))]
-    kinds = {part.get("rope_type", part.get("type")) for part in parts}
-    return next((kind for kind in ("dynamic", "longrope") if kind in kinds), None)
-
-
 def _hook(model: Any, parallel: Parallel) -> None:
     """Adds the hooks before and after each call. Copies of the model keep them."""
 
@@ -275,7 +207,7 @@ def _hook(model: Any, parallel: Parallel) -> None:
         if out is None or shared is None:  # the call raised
             return None
         if parallel.own_loss and shared.labels is not None:
-            out = _with_loss(out, shared, parallel.scale)
+            out = with_loss(out, shared, parallel.scale)
         return out if shared.num_tokens else _without_token(out)
 
     before.parallel = after.parallel = parallel
@@ -296,7 +228,7 @@ def _cut(
     length = 0
     try:
         length = _checked_arguments(model, parallel, arguments)
-    except (ValueError, NotImplementedError) as raised:
+    except Exception as raised:  # the other ranks must hear of it before this rank raises
         error = raised
     if exchange is not None:
         named = {name: arguments.get(name) for name in _COMPARED}
@@ -319,7 +251,7 @@ def _cut(
         labels = shifted
     if labels is not None and not parallel.own_loss:
         labels = labels.masked_fill(labels == arguments.pop("ignore_index", -100), -100)
-        if shifted is None and _shifts(model):
+        if shifted is None and shifts(model):
             labels = pad(labels[:, 1:], (0, 1), value=-100)
     shared = SharedCall(
         parallel.group, sharding, length, tokens, count, ids, labels, runs_layers_again(model)
@@ -330,7 +262,7 @@ def _cut(
             local[name] = local[name].index_select(1, tokens)
     local["position_ids"] = ids.index_select(1, tokens)
     if labels is not None:
-        local["labels"] = None if parallel.own_loss else _own_labels(shared)
+        local["labels"] = None if parallel.own_loss else own_labels(shared)
     passes_on = any(x.kind is x.VAR_KEYWORD for x in parallel.signature.parameters.values())
     if "use_cache" in parallel.signature.parameters or (
         passes_on and getattr(decoder_config(model), "use_cache", False)
@@ -382,7 +314,7 @@ def _checked_arguments(model: Any, parallel: Parallel, arguments: dict[str, Any]
             )
     padding = arguments.get("attention_mask")
     padded = padding is not None and not bool(padding.all())
-    if padded and arguments.get("position_ids") is None and (counts := _counts_padding(model)):
+    if padded and arguments.get("position_ids") is None and (counts := counts_padding(model)):
         raise NotImplementedError(
             f"{counts} derives positions from attention_mask, of which ranks have a part; pass "
             "position_ids of the whole batch"
@@ -392,75 +324,8 @@ def _checked_arguments(model: Any, parallel: Parallel, arguments: dict[str, Any]
             "a model that ranks share needs at least 1 token, got none; skip the batch"
         )
     if arguments.get("labels") is not None or arguments.get("shift_labels") is not None:
-        _check_loss(model, parallel, arguments)
+        check_loss(model, parallel.own_loss, arguments)
     return length
-
-
-def _check_loss(model: Any, parallel: Parallel, arguments: dict[str, Any]) -> None:
-    """Raises NotImplementedError for a loss that is not a mean over tokens."""
-    own = parallel.own_loss
-    loss = None if own else _original(model)
-    name = type(model).__name__
-    by_token = loss is _CAUSAL_LOSS or loss in _TOKEN_LOSSES
-    if own:
-        by_token = any(x in name for x in ("ForMaskedLM", "ForTokenClassification"))
-    if not by_token:
-        raise NotImplementedError(
-            f"{name} computes a loss that ranks cannot share; leave out labels, and compute the "
-            "loss from logits and hf.local_positions(model)"
-        )
-    if arguments.get("shift_labels") is not None and loss is not _CAUSAL_LOSS:
-        raise NotImplementedError(
-            f"{name} does not shift labels, so shift_labels has no meaning; pass labels"
-        )
-
-
-def _original(model: Any) -> Any:
-    return getattr(model.loss_function, "original", model.loss_function)
-
-
-def _shifts(model: Any) -> bool:
-    return _original(model) is _CAUSAL_LOSS
-
-
-def _own_labels(shared: SharedCall) -> Tensor:
-    """Returns the shifted labels of this rank's tokens; -100 for a token that is not its own."""
-    assert shared.labels is not None
-    labels = shared.labels.index_select(1, shared.tokens)
-    return labels if shared.num_tokens else torch.full_like(labels, -100)
-
-
-def _sharded_loss(original: Callable[..., Tensor], scale: float) -> Callable[..., Tensor]:
-    """Wraps a family's mean over tokens: this rank's sum over the count of the whole batch."""
-
-    def loss_function(
-        logits: Tensor, labels: Tensor, *rest: Any, num_items_in_batch: Any = None, **more: Any
-    ) -> Tensor:
-        shared = thread.shared
-        if shared is None or shared.labels is None:
-            more["num_items_in_batch"] = num_items_in_batch
-            return original(logits, labels, *rest, **more)
-        if num_items_in_batch is None:
-            num_items_in_batch = (shared.labels != -100).sum()
-        if original is _CAUSAL_LOSS:
-            more["shift_labels"] = labels
-        loss = original(logits, labels, *rest, num_items_in_batch=num_items_in_batch, **more)
-        return loss * scale
-
-    loss_function.original = original  # type: ignore[attr-defined]
-    return loss_function
-
-
-def _with_loss(out: Any, shared: SharedCall, scale: float) -> Any:
-    """Adds the loss of a family that takes the mean of cross entropies itself, as BERT does."""
-    assert shared.labels is not None
-    logits = out.logits if isinstance(out, ModelOutput) else out[0]
-    labels = _own_labels(shared).flatten().to(logits.device)
-    total = cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
-    loss = total / (shared.labels != -100).sum() * scale
-    if isinstance(out, ModelOutput):
-        return type(out)(**{**out, "loss": loss})
-    return (loss, *out)
 
 
 def _without_token(value: Any) -> Any:
@@ -524,7 +389,9 @@ def _share_masks() -> None:
 
     setattr(whole, NAME, True)
     masking_utils._preprocess_mask_arguments = whole
-    restart = masking_utils.packed_sequence_compatibility_function
+    restart = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+    if restart is None:  # older versions do not restart chunks in packed documents
+        return
 
     def restart_whole(mask_function: Any, position_ids: Tensor, documents: Tensor) -> Any:
         if (shared := thread.shared) is not None:
