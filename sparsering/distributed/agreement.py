@@ -168,20 +168,25 @@ def agree_on_lengths(exchange: Exchange, length: int, common: object) -> list[in
     return list(lengths)
 
 
-def agree_on_batch(exchange: Exchange, values: dict[str, object], *, failed: bool) -> None:
+def digests_of(values: dict[str, object]) -> dict[str, int]:
+    """Returns a digest of each value: of a tensor's elements, dtype and shape; else of its repr."""
+    return {name: _digest(value) for name, value in values.items()}
+
+
+def agree_on_batch(exchange: Exchange, digests: dict[str, int] | None) -> None:
     """Raises RingMismatchError on all ranks if any of some values, by their names, differs.
 
-    All ranks pass the same names. A rank that `failed` makes the other ranks raise.
+    All ranks pass the same names; or None from a rank that raises, which the other ranks report.
     """
-    digests = {name: _digest(value) for name, value in values.items()}
-    records = exchange.agree([_digest(list(digests.values())), int(failed)])
+    own = list((digests or {}).values())
+    records = exchange.agree([_digest(own), int(digests is None)])
     if any(flag for _, flag in records):
         rank = [flag for _, flag in records].index(1)
-        if not failed:
+        if digests is not None:
             text = f"rank {rank} refused its batch; its own error says why"
             raise _mismatch(text, exchange.rank, rank)
-    elif len({digest for digest, _ in records}) > 1:
-        _raise_difference(exchange, digests, hidden=tuple(values))
+    elif digests is not None and len({digest for digest, _ in records}) > 1:
+        _raise_difference(exchange, digests, hidden=tuple(digests))
 
 
 def check_lengths(plan: RingPlan, lengths: list[int], rank: int) -> None:

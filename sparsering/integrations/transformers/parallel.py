@@ -20,7 +20,7 @@ from transformers import masking_utils
 from transformers.utils import ModelOutput
 
 from ...checks import check_module
-from ...distributed.agreement import agree_on_batch
+from ...distributed.agreement import agree_on_batch, digests_of
 from ...distributed.exchange import Exchange
 from ...distributed.plan import RingPlan
 from ...distributed.ring import resolve_group
@@ -192,12 +192,7 @@ def _hook(model: Any, parallel: Parallel) -> None:
 
     @torch.compiler.disable
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        arguments = parallel.signature.bind_partial(module, *args, **kwargs).arguments
-        arguments.pop(next(iter(parallel.signature.parameters)))
-        for name, parameter in parallel.signature.parameters.items():
-            if parameter.kind is parameter.VAR_KEYWORD:
-                arguments |= arguments.pop(name, {})
-        local, thread.shared = _cut(module, parallel, arguments)
+        local, thread.shared = _cut(module, parallel, args, kwargs)
         shared_calls[module] = thread.shared
         return (), local
 
@@ -216,26 +211,24 @@ def _hook(model: Any, parallel: Parallel) -> None:
 
 
 def _cut(
-    model: Any, parallel: Parallel, arguments: dict[str, Any]
+    model: Any, parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], SharedCall]:
     """Cuts a batch: the arguments of the rank's own call, and the facts of the whole call."""
-    exchange = None
-    first = next((x for x in arguments.values() if isinstance(x, Tensor)), None)
+    first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
+    error: Exception | None = None
+    digests = None
+    try:
+        arguments = _bound(model, parallel, args, kwargs)
+        length = _checked_arguments(model, parallel, arguments)
+        if parallel.ranks > 1:
+            digests = digests_of(_compared(parallel, arguments))
+    except Exception as raised:  # the other ranks must know, whatever it is
+        error = raised
     if parallel.ranks > 1:
         assert parallel.group is not None
         exchange = Exchange(parallel.group, None, None if first is None else first.device)
-    error: Exception | None = None
-    length = 0
-    try:
-        length = _checked_arguments(model, parallel, arguments)
-    except Exception as raised:  # the other ranks must hear of it before this rank raises
-        error = raised
-    if exchange is not None:
-        named = {name: arguments.get(name) for name in _COMPARED}
-        rest = {k: v for k, v in arguments.items() if k not in named}
-        named["other arguments"] = repr(sorted(rest.items()))
         with exchange.break_on_error():
-            agree_on_batch(exchange, named, failed=error is not None)
+            agree_on_batch(exchange, digests)
     if error is not None:
         raise error
     assert first is not None
@@ -271,6 +264,34 @@ def _cut(
     return local, shared
 
 
+def _bound(
+    model: Any, parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, Any]:
+    """Returns the arguments of a call by their names."""
+    arguments = parallel.signature.bind_partial(model, *args, **kwargs).arguments
+    arguments.pop(next(iter(parallel.signature.parameters)))
+    for name, parameter in parallel.signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            arguments |= arguments.pop(name, {})
+    return arguments
+
+
+def _compared(parallel: Parallel, arguments: dict[str, Any]) -> dict[str, object]:
+    """Returns, by their names for errors, the values that must be equal on all ranks."""
+    named = {name: arguments.get(name) for name in _COMPARED}
+    rest = {name: value for name, value in arguments.items() if name not in named}
+    options = {"sharding of parallelize": parallel.sharding, "loss of parallelize": parallel.scale}
+    return {**named, "other arguments": repr(sorted(rest.items())), **options}
+
+
+def _holds_tensor(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    return isinstance(value, Tensor) or (
+        isinstance(value, list | tuple) and any(map(_holds_tensor, value))
+    )
+
+
 def _checked_arguments(model: Any, parallel: Parallel, arguments: dict[str, Any]) -> int:
     """Returns the length of a batch's rows; raises for arguments that ranks cannot share."""
     for name, meaning in _REFUSED.items():
@@ -280,20 +301,30 @@ def _checked_arguments(model: Any, parallel: Parallel, arguments: dict[str, Any]
                 f"a model that ranks share does not support {name} ({meaning}), got "
                 f"{shortened(repr(value))}; leave it out, or call hf.parallelize(model, False)"
             )
-    if getattr(model.config, "output_attentions", False):
-        raise NotImplementedError(
-            "a model that ranks share has no attention weights; set config.output_attentions=False"
-        )
-    given = [arguments[name] for name in _BY_TOKEN[:2] if arguments.get(name) is not None]
-    if len(given) != 1 or not isinstance(given[0], Tensor) or given[0].dim() < 2:
+    for name in ("output_attentions", "output_router_logits"):
+        if getattr(decoder_config(model), name, False):
+            raise NotImplementedError(
+                f"a model that ranks share does not support {name} ({_REFUSED[name]}); set "
+                f"config.{name}=False"
+            )
+    axes = {"input_ids": "[batch, tokens]", "inputs_embeds": "[batch, tokens, channels]"}
+    given = [name for name in axes if arguments.get(name) is not None]
+    if len(given) != 1:
         raise ValueError(
             "a model that ranks share needs input_ids [batch, tokens] or inputs_embeds [batch, "
             f"tokens, channels], got {len(given)} of them; pass one on every rank"
         )
-    batch, length = given[0].shape[:2]
+    (name,) = given
+    tokens = arguments[name]
+    if not isinstance(tokens, Tensor) or tokens.dim() != axes[name].count(",") + 1:
+        got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise ValueError(
+            f"{name} must be a tensor {axes[name]}, got {got}; pass the whole batch on every rank"
+        )
+    batch, length = tokens.shape[:2]
     for name in (*_COMPARED, *arguments):
         value = arguments.get(name)
-        if isinstance(value, Tensor) and name not in _COMPARED:
+        if name not in _COMPARED and _holds_tensor(value):
             raise NotImplementedError(
                 f"a model that ranks share does not know how to cut the tensor {name}; leave it out"
             )
