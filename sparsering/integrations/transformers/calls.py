@@ -44,7 +44,7 @@ class SharedCall:
 
 
 class CallState(NamedTuple):
-    """What holds for a forward pass: the masks that it builds keep it."""
+    """State of a forward pass, which the masks that it builds keep."""
 
     blocks: tuple[UsingBlock, ...]  # open `using` blocks, the innermost last
     shared: SharedCall | None  # set if ranks share the call; masks are of the whole batch

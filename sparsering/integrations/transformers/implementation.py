@@ -1,4 +1,4 @@
-"""Which attention a model runs: `apply` sets it, `using` and `parallelize` hold it for a time.
+"""The attention that a model runs: `apply` sets it, `using` and `parallelize` hold it for a time.
 
 The name of an implementation is in a config. Models may share a config, several threads a model,
 and the blocks and calls that hold it may end in any order. So holds are counted by config.

@@ -1,4 +1,4 @@
-"""Which models ranks can share: those whose tokens meet in attention alone."""
+"""Decides which models ranks can share: those whose tokens meet in attention alone."""
 
 import inspect
 from typing import Any
