@@ -91,6 +91,7 @@ def one_process_losses(arguments: list[str]) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_ranks_that_share_rows_are_killed_and_train_on(tmp_path):
     """Their losses are those of one process, before and after the kill."""
     arguments = [*LONG, "--out", str(tmp_path / "run")]

@@ -34,13 +34,13 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize(("family", "name"), thinned(3, BUILDERS, BATCHES))
+@pytest.mark.parametrize(("family", "name"), thinned(9, BUILDERS, BATCHES))
 def test_loss_logits_and_gradients_are_those_of_one_process(four, family, name):
     check(four, Case(family, of_head(family, BATCHES[name])), 4)
 
 
 @pytest.mark.parametrize(
-    ("world", "length", "loss"), thinned(3, [1, 2, 3], [1, 2, 16, 23], ["mean", "share"])
+    ("world", "length", "loss"), thinned(6, [1, 2, 3], [1, 2, 16, 23], ["mean", "share"])
 )
 def test_lengths_that_ranks_do_not_divide(four, world, length, loss):
     inputs = batch(length)
@@ -55,7 +55,9 @@ def test_eight_ranks(eight, family):
         check(eight, Case(family, of_head(family, batch(length, **padding))), 8)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt-oss", "llama4", "modernbert-mlm"])
+@pytest.mark.parametrize(
+    "family", thinned(5, ["llama", "gemma2", "gpt-oss", "llama4", "modernbert-mlm"])
+)
 def test_float32(four, family):
     case = Case(family, batch(23, left=(4, 0), right=(2, 5)), dtype=torch.float32)
     check(four, case, 4)
@@ -70,7 +72,7 @@ PADDING = {
 }
 
 
-@pytest.mark.parametrize(("name", "family"), thinned(3, PADDING, ["gemma3", "llama4", "bert-mlm"]))
+@pytest.mark.parametrize(("name", "family"), thinned(6, PADDING, ["gemma3", "llama4", "bert-mlm"]))
 def test_padding(four, family, name):
     inputs = batch(24, **PADDING[name])
     check(four, Case(family, inputs, sharding="contiguous"), 4)
@@ -99,7 +101,7 @@ def restarting(*lengths: int) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("family", "sharding"), thinned(3, ["mistral", "gemma2", "gpt2", "llama4"], SHARDINGS)
+    ("family", "sharding"), thinned(8, ["mistral", "gemma2", "gpt2", "llama4"], SHARDINGS)
 )
 def test_packed_documents_by_position_ids(four, family, sharding):
     for positions in (restarting(9, 1, 10, 5), torch.cat((restarting(12, 13), restarting(20, 5)))):
@@ -118,7 +120,9 @@ def test_packed_documents_by_cu_seq_lens(four):
         check(four, Case("llama", {**inputs, **more, **given}, wanted), 4)
 
 
-@pytest.mark.parametrize("family", ["llama", "modernbert-mlm", "modernbert-sparse", "bert-tokens"])
+@pytest.mark.parametrize(
+    "family", thinned(4, ["llama", "modernbert-mlm", "modernbert-sparse", "bert-tokens"])
+)
 def test_labels_that_do_not_count(four, family):
     inputs = of_head(family, batch(24))
     labels = inputs["labels"].clone()
@@ -135,7 +139,7 @@ COUNTS = {"int": 11, "tensor": torch.tensor(11), "float": torch.tensor(50.0)}
 
 @pytest.mark.parametrize(
     ("family", "count", "loss"),
-    thinned(3, ["llama", "bert-mlm", "modernbert-mlm", "gpt2-tokens"], COUNTS, ["mean", "share"]),
+    thinned(7, ["llama", "bert-mlm", "modernbert-mlm", "gpt2-tokens"], COUNTS, ["mean", "share"]),
 )
 def test_num_items_in_batch(four, family, count, loss):
     inputs = {**of_head(family, batch(23)), "num_items_in_batch": COUNTS[count]}
@@ -159,7 +163,7 @@ def test_shift_labels(four):
         check(four, Case("llama", given, implementation=implementation), 4)
 
 
-@pytest.mark.parametrize("family", ["llama", "modernbert-mlm", "gpt2-tokens"])
+@pytest.mark.parametrize("family", thinned(3, ["llama", "modernbert-mlm", "gpt2-tokens"]))
 def test_another_label_that_does_not_count(four, family):
     for length in (23, 3):
         inputs = of_head(family, batch(length))
@@ -176,7 +180,7 @@ def test_inputs_embeds_and_their_gradient(four):
         assert results[0]["gradients"]["inputs_embeds"].any(-1)[:, : length - 1].all()
 
 
-@pytest.mark.parametrize("family", ["bert-mlm", "bert-tokens", "gpt2"])
+@pytest.mark.parametrize("family", thinned(3, ["bert-mlm", "bert-tokens", "gpt2"]))
 def test_token_type_ids(four, family):
     kinds = torch.arange(23).expand(2, -1) // 7 % 2
     check(four, Case(family, {**of_head(family, batch(23)), "token_type_ids": kinds}), 4)
@@ -195,7 +199,7 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize(("name", "sharding"), thinned(3, PATTERNS, SHARDINGS))
+@pytest.mark.parametrize(("name", "sharding"), thinned(7, PATTERNS, SHARDINGS))
 def test_patterns_of_apply(four, name, sharding):
     pattern, inputs = PATTERNS[name], batch(24)
     wanted = {**inputs, "attention_mask": pairs(counts(pattern & sr.Causal()))}
@@ -204,7 +208,7 @@ def test_patterns_of_apply(four, name, sharding):
 
 @pytest.mark.parametrize(
     ("name", "family"),
-    thinned(2, [name for name in PATTERNS if name != "documents"], ["llama", "gemma3"]),
+    thinned(5, [name for name in PATTERNS if name != "documents"], ["llama", "gemma3"]),
 )
 def test_patterns_of_apply_within_padding_and_documents(four, name, family):
     for inputs in (
@@ -226,7 +230,7 @@ USED = {
 }
 
 
-@pytest.mark.parametrize(("name", "sharding"), thinned(5, USED, SHARDINGS))
+@pytest.mark.parametrize(("name", "sharding"), thinned(10, USED, SHARDINGS))
 def test_patterns_of_using(four, name, sharding):
     pattern, inputs = USED[name], batch(24)
     visible = pairs(counts(pattern))
@@ -256,7 +260,7 @@ def test_packing_that_a_family_ignores_causes_the_warning_of_one_process(four):
 
 
 @pytest.mark.parametrize(
-    ("family", "sharding"), thinned(3, ["gemma3", "llama4", "gpt2", "modernbert-mlm"], SHARDINGS)
+    ("family", "sharding"), thinned(7, ["gemma3", "llama4", "gpt2", "modernbert-mlm"], SHARDINGS)
 )
 def test_shardings(four, family, sharding):
     check(four, Case(family, batch(26, left=(3, 0)), sharding=sharding), 4)
@@ -264,7 +268,7 @@ def test_shardings(four, family, sharding):
 
 @pytest.mark.parametrize(
     ("family", "length"),
-    thinned(2, ["llama", "bert-mlm", "gpt-oss", "modernbert-mlm", "gpt2-tokens"], [23, 3]),
+    thinned(5, ["llama", "bert-mlm", "gpt-oss", "modernbert-mlm", "gpt2-tokens"], [23, 3]),
 )
 def test_tuples_and_hidden_states(four, family, length):
     inputs = of_head(family, batch(length))
@@ -275,7 +279,7 @@ def test_tuples_and_hidden_states(four, family, length):
 
 
 @pytest.mark.parametrize(
-    ("family", "length"), thinned(2, ["mistral", "llama4", "bert-mlm"], [23, 3])
+    ("family", "length"), thinned(3, ["mistral", "llama4", "bert-mlm"], [23, 3])
 )
 def test_without_gradients_and_without_labels(four, family, length):
     inputs = batch(length)
@@ -285,7 +289,7 @@ def test_without_gradients_and_without_labels(four, family, length):
 
 
 @pytest.mark.parametrize(
-    ("family", "loss"), thinned(2, ["gemma3", "gpt-oss", "bert-mlm"], ["mean", "share"])
+    ("family", "loss"), thinned(4, ["gemma3", "gpt-oss", "bert-mlm"], ["mean", "share"])
 )
 def test_five_steps_of_an_optimizer(four, family, loss):
     inputs = batch(23, left=(4, 0), right=(0, 3))
@@ -310,7 +314,7 @@ WATCHED = {
 }
 
 
-@pytest.mark.parametrize("name", WATCHED)
+@pytest.mark.parametrize("name", thinned(4, WATCHED))
 def test_each_layer_receives_the_bytes_of_its_plan(four, name):
     some = 0
     for layers, _ in four.run(traffic, WATCHED[name], 4, world=4):
@@ -362,7 +366,7 @@ CAUGHT = {
 }
 
 
-@pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.parametrize("plant", thinned(5, PLANTS))
 def test_a_planted_fault_is_caught(four, plant):
     case, where = CAUGHT[plant]
     check(four, case, 4)

@@ -19,7 +19,7 @@ from parallel_training import (
     train,
 )
 from ring_workers import groups, workers_of
-from thinned import slow_except
+from thinned import slow_except, thinned
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
@@ -60,7 +60,9 @@ def checkpointed(rank: int, kind: str) -> Training:
 
 @pytest.mark.parametrize(
     "kind",
-    ["nothing", "layers", "layers, reentrant", "model", "model, reentrant"],
+    slow_except(
+        ["layers"], ["nothing", "layers", "layers, reentrant", "model", "model, reentrant"]
+    ),
 )
 def test_gradient_checkpointing(four, kind):
     with full_precision():
@@ -108,7 +110,7 @@ WRAPPED = [
 ]
 
 
-@pytest.mark.parametrize("kind", slow_except(WRAPPED[1:3] + WRAPPED[4:5] + WRAPPED[7:8], WRAPPED))
+@pytest.mark.parametrize("kind", slow_except(WRAPPED[1:2] + WRAPPED[7:8], WRAPPED))
 def test_fsdp_and_ddp(four, kind):
     with full_precision():
         wanted = alone(model_of(), 1 if "same" in kind else 2)
@@ -152,7 +154,7 @@ def compiled(rank: int, kind: str, packed: bool) -> tuple[Training, list[int], l
 KINDS = ["after", "before", "in place", "checkpointed layers"]
 
 
-@pytest.mark.parametrize(("kind", "packed"), slow_except([("after", True)], KINDS, [False, True]))
+@pytest.mark.parametrize(("kind", "packed"), slow_except([], KINDS, [False, True]))
 def test_compiled(four, kind, packed):
     wanted = alone(model_of(), packed=packed, steps=5)
     for got, graphs, plain in four.run(compiled, kind, packed, world=2):
@@ -208,7 +210,7 @@ def with_pattern(rank: int, kind: str) -> Training:
         return train(model, step, *mean_over(groups[4]))
 
 
-@pytest.mark.parametrize("kind", ["plain", "checkpointed layers"])
+@pytest.mark.parametrize("kind", thinned(2, ["checkpointed layers", "plain"]))
 def test_using(four, kind):
     model = model_of()
     model.set_attn_implementation("sparsering")
@@ -411,7 +413,7 @@ def of_group(rank: int, kind: str) -> Training:
         return train_over(model, alone_here if kind == "one rank" else groups[4])
 
 
-@pytest.mark.parametrize("kind", ["none", "group", "mesh", "one rank"])
+@pytest.mark.parametrize("kind", thinned(4, ["mesh", "group", "none", "one rank"]))
 def test_forms_of_a_group(four, kind):
     with full_precision():
         wanted = alone(model_of())

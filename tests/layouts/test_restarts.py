@@ -233,7 +233,10 @@ def test_other_patterns_have_the_positions_of_the_call() -> None:
         (lambda: Varlen((2,), (2,), sr.KeyPadding((2,))), ["same for all", "KeyPadding"]),
         (lambda: Varlen((2,), (2,), sr.Packed((2,), sr.KeyMask(torch.ones(2) > 0))), ["KeyMask"]),
         (lambda: Varlen((2,), (3,), sr.Full()).layout(3, 3, q_start=0), ["2 queries", "got 3"]),
-        (lambda: Varlen((2,), (3,), sr.Full()).layout(2, 2, q_start=0), ["3 keys", "2 queries, 2 keys"]),
+        (
+            lambda: Varlen((2,), (3,), sr.Full()).layout(2, 2, q_start=0),
+            ["3 keys", "2 queries, 2 keys"],
+        ),
         (lambda: Varlen((2,), (3,), sr.Full()).to_dense(2, 3), ["q_start=0", "q_start=1"]),
         (
             lambda: Varlen((2, 2), (3, 4), sr.Documents((3,))).layout(4, 7, q_start=0),
