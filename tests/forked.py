@@ -14,7 +14,7 @@ FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
     [
         *("torch.distributed.fsdp", "sparsering.training", "hypothesis"),
-        "sparsering.integrations.transformers",
+        "transformers_models",  # of tests/integrations, if they run
     ]
 )
 

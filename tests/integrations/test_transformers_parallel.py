@@ -13,7 +13,6 @@ from transformers_models import tokens
 import sparsering as sr
 from sparsering.integrations import transformers as hf
 
-four = workers_of(4)
 eight = workers_of(8)
 
 SHARDINGS = ("contiguous", "zigzag", "balanced", "auto", "chunks:1,0,3,2,0,3")

@@ -510,7 +510,7 @@ def leave(rank: int, how: str, where: str) -> None:
 @pytest.mark.parametrize(
     ("how", "where"),
     slow_except(
-        [("stalls", "backward")],
+        [],
         ["dies", "stalls"],
         ["before", "layer", "backward"],
     ),

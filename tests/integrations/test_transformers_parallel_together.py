@@ -18,7 +18,7 @@ from parallel_training import (
     model_of,
     train,
 )
-from ring_workers import groups, workers_of
+from ring_workers import groups
 from thinned import slow_except, thinned
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -29,8 +29,6 @@ from torch.utils.checkpoint import checkpoint
 
 import sparsering as sr
 from sparsering.integrations import transformers as hf
-
-four = workers_of(4)
 
 
 def checkpointed(rank: int, kind: str) -> Training:
