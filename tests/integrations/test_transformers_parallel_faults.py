@@ -481,6 +481,7 @@ def raise_on_one(rank: int) -> None:
         torch.testing.assert_close(other, wanted, rtol=0, atol=5e-6)
 
 
+@pytest.mark.slow
 def test_an_error_on_one_rank_alone(mortal):
     outcomes = mortal.run(outcome, raise_on_one)
     assert outcomes[1][0][0] == "MemoryError"

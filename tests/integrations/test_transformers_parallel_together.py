@@ -303,6 +303,7 @@ def train_over(model: Any, group: dist.ProcessGroup) -> Training:
     return train(model, step, *mean_over(group))
 
 
+@pytest.mark.slow
 def test_copies_are_shared_and_undone_by_themselves(four):
     with full_precision():
         wanted = alone(model_of())
@@ -331,6 +332,7 @@ def saved(rank: int, folder: str) -> list[Any]:
         return [implementation, alone(plain), train_over(shared, groups[4])]
 
 
+@pytest.mark.slow
 def test_a_saved_model_is_a_plain_one(four, tmp_path):
     with full_precision():
         wanted = alone(model_of())
