@@ -17,8 +17,10 @@ from ..patterns.positions import (
     PooledCausal,
     SlidingWindow,
 )
+from ..patterns.tree import Tree
 from .joints import AllOf, AnyOf, Declared, InBlocks, Negated, PerDocument
 from .leaves import Condition, Congruent, InKeys, Linear, OnGrid, SameDocument, SameSegment
+from .paths import OnPath
 
 
 def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
@@ -49,6 +51,8 @@ def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
         case Packed(_, inner):
             same = SameDocument(pad(mask.ends(), (1, 0)))
             return PerDocument(same, condition(inner, frame, True), inner.asks_frame)
+        case Tree(_, _, inner):
+            return OnPath(mask.nodes, condition(inner, frame, True))
         case And(masks):
             return AllOf(condition(part, frame, in_document) for part in masks)
         case Or(masks):

@@ -9,6 +9,7 @@ from dataclasses import replace
 from ..patterns.algebra import And, Frame, Mask, Not, Or, Pattern, joined_masks
 from ..patterns.positions import Dilated, Packed, SlidingWindow
 from ..patterns.selected import selections_of
+from ..patterns.tree import Nodes, Tree
 from .tiles import Grid
 
 Heads = dict[tuple[Mask, ...], list[tuple[int, int]]]
@@ -62,6 +63,11 @@ def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
                 (_in_documents(grid, documents), Packed(lengths, part))
                 for grid, part in _split(inner, block_size)
             ]
+        case Tree(_, _, inner) if mask._own_batches() is None:
+            return [
+                (_in_nodes(grid, mask.nodes), replace(mask, pattern=part))
+                for grid, part in _split(inner, block_size)
+            ]
         case And(masks):
             found = _split(masks[0], block_size)
             for part in masks[1:]:
@@ -104,8 +110,16 @@ def _dilated_grid(mask: Dilated, block_size: int) -> Grid:
 
 def _in_documents(grid: Grid, lengths: tuple[int, ...]) -> Grid:
     if grid.documents is not None:  # Packed in Packed: inner lengths repeat in each document
-        lengths = grid.documents * sum(length > 0 for length in lengths)
+        times = sum(length > 0 for length in lengths)
+        depths = None if grid.depths is None else grid.depths * times
+        return replace(grid, documents=grid.documents * times, depths=depths)
     return replace(grid, documents=lengths)
+
+
+def _in_nodes(grid: Grid, nodes: Nodes) -> Grid:
+    """Cuts tiles in each node of a tree; if positions in a tile are apart, they count by depth."""
+    depths = tuple(nodes.depth.tolist()) if grid.step > 1 else None
+    return replace(grid, documents=tuple(nodes.start.diff().tolist()), depths=depths)
 
 
 def distinct_heads(pattern: Pattern, frame: Frame) -> Heads:

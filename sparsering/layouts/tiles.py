@@ -31,6 +31,7 @@ class Grid:
     segment: int  # tokens in a segment; segments begin at 0, or at each document's start
     residues: int = 1
     documents: tuple[int, ...] | None = None  # document lengths, if segments restart in each
+    depths: tuple[int, ...] | None = None  # position of each document's first token, default 0
     anchor: Dilated | None = None  # mask whose offset for a head shifts that head's tiles
 
     def selectivity(self) -> tuple[int, bool, int]:
@@ -44,9 +45,9 @@ class Grid:
         """
         lows, highs = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).T.contiguous()
         low, high = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
-        begin, end = self._segments(low, high) if ranges else (lows, highs)
-        edges = begin, end, torch.tensor(low), torch.tensor(high)
-        _, start, end, longest = self._pieces(*edges, block_size)
+        begin, end, least = self._segments(low, high) if ranges else (lows, highs, lows)
+        edges = begin, end, least.clamp(min=low), torch.tensor(high)
+        segment, start, end, longest = self._pieces(*edges, block_size)
         first = torch.searchsorted(highs, start, right=True)  # first range that ends after `start`
         count = (torch.searchsorted(lows, end) - first).clamp(min=0)
         tile, number = expand_counts(count)
@@ -54,7 +55,8 @@ class Grid:
         stop = torch.minimum(end[tile], highs[within])
         residues = self._residues(ranges, longest)
         residue = residues[:, None].expand(-1, len(tile))
-        return self._tiles(residue, start[tile] + residue + offset, lows[within], stop)
+        floor = torch.maximum(lows[within], least[segment[tile]])
+        return self._tiles(residue, start[tile] + residue + offset, floor, stop)
 
     def axis_of_documents(self, low: Tensor, high: Tensor, block_size: int, offset: int) -> "Axis":
         """Returns tiles of positions low[d] to high[d] - 1 in document d, counted from its start.
@@ -102,18 +104,27 @@ class Grid:
             return (torch.arange(ranges[0][0], ranges[-1][1]) % self.residues).unique()
         return torch.arange(min(self.residues, max(1, longest)))
 
-    def _segments(self, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Returns starts and ends of segments: in all `documents`; if None, in [low, high)."""
+    def _segments(self, low: int, high: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns start, end and least position of segments: in all `documents`, or [low, high).
+
+        A document whose first position is not 0 may begin inside its first segment.
+        """
         if self.documents is None:
             first = low // self.segment
             begin = torch.arange(first, max(first, -(-high // self.segment))) * self.segment
-            return begin, begin + self.segment
+            return begin, begin + self.segment, begin
         length = torch.tensor(self.documents, dtype=torch.int64)
+        depth = torch.zeros_like(length)
+        if self.depths is not None:
+            depth = torch.tensor(self.depths, dtype=torch.int64)
         ends = length.cumsum(0)
-        count = -(-length // self.segment)
+        first = depth // self.segment
+        count = torch.where(length > 0, -(-(depth + length) // self.segment) - first, 0)
         document, number = expand_counts(count)
-        begin = (ends - length)[document] + number * self.segment
-        return begin, torch.minimum(begin + self.segment, ends[document])
+        zero = (ends - length - depth)[document]  # where position 0 of the document would be
+        begin = zero + (first[document] + number) * self.segment
+        stop = torch.minimum(begin + self.segment, ends[document])
+        return begin, stop, torch.maximum(begin, (ends - length)[document])
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from .positions import (
     SlidingWindow,
 )
 from .selected import SelectedBlocks
+from .tree import Tree
 
 __all__ = [
     "BlockDilated",
@@ -50,6 +51,7 @@ __all__ = [
     "RandomBlocks",
     "SelectedBlocks",
     "SlidingWindow",
+    "Tree",
     "from_mask_mod",
     "parse",
     "register_pattern",

@@ -18,6 +18,7 @@ from . import blocks, keys, positions
 from .algebra import Pattern
 from .arguments import shortened
 from .selected import SelectedBlocks
+from .tree import Tree
 from .varlen_mask import Varlen
 
 BUILT_IN: dict[str, Callable[..., Pattern]] = {
@@ -25,7 +26,7 @@ BUILT_IN: dict[str, Callable[..., Pattern]] = {
     for constructor in (
         *(positions.Full, positions.Causal, positions.PooledCausal, positions.SlidingWindow),
         *(positions.GlobalTokens, positions.Dilated, positions.LongNet, positions.Documents),
-        *(positions.Packed, Varlen, keys.KeyPadding, keys.KeyMask),
+        *(positions.Packed, Tree, Varlen, keys.KeyPadding, keys.KeyMask),
         *(blocks.BlockDilated, blocks.BlockWindow, blocks.RandomBlocks, blocks.Hierarchical),
         *(blocks.Blocks, SelectedBlocks, blocks.Dense),
     )

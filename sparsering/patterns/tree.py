@@ -1,0 +1,255 @@
+"""Trees of tokens: prompts that several answers share, and drafts of speculative decoding."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .algebra import And, Frame, Mask, Mixture, Or, Pattern
+from .arguments import checked_integers, listed
+from .blocks import RandomBlocks
+from .positions import Causal, Lengths, Packed, SlidingWindow, _InDocuments, _per_entry, check_inner
+from .selected import SelectedBlocks
+
+Parents = tuple[int, ...] | tuple[tuple[int, ...], ...]
+"""Parents of nodes: one tuple for all batch entries, or one tuple per batch entry."""
+
+
+class Nodes(NamedTuple):
+    """The nodes of a tree that have tokens; tensors are int64 [nodes] unless stated.
+
+    Under a causal pattern, an only child whose tokens follow its parent's belongs to that node.
+    """
+
+    start: Tensor  # [nodes + 1] first token of each node, then the number of tokens
+    depth: Tensor  # depth of the node's first token
+    parent: Tensor  # index of the parent, -1 for a root
+    enter: Tensor  # number of the node in depth-first order
+    leave: Tensor  # exclusive end of the numbers of the node and its descendants
+    last: Tensor  # largest index of the node and its descendants
+    longest: int  # most tokens on any path
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], parents: Sequence[int], causal: bool) -> "Nodes":
+        """Drops nodes without tokens; joins chains if `causal`. Cost: O(nodes)."""
+        above = list(range(len(lengths)))  # nearest node with tokens: the node or an ancestor
+        children = [0] * (len(lengths) + 1)  # children with tokens; the last item counts roots
+        for i, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
+            over = above[parent] if parent >= 0 else -1
+            if length:
+                children[over] += 1
+            else:
+                above[i] = over
+        number: dict[int, int] = {-1: -1}
+        size: list[int] = []
+        depth: list[int] = []
+        parent_of: list[int] = []
+        latest = -1  # the latest node with tokens
+        for i, length in enumerate(lengths):
+            if not length:
+                continue
+            over = above[parents[i]] if parents[i] >= 0 else -1
+            if causal and over >= 0 and over == latest and children[over] == 1:
+                number[i] = number[over]
+                size[-1] += length
+            else:
+                number[i], place = len(size), number[over]
+                depth.append(depth[place] + size[place] if place >= 0 else 0)
+                parent_of.append(place)
+                size.append(length)
+            latest = i
+        count, last = [1] * len(size), list(range(len(size)))
+        for i in reversed(range(len(size))):
+            if (place := parent_of[i]) >= 0:
+                count[place] += count[i]
+                last[place] = max(last[place], last[i])
+        free, enter = [0] * (len(size) + 1), []  # the next number for a child; last item: for roots
+        for i, place in enumerate(parent_of):
+            enter.append(free[place])
+            free[place] += count[i]
+            free[i] = enter[i] + 1
+        start = torch.tensor([0, *size]).cumsum(0)
+        columns = (torch.tensor(x, dtype=torch.int64) for x in (depth, parent_of, enter))
+        depths, parent_tensor, enters = columns
+        return cls(
+            start, depths, parent_tensor, enters, enters + torch.tensor(count, dtype=torch.int64),
+            torch.tensor(last, dtype=torch.int64),
+            max((d + n for d, n in zip(depth, size, strict=True)), default=0),
+        )  # fmt: skip
+
+    def of_token(self, token: Tensor) -> Tensor:
+        """Returns the node of each token; the first or last node for tokens outside the tree."""
+        node = torch.searchsorted(self.start, token, right=True) - 1
+        return node.clamp(0, max(0, len(self.depth) - 1))
+
+    def depth_of(self, token: Tensor) -> Tensor:
+        """Returns the number of tokens before each token on its path from the root."""
+        node = self.of_token(token)
+        return token + (self.depth - self.start[:-1])[node]
+
+    def sees(self, query: Tensor, key: Tensor) -> Tensor:
+        """Whether node `key` is node `query` or one of its ancestors."""
+        enter = self.enter[query]
+        return (self.enter[key] <= enter) & (enter < self.leave[key])
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class Tree(_InDocuments):
+    """A pattern along each path of a tree, whose nodes are ranges of tokens, packed end to end.
+
+    Node i has `lengths[i]` tokens and hangs below node `parents[i]` < i, or is a root (-1). The
+    depth of a token is the number of tokens before it on its path from the root. Token p sees token
+    k if k's node is p's own or one of its ancestors, and `pattern` holds for (depth of p, depth of
+    k). So siblings do not see each other, and `Tree(n, (-1,) * len(n), pattern)` has the pairs of
+    `Packed(n, pattern)`. Tree of a mixture is a mixture.
+
+    `lengths` sum to Nk and may be 0; both sequences are for all batch entries, or both have one
+    sequence per batch entry. Distances (`distance_bias`) are of depths; dropout counts tokens. A
+    mask of `pattern` that reads lengths gets the longest path's.
+
+    Raises: ValueError for a parent that does not come before its node, and for a pattern that is
+    bound to a length or to query rows of its own.
+
+    Example: `Tree((4096, 512, 512), (-1, 0, 0))` is a prompt of 4,096 tokens and two answers.
+    """
+
+    lengths: Lengths
+    parents: Parents
+    pattern: Mask = Causal()
+
+    def __new__(cls, lengths: Lengths, parents: Parents, pattern: Pattern = Causal()) -> Any:
+        if isinstance(pattern, Mixture):  # Tree of a mixture is a mixture
+            return Mixture(tuple(cls(lengths, parents, mask) for mask in pattern.branches))
+        return super().__new__(cls)
+
+    def _validate(self) -> None:
+        check_inner("Tree", self.pattern)
+        bound = [mask for mask in _within(self.pattern) if _is_bound(mask)]
+        if bound:
+            raise ValueError(
+                f"the pattern of a Tree must hold along paths of any length, got {bound[0]}; join "
+                "it to the Tree by &"
+            )
+        super()._validate()
+        given: Any = listed("Tree parents", self.parents)
+        nested = bool(self.lengths) and isinstance(self.lengths[0], tuple)
+        entries = given if nested and isinstance(given, Sequence) else (given,)
+        if nested and not all(isinstance(x, Sequence) or hasattr(x, "ndim") for x in entries):
+            raise ValueError(
+                "Tree lengths and parents must both have one sequence per batch entry or both "
+                f"none, got lengths for {len(self.lengths)} entries; nest the parents too"
+            )
+        parents = tuple(checked_integers("Tree parents", entry, -1) for entry in entries)
+        if len(parents) != len(self.entries):
+            raise ValueError(
+                "Tree needs parents for as many batch entries as lengths, got "
+                f"{len(parents)} and {len(self.entries)}; give each entry both"
+            )
+        for number, (lengths, above) in enumerate(zip(self.entries, parents, strict=True)):
+            of = f" of batch entry {number}" if nested else ""
+            if len(lengths) != len(above):
+                raise ValueError(
+                    f"Tree needs a parent for each node{of}, got {len(lengths)} lengths and "
+                    f"{len(above)} parents; a root has parent -1"
+                )
+            for node, parent in enumerate(above):
+                if parent >= node:
+                    raise ValueError(
+                        f"each parent in a Tree must come before its node, got parent {parent} of "
+                        f"node {node}{of}; list nodes from the roots down, a root has parent -1"
+                    )
+        object.__setattr__(self, "parents", parents if nested else parents[0])
+
+    @cached_property
+    def nodes(self) -> Nodes:
+        """The nodes with tokens; `lengths` must be one tuple of ints."""
+        return Nodes.of(self.lengths, self.parents, _is_causal(self.pattern))  # type: ignore[arg-type]
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        inner = self.pattern.at(batch, head, frame)
+        if _per_entry(self.lengths):
+            return Tree(self.entries[batch], self.parents[batch], inner)  # type: ignore[arg-type]
+        if inner is self.pattern:
+            return self
+        return replace(self, pattern=inner)
+
+    def check(self, frame: Frame) -> None:
+        super().check(frame)
+        self.pattern.check(frame.of_document(frame.kv_len, frame.kv_len))
+
+    def _components(self) -> tuple[Mask, ...]:
+        return (self.pattern,)
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        nodes = self.nodes
+        inside = (p >= 0) & (k >= 0) & (p < nodes.start[-1]) & (k < nodes.start[-1])
+        if not len(nodes.depth):
+            return inside
+        inside = inside & nodes.sees(nodes.of_token(p), nodes.of_token(k))
+        most = max(0, int(nodes.start[-1]) - 1)
+        p, k = (nodes.depth_of(x.clamp(0, most)) for x in (p, k))
+        return inside & self.pattern.holds(p, k, frame.of_document(nodes.longest, nodes.longest))
+
+
+def common_tree(pattern: Pattern) -> Tree | None:
+    """Returns the tree whose depths are the positions of a call; None if the pattern has no tree.
+
+    Raises: ValueError if it has trees, but not the same one in every branch and batch entry.
+    """
+    found = [list(_trees(branch)) for branch in pattern.branches]
+    if not any(found):
+        return None
+    first = next(tree for trees in found for tree, _ in trees)
+    alike = all(
+        trees
+        and all(
+            (tree.lengths, tree.parents, packed) == (first.lengths, first.parents, False)
+            for tree, packed in trees
+        )
+        for trees in found
+    )
+    if not alike or _per_entry(first.lengths):
+        raise ValueError(
+            "a distance_bias with a Tree needs the same one Tree in every branch and batch entry, "
+            f"since distances are of depths, got {pattern}; call attention for each tree alone"
+        )
+    return first
+
+
+def has_tree(pattern: Pattern) -> bool:
+    """Whether a pattern has a `Tree`."""
+    return any(True for branch in pattern.branches for _ in _trees(branch))
+
+
+def _trees(mask: Mask, packed: bool = False) -> Iterator[tuple[Tree, bool]]:
+    """Yields each tree in a mask, and whether its positions count from a document's start."""
+    if isinstance(mask, Tree):
+        yield mask, packed
+    inside = packed or isinstance(mask, Packed)
+    for part in mask._components():
+        yield from _trees(part, inside)
+
+
+def _is_causal(mask: Mask) -> bool:
+    """Whether the parts of a mask show that no query sees a later key."""
+    match mask:
+        case And(masks) | Or(masks):
+            return (any if isinstance(mask, And) else all)(map(_is_causal, masks))
+        case SlidingWindow(_, right, _):
+            return right is not None and right <= 0
+    return isinstance(mask, Causal)
+
+
+def _within(mask: Mask) -> Iterator[Mask]:
+    yield mask
+    for part in mask._components():
+        yield from _within(part)
+
+
+def _is_bound(mask: Mask) -> bool:
+    has_parts = bool(mask._components())
+    own = mask.own_length is not None and (not has_parts or isinstance(mask, _InDocuments))
+    return own or isinstance(mask, RandomBlocks | SelectedBlocks)
