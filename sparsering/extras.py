@@ -14,6 +14,7 @@ from .dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
 from .patterns.algebra import Pattern
 from .patterns.arguments import checked_integer, shortened
 from .patterns.selected import selections_of
+from .patterns.tree import check_distances
 
 NAMES = ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed")
 NO_EXTRAS: dict[str, Any] = dict.fromkeys(NAMES)
@@ -74,6 +75,8 @@ def checked_extras(
     extras = dict(NO_EXTRAS)
     if slot_bias is not None and key is not None:
         extras["slot_bias"] = _checked_slots(slot_bias, query, key, pattern, bias)
+    if "distance_bias" in in_use:
+        check_distances(pattern)
     extras |= {name: _CHECKS[name](x, query) for name, x in in_use.items()}
     if bias is not None:
         extras["block_bias"] = _checked_block_bias(bias, query, block_size)

@@ -13,6 +13,7 @@ from .dispatch import choose
 from .layouts.layout import BlockLayout
 from .numerics import capped, entry_of_distance, finite_or_zero, sum_dtype, without_autocast
 from .ops import attend, value_gradient
+from .pairs import distance_positions
 from .patterns.algebra import Pattern
 
 
@@ -113,8 +114,9 @@ def attention_weights(
         # the padding of ragged tiles reads an extra row of zeros
         q, k = (pad(x.to(lse.dtype), (0, 0, 0, 1)) for x in (query, key))
         lse = pad(finite_or_zero(lse), (0, 1))
-        position, key_position, _ = pattern.coordinates(layout.frame)
-        position, key_position = (pad(x.to(lse.device), (0, 1)) for x in (position, key_position))
+        position, key_position = (
+            pad(x.to(lse.device), (0, 1)) for x in distance_positions(pattern, layout.frame)
+        )
         batch, heads, blocks, size = *query.shape[:2], layout.num_blocks, layout.block_size
         bias, table = options["block_bias"], options["distance_bias"]
         tables = []

@@ -88,7 +88,7 @@ def _score_mod(problem: Problem, p: Pass) -> Callable[..., Tensor] | None:
     if softcap is None and table is None:
         return None
     per_axis, size = heads // len(p.query_start), problem.layout.block_size
-    origins = p.coordinates(problem.layout.frame.q_start)
+    origins = p.depths(problem.layout.frame.q_start)
     # positions [S, n] of all tokens; each of S groups of heads has its own tiles
     queries, keys = (slots_of(x, x, p.step, size)[0].flatten(1) for x in origins)
 

@@ -161,10 +161,9 @@ def compile_passes(
     `queries`, `keys`: ranges of positions to compile, default all.
     """
     compiled = []
+    ground = ground_of(pattern, frame, queries, keys)
     for number, branch in enumerate(pattern.branches):
-        restarts = pattern.restarts if queries is None and keys is None else None
-        ground = ground_of(restarts, frame, queries, keys)
-        mask = branch if restarts is None else laid_in_documents(branch)
+        mask = laid_in_documents(branch) if ground.in_document else branch
         for grid, term in disjoint_terms(mask, block_size):
             compiled_pass = _compile_pass(ground, grid, term, frame, block_size)
             compiled.append(replace(compiled_pass, branch=number))
@@ -239,8 +238,9 @@ def compile_table(
     varies = torch.nonzero((status != EMPTY) & (status != FULL))[:, 0]
     bitmaps = torch.zeros(0, block_size * block_size // 8, dtype=torch.uint8)
     if len(varies):
-        cells_of = _cells_in_documents if ground.in_document else _cells
-        bitmaps, bitmap, count = cells_of(mask, rule, pairs[varies], frame, block_size)
+        bitmaps, bitmap, count = _cells(
+            mask, rule, pairs[varies], frame, block_size, ground.in_document
+        )
         num_pairs[varies] = count
         number[varies] = torch.where(count == (q_count * k_count)[varies], -1, bitmap)
     visited = num_pairs > 0
@@ -250,33 +250,32 @@ def compile_table(
 
 
 def _cells(
-    mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
+    mask: Mask,
+    rule: Condition,
+    pairs: TilePairs,
+    frame: Frame,
+    block_size: int,
+    in_document: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Evaluates a mask; returns (bitmaps, bitmap index and number of 1 bits of each tile pair)."""
-    columns = [pairs.q.count, pairs.k.count, *rule.signature(pairs)]
-    kind, first = number_rows(columns)
-    bitmaps, bitmap, count = _distinct_bitmaps(mask, pairs[first], frame, block_size)
-    return bitmaps, bitmap[kind], count[kind]
-
-
-def _cells_in_documents(
-    mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what `_cells` does, for tiles in documents, whose last tiles vary in length.
+    """Evaluates a mask; returns (bitmaps, bitmap index and number of 1 bits of each tile pair).
 
     Tile pairs that differ only in length share the bitmap of the longest one.
     """
     q_count, k_count = pairs.q.count, pairs.k.count
     kind, largest = _largest_of_kind(rule.signature(pairs), q_count, k_count)
-    bitmaps = []
-    for part in torch.arange(len(largest)).split(max(1, _MOST_CELLS // block_size**2)):
-        tiles = pairs[largest[part]]
-        cells = torch.empty(len(part), block_size, block_size, dtype=torch.bool)
-        for which, document in tiles.origin.frames(frame, mask.asks_frame):
-            cells[which] = _cells_of(mask, tiles[which], document, block_size)
-        bitmaps.append(pack(cells))
-    joined = torch.cat(bitmaps)
-    return joined, kind, count_pairs(joined, kind, q_count, k_count)
+    bitmaps, numbers, total = [], [], 0
+    for part in largest.split(_MOST_BITMAPS):
+        tiles = pairs[part]
+        packed = torch.empty(len(part), block_size**2 // 8, dtype=torch.uint8)
+        groups = [(torch.arange(len(part)), frame)]
+        for which, own in tiles.origin.frames(frame, mask.asks_frame) if in_document else groups:
+            packed[which] = _bitmaps(mask, tiles[which], own, block_size)
+        distinct, number = distinct_rows(packed)
+        bitmaps.append(distinct)
+        numbers.append(number + total)
+        total += len(distinct)
+    joined, bitmap = torch.cat(bitmaps), torch.cat(numbers)[kind]
+    return joined, bitmap, count_pairs(joined, bitmap, q_count, k_count)
 
 
 def _largest_of_kind(
@@ -298,34 +297,20 @@ def _largest_of_kind(
     return kind, torch.full((int(kind.max()) + 1,), -1).scatter_reduce(0, kind, number, "amax")
 
 
-def _distinct_bitmaps(
-    mask: Mask, pairs: TilePairs, frame: Frame, block_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Evaluates a mask on every tile pair, in parts to bound memory; returns what `_cells` does."""
-    bitmaps, numbers, counts, total = [], [], [], 0
-    for part in torch.arange(len(pairs)).split(_MOST_BITMAPS):
-        cells, count = evaluate(mask, pairs[part], frame, block_size)
-        distinct, number = distinct_rows(cells)
-        bitmaps.append(distinct)
-        numbers.append(number + total)
-        counts.append(count)
-        total += len(distinct)
-    return torch.cat(bitmaps), torch.cat(numbers), torch.cat(counts)
-
-
 def evaluate(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> tuple[Tensor, Tensor]:
     """Returns the packed bitmap of each pair of tiles, and its number of attending pairs."""
-    parts = torch.arange(len(pairs)).split(max(1, _MOST_CELLS // block_size**2))
-    bitmaps = torch.cat([pack(_cells_of(mask, pairs[x], frame, block_size)) for x in parts])
-    number = torch.arange(len(pairs))
-    return bitmaps, count_pairs(bitmaps, number, pairs.q.count, pairs.k.count)
+    bitmaps = _bitmaps(mask, pairs, frame, block_size)
+    return bitmaps, count_pairs(bitmaps, torch.arange(len(pairs)), pairs.q.count, pairs.k.count)
 
 
-def _cells_of(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> Tensor:
-    """Evaluates a mask on pairs of tiles, bool [pairs, block_size, block_size]."""
-    p, k = (tiles.positions(block_size) for tiles in (pairs.q, pairs.k))
-    cells = mask.holds(p[:, :, None], k[:, None, :], frame)
-    return cells.expand(len(pairs), block_size, block_size)
+def _bitmaps(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> Tensor:
+    """Evaluates a mask on pairs of tiles, packed [pairs, block_size ** 2 / 8]."""
+    bitmaps = [torch.zeros(0, block_size**2 // 8, dtype=torch.uint8)]
+    for part in torch.arange(len(pairs)).split(max(1, _MOST_CELLS // block_size**2)):
+        p, k = (tiles.positions(block_size)[part] for tiles in (pairs.q, pairs.k))
+        cells = mask.holds(p[:, :, None], k[:, None, :], frame)
+        bitmaps.append(pack(cells.expand(len(part), block_size, block_size)))
+    return torch.cat(bitmaps)
 
 
 def _share_tables(

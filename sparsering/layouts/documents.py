@@ -4,12 +4,15 @@ Tiles are cut in positions, as a pattern counts them. `placed` then converts the
 the tensors, which differ from positions if positions restart in each document.
 """
 
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from ..patterns.algebra import And, Frame, Mask, Or, Restarts
+from ..patterns.algebra import And, Frame, Mask, Or, Pattern, Restarts
+from ..patterns.tree import Nodes, common_tree
 from ..patterns.varlen_mask import Varlen
 from .tiles import Axis, Grid, Origin, Ranges
 
@@ -21,6 +24,7 @@ class WholeSequence:
     kv_len: int
     query_ranges: Ranges
     key_ranges: Ranges
+    nodes: Nodes | None = None  # the nodes of the pattern's tree; no tile crosses their ends
     in_document = False
 
     def fitting(self, grid: Grid, block_size: int) -> Grid:
@@ -39,8 +43,14 @@ class WholeSequence:
     def placed(
         self, queries: list[Axis], keys: list[Axis]
     ) -> tuple[list[Axis], list[Axis], dict[str, Tensor]]:
-        """Returns the tiles unchanged and no `Pass` fields, since positions do not restart."""
-        return queries, keys, {}
+        """Returns the tiles unchanged, and `Pass` fields: the depths of tiles in a tree."""
+        if self.nodes is None or not len(self.nodes.depth):
+            return queries, keys, {}
+        named = {"query_depth": queries, "key_depth": keys}
+        return queries, keys, {
+            name: torch.stack([self.nodes.depth_of(tiles.start) for tiles in axes])
+            for name, axes in named.items()
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,16 +104,28 @@ Ground = WholeSequence | RestartedDocuments
 
 
 def ground_of(
-    restarts: Restarts | None, frame: Frame, queries: Ranges | None, keys: Ranges | None
+    pattern: Pattern, frame: Frame, queries: Ranges | None, keys: Ranges | None
 ) -> Ground:
     """Returns documents if positions restart, else one sequence with ranges (default: all)."""
-    if restarts is not None:
-        return RestartedDocuments.of(restarts)
+    if pattern.restarts is not None and queries is None and keys is None:
+        return RestartedDocuments.of(pattern.restarts)
     if queries is None:
         queries = [(frame.q_start, frame.q_start + frame.q_len)]
     if keys is None:
         keys = [(0, frame.kv_len)]
-    return WholeSequence(frame.kv_len, queries, keys)
+    if (tree := common_tree(pattern)) is None:
+        return WholeSequence(frame.kv_len, queries, keys)
+    ends = tree.nodes.start[1:-1].tolist()
+    return WholeSequence(frame.kv_len, _cut(queries, ends), _cut(keys, ends), tree.nodes)
+
+
+def _cut(ranges: Ranges, at: list[int]) -> Ranges:
+    """Cuts ranges at the positions `at`, which ascend."""
+    pieces = []
+    for low, high in ranges:
+        inside = at[bisect_right(at, low) : bisect_left(at, high)]
+        pieces += list(pairwise([low, *inside, high])) if high > low else []
+    return pieces
 
 
 def laid_in_documents(mask: Mask) -> Mask:

@@ -55,6 +55,8 @@ class Pass:
     branch: int = 0  # index of the pass's mask in a mixture `a + b`
     query_origin: Tensor | None = None  # [S, query tiles] first positions, if they restart at 0
     key_origin: Tensor | None = None  # [S, key tiles] first positions, if not key_start
+    query_depth: Tensor | None = None  # [S, query tiles] first positions for distances; None: equal
+    key_depth: Tensor | None = None  # [S, key tiles] first positions for distances; None: equal
     stream: Tensor | None = None  # [S, query tiles] index of the dropout seed; None: all 0
     slot: Tensor | None = None  # [B or 1, H or 1, entries] int64 place in a selection's indices
 
@@ -65,6 +67,12 @@ class Pass:
         """
         query = self.query_start + q_start if self.query_origin is None else self.query_origin
         return query, self.key_start if self.key_origin is None else self.key_origin
+
+    def depths(self, q_start: int) -> tuple[Tensor, Tensor]:
+        """Returns what `coordinates` does, but as distances count positions: by depth in a tree."""
+        if self.query_depth is None or self.key_depth is None:
+            return self.coordinates(q_start)
+        return self.query_depth, self.key_depth
 
     def tensors(self) -> Iterator[Tensor]:
         return (value for value in vars(self).values() if isinstance(value, Tensor))

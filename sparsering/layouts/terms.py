@@ -117,9 +117,9 @@ def _in_documents(grid: Grid, lengths: tuple[int, ...]) -> Grid:
 
 
 def _in_nodes(grid: Grid, nodes: Nodes) -> Grid:
-    """Cuts tiles in each node of a tree; if positions in a tile are apart, they count by depth."""
-    depths = tuple(nodes.depth.tolist()) if grid.step > 1 else None
-    return replace(grid, documents=tuple(nodes.start.diff().tolist()), depths=depths)
+    """Cuts tiles in each node of a tree, at multiples of their length in depth."""
+    sizes, depths = nodes.start.diff().tolist(), nodes.depth.tolist()
+    return replace(grid, documents=tuple(sizes), depths=tuple(depths))
 
 
 def distinct_heads(pattern: Pattern, frame: Frame) -> Heads:

@@ -48,15 +48,16 @@ class Grid:
         begin, end, least = self._segments(low, high) if ranges else (lows, highs, lows)
         edges = begin, end, least.clamp(min=low), torch.tensor(high)
         segment, start, end, longest = self._pieces(*edges, block_size)
-        first = torch.searchsorted(highs, start, right=True)  # first range that ends after `start`
+        floor = torch.maximum(start, least[segment])
+        first = torch.searchsorted(highs, floor, right=True)  # first range that ends after `floor`
         count = (torch.searchsorted(lows, end) - first).clamp(min=0)
         tile, number = expand_counts(count)
         within = first[tile] + number
         stop = torch.minimum(end[tile], highs[within])
         residues = self._residues(ranges, longest)
         residue = residues[:, None].expand(-1, len(tile))
-        floor = torch.maximum(lows[within], least[segment[tile]])
-        return self._tiles(residue, start[tile] + residue + offset, floor, stop)
+        low = torch.maximum(lows[within], floor[tile])
+        return self._tiles(residue, start[tile] + residue + offset, low, stop)
 
     def axis_of_documents(self, low: Tensor, high: Tensor, block_size: int, offset: int) -> "Axis":
         """Returns tiles of positions low[d] to high[d] - 1 in document d, counted from its start.

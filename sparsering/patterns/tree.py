@@ -3,15 +3,16 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .algebra import And, Frame, Mask, Mixture, Or, Pattern
-from .arguments import checked_integers, listed
+from .algebra import And, Frame, Mask, Mixture, Not, Or, Pattern
+from .arguments import checked_integers, listed, shortened
 from .blocks import RandomBlocks
-from .positions import Causal, Lengths, Packed, SlidingWindow, _InDocuments, _per_entry, check_inner
+from .positions import Causal, Lengths, SlidingWindow, _InDocuments, _per_entry, check_inner
 from .selected import SelectedBlocks
 
 Parents = tuple[int, ...] | tuple[tuple[int, ...], ...]
@@ -195,42 +196,41 @@ class Tree(_InDocuments):
 
 
 def common_tree(pattern: Pattern) -> Tree | None:
-    """Returns the tree whose depths are the positions of a call; None if the pattern has no tree.
+    """Returns a tree that every branch and batch entry of a pattern has, without another; or None.
 
-    Raises: ValueError if it has trees, but not the same one in every branch and batch entry.
+    Its depths are the positions that distances count.
     """
     found = [list(_trees(branch)) for branch in pattern.branches]
-    if not any(found):
+    if not all(found):
         return None
-    first = next(tree for trees in found for tree, _ in trees)
-    alike = all(
-        trees
-        and all(
-            (tree.lengths, tree.parents, packed) == (first.lengths, first.parents, False)
-            for tree, packed in trees
-        )
-        for trees in found
-    )
-    if not alike or _per_entry(first.lengths):
+    first = found[0][0]
+    if first is None:
+        return None
+    for tree in chain(*found):
+        if tree is None or tree.lengths != first.lengths or tree.parents != first.parents:
+            return None
+    return None if _per_entry(first.lengths) else first
+
+
+def check_distances(pattern: Pattern) -> None:
+    """Raises ValueError if a pattern has trees, but the distance of a pair is not of one tree."""
+    if common_tree(pattern) is None and any(any(True for _ in _trees(x)) for x in pattern.branches):
         raise ValueError(
             "a distance_bias with a Tree needs the same one Tree in every branch and batch entry, "
-            f"since distances are of depths, got {pattern}; call attention for each tree alone"
+            f"since distances are of depths, got {shortened(str(pattern))}; call attention for "
+            "each tree alone"
         )
-    return first
 
 
-def has_tree(pattern: Pattern) -> bool:
-    """Whether a pattern has a `Tree`."""
-    return any(True for branch in pattern.branches for _ in _trees(branch))
-
-
-def _trees(mask: Mask, packed: bool = False) -> Iterator[tuple[Tree, bool]]:
-    """Yields each tree in a mask, and whether its positions count from a document's start."""
+def _trees(mask: Mask) -> Iterator[Tree | None]:
+    """Yields each tree in a mask; None for one inside a document."""
     if isinstance(mask, Tree):
-        yield mask, packed
-    inside = packed or isinstance(mask, Packed)
+        yield mask
+        return
+    combines = isinstance(mask, And | Or | Not)
     for part in mask._components():
-        yield from _trees(part, inside)
+        for tree in _trees(part):
+            yield tree if combines else None
 
 
 def _is_causal(mask: Mask) -> bool:

@@ -221,7 +221,7 @@ def _sampled(
     """
     passes: list[PassWork] = []
     pairs = 0.0
-    ground = ground_of(pattern.restarts, frame, None, None)
+    ground = ground_of(pattern, frame, None, None)
     for number, (grid, mask) in enumerate(_terms(pattern, ground, block_size)):
         tables = mask.num_tables(frame)
         sampled_tables = sorted({i * tables // num_heads for i in range(num_heads)})

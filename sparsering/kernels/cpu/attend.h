@@ -255,8 +255,7 @@ class Attend {
     const float* table = x_.extras.table(item.batch, item.head);
     if (table) {
       const int64_t axis = item.head * pass.axes / x_.Hq;
-      const int64_t distance =
-          pass.key_origin(axis, part.column) - pass.query_origin(axis, item.row);
+      const int64_t distance = pass.distance(axis, item.row, part.column);
       read_distances(table, x_.extras.radius, distance + (part.rows - 1) * pass.step, -pass.step,
                      part.rows - 1 + queries, biases);
     }
@@ -290,9 +289,8 @@ class Attend {
     const float* table = x_.extras.table(item.batch, head);
     if (table) {
       const int64_t axis = head * pass.axes / x_.Hq;
-      const int64_t position = pass.query_origin(axis, item.row) + i * pass.step;
-      read_distances(table, x_.extras.radius, pass.key_origin(axis, column) - position, pass.step,
-                     count, biases);
+      const int64_t distance = pass.distance(axis, item.row, column) - i * pass.step;
+      read_distances(table, x_.extras.radius, distance, pass.step, count, biases);
     }
     adjust(scores, count, x_.scale, x_.extras.softcap, table ? biases : nullptr, nullptr);
   }

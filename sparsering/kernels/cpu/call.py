@@ -252,4 +252,4 @@ def _tables(p: Pass) -> list[Tensor]:
 
 def _places(p: Pass, q_start: int) -> list[Tensor]:
     stream = p.key_start.new_empty(0) if p.stream is None else p.stream
-    return [x.contiguous() for x in (*p.coordinates(q_start), stream)]
+    return [x.contiguous() for x in (*p.coordinates(q_start), stream, *p.depths(q_start))]

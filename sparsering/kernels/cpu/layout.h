@@ -84,10 +84,10 @@ struct Tile {
 // One pass of a layout: tiles, and a table of the key tiles (entries) that each query tile visits.
 // layouts/layout.py describes its tensors; the last two are `transposed_bitmaps` and `bitmaps`.
 struct Pass {
-  static constexpr int kTensors = 9, kPlaces = 3;
+  static constexpr int kTensors = 9, kPlaces = 5;
 
-  // `places`: positions of query tiles, positions of key tiles, and dropout streams of query tiles
-  // (empty: all 0). The list is empty if no extra depends on positions.
+  // `places`: positions of query tiles and of key tiles, dropout streams of query tiles (empty: all
+  // 0), and positions of query and key tiles for distances. It is empty if no extra needs them.
   Pass(at::TensorList tensors, at::TensorList places, int64_t step_, int64_t block_,
        int64_t branch_)
       : step(step_),
@@ -111,7 +111,9 @@ struct Pass {
         branch(branch_),
         query_origin_(places.empty() ? nullptr : values_of<int64_t>(places[0])),
         key_origin_(places.empty() ? nullptr : values_of<int64_t>(places[1])),
-        stream_(places.empty() || !places[2].numel() ? nullptr : values_of<int64_t>(places[2])) {}
+        stream_(places.empty() || !places[2].numel() ? nullptr : values_of<int64_t>(places[2])),
+        query_depth_(places.empty() ? nullptr : values_of<int64_t>(places[3])),
+        key_depth_(places.empty() ? nullptr : values_of<int64_t>(places[4])) {}
 
   // A pass of a plan, which has sizes but no tables. `longest`: queries of its longest tile.
   Pass(int64_t step_, int64_t block_, int64_t rows_, int64_t columns_, int64_t tables_,
@@ -138,6 +140,10 @@ struct Pass {
   }
   int64_t key_origin(int64_t axis, int64_t column) const {
     return key_origin_[axis * columns + column];
+  }
+  // Distance from the first token of a query tile to the first token of a key tile.
+  int64_t distance(int64_t axis, int64_t row, int64_t column) const {
+    return key_depth_[axis * columns + column] - query_depth_[axis * rows + row];
   }
   int64_t stream(int64_t axis, int64_t row) const {
     return stream_ ? stream_[axis * rows + row] : 0;
@@ -173,7 +179,8 @@ struct Pass {
   int64_t longest = -1;  // only in a plan: queries of its longest tile
   bool walked = false;   // true for a loop over key tiles, see walk/visits.h
   int64_t slot = 0;      // bitmap row of a tile's first query
-  const int64_t *query_origin_ = nullptr, *key_origin_ = nullptr, *stream_ = nullptr;
+  const int64_t *query_origin_ = nullptr, *key_origin_ = nullptr, *stream_ = nullptr,
+                *query_depth_ = nullptr, *key_depth_ = nullptr;
 
  private:
   Tile tile(int64_t start, int64_t stop) const {
@@ -262,10 +269,13 @@ inline void check_pass(at::TensorList t, const Pass& p, int64_t q_len, int64_t k
 }
 
 inline void check_places(at::TensorList t, const Pass& p, int64_t streams) {
-  const bool fits = t.size() == Pass::kPlaces && t[0].is_contiguous() && t[1].is_contiguous() &&
-                    t[2].is_contiguous() && t[0].numel() == p.axes * p.rows &&
-                    t[1].numel() == p.axes * p.columns &&
-                    (t[2].numel() == 0 || t[2].numel() == p.axes * p.rows);
+  bool fits = t.size() == Pass::kPlaces;
+  for (const at::Tensor& x : t) {
+    fits = fits && x.is_contiguous();
+  }
+  fits = fits && t[0].numel() == p.axes * p.rows && t[1].numel() == p.axes * p.columns &&
+         (t[2].numel() == 0 || t[2].numel() == p.axes * p.rows) &&
+         t[3].numel() == t[0].numel() && t[4].numel() == t[1].numel();
   TORCH_CHECK_VALUE(fits, "sparsering cpu: malformed layout: places of tiles");
   for (int64_t i = 0; i < t[2].numel(); ++i) {
     const int64_t stream = values_of<int64_t>(t[2])[i];

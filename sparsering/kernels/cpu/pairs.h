@@ -146,8 +146,7 @@ class Pairs {
     const bool extras = x_.extras.adjusts() || x_.extras.drops();
     int64_t distance = 0;  // from the first query to the last key
     if (extras) {
-      distance = pass.key_origin(axis, pair.column) + (keys - 1) * pass.step -
-                 pass.query_origin(axis, pair.row);
+      distance = pass.distance(axis, pair.row, pair.column) + (keys - 1) * pass.step;
       prepare_extras(s, pass, pair, axis, keys, queries, distance);
     }
     hide_unseen(x_.extras.key_mask(pair.b), key_tile, pass.step, scores, queries);

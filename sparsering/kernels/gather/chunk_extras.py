@@ -110,7 +110,8 @@ class Extras:
         table = self.problem.distance_bias
         assert table is not None
         radius = table.shape[2] // 2
-        distance = places.key[unit][..., None, :] - places.query[unit][..., :, None]
+        query, key = places.depths
+        distance = key[unit][..., None, :] - query[unit][..., :, None]
         row = places.batch[unit][..., None] * table.shape[1] + places.head[unit]  # [.., g]
         first = row * table.shape[2] + radius
         return first[..., None, None] + distance.clamp(-radius, radius)[..., None, :, :]

@@ -41,7 +41,7 @@ def query_kernel(
     query, key, value, grad_out, key_tiles, value_tiles, bias, delta, row_lse, grad_query, piece,
     grad_bias,
     units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
-    distance_bias, key_mask, seed, dropout_stream, tile_origin, origin,
+    distance_bias, key_mask, seed, dropout_stream, tile_origin, origin, depth_shift,
     diagonals, ends, diagonal_start,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
@@ -60,7 +60,7 @@ def query_kernel(
     PACK: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     ALIGN: tl.constexpr,
-    RUNNING: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, DISTANCES: tl.constexpr,
+    RUNNING: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, DISTANCES: tl.constexpr, BY_DEPTH: tl.constexpr,
     LEARNS_DISTANCES: tl.constexpr, DROPPING: tl.constexpr, STREAMS: tl.constexpr,
     KEYS_MASKED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
@@ -118,6 +118,7 @@ def query_kernel(
     start, tokens, bitmap, entry = from_table(start, tokens, bitmap, entry, table, num_entries)
     if DISTANCES or DROPPING:
         origin += table * num_entries
+        depth_shift += table * num_entries
         first_query = tl.load(tile_origin + axis * num_tiles + tile)
     if DISTANCES:
         biases = distance_bias + batch * distance_batch + heads * distance_head
@@ -178,7 +179,8 @@ def query_kernel(
             elif DISTANCES:
                 score *= scale
             if DISTANCES:
-                far = apart(first_key, first_query)
+                far = first_key + tl.load(depth_shift + e) if BY_DEPTH else first_key
+                far = apart(far, first_query)
                 distance = far + along_key.to(tl.int32)[None, :] - along_query[:, None]
                 score += bias_at(biases[:, None], distance, reach, real[:, None])
             left = _LOG2_E if CAPPED or DISTANCES else scale * _LOG2_E
@@ -230,7 +232,7 @@ def key_kernel(
     query, key, value, grad_out, query_tiles, grad_out_tiles, delta_tiles, row_lse_tiles, bias,
     delta, row_lse, grad_key, grad_value, piece_key, piece_value,
     units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
-    distance_bias, key_mask, seed, dropout_stream, tile_origin, origin,
+    distance_bias, key_mask, seed, dropout_stream, tile_origin, origin, depth_shift,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
@@ -246,7 +248,7 @@ def key_kernel(
     TILE: tl.constexpr, WORD: tl.constexpr, KEYS: tl.constexpr, HEADS: tl.constexpr,
     QUERIES: tl.constexpr, MASKED: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, ALIGN: tl.constexpr,
-    RUNNING: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, DISTANCES: tl.constexpr,
+    RUNNING: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, DISTANCES: tl.constexpr, BY_DEPTH: tl.constexpr,
     DROPPING: tl.constexpr, STREAMS: tl.constexpr, KEYS_MASKED: tl.constexpr,
     TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
@@ -289,6 +291,7 @@ def key_kernel(
     start += in_table
     if DISTANCES or DROPPING:
         origin += table * num_entries
+        depth_shift += table * num_entries
         key_position = tl.load(tile_origin + axis * num_tiles + tile) + first_key * step
         along_key = tl.arange(0, KEYS) * step
     if DROPPING:
@@ -356,7 +359,8 @@ def key_kernel(
                 elif DISTANCES:
                     score *= scale
                 if DISTANCES:
-                    distance = apart(key_position, query_position) + along_key.to(tl.int32)[:, None]
+                    far = query_position - tl.load(depth_shift + e) if BY_DEPTH else query_position
+                    distance = apart(key_position, far) + along_key.to(tl.int32)[:, None]
                     distance -= along.to(tl.int32)[None, :]
                     biases = distance_bias + batch * distance_batch
                     biases += h * elements(distance_head, 1)

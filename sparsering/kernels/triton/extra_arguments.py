@@ -53,6 +53,8 @@ def arguments(
         "least": threshold(problem.dropout_p or 0.0),
         "kept_scale": 1 / (1 - (problem.dropout_p or 0.0)),
         "origin": w.start if w.origin is None else w.origin,
+        "depth_shift": w.units if w.shift is None else w.shift,
+        "BY_DEPTH": w.shift is not None,
         "origin_shift": problem.layout.frame.q_start if shifted else 0,
     }
 

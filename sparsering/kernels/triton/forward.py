@@ -62,7 +62,7 @@ def _attend(acc, highest, total, score, v, bias, scale, keep, stays, MASKED: tl.
 def forward_kernel(
     query, key, value, key_tiles, value_tiles, bias, out, lse, piece_out, piece_lse,
     units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
-    distance_bias, key_mask, seed, dropout_stream, tile_origin, origin,
+    distance_bias, key_mask, seed, dropout_stream, tile_origin, origin, depth_shift,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64, k_side: tl.int64, v_side: tl.int64,
@@ -80,7 +80,7 @@ def forward_kernel(
     PADDED_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     ALIGN: tl.constexpr,
     RUNNING: tl.constexpr, SINK: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr,
-    DISTANCES: tl.constexpr, DROPPING: tl.constexpr, STREAMS: tl.constexpr,
+    DISTANCES: tl.constexpr, BY_DEPTH: tl.constexpr, DROPPING: tl.constexpr, STREAMS: tl.constexpr,
     KEYS_MASKED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
@@ -132,6 +132,7 @@ def forward_kernel(
     start, tokens, bitmap, entry = from_table(start, tokens, bitmap, entry, table, num_entries)
     if DISTANCES or DROPPING:
         origin += table * num_entries
+        depth_shift += table * num_entries
         first_query = tl.load(tile_origin + axis * num_tiles + tile)
     if DISTANCES:
         biases = distance_bias + batch * distance_batch + heads * distance_head
@@ -199,7 +200,8 @@ def forward_kernel(
             elif DISTANCES:
                 score *= scale
             if DISTANCES:
-                distance = apart(first_key, first_query) + along_key.to(tl.int32)[None, :]
+                far = first_key + tl.load(depth_shift + e) if BY_DEPTH else first_key
+                distance = apart(far, first_query) + along_key.to(tl.int32)[None, :]
                 score += bias_at(
                     biases[:, None], distance - along_query[:, None], reach, real[:, None]
                 )

@@ -54,6 +54,7 @@ class Walk(NamedTuple):
     bitmaps: Tensor
     origin: Tensor | None = None
     stream: Tensor | None = None
+    shift: Tensor | None = None
     built: Built | None = None
 
 
@@ -196,9 +197,16 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
     origin, stream = (
         None if x is None else of_other(x).gather(-1, order) for x in (origin, stream)
     )
+    shift = None
+    if p.query_depth is not None and p.key_depth is not None:
+        places = zip(p.depths(0), p.coordinates(layout.frame.q_start), strict=True)
+        of_query, of_key = (stretched((x - y)[None], batch, heads) for x, y in places)
+        own = row.clamp(max=max(0, rows - 1))
+        query, key = (other, own) if by_key else (own, other)
+        shift = (of_key.gather(-1, key) - of_query.gather(-1, query)).gather(-1, order)
     return Walk(
         units.int().contiguous(), start, tokens, bitmap, entry, cuts.int().contiguous(), slots_used,
-        p.transposed_bitmaps if by_key else p.bitmaps, origin, stream,
+        p.transposed_bitmaps if by_key else p.bitmaps, origin, stream, shift,
     )  # fmt: skip
 
 
