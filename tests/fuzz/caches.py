@@ -226,7 +226,7 @@ def cases(draw: st.DrawFn, cell: Cell) -> Decoding:
         given["rollback"] = draw(st.sampled_from((1, 4, 20)))
     if used("block_size"):
         given["block_size"] = draw(st.sampled_from(LAYOUT_BLOCK_SIZES))
-    given |= shared_options(draw, cell, used)
+    given |= shared_options(draw, cell, used, spec)
     with_half_tables(cell, used, given)
     widths = st.sampled_from((8, 8, 16, 5, 32, 1))
     return Decoding(

@@ -222,7 +222,8 @@ class Call(Options):
         places: dict[str, Any] = {}  # index of each pair's bias in its table
         if self.distance_bias is not None:
             radius, each = self.distance_bias
-            distance = (keys - positions[:, None]).clip(-radius, radius) + radius
+            far = np.subtract.outer(*(specs.distance_places(self.spec, x) for x in (keys, positions)))
+            distance = far.T.clip(-radius, radius) + radius
             heads = np.arange(scene.num_heads) if each else np.zeros(scene.num_heads, np.int64)
             places["distance_bias"] = (heads[:, None, None], distance)
         if self.block_bias is not None:
@@ -384,14 +385,14 @@ def input_options(draw: st.DrawFn, used: Used) -> dict[str, Any]:
     return given
 
 
-def shared_options(draw: st.DrawFn, cell: Cell, used: Used) -> dict[str, Any]:
+def shared_options(draw: st.DrawFn, cell: Cell, used: Used, spec: Spec) -> dict[str, Any]:
     """Draws the options that calls and caches have, apart from tables of blocks."""
     given = input_options(draw, used)
     if cell.dtype != "float64" and used("autocast"):
         given["autocast"] = True
     if used("softcap"):
         given["softcap"] = draw(st.sampled_from((2.0, 0.5, 50.0)))
-    if used("distance_bias"):
+    if used("distance_bias") and specs.has_distances(spec):
         given["distance_bias"] = draw(st.tuples(st.sampled_from((0, 1, 7, 100)), st.booleans()))
     if used("sink"):
         given["sink"] = draw(st.sampled_from(("[H]", "[1, H, 1]", "[B, H, N]", "none")))
@@ -432,7 +433,7 @@ def cases(draw: st.DrawFn, cell: Cell, scene: Scene | None = None) -> Call:
     given: dict[str, Any] = {"block_size": None}
     if used("block_size") or option == "block_bias":
         given["block_size"] = draw(st.sampled_from(LAYOUT_BLOCK_SIZES))
-    given |= shared_options(draw, cell, used)
+    given |= shared_options(draw, cell, used, spec)
     if len(selections) == 1 and used("slot_bias"):
         given["slot_bias"] = draw(st.tuples(st.booleans(), st.booleans()))
     elif given["block_size"] is not None and used("block_bias"):

@@ -231,6 +231,8 @@ SANE: dict[str, Callable[[], tuple[Callable[..., Any], Given]]] = {
         used(sr.Hierarchical), {"levels": ((8, 16), (16, None)), "block_size": 8}),
     "Documents": lambda: (used(sr.Documents), {"lengths": (15, 25)}),
     "Packed": lambda: (used(sr.Packed), {"lengths": (15, 25), "pattern": FIRST}),
+    "Tree": lambda: (
+        used(sr.Tree), {"lengths": (15, 5, 20), "parents": (-1, 0, 0), "pattern": FIRST}),
     "KeyPadding": lambda: (used(sr.KeyPadding), {"lengths": (30, 40)}),
     "KeyMask": lambda: (used(sr.KeyMask), {"valid": table(B, N)}),
     "Blocks": lambda: (used(sr.Blocks), {"active": table(H, 5, 5), "block_size": 8}),

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import numpy as np
 from oracles import blocks_oracle
 from oracles import strategies as drawn
-from oracles.patterns_oracle import OPERATORS, Spec, is_mixture
+from oracles.patterns_oracle import OPERATORS, Spec, depth_in_tree, is_mixture, leaves
 from oracles.strategies import Scene
 
 LEAVES = {
@@ -34,7 +34,8 @@ LEAVES = {
     "SelectedBlocks": drawn.selected_blocks,
     "MaskMod": drawn.mask_mods,
 }
-CLASSES = (*LEAVES, "Packed", *OPERATORS)
+CLASSES = (*LEAVES, "Packed", "Tree", *OPERATORS)
+INSIDE = ("Packed", "Tree")  # their last argument is a pattern inside documents or along paths
 # Masks over the whole sequence (its length or row numbers) are not put inside `Packed`.
 OF_WHOLE_ROWS = ("Documents", "KeyMask", "Dense", "SelectedBlocks", "MaskMod")
 
@@ -42,7 +43,7 @@ OF_WHOLE_ROWS = ("Documents", "KeyMask", "Dense", "SelectedBlocks", "MaskMod")
 def classes_of(spec: Spec) -> list[str]:
     """Returns every class and operator of a spec."""
     name, *args = spec
-    inner = args if name in OPERATORS else args[1:] if name == "Packed" else []
+    inner = args if name in OPERATORS else args[-1:] if name in INSIDE else []
     return sorted({name, *(found for part in inner for found in classes_of(part))})
 
 
@@ -53,12 +54,52 @@ def branches(spec: Spec) -> list[Spec]:
         return branches(args[0]) + branches(args[1])
     if name == "&":
         return [("&", a, b) for a in branches(args[0]) for b in branches(args[1])]
-    if name == "Packed":
-        return [("Packed", args[0], inner) for inner in branches(args[1])]
+    if name in INSIDE:
+        return [(name, *args[:-1], inner) for inner in branches(args[-1])]
     if name == "LongNet":
         pairs = zip(args[0], args[1], strict=True)
         return [("Dilated", w, r, *args[2:]) for w, r in pairs]
     return [spec]
+
+
+def common_tree(spec: Spec) -> Spec | None:
+    """Returns the one tree whose depths are the positions of all branches; None if there is none.
+
+    Raises: ValueError if there are trees, but no such tree.
+    """
+    found = {leaf[1:3] for leaf in leaves(spec) if leaf[0] == "Tree"}
+    if not found:
+        return None
+    tree, *others = found
+    whole = all(any(part[0] == "Tree" for part in outer(branch)) for branch in branches(spec))
+    hidden = any("Tree" in classes_of(part) for part in outer(spec) if part[0] == "Packed")
+    entries = tree[0] and isinstance(tree[0][0], tuple)
+    if others or not whole or hidden or entries:
+        raise ValueError("no tree of all branches and entries")
+    return ("Tree", *tree)
+
+
+def has_distances(spec: Spec) -> bool:
+    """Whether a call with this pattern may have a distance bias."""
+    try:
+        common_tree(spec)
+    except ValueError:
+        return False
+    return True
+
+
+def distance_places(spec: Spec, positions: np.ndarray) -> np.ndarray:
+    """Returns the positions that distances count: in a tree, depths."""
+    tree = common_tree(spec)
+    if tree is None or not sum(tree[1]):
+        return positions
+    return np.array([depth_in_tree(int(x), *tree[1:]) for x in positions], dtype=np.int64)
+
+
+def outer(spec: Spec) -> list[Spec]:
+    """Returns the constructor calls that operators join."""
+    name, *args = spec
+    return [part for side in args for part in outer(side)] if name in OPERATORS else [spec]
 
 
 def selections(spec: Spec) -> list[Spec]:
@@ -100,7 +141,9 @@ def specs_with(
         scene = replace(scene, q_len=max(1, scene.q_len), kv_len=max(1, scene.kv_len))
     others = drawn.masks(scene, 1, with_random=True)
     other = draw(others)
-    if kind == "Packed":
+    if kind == "Tree":
+        spec = draw(drawn.trees(scene))
+    elif kind == "Packed":
         spec = draw(drawn.packed(scene, lambda inside: drawn.masks(inside, 1, nested=True)))
     elif kind in OPERATORS:
         spec = (kind, draw(others), other)
@@ -109,7 +152,7 @@ def specs_with(
     forms = ["alone", "alone", "& other", "other &", "+ other"]
     if not is_mixture(spec):
         forms += ["| other", "other |", "other +"]
-        if kind not in (*OF_WHOLE_ROWS, *OPERATORS, "Packed"):
+        if kind not in (*OF_WHOLE_ROWS, *OPERATORS, *INSIDE):
             forms.append("packed")
     form = draw(st.sampled_from(forms))
     if form == "packed":

@@ -150,6 +150,27 @@ def packed(at: Place, p: int, k: int, lengths: tuple, inner: Spec) -> int:
     return pair_count(inner, inside, p - first, k - first)
 
 
+def path_of(node: int, parents: tuple[int, ...]) -> list[int]:
+    """Nodes from the root to a node."""
+    return [] if node < 0 else [*path_of(parents[node], parents), node]
+
+
+def depth_in_tree(x: int, lengths: tuple[int, ...], parents: tuple[int, ...]) -> int:
+    """Tokens before token `x` on its path; positions outside count on from the nearest node."""
+    inside = min(max(x, 0), sum(lengths) - 1)
+    node, first = document_of(inside, lengths)
+    return sum(lengths[i] for i in path_of(node, parents)[:-1]) + x - first
+
+
+def tree(at: Place, p: int, k: int, lengths: tuple, parents: tuple, inner: Spec) -> int:
+    lengths, parents = documents_of(at, lengths), documents_of(at, parents)
+    found = document_of(p, lengths), document_of(k, lengths)
+    if None in found or found[1][0] not in path_of(found[0][0], parents):
+        return 0
+    depths = (depth_in_tree(x, lengths, parents) for x in (p, k))
+    return pair_count(inner, at, *depths)
+
+
 def key_padding(at: Place, p: int, k: int, lengths: tuple[int, ...]) -> int:
     return k < lengths[at.batch]
 
@@ -223,6 +244,7 @@ RULES = {
     "Hierarchical": hierarchical,
     "Documents": documents,
     "Packed": packed,
+    "Tree": tree,
     "KeyPadding": key_padding,
     "KeyMask": key_mask,
     "Blocks": blocks,
@@ -271,24 +293,25 @@ def counts(
 
 
 def leaves(spec: Spec) -> list[Spec]:
-    """Returns the constructor calls of a spec, including those inside `Packed`."""
+    """Returns the constructor calls of a spec, including those inside `Packed` and `Tree`."""
     name, *args = spec
     if name in OPERATORS:
         return leaves(args[0]) + leaves(args[1])
-    return [spec, *leaves(args[1])] if name == "Packed" else [spec]
+    return [spec, *leaves(args[-1])] if name in ("Packed", "Tree") else [spec]
 
 
 def is_mixture(spec: Spec) -> bool:
     """Whether the spec has the form of a mixture, even if all its counts are 0 or 1."""
     name, *args = spec
-    if name == "Packed":
-        return is_mixture(args[1])
+    if name in ("Packed", "Tree"):
+        return is_mixture(args[-1])
     return name in ("+", "LongNet") or (name in OPERATORS and any(map(is_mixture, args)))
 
 
 def is_batched(spec: Spec) -> bool:
     """Whether the pairs may differ between batch entries, so that `to_dense` is [B, H, Nq, Nk]."""
-    depth_of_batch = {"Documents": 2, "Packed": 2, "KeyMask": 2, "Blocks": 4, "SelectedBlocks": 4}
+    depth_of_batch = {"Documents": 2, "Packed": 2, "Tree": 2}
+    depth_of_batch |= {"KeyMask": 2, "Blocks": 4, "SelectedBlocks": 4}
     return any(
         name == "KeyPadding"
         or (name == "MaskMod" and rest[1] is not None)
@@ -308,8 +331,8 @@ def build(spec: Spec) -> Any:
         return build(args[0]) | build(args[1])
     if name == "+":
         return build(args[0]) + build(args[1])
-    if name == "Packed":
-        return sr.Packed(args[0], build(args[1]))
+    if name in ("Packed", "Tree"):
+        return getattr(sr, name)(*args[:-1], build(args[-1]))
     if name in ("Blocks", "Dense", "KeyMask"):
         args[0] = torch.tensor(args[0], dtype=torch.bool)
     if name == "SelectedBlocks":

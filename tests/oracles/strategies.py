@@ -263,9 +263,30 @@ def packed(draw: st.DrawFn, scene: Scene, inner: Any) -> Spec:
     if scene.kv_len and scene.kv_len % 2 == 0 and draw(st.integers(0, 4)) == 0:
         half = scene.kv_len // 2
         halves = replace(scene, q_len=half, kv_len=half, q_start=0)
-        nested = st.one_of(documents(halves), key_masks(halves), packed(halves, inner))
-        return ("Packed", (half, half), draw(nested))
+        nested = [documents(halves), key_masks(halves), packed(halves, inner), trees(halves)]
+        return ("Packed", (half, half), draw(st.one_of(nested)))
     return ("Packed", lengths, draw(inner(inside)))
+
+
+@st.composite
+def trees(draw: st.DrawFn, scene: Scene, inner: Any = None) -> Spec:
+    """Draws `Tree` around `inner(scene)`, by default a mask that fits any length."""
+    lengths = draw(document_lengths(scene))
+    nested = bool(lengths) and isinstance(lengths[0], tuple)
+
+    def parents(entry: tuple[int, ...]) -> tuple[int, ...]:
+        near = [draw(st.sampled_from((i - 1, i - 1, -1, i // 2 - 1))) for i in range(len(entry))]
+        return tuple(near)
+
+    above = tuple(map(parents, lengths)) if nested else parents(lengths)
+    if inner is not None:
+        return ("Tree", lengths, above, draw(inner(scene)))
+    kinds = [windows, pooled, global_tokens, dilated, block_dilated, block_windows, hierarchicals]
+    fixed = st.sampled_from((("Full",), ("Causal",), ("Causal",)))
+    mask = st.one_of(fixed, *(kind(scene) for kind in (*kinds, key_paddings)))
+    joined = st.tuples(st.sampled_from(("&", "&", "|")), mask, mask)
+    summed = st.tuples(st.just("+"), mask, mask)
+    return ("Tree", lengths, above, draw(st.one_of(mask, mask, joined, summed, longnets(scene))))
 
 
 def leaf_masks(scene: Scene, with_random: bool) -> st.SearchStrategy[Spec]:
