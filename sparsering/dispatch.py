@@ -10,7 +10,7 @@ from .kernels import cpu, flash, flex, gather, reference, sdpa, torch_sparse, tr
 from .kernels.cpu import block_sizes
 from .kernels.problem import Gradients, Problem
 from .kernels.triton import configs
-from .layouts.block_size import block_size as estimated
+from .layouts.compile import chosen_block_size
 from .layouts.layout import BlockLayout
 from .patterns.algebra import Frame, Pattern
 from .patterns.arguments import shortened
@@ -153,11 +153,11 @@ def reasons_against(
 def block_size_of(backend: str, pattern: Pattern, query: Tensor, frame: Frame) -> int:
     """Returns the block size that `sparsering tune` measured for the pattern on this machine.
 
-    Without a measurement, returns the estimate of `layouts.block_size`.
+    Without a measurement, returns the estimate of `layouts/compile.py`.
     """
     measured = _MEASURED.get(backend)
     size = None if measured is None else measured.block_size(pattern.expression, query)
-    return size or estimated(pattern, frame, query.device)
+    return size or chosen_block_size(pattern, frame, query.device)
 
 
 _MEASURED = {"cpu": block_sizes.measured, "triton": configs.measured}

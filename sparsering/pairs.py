@@ -16,7 +16,7 @@ from .dropout import kept_pairs
 from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.expression import parse
 from .patterns.selected import selections_of
-from .patterns.tree import common_tree
+from .patterns.tree import distance_positions
 
 
 def frame_of(query: Tensor, key: Tensor, q_start: int) -> Frame:
@@ -96,15 +96,6 @@ def distances_op(
     frame = frame_of(query, key, q_start)
     position, key_position = distance_positions(parse(pattern, tensors), frame)
     return (key_position - position[:, None]).to(query.device)
-
-
-def distance_positions(pattern: Pattern, frame: Frame) -> tuple[Tensor, Tensor]:
-    """Returns positions of queries [Nq] and keys [Nk] for distances: in a tree, their depths."""
-    query, key, _ = pattern.coordinates(frame)
-    tree = common_tree(pattern)
-    if tree is not None and len(tree.nodes.depth):
-        return tree.nodes.depth_of(query), tree.nodes.depth_of(key)
-    return query, key
 
 
 @pair_counts_op.register_fake

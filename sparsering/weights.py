@@ -13,8 +13,8 @@ from .dispatch import choose
 from .layouts.layout import BlockLayout
 from .numerics import capped, entry_of_distance, finite_or_zero, sum_dtype, without_autocast
 from .ops import attend, value_gradient
-from .pairs import distance_positions
 from .patterns.algebra import Pattern
+from .patterns.tree import distance_positions
 
 
 @dataclass(frozen=True, eq=False, repr=False)

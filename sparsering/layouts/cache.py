@@ -23,8 +23,7 @@ from ..patterns.arguments import checked_integer, not_a_pattern, shortened
 from ..patterns.keys import without_key_masks
 from ..patterns.selected import selections_of
 from ..streams import capturing
-from .block_size import block_size as chosen
-from .compile import build_layout, check_block_size
+from .compile import build_layout, check_block_size, chosen_block_size
 from .layout import BlockLayout
 
 _MOST_WAITING = 64  # most requests to `prefetch` that may wait
@@ -154,7 +153,7 @@ class LayoutCache:
         place = place_of(device)
 
         def work() -> BlockLayout:
-            size = chosen(pattern, frame, place) if block_size is None else block_size
+            size = chosen_block_size(pattern, frame, place) if block_size is None else block_size
 
             def build() -> BlockLayout:
                 layout = build_layout(pattern, frame, size, place)

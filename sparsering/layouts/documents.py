@@ -47,10 +47,14 @@ class WholeSequence:
         if self.nodes is None or not len(self.nodes.depth):
             return queries, keys, {}
         named = {"query_depth": queries, "key_depth": keys}
-        return queries, keys, {
-            name: torch.stack([self.nodes.depth_of(tiles.start) for tiles in axes])
-            for name, axes in named.items()
-        }
+        return (
+            queries,
+            keys,
+            {
+                name: torch.stack([self.nodes.depth_of(tiles.start) for tiles in axes])
+                for name, axes in named.items()
+            },
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -104,7 +104,9 @@ class OnPath(Condition):
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
         row, low, high = self._key_ranges(queries, keys, origin)
-        return spans_of_positions(queries, keys, row, low + origin.start[row], high + origin.start[row])
+        return spans_of_positions(
+            queries, keys, row, low + origin.start[row], high + origin.start[row]
+        )
 
     def _key_ranges(
         self, queries: Axis, keys: Axis, origin: Origin

@@ -44,20 +44,20 @@ class Grid:
         `offset`: number of tokens from the start of a segment to its first tile.
         """
         lows, highs = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).T.contiguous()
-        low, high = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
-        begin, end, least = self._segments(low, high) if ranges else (lows, highs, lows)
-        edges = begin, end, least.clamp(min=low), torch.tensor(high)
+        first, stop = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
+        begin, end, least = self._segments(first, stop) if ranges else (lows, highs, lows)
+        edges = begin, end, least.clamp(min=first), torch.tensor(stop)
         segment, start, end, longest = self._pieces(*edges, block_size)
-        floor = torch.maximum(start, least[segment])
-        first = torch.searchsorted(highs, floor, right=True)  # first range that ends after `floor`
-        count = (torch.searchsorted(lows, end) - first).clamp(min=0)
+        least = torch.maximum(start, least[segment])
+        nearest = torch.searchsorted(highs, least, right=True)  # first range that ends after it
+        count = (torch.searchsorted(lows, end) - nearest).clamp(min=0)
         tile, number = expand_counts(count)
-        within = first[tile] + number
-        stop = torch.minimum(end[tile], highs[within])
+        within = nearest[tile] + number
+        ends = torch.minimum(end[tile], highs[within])
         residues = self._residues(ranges, longest)
         residue = residues[:, None].expand(-1, len(tile))
-        low = torch.maximum(lows[within], floor[tile])
-        return self._tiles(residue, start[tile] + residue + offset, low, stop)
+        least = torch.maximum(lows[within], least[tile])
+        return self._tiles(residue, start[tile] + residue + offset, least, ends)
 
     def axis_of_documents(self, low: Tensor, high: Tensor, block_size: int, offset: int) -> "Axis":
         """Returns tiles of positions low[d] to high[d] - 1 in document d, counted from its start.
@@ -119,11 +119,11 @@ class Grid:
         if self.depths is not None:
             depth = torch.tensor(self.depths, dtype=torch.int64)
         ends = length.cumsum(0)
-        first = depth // self.segment
-        count = torch.where(length > 0, -(-(depth + length) // self.segment) - first, 0)
+        whole = depth // self.segment  # segments before the document's first position
+        count = torch.where(length > 0, -(-(depth + length) // self.segment) - whole, 0)
         document, number = expand_counts(count)
         zero = (ends - length - depth)[document]  # where position 0 of the document would be
-        begin = zero + (first[document] + number) * self.segment
+        begin = zero + (whole[document] + number) * self.segment
         stop = torch.minimum(begin + self.segment, ends[document])
         return begin, stop, torch.maximum(begin, (ends - length)[document])
 

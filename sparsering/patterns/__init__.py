@@ -15,6 +15,7 @@ from .custom import register_pattern
 from .expression import parse
 from .keys import KeyMask, KeyPadding
 from .mask_mod import from_mask_mod
+from .packed_tree import PackedTree, pack_tree
 from .positions import (
     Causal,
     Dilated,
@@ -46,6 +47,7 @@ __all__ = [
     "Mask",
     "Mixture",
     "Packed",
+    "PackedTree",
     "Pattern",
     "PooledCausal",
     "RandomBlocks",
@@ -53,6 +55,7 @@ __all__ = [
     "SlidingWindow",
     "Tree",
     "from_mask_mod",
+    "pack_tree",
     "parse",
     "register_pattern",
 ]

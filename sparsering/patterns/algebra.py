@@ -157,12 +157,12 @@ class Pattern:
         Cost: O(visited blocks) time and memory.
         """
         # Layouts import patterns, so patterns can import layouts only inside functions.
-        from ..layouts.block_size import block_size as chosen
         from ..layouts.cache import layout_cache, place_of
+        from ..layouts.compile import chosen_block_size
 
         frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
         place = place_of(device)
-        size = chosen(self, frame, place) if block_size is None else block_size
+        size = chosen_block_size(self, frame, place) if block_size is None else block_size
         return layout_cache.layout(self, frame, size, place)
 
     def live_keys(

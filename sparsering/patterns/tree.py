@@ -1,5 +1,6 @@
 """Trees of tokens: prompts that several answers share, and drafts of speculative decoding."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,6 +20,9 @@ Parents = tuple[int, ...] | tuple[tuple[int, ...], ...]
 """Parents of nodes: one tuple for all batch entries, or one tuple per batch entry."""
 
 
+_CAUSAL = Causal()
+
+
 class Nodes(NamedTuple):
     """The nodes of a tree that have tokens; tensors are int64 [nodes] unless stated.
 
@@ -36,28 +40,22 @@ class Nodes(NamedTuple):
     @classmethod
     def of(cls, lengths: Sequence[int], parents: Sequence[int], causal: bool) -> "Nodes":
         """Drops nodes without tokens; joins chains if `causal`. Cost: O(nodes)."""
-        above = list(range(len(lengths)))  # nearest node with tokens: the node or an ancestor
-        children = [0] * (len(lengths) + 1)  # children with tokens; the last item counts roots
-        for i, (length, parent) in enumerate(zip(lengths, parents, strict=True)):
-            over = above[parent] if parent >= 0 else -1
-            if length:
-                children[over] += 1
-            else:
-                above[i] = over
-        number: dict[int, int] = {-1: -1}
+        above: list[int] = []  # nearest ancestor with tokens, or -1
+        for parent in parents:
+            above.append(parent if parent < 0 or lengths[parent] else above[parent])
+        children = Counter(up for up, length in zip(above, lengths, strict=True) if length)
+        number, latest = {-1: -1}, -2  # `latest`: the latest node with tokens
         size: list[int] = []
         depth: list[int] = []
         parent_of: list[int] = []
-        latest = -1  # the latest node with tokens
-        for i, length in enumerate(lengths):
+        for i, (up, length) in enumerate(zip(above, lengths, strict=True)):
             if not length:
                 continue
-            over = above[parents[i]] if parents[i] >= 0 else -1
-            if causal and over >= 0 and over == latest and children[over] == 1:
-                number[i] = number[over]
+            if causal and up == latest and children[up] == 1:
+                number[i] = number[up]
                 size[-1] += length
             else:
-                number[i], place = len(size), number[over]
+                number[i], place = len(size), number[up]
                 depth.append(depth[place] + size[place] if place >= 0 else 0)
                 parent_of.append(place)
                 size.append(length)
@@ -72,14 +70,12 @@ class Nodes(NamedTuple):
             enter.append(free[place])
             free[place] += count[i]
             free[i] = enter[i] + 1
+        longest = max(map(int.__add__, depth, size), default=0)
         start = torch.tensor([0, *size]).cumsum(0)
-        columns = (torch.tensor(x, dtype=torch.int64) for x in (depth, parent_of, enter))
-        depths, parent_tensor, enters = columns
-        return cls(
-            start, depths, parent_tensor, enters, enters + torch.tensor(count, dtype=torch.int64),
-            torch.tensor(last, dtype=torch.int64),
-            max((d + n for d, n in zip(depth, size, strict=True)), default=0),
-        )  # fmt: skip
+        leave = list(map(int.__add__, enter, count))
+        columns = (depth, parent_of, enter, leave, last)
+        tensors = [torch.tensor(x, dtype=torch.int64) for x in columns]
+        return cls(start, *tensors, longest)  # type: ignore[arg-type]
 
     def of_token(self, token: Tensor) -> Tensor:
         """Returns the node of each token; the first or last node for tokens outside the tree."""
@@ -119,9 +115,9 @@ class Tree(_InDocuments):
 
     lengths: Lengths
     parents: Parents
-    pattern: Mask = Causal()
+    pattern: Mask = _CAUSAL
 
-    def __new__(cls, lengths: Lengths, parents: Parents, pattern: Pattern = Causal()) -> Any:
+    def __new__(cls, lengths: Lengths, parents: Parents, pattern: Pattern = _CAUSAL) -> Any:
         if isinstance(pattern, Mixture):  # Tree of a mixture is a mixture
             return Mixture(tuple(cls(lengths, parents, mask) for mask in pattern.branches))
         return super().__new__(cls)
@@ -220,6 +216,15 @@ def check_distances(pattern: Pattern) -> None:
             f"since distances are of depths, got {shortened(str(pattern))}; call attention for "
             "each tree alone"
         )
+
+
+def distance_positions(pattern: Pattern, frame: Frame) -> tuple[Tensor, Tensor]:
+    """Returns positions of queries [Nq] and keys [Nk] for distances: in a tree, their depths."""
+    query, key, _ = pattern.coordinates(frame)
+    tree = common_tree(pattern)
+    if tree is not None and len(tree.nodes.depth):
+        return tree.nodes.depth_of(query), tree.nodes.depth_of(key)
+    return query, key
 
 
 def _trees(mask: Mask) -> Iterator[Tree | None]:

@@ -222,8 +222,8 @@ class Call(Options):
         places: dict[str, Any] = {}  # index of each pair's bias in its table
         if self.distance_bias is not None:
             radius, each = self.distance_bias
-            far = np.subtract.outer(*(specs.distance_places(self.spec, x) for x in (keys, positions)))
-            distance = far.T.clip(-radius, radius) + radius
+            of_query, of_key = (specs.distance_places(self.spec, x) for x in (positions, keys))
+            distance = (of_key - of_query[:, None]).clip(-radius, radius) + radius
             heads = np.arange(scene.num_heads) if each else np.zeros(scene.num_heads, np.int64)
             places["distance_bias"] = (heads[:, None, None], distance)
         if self.block_bias is not None:

@@ -4,15 +4,14 @@ import pytest
 import torch
 
 import sparsering as sr
-from sparsering.layouts.block_size import block_size
-from sparsering.layouts.compile import default_block_size
+from sparsering.layouts.compile import chosen_block_size, default_block_size
 from sparsering.patterns.algebra import Frame
 
 CPU = torch.device("cpu")
 
 
 def chosen(pattern: sr.Pattern, length: int, heads: int = 2) -> int:
-    return block_size(pattern, Frame.build(length, length, heads, heads, None), CPU)
+    return chosen_block_size(pattern, Frame.build(length, length, heads, heads, None), CPU)
 
 
 PATTERNS = (
@@ -58,10 +57,10 @@ def test_own_blocks_few_keys_single_queries_and_gpus_stay_as_they_were():
     assert chosen(named, 4096) == default_block_size(named, 4096) == 128
     assert chosen(sr.SlidingWindow(3), 100) == 128
     window = sr.SlidingWindow(15)
-    assert block_size(window, Frame.build(1, 4096, 2, 2, None), CPU) == 128
+    assert chosen_block_size(window, Frame.build(1, 4096, 2, 2, None), CPU) == 128
     frame = Frame.build(4096, 4096, 2, 2, None)
-    assert block_size(window, frame, torch.device("cuda")) == 128
-    assert block_size(window, frame._replace(num_heads=0, num_kv_heads=0), CPU) == 128
+    assert chosen_block_size(window, frame, torch.device("cuda")) == 128
+    assert chosen_block_size(window, frame._replace(num_heads=0, num_kv_heads=0), CPU) == 128
 
 
 def test_masks_of_keys_change_no_block_size():

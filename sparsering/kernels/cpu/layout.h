@@ -270,12 +270,10 @@ inline void check_pass(at::TensorList t, const Pass& p, int64_t q_len, int64_t k
 
 inline void check_places(at::TensorList t, const Pass& p, int64_t streams) {
   bool fits = t.size() == Pass::kPlaces;
-  for (const at::Tensor& x : t) {
-    fits = fits && x.is_contiguous();
+  for (size_t i = 0; fits && i < t.size(); ++i) {
+    const int64_t tiles = p.axes * (i == 1 || i == 4 ? p.columns : p.rows);
+    fits = t[i].is_contiguous() && (t[i].numel() == tiles || (i == 2 && t[i].numel() == 0));
   }
-  fits = fits && t[0].numel() == p.axes * p.rows && t[1].numel() == p.axes * p.columns &&
-         (t[2].numel() == 0 || t[2].numel() == p.axes * p.rows) &&
-         t[3].numel() == t[0].numel() && t[4].numel() == t[1].numel();
   TORCH_CHECK_VALUE(fits, "sparsering cpu: malformed layout: places of tiles");
   for (int64_t i = 0; i < t[2].numel(); ++i) {
     const int64_t stream = values_of<int64_t>(t[2])[i];

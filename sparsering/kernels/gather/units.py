@@ -274,22 +274,18 @@ def chunks(
             )
         places = None
         if problem.distance_bias is not None or problem.dropout_p is not None:
-            origins, depths, stream = p.coordinates(frame.q_start), p.depths(frame.q_start), p.stream
-            stream = torch.zeros_like(p.query_start) if stream is None else stream
+            both = p.coordinates(frame.q_start), p.depths(frame.q_start)
+            stream = torch.zeros_like(p.query_start) if p.stream is None else p.stream
             stream = _per_token(stream, axis, query_tiles, b)
             query, query_depth = (
-                q + _per_token(x[0] - p.query_start, axis, query_tiles, b) for x in (origins, depths)
+                q + _per_token(x - p.query_start, axis, query_tiles, b) for x, _ in both
             )
-            key, key_depth = (
-                k + _per_token(x[1] - p.key_start, axis, key_tiles, b) for x in (origins, depths)
-            )
+            key, key_depth = (k + _per_token(x - p.key_start, axis, key_tiles, b) for _, x in both)
             if ragged:
                 rows = query, query_depth, stream
                 query, query_depth, stream = (x[real_q].view(-1, m) for x in rows)
                 key, key_depth = (x[real_k].view(-1, n) for x in (key, key_depth))
-            places = Places(
-                bat, q_head, p.branch, query, key, stream, (query_depth, key_depth)
-            )
+            places = Places(bat, q_head, p.branch, query, key, stream, (query_depth, key_depth))
         if ragged:
             q, k = q[real_q].view(-1, m), k[real_k].view(-1, n)
         first_q = (bat[:, None] * frame.num_heads + q_head) * frame.q_len
