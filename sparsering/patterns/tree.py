@@ -74,8 +74,8 @@ class Nodes(NamedTuple):
         start = torch.tensor([0, *size]).cumsum(0)
         leave = list(map(int.__add__, enter, count))
         columns = (depth, parent_of, enter, leave, last)
-        tensors = [torch.tensor(x, dtype=torch.int64) for x in columns]
-        return cls(start, *tensors, longest)  # type: ignore[arg-type]
+        a, b, c, d, e = (torch.tensor(x, dtype=torch.int64) for x in columns)
+        return cls(start, a, b, c, d, e, longest)
 
     def of_token(self, token: Tensor) -> Tensor:
         """Returns the node of each token; the first or last node for tokens outside the tree."""

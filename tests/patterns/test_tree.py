@@ -106,11 +106,8 @@ def test_distances_are_of_depths_and_dropout_counts_tokens(backend, inner):
     at = torch.arange(2)[:, None, None], token[:, None], token
     share = torch.zeros_like(weight)
     for number, branch in enumerate(tree.branches):
-        share += (
-            branch.to_dense(103, num_heads=2)
-            * sr.dropout_kept(5, 0.3, 0, *at, number).double()
-            / 0.7
-        )
+        kept = sr.dropout_kept(5, 0.3, 0, *at, number).double() / 0.7
+        share += branch.to_dense(103, num_heads=2) * kept
     weight = weight * share / tree.to_dense(103, num_heads=2).clamp(min=1)
     wanted = weight @ value.double()
     tolerance = 1e-12 if dtype == torch.float64 else 3e-6
