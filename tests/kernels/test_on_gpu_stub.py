@@ -37,6 +37,11 @@ def test_steady_calls_launch_little_and_wait_for_nothing():
 
 
 @pytest.mark.slow
+def test_more_of_such_calls():
+    run("-m", "slow", "-k", "not sm")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_every_kind_of_call_is_launched(capability):
     run("-m", "slow", "-k", f"sm{capability}")

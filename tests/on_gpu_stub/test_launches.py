@@ -22,8 +22,13 @@ from sparsering.kernels.triton import launch as triton_launch
 from sparsering.kernels.triton import operands
 from sparsering.kernels.triton.configs import Config
 
+EITHER = [
+    pytest.param(WINDOW, id="window"),
+    pytest.param(LONGNET, id="two branches", marks=pytest.mark.slow),
+]
 
-@pytest.mark.parametrize("pattern", [WINDOW, LONGNET], ids=["window", "two branches"])
+
+@pytest.mark.parametrize("pattern", EITHER)
 def test_a_forward(hopper, pattern):
     query, key, value = rows(), rows(), rows()
     steady(lambda: sr.attention(query, key, value, pattern), triton=3, torch=3)
@@ -178,7 +183,7 @@ def test_memory_of_the_host_and_of_another_device_is_refused(hopper):
 # ---- Decoding. -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pattern", [WINDOW, LONGNET], ids=["window", "two branches"])
+@pytest.mark.parametrize("pattern", EITHER)
 def test_a_decoded_token_of_a_cache(hopper, pattern):
     cache = sr.KVCache(pattern, 1, 2, 64, num_heads=2, dtype=torch.bfloat16)
     prompt, token = rows(tokens=100), rows(tokens=1)
@@ -187,7 +192,7 @@ def test_a_decoded_token_of_a_cache(hopper, pattern):
         steady(lambda: cache.attend(token, token, token), triton=3, torch=5)
 
 
-@pytest.mark.parametrize("pattern", [WINDOW, LONGNET], ids=["window", "two branches"])
+@pytest.mark.parametrize("pattern", EITHER)
 def test_one_query_behind_a_growing_sequence(hopper, pattern):
     keys, query = rows(tokens=600), rows(tokens=1)
     lengths = iter(range(400, 500))

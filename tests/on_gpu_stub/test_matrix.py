@@ -160,7 +160,13 @@ def test_heads_and_lengths(capability):
 # ---- The tests of the kernels, where a variable sends them to a GPU. ---------------------------
 
 
-@pytest.mark.parametrize("arranged", LAYOUTS, ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "arranged",
+    [
+        pytest.param(f, id=f.__name__, marks=[pytest.mark.slow] * (i > 0))
+        for i, f in enumerate(LAYOUTS)
+    ],
+)
 def test_a_test_of_the_kernels_would_run_there_three_times(hopper, arranged, monkeypatch):
     monkeypatch.setattr(device_runs, "DEVICE", hopper)
     args = [arranged(x.cpu()).requires_grad_() for x in inputs()]

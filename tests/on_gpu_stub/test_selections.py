@@ -46,8 +46,14 @@ def assert_few(counts: Counts) -> None:
         )
 
 
-@pytest.mark.parametrize("capability", [80, 90])
-@pytest.mark.parametrize("query_block", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+@pytest.mark.parametrize(
+    "query_block",
+    [
+        pytest.param(x, id=name, marks=[pytest.mark.slow] * (i > 0))
+        for i, (name, x) in enumerate(SIZES.items())
+    ],
+)
 def test_a_step_from_scores_to_gradients(capability, query_block):
     with gpu(capability):
         assert_few(step(query_block))
