@@ -9,10 +9,6 @@ TOO_OLD := sparsering needs Python 3.11 or newer; name one: make PYTHON=python3.
 
 # Progress shows as it happens, also through a pipe.
 export PYTHONUNBUFFERED := 1
-# Threads that wait spin for a moment only: endless spinning beside other work is tens of times slower,
-# none at all costs a third on a quiet machine.
-export GOMP_SPINCOUNT ?= 10000
-
 # Of `make fuzz`, for each kind of attack.
 SECONDS ?= 60
 

@@ -22,10 +22,11 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 ROOMS = {
     "files": "",
     "numerics": "",
+    "once": "",
     "rows": "",
     "streams": "",
-    "patterns": "rows streams",
-    "layouts": "patterns rows streams",
+    "patterns": "once rows streams",
+    "layouts": "patterns once rows streams",
     "dropout": "patterns rows",
     "kernels": "layouts patterns dropout numerics files rows streams",
     "dispatch": "kernels layouts patterns",
@@ -44,11 +45,11 @@ ROOMS = {
     "decoding": "selection functional ops call_recipe dispatch checks kernels layouts patterns "
     "numerics streams",
     "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
-    "patterns numerics rows streams",
+    "patterns numerics once rows streams",
     "nn": "functional selection decoding checks kernels patterns numerics",
     "models": "checks nn functional decoding patterns",
     "integrations": "distributed nn functional selection decoding checks patterns numerics",
-    "planning": "dispatch distributed checks kernels layouts patterns files numerics",
+    "planning": "dispatch distributed checks kernels layouts patterns files numerics once",
     "plots": "planning layouts patterns",
     "training": "distributed models nn plots layouts patterns files",
     "cli": "",  # the command line takes what a command needs

@@ -48,7 +48,6 @@ def main() -> int:
     except OSError as error:
         print(f"benchmarks.gpu: {error}; name another --out", file=sys.stderr)
         return 2
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # less spinning: processes share the cores
     session = running.Session(out, record, arguments.commit, arguments.keep)
     try:
         for line in running.run(session, arguments.only, arguments.budget, arguments.processes):

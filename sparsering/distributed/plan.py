@@ -7,7 +7,6 @@ A plan is arithmetic on the pattern. It needs no processes, and all ranks comput
 """
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from ..layouts.compile import check_block_size
 from ..layouts.terms import distinct_heads, distinct_kv_heads
 from ..layouts.tiles import Ranges
 from ..numerics import sum_dtype
+from ..once import once
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.arguments import (
     checked_dtype,
@@ -185,7 +185,7 @@ class RingPlan:
         rank = checked_integer("rank", rank, 0, self.world_size - 1)
         return _whole(self.loads[rank].item())
 
-    @cached_property
+    @once
     def tokens(self) -> Tensor:
         """Number of (token, kv head) pairs to send, [receiver, sender], over all of `need_of`."""
         world = self.world_size
@@ -193,7 +193,7 @@ class RingPlan:
         zeros = torch.zeros(world, world, dtype=torch.int64)
         return sum((sizes[number] for row in self.need_of for number in row), zeros)
 
-    @cached_property
+    @once
     def loads(self) -> Tensor:
         """The `load` of each rank, float64 [world size]."""
         world = self.world_size
@@ -206,7 +206,7 @@ class RingPlan:
             loads += (pairs[:world].sum(1) + pairs[world:].sum(0)) * len(heads)
         return loads / (self.pattern.num_batches() or 1)
 
-    @cached_property
+    @once
     def answer_rounds(self) -> tuple[tuple[int, ...], ...]:
         """Rounds in which the results of sent query rows return to the ranks that own the rows.
 
@@ -221,7 +221,7 @@ class RingPlan:
         size = max(1, max(map(num_tokens, self.ranges)) // max(1, *rows))
         return tuple(tuple(offsets[i : i + size]) for i in range(0, len(offsets), size))
 
-    @cached_property
+    @once
     def rounds(self) -> tuple[tuple[int, ...], ...]:
         """Rounds in which keys are sent.
 
@@ -283,7 +283,7 @@ class RingPlan:
         """Positions of the query rows that other ranks send to `host`, ascending."""
         return sorted(row for t in self.travellers if host in t.hosts for row in t.rows)
 
-    @cached_property
+    @once
     def alike(self) -> bool:
         """True if all batch entries and kv heads need the same tokens."""
         return len({number for row in self.need_of for number in row}) == 1

@@ -9,7 +9,6 @@ in the buffer, one token of each in turn.
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from ..layouts.cache import layout_cache
 from ..layouts.compile import assemble, compile_passes
 from ..layouts.layout import BlockLayout, Pass, tile_counts
 from ..layouts.tiles import Ranges
+from ..once import once
 from ..patterns.algebra import Frame
 from ..rows import expand_counts
 from ..streams import moved
@@ -57,7 +57,7 @@ class Step:
             self.layout.built.wait([] if self.rows is None else [self.rows])
         return self
 
-    @cached_property
+    @once
     def copies(self) -> list[Tensor]:
         """Places of the arrived rows in the flattened key buffer, which may repeat a row.
 

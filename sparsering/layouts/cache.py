@@ -7,7 +7,6 @@ attention(query, key, value, pattern)                    # runs while that layou
 import atexit
 import ctypes
 import os
-import sys
 import threading
 import time
 import warnings
@@ -18,6 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from ..once import bytes_held, one_thread
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer, not_a_pattern, shortened
 from ..patterns.keys import without_key_masks
@@ -57,7 +57,7 @@ class LayoutCache:
     `info()` returns its counts, `set_limit(bytes)` bounds it, `invalidate(pattern)` and `clear()`
     drop entries; `prefetch(pattern, ...)` builds a layout ahead of its use.
 
-    Thread-safe. Bounded in bytes, as the `nbytes` of each value reports them.
+    Thread-safe. Bounded in bytes: of tables, and of the objects that hold them.
     """
 
     def __init__(self, limit: int = 256 << 20) -> None:
@@ -65,7 +65,7 @@ class LayoutCache:
         self._building: dict[Hashable, _Build] = {}
         self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # value, bytes
         self._limit = limit
-        self._hits = self._misses = 0
+        self._hits = self._misses = self._bytes = 0
         self._ahead = _Ahead()
         self._warned = False
 
@@ -181,7 +181,8 @@ class LayoutCache:
         with shared.turn:  # released even if the build is interrupted
             try:
                 if shared.value is None:
-                    shared.value = build()
+                    with one_thread():
+                        shared.value = build()
                     self._add(key, shared.value)
                 else:
                     with self._lock:
@@ -216,29 +217,37 @@ class LayoutCache:
         )
 
     def _put(self, key: Hashable, value: Any) -> None:
-        """Stores a value with its present size in bytes; replaces an earlier value of the key."""
-        self._entries[key] = value, int(getattr(value, "nbytes", sys.getsizeof(value)))
+        """Stores a value with its present size, unless it alone exceeds the limit."""
+        size = bytes_held((key, value))
+        if size > self._limit:
+            self._drop(key)
+            self._warn_of_rebuilding(key, size)
+            return
+        _, earlier = self._entries.get(key, (None, 0))
+        self._entries[key] = value, size
+        self._bytes += size - earlier
+
+    def _drop(self, key: Hashable) -> None:
+        self._bytes -= self._entries.pop(key, (None, 0))[1]
 
     def info(self) -> CacheInfo:
         """Returns the counts; measures sizes again, since a layout grows when it is transposed."""
         with self._lock:
-            for key, (value, _) in self._entries.items():
-                self._put(key, value)
-            total = self._shrink()
-            return CacheInfo(self._hits, self._misses, len(self._entries), total, self._limit)
+            self._measure()
+            return CacheInfo(self._hits, self._misses, len(self._entries), self._bytes, self._limit)
 
     def clear(self) -> None:
         """Drops every entry and resets the counts."""
         with self._lock:
             self._entries.clear()
-            self._hits = self._misses = 0
+            self._hits = self._misses = self._bytes = 0
 
     def invalidate(self, pattern: Pattern) -> int:
         """Drops the entries of one pattern; returns how many it dropped."""
         with self._lock:
             stale = [key for key in self._entries if pattern in key]  # type: ignore[operator]
             for key in stale:
-                del self._entries[key]
+                self._drop(key)
             return len(stale)
 
     def set_limit(self, limit: int) -> None:
@@ -246,7 +255,7 @@ class LayoutCache:
         limit = checked_integer("limit", limit, 0)
         with self._lock:
             self._limit = limit
-            self._shrink()
+            self._measure()
 
     def _find(self, key: Hashable) -> Any:
         """Returns the value of a key and counts a hit, or None; the caller holds the lock."""
@@ -256,14 +265,19 @@ class LayoutCache:
         self._entries.move_to_end(key)
         return self._entries[key][0]
 
-    def _shrink(self) -> int:
-        """Drops entries larger than the limit, then the least recently used; returns bytes left."""
-        for key in [key for key, (_, nbytes) in self._entries.items() if nbytes > self._limit]:
-            self._warn_of_rebuilding(key, self._entries.pop(key)[1])
-        total = sum(nbytes for _, nbytes in self._entries.values())
-        while total > self._limit:
-            total -= self._entries.popitem(last=False)[1][1]
-        return total
+    def _shrink(self) -> None:
+        """Drops the least recently used entries until the others fit in the limit."""
+        while self._bytes > self._limit:
+            self._drop(next(iter(self._entries)))
+
+    def _measure(self) -> None:
+        """Measures all entries again, and drops those beyond the limit."""
+        entries = list(self._entries.items())
+        self._entries.clear()
+        self._bytes = 0
+        for key, (value, _) in entries:
+            self._put(key, value)
+        self._shrink()
 
     def _renew(self) -> None:
         """Replaces locks and the thread in a forked process, where inherited ones do not work."""

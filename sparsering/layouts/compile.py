@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..once import one_thread
 from ..patterns.algebra import Frame, Mask, Mixture, Pattern, check_fits, joined_masks
 from ..patterns.arguments import shortened
 from ..patterns.blocks import BlockwiseMask
@@ -69,6 +70,7 @@ class CompiledPass:
     origins: dict[str, Tensor] = field(default_factory=dict)  # more `Pass` fields, by name
 
 
+@one_thread()
 def build_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> BlockLayout:
@@ -162,6 +164,7 @@ def default_block_size(pattern: Pattern, kv_len: int) -> int:
     return 128 if kv_len > 64 else 64 if kv_len > 32 else 32
 
 
+@one_thread()
 def chosen_block_size(pattern: Pattern, frame: Frame, device: torch.device) -> int:
     """Returns the default tokens per tile; on a CPU, a sparse pattern may get less than 128.
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..once import once
 from ..patterns.algebra import Frame
 from ..patterns.arguments import checked_integer
 from ..streams import Built, moved
@@ -81,7 +81,7 @@ class Pass:
         tiles = f"{self.query_start.shape[-1]} x {self.key_start.shape[-1]}"
         return f"<Pass of step {self.step}, {tiles} tiles>"
 
-    @cached_property
+    @once
     def num_entries(self) -> Tensor:
         """Number of visited pairs of tiles in each table, [Bt, Ht]."""
         return self.row_ptr[..., -1].long()
@@ -94,7 +94,7 @@ class Pass:
         """Returns the query tile of each entry; for padding, the number of query tiles."""
         return row_of(self.row_ptr, self.key_tile.shape[-1])
 
-    @cached_property
+    @once
     def transpose(self) -> Transpose:
         """The tables sorted by key tile, then query tile, for backward; built on first use."""
         tiles, entries = self.key_start.shape[-1], self.key_tile.shape[-1]
@@ -105,7 +105,7 @@ class Pass:
         row_ptr = torch.searchsorted(sorted_key, edges.contiguous())
         return Transpose(row_ptr.int(), self.query_tiles().gather(-1, order).int(), order.int())
 
-    @cached_property
+    @once
     def transposed_bitmaps(self) -> Tensor:
         """`bitmaps` with queries instead of keys along the bits; built on first use."""
         return transposed(self.bitmaps)
@@ -213,19 +213,19 @@ class BlockLayout:
         pairs = float(self.pairs)
         return int(pairs) if pairs.is_integer() else pairs
 
-    @cached_property
+    @once
     def entry_counts(self) -> Tensor:
         """Number of visited pairs of tiles in each table, [passes, *table_shape]."""
         batch, heads = self.table_shape
         counts = [stretched(p.num_entries, batch, heads) for p in self.passes]
         return torch.stack(counts) if counts else torch.zeros(0, batch, heads, dtype=torch.int64)
 
-    @cached_property
+    @once
     def first_entry(self) -> Tensor:
         """Index in `entries(...)` of each pass's first pair of tiles, [passes, *table_shape]."""
         return self.entry_counts.cumsum(0) - self.entry_counts
 
-    @cached_property
+    @once
     def entry_slots(self) -> Tensor:
         """`Pass.slot` of the visited pairs of tiles, pass after pass; -1 if a pass has no slots."""
         if len(self.passes) == 1 and self.passes[0].slot is not None:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..once import one_thread
 from ..patterns.algebra import And, Frame, Mask, Mixture, Or, Pattern, check_fits
 from ..patterns.arguments import MOST_TOKENS, checked_integer, shortened
 from ..patterns.positions import Full, Packed
@@ -33,6 +34,7 @@ _MOST_PERIOD = 1 << 40  # longest period of a pattern, in queries
 _MOST_SHIFT = 1 << 26  # most positions that `cache_bound` examines in an endless sequence
 
 
+@one_thread()
 def last_visits(
     pattern: Pattern,
     start: int,
@@ -62,6 +64,7 @@ def last_visits(
     return [_latest([of_mask[mask] for mask in masks], stop - start) for masks in sequence.masks]
 
 
+@one_thread()
 def live_keys(
     pattern: Pattern, length: int, num_heads: int, num_kv_heads: int | None, max_length: int | None
 ) -> list[Tensor]:
@@ -78,6 +81,7 @@ def live_keys(
     return [_union([of_mask[mask] for mask in masks]) for masks in sequence.masks]
 
 
+@one_thread()
 def cache_bound(
     pattern: Pattern, num_heads: int, num_kv_heads: int | None, max_length: int | None
 ) -> int | None:

@@ -34,7 +34,7 @@ class _Side:
         low, high = self.first + after, self.last + before
         low = torch.minimum(low, high.clamp(min=0))
         size = (high - low + 1).clamp(min=1)
-        power = (size.double().log2() + 1e-9).floor().long()
+        power = torch.searchsorted(1 << torch.arange(62), size, right=True) - 1
         tables = [values]
         for j in range(int(power.max()) if len(power) else 0):
             shifted = tables[-1][min(1 << j, len(values) - 1) :]

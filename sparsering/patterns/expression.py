@@ -35,6 +35,7 @@ _constructors = dict(BUILT_IN)
 # Only the library writes these names, so no error message suggests them.
 _INTERNAL = ("MaskMod", "Varlen", "SameRun", "InRuns")
 
+_SHORT = 4096  # characters of a text; of longer ones, such as of many documents, few are cached
 _EXPECTED = "a pattern is an expression such as 'LongNet((2048, 4096), (1, 2)) & Causal()'"
 
 
@@ -69,17 +70,25 @@ def parse_owned(text: str, tensors: Sequence[Tensor]) -> Pattern:
 
     Therefore a `SelectedBlocks` on a GPU uses its index tensor without a copy.
     """
-    return _parse(text, tuple(tensors), owned=True) if tensors else _parse_literal(text)
+    if tensors:
+        return _parse(text, tuple(tensors), owned=True)
+    return _parse_literal(text) if len(text) <= _SHORT else _parse_long(text)
 
 
 def add_constructor(name: str, constructor: Callable[..., Pattern]) -> None:
     """Lets `parse` read a further constructor, such as a class that a user registered."""
     _constructors[name] = constructor
     _parse_literal.cache_clear()
+    _parse_long.cache_clear()
 
 
 @lru_cache(maxsize=1024)
 def _parse_literal(text: str) -> Pattern:
+    return _parse(text, ())
+
+
+@lru_cache(maxsize=32)
+def _parse_long(text: str) -> Pattern:
     return _parse(text, ())
 
 

@@ -3,13 +3,13 @@
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..once import once
 from .algebra import And, Frame, Mask, Mixture, Not, Or, Pattern
 from .arguments import checked_integers, listed, shortened
 from .blocks import RandomBlocks
@@ -160,7 +160,7 @@ class Tree(_InDocuments):
                     )
         object.__setattr__(self, "parents", parents if nested else parents[0])
 
-    @cached_property
+    @once
     def nodes(self) -> Nodes:
         """The nodes with tokens; `lengths` must be one tuple of ints."""
         return Nodes.of(self.lengths, self.parents, _is_causal(self.pattern))  # type: ignore[arg-type]

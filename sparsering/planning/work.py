@@ -24,6 +24,7 @@ from ..layouts.lower import condition
 from ..layouts.terms import disjoint_terms
 from ..layouts.tiles import Axis, Grid, Origin, Spans, TilePairs
 from ..numerics import round_up
+from ..once import one_thread
 from ..patterns.algebra import Frame, Mask, Pattern, check_fits
 from ..patterns.selected import selections_of
 
@@ -98,6 +99,7 @@ def flops(pairs: float, head_dim: int, backward: bool) -> float:
     return 2.0 * pairs * head_dim * (7 if backward else 2)
 
 
+@one_thread()
 def work_of(pattern: Pattern, frame: Frame, block_size: int, *, cut: bool = False) -> Work:
     """Counts the work of a pattern; the layout cache stores the result.
 

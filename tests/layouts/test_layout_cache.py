@@ -12,8 +12,14 @@ import torch
 
 import sparsering as sr
 from sparsering.layouts.cache import LayoutCache
+from sparsering.once import bytes_held
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
+
+
+def bytes_of(layout: sr.BlockLayout) -> int:
+    """Bytes that the cache counts for a layout that it has just built."""
+    return next(size for value, size in sr.layout_cache._entries.values() if value is layout)
 
 
 def test_cache_counts_hits_and_misses_and_returns_what_it_holds() -> None:
@@ -117,8 +123,9 @@ def test_clear_empties_the_cache_and_keeps_the_limit() -> None:
 
 def test_layout_larger_than_the_limit_is_returned_but_not_kept() -> None:
     expected = sr.Causal().layout(256, block_size=16)
+    limit = bytes_of(expected) // 4
     sr.layout_cache.clear()
-    sr.layout_cache.set_limit(expected.nbytes // 4)
+    sr.layout_cache.set_limit(limit)
     for asked in (1, 2):
         layout = sr.Causal().layout(256, block_size=16)
         assert torch.equal(layout.to_dense(), expected.to_dense())
@@ -128,7 +135,7 @@ def test_layout_larger_than_the_limit_is_returned_but_not_kept() -> None:
 
 def test_a_layout_too_large_to_keep_does_not_drive_out_the_others() -> None:
     small = sr.Causal().layout(32, block_size=16)
-    sr.layout_cache.set_limit(sr.Causal().layout(1024, block_size=16).nbytes // 2)
+    sr.layout_cache.set_limit(bytes_of(sr.Causal().layout(1024, block_size=16)))
     kept = sr.Causal().layout(32, block_size=16)
     sr.Causal().layout(2048, block_size=16)
     hits = sr.layout_cache.info().hits
@@ -138,7 +145,7 @@ def test_a_layout_too_large_to_keep_does_not_drive_out_the_others() -> None:
 
 
 def test_eviction_drops_the_least_recently_used_and_keeps_to_the_limit() -> None:
-    one = sr.SlidingWindow(100).layout(512, block_size=16).nbytes
+    one = bytes_of(sr.SlidingWindow(100).layout(512, block_size=16))
     sr.layout_cache.clear()
     limit = 4 * one
     sr.layout_cache.set_limit(limit)
@@ -156,7 +163,7 @@ def test_eviction_drops_the_least_recently_used_and_keeps_to_the_limit() -> None
 
 
 def test_bytes_stay_true_and_within_the_limit_while_layouts_are_used() -> None:
-    limit = 3 * sr.Causal().layout(512, block_size=16).nbytes
+    limit = 3 * bytes_of(sr.Causal().layout(512, block_size=16))
     sr.layout_cache.set_limit(limit)
     for length in range(400, 512, 16):
         layout = sr.Causal().layout(length, block_size=16)
@@ -276,7 +283,7 @@ def test_a_thing_that_was_dropped_while_threads_waited_for_it_is_not_built_twice
 def test_bytes_stay_true_whatever_threads_do() -> None:
     """Builds, limits, clearing, counting and calls, eight threads at a time."""
     sr.layout_cache.clear()
-    one = sr.Causal().layout(64, block_size=16).nbytes
+    one = bytes_of(sr.Causal().layout(64, block_size=16))
     query = torch.randn(1, 1, 64, 8)
     expected = [sr.attention(query, query, query, sr.SlidingWindow(n)) for n in range(4)]
 
@@ -374,10 +381,31 @@ def test_a_layout_that_has_grown_is_measured_when_the_next_one_is_kept():
     sr.layout_cache.clear()
     first = sr.Causal().layout(2048, block_size=16)
     small = sr.SlidingWindow(15).layout(64, block_size=16)
+    limit = bytes_of(first) + bytes_of(small)
     sr.layout_cache.clear()
-    sr.layout_cache.set_limit(first.nbytes + 4 * small.nbytes)
+    sr.layout_cache.set_limit(limit)
     first = sr.Causal().layout(2048, block_size=16)
     _ = [p.transpose for p in first.passes]
-    assert first.nbytes > sr.layout_cache._limit
+    assert bytes_held(first) > limit
     sr.SlidingWindow(15).layout(64, block_size=16)
     assert sr.Causal().layout(2048, block_size=16) is not first
+
+
+def test_a_miss_measures_no_entry_but_the_new_one_and_the_latest(monkeypatch) -> None:
+    measured = []
+
+    def measure(value: object) -> int:
+        measured.append(value)
+        return bytes_held(value)
+
+    monkeypatch.setattr("sparsering.layouts.cache.bytes_held", measure)
+    for left in range(40):
+        sr.SlidingWindow(left).layout(32, block_size=16)
+    assert len(measured) == 40 + 39
+
+
+def test_small_layouts_count_the_objects_that_hold_them() -> None:
+    """A layout of 32 tokens has a few hundred bytes of tables, but some fifteen tensors."""
+    layout = sr.SlidingWindow(9).layout(32, block_size=16)
+    tensors = [x for p in layout.passes for x in p.tensors()]
+    assert bytes_of(layout) > layout.nbytes + 500 * len(tensors)

@@ -1,0 +1,108 @@
+"""Values that are computed once, on one thread, and the bytes that they hold.
+
+A table of a few thousand integers takes microseconds on one core. Several cores only add the wait
+for one that is busy.
+"""
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Generic, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+Owner = TypeVar("Owner")
+Value = TypeVar("Value")
+
+_TENSOR_BYTES = 640  # of a small CPU tensor beside its data: its objects in C++ and in Python
+_OBJECT_BYTES = 64  # of a value that `bytes_held` does not look into
+
+
+def _load_openmp() -> ctypes.CDLL | None:
+    """Returns torch's OpenMP library, or None if this build of torch has none."""
+    suffix = ".dylib" if sys.platform == "darwin" else ".so"
+    path = Path(torch.__file__).parent / "lib" / f"libtorch_global_deps{suffix}"
+    try:
+        library = ctypes.CDLL(str(path))
+        return library if library.omp_set_num_threads else None
+    except (OSError, AttributeError):
+        return None
+
+
+_OPENMP = _load_openmp()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Runs the torch operators of the calling thread on one core; other threads keep theirs."""
+    threads = torch.get_num_threads()
+    if _OPENMP is None or threads == 1:
+        yield
+        return
+    _OPENMP.omp_set_num_threads(1)
+    try:
+        yield
+    finally:
+        _OPENMP.omp_set_num_threads(threads)
+
+
+class once(Generic[Owner, Value]):  # noqa: N801 - used as `property` is
+    """A property that is computed on first use, on one thread, and then stored in the instance.
+
+    `functools.cached_property` of Python 3.11 has one lock for all instances. A process that forks
+    while another thread holds it gives its child a lock that nobody releases.
+    """
+
+    def __init__(self, make: Callable[[Owner], Value]) -> None:
+        self.make, self.__doc__ = make, make.__doc__
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    @overload
+    def __get__(self, instance: None, owner: type) -> "once[Owner, Value]": ...
+    @overload
+    def __get__(self, instance: Owner, owner: type) -> Value: ...
+    def __get__(self, instance: Owner | None, owner: type) -> "once[Owner, Value] | Value":
+        if instance is None:
+            return self
+        with one_thread():
+            value = self.make(instance)
+        stored: Value = vars(instance).setdefault(self.name, value)
+        return stored
+
+
+def bytes_held(value: Any) -> int:
+    """Estimates the bytes of a value: tensors, containers, and objects of this package.
+
+    Every object counts once. Other objects, such as compiled kernels, count as 64 bytes.
+    """
+    total, waiting, seen = 0, [value], set()
+    while waiting:
+        x = waiting.pop()
+        if x is None or id(x) in seen:
+            continue
+        seen.add(id(x))
+        if isinstance(x, Tensor):
+            data = x.untyped_storage()
+            total += _TENSOR_BYTES
+            if data.data_ptr() not in seen:
+                seen.add(data.data_ptr())
+                total += data.nbytes()
+        elif isinstance(x, dict):
+            total += sys.getsizeof(x)
+            waiting += [*x.keys(), *x.values()]
+        elif isinstance(x, tuple | list | set | frozenset):
+            total += sys.getsizeof(x)
+            waiting += x
+        elif isinstance(x, int | float | str | bytes):
+            total += sys.getsizeof(x)
+        elif type(x).__module__.partition(".")[0] == __package__ and hasattr(x, "__dict__"):
+            total += _OBJECT_BYTES
+            waiting.append(vars(x))
+        else:
+            total += _OBJECT_BYTES
+    return total
