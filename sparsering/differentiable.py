@@ -6,6 +6,7 @@ only autograd observes a call, it gets a Function too, which costs a tenth of th
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from .checks import NO_FORWARD_MODE, observed
 from .numerics import sum_dtype
 from .patterns.expression import parse
 from .streams import OUTSIDE_CUDA_GRAPHS
+
+_LIBRARY = torch.library.Library("sparsering", "FRAGMENT")  # its operators live as long as it does
 
 
 def differentiable(
@@ -73,7 +76,9 @@ def differentiable(
     )
     op.register_fake(fake)
     op.register_autograd(differentiate, setup_context=save)
-    op.register_vmap(lambda info, in_dims, *inputs: _mapped(op, count, info, in_dims, inputs))
+    op.register_vmap(
+        lambda info, in_dims, *inputs: _mapped(count, op, info.batch_size, in_dims, inputs)
+    )
 
     class Differentiated(Function):
         @staticmethod
@@ -133,13 +138,15 @@ def _gradients(
     )
     op.register_fake(fake)
     op.register_autograd(refuse)
+    batched = partial(for_each_gradient, op, mapped=partial(_mapped, count))
+    _LIBRARY.impl(f"{name}_backward", lambda *arguments: batched(arguments), "Batched")
     transformed = _transformed(op, count, lambda *results: None, refuse)
 
     def run(*arguments: Any) -> Any:
         if transforming():
             return transformed(*arguments)
         is_seen = torch.is_grad_enabled() or observed(*arguments, *arguments[count])
-        return (op if is_seen else gradients)(*arguments)
+        return (op if is_seen or is_batch(*arguments[-3:-1]) else gradients)(*arguments)
 
     return run
 
@@ -159,7 +166,7 @@ def _transformed(
 
         @staticmethod
         def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, Any]:
-            return _mapped(Transformed.apply, count, info, in_dims, inputs)
+            return _mapped(count, Transformed.apply, info.batch_size, in_dims, inputs)
 
     Transformed.backward = staticmethod(backward)  # type: ignore[method-assign]
     return Transformed.apply
@@ -174,8 +181,47 @@ def transforming() -> bool:
     return innermost is not None and innermost.key() != functorch.TransformType.Functionalize
 
 
+def is_batch(*grads: Tensor) -> bool:
+    """True if a tensor stands for a batch of gradients, as `is_grads_batched` of torch makes."""
+    return any(map(torch._C._functorch.is_legacy_batchedtensor, grads))
+
+
+def for_each_gradient(
+    run: Callable[..., Any], inputs: Sequence[Any], mapped: Callable[..., Any] | None = None
+) -> list[Any]:
+    """Runs a backward on gradients that are a batch (`is_batch`), for which torch has no hook.
+
+    `mapped` is a rule of vmap, (run, size, in_dims, inputs) -> (results, out_dims); default a loop.
+    """
+    level = torch._C._vmapmode_increment_nesting()
+    torch._C._vmapmode_decrement_nesting()
+    stacked, size = list(inputs), 0
+    while not size:  # finds the innermost batch
+        level -= 1
+        for i, x in enumerate(inputs):
+            if isinstance(x, Tensor) and is_batch(x):
+                rows = torch._remove_batch_dim(x, level, 0, 0)  # 0 rows if x is not in this batch
+                if len(rows):
+                    stacked[i], size = rows, len(rows)
+    in_dims = [None if a is b else 0 for a, b in zip(stacked, inputs, strict=True)]
+    results, dims = (mapped or _looped)(run, size, in_dims, stacked)
+    pairs = zip(results, dims, strict=True)
+    return [x if dim is None else torch._add_batch_dim(x, dim, level) for x, dim in pairs]
+
+
+def _looped(
+    run: Callable[..., Any], size: int, in_dims: Sequence[Any], inputs: Sequence[Any]
+) -> tuple[Any, Any]:
+    """Implements vmap by a loop; returns the results, and the mapped dim of each, 0 or None."""
+    pairs = list(zip(inputs, in_dims, strict=True))
+    rows = ((x.select(d, i) if isinstance(d, int) else x for x, d in pairs) for i in range(size))
+    parts = list(zip(*(run(*row) for row in rows), strict=True))
+    results = tuple(None if part[0] is None else torch.stack(part) for part in parts)
+    return results, tuple(None if x is None else 0 for x in results)
+
+
 def _mapped(
-    run: Callable[..., Any], count: int, info: Any, in_dims: Sequence[Any], inputs: Sequence[Any]
+    count: int, run: Callable[..., Any], size: int, in_dims: Sequence[Any], inputs: Sequence[Any]
 ) -> tuple[Any, Any]:
     """Implements vmap: joins the mapped dim to the batch dim, and runs the operator once.
 
@@ -183,18 +229,20 @@ def _mapped(
 
     Returns: the results, and the index of the mapped dim in each: 0, or None if it has none.
     """
-    size, tensors, pattern = info.batch_size, inputs[count], inputs[count + 1]
-    refuse_mapped_pattern(in_dims[count])
+    tensors, pattern = inputs[count], inputs[count + 1]
+    refuse_mapped_pattern(in_dims[count] or ())
     if not size:
         raise NotImplementedError("vmap needs a dim of at least 1, got 0; skip the call")
-    stacked = [_stacked(x, dim, size) for x, dim in zip(inputs, in_dims, strict=True)]
-    if parse(pattern, tensors).num_batches() is None:
-        folded = [x.flatten(0, 1) if isinstance(x, Tensor) else x for x in stacked]
-        results = tuple(x.unflatten(0, (size, -1)) if x.dim() > 1 else x for x in run(*folded))
-    else:
-        parts = [run(*(x[i] if isinstance(x, Tensor) else x for x in stacked)) for i in range(size)]
-        results = tuple(torch.stack(part) for part in zip(*parts, strict=True))
-    return results, tuple(0 if x.dim() > 1 else None for x in results)
+    if parse(pattern, tensors).num_batches() is not None:
+        return _looped(run, size, in_dims, inputs)
+    stacked = (_stacked(x, dim, size) for x, dim in zip(inputs, in_dims, strict=True))
+    folded = (  # reshape, since a batch of batches of gradients has neither flatten nor unflatten
+        x.reshape(size * x.shape[1], *x.shape[2:]) if isinstance(x, Tensor) else x for x in stacked
+    )
+    results = [
+        x.reshape(size, len(x) // size, *x.shape[1:]) if x.dim() > 1 else x for x in run(*folded)
+    ]
+    return tuple(results), tuple(0 if x.dim() > 1 else None for x in results)
 
 
 def refuse_mapped_pattern(in_dims: Sequence[int | None]) -> None:

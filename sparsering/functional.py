@@ -15,46 +15,22 @@ from .patterns.selected import selections_of
 
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    *,
-    scale: float | None = ...,
-    q_start: int | None = ...,
-    block_size: int | None = ...,
-    block_bias: Tensor | None = ...,
-    slot_bias: Tensor | None = ...,
-    softcap: float | None = ...,
-    distance_bias: Tensor | None = ...,
-    sink: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: int | Tensor | None = ...,
-    return_lse: Literal[False] = ...,
-    backend: str | None = ...,
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, scale: float | None = ...,
+    q_start: int | None = ..., block_size: int | None = ..., block_bias: Tensor | None = ...,
+    slot_bias: Tensor | None = ..., softcap: float | None = ..., distance_bias: Tensor | None = ...,
+    sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: int | Tensor | None = ...,
+    return_lse: Literal[False] = ..., backend: str | None = ...,
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    *,
-    scale: float | None = ...,
-    q_start: int | None = ...,
-    block_size: int | None = ...,
-    block_bias: Tensor | None = ...,
-    slot_bias: Tensor | None = ...,
-    softcap: float | None = ...,
-    distance_bias: Tensor | None = ...,
-    sink: Tensor | None = ...,
-    dropout_p: float = ...,
-    dropout_seed: int | Tensor | None = ...,
-    return_lse: Literal[True],
-    backend: str | None = ...,
-) -> tuple[Tensor, Tensor]: ...
+    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, scale: float | None = ...,
+    q_start: int | None = ..., block_size: int | None = ..., block_bias: Tensor | None = ...,
+    slot_bias: Tensor | None = ..., softcap: float | None = ..., distance_bias: Tensor | None = ...,
+    sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: int | Tensor | None = ...,
+    return_lse: Literal[True], backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def attention(

@@ -66,17 +66,11 @@ def attend(
             refuse_forward_mode(*tensors)
         if recipe.learns or (tensors and needs_operator(*tensors)):
             return _attention(
-                query=query,
-                key=key,
-                value=value,
-                tensors=pattern.tensors,
-                pattern=pattern.expression,
-                scale=recipe.scale,
-                q_start=recipe.q_start,
-                block_size=recipe.tile_size,
-                backend=recipe.backend,
+                query=query, key=key, value=value, tensors=pattern.tensors,
+                pattern=pattern.expression, scale=recipe.scale, q_start=recipe.q_start,
+                block_size=recipe.tile_size, backend=recipe.backend,
                 **{"slot_bias": None, **extras},
-            )
+            )  # fmt: skip
     elif backend.forward is not None and not recipe.plain and transforming():
         raise NotImplementedError(
             f"{recipe.backend} does not run under torch.func (grad, vmap); pass another backend, "

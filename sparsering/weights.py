@@ -84,18 +84,9 @@ def attention_weights(
         >>> dense = weights.to_dense()  # [B, H, Nq, Nk], for short sequences
     """
     inputs, call, options = checked_call(
-        query,
-        key,
-        key,
-        pattern,
-        scale=scale,
-        q_start=q_start,
-        block_size=block_size,
-        block_bias=block_bias,
-        softcap=softcap,
-        distance_bias=distance_bias,
-        sink=sink,
-    )
+        query, key, key, pattern, scale=scale, q_start=q_start, block_size=block_size,
+        block_bias=block_bias, softcap=softcap, distance_bias=distance_bias, sink=sink,
+    )  # fmt: skip
     refuse_meta(query, key)
     query, key, _ = inputs
     with without_autocast(query):
@@ -193,18 +184,9 @@ def key_mass(
             "expected sink or lse, got both; the lse that attention returns includes the sink"
         )
     inputs, call, options = checked_call(
-        query,
-        key,
-        key,
-        pattern,
-        scale=scale,
-        q_start=q_start,
-        block_size=block_size,
-        block_bias=block_bias,
-        softcap=softcap,
-        distance_bias=distance_bias,
-        sink=sink,
-    )
+        query, key, key, pattern, scale=scale, q_start=q_start, block_size=block_size,
+        block_bias=block_bias, softcap=softcap, distance_bias=distance_bias, sink=sink,
+    )  # fmt: skip
     refuse_meta(query, key)
     refuse_forward_mode(query, key)
     dtype = sum_dtype(query)

@@ -137,21 +137,11 @@ def ring_attention(
     if isinstance(dropout_seed, Tensor):  # `_begin` derives a seed per batch entry from it
         extras["dropout_seed"] = dropout_seed.expand(len(query))
     out, lse = _ring(
-        query=query,
-        key=key,
-        value=value,
-        **extras,
-        seed_is_given=seed_is_given,
-        tensors=pattern.tensors,
-        pattern=pattern.expression,
-        scale=scale,
-        group=group.group_name,
-        sharding=sharding,
-        compression=compression,
-        timeout=seconds,
-        backend=name,
+        query=query, key=key, value=value, **extras, seed_is_given=seed_is_given,
+        tensors=pattern.tensors, pattern=pattern.expression, scale=scale, group=group.group_name,
+        sharding=sharding, compression=compression, timeout=seconds, backend=name,
         differentiable=learns,
-    )
+    )  # fmt: skip
     return (out, lse) if return_lse else out
 
 

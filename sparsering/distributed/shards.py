@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks import check_tensor
+from ..differentiable import for_each_gradient, is_batch
 from ..layouts.tiles import Ranges
 from ..patterns.arguments import checked_integer, shortened
 from .agreement import agree_on_lengths
@@ -114,9 +115,14 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         dim, group, ranges = ctx.options
-        grad = grad.contiguous().clone()
-        dist.all_reduce(grad, group=group)
-        return _cut(grad, dim, ranges[group.rank()]), None, None, None
+
+        def run(grad: Tensor) -> tuple[Tensor]:
+            grad = grad.contiguous().clone()
+            dist.all_reduce(grad, group=group)
+            return (_cut(grad, dim, ranges[group.rank()]),)
+
+        (grad,) = for_each_gradient(run, [grad]) if is_batch(grad) else run(grad)
+        return grad, None, None, None
 
 
 def _cut(tensor: Tensor, dim: int, ranges: Ranges) -> Tensor:

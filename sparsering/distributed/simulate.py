@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..checks import autocast_inputs, checked_scale, refuse_meta
-from ..differentiable import transforming
+from ..differentiable import for_each_gradient, is_batch, transforming
 from ..extras import checked_extras
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
@@ -58,22 +58,12 @@ def simulate_ring(
     world_size = checked_integer("world_size", world_size, 1)
     scale = checked_scale(scale, query)
     refuse_meta(query, key, value)
-    if transforming():
-        raise NotImplementedError(
-            "simulate_ring does not run under torch.func (grad, vmap); call backward(), or use "
-            "attention"
-        )
+    _refuse_transforms()
     query, key, value = autocast_inputs(query, key, value)
     extras = checked_extras(
-        query,
-        pattern,
-        None,
-        softcap=softcap,
-        distance_bias=distance_bias,
-        sink=sink,
-        dropout_p=dropout_p,
-        dropout_seed=dropout_seed,
-    )
+        query, pattern, None, softcap=softcap, distance_bias=distance_bias, sink=sink,
+        dropout_p=dropout_p, dropout_seed=dropout_seed,
+    )  # fmt: skip
     plan = plan_of_call(pattern, query.shape[2], world_size, sharding, query, key)
     device = query.device
     if offload and torch.accelerator.is_available():
@@ -127,10 +117,23 @@ class _Simulated(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        whole = Saved._make((*ctx.saved_tensors, grad_out, grad_lse))
-        with without_autocast(grad_out):
-            return (*_backward(ctx.shards, whole, *ctx.tables), None)
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _refuse_transforms()
+        saved, tables = ctx.saved_tensors, ctx.tables
+
+        def run(*grads: Tensor) -> list[Tensor | None]:
+            with without_autocast(grads[0]):
+                return _backward(ctx.shards, Saved(*saved, *grads), *tables)
+
+        return (*(for_each_gradient(run, grads) if is_batch(*grads) else run(*grads)), None)
+
+
+def _refuse_transforms() -> None:
+    if transforming():
+        raise NotImplementedError(
+            "simulate_ring does not run under torch.func (grad, vmap); call backward(), or use "
+            "attention"
+        )
 
 
 def _backward(

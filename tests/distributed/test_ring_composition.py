@@ -137,6 +137,21 @@ def test_two_layers_in_flight(four):
             torch.testing.assert_close(got, wanted.detach(), rtol=1e-12, atol=1e-12)
 
 
+def of_a_batch_of_gradients(rank: int) -> bool:
+    torch.manual_seed(4)
+    whole, grads = torch.randn(3, 1, 2, 40, 8), torch.randn(3, 1, 2, 40, 8)
+    own = [shard(x, group=groups[4]).requires_grad_() for x in whole]
+    out = unshard(ring_attention(*own, sr.Causal(), group=groups[4]), group=groups[4])
+    found = torch.autograd.grad(out, own, grads, is_grads_batched=True, retain_graph=True)
+    each = (torch.autograd.grad(out, own, grad, retain_graph=True) for grad in grads)
+    expected = map(torch.stack, zip(*each, strict=True))
+    return all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, expected, strict=True))
+
+
+def test_a_batch_of_gradients_over_ranks(four):
+    assert all(four.run(of_a_batch_of_gradients))
+
+
 def with_odd_inputs(rank: int) -> list[bool]:
     """Transposed inputs, local queries without keys, autocast, no batch, no width."""
     found = []
