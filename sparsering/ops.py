@@ -126,16 +126,9 @@ def value_gradient(
 
 @torch.library.custom_op("sparsering::slot_mass", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
 def slot_mass(
-    query: Tensor,
-    key: Tensor,
-    lse: Tensor,
-    weight: Tensor,
-    tensors: Sequence[Tensor],
-    pattern: str,
-    scale: float,
-    q_start: int,
-    backend: str,
-) -> Tensor:
+    query: Tensor, key: Tensor, lse: Tensor, weight: Tensor, tensors: Sequence[Tensor],
+    pattern: str, scale: float, q_start: int, backend: str,
+) -> Tensor:  # fmt: skip
     """Sums `weight exp(s - lse)` over the pairs of each block that a selection lists.
 
     Returns [B, Hq, R * k] for a selection of R rows and k slots. `lse`, `weight`: [B, Hq, Nq].

@@ -448,3 +448,23 @@ def test_return_lse_decides_between_a_tensor_and_a_pair():
     assert torch.equal(out, pair[0])
     expected = attend_by_rows(*(x.double() for x in args.values()), torch.ones(40, 40).tril())
     assert_close(pair[1].double(), expected[1], 1e-6, "lse")
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize(
+    "backend", ["cpu", "gather", "triton", "sdpa", "torch_sparse", "reference"]
+)
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_result_changes_in_place_and_only_its_backward_may_raise(backend: str, learns: bool):
+    args = [torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3)]
+    with torch.set_grad_enabled(learns):
+        out, lse = sr.attention(*args, sr.Causal(), return_lse=True, backend=backend)
+    expected = out.detach() + 1, lse.detach() + 1
+    out += torch.ones((), requires_grad=True)
+    lse += torch.ones((), requires_grad=True)
+    assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
+    if backend in ("cpu", "gather", "triton", "sdpa") and learns:  # the others save no result
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+    else:
+        out.sum().backward()

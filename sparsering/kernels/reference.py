@@ -71,4 +71,4 @@ def dense_softmax(score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     weight = torch.where(pairs, (score - highest).exp(), 0.0)
     empty = ~pairs.any(-1, keepdim=True)
     total = torch.where(empty, 1.0, weight.sum(-1, keepdim=True))
-    return weight, total, torch.where(empty, -torch.inf, highest + total.log())[..., 0]
+    return weight, total, torch.where(empty, -torch.inf, highest + total.log()).sum(-1)

@@ -53,7 +53,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     out, lse = torch.stack(outs).view(*shape, -1), torch.stack(lses).view(shape)
     if problem.sink is not None:
         out, lse = add_sink(out, lse, problem.sink.to(dtype))
-    return out.to(query.dtype), lse
+    return out.to(query.dtype, copy=True), lse.clone()  # no views, which autograd would guard
 
 
 def _over_pairs(

@@ -48,10 +48,14 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     dtype = sum_dtype(query)
     q, k, v = _flat(query), _flat(problem.key), _flat(value)
     extras = Extras(problem, dtype)
-    out = torch.zeros(len(q), v.shape[1], dtype=dtype, device=q.device)
-    lse = torch.full((len(q),), -torch.inf, dtype=dtype, device=q.device)
+    shape = query.shape[:3]
+    results = (  # not views of flat ones, which autograd would guard against changes in place
+        torch.zeros(*shape, v.shape[1], dtype=dtype, device=q.device),
+        torch.full(shape, -torch.inf, dtype=dtype, device=q.device),
+    )
     if sink is not None:  # merging into a row with lse = sink and out = 0 adds the sink
-        lse.view(query.shape[:3]).copy_(sink)
+        results[1].copy_(sink)
+    out, lse = _flat(results[0]), results[1].flatten()
     for fresh, chunk in _walk(problem):
         group, parts, part_lses = chunk.q.shape[1], [], []
         for unit, product, added in _units(chunk, extras):
@@ -71,8 +75,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
             lse.index_copy_(0, rows, part_lse)
         else:
             _merge_rows(out, lse, rows, part, part_lse)
-    shape = query.shape[:3]
-    return out.to(problem.result_dtype).view(*shape, v.shape[1]), lse.view(shape)
+    return results[0].to(problem.result_dtype), results[1]
 
 
 def backward(
