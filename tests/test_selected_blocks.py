@@ -139,6 +139,19 @@ def test_one_token_of_two_passes_whose_tiles_are_larger_than_its_block(backend):
     torch.testing.assert_close(lse, 1 + (query * key).sum(-1) / 4)
 
 
+@pytest.mark.parametrize("backend", [None, "cpu", "gather", "triton", "reference"])
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_slot_bias_of_no_slots_changes_nothing(block_size, backend):
+    args = [torch.randn(1, heads, 3 * block_size, 16) for heads in (4, 2, 2)]
+    chosen = sr.SelectedBlocks(torch.zeros(1, 2, 3, 0, dtype=torch.int64), block_size)
+    bias = torch.zeros(1, 4, 3, 0, requires_grad=True)
+    for pattern in (chosen, chosen | sr.SlidingWindow(3), chosen & sr.Causal()):
+        out = sr.attention(*args, pattern, slot_bias=bias, backend=backend)
+        assert torch.allclose(out, sr.attention(*args, pattern, backend="reference"), atol=1e-5)
+        (grad,) = torch.autograd.grad(out.sum(), bias)
+        assert grad.shape == bias.shape
+
+
 def test_slot_bias_in_kernels_of_triton():
     chosen, inputs = drawn(4, 10, 32, 9)
     leaves = [x.requires_grad_() for x in inputs]
