@@ -219,10 +219,7 @@ class CacheState(_Record):
         )
 
     def _survivors(self, history: History) -> tuple[History, Tensor]:
-        """Returns (history after an eviction, slots [Hkv, keys] that store its keys before it).
-
-        Kv heads may keep different numbers of keys: -1 stands for no key.
-        """
+        """Returns (history after an eviction, slots [Hkv, keys] of its keys; -1 for no key)."""
         positions = history.positions_with(history.length - history.base)
         last = torch.cat((history.last, self._last_visits(history.base, history.length)), 2)
         oldest = max(history.oldest, history.length - self.rollback)

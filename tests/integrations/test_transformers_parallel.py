@@ -248,8 +248,15 @@ def test_using_replaces_padding_and_documents_in_layers_that_it_names(four):
         check(four, Case("gemma2", inputs, using=pattern, implementation="sparsering"), 4)
 
 
-def test_packing_that_a_family_ignores_causes_the_warning_of_one_process(four):
+@pytest.mark.parametrize("family", ["gpt-oss", "modernbert-mlm"])
+def test_documents_of_a_family_that_ignores_them(four, family):
+    inputs = {**batch(25), "position_ids": restarting(9, 1, 10, 5)}
+    check(four, Case(family, inputs, {**inputs}, implementation="sparsering"), 4)
+
+
+def test_packing_that_is_lost_causes_the_warning_of_one_process(four):
     inputs = {**batch(24), "position_ids": restarting(9, 15)}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
     case = Case("gpt-oss", inputs, implementation="sparsering")
     wanted = warnings_of(0, case, 0)
     assert wanted

@@ -15,7 +15,7 @@ from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
 from ...patterns.positions import Full
 from .attention import attention_function
-from .calls import SharedCall, shared_calls, thread, used_pattern
+from .calls import SharedCall, remember_positions, shared_calls, thread, used_pattern
 from .config import (
     NAME,
     Patterns,
@@ -30,7 +30,7 @@ from .config import (
     types_of,
 )
 from .implementation import switch
-from .masks import mask_interface
+from .masks import mask_interface, watch_requests
 
 
 def register() -> None:
@@ -47,17 +47,20 @@ def register() -> None:
     """
     AttentionInterface.register(NAME, attention_function)
     AttentionMaskInterface.register(NAME, mask_interface)
+    watch_requests()
     check = PreTrainedModel._check_and_adjust_attn_implementation
     if not hasattr(check, NAME):
         PreTrainedModel._check_and_adjust_attn_implementation = _with_warning(check)
 
 
 def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the method that chooses a model's attention: warns if a stored pattern is ignored."""
+    """Wraps the method that chooses a model's attention: adds our hooks, or warns of a pattern."""
 
     @functools.wraps(check)
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:
         implementation = check(self, *arguments, **options)
+        if implementation == NAME:
+            remember_positions(self)
         if (texts := stored_text(self.config)) is not None:
             parse_in_advance(texts)
             if implementation != NAME:

@@ -59,14 +59,6 @@ def attention_function(
 ) -> tuple[Tensor, None]:
     """Computes attention over the layer's pattern or, without one, over the model's mask.
 
-    Args:
-        query: [B, Hq, Nq, D]; key, value: [B, Hkv, Nk, D | Dv].
-        attention_mask: the result of `mask_interface`, a user's 4-D mask, or None.
-        position_bias: [B or 1, H or 1, Nq, Nk], added to scores.
-        position_ids: [B, Nq]; the call warns if they restart, which shows packed documents, but the
-            mask has no documents.
-        cu_seq_lens_q, cu_seq_lens_k: cumulative document lengths, if B is 1; must be equal.
-
     Returns: [B, Nq, Hq, Dv] as eager attention does, and None in place of attention weights.
 
     Raises: NotImplementedError for a keyword that changes the result and is not supported.
@@ -91,6 +83,8 @@ def attention_function(
         )
     if used is None and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
         attention_mask = _with_documents(attention_mask, cu_seq_lens_q, cu_seq_lens_k, len(query))
+    if used is None and isinstance(attention_mask, ModelMask):
+        _warn_of_packing(attention_mask, position_ids)
     if state.shared is not None:
         if position_bias is not None:
             raise NotImplementedError(
@@ -99,8 +93,6 @@ def attention_function(
             )
         if attention_mask is None:
             attention_mask = _mask_by_default(module, query, key, is_causal)
-        if used is None and isinstance(attention_mask, ModelMask) and position_ids is not None:
-            _warn_of_packing(attention_mask, state.shared.position_ids)
         out = attend_shared(module, inputs, attention_mask, used, state.shared, extras)
     elif used is not None:
         out = _attend_used(module, used, inputs, position_bias, extras)
@@ -113,7 +105,7 @@ def attention_function(
         pattern = pattern_of(module)
         out = attend_cached(layer, pattern, inputs, attention_mask, position_bias, extras)
     elif isinstance(attention_mask, ModelMask):
-        _check_mask(attention_mask, query, key, position_ids)
+        _check_mask(attention_mask, query, key)
         out = _attend_masked(module, inputs, attention_mask, position_bias, extras)
     elif isinstance(attention_mask, Tensor):
         if pattern_of(module) is not None:
@@ -261,39 +253,38 @@ def _with_documents(
     )
 
 
-def _check_mask(mask: ModelMask, query: Tensor, key: Tensor, position_ids: Tensor | None) -> None:
-    """Raises ValueError for wrong lengths of a mask; warns if the mask ignores packed documents.
-
-    Positions that restart show packed documents. With a cache, transformers' masks ignore these.
-    """
+def _check_mask(mask: ModelMask, query: Tensor, key: Tensor) -> None:
+    """Raises ValueError if a mask is for other lengths."""
     q_len, kv_len = mask.shape[2:]
     if (query.shape[2], key.shape[2]) != (q_len, kv_len):
         raise ValueError(
             f"the model's mask is for {q_len} queries of {kv_len} keys, got {query.shape[2]} of "
             f"{key.shape[2]}; a cache must return as many keys as its get_mask_sizes announces"
         )
-    _warn_of_packing(mask, position_ids)
 
 
 def _warn_of_packing(mask: ModelMask, position_ids: Tensor | None) -> None:
-    """Warns if position_ids [B or 1, Nq] show packed documents that the mask ignores."""
+    """Warns if position_ids [B or 1, Nq], or three planes of them, show documents that meet."""
     if mask.packing_checked or torch.compiler.is_compiling():
         return
     mask.packing_checked = True
-    q_len = mask.shape[2]
-    if mask.documents is not None or position_ids is None or mask.kind is None or q_len < 2:
+    ids, q_len = mask.position_ids, mask.shape[2]
+    ids = position_ids if ids is None else ids
+    if mask.documents is not None or ids is None or mask.kind is None or q_len < 2:
         return
-    if position_ids.dim() != 2 or position_ids.shape[1] != q_len:
+    if ids.shape[-1] != q_len or ids.dim() < 2 or ids.shape[:-2] not in ((), (3,)):
         return
-    restarts = position_ids[:, 1:] <= position_ids[:, :-1]
+    steps = ids.diff() if ids.dim() == 2 else ids[0].diff() + 1  # images have one time in mrope
+    restarts = steps <= 0
     if mask.valid_keys is not None:
         start = int(mask.q_start) + mask.kv_start
         valid = mask.valid_keys[:, start : start + q_len]
         restarts = restarts & valid[:, 1:] & valid[:, :-1]
     if bool(restarts.any()):
         warnings.warn(
-            "position_ids restart, but the model's mask has no documents: packing is detected "
-            "only without a cache and without attention_mask; pass use_cache=False and no mask",
+            "position_ids restart, but packed documents see each other: they are separate only "
+            "without a cache and an attention_mask; pass use_cache=False and no mask, or "
+            "cu_seq_lens_q and cu_seq_lens_k",
             stacklevel=4,
         )
 
@@ -306,11 +297,7 @@ def _is_zero(bias: Tensor) -> bool:
 
 
 def _depends_on_distance(bias: Tensor, module: Any) -> bool:
-    """Whether a bias depends only on key position - query position, so can be a table by distance.
-
-    The values are compared exactly. A bias that needs a gradient must also come from a T5 module:
-    in a bias with one parameter per pair, values may be equal by chance.
-    """
+    """Whether a bias depends only on key - query position (a learnt one: only if it is T5's)."""
     if torch.compiler.is_compiling() or bias.dim() != 4 or bias.shape[0] != 1:
         return False
     if bias.requires_grad and not hasattr(module, "has_relative_attention_bias"):

@@ -4,6 +4,7 @@ Masks keep the state of the forward pass that built them. So a layer that gradie
 runs again in a backward pass, outside the block or in another thread, finds it there.
 """
 
+import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ...patterns.algebra import Pattern
 
@@ -54,7 +56,22 @@ class CallState(NamedTuple):
 PLAIN_CALL = CallState((), None, False)
 
 
-class _Thread(threading.local):
+class MaskRequest(NamedTuple):
+    """Facts that transformers knows when it asks for a mask, but does not hand to the interface."""
+
+    position_ids: Tensor | None = None
+    may_be_packed: bool = False  # no cache, no padding, and transformers looks for no documents
+    is_cross: bool = False  # for keys of another sequence
+
+
+class _Packing:
+    """Position ids of the calls that run now; torch.compile cannot trace a `threading.local`."""
+
+    running: tuple[tuple[Any, Tensor | None], ...] = ()  # (model, position_ids), the innermost last
+    request: MaskRequest | None = None  # for the next mask
+
+
+class _Thread(threading.local, _Packing):
     """Each thread has its own values of these attributes."""
 
     blocks: tuple[UsingBlock, ...] = ()
@@ -63,6 +80,7 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
+_traced = _Packing()
 shared_calls: WeakKeyDictionary[Any, SharedCall] = WeakKeyDictionary()
 """The last call of each model that ranks share."""
 used_modules: WeakSet[Any] = WeakSet()
@@ -70,15 +88,39 @@ used_modules: WeakSet[Any] = WeakSet()
 
 
 def call_state() -> CallState:
-    """Returns what holds for a forward pass that begins now in this thread.
-
-    A block that is open around a backward pass has no effect on what that pass runs again.
-    """
+    """Returns what holds for a forward pass that begins now; a backward pass has its own blocks."""
     if torch.compiler.is_compiling():
         return CallState(thread.blocks, thread.shared, False)
     task = backward_task()
     blocks = tuple(block for block in thread.blocks if block.task == task)
     return CallState(blocks, thread.shared, task not in (-1, thread.task))
+
+
+def packing() -> _Packing:
+    """Returns the position ids of this thread's calls, or of the call that torch.compile traces."""
+    return _traced if torch.compiler.is_compiling() else thread
+
+
+def remember_positions(model: Any) -> None:
+    """Lets masks see the position_ids of a model's calls, which many families do not hand over."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and _end not in module._forward_hooks.values():
+            names = [*inspect.signature(module.forward).parameters, "position_ids"]
+            begin = partial(_begin, names.index("position_ids"))
+            module.register_forward_pre_hook(begin, with_kwargs=True)
+            module.register_forward_hook(_end, with_kwargs=True, always_call=True)
+
+
+def _begin(place: int, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    ids = args[place] if place < len(args) else kwargs.get("position_ids")
+    now = packing()
+    now.running = (*now.running, (model, ids))
+
+
+def _end(model: Any, *_: Any) -> None:
+    now = packing()
+    if now.running and now.running[-1][0] is model:
+        now.running = now.running[:-1]
 
 
 def backward_task() -> int:
@@ -87,10 +129,7 @@ def backward_task() -> int:
 
 
 def remember_blocks(model: Any) -> None:
-    """Lets gradient checkpointing open a layer's blocks again where it runs the layer again.
-
-    Masks keep the blocks too, but a layer may have none, or a 4-D mask of the user's.
-    """
+    """Opens a layer's blocks again where gradient checkpointing runs it again, maybe unmasked."""
     for module in model.modules():
         checkpoint = vars(module).get("_gradient_checkpointing_func")
         if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpoint:

@@ -51,10 +51,7 @@ def dense_attention(
 
 
 def as_bool(mask: Tensor) -> Tensor | None:
-    """Converts a float mask of only 0 and -inf to bool; returns None if it has other values.
-
-    The lowest finite number counts as -inf, because transformers' masks contain it.
-    """
+    """Converts a mask of only 0 and -inf (or the lowest number) to bool; None for other values."""
     if mask.dtype == torch.bool:
         return mask
     if torch.compiler.is_compiling() or mask.requires_grad:

@@ -28,10 +28,7 @@ _lock = RLock()
 
 
 def switch(model: Any, modules: list[Any], verb: str) -> None:
-    """Sets a model's attention to "sparsering" for good, also after holders end.
-
-    Raises: NotImplementedError if a module does not follow; then nothing has changed.
-    """
+    """Sets a model's attention to "sparsering" for good; raises if a module does not follow."""
     with _lock:
         _set(model, modules, verb)
         for config in _configs(model):

@@ -4,6 +4,7 @@ transformers calls a mask interface once per step and layer type, and passes the
 model to the attention function.
 """
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,10 +17,12 @@ from transformers import masking_utils
 from ...patterns.algebra import Mask
 from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Dilated, Full, SlidingWindow
-from .calls import PLAIN_CALL, CallState, call_state
+from .calls import PLAIN_CALL, CallState, MaskRequest, call_state, packing, thread
+from .config import NAME
 from .mask_kind import MaskKind, recognise, recognise_inside_compile, runs_by_neighbours
 from .runs import SameRun, common_runs, several_runs
 
+_SHOW_PACKING = ("attention_mask", "past_key_values", "position_ids")  # None if only we can see it
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value
 
 
@@ -50,6 +53,7 @@ class ModelMask:
     valid_keys: Tensor | None  # [B, dropped + other keys] False for padding; None if no padding
     dense: Callable[[], Tensor]  # builds transformers' own mask, bool [B, 1, queries, keys]
     visible: Tensor | None = None  # [B, keys] keys that a single query sees, if q_start is a tensor
+    position_ids: Tensor | None = None  # of the model's call
     packing_checked: bool = False  # so that packed documents cause one warning per forward pass
     state: CallState = PLAIN_CALL
 
@@ -129,9 +133,11 @@ class ModelMask:
         """Returns a copy without pairs of two documents; ids [1, keys] are document indices."""
         documents = ids if self.documents is None else common_runs(ids, self.documents)
         runs = documents if self.runs is None else common_runs(documents, self.runs)
-        place = self.shape, self.q_start, self.kv_start
-        masks = self.valid_keys, self.dense, self.visible
-        return ModelMask(*place, self.kind, documents, runs, *masks, state=self.state)
+
+        def dense() -> Tensor:
+            return self.dense() & (ids[:, None, :, None] == ids[:, None, None])
+
+        return replace(self, documents=documents, runs=runs, dense=dense)
 
 
 def _of_distances(kind: MaskKind) -> Mask:
@@ -167,12 +173,13 @@ def mask_interface(
     device: torch.device | str = "cpu",
     **keywords: Any,
 ) -> ModelMask:
-    """Builds the `ModelMask` of a forward pass; transformers calls it as a mask interface.
-
-    `attention_mask` [B, N] is False for padding. Keys from index N on count as padding too.
-    """
+    """Builds the `ModelMask` of a forward pass; keys beyond `attention_mask` are padding."""
     if isinstance(attention_mask, ModelMask):  # built in advance, for a static cache
         return attention_mask
+    request, packing().request = packing().request or MaskRequest(), None
+    own_function = mask_function
+    if request.may_be_packed and q_length == kv_length:
+        mask_function = _within_documents(mask_function, request.position_ids, batch_size, device)
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()  # a static cache changes it in place before the layer attends
     valid_keys = _valid_keys(attention_mask, kv_length + kv_offset)
@@ -191,7 +198,9 @@ def mask_interface(
     )
     visible = dense()[:, 0, 0] if isinstance(q_offset, Tensor) and q_length == 1 else None
     if torch.compiler.is_compiling():
-        kind = recognise_inside_compile(mask_function, local_size, config, keywords)
+        kind = recognise_inside_compile(own_function, local_size, config, keywords)
+        if kind is not None and mask_function is not own_function:
+            kind.is_joined = True
         documents = runs = None
         may_be_packed = attention_mask is None and q_length == kv_length
         if kind is not None and (kind.has_chunks or (may_be_packed and kind.is_joined)):
@@ -202,7 +211,49 @@ def mask_interface(
         documents, runs = (None, None) if kind is None else _runs(kind, **keys, device=device)
     shape = (batch_size, 1, q_length, kv_length)
     place, masks = (shape, q_offset - kv_offset, kv_offset), (valid_keys, dense, visible)
-    return ModelMask(*place, kind, documents, runs, *masks, state=call_state())
+    rest = request.position_ids, request.is_cross, call_state()
+    return ModelMask(*place, kind, documents, runs, *masks, *rest)
+
+
+def _within_documents(
+    mask_function: Callable[..., Any], ids: Tensor | None, batch_size: int, device: Any
+) -> Callable[..., Any]:
+    """Hides keys of other documents, which begin where position_ids [B or 1, N] restart."""
+    if ids is None or ids.dim() != 2 or len(ids) not in (1, batch_size):
+        return mask_function
+    restarts = ids[:, 1:] <= ids[:, :-1]
+    if not torch.compiler.is_compiling() and not bool(restarts.any()):
+        return mask_function
+    documents = torch.nn.functional.pad(restarts, (1, 0)).cumsum(1).to(device)
+    separate = masking_utils.packed_sequence_mask_function(documents.expand(batch_size, -1))
+    return masking_utils.and_masks(mask_function, separate)
+
+
+def watch_requests() -> None:
+    """Tells `mask_interface` the position_ids of a call, and the whole batch if ranks share it."""
+    preprocess = masking_utils._preprocess_mask_arguments
+    if hasattr(preprocess, NAME):
+        return
+    names = list(inspect.signature(preprocess).parameters)
+    embeds_name = next(name for name in names if name.endswith("embeds"))
+
+    def watched(*arguments: Any) -> Any:
+        given, now = dict(zip(names, arguments, strict=False)), packing()
+        now.request = None
+        ids = now.running[-1][1] if now.running else None
+        is_fresh = all(given[name] is None for name in _SHOW_PACKING)
+        if (shared := thread.shared) is not None:
+            embeds, ids = given[embeds_name], shared.position_ids
+            given[embeds_name] = embeds.new_empty(1, 1, 1).expand(len(embeds), shared.length, 1)
+            if given["position_ids"] is not None:
+                given["position_ids"] = ids
+        is_cross = given.get("encoder_hidden_states") is not None
+        if given["config"]._attn_implementation == NAME:
+            now.request = MaskRequest(ids, is_fresh and not is_cross, is_cross)
+        return preprocess(*given.values())
+
+    setattr(watched, NAME, True)
+    masking_utils._preprocess_mask_arguments = watched
 
 
 def _valid_keys(attention_mask: Tensor | None, length: int) -> Tensor | None:

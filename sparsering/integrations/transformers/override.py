@@ -24,13 +24,7 @@ from .runs import InRuns, SameRun, several_runs
 def attend_pattern(
     pattern: Pattern, inputs: Inputs, mask: ModelMask, q_start: int, extras: dict[str, Any]
 ) -> Tensor:
-    """Attends over a pattern within the mask's causality, padding and documents: [B, Hq, Nq, Dv].
-
-    `mask.kind` must not be None.
-
-    Raises: ValueError if the cache has dropped keys that the pattern needs, or if the pattern
-        depends on the length of the whole sequence, which is unknown in decoding.
-    """
+    """Attends over a pattern within the mask's causality, padding and documents."""
     query, key, _ = inputs
     kind, kv_len = mask.kind, key.shape[2]
     assert kind is not None
@@ -116,10 +110,7 @@ def _attend_rows(
     q_start: int,
     extras: dict[str, Any],
 ) -> Tensor:
-    """Attends with one query per batch entry, in groups of entries with equal left padding.
-
-    Each group's padding is sliced off. So its pattern needs no tensor, and its layout is cached.
-    """
+    """Attends with a query per row, in groups of equal padding, whose layouts are cached."""
     query, key, value = inputs
     begins = (ids == ids[:, :1]).sum(1) * (ids[:, -1] > ids[:, 0])
     outs = query.new_empty(*query.shape[:3], value.shape[3])

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import masking_utils
-from transformers.utils import ModelOutput
 
 from ...checks import check_module
 from ...distributed.agreement import agree_on_batch, digests_of
@@ -132,7 +132,7 @@ def parallelize(
             f"ranks cannot share calls of {type(model).__name__}: {reason}; run it on one rank"
         )
     _undo(model)
-    _share_masks()
+    _share_restarts()
     forward = inspect.unwrap(type(model).forward)
     parallel = Parallel(
         resolved,
@@ -284,14 +284,6 @@ def _compared(parallel: Parallel, arguments: dict[str, Any]) -> dict[str, object
     return {**named, "other arguments": repr(sorted(rest.items())), **options}
 
 
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, dict):
-        value = list(value.values())
-    return isinstance(value, Tensor) or (
-        isinstance(value, list | tuple) and any(map(_holds_tensor, value))
-    )
-
-
 def _checked_arguments(model: Any, parallel: Parallel, arguments: dict[str, Any]) -> int:
     """Returns the length of a batch's rows; raises for arguments that ranks cannot share."""
     for name, meaning in _REFUSED.items():
@@ -324,7 +316,7 @@ def _checked_arguments(model: Any, parallel: Parallel, arguments: dict[str, Any]
     batch, length = tokens.shape[:2]
     for name in (*_COMPARED, *arguments):
         value = arguments.get(name)
-        if name not in _COMPARED and _holds_tensor(value):
+        if name not in _COMPARED and any(isinstance(x, Tensor) for x in tree_leaves(value)):
             raise NotImplementedError(
                 f"a model that ranks share does not know how to cut the tensor {name}; leave it out"
             )
@@ -359,20 +351,13 @@ def _checked_arguments(model: Any, parallel: Parallel, arguments: dict[str, Any]
     return length
 
 
-def _without_token(value: Any) -> Any:
+def _without_token(out: Any) -> Any:
     """Removes the only token of [B, 1, ...] tensors in a model's output."""
-    if isinstance(value, ModelOutput):
-        return type(value)(**{name: _without_token(x) for name, x in value.items()})
-    if isinstance(value, tuple):
-        return tuple(map(_without_token, value))
-    return value[:, :0] if isinstance(value, Tensor) and value.dim() > 2 else value
+    return tree_map(lambda x: x[:, :0] if isinstance(x, Tensor) and x.dim() > 2 else x, out)
 
 
 def _sharding(model: Any, parallel: Parallel, length: int) -> str:
-    """Returns the sharding of a call: for "auto" the one whose busiest rank has least to do.
-
-    The costs of layers are summed. Padding and documents of the batch are not considered.
-    """
+    """Returns the sharding of a call: for "auto" the one whose busiest rank has least to do."""
     if parallel.sharding not in ("auto", "balanced") or parallel.ranks == 1:
         return "contiguous" if parallel.ranks == 1 else parallel.sharding
     unknown = Causal() if is_causal(model) else Full()
@@ -395,33 +380,10 @@ def _sharding(model: Any, parallel: Parallel, length: int) -> str:
     return min(sorted(choices), key=cost)
 
 
-def _share_masks() -> None:
-    """Lets transformers build masks for the whole batch in calls that ranks share.
-
-    Its mask functions ask `_preprocess_mask_arguments` for lengths and documents.
-    """
-    if hasattr(masking_utils._preprocess_mask_arguments, NAME):
-        return
-    preprocess = masking_utils._preprocess_mask_arguments
-    names = list(inspect.signature(preprocess).parameters)
-    embeds_at = next(i for i, name in enumerate(names) if name.endswith("embeds"))
-    ids_at = names.index("position_ids")
-
-    def whole(*arguments: Any) -> Any:
-        shared = thread.shared
-        if shared is None:
-            return preprocess(*arguments)
-        new = list(arguments)
-        batch = new[embeds_at].shape[0]
-        new[embeds_at] = new[embeds_at].new_empty(1, 1, 1).expand(batch, shared.length, 1)
-        if new[ids_at] is not None:
-            new[ids_at] = shared.position_ids
-        return preprocess(*new)
-
-    setattr(whole, NAME, True)
-    masking_utils._preprocess_mask_arguments = whole
+def _share_restarts() -> None:
+    """Lets transformers restart chunks in the documents of the whole batch, if ranks share it."""
     restart = getattr(masking_utils, "packed_sequence_compatibility_function", None)
-    if restart is None:  # older versions do not restart chunks in packed documents
+    if restart is None or hasattr(restart, NAME):  # older versions do not restart chunks
         return
 
     def restart_whole(mask_function: Any, position_ids: Tensor, documents: Tensor) -> Any:
@@ -429,4 +391,5 @@ def _share_masks() -> None:
             position_ids = shared.position_ids.expand(len(position_ids), -1)
         return restart(mask_function, position_ids, documents)
 
+    setattr(restart_whole, NAME, True)
     masking_utils.packed_sequence_compatibility_function = restart_whole

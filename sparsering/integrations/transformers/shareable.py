@@ -53,10 +53,7 @@ def reason_against(model: Any, modules: list[Any]) -> str | None:
 
 
 def counts_padding(model: Any) -> str | None:
-    """Returns the name of a module that derives positions from the padding, as OPT's decoder does.
-
-    Embeddings that could do so are left out: models give them positions.
-    """
+    """Returns the name of a module (no embedding) that derives positions from the padding."""
     for module in model.modules():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if code is None or isinstance(module, nn.Embedding):

@@ -21,11 +21,7 @@ def attend_shared(
     shared: SharedCall,
     extras: dict[str, Any],
 ) -> Tensor:
-    """Attends with this rank's tokens [B, H, n, D] over the whole batch's mask or pattern.
-
-    Args:
-        mask: of the whole batch.
-        used: the layer's pattern in a `using` block, or None.
+    """Attends with this rank's tokens over the batch's mask, or `used`, the pattern of a block.
 
     Returns: [B, Hq, n, Dv]; rows of a token that is not the rank's own are 0.
     """

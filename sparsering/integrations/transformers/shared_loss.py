@@ -16,11 +16,7 @@ _TOKEN_LOSSES = (LOSS_MAPPING["ForMaskedLM"], LOSS_MAPPING["ForTokenClassificati
 
 
 def check_loss(model: Any, own: bool, arguments: dict[str, Any]) -> None:
-    """Raises NotImplementedError for a loss that is not a mean over tokens.
-
-    Args:
-        own: whether the model computes its loss itself, without `loss_function`.
-    """
+    """Raises NotImplementedError for a loss (`own`: the model's) that is not a mean over tokens."""
     loss = None if own else _original(model)
     name = type(model).__name__
     by_token = loss is _CAUSAL_LOSS or loss in _TOKEN_LOSSES

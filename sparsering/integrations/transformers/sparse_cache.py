@@ -20,10 +20,7 @@ _LAYER = "_sparsering_layer"  # attribute of new keys, whose value is their `Spa
 
 
 class SparseLayer(CacheLayerMixin):
-    """Stores the keys and values of one layer that later queries can visit.
-
-    `crop` can remove up to `rollback` tokens from the end.
-    """
+    """Stores the keys and values of one layer that later queries can visit."""
 
     is_sliding = False
     is_compileable = False
