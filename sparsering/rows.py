@@ -32,7 +32,8 @@ def number_rows(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
 def distinct_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the distinct rows of a byte matrix, and for each row its index among them."""
     words = rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows.long()
-    digest = (words * mix(torch.arange(words.shape[1]))).sum(1)
+    words = words * SPLITMIX[0]  # sums of plain words are often equal: bitmaps are regular
+    digest = ((words ^ (words >> 31)) * mix(torch.arange(words.shape[1]))).sum(1)
     _, rank = digest.unique(return_inverse=True)
     first = torch.zeros(int(rank.max()) + 1 if len(rank) else 0, dtype=torch.int64)
     first[rank.flip(0)] = torch.arange(len(rank)).flip(0)

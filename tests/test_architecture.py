@@ -22,11 +22,10 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 ROOMS = {
     "files": "",
     "numerics": "",
-    "once": "",
     "rows": "",
     "streams": "",
-    "patterns": "once rows streams",
-    "layouts": "patterns once rows streams",
+    "patterns": "rows streams",
+    "layouts": "patterns rows streams",
     "dropout": "patterns rows",
     "kernels": "layouts patterns dropout numerics files rows streams",
     "dispatch": "kernels layouts patterns",
@@ -45,11 +44,11 @@ ROOMS = {
     "decoding": "selection functional ops call_recipe dispatch checks kernels layouts patterns "
     "numerics streams",
     "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
-    "patterns numerics once rows streams",
+    "patterns numerics rows streams",
     "nn": "functional selection decoding checks kernels patterns numerics",
     "models": "checks nn functional decoding patterns",
     "integrations": "distributed nn functional selection decoding checks patterns numerics",
-    "planning": "dispatch distributed checks kernels layouts patterns files numerics once",
+    "planning": "dispatch distributed checks kernels layouts patterns files numerics",
     "plots": "planning layouts patterns",
     "training": "distributed models nn plots layouts patterns files",
     "cli": "",  # the command line takes what a command needs

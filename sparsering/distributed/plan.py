@@ -17,7 +17,6 @@ from ..layouts.compile import check_block_size
 from ..layouts.terms import distinct_heads, distinct_kv_heads
 from ..layouts.tiles import Ranges
 from ..numerics import sum_dtype
-from ..once import once
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.arguments import (
     checked_dtype,
@@ -26,6 +25,7 @@ from ..patterns.arguments import (
     checked_integers,
     shortened,
 )
+from ..patterns.once import once
 from .needs import TokenRanges, count_pairs, cut, needed_keys
 from .sharding import check_sharding, num_tokens, overlap, owned_ranges
 from .travellers import Traveller, choose_travellers, global_rows

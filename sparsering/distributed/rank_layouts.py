@@ -17,8 +17,8 @@ from ..layouts.cache import layout_cache
 from ..layouts.compile import assemble, compile_passes
 from ..layouts.layout import BlockLayout, Pass, tile_counts
 from ..layouts.tiles import Ranges
-from ..once import once
 from ..patterns.algebra import Frame
+from ..patterns.once import once
 from ..rows import expand_counts
 from ..streams import moved
 from .plan import RingPlan

@@ -1,15 +1,28 @@
-"""Bitmaps of pairs of tiles: one bit per (query, key) pair, 1 if the query attends to the key."""
+"""Bitmaps of pairs of tiles, one bit per (query, key) pair, and the tables that share them."""
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..rows import distinct_rows
 
 _GATHER = 0x0102040810204080  # factor that packs 8 bytes of 0 or 1 into a word's top byte
 _BITS = (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F)  # bit masks of `_ones`
 _BYTES = 0x0101010101010101  # factor that puts the sum of a word's 8 bytes into its top byte
 _AT_A_TIME = 1 << 23  # bits counted at a time, to bound memory
 _SWAPS = (7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0)
+
+
+class Table(NamedTuple):
+    """Visited pairs of tiles of one head in one pass, ordered by query tile, then key tile."""
+
+    row_ptr: Tensor  # [query tiles + 1], index of each query tile's first pair of tiles
+    key_tile: Tensor  # [pairs of tiles], index of the key tile
+    bitmap: Tensor  # [pairs of tiles], index of the bitmap, or -1 if all positions attend
+    num_pairs: int  # number of (query, key) pairs that attend
+    longest: tuple[int, int]  # most pairs of tiles of a query tile, and of a key tile
 
 
 def pack(cells: Tensor) -> Tensor:
@@ -61,3 +74,37 @@ def _ones(words: Tensor) -> Tensor:
     words = words - (words >> 1 & pairs)
     words = (words & fours) + (words >> 2 & fours)
     return ((words + (words >> 4)) & bytes_) * _BYTES >> 56
+
+
+def share_tables(
+    tables: list[tuple[Table, Tensor]], rows: list[list[int]]
+) -> tuple[Tensor, list[list[Table]]]:
+    """Returns (bitmaps, tables [batch][head]); a list has one item if all would be equal."""
+    if len(tables) == 1:
+        return tables[0][1], [[tables[0][0]]]
+    bitmaps, distinct = share_bitmaps(tables)
+    shared = [[distinct[number] for number in row] for row in rows]
+    if all(_equal(table, row[0]) for row in shared for table in row):
+        shared = [row[:1] for row in shared]
+    if all(all(map(_equal, row, shared[0])) for row in shared):
+        shared = shared[:1]
+    return bitmaps, shared
+
+
+def share_bitmaps(tables: list[tuple[Table, Tensor]]) -> tuple[Tensor, list[Table]]:
+    """Stores equal bitmaps once, drops unused ones: (bitmaps, tables with new bitmap indices)."""
+    start, numbers = 0, []
+    for table, bitmaps in tables:
+        numbers.append(torch.where(table.bitmap < 0, -1, table.bitmap + start))
+        start += len(bitmaps)
+    number = torch.cat(numbers)
+    masked = number >= 0
+    used, inverse = number[masked].unique(return_inverse=True)
+    distinct, rank = distinct_rows(torch.cat([bitmaps for _, bitmaps in tables])[used])
+    number[masked] = rank[inverse]
+    split = number.split([len(table.bitmap) for table, _ in tables])
+    return distinct, [table._replace(bitmap=x) for (table, _), x in zip(tables, split, strict=True)]
+
+
+def _equal(a: Table, b: Table) -> bool:
+    return a is b or all(map(torch.equal, a[:3], b[:3]))

@@ -17,10 +17,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..once import bytes_held, one_thread
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer, not_a_pattern, shortened
 from ..patterns.keys import without_key_masks
+from ..patterns.once import bytes_held, one_thread
 from ..patterns.selected import selections_of
 from ..streams import capturing
 from .compile import build_layout, check_block_size, chosen_block_size

@@ -9,25 +9,26 @@
 """
 
 import math
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..once import one_thread
 from ..patterns.algebra import Frame, Mask, Mixture, Pattern, check_fits, joined_masks
 from ..patterns.arguments import shortened
 from ..patterns.blocks import BlockwiseMask
 from ..patterns.keys import without_key_masks
+from ..patterns.once import one_thread
 from ..patterns.selected import selections_of
 from ..rows import distinct_rows, number_rows
-from .bitmaps import count_pairs, pack
+from .bitmaps import Table, count_pairs, pack, share_bitmaps, share_tables
 from .documents import Ground, ground_of, laid_in_documents
 from .layout import BlockLayout, Pass
 from .leaves import EMPTY, FULL, Condition
-from .lower import condition
+from .lower import condition, native_table
 from .selected_on_device import selected_layout, with_slots
 from .terms import disjoint_terms, terms
 from .tiles import Axis, Grid, Origin, Ranges, Spans, TilePairs
@@ -48,15 +49,6 @@ _LARGEST = 128
 _SMALLER = ((64, 0.92), (32, 0.6))
 
 
-class Table(NamedTuple):
-    """Visited pairs of tiles of one head in one pass, ordered by query tile, then key tile."""
-
-    row_ptr: Tensor  # [query tiles + 1], index of each query tile's first pair of tiles
-    key_tile: Tensor  # [pairs of tiles], index of the key tile
-    bitmap: Tensor  # [pairs of tiles], index of the bitmap, or -1 if all positions attend
-    num_pairs: int  # number of (query, key) pairs that attend
-
-
 @dataclass(frozen=True)
 class CompiledPass:
     """Tiles and tables of one term of a mask, before `assemble` stacks them to a `Pass`."""
@@ -66,8 +58,8 @@ class CompiledPass:
     tables: list[list[Table]]  # [batch][head]; a list has one item if all would be equal
     bitmaps: Tensor  # the distinct bitmaps, to which `Table.bitmap` refers
     num_pairs: float  # number of (query, key) pairs, mean over batch entries and heads
-    branch: int = 0  # index of the mask in a mixture `a + b`
-    origins: dict[str, Tensor] = field(default_factory=dict)  # more `Pass` fields, by name
+    branch: int  # index of the mask in a mixture `a + b`
+    origins: dict[str, Tensor]  # more `Pass` fields, by name
 
 
 @one_thread()
@@ -107,6 +99,9 @@ def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
     longest = max(len(t.key_tile) for row in tables for t in row)
 
     def stack(name: str, length: int) -> Tensor:
+        if len(tables) == len(tables[0]) == 1:
+            only: Tensor = getattr(tables[0][0], name)
+            return only.int()[None, None]
         padded = torch.zeros(len(tables), len(tables[0]), length, dtype=torch.int32)
         for b, row in enumerate(tables):
             for h, table in enumerate(row):
@@ -127,8 +122,8 @@ def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
         bitmaps=compiled.bitmaps,
         covers=(_cover(queries, block_size, frame.q_len), _cover(keys, block_size, frame.kv_len)),
         longest=(
-            max((_most(t.row_ptr.diff()) for row in tables for t in row), default=0),
-            max((_most(t.key_tile.bincount()) for row in tables for t in row), default=0),
+            max(t.longest[0] for row in tables for t in row),
+            max(t.longest[1] for row in tables for t in row),
         ),
         branch=compiled.branch,
         **compiled.origins,
@@ -200,17 +195,36 @@ def _by_density(pattern: Pattern, frame: Frame) -> int:
 
 def _pairs_in_tiles(pattern: Pattern, frame: Frame, size: int, queries: tuple[int, int]) -> float:
     """Counts all (query, key) pairs in visited tiles: a mean per query and head."""
-    total = 0.0
-    for compiled in compile_passes(pattern, frame, size, queries=[queries]):
-        # Kernels round a partial tile up to a multiple of 16 tokens, not to a whole tile.
-        axes = zip(compiled.queries, compiled.keys, strict=True)
-        rounded = [[-(-axis.count.clamp(min=0) // 16) * 16 for axis in pair] for pair in axes]
-        tables = [table for row in compiled.tables for table in row]
-        for number, table in enumerate(tables):
-            rows, columns = rounded[number * len(rounded) // len(tables)]
-            of_row = rows.repeat_interleave(table.row_ptr.diff())
-            total += float((of_row * columns[table.key_tile]).sum()) / len(tables)
+    total, ground = 0.0, ground_of(pattern, frame, [queries], None)
+    for _, grid, mask in terms_of(pattern, ground, size):
+        term = _Term.of(ground, grid, mask, frame, size)
+        count = {
+            own: _count_in_tiles(ground, own, *term.tiles(axis), frame, size)
+            for own, axis in term.axis_of.items()
+        }
+        total += sum(count[own] for row in term.rows for own in row) / term.num_tables
     return total / (queries[1] - queries[0])
+
+
+def _count_in_tiles(
+    ground: Ground, mask: Mask, queries: Axis, keys: Axis, frame: Frame, size: int
+) -> int:
+    rule = condition(mask, frame, ground.in_document)
+    if (counted := native_table(rule, queries, keys, size, count=True)) is not None:
+        return int(counted[0])
+    table, _ = compile_table(ground, mask, queries, keys, frame, size)
+    # Kernels round a partial tile up to a multiple of 16 tokens, not to a whole tile.
+    rows, columns = (-(-x.count.clamp(min=0) // 16) * 16 for x in (queries, keys))
+    of_row = rows.repeat_interleave(table.row_ptr.diff())
+    return int((of_row * columns[table.key_tile]).sum())
+
+
+def terms_of(pattern: Pattern, ground: Ground, block_size: int) -> Iterator[tuple[int, Grid, Mask]]:
+    """Yields (branch of the mixture, grid that cuts tokens into tiles, mask) of each pass."""
+    for number, branch in enumerate(pattern.branches):
+        mask = laid_in_documents(branch) if ground.in_document else branch
+        for grid, term in disjoint_terms(mask, block_size):
+            yield number, ground.fitting(grid, block_size), term
 
 
 def compile_passes(
@@ -224,50 +238,65 @@ def compile_passes(
 
     `queries`, `keys`: ranges of positions to compile, default all.
     """
-    compiled = []
     ground = ground_of(pattern, frame, queries, keys)
-    for number, branch in enumerate(pattern.branches):
-        mask = laid_in_documents(branch) if ground.in_document else branch
-        for grid, term in disjoint_terms(mask, block_size):
-            compiled_pass = _compile_pass(ground, grid, term, frame, block_size)
-            compiled.append(replace(compiled_pass, branch=number))
-    return compiled
+    return [
+        _compile_pass(ground, grid, mask, frame, block_size, branch)
+        for branch, grid, mask in terms_of(pattern, ground, block_size)
+    ]
+
+
+class _Term(NamedTuple):
+    """The tiles of a term, and its masks for heads and batch entries."""
+
+    queries: list[Axis]  # query tiles of each kv head, or one Axis for all heads
+    keys: list[Axis]  # key tiles of each kv head, or one Axis for all heads
+    rows: list[list[Mask]]  # [batch][head]; one item if all are equal
+    axis_of: dict[Mask, int]  # of each distinct mask, the index of its tiles
+
+    @classmethod
+    def of(cls, ground: Ground, grid: Grid, mask: Mask, frame: Frame, block_size: int) -> "_Term":
+        tokens, anchor = tokens_of_tile(mask, grid, block_size), grid.anchor
+        num_axes = 1 if anchor is None else anchor.num_tables(frame)
+        queries: list[Axis] = []
+        keys: list[Axis] = []
+        for head in range(num_axes):
+            offset = 0 if anchor is None else anchor.offset_of(head, frame.num_kv_heads)
+            keys.append(ground.keys(grid, block_size, offset))
+            alike = tokens == block_size and ground.is_square
+            queries.append(keys[-1] if alike else ground.queries(grid, tokens, offset))
+        num_tables = mask.num_tables(frame)
+        rows: list[list[Mask]] = []
+        axis_of: dict[Mask, int] = {}
+        for batch in range(mask.num_batches() or 1):
+            heads = [table * frame.num_heads // num_tables for table in range(num_tables)]
+            rows.append([mask.at(batch, head, frame) for head in heads])
+            for head, own in zip(heads, rows[-1], strict=True):
+                axis_of.setdefault(own, frame.kv_head(head) if num_axes > 1 else 0)
+        return cls(queries, keys, rows, axis_of)
+
+    @property
+    def num_tables(self) -> int:
+        return len(self.rows) * len(self.rows[0])
+
+    def tiles(self, axis: int) -> tuple[Axis, Axis]:
+        return self.queries[axis], self.keys[axis]
 
 
 def _compile_pass(
-    ground: Ground, grid: Grid, mask: Mask, frame: Frame, block_size: int
+    ground: Ground, grid: Grid, mask: Mask, frame: Frame, block_size: int, branch: int
 ) -> CompiledPass:
-    grid = ground.fitting(grid, block_size)
-    tokens = tokens_of_tile(mask, grid, block_size)
-    anchor = grid.anchor
-    num_tables, num_batches = mask.num_tables(frame), mask.num_batches() or 1
-    num_axes = 1 if anchor is None else anchor.num_tables(frame)
-    offsets = [
-        0 if anchor is None else anchor.offset_of(h, frame.num_kv_heads) for h in range(num_axes)
+    term = _Term.of(ground, grid, mask, frame, block_size)
+    tables = [
+        compile_table(ground, own, *term.tiles(axis), frame, block_size)
+        for own, axis in term.axis_of.items()
     ]
-    queries = [ground.queries(grid, tokens, s) for s in offsets]
-    keys = [ground.keys(grid, block_size, s) for s in offsets]
-
-    numbers: dict[Mask, int] = {}  # index of each mask's table: equal masks share a table
-    tables: list[tuple[Table, Tensor]] = []
-    rows: list[list[int]] = []
-    for batch in range(num_batches):
-        rows.append([])
-        for table in range(num_tables):
-            head = table * frame.num_heads // num_tables
-            own = mask.at(batch, head, frame)
-            if own not in numbers:
-                numbers[own] = len(tables)
-                axis = frame.kv_head(head) if num_axes > 1 else 0
-                axes = queries[axis], keys[axis]
-                tables.append(compile_table(ground, own, *axes, frame, block_size))
-            rows[-1].append(numbers[own])
+    number = {own: index for index, own in enumerate(term.axis_of)}
+    rows = [[number[own] for own in row] for row in term.rows]
     # Equal tables of two heads may count different numbers of pairs, as their tiles may differ.
-    num_pairs = sum(tables[number][0].num_pairs for row in rows for number in row)
-    bitmaps, shared = _share_tables(tables, rows)
-    queries, keys, origins = ground.placed(queries, keys)
-    mean = num_pairs / (num_batches * num_tables)
-    return CompiledPass(queries, keys, shared, bitmaps, mean, origins=origins)
+    mean = sum(tables[index][0].num_pairs for row in rows for index in row) / term.num_tables
+    bitmaps, shared = share_tables(tables, rows)
+    queries, keys, origins = ground.placed(term.queries, term.keys)
+    return CompiledPass(queries, keys, shared, bitmaps, mean, branch, origins)
 
 
 def tokens_of_tile(mask: Mask, grid: Grid, block_size: int) -> int:
@@ -290,6 +319,12 @@ def compile_table(
     `among`: the pairs of tiles to examine, default all candidates of the mask's condition.
     """
     rule = condition(mask, frame, ground.in_document)
+    native = native_table(rule, queries, keys, block_size) if among is None else None
+    if native is not None:
+        row_ptr, key_tile, bitmap, bitmaps, counts = native
+        pairs_of_table, of_query, of_key = counts.tolist()
+        table = Table(row_ptr, key_tile, bitmap, pairs_of_table, (of_query, of_key))
+        return table, bitmaps
     origin = ground.origin(queries)
     places = (rule.candidates(queries, keys, origin) if among is None else among).expand()
     row, column = places // max(1, len(keys)), places % max(1, len(keys))
@@ -310,7 +345,11 @@ def compile_table(
     visited = num_pairs > 0
     row_ptr = torch.zeros(len(queries) + 1, dtype=torch.int64)
     row_ptr[1:] = torch.bincount(row[visited], minlength=len(queries)).cumsum(0)
-    return Table(row_ptr, column[visited], number[visited], int(num_pairs.sum())), bitmaps
+    longest = _most(row_ptr.diff()), _most(column[visited].bincount())
+    total = int(num_pairs.sum())
+    table = Table(row_ptr, column[visited], number[visited], total, longest)
+    distinct, (table,) = share_bitmaps([(table, bitmaps)])
+    return table, distinct
 
 
 def _cells(
@@ -334,6 +373,11 @@ def _cells(
         groups = [(torch.arange(len(part)), frame)]
         for which, own in tiles.origin.frames(frame, mask.asks_frame) if in_document else groups:
             packed[which] = _bitmaps(mask, tiles[which], own, block_size)
+        cut = torch.nonzero((q_count[part] < block_size) | (k_count[part] < block_size))[:, 0]
+        if len(cut):  # positions past a tile's end have no bits
+            slots = torch.arange(block_size)
+            real_q, real_k = (slots < count[part][cut, None] for count in (q_count, k_count))
+            packed[cut] &= pack(real_q[:, :, None] & real_k[:, None, :])
         distinct, number = distinct_rows(packed)
         bitmaps.append(distinct)
         numbers.append(number + total)
@@ -375,35 +419,3 @@ def _bitmaps(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> Ten
         cells = mask.holds(p[:, :, None], k[:, None, :], frame)
         bitmaps.append(pack(cells.expand(len(part), block_size, block_size)))
     return torch.cat(bitmaps)
-
-
-def _share_tables(
-    tables: list[tuple[Table, Tensor]], rows: list[list[int]]
-) -> tuple[Tensor, list[list[Table]]]:
-    """Returns (bitmaps, tables [batch][head]); a list has one item if all would be equal."""
-    bitmaps, distinct = _share_bitmaps(tables)
-    shared = [[distinct[number] for number in row] for row in rows]
-    if all(_equal(table, row[0]) for row in shared for table in row):
-        shared = [row[:1] for row in shared]
-    if all(all(map(_equal, row, shared[0])) for row in shared):
-        shared = shared[:1]
-    return bitmaps, shared
-
-
-def _share_bitmaps(tables: list[tuple[Table, Tensor]]) -> tuple[Tensor, list[Table]]:
-    """Stores equal bitmaps once, drops unused ones: (bitmaps, tables with new bitmap indices)."""
-    start, numbers = 0, []
-    for table, bitmaps in tables:
-        numbers.append(torch.where(table.bitmap < 0, -1, table.bitmap + start))
-        start += len(bitmaps)
-    number = torch.cat(numbers)
-    masked = number >= 0
-    used, inverse = number[masked].unique(return_inverse=True)
-    distinct, rank = distinct_rows(torch.cat([bitmaps for _, bitmaps in tables])[used])
-    number[masked] = rank[inverse]
-    split = number.split([len(table.bitmap) for table, _ in tables])
-    return distinct, [table._replace(bitmap=x) for (table, _), x in zip(tables, split, strict=True)]
-
-
-def _equal(a: Table, b: Table) -> bool:
-    return a is b or all(map(torch.equal, a[:3], b[:3]))

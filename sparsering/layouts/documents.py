@@ -27,6 +27,11 @@ class WholeSequence:
     nodes: Nodes | None = None  # the nodes of the pattern's tree; no tile crosses their ends
     in_document = False
 
+    @property
+    def is_square(self) -> bool:
+        """Whether the same positions are queries and keys."""
+        return self.query_ranges == self.key_ranges
+
     def fitting(self, grid: Grid, block_size: int) -> Grid:
         return grid
 
@@ -64,6 +69,7 @@ class RestartedDocuments:
     q_lengths: Tensor
     kv_lengths: Tensor
     in_document = True
+    is_square = False
 
     @classmethod
     def of(cls, restarts: Restarts) -> "RestartedDocuments":

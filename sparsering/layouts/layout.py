@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..once import once
 from ..patterns.algebra import Frame
 from ..patterns.arguments import checked_integer
+from ..patterns.once import once
 from ..streams import Built, moved
 from .bitmaps import transposed, unpack
 from .drawing import drawing

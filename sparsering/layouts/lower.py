@@ -1,7 +1,13 @@
-"""Converts masks to conditions (`leaves`), which build layouts and compute lifetimes of keys."""
+"""Converts masks to conditions (`leaves`), which build layouts and compute lifetimes of keys.
+
+Conditions of most kinds also become programs of the compiled kernel, which makes tables in a
+fraction of the time (kernels/cpu/lower/condition.h). Where no call has loaded the kernel, `compile`
+evaluates conditions with torch's operators. The tables are equal.
+"""
 
 from collections.abc import Sequence
 
+from torch import Tensor
 from torch.nn.functional import pad
 
 from ..patterns.algebra import And, Frame, Mask, Not, Or
@@ -21,6 +27,7 @@ from ..patterns.tree import Tree
 from .joints import AllOf, AnyOf, Declared, InBlocks, Negated, PerDocument
 from .leaves import Condition, Congruent, InKeys, Linear, OnGrid, SameDocument, SameSegment
 from .paths import OnPath
+from .tiles import Axis, kernel_operators
 
 
 def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
@@ -83,3 +90,58 @@ def _near(left: int | None, right: int | None) -> list[Condition]:
 def _in_blocks(mask: BlockwiseMask, levels: Sequence[Sequence[Condition]]) -> Condition:
     """Returns the condition that block indices meet all conditions of some item of `levels`."""
     return InBlocks(mask, AllOf((Linear(1, 0, 0), AnyOf(map(AllOf, levels)))))
+
+
+def native_table(
+    rule: Condition, queries: Axis, keys: Axis, block_size: int, count: bool = False
+) -> list[Tensor] | None:
+    """Compiles a condition in the kernel; returns None if it cannot.
+
+    Returns: row pointers, key tiles, bitmap indices, bitmaps, and int64 (pairs, most entries of a
+        query tile, most of a key tile). With `count`, the number of pairs in visited tiles alone.
+    """
+    kernel = kernel_operators()
+    numbers: list[int] = []
+    tensors: list[Tensor] = []
+    if kernel is None or not _encode(rule, numbers, tensors):
+        return None
+    tiles = ([x.residue, x.start, x.last] for x in (queries, keys))
+    result: list[Tensor] = kernel.table(numbers, tensors, *tiles, keys.step, block_size, count)
+    return result
+
+
+def _encode(rule: Condition, numbers: list[int], tensors: list[Tensor]) -> bool:
+    """Appends a condition in prefix order; returns False if the kernel does not know its kind."""
+    parts: tuple[Condition, ...] = ()
+    match rule:
+        case Linear(a, b, c):
+            numbers += (0, a, b, c)
+        case InKeys(below):
+            numbers.append(1)
+            tensors.append(below)
+        case Congruent(modulus):
+            numbers += (2, modulus)
+        case OnGrid(of_query, segment, rate, residue):
+            numbers += (3, of_query, segment, rate, residue)
+        case SameSegment(length):
+            numbers += (4, length)
+        case SameDocument(starts):
+            numbers.append(5)
+            tensors.append(starts)
+        case AllOf() | AnyOf():
+            parts = rule.parts
+            numbers += (6 if isinstance(rule, AllOf) else 7, len(parts))
+        case Negated(part):
+            parts = (part,)
+            numbers.append(8)
+        case PerDocument(same, inner):
+            parts = (inner,)
+            numbers.append(9)
+            tensors.append(same.starts)
+        case OnPath(nodes, inner) if len(nodes.depth):
+            parts = (inner,)
+            numbers.append(10)
+            tensors += (nodes.start, nodes.depth, nodes.enter, nodes.leave)
+        case _:
+            return False
+    return all(_encode(part, numbers, tensors) for part in parts)

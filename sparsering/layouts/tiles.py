@@ -6,10 +6,11 @@ A tile is an arithmetic progression of positions start, start + step, ... below 
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 
 from ..patterns.algebra import Frame
 from ..patterns.positions import Dilated
@@ -17,6 +18,15 @@ from ..rows import expand_counts, number_rows
 
 Ranges = Sequence[tuple[int, int]]
 """Ranges of positions (first, exclusive end), ascending and disjoint."""
+
+
+def kernel_operators() -> Any:
+    """Returns the operators of the compiled kernel; None under a mode, or if no call loaded it.
+
+    Modes, such as that of fake tensors, see torch's operators alone.
+    """
+    operators = torch.ops.sparsering_cpu
+    return operators if hasattr(operators, "table") and not _len_torch_dispatch_stack() else None
 
 
 @dataclass(frozen=True)
@@ -43,11 +53,16 @@ class Grid:
 
         `offset`: number of tokens from the start of a segment to its first tile.
         """
+        if (kernel := kernel_operators()) is not None:
+            cut = self.step, self.segment, self.residues, block_size, offset
+            edges = [edge for pair in ranges for edge in pair]
+            tiles = kernel.tiles(*cut, edges, self.documents or (), self.depths or ())
+            return Axis(self.step, *tiles)
         lows, highs = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).T.contiguous()
         first, stop = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
         begin, end, least = self._segments(first, stop) if ranges else (lows, highs, lows)
-        edges = begin, end, least.clamp(min=first), torch.tensor(stop)
-        segment, start, end, longest = self._pieces(*edges, block_size)
+        bounds = begin, end, least.clamp(min=first), torch.tensor(stop)
+        segment, start, end, longest = self._pieces(*bounds, block_size)
         least = torch.maximum(start, least[segment])
         nearest = torch.searchsorted(highs, least, right=True)  # first range that ends after it
         count = (torch.searchsorted(lows, end) - nearest).clamp(min=0)

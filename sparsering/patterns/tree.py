@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..once import once
 from .algebra import And, Frame, Mask, Mixture, Not, Or, Pattern
 from .arguments import checked_integers, listed, shortened
 from .blocks import RandomBlocks
+from .once import once
 from .positions import Causal, Lengths, SlidingWindow, _InDocuments, _per_entry, check_inner
 from .selected import SelectedBlocks
 

@@ -16,16 +16,15 @@ from torch import Tensor
 
 from ..kernels.cpu.build import library
 from ..layouts.cache import layout_cache
-from ..layouts.compile import check_block_size, compile_table, tokens_of_tile
-from ..layouts.documents import Ground, ground_of, laid_in_documents
+from ..layouts.compile import check_block_size, compile_table, terms_of, tokens_of_tile
+from ..layouts.documents import Ground, ground_of
 from ..layouts.layout import BlockLayout, Pass, tile_counts
 from ..layouts.leaves import FULL, VARIES
 from ..layouts.lower import condition
-from ..layouts.terms import disjoint_terms
 from ..layouts.tiles import Axis, Grid, Origin, Spans, TilePairs
 from ..numerics import round_up
-from ..once import one_thread
 from ..patterns.algebra import Frame, Mask, Pattern, check_fits
+from ..patterns.once import one_thread
 from ..patterns.selected import selections_of
 
 MOST_ENTRIES = 1 << 21
@@ -224,7 +223,7 @@ def _sampled(
     passes: list[PassWork] = []
     pairs = 0.0
     ground = ground_of(pattern, frame, None, None)
-    for number, (grid, mask) in enumerate(_terms(pattern, ground, block_size)):
+    for number, (_, grid, mask) in enumerate(terms_of(pattern, ground, block_size)):
         tables = mask.num_tables(frame)
         sampled_tables = sorted({i * tables // num_heads for i in range(num_heads)})
         shapes = []
@@ -262,22 +261,15 @@ def _sampled(
     return Work(frame, block_size, pairs, tuple(passes), int(size), 0, known)
 
 
-def _terms(pattern: Pattern, ground: Ground, block_size: int) -> Iterator[tuple[Grid, Mask]]:
-    """Yields (grid that cuts tokens into tiles, mask) of each pass, ordered as `compile_passes`."""
-    for branch in pattern.branches:
-        branch = laid_in_documents(branch) if ground.in_document else branch
-        for grid, mask in disjoint_terms(branch, block_size):
-            yield ground.fitting(grid, block_size), mask
-
-
 def _tiles(
     ground: Ground, grid: Grid, mask: Mask, frame: Frame, block_size: int, offset: int
 ) -> _Tiles:
     """Builds all tiles of a head, cut by `grid` from `offset` tokens after each segment's start."""
     keys = ground.keys(grid, block_size, offset)
     tokens = tokens_of_tile(mask, grid, block_size)
-    alike = tokens == block_size and frame.q_len == frame.kv_len and not ground.in_document
-    queries = keys if alike else ground.queries(grid, tokens, offset)
+    queries = (
+        keys if tokens == block_size and ground.is_square else ground.queries(grid, tokens, offset)
+    )
     return _Tiles(queries, keys, *keys.runs(_RUN), _tokens_before(keys.count.clamp(min=0)))
 
 

@@ -12,7 +12,7 @@ import torch
 
 import sparsering as sr
 from sparsering.layouts.cache import LayoutCache
-from sparsering.once import bytes_held
+from sparsering.patterns.once import bytes_held
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 

@@ -26,6 +26,7 @@
 
 #include "backward.h"
 #include "forward.h"
+#include "lower/tables.h"
 #include "plan/workspace.h"
 #include "selection/shares.h"
 #include "walk/mass.h"
@@ -340,6 +341,34 @@ bool shares(const Tensor& query, const Tensor& feature, const Tensor& key,
   return block_shares(x, out);
 }
 
+// Residue class, start, stop and last position of the tiles of ranges of positions.
+std::vector<Tensor> tiles(int64_t step, int64_t segment, int64_t residues, int64_t block,
+                          int64_t offset, at::IntArrayRef ranges, at::IntArrayRef documents,
+                          at::IntArrayRef depths) {
+  TORCH_CHECK_VALUE(step > 0 && segment > 0 && residues > 0 && block > 0 &&
+                        ranges.size() % 2 == 0 &&
+                        (depths.empty() || depths.size() == documents.size()),
+                    "sparsering cpu: malformed grid");
+  return lower::Grid{step, segment, residues, block, offset}.tiles(ranges, documents, depths);
+}
+
+// The table of a pass and what a layout stores beside it; with `count`, the pairs in its tiles
+// alone.
+std::vector<Tensor> table(at::IntArrayRef program, at::TensorList constants, at::TensorList queries,
+                          at::TensorList keys, int64_t step, int64_t block, bool count) {
+  lower::Reader in{program, constants};
+  const lower::Condition rule(in);
+  TORCH_CHECK_VALUE(queries.size() == 3 && keys.size() == 3 && step > 0 && block > 0 &&
+                        block % 8 == 0 && block <= 256,
+                    "sparsering cpu: malformed tiles");
+  const lower::Tiles rows(queries, step), columns(keys, step);
+  lower::Compiler compiler(rule, rows, columns, block);
+  if (count) {
+    return {at::full({1}, compiler.pairs_in_tiles(), at::kLong)};
+  }
+  return compiler.table();
+}
+
 }  // namespace
 
 #define SPARSERING_SCHEMA(key, value)                                                        \
@@ -380,6 +409,14 @@ TORCH_LIBRARY(sparsering_cpu, m) {
       "workspace_bytes(Tensor query, Tensor key, Tensor value, int block, float[] counts, "
       "bool backward, bool by_head) -> int",
       workspace_bytes);
+  m.def(
+      "tiles(int step, int segment, int residues, int block, int offset, int[] ranges, "
+      "int[] documents, int[] depths) -> Tensor[]",
+      tiles);
+  m.def(
+      "table(int[] program, Tensor[] constants, Tensor[] queries, Tensor[] keys, int step, "
+      "int block, bool count) -> Tensor[]",
+      table);
   m.def("pieces(Tensor entries, bool by_key) -> int", pieces);
   m.def(
       "shares(Tensor query, Tensor feature, Tensor key, Tensor? last, Tensor(a!) out, int kind, "

@@ -17,6 +17,7 @@ from torch import Tensor
 Owner = TypeVar("Owner")
 Value = TypeVar("Value")
 
+_PACKAGE = __name__.partition(".")[0]
 _TENSOR_BYTES = 640  # of a small CPU tensor beside its data: its objects in C++ and in Python
 _OBJECT_BYTES = 64  # of a value that `bytes_held` does not look into
 
@@ -100,7 +101,7 @@ def bytes_held(value: Any) -> int:
             waiting += x
         elif isinstance(x, int | float | str | bytes):
             total += sys.getsizeof(x)
-        elif type(x).__module__.partition(".")[0] == __package__ and hasattr(x, "__dict__"):
+        elif type(x).__module__.partition(".")[0] == _PACKAGE and hasattr(x, "__dict__"):
             total += _OBJECT_BYTES
             waiting.append(vars(x))
         else:

@@ -1,0 +1,385 @@
+// Conditions on a query and a key position, read from the program that layouts/program.py writes.
+//
+// `Condition::status` decides for a pair of tiles whether no position pair, some or all meet the
+// condition; `signature` writes integers, and varying pairs of tiles with equal ones have equal
+// bitmaps; `row` finds the keys of a tile that one query sees. The first two compute exactly what
+// the classes of layouts/leaves.py, joints.py and paths.py do for tensors: a change here or there
+// is a change in both, and tests compare the tables of the two.
+#pragma once
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <tuple>
+#include <vector>
+
+#include "positions.h"
+
+namespace sparsering::cpu::lower {
+
+enum Status : int { kEmpty = 0, kVaries = 1, kFull = 2 };
+
+enum Kind : int64_t {
+  kLinear,
+  kInKeys,
+  kCongruent,
+  kOnGrid,
+  kSameSegment,
+  kSameDocument,
+  kAllOf,
+  kAnyOf,
+  kNegated,
+  kPerDocument,
+  kOnPath
+};
+
+class Condition {
+ public:
+  explicit Condition(Reader& in) : kind_(in.next()) {
+    TORCH_CHECK_VALUE(kind_ >= kLinear && kind_ <= kOnPath, "sparsering: unknown condition");
+    static constexpr int kNumbers[] = {3, 0, 1, 4, 1, 0, 0, 0, 0, 0, 0};
+    for (int i = 0; i < kNumbers[kind_]; ++i) c_[i] = in.next();
+    if (kind_ == kInKeys || kind_ == kSameDocument || kind_ == kPerDocument) {
+      held_.push_back(in.next_tensor());
+    } else if (kind_ == kOnPath) {
+      for (int i = 0; i < 4; ++i) held_.push_back(in.next_tensor());
+    }
+    if (kind_ == kSameDocument || kind_ == kPerDocument || kind_ == kOnPath) index_ranges();
+    if (kind_ == kOnPath) index_nodes();
+    const bool joint = kind_ == kAllOf || kind_ == kAnyOf;
+    const int64_t parts = joint ? in.next() : kind_ >= kNegated;
+    for (int64_t i = 0; i < parts; ++i) parts_.emplace_back(in);
+  }
+
+  int status(const Pair& x) const {
+    switch (kind_) {
+      case kLinear: {
+        const auto [a, b, c] = std::tuple(c_[0], c_[1], c_[2]);
+        const auto q = std::minmax({a * x.q.first, a * x.q.last});
+        const auto k = std::minmax({b * x.k.first, b * x.k.last});
+        return (q.first + k.first >= c) + (q.second + k.second >= c);
+      }
+      case kInKeys: {
+        const int64_t most = held_[0].numel() - 1, *below = held_[0].const_data_ptr<int64_t>();
+        const int64_t count = below[std::clamp<int64_t>(x.k.last + 1, 0, most)] -
+                              below[std::clamp<int64_t>(x.k.first, 0, most)];
+        return (count > 0) + (count == x.k.last - x.k.first + 1);
+      }
+      case kCongruent:
+        if (x.q.stride() % c_[0] || x.k.stride() % c_[0]) return kVaries;
+        return remainder(x.q.first - x.k.first, c_[0]) == 0 ? kFull : kEmpty;
+      case kOnGrid: {
+        const auto [first, inside] = place(x);
+        const bool fixed = stride(x) % c_[2] == 0 && (inside || c_[1] % c_[2] == 0);
+        return !fixed ? kVaries : first % c_[2] == c_[3] ? kFull : kEmpty;
+      }
+      case kSameSegment: {
+        const int64_t n = c_[0];
+        return overlap(floor_div(x.q.first, n), floor_div(x.q.last, n), floor_div(x.k.first, n),
+                       floor_div(x.k.last, n));
+      }
+      case kSameDocument:
+        return same_range(x);
+      case kAllOf: {
+        int status = kFull;
+        for (const Condition& part : parts_) {
+          if ((status = std::min(status, part.status(x))) == kEmpty) break;
+        }
+        return status;
+      }
+      case kAnyOf: {
+        int status = kEmpty;
+        for (const Condition& part : parts_) {
+          if ((status = std::max(status, part.status(x))) == kFull) break;
+        }
+        return status;
+      }
+      case kNegated:
+        return kFull - parts_[0].status(x);
+      case kPerDocument: {
+        const int64_t number = common_range(x);
+        return number < 0 ? same_range(x) : parts_[0].status(x.shifted(-starts()[number]));
+      }
+      default: {
+        const Path query(*this, x.q), key(*this, x.k);
+        if (!query.touches || !key.touches) return kEmpty;
+        const auto [first, last] = query.bounds(enter_);
+        const auto [least, most] = key.bounds(enter_);
+        const auto [soonest, latest] = key.bounds(leave_);
+        if (least > last || latest <= first) return kEmpty;
+        const bool every = most <= first && last < soonest && query.inside && key.inside;
+        const int inner = parts_[0].status(depths(query, key, query.several || key.several));
+        return std::min<int>(every ? kFull : kVaries, inner);
+      }
+    }
+  }
+
+  // The keys of a tile, at most 256, that the query at position p sees; bits past them are 0.
+  Bits row(int64_t p, const Side& k) const {
+    Bits bits = row_past(p, k);
+    bits &= Bits::range(0, (k.last - k.first) / k.step + 1);
+    return bits;
+  }
+
+  // Appends the integers; `number` is of this pair of tiles alone.
+  void signature(const Pair& x, int64_t number, std::vector<int64_t>& out) const {
+    switch (kind_) {
+      case kLinear:
+        out.push_back(c_[0] * x.q.first + c_[1] * x.k.first);
+        break;
+      case kInKeys:
+        out.push_back(x.k.first);
+        break;
+      case kCongruent:
+        out.push_back(remainder(x.q.first - x.k.first, c_[0]));
+        break;
+      case kOnGrid: {
+        const auto [first, inside] = place(x);
+        out.insert(out.end(), {inside ? first % c_[2] : first, inside});
+        break;
+      }
+      case kSameSegment: {
+        const int64_t n = c_[0];
+        out.insert(out.end(), {remainder(x.q.first, n), remainder(x.k.first, n),
+                               floor_div(x.q.first, n) - floor_div(x.k.first, n)});
+        break;
+      }
+      case kSameDocument: {  // where in both tiles their one common document begins and ends
+        const int64_t low = std::max(range_of(x.q.first), range_of(x.k.first));
+        const int64_t high = std::min(range_of(x.q.last), range_of(x.k.last));
+        if (high > low) {
+          out.push_back(1 + number);
+          break;
+        }
+        out.push_back(0);
+        const int64_t begin = starts()[std::max<int64_t>(low, 0)];
+        const int64_t end = starts()[std::min(low + 1, ranges())];
+        for (const Side& tile : {x.q, x.k}) {
+          for (int64_t edge : {begin, std::min(end, tile.last + tile.step)}) {
+            out.push_back((std::max<int64_t>(edge - tile.first, 0) + tile.step - 1) / tile.step);
+          }
+        }
+        break;
+      }
+      case kAllOf:
+      case kAnyOf:
+        for (const Condition& part : parts_) {
+          const bool varies = part.status(x) == kVaries;
+          out.push_back(varies);
+          if (varies) part.signature(x, number, out);
+        }
+        break;
+      case kNegated:
+        parts_[0].signature(x, number, out);
+        break;
+      case kPerDocument: {
+        const int64_t common = common_range(x);
+        out.push_back(common < 0 ? 1 + number : 0);
+        if (common >= 0) parts_[0].signature(x.shifted(-starts()[common]), number, out);
+        break;
+      }
+      default: {
+        const Path query(*this, x.q), key(*this, x.k);
+        const bool alone = query.several || key.several || !query.inside || !key.inside;
+        out.push_back(alone ? 1 + number : 0);
+        if (!alone) parts_[0].signature(depths(query, key, false), number, out);
+      }
+    }
+  }
+
+ private:
+  // As `row`, with any bits past the last key.
+  Bits row_past(int64_t p, const Side& k) const {
+    switch (kind_) {
+      case kLinear: {
+        const int64_t rest = c_[2] - c_[0] * p;  // b * k >= rest
+        if (c_[1] == 0) return Bits::all_or_none(rest <= 0);
+        if (c_[1] > 0) return keys_from(k, -floor_div(-rest, c_[1]), k.last + 1);
+        return keys_from(k, k.first, floor_div(-rest, -c_[1]) + 1);
+      }
+      case kInKeys: {
+        const int64_t *below = held_[0].const_data_ptr<int64_t>(), most = held_[0].numel() - 1;
+        Bits bits;
+        for (int64_t i = 0, x = k.first; x <= k.last && x < most; ++i, x += k.step) {
+          if (x >= 0 && below[x + 1] > below[x]) bits.set(i);
+        }
+        return bits;
+      }
+      case kCongruent:
+        return keys_where(k, [&](int64_t x) { return (p - x) % c_[0] == 0; });
+      case kOnGrid: {
+        const auto holds = [&](int64_t x) { return remainder(x, c_[1]) % c_[2] == c_[3]; };
+        return c_[0] ? Bits::all_or_none(holds(p)) : keys_where(k, holds);
+      }
+      case kSameSegment: {
+        const int64_t begin = p - remainder(p, c_[0]);
+        return keys_from(k, begin, begin + c_[0]);
+      }
+      case kSameDocument:
+      case kPerDocument: {
+        const int64_t number = range_of(p);
+        if (number < 0 || number >= ranges()) return {};
+        const int64_t begin = starts()[number];
+        Bits bits = keys_from(k, begin, starts()[number + 1]);
+        if (kind_ == kPerDocument) bits &= parts_[0].row_past(p - begin, k.shifted(-begin));
+        return bits;
+      }
+      case kAllOf: {
+        Bits bits = Bits::all_or_none(true);
+        for (const Condition& part : parts_) bits &= part.row_past(p, k);
+        return bits;
+      }
+      case kAnyOf: {
+        Bits bits;
+        for (const Condition& part : parts_) bits |= part.row_past(p, k);
+        return bits;
+      }
+      case kNegated:
+        return ~parts_[0].row_past(p, k);
+      default: {
+        Bits bits;
+        const int64_t own = range_of(p);
+        if (own < 0 || own >= ranges()) return bits;
+        const int64_t* depth = held_[1].const_data_ptr<int64_t>();
+        const int64_t* enter = held_[2].const_data_ptr<int64_t>();
+        const int64_t* leave = held_[3].const_data_ptr<int64_t>();
+        const int64_t first = std::max<int64_t>(range_of(k.first), 0);
+        const int64_t last = std::min(range_of(k.last), ranges() - 1);
+        for (int64_t node = first; node <= last; ++node) {
+          if (enter[node] > enter[own] || enter[own] >= leave[node]) continue;
+          const int64_t shift = depth[node] - starts()[node];
+          Bits part = keys_from(k, starts()[node], starts()[node + 1]);
+          part &= parts_[0].row_past(p + depth[own] - starts()[own], k.shifted(shift));
+          bits |= part;
+        }
+        return bits;
+      }
+    }
+  }
+
+  // The keys of a tile at positions from `begin` up to `end`, exclusive.
+  static Bits keys_from(const Side& k, int64_t begin, int64_t end) {
+    return Bits::range(-floor_div(k.first - begin, k.step), -floor_div(k.first - end, k.step));
+  }
+
+  template <typename Holds>
+  static Bits keys_where(const Side& k, Holds holds) {
+    Bits bits;
+    for (int64_t i = 0, x = k.first; x <= k.last; ++i, x += k.step) {
+      if (holds(x)) bits.set(i);
+    }
+    return bits;
+  }
+
+  // The tokens of a tile in a tree: its nodes `first` to `last`, and bounds of depths.
+  struct Path {
+    Path(const Condition& tree, const Side& tokens) : step(tokens.step) {
+      const int64_t most = tree.starts()[tree.ranges()] - 1;
+      inside = tokens.first >= 0 && tokens.last <= most;
+      touches = tokens.last >= 0 && tokens.first <= most;
+      const int64_t begin = std::clamp<int64_t>(tokens.first, 0, most);
+      const int64_t end = std::clamp<int64_t>(tokens.last, 0, most);
+      first = tree.range_of(begin), last = tree.range_of(end);
+      const int64_t* depth = tree.held_[1].const_data_ptr<int64_t>();
+      low = begin + depth[first] - tree.starts()[first];
+      high = end + depth[last] - tree.starts()[last];
+      several = last > first;
+      if (several) {
+        low = std::min(low, -tree.depth_.of(first + 1, last));
+        high = std::max(high, tree.end_.of(first, last - 1) - 1);
+      }
+    }
+
+    // Minimum and maximum of a number of the tile's nodes.
+    std::pair<int64_t, int64_t> bounds(const RangeMax (&of)[2]) const {
+      return {-of[0].of(first, last), of[1].of(first, last)};
+    }
+
+    int64_t first, last, low, high, step;
+    bool inside, touches, several;
+  };
+
+  static Pair depths(const Path& query, const Path& key, bool loose) {
+    return {{query.low, query.high, loose ? 1 : query.step},
+            {key.low, key.high, loose ? 1 : key.step}};
+  }
+
+  static int overlap(int64_t q0, int64_t q1, int64_t k0, int64_t k1) {
+    if (q0 > k1 || k0 > q1) return kEmpty;
+    return q0 == q1 && k0 == k1 ? kFull : kVaries;
+  }
+
+  const Side& side(const Pair& x) const {
+    return c_[0] ? x.q : x.k;
+  }
+  int64_t stride(const Pair& x) const {
+    return side(x).stride();
+  }
+
+  // Place of a tile's first position in its segment, and whether the tile ends in that segment.
+  std::pair<int64_t, bool> place(const Pair& x) const {
+    const int64_t first = remainder(side(x).first, c_[1]);
+    return {first, first + side(x).last - side(x).first < c_[1]};
+  }
+
+  const int64_t* starts() const {
+    return held_[0].const_data_ptr<int64_t>();
+  }
+  int64_t ranges() const {
+    return held_[0].numel() - 1;
+  }
+
+  // Index of the document or node that has a position; -1 before the first, `ranges()` past all.
+  int64_t range_of(int64_t position) const {
+    if (position < starts()[0]) return -1;
+    if (position >= starts()[ranges()]) return ranges();
+    if (!number_of_.empty()) return number_of_[position - starts()[0]];
+    return std::upper_bound(starts(), starts() + ranges(), position) - starts() - 1;
+  }
+
+  int64_t common_range(const Pair& x) const {
+    const int64_t number = range_of(std::min(x.q.first, x.k.first));
+    const bool one = number == range_of(std::max(x.q.last, x.k.last));
+    return one && number < ranges() ? number : -1;
+  }
+
+  int same_range(const Pair& x) const {
+    const int64_t first = range_of(x.q.first);
+    const int status = overlap(first, range_of(x.q.last), range_of(x.k.first), range_of(x.k.last));
+    return status == kFull && (first < 0 || first >= ranges()) ? kVaries : status;
+  }
+
+  void index_ranges() {
+    const int64_t length = starts()[ranges()] - starts()[0];
+    if (length > kMostIndexed) return;
+    number_of_.reserve(length);
+    for (int64_t i = 0; i < ranges(); ++i) {
+      number_of_.insert(number_of_.end(), starts()[i + 1] - starts()[i], static_cast<int32_t>(i));
+    }
+  }
+
+  void index_nodes() {
+    const int64_t* depth = held_[1].const_data_ptr<int64_t>();
+    depth_ = RangeMax(ranges(), [&](int64_t i) { return -depth[i]; });
+    end_ = RangeMax(ranges(), [&](int64_t i) { return depth[i] + starts()[i + 1] - starts()[i]; });
+    for (int sign : {-1, 1}) {
+      const int64_t* enter = held_[2].const_data_ptr<int64_t>();
+      const int64_t* leave = held_[3].const_data_ptr<int64_t>();
+      enter_[sign > 0] = RangeMax(ranges(), [&](int64_t i) { return sign * enter[i]; });
+      leave_[sign > 0] = RangeMax(ranges(), [&](int64_t i) { return sign * leave[i]; });
+    }
+  }
+
+  static constexpr int64_t kMostIndexed = 1 << 22;  // a longer sequence is searched
+
+  int64_t kind_;
+  int64_t c_[4] = {};
+  std::vector<at::Tensor> held_;
+  std::vector<Condition> parts_;
+  std::vector<int32_t> number_of_;  // document or node of each position, if there are few
+  RangeMax depth_, end_;            // of nodes: -depth, depth of the end
+  RangeMax enter_[2], leave_[2];    // of nodes: of the negative number, of the number
+};
+
+}  // namespace sparsering::cpu::lower

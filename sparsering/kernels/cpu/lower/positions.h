@@ -1,0 +1,126 @@
+// Positions of tiles, bits of a tile's keys, and maxima of ranges, for `Condition`.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <bit>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+namespace sparsering::cpu::lower {
+
+// Floor division and its remainder, as Python has them; `b` > 0.
+inline int64_t floor_div(int64_t a, int64_t b) {
+  return a / b - (a % b < 0);
+}
+inline int64_t remainder(int64_t a, int64_t b) {
+  return a - floor_div(a, b) * b;
+}
+
+// Positions first, first + step, ..., last of a tile, or of several; all lie within [first, last].
+struct Side {
+  int64_t first, last, step;
+
+  Side shifted(int64_t by) const {
+    return {first + by, last + by, step};
+  }
+  // Distance of neighbours; 0 for a single position, which is a multiple of everything.
+  int64_t stride() const {
+    return first == last ? 0 : step;
+  }
+};
+
+// One bit for each key of a tile, the first 256 of them.
+struct Bits {
+  std::array<uint64_t, 4> words{};
+
+  // The bits from `first` up to `stop`, exclusive; both may lie outside.
+  static Bits range(int64_t first, int64_t stop) {
+    Bits x;
+    for (int64_t i = 0; i < 4; ++i) {
+      const int64_t low = std::clamp<int64_t>(first - 64 * i, 0, 64);
+      const int64_t high = std::clamp<int64_t>(stop - 64 * i, 0, 64);
+      if (high > low) x.words[i] = ~uint64_t{0} >> (64 - (high - low)) << low;
+    }
+    return x;
+  }
+  static Bits all_or_none(bool all) {
+    return range(0, all ? 256 : 0);
+  }
+
+  void set(int64_t i) {
+    words[i / 64] |= uint64_t{1} << i % 64;
+  }
+  Bits& operator&=(const Bits& x) {
+    for (int i = 0; i < 4; ++i) words[i] &= x.words[i];
+    return *this;
+  }
+  Bits& operator|=(const Bits& x) {
+    for (int i = 0; i < 4; ++i) words[i] |= x.words[i];
+    return *this;
+  }
+  Bits operator~() const {
+    return {{~words[0], ~words[1], ~words[2], ~words[3]}};
+  }
+  int64_t count() const {
+    int64_t sum = 0;
+    for (const uint64_t x : words) sum += std::popcount(x);
+    return sum;
+  }
+};
+
+struct Pair {
+  Side q, k;
+
+  Pair shifted(int64_t by) const {
+    return {q.shifted(by), k.shifted(by)};
+  }
+};
+
+// Maxima of any range of some integers, in constant time.
+class RangeMax {
+ public:
+  RangeMax() = default;
+
+  template <typename Value>
+  RangeMax(int64_t count, Value value) {
+    levels_.emplace_back(count);
+    for (int64_t i = 0; i < count; ++i) levels_[0][i] = value(i);
+    for (int64_t half = 1; 2 * half <= count; half *= 2) {
+      const std::vector<int64_t>& below = levels_.back();
+      std::vector<int64_t> level(count - 2 * half + 1);
+      for (size_t i = 0; i < level.size(); ++i) level[i] = std::max(below[i], below[i + half]);
+      levels_.push_back(std::move(level));
+    }
+  }
+
+  int64_t of(int64_t first, int64_t last) const {
+    const int level = std::bit_width(static_cast<uint64_t>(last - first + 1)) - 1;
+    return std::max(levels_[level][first], levels_[level][last + 1 - (int64_t{1} << level)]);
+  }
+
+ private:
+  std::vector<std::vector<int64_t>> levels_;
+};
+
+// Reads a program: its numbers in order, and the tensors that some conditions look up.
+struct Reader {
+  at::IntArrayRef numbers;
+  at::TensorList tensors;
+  size_t number = 0, tensor = 0;
+
+  int64_t next() {
+    TORCH_CHECK_VALUE(number < numbers.size(), "sparsering: a layout's program ends too early");
+    return numbers[number++];
+  }
+  at::Tensor next_tensor() {
+    TORCH_CHECK_VALUE(tensor < tensors.size(), "sparsering: a layout's program lacks a tensor");
+    const at::Tensor& x = tensors[tensor++];
+    TORCH_CHECK_VALUE(x.scalar_type() == at::kLong && x.dim() == 1 && x.numel() > 0,
+                      "sparsering: a layout's program needs int64 vectors");
+    return x.contiguous();
+  }
+};
+
+}  // namespace sparsering::cpu::lower

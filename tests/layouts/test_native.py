@@ -1,0 +1,161 @@
+"""The compiled kernel's tables equal those of torch's operators, bit for bit."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from oracles.patterns_oracle import Spec, build
+from oracles.strategies import LAYOUT_BLOCK_SIZES, Scene, cases, examples
+
+import sparsering as sr
+from sparsering.kernels.cpu.build import library
+from sparsering.layouts import compile as compiler
+from sparsering.layouts import lower, tiles
+from sparsering.layouts.layout import BlockLayout
+from sparsering.patterns.algebra import Frame
+
+CPU = torch.device("cpu")
+FIELDS = ("query_start", "query_stop", "key_start", "key_stop", "row_ptr", "key_tile", "bitmap")
+
+
+@contextmanager
+def only_torch() -> Iterator[None]:
+    """Hides the compiled kernel from the layouts that are built in the block."""
+    before = tiles.kernel_operators
+    tiles.kernel_operators = lower.kernel_operators = lambda: None
+    try:
+        yield
+    finally:
+        tiles.kernel_operators = lower.kernel_operators = before
+
+
+def assert_equal(a: BlockLayout, b: BlockLayout) -> None:
+    assert (len(a.passes), a.pairs) == (len(b.passes), b.pairs)
+    for p, q in zip(a.passes, b.passes, strict=True):
+        for name in (*FIELDS, "bitmaps"):
+            x, y = getattr(p, name), getattr(q, name)
+            assert x.dtype == y.dtype and torch.equal(x, y), (name, x, y)
+        facts = [(x.step, x.covers, x.longest, x.branch) for x in (p, q)]
+        assert facts[0] == facts[1]
+
+
+def check(pattern: sr.Pattern, frame: Frame, block_size: int) -> None:
+    library()
+    native = compiler.build_layout(pattern, frame, block_size, CPU)
+    size = compiler.chosen_block_size(pattern, frame, CPU)
+    compiler._by_density.cache_clear()
+    with only_torch():
+        assert_equal(native, compiler.build_layout(pattern, frame, block_size, CPU))
+        assert compiler.chosen_block_size(pattern, frame, CPU) == size
+    compiler._by_density.cache_clear()
+
+
+@examples(60, 3000, cases(), st.sampled_from(LAYOUT_BLOCK_SIZES))
+def test_tables_of_drawn_patterns(case: tuple[Spec, Scene], block_size: int) -> None:
+    spec, scene = case
+    frame = Frame.build(*scene.arguments.values())
+    check(build(spec), frame, block_size)
+
+
+@examples(30, 1500, cases(max_length=700, min_length=200), st.sampled_from((16, 48, 128)))
+def test_tables_of_drawn_patterns_of_several_tiles(
+    case: tuple[Spec, Scene], block_size: int
+) -> None:
+    spec, scene = case
+    frame = Frame.build(*scene.arguments.values())
+    check(build(spec), frame, block_size)
+
+
+def named(length: int) -> dict[str, sr.Pattern]:
+    """Patterns of every kind that the compiled kernel knows, over `length` tokens."""
+    generator = torch.Generator().manual_seed(length)
+    cuts = torch.randperm(length, generator=generator)[: length // 9].sort().values.tolist()
+    many = tuple(b - a for a, b in zip([0, *cuts], [*cuts, length], strict=True))
+    few = (length // 3, 0, length // 4, length - length // 3 - length // 4)
+    return {
+        "window and sinks": (sr.SlidingWindow(90) | sr.GlobalTokens(4)) & sr.Causal(),
+        "strided": sr.SlidingWindow(6, 2) | sr.SlidingWindow(200, 50, 4),
+        "many documents": sr.Documents(many) & sr.Causal(),
+        "packed": sr.Packed(few, sr.SlidingWindow(100) | sr.GlobalTokens(2)),
+        "packed LongNet": sr.Packed(few, sr.LongNet((64, 256), (1, 3)) & sr.Causal()),
+        "LongNet": sr.LongNet((100, 512, 700), (1, 3, 4), "block") & sr.Causal(),
+        "union of grids": (sr.Dilated(100, 3) | sr.Dilated(64, 2)) & sr.SlidingWindow(400, 9),
+        "tree": sr.Tree(few, (-1, 0, 0, 2)),
+        "tree of many": sr.Tree(many, (-1, *(i // 2 for i in range(len(many) - 1)))),
+        "tree with dilation": sr.Tree(few, (-1, 0, 0, 2), sr.Dilated(64, 2) | sr.SlidingWindow(9)),
+        "padding": sr.KeyPadding((length - 70, 3, length)) & sr.SlidingWindow(300),
+        "key mask": sr.KeyMask(torch.rand(length, generator=generator) < 0.7) & sr.Causal(),
+        "pooled": sr.PooledCausal(32, 16) | sr.GlobalTokens(7, rows=False),
+    }
+
+
+@pytest.mark.parametrize("length", [130, pytest.param(3001, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", named(130))
+def test_tables_of_named_patterns(name: str, length: int) -> None:
+    pattern = named(length)[name]
+    for block_size in (16, 64, 112, 256):
+        check(pattern, Frame.build(length, None, 4, 2, None), block_size)
+    check(pattern, Frame.build(length - 60, length, 2, 2, None), 64)
+
+
+@pytest.mark.parametrize("name", named(130))
+def test_the_kernel_compiles_each_named_pattern(name: str, monkeypatch: Any) -> None:
+    """None of them falls back to torch's operators without being noticed."""
+    library()
+    calls = []
+    monkeypatch.setattr(compiler, "_cells", lambda *arguments: calls.append(arguments))
+    named(500)[name].layout(500, block_size=32)
+    assert not calls
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("window and sinks", 0),
+        ("many documents", 5),
+        ("LongNet", 3),
+        ("packed", 9),
+        ("tree of many", 10),
+    ],
+)
+def test_a_program_that_is_wrong_by_one_is_noticed(name: str, kind: int, monkeypatch: Any) -> None:
+    """Planted: an end of a window, a document's edge, a residue, the edge of a node."""
+    encode = lower._encode
+
+    def wrong(rule: Any, numbers: list[int], tensors: list[torch.Tensor]) -> bool:
+        begin, first = len(numbers), len(tensors)
+        done = encode(rule, numbers, tensors)
+        if numbers[begin] == kind and kind in (0, 3):
+            numbers[begin + (3 if kind == 0 else 4)] += 1
+        elif numbers[begin] == kind:
+            edges = tensors[first].clone()
+            edges[1:-1] += 1
+            tensors[first] = edges
+        return done
+
+    check(named(500)[name], Frame.build(500, None, 1, 1, None), 32)
+    monkeypatch.setattr(lower, "_encode", wrong)
+    with pytest.raises(AssertionError):
+        check(named(500)[name], Frame.build(500, None, 1, 1, None), 32)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "tensors", "message"),
+    [
+        ([], [], "ends too early"),
+        ([99], [], "unknown condition"),
+        ([0, 1], [], "ends too early"),
+        ([5], [], "lacks a tensor"),
+        ([5], [torch.zeros(3)], "int64 vectors"),
+        ([6, 2, 4, 8], [], "ends too early"),
+    ],
+)
+def test_a_malformed_program_is_refused(
+    numbers: list[int], tensors: list[torch.Tensor], message: str
+) -> None:
+    axis = [torch.arange(2), torch.arange(2), torch.arange(2)]
+    with pytest.raises(ValueError, match=message):
+        library().table(numbers, tensors, axis, axis, 1, 16, False)
