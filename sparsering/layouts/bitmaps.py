@@ -101,7 +101,7 @@ def share_bitmaps(tables: list[tuple[Table, Tensor]]) -> tuple[Tensor, list[Tabl
     masked = number >= 0
     used, inverse = number[masked].unique(return_inverse=True)
     distinct, rank = distinct_rows(torch.cat([bitmaps for _, bitmaps in tables])[used])
-    number[masked] = rank[inverse]
+    number[masked] = rank[inverse].int()
     split = number.split([len(table.bitmap) for table, _ in tables])
     return distinct, [table._replace(bitmap=x) for (table, _), x in zip(tables, split, strict=True)]
 

@@ -101,7 +101,7 @@ def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
     def stack(name: str, length: int) -> Tensor:
         if len(tables) == len(tables[0]) == 1:
             only: Tensor = getattr(tables[0][0], name)
-            return only.int()[None, None]
+            return only[None, None]
         padded = torch.zeros(len(tables), len(tables[0]), length, dtype=torch.int32)
         for b, row in enumerate(tables):
             for h, table in enumerate(row):
@@ -343,11 +343,11 @@ def compile_table(
         num_pairs[varies] = count
         number[varies] = torch.where(count == (q_count * k_count)[varies], -1, bitmap)
     visited = num_pairs > 0
-    row_ptr = torch.zeros(len(queries) + 1, dtype=torch.int64)
+    row_ptr = torch.zeros(len(queries) + 1, dtype=torch.int32)
     row_ptr[1:] = torch.bincount(row[visited], minlength=len(queries)).cumsum(0)
     longest = _most(row_ptr.diff()), _most(column[visited].bincount())
     total = int(num_pairs.sum())
-    table = Table(row_ptr, column[visited], number[visited], total, longest)
+    table = Table(row_ptr, column[visited].int(), number[visited].int(), total, longest)
     distinct, (table,) = share_bitmaps([(table, bitmaps)])
     return table, distinct
 

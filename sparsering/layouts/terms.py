@@ -53,6 +53,8 @@ def _is_within(mask: Mask, selection: Mask) -> bool:
 
 
 def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
+    if not any(map(_has_grid, joined_masks(mask))):
+        return [(Grid(1, block_size), mask)]
     match mask:
         case Dilated():
             return [(_dilated_grid(mask, block_size), mask)]
@@ -87,6 +89,12 @@ def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
         case Or(masks):
             return _unite([term for part in masks for term in _split(part, block_size)])
     return [(Grid(1, block_size), mask)]
+
+
+def _has_grid(mask: Mask) -> bool:
+    return isinstance(mask, Dilated | Packed | Tree) or (
+        isinstance(mask, SlidingWindow) and mask.dilation > 1
+    )
 
 
 def _unite(found: list[tuple[Grid, Mask]]) -> list[tuple[Grid, Mask]]:

@@ -62,7 +62,7 @@ class Pattern:
                 values.append(f"t{len(tensors)}")
                 tensors.append(value)
             else:
-                values.append(value._spell(tensors) if isinstance(value, Pattern) else repr(value))
+                values.append(_text(value, tensors) if isinstance(value, Pattern) else repr(value))
         return f"{self._name or type(self).__name__}({', '.join(values)})"
 
     def _values(self) -> Iterator[Any]:
@@ -334,7 +334,7 @@ class _Combination(Pattern):
     symbol: ClassVar[str]
 
     def _spell(self, tensors: list[Tensor]) -> str:
-        return "(" + f" {self.symbol} ".join(mask._spell(tensors) for mask in self.masks) + ")"
+        return "(" + f" {self.symbol} ".join(_text(mask, tensors) for mask in self.masks) + ")"
 
     def _components(self) -> tuple[Mask, ...]:
         return self.masks
@@ -366,7 +366,8 @@ class _SetOperation(_Combination, Mask):
         return reduce(type(self).join, (mask.holds(p, k, frame) for mask in self.masks))
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
-        return type(self)(tuple(mask.at(batch, head, frame) for mask in self.masks))
+        own = tuple(mask.at(batch, head, frame) for mask in self.masks)
+        return self if all(map(operator.is_, own, self.masks)) else type(self)(own)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -399,10 +400,16 @@ class Not(Mask):
         return ~self.mask.holds(p, k, frame)
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
-        return Not(self.mask.at(batch, head, frame))
+        own = self.mask.at(batch, head, frame)
+        return self if own is self.mask else Not(own)
 
     def _components(self) -> tuple[Mask, ...]:
         return (self.mask,)
+
+
+def _text(part: Pattern, tensors: list[Tensor]) -> str:
+    """Returns the text of a part; its tensors go behind `tensors`, with numbers from there on."""
+    return part._spell(tensors) if part.tensors else part.expression
 
 
 def joined_masks(pattern: Pattern) -> Iterator[Mask]:

@@ -17,8 +17,10 @@ from torch import Tensor
 Owner = TypeVar("Owner")
 Value = TypeVar("Value")
 
-_PACKAGE = __name__.partition(".")[0]
+_PACKAGE = __name__.partition(".")[0] + "."
 _TENSOR_BYTES = 640  # of a small CPU tensor beside its data: its objects in C++ and in Python
+_NUMBER_BYTES = 24  # most numbers are small, and shared
+_PLAIN = {int, float, bool, str, type(None)}
 _OBJECT_BYTES = 64  # of a value that `bytes_held` does not look into
 
 
@@ -84,26 +86,29 @@ def bytes_held(value: Any) -> int:
     total, waiting, seen = 0, [value], set()
     while waiting:
         x = waiting.pop()
-        if x is None or id(x) in seen:
+        kind = type(x)
+        if kind in _PLAIN:
+            total += sys.getsizeof(x) if kind is str else _NUMBER_BYTES
+            continue
+        if id(x) in seen:
             continue
         seen.add(id(x))
         if isinstance(x, Tensor):
             data = x.untyped_storage()
             total += _TENSOR_BYTES
-            if data.data_ptr() not in seen:
-                seen.add(data.data_ptr())
+            if (place := data.data_ptr()) not in seen:
+                seen.add(place)
                 total += data.nbytes()
         elif isinstance(x, dict):
             total += sys.getsizeof(x)
-            waiting += [*x.keys(), *x.values()]
+            waiting += x.keys()
+            waiting += x.values()
         elif isinstance(x, tuple | list | set | frozenset):
             total += sys.getsizeof(x)
             waiting += x
-        elif isinstance(x, int | float | str | bytes):
-            total += sys.getsizeof(x)
-        elif type(x).__module__.partition(".")[0] == _PACKAGE and hasattr(x, "__dict__"):
-            total += _OBJECT_BYTES
-            waiting.append(vars(x))
         else:
             total += _OBJECT_BYTES
+            if kind.__module__.startswith(_PACKAGE) and hasattr(x, "__dict__"):
+                total += sys.getsizeof(vars(x))
+                waiting += vars(x).values()
     return total

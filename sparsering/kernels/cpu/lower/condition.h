@@ -199,12 +199,11 @@ class Condition {
         return keys_from(k, k.first, floor_div(-rest, -c_[1]) + 1);
       }
       case kInKeys: {
+        if (k == latest_tile_) return latest_bits_;  // it is the same for all queries
         const int64_t *below = held_[0].const_data_ptr<int64_t>(), most = held_[0].numel() - 1;
-        Bits bits;
-        for (int64_t i = 0, x = k.first; x <= k.last && x < most; ++i, x += k.step) {
-          if (x >= 0 && below[x + 1] > below[x]) bits.set(i);
-        }
-        return bits;
+        latest_tile_ = k;
+        return latest_bits_ = keys_where(
+                   k, [&](int64_t x) { return x >= 0 && x < most && below[x + 1] > below[x]; });
       }
       case kCongruent:
         return keys_where(k, [&](int64_t x) { return (p - x) % c_[0] == 0; });
@@ -377,6 +376,8 @@ class Condition {
   int64_t c_[4] = {};
   std::vector<at::Tensor> held_;
   std::vector<Condition> parts_;
+  mutable Side latest_tile_{0, -1, 1};  // of kInKeys, with its bits
+  mutable Bits latest_bits_;
   std::vector<int32_t> number_of_;  // document or node of each position, if there are few
   RangeMax depth_, end_;            // of nodes: -depth, depth of the end
   RangeMax enter_[2], leave_[2];    // of nodes: of the negative number, of the number

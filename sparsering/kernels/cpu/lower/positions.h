@@ -22,6 +22,7 @@ inline int64_t remainder(int64_t a, int64_t b) {
 struct Side {
   int64_t first, last, step;
 
+  bool operator==(const Side&) const = default;
   Side shifted(int64_t by) const {
     return {first + by, last + by, step};
   }

@@ -135,7 +135,9 @@ class Compiler {
   Compiler(const Condition& rule, const Tiles& queries, const Tiles& keys, int64_t block)
       : rule_(rule), queries_(queries), keys_(keys), block_(block) {
     for (int64_t i = 0; i < keys.count; ++i) {
-      if (keys.last[i] >= keys.start[i]) real_.push_back(i);
+      if (keys.last[i] < keys.start[i]) continue;
+      real_.push_back(i);
+      before_.push_back(before_.back() + keys.positions(i));
     }
     // The positions of one class may lie on several grids, one for each segment.
     for (size_t i = 1; i < real_.size(); ++i) {
@@ -170,34 +172,41 @@ class Compiler {
       number[i] = known.try_emplace(bits, bitmaps.size()).first->second;
       if (number[i] == static_cast<int64_t>(bitmaps.size())) bitmaps.push_back(std::move(bits));
     }
-    std::vector<int64_t> row_ptr(queries_.count + 1), key, bitmap, column(keys_.count);
+    size_t most = 0;
+    for (const Run& run : runs_) most += run.high - run.low;
+    std::vector<int32_t> row_ptr(queries_.count + 1), key, bitmap;
+    key.reserve(most), bitmap.reserve(most);
+    std::vector<int64_t> change(real_.size() + 1);  // of the number of query tiles that visit
     std::unordered_map<int64_t, int64_t> counted;
     int64_t total = 0, longest = 0;
     for (const Run& run : runs_) {
       const int64_t rows = queries_.positions(run.query);
-      for (size_t i = run.low; i < run.high; ++i) {
-        const int64_t columns = keys_.positions(real_[i]);
-        int64_t count = rows * columns, index = -1;
-        if (run.kind >= 0) {
-          index = number[run.kind];
-          const int64_t place = (index * (block_ + 1) + rows) * (block_ + 1) + columns;
-          const auto [found, is_new] = counted.try_emplace(place, 0);
-          if (is_new) found->second = ones(bitmaps[index], rows, columns);
-          if (found->second == count) index = -1;
-          if ((count = found->second) == 0) continue;
-        }
-        total += count;
-        longest = std::max(longest, ++row_ptr[run.query + 1]);
-        ++column[real_[i]];
-        key.push_back(real_[i]);
-        bitmap.push_back(index);
+      int64_t count = rows * (before_[run.high] - before_[run.low]);
+      int32_t index = -1;
+      if (run.kind >= 0) {
+        index = number[run.kind];
+        const int64_t columns = before_[run.high] - before_[run.low];
+        const int64_t place = (index * (block_ + 1) + rows) * (block_ + 1) + columns;
+        const auto [found, is_new] = counted.try_emplace(place, 0);
+        if (is_new) found->second = ones(bitmaps[index], rows, columns);
+        if (found->second == count) index = -1;
+        if ((count = found->second) == 0) continue;
       }
+      total += count;
+      row_ptr[run.query + 1] += run.high - run.low;
+      ++change[run.low], --change[run.high];
+      key.insert(key.end(), real_.begin() + run.low, real_.begin() + run.high);
+      bitmap.insert(bitmap.end(), run.high - run.low, index);
     }
-    for (int64_t i = 0; i < queries_.count; ++i) row_ptr[i + 1] += row_ptr[i];
+    for (int64_t i = 0; i < queries_.count; ++i) {
+      longest = std::max<int64_t>(longest, row_ptr[i + 1]);
+      row_ptr[i + 1] += row_ptr[i];
+    }
+    int64_t widest = 0, visiting = 0;
+    for (const int64_t x : change) widest = std::max(widest, visiting += x);
     const at::Tensor stored = store_used(bitmaps, bitmap);
-    const int64_t widest = column.empty() ? 0 : *std::max_element(column.begin(), column.end());
     return {tensor_of(row_ptr), tensor_of(key), tensor_of(bitmap), stored,
-            tensor_of({total, longest, widest})};
+            tensor_of(std::vector<int64_t>{total, longest, widest})};
   }
 
  private:
@@ -205,9 +214,11 @@ class Compiler {
     return (n + 15) / 16 * 16;
   }
 
-  static at::Tensor tensor_of(const std::vector<int64_t>& x) {
-    at::Tensor out = at::empty({static_cast<int64_t>(x.size())}, at::kLong);
-    std::copy(x.begin(), x.end(), out.mutable_data_ptr<int64_t>());
+  template <typename T>
+  static at::Tensor tensor_of(const std::vector<T>& x) {
+    at::Tensor out =
+        at::empty({static_cast<int64_t>(x.size())}, c10::CppTypeToScalarType<T>::value);
+    std::copy(x.begin(), x.end(), out.mutable_data_ptr<T>());
     return out;
   }
 
@@ -326,9 +337,9 @@ class Compiler {
 
   // Stores the bitmaps in use, ordered by digest, and renumbers the table (rows.py has the digest).
   at::Tensor store_used(const std::vector<std::string>& bitmaps,
-                        std::vector<int64_t>& table) const {
+                        std::vector<int32_t>& table) const {
     std::vector<int64_t> order, place(bitmaps.size(), -1);
-    for (int64_t i : table) {
+    for (int32_t i : table) {
       if (i >= 0 && place[i] < 0) place[i] = 0, order.push_back(i);
     }
     std::vector<int64_t> digest(bitmaps.size());
@@ -341,7 +352,7 @@ class Compiler {
       place[order[i]] = i;
       std::memcpy(out.mutable_data_ptr<uint8_t>() + i * size, bitmaps[order[i]].data(), size);
     }
-    for (int64_t& i : table) i = i < 0 ? -1 : place[i];
+    for (int32_t& i : table) i = i < 0 ? -1 : static_cast<int32_t>(place[i]);
     return out;
   }
 
@@ -371,7 +382,8 @@ class Compiler {
   const Tiles &queries_, &keys_;
   const int64_t block_;
   bool regular_ = true;
-  std::vector<int64_t> real_;  // key tiles with positions
+  std::vector<int64_t> before_{0};  // positions in all earlier tiles of `real_`
+  std::vector<int64_t> real_;       // key tiles with positions
   std::vector<Run> runs_;
   std::vector<int64_t> signature_;
   std::unordered_map<std::vector<int64_t>, int64_t, Hash> kinds_;
