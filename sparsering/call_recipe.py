@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import autocast_inputs, check_inputs, check_integer_or_none, checked_scale, kind_of
+from .checks import autocast_inputs, check_inputs, checked_integer_or_none, checked_scale, kind_of
 from .dispatch import BACKENDS, Backend, choose
 from .extras import NO_EXTRAS, checked_extras
 from .kernels.triton import interpreting
@@ -129,8 +129,8 @@ def checked_call(
     """Checks a call; returns (query, key, value), {scale, q_start, block_size}, and the extras."""
     check_inputs(query, key, value, pattern)
     scale = checked_scale(scale, query)
-    check_integer_or_none("q_start", q_start)
-    check_integer_or_none("block_size", block_size)
+    q_start = checked_integer_or_none("q_start", q_start)
+    block_size = checked_integer_or_none("block_size", block_size)
     query, key, value = autocast_inputs(query, key, value)
     call = {
         "scale": scale,

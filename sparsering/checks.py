@@ -15,6 +15,8 @@ from torch._C import (
     _len_torch_function_stack,
 )
 from torch._C._autograd import _profiler_enabled
+from torch._C._functorch import is_functionaltensor as _is_functional
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
@@ -22,7 +24,15 @@ from .layouts.cache import place_of
 from .layouts.layout import BlockLayout
 from .numerics import autocasting, sum_dtype
 from .patterns.algebra import Pattern
-from .patterns.arguments import MOST_TOKENS, checked_integers, not_a_pattern, shortened
+from .patterns.arguments import (
+    MOST_TOKENS,
+    as_float,
+    checked_integers,
+    index_of,
+    not_a_pattern,
+    shortened,
+    way_to_tensor,
+)  # fmt: skip
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PLAIN, _STRIDED = (Tensor, Parameter), torch.strided
@@ -34,6 +44,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) ->
     check_pattern(pattern)
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x, "[batch, heads, tokens, head dim]")
+        check_local(name, x)
     if query.dim() != 4 or key.dim() != 4 or value.dim() != 4:
         raise ValueError(
             "query, key and value must be [batch, heads, tokens, head dim], got "
@@ -108,9 +119,7 @@ def check_tensor(name: str, x: object, dims: str = "of numbers") -> None:
     """Raises ValueError if the argument is not a dense, strided tensor, as kernels need."""
     if not isinstance(x, Tensor):
         got = "None" if x is None else f"a {type(x).__name__}"
-        raise ValueError(
-            f"{name} must be a tensor {dims}, got {got}; convert numbers by torch.as_tensor"
-        )
+        raise ValueError(f"{name} must be a tensor {dims}, got {got}; {way_to_tensor(x)}")
     if x.is_nested:
         raise ValueError(
             f"{name} must be a dense tensor, got a nested one; pad it with .to_padded_tensor(0.0) "
@@ -118,6 +127,22 @@ def check_tensor(name: str, x: object, dims: str = "of numbers") -> None:
         )
     if x.layout is not torch.strided:
         raise ValueError(f"{name} must be a dense tensor, got {x.layout}; convert by .to_dense()")
+
+
+def check_local(name: str, x: Tensor) -> None:
+    """Raises ValueError for subclasses of Tensor that have no rule for the operators."""
+    for method, way_out in _WRAPPERS.items():
+        if type(x) is not Tensor and hasattr(x, method):
+            kind = type(x).__name__
+            raise ValueError(f"{name} must be an ordinary tensor, got a {kind}; {way_out}")
+
+
+_WRAPPERS = {
+    "to_local": "pass .to_local(), or call this inside torch.distributed.tensor.experimental."
+    "local_map, on shards of the batch or the heads",
+    "get_mask": "pass .get_data(), and the mask of keys as KeyMask(valid)",
+}
+"""Methods that tell subclasses of Tensor, and what to do with these."""
 
 
 def checked_scale(scale: object, query: Tensor) -> float:
@@ -135,7 +160,9 @@ def checked_scale(scale: object, query: Tensor) -> float:
     if isinstance(scale, bool) or not isinstance(scale, Real):
         got = shortened(repr(scale))
         raise ValueError(f"scale must be a number or None, got {got}; wrap it in float()")
-    if not abs(scale) <= MOST_SCALE:  # type: ignore[operator]
+    number: Any = scale
+    number = number if type(number) is float else as_float(number)  # float32 of numpy would warn
+    if not abs(number) <= MOST_SCALE:
         got = shortened(repr(scale))
         raise ValueError(f"scale must be a finite float, got {got}; None means D ** -0.5")
     return float(scale)
@@ -146,16 +173,17 @@ def checked_device(device: torch.device | str | None) -> torch.device | None:
     return None if device is None else place_of(device)
 
 
-def check_integer_or_none(name: str, number: object) -> None:
-    """Raises ValueError if an argument is neither None nor an int up to 2 ** 53 in magnitude."""
+def checked_integer_or_none(name: str, number: Any) -> Any:
+    """Returns None, or an int up to 2 ** 53 in magnitude; raises ValueError for anything else."""
     if number is None or isinstance(number, torch.SymInt):
-        return
-    if not isinstance(number, int) or isinstance(number, bool):
+        return number
+    if (whole := index_of(number)) is None:
         got = shortened(repr(number))
         raise ValueError(f"{name} must be an int or None, got {got}; wrap it in int()")
-    if abs(number) > MOST_TOKENS:
+    if abs(whole) > MOST_TOKENS:
         got = shortened(repr(number))
         raise ValueError(f"{name} must lie within 2 ** 53 of 0, got {got}; None is the default")
+    return whole
 
 
 def check_batch(pattern: Pattern, size: int, name: str = "a query of ") -> None:
@@ -220,6 +248,17 @@ def refuse_meta(*tensors: Tensor, named: str = "tensors") -> None:
         raise ValueError(
             f"expected {named} with numbers, got some on the meta device; only attention takes "
             "meta tensors, to compute shapes"
+        )
+
+
+def refuse_tracers(*tensors: Tensor) -> None:
+    """Raises ValueError if a tensor has no numbers: on the meta device, or of a tracer."""
+    refuse_meta(*tensors)
+    traced = not torch.compiler.is_compiling() and any(map(_is_functional, tensors))
+    if traced or any(isinstance(x, FakeTensor) for x in tensors):
+        raise ValueError(
+            "expected tensors with numbers, got some of a tracer such as torch.export or "
+            "functionalize; call this outside of it, or use attention, which it can trace"
         )
 
 

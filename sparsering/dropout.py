@@ -17,13 +17,12 @@ Source: the multipliers and shifts are those of hash-prospector's two-round 32-b
 (https://github.com/skeeto/hash-prospector), 0x9E3779B1 is 2^32 over the golden ratio.
 """
 
-import operator
 from numbers import Real
 
 import torch
 from torch import Tensor
 
-from .patterns.arguments import shortened
+from .patterns.arguments import index_of, shortened
 from .rows import mix
 
 KEY_MULTIPLIER = 0x9E3779B1 - (1 << 32)  # constants are written as signed int32
@@ -163,13 +162,6 @@ def _as_int64(x: object) -> Tensor | None:
     """Returns an int64 tensor x itself, a 64-bit integer as a tensor, and None for other values."""
     if isinstance(x, Tensor):
         return x if x.dtype == torch.int64 and not (x.is_nested or x.is_meta) else None
-    if type(x) is int:
-        number = x  # operator.index would make it a constant of a compiled function
-    elif isinstance(x, bool) or not hasattr(x, "__index__"):
-        return None
-    else:
-        try:
-            number = operator.index(x)
-        except TypeError:  # classes, and arrays of several numbers, have a failing __index__
-            return None
-    return torch.tensor(number, device="cpu") if -(2**63) <= number < 2**63 else None
+    number = index_of(x)
+    fits = number is not None and -(2**63) <= number < 2**63
+    return torch.tensor(number, device="cpu") if fits else None

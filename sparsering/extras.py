@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import DTYPES, check_tensor, in_memory
+from .checks import DTYPES, check_local, check_tensor, in_memory
 from .dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
 from .patterns.algebra import Pattern
 from .patterns.arguments import checked_integer, shortened
@@ -65,7 +65,7 @@ def checked_extras(
     """
     names = NO_EXTRAS if key is None else (*NO_EXTRAS, "slot_bias")
     if unknown := options.keys() - set(names):
-        raise TypeError(f"attention has no option {', '.join(sorted(unknown))}")
+        raise TypeError(f"attention has no option {shortened(', '.join(sorted(unknown)))}")
     p = options.pop("dropout_p", 0.0)
     seed = options.pop("dropout_seed", None)
     in_use = {name: x for name, x in options.items() if x is not None}
@@ -180,6 +180,7 @@ def _checked_sink(sink: object, query: Tensor) -> Tensor:
 def _checked_floats(name: str, x: object, query: Tensor) -> Tensor:
     check_tensor(name, x)
     assert isinstance(x, Tensor)
+    check_local(name, x)
     if x.dtype not in DTYPES or x.device != query.device:
         raise ValueError(
             f"{name} must be floating point, of 16 bits or more, on {query.device}, got {x.dtype} "

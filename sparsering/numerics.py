@@ -44,7 +44,8 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
     if kinds := {type(x).__name__ for x in (*outs, *lses) if not isinstance(x, Tensor)}:
         raise ValueError(
             "merge_attention needs two sequences of tensors, got some of "
-            f"{', '.join(sorted(kinds))}; torch.as_tensor makes tensors"
+            f"{', '.join(sorted(kinds))}; torch.as_tensor makes tensors of numbers, and to trace "
+            "the call, use torch.export, or torch.fx.wrap a function of yours that makes it"
         )
     if not outs or len(outs) != len(lses):
         raise ValueError(

@@ -10,7 +10,7 @@ from torch import Tensor
 from .checks import check_pattern, check_tensor
 from .functional import attention
 from .patterns.algebra import Pattern
-from .patterns.arguments import shortened
+from .patterns.arguments import index_of, listed, shortened
 from .patterns.positions import Full
 from .patterns.varlen_mask import Varlen
 
@@ -103,15 +103,15 @@ def _lengths(name: str, cumulative: object, tokens: int, items: str) -> tuple[in
                 f"{name} must be an int32 or int64 tensor [documents + 1], got {cumulative.dtype} "
                 f"{tuple(cumulative.shape)}; {way_out}"
             )
-        cumulative = cumulative.tolist()
-    if not isinstance(cumulative, Sequence) or not all(type(x) is int for x in cumulative):
+    numbers = listed(name, cumulative)
+    edges: list[Any] = [*map(index_of, numbers)] if isinstance(numbers, Sequence) else [None]
+    if None in edges:
         got = shortened(repr(cumulative))
         raise ValueError(f"{name} must be a tensor or a sequence of ints, got {got}; {way_out}")
-    edges = tuple(cumulative)
     lengths = tuple([last - first for first, last in pairwise(edges)])
     if not edges or edges[0] or edges[-1] != tokens or min(lengths, default=0) < 0:
         raise ValueError(
             f"{name} must hold cumulative lengths from 0, not decreasing, to the {tokens} {items}, "
-            f"got {shortened(str(list(edges)))}; {way_out}"
+            f"got {shortened(str(edges))}; {way_out}"
         )
     return lengths

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .call_recipe import CallRecipe, checked_call
-from .checks import checked_rows, refuse_forward_mode, refuse_meta
+from .checks import checked_rows, refuse_forward_mode, refuse_tracers
 from .dispatch import choose
 from .layouts.layout import BlockLayout
 from .numerics import capped, entry_of_distance, finite_or_zero, sum_dtype, without_autocast
@@ -87,7 +87,7 @@ def attention_weights(
         query, key, key, pattern, scale=scale, q_start=q_start, block_size=block_size,
         block_bias=block_bias, softcap=softcap, distance_bias=distance_bias, sink=sink,
     )  # fmt: skip
-    refuse_meta(query, key)
+    refuse_tracers(query, key)
     query, key, _ = inputs
     with without_autocast(query):
         recipe = CallRecipe(choose(None, inputs, options), **call)
@@ -187,7 +187,7 @@ def key_mass(
         query, key, key, pattern, scale=scale, q_start=q_start, block_size=block_size,
         block_bias=block_bias, softcap=softcap, distance_bias=distance_bias, sink=sink,
     )  # fmt: skip
-    refuse_meta(query, key)
+    refuse_tracers(query, key)
     refuse_forward_mode(query, key)
     dtype = sum_dtype(query)
     query, key, _ = (x.to(dtype) for x in inputs)

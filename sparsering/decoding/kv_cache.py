@@ -16,7 +16,7 @@ from ..checks import (
     check_tensor,
     checked_device,
     checked_index,
-    refuse_meta,
+    refuse_tracers,
 )
 from ..layouts.compile import BLOCK_SIZES
 from ..layouts.lifetimes import last_visits, own_length
@@ -26,9 +26,10 @@ from ..patterns.arguments import (
     checked_dtype,
     checked_flag,
     checked_integer,
+    index_of,
     listed,
     shortened,
-)
+)  # fmt: skip
 from .cache_state import CacheState, History, causal_pattern, ordinary_tensors
 from .compiled import attend_op, operator_options, register
 from .steps import NewTokens, attend_page, attend_spans, empty_results, fits_page, page_layout
@@ -91,7 +92,7 @@ class KVCache:
         num_heads = checked_integer("num_heads", num_heads, 0)
         rollback = checked_integer("rollback", rollback, 0)
         dims = checked_integer("head_dim", head_dim, 0), checked_integer("value_dim", value_dim, 0)
-        if type(page_size) is not int or page_size not in BLOCK_SIZES:
+        if (page := index_of(page_size)) is None or page not in BLOCK_SIZES:
             raise ValueError(
                 "page_size must be a multiple of 16 from 16 to 256, got "
                 f"{shortened(repr(page_size))}; for example 128"
@@ -104,9 +105,7 @@ class KVCache:
         total = own_length(pattern, max_length)
         causal = causal_pattern(pattern)
         self.pattern = pattern
-        self._state = CacheState(
-            causal, num_heads, num_kv_heads, total, rollback, page_size, histories
-        )
+        self._state = CacheState(causal, num_heads, num_kv_heads, total, rollback, page, histories)
         if total is not None:
             check_fits(pattern, self._state.frame(0, 0))
         self._dims = dims
@@ -385,7 +384,7 @@ class KVCache:
             self._state = self._state.of_entries(entries.clone())  # a clone is no inference tensor
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        refuse_meta(query, key, value)
+        refuse_tracers(query, key, value)
         batch, new, (width, value_width) = len(self.lengths), query.shape[2], self._dims
         expected = (
             (batch, self._state.heads, new, width),
@@ -415,16 +414,16 @@ class KVCache:
         """Returns the number of new tokens of each batch entry; ValueError if it is invalid."""
         entries, total = len(self._state.histories), self._state.total
         new = [most] * entries if lengths is None else listed("lengths", lengths)
-        are_counts = isinstance(new, Sequence) and len(new) == entries
-        if not are_counts or not all(type(n) is int and 0 <= n <= most for n in new):
+        counts: list[Any] = [index_of(n) for n in new] if isinstance(new, Sequence) else []
+        if len(counts) != entries or not all(n is not None and 0 <= n <= most for n in counts):
             raise ValueError(
                 f"lengths must be {entries} ints from 0 to {most}, the new tokens of each batch "
                 f"entry, got {shortened(repr(new))}; leave lengths out if no token is padding"
             )
-        for length, n in zip(self.lengths, new, strict=True):
+        for length, n in zip(self.lengths, counts, strict=True):
             if total is not None and length + n > total:
                 raise ValueError(
                     f"the cache is for {total} tokens, got {n} more after {length}; give KVCache a "
                     "larger max_length, and a pattern for that length"
                 )
-        return list(new)
+        return counts

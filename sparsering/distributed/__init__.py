@@ -13,14 +13,6 @@ from .shards import shard, unshard
 from .simulate import simulate_ring
 
 __all__ = [
-    "RingError",
-    "RingMismatchError",
-    "RingPlan",
-    "Traffic",
-    "last_traffic",
-    "prefetch",
-    "ring_attention",
-    "shard",
-    "simulate_ring",
-    "unshard",
-]
+    "RingError", "RingMismatchError", "RingPlan", "Traffic", "last_traffic", "prefetch",
+    "ring_attention", "shard", "simulate_ring", "unshard",
+]  # fmt: skip

@@ -111,22 +111,14 @@ def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
     seed = call.seed if call.seed_is_given else None
     extras = (call.softcap, call.dropout_p, seed, bias is None, sink is None)
     return {
-        "version": _VERSION,
-        "pass (0 forward, 1 backward)": int(backward),
-        "number of ranks": world_size,
-        "batch size": len(query),
-        "query heads": query.shape[1],
-        "key/value heads": key.shape[1],
-        "head dim": query.shape[3],
-        "value head dim": value.shape[3],
-        "dtype": DTYPES.index(query.dtype),
-        "pattern": _digest(call.pattern, *call.tensors),
-        "scale": _digest(call.scale),
-        "sharding": _digest(call.sharding),
-        "compression": _digest(call.compression),
-        _TABLES: _digest(extras, *tables),
-        "whether gradients are wanted": int(call.differentiable),
-    }
+        "version": _VERSION, "pass (0 forward, 1 backward)": int(backward),
+        "number of ranks": world_size, "batch size": len(query), "query heads": query.shape[1],
+        "key/value heads": key.shape[1], "head dim": query.shape[3],
+        "value head dim": value.shape[3], "dtype": DTYPES.index(query.dtype),
+        "pattern": _digest(call.pattern, *call.tensors), "scale": _digest(call.scale),
+        "sharding": _digest(call.sharding), "compression": _digest(call.compression),
+        _TABLES: _digest(extras, *tables), "whether gradients are wanted": int(call.differentiable),
+    }  # fmt: skip
 
 
 def _raise_difference(

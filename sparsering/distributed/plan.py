@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..checks import check_pattern
 from ..layouts.cache import layout_cache
-from ..layouts.compile import check_block_size
+from ..layouts.compile import checked_block_size
 from ..layouts.terms import distinct_heads, distinct_kv_heads
 from ..layouts.tiles import Ranges
 from ..numerics import sum_dtype
@@ -95,7 +95,7 @@ class RingPlan:
         check_pattern(pattern)
         seq_len = checked_integer("seq_len", seq_len, 0)
         world_size = checked_integer("world_size", world_size, 1)
-        check_block_size(block_size)
+        block_size = checked_block_size(block_size)
         frame = Frame.build(seq_len, seq_len, num_heads, num_kv_heads, 0)
         if frame.num_heads and not frame.num_kv_heads:
             raise ValueError(

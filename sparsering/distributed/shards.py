@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..checks import check_tensor
 from ..differentiable import for_each_gradient, is_batch
 from ..layouts.tiles import Ranges
-from ..patterns.arguments import checked_integer, shortened
+from ..patterns.arguments import checked_integer, index_of, shortened
 from .agreement import agree_on_lengths
 from .exchange import Exchange
 from .ring import resolve_group
@@ -133,9 +133,9 @@ def _cut(tensor: Tensor, dim: int, ranges: Ranges) -> Tensor:
 
 def _checked_dim(tensor: Tensor, dim: int) -> int:
     check_tensor("tensor", tensor, "with tokens in `dim`")
-    if type(dim) is not int or not -tensor.dim() <= dim < tensor.dim():
+    if (place := index_of(dim)) is None or not -tensor.dim() <= place < tensor.dim():
         raise ValueError(
             f"dim must be one of the tensor's {tensor.dim()} dims, got {shortened(repr(dim))}; "
             "pass the dim that counts tokens"
         )
-    return dim % tensor.dim()
+    return place % tensor.dim()

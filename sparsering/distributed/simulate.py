@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..checks import autocast_inputs, checked_scale, refuse_meta
+from ..checks import autocast_inputs, checked_scale, refuse_tracers
 from ..differentiable import for_each_gradient, is_batch, transforming
 from ..extras import checked_extras
 from ..numerics import sum_dtype, without_autocast
@@ -57,7 +57,7 @@ def simulate_ring(
     offload, return_lse = checked_flag("offload", offload), checked_flag("return_lse", return_lse)
     world_size = checked_integer("world_size", world_size, 1)
     scale = checked_scale(scale, query)
-    refuse_meta(query, key, value)
+    refuse_tracers(query, key, value)
     _refuse_transforms()
     query, key, value = autocast_inputs(query, key, value)
     extras = checked_extras(

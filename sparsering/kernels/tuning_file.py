@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..files import cache_folder, opened, replace_file
-from ..layouts.compile import check_block_size
+from ..layouts.compile import checked_block_size
 from ..patterns.arguments import shortened
 
 Choices = dict[str, dict[str, Any]]
@@ -97,7 +97,7 @@ def _checked(content: Any) -> Choices:
     if not all(isinstance(table, dict) for table in content.values()):
         raise ValueError("expected JSON objects as values of configs and block_sizes")
     for size in content["block_sizes"].values():
-        check_block_size(size)
+        checked_block_size(size)
     for key, config in content["configs"].items():
         if not _is_config(config):
             raise ValueError(f"the config of {shortened(repr(key))} is not valid")

@@ -20,10 +20,10 @@ import torch
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer, not_a_pattern, shortened
 from ..patterns.keys import without_key_masks
-from ..patterns.once import bytes_held, one_thread
+from ..patterns.once import bytes_held, one_thread, unseen
 from ..patterns.selected import selections_of
 from ..streams import capturing
-from .compile import build_layout, check_block_size, chosen_block_size
+from .compile import build_layout, checked_block_size, chosen_block_size
 from .layout import BlockLayout
 
 _MOST_WAITING = 64  # most requests to `prefetch` that may wait
@@ -81,7 +81,7 @@ class LayoutCache:
         waits for the GPU; of a selection for a single query, which no other call needs; and those
         built while a CUDA graph is captured, since their tables are empty until the graph runs.
         """
-        check_block_size(block_size)
+        block_size = checked_block_size(block_size)
         key, reusable = (pattern, frame, block_size, device), _is_reusable(pattern, frame)
         if reusable:
             with self._lock:
@@ -143,7 +143,7 @@ class LayoutCache:
         check_fits(pattern, frame)
         pattern, _ = without_key_masks(pattern)
         if block_size is not None:
-            check_block_size(block_size)
+            block_size = checked_block_size(block_size)
         if frame.q_len == 1 or not _is_reusable(pattern, frame):
             kind = "a pattern with tensors on a device" if frame.q_len > 1 else "one query"
             raise ValueError(
@@ -181,7 +181,7 @@ class LayoutCache:
         with shared.turn:  # released even if the build is interrupted
             try:
                 if shared.value is None:
-                    with one_thread():
+                    with one_thread(), unseen(key):
                         shared.value = build()
                     self._add(key, shared.value)
                 else:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..patterns.algebra import Frame, Mask, Mixture, Pattern, check_fits, joined_masks
-from ..patterns.arguments import shortened
+from ..patterns.arguments import index_of, shortened
 from ..patterns.blocks import BlockwiseMask
 from ..patterns.keys import without_key_masks
 from ..patterns.once import one_thread
@@ -70,7 +70,7 @@ def build_layout(
 
     Raises: ValueError for an illegal block size, or a pattern for other lengths or heads.
     """
-    check_block_size(block_size)
+    block_size = checked_block_size(block_size)
     check_fits(pattern, frame)
     if (selected := selected_layout(pattern, frame, block_size)) is not None:
         return replace(selected, passes=tuple(p.to(device) for p in selected.passes))
@@ -84,13 +84,14 @@ def build_layout(
     return BlockLayout(frame, block_size, tuple(passes), sum(c.num_pairs for c in compiled))
 
 
-def check_block_size(block_size: int) -> None:
-    """Raises ValueError if the block size is not a multiple of 16 from 16 to 256."""
-    if type(block_size) is not int or block_size not in BLOCK_SIZES:
+def checked_block_size(block_size: object) -> int:
+    """Returns the block size; raises ValueError unless it is a multiple of 16 from 16 to 256."""
+    if (size := index_of(block_size)) is None or size not in BLOCK_SIZES:
         got = shortened(repr(block_size))
         raise ValueError(
             f"block_size must be a multiple of 16 from 16 to 256, got {got}; for example 128"
         )
+    return size
 
 
 def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:

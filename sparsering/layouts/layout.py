@@ -248,7 +248,7 @@ class BlockLayout:
         shapes = [p.row_ptr.shape for p in self.passes]
         return max((s[0] for s in shapes), default=1), max((s[1] for s in shapes), default=1)
 
-    @property
+    @once
     def num_blocks(self) -> int:
         """Number of visited pairs of tiles; the maximum over heads and batch entries."""
         counts = self.entry_counts.sum(0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..patterns.arguments import checked_number, is_finite, shortened
+from ..patterns.arguments import checked_number, index_of, is_finite, shortened
 
 
 @dataclass(frozen=True)
@@ -24,10 +24,11 @@ class Sampling:
         k, p = self.top_k, self.top_p
         temperature = checked_number("temperature", self.temperature, 0)
         object.__setattr__(self, "temperature", temperature)
-        if k is not None and (not isinstance(k, int) or isinstance(k, bool) or k < 1):
-            raise ValueError(
-                f"top_k must be an int above 0, got {shortened(repr(k))}; None keeps all tokens"
-            )
+        if k is not None:
+            if (whole := index_of(k)) is None or whole < 1:
+                got = shortened(repr(k))
+                raise ValueError(f"top_k must be an int above 0, got {got}; None keeps all tokens")
+            object.__setattr__(self, "top_k", whole)
         if p is not None:
             if isinstance(p, bool) or not is_finite(p) or not 0 < p <= 1:
                 got = shortened(repr(p))

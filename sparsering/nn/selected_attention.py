@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from ..checks import check_integer_or_none, check_tensor
+from ..checks import check_tensor, checked_integer_or_none
 from ..functional import attention
 from ..numerics import autocasting
 from ..patterns.algebra import Mask
@@ -149,8 +149,7 @@ class SelectedAttention(nn.Module):
         self.k = checked_integer("k", k, 1)
         self.scorer, self.gate, self.causal = scorer, gate, checked_flag("causal", causal)
         self.sink, self.local = checked_integer("sink", sink, 0), checked_integer("local", local, 0)
-        check_integer_or_none("dense_below", dense_below)
-        self.dense_below = dense_below
+        self.dense_below = checked_integer_or_none("dense_below", dense_below)
         self.window = None if window is None else checked_integer("window", window, 1)
         self.pooled = None if pooled is None else _checked_pooling(pooled)
         kv_width = kv_heads * self.head_dim

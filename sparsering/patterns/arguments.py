@@ -2,7 +2,6 @@
 
 import math
 import operator
-import sys
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -32,10 +31,32 @@ def not_a_pattern(other: object) -> str:
     return f"got {got}; {way_out}"
 
 
+def escaped(text: str) -> str:
+    """Escapes unprintable characters but line breaks: a terminal would obey a name with them."""
+    return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
+
+
 def shortened(text: str, most: int = 200) -> str:
-    """Returns the text, without its middle if it is long."""
-    half = most // 2
+    """Returns the text for a message: unprintable characters escaped, a long middle left out."""
+    half, text = most // 2, escaped(text)
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
+
+
+def index_of(value: object) -> int | None:
+    """Returns an integer, of numpy too, as an int; None for bools, tensors and other values."""
+    if type(value) is int:
+        return value  # operator.index would make it a constant of a compiled function
+    try:
+        return None if isinstance(value, bool | Tensor) else operator.index(value)  # type: ignore[arg-type]
+    except TypeError:  # classes, and arrays of several numbers, have a failing __index__
+        return None
+
+
+def way_to_tensor(x: object) -> str:
+    """Returns advice for an argument that should be a tensor."""
+    if not hasattr(type(x), "__torch_function__"):
+        return "convert numbers by torch.as_tensor"
+    return "to trace the call, use torch.export, or torch.fx.wrap a function of yours that makes it"
 
 
 def checked_integer(
@@ -60,7 +81,7 @@ def checked_integer(
 
 def is_finite(number: object) -> bool:
     """Whether the value is a real number (not a tensor) in the range of finite floats."""
-    return isinstance(number, Real) and abs(number) <= sys.float_info.max  # type: ignore[operator]
+    return isinstance(number, Real) and math.isfinite(as_float(number))
 
 
 def checked_flag(name: str, value: object) -> bool:
@@ -110,7 +131,14 @@ def listed(name: str, value: Any) -> Any:
             ".tolist() of a dense tensor makes"
         )
     has_list = hasattr(value, "tolist") and not isinstance(value, type)
-    return value.tolist() if has_list else value
+    numbers = value.tolist() if has_list else value
+    flat = numbers if isinstance(value, Tensor) and value.dim() == 1 else ()
+    if any(isinstance(x, torch.SymInt) for x in flat):
+        raise TypeError(
+            f"{name} must be numbers, got a tensor that torch.export or torch.compile traces; "
+            "pass a list of ints, or padding as KeyMask(valid)"
+        )
+    return numbers
 
 
 def as_float(value: Any) -> float:

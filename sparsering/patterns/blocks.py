@@ -8,7 +8,8 @@ position p, and b' = k // block_size that of key position k. A negative position
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, NamedTuple
+from numbers import Real
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -179,10 +180,11 @@ class RandomBlocks(BlockwiseMask):
     def _validate(self) -> None:
         super()._validate()
         freeze_integer(self, "seed", -(1 << 63), (1 << 63) - 1)
-        if not isinstance(self.density, int | float) or isinstance(self.density, bool):
-            raise TypeError(
-                f"RandomBlocks density must be a number, got {shortened(repr(self.density))}"
-            )
+        number: Any = self.density
+        if isinstance(number, bool) or not isinstance(number, Real):
+            raise TypeError(f"RandomBlocks density must be a number, got {shortened(repr(number))}")
+        if type(self.density) is not int:  # a number of numpy has another text form
+            object.__setattr__(self, "density", float(number))
         checked_flag("RandomBlocks per_head", self.per_head)
         if not 0 < self.density <= 1:
             raise ValueError(

@@ -13,6 +13,13 @@ from typing import Any, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
+from torch._C import (
+    _are_functorch_transforms_active,
+    _DisableFuncTorch,
+    _len_torch_dispatch_stack,
+)  # fmt: skip
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 Owner = TypeVar("Owner")
 Value = TypeVar("Value")
@@ -52,6 +59,27 @@ def one_thread() -> Iterator[None]:
         _OPENMP.omp_set_num_threads(threads)
 
 
+@contextmanager
+def unseen(*values: object) -> Iterator[None]:
+    """Hides operators from tracers, modes and transforms, unless one made a tensor in the values.
+
+    What is stored must hold numbers: later calls, which nobody traces, read it.
+    """
+    if not (_len_torch_dispatch_stack() or _are_functorch_transforms_active()) or _fake(values):
+        yield
+        return
+    with _disable_current_modes(), _DisableFuncTorch():
+        yield
+
+
+def _fake(value: object, depth: int = 4) -> bool:
+    """True for a tensor without numbers, and for a container or object with one inside."""
+    if isinstance(value, Tensor) or not depth:
+        return isinstance(value, FakeTensor)
+    parts = value if isinstance(value, tuple | list) else getattr(value, "__dict__", {}).values()
+    return any(_fake(part, depth - 1) for part in parts)
+
+
 class once(Generic[Owner, Value]):  # noqa: N801 - used as `property` is
     """A property that is computed on first use, on one thread, and then stored in the instance.
 
@@ -72,7 +100,7 @@ class once(Generic[Owner, Value]):  # noqa: N801 - used as `property` is
     def __get__(self, instance: Owner | None, owner: type) -> "once[Owner, Value] | Value":
         if instance is None:
             return self
-        with one_thread():
+        with one_thread(), unseen(instance):
             value = self.make(instance)
         stored: Value = vars(instance).setdefault(self.name, value)
         return stored

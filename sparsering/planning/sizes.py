@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from ..patterns.arguments import shortened
+from ..patterns.arguments import index_of, shortened
 
 BYTE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):
@@ -26,11 +26,11 @@ def _number(size: object, units: Mapping[str, int], expected: str) -> int:
     if isinstance(size, str):
         parts = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?) ?([a-z]*)", size.strip().lower())
         if parts and len(parts[1]) < 30 and parts[2] in units:
-            number = float(re.sub("[_,]", "", parts[1])) * units[parts[2]]
-            if 1 <= number <= MOST_BYTES and (number == int(number) or units is BYTE_UNITS):
-                return int(number)
-    elif isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= MOST_BYTES:
-        return size
+            amount = float(re.sub("[_,]", "", parts[1])) * units[parts[2]]
+            if 1 <= amount <= MOST_BYTES and (amount == int(amount) or units is BYTE_UNITS):
+                return int(amount)
+    elif (number := index_of(size)) is not None and 1 <= number <= MOST_BYTES:
+        return number
     raise ValueError(f"{expected}, above 0, got {shortened(repr(size))}")
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..kernels.cpu.build import library
 from ..layouts.cache import layout_cache
-from ..layouts.compile import check_block_size, compile_table, terms_of, tokens_of_tile
+from ..layouts.compile import checked_block_size, compile_table, terms_of, tokens_of_tile
 from ..layouts.documents import Ground, ground_of
 from ..layouts.layout import BlockLayout, Pass, tile_counts
 from ..layouts.leaves import FULL, VARIES
@@ -108,7 +108,7 @@ def work_of(pattern: Pattern, frame: Frame, block_size: int, *, cut: bool = Fals
 
     Cost: building the layout if it has at most `MOST_ENTRIES` visited blocks, else seconds.
     """
-    check_block_size(block_size)
+    block_size = checked_block_size(block_size)
     check_fits(pattern, frame)
 
     def count() -> Work:

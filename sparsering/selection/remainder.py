@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..checks import check_inputs, check_integer_or_none, checked_scale
+from ..checks import check_inputs, checked_integer_or_none, checked_scale
 from ..functional import attention
 from ..numerics import merge_attention, sum_dtype, without_autocast
 from ..patterns.algebra import Mask
@@ -57,7 +57,7 @@ def remainder_attention(
     Source: MRA-2 (arXiv 2207.10284), equation 5.
     """
     check_inputs(query, key, value, Full())
-    check_integer_or_none("q_start", q_start)
+    q_start = checked_integer_or_none("q_start", q_start)
     checked_flag("causal", causal)
     query_block, block_size = checked_blocks(query_block, block_size)
     start = key.shape[2] - query.shape[2] if q_start is None else q_start

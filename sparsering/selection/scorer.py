@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..checks import check_inputs, check_integer_or_none
+from ..checks import check_inputs, checked_integer_or_none
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag, checked_integer
 from ..patterns.positions import Full
@@ -108,7 +108,7 @@ class BlockScorer(nn.Module):
                 f"expected keys [B, {self.num_kv_heads}, Nk, {self.head_dim}], the sizes of "
                 f"this scorer, got {tuple(key.shape)}; construct another BlockScorer"
             )
-        check_integer_or_none("q_start", q_start)
+        q_start = checked_integer_or_none("q_start", q_start)
         first = key.shape[2] - query.shape[2] if q_start is None else q_start
         if self.causal and first < 0:
             raise ValueError(

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid, pad
 from torch.utils.checkpoint import checkpoint
 
-from ..checks import check_inputs, check_integer_or_none, checked_scale, in_memory
+from ..checks import check_inputs, checked_integer_or_none, checked_scale, in_memory
 from ..kernels import cpu
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag
@@ -94,7 +94,7 @@ def block_scores(
     part = checked_method(method, parts, block_size, query_block)
     checked_flag("causal", causal)
     scale = checked_scale(scale, query)
-    check_integer_or_none("q_start", q_start)
+    q_start = checked_integer_or_none("q_start", q_start)
     start = key.shape[2] - query.shape[2] if q_start is None else q_start
     with without_autocast(query):
         dtype = sum_dtype(query)

@@ -4,13 +4,6 @@ from .call import EXTRAS, backward, forward, interpreting, reasons
 from .selected import best_blocks, ranks, remember, selected_layout
 
 __all__ = [
-    "EXTRAS",
-    "backward",
-    "best_blocks",
-    "forward",
-    "interpreting",
-    "ranks",
-    "reasons",
-    "remember",
+    "EXTRAS", "backward", "best_blocks", "forward", "interpreting", "ranks", "reasons", "remember",
     "selected_layout",
-]
+]  # fmt: skip

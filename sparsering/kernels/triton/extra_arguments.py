@@ -34,29 +34,22 @@ def arguments(
     absent = {"bias", "distance_bias", "key_mask", "seed", "tile_origin"}
     absent -= of_call(problem, number, w, by_key=by_key).keys()
     return {
-        **dict.fromkeys((*absent, "grad_bias", *DIAGONALS), w.units),
-        "first_head": first_head,
-        "CAPPED": problem.softcap is not None,
-        "cap": problem.softcap or 1.0,
+        **dict.fromkeys((*absent, "grad_bias", *DIAGONALS), w.units), "first_head": first_head,
+        "CAPPED": problem.softcap is not None, "cap": problem.softcap or 1.0,
         "DISTANCES": table is not None,
         "LEARNS_DISTANCES": table is not None and problem.learns_distances,
         "distance_batch": 0 if table is None else table.stride(0),
         "distance_head": 0 if table is None else table.stride(1),
-        "reach": 0 if table is None else table.shape[2] // 2,
-        "KEYS_MASKED": mask is not None,
+        "reach": 0 if table is None else table.shape[2] // 2, "KEYS_MASKED": mask is not None,
         "mask_batch": 0 if mask is None or len(mask) == 1 else mask.shape[1],
-        "DROPPING": seed is not None,
-        "STREAMS": stream is own,
-        "seed_batch": 0 if seed is None else seed.shape[1],
-        "dropout_stream": stream.contiguous(),
-        "branch": p.branch,
-        "least": threshold(problem.dropout_p or 0.0),
+        "DROPPING": seed is not None, "STREAMS": stream is own,
+        "seed_batch": 0 if seed is None else seed.shape[1], "dropout_stream": stream.contiguous(),
+        "branch": p.branch, "least": threshold(problem.dropout_p or 0.0),
         "kept_scale": 1 / (1 - (problem.dropout_p or 0.0)),
         "origin": w.start if w.origin is None else w.origin,
-        "depth_shift": w.units if w.shift is None else w.shift,
-        "BY_DEPTH": w.shift is not None,
+        "depth_shift": w.units if w.shift is None else w.shift, "BY_DEPTH": w.shift is not None,
         "origin_shift": problem.layout.frame.q_start if shifted else 0,
-    }
+    }  # fmt: skip
 
 
 def of_call(problem: Problem, number: int, w: Walk, *, by_key: bool) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...layouts.compile import check_block_size
+from ...layouts.compile import checked_block_size
 from ...layouts.layout import BlockLayout, Pass
 from ...layouts.selected_on_device import selection_of
 from ...patterns.algebra import Frame, Pattern, check_fits
@@ -108,7 +108,7 @@ def selected_layout(
     kind = pattern.expression, frame, block_size, 0 if layouts is None else indices._version
     if layouts and (layout := layouts.get(kind)) is not None:
         return layout.ready()
-    check_block_size(block_size)
+    block_size = checked_block_size(block_size)
     check_fits(pattern, frame)
     rows = math.gcd(selection.row_size, block_size), selection.row_size, selection.first_row
     parts = selection.block_size // block_size
