@@ -1,5 +1,6 @@
 """The command line: what it writes, and one clear line for every error."""
 
+import contextlib
 import io
 import re
 import runpy
@@ -70,6 +71,17 @@ def test_a_bad_option_is_one_line(capsys, length):
     assert caught.value.code == 2
     line = capsys.readouterr().err
     assert "expected a whole number above 0" in line and line.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [("\x1b[31mred",), ("info", "--\x1b[31mred\x07"), ("plan", "\x1b[31mred", "--tokens", 9)],
+)
+def test_no_control_character_of_an_argument_reaches_the_terminal(capsys, argv):
+    with contextlib.suppress(SystemExit):
+        assert run(*argv) == 2
+    line = capsys.readouterr().err
+    assert "\\x1b[31mred" in line and line[:-1].isprintable()
 
 
 def test_info_tells_versions_threads_and_every_backend(capsys):

@@ -251,3 +251,17 @@ def test_lazily_negated_tensors_in_key_mass() -> None:
         distance_bias=lazily_negated(table),
     )
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_messages_escape_control_characters():
+    name, (query, key, value) = "\x1b[31mred\u202e", qkv()
+    for call in (
+        lambda: sr.explain(query, key, value, PATTERN, **{name: 1}),
+        lambda: cache().attend(query, key, value, **{name: 1}),
+        lambda: sr.attention(query, key, value, PATTERN, backend=name),
+        lambda: PATTERN.layout(8, device=name),
+        lambda: sr.parse(name),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"\\x1b\[31mred\\u202e") as caught:
+            call()
+        assert str(caught.value).isprintable()

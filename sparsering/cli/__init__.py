@@ -23,7 +23,7 @@ class _Parser(argparse.ArgumentParser):
     """Prints an error in one line, without argparse's usage text."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: {message}; see {self.prog} --help\n")
+        self.exit(2, _in_one_line(f"{self.prog}: {message}; see {self.prog} --help") + "\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -62,8 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _in_one_line(text: str) -> str:
-    """Removes line breaks and control characters: names in a message can come from strangers."""
+    """Joins lines, and escapes control characters: names in a message can come from strangers."""
     from ..patterns.arguments import shortened
 
-    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in " ".join(text.split()))
-    return shortened(plain, LONGEST_LINE)
+    return shortened(" ".join(text.split()), LONGEST_LINE)

@@ -81,10 +81,11 @@ def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> str:
 
 def _build(arguments: argparse.Namespace) -> int:
     from ..kernels import cpu
+    from ..patterns.arguments import escaped
 
     try:
         print(cpu.build())
     except RuntimeError as error:  # `main` would shorten the compiler's output
-        print(f"sparsering: {error}", file=sys.stderr)
+        print(f"sparsering: {escaped(str(error))}", file=sys.stderr)
         return 2
     return 0

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..patterns.arguments import shortened
 from ..streams import OUTSIDE_CUDA_GRAPHS
 
 _NUMBERS = itertools.count()
@@ -39,7 +40,7 @@ def register(cache: Any) -> Tensor:
 def operator_options(options: dict[str, Any]) -> dict[str, Any]:
     """Converts options of `attend` to the operator's types; TypeError for an unknown option."""
     if unknown := options.keys() - _OPTIONS:
-        raise TypeError(f"attend has no option {', '.join(sorted(unknown))}")
+        raise TypeError(f"attend has no option {shortened(', '.join(sorted(unknown)))}")
     seed = options.get("dropout_seed")
     return {**options, "dropout_seed": torch.tensor(seed)} if isinstance(seed, int) else options
 

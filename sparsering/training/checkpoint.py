@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..files import read_file, replace_file
 from ..models.longnet import LongNetLM
+from ..patterns.arguments import escaped
 from .ranks import ALONE, Ranks
 from .recipe import Recipe
 from .tensor_files import Files, Kind, TensorIndex, read_index, write_tensors
@@ -89,17 +90,11 @@ def save_checkpoint(
         raise
     files = {name: file for share in ranks.gather(own) for name, file in share.items()}
     about = {
-        "format": FORMAT,
-        "command": command,
-        "step": step,
-        "recipe": asdict(recipe),
-        "fingerprint": fingerprint,
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "rng": "windows are drawn from (recipe.seed, step)",
-        "launch": launch,
+        "format": FORMAT, "command": command, "step": step, "recipe": asdict(recipe),
+        "fingerprint": fingerprint, "torch": torch.__version__, "threads": torch.get_num_threads(),
+        "rng": "windows are drawn from (recipe.seed, step)", "launch": launch,
         "tensors": {"files": files},
-    }
+    }  # fmt: skip
     ranks.together(lambda: _point_to(folder, files, about) if ranks.leads else None)
 
 
@@ -263,6 +258,6 @@ def _remove(folder: Path, names: set[str]) -> None:
 
 def _damaged(folder: Path, what: str) -> ValueError:
     return ValueError(
-        f"expected a sparsering checkpoint in {folder}, got a damaged or foreign one: {what}; "
-        "start a new run with another --out"
+        f"expected a sparsering checkpoint in {folder}, got a damaged or foreign one: "
+        f"{escaped(what)}; start a new run with another --out"
     )

@@ -35,6 +35,7 @@ from stranger import (
 )
 
 import sparsering
+from sparsering.training import load_model
 from sparsering.training.checkpoint import OLDER_FORMAT
 
 
@@ -260,6 +261,15 @@ def test_json_that_is_not_as_we_write_it_is_refused(run, change):
     path.write_bytes(change(text))
     assert path.read_bytes() != text
     assert_refused(run)
+
+
+def test_the_message_of_a_name_from_a_file_has_no_control_characters(run):
+    values = about(run)
+    values["recipe"]["\x1b[31mred\x07"] = 1
+    write_about(run, values)
+    with pytest.raises(ValueError, match=r"unknown ones: \\x1b\[31mred\\x07") as caught:
+        load_model(run)
+    assert str(caught.value).isprintable()
 
 
 @pytest.mark.parametrize(
