@@ -23,8 +23,8 @@ from .frame import Restarts as Restarts
 if TYPE_CHECKING:
     from ..layouts.layout import BlockLayout
 
-# Classes registered under one name are numbered in expressions; `repr` leaves the numbers out.
-_VERSION = re.compile(r"__v\d+(?=\()")
+# Expressions number the classes of one name and what they read; `repr` leaves this out.
+_VERSION = re.compile(r"__v\d+(?=\()|(, )?_state='\w+'(?=\))")
 
 
 class Pattern:

@@ -14,9 +14,11 @@ Cost: the layout of a custom mask evaluates every pair once, O(Nq Nk) time, unle
 the same pairs.
 """
 
+import itertools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +27,7 @@ from torch import Tensor
 from .algebra import And, Frame, Mask, Not, Or, Pattern
 from .arguments import checked_integer, kind_of, shortened
 from .expression import BUILT_IN, add_constructor
+from .function_state import Reads
 
 Own = TypeVar("Own", bound=Mask)
 
@@ -37,7 +40,9 @@ def register_pattern(cls: type[Own]) -> type[Own]:
     `|`, `+`, run on every backend, under torch.compile and over ranks, and `parse` reads them.
     `holds` gets only positions inside the sequence; the class may override other methods of `Mask`
     too. A class may be registered again under its name, as when a notebook cell runs again: `parse`
-    then reads the newest class, and patterns of earlier classes do not change.
+    then reads the newest class, and patterns of earlier classes do not change. A pattern that is
+    created after a global or class attribute which its methods read has changed is another one; a
+    pattern from before keeps the layouts that it has, and raises ValueError where it needs `holds`.
 
     Returns: the class, `cls`.
 
@@ -95,7 +100,13 @@ def register_pattern(cls: type[Own]) -> type[Own]:
         "__post_init__": _with_expression(cls.__post_init__),
         "holds": _inside_sequence(cls.holds),
         "_name": f"{name}__v{_versions[name]}",
+        "_spell": _spell,
+        "_reads": Reads(pattern, *(getattr(cls, name) for name in _ASKED)),
+        **{"_state": "", "_first_state": None, "_accepted": {}},
     }
+    for method in ("status", "candidates"):
+        if getattr(cls, method) is not getattr(Mask, method):
+            attributes[method] = _checked(getattr(cls, method))
     if cls.at is Mask.at:
         attributes["at"] = _at
     if "_validate" not in vars(cls):
@@ -103,18 +114,64 @@ def register_pattern(cls: type[Own]) -> type[Own]:
     for attribute, value in attributes.items():
         setattr(pattern, attribute, value)
     add_constructor(name, pattern)
-    add_constructor(pattern._name, pattern)
+    add_constructor(pattern._name, partial(_in_state, pattern))
     return pattern
 
 
 _LAID_OUT_BY_CLASS = {x for x in BUILT_IN.values() if isinstance(x, type)} | {And, Or, Not}
+_ASKED = ("holds", "status", "candidates", "at", "num_tables", "num_batches", "check")
 _versions: Counter[str] = Counter()  # number of classes registered under each name
+_unreadable = itertools.count()
+
+
+def _state_of(cls: Any, exact: bool = False) -> str:
+    """Returns a digest of what a class's methods read now; "" for what they read at first."""
+    if (state := cls._reads.now(exact)) is None:
+        return f"unreadable{next(_unreadable)}" if exact else "unreadable"
+    if cls._first_state is None:
+        cls._first_state = state
+    return "" if state == cls._first_state else state
+
+
+def _in_state(cls: type[Mask], *values: Any, _state: str = "", **named: Any) -> Mask:
+    """Creates a pattern of a class whose methods read what `_state` stands for."""
+    pattern = object.__new__(cls)
+    object.__setattr__(pattern, "_state", _state)
+    pattern.__init__(*values, **named)  # type: ignore[misc]
+    return pattern
+
+
+def _spell(self: Any, tensors: list[Tensor]) -> str:
+    text = Pattern._spell(self, tensors)
+    if torch.compiler.is_compiling() or not self._state:
+        return text
+    return f"{text[:-1]}{', ' * (text[-2] != '(')}_state={self._state!r})"
+
+
+def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a method: raises ValueError if it reads other values than at the pattern's creation."""
+
+    def checked(self: Any, *arguments: Any) -> Any:
+        cls: Any = type(self)
+        if _state_of(cls) not in (self._state, cls._accepted.get(self._state), "unreadable"):
+            raise ValueError(
+                f"{self} reads globals or class attributes that have changed since it was created, "
+                "so its mask is another; create it again"
+            )
+        result = method(self, *arguments)
+        if (state := _state_of(cls)) != self._state:  # the method has changed it, as a counter does
+            cls._accepted[self._state] = state
+        return result
+
+    return checked
 
 
 def _with_expression(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wraps a user's `__post_init__`, so that `Pattern.__post_init__` always runs too."""
 
     def check(self: Mask) -> None:
+        if not torch.compiler.is_compiling() and "_state" not in vars(self):
+            object.__setattr__(self, "_state", _state_of(type(self), exact=True))
         post_init(self)
         if "expression" not in vars(self):
             Pattern.__post_init__(self)
@@ -137,7 +194,8 @@ def _masks_of(pattern: Mask) -> dict[str, Mask]:
 def _at(self: Any, batch: int, head: int, frame: Frame) -> Mask:
     masks = _masks_of(self)
     changes = {name: mask.at(batch, head, frame) for name, mask in masks.items()}
-    return replace(self, **changes) if changes else self
+    values = {x.name: changes.get(x.name, getattr(self, x.name)) for x in fields(self)}
+    return _in_state(type(self), **values, _state=self._state) if changes else self
 
 
 def _freeze_arguments(pattern: Pattern) -> None:
@@ -174,11 +232,12 @@ def _frozen(label: str, value: object) -> object:
 
 def _inside_sequence(holds: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Wraps `holds`: clamps positions, as tiles may extend past the sequence; checks the result."""
+    checked = _checked(holds)
 
     def inside(self: Mask, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         p, k = frame.inside(p, k)
         try:
-            pairs = holds(self, p, k, frame)
+            pairs = checked(self, p, k, frame)
         except Exception as error:
             error.add_note(f"raised by the `holds` of {self}, a mask of your own")
             raise

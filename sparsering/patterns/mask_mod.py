@@ -6,23 +6,21 @@ The torch operator gets a pattern as text, in which a name stands for the functi
 valid in this process alone.
 """
 
-import zlib
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from types import CodeType, FunctionType
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 from .algebra import Frame, Mask
-from .arguments import checked_integer, digest_of, kind_of, shortened
+from .arguments import checked_integer, kind_of, shortened
 from .expression import add_constructor
 from .frame import MOST_HEADS
+from .function_state import Reads
 
 MaskModFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -33,12 +31,14 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
     """Builds the mask of a FlexAttention `mask_mod(batch, head, q_idx, kv_idx) -> bool tensor`.
 
     As in FlexAttention, the function gets query *indices*, which count from 0 for any `q_start`,
-    and runs under `torch.vmap`. Create the mask once and reuse it: caches compare the function
-    object.
+    and runs under `torch.vmap`. Masks are equal, and share cached layouts, if their functions have
+    equal code and read equal values: closures, defaults, globals and attributes. A mask that is
+    created after such a value changed is another one; a mask from before keeps the layouts that it
+    has, and raises ValueError where it needs the function again.
 
     Args:
         mask_mod: any function that FlexAttention takes. Tensors that it closes over must be on the
-            CPU and must not change. With several ranks, each rank must pass an equal function.
+            CPU. With several ranks, each rank must pass an equal function.
         batch_size: batch entries; needed if the function depends on the batch entry.
 
     Returns: a mask, which differs by head or batch entry if the function depends on them.
@@ -61,6 +61,21 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
         )
     if batch_size is not None:
         batch_size = checked_integer("batch_size", batch_size, 0, MOST_HEADS)
+    entry = _registered(mask_mod)
+    if entry.depends[0] is None:
+        _check_function(mask_mod)
+        entry.depends = _dependence(mask_mod)
+        entry.accept()
+    by_batch, by_head = entry.depends
+    if by_batch and batch_size is None:
+        raise ValueError(
+            "mask_mod depends on the batch entry: expected batch_size, got None; pass the number "
+            "of batch entries"
+        )
+    return MaskMod(entry.name, batch_size if by_batch else None, by_head)
+
+
+def _check_function(mask_mod: MaskModFunction) -> None:
     zero = torch.zeros((), dtype=torch.int64)
     try:
         result = mask_mod(zero, zero, zero, zero)
@@ -81,13 +96,6 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
             f"mask_mod must work under torch.vmap, got: {error} Combine comparisons with & and | "
             "(not `and`, `or`), choose with torch.where (not `if`)"
         ) from error
-    by_batch, by_head = _dependence(mask_mod)
-    if by_batch and batch_size is None:
-        raise ValueError(
-            "mask_mod depends on the batch entry: expected batch_size, got None; pass the number "
-            "of batch entries"
-        )
-    return MaskMod(_registered(mask_mod).name, batch_size if by_batch else None, by_head)
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -112,8 +120,7 @@ class MaskMod(Mask):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles by the function, since the name is valid in this process alone."""
-        _, *arguments = self._values()
-        return _of_function, (self._entry.function, *arguments)  # type: ignore[attr-defined]
+        return _of_function, (self._entry.function, *self._values())  # type: ignore[attr-defined]
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         batch = batch if self.batch_size is not None else 0
@@ -130,14 +137,17 @@ class MaskMod(Mask):
         row, column = torch.broadcast_tensors(p - frame.q_start, k)
         if not row.numel():
             return torch.zeros(row.shape, dtype=torch.bool)
-        function = self._entry.function  # type: ignore[attr-defined]
-        over_pairs = torch.vmap(function, in_dims=(None, None, 0, 0))
+        entry: _Entry = self._entry  # type: ignore[attr-defined]
+        over_pairs = torch.vmap(entry.function, in_dims=(None, None, 0, 0))
         batch, head = torch.tensor(self.batch), torch.tensor(self.head)
         try:
             # torch.compile sets modes in this thread, so another thread evaluates the function.
             with ThreadPoolExecutor(1) as thread:
+                thread.submit(entry.check).result()
                 pairs = thread.submit(over_pairs, batch, head, row.flatten(), column.flatten())
-                return pairs.result().view(row.shape)
+                result: Tensor = pairs.result().view(row.shape)
+                thread.submit(entry.accept).result()
+                return result
         except IndexError as error:
             raise ValueError(
                 f"the mask_mod {self.name!r} must accept query indices up to "
@@ -146,38 +156,48 @@ class MaskMod(Mask):
             ) from error
 
 
-def _of_function(function: MaskModFunction, *arguments: Any) -> MaskMod:
-    return MaskMod(_registered(function).name, *arguments)
+def _of_function(function: MaskModFunction, name: str, *arguments: Any) -> MaskMod:
+    entry = _by_name.get(name)
+    known = entry is not None and entry.function is function
+    return MaskMod(name if known else _registered(function).name, *arguments)
 
 
 class _Entry:
     """A mask_mod and its name; it lives while a pattern or `_recent` refers to it."""
 
-    def __init__(self, function: MaskModFunction, name: str) -> None:
-        self.function, self.name = function, name
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.depends: tuple[bool | None, bool] = None, False  # on the batch entry, on the head
+        self.function: MaskModFunction
+        self.reads: Reads
+        self.state: str | None  # what the function reads at the values that the name stands for
+
+    def check(self) -> None:
+        """Raises ValueError if the function reads other values than when the mask was created."""
+        if self.reads.now() != self.state:
+            raise ValueError(
+                f"the mask_mod {self.name!r} reads values that have changed since from_mask_mod, "
+                "so its mask is another; call from_mask_mod again"
+            )
+
+    def accept(self) -> None:
+        """Accepts what the function itself has changed, such as a counter of its calls."""
+        self.state = self.reads.now()
 
 
 _by_name: WeakValueDictionary[str, _Entry] = WeakValueDictionary()
-_names: WeakKeyDictionary[Any, str] = WeakKeyDictionary()  # name of each function
 _recent: OrderedDict[str, _Entry] = OrderedDict()  # a backward pass may outlive its pattern
-_counts: Counter[str] = Counter()  # number of functions so far with the same name stem
+_counts: Counter[str] = Counter()  # number of functions so far that cannot be read
 
 
 def _registered(function: MaskModFunction) -> _Entry:
-    """Registers a function under a name: its `__qualname__`, a digest of its code, and a count."""
-    try:
-        name = _names.get(function)
-    except TypeError:  # a function without hash or weak reference gets a new name each time
-        name = None
-    if name is not None and (entry := _by_name.get(name)) is not None:
-        return entry
-    digest = zlib.crc32(repr(_content(function)).encode())
-    stem = f"{getattr(function, '__qualname__', type(function).__name__)}-{digest:08x}"
-    _counts[stem] += 1  # a name is never reused: layouts and graphs may still refer to it
-    name = f"{stem}-{_counts[stem]}"
-    entry = _by_name[name] = _Entry(function, name)
-    with suppress(TypeError):
-        _names[function] = name
+    """Registers a function under its `__qualname__` and a digest; a count if it cannot be read."""
+    reads = Reads(function)
+    stem, state = getattr(function, "__qualname__", type(function).__name__), reads.now(exact=True)
+    _counts[stem] += state is None
+    name = f"{stem}-{state or _counts[stem]}"
+    entry = _by_name.setdefault(name, _Entry(name))
+    entry.function, entry.reads, entry.state = function, reads, state
     _use(entry)
     return entry
 
@@ -188,23 +208,6 @@ def _use(entry: _Entry) -> None:
     _recent.move_to_end(entry.name)
     while len(_recent) > _MOST_FUNCTIONS:
         _recent.popitem(last=False)
-
-
-def _content(value: Any, depth: int = 4) -> Any:
-    """Returns values that identify a function in every process: code, constants, closure."""
-    match value:
-        case None | bool() | int() | float() | str() | bytes():
-            return value
-        case tuple() | list() if depth:
-            return [_content(item, depth - 1) for item in value]
-        case Tensor() if value.device.type == "cpu":
-            return tuple(value.shape), digest_of(value)
-        case CodeType():
-            return value.co_code, value.co_names, _content(value.co_consts, depth)
-        case FunctionType() if depth:
-            cells = [_content(cell.cell_contents, depth - 1) for cell in value.__closure__ or ()]
-            return _content(value.__code__, depth), _content(value.__defaults__, depth), cells
-    return type(value).__qualname__
 
 
 def _cannot_be_mapped(mask_mod: MaskModFunction, argument: int) -> bool:
