@@ -1,4 +1,4 @@
-"""What functions read, as text: equal texts mean that they compute the same mask.
+"""Text that says what functions read: where texts are equal, functions compute the same mask.
 
     Reads(function).now()       # None if a part of it cannot be read
 

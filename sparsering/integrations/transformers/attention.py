@@ -282,9 +282,8 @@ def _warn_of_packing(mask: ModelMask, position_ids: Tensor | None) -> None:
         restarts = restarts & valid[:, 1:] & valid[:, :-1]
     if bool(restarts.any()):
         warnings.warn(
-            "position_ids restart, but packed documents see each other: they are separate only "
-            "without a cache and an attention_mask; pass use_cache=False and no mask, or "
-            "cu_seq_lens_q and cu_seq_lens_k",
+            "position_ids restart, but packed documents see each other, since a cache or a mask "
+            "hides them; pass cu_seq_lens_q and cu_seq_lens_k, or use_cache=False and no mask",
             stacklevel=4,
         )
 
