@@ -30,7 +30,7 @@ from .layout import BlockLayout, Pass
 from .leaves import EMPTY, FULL, Condition
 from .lower import condition, native_table
 from .selected_on_device import selected_layout, with_slots
-from .terms import disjoint_terms, terms
+from .terms import disjoint_terms, terms, typical
 from .tiles import Axis, Grid, Origin, Ranges, Spans, TilePairs
 
 BLOCK_SIZES = range(16, 257, 16)
@@ -164,7 +164,8 @@ def default_block_size(pattern: Pattern, kv_len: int) -> int:
 def chosen_block_size(pattern: Pattern, frame: Frame, device: torch.device) -> int:
     """Returns the default tokens per tile; on a CPU, a sparse pattern may get less than 128.
 
-    Cost: compiling the layout of a few thousand queries, once per pattern and lengths.
+    Cost: counting pairs in tiles of a few thousand queries, once per kind of pattern and length
+        (`typical`).
     """
     size = default_block_size(pattern, frame.kv_len)
     if device.type != "cpu" or size != _LARGEST or frame.q_len <= 1 or frame.kv_len < _LEAST_KEYS:
@@ -173,12 +174,12 @@ def chosen_block_size(pattern: Pattern, frame: Frame, device: torch.device) -> i
     blockwise = any(isinstance(mask, BlockwiseMask) for mask in joined_masks(rest))
     if blockwise or rest.tensors or rest.restarts is not None or not frame.num_heads:
         return size
-    return _by_density(rest, frame)
+    check_fits(rest, frame)
+    return _by_density(*typical(rest, frame))
 
 
-@lru_cache(1024)
+@lru_cache(256)
 def _by_density(pattern: Pattern, frame: Frame) -> int:
-    check_fits(pattern, frame)
     steps = (grid.step for branch in pattern.branches for grid, _ in terms(branch, _LARGEST))
     sample = max(_SAMPLE, 2 * _LARGEST * max(steps, default=1))
     first = max(0, frame.q_len - sample) // 2 // sample * sample + frame.q_start

@@ -5,9 +5,19 @@ Also groups heads with equal masks, which share tables.
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 
-from ..patterns.algebra import And, Frame, Mask, Not, Or, Pattern, joined_masks
-from ..patterns.positions import Dilated, Packed, SlidingWindow
+from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, joined_masks
+from ..patterns.positions import (
+    Causal,
+    Dilated,
+    Documents,
+    Full,
+    GlobalTokens,
+    Packed,
+    PooledCausal,
+    SlidingWindow,
+)
 from ..patterns.selected import selections_of
 from ..patterns.tree import Nodes, Tree
 from .tiles import Grid
@@ -128,6 +138,66 @@ def _in_nodes(grid: Grid, nodes: Nodes) -> Grid:
     """Cuts tiles in each node of a tree, at multiples of their length in depth."""
     sizes, depths = nodes.start.diff().tolist(), nodes.depth.tolist()
     return replace(grid, documents=tuple(sizes), depths=tuple(depths))
+
+
+def typical(pattern: Pattern, frame: Frame) -> tuple[Pattern, Frame]:
+    """Returns a pattern and lengths of the same kind: sizes are rounded, documents typical.
+
+    What is decided for these holds for all windows, documents and lengths of a kind. A pattern with
+    other masks is its own kind.
+    """
+    length = _rounded(frame.kv_len)
+    branches = tuple(_typical(branch, length) for branch in pattern.branches)
+    if frame.q_start != frame.kv_len - frame.q_len or None in branches:
+        return pattern, frame
+    q_len = length if frame.q_len == frame.kv_len else min(length, _rounded(frame.q_len))
+    alike = Mixture(branches) if len(branches) > 1 else branches[0]  # type: ignore[arg-type]
+    return alike, frame._replace(q_len=q_len, kv_len=length, q_start=length - q_len)  # type: ignore[return-value]
+
+
+def _typical(mask: Mask, length: int) -> Mask | None:
+    """Returns the typical mask of a mask's kind, or None if it has none."""
+    match mask:
+        case And(masks) | Or(masks):
+            parts = tuple(_typical(part, length) for part in masks)
+            return None if None in parts else type(mask)(parts)  # type: ignore[arg-type]
+        case SlidingWindow(left, right, dilation):
+            left, right = (side and _rounded(side) for side in (left, right))
+            return SlidingWindow(left, right, dilation)
+        case GlobalTokens(count, rows, columns):
+            return GlobalTokens(_rounded(count), rows, columns)
+        case Dilated(segment_length, rate, offset):
+            return Dilated(_rounded(segment_length), rate, offset)
+        case Documents() | Packed():
+            number = _rounded(max(sum(n > 0 for n in lengths) for lengths in mask.entries))
+            inner = _typical(mask.pattern, length) if isinstance(mask, Packed) else Full()
+            kind = type(mask).__name__
+            return None if inner is None else _documents(number, length, inner, kind, 0)
+        case Tree(lengths, parents, pattern) if mask._own_batches() is None:
+            edges = [0] * (len(lengths) + 1)  # of each node's path from its root; -1: above a root
+            for node, parent in enumerate(parents):
+                edges[node] = edges[parent] + 1  # type: ignore[call-overload]
+            number, inner = _rounded(len(lengths)), _typical(pattern, length)
+            children = _rounded(round(number ** (1 / max(1, max(edges) - 1))))
+            return None if inner is None else _documents(number, length, inner, "Tree", children)
+    return mask if type(mask) in (Full, Causal, PooledCausal) else None
+
+
+def _rounded(size: int) -> int:
+    """Rounds to two binary digits: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
+    step = 1 << max(0, size.bit_length() - 2)
+    return (size + step // 2) // step * step
+
+
+@lru_cache(256)
+def _documents(number: int, length: int, inner: Mask, kind: str, children: int) -> Mask:
+    """Returns documents, or nodes of a tree, of many lengths, from short to twice the mean."""
+    ends = [length * i * i // number**2 for i in range(number + 1)] if number else [0, length]
+    lengths = tuple(map(int.__sub__, ends[1:], ends))
+    if kind == "Tree":
+        parents = ((node - 1) // children if node else -1 for node in range(len(lengths)))
+        return Tree(lengths, tuple(parents), inner)
+    return Packed(lengths, inner) if kind == "Packed" else Documents(lengths)
 
 
 def distinct_heads(pattern: Pattern, frame: Frame) -> Heads:

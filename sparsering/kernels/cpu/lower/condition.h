@@ -45,6 +45,7 @@ class Condition {
     } else if (kind_ == kOnPath) {
       for (int i = 0; i < 4; ++i) held_.push_back(in.next_tensor());
     }
+    for (const at::Tensor& x : held_) data_.push_back(x.const_data_ptr<int64_t>());
     if (kind_ == kSameDocument || kind_ == kPerDocument || kind_ == kOnPath) index_ranges();
     if (kind_ == kOnPath) index_nodes();
     const bool joint = kind_ == kAllOf || kind_ == kAnyOf;
@@ -61,7 +62,7 @@ class Condition {
         return (q.first + k.first >= c) + (q.second + k.second >= c);
       }
       case kInKeys: {
-        const int64_t most = held_[0].numel() - 1, *below = held_[0].const_data_ptr<int64_t>();
+        const int64_t most = held_[0].numel() - 1, *below = data_[0];
         const int64_t count = below[std::clamp<int64_t>(x.k.last + 1, 0, most)] -
                               below[std::clamp<int64_t>(x.k.first, 0, most)];
         return (count > 0) + (count == x.k.last - x.k.first + 1);
@@ -200,7 +201,7 @@ class Condition {
       }
       case kInKeys: {
         if (k == latest_tile_) return latest_bits_;  // it is the same for all queries
-        const int64_t *below = held_[0].const_data_ptr<int64_t>(), most = held_[0].numel() - 1;
+        const int64_t *below = data_[0], most = held_[0].numel() - 1;
         latest_tile_ = k;
         return latest_bits_ = keys_where(
                    k, [&](int64_t x) { return x >= 0 && x < most && below[x + 1] > below[x]; });
@@ -240,9 +241,9 @@ class Condition {
         Bits bits;
         const int64_t own = range_of(p);
         if (own < 0 || own >= ranges()) return bits;
-        const int64_t* depth = held_[1].const_data_ptr<int64_t>();
-        const int64_t* enter = held_[2].const_data_ptr<int64_t>();
-        const int64_t* leave = held_[3].const_data_ptr<int64_t>();
+        const int64_t* depth = data_[1];
+        const int64_t* enter = data_[2];
+        const int64_t* leave = data_[3];
         const int64_t first = std::max<int64_t>(range_of(k.first), 0);
         const int64_t last = std::min(range_of(k.last), ranges() - 1);
         for (int64_t node = first; node <= last; ++node) {
@@ -280,7 +281,7 @@ class Condition {
       const int64_t begin = std::clamp<int64_t>(tokens.first, 0, most);
       const int64_t end = std::clamp<int64_t>(tokens.last, 0, most);
       first = tree.range_of(begin), last = tree.range_of(end);
-      const int64_t* depth = tree.held_[1].const_data_ptr<int64_t>();
+      const int64_t* depth = tree.data_[1];
       low = begin + depth[first] - tree.starts()[first];
       high = end + depth[last] - tree.starts()[last];
       several = last > first;
@@ -323,7 +324,7 @@ class Condition {
   }
 
   const int64_t* starts() const {
-    return held_[0].const_data_ptr<int64_t>();
+    return data_[0];
   }
   int64_t ranges() const {
     return held_[0].numel() - 1;
@@ -359,12 +360,12 @@ class Condition {
   }
 
   void index_nodes() {
-    const int64_t* depth = held_[1].const_data_ptr<int64_t>();
+    const int64_t* depth = data_[1];
     depth_ = RangeMax(ranges(), [&](int64_t i) { return -depth[i]; });
     end_ = RangeMax(ranges(), [&](int64_t i) { return depth[i] + starts()[i + 1] - starts()[i]; });
     for (int sign : {-1, 1}) {
-      const int64_t* enter = held_[2].const_data_ptr<int64_t>();
-      const int64_t* leave = held_[3].const_data_ptr<int64_t>();
+      const int64_t* enter = data_[2];
+      const int64_t* leave = data_[3];
       enter_[sign > 0] = RangeMax(ranges(), [&](int64_t i) { return sign * enter[i]; });
       leave_[sign > 0] = RangeMax(ranges(), [&](int64_t i) { return sign * leave[i]; });
     }
@@ -375,6 +376,7 @@ class Condition {
   int64_t kind_;
   int64_t c_[4] = {};
   std::vector<at::Tensor> held_;
+  std::vector<const int64_t*> data_;  // of the tensors in `held_`
   std::vector<Condition> parts_;
   mutable Side latest_tile_{0, -1, 1};  // of kInKeys, with its bits
   mutable Bits latest_bits_;
