@@ -48,10 +48,10 @@ _OPENMP = _load_openmp()
 @contextmanager
 def one_thread() -> Iterator[None]:
     """Runs the torch operators of the calling thread on one core; other threads keep theirs."""
-    threads = torch.get_num_threads()
-    if _OPENMP is None or threads == 1:
+    if _OPENMP is None or torch.get_num_threads() == 1:
         yield
         return
+    threads = _OPENMP.omp_get_max_threads()
     _OPENMP.omp_set_num_threads(1)
     try:
         yield
@@ -137,6 +137,6 @@ def bytes_held(value: Any) -> int:
         else:
             total += _OBJECT_BYTES
             if kind.__module__.startswith(_PACKAGE) and hasattr(x, "__dict__"):
-                total += sys.getsizeof(vars(x))
+                total += 16 * len(vars(x))
                 waiting += vars(x).values()
     return total
