@@ -133,7 +133,10 @@ def bytes_held(value: Any) -> int:
             waiting += x.values()
         elif isinstance(x, tuple | list | set | frozenset):
             total += sys.getsizeof(x)
-            waiting += x
+            if isinstance(x, tuple) and x and type(x[0]) is int:  # such as lengths of documents
+                total += _NUMBER_BYTES * len(x)
+            else:
+                waiting += x
         else:
             total += _OBJECT_BYTES
             if kind.__module__.startswith(_PACKAGE) and hasattr(x, "__dict__"):

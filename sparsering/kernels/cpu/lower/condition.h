@@ -119,8 +119,7 @@ class Condition {
   // The keys of a tile, at most 256, that the query at position p sees; bits past them are 0.
   Bits row(int64_t p, const Side& k) const {
     Bits bits = row_past(p, k);
-    bits &= Bits::range(0, (k.last - k.first) / k.step + 1);
-    return bits;
+    return bits &= Bits::range(0, (k.last - k.first) / k.step + 1);
   }
 
   // Appends the integers; `number` is of this pair of tiles alone.

@@ -38,16 +38,11 @@ struct Bits {
 
   // The bits from `first` up to `stop`, exclusive; both may lie outside.
   static Bits range(int64_t first, int64_t stop) {
-    Bits x;
-    for (int64_t i = 0; i < 4; ++i) {
-      const int64_t low = std::clamp<int64_t>(first - 64 * i, 0, 64);
-      const int64_t high = std::clamp<int64_t>(stop - 64 * i, 0, 64);
-      if (high > low) x.words[i] = ~uint64_t{0} >> (64 - (high - low)) << low;
-    }
-    return x;
+    Bits x = kPrefix[std::clamp<int64_t>(stop, 0, 256)];
+    return x &= ~kPrefix[std::clamp<int64_t>(first, 0, 256)];
   }
   static Bits all_or_none(bool all) {
-    return range(0, all ? 256 : 0);
+    return kPrefix[all ? 256 : 0];
   }
 
   void set(int64_t i) {
@@ -69,7 +64,18 @@ struct Bits {
     for (const uint64_t x : words) sum += std::popcount(x);
     return sum;
   }
+
+  static const std::array<Bits, 257> kPrefix;  // kPrefix[n]: the first n bits
 };
+
+inline const std::array<Bits, 257> Bits::kPrefix = [] {
+  std::array<Bits, 257> x{};
+  for (int n = 1; n <= 256; ++n) {
+    x[n] = x[n - 1];
+    x[n].set(n - 1);
+  }
+  return x;
+}();
 
 struct Pair {
   Side q, k;
