@@ -116,7 +116,7 @@ def _pass_over(
         longest=(longest, min(longest, 1)),
         branch=number,
     )
-    vars(p)["transposed_bitmaps"] = bitmaps
+    Pass.transposed_bitmaps.store(p, bitmaps)
     return p
 
 

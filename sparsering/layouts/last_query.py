@@ -98,7 +98,7 @@ class _Page:
         # Decoding does not need the number of pairs, so it is NaN.
         layout = BlockLayout(frame, self.layout.block_size, tuple(passes), math.nan)
         of_query = tuple(row[index] for row in self.row_of)
-        vars(layout)["launches"] = self.launches.setdefault(of_query, {})
+        layout.memo["launches"] = self.launches.setdefault(of_query, {})
         device = self.stops[0].device if self.stops else torch.device("cpu")
         if not capturing(device):  # memory of a captured graph is empty until the graph runs
             self.latest = frame, (layout, tuple(slots)), Built.now(device)

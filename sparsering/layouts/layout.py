@@ -59,6 +59,11 @@ class Pass:
     key_depth: Tensor | None = None  # [S, key tiles] first positions for distances; None: equal
     stream: Tensor | None = None  # [S, query tiles] index of the dropout seed; None: all 0
     slot: Tensor | None = None  # [B or 1, H or 1, entries] int64 place in a selection's indices
+    # values that other files derive from the pass, by name; copies and pickles begin without any
+    memo: dict[Hashable, Any] = field(default_factory=dict, init=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "memo": {}}
 
     def coordinates(self, q_start: int) -> tuple[Tensor, Tensor]:
         """Returns the position of the first token of each query tile and key tile, [S, tiles].
@@ -113,8 +118,8 @@ class Pass:
     def like(self, **changes: Any) -> "Pass":
         """Returns a copy with some fields replaced, which shares the transposed bitmaps."""
         other = replace(self, **changes)
-        if "transposed_bitmaps" in vars(self):
-            vars(other)["transposed_bitmaps"] = self.transposed_bitmaps
+        if (turned := Pass.transposed_bitmaps.stored(self)) is not None:
+            Pass.transposed_bitmaps.store(other, turned)
         return other
 
     def of_entries(self, entries: Tensor) -> "Pass":
@@ -132,7 +137,7 @@ class Pass:
 
         If `cut` made this pass, it is the argument `whole` of `cut`. Otherwise it is this pass.
         """
-        whole: Pass = vars(self).get("_whole", self)
+        whole: Pass = self.memo.get("whole", self)
         return whole
 
     def cut(self, query_stop: Tensor, key_stop: Tensor, whole: "Pass") -> "Pass":
@@ -141,7 +146,7 @@ class Pass:
         `whole` has the same pairs of tiles, and bitmaps for all those that a cut may shorten.
         """
         other = self.like(query_stop=query_stop, key_stop=key_stop)
-        vars(other)["_whole"] = whole
+        other.memo["whole"] = whole
         return other
 
     def from_slot(self, slot: int, block_size: int) -> "Pass":
@@ -152,7 +157,7 @@ class Pass:
 
     def to(self, device: torch.device) -> "Pass":
         """Returns a copy on a device; the host does not wait for a GPU."""
-        values: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(self)}
+        values: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(self) if x.init}
         tensors = {name: x for name, x in values.items() if isinstance(x, Tensor)}
         return Pass(**values | {name: moved(x, device) for name, x in tensors.items()})
 
@@ -168,7 +173,8 @@ class BlockLayout:
         pairs: number of (query, key) pairs, mean over batch entries and query heads; a tensor if
             it is computed on the device.
         built: point of a CUDA stream at which the tables are complete; other streams wait for it.
-        launches: kernel launches prepared for this layout, by a key that describes the call.
+        memo: values that kernels derive from the layout, such as prepared launches, by name. Copies
+            and pickles begin without any: some hold compiled kernels.
     """
 
     frame: Frame
@@ -176,11 +182,10 @@ class BlockLayout:
     passes: tuple[Pass, ...]
     pairs: float | Tensor
     built: Built | None = field(default=None, kw_only=True)
-    launches: dict[Hashable, Any] = field(default_factory=dict, init=False)
+    memo: dict[Hashable, Any] = field(default_factory=dict, init=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out launches: they hold compiled kernels, which no copy or pickle can take."""
-        return {**vars(self), "launches": {}}
+        return {**vars(self), "memo": {}}
 
     def build_tables(self, backward: bool) -> None:
         """Builds tables that kernels would build on first use; `backward` adds the transposes."""
@@ -194,15 +199,17 @@ class BlockLayout:
         """Returns a copy safe to share across CUDA streams; builds shared tables first."""
         if device.type == "cpu":
             return self
-        counts = {"entry_counts": self.entry_counts, "first_entry": self.first_entry}
+        counts, first = self.entry_counts, self.first_entry
         copy = replace(self, built=Built.now(device))
-        vars(copy).update(counts)
+        BlockLayout.entry_counts.store(copy, counts)
+        BlockLayout.first_entry.store(copy, first)
         return copy
 
     def ready(self) -> "BlockLayout":
         """Makes the current CUDA stream wait until the tables are complete; returns the layout."""
         if self.built is not None:
-            computed = (vars(self).get(name) for name in ("entry_counts", "first_entry"))
+            tables = BlockLayout.entry_counts, BlockLayout.first_entry
+            computed = (table.stored(self) for table in tables)
             of_passes = (x for p in self.passes for x in p.tensors())
             self.built.wait(chain((x for x in computed if x is not None), of_passes))
         return self
@@ -266,7 +273,7 @@ class BlockLayout:
     def nbytes(self) -> int:
         """Bytes of tables, bitmaps and transposes built so far; shared tensors count once."""
         tensors = [t for p in self.passes for t in p.tensors()]
-        tensors += [t for p in self.passes if "transpose" in vars(p) for t in p.transpose]
+        tensors += [t for p in self.passes for t in Pass.transpose.stored(p) or ()]
         return sum({t.data_ptr(): t.numel() * t.element_size() for t in tensors}.values())
 
     def entries(self, batch: int = 0, head: int = 0) -> Tensor:

@@ -105,6 +105,14 @@ class once(Generic[Owner, Value]):  # noqa: N801 - used as `property` is
         stored: Value = vars(instance).setdefault(self.name, value)
         return stored
 
+    def stored(self, instance: Owner) -> Value | None:
+        """Returns the value that the instance stores, or None before its first use."""
+        return vars(instance).get(self.name)
+
+    def store(self, instance: Owner, value: Value) -> None:
+        """Stores a value that the caller has already, so that `make` is not called."""
+        vars(instance)[self.name] = value
+
 
 def bytes_held(value: Any) -> int:
     """Estimates the bytes of a value: tensors, containers, and objects of this package.

@@ -1,7 +1,7 @@
 """Calls the compiled kernel: converts problems to the arguments of its operators."""
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -168,14 +168,14 @@ def _is_walked(problem: Problem, p: Pass) -> int:
     """Returns 1 if the kernel loops over a pass's key tiles (walk/visits.h), else 0."""
     if _needs_query_walk(problem) or not p.key_tile.numel():
         return 0
-    shape: tuple[tuple[int, int], float] | None = vars(p).get("_walked_shape")
+    shape: tuple[tuple[int, int], float] | None = p.memo.get("walked shape")
     if shape is None:
         queries, keys = (
             int(tile_counts(start, stop, p.step, problem.layout.block_size).max())
             for start, stop in ((p.query_start, p.query_stop), (p.key_start, p.key_stop))
         )
         shape = (queries, keys), float(p.num_entries.double().mean())
-        vars(p)["_walked_shape"] = shape
+        p.memo["walked shape"] = shape
     longest, entries = shape
     tiles, frame = (p.query_start.shape[1], p.key_start.shape[1]), problem.layout.frame
     group = frame.num_heads / max(1, frame.num_kv_heads)
@@ -205,25 +205,14 @@ def _needs_query_walk(problem: Problem) -> bool:
     return any(extra is not None for extra in extras)
 
 
-class _CheckedLayout(NamedTuple):
-    """The kernel's C++ object for a layout (`passes`), whose tables the kernel has checked.
-
-    Calls without extras reuse it and skip the checks. A copy or pickle becomes the number 0.0, so
-    the next call builds a new object.
-    """
-
-    scale: float
-    passes: Tensor
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return float, ()
-
-
 def _checked_layout(problem: Problem) -> Tensor:
-    """Returns the kernel's C++ object for a layout's passes, and caches it in the layout."""
+    """Returns the kernel's C++ object for a layout, whose tables it has checked; caches it.
+
+    Calls without extras reuse it and skip the checks.
+    """
     layout, scale = problem.layout, problem.scale
-    cached = vars(layout).get("_checked_layout")
-    if type(cached) is not _CheckedLayout or cached.scale != scale:
+    cached: tuple[float, Tensor] | None = layout.memo.get("checked layout")
+    if cached is None or cached[0] != scale:
         passes = layout.passes
         checked = library().lay(
             [x for p in passes for x in _tables(p)],
@@ -234,8 +223,8 @@ def _checked_layout(problem: Problem) -> Tensor:
             scale,
             [_is_walked(problem, p) for p in passes],
         )
-        cached = vars(layout)["_checked_layout"] = _CheckedLayout(scale, checked)
-    return cached.passes
+        cached = layout.memo["checked layout"] = scale, checked
+    return cached[1]
 
 
 @cache

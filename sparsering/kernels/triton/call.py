@@ -359,12 +359,13 @@ def _kept(
     layout: BlockLayout, kind: tuple[object, ...], build: Callable[[], Any], device: torch.device
 ) -> Any:
     """Returns `build()`, cached in the layout under `kind` unless a CUDA graph is captured."""
-    if (found := layout.launches.get(kind)) is None:
+    launches = layout.memo.setdefault("launches", {})
+    if (found := launches.get(kind)) is None:
         found = build()
         if not capturing(device):  # in a capture, tables have no values until the replay
-            if len(layout.launches) >= _MOST_KINDS:
-                layout.launches.clear()
-            layout.launches[kind] = found
+            if len(launches) >= _MOST_KINDS:
+                launches.clear()
+            launches[kind] = found
     return found
 
 

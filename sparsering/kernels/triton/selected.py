@@ -168,7 +168,7 @@ def _built(
         1, query_start, query_stop, key_start, key_stop, row_ptr, key_tile, bitmap, of_pairs,
         covers=(True, True), longest=(width, num_tiles), slot=slot,
     )  # fmt: skip
-    vars(p)["transposed_bitmaps"] = turned
+    Pass.transposed_bitmaps.store(p, turned)
     w = Walk(units, start, count, bitmap, entry, new(batch, heads, 0, 3), 0, of_pairs, built=built)
     by_query = partial(_cut, w._replace(built=None), spans)
     names = "tokens", "q_start", "q_stop", "num_tiles", "num_keys", "width", "tables", "TILE"

@@ -127,7 +127,7 @@ def _wait(p: Pass, w: Walk) -> None:
 
     def shared() -> Iterator[Tensor]:
         yield from (x for x in w if isinstance(x, Tensor))
-        yield from p.transpose if "transpose" in vars(p) else ()
+        yield from Pass.transpose.stored(p) or ()
         yield p.num_entries
 
     if w.built is not None:
