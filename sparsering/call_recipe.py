@@ -5,41 +5,42 @@ autograd records the call, but not on the values in query, key and value.
 """
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .checks import autocast_inputs, check_inputs, checked_integer_or_none, checked_scale, kind_of
-from .dispatch import BACKENDS, Backend, choose
+from .checks import (
+    autocast_inputs,
+    check_batch,
+    check_inputs,
+    checked_integer_or_none,
+    checked_scale,
+    kind_of,
+)
+from .dispatch import BACKENDS, Backend, block_size_of, choose
 from .extras import NO_EXTRAS, checked_extras
 from .kernels.triton import interpreting
-from .patterns.algebra import Frame, Pattern
+from .pairs import frame_of
+from .patterns.algebra import Frame, Pattern, check_fits
+from .patterns.keys import KeyMasks, without_key_masks
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 LayoutKey = tuple[str, Pattern, Frame, int, torch.device]
 """Arguments of `ops._layout`: backend, pattern, frame, block size and device."""
 
 
-@dataclass(slots=True, eq=False)
-class CallRecipe:
+class CallRecipe(NamedTuple):
     """Decisions about how a call runs; equal calls reuse them until `BACKENDS` changes."""
 
     backend: str
     scale: float
     q_start: int
-    block_size: int | None = None  # tokens per tile, None if the caller does not choose
+    block_size: int | None = None  # tokens per tile; None if each call chooses it
     plain: bool = False  # True if no compiler, tracer, profiler, mode or transform observes it
     learns: bool = False  # True if autograd records query, key or value
-    layout_key: LayoutKey | None = None  # set by the first call, if the pattern has no tensors
-    direct: bool = False  # True if the backend needs only a layout: no extras, masks or gradients
+    layout_key: LayoutKey | None = None  # if a layout is all it needs: no extras, masks, gradients
     table: tuple[Backend, ...] = ()  # `BACKENDS` at the time of the decision
-
-    @property
-    def tile_size(self) -> int | None:
-        """Tokens per tile: the block size of `layout_key` or, until it is set, `block_size`."""
-        return self.block_size if self.layout_key is None else self.layout_key[3]
 
 
 _MOST = 256  # largest number of recipes in the cache
@@ -54,6 +55,7 @@ def recipe_of(
     pattern: Pattern,
     choices: tuple[Any, Any, Any, Any],
     extras: Mapping[str, Any],
+    in_cache: bool = False,
 ) -> tuple[CallRecipe, Inputs, dict[str, Any]]:
     """Checks a call and returns how it runs: (recipe, (query, key, value), extras).
 
@@ -63,8 +65,9 @@ def recipe_of(
     Args:
         choices: `attention`'s backend, scale, q_start and block_size.
         extras: all other options of the call, {} if none is in use.
+        in_cache: True if the inputs are only new tokens: the recipe then fixes no layout.
     """
-    kind = _kind(query, key, value, pattern, choices, extras)
+    kind = _kind(query, key, value, pattern, choices, extras, in_cache)
     recipe = None if kind is None else _recipes.get(kind)
     backend, scale, q_start, block_size = choices
     if recipe is not None and recipe.table == tuple(BACKENDS.values()):
@@ -74,12 +77,38 @@ def recipe_of(
     inputs, call, options = checked_call(query, key, value, pattern, **call, **extras)
     recipe = CallRecipe(choose(backend, inputs, options, pattern, call["q_start"]), **call)
     if kind is not None:
-        recipe.plain, recipe.learns, recipe.table = True, kind[0][-1], tuple(BACKENDS.values())
+        recipe = recipe._replace(plain=True, learns=kind[0][-1], table=tuple(BACKENDS.values()))
+        if BACKENDS[recipe.backend].backward and not pattern.tensors and not in_cache:
+            layout_key, masks = layout_key_of(recipe, *inputs[:2], pattern, options)
+            check_fits(*layout_key[1:3])
+            is_bare = not (masks or recipe.learns) and all(x is None for x in options.values())
+            direct = layout_key if is_bare else None
+            recipe = recipe._replace(block_size=layout_key[3], layout_key=direct)
         if len(_recipes) >= _MOST:
             for oldest in list(_recipes)[:1]:
                 _recipes.pop(oldest, None)  # no KeyError if another thread removed it
         _recipes[kind] = recipe
     return recipe, inputs, options
+
+
+def layout_key_of(
+    recipe: CallRecipe, query: Tensor, key: Tensor, pattern: Pattern, extras: Mapping[str, Any]
+) -> tuple[LayoutKey, KeyMasks]:
+    """Returns the arguments of `ops._layout`, and the key masks that the backend takes as data.
+
+    So a new key mask needs no new layout. With a block bias, the layout has the key masks too,
+    because the bias has a number for each visited block of the whole pattern.
+    """
+    check_batch(pattern, query.shape[0])
+    masks: KeyMasks = ()
+    if "key_mask" in BACKENDS[recipe.backend].extras:
+        rest, masks = without_key_masks(pattern)
+        pattern = rest if extras["block_bias"] is None else pattern
+    frame = frame_of(query, key, recipe.q_start)
+    size = recipe.block_size
+    if size is None:
+        size = block_size_of(recipe.backend, pattern, query, frame)
+    return (recipe.backend, pattern, frame, size, query.device), masks
 
 
 def _kind(
@@ -89,6 +118,7 @@ def _kind(
     pattern: object,
     choices: tuple[Any, ...],
     extras: Mapping[str, Any],
+    in_cache: bool,
 ) -> tuple[Any, ...] | None:
     """Returns the dictionary key of a call's recipe, or None if no other call can share it.
 
@@ -109,7 +139,8 @@ def _kind(
         in_use = tuple(name for name, x in extras.items() if x is not None and name != unused)
     interpreted = (choices[0] == "triton" or tensors[4].type != "cpu") and interpreting()
     pattern_key = type(pattern) if pattern.tensors else pattern
-    return tensors, pattern_key, choices, types, in_use, interpreted  # `types` tells 1 from True
+    # `types` tells 1 from True
+    return tensors, pattern_key, choices, types, in_use, interpreted, in_cache
 
 
 _COMPARED = frozenset((type(None), int, float, str))  # types that `_kind` accepts in `choices`

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .call_recipe import CallRecipe, Inputs, LayoutKey
-from .checks import check_batch, check_bias, needs_operator, refuse_forward_mode
+from .call_recipe import CallRecipe, Inputs, layout_key_of
+from .checks import check_bias, needs_operator, refuse_forward_mode
 from .differentiable import differentiable, transforming
-from .dispatch import BACKENDS, Backend, block_size_of
+from .dispatch import BACKENDS, Backend
 from .extras import NO_EXTRAS
 from .kernels.problem import Problem
 from .kernels.reference import reference_attention
@@ -24,10 +24,10 @@ from .layouts.cache import layout_cache
 from .layouts.last_query import last_query_layout
 from .layouts.layout import BlockLayout, stretched
 from .numerics import entry_of_distance, finite_or_zero, sum_dtype, without_autocast
-from .pairs import distances_op, frame_of, kept_by_branch, pair_counts_op, slots_op
-from .patterns.algebra import Frame, Pattern, check_fits
+from .pairs import distances_op, kept_by_branch, pair_counts_op, slots_op
+from .patterns.algebra import Frame, Pattern
 from .patterns.expression import parse, parse_owned
-from .patterns.keys import KeyMasks, check_key_masks, key_mask, without_key_masks
+from .patterns.keys import check_key_masks, key_mask
 from .patterns.selected import selections_of
 from .streams import OUTSIDE_CUDA_GRAPHS
 
@@ -47,16 +47,10 @@ def attend(
     autograd nor a compiler observes. A backend without `backward` runs as plain torch.
     """
     inputs, backend = (query, key, value), BACKENDS[recipe.backend]
-    if recipe.direct and recipe.layout_key is not None and backend.forward is not None:
+    if recipe.layout_key is not None and backend.forward is not None:
         layout, slots = _layout(*recipe.layout_key)
         problem = Problem(layout, *inputs, recipe.scale, slots=slots)
         return backend.forward(problem if backend.reads_slots else problem.in_first_slots())
-    if recipe.plain and recipe.layout_key is None and backend.backward and not pattern.tensors:
-        layout_key, masks = _layout_key(recipe, query, key, pattern, extras)
-        check_fits(*layout_key[1:3])
-        is_bare = not masks and all(x is None for x in extras.values())
-        recipe.direct = is_bare and not recipe.learns
-        recipe.layout_key = layout_key
     if pattern.tensors and not torch.compiler.is_compiling():
         remember(pattern)
     if backend.backward is not None:
@@ -68,7 +62,7 @@ def attend(
             return _attention(
                 query=query, key=key, value=value, tensors=pattern.tensors,
                 pattern=pattern.expression, scale=recipe.scale, q_start=recipe.q_start,
-                block_size=recipe.tile_size, backend=recipe.backend,
+                block_size=recipe.block_size, backend=recipe.backend,
                 **{"slot_bias": None, **extras},
             )  # fmt: skip
     elif backend.forward is not None and not recipe.plain and transforming():
@@ -200,7 +194,7 @@ def _problem(
     """Builds the `Problem` of a call from its layout and extras."""
     (query, key, _), options = inputs, dict(extras)
     slot_bias = options.pop("slot_bias", None)
-    layout_key, masks = _layout_key(recipe, query, key, pattern, extras)
+    layout_key, masks = layout_key_of(recipe, query, key, pattern, extras)
     if masks:
         check_key_masks(masks, len(query), key.shape[2])
         options["key_mask"] = key_mask(masks, key.shape[2], query.device)
@@ -240,26 +234,6 @@ def _slot_gradient(grad: Tensor, layout: BlockLayout, slot_bias: Tensor) -> Tens
     return by_slot.scatter_add_(-1, slot % by_slot.shape[2], grad)[..., :-1].contiguous()
 
 
-def _layout_key(
-    recipe: CallRecipe, query: Tensor, key: Tensor, pattern: Pattern, extras: Mapping[str, Any]
-) -> tuple[LayoutKey, KeyMasks]:
-    """Returns the arguments of `_layout`, and the key masks that the backend takes as data.
-
-    So a new key mask needs no new layout. With a block bias, the layout has the key masks too,
-    because the bias has a number for each visited block of the whole pattern.
-    """
-    check_batch(pattern, query.shape[0])
-    masks: KeyMasks = ()
-    if "key_mask" in BACKENDS[recipe.backend].extras:
-        rest, masks = without_key_masks(pattern)
-        pattern = rest if extras["block_bias"] is None else pattern
-    frame = frame_of(query, key, recipe.q_start)
-    size = recipe.tile_size
-    if size is None:
-        size = block_size_of(recipe.backend, pattern, query, frame)
-    return (recipe.backend, pattern, frame, size, query.device), masks
-
-
 def _layout(
     backend: str, pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]]:
@@ -286,7 +260,7 @@ def _reference(
         if p is not None:
             factor = pair_counts_op(*call, p, seed).to(dtype) / counts.clamp(min=1)
     else:
-        layout_key, _ = _layout_key(recipe, query, key, pattern, extras)
+        layout_key, _ = layout_key_of(recipe, query, key, pattern, extras)
         branches = list(range(len(pattern.branches)))
         if block_bias is not None:
             layout = layout_cache.layout(*layout_key[1:])
@@ -332,7 +306,7 @@ def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int
     """Counts FLOPs: each pair has `by_head_dim` dot products over D, `by_value_dim` over Dv."""
     query, key, value, *_ = arguments
     recipe, pattern, extras = _parsed_call(arguments[: len(_NAMES)])
-    layout_key, _ = _layout_key(recipe, query, key, pattern, extras)
+    layout_key, _ = layout_key_of(recipe, query, key, pattern, extras)
     pairs = (
         query.shape[0] * query.shape[1] * layout_cache.layout(pattern, *layout_key[2:]).num_pairs
     )

@@ -33,7 +33,7 @@ ROOMS = {
     "extras": "checks dropout patterns",
     "differentiable": "checks patterns numerics streams",
     "pairs": "differentiable checks dropout patterns",
-    "call_recipe": "dispatch extras checks kernels patterns",
+    "call_recipe": "pairs dispatch extras checks kernels patterns",
     "ops": "call_recipe pairs dispatch differentiable extras checks kernels layouts patterns "
     "numerics streams",
     "functional": "ops call_recipe dispatch checks patterns",

@@ -295,7 +295,9 @@ class KVCache:
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         state, call = self._state, (backend, scale, None, block_size)
-        recipe, inputs, extras = recipe_of(query, key, value, state.pattern, call, options)
+        recipe, inputs, extras = recipe_of(
+            query, key, value, state.pattern, call, options, in_cache=True
+        )
         if state.page.recipe is not recipe:
             self._check(query, key, value)
             self._check_dtype(inputs[1])
