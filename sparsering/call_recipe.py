@@ -19,7 +19,7 @@ from .checks import (
     kind_of,
 )
 from .dispatch import BACKENDS, Backend, block_size_of, choose
-from .extras import NO_EXTRAS, checked_extras
+from .extras import NO_EXTRAS, Extras, checked_extras
 from .kernels.triton import interpreting
 from .pairs import frame_of
 from .patterns.algebra import Frame, Pattern, check_fits
@@ -56,7 +56,7 @@ def recipe_of(
     choices: tuple[Any, Any, Any, Any],
     extras: Mapping[str, Any],
     in_cache: bool = False,
-) -> tuple[CallRecipe, Inputs, dict[str, Any]]:
+) -> tuple[CallRecipe, Inputs, Extras]:
     """Checks a call and returns how it runs: (recipe, (query, key, value), extras).
 
     Calls with equal shapes, dtypes, device, pattern and options share a recipe, so that only the
@@ -71,17 +71,17 @@ def recipe_of(
     recipe = None if kind is None else _recipes.get(kind)
     backend, scale, q_start, block_size = choices
     if recipe is not None and recipe.table == tuple(BACKENDS.values()):
-        options = checked_extras(query, pattern, block_size, key, **extras) if extras else NO_EXTRAS
+        options = checked_extras(query, key, pattern, block_size, **extras) if extras else NO_EXTRAS
         return recipe, (query, key, value), options
     call = {"scale": scale, "q_start": q_start, "block_size": block_size}
     inputs, call, options = checked_call(query, key, value, pattern, **call, **extras)
-    recipe = CallRecipe(choose(backend, inputs, options, pattern, call["q_start"]), **call)
+    recipe = CallRecipe(choose(backend, inputs, options.in_use, pattern, call["q_start"]), **call)
     if kind is not None:
         recipe = recipe._replace(plain=True, learns=kind[0][-1], table=tuple(BACKENDS.values()))
         if BACKENDS[recipe.backend].backward and not pattern.tensors and not in_cache:
             layout_key, masks = layout_key_of(recipe, *inputs[:2], pattern, options)
             check_fits(*layout_key[1:3])
-            is_bare = not (masks or recipe.learns) and all(x is None for x in options.values())
+            is_bare = not (masks or recipe.learns or options.in_use)
             direct = layout_key if is_bare else None
             recipe = recipe._replace(block_size=layout_key[3], layout_key=direct)
         if len(_recipes) >= _MOST:
@@ -92,7 +92,7 @@ def recipe_of(
 
 
 def layout_key_of(
-    recipe: CallRecipe, query: Tensor, key: Tensor, pattern: Pattern, extras: Mapping[str, Any]
+    recipe: CallRecipe, query: Tensor, key: Tensor, pattern: Pattern, extras: Extras
 ) -> tuple[LayoutKey, KeyMasks]:
     """Returns the arguments of `ops._layout`, and the key masks that the backend takes as data.
 
@@ -156,7 +156,7 @@ def checked_call(
     q_start: int | None = None,
     block_size: int | None = None,
     **extras: Any,
-) -> tuple[Inputs, dict[str, Any], dict[str, Any]]:
+) -> tuple[Inputs, dict[str, Any], Extras]:
     """Checks a call; returns (query, key, value), {scale, q_start, block_size}, and the extras."""
     check_inputs(query, key, value, pattern)
     scale = checked_scale(scale, query)
@@ -168,4 +168,4 @@ def checked_call(
         "q_start": key.shape[2] - query.shape[2] if q_start is None else q_start,
         "block_size": block_size,
     }
-    return (query, key, value), call, checked_extras(query, pattern, block_size, key, **extras)
+    return (query, key, value), call, checked_extras(query, key, pattern, block_size, **extras)

@@ -1,8 +1,8 @@
 """Table of backends, and the choice of the backend that runs a call."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -95,7 +95,7 @@ def backends() -> dict[str, list[str]]:
 def choose(
     backend: str | None,
     tensors: Sequence[Tensor],
-    options: Mapping[str, Any] | None = None,
+    options: Iterable[str] = (),
     pattern: Pattern | None = None,
     q_start: int = 0,
 ) -> str:
@@ -103,7 +103,7 @@ def choose(
 
     Args:
         tensors: query, key and value.
-        options: the extras of the call; the value of an unused extra is None.
+        options: names of the extras that the call uses.
         pattern: the pattern; None skips the check by the backend's `refuses`.
         q_start: position of the first query.
 
@@ -133,16 +133,16 @@ def is_default(name: str) -> bool:
 def reasons_against(
     name: str,
     tensors: Sequence[Tensor],
-    options: Mapping[str, Any] | None = None,
+    options: Iterable[str] = (),
     pattern: Pattern | None = None,
     q_start: int = 0,
 ) -> list[str]:
     """Returns why a backend cannot run a call, with arguments as in `choose`; [] if it can."""
     backend = BACKENDS[name]
     reasons = list(backend.reasons(*tensors))
-    for option, x in (options or {}).items():
+    for option in options:
         extra = "block_bias" if option == "slot_bias" else option  # kernels get it as a block bias
-        if x is not None and extra not in backend.extras:
+        if extra not in backend.extras:
             able = [other for other, its in BACKENDS.items() if extra in its.extras]
             reasons.append(f"it has no {option} ({', '.join(able)} have it)")
     if pattern is not None and backend.refuses is not None:

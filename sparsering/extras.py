@@ -1,10 +1,13 @@
-"""Checks the extras of a call: the options, besides `scale`, that change its scores or weights.
+"""The extras of a call: the options, besides `scale`, that change its scores or weights.
 
+Each has a row in `OPTIONS`, at the end; operators, rings and caches derive their options from it.
 Extras apply in this order: softcap, distance and block bias, the pattern, softmax, sink, dropout.
 """
 
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,9 +19,87 @@ from .patterns.arguments import checked_integer, shortened
 from .patterns.selected import selections_of
 from .patterns.tree import check_distances
 
-NAMES = ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed")
-NO_EXTRAS: dict[str, Any] = dict.fromkeys(NAMES)
-"""Extra fields of `Problem` for a call without extras: all are None."""
+
+class Option(NamedTuple):
+    """A row of `OPTIONS`."""
+
+    schema: str  # type in the schema of an operator
+    by: str  # the call, head, query, key, distance, block or slot that has a number of its own
+    check: Callable[[Any, "_Call"], Any]  # converts the argument to a field of `Problem`
+    learns: bool = False  # True if it gets a gradient
+
+
+class _Call(NamedTuple):
+    query: Tensor
+    key: Tensor
+    pattern: Pattern
+    block_size: int | None
+    options: Collection[str]  # names of the options in use
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """Checked extras of a call: `in_use` has fields of `Problem` and `slot_bias`, by name."""
+
+    in_use: Mapping[str, Any]
+
+    def __getitem__(self, name: str) -> Any:
+        """Returns the value of an extra, or None if the call does not use it."""
+        return self.in_use.get(name)
+
+    def changed(self, **changes: Any) -> "Extras":
+        """Returns extras with some values replaced; None removes an extra."""
+        values = {**self.in_use, **changes}
+        return Extras({name: x for name, x in values.items() if x is not None})
+
+    def mapped(self, change: Callable[[Tensor], Tensor], by: str | None = None) -> "Extras":
+        """Returns extras with changed tensors: all, or those with `by="query"` and a row for each.
+
+        Such a tensor is [B, H, Nq].
+        """
+        values = {name: x for name, x in self.in_use.items() if isinstance(x, Tensor)}
+        if by is not None:
+            values = {n: x for n, x in values.items() if OPTIONS[n].by == by and x.shape[2] > 1}
+        return self.changed(**{name: change(x) for name, x in values.items()})
+
+
+NO_EXTRAS = Extras({})
+
+
+def options_by(*kinds: str) -> list[str]:
+    """Returns the names of the extras that have a number for each of these, such as "query"."""
+    return [name for name, option in OPTIONS.items() if option.by in kinds]
+
+
+def operator_schema(options: Collection[str], rest: str) -> str:
+    """Returns the arguments of an operator: query, key, value, a pattern, extras, then `rest`."""
+    rows = [f"{OPTIONS[name].schema} {name}" for name in options]
+    tensors = [row for row in rows if row.startswith("Tensor")]
+    inputs = ["Tensor query, Tensor key, Tensor value", *tensors]
+    call = ["Tensor[] tensors, str pattern, float scale", *(x for x in rows if x not in tensors)]
+    return ", ".join([*inputs, *call, rest])
+
+
+def refuse_options(
+    verb: str, others: Collection[str], options: Collection[str], reasons: Mapping[str, str]
+) -> None:
+    """Raises if `others` names an option that `verb` does not take.
+
+    Args:
+        options: names of all options of `verb`.
+        reasons: why options of `attention` are not among them, by name or by `Option.by`.
+
+    Raises: ValueError for an option of `attention`, TypeError for any other name.
+    """
+    for name in others:
+        if name in options:
+            continue
+        by = OPTIONS[name].by if name in OPTIONS else ""
+        if by or name in reasons:
+            why = reasons.get(name) or reasons.get(by) or f"it has a number for each {by}"
+            raise ValueError(f"{verb} takes no {name}: {why}; leave it out")
+        names = ", ".join(options)
+        raise TypeError(f"{verb} has no option {shortened(name)}; its options are {names}")
 
 
 def alibi(slopes: Tensor, radius: int) -> Tensor:
@@ -50,58 +131,37 @@ def alibi(slopes: Tensor, radius: int) -> Tensor:
 
 
 def checked_extras(
-    query: Tensor,
-    pattern: Pattern,
-    block_size: int | None,
-    key: Tensor | None = None,
-    /,
-    **options: Any,
-) -> dict[str, Any]:
-    """Returns the extras of a call as fields of `Problem`, and `slot_bias` if it is in use.
-
-    Unused fields are None. Distance bias and sink get a batch dim. `key` is needed for a slot_bias.
+    query: Tensor, key: Tensor, pattern: Pattern, block_size: int | None, /, **options: Any
+) -> Extras:
+    """Checks the extras of a call. Distance bias and sink get a batch dim.
 
     Raises: ValueError for a wrong shape, dtype or number; TypeError for an unknown option.
     """
-    names = NO_EXTRAS if key is None else (*NO_EXTRAS, "slot_bias")
-    if unknown := options.keys() - set(names):
-        raise TypeError(f"attention has no option {shortened(', '.join(sorted(unknown)))}")
+    refuse_options("attention", options, OPTIONS, {})
     p = options.pop("dropout_p", 0.0)
-    seed = options.pop("dropout_seed", None)
     in_use = {name: x for name, x in options.items() if x is not None}
-    if type(p) is float and p == 0.0 and not in_use and seed is None:
+    if type(p) is float and p == 0.0 and not in_use:
         return NO_EXTRAS
-    bias, slot_bias = in_use.pop("block_bias", None), in_use.pop("slot_bias", None)
-    extras = dict(NO_EXTRAS)
-    if slot_bias is not None and key is not None:
-        extras["slot_bias"] = _checked_slots(slot_bias, query, key, pattern, bias)
-    if "distance_bias" in in_use:
-        check_distances(pattern)
-    extras |= {name: _CHECKS[name](x, query) for name, x in in_use.items()}
-    if bias is not None:
-        extras["block_bias"] = _checked_block_bias(bias, query, block_size)
-    number = None if seed is None else checked_seed(seed)
-    if p := checked_probability(p):
-        if number is None:
-            number = drawn_seed(query)
-        elif isinstance(seed, Tensor):  # an int stays on the host: kernels take it as a scalar
-            number = number.to(query.device)
+    call = _Call(query, key, pattern, block_size, in_use)
+    extras = {name: OPTIONS[name].check(x, call) for name, x in in_use.items()}
+    number = extras.pop("dropout_seed", None)
+    if p := OPTIONS["dropout_p"].check(p, call):
+        number = drawn_seed(query) if number is None else number
         batch, streams = len(query), pattern.num_streams  # one stream, or one per document
-        extras["dropout_p"] = p
         seeds = batch_seeds(number, batch * streams, query.device)
-        extras["dropout_seed"] = seeds.view(batch, streams)
-    return extras
+        extras |= {"dropout_p": p, "dropout_seed": seeds.view(batch, streams)}
+    return Extras(extras)
 
 
-def _checked_block_bias(bias: object, query: Tensor, block_size: int | None) -> Tensor:
+def _checked_block_bias(bias: object, call: _Call) -> Tensor:
     """Checks a block bias [B or 1, H or 1, num_blocks]; expands it to [B, Hq, num_blocks]."""
-    if block_size is None:
+    if call.block_size is None:
         raise ValueError(
             "block_bias needs an explicit block_size: it has one number for each block of "
             "pattern.layout(block_size=...)"
         )
-    bias = _checked_floats("block_bias", bias, query)
-    batch, heads = query.shape[:2]
+    bias = _checked_floats("block_bias", bias, call)
+    batch, heads = call.query.shape[:2]
     if bias.dim() != 3 or bias.shape[0] not in (1, batch) or bias.shape[1] not in (1, heads):
         raise ValueError(
             f"block_bias must be [{batch} or 1, {heads} or 1, num_blocks], got "
@@ -110,23 +170,21 @@ def _checked_block_bias(bias: object, query: Tensor, block_size: int | None) -> 
     return bias.expand(batch, heads, -1)
 
 
-def _checked_slots(
-    bias: object, query: Tensor, key: Tensor, pattern: Pattern, block_bias: object
-) -> Tensor:
+def _checked_slots(bias: object, call: _Call) -> Tensor:
     """Checks a slot bias, shaped like a selection's indices; expands it to [B, Hq, R * k]."""
-    if block_bias is not None:
+    if "block_bias" in call.options:
         raise ValueError(
             "expected block_bias or slot_bias, got both; pass slot_bias with SelectedBlocks, "
             "block_bias with other patterns"
         )
-    selections = selections_of(pattern)
+    selections = selections_of(call.pattern)
     if len(selections) != 1:
         raise ValueError(
             f"slot_bias needs a pattern with one SelectedBlocks, got {len(selections)} in "
-            f"{shortened(str(pattern))}; pass block_bias with other patterns"
+            f"{shortened(str(call.pattern))}; pass block_bias with other patterns"
         )
-    bias = _checked_floats("slot_bias", bias, query)
-    (batch, heads), kv_heads = query.shape[:2], key.shape[1]
+    bias = _checked_floats("slot_bias", bias, call)
+    (batch, heads), kv_heads = call.query.shape[:2], call.key.shape[1]
     rows, slots = selections[0].indices.shape[-2:]
     fits = bias.dim() == 4 and bias.shape[0] in (1, batch) and bias.shape[1] in (1, kv_heads, heads)
     if not fits or bias.shape[2:] != (rows, slots):
@@ -138,7 +196,7 @@ def _checked_slots(
     return each.flatten(1, 2).expand(batch, -1, -1)
 
 
-def _checked_softcap(softcap: object, query: Tensor) -> float:
+def _checked_softcap(softcap: object, call: _Call) -> float:
     if isinstance(softcap, torch.SymFloat):
         return float(softcap)
     number = isinstance(softcap, Real) and not isinstance(softcap, bool | Tensor)
@@ -150,22 +208,23 @@ def _checked_softcap(softcap: object, query: Tensor) -> float:
     return float(softcap)  # type: ignore[arg-type]
 
 
-def _checked_table(table: object, query: Tensor) -> Tensor:
+def _checked_table(table: object, call: _Call) -> Tensor:
     """Checks a distance bias [Hq or 1, 2R + 1]; expands it to [B, Hq, 2R + 1]."""
-    heads = query.shape[1]
-    table = _checked_floats("distance_bias", table, query)
+    check_distances(call.pattern)
+    heads = call.query.shape[1]
+    table = _checked_floats("distance_bias", table, call)
     if table.dim() != 2 or table.shape[0] not in (1, heads) or table.shape[1] % 2 == 0:
         raise ValueError(
             f"distance_bias must be [{heads} or 1, 2R + 1], a number for each distance from -R to "
             f"R, got {tuple(table.shape)}; alibi(slopes, R) makes one"
         )
-    return table.expand(len(query), heads, -1)
+    return table.expand(len(call.query), heads, -1)
 
 
-def _checked_sink(sink: object, query: Tensor) -> Tensor:
+def _checked_sink(sink: object, call: _Call) -> Tensor:
     """Checks a sink; expands it to every batch entry and query head, [B, Hq, Nq or 1]."""
-    batch, heads, tokens, _ = query.shape
-    sink = _checked_floats("sink", sink, query)
+    batch, heads, tokens, _ = call.query.shape
+    sink = _checked_floats("sink", sink, call)
     if sink.dim() == 1:
         sink = sink[None, :, None]
     fits = sink.dim() == 3 and sink.shape[0] in (1, batch) and sink.shape[1] == heads
@@ -177,16 +236,33 @@ def _checked_sink(sink: object, query: Tensor) -> Tensor:
     return sink.expand(batch, -1, -1)
 
 
-def _checked_floats(name: str, x: object, query: Tensor) -> Tensor:
+def _checked_drawn(seed: object, call: _Call) -> Any:
+    number = checked_seed(seed)  # an int stays on the host: kernels take it as a scalar
+    return number.to(call.query.device) if isinstance(seed, Tensor) else number
+
+
+def _checked_floats(name: str, x: object, call: _Call) -> Tensor:
     check_tensor(name, x)
     assert isinstance(x, Tensor)
     check_local(name, x)
-    if x.dtype not in DTYPES or x.device != query.device:
+    if x.dtype not in DTYPES or x.device != call.query.device:
         raise ValueError(
-            f"{name} must be floating point, of 16 bits or more, on {query.device}, got {x.dtype} "
-            f"on {x.device}; cast or move it with .to()"
+            f"{name} must be floating point, of 16 bits or more, on {call.query.device}, got "
+            f"{x.dtype} on {x.device}; cast or move it with .to()"
         )
     return in_memory(x)
 
 
-_CHECKS = {"softcap": _checked_softcap, "distance_bias": _checked_table, "sink": _checked_sink}
+OPTIONS = {
+    "block_bias": Option("Tensor?", "block", _checked_block_bias, learns=True),
+    "slot_bias": Option("Tensor?", "slot", _checked_slots, learns=True),
+    "softcap": Option("float?", "call", _checked_softcap),
+    "distance_bias": Option("Tensor?", "distance", _checked_table, learns=True),
+    "sink": Option("Tensor?", "query", _checked_sink, learns=True),
+    "dropout_p": Option("float?", "call", lambda p, call: checked_probability(p)),
+    "dropout_seed": Option("Tensor?", "call", _checked_drawn),
+}
+"""All extras, by name, in the order of `attention`'s signature."""
+
+ANYWHERE = options_by("call", "head", "query", "distance")
+"""Extras that need neither all keys nor a layout of the whole sequence: for rings and caches."""

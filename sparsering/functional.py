@@ -121,8 +121,8 @@ def attention(
             "dropout_seed": dropout_seed,
         }
     choices = backend, scale, q_start, block_size
-    recipe, inputs, extras = recipe_of(query, key, value, pattern, choices, extras)
-    out, lse = attend(recipe, *inputs, pattern, extras)
+    recipe, inputs, checked = recipe_of(query, key, value, pattern, choices, extras)
+    out, lse = attend(recipe, *inputs, pattern, checked)
     return (out, lse) if return_lse else out
 
 
@@ -152,7 +152,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     check_batch(pattern, batch)
     frame = Frame(q_len, kv_len, heads, kv_heads, call["q_start"])
     check_fits(pattern, frame)
-    backend = choose(None, inputs, extras)
+    backend = choose(None, inputs, extras.in_use)
     size = call["block_size"] or block_size_of(backend, pattern, inputs[0], frame)
     lines = [
         f"runs: {backend}, blocks of {size}; batch {batch}, {heads} heads of {q_len} queries, "
@@ -168,7 +168,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         later = "; the choice for a query may depend on later queries of its row"
         lines.append(line + later * (tokens > 1))
     for name in BACKENDS:
-        reasons = reasons_against(name, inputs, extras, pattern, frame.q_start)
+        reasons = reasons_against(name, inputs, extras.in_use, pattern, frame.q_start)
         state = "; ".join(reasons) or "usable"
         lines.append(f"{name}: {state}" + " (only when named)" * (not is_default(name)))
     return "\n".join(lines)

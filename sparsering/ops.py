@@ -5,7 +5,7 @@ graph holds no Python objects. Inside, the call becomes a `Problem` over a layou
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from .call_recipe import CallRecipe, Inputs, layout_key_of
 from .checks import check_bias, needs_operator, refuse_forward_mode
 from .differentiable import differentiable, transforming
 from .dispatch import BACKENDS, Backend
-from .extras import NO_EXTRAS
+from .extras import NO_EXTRAS, OPTIONS, Extras, operator_schema
 from .kernels.problem import Problem
 from .kernels.reference import reference_attention
 from .kernels.triton import remember
@@ -38,7 +38,7 @@ def attend(
     key: Tensor,
     value: Tensor,
     pattern: Pattern,
-    extras: Mapping[str, Any],
+    extras: Extras,
 ) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) of a call that `recipe_of` checked.
 
@@ -54,7 +54,7 @@ def attend(
     if pattern.tensors and not torch.compiler.is_compiling():
         remember(pattern)
     if backend.backward is not None:
-        tensors = [x for x in (*extras.values(), *pattern.tensors) if isinstance(x, Tensor)]
+        tensors = [x for x in (*extras.in_use.values(), *pattern.tensors) if isinstance(x, Tensor)]
         if not recipe.plain:
             tensors += inputs
             refuse_forward_mode(*tensors)
@@ -63,7 +63,7 @@ def attend(
                 query=query, key=key, value=value, tensors=pattern.tensors,
                 pattern=pattern.expression, scale=recipe.scale, q_start=recipe.q_start,
                 block_size=recipe.block_size, backend=recipe.backend,
-                **{"slot_bias": None, **extras},
+                **{**_UNUSED, **extras.in_use},
             )  # fmt: skip
     elif backend.forward is not None and not recipe.plain and transforming():
         raise NotImplementedError(
@@ -100,7 +100,7 @@ def value_gradient(
     query: Tensor,
     key: Tensor,
     pattern: Pattern,
-    extras: Mapping[str, Any],
+    extras: Extras,
     lse: Tensor,
     grad_out: Tensor,
 ) -> Tensor:
@@ -129,8 +129,8 @@ def slot_mass(
     """
     value = parse_owned(pattern, tensors)
     slots = lse.new_zeros(*query.shape[:2], _num_slots(value))
-    extras = {**NO_EXTRAS, "slot_bias": slots}
-    problem = _problem(CallRecipe(backend, scale, q_start), (query, key, key), value, extras)
+    recipe, extras = CallRecipe(backend, scale, q_start), Extras({"slot_bias": slots})
+    problem = _problem(recipe, (query, key, key), value, extras)
     kernels = BACKENDS[backend]
     with without_autocast(query):
         if kernels.entry_mass is not None:
@@ -157,12 +157,9 @@ def _num_slots(pattern: Pattern) -> int:
     return math.prod(selection.indices.shape[-2:])
 
 
-_CALL = (
-    "Tensor query, Tensor key, Tensor value, Tensor? block_bias, Tensor? slot_bias, "
-    "Tensor? distance_bias, Tensor? sink, Tensor? dropout_seed, Tensor[] tensors, str pattern, "
-    "float scale, float? softcap, float? dropout_p, SymInt q_start, SymInt? block_size, str backend"
-)
+_CALL = operator_schema(OPTIONS, "SymInt q_start, SymInt? block_size, str backend")
 _NAMES = [argument.split()[-1] for argument in _CALL.split(",")]
+_UNUSED: dict[str, Any] = dict.fromkeys(OPTIONS)
 
 _attention = differentiable(
     "attention",
@@ -173,12 +170,12 @@ _attention = differentiable(
 )
 
 
-def _parsed_call(arguments: Sequence[Any]) -> tuple[CallRecipe, Pattern, dict[str, Any]]:
+def _parsed_call(arguments: Sequence[Any]) -> tuple[CallRecipe, Pattern, Extras]:
     """Converts the operator's arguments after query, key, value to (recipe, pattern, extras)."""
     call = dict(zip(_NAMES[3:], arguments[3:], strict=True))
     pattern = parse_owned(call.pop("pattern"), call.pop("tensors"))
     recipe = CallRecipe(*(call.pop(name) for name in ("backend", "scale", "q_start", "block_size")))
-    return recipe, pattern, call
+    return recipe, pattern, NO_EXTRAS.changed(**call)
 
 
 def _parsed_problem(arguments: Sequence[Any]) -> tuple[Backend, Problem]:
@@ -188,11 +185,9 @@ def _parsed_problem(arguments: Sequence[Any]) -> tuple[Backend, Problem]:
     return BACKENDS[recipe.backend], _problem(recipe, (query, key, value), pattern, extras)
 
 
-def _problem(
-    recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Mapping[str, Any]
-) -> Problem:
+def _problem(recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extras) -> Problem:
     """Builds the `Problem` of a call from its layout and extras."""
-    (query, key, _), options = inputs, dict(extras)
+    (query, key, _), options = inputs, dict(extras.in_use)
     slot_bias = options.pop("slot_bias", None)
     layout_key, masks = layout_key_of(recipe, query, key, pattern, extras)
     if masks:
@@ -200,15 +195,15 @@ def _problem(
         options["key_mask"] = key_mask(masks, key.shape[2], query.device)
     slots: tuple[int, ...] = ()
     selected, build = None, BACKENDS[recipe.backend].selected_layout
-    if build is not None and pattern.tensors and options["block_bias"] is None:
+    if build is not None and pattern.tensors and extras["block_bias"] is None:
         selected = build(*layout_key[1:])
     if selected is not None:
         layout = selected
-    elif options["block_bias"] is None:
+    elif extras["block_bias"] is None:
         layout, slots = _layout(*layout_key)
     else:
         layout = layout_cache.layout(*layout_key[1:])
-    check_bias(options["block_bias"], layout)
+    check_bias(extras["block_bias"], layout)
     if slot_bias is not None:
         options["block_bias"] = _entry_bias(slot_bias, layout)
     problem = Problem(layout, *inputs, recipe.scale, slots=slots, **options)
@@ -245,13 +240,13 @@ def _layout(
 
 
 def _reference(
-    recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Mapping[str, Any]
+    recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extras
 ) -> tuple[Tensor, Tensor]:
     """Computes dense attention by the pattern's definition; a layout only locates biased blocks."""
     query, key, _ = inputs
     dtype, factor = sum_dtype(query), None
     call = query.detach(), key.detach(), pattern.tensors, pattern.expression, recipe.q_start
-    rest = {"slot_bias": None, **extras}
+    rest = {**_UNUSED, **extras.in_use}
     block_bias, slot_bias = rest.pop("block_bias"), rest.pop("slot_bias")
     p, seed, distance_bias = map(rest.pop, ("dropout_p", "dropout_seed", "distance_bias"))
     if block_bias is None and slot_bias is None:

@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 
 from .checks import check_pattern, check_tensor
+from .extras import ANYWHERE, refuse_options
 from .functional import attention
 from .patterns.algebra import Pattern
 from .patterns.arguments import index_of, listed, shortened
 from .patterns.positions import Full
 from .patterns.varlen_mask import Varlen
 
-_REFUSED = {  # options of `attention` that `attention_varlen` does not take, and why
+_OPTIONS = ("scale", "block_size", *ANYWHERE, "return_lse", "backend")
+_REFUSED = {  # why `attention_varlen` does not take other options of `attention`
     "q_start": "each document's last query is aligned with its last key",
-    "block_bias": "a caller cannot know the order of the documents' blocks",
-    "slot_bias": "a selection lists blocks for the rows of one sequence, not of documents",
+    "block": "a caller cannot know the order of the documents' blocks",
+    "slot": "a selection lists blocks for the rows of one sequence, not of documents",
 }
 
 
@@ -61,9 +63,7 @@ def attention_varlen(
     Example:
         >>> out = attention_varlen(query, key, value, [0, 3, 8], [0, 5, 12], Causal())
     """
-    for name, why in _REFUSED.items():
-        if name in options:
-            raise ValueError(f"attention_varlen takes no {name}, since {why}; leave it out")
+    refuse_options("attention_varlen", options, _OPTIONS, _REFUSED)
     check_pattern(pattern)
     for name, x in (("query", query), ("key", key), ("value", value)):
         check_tensor(name, x, "[tokens, heads, head dim]")

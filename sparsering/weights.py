@@ -2,6 +2,7 @@
 
 import itertools
 from dataclasses import dataclass
+from typing import Never
 
 import torch
 from torch import Tensor
@@ -10,11 +11,19 @@ from torch.nn.functional import pad
 from .call_recipe import CallRecipe, checked_call
 from .checks import checked_rows, refuse_forward_mode, refuse_tracers
 from .dispatch import choose
+from .extras import refuse_options
 from .layouts.layout import BlockLayout
 from .numerics import capped, entry_of_distance, finite_or_zero, sum_dtype, without_autocast
 from .ops import attend, value_gradient
 from .patterns.algebra import Pattern
 from .patterns.tree import distance_positions
+
+_OPTIONS = ("scale", "q_start", "block_size", "block_bias", "softcap", "distance_bias", "sink")
+_REFUSED = {  # why `attention_weights` and `key_mass` do not take other options of `attention`
+    "dropout_p": "they compute the softmax's weights, before dropout",
+    "dropout_seed": "they compute the softmax's weights, before dropout",
+    "slot": "it needs the slots of a selection; block_mass computes the mass of its blocks",
+}
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -63,6 +72,7 @@ def attention_weights(
     softcap: float | None = None,
     distance_bias: Tensor | None = None,
     sink: Tensor | None = None,
+    **others: Never,
 ) -> BlockWeights:
     """Computes the softmax weights of `attention`, on the visited blocks; differentiable.
 
@@ -83,6 +93,7 @@ def attention_weights(
         >>> blocks = weights.values[0, 0]  # [num_blocks, block, block], in layout.entries' order
         >>> dense = weights.to_dense()  # [B, H, Nq, Nk], for short sequences
     """
+    refuse_options("attention_weights", others, _OPTIONS, _REFUSED)
     inputs, call, options = checked_call(
         query, key, key, pattern, scale=scale, q_start=q_start, block_size=block_size,
         block_bias=block_bias, softcap=softcap, distance_bias=distance_bias, sink=sink,
@@ -90,7 +101,7 @@ def attention_weights(
     refuse_tracers(query, key)
     query, key, _ = inputs
     with without_autocast(query):
-        recipe = CallRecipe(choose(None, inputs, options), **call)
+        recipe = CallRecipe(choose(None, inputs, options.in_use), **call)
         _, lse = attend(recipe, *inputs, pattern, options)
         layout = pattern.layout(
             query.shape[2],
@@ -149,6 +160,7 @@ def key_mass(
     softcap: float | None = None,
     distance_bias: Tensor | None = None,
     sink: Tensor | None = None,
+    **others: Never,
 ) -> Tensor:
     """Computes the attention that each key receives: the softmax weights, summed over the queries.
 
@@ -179,6 +191,7 @@ def key_mass(
         >>> out, lse = attention(query, key, value, pattern, return_lse=True)
         >>> heat = key_mass(query, key, pattern, lse).mean(1)  # [B, Nk]
     """
+    refuse_options("key_mass", others, _OPTIONS, _REFUSED)
     if sink is not None and lse is not None:
         raise ValueError(
             "expected sink or lse, got both; the lse that attention returns includes the sink"
@@ -193,10 +206,10 @@ def key_mass(
     query, key, _ = (x.to(dtype) for x in inputs)
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
     group = heads // max(1, kv_heads)
-    recipe = CallRecipe(choose(None, (query, key, key), options), **call)
+    recipe = CallRecipe(choose(None, (query, key, key), options.in_use), **call)
     if lse is None:
         _, lse = attend(recipe, query, key, key[..., :1], pattern, options)
-    options = {**options, "sink": None}
+    options = options.changed(sink=None)
     lse = checked_rows("lse", lse, query, broadcasts=False)
     each = query.new_ones(1, 1, 1) if weight is None else checked_rows("weight", weight, query)
     # grad_out has one channel for each query head of a group, to keep the sums of the heads apart

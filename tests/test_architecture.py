@@ -37,12 +37,12 @@ ROOMS = {
     "ops": "call_recipe pairs dispatch differentiable extras checks kernels layouts patterns "
     "numerics streams",
     "functional": "ops call_recipe dispatch checks patterns",
-    "varlen": "functional checks patterns",
-    "weights": "ops call_recipe dispatch checks layouts patterns numerics",
+    "varlen": "functional extras checks patterns",
+    "weights": "ops call_recipe dispatch extras checks layouts patterns numerics",
     "selection": "weights functional ops call_recipe dispatch checks kernels layouts patterns "
     "numerics rows",
-    "decoding": "selection functional ops call_recipe dispatch checks kernels layouts patterns "
-    "numerics streams",
+    "decoding": "selection functional ops call_recipe dispatch extras checks kernels layouts "
+    "patterns numerics streams",
     "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
     "patterns numerics rows streams",
     "nn": "functional selection decoding checks kernels patterns numerics",

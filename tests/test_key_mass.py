@@ -206,5 +206,5 @@ def test_what_does_not_fit_is_refused():
         sr.key_mass(query, key[..., :7], sr.Full())
     with pytest.raises(TypeError, match="pattern"):
         sr.key_mass(query, key, "Full()")
-    with pytest.raises(TypeError, match="dropout_p"):
+    with pytest.raises(ValueError, match="takes no dropout_p"):
         sr.key_mass(query, key, sr.Full(), dropout_p=0.1)

@@ -5,25 +5,21 @@ length of the cache], which each step changes.
 """
 
 import itertools
-import re
 import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..patterns.arguments import shortened
+from ..extras import ANYWHERE, OPTIONS
 from ..streams import OUTSIDE_CUDA_GRAPHS
 
 _NUMBERS = itertools.count()
 _CACHES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_SCHEMA = (
-    "(Tensor query, Tensor key, Tensor value, Tensor(a!) clock, float? scale=None, "
-    "SymInt? block_size=None, float? softcap=None, Tensor? distance_bias=None, "
-    "Tensor? sink=None, float? dropout_p=None, Tensor? dropout_seed=None, "
-    "str? backend=None) -> Tensor"
-)
-_OPTIONS = re.findall(r"(\w+)=None", _SCHEMA)
+_TYPES = {"scale": "float?", "block_size": "SymInt?", "backend": "str?"}
+_TYPES |= {name: OPTIONS[name].schema for name in ANYWHERE}
+_SCHEMA = "(Tensor query, Tensor key, Tensor value, Tensor(a!) clock, "
+_SCHEMA += ", ".join(f"{kind} {name}=None" for name, kind in _TYPES.items()) + ") -> Tensor"
 
 
 def register(cache: Any) -> Tensor:
@@ -38,9 +34,7 @@ def register(cache: Any) -> Tensor:
 
 
 def operator_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Converts options of `attend` to the operator's types; TypeError for an unknown option."""
-    if unknown := options.keys() - _OPTIONS:
-        raise TypeError(f"attend has no option {shortened(', '.join(sorted(unknown)))}")
+    """Converts options of `attend` to the operator's types."""
     seed = options.get("dropout_seed")
     return {**options, "dropout_seed": torch.tensor(seed)} if isinstance(seed, int) else options
 
@@ -54,7 +48,7 @@ def operator_options(options: dict[str, Any]) -> dict[str, Any]:
 def attend_op(query: Tensor, key: Tensor, value: Tensor, clock: Tensor, *options: Any) -> Tensor:
     """Runs a step of the cache whose clock is given; torch.compile sees one operator."""
     # PyTorch's dispatcher passes no trailing options that have their defaults
-    in_use = {name: x for name, x in zip(_OPTIONS, options, strict=False) if x is not None}
+    in_use = {name: x for name, x in zip(_TYPES, options, strict=False) if x is not None}
     cache = _CACHES[int(clock[0])]
     out: Tensor = cache.attend(query, key, value, **in_use)
     with torch.inference_mode(False):

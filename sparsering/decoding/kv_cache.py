@@ -18,6 +18,7 @@ from ..checks import (
     checked_index,
     refuse_tracers,
 )
+from ..extras import ANYWHERE, refuse_options
 from ..layouts.compile import BLOCK_SIZES
 from ..layouts.lifetimes import last_visits, own_length
 from ..patterns.algebra import Pattern, check_fits
@@ -34,10 +35,11 @@ from .cache_state import CacheState, History, causal_pattern, ordinary_tensors
 from .compiled import attend_op, operator_options, register
 from .steps import NewTokens, attend_page, attend_spans, empty_results, fits_page, page_layout
 
-_REFUSED = {  # options of `attention` that `attend` does not take, and why
+_OPTIONS = ("backend", "scale", "block_size", *ANYWHERE)
+_REFUSED = {  # why `attend` does not take other options of `attention`, by name or by their kind
     "q_start": "the cache knows the positions of its tokens",
-    "block_bias": "it needs the blocks of a whole sequence",
-    "slot_bias": "it needs the rows of a whole sequence",
+    "block": "it needs the blocks of a whole sequence",
+    "slot": "it needs the rows of a whole sequence",
 }
 
 
@@ -216,8 +218,7 @@ class KVCache:
         Raises: ValueError if an argument is invalid; the cache is then unchanged.
         """
         stored, return_lse = checked_flag("stored", stored), checked_flag("return_lse", return_lse)
-        for name in _REFUSED.keys() & options.keys() if options else ():
-            raise ValueError(f"attend takes no {name}: {_REFUSED[name]}; leave it out")
+        refuse_options("attend", options, _OPTIONS, _REFUSED)
         if torch.is_grad_enabled():
             values = (query, key, value, *options.values())
             if any(isinstance(x, Tensor) and x.requires_grad for x in values):

@@ -7,9 +7,8 @@ layout for them is compiled.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch.nn.functional import pad
 
 from ..call_recipe import CallRecipe
 from ..dispatch import BACKENDS
+from ..extras import Extras
 from ..kernels import cpu
 from ..kernels.problem import Problem
 from ..layouts.cache import layout_cache
@@ -32,6 +32,7 @@ from ..streams import moved
 from .cache_state import CacheState, History
 
 _CPU = torch.device("cpu")
+_IN_PAGES = {"softcap", "sink"}  # extras that `attend_page` computes
 
 
 class NewTokens(NamedTuple):
@@ -40,32 +41,28 @@ class NewTokens(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    extras: Mapping[str, Any]
+    extras: Extras
 
     def first(self, n: int) -> "NewTokens":
-        query, key, value, extras = self
-        if extras["sink"] is not None and extras["sink"].shape[2] > 1:
-            extras = {**extras, "sink": extras["sink"][:, :, :n]}
-        return NewTokens(query[:, :, :n], key[:, :, :n], value[:, :, :n], extras)
+        query, key, value = (x[:, :, :n] for x in self[:3])
+        return NewTokens(query, key, value, self.extras.mapped(lambda x: x[:, :, :n], by="query"))
 
     def of_entries(self, entries: Tensor) -> "NewTokens":
         """Returns the new tokens of some batch entries, given by index."""
-        query, key, value, extras = self
-        extras = {name: x[entries] if isinstance(x, Tensor) else x for name, x in extras.items()}
-        return NewTokens(query[entries], key[entries], value[entries], extras)
+        query, key, value = (x[entries] for x in self[:3])
+        return NewTokens(query, key, value, self.extras.mapped(lambda x: x[entries]))
 
 
 def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens) -> bool:
     """True if `attend_page` can run: equally many new tokens per batch entry fit in the page."""
-    extras = tokens.extras
     return (
         len(set(new)) == 1
         and state.keys.shape[2] > 0
         and state.page_length + new[0] <= state.page_size
         and BACKENDS[backend].forward is not None
         and not (state.remote and "key_mask" not in BACKENDS[backend].extras)
-        # A distance bias and dropout need the positions of keys, which differ from their slots.
-        and extras["distance_bias"] is extras["dropout_p"] is None
+        # Other extras, such as dropout, need the positions of keys, which differ from their slots.
+        and tokens.extras.in_use.keys() <= _IN_PAGES
     )
 
 
@@ -124,7 +121,14 @@ def attend_page(
         mask = torch.ones(1, state.keys.shape[2], dtype=torch.bool)
         mask = moved(mask.index_fill(1, place, False), query.device)
     problem = Problem(
-        layout, query, state.keys, state.values, recipe.scale, slots=slots, key_mask=mask, **extras
+        layout,
+        query,
+        state.keys,
+        state.values,
+        recipe.scale,
+        slots=slots,
+        key_mask=mask,
+        **extras.in_use,
     )
     if recipe.backend == "cpu":  # its kernel writes the new keys itself
         return cpu.forward(problem, (key, value, first))
@@ -194,7 +198,7 @@ class _Group(NamedTuple):
         mask = self._stored(spanned)
         mask = None if mask is None else moved(mask, query.device)
         problem = Problem(
-            layout, query, keys, values, recipe.scale, slots=slots, key_mask=mask, **extras
+            layout, query, keys, values, recipe.scale, slots=slots, key_mask=mask, **extras.in_use
         )
         return _run(recipe.backend, problem)
 
@@ -258,9 +262,7 @@ class _Group(NamedTuple):
         first, n = self.history.length - frame.q_start, query.shape[2]
         rest = frame.q_len - first - n  # queries of zeros after the new ones; results are unused
         query = pad(query, (0, 0, first, rest))
-        extras, sink = dict(self.tokens.extras), self.tokens.extras["sink"]
-        if sink is not None and sink.shape[2] > 1:
-            extras["sink"] = pad(sink, (first, rest))
+        extras = self.tokens.extras.mapped(lambda x: pad(x, (first, rest)), by="query")
         if (mask := self._stored(everything)) is not None:
             pattern = cast(Mask, pattern) & KeyMask(mask[0])
         call = CallRecipe(recipe.backend, recipe.scale, frame.q_start, recipe.block_size)

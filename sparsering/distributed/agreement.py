@@ -8,25 +8,35 @@ import contextlib
 import hashlib
 import math
 import struct
-from typing import NamedTuple, NoReturn
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import DTYPES
+from ..extras import ANYWHERE, NO_EXTRAS, OPTIONS, Extras, operator_schema
 from ..patterns.arguments import shortened
 from .exchange import Exchange, RingMismatchError
 from .plan import RingPlan
 from .sharding import num_tokens
 from .wire import FORMATS, wire_format
 
-_VERSION = 2  # version of the record; ranks with different versions raise an error
+_VERSION = 3  # version of the record; ranks with different versions raise an error
 _BUDGET = 0.01  # default error bound of compression="auto"
 
 
+SCHEMA = operator_schema(
+    ANYWHERE,
+    "bool seed_is_given, str group, str sharding, str? compression, float? timeout, str backend, "
+    "bool differentiable",
+)
+NAMES = [argument.split()[-1] for argument in SCHEMA.split(", ")]
+
+
 class RingCall(NamedTuple):
-    """Arguments of the ring operator on one rank, in the order of its schema.
+    """Arguments of the ring operator on one rank.
 
     They must be equal on all ranks, except `timeout`, `group`, `backend`, and tensors that have a
     row per token. If `seed_is_given` is False, all ranks use the seed of rank 0.
@@ -35,14 +45,10 @@ class RingCall(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    distance_bias: Tensor | None
-    sink: Tensor | None
-    dropout_seed: Tensor | None
     tensors: list[Tensor]
     pattern: str
     scale: float
-    softcap: float | None
-    dropout_p: float | None
+    extras: Extras
     seed_is_given: bool
     group: str
     sharding: str
@@ -51,10 +57,17 @@ class RingCall(NamedTuple):
     backend: str
     differentiable: bool
 
+    @classmethod
+    def of(cls, arguments: Sequence[Any]) -> "RingCall":
+        """Builds the call from the operator's arguments, which `SCHEMA` names."""
+        call = dict(zip(NAMES, arguments, strict=True))
+        extras = NO_EXTRAS.changed(**{name: call.pop(name) for name in ANYWHERE})
+        return cls(**call, extras=extras)
+
     @property
     def seed(self) -> int:
         """Dropout seed of the first batch entry; 0 without dropout."""
-        seed = self.dropout_seed
+        seed = self.extras["dropout_seed"]
         return 0 if seed is None or not len(seed) else int(seed[0])
 
 
@@ -67,7 +80,7 @@ class Agreement(NamedTuple):
     seed: int
 
 
-_TABLES = "softcap, distance_bias, sink, dropout_p and dropout_seed"
+_TABLES = f"{', '.join(ANYWHERE[:-1])} and {ANYWHERE[-1]}"
 # fields that are compared by digest; an error cannot show their values
 _HASHED = ("pattern", "scale", "sharding", "compression", _TABLES)
 
@@ -105,11 +118,14 @@ def agree_on_call(exchange: Exchange, backward: bool, call: RingCall) -> Agreeme
 
 def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
     """Returns {name in errors: argument or digest}, as integers that must agree on all ranks."""
-    query, key, value, bias, sink, *_ = call
-    shared_sink = None if sink is None or sink.shape[2] > 1 else sink  # per query: differs by rank
-    tables = [x[:1] for x in (bias, shared_sink) if x is not None]
+    query, key, value, *_ = call
+    in_use = {name: x for name, x in call.extras.in_use.items() if name != "dropout_seed"}
+    tables = {name: x[:1] for name, x in in_use.items() if isinstance(x, Tensor)}
+    numbers = [(name, x) for name, x in in_use.items() if name not in tables]
     seed = call.seed if call.seed_is_given else None
-    extras = (call.softcap, call.dropout_p, seed, bias is None, sink is None)
+    extras = (sorted(numbers), seed, sorted(tables))
+    # a tensor with a row per query differs between ranks
+    equal = [x for n, x in sorted(tables.items()) if OPTIONS[n].by != "query" or x.shape[2] == 1]
     return {
         "version": _VERSION, "pass (0 forward, 1 backward)": int(backward),
         "number of ranks": world_size, "batch size": len(query), "query heads": query.shape[1],
@@ -117,7 +133,7 @@ def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
         "value head dim": value.shape[3], "dtype": DTYPES.index(query.dtype),
         "pattern": _digest(call.pattern, *call.tensors), "scale": _digest(call.scale),
         "sharding": _digest(call.sharding), "compression": _digest(call.compression),
-        _TABLES: _digest(extras, *tables), "whether gradients are wanted": int(call.differentiable),
+        _TABLES: _digest(extras, *equal), "whether gradients are wanted": int(call.differentiable),
     }  # fmt: skip
 
 

@@ -7,7 +7,7 @@ in float32 (float64 for float64), so that every run and every transport gives th
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..checks import check_batch, check_inputs, refuse_forward_mode
 from ..dispatch import BACKENDS, choose
+from ..extras import Extras
 from ..kernels.problem import Problem, sink_gradient
 from ..layouts.compile import default_block_size
 from ..numerics import add_sink, merge_into
@@ -27,12 +28,19 @@ from .rank_layouts import Step, guest_step, local_step, round_step
 from .sharding import local_index, positions
 from .wire import Wire
 
+REFUSED = {  # why a ring does not take other options of `attention`
+    "q_start": "each rank's queries and keys are of the same tokens",
+    "block_size": "the plan chooses the blocks",
+    "block": "it needs the blocks of a whole sequence",
+    "slot": "it needs the rows of a whole sequence",
+}
+
 
 def choose_kernels(
-    backend: str | None, query: Tensor, key: Tensor, value: Tensor, extras: dict[str, Any]
+    backend: str | None, query: Tensor, key: Tensor, value: Tensor, extras: Extras
 ) -> str:
     """Returns the name of a rank's backend; NotImplementedError unless it runs every layout."""
-    name = choose(backend, (query, key, value), extras)
+    name = choose(backend, (query, key, value), extras.in_use)
     if not BACKENDS[name].runs_any_layout:
         able = ", ".join(name for name, backend in BACKENDS.items() if backend.runs_any_layout)
         raise NotImplementedError(f"{name}: a ring needs a backend for all layouts, such as {able}")
@@ -92,7 +100,7 @@ class Rank:
     scale: float
     wire: Wire  # format of the key and value rows that ranks send
     dtype: torch.dtype  # dtype of sums and merged results
-    extras: Mapping[str, Any]  # fields of `Problem`; a sink per query has this rank's queries only
+    extras: Extras  # fields of `Problem`; a sink per query has this rank's queries only
 
     def forward(
         self,
@@ -278,7 +286,10 @@ class Rank:
         """Builds the `Problem` of a step's kernel call, on `key` and `value`, without the sink."""
         assert step.layout is not None
         query = query[:, :, step.queries]
-        extras = {**self.extras, "sink": None}  # `forward` adds the sink to the merged result
+        extras = {
+            **self.extras.in_use,
+            "sink": None,
+        }  # `forward` adds the sink last
         _, masks = without_key_masks(self.plan.pattern)
         if step.own_keys and masks:  # masked keys may be NaN; ranks never send masked keys
             places = positions(self.plan.ranges[self.rank]).to(query.device)

@@ -8,7 +8,7 @@ again, so that between the two passes a rank stores only its own shards.
 import os
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, Never
 
 import torch
 import torch.distributed as dist
@@ -18,16 +18,24 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..checks import autocast_inputs, check_group, checked_scale
 from ..differentiable import differentiable
 from ..dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
-from ..extras import NAMES, checked_extras
+from ..extras import ANYWHERE, OPTIONS, checked_extras, refuse_options
 from ..functional import attention
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import checked_flag, is_finite, shortened
 from ..patterns.expression import parse
-from .agreement import RingCall, agree_on_call, check_lengths, error_budget, report_failure
+from .agreement import (
+    NAMES,
+    SCHEMA,
+    RingCall,
+    agree_on_call,
+    check_lengths,
+    error_budget,
+    report_failure,
+)
 from .exchange import Exchange, Traffic
 from .network import Network
-from .rank import Rank, Saved, check_ring_inputs, choose_kernels, plan_of_call
+from .rank import REFUSED, Rank, Saved, check_ring_inputs, choose_kernels, plan_of_call
 from .sharding import check_sharding
 from .wire import wire_format
 
@@ -53,6 +61,7 @@ def ring_attention(
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **others: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes exact attention over a sequence that is sharded over ranks; differentiable.
 
@@ -103,6 +112,7 @@ def ring_attention(
     group = resolve_group(group, mesh)
     seconds = None
     try:
+        refuse_options("ring_attention", others, ANYWHERE, REFUSED)
         seconds = _seconds(timeout)
         checked_flag("return_lse", return_lse)
         check_ring_inputs(query, key, value, pattern)
@@ -121,7 +131,7 @@ def ring_attention(
             "dropout_p": dropout_p,
             "dropout_seed": dropout_seed,
         }
-        extras = checked_extras(query, pattern, None, **options)
+        extras = checked_extras(query, key, pattern, None, **options)
         name = choose_kernels(backend, query, key, value, extras)
     except Exception:
         if group is not None and group.size() > 1 and not torch.compiler.is_compiling():
@@ -131,13 +141,14 @@ def ring_attention(
         _last_traffic.update({False: Traffic(), True: Traffic()})
         options |= {"scale": scale, "return_lse": return_lse, "backend": name}
         return attention(query, key, value, pattern, **options)
-    leaves = (query, key, value, extras["distance_bias"], extras["sink"])
-    learns = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in leaves)
-    extras = {name: x for name, x in extras.items() if name != "block_bias"}
+    leaves = [extras[name] for name in ANYWHERE if OPTIONS[name].learns]
+    leaves = [x for x in (query, key, value, *leaves) if x is not None]
+    learns = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     if isinstance(dropout_seed, Tensor):  # `_begin` derives a seed per batch entry from it
-        extras["dropout_seed"] = dropout_seed.expand(len(query))
+        extras = extras.changed(dropout_seed=dropout_seed.expand(len(query)))
+    fields = {name: extras[name] for name in ANYWHERE}
     out, lse = _ring(
-        query=query, key=key, value=value, **extras, seed_is_given=seed_is_given,
+        query=query, key=key, value=value, **fields, seed_is_given=seed_is_given,
         tensors=pattern.tensors, pattern=pattern.expression, scale=scale, group=group.group_name,
         sharding=sharding, compression=compression, timeout=seconds, backend=name,
         differentiable=learns,
@@ -200,7 +211,7 @@ def resolve_group(
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) of this rank's queries."""
-    call = RingCall(*arguments)
+    call = RingCall.of(arguments)
     query, key, value, *_ = call
     rank, exchange = _begin(False, call)
     with exchange.break_on_error(), without_autocast(query):
@@ -217,10 +228,11 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*arguments: Any) -> list[Tensor | None]:
-    """Returns gradients of the query, key, value, distance bias and sink, and None for the seed."""
+    """Returns gradients of the tensors before `tensors`, None for the seed."""
     *inputs, out, lse, grad_out, grad_lse, _ = arguments
-    call = RingCall(*inputs)
-    query, key, value, table, sink, *_ = call
+    call = RingCall.of(inputs)
+    query, key, value, *_ = call
+    table, sink = call.extras["distance_bias"], call.extras["sink"]
     rank, exchange = _begin(True, call)
     x = Saved(query, key, value, out, lse, grad_out, grad_lse)
     dtable = rank.blank_table()
@@ -237,18 +249,17 @@ def _backward(*arguments: Any) -> list[Tensor | None]:
         for host, part in network.answers(answers, query.shape[3]):
             dq[:, :, rank.travelling_places(host, query.device)] += part
     _last_traffic[True] = exchange.traffic
-    grads: list[Tensor | None] = [x.to(query.dtype).contiguous() for x in (dq, dk, dv)]
-    grads.append(None if dtable is None or table is None else dtable.to(table.dtype))
-    grads.append(None if sink is None else rank.sink_gradient(x, sink))
-    return [*grads, None]  # the dropout seed has no gradient
+    grads = [x.to(query.dtype).contiguous() for x in (dq, dk, dv)]
+    of_extras = {
+        "distance_bias": None if dtable is None else dtable.to(table.dtype),
+        "sink": None if sink is None else rank.sink_gradient(x, sink),
+    }
+    return [*grads, *(of_extras.get(name) for name in NAMES[3 : NAMES.index("tensors")])]
 
 
 _ring = differentiable(  # the operator that autograd and torch.compile see
     "ring_attention",
-    "Tensor query, Tensor key, Tensor value, Tensor? distance_bias, Tensor? sink, "
-    "Tensor? dropout_seed, Tensor[] tensors, str pattern, float scale, float? softcap, "
-    "float? dropout_p, bool seed_is_given, str group, str sharding, str? compression, "
-    "float? timeout, str backend, bool differentiable",
+    SCHEMA,
     _forward,
     _backward,
     refusal="ring_attention has no second derivatives; attention(..., backend='reference') does",
@@ -266,8 +277,9 @@ def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
     pattern = parse(call.pattern, [tensor.cpu() for tensor in call.tensors])
     plan = plan_of_call(pattern, sum(lengths), len(lengths), call.sharding, query, key)
     check_lengths(plan, lengths, exchange.rank)
-    extras = {name: getattr(call, name) for name in NAMES if name != "block_bias"}
-    seeds = batch_seeds(torch.tensor(seed), len(query), query.device)[:, None]
-    extras["dropout_seed"] = None if call.dropout_p is None else seeds
+    seeds = None
+    if call.extras["dropout_p"] is not None:
+        seeds = batch_seeds(torch.tensor(seed), len(query), query.device)[:, None]
+    extras = call.extras.changed(dropout_seed=seeds)
     wire, dtype = wire_format(compression, query.dtype), sum_dtype(query)
     return Rank(plan, exchange.rank, call.backend, call.scale, wire, dtype, extras), exchange

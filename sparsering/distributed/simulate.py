@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Never
 
 import torch
 from torch import Tensor
@@ -10,11 +10,11 @@ from torch.autograd.function import once_differentiable
 
 from ..checks import autocast_inputs, checked_scale, refuse_tracers
 from ..differentiable import for_each_gradient, is_batch, transforming
-from ..extras import checked_extras
+from ..extras import ANYWHERE, checked_extras, refuse_options
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import checked_flag, checked_integer
-from .rank import Rank, Saved, check_ring_inputs, choose_kernels, plan_of_call
+from .rank import REFUSED, Rank, Saved, check_ring_inputs, choose_kernels, plan_of_call
 from .sharding import positions
 from .wire import wire_format
 
@@ -35,6 +35,7 @@ def simulate_ring(
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
+    **others: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes `ring_attention` over `world_size` ranks in one process; differentiable.
 
@@ -53,6 +54,7 @@ def simulate_ring(
 
     Raises: ValueError if an argument is invalid.
     """
+    refuse_options("simulate_ring", others, ANYWHERE, REFUSED)
     check_ring_inputs(query, key, value, pattern)
     offload, return_lse = checked_flag("offload", offload), checked_flag("return_lse", return_lse)
     world_size = checked_integer("world_size", world_size, 1)
@@ -61,7 +63,7 @@ def simulate_ring(
     _refuse_transforms()
     query, key, value = autocast_inputs(query, key, value)
     extras = checked_extras(
-        query, pattern, None, softcap=softcap, distance_bias=distance_bias, sink=sink,
+        query, key, pattern, None, softcap=softcap, distance_bias=distance_bias, sink=sink,
         dropout_p=dropout_p, dropout_seed=dropout_seed,
     )  # fmt: skip
     plan = plan_of_call(pattern, query.shape[2], world_size, sharding, query, key)
@@ -71,15 +73,12 @@ def simulate_ring(
     q, k, v = (x[:, :, :1].to(device) for x in (query, key, value))
     backend = choose_kernels(None, q, k, v, extras)
     wire, dtype = wire_format(None, query.dtype), sum_dtype(query)
-    on_device = {
-        name: x.detach().to(device) if isinstance(x, Tensor) else x for name, x in extras.items()
-    }
-    ranks, sink = [], on_device["sink"]
-    for rank in range(world_size):
-        if sink is not None and sink.shape[2] > 1:  # a sink per query: take this rank's rows
-            places = positions(plan.ranges[rank]).to(device)
-            on_device = {**on_device, "sink": sink[:, :, places]}
-        ranks.append(Rank(plan, rank, backend, scale, wire, dtype, on_device))
+    on_device = extras.mapped(lambda x: x.detach().to(device))
+    ranks = []
+    for rank, ranges in enumerate(plan.ranges):
+        places = positions(ranges).to(device)
+        own = on_device.mapped(partial(torch.index_select, dim=2, index=places), by="query")
+        ranks.append(Rank(plan, rank, backend, scale, wire, dtype, own))
     with without_autocast(query):
         tables = extras["distance_bias"], extras["sink"]
         out, lse = _Simulated.apply(query, key, value, *tables, _Shards(ranks, device))

@@ -67,6 +67,11 @@ class Problem(NamedTuple):
     in_float32: bool = False
 
     @property
+    def in_use(self) -> set[str]:
+        """Names of the extras that the call uses, and `key_mask` if it has one."""
+        return {name for name, x in zip(_EXTRAS, self[5:], strict=False) if x is not None}
+
+    @property
     def group(self) -> int:
         """Query heads per key/value head."""
         return self.query.shape[1] // max(1, self.key.shape[1])
@@ -107,6 +112,10 @@ class Problem(NamedTuple):
         if _is_zero(self.scale):
             return torch.zeros_like(grad)
         return grad if self.scale > 0 else -grad
+
+
+_EXTRAS = [name for name, default in Problem._field_defaults.items() if default is None]
+assert Problem._fields[5 : 5 + len(_EXTRAS)] == tuple(_EXTRAS)
 
 
 class Gradients(NamedTuple):

@@ -59,7 +59,7 @@ def block_mass(
     refuse_meta(query, key)
     refuse_forward_mode(query, key)
     query, key, _ = inputs
-    backend = choose(None, (query, key, key), {"slot_bias": True})
+    backend = choose(None, (query, key, key), ("slot_bias",))
     if lse is None:
         _, lse = attend(CallRecipe(backend, **call), query, key, key[..., :1], pattern, options)
     lse = checked_rows("lse", lse, query, broadcasts=False)

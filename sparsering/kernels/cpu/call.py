@@ -15,6 +15,7 @@ EXTRAS = frozenset(
     ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_mask")
 )
 """Options of a call, other than its scale, that this backend computes."""
+_BY_KEY = {"block_bias", "sink", "key_mask"}  # extras that a loop over key tiles computes too
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # must equal kFewQueries of layout.h; with more query rows per kv head, the kernel ignores `slots`
@@ -46,10 +47,8 @@ def forward(
     if problem.slots and problem.query.shape[2] * problem.group > _FEW_QUERIES:
         problem = problem.in_first_slots()
     x = problem.with_positive_scale()
-    plain = x.block_bias is x.distance_bias is x.key_mask is x.sink is None
-    plain = plain and x.softcap is None and x.dropout_p is None
     kernels, new_rows = library(), () if new is None else new
-    if plain and not x.in_float32:
+    if not x.in_use and not x.in_float32:
         run = kernels.forward_laid if new is None else kernels.forward_laid_after
         out, lse = run(*new_rows, x.query, x.key, x.value, _checked_layout(x), x.slots)
     else:
@@ -200,9 +199,8 @@ def is_walked_shape(
 
 
 def _needs_query_walk(problem: Problem) -> bool:
-    """True with softcap, distance bias or dropout: only the loop over query tiles computes them."""
-    extras = problem.softcap, problem.distance_bias, problem.dropout_p
-    return any(extra is not None for extra in extras)
+    """True with extras that only the loop over query tiles computes."""
+    return not problem.in_use <= _BY_KEY
 
 
 def _checked_layout(problem: Problem) -> Tensor:
