@@ -45,8 +45,9 @@ docs: $(DOCS_STAMP) ## build the pages and the reference into runs/docs/html, to
 		--doctree-dir runs/docs/doctrees docs runs/docs/html
 
 # Two processes, of one torch thread each (tests/conftest.py): what is done first takes the rest over.
+# The time and the ten slowest tests of the latest run are in runs/tests.json.
 test: $(STAMP) ## run the tests that take seconds
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	SPARSERING_TIMES=runs/tests.json $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
 test-all: $(STAMP) ## run every test
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -1,10 +1,16 @@
-"""What holds for every test: one thread, repeatable examples, seeded tensors, poisoned memory.
+"""Sets up every test: one thread, repeatable examples, seeded tensors, poisoned memory.
 
 `pytest --hypothesis-profile=explore` draws fresh hypothesis examples instead of the fixed ones.
 """
 
+import json
 import os
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -14,6 +20,7 @@ import torch
 from poison import poisoned
 from torch import Tensor
 
+BEGIN = time.monotonic()
 os.environ["OMP_NUM_THREADS"] = "1"  # also of what tests start: two wait for each other, mostly
 torch.set_num_threads(1)
 os.environ.setdefault("MPLBACKEND", "Agg")  # before matplotlib is imported: no test opens a window
@@ -118,3 +125,23 @@ def language_patched_once() -> Iterator[None]:
             patch.setattr(language, "topk", topk)
             patch.setattr(language, "sort", sort)
         yield
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Writes the seconds of the run and its ten slowest tests to the file in SPARSERING_TIMES."""
+    path = os.environ.get("SPARSERING_TIMES")
+    if not path:
+        return
+    spent: Counter[str] = Counter()
+    for report in chain(*terminalreporter.stats.values()):
+        if hasattr(report, "duration"):
+            spent[report.nodeid] += report.duration
+    times = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "seconds": round(time.monotonic() - BEGIN, 1),
+        "load_average": os.getloadavg()[0],
+        "outcomes": {name: len(found) for name, found in terminalreporter.stats.items() if name},
+        "slowest": [[name, round(x, 2)] for name, x in spent.most_common(10)],
+    }
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(times, indent=1) + "\n")
