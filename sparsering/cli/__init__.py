@@ -7,20 +7,32 @@ exit code is then 2.
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from .. import __version__
 from . import machine, patterns, planning, training
 
 # Commands import inside their functions, so that `--help` and wrong options answer at once.
 
 USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
-TOO_LARGE = (MemoryError, OverflowError, RecursionError)
+TOO_LARGE = (MemoryError, OverflowError, RecursionError)  # and torch's RuntimeError of memory
 LONGEST_LINE = 2000
 MOVED = ("bench", "report")  # commands of 0.2.0 that now need a clone of the repository
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds the default to the help of each option that has one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        plain = action.default in (None, False, argparse.SUPPRESS) or "default" in str(action.help)
+        return action.help if plain else super()._get_help_string(action)
+
+
 class _Parser(argparse.ArgumentParser):
     """Prints an error in one line, without argparse's usage text."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(formatter_class=_Help, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, _in_one_line(f"{self.prog}: {message}; see {self.prog} --help") + "\n")
@@ -31,6 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="sparsering", description="Exact sparse attention over declared patterns."
     )
+    parser.add_argument("--version", action="version", version=f"sparsering {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for part in (training, patterns, planning, machine):
         part.add_commands(commands)
@@ -55,7 +68,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except USER_ERRORS as error:
         print(f"sparsering: {_in_one_line(str(error) or type(error).__name__)}", file=sys.stderr)
         return 2
-    except TOO_LARGE as error:
+    except (*TOO_LARGE, RuntimeError) as error:
+        if not isinstance(error, TOO_LARGE) and "allocate" not in str(error):
+            raise
         text = _in_one_line(f"{type(error).__name__} {error}")
         print(f"sparsering: a number is too large for this machine: {text}", file=sys.stderr)
         return 2

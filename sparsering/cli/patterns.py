@@ -15,7 +15,13 @@ def add_commands(commands: Commands) -> None:
     add("--length", type=positive, required=True, help="tokens of the sequence")
     add("--out", type=Path, required=True, help="PNG file to write")
     add("--block-size", type=positive, default=128, help="tokens of a block")
-    add("--heads", type=positive, default=1, help="heads of the layout, up to 4 drawn")
+    add(
+        "--heads",
+        "--num-heads",
+        type=positive,
+        default=1,
+        help="heads of the layout, up to 4 drawn",
+    )
 
     tune = commands.add_parser(
         "tune", help="measure block sizes on this machine, and block shapes where it has a GPU"
@@ -24,7 +30,7 @@ def add_commands(commands: Commands) -> None:
     add = tune.add_argument
     add("pattern", help=PATTERN)
     add("--tokens", type=positive, help="sequence length (default: 32768 on a GPU, else 8192)")
-    add("--heads", type=positive, help="query heads (default: 16 on a GPU, else 8)")
+    add("--heads", "--num-heads", type=positive, help="query heads (default: 16 on a GPU, else 8)")
     add("--kv-heads", type=positive, help="key and value heads (default: --heads)")
     add("--head-dim", type=positive, help="channels of a head (default: 128 on a GPU, else 64)")
     add(

@@ -18,8 +18,10 @@ def add_commands(commands: Commands) -> None:
     add("--gpu", "--machine", dest="machine", help="such as H200 (default: this machine)")
     add("--ranks", type=positive, default=1, help="devices that share each sequence")
     add("--sharding", default="auto", help="which rank has which tokens")
-    add("--heads", type=positive, default=8, help="query heads")
-    add("--kv-heads", type=positive, help="key and value heads (default: --heads)")
+    add("--heads", "--num-heads", type=positive, default=8, help="query heads")
+    add(
+        "--kv-heads", "--num-kv-heads", type=positive, help="key and value heads (default: --heads)"
+    )
     add("--head-dim", type=positive, default=64, help="channels of a head")
     add(
         "--dtype", choices=DTYPES, help="dtype of inputs (default: bfloat16 on a GPU, else float32)"

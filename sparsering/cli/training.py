@@ -113,7 +113,7 @@ def _train(arguments: argparse.Namespace) -> int:
         if ranks.leads:
             print(
                 f"Step {run.step} of {run.recipe.steps}: validation loss {run.validation_loss:.4f} "
-                "nats per byte."
+                f"nats per byte at step {run.validated_at}."
             )
             if run.step < run.recipe.steps:
                 print(f"Stopped; to go on: {ranks.start('train')} --out {arguments.out} --resume")

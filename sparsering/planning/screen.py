@@ -5,6 +5,7 @@ measures nothing.
 """
 
 from dataclasses import replace
+from textwrap import wrap
 from typing import Any
 
 from ..patterns import Causal
@@ -15,12 +16,16 @@ from .sizes import show_bytes, show_seconds, show_tokens
 
 WIDTH = 100
 SHARDINGS = ("contiguous", "zigzag", "balanced")
+_WRAPPED: dict[str, Any] = {
+    "subsequent_indent": " " * 10, "replace_whitespace": False, "drop_whitespace": True,
+    "break_long_words": False, "break_on_hyphens": False,
+}  # fmt: skip
 MOST_SEARCHED = 1 << 22
 """Largest number of tokens that is estimated; longer sequences are extrapolated."""
 
 
 def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
-    """Returns the plan as text of at most 24 lines and 100 columns.
+    """Returns the plan as text of at most 100 columns and about 24 lines.
 
     Args:
         memory: memory of one device, as in `choose_batch_size`.
@@ -71,7 +76,7 @@ def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
         ),
         _row("", "(docs/selection.md; sparsering.selection.selection_report for chosen blocks)"),
     ]
-    return "\n".join(line[:WIDTH].rstrip() for line in lines)
+    return "\n".join(line for text in lines for line in wrap(text, WIDTH, **_WRAPPED) or [""])
 
 
 def _row(name: str, text: str) -> str:

@@ -24,11 +24,14 @@ def parse_tokens(count: int | str) -> int:
 
 def _number(size: object, units: Mapping[str, int], expected: str) -> int:
     if isinstance(size, str):
-        parts = re.fullmatch(r"([0-9][0-9_,]*(?:\.[0-9]+)?) ?([a-z]*)", size.strip().lower())
+        form = r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+]?[0-9]{1,2})?) ?([a-z]*)"
+        parts = re.fullmatch(form, size.strip().lower())
         if parts and len(parts[1]) < 30 and parts[2] in units:
             amount = float(re.sub("[_,]", "", parts[1])) * units[parts[2]]
             if 1 <= amount <= MOST_BYTES and (amount == int(amount) or units is BYTE_UNITS):
                 return int(amount)
+    elif isinstance(size, float) and size.is_integer() and 1 <= size <= MOST_BYTES:
+        return int(size)
     elif (number := index_of(size)) is not None and 1 <= number <= MOST_BYTES:
         return number
     raise ValueError(f"{expected}, above 0, got {shortened(repr(size))}")

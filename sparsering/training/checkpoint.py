@@ -133,8 +133,8 @@ def read_about(folder: Path) -> About:
         text = read_file(folder / "checkpoint.json", MOST_JSON_BYTES)
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
-            f"expected a checkpoint in {folder}, found no checkpoint.json; check --out, or start "
-            "without --resume"
+            f"expected a checkpoint in {folder}, found no checkpoint.json; name a folder that "
+            "train or demo wrote, or start one without --resume"
         ) from None
     except ValueError as error:
         raise _damaged(folder, str(error)) from None

@@ -66,8 +66,8 @@ def read_text(
     if total < 2 * (context + 1):
         raise ValueError(
             f"expected at least {2 * (context + 1)} bytes of text (context + 1 = {context + 1} "
-            f"each to train and to validate), got {total} in {source}; give more text or a "
-            f"--context of at most {max(total // 2 - 1, 0)}"
+            f"each to train and to validate), got {total} in {source}; give more text"
+            + (f" or a --context of at most {total // 2 - 1}" if total > 3 else "")
         )
     target = max(round(validation_share * total), context + 1)
     if len(contents) == 1:

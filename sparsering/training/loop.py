@@ -57,8 +57,16 @@ class Run:
     @property
     def validation_loss(self) -> float:
         """The last validation loss in nats per byte; NaN before the first validation."""
-        losses = [math.nan, *(r["validation_loss"] for r in self.metrics if "validation_loss" in r)]
-        return losses[-1]
+        return self._validations()[-1][1]
+
+    @property
+    def validated_at(self) -> int:
+        """The step of the last validation; 0 before the first."""
+        return self._validations()[-1][0]
+
+    def _validations(self) -> list[tuple[int, float]]:
+        of = "validation_loss"
+        return [(0, math.nan), *((r["step"], r[of]) for r in self.metrics if of in r)]
 
     def save(self) -> None:
         """Writes a checkpoint of the model and optimizer after the current step."""
