@@ -70,6 +70,12 @@ def test_generates_what_a_cache_of_everything_does(beams):
     assert max(cache.kept) < 39
 
 
+def test_a_model_that_caches_latents_is_refused_by_name():
+    model = made("deepseek-v3", "sparsering")
+    with pytest.raises(NotImplementedError, match="DeepSeek caches latents.*the default cache"):
+        stepped(model, hf.SparseCache(model), tokens(), padded("left"))
+
+
 def test_it_holds_live_keys_and_a_page_at_most():
     model = applied("llama", SINKS)
     cache = hf.SparseCache(model)

@@ -44,6 +44,11 @@ class SparseLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Counts the new tokens; returns (keys, values), and attaches this layer to the keys."""
+        if self.columns and self.kv_cache is None:
+            raise NotImplementedError(
+                "a SparseCache needs a model that attends over the keys it gives to its cache; "
+                "this one makes other keys of them (DeepSeek caches latents); use the default cache"
+            )
         self.lazy_initialization(key_states, value_states)
         self.columns += key_states.shape[2]
         key_states = key_states.view_as(key_states)
