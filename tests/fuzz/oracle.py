@@ -47,6 +47,22 @@ def attend(
 
     Returns: `out`, `lse`, `query`, `key`, `value`, `bias` [J, B, Hq, Nq, Nk] and `sink`.
     """
+    seen = present.any((0, 1, 2, 3))
+    if 2 * seen.sum() < len(seen):  # the rest has no part in any sum
+        wide = (x if np.ndim(x) == 0 or x.shape[-1] == 1 else x[..., seen] for x in (bias, keep))
+        bias, keep = wide
+        options = {"scale": scale, "softcap": softcap, "bias": bias, "sink": sink, "keep": keep}
+        few = key[:, :, seen], value[:, :, seen], present[..., seen]
+        found = attend(query, *few, grad_out, grad_lse, **options)
+        for results in (found.exact, found.magnitude):
+            for name, axis in (("bias", 4), ("key", 2), ("value", 2)):
+                places = (slice(None),) * axis + (seen,)
+                shape = list(results[name].shape)
+                shape[axis] = len(seen)
+                x = np.zeros(shape)
+                x[places] = results[name]
+                results[name] = x
+        return found
     batch, heads, *_ = query.shape
     group = heads // max(1, key.shape[1])
     k, v = (np.repeat(x, group, 1) for x in (key, value))
