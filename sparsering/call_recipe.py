@@ -26,6 +26,8 @@ from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.keys import KeyMasks, without_key_masks
 
 Inputs = tuple[Tensor, Tensor, Tensor]
+Choices = tuple[Any, Any, Any, Any]
+"""`attention`'s arguments backend, scale, q_start and block_size."""
 LayoutKey = tuple[str, Pattern, Frame, int, torch.device]
 """Arguments of `ops._layout`: backend, pattern, frame, block size and device."""
 
@@ -49,13 +51,7 @@ _recipes: dict[Hashable, CallRecipe] = {}
 
 
 def recipe_of(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    choices: tuple[Any, Any, Any, Any],
-    extras: Mapping[str, Any],
-    in_cache: bool = False,
+    inputs: Inputs, pattern: Pattern, choices: Choices, extras: Mapping[str, Any], in_cache: bool
 ) -> tuple[CallRecipe, Inputs, Extras]:
     """Checks a call and returns how it runs: (recipe, (query, key, value), extras).
 
@@ -63,19 +59,19 @@ def recipe_of(
     first is checked; extras are checked in each call.
 
     Args:
-        choices: `attention`'s backend, scale, q_start and block_size.
-        extras: all other options of the call, {} if none is in use.
+        extras: options of the call besides `choices`, {} if none is in use.
         in_cache: True if the inputs are only new tokens: the recipe then fixes no layout.
     """
-    kind = _kind(query, key, value, pattern, choices, extras, in_cache)
+    kind = _kind(inputs, pattern, choices, extras, in_cache)
     recipe = None if kind is None else _recipes.get(kind)
-    backend, scale, q_start, block_size = choices
     if recipe is not None and recipe.table == tuple(BACKENDS.values()):
-        options = checked_extras(query, key, pattern, block_size, **extras) if extras else NO_EXTRAS
-        return recipe, (query, key, value), options
-    call = {"scale": scale, "q_start": q_start, "block_size": block_size}
-    inputs, call, options = checked_call(query, key, value, pattern, **call, **extras)
-    recipe = CallRecipe(choose(backend, inputs, options.in_use, pattern, call["q_start"]), **call)
+        if not extras:
+            return recipe, inputs, NO_EXTRAS
+        return recipe, inputs, checked_extras(*inputs[:2], pattern, choices[-1], **extras)
+    call = dict(zip(("scale", "q_start", "block_size"), choices[1:], strict=True))
+    inputs, call, options = checked_call(inputs, pattern, **call, **extras)
+    name = choose(choices[0], inputs, options.in_use, pattern, call["q_start"])
+    recipe = CallRecipe(name, **call)
     if kind is not None:
         recipe = recipe._replace(plain=True, learns=kind[0][-1], table=tuple(BACKENDS.values()))
         if BACKENDS[recipe.backend].backward and not pattern.tensors and not in_cache:
@@ -112,13 +108,7 @@ def layout_key_of(
 
 
 def _kind(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: object,
-    choices: tuple[Any, ...],
-    extras: Mapping[str, Any],
-    in_cache: bool,
+    inputs: Inputs, pattern: object, choices: Choices, extras: Mapping[str, Any], in_cache: bool
 ) -> tuple[Any, ...] | None:
     """Returns the dictionary key of a call's recipe, or None if no other call can share it.
 
@@ -128,8 +118,7 @@ def _kind(
     types = tuple(map(type, choices))
     if not isinstance(pattern, Pattern) or not _COMPARED.issuperset(types):
         return None
-    tensors = kind_of(query, key, value)
-    if tensors is None:
+    if (tensors := kind_of(*inputs)) is None:
         return None
     in_use: tuple[str, ...] = ()
     if extras:
@@ -147,25 +136,14 @@ _COMPARED = frozenset((type(None), int, float, str))  # types that `_kind` accep
 
 
 def checked_call(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    *,
-    scale: float | None = None,
-    q_start: int | None = None,
-    block_size: int | None = None,
-    **extras: Any,
+    inputs: Inputs, pattern: Pattern, **options: Any
 ) -> tuple[Inputs, dict[str, Any], Extras]:
     """Checks a call; returns (query, key, value), {scale, q_start, block_size}, and the extras."""
-    check_inputs(query, key, value, pattern)
-    scale = checked_scale(scale, query)
-    q_start = checked_integer_or_none("q_start", q_start)
-    block_size = checked_integer_or_none("block_size", block_size)
-    query, key, value = autocast_inputs(query, key, value)
-    call = {
-        "scale": scale,
-        "q_start": key.shape[2] - query.shape[2] if q_start is None else q_start,
-        "block_size": block_size,
-    }
-    return (query, key, value), call, checked_extras(query, key, pattern, block_size, **extras)
+    check_inputs(*inputs, pattern)
+    scale = checked_scale(options.pop("scale", None), inputs[0])
+    q_start = checked_integer_or_none("q_start", options.pop("q_start", None))
+    size = checked_integer_or_none("block_size", options.pop("block_size", None))
+    query, key, value = autocast_inputs(*inputs)
+    q_start = key.shape[2] - query.shape[2] if q_start is None else q_start
+    call = {"scale": scale, "q_start": q_start, "block_size": size}
+    return (query, key, value), call, checked_extras(query, key, pattern, size, **options)

@@ -121,8 +121,8 @@ def attention(
             "dropout_seed": dropout_seed,
         }
     choices = backend, scale, q_start, block_size
-    recipe, inputs, checked = recipe_of(query, key, value, pattern, choices, extras)
-    out, lse = attend(recipe, *inputs, pattern, checked)
+    recipe, inputs, checked = recipe_of((query, key, value), pattern, choices, extras, False)
+    out, lse = attend(recipe, inputs, pattern, checked)
     return (out, lse) if return_lse else out
 
 
@@ -147,7 +147,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         ...
     """
     options = {"dropout_seed": 0, **options}  # a default seed would advance torch's generator
-    inputs, call, extras = checked_call(query, key, value, pattern, **options)
+    inputs, call, extras = checked_call((query, key, value), pattern, **options)
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
     check_batch(pattern, batch)
     frame = Frame(q_len, kv_len, heads, kv_heads, call["q_start"])

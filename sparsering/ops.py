@@ -33,12 +33,7 @@ from .streams import OUTSIDE_CUDA_GRAPHS
 
 
 def attend(
-    recipe: CallRecipe,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    extras: Extras,
+    recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extras
 ) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) of a call that `recipe_of` checked.
 
@@ -46,7 +41,7 @@ def attend(
     The operator takes a good part of a small call's time, so it is skipped in calls that neither
     autograd nor a compiler observes. A backend without `backward` runs as plain torch.
     """
-    inputs, backend = (query, key, value), BACKENDS[recipe.backend]
+    query, backend = inputs[0], BACKENDS[recipe.backend]
     if recipe.layout_key is not None and backend.forward is not None:
         layout, slots = _layout(*recipe.layout_key)
         problem = Problem(layout, *inputs, recipe.scale, slots=slots)
@@ -60,7 +55,7 @@ def attend(
             refuse_forward_mode(*tensors)
         if recipe.learns or (tensors and needs_operator(*tensors)):
             return _attention(
-                query=query, key=key, value=value, tensors=pattern.tensors,
+                **dict(zip(_NAMES[:3], inputs, strict=True)), tensors=pattern.tensors,
                 pattern=pattern.expression, scale=recipe.scale, q_start=recipe.q_start,
                 block_size=recipe.block_size, backend=recipe.backend,
                 **{**_UNUSED, **extras.in_use},

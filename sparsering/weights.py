@@ -95,14 +95,14 @@ def attention_weights(
     """
     refuse_options("attention_weights", others, _OPTIONS, _REFUSED)
     inputs, call, options = checked_call(
-        query, key, key, pattern, scale=scale, q_start=q_start, block_size=block_size,
+        (query, key, key), pattern, scale=scale, q_start=q_start, block_size=block_size,
         block_bias=block_bias, softcap=softcap, distance_bias=distance_bias, sink=sink,
     )  # fmt: skip
     refuse_tracers(query, key)
     query, key, _ = inputs
     with without_autocast(query):
         recipe = CallRecipe(choose(None, inputs, options.in_use), **call)
-        _, lse = attend(recipe, *inputs, pattern, options)
+        _, lse = attend(recipe, inputs, pattern, options)
         layout = pattern.layout(
             query.shape[2],
             key.shape[2],
@@ -197,7 +197,7 @@ def key_mass(
             "expected sink or lse, got both; the lse that attention returns includes the sink"
         )
     inputs, call, options = checked_call(
-        query, key, key, pattern, scale=scale, q_start=q_start, block_size=block_size,
+        (query, key, key), pattern, scale=scale, q_start=q_start, block_size=block_size,
         block_bias=block_bias, softcap=softcap, distance_bias=distance_bias, sink=sink,
     )  # fmt: skip
     refuse_tracers(query, key)
@@ -208,7 +208,7 @@ def key_mass(
     group = heads // max(1, kv_heads)
     recipe = CallRecipe(choose(None, (query, key, key), options.in_use), **call)
     if lse is None:
-        _, lse = attend(recipe, query, key, key[..., :1], pattern, options)
+        _, lse = attend(recipe, (query, key, key[..., :1]), pattern, options)
     options = options.changed(sink=None)
     lse = checked_rows("lse", lse, query, broadcasts=False)
     each = query.new_ones(1, 1, 1) if weight is None else checked_rows("weight", weight, query)

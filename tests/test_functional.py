@@ -159,7 +159,7 @@ def test_an_option_is_computed_or_refused_by_name_and_never_ignored(option):
         if option == "logit_cap" and name not in ("flash", "triton"):
             with pytest.raises((TypeError, AssertionError), match="logit_cap"):
                 extras = Extras({"logit_cap": 5.0})
-                attend(CallRecipe(name, 1.0, 0, 16), *args.values(), sr.Causal(), extras)
+                attend(CallRecipe(name, 1.0, 0, 16), (*args.values(),), sr.Causal(), extras)
 
 
 @pytest.mark.parametrize("part", ["outs", "lses"])

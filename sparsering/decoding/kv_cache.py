@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..call_recipe import recipe_of
+from ..call_recipe import Inputs, recipe_of
 from ..checks import (
     autocast_inputs,
     check_batch,
@@ -235,7 +235,7 @@ class KVCache:
             inputs = autocast_inputs(query, key, value)
             out: Tensor = attend_op(*inputs, self._clock, **operator_options(options))
             return out
-        results = self._attend(query, key, value, lengths, stored, **options)
+        results = self._attend((query, key, value), lengths, stored, **options)
         return results if return_lse else results[0]
 
     def load(
@@ -283,26 +283,16 @@ class KVCache:
             self._state = self._state.loaded(key, value, places, length)
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        lengths: Sequence[int] | Tensor | None = None,
-        stored: bool = True,
-        *,
-        backend: str | None = None,
-        scale: float | None = None,
-        block_size: int | None = None,
-        **options: Any,
+        self, inputs: Inputs, lengths: Sequence[int] | Tensor | None, stored: bool, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        state, call = self._state, (backend, scale, None, block_size)
-        recipe, inputs, extras = recipe_of(
-            query, key, value, state.pattern, call, options, in_cache=True
-        )
+        state, given = self._state, inputs
+        backend, scale, size = map(options.pop, _OPTIONS[:3], (None, None, None))
+        choices = backend, scale, None, size
+        recipe, inputs, extras = recipe_of(given, state.pattern, choices, options, True)
         if state.page.recipe is not recipe:
-            self._check(query, key, value)
+            self._check(*given)
             self._check_dtype(inputs[1])
-        n = query.shape[2]
+        n = inputs[0].shape[2]
         new = self._new_tokens(lengths, n)
         most = n if lengths is None else max(new, default=0)
         if not stored and len(set(zip(self.lengths, new, strict=True))) > 1:

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..call_recipe import Inputs
 from ..checks import autocast_inputs, check_inputs, check_tensor
 from ..functional import attention
 from ..patterns.arguments import checked_integer, shortened
@@ -89,20 +90,12 @@ class SelectedCache(KVCache):
 
     @ordinary_tensors()
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        lengths: Sequence[int] | Tensor | None = None,
-        stored: bool = True,
-        *,
-        backend: str | None = None,
-        **options: Any,
+        self, inputs: Inputs, lengths: Sequence[int] | Tensor | None, stored: bool, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        check_inputs(query, key, value, self._state.pattern)
-        self._check(query, key, value)
+        check_inputs(*inputs, self._state.pattern)
+        self._check(*inputs)
+        query, key, value = autocast_inputs(*inputs)
         state, n, begin = self._state, query.shape[2], self.length
-        query, key, value = autocast_inputs(query, key, value)
         new = self._new_tokens(lengths, n)
         if set(new) - {n} or not stored:
             raise ValueError(
@@ -126,9 +119,7 @@ class SelectedCache(KVCache):
         scores = summaries.scores(query, keys, scale=options.get("scale"))
         blocks = self._select_blocks(scores, q_start=begin)
         pattern = SelectedBlocks(blocks, self._size, 1, begin) & Causal()
-        results = attention(
-            query, keys, values, pattern, return_lse=True, backend=backend, **options
-        )
+        results = attention(query, keys, values, pattern, return_lse=True, **options)
         if not paged:
             state = state.evicted(key, value)
         self._state = state.changed(summaries=summaries)

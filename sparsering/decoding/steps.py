@@ -178,13 +178,13 @@ class _Group(NamedTuple):
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """Attends from the new tokens to the keys in the ranges of positions that they visit."""
-        query, key, value, extras = self.tokens
+        query, *_, extras = self.tokens
         state, recipe, begin = self.state, self.recipe, self.history.length
         frame = state.frame(query.shape[2], begin)
         apart = self.entries is not None and state.pattern.num_batches() is not None
         if begin == 0 and frame.kv_len == query.shape[2] and not state.remote and not apart:
             prompt = CallRecipe(recipe.backend, recipe.scale, 0, recipe.block_size)
-            return attend(prompt, query, key, value, state.pattern, extras)
+            return attend(prompt, self.tokens[:3], state.pattern, extras)
         if not _runs_spans(state, recipe.backend):
             return self._attend_whole(frame)
         layout, slots = self._layout(frame)
@@ -266,7 +266,7 @@ class _Group(NamedTuple):
         if (mask := self._stored(everything)) is not None:
             pattern = cast(Mask, pattern) & KeyMask(mask[0])
         call = CallRecipe(recipe.backend, recipe.scale, frame.q_start, recipe.block_size)
-        out, lse = attend(call, query, keys, values, pattern, extras)
+        out, lse = attend(call, (query, keys, values), pattern, extras)
         return out[:, :, first : first + n], lse[:, :, first : first + n]
 
 

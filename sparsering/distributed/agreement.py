@@ -32,7 +32,6 @@ SCHEMA = operator_schema(
     "bool seed_is_given, str group, str sharding, str? compression, float? timeout, str backend, "
     "bool differentiable",
 )
-NAMES = [argument.split()[-1] for argument in SCHEMA.split(", ")]
 
 
 class RingCall(NamedTuple):
@@ -60,7 +59,8 @@ class RingCall(NamedTuple):
     @classmethod
     def of(cls, arguments: Sequence[Any]) -> "RingCall":
         """Builds the call from the operator's arguments, which `SCHEMA` names."""
-        call = dict(zip(NAMES, arguments, strict=True))
+        names = [argument.split()[-1] for argument in SCHEMA.split(", ")]
+        call = dict(zip(names, arguments, strict=True))
         extras = NO_EXTRAS.changed(**{name: call.pop(name) for name in ANYWHERE})
         return cls(**call, extras=extras)
 

@@ -286,10 +286,7 @@ class Rank:
         """Builds the `Problem` of a step's kernel call, on `key` and `value`, without the sink."""
         assert step.layout is not None
         query = query[:, :, step.queries]
-        extras = {
-            **self.extras.in_use,
-            "sink": None,
-        }  # `forward` adds the sink last
+        extras = dict(self.extras.changed(sink=None).in_use)  # `forward` adds the sink last
         _, masks = without_key_masks(self.plan.pattern)
         if step.own_keys and masks:  # masked keys may be NaN; ranks never send masked keys
             places = positions(self.plan.ranges[self.rank]).to(query.device)

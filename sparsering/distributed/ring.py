@@ -24,15 +24,7 @@ from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import checked_flag, is_finite, shortened
 from ..patterns.expression import parse
-from .agreement import (
-    NAMES,
-    SCHEMA,
-    RingCall,
-    agree_on_call,
-    check_lengths,
-    error_budget,
-    report_failure,
-)
+from .agreement import SCHEMA, RingCall, agree_on_call, check_lengths, error_budget, report_failure
 from .exchange import Exchange, Traffic
 from .network import Network
 from .rank import REFUSED, Rank, Saved, check_ring_inputs, choose_kernels, plan_of_call
@@ -254,7 +246,8 @@ def _backward(*arguments: Any) -> list[Tensor | None]:
         "distance_bias": None if dtable is None else dtable.to(table.dtype),
         "sink": None if sink is None else rank.sink_gradient(x, sink),
     }
-    return [*grads, *(of_extras.get(name) for name in NAMES[3 : NAMES.index("tensors")])]
+    names = (name for name in ANYWHERE if OPTIONS[name].schema == "Tensor?")
+    return [*grads, *(of_extras.get(name) for name in names)]
 
 
 _ring = differentiable(  # the operator that autograd and torch.compile see

@@ -81,21 +81,15 @@ def simulate_ring(
         ranks.append(Rank(plan, rank, backend, scale, wire, dtype, own))
     with without_autocast(query):
         tables = extras["distance_bias"], extras["sink"]
-        out, lse = _Simulated.apply(query, key, value, *tables, _Shards(ranks, device))
+        out, lse = _Simulated.apply(_Shards(ranks, device), query, key, value, *tables)
     return (out, lse) if return_lse else out
 
 
 class _Simulated(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        distance_bias: Tensor | None,
-        sink: Tensor | None,
-        shards: "_Shards",
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, shards: "_Shards", *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
+        query, key, value, *tables = inputs
+        assert query is not None and key is not None and value is not None
         ranks = shards.ranks
         out = query.new_empty(*query.shape[:3], value.shape[3])
         lse = query.new_empty(query.shape[:3], dtype=ranks[0].dtype)
@@ -111,7 +105,7 @@ class _Simulated(torch.autograd.Function):
                 whole[:, :, shards.places[rank.rank]] = part.to(whole.device)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.shards = shards
-        ctx.tables = [None if x is None else x.detach() for x in (distance_bias, sink)]
+        ctx.tables = [None if x is None else x.detach() for x in tables]
         return out, lse
 
     @staticmethod
@@ -124,7 +118,7 @@ class _Simulated(torch.autograd.Function):
             with without_autocast(grads[0]):
                 return _backward(ctx.shards, Saved(*saved, *grads), *tables)
 
-        return (*(for_each_gradient(run, grads) if is_batch(*grads) else run(*grads)), None)
+        return None, *(for_each_gradient(run, grads) if is_batch(*grads) else run(*grads))
 
 
 def _refuse_transforms() -> None:

@@ -49,7 +49,7 @@ def block_mass(
         >>> out, lse = attention(query, key, value, chosen & Causal(), return_lse=True)
         >>> mass = block_mass(query, key, chosen & Causal(), lse)
     """
-    inputs, call, options = checked_call(query, key, key, pattern, scale=scale, q_start=q_start)
+    inputs, call, options = checked_call((query, key, key), pattern, scale=scale, q_start=q_start)
     selections = selections_of(pattern)
     if len(selections) != 1:
         raise ValueError(
@@ -61,7 +61,8 @@ def block_mass(
     query, key, _ = inputs
     backend = choose(None, (query, key, key), ("slot_bias",))
     if lse is None:
-        _, lse = attend(CallRecipe(backend, **call), query, key, key[..., :1], pattern, options)
+        recipe, first_channel = CallRecipe(backend, **call), key[..., :1]
+        _, lse = attend(recipe, (query, key, first_channel), pattern, options)
     lse = checked_rows("lse", lse, query, broadcasts=False)
     weight = lse.new_ones(1, 1, 1) if weight is None else checked_rows("weight", weight, query)
     weight = weight.expand(lse.shape)
