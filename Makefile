@@ -33,7 +33,7 @@ demo: $(STAMP) ## train a small LongNet on the standard library's sources; write
 
 demo-ring: $(STAMP) ## the same over 4 processes that share each text; writes runs/demo-ring
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 \
-		-m sparsering demo-ring --out runs/demo-ring
+		examples/train_over_ranks.py --out runs/demo-ring
 
 $(DOCS_STAMP): $(STAMP) requirements-docs.txt
 	$(BIN)/python -m pip install -r requirements-docs.txt --constraint requirements-dev.txt

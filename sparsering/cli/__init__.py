@@ -17,7 +17,12 @@ from . import machine, patterns, planning, training
 USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
 TOO_LARGE = (MemoryError, OverflowError, RecursionError)  # and torch's RuntimeError of memory
 LONGEST_LINE = 2000
-MOVED = ("bench", "report")  # commands of 0.2.0 that now need a clone of the repository
+# Commands of 0.2.0, and what to write instead in a clone of the repository.
+MOVED = {
+    "bench": "python -m benchmarks bench",
+    "report": "python -m benchmarks report",
+    "demo-ring": "make demo-ring",
+}
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -56,8 +61,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] in MOVED:
         parser.exit(
             2,
-            f"sparsering: the package no longer has {words[0]}; run `python -m benchmarks "
-            f"{words[0]}` in a clone of the repository\n",
+            f"sparsering: the package no longer has {words[0]}; run `{MOVED[words[0]]}` in a "
+            "clone of the repository\n",
         )
     arguments = parser.parse_args(words)
     try:

@@ -1,4 +1,4 @@
-"""The commands that train and generate: `train`, `demo`, `demo-ring`, `generate`."""
+"""The commands that train and generate: `train`, `demo`, `generate`."""
 
 import argparse
 import sys
@@ -60,14 +60,6 @@ def add_commands(commands: Commands) -> None:
     add("--out", type=Path, default=Path("runs/demo"), help="folder of the report")
     add("--resume", action="store_true", help="go on with an interrupted demo")
 
-    ring = commands.add_parser(
-        "demo-ring", help="under torchrun: train with windows in shards, and show what moves"
-    )
-    ring.set_defaults(run=_demo_ring)
-    ring.add_argument(
-        "--out", type=Path, default=Path("runs/demo-ring"), help="folder of the picture and metrics"
-    )
-
     generate = commands.add_parser(
         "generate", help="continue a text with a trained model, printed as it is generated"
     )
@@ -124,12 +116,6 @@ def _demo(arguments: argparse.Namespace) -> int:
     from ..training.demo import demo
 
     return demo(arguments.out, resume=arguments.resume)
-
-
-def _demo_ring(arguments: argparse.Namespace) -> int:
-    from ..training.demo_ring import demo_ring
-
-    return demo_ring(arguments.out)
 
 
 def _generate(arguments: argparse.Namespace) -> int:

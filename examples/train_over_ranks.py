@@ -1,9 +1,14 @@
-"""Demo of sequence-parallel training: ranks share each sequence; reports bytes sent.
+"""Trains a small LongNet whose tokens several processes share, and reports what moves.
 
-Run as `torchrun --standalone --nproc-per-node 4 -m sparsering demo-ring --out runs/demo-ring`.
+    torchrun --standalone --nproc-per-node 4 examples/train_over_ranks.py --out runs/demo-ring
+
+`make demo-ring` runs this. It compares the losses with those of one process, the bytes with the
+plan's, and draws who sends what.
 """
 
+import argparse
 import os
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -12,17 +17,17 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ..distributed import RingPlan, last_traffic
-from ..distributed.sharding import num_tokens
-from ..files import replace_file
-from ..patterns.positions import Full
-from ..plots import require_matplotlib, traffic_png
-from .data import read_text
-from .loop import Run, adamw, autocast, train, training_step
-from .measure import peak_memory_bytes
-from .ranks import Ranks
-from .recipe import DTYPES, Recipe
-from .torchrun import ranks_of_torchrun
+from sparsering.distributed import RingPlan, last_traffic
+from sparsering.distributed.sharding import num_tokens
+from sparsering.files import replace_file
+from sparsering.patterns.positions import Full
+from sparsering.plots import require_matplotlib, traffic_png
+from sparsering.training.data import read_text
+from sparsering.training.loop import Run, adamw, autocast, train, training_step
+from sparsering.training.measure import peak_memory_bytes
+from sparsering.training.ranks import Ranks
+from sparsering.training.recipe import DTYPES, Recipe
+from sparsering.training.torchrun import ranks_of_torchrun
 
 RECIPE = Recipe(steps=60, num_layers=2, dtype="float32")
 COMPARED_STEPS = 10
@@ -52,7 +57,7 @@ def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
     if not dist.is_torchelastic_launched():
         raise ValueError(
             "expected processes started by torchrun, got a single process; run make demo-ring, or "
-            "torchrun --standalone --nproc-per-node 4 -m sparsering demo-ring"
+            "torchrun --standalone --nproc-per-node 4 examples/train_over_ranks.py"
         )
     began = time.perf_counter()
     with ranks_of_torchrun(int(os.environ["WORLD_SIZE"]), timeout=TIMEOUT_S) as ranks:
@@ -174,3 +179,12 @@ def _size(number: float | None) -> str:
         if number >= unit:
             return f"{number / unit:,.1f} {name}"
     return f"{number:,.0f} B"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/demo-ring"), help="folder to write")
+    try:
+        sys.exit(demo_ring(parser.parse_args().out))
+    except ValueError as error:
+        sys.exit(f"train_over_ranks: {error}")
