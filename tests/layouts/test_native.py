@@ -16,6 +16,7 @@ from sparsering.layouts import compile as compiler
 from sparsering.layouts import lower, tiles
 from sparsering.layouts.layout import BlockLayout
 from sparsering.patterns.algebra import Frame
+from sparsering.patterns.varlen_mask import Varlen
 
 CPU = torch.device("cpu")
 FIELDS = ("query_start", "query_stop", "key_start", "key_stop", "row_ptr", "key_tile", "bitmap")
@@ -99,6 +100,26 @@ def test_tables_of_named_patterns(name: str, length: int) -> None:
     for block_size in (16, 64, 112, 256):
         check(pattern, Frame.build(length, None, 4, 2, None), block_size)
     check(pattern, Frame.build(length - 60, length, 2, 2, None), 64)
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [
+        sr.Causal(),
+        sr.SlidingWindow(20, 3) | sr.GlobalTokens(2),
+        sr.LongNet((16, 40), (1, 3)) & sr.Causal(),
+        sr.SlidingWindow(30, 0, 4),
+        sr.Dilated(32, 2) | sr.PooledCausal(16, 8),
+    ],
+    ids=str,
+)
+def test_tables_of_documents_whose_positions_restart(inner: sr.Pattern) -> None:
+    q_lengths, kv_lengths = (50, 0, 3, 130, 1), (70, 5, 3, 130, 64)
+    branches = [Varlen(q_lengths, kv_lengths, mask) for mask in inner.branches]
+    pattern = sum(branches[1:], start=branches[0])
+    frame = Frame.build(sum(q_lengths), sum(kv_lengths), 4, 2, 0)
+    for block_size in (16, 64, 128):
+        check(pattern, frame, block_size)
 
 
 @pytest.mark.parametrize("name", named(130))
