@@ -7,9 +7,8 @@ from torch import Tensor
 
 from ..patterns.algebra import Frame
 from ..patterns.tree import Nodes
-from ..rows import expand_counts
 from .leaves import EMPTY, FULL, VARIES, Condition
-from .tiles import Axis, Origin, Spans, TilePairs, spans_of_positions
+from .tiles import Axis, Origin, Spans, TilePairs
 
 
 class _Side:
@@ -103,68 +102,27 @@ class OnPath(Condition):
         return [own, *(torch.where(alone, 0, column) for column in columns)]
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
-        row, low, high = self._key_ranges(queries, keys, origin)
-        return spans_of_positions(
-            queries, keys, row, low + origin.start[row], high + origin.start[row]
-        )
-
-    def _key_ranges(
-        self, queries: Axis, keys: Axis, origin: Origin
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns (query tile, first and last token) of ranges of keys that tiles may see."""
-        nodes, none = self.nodes, torch.zeros(0, dtype=torch.int64)
-        if not len(nodes.depth) or not len(queries) or not len(keys):
-            return none, none, none
-        tiles = _Side(nodes, (queries.start - origin.start, queries.last - origin.start))
-        rows = torch.nonzero(tiles.touches)[:, 0]
-        part, number = expand_counts((tiles.last - tiles.first + 1).clamp(min=0)[rows])
-        row = rows[part]
-        node = tiles.first[row] + number  # each part of a tile lies in one node
-        first = torch.maximum(queries.start[row] - origin.start[row], nodes.start[node])
-        last = torch.minimum(queries.last[row] - origin.start[row], nodes.start[node + 1] - 1)
-        shift = nodes.depth[node] - nodes.start[node]
-        zero = torch.zeros_like(row)
-        depths = Axis(1, zero, first + shift, last + shift + 1, last + shift)
-        size = max(1, int((keys.stop - keys.start).max()))
-        begin = torch.arange(0, nodes.longest, size)
-        end = (begin + size).clamp(max=nodes.longest)
-        blocks = Axis(1, torch.zeros_like(begin), begin, end, end - 1)
-        whole = Origin.of_sequence(len(row), nodes.longest)
-        spans = self.inner.candidates(depths, blocks, whole)
-        span, low, high = _by_row(spans, len(begin))
-        node = node[span]
-        ends = nodes.depth + nodes.start.diff()
-        low, high = low * size, torch.minimum(high * size, ends[node])
-        node = self._ancestor_above(node, high)
-        ranges = []
-        active = torch.nonzero(high > low)[:, 0]
-        while len(active):  # from the lowest node of each range of depths up to the highest
-            of = node[active]
-            shift = nodes.start[of] - nodes.depth[of]
-            top = torch.maximum(low[active], nodes.depth[of]) + shift
-            bottom = torch.minimum(high[active], ends[of]) + shift - 1
-            ranges.append((row[span[active]], top, bottom))
-            above = nodes.depth[of] > low[active]
-            node[active] = nodes.parent[of]
-            active = active[above]
-        if not ranges:
-            return none, none, none
-        found = [torch.cat(column) for column in zip(*ranges, strict=True)]
-        return found[0], found[1], found[2]
-
-    def _ancestor_above(self, node: Tensor, depth: Tensor) -> Tensor:
-        """Returns the lowest of node and its ancestors that begins above a depth."""
-        depths, leap = self.nodes.depth, self.nodes.parent
-        leaps = []
-        while (leap >= 0).any():
-            leaps.append(leap)
-            leap = torch.where(leap >= 0, leap[leap.clamp(min=0)], -1)
-        for leap in reversed(leaps):  # leaps of 2^j ancestors, longest first
-            far = leap[node]
-            below = (far >= 0) & (depths[far.clamp(min=0)] >= depth)
-            node = torch.where(below, far, node)
-        above = torch.where(self.nodes.parent[node] >= 0, self.nodes.parent[node], node)
-        return torch.where(depths[node] >= depth, above, node)
+        """Halves ranges of key tiles until none or all of their pairs attend, or one is left."""
+        row, first = torch.arange(len(queries)), torch.minimum(keys.start, keys.stop)
+        lanes = keys.residue.contiguous(), queries.residue.contiguous()
+        low = torch.searchsorted(*lanes)
+        high = torch.searchsorted(*lanes, right=True)
+        begins, ends = [row[:0]], [row[:0]]
+        while len(row := row[high > low]):
+            low, high = low[high > low], high[high > low]
+            stop = keys.stop[high - 1]
+            tiles = Axis(1, keys.residue[low], first[low], stop, stop - 1)
+            pairs = TilePairs(queries[row], tiles, Origin(*(x[row] for x in origin)))
+            status = self.status(pairs)
+            found = (status != EMPTY) & ((status == FULL) | (high - low == 1))
+            begins.append((row * len(keys) + low)[found])
+            ends.append((row * len(keys) + high)[found])
+            halved = (status != EMPTY) & ~found
+            row, low, high = row[halved], low[halved], high[halved]
+            middle = (low + high) // 2
+            row = row.repeat(2)
+            low, high = torch.cat((low, middle)), torch.cat((middle, high))
+        return Spans(torch.cat(begins), torch.cat(ends))
 
     def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
         nodes = self.nodes
@@ -180,13 +138,3 @@ class OnPath(Condition):
         earlier = torch.where(query > last, nodes.start[last + 1], nodes.start[query]) - 1
         earlier = torch.where(query > key, earlier, -1)
         return torch.where(x < 0, -1, torch.where(hit, found, earlier))
-
-
-def _by_row(spans: Spans, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (row, first column, exclusive end) of each range of a set, cut at row ends."""
-    columns = max(1, columns)
-    first, last = spans.begin // columns, (spans.end - 1) // columns
-    span, number = expand_counts(last - first + 1)
-    row = first[span] + number
-    low = torch.maximum(spans.begin[span], row * columns) - row * columns
-    return row, low, torch.minimum(spans.end[span], (row + 1) * columns) - row * columns
