@@ -72,7 +72,8 @@ def choose_travellers(
     Returns: the rows to send, and the keys to fetch for all other query rows.
     """
     travellers: list[Traveller] = []
-    home = list(range(world)) + [owner for owner, _ in candidates]  # rank of the rows of each label
+    # home[label] is the rank that computes the rows with this label.
+    home = list(range(world)) + [owner for owner, _ in candidates]
     for number, (owner, rows) in enumerate(candidates):
         saved, hosts = 0, set()
         for runs, count in zip(needs, uses, strict=True):

@@ -55,8 +55,9 @@ class Pass:
     branch: int = 0  # index of the pass's mask in a mixture `a + b`
     query_origin: Tensor | None = None  # [S, query tiles] first positions, if they restart at 0
     key_origin: Tensor | None = None  # [S, key tiles] first positions, if not key_start
-    query_depth: Tensor | None = None  # [S, query tiles] first positions for distances; None: equal
-    key_depth: Tensor | None = None  # [S, key tiles] first positions for distances; None: equal
+    # Depth of each tile's first token, from which distances count; None if depths are positions.
+    query_depth: Tensor | None = None  # [S, query tiles]
+    key_depth: Tensor | None = None  # [S, key tiles]
     stream: Tensor | None = None  # [S, query tiles] index of the dropout seed; None: all 0
     slot: Tensor | None = None  # [B or 1, H or 1, entries] int64 place in a selection's indices
     # values that other files derive from the pass, by name; copies and pickles begin without any

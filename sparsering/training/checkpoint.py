@@ -218,7 +218,10 @@ def _check_kinds(about: About, kinds: dict[str, Kind]) -> None:
             expected[f"optimizer.{parameter}.exp_avg_sq"] = kind
         for name, kind in expected.items():
             if name not in kinds:
-                raise ValueError(f"the recipe's model needs {name}, which no file has")
+                raise ValueError(
+                    f"the checkpoint lacks {name}, which its model needs; copy the missing file of "
+                    "its rank"
+                )
             if kinds[name] != kind:
                 raise ValueError(f"{name} is {kinds[name]}, and the recipe's model needs {kind}")
         unexpected -= expected.keys()

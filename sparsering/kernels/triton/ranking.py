@@ -244,7 +244,7 @@ def place_kernel(
 
 @triton.jit
 def add_bins(bins, offsets, begins, table, low, chunks, num_bins):
-    """Sums _TILES bins over a table's runs; writes `begins` and `offsets` of `place_kernel`."""
+    """Adds up the runs' entries per bin, so that `place_kernel` knows where each run writes."""
     bin = (low + tl.arange(0, _TILES))[None, :]
     total = tl.zeros([_TILES], tl.int32)
     for first in range(0, chunks, _CHUNKS):

@@ -7,9 +7,9 @@
 
 namespace sparsering::cpu {
 
-// Counts of a pass of a plan, means over heads, from planning/work.py: entries; key tiles that a
-// group of heads visits (`seen`); key tiles whose length is no multiple of 16 (`ragged`); pieces
-// that query tiles and key tiles are cut into.
+// Per pass, averaged over heads (planning/work.py fills it): entries; key tiles that a group of
+// heads visits (`seen`); key tiles whose length is no multiple of 16 (`ragged`); `pieces`, the parts
+// of query tiles and of key tiles that visit far more blocks than others.
 struct Counts {
   double entries, seen, ragged, pieces, pieces_by_key;
 
