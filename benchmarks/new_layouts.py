@@ -146,19 +146,19 @@ def flex_rows() -> list[dict[str, Any]]:
 
 
 class Small(torch.nn.Module):
-    """Two layers of attention over packed documents, 256 channels in 4 heads."""
+    """Two layers of attention over packed documents, 128 channels in 2 heads."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = torch.nn.Embedding(256, 256)
-        self.mix = torch.nn.ModuleList(torch.nn.Linear(256, 768) for _ in range(2))
-        self.wide = torch.nn.ModuleList(torch.nn.Linear(256, 1024) for _ in range(2))
-        self.narrow = torch.nn.ModuleList(torch.nn.Linear(1024, 256) for _ in range(2))
+        self.embed = torch.nn.Embedding(256, 128)
+        self.mix = torch.nn.ModuleList(torch.nn.Linear(128, 384) for _ in range(2))
+        self.wide = torch.nn.ModuleList(torch.nn.Linear(128, 512) for _ in range(2))
+        self.narrow = torch.nn.ModuleList(torch.nn.Linear(512, 128) for _ in range(2))
 
     def forward(self, tokens: torch.Tensor, pattern: sr.Pattern) -> torch.Tensor:
         x = self.embed(tokens)
         for mix, wide, narrow in zip(self.mix, self.wide, self.narrow, strict=True):
-            query, key, value = mix(x).unflatten(-1, (3, 4, 64)).permute(2, 0, 3, 1, 4)
+            query, key, value = mix(x).unflatten(-1, (3, 2, 64)).permute(2, 0, 3, 1, 4)
             x = x + sr.attention(query, key, value, pattern).transpose(1, 2).flatten(2)
             x = x + narrow(torch.relu(wide(x)))
         return x @ self.embed.weight.T
@@ -179,7 +179,7 @@ def trained() -> dict[str, Any]:
     for step in range(STEPS):
         pattern = sr.Causal() & sr.Documents(lengths_of(TRAINED, 10 + step % 20, step))
         start = time.process_time()
-        pattern.layout(TRAINED, num_heads=4)  # what the call would build
+        pattern.layout(TRAINED, num_heads=2)  # what the call would build
         spent[0] += time.process_time() - start
         logits = model(tokens, pattern)
         torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:]).backward()
