@@ -31,13 +31,9 @@ def test_drawings_are_read_as_batch_head_query_key() -> None:
     ]
 
 
-def test_every_constructor_and_operator_is_drawn() -> None:
-    drawn = {part for drawing in DRAWINGS for part in names_in(drawing.spec)}
-    assert drawn == {
-        *("Full", "Causal", "SlidingWindow", "GlobalTokens", "Dilated", "LongNet"),
-        *("BlockDilated", "BlockWindow", "Hierarchical", "Documents", "Packed", "KeyPadding"),
-        *("KeyMask", "Blocks", "Dense", "&", "|", "+"),
-    }
+def test_every_operator_is_drawn() -> None:
+    """test_registries.py has the constructors."""
+    assert {"&", "|", "+"} <= {part for drawing in DRAWINGS for part in names_in(drawing.spec)}
 
 
 def names_in(spec: Spec) -> set[str]:
