@@ -1,4 +1,4 @@
-"""What an encoder's class token looks at, as a heat map over a slide.
+"""Draws where an encoder's class token looks, as a heat map over a slide.
 
     python examples/slide_heatmap.py --out heatmap.png
 

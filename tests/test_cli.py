@@ -202,7 +202,7 @@ def test_generate_refuses_in_one_line_and_before_any_text(trained, capsys, optio
 
 
 class Pieces(io.StringIO):
-    """What had been written at each flush."""
+    """Records the text written at each flush."""
 
     def __init__(self):
         super().__init__()

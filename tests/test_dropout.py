@@ -1,4 +1,4 @@
-"""Which weights dropout keeps: the formula, its statistics, and that nothing else decides."""
+"""Tests which weights dropout keeps: the formula, its statistics, and that nothing else decides."""
 
 import math
 

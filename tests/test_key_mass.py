@@ -1,4 +1,4 @@
-"""What each key receives: column sums of dense weights, for every pattern, head and extra."""
+"""Compares key masses with column sums of dense weights, for every pattern, head and extra."""
 
 import pytest
 import torch

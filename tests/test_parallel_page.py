@@ -32,7 +32,7 @@ def losses_of(output: str) -> list[float]:
 
 
 def run_script(rank: int, ranks: int, tokens: int) -> tuple[str, dict[str, Any]]:
-    """What the script prints, and its variables; a worker has joined its group already."""
+    """Returns the script's output and variables; a worker has joined its group already."""
     os.environ |= {"WORLD_SIZE": str(ranks), "TOKENS": str(tokens)}
     join, dist.init_process_group = dist.init_process_group, lambda *_: None
     names: dict[str, Any] = {"__name__": "__main__"}

@@ -1,4 +1,4 @@
-"""What is released agrees with itself: versions, and what is promised with what is run."""
+"""A release agrees with itself: versions, and promises with the runs of the workflow."""
 
 import re
 import tomllib
@@ -25,7 +25,7 @@ def test_one_version_everywhere():
 
 
 def test_the_oldest_python_and_torch_are_those_of_the_workflow():
-    """What `pyproject.toml` promises is what .github/workflows/ci.yml runs."""
+    """The workflow runs the versions that `pyproject.toml` promises."""
     workflow = ROOT / ".github" / "workflows" / "ci.yml"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     oldest = [*project["dependencies"], project["requires-python"]]

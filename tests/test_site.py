@@ -1,4 +1,4 @@
-"""What the site needs of the pages, without building it: a place in its navigation, whole links."""
+"""Tests pages without building the site: each is in its navigation, and links are whole."""
 
 import re
 import unicodedata
@@ -55,7 +55,7 @@ def test_links_lead_somewhere(page):
 
 
 def test_every_page_is_in_the_navigation():
-    """Which the lists of docs/index.md are: a new page needs a line there."""
+    """Every page stands in docs/index.md: a new page needs a line there."""
     index = (DOCS / "index.md").read_text(encoding="utf-8")
     in_lists = re.findall(r"^- \[[^\]]+\]\(([^)#:]+)\)", index, re.MULTILINE)
     pages = {str(page.relative_to(DOCS)) for page in PAGES} - {"index.md"}
@@ -83,7 +83,7 @@ def test_broken_links_are_found(tmp_path, monkeypatch):
 
 
 def test_docs_requirements_do_not_repeat_those_of_the_tests():
-    """What `make test` installs stays as it is when the site's tools come on top."""
+    """The site's tools change no version that `make test` installs."""
 
     def names(file: str) -> set[str]:
         text = (ROOT / file).read_text(encoding="utf-8")

@@ -148,7 +148,7 @@ def test_the_watch_sees_a_value_that_is_read_and_one_that_is_copied():
 
 
 class _Stream:
-    """What the library asks of a CUDA stream, writing down who waits for what."""
+    """Stands in for a CUDA stream, and writes down who waits for what."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log, self.device = name, log, CPU
@@ -203,7 +203,7 @@ VISITED: list[Walk] = []  # kept, so that no later walk has the address of an ea
 
 
 def visit(layout: BlockLayout) -> list[int]:
-    """Which walks a launch is given."""
+    """Returns the walks that a launch gets."""
     with _Watch():  # no synchronise either: the meta device has none
         walks = [walk(layout, 0, by_key=b, programs=2, processors=9) for b in (False, True)]
     VISITED.extend(walks)

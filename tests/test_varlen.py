@@ -55,7 +55,7 @@ def one_by_one(
 
 
 def gradients(results: tuple[Tensor, Tensor], tensors: list[Tensor]) -> list[Tensor]:
-    """Of a random sum of out and of lse, where a row has keys."""
+    """Returns gradients of a random sum of out and lse, over rows with keys."""
     out, lse = results
     generator = torch.Generator().manual_seed(3)
     weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in (out, lse)]

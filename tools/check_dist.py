@@ -93,7 +93,7 @@ def check_wheel(wheel: Path) -> None:
 
 
 def check_sdist(sdist: Path) -> None:
-    """What the tests need is there. `python -m build` has made the wheel out of it."""
+    """Checks that the sdist has the files that tests need. `build` makes the wheel out of it."""
     with tarfile.open(sdist) as archive:
         held = {name.partition("/")[2] for name in archive.getnames()}
     lacks = [name for name in WANTED if name not in held]
@@ -134,7 +134,7 @@ def run_wheel(wheel: Path, folder: Path) -> None:
 
 
 def attend(python: Path, cache: Path, empty: Path, settings: dict[str, str]) -> dict:
-    """What `ATTEND` printed, in an empty folder and with nothing of this checkout in sight."""
+    """Returns the output of `ATTEND`, run in an empty folder without this checkout."""
     ours = ("PYTHONPATH", "SPARSERING_CXXFLAGS", "SPARSERING_CACHE")
     environment = {name: x for name, x in os.environ.items() if name not in ours}
     environment |= {"SPARSERING_CACHE": str(cache), **settings}

@@ -7,7 +7,8 @@ from pathlib import Path
 OPENINGS = ("What", "Of", "The same", "Which", "Those", "That")
 
 found = []
-for path in sorted(Path("sparsering").rglob("*.py")):
+folders = ("sparsering", "benchmarks", "examples", "tests", "tools")
+for path in sorted(x for folder in folders for x in Path(folder).rglob("*.py")):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             text = ast.get_docstring(node) or ""

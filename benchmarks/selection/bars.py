@@ -1,4 +1,4 @@
-"""What each record has to show, and whether it does: over all seeds, the worst of them counts."""
+"""Checks each record against its bar: over all seeds, the worst of them counts."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
@@ -29,7 +29,7 @@ def _column(rows: Sequence[Row], column: str, **where: object) -> list[float]:
 
 
 def flagged(rows: Sequence[Row]) -> list[Row]:
-    """Of flagged facts: trained scorers answer, everything that ignores content does not."""
+    """Flagged facts: trained scorers answer, everything that ignores content does not."""
     bars = []
     for size, low in (("small", 0.25), ("hard", 0.15)):
         at = {"experiment": size}
@@ -56,7 +56,7 @@ def flagged(rows: Sequence[Row]) -> list[Row]:
 
 
 def lengths(rows: Sequence[Row]) -> list[Row]:
-    """Of lengths: no answer is lost where full attention dilutes."""
+    """Lengths: no answer is lost where full attention dilutes."""
     bars = []
     for tokens in (4096, 16384):
         full = {
@@ -77,7 +77,7 @@ def lengths(rows: Sequence[Row]) -> list[Row]:
 
 
 def schedules(rows: Sequence[Row]) -> list[Row]:
-    """Of schedules: gated learns, cold does not."""
+    """Schedules: gated learns, cold does not."""
     gated = {"experiment": "hard", "arm": "kl"}
     return [
         bar("gated, accuracy", _column(rows, "accuracy", **gated), least=0.95),
@@ -96,7 +96,7 @@ def schedules(rows: Sequence[Row]) -> list[Row]:
 
 
 def recall(rows: Sequence[Row]) -> list[Row]:
-    """Of associative recall."""
+    """Associative recall."""
 
     def of(arm: str, column: str = "accuracy_far") -> dict[int, float]:
         return {row["seed"]: row[column] for row in rows if row["arm"] == arm}
@@ -115,7 +115,7 @@ def recall(rows: Sequence[Row]) -> list[Row]:
 
 
 def language(rows: Sequence[Row]) -> list[Row]:
-    """Of the byte model: what far copies cost."""
+    """Byte model: the cost of far copies."""
     table = {(row["arm"], row.get("block_size"), row["seed"]): row for row in rows}
     bars, seeds = [], {row["seed"] for row in rows}
     for way, size in (("learned", 32), ("learned", 16), ("exact", 32)):
@@ -137,7 +137,7 @@ def language(rows: Sequence[Row]) -> list[Row]:
 
 
 def captured(rows: Sequence[Row]) -> list[Row]:
-    """Of captured mass, and of scorers fitted to a frozen model."""
+    """Captured mass, and scorers fitted to a frozen model."""
     table: dict[tuple, dict[str, Row]] = {}
     for row in rows:
         if row["experiment"] == "captured":
@@ -175,7 +175,7 @@ def _ranked(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def refined(rows: Sequence[Row]) -> list[Row]:
-    """Of refinement."""
+    """Refinement."""
     recovered, moved = (_column(rows, x, probes=True) for x in ("found", "found_after_move"))
     return [
         bar("planted blocks found", recovered, least=0.95),

@@ -1,4 +1,4 @@
-"""What a choice holds of dense attention: captured mass, error and bits per byte over density.
+"""Measures choices of blocks: captured mass, error and bits per byte over density.
 
 On the dense byte model of `language`, with scorers trained beside it, on held-out text.
 """

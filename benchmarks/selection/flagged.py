@@ -205,7 +205,7 @@ def trained(reader: Reader, steps: int, k: int = K, *, decay: int = 300) -> Read
 
 
 def row_of(reader: Reader, experiment: str, seed: int, start: float, k: int = K) -> Row:
-    """What came of a run."""
+    """Holds the results of a run."""
     row: Row = {"experiment": experiment, "seed": seed, "arm": reader.arm, "steps": reader.number}
     row |= reader.evaluate(k)
     if reader.arm in LEARNED:

@@ -73,7 +73,7 @@ class Choice:
     indices: Tensor | None = None
 
     def pattern(self, q: Tensor, k: Tensor) -> sr.Pattern:
-        """What each query chose."""
+        """Returns the choice of each query."""
         rows, blocks = (
             -(-x.shape[2] // size) for x, size in ((q, self.query_block), (k, self.size))
         )

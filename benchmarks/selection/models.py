@@ -128,5 +128,5 @@ def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Of the targets that are not -1, mean."""
+    """Returns the mean over the targets that are not -1."""
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), ignore_index=-1)

@@ -56,7 +56,7 @@ def observe(refiner: PatternRefiner, query: Tensor, key: Tensor, probe: Tensor |
 
 
 def recovered(table: Tensor, plant: Tensor) -> float:
-    """Of the planted blocks, how many the table lists."""
+    """Returns the share of planted blocks that the table lists."""
     return (plant[..., None] == table[..., None, :]).any(-1).float().mean().item()
 
 

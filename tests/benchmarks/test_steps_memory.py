@@ -13,7 +13,7 @@ MOST = 4.0  # megabytes in 1,000 steps
 
 @pytest.fixture(autouse=True)
 def few_primitives(monkeypatch):
-    """Of oneDNN, which keeps one for each shape: that is growth, and not ours."""
+    """Primitives: oneDNN keeps one for each shape: that is growth, and not ours."""
     monkeypatch.setenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "16")
 
 

@@ -40,7 +40,7 @@ def step(cache: sr.KVCache, n: int, **options: Any) -> Tensor:
 
 
 def state(cache: sr.KVCache) -> Any:
-    """What can be seen of a cache: where it is, what it holds, and what comes out of it next."""
+    """Returns the visible state of a cache: its length, its keys, and its next output."""
     entries = range(len(cache.lengths))
     held = [cache.positions(head, entry).tolist() for head in range(2) for entry in entries]
     seen = cache.lengths, cache.kept, held
@@ -50,7 +50,7 @@ def state(cache: sr.KVCache) -> Any:
 
 
 class Raised(BaseException):
-    """What nothing catches, as KeyboardInterrupt."""
+    """An error that nothing catches, as KeyboardInterrupt."""
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""What is passed wrong to the functions over ranks is a ValueError that names it, in one process.
+"""Wrong arguments of the functions over ranks raise a ValueError that names them, in one process.
 
 TypeError, with the argument's name, only where a count or a pattern is of another kind.
 """

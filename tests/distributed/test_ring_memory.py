@@ -1,4 +1,4 @@
-"""What a rank holds while it computes: the same whatever the number of ranks."""
+"""Tests the memory of a rank while it computes: it does not grow with the number of ranks."""
 
 import pytest
 import torch

@@ -172,7 +172,7 @@ def test_global_rows_stay_where_sending_them_costs_about_as_much():
 
 
 def test_rows_travel_only_to_hosts_where_they_see_keys():
-    """Of eight documents with global rows of their own, one lies across all shards."""
+    """One of eight documents with global rows of their own lies across all shards."""
     pattern = sr.Packed((128,) * 7 + (8192 - 7 * 128,), sr.GlobalTokens(16) | sr.SlidingWindow(4))
     plan = RingPlan.build(pattern, 8192, 4)
     (traveller,) = plan.travellers

@@ -31,7 +31,7 @@ class Launch:
 
 @dataclass(eq=False)
 class Counts:
-    """What happened inside `counted()`; places are "file:line" of the code that asked.
+    """Holds the launches and waits in `counted()`; places are "file:line" of the code that asked.
 
     Attributes:
         launches: Triton kernels.

@@ -72,7 +72,7 @@ def test_generates_what_a_cache_of_everything_does(beams):
 
 def test_a_model_that_caches_latents_is_refused_by_name():
     model = made("deepseek-v3", "sparsering")
-    with pytest.raises(NotImplementedError, match="DeepSeek caches latents.*the default cache"):
+    with pytest.raises(NotImplementedError, match=r"DeepSeek caches latents.*the default cache"):
         stepped(model, hf.SparseCache(model), tokens(), padded("left"))
 
 

@@ -14,7 +14,7 @@ ROWS = 2
 
 @st.composite
 def asked(draw):
-    """What transformers asks a mask interface: any kind, offsets, lengths and padding."""
+    """Draws the requests of transformers to a mask interface: kind, offsets, lengths, padding."""
     q_length = draw(st.integers(1, 9))
     seen = draw(st.integers(0, 12))
     kv_offset = draw(st.integers(0, seen))

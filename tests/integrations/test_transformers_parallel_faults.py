@@ -1,4 +1,4 @@
-"""What `hf.parallelize` refuses by name, and ranks that differ, raise, die or stall."""
+"""Tests the refusals of `hf.parallelize`, and ranks that differ, raise, die or stall."""
 
 import os
 import time

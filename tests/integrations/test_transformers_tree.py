@@ -56,7 +56,7 @@ def test_loss_and_gradients_are_those_of_unpacked_rows(family):
 
 @pytest.mark.parametrize("fault", ["siblings", "window by index", "depth", "counts"])
 def test_a_planted_fault_changes_the_loss(fault):
-    """What the equality above would not forgive."""
+    """Planted faults, each of which the equality above notices."""
     torch.manual_seed(0)
     model = Gemma3ForCausalLM(Gemma3TextConfig(**SIZES, **WINDOWS)).double()
     tree = sr.pack_tree(rows())

@@ -105,7 +105,7 @@ THREE_LAYERS = {
 
 
 class TestLayers:
-    """Which layers have which pattern."""
+    """Returns the pattern of each layer."""
 
     def test_an_index_overrides_a_type(self):
         model, wide = made("qwen2", **THREE_LAYERS), sr.SlidingWindow(7, 1)

@@ -176,7 +176,7 @@ def made(family: str, implementation: str = "eager", **more: Any) -> Any:
 
 
 def like(model: Any, implementation: str = "sparsering") -> Any:
-    """The same model on another implementation."""
+    """Returns a copy of the model on another attention implementation."""
     other = copy.deepcopy(model)
     other.set_attn_implementation(implementation)
     assert other.config._attn_implementation == implementation

@@ -231,7 +231,7 @@ class Group:
 
 @pytest.fixture
 def sent(monkeypatch) -> list[dict[int, torch.Tensor]]:
-    """What rank 1 of 2 sends, by peer; nothing arrives."""
+    """Returns the messages of rank 1 of 2, by peer; nothing arrives."""
     messages: list[dict[int, torch.Tensor]] = []
     monkeypatch.setattr(exchange.dist, "get_rank", lambda group: 1)
     monkeypatch.setattr(exchange.dist, "get_world_size", lambda group: 2)

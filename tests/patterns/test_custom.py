@@ -30,7 +30,7 @@ class Prefixed(sr.Mask):
 
 @sr.register_pattern
 class FastPrefixed(sr.Mask):
-    """The same, which knows more of its tiles."""
+    """Defines the mask again, with `status` and `candidates` for tiles."""
 
     length: int
 
@@ -64,7 +64,7 @@ class LooksBack(sr.Mask):
 
 @sr.register_pattern
 class LooksBackAnywhere(sr.Mask):
-    """The same, and it declares that lengths change nothing."""
+    """Defines the mask again, and declares that lengths change nothing."""
 
     distances: tuple[int, ...]
     asks_frame = False

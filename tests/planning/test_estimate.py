@@ -1,4 +1,4 @@
-"""What a call is told to cost: memory beside tensors allocated, ranks beside their plan."""
+"""Compares estimated costs: memory with allocated tensors, ranks with their plan."""
 
 import pytest
 import torch

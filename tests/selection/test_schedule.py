@@ -97,7 +97,7 @@ def waits_for_learning(make) -> bool:
 
 def test_a_schedule_by_steps_alone_ends_sparse_whether_or_not_the_model_had_learned():
     class ByStepsAlone:
-        """What the prior library had: it advances by being called."""
+        """The prior library's schedule, which advances with each call."""
 
         def __init__(self, schedule):
             self.schedule, self.steps = schedule, 0

@@ -63,7 +63,7 @@ def recognise(mask_function: MaskFunction) -> MaskKind | None:
 
 
 def _add(function: MaskFunction, positions: Tensor | None, kind: MaskKind) -> bool:
-    """Adds a function's window, chunks or documents to `kind`; returns False if the function is unknown."""
+    """Adds a function's window, chunks or documents to `kind`; returns False if it is unknown."""
     if function is _CAUSAL:
         kind.causal = True
         return True
