@@ -98,7 +98,11 @@ class _Reader:
                 return value.__name__, [self.read(own.get(x)) for x in self.attributes]
             case type():
                 return value.__module__, value.__qualname__, self.parts_of_class(value)
-        items: list[Any] = []
+        return self.contents(value)
+
+    def contents(self, value: Any) -> Any:
+        """Reads the items of a container, or the attributes of an object."""
+        kind, items = type(value), list[Any]()
         if isinstance(value, dict):
             items = [(self.read(x), self.read(y)) for x, y in value.items()]
         elif isinstance(value, tuple | list):
