@@ -65,3 +65,7 @@ __all__ = [
     "longest_sequence", "merge_attention", "pack_tree", "parse", "register_pattern",
     "set_workspace",
 ]  # fmt: skip
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -5,12 +5,16 @@ graph holds no Python objects. Inside, the call becomes a `Problem` over a layou
 """
 
 import math
+import sys
 from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from .call_recipe import CallRecipe, Inputs, layout_key_of
 from .checks import check_bias, needs_operator, refuse_forward_mode
@@ -303,11 +307,33 @@ def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int
     return int(2 * pairs * (by_head_dim * query.shape[3] + by_value_dim * value.shape[3]))
 
 
-@register_flop_formula(torch.ops.sparsering.attention, get_raw=True)
-def _(*arguments: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return _flops(arguments, 1, 1)
+def _register_flops(counter: ModuleType) -> None:
+    for operator, *dims in (("attention", 1, 1), ("attention_backward", 3, 2)):
+        register = counter.register_flop_formula(getattr(torch.ops.sparsering, operator), True)
+        register(lambda *arguments, dims=dims, **_: _flops(arguments, *dims))
 
 
-@register_flop_formula(torch.ops.sparsering.attention_backward, get_raw=True)
-def _(*arguments: Any, out_val: Any = None, **kwargs: Any) -> int:
-    return _flops(arguments, 3, 2)
+class _CounterImport(MetaPathFinder):
+    """Registers the FLOP formulas when torch's counter is imported: to import it loads Triton."""
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def execute(module: ModuleType) -> None:
+                run(module)
+                _register_flops(module)
+
+            spec.loader.exec_module = execute  # type: ignore[method-assign]
+        return spec
+
+
+_COUNTER = "torch.utils.flop_counter"
+if _COUNTER in sys.modules:
+    _register_flops(sys.modules[_COUNTER])
+else:
+    sys.meta_path.insert(0, _CounterImport())

@@ -446,10 +446,17 @@ def test_fresh_processes_load_no_optional_package_and_compute_the_same_bits():
     call = textwrap.dedent(CALL) + textwrap.dedent(DIGEST)
     first, *loaded = run_fresh(
         "import sys, torch\nbefore = set(sys.modules)\nimport sparsering as sr\n"
-        "assert 'torch._dynamo' not in sys.modules\n"  # it takes longer than all the rest
+        "heavy = {'torch._dynamo', 'sympy', 'triton', 'transformers', 'matplotlib'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+        "assert set(dir(sr)) == set(sr.__all__)\n"
+        "x = torch.zeros(1, 1, 40, 8, requires_grad=True)\n"
+        "sr.attention(x, x, x, sr.Causal()).sum().backward()\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
         + call
         + textwrap.dedent("""
         print(*sorted(set(sys.modules) - before))
+        import torch.utils.flop_counter as counter  # it imports Triton
+        assert torch.ops.sparsering.attention_backward in counter.flop_registry
         import importlib  # again registers nothing again
         registered = torch.ops.sparsering.attention.default
         importlib.import_module("sparsering.ops")
