@@ -8,7 +8,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -26,6 +26,7 @@ from .attack import Cell, Refused
 sys.path.append(str(Path(__file__).parents[1] / "integrations"))
 from parallel_cases import full_precision, pairs
 from transformers_models import ENCODERS, like, made, result, tokens
+from using_oracle import objective
 
 from sparsering.integrations import transformers as hf
 from sparsering.integrations.transformers.config import attention_modules
@@ -153,7 +154,7 @@ class Calls:
         """Gives each layer that has a pattern the mask of its pairs, in a block."""
         heads = eager.config.num_attention_heads
         kv_heads = getattr(eager.config, "num_key_value_heads", None) or heads
-        handles = Handles()
+        handles = ExitStack()
         for module, spec in zip(attention_modules(eager), self.specs, strict=True):
             if spec is None:
                 continue
@@ -164,19 +165,9 @@ class Calls:
             def give(module: Any, args: Any, kwargs: Any, mask: Tensor = mask) -> Any:
                 return args, {**kwargs, "attention_mask": mask}
 
-            handles.append(module.register_forward_pre_hook(give, with_kwargs=True))
+            handle = module.register_forward_pre_hook(give, with_kwargs=True)
+            handles.callback(handle.remove)
         return handles
-
-
-class Handles(list):
-    """Hooks that are removed at the end of a block."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *_: object) -> None:
-        for handle in self:
-            handle.remove()
 
 
 @functools.lru_cache(maxsize=64)
@@ -187,11 +178,6 @@ def model_of(family: str, config: tuple[tuple[str, Any], ...]) -> Any:
 @functools.lru_cache(maxsize=64)
 def mask_of(spec: Spec, length: int, heads: int, kv_heads: int) -> Tensor:
     return pairs(counts(spec, length, num_heads=heads, num_kv_heads=kv_heads))
-
-
-def objective(out: Tensor) -> Tensor:
-    weight = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
-    return (out * weight.roll(3)).sum() + out.square().sum() / 100
 
 
 def near(got: Tensor, wanted: Tensor, what: str, least: float = 1e-6) -> None:
