@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml requirements-dev.txt
 	@touch $@
 
 demo: $(STAMP) ## train a small LongNet on the standard library's sources; writes runs/demo
-	$(BIN)/sparsering demo --out runs/demo
+	$(BIN)/python -m benchmarks demo --out runs/demo
 
 demo-ring: $(STAMP) ## the same over 4 processes that share each text; writes runs/demo-ring
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 \

@@ -1,4 +1,4 @@
-"""Runs the comparisons (`bench`), or measures the tables and draws the report (`report`)."""
+"""Runs the comparisons (`bench`), the tables and their report (`report`), or the demo (`demo`)."""
 
 import argparse
 import json
@@ -11,11 +11,12 @@ from sparsering.files import replace_file
 from sparsering.plots import require_matplotlib
 
 from . import comparisons, tables
+from .demo import demo
 from .report.page import report_page
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """Builds the parser of both commands; each sets `run`, a function of the parsed arguments."""
+    """Builds the parser of all commands; each sets `run`, a function of the parsed arguments."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -47,6 +48,11 @@ def build_parser() -> argparse.ArgumentParser:
         default=Path("benchmarks/records/gpu.json"),
         help="record of `python -m benchmarks.gpu` (default: %(default)s, if it exists)",
     )
+
+    trained = commands.add_parser("demo", help="train, measure and report, in under five minutes")
+    trained.set_defaults(run=_demo)
+    trained.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the report")
+    trained.add_argument("--resume", action="store_true", help="go on with an interrupted demo")
     return parser
 
 
@@ -60,6 +66,10 @@ def _bench(arguments: argparse.Namespace) -> int:
     for path in comparisons.main(arguments.out, arguments.quick, arguments.only):
         print(f"Wrote {path}")
     return 0
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    return demo(arguments.out, resume=arguments.resume)
 
 
 def _report(arguments: argparse.Namespace) -> int:

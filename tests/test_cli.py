@@ -117,7 +117,6 @@ def test_info_tells_numa_nodes(tmp_path, capsys):
     ("module", "argv", "extra"),
     [
         ("matplotlib", ("plot", "Causal()", "--length", "8", "--out", "p.png"), "plots"),
-        ("matplotlib", ("demo", "--out", "d"), "plots"),
         ("safetensors", ("train", "--out", "d"), "cli"),
     ],
 )

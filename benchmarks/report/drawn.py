@@ -8,8 +8,8 @@ import torch
 from sparsering.distributed import RingPlan
 from sparsering.patterns.expression import parse
 from sparsering.plots import traffic_png
-from sparsering.training.html import image_html
 
+from ..html import image_html
 from ..measure import Row
 from ..plots import lengths_png, roofline_png, thumbnail_png
 from .columns import share, short, size

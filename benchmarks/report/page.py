@@ -9,8 +9,7 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sparsering.training.html import page_html
-
+from ..html import page_html
 from ..measure import Row
 from .columns import columns_of, error, rows_html, share, short, size
 from .drawn import gallery_html, lengths_html, ring_html, roofline_html

@@ -1,4 +1,4 @@
-"""The command line: `sparsering train | demo | plot | plan | info | build | ...`.
+"""The command line: `sparsering train | generate | plot | plan | info | build | ...`.
 
 Wrong arguments, missing files or packages, and too little memory print one line to stderr; the
 exit code is then 2.
@@ -21,6 +21,7 @@ LONGEST_LINE = 2000
 MOVED = {
     "bench": "python -m benchmarks bench",
     "report": "python -m benchmarks report",
+    "demo": "make demo",
     "demo-ring": "make demo-ring",
 }
 

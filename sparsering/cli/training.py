@@ -1,4 +1,4 @@
-"""The commands that train and generate: `train`, `demo`, `generate`."""
+"""The commands that train and generate: `train`, `generate`."""
 
 import argparse
 import sys
@@ -54,18 +54,12 @@ def add_commands(commands: Commands) -> None:
     parallel("--sharding", choices=shardings, help=f"which process has which tokens ({text})")
     parallel("--timeout", type=float, help="seconds to wait for another process (default: 60)")
 
-    demo = commands.add_parser("demo", help="train, measure and report, in under five minutes")
-    demo.set_defaults(run=_demo)
-    add = demo.add_argument
-    add("--out", type=Path, default=Path("runs/demo"), help="folder of the report")
-    add("--resume", action="store_true", help="go on with an interrupted demo")
-
     generate = commands.add_parser(
         "generate", help="continue a text with a trained model, printed as it is generated"
     )
     generate.set_defaults(run=_generate)
     add = generate.add_argument
-    add("checkpoint", type=Path, help="folder that train or demo wrote")
+    add("checkpoint", type=Path, help="folder that train wrote")
     add("--prompt", default="\n", help="text to continue")
     add("--num-bytes", type=positive, default=300, help="bytes to add at most")
     add("--stop", metavar="TEXT", help="end after this text")
@@ -112,12 +106,6 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0 if run.stopped_by is None else 128 + run.stopped_by
 
 
-def _demo(arguments: argparse.Namespace) -> int:
-    from ..training.demo import demo
-
-    return demo(arguments.out, resume=arguments.resume)
-
-
 def _generate(arguments: argparse.Namespace) -> int:
     import codecs
     import os
@@ -125,7 +113,6 @@ def _generate(arguments: argparse.Namespace) -> int:
     import torch
 
     from ..training.checkpoint import load_model
-    from ..training.html import printable
     from ..training.measure import TimedTokens
 
     model = load_model(arguments.checkpoint)
@@ -164,3 +151,8 @@ def _generate(arguments: argparse.Namespace) -> int:
         file=sys.stderr,
     )
     return 0
+
+
+def printable(text: str) -> str:
+    """Replaces each character that is not printable with U+FFFD."""
+    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)

@@ -1,6 +1,6 @@
 """Demo: trains a small LongNet model on real text at 16,384 bytes of context and measures it.
 
-Run as `sparsering demo --out runs/demo`.
+Run as `python -m benchmarks demo --out runs/demo`, or by `make demo`.
 """
 
 import math
@@ -9,15 +9,18 @@ from pathlib import Path
 
 import torch
 
-from ..files import replace_file
-from ..patterns.expression import parse
-from ..patterns.positions import Causal
-from ..plots import loss_png, patterns_png, require_matplotlib, speed_png
-from .data import SEPARATOR, bigram_loss, unigram_loss
-from .html import printable, report_html, table
-from .loop import Run, train
-from .measure import StepTime, TimedTokens, peak_memory_bytes, step_times
-from .recipe import Recipe
+from sparsering.cli.training import printable
+from sparsering.files import replace_file
+from sparsering.patterns.expression import parse
+from sparsering.patterns.positions import Causal
+from sparsering.plots import loss_png, patterns_png, require_matplotlib, speed_png
+from sparsering.training.data import SEPARATOR, bigram_loss, unigram_loss
+from sparsering.training.loop import Run, train
+from sparsering.training.measure import TimedTokens, peak_memory_bytes
+from sparsering.training.recipe import Recipe
+
+from .html import report_html, table
+from .step_times import StepTime, step_times
 
 RECIPE = Recipe(steps=300, num_layers=2)
 PROMPT_BYTES, SAMPLE_BYTES = 200, 300
@@ -46,8 +49,8 @@ def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
     run = train(recipe, out, resume=resume, command="demo", save_every=50, validate_every=50)
     if run.stopped_by is not None:
         print(
-            f"Stopped at step {run.step} of {recipe.steps}; to go on: sparsering demo --out {out} "
-            "--resume"
+            f"Stopped at step {run.step} of {recipe.steps}; to go on: python -m benchmarks demo "
+            f"--out {out} --resume"
         )
         return 128 + run.stopped_by
     memory = peak_memory_bytes()
@@ -78,7 +81,7 @@ def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
         + f" in windows of {recipe.context:,}. Every figure below was measured in this run."
     )
     texts = {"Prompt (validation text)": prompt_text, "The model goes on": sample}
-    page = report_html("sparsering demo", summary, rows, images, texts)
+    page = report_html("A small LongNet, trained and measured", summary, rows, images, texts)
     replace_file(out / "report.html", page.encode())
     print(table(rows))
     print(f"\nThe model continues {prompt[-60:].decode('utf-8', 'replace')!r}:\n{sample}\n")

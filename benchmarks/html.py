@@ -59,8 +59,3 @@ def table(rows: Rows) -> str:
     """Formats rows as lines of text, names on the left and values on the right."""
     names, values = (max(len(row[side]) for row in rows) for side in (0, 1))
     return "\n".join(f"  {name:<{names}}  {value:>{values}}" for name, value in rows)
-
-
-def printable(text: str) -> str:
-    """Replaces each character that is not printable with U+FFFD."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
