@@ -143,7 +143,6 @@ def _generation_rows(run: Run) -> list[tuple[str, str]]:
 def _images(
     run: Run, times: tuple[StepTime, StepTime], baselines: dict[str, float]
 ) -> dict[str, bytes]:
-    """Draws the report's plots: PNG bytes, by caption."""
     sparse, dense = times
     pattern, length = parse(run.recipe.pattern), run.recipe.context
     start = max(length // 16, 1)

@@ -77,8 +77,7 @@ def recipe_of(
         if BACKENDS[recipe.backend].backward and not pattern.tensors and not in_cache:
             layout_key, masks = layout_key_of(recipe, *inputs[:2], pattern, options)
             check_fits(*layout_key[1:3])
-            is_bare = not (masks or recipe.learns or options.in_use)
-            direct = layout_key if is_bare else None
+            direct = None if masks or recipe.learns or options.in_use else layout_key
             recipe = recipe._replace(block_size=layout_key[3], layout_key=direct)
         if len(_recipes) >= _MOST:
             for oldest in list(_recipes)[:1]:
@@ -110,11 +109,7 @@ def layout_key_of(
 def _kind(
     inputs: Inputs, pattern: object, choices: Choices, extras: Mapping[str, Any], in_cache: bool
 ) -> tuple[Any, ...] | None:
-    """Returns the dictionary key of a call's recipe, or None if no other call can share it.
-
-    For a pattern with tensors, the key has only its type: nothing else in the pattern changes the
-    recipe, and each call looks up its own layout.
-    """
+    """Returns the dictionary key of a call's recipe, or None if no other call can share it."""
     types = tuple(map(type, choices))
     if not isinstance(pattern, Pattern) or not _COMPARED.issuperset(types):
         return None
@@ -127,6 +122,7 @@ def _kind(
         unused = None if p else "dropout_p"
         in_use = tuple(name for name, x in extras.items() if x is not None and name != unused)
     interpreted = (choices[0] == "triton" or tensors[4].type != "cpu") and interpreting()
+    # each call looks up the layout of a pattern with tensors; its type alone changes the recipe
     pattern_key = type(pattern) if pattern.tensors else pattern
     # `types` tells 1 from True
     return tensors, pattern_key, choices, types, in_use, interpreted, in_cache

@@ -111,10 +111,7 @@ def differentiable(
 def _gradients(
     name: str, call: str, count: int, backward: Callable[..., Sequence[Tensor | None]], refusal: str
 ) -> Callable[..., Sequence[Any]]:
-    """Registers the operator `sparsering::NAME_backward`, and returns a function that runs it.
-
-    The function takes the arguments of `backward`. Gradients that are not wanted are empty tensors.
-    """
+    """Registers `sparsering::NAME_backward`; returns a function that runs it (unwanted: empty)."""
 
     def gradients(*arguments: Any) -> list[Tensor]:
         empty, grads = arguments[0].new_empty, backward(*arguments)

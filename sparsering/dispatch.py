@@ -7,7 +7,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .kernels import cpu, flash, flex, gather, reference, sdpa, torch_sparse, triton
-from .kernels.cpu import block_sizes
 from .kernels.problem import Gradients, Problem
 from .kernels.triton import configs
 from .layouts.compile import chosen_block_size
@@ -160,4 +159,4 @@ def block_size_of(backend: str, pattern: Pattern, query: Tensor, frame: Frame) -
     return size or chosen_block_size(pattern, frame, query.device)
 
 
-_MEASURED = {"cpu": block_sizes.measured, "triton": configs.measured}
+_MEASURED = {"cpu": cpu.call.measured, "triton": configs.measured}

@@ -185,7 +185,6 @@ def _parsed_problem(arguments: Sequence[Any]) -> tuple[Backend, Problem]:
 
 
 def _problem(recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extras) -> Problem:
-    """Builds the `Problem` of a call from its layout and extras."""
     (query, key, _), options = inputs, dict(extras.in_use)
     slot_bias = options.pop("slot_bias", None)
     layout_key, masks = layout_key_of(recipe, query, key, pattern, extras)

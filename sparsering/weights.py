@@ -141,7 +141,6 @@ def attention_weights(
 
 
 def _stacked(tables: list[Tensor], zeros: Tensor) -> Tensor:
-    """Stacks the tables of all batch entries and heads in the shape of `zeros`."""
     return torch.stack(tables).view(zeros.shape) if tables else zeros
 
 

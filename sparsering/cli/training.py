@@ -84,9 +84,7 @@ def _train(arguments: argparse.Namespace) -> int:
         arguments.sequence_parallel, sharding=arguments.sharding, timeout=arguments.timeout
     ) as ranks:
         resume = arguments.resume or starts_again(ranks, arguments.out)
-        base = Recipe()
-        if resume:
-            base = ranks.together(lambda: read_about(arguments.out).recipe)
+        base = ranks.together(lambda: read_about(arguments.out).recipe) if resume else Recipe()
         run = train(
             replace(base, **settings),
             arguments.out,

@@ -288,10 +288,7 @@ def ordinary_tensors() -> Iterator[None]:
 
 
 def _gathered(source: Tensor, slots: Tensor, page_size: int) -> Tensor:
-    """Gathers keys or values by index (`slots` [B or 1, Hkv, keys]); appends a page of zeros.
-
-    A slot of -1 (no key) also gives zeros, because a masked key must not be NaN; they come last.
-    """
+    """Gathers keys or values by index (`slots` [B or 1, Hkv, keys]; -1: 0); appends zeros."""
     (batch, heads, _, width), most = source.shape, slots.shape[2]
     result = source.new_empty(batch, heads, most + page_size, width)
     counts = (slots >= 0).sum(2).expand(batch, -1).tolist()

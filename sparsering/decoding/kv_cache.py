@@ -233,8 +233,7 @@ class KVCache:
                     "outside"
                 )
             inputs = autocast_inputs(query, key, value)
-            out: Tensor = attend_op(*inputs, self._clock, **operator_options(options))
-            return out
+            return attend_op(*inputs, self._clock, **operator_options(options))
         results = self._attend((query, key, value), lengths, stored, **options)
         return results if return_lse else results[0]
 

@@ -230,8 +230,7 @@ class _Group(NamedTuple):
             passes = tuple(assemble(c, rows, size) for c in compiled)
             return BlockLayout(rows, size, passes, math.nan)
 
-        key = (pattern, frame, size, begin, queries, "rows")
-        return layout_cache.keep(key, build), ()
+        return layout_cache.keep((pattern, frame, size, begin, queries, "rows"), build), ()
 
     def _spread(self, spanned: Spanned) -> list[Tensor]:
         """Copies keys and values, in order of position: [group size, Hkv, spanned.length, D]."""

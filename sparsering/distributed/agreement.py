@@ -140,10 +140,7 @@ def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
 def _raise_difference(
     exchange: Exchange, fields: dict[str, int], hidden: tuple[str, ...] = _HASHED
 ) -> NoReturn:
-    """Raises an error that names the first field that differs; all ranks call this.
-
-    The values of `hidden` fields are not shown.
-    """
+    """Raises an error that names the first field that differs; hides values of `hidden` fields."""
     records = exchange.agree(list(fields.values()))
     for name, values in zip(fields, zip(*records, strict=True), strict=True):
         if len(set(values)) > 1:

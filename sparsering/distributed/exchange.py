@@ -161,8 +161,7 @@ class Pending:
                 if deadline is None:
                     work.wait()
                 else:
-                    left = max(deadline - time.monotonic(), 0.001)
-                    work.wait(timedelta(seconds=left))
+                    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
         self.works, self.tensors = [], []
         if self.failure is not None:
             raise self.failure

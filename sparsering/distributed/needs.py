@@ -182,10 +182,7 @@ def _pairs(
 def _visited_keys(
     rule: Condition, mask: Mask, pairs: TilePairs, set_number: Tensor, size: int, frame: Frame
 ) -> Iterator[TokenRanges]:
-    """Yields the keys in each tile pair that at least one query in the tile pair visits.
-
-    The keys in tile pair i belong to the set `set_number[i]`.
-    """
+    """Yields the keys that a query of tile pair i visits, as part of the set `set_number[i]`."""
     status = rule.status(pairs)
     full = status == FULL
     step = pairs.k.step
@@ -241,10 +238,7 @@ def _pairs_of(rule: Condition, mask: Mask, pairs: TilePairs, size: int, frame: F
 
 
 def _kinds(rule: Condition, pairs: TilePairs, *further: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups tile pairs that have equal bitmaps, equal token counts and equal numbers in `further`.
-
-    Returns: the group of each tile pair, and the index of one tile pair in each group.
-    """
+    """Groups tile pairs of equal bitmaps, counts and `further`: (group of each, one of each)."""
     return number_rows([pairs.q.count, pairs.k.count, *further, *rule.signature(pairs)])
 
 

@@ -340,8 +340,6 @@ def _plan(
 def _choose_sharding(
     pattern: Pattern, frame: Frame, world_size: int, block_size: int, name: str
 ) -> str:
-    """Returns the sharding that "auto" or "balanced" chooses for a pattern."""
-
     def plan(sharding: str) -> RingPlan:
         return _plan(pattern, frame, world_size, block_size, sharding)
 

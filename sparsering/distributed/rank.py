@@ -224,10 +224,7 @@ class Rank:
     def _answer_gradients(
         self, guests: Tensor, key: Tensor, value: Tensor, dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns gradients of other ranks' query rows, and of this rank's keys and values.
-
-        `guests` are those query rows, packed by their owners' `gradient_rows`.
-        """
+        """Returns gradients of guests (see `gradient_rows`), and of this rank's keys, values."""
         step = guest_step(self.plan, self.rank, key.device)
         width, value_width = key.shape[3], value.shape[3]
         dq = guests.new_zeros(*guests.shape[:3], width)
@@ -298,7 +295,6 @@ class Rank:
     def _attend(
         self, step: Step, query: Tensor, key: Tensor, value: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Computes (out, lse) of a step's queries over `key` and `value`."""
         forward = BACKENDS[self.backend].forward
         assert forward is not None
         return forward(self._problem(step, query, key, value))

@@ -114,8 +114,7 @@ def _own_keys(plan: RingPlan, device: torch.device, rank: int, of_guests: bool) 
         start, stop = _placed(p.key_start, p.key_stop, keys, p.key_start < p.key_stop)
         covers = _covered(start, stop, p.step, plan.block_size, num_tokens(keys))
         passes.append(replace(p, key_start=start, key_stop=stop, covers=(False, covers)))
-    step = _step(plan, passes, queries, num_tokens(keys), device)
-    return replace(step, own_keys=True)
+    return replace(_step(plan, passes, queries, num_tokens(keys), device), own_keys=True)
 
 
 def _arriving_keys(
@@ -152,10 +151,7 @@ def _passes(plan: RingPlan, queries: Ranges, keys: Ranges) -> list[Pass]:
 def _step(
     plan: RingPlan, passes: list[Pass], queries: Ranges, length: int, device: torch.device
 ) -> Step:
-    """Builds a step from passes: rewrites query tiles from positions to indices in `queries`.
-
-    Index 0 is the first query that visits a key. `length` is the number of keys.
-    """
+    """Builds a step over `length` keys; query tiles become indices in `queries`."""
     placed = []
     for p in passes:
         visits = _by_axis((p.row_ptr.diff(dim=-1) > 0).any(0), len(p.query_start))
@@ -194,11 +190,7 @@ def _by_axis(used: Tensor, axes: int) -> Tensor:
 
 
 def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Places visited key tiles in a buffer, from index `first` on.
-
-    Returns: start and stop of each tile in the buffer, and the key position at each index from
-        `first` on, -1 if no key is there.
-    """
+    """Places key tiles in a buffer: (start, stop of each tile, position at each index or -1)."""
     batch, tables, entries = p.key_tile.shape
     axes, tiles = p.key_start.shape
     visited = torch.zeros(batch, tables, tiles, dtype=torch.int32)
@@ -225,11 +217,7 @@ def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, 
 def _arrived_rows(
     plan: RingPlan, rank: int, senders: list[int], positions: list[Tensor], batch: int, length: int
 ) -> tuple[Tensor, int]:
-    """Returns the arrived row for each place of the buffer, [B, Hkv, length], and the row count.
-
-    Rows arrive sorted by sender, batch entry and kv head; then in the order of
-    `RingPlan.tokens_of`.
-    """
+    """Returns the arrived row (by sender, entry, head) of each place [B, Hkv, length]; a count."""
     heads = plan.frame.num_kv_heads
     parts: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     arrived = 0

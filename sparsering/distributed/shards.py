@@ -85,8 +85,7 @@ def unshard(
         )
     if group is None or world == 1:
         return tensor
-    whole: Tensor = _Gather.apply(tensor, dim, group, ranges)
-    return whole
+    return _Gather.apply(tensor, dim, group, ranges)
 
 
 class _Gather(torch.autograd.Function):

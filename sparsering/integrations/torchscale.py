@@ -341,8 +341,7 @@ class Multiway(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.split_position in (-1, 0):
-            out: Tensor = self.B(x) if self.split_position == 0 else self.A(x)
-            return out
+            return self.B(x) if self.split_position == 0 else self.A(x)
         before, after = x.tensor_split((self.split_position,), dim=1)
         return torch.cat((self.A(before), self.B(after)), dim=1)
 

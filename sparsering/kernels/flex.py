@@ -124,10 +124,7 @@ def _tokens(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
 
 
 def _take(x: Tensor, tokens: Tensor) -> Tensor:
-    """Gathers the rows `tokens` [S, n] of x [B, H, N, ..], for each of S groups of heads.
-
-    Index -1 takes the last row.
-    """
+    """Gathers rows `tokens` [S, n] of x [B, H, N, ..] for S groups of heads; -1 is the last."""
     if torch.equal(tokens, torch.arange(x.shape[2], device=x.device)[None]):
         return x
     by_head = tokens.repeat_interleave(x.shape[1] // len(tokens), 0)

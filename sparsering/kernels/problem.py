@@ -95,9 +95,7 @@ class Problem(NamedTuple):
         """
         if _is_zero(self.scale):
             return self._replace(query=torch.zeros_like(self.query), scale=1.0)
-        if self.scale > 0:
-            return self
-        return self._replace(query=-self.query, scale=-self.scale)
+        return self if self.scale > 0 else self._replace(query=-self.query, scale=-self.scale)
 
     def in_first_slots(self) -> "Problem":
         """Returns an equivalent problem without `slots`: moves the first query to bitmap row 0."""

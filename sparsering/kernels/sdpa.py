@@ -85,11 +85,7 @@ def backward(
 
 
 def _operands(problem: Problem) -> tuple[bool, Tensor, Tensor, Tensor]:
-    """Returns True for `Causal()`, and query, key and value contiguous in the head dim.
-
-    It tells `Causal()` from `Full()` by the number of pairs. For `Causal()` it leaves out the keys
-    that no query sees.
-    """
+    """Returns whether the problem is `Causal()`, and its inputs without keys that no query sees."""
     layout, query, key, value, *_ = problem
     queries, keys = layout.frame.q_len, layout.frame.kv_len
     side = min(queries, keys)

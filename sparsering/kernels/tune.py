@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ..layouts.cache import layout_cache
 from ..patterns.algebra import Frame, Pattern
-from .cpu import block_sizes as cpu_sizes
 from .cpu import call as cpu
 from .problem import Problem
 from .triton import call as triton
@@ -30,7 +29,7 @@ from .triton.configs import Config
 Run = Callable[[], tuple[Tensor, ...]]
 _Choice = TypeVar("_Choice", int, Config)
 
-_BACKENDS = {"cpu": (cpu, cpu_sizes.measured), "triton": (triton, configs.measured)}
+_BACKENDS = {"cpu": (cpu, cpu.measured), "triton": (triton, configs.measured)}
 _SECONDS, _LEAST_ROUNDS, _MOST_ROUNDS = 3.0, 3, 40
 
 AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -96,7 +95,6 @@ def _forward_and_backward(kernel: ModuleType, problem: Problem, grad: Tensor) ->
 def _choose_configs(
     problem: Problem, grad: Tensor, chosen: dict[str, Config], say: Callable[[str], None]
 ) -> None:
-    """Adds the fastest config of each Triton kernel to `chosen`; later measurements use it."""
     query, size = problem.query, problem.layout.block_size
     out, lse = triton.forward(problem)
     no_grad = torch.zeros_like(lse)

@@ -7,7 +7,7 @@ Parameters and initial values equal torch's. Results equal torch's for a mask of
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -172,8 +172,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._check(query, key, value)
         if is_causal:
             pattern = pattern & Causal()
-        pattern, bias = self._masked(pattern, query, key, key_padding_mask, attn_mask)
-        out, weights = self._attend(query, key, value, pattern, bias, need_weights)
+        sizes = *query.shape[:2], key.shape[1]
+        pattern, bias = self._masked(pattern, sizes, key_padding_mask, attn_mask)
+        out, weights = self._attend((query, key, value), pattern, bias, need_weights)
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if nested:
@@ -183,18 +184,11 @@ class MultiheadAttention(nn.MultiheadAttention):
         return out if self.batch_first else out.transpose(0, 1), weights
 
     def _attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        pattern: Pattern,
-        bias: Tensor | None,
-        need_weights: bool,
+        self, inputs: Sequence[Tensor], pattern: Pattern, bias: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
         """Projects [B, N, E], attends and projects back; adds `bias` to the scores [B, H, L, S]."""
-        q, k, v = self._projected(query, key, value)
-        dropout = self.dropout if self.training else 0.0
-        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        q, k, v = self._projected(*inputs)
+        scale, dropout = self._scale_and_dropout
         weights = None
         extra: list[tuple[Tensor, Tensor]] = []  # keys and values that every query sees
         if self.bias_k is not None and self.bias_v is not None:
@@ -207,8 +201,8 @@ class MultiheadAttention(nn.MultiheadAttention):
             if self.add_zero_attn:
                 extra.append((torch.zeros_like(k[:, :, :1]), torch.zeros_like(v[:, :, :1])))
             k, v = (torch.cat(rows, 2) for rows in zip((k, v), *extra, strict=True))
-            out, weights = _weighted_attention(
-                q, k, v, pattern, scale=scale, bias=bias, extra_keys=len(extra), dropout=dropout
+            out, weights = self._attend_densely(
+                q, k, v, pattern=pattern, bias=bias, extra_keys=len(extra)
             )
         else:
             sink = q.new_zeros(self.num_heads) if self.add_zero_attn else None
@@ -224,6 +218,11 @@ class MultiheadAttention(nn.MultiheadAttention):
                 out, _ = merge_attention((out, bias_out.to(out.dtype)), (lse, bias_lse))
         joined = out.transpose(1, 2).flatten(2)  # [B, L, E]
         return self.out_proj(joined), weights if need_weights else None
+
+    @property
+    def _scale_and_dropout(self) -> tuple[float, float]:
+        scale = self.head_dim**-0.5 if self.scale is None else self.scale
+        return scale, self.dropout if self.training else 0.0
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         """Raises ValueError unless query is [B, N, E], key [B, M, kdim] and value [B, M, vdim]."""
@@ -242,8 +241,38 @@ class MultiheadAttention(nn.MultiheadAttention):
             if x.dtype not in DTYPES or not (x.dtype == own or autocasting(x)):
                 raise ValueError(f"{name} must be of {own}, got {x.dtype}; cast with .to()")
 
+    def _attend_densely(
+        self, *inputs: Tensor, pattern: Pattern, bias: Tensor | None, extra_keys: int
+    ) -> tuple[Tensor, Tensor]:
+        """Computes dense attention [B, H, Nq, D] and its weights [B, H, Nq, Nk] after dropout.
+
+        The bias is [B, H, Nq, Nk - extra_keys]. Every query sees the extra keys, which come last.
+        """
+        query, key, value = inputs
+        scale, dropout = self._scale_and_dropout
+        shape = *query.shape[:3], key.shape[2]
+        if query.shape[:3].numel() * key.shape[2] > MOST_WEIGHTS:
+            raise ValueError(
+                "need_weights=True, or a float mask of numbers other than 0 and -inf, stores a "
+                f"weight for each pair, at most 2^26, got {' x '.join(map(str, shape))}; pass bool "
+                "masks and need_weights=False, or call sparsering.attention_weights for visited "
+                "blocks alone"
+            )
+        heads, inner = query.shape[1], key.shape[2] - extra_keys
+        counts = pattern.to_dense(query.shape[2], inner, num_heads=heads, q_start=0)
+        dtype = sum_dtype(query)
+        log_counts = counts.to(query.device, dtype).log()
+        visible = F.pad(log_counts > -torch.inf, (0, extra_keys), value=True)
+        bias = log_counts if bias is None else log_counts + bias.to(dtype)
+        in_use = visible.any(-2)[..., None]  # a key that no query sees may hold NaN
+        key, value = torch.where(in_use, key, 0.0), torch.where(in_use, value, 0.0)
+        score = scale * (query @ key.mT).to(dtype) + F.pad(bias, (0, extra_keys))
+        score = torch.where(visible, score, -torch.inf)
+        weight, total, _ = dense_softmax(score)
+        weights = F.dropout((weight / total).to(query.dtype), dropout)
+        return weights @ value, weights
+
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
-        """Projects query, key and value, each to [B, H, N, D]."""
         bias = self.in_proj_bias
         weights: list[Tensor]
         if not self._qkv_same_embed_dim:
@@ -262,28 +291,23 @@ class MultiheadAttention(nn.MultiheadAttention):
         return [x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected]
 
     def _masked(
-        self,
-        pattern: Pattern,
-        query: Tensor,
-        key: Tensor,
-        key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None,
+        self, pattern: Pattern, sizes: Sequence[int], padding: Tensor | None, mask: Tensor | None
     ) -> tuple[Pattern, Tensor | None]:
         """Returns the pattern without masked pairs, and the sum of float masks (or None)."""
-        (batch, length), keys, heads = query.shape[:2], key.shape[1], self.num_heads
+        (batch, length, keys), heads = sizes, self.num_heads
         biases: list[Tensor] = []
-        if key_padding_mask is not None:
-            _check_mask("key_padding_mask", key_padding_mask, [(batch, keys)])
-            if (allowed := _allowed(key_padding_mask)) is None:
-                biases.append(key_padding_mask[:, None, None])
+        if padding is not None:
+            _check_mask("key_padding_mask", padding, [(batch, keys)])
+            if (allowed := _allowed(padding)) is None:
+                biases.append(padding[:, None, None])
             else:
                 pattern = pattern & KeyMask(allowed)
-        if attn_mask is not None:
-            _check_mask("attn_mask", attn_mask, [(length, keys), (batch * heads, length, keys)])
-            if attn_mask.dim() == 3:
-                attn_mask = attn_mask.view(batch, heads, length, keys)
-            if (allowed := _allowed(attn_mask)) is None:
-                biases.append(attn_mask)
+        if mask is not None:
+            _check_mask("attn_mask", mask, [(length, keys), (batch * heads, length, keys)])
+            if mask.dim() == 3:
+                mask = mask.view(batch, heads, length, keys)
+            if (allowed := _allowed(mask)) is None:
+                biases.append(mask)
             elif allowed.dim() == 2 and bool((allowed == torch.ones_like(allowed).tril()).all()):
                 pattern = pattern & Causal()
             else:
@@ -376,37 +400,3 @@ def _allowed(mask: Tensor) -> Tensor | None:
     blocked = mask == -torch.inf
     learns = mask.requires_grad and torch.is_grad_enabled()
     return None if learns or not bool((blocked | (mask == 0)).all()) else ~blocked
-
-
-def _weighted_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    pattern: Pattern,
-    *,
-    scale: float,
-    bias: Tensor | None,  # broadcasts to [B, H, Nq, Nk - extra_keys]
-    extra_keys: int,  # number of keys at the end that every query sees, whatever the pattern
-    dropout: float,
-) -> tuple[Tensor, Tensor]:
-    """Computes dense attention [B, H, Nq, D] and its weights [B, H, Nq, Nk] after dropout."""
-    shape = *query.shape[:3], key.shape[2]
-    if query.shape[:3].numel() * key.shape[2] > MOST_WEIGHTS:
-        raise ValueError(
-            "need_weights=True, or a float mask of numbers other than 0 and -inf, stores a weight "
-            f"for each pair, at most 2^26, got {' x '.join(map(str, shape))}; pass bool masks and "
-            "need_weights=False, or call sparsering.attention_weights for visited blocks alone"
-        )
-    heads, inner = query.shape[1], key.shape[2] - extra_keys
-    counts = pattern.to_dense(query.shape[2], inner, num_heads=heads, q_start=0)
-    dtype = sum_dtype(query)
-    log_counts = counts.to(query.device, dtype).log()
-    visible = F.pad(log_counts > -torch.inf, (0, extra_keys), value=True)
-    bias = log_counts if bias is None else log_counts + bias.to(dtype)
-    in_use = visible.any(-2)[..., None]  # a key that no query sees may hold NaN
-    key, value = torch.where(in_use, key, 0.0), torch.where(in_use, value, 0.0)
-    score = scale * (query @ key.mT).to(dtype) + F.pad(bias, (0, extra_keys))
-    score = torch.where(visible, score, -torch.inf)
-    weight, total, _ = dense_softmax(score)
-    weights = F.dropout((weight / total).to(query.dtype), dropout)
-    return weights @ value, weights

@@ -23,8 +23,7 @@ def gated_pool(gate: Tensor, x: Tensor, size: int, stride: int) -> Tensor:
     gate = pad(gate.to(sum_dtype(gate)), (0, missing), value=torch.finfo(gate.dtype).min)
     weight = gate.unfold(2, size, stride).softmax(3).to(x.dtype)  # [B, H, Np, size]
     windows = pad(x, (0, 0, 0, missing)).unfold(2, size, stride)  # [B, H, Np, D, size]
-    pooled: Tensor = (windows @ weight[..., None])[..., 0]
-    return pooled
+    return (windows @ weight[..., None])[..., 0]
 
 
 @torch.no_grad()

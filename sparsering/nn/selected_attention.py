@@ -285,8 +285,7 @@ class SelectedAttention(nn.Module):
     def scores(self, query: Tensor, key: Tensor) -> Tensor:
         """Computes scores [B, Hkv, rows, blocks] of key blocks, for query and key [B, H, N, D]."""
         if self.block_scorer is not None:
-            scores: Tensor = self.block_scorer(query, key)
-            return scores
+            return self.block_scorer(query, key)
         if self.pooled is None or self.scorer != "pooled":
             return self._estimates(query, key, self.scorer)
         pooled_key, kv_len = self.pool(key, key), key.shape[2]
@@ -325,8 +324,7 @@ class SelectedAttention(nn.Module):
         out, lse = attention(query, key, value, pattern, return_lse=True)
         if not with_loss:
             return out, None
-        mass = block_mass(query, key, pattern, lse)
-        return out, selection_loss(scores, mass, indices)
+        return out, selection_loss(scores, block_mass(query, key, pattern, lse), indices)
 
     def _gated_sum(self, x: Tensor, branches: list[Tensor]) -> Tensor:
         """Sums the attention branches [B, H, N, D], each times its gate, which depends on x."""
@@ -339,8 +337,7 @@ class SelectedAttention(nn.Module):
         else:  # "zero": chosen blocks, the first branch, have no gate
             start, *branches = branches
         pairs = zip(gates.unbind(-1), branches, strict=True)  # each gate is [B, H, N]
-        total: Tensor = sum((gate[..., None] * out for gate, out in pairs), start)
-        return total
+        return sum((gate[..., None] * out for gate, out in pairs), start)
 
 
 def _checked_pooling(pooled: Sequence[int]) -> tuple[int, int]:

@@ -40,9 +40,9 @@ class Pattern:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """Raises TypeError: only an unregistered class lacks the `__init__` of a dataclass."""
-        name = type(self).__name__
         raise TypeError(
-            f"{name} is no pattern yet; put @sparsering.register_pattern above its class"
+            f"{type(self).__name__} is no pattern yet; put @sparsering.register_pattern above its "
+            "class"
         )
 
     def __post_init__(self) -> None:
@@ -72,7 +72,6 @@ class Pattern:
         return _VERSION.sub("", self.expression)
 
     def __eq__(self, other: object) -> bool:
-        """Compares by content: the expression and the tensors."""
         if type(other) is not type(self):
             return NotImplemented
         alike = self.expression == other.expression
@@ -226,15 +225,13 @@ class Pattern:
         return sizes.pop() if sizes else None
 
     def _own_batches(self) -> int | None:
-        """Returns the `num_batches` that this class's own fields require; None if any fits."""
-        return None
+        return None  # what this class's own fields require
 
     def num_tables(self, frame: Frame) -> int:
         """Returns how many heads need separate tables: 1, num_kv_heads or num_heads."""
         return max((mask.num_tables(frame) for mask in self._components()), default=1)
 
     def _components(self) -> "tuple[Mask, ...]":
-        """Returns the masks that are arguments of this pattern."""
         return ()
 
     @property
@@ -430,7 +427,6 @@ def check_fits(pattern: Pattern, frame: Frame) -> None:
 
 
 def _combined(symbol: str, left: Pattern, right: object) -> Pattern:
-    """Returns the pattern `left symbol right`; TypeError if it has no meaning."""
     mixtures = [isinstance(side, Mixture) for side in (left, right)]
     if symbol == "|" and any(mixtures):
         raise TypeError(
@@ -446,12 +442,9 @@ def _combined(symbol: str, left: Pattern, right: object) -> Pattern:
             "pairs; use & of each with a mask, or + of both"
         )
     operation = And if symbol == "&" else Or
-    masks = tuple(
-        operation((*_parts(operation, a), *_parts(operation, b)))
-        for a, b in product(left.branches, right.branches)
+    parts = (
+        [m for x in pair for m in (x.masks if isinstance(x, operation) else (x,))]
+        for pair in product(left.branches, right.branches)
     )
+    masks = tuple(operation(tuple(each)) for each in parts)
     return Mixture(masks) if any(mixtures) else masks[0]
-
-
-def _parts(operation: type[_SetOperation], mask: Mask) -> tuple[Mask, ...]:
-    return mask.masks if isinstance(mask, operation) else (mask,)

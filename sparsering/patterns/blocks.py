@@ -260,8 +260,7 @@ class TensorMask(Mask):
 
     @property
     def table(self) -> Tensor:
-        table: Tensor = next(self._values())
-        return table
+        return next(self._values())
 
     def _validate(self) -> None:
         name, table = type(self).__name__, next(self._values())

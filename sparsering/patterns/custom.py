@@ -186,7 +186,6 @@ def _fits(shape: torch.Size, target: torch.Size) -> bool:
 
 
 def _masks_of(pattern: Mask) -> dict[str, Mask]:
-    """Returns the arguments of a pattern that are masks, by name."""
     values = {field.name: getattr(pattern, field.name) for field in fields(pattern)}  # type: ignore[arg-type]
     return {name: value for name, value in values.items() if isinstance(value, Mask)}
 

@@ -32,7 +32,6 @@ _OBJECT_BYTES = 64  # of a value that `bytes_held` does not look into
 
 
 def _load_openmp() -> ctypes.CDLL | None:
-    """Returns torch's OpenMP library, or None if this build of torch has none."""
     suffix = ".dylib" if sys.platform == "darwin" else ".so"
     path = Path(torch.__file__).parent / "lib" / f"libtorch_global_deps{suffix}"
     try:
@@ -102,8 +101,7 @@ class once(Generic[Owner, Value]):  # noqa: N801 - used as `property` is
             return self
         with one_thread(), unseen(instance):
             value = self.make(instance)
-        stored: Value = vars(instance).setdefault(self.name, value)
-        return stored
+        return vars(instance).setdefault(self.name, value)
 
     def stored(self, instance: Owner) -> Value | None:
         """Returns the value that the instance stores, or None before its first use."""

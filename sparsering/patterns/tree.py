@@ -84,8 +84,7 @@ class Nodes(NamedTuple):
 
     def depth_of(self, token: Tensor) -> Tensor:
         """Returns the number of tokens before each token on its path from the root."""
-        node = self.of_token(token)
-        return token + (self.depth - self.start[:-1])[node]
+        return token + (self.depth - self.start[:-1])[self.of_token(token)]
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether node `key` is node `query` or one of its ancestors."""
@@ -169,9 +168,7 @@ class Tree(_InDocuments):
         inner = self.pattern.at(batch, head, frame)
         if _per_entry(self.lengths):
             return Tree(self.entries[batch], self.parents[batch], inner)  # type: ignore[arg-type]
-        if inner is self.pattern:
-            return self
-        return replace(self, pattern=inner)
+        return self if inner is self.pattern else replace(self, pattern=inner)
 
     def check(self, frame: Frame) -> None:
         super().check(frame)

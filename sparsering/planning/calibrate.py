@@ -169,7 +169,6 @@ def _path() -> Path:
 
 @cache
 def _read(path: Path, threads: int) -> Calibration | None:
-    """Reads a calibration file; None if missing, damaged, or for another number of threads."""
     try:
         content = json.loads(read_file(path, _MOST_BYTES))
         rates = {

@@ -202,10 +202,7 @@ def about_largest(peak: Callable[[int], float], limit: float, start: int, most: 
 
 
 def _crossing(peaks: dict[int, float], limit: float) -> int:
-    """Returns where the parabola through the three points nearest to the limit crosses it.
-
-    With fewer points, or a parabola that does not cross the limit, a line replaces it.
-    """
+    """Returns where a parabola (else a line) through the points nearest to the limit crosses it."""
     *others, b = sorted(sorted(peaks, key=lambda n: abs(peaks[n] - limit))[:3])
     room = limit - peaks[b]
     slopes = [(peaks[b] - peaks[a]) / (b - a) for a in others]

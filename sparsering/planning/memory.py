@@ -117,8 +117,7 @@ def triton_memory(work: Work, call: Call, backward: bool) -> Memory:
     sizes = tensors_of(work.frame, call)
     layout = work.layout_bytes
     walks = int(sum(p.num_tables * (16 * p.entries + 20 * p.query_tiles) for p in work.passes))
-    half = call.dtype.itemsize < 4 and len(work.passes) > 1
-    forward = 2 * sizes.out if half else 0
+    forward = 2 * sizes.out if call.dtype.itemsize < 4 and len(work.passes) > 1 else 0
     if not backward:
         return sizes.memory(forward, layout + walks)
     layout += int(sum(4 * p.num_tables * (2 * p.entries + p.key_tiles) for p in work.passes))

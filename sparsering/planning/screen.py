@@ -111,7 +111,6 @@ def _time(estimate: Estimate, of_rank: str) -> str:
 
 
 def _capacity(scenario: Scenario, limit: int | None) -> str:
-    """Returns the largest batch and the longest sequence that fit in memory, as text."""
     if limit is None:
         return "with --memory: the largest batch and the longest sequence"
     try:

@@ -216,10 +216,7 @@ def _sampled(
     num_heads: int,
     tiles_of_pass: _TilesOfPass,
 ) -> Work:
-    """Estimates the work from about `num_tiles` query tiles of up to `num_heads` heads.
-
-    It samples the first batch entry alone. `tiles_of_pass` caches all tiles for a second call.
-    """
+    """Estimates the work from about `num_tiles` query tiles of up to `num_heads` heads."""
     passes: list[PassWork] = []
     pairs = 0.0
     ground = ground_of(pattern, frame, None, None)
@@ -303,11 +300,7 @@ def _runs(
 
 
 def _draws(count: int, most: int) -> Iterator[tuple[Tensor, float]]:
-    """Samples tile indices below `count`; yields (indices, number of tiles that each stands for).
-
-    It takes `_EDGE` tiles at both ends. The range between is cut into `most` equal parts, and one
-    tile is taken from each part, at a place that differs between parts.
-    """
+    """Samples tile indices below `count`; yields (indices, number of tiles that each means)."""
     if count <= most + 2 * _EDGE:
         yield torch.arange(count), 1.0
         return

@@ -87,8 +87,7 @@ class BlockEstimate(NamedTuple):
     def log_counts(self, blocks: int) -> Tensor:
         """Log of the number of tokens in each part [parts, blocks]; NEVER for empty parts."""
         count = self.counts(blocks)
-        logs = torch.where(count > 0, count.clamp(min=1).log(), NEVER).mT
-        return logs.to(self.feature)
+        return torch.where(count > 0, count.clamp(min=1).log(), NEVER).mT.to(self.feature)
 
     def query_strides(self, query: Tensor, scale: float, front: int) -> Tensor:
         """Returns scaled features [B * Hkv, n / stride * G, F] of queries [B * Hkv, n, G, D].

@@ -53,5 +53,4 @@ def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
     else:
         total = total[:, :, :: stride // piece]
     first = torch.arange(count, device=x.device) * stride
-    tokens = (length - first).clamp(1, size)[:, None]
-    return (total / tokens).to(x.dtype)
+    return (total / (length - first).clamp(1, size)[:, None]).to(x.dtype)

@@ -160,8 +160,6 @@ def selection_report(
 
 
 class _Comparison:
-    """Compares the examined rows of a selection with dense attention for their queries."""
-
     def __init__(
         self,
         query: Tensor,
@@ -245,10 +243,7 @@ class _Comparison:
     def report(
         self, listed: Tensor, baselines: dict[str, SelectionReport] | None = None
     ) -> SelectionReport:
-        """Reports on a selection of the blocks that are marked in `listed` [B, H, rows, Nb].
-
-        `baselines`: reports to include; None if the selection is itself a baseline.
-        """
+        """Reports on a selection of the blocks that are marked in `listed` [B, H, rows, Nb]."""
         kv_heads = self.key.shape[1]
         # Examined rows list their marked blocks; all other rows list none (index -1).
         most = int(listed.sum(-1).max())

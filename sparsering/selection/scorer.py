@@ -175,11 +175,7 @@ class BlockScorer(nn.Module):
         return torch.cat(parts, 2)
 
     def _score_rows(self, query: Tensor, pooled: Tensor, own: Tensor | None, first: int) -> Tensor:
-        """Computes the scores [B, Hkv, R, Nb] of the rows that contain the given queries.
-
-        `own` [B, Hkv, Nq, index_dim] is the summary of the keys from the start of each query's
-        block up to the query; None if the scorer is not causal.
-        """
+        """Computes scores [B, Hkv, R, Nb]; `own`: keys of a query's block up to it, pooled."""
         q_len, blocks, step = query.shape[3], pooled.shape[2], self.query_block
         lowest = torch.finfo(query.dtype).min
         score = query @ pooled.mT[:, :, None]  # [B, Hkv, G, Nq, Nb]

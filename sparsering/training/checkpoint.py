@@ -157,7 +157,6 @@ def load_model(folder: str | Path) -> LongNetLM:
 
 
 def _about(folder: Path, values: Any) -> About:
-    """Builds `About` from the values of `checkpoint.json`; ValueError if a value is invalid."""
     if not isinstance(values, dict) or values.get("format") not in (FORMAT, OLDER_FORMAT):
         raise ValueError(f"the format is not {FORMAT!r}")
     tensors = _value(values, "tensors", dict)
@@ -231,10 +230,7 @@ def _check_kinds(about: About, kinds: dict[str, Kind]) -> None:
 
 
 def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:
-    """Writes a `checkpoint.json` that names `files`, and removes files of older checkpoints.
-
-    If `checkpoint.json` cannot be written, it removes `files` instead and raises OSError.
-    """
+    """Writes a `checkpoint.json` that names `files`; removes older files, or these if it fails."""
     try:
         replace_file(folder / "checkpoint.json", json.dumps(about, indent=2).encode() + b"\n")
     except BaseException:
@@ -246,7 +242,6 @@ def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:
 
 
 def _named_files(folder: Path) -> set[str]:
-    """Returns the file names in the folder's `checkpoint.json`; empty if it cannot be read."""
     try:
         return set(read_about(folder).files)
     except (OSError, ValueError):

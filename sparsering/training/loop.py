@@ -184,7 +184,6 @@ def train(
 def _prepare(
     recipe: Recipe, out: Path, command: str, resume: bool, ranks: Ranks, num_windows: int
 ) -> Run:
-    """Builds the run's state before training, from the folder's checkpoint if `resume`."""
     recipe, text, checkpoint = ranks.together(partial(_inputs, recipe, out, command, resume, ranks))
     if recipe.dtype == "auto":  # rank 0 chooses for all ranks
         dtype = "bfloat16" if ranks.device.type == "cuda" else best_dtype()

@@ -121,7 +121,6 @@ def read_index(folder: Path, files: Files) -> TensorIndex:
 
 
 def _stored_rows(path: Path, key: str, shape: list[int], dtype: str) -> tuple[str, StoredRows]:
-    """Returns the name of a whole tensor, and the range of its rows that is stored as `key`."""
     kind = Kind(tuple(shape), dtype)
     if (match := _ROWS.fullmatch(key)) is None:
         return key, StoredRows(path, key, 0, shape[0] if shape else 1, kind)

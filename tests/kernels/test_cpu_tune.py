@@ -11,7 +11,7 @@ import sparsering as sr
 from sparsering.cli import main
 from sparsering.kernels import tune
 from sparsering.kernels.cpu import call
-from sparsering.kernels.cpu.block_sizes import measured
+from sparsering.kernels.cpu.call import measured
 
 
 @pytest.fixture

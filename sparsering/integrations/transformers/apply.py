@@ -212,7 +212,6 @@ def patterns_of(model: Any) -> list[Pattern | None]:
 
 
 def _used_patterns(model: Any) -> dict[int, Pattern]:
-    """Returns the patterns of an open `using` block by layer index."""
     patterns = {}
     for number, module in enumerate(attention_modules(model)):
         index = getattr(module, "layer_idx", None)

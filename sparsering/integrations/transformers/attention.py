@@ -163,7 +163,6 @@ def _attend_masked(
 def _attend_used(
     module: Any, pattern: Pattern, inputs: Inputs, bias: Tensor | None, extras: dict[str, Any]
 ) -> Tensor:
-    """Attends over the pattern of a `using` block."""
     query, key, _ = inputs
     if query.shape[2] != key.shape[2] or cache_layer_of(key) is not None:
         raise ValueError(
@@ -254,7 +253,6 @@ def _with_documents(
 
 
 def _check_mask(mask: ModelMask, query: Tensor, key: Tensor) -> None:
-    """Raises ValueError if a mask is for other lengths."""
     q_len, kv_len = mask.shape[2:]
     if (query.shape[2], key.shape[2]) != (q_len, kv_len):
         raise ValueError(

@@ -72,8 +72,6 @@ class _Packing:
 
 
 class _Thread(threading.local, _Packing):
-    """Each thread has its own values of these attributes."""
-
     blocks: tuple[UsingBlock, ...] = ()
     shared: SharedCall | None = None
     task: int = -1  # the backward pass in which `blocks` are those of the forward pass

@@ -267,7 +267,6 @@ def _cut(
 def _bound(
     model: Any, parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the arguments of a call by their names."""
     arguments = parallel.signature.bind_partial(model, *args, **kwargs).arguments
     arguments.pop(next(iter(parallel.signature.parameters)))
     for name, parameter in parallel.signature.parameters.items():

@@ -77,6 +77,4 @@ def with_loss(out: Any, shared: SharedCall, scale: float) -> Any:
     labels = own_labels(shared).flatten().to(logits.device)
     total = cross_entropy(logits.flatten(0, 1), labels, reduction="sum")
     loss = total / (shared.labels != -100).sum() * scale
-    if isinstance(out, ModelOutput):
-        return type(out)(**{**out, "loss": loss})
-    return (loss, *out)
+    return type(out)(**{**out, "loss": loss}) if isinstance(out, ModelOutput) else (loss, *out)

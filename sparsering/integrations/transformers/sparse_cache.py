@@ -145,10 +145,7 @@ def attend_cached(
 
 
 def _padding_last(mask: ModelMask, n: int) -> tuple[Tensor, Tensor, list[int]] | None:
-    """Orders the last n tokens of each row so that padding is last; None if there is no padding.
-
-    Returns: the order and its inverse, [B, n], and each row's number of tokens that are no padding.
-    """
+    """Returns an order [B, n] with padding last, its inverse, and lengths; None without padding."""
     if mask.valid_keys is None:
         return None
     stop = mask.shape[3]
@@ -166,7 +163,6 @@ def _padding_last(mask: ModelMask, n: int) -> tuple[Tensor, Tensor, list[int]] |
 
 
 def _reorder(x: Tensor, order: Tensor) -> Tensor:
-    """Reorders the tokens of x [B, H, n, D] by an order [B, n], in each batch entry."""
     return x.gather(2, order[:, None, :, None].expand(*x.shape[:3], x.shape[3]))
 
 

@@ -144,7 +144,6 @@ def library() -> Any:
 
 @cache
 def _load() -> str:
-    """Builds and loads the library; returns "", or if that fails, warns and returns the reason."""
     try:
         library = build()
         try:

@@ -1,6 +1,7 @@
 """Calls the compiled kernel: converts problems to the arguments of its operators."""
 
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 from ...layouts.layout import Pass, tile_counts
 from ...numerics import round_up
 from ..problem import Gradients, Problem, dense_rows, sink_gradient
+from ..tuning_file import TuningFile, file_of, processor_name
 from .build import build_failure, library
 
 EXTRAS = frozenset(
@@ -114,8 +116,7 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
     arguments = list(_arguments(problem.in_first_slots()))
     arguments[4], arguments[-1] = layout.first_entry.contiguous(), [1] * len(layout.passes)
     weight = None if weight is None else weight.float().contiguous()
-    mass: Tensor = library().mass(*arguments, lse.float().contiguous(), weight, entries)
-    return mass
+    return library().mass(*arguments, lse.float().contiguous(), weight, entries)
 
 
 def block_shares(*tensors: Tensor | None, features: str, **numbers: Any) -> bool:
@@ -131,8 +132,7 @@ def block_shares(*tensors: Tensor | None, features: str, **numbers: Any) -> bool
     Returns: True if a share was too small for float32.
     """
     kind = {"gauss": 1, "bounds": 2}.get(features, 0)
-    underflowed: bool = library().shares(*tensors, kind=kind, **numbers)
-    return underflowed
+    return library().shares(*tensors, kind=kind, **numbers)
 
 
 def _arguments(problem: Problem) -> tuple[Any, ...]:
@@ -204,10 +204,7 @@ def _needs_query_walk(problem: Problem) -> bool:
 
 
 def _checked_layout(problem: Problem) -> Tensor:
-    """Returns the kernel's C++ object for a layout, whose tables it has checked; caches it.
-
-    Calls without extras reuse it and skip the checks.
-    """
+    """Returns the kernel's C++ object for a layout, whose tables it has checked; caches it."""
     layout, scale = problem.layout, problem.scale
     cached: tuple[float, Tensor] | None = layout.memo.get("checked layout")
     if cached is None or cached[0] != scale:
@@ -223,6 +220,15 @@ def _checked_layout(problem: Problem) -> Tensor:
         )
         cached = layout.memo["checked layout"] = scale, checked
     return cached[1]
+
+
+def _path(_: torch.device) -> Path:
+    used = torch.backends.cpu.get_cpu_capability()  # "AVX2", say; ATEN_CPU_CAPABILITY may lower it
+    return file_of("cpu", f"{processor_name()} {used}", torch.__version__)
+
+
+measured = TuningFile(_path)
+"""Block sizes that `sparsering tune` measured for the kernel on this processor."""
 
 
 @cache

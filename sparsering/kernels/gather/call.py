@@ -166,10 +166,7 @@ def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
 def _units(
     chunk: Chunk, extras: Extras
 ) -> Iterator[tuple[int | slice, Callable[[Tensor, Tensor], Tensor], Tensor | None]]:
-    """Yields a chunk's units as (index, function for a @ b^T, tensor to add to scores or None).
-
-    Large units come one by one, so that their scores stay in cache; small units as one batch.
-    """
+    """Yields large units one by one, small ones together: (index, a @ b^T, what to add)."""
     added = extras.added(chunk)
     if not _alone(chunk.q[0].numel() * chunk.k.shape[1], chunk.q.device, extras.dtype):
         yield slice(None), lambda a, b: a @ b.mT, added

@@ -173,10 +173,7 @@ def _equal_rows(columns: list[Tensor]) -> Iterator[Tensor]:
 
 
 def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Groups units with equal bitmaps; yields (unit indices, bitmap indices [1, key tiles]).
-
-    With too many groups, it yields all units at once, and bitmap indices [units, key tiles].
-    """
+    """Groups units with equal bitmaps: (units, bitmaps [1, key tiles]); all as one if too many."""
     sets = list(_equal_rows(list(bitmaps.unbind(1))))
     if len(sets) > max(8, len(bitmaps) // 16):
         yield torch.arange(len(bitmaps), device=bitmaps.device), bitmaps

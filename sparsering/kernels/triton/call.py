@@ -54,7 +54,6 @@ def reasons(*tensors: Tensor) -> list[str]:
 
 @constant_in_graphs
 def _machine_reasons(gpus: tuple[int | None, ...]) -> list[str]:
-    """Lists why the kernels cannot run on GPUs with these indices; None is the current GPU."""
     found = [] if find_spec("triton") else ["the package triton is missing (pip install triton)"]
     if interpreting():
         return found
@@ -245,10 +244,7 @@ def _query_pass(
 
 
 def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
-    """Writes dK and dV over all passes, [B, kv heads, Nk, D] and [.., Dv].
-
-    Sums are float32 if several passes, or several programs of one pass, add to the same key.
-    """
+    """Writes dK and dV over all passes, [B, kv heads, Nk, D] and [.., Dv]; sums may be float32."""
     from .backward import key_kernel
     from .combine import sum_kernel
 
@@ -370,10 +366,7 @@ def _kept(
 
 
 def _rows(part: Part, number: int, config: Config) -> dict[str, int]:
-    """Chooses how many tokens of a query tile, and how many heads, each program computes.
-
-    A program packs heads of a group if a tile has fewer tokens than the program has rows.
-    """
+    """Chooses how many tokens of a query tile, and heads of a group, each program computes."""
     layout = part.layout
     most = min(layout.block_size, -(-layout.frame.q_len // layout.passes[number].step))
     tokens = min(config.rows, power_of_2(most))
@@ -389,10 +382,7 @@ def _rows(part: Part, number: int, config: Config) -> dict[str, int]:
 
 
 def _heads_at_a_time(part: Part) -> int:
-    """Returns over how many query heads of a group one program of `key_kernel` sums.
-
-    It is all of them, unless the GPU would be partly idle, or query heads have their own tables.
-    """
+    """Returns over how many query heads of a group one program of `key_kernel` sums."""
     layout, group = part.layout, part.group
     if _by_query_head(part):
         return 1

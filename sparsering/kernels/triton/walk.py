@@ -123,8 +123,6 @@ def use(w: Walk, layout: BlockLayout, number: int, *, by_key: bool) -> None:
 
 
 def _wait(p: Pass, w: Walk) -> None:
-    """Makes the current stream wait until the tables of a walk and of its pass are complete."""
-
     def shared() -> Iterator[Tensor]:
         yield from (x for x in w if isinstance(x, Tensor))
         yield from Pass.transpose.stored(p) or ()
