@@ -19,7 +19,7 @@ from .checks import (
     kind_of,
 )
 from .dispatch import BACKENDS, Backend, block_size_of, choose
-from .extras import NO_EXTRAS, Extras, checked_extras
+from .extras import NO_EXTRAS, OPTIONS, Extras, checked_extras, refuse_options
 from .kernels.triton import interpreting
 from .pairs import frame_of
 from .patterns.algebra import Frame, Pattern, check_fits
@@ -142,4 +142,5 @@ def checked_call(
     query, key, value = autocast_inputs(*inputs)
     q_start = key.shape[2] - query.shape[2] if q_start is None else q_start
     call = {"scale": scale, "q_start": q_start, "block_size": size}
+    refuse_options("attention", options, OPTIONS, {})
     return (query, key, value), call, checked_extras(query, key, pattern, size, **options)

@@ -83,13 +83,9 @@ def operator_schema(options: Collection[str], rest: str) -> str:
 def refuse_options(
     verb: str, others: Collection[str], options: Collection[str], reasons: Mapping[str, str]
 ) -> None:
-    """Raises if `others` names an option that `verb` does not take.
+    """Raises ValueError, TypeError for a name of no option, if `others` are not among `options`.
 
-    Args:
-        options: names of all options of `verb`.
-        reasons: why options of `attention` are not among them, by name or by `Option.by`.
-
-    Raises: ValueError for an option of `attention`, TypeError for any other name.
+    `reasons`: why `verb` does not take other options of `attention`, by name or by `Option.by`.
     """
     for name in others:
         if name in options:
@@ -135,9 +131,8 @@ def checked_extras(
 ) -> Extras:
     """Checks the extras of a call. Distance bias and sink get a batch dim.
 
-    Raises: ValueError for a wrong shape, dtype or number; TypeError for an unknown option.
+    Raises: ValueError for a wrong shape, dtype or number.
     """
-    refuse_options("attention", options, OPTIONS, {})
     p = options.pop("dropout_p", 0.0)
     in_use = {name: x for name, x in options.items() if x is not None}
     if type(p) is float and p == 0.0 and not in_use:

@@ -20,7 +20,7 @@ from .call_recipe import CallRecipe, Inputs, layout_key_of
 from .checks import check_bias, needs_operator, refuse_forward_mode
 from .differentiable import differentiable, transforming
 from .dispatch import BACKENDS, Backend
-from .extras import NO_EXTRAS, OPTIONS, Extras, operator_schema
+from .extras import OPTIONS, Extras, operator_schema
 from .kernels.problem import Problem
 from .kernels.reference import reference_attention
 from .kernels.triton import remember
@@ -174,7 +174,7 @@ def _parsed_call(arguments: Sequence[Any]) -> tuple[CallRecipe, Pattern, Extras]
     call = dict(zip(_NAMES[3:], arguments[3:], strict=True))
     pattern = parse_owned(call.pop("pattern"), call.pop("tensors"))
     recipe = CallRecipe(*(call.pop(name) for name in ("backend", "scale", "q_start", "block_size")))
-    return recipe, pattern, NO_EXTRAS.changed(**call)
+    return recipe, pattern, Extras({name: x for name, x in call.items() if x is not None})
 
 
 def _parsed_problem(arguments: Sequence[Any]) -> tuple[Backend, Problem]:

@@ -67,6 +67,14 @@ class Problem(NamedTuple):
     in_float32: bool = False
 
     @property
+    def is_bare(self) -> bool:
+        """True if `in_use` is empty; faster."""
+        for x in self[5:_END]:  # noqa: SIM110 - `all(...)` takes three times as long
+            if x is not None:
+                return False
+        return True
+
+    @property
     def in_use(self) -> set[str]:
         """Names of the extras that the call uses, and `key_mask` if it has one."""
         return {name for name, x in zip(_EXTRAS, self[5:], strict=False) if x is not None}
@@ -113,7 +121,8 @@ class Problem(NamedTuple):
 
 
 _EXTRAS = [name for name, default in Problem._field_defaults.items() if default is None]
-assert Problem._fields[5 : 5 + len(_EXTRAS)] == tuple(_EXTRAS)
+_END = 5 + len(_EXTRAS)
+assert Problem._fields[5:_END] == tuple(_EXTRAS)
 
 
 class Gradients(NamedTuple):

@@ -50,7 +50,7 @@ def forward(
         problem = problem.in_first_slots()
     x = problem.with_positive_scale()
     kernels, new_rows = library(), () if new is None else new
-    if not x.in_use and not x.in_float32:
+    if x.is_bare and not x.in_float32:
         run = kernels.forward_laid if new is None else kernels.forward_laid_after
         out, lse = run(*new_rows, x.query, x.key, x.value, _checked_layout(x), x.slots)
     else:
@@ -200,7 +200,7 @@ def is_walked_shape(
 
 def _needs_query_walk(problem: Problem) -> bool:
     """True with extras that only the loop over query tiles computes."""
-    return not problem.in_use <= _BY_KEY
+    return not (problem.is_bare or problem.in_use <= _BY_KEY)
 
 
 def _checked_layout(problem: Problem) -> Tensor:
