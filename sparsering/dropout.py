@@ -49,11 +49,7 @@ def kept_pairs(
 ) -> Tensor:
     """Returns bool, True where dropout keeps the pair; all arguments but p broadcast.
 
-    Args:
-        seed: seed of the batch entry, from `batch_seeds`.
-        p: share of the weights that is dropped.
-        head, branch: index of the query head, and of the branch of a mixture.
-        query, key: absolute positions.
+    The seed is of the batch entry, from `batch_seeds`; `query` and `key` are absolute positions.
     """
     a, b = _words(seed, head, branch, query)
     x = key.int() * KEY_MULTIPLIER ^ a

@@ -71,6 +71,8 @@ class KVCache:
         >>> out = cache.attend(query, key, value)  # then token by token
     """
 
+    _takes_parts = True  # whether `load` takes the keys of some positions only
+
     def __init__(
         self,
         pattern: Pattern,
@@ -218,7 +220,8 @@ class KVCache:
         Raises: ValueError if an argument is invalid; the cache is then unchanged.
         """
         stored, return_lse = checked_flag("stored", stored), checked_flag("return_lse", return_lse)
-        refuse_options("attend", options, _OPTIONS, _REFUSED)
+        if options:
+            refuse_options("attend", options, _OPTIONS, _REFUSED)
         if torch.is_grad_enabled():
             values = (query, key, value, *options.values())
             if any(isinstance(x, Tensor) and x.requires_grad for x in values):
@@ -257,6 +260,11 @@ class KVCache:
         """
         check_tensor("key", key, "[batch, heads, tokens, head dim]")
         n = key.shape[2] if key.dim() == 4 else 0
+        if not self._takes_parts and (positions is not None or length not in (None, n)):
+            raise ValueError(
+                "a SelectedCache needs the keys of all tokens of a prompt, got positions, or a "
+                "length other than the number of keys; leave positions and length out"
+            )
         shape = len(self.lengths), self._state.heads, n, self._dims[0]
         query = torch.empty(shape, dtype=key.dtype, device=key.device)
         check_inputs(query, key, value, self._state.pattern)
@@ -284,9 +292,10 @@ class KVCache:
     def _attend(
         self, inputs: Inputs, lengths: Sequence[int] | Tensor | None, stored: bool, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        state, given = self._state, inputs
-        backend, scale, size = map(options.pop, _OPTIONS[:3], (None, None, None))
-        choices = backend, scale, None, size
+        state, given, choices = self._state, inputs, (None, None, None, None)
+        if options:
+            backend, scale, size = (options.pop(name, None) for name in _OPTIONS[:3])
+            choices = backend, scale, None, size
         recipe, inputs, extras = recipe_of(given, state.pattern, choices, options, True)
         if state.page.recipe is not recipe:
             self._check(*given)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..call_recipe import Inputs
-from ..checks import autocast_inputs, check_inputs, check_tensor
+from ..checks import autocast_inputs, check_inputs
 from ..functional import attention
 from ..patterns.arguments import checked_integer, shortened
 from ..patterns.positions import Causal
@@ -50,6 +50,8 @@ class SelectedCache(KVCache):
 
     Source: Quest (arXiv 2406.10774), section 3; InfLLM-V2 (2509.24663).
     """
+
+    _takes_parts = False
 
     def __init__(
         self,
@@ -128,20 +130,3 @@ class SelectedCache(KVCache):
     @property
     def _summaries(self) -> BlockSummaries:
         return cast(BlockSummaries, self._state.summaries)
-
-    def load(
-        self,
-        key: Tensor,
-        value: Tensor,
-        positions: Tensor | Sequence[int] | None = None,
-        *,
-        length: int | None = None,
-    ) -> None:
-        """Stores the keys and values of a whole prompt whose attention ran elsewhere."""
-        check_tensor("key", key, "[batch, heads, tokens, head dim]")
-        if positions is not None or length not in (None, *key.shape[2:3]):
-            raise ValueError(
-                "a SelectedCache needs the keys of all tokens of a prompt, got positions, or a "
-                "length other than the number of keys; leave positions and length out"
-            )
-        super().load(key, value)

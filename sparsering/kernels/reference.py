@@ -23,17 +23,9 @@ def reference_attention(
 ) -> tuple[Tensor, Tensor]:
     """Computes `p_k = m e^{s_k} / (e^{sink} + sum m e^{s})`, `s = scale * q.k`, over Nq x Nk pairs.
 
-    Args:
-        query: [B, Hq, Nq, D]; key: [B, Hkv, Nk, D]; value: [B, Hkv, Nk, Dv].
-        log_counts: log of m(q, k), the multiplicity of each pair, plus the block bias;
-            broadcastable to [B, Hq, Nq, Nk]; -inf where there is no pair.
-        softcap: `s = softcap * tanh(s / softcap)`, before biases are added.
-        distance_bias: [B, Hq, Nq, Nk], added to s.
-        sink: [B, Hq, Nq or 1].
-        dropout_factor: [B, Hq, Nq, Nk], multiplies each p: 0, or 1 / (1 - dropout_p).
-
-    Returns:
-        out [B, Hq, Nq, Dv] in the query's dtype, lse [B, Hq, Nq] float32 (float64 for float64).
+    Arguments and results are as in `Problem`, except three that broadcast to [B, Hq, Nq, Nk]:
+    `log_counts`, the log of the multiplicity m of each pair plus its block bias, -inf where there
+    is no pair; `distance_bias`, of each pair; `dropout_factor` of p: 0, or 1 / (1 - dropout_p).
 
     Cost: O(B Hq Nq Nk) memory.
     """
