@@ -66,11 +66,6 @@ class Extras:
 NO_EXTRAS = Extras({})
 
 
-def options_by(*kinds: str) -> list[str]:
-    """Returns the names of the extras that have a number for each of these, such as "query"."""
-    return [name for name, option in OPTIONS.items() if option.by in kinds]
-
-
 def operator_schema(options: Collection[str], rest: str) -> str:
     """Returns the arguments of an operator: query, key, value, a pattern, extras, then `rest`."""
     rows = [f"{OPTIONS[name].schema} {name}" for name in options]
@@ -259,5 +254,5 @@ OPTIONS = {
 }
 """All extras, by name, in the order of `attention`'s signature."""
 
-ANYWHERE = options_by("call", "head", "query", "distance")
+ANYWHERE = [name for name, x in OPTIONS.items() if x.by in ("call", "head", "query", "distance")]
 """Extras that need neither all keys nor a layout of the whole sequence: for rings and caches."""

@@ -5,7 +5,7 @@ import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -43,6 +43,13 @@ def cache_folder() -> Path:
     if folder := os.environ.get("SPARSERING_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsering"
+
+
+def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Converts the pairs of a JSON object to a dict; ValueError if a name occurs twice."""
+    if len(values := dict(pairs)) != len(pairs):
+        raise ValueError("expected distinct keys in each JSON object")
+    return values
 
 
 def file_size(path: Path) -> int:

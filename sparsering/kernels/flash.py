@@ -25,15 +25,12 @@ def _is_installed() -> bool:
     return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
 
 
-def _is_new_enough(gpu: int | None) -> bool:
-    return torch.cuda.get_device_capability(gpu)[0] in (9, 10)
-
-
 def reasons(*tensors: Tensor) -> list[str]:
     """Returns why FlashAttention-4 cannot run on these tensors or on this machine; [] if it can."""
     faults = [] if _is_installed() else ["the package flash-attn-4 is missing"]
     gpus: set[int | None] = {x.device.index for x in tensors if x.is_cuda} or {None}
-    if not torch.cuda.is_available() or not all(map(_is_new_enough, gpus)):
+    capability = torch.cuda.get_device_capability
+    if not torch.cuda.is_available() or any(capability(x)[0] not in (9, 10) for x in gpus):
         faults.append("it needs a Hopper or Blackwell GPU")
     if any(x.device.type != "cuda" for x in tensors):
         faults.append("it runs on cuda tensors")

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..files import cache_folder, opened, replace_file
+from ..files import cache_folder, opened, replace_file, unique_pairs
 from ..layouts.compile import checked_block_size
 from ..patterns.arguments import shortened
 
@@ -81,7 +81,7 @@ def read(path: Path) -> Choices:
     try:
         if os.path.lexists(path):
             with opened(path, _MOST_BYTES) as file:
-                return _checked(json.loads(file.read(), object_pairs_hook=_without_duplicates))
+                return _checked(json.loads(file.read(), object_pairs_hook=unique_pairs))
     except (OSError, ValueError, RecursionError) as error:
         warnings.warn(
             f"sparsering ignores {path}: `sparsering tune` did not write this content "
@@ -113,9 +113,3 @@ def _is_config(config: object) -> bool:
     rows, streamed, warps, stages = config[:4]
     powers = all(x & (x - 1) == 0 for x in (rows, streamed, warps))
     return powers and min(rows, streamed) >= 16 and 1 <= warps <= 32 and 1 <= stages <= 16
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if len(table := dict(pairs)) != len(pairs):
-        raise ValueError("expected distinct keys in each JSON object")
-    return table

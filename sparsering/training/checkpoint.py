@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..files import read_file, replace_file
+from ..files import read_file, replace_file, unique_pairs
 from ..models.longnet import LongNetLM
 from ..patterns.arguments import escaped
 from .ranks import ALONE, Ranks
@@ -139,7 +139,7 @@ def read_about(folder: Path) -> About:
     except ValueError as error:
         raise _damaged(folder, str(error)) from None
     try:
-        values = json.loads(text, object_pairs_hook=_dict_of_pairs)
+        values = json.loads(text, object_pairs_hook=unique_pairs)
     except (ValueError, RecursionError):
         raise _damaged(folder, "checkpoint.json is not JSON, or has a name twice") from None
     try:
@@ -196,13 +196,6 @@ def _value(values: dict[str, Any], name: str, kind: type) -> Any:
     if type(value) is not kind:
         raise ValueError(f"{name!r} is no {kind.__name__}")
     return value
-
-
-def _dict_of_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Converts a JSON object to a dict; ValueError if a name occurs twice."""
-    if len(values := dict(pairs)) != len(pairs):
-        raise ValueError("a name occurs twice")
-    return values
 
 
 def _check_kinds(about: About, kinds: dict[str, Kind]) -> None:

@@ -203,7 +203,9 @@ def _hook(model: Any, parallel: Parallel) -> None:
             return None
         if parallel.own_loss and shared.labels is not None:
             out = with_loss(out, shared, parallel.scale)
-        return out if shared.num_tokens else _without_token(out)
+        if shared.num_tokens:
+            return out  # else without the only token of [B, 1, ...] tensors
+        return tree_map(lambda x: x[:, :0] if isinstance(x, Tensor) and x.dim() > 2 else x, out)
 
     before.parallel = after.parallel = parallel
     model.register_forward_pre_hook(before, with_kwargs=True)
@@ -348,11 +350,6 @@ def _checked_arguments(model: Any, parallel: Parallel, arguments: dict[str, Any]
     if arguments.get("labels") is not None or arguments.get("shift_labels") is not None:
         check_loss(model, parallel.own_loss, arguments)
     return length
-
-
-def _without_token(out: Any) -> Any:
-    """Removes the only token of [B, 1, ...] tensors in a model's output."""
-    return tree_map(lambda x: x[:, :0] if isinstance(x, Tensor) and x.dim() > 2 else x, out)
 
 
 def _sharding(model: Any, parallel: Parallel, length: int) -> str:
