@@ -421,10 +421,10 @@ class KVCache:
                 f"lengths must be {entries} ints from 0 to {most}, the new tokens of each batch "
                 f"entry, got {shortened(repr(new))}; leave lengths out if no token is padding"
             )
-        for length, n in zip(self.lengths, counts, strict=True):
-            if total is not None and length + n > total:
+        for history, n in zip(self._state.histories, counts, strict=True):
+            if total is not None and history.length + n > total:
                 raise ValueError(
-                    f"the cache is for {total} tokens, got {n} more after {length}; give KVCache a "
-                    "larger max_length, and a pattern for that length"
+                    f"the cache is for {total} tokens, got {n} more after {history.length}; give "
+                    "KVCache a larger max_length, and a pattern for that length"
                 )
         return counts

@@ -2,7 +2,6 @@
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field, fields, replace
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -208,11 +207,14 @@ class BlockLayout:
 
     def ready(self) -> "BlockLayout":
         """Makes the current CUDA stream wait until the tables are complete; returns the layout."""
-        if self.built is not None:
+
+        def shared() -> Iterator[Tensor]:
             tables = BlockLayout.entry_counts, BlockLayout.first_entry
-            computed = (table.stored(self) for table in tables)
-            of_passes = (x for p in self.passes for x in p.tensors())
-            self.built.wait(chain((x for x in computed if x is not None), of_passes))
+            yield from (x for table in tables if (x := table.stored(self)) is not None)
+            yield from (x for p in self.passes for x in p.tensors())
+
+        if self.built is not None:
+            self.built.wait(shared())
         return self
 
     @property
