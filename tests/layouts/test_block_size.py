@@ -4,7 +4,9 @@ import pytest
 import torch
 
 import sparsering as sr
+from sparsering.layouts import compile as compiler
 from sparsering.layouts.compile import chosen_block_size, default_block_size
+from sparsering.layouts.terms import typical
 from sparsering.patterns.algebra import Frame
 
 CPU = torch.device("cpu")
@@ -85,3 +87,38 @@ def test_what_runs_is_the_size_that_layout_and_explain_tell(dtype):
         exact = sr.attention(*(x.double() for x in (query, key, value)), pattern)
         bound = 1e-5 if dtype == torch.float32 else 2e-2
         assert float((out.double() - exact).abs().max()) <= bound * float(exact.abs().max())
+
+
+def kind(pattern, length):
+    return typical(pattern, Frame.build(length, length, 1, 1, None))
+
+
+def test_a_choice_holds_for_a_kind_of_pattern():
+    """Other documents and windows of a step need no new choice; other kinds do."""
+    kinds = [
+        [sr.SlidingWindow(1000), sr.SlidingWindow(1020)],
+        [sr.SlidingWindow(500) | sr.GlobalTokens(4)],
+        [sr.SlidingWindow(500) | sr.GlobalTokens(16)],
+        [sr.Documents(x) & sr.Causal() for x in ((1000, 40, 3000, 960), (5, 5, 4000, 990))],
+        [sr.Documents((100,) * 50) & sr.Causal()],
+        [sr.Packed((4000, 1000), sr.SlidingWindow(x)) for x in (60, 66)],
+        [sr.Packed((4000, 1000), sr.SlidingWindow(20))],
+        [sr.Tree((2000, 3000 - x, x, *(0,) * 5), (-1,) + (0,) * 7) for x in (900, 1500)],
+        [sr.Tree((2000, 1000, 2000, *(0,) * 5), (-1, *range(7)))],
+        [sr.SlidingWindow(900, 0, 2)],
+    ]
+    found = [{kind(pattern, 5000) for pattern in alike} for alike in kinds]
+    assert all(len(alike) == 1 for alike in found)
+    assert len(set.union(*found)) == len(kinds)
+    assert kind(sr.SlidingWindow(1000), 9000) != kind(sr.SlidingWindow(1000), 5000)
+    own = sr.SlidingWindow(768) | sr.Dilated(1024, 2)
+    assert kind(own, 4096)[0] == own  # sizes that are round already
+
+
+def test_a_choice_of_another_kind_is_noticed(monkeypatch):
+    """Planted: one remembered size for all patterns."""
+    right = [chosen(sr.SlidingWindow(x), 4096) for x in (9, 2000)]
+    assert right[0] != right[1]
+    frame = Frame.build(4096, 4096, 1, 1, None)
+    monkeypatch.setattr(compiler, "typical", lambda *_: (sr.SlidingWindow(9), frame))
+    assert [chosen(sr.SlidingWindow(x), 4096) for x in (9, 2000)] != right

@@ -15,6 +15,7 @@ from sparsering.kernels.cpu.build import library
 from sparsering.layouts import compile as compiler
 from sparsering.layouts import lower, tiles
 from sparsering.layouts.layout import BlockLayout
+from sparsering.layouts.leaves import Linear
 from sparsering.patterns.algebra import Frame
 from sparsering.patterns.varlen_mask import Varlen
 
@@ -180,3 +181,12 @@ def test_a_malformed_program_is_refused(
     axis = [torch.arange(2), torch.arange(2), torch.arange(2)]
     with pytest.raises(ValueError, match=message):
         library().table(numbers, tensors, axis, axis, 1, 16, False)
+
+
+def test_a_row_taken_for_its_shifted_neighbour_is_noticed(monkeypatch: Any) -> None:
+    """Planted: tiles at the edge of a window share the bitmap of those on the diagonal."""
+    frame, pattern = Frame.build(300, None, 1, 1, None), sr.SlidingWindow(70)
+    check(pattern, frame, 32)
+    monkeypatch.setattr(Linear, "signature", lambda _, pairs: [pairs.q.start * 0])
+    with pytest.raises(AssertionError):
+        check(pattern, frame, 32)
