@@ -72,7 +72,7 @@ def own_doc(value: Any) -> str:
 def test_name_is_listed_with_its_first_sentence(module, name):
     first = own_doc(value_of(module, name)).split("\n")[0]
     expected = f"- `{name}`: {first}"
-    assert listed().get((module, name)) == first, f"a page of docs/reference lacks: {expected}"
+    assert listed().get((module, name)) == first, f"run tools/write_reference.py: {expected}"
 
 
 def test_nothing_else_is_listed():
