@@ -220,12 +220,7 @@ def _looped(
 def _mapped(
     count: int, run: Callable[..., Any], size: int, in_dims: Sequence[Any], inputs: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Implements vmap: joins the mapped dim to the batch dim, and runs the operator once.
-
-    If the pattern has a fixed batch size, it runs once for each index of the mapped dim instead.
-
-    Returns: the results, and the index of the mapped dim in each: 0, or None if it has none.
-    """
+    """Implements vmap: joins the mapped dim to the batch, or loops if the batch is fixed."""
     tensors, pattern = inputs[count], inputs[count + 1]
     refuse_mapped_pattern(in_dims[count] or ())
     if not size:

@@ -282,8 +282,7 @@ def _reference(
 def _log_biased_counts(number: Tensor, block_bias: Tensor, mask: Tensor | None = None) -> Tensor:
     """Returns log(sum of exp(bias)) over the passes that have a pair, [B, Hq, Nq, Nk].
 
-    `number`: [passes, B, Hq, Nq, Nk] index of each pair in `block_bias`, -1 if the pass lacks it.
-    `mask`: bool of this shape, False where the sum omits the pair of a pass.
+    `number` [passes, B, Hq, Nq, Nk]: pair's index in `block_bias`, or -1; `mask`: False omits it.
     """
     block_bias = torch.nn.functional.pad(block_bias, (0, 1))  # gather fails on an empty dim
     flat = block_bias[None, :, :, None].expand(len(number), -1, -1, number.shape[3], -1)

@@ -247,9 +247,8 @@ class CacheState(_Record):
     def _page_limit(self, history: History) -> int:
         """Returns the number of tokens until a head has over `page_size` dead keys; at most a page.
 
-        A key is dead if no later query visits it. `birth` and `death`: number of tokens in the
-        page when a key is stored, and when it is dead. The result is at least `page_size` / 8,
-        because each eviction copies the cache, and at a segment's end keys die at every step.
+        No later query visits a dead key. `birth`, `death`: tokens in the page when a key is stored,
+        and dead. At least `page_size` / 8: evictions copy the cache, and keys may die at each step.
         """
         base, page_size = history.base, self.page_size
         end = base + page_size if self.total is None else min(base + page_size, self.total)

@@ -309,7 +309,6 @@ class RingPlan:
 def _plan(
     pattern: Pattern, frame: Frame, world_size: int, block_size: int, sharding: str
 ) -> RingPlan:
-    """Returns the plan for any sharding except "auto" and "balanced"; caches it."""
     key = (pattern, frame, world_size, block_size, sharding)
 
     def build() -> RingPlan:

@@ -202,7 +202,6 @@ def resolve_group(
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) of this rank's queries."""
     call = RingCall.of(arguments)
     query, key, value, *_ = call
     rank, exchange = _begin(False, call)

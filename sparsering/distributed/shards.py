@@ -125,7 +125,6 @@ class _Gather(torch.autograd.Function):
 
 
 def _cut(tensor: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """Copies the tokens at the positions in `ranges`."""
     parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
     return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0).clone()
 

@@ -244,10 +244,7 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _attend_densely(
         self, *inputs: Tensor, pattern: Pattern, bias: Tensor | None, extra_keys: int
     ) -> tuple[Tensor, Tensor]:
-        """Computes dense attention [B, H, Nq, D] and its weights [B, H, Nq, Nk] after dropout.
-
-        The bias is [B, H, Nq, Nk - extra_keys]. Every query sees the extra keys, which come last.
-        """
+        """Returns dense attention and its weights; extra keys come last, without bias."""
         query, key, value = inputs
         scale, dropout = self._scale_and_dropout
         shape = *query.shape[:3], key.shape[2]
@@ -351,7 +348,6 @@ def convert(module: nn.Module, pattern: Pattern) -> list[str]:
 
 
 def _converted(module: nn.MultiheadAttention, pattern: Pattern) -> MultiheadAttention:
-    """Builds a module that attends over `pattern`, with the parameters and hooks of `module`."""
     converted = MultiheadAttention.__new__(MultiheadAttention)
     for name, x in vars(module).items():
         vars(converted)[name] = copy.copy(x) if isinstance(x, dict | set) else x

@@ -134,7 +134,6 @@ def _state_of(cls: Any, exact: bool = False) -> str:
 
 
 def _in_state(cls: type[Mask], *values: Any, _state: str = "", **named: Any) -> Mask:
-    """Creates a pattern of a class whose methods read what `_state` stands for."""
     pattern = object.__new__(cls)
     object.__setattr__(pattern, "_state", _state)
     pattern.__init__(*values, **named)  # type: ignore[misc]

@@ -152,7 +152,6 @@ class _Reader:
 
 
 def _way_out(node: ast.expr) -> str:
-    """Returns a suggested fix for a part that is no pattern, as error text."""
     names = [name for name in _constructors if name not in _INTERNAL and "__v" not in name]
     name = node.func if isinstance(node, ast.Call) else node
     similar = difflib.get_close_matches(name.id, names, 1) if isinstance(name, ast.Name) else []

@@ -103,7 +103,6 @@ def calibrate() -> tuple[Calibration, Path]:
 
 
 def _measured() -> Iterator[tuple[str, list[float], float]]:
-    """Measures every probe; yields (part of the call, amounts of work, seconds) per part."""
     for probe in _PROBES[:10:2]:
         yield from _measured_call("gather", gather, torch.float32, probe)
     if cpu.reasons():

@@ -134,7 +134,6 @@ def _capacity(scenario: Scenario, limit: int | None) -> str:
 
 
 def _rank_rows(scenario: Scenario, estimate: Estimate) -> list[str]:
-    """Returns rows that compare one device with all shardings; no rows if there is one rank."""
     if scenario.ranks == 1:
         return []
     alone = estimate_of(replace(scenario, ranks=1))

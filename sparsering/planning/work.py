@@ -137,12 +137,8 @@ def _tally(
 ) -> tuple[int, ...]:
     """Counts the fields `entries` to `rows` of `PassWork` from visited runs of neighbouring tiles.
 
-    Args:
-        row: index of the query tile that visits each run.
-        first, end: index of the first key tile of each run, and exclusive end.
-        masked: True for a run of one tile that has a bitmap.
-        queries: number of tokens of each query tile.
-        before: result of `_tokens_before` for the key tiles.
+    A run: its query tile `row`, its key tiles `first` to `end`, and `masked` if it has a bitmap.
+    `queries`: tokens of each query tile. `before`: result of `_tokens_before` for the key tiles.
     """
     tokens = before[end] - before[first]
     cells, wide_cells = ((round_up(queries, size)[row] * tokens).sum() for size in (16, 32))
@@ -195,8 +191,6 @@ def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassWork:
 
 
 class _Tiles(NamedTuple):
-    """All tiles of one head in one pass."""
-
     queries: Axis
     keys: Axis
     runs: Axis  # each run joins `_RUN` neighbouring key tiles
@@ -273,11 +267,7 @@ def _tiles(
 def _runs(
     ground: Ground, mask: Mask, queries: Axis, tiles: _Tiles, frame: Frame, block_size: int
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], int]:
-    """Finds visited runs (`row`, `first`, `end`, `masked` as in `_tally`); counts attending pairs.
-
-    It tests `_RUN` neighbouring key tiles as one. If some of their pairs attend, but not all, it
-    tests each tile.
-    """
+    """Finds visited runs (`row`, `first`, `end`, `masked` of `_tally`); counts their pairs."""
     rule, origin = condition(mask, frame, ground.in_document), ground.origin(queries)
     keys, runs = tiles.keys, tiles.runs
     candidates = rule.candidates(queries, keys, origin)

@@ -152,7 +152,6 @@ def _text_files(path: Path, glob: str) -> dict[str, Path]:
 
 
 def _files_below(folder: Path, glob: str, excluded: set[str]) -> dict[str, Path]:
-    """Maps paths relative to a folder to its files; skips hidden and `excluded` names."""
     names = [file.relative_to(folder) for file in sorted(folder.rglob(glob)) if file.is_file()]
     return {
         name.as_posix(): folder / name

@@ -209,7 +209,6 @@ def _prepare(
 def _inputs(
     recipe: Recipe, out: Path, command: str, resume: bool, ranks: Ranks
 ) -> tuple[Recipe, Text, Checkpoint | None]:
-    """Reads the text and, if `resume`, the checkpoint; raises if `out` belongs to another run."""
     ranks.check(recipe)
     checkpoint = load_checkpoint(out, ranks) if resume else None
     text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)

@@ -147,11 +147,7 @@ def _whole_kind(name: str, rows: list[StoredRows]) -> Kind:
 
 
 def _own_share(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Returns the tensors that this rank writes, by their names in the file.
-
-    Ranks along "sp" have equal tensors, and each writes a part of about equal size. Ranks along
-    "dp" each write their rows of sharded tensors; the first also writes the unsharded tensors.
-    """
+    """Returns the tensors that this rank writes, by name: a part along "sp", rows along "dp"."""
     share: dict[str, Tensor] = {}
     share_bytes = [0] * ranks.size("sp")
     for name, x in tensors.items():

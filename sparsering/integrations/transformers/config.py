@@ -122,7 +122,6 @@ def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
 
 
 def _own_pattern(config: Any, kind: str, causal: bool) -> Pattern | None:
-    """Returns the pattern that the model itself gives a layer type; None for an unknown type."""
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     if kind == "full_attention":

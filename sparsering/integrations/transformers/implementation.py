@@ -76,7 +76,6 @@ def _set(model: Any, modules: list[Any], verb: str) -> None:
 
 
 def _configs(model: Any) -> Iterator[Any]:
-    """Yields each config that names an implementation for the model or a part of it, once."""
     waiting = [x.config for x in model.modules() if isinstance(x, PreTrainedModel)]
     seen: set[int] = set()
     while waiting:

@@ -122,14 +122,9 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
 def block_shares(*tensors: Tensor | None, features: str, **numbers: Any) -> bool:
     """Writes the log of each key block's share of the softmax weights to `out`.
 
-    Args:
-        tensors: query, feature, key, last and out, as `Operands` in selection/operands.h and
-            `Shares` in selection/shares.h describe them; out is float32 [B * Hkv, rows, blocks].
-            Queries have any strides and dtype; features and keys are float32.
-        features: query features "gauss" or "bounds"; any other name means the query itself.
-        numbers: the other arguments of the operator; the two files describe them too.
-
-    Returns: True if a share was too small for float32.
+    `tensors` (query, feature, key, last, out) and `numbers`: see selection/operands.h and shares.h.
+    `features`: "gauss", "bounds", or the query itself. Queries have any strides and
+    dtype; features and keys are float32. Returns True if a share was too small for float32.
     """
     kind = {"gauss": 1, "bounds": 2}.get(features, 0)
     return library().shares(*tensors, kind=kind, **numbers)
@@ -186,11 +181,7 @@ def is_walked_shape(
 ) -> bool:
     """True if a loop over key tiles is faster than one over query tiles, for a pass of this shape.
 
-    Args:
-        longest: tokens of the longest query tile, and of the longest key tile.
-        tiles: number of query tiles, and of key tiles.
-        entries: visited pairs of tiles, per query head.
-        group: query heads per kv head.
+    `longest`, `tiles`: most tokens and number of tiles, (query, key). `entries`: per query head.
     """
     queries, keys = longest
     rows = entries * queries * group / max(1, tiles[1])  # mean queries that visit a key tile

@@ -117,11 +117,7 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
 
 
 def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
-    """Returns for each query tile if one unit has its tile pairs with and without a bitmap.
-
-    One unit saves a merge of two results. It pays if the tile has at most `most_keys` pairs, and if
-    another query tile has equal bitmaps or there are few query tiles.
-    """
+    """Returns for each query tile if one unit has its pairs with and without bitmap."""
     index = torch.arange(len(row), device=row.device)
     total = torch.bincount(row)
     place = index - (total.cumsum(0) - total)[row]
@@ -132,11 +128,7 @@ def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
 
 
 def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cuts a list of tile pairs into runs: up to `longest` consecutive pairs of one query tile.
-
-    `row` is the query tile of each pair. Returns three values for each run: the index of its first
-    pair, its number of pairs, and its index among the runs of its query tile.
-    """
+    """Cuts pairs of query tiles `row` into runs: (first pair, pairs, index in its tile)."""
     index = torch.arange(len(row), device=row.device)
     head = torch.diff(row, prepend=row[:1] - 1) != 0
     place = index - index[head][head.cumsum(0) - 1]

@@ -393,7 +393,6 @@ def _heads_at_a_time(part: Part) -> int:
 
 
 def _by_query_head(part: Part) -> bool:
-    """True if query heads of a group have different tables of visited tiles."""
     return part.group > 1 and part.layout.table_shape[1] > part.layout.frame.num_kv_heads
 
 
