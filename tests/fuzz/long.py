@@ -79,8 +79,10 @@ def lengths(draw: st.DrawFn, least: int = 150) -> int:
 def light(scene: Scene) -> st.SearchStrategy[Spec]:
     """Strategy of patterns of few pairs and small source."""
     kinds = [drawn.windows, drawn.global_tokens, drawn.dilated, drawn.block_windows]
-    few = [("GlobalTokens", 4, True, True), ("SlidingWindow", 9, 9, 1)]
-    return st.one_of(st.sampled_from(few), *(kind(scene) for kind in kinds))
+    window = st.tuples(st.just("SlidingWindow"), st.integers(0, 20), st.integers(0, 9), st.just(1))
+    columns = st.tuples(st.just("GlobalTokens"), st.integers(1, 9), st.booleans(), st.just(True))
+    few = st.one_of(window, columns, st.tuples(st.just("|"), columns, window))
+    return st.one_of(few, few, few, *(kind(scene) for kind in kinds))
 
 
 @st.composite
@@ -121,5 +123,7 @@ def cases(draw: st.DrawFn, cell: Cell) -> Long:
     given |= {name: draw(st.sampled_from((8, 8, 16, 5))) for name in ("head_dim", "value_dim")}
     if not specs.has_distances(given["spec"]):
         given["distance_bias"] = None
-    threads = draw(st.integers(2, 8)) if cell.option == "threads" else draw(st.sampled_from((1, 4)))
-    return Long(**given, threads=threads)
+    threads = st.integers(2, 8)
+    return Long(
+        **given, threads=draw(threads if cell.option == "threads" else threads | st.just(1))
+    )
