@@ -18,14 +18,14 @@ ALL = set(BUILT_IN) - {"Varlen"}  # `attention_varlen` makes it; no user does
 # What stands elsewhere, and where.
 ELSEWHERE = {
     "rules": {"RandomBlocks": "oracles/blocks_oracle.py"},
-    "examples": {"SelectedBlocks": "tests/test_selected_blocks.py"},
+    "examples": {"SelectedBlocks": "tests/attention/test_selected_blocks.py"},
     "drawings": {
         "RandomBlocks": "its choice is random: tests/patterns/test_random_blocks.py",
-        "SelectedBlocks": "tests/test_selected_blocks.py",
+        "SelectedBlocks": "tests/attention/test_selected_blocks.py",
     },
     "attention": {
-        **{"KeyMask": "tests/test_key_masks.py", "Tree": "tests/patterns/test_tree.py"},
-        **{"PooledCausal": "tests/selection", "SelectedBlocks": "tests/test_selected_blocks.py"},
+        **{"KeyMask": "tests/attention/test_key_masks.py", "Tree": "tests/patterns/test_tree.py"},
+        **{"PooledCausal": "tests/selection", "SelectedBlocks": "tests/attention/test_selected_blocks.py"},
     },
 }
 

@@ -401,7 +401,7 @@ def test_what_keeps_tables_stays_outside_cuda_graphs_of_inductor():
 
 # Processes of their own
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OPTIONAL = ("triton", "matplotlib", "rich", "safetensors", "transformers", "hypothesis", "pandas")
 
 
