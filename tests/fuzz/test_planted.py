@@ -45,8 +45,8 @@ DEFECTS = {
     "each round of a ring adds the sink": (
         "rings",
         "distributed/rank.py",
-        'extras = {**self.extras, "sink": None}',
-        "extras = {**self.extras}",
+        "extras = dict(self.extras.changed(sink=None).in_use)",
+        "extras = dict(self.extras.in_use)",
     ),
     "top_p keeps one block less": (
         "selections",
@@ -95,8 +95,8 @@ DEFECTS = {
         "patterns/once.py",
         "        with one_thread(), unseen(instance):",
         "        vars(instance)[self.name] = None\n        with one_thread(), unseen(instance):",
-        "stored: Value = vars(instance).setdefault(self.name, value)",
-        "stored: Value = vars(instance)[self.name] = value",
+        "return vars(instance).setdefault(self.name, value)",
+        "vars(instance)[self.name] = value; return value",
     ),
     "the compiled kernel cuts long segments one token early": (
         "layouts",
