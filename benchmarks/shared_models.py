@@ -28,7 +28,7 @@ from sparsering.distributed.exchange import Traffic
 from sparsering.distributed.ring import ring_attention
 from sparsering.distributed.sharding import owned_ranges
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import shared_attention
+from sparsering.integrations.transformers import override
 
 from .measure import (
     Row,
@@ -90,12 +90,12 @@ def gathered(query: Tensor, key: Tensor, value: Tensor, pattern: sr.Pattern, **m
 @contextmanager
 def all_gathers() -> Iterator[None]:
     """Makes shared layers receive all keys."""
-    before = shared_attention.ring_attention
-    shared_attention.ring_attention = gathered  # type: ignore[assignment]
+    before = override.ring_attention
+    override.ring_attention = gathered  # type: ignore[assignment]
     try:
         yield
     finally:
-        shared_attention.ring_attention = before
+        override.ring_attention = before
 
 
 def steps(length: int, rank: int) -> dict[str, Callable[[], list[Tensor] | None]]:
@@ -133,12 +133,12 @@ def counted() -> Iterator[list[int]]:
         total[0] += traffic.received_bytes
         return out
 
-    before = shared_attention.ring_attention
-    shared_attention.ring_attention = counting  # type: ignore[assignment]
+    before = override.ring_attention
+    override.ring_attention = counting  # type: ignore[assignment]
     try:
         yield total
     finally:
-        shared_attention.ring_attention = before
+        override.ring_attention = before
 
 
 def times(rank: int, world: int, length: int, rounds: int) -> list[Row]:

@@ -119,8 +119,8 @@ DEFECTS = {
     "each rank counts positions from 0": (
         "ranks",
         "integrations/transformers/parallel.py",
-        'local["position_ids"] = ids.index_select(1, tokens)',
-        'local["position_ids"] = ids[:, : len(tokens)]',
+        'arguments["position_ids"] = ids',
+        'arguments["position_ids"] = ids - ids[:, tokens[:1]]',
     ),
 }
 

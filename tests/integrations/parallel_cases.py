@@ -24,7 +24,7 @@ from transformers_models import DECODERS, ENCODERS, tokens
 import sparsering as sr
 from sparsering.distributed import RingPlan
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import masks, parallel, shared_attention
+from sparsering.integrations.transformers import masks, override, parallel, shared_arguments
 
 
 def _with_head(family: str, head: Any, **options: Any) -> Callable[..., Any]:
@@ -291,7 +291,7 @@ def traffic(rank: int, case: Case, world: int) -> tuple[list[Any], str]:
     of this rank's queries sees.
     """
     layers = []
-    ring = shared_attention.ring_attention
+    ring = override.ring_attention
 
     def watched(query: Tensor, key: Tensor, value: Tensor, pattern: Any, **options: Any) -> Any:
         out = ring(query, key, value, pattern, **options)
@@ -314,7 +314,7 @@ def traffic(rank: int, case: Case, world: int) -> tuple[list[Any], str]:
         return out
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shared_attention, "ring_attention", watched)
+        patch.setattr(override, "ring_attention", watched)
         model = build(case)
         if case.apply is not None:
             hf.apply(model, case.apply)
@@ -325,28 +325,28 @@ def traffic(rank: int, case: Case, world: int) -> tuple[list[Any], str]:
 
 
 def _no_shift(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(parallel, "shifts", lambda model: False)
+    patch.setattr(shared_arguments, "shifts", lambda model: False)
 
 
 def _local_shift(patch: pytest.MonkeyPatch) -> None:
     _no_shift(patch)
-    own_labels = parallel.own_labels
+    own_labels = shared_arguments.own_labels
     patch.setattr(
-        parallel,
+        shared_arguments,
         "own_labels",
         lambda shared: torch.nn.functional.pad(own_labels(shared)[:, 1:], (0, 1), value=-100),
     )
 
 
 def _local_window(patch: pytest.MonkeyPatch) -> None:
-    ring = shared_attention.ring_attention
+    ring = override.ring_attention
 
     def local(query: Tensor, key: Tensor, value: Tensor, pattern: Any, **options: Any) -> Any:
         if isinstance(pattern, sr.SlidingWindow):
             return sr.attention(query, key, value, pattern, scale=options["scale"])
         return ring(query, key, value, pattern, **options)
 
-    patch.setattr(shared_attention, "ring_attention", local)
+    patch.setattr(override, "ring_attention", local)
 
 
 def _local_padding(patch: pytest.MonkeyPatch) -> None:
@@ -407,7 +407,7 @@ def _other_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def _local_temperature(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shared_attention, "_at_whole_positions", lambda module, query, shared: query)
+    patch.setattr(override, "_at_whole_positions", lambda module, query, shared: query)
 
 
 PLANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

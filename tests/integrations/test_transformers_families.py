@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers_families import tabulated, tiny
 
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import masks, parallel, shared_attention
+from sparsering.integrations.transformers import masks, override, shared_arguments
 from sparsering.patterns.positions import SlidingWindow
 
 workers = workers_of(2)
@@ -120,13 +120,13 @@ def test_layers_that_slice_the_mask_to_the_last_queries(workers, keep):
 def planted(defect: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if defect == "temperatures by local index":
-            patch.setattr(shared_attention, "_at_whole_positions", lambda module, query, _: query)
+            patch.setattr(override, "_at_whole_positions", lambda module, query, _: query)
         elif defect == "padding is seen":
             patch.setattr(masks.ModelMask, "valid", lambda self, kv_len: None)
         elif defect == "the window is wider by one":
             patch.setattr(masks, "_of_distances", lambda kind: SlidingWindow(kind.left + 1))
         elif defect == "labels are not shifted":
-            patch.setattr(parallel, "shifts", lambda model: False)
+            patch.setattr(shared_arguments, "shifts", lambda model: False)
         yield
 
 

@@ -14,7 +14,7 @@ from transformers_models import assert_same, like, made, padded, pair, result, t
 
 import sparsering as sr
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import dense, masks
+from sparsering.integrations.transformers import attention, masks
 from sparsering.integrations.transformers.attention import attention_function
 
 
@@ -167,12 +167,12 @@ def test_a_mask_of_other_lengths_is_refused():
 
 
 def test_what_is_no_pattern_has_a_limit(monkeypatch):
-    monkeypatch.setattr(dense, "MOST_SCORES", 2 * 4 * 13 * 13 - 1)
+    monkeypatch.setattr(attention, "MOST_SCORES", 2 * 4 * 13 * 13 - 1)
     _, ours = pair("llama")
     mask = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
     with pytest.raises(ValueError, match="4-D attention_mask is computed over all pairs"):
         ours(input_ids=tokens(), attention_mask=mask)
-    monkeypatch.setattr(dense, "MOST_SCORES", 2 * 4 * 13 * 13)
+    monkeypatch.setattr(attention, "MOST_SCORES", 2 * 4 * 13 * 13)
     ours(input_ids=tokens(), attention_mask=mask)
 
 

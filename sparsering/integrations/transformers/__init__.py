@@ -26,17 +26,8 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 4)
         f"{transformers.__version__}; pip install 'sparsering[hf]'"
     )
 
-from .apply import apply, explain, register
+from .apply import apply, explain, register, using
 from .parallel import local_positions, parallelize
 from .sparse_cache import SparseCache
-from .using import using
 
-__all__ = [
-    "SparseCache",
-    "apply",
-    "explain",
-    "local_positions",
-    "parallelize",
-    "register",
-    "using",
-]
+__all__ = ["SparseCache", "apply", "explain", "local_positions", "parallelize", "register", "using"]

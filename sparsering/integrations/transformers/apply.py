@@ -1,35 +1,39 @@
-"""`register`, `apply`, `explain`: let models of transformers attend over sparse patterns."""
+"""`register`, `apply`, `using`, `explain`: sparse patterns for models of transformers."""
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from ...checks import check_module
+from ...checks import check_module, check_pattern
 from ...distributed.plan import RingPlan
 from ...functional import explain as explain_call
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
 from ...patterns.positions import Full
+from . import calls
 from .attention import attention_function
-from .calls import SharedCall, remember_positions, shared_calls, thread, used_pattern
 from .config import (
     NAME,
     Patterns,
     Texts,
     attention_modules,
     decoder_config,
+    hold,
     is_cross_attention,
     layer_patterns,
     parse_in_advance,
+    place_of,
+    release,
     stored_text,
+    switch,
     text_of,
     types_of,
 )
-from .implementation import switch
 from .masks import mask_interface, watch_requests
 
 
@@ -60,7 +64,7 @@ def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:
         implementation = check(self, *arguments, **options)
         if implementation == NAME:
-            remember_positions(self)
+            calls.remember_positions(self)
         if (texts := stored_text(self.config)) is not None:
             parse_in_advance(texts)
             if implementation != NAME:
@@ -134,6 +138,65 @@ def check_keys(pattern: Mapping[Any, Any], modules: list[Any], verb: str) -> Non
             )
 
 
+@contextmanager
+def using(model: Any, pattern: Patterns) -> Iterator[None]:
+    """Lets a model's layers attend over exactly this pattern, for the calls in a `with` block.
+
+    The pattern replaces the whole mask of these layers: causality, window, chunks, padding and
+    documents. Positions are token indices of a row. Whatever else the model does with
+    `attention_mask` and `position_ids`, such as rotary positions, does not change, and neither
+    does cross attention.
+
+    In nested blocks for one model only the innermost applies. Each thread has its own blocks. A
+    backward pass, in the block or after it, has the pattern of its forward pass.
+
+    Args:
+        model: a model whose family uses transformers' attention interface. If it runs another
+            implementation, it runs "sparsering" until the block ends. With gradient checkpointing
+            it keeps "sparsering" after the block, because the backward pass runs layers again.
+        pattern: one for all layers, or {layer index or layer type: pattern}, where an index
+            overrides a type; layers that are not named keep their own mask. Unlike those of
+            `apply`, patterns may have tensors or functions, as `SelectedBlocks` and `MaskMod` do.
+
+    Returns: a context manager, which also decorates a function.
+
+    Raises: ValueError for a key that names no layer and, when the model is called, for a cache
+        with earlier tokens. NotImplementedError for a family that does not use the interface.
+
+    Example:
+        >>> with using(model, Causal() & Documents((700, 324))):
+        ...     out = model(tokens, position_ids=positions)
+    """
+    modules = checked_modules(model)
+    if isinstance(pattern, Mapping):
+        check_keys(pattern, modules, "using")
+    for part in pattern.values() if isinstance(pattern, Mapping) else [pattern]:
+        check_pattern(part)
+    own = {id(x): x for x in modules if not is_cross_attention(x)}
+    found = {key: _pattern_for(x, pattern) for key, x in own.items()}
+    patterns = {key: part for key, part in found.items() if part is not None}
+    calls.used_modules.update(own.values())
+    register()
+    calls.remember_blocks(model)
+    held = hold(model, modules, "using")
+    block = calls.UsingBlock(patterns, frozenset(own), calls.backward_task())
+    calls.thread.blocks = (*calls.thread.blocks, block)
+    try:
+        yield
+    finally:
+        calls.thread.blocks = tuple(x for x in calls.thread.blocks if x is not block)
+        if calls.runs_layers_again(model):
+            switch(model, modules, "using")
+        release(held)
+
+
+def _pattern_for(module: Any, patterns: Patterns) -> Pattern | None:
+    if not isinstance(patterns, Mapping):
+        return patterns
+    index, kind = place_of(module)
+    return patterns.get(index, patterns.get(kind))  # type: ignore[arg-type]
+
+
 def explain(model: Any) -> str:
     """Describes each layer in a line: index, pattern, backend, and the most keys that it caches.
 
@@ -167,11 +230,11 @@ def explain(model: Any) -> str:
             bound = "grows without end" if most is None else f"{most} keys"
         text = "the model's own" if pattern is None else shortened(str(pattern), 120)
         line = f"{index}: {text}; {backend}; cache: {bound}"
-        lines.append(line + _traffic(shared_calls.get(model), index, pattern))
+        lines.append(line + _traffic(calls.shared_calls.get(model), index, pattern))
     return "\n".join(lines)
 
 
-def _traffic(shared: SharedCall | None, index: int, pattern: Pattern | None) -> str:
+def _traffic(shared: calls.SharedCall | None, index: int, pattern: Pattern | None) -> str:
     """Describes what ranks receive for a layer in a call that they share; "" if they do not."""
     ranks = 1 if shared is None or shared.group is None else shared.group.size()
     if shared is None or ranks == 1:
@@ -180,18 +243,10 @@ def _traffic(shared: SharedCall | None, index: int, pattern: Pattern | None) -> 
     if pattern is None or index not in shared.shapes:
         return text
     heads, kv_heads, head_dim, value_dim, dtype = shared.shapes[index]
-    plan = RingPlan.build(
-        pattern,
-        shared.length,
-        ranks,
-        num_heads=heads,
-        num_kv_heads=kv_heads,
-        sharding=shared.sharding,
-    )
-    most = max(
-        plan.bytes_received(rank, head_dim=(head_dim, value_dim), dtype=dtype)
-        for rank in range(ranks)
-    )
+    counts = {"num_heads": heads, "num_kv_heads": kv_heads}
+    plan = RingPlan.build(pattern, shared.length, ranks, sharding=shared.sharding, **counts)
+    sizes: dict[str, Any] = {"head_dim": (head_dim, value_dim), "dtype": dtype}
+    most = max(plan.bytes_received(rank, **sizes) for rank in range(ranks))
     halo = max(plan.tokens_received(rank) for rank in range(ranks)) / kv_heads
     return f"{text}: {most:,} bytes, halo {halo:,.0f} tokens of {shared.length:,}"
 
@@ -215,7 +270,7 @@ def _used_patterns(model: Any) -> dict[int, Pattern]:
     patterns = {}
     for number, module in enumerate(attention_modules(model)):
         index = getattr(module, "layer_idx", None)
-        if (pattern := used_pattern(module, thread.blocks)) is not None:
+        if (pattern := calls.used_pattern(module, calls.thread.blocks)) is not None:
             patterns[index if isinstance(index, int) else number] = pattern
     return patterns
 

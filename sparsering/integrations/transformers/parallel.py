@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.functional import pad
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 from transformers import masking_utils
 
 from ...checks import check_module
@@ -28,24 +27,11 @@ from ...distributed.sharding import check_sharding, num_tokens, owned_ranges, po
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
 from ...patterns.positions import Causal, Full
+from . import shared_arguments
 from .apply import is_causal, patterns_of, register
 from .calls import SharedCall, runs_layers_again, shared_calls, thread
-from .config import NAME, attention_modules, decoder_config
-from .implementation import Hold, hold, release
-from .shareable import counts_padding, reason_against
-from .shared_loss import check_loss, own_labels, sharded_loss, shifts, with_loss
-
-_BY_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids")  # [B, N, ...]: a rank gets its tokens
-_WHOLE = ("attention_mask", "num_items_in_batch", "cu_seq_lens_q", "cu_seq_lens_k")
-_COMPARED = (*_BY_TOKEN, "position_ids", "labels", "shift_labels", *_WHOLE)
-_REFUSED = {
-    "past_key_values": "a cache",
-    "use_cache": "a cache",
-    "cache_position": "a cache",
-    "output_attentions": "attention weights",
-    "output_router_logits": "an auxiliary loss of routers, which needs all tokens",
-    "logits_to_keep": "logits of some tokens",
-}
+from .config import NAME, Hold, attention_modules, decoder_config, hold, release
+from .shared_loss import sharded_loss, with_loss
 
 
 @dataclass(eq=False)
@@ -127,7 +113,7 @@ def parallelize(
             f'loss must be "mean" or "share", got {shortened(repr(loss))}; with FSDP or DDP, which '
             'take the mean of gradients, use "mean"'
         )
-    if reason := reason_against(model, modules):
+    if reason := shared_arguments.reason_against(model, modules):
         raise NotImplementedError(
             f"ranks cannot share calls of {type(model).__name__}: {reason}; run it on one rank"
         )
@@ -215,15 +201,41 @@ def _hook(model: Any, parallel: Parallel) -> None:
 def _cut(
     model: Any, parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], SharedCall]:
-    """Cuts a batch: the arguments of the rank's own call, and the facts of the whole call."""
+    """Returns this rank's arguments, and what its layers must know of the whole batch."""
+    arguments, length, device = _agreed(model, parallel, args, kwargs)
+    sharding = _sharding(model, parallel, length)
+    ranges = owned_ranges(sharding, length, parallel.ranks)
+    own = ranges[0 if parallel.group is None else parallel.group.rank()]
+    count = num_tokens(own)
+    tokens = (positions(own) if count else torch.tensor([length - 1])).to(device)
+    if (ids := arguments.get("position_ids")) is None:
+        ids = torch.arange(length, device=device)[None]
+    labels = shared_arguments.whole_labels(model, arguments, parallel.own_loss)
+    again = runs_layers_again(model)
+    shared = SharedCall(parallel.group, sharding, length, tokens, count, ids, labels, again)
+    arguments["position_ids"] = ids
+    local = shared_arguments.cut(arguments, shared, parallel.own_loss)
+    passes_on = any(x.kind is x.VAR_KEYWORD for x in parallel.signature.parameters.values())
+    if "use_cache" in parallel.signature.parameters or (
+        passes_on and getattr(decoder_config(model), "use_cache", False)
+    ):
+        local["use_cache"] = False  # with a cache, transformers would not look for documents
+    return local, shared
+
+
+def _agreed(
+    model: Any, parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], int, torch.device]:
+    """Returns a call's arguments, length and device; raises on all ranks if one refuses them."""
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
     error: Exception | None = None
     digests = None
     try:
-        arguments = _bound(model, parallel, args, kwargs)
-        length = _checked_arguments(model, parallel, arguments)
+        arguments = shared_arguments.bound(model, parallel.signature, args, kwargs)
+        length = shared_arguments.check(model, arguments, parallel.own_loss)
         if parallel.ranks > 1:
-            digests = digests_of(_compared(parallel, arguments))
+            options = {"sharding": parallel.sharding, "loss": parallel.scale}
+            digests = digests_of(shared_arguments.compared(arguments, options))
     except Exception as raised:  # the other ranks must know, whatever it is
         error = raised
     if parallel.ranks > 1:
@@ -234,122 +246,7 @@ def _cut(
     if error is not None:
         raise error
     assert first is not None
-    sharding = _sharding(model, parallel, length)
-    ranges = owned_ranges(sharding, length, parallel.ranks)
-    own = ranges[0 if parallel.group is None else parallel.group.rank()]
-    count = num_tokens(own)
-    tokens = (positions(own) if count else torch.tensor([length - 1])).to(first.device)
-    ids = arguments.get("position_ids")
-    ids = torch.arange(length, device=first.device)[None] if ids is None else ids
-    labels, shifted = arguments.get("labels"), arguments.pop("shift_labels", None)
-    if labels is not None and shifted is not None:  # without labels, a model computes no loss
-        labels = shifted
-    if labels is not None and not parallel.own_loss:
-        labels = labels.masked_fill(labels == arguments.pop("ignore_index", -100), -100)
-        if shifted is None and shifts(model):
-            labels = pad(labels[:, 1:], (0, 1), value=-100)
-    shared = SharedCall(
-        parallel.group, sharding, length, tokens, count, ids, labels, runs_layers_again(model)
-    )
-    local = {name: x for name, x in arguments.items() if name not in _REFUSED}
-    for name in _BY_TOKEN:
-        if local.get(name) is not None:
-            local[name] = local[name].index_select(1, tokens)
-    local["position_ids"] = ids.index_select(1, tokens)
-    if labels is not None:
-        local["labels"] = None if parallel.own_loss else own_labels(shared)
-    passes_on = any(x.kind is x.VAR_KEYWORD for x in parallel.signature.parameters.values())
-    if "use_cache" in parallel.signature.parameters or (
-        passes_on and getattr(decoder_config(model), "use_cache", False)
-    ):
-        local["use_cache"] = False  # with a cache, transformers would not look for documents
-    return local, shared
-
-
-def _bound(
-    model: Any, parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    arguments = parallel.signature.bind_partial(model, *args, **kwargs).arguments
-    arguments.pop(next(iter(parallel.signature.parameters)))
-    for name, parameter in parallel.signature.parameters.items():
-        if parameter.kind is parameter.VAR_KEYWORD:
-            arguments |= arguments.pop(name, {})
-    return arguments
-
-
-def _compared(parallel: Parallel, arguments: dict[str, Any]) -> dict[str, object]:
-    """Returns, by their names for errors, the values that must be equal on all ranks."""
-    named = {name: arguments.get(name) for name in _COMPARED}
-    rest = {name: value for name, value in arguments.items() if name not in named}
-    options = {"sharding of parallelize": parallel.sharding, "loss of parallelize": parallel.scale}
-    return {**named, "other arguments": repr(sorted(rest.items())), **options}
-
-
-def _checked_arguments(model: Any, parallel: Parallel, arguments: dict[str, Any]) -> int:
-    """Returns the length of a batch's rows; raises for arguments that ranks cannot share."""
-    for name, meaning in _REFUSED.items():
-        value = arguments.get(name)
-        if value is not None and value is not False and not (type(value) is int and value == 0):
-            raise NotImplementedError(
-                f"a model that ranks share does not support {name} ({meaning}), got "
-                f"{shortened(repr(value))}; leave it out, or call hf.parallelize(model, False)"
-            )
-    for name in ("output_attentions", "output_router_logits"):
-        if getattr(decoder_config(model), name, False):
-            raise NotImplementedError(
-                f"a model that ranks share does not support {name} ({_REFUSED[name]}); set "
-                f"config.{name}=False"
-            )
-    axes = {"input_ids": "[batch, tokens]", "inputs_embeds": "[batch, tokens, channels]"}
-    given = [name for name in axes if arguments.get(name) is not None]
-    if len(given) != 1:
-        raise ValueError(
-            "a model that ranks share needs input_ids [batch, tokens] or inputs_embeds [batch, "
-            f"tokens, channels], got {len(given)} of them; pass one on every rank"
-        )
-    (name,) = given
-    tokens = arguments[name]
-    if not isinstance(tokens, Tensor) or tokens.dim() != axes[name].count(",") + 1:
-        got = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise ValueError(
-            f"{name} must be a tensor {axes[name]}, got {got}; pass the whole batch on every rank"
-        )
-    batch, length = tokens.shape[:2]
-    for name in (*_COMPARED, *arguments):
-        value = arguments.get(name)
-        if name not in _COMPARED and any(isinstance(x, Tensor) for x in tree_leaves(value)):
-            raise NotImplementedError(
-                f"a model that ranks share does not know how to cut the tensor {name}; leave it out"
-            )
-        whole = name in _WHOLE and name != "attention_mask"
-        if value is None or name not in _COMPARED or whole:
-            continue
-        if not isinstance(value, Tensor) or (name != "inputs_embeds" and value.dim() != 2):
-            raise NotImplementedError(
-                f"a model that ranks share needs {name} [batch, tokens], got "
-                f"{tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__}; "
-                "write another mask as a pattern for hf.using"
-            )
-        rows = (1, batch) if name == "position_ids" else (batch,)
-        if value.shape[1] != length or len(value) not in rows:
-            raise ValueError(
-                f"{name} must be of the whole batch, {batch} x {length} tokens, got "
-                f"{tuple(value.shape)}; pass the same whole batch on every rank"
-            )
-    padding = arguments.get("attention_mask")
-    padded = padding is not None and not bool(padding.all())
-    if padded and arguments.get("position_ids") is None and (counts := counts_padding(model)):
-        raise NotImplementedError(
-            f"{counts} derives positions from attention_mask, of which ranks have a part; pass "
-            "position_ids of the whole batch"
-        )
-    if length == 0:
-        raise ValueError(
-            "a model that ranks share needs at least 1 token, got none; skip the batch"
-        )
-    if arguments.get("labels") is not None or arguments.get("shift_labels") is not None:
-        check_loss(model, parallel.own_loss, arguments)
-    return length
+    return arguments, length, first.device
 
 
 def _sharding(model: Any, parallel: Parallel, length: int) -> str:
@@ -361,19 +258,15 @@ def _sharding(model: Any, parallel: Parallel, length: int) -> str:
     config = decoder_config(model)
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    counts = {"num_heads": heads, "num_kv_heads": kv_heads}
 
     def plan(pattern: Pattern, sharding: str) -> RingPlan:
-        ranks, counts = parallel.ranks, {"num_heads": heads, "num_kv_heads": kv_heads}
-        return RingPlan.build(pattern, length, ranks, sharding=sharding, **counts)
+        return RingPlan.build(pattern, length, parallel.ranks, sharding=sharding, **counts)
 
     choices = {plan(pattern, parallel.sharding).sharding for pattern in layers}
     if len(choices) == 1:
         return choices.pop()
-
-    def cost(sharding: str) -> float:
-        return sum(count * plan(pattern, sharding).cost for pattern, count in layers.items())
-
-    return min(sorted(choices), key=cost)
+    return min(sorted(choices), key=lambda x: sum(n * plan(p, x).cost for p, n in layers.items()))
 
 
 def _share_restarts() -> None:
