@@ -355,12 +355,7 @@ def compile_table(
 
 
 def _cells(
-    mask: Mask,
-    rule: Condition,
-    pairs: TilePairs,
-    frame: Frame,
-    block_size: int,
-    in_document: bool,
+    mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int, in_document: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Evaluates a mask; returns (bitmaps, bitmap index and number of 1 bits of each tile pair).
 

@@ -51,10 +51,7 @@ def pattern_png(
 
 
 def patterns_png(
-    panels: Sequence[tuple[str, Pattern, int]],
-    *,
-    num_heads: int = 1,
-    columns: int = 1,
+    panels: Sequence[tuple[str, Pattern, int]], *, num_heads: int = 1, columns: int = 1
 ) -> bytes:
     """Draws the first head of each (caption, pattern, length in tokens), in `columns` columns.
 

@@ -9,11 +9,7 @@ from .slots import checked_mass, checked_slots, first_slots
 
 
 def selection_loss(
-    scores: Tensor,
-    mass: Tensor,
-    indices: Tensor | None = None,
-    *,
-    row_weight: Tensor | None = None,
+    scores: Tensor, mass: Tensor, indices: Tensor | None = None, *, row_weight: Tensor | None = None
 ) -> Tensor:
     """Computes the KL divergence of attention mass from the softmax of scores, both over blocks.
 

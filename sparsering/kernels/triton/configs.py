@@ -145,12 +145,7 @@ def generation(device: torch.device) -> int:
 
 
 def _fitted(
-    kernel: str,
-    chosen: Config,
-    dtype: torch.dtype,
-    device: torch.device,
-    head_dim: int,
-    tile: int,
+    kernel: str, chosen: Config, dtype: torch.dtype, device: torch.device, head_dim: int, tile: int
 ) -> Config:
     """Shrinks a config to the size of a tile and to the shared memory of the device."""
     most = max(16, power_of_2(tile))

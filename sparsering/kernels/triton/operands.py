@@ -94,12 +94,7 @@ def of_tiles(part: Part, number: int, w: Walk, config: Config, *, by_key: bool) 
 
 
 def streamed(
-    part: Part,
-    number: int,
-    config: Config,
-    unit: int,
-    rows: dict[str, Tensor],
-    **tensors: Tensor,
+    part: Part, number: int, config: Config, unit: int, rows: dict[str, Tensor], **tensors: Tensor
 ) -> dict[str, Any]:
     """Returns arguments for streamed `tensors`, and for `rows`, which have one number per token.
 
