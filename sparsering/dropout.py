@@ -10,8 +10,8 @@ two 32-bit words a and b. A key position k then gives
 modulo 2^32, and the pair is kept if x, as a signed number, is at least round(p * 2^32) - 2^31.
 Beyond the product with k, which is shared by rows, this takes two multiplications per pair; Philox
 takes twenty. With one multiplication less, or without multiplying the key first, neighbouring pairs
-are dependent; `tests/attention/test_dropout.py` measures that. A row repeats after 2^32 keys. Two rows share
-both words with probability 2^-64.
+are dependent; `tests/attention/test_dropout.py` measures that. A row repeats after 2^32 keys. Two
+rows share both words with probability 2^-64.
 
 Source: the multipliers and shifts are those of hash-prospector's two-round 32-bit hash
 (https://github.com/skeeto/hash-prospector), 0x9E3779B1 is 2^32 over the golden ratio.

@@ -137,4 +137,6 @@ def test_bad_options_of_a_long_context_are_errors(tmp_path):
 
 def test_every_example_is_run():
     tested = Path(__file__).read_text()
-    assert all(f'run("{path.stem}"' in tested for path in FOLDER.glob("*.py"))
+    elsewhere = {"train_over_ranks"}  # tests/training/test_training_ranks.py
+    names = {path.stem for path in FOLDER.glob("*.py")}
+    assert {name for name in names if f'run("{name}"' not in tested} == elsewhere

@@ -27,6 +27,9 @@ from .compile import build_layout, checked_block_size, chosen_block_size
 from .layout import BlockLayout
 
 _MOST_WAITING = 64  # most requests to `prefetch` that may wait
+# A value that took less CPU time is dropped after so many later builds without a use. Small tables
+# that stay lie between the large tensors of the steps, and memory grows by far more than they hold.
+_CHEAP_SECONDS, _IDLE_BUILDS = 0.005, 80
 _SECONDS_AT_EXIT = 10.0  # longest wait at exit for a torch call in progress
 
 
@@ -64,6 +67,7 @@ class LayoutCache:
         self._lock = threading.Lock()
         self._building: dict[Hashable, _Build] = {}
         self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # value, bytes
+        self._cheap: OrderedDict[Hashable, int] = OrderedDict()  # misses until the last use
         self._limit = limit
         self._hits = self._misses = self._bytes = 0
         self._ahead = _Ahead()
@@ -181,9 +185,10 @@ class LayoutCache:
         with shared.turn:  # released even if the build is interrupted
             try:
                 if shared.value is None:
+                    begin = time.thread_time()
                     with one_thread(), unseen(key):
                         shared.value = build()
-                    self._add(key, shared.value)
+                    self._add(key, shared.value, time.thread_time() - begin < _CHEAP_SECONDS)
                 else:
                     with self._lock:
                         self._hits += 1
@@ -194,13 +199,17 @@ class LayoutCache:
                         del self._building[key]
         return value
 
-    def _add(self, key: Hashable, value: Any) -> None:
+    def _add(self, key: Hashable, value: Any, cheap: bool) -> None:
         with self._lock:
             self._misses += 1
             if self._entries:  # measure the latest entry again: backward may have added transposes
                 latest = next(reversed(self._entries))
                 self._put(latest, self._entries[latest][0])
             self._put(key, value)
+            if cheap and key in self._entries:
+                self._cheap[key] = self._misses
+            while self._cheap and self._misses - next(iter(self._cheap.values())) > _IDLE_BUILDS:
+                self._drop(next(iter(self._cheap)))
             self._shrink()
 
     def _warn_of_rebuilding(self, key: Any, size: int) -> None:
@@ -229,6 +238,7 @@ class LayoutCache:
 
     def _drop(self, key: Hashable) -> None:
         self._bytes -= self._entries.pop(key, (None, 0))[1]
+        self._cheap.pop(key, None)
 
     def info(self) -> CacheInfo:
         """Returns the counts; measures sizes again, since a layout grows when it is transposed."""
@@ -240,6 +250,7 @@ class LayoutCache:
         """Drops every entry and resets the counts."""
         with self._lock:
             self._entries.clear()
+            self._cheap.clear()
             self._hits = self._misses = self._bytes = 0
 
     def invalidate(self, pattern: Pattern) -> int:
@@ -263,6 +274,9 @@ class LayoutCache:
             return None
         self._hits += 1
         self._entries.move_to_end(key)
+        if key in self._cheap:
+            self._cheap[key] = self._misses
+            self._cheap.move_to_end(key)
         return self._entries[key][0]
 
     def _shrink(self) -> None:

@@ -23,10 +23,11 @@ Ranges = Sequence[tuple[int, int]]
 def kernel_operators() -> Any:
     """Returns the operators of the compiled kernel; None under a mode, or if no call loaded it.
 
-    Modes, such as that of fake tensors, see torch's operators alone.
+    Modes, such as that of fake tensors, see torch's operators alone. To ask torch for an operator
+    that is not there takes a lock, which a forked process may inherit held.
     """
-    operators = torch.ops.sparsering_cpu
-    return operators if hasattr(operators, "table") and not _len_torch_dispatch_stack() else None
+    loaded = vars(torch.ops).get("sparsering_cpu")
+    return None if _len_torch_dispatch_stack() else loaded
 
 
 @dataclass(frozen=True)

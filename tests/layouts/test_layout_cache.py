@@ -409,3 +409,20 @@ def test_small_layouts_count_the_objects_that_hold_them() -> None:
     layout = sr.SlidingWindow(9).layout(32, block_size=16)
     tensors = [x for p in layout.passes for x in p.tensors()]
     assert bytes_of(layout) > layout.nbytes + 500 * len(tensors)
+
+
+def test_cheap_layouts_that_no_later_step_uses_are_dropped(monkeypatch) -> None:
+    """Documents of each training step: their tables would lie between the steps' tensors."""
+    monkeypatch.setattr("sparsering.layouts.cache._CHEAP_SECONDS", 60.0)
+    used = sr.Causal().layout(64)
+    for left in range(400):
+        sr.SlidingWindow(left).layout(64)
+        assert sr.Causal().layout(64) is used
+    info = sr.layout_cache.info()
+    assert info.entries == 82 and (info.misses, info.hits) == (401, 400)
+    monkeypatch.setattr("sparsering.layouts.cache._CHEAP_SECONDS", 0.0)
+    for left in range(400, 600):  # these took long to build, and stay
+        sr.SlidingWindow(left).layout(64)
+    assert sr.layout_cache.info().entries == 200
+    sr.layout_cache.clear()
+    assert not sr.layout_cache._cheap

@@ -24,8 +24,10 @@ ELSEWHERE = {
         "SelectedBlocks": "tests/attention/test_selected_blocks.py",
     },
     "attention": {
-        **{"KeyMask": "tests/attention/test_key_masks.py", "Tree": "tests/patterns/test_tree.py"},
-        **{"PooledCausal": "tests/selection", "SelectedBlocks": "tests/attention/test_selected_blocks.py"},
+        "KeyMask": "tests/attention/test_key_masks.py",
+        "PooledCausal": "tests/selection",
+        "SelectedBlocks": "tests/attention/test_selected_blocks.py",
+        "Tree": "tests/patterns/test_tree.py",
     },
 }
 

@@ -21,6 +21,8 @@ from sparsering.planning.sizes import (
         ("1_000kb", 10**6),
         ("100", 100),
         (12345, 12345),
+        ("1e9", 10**9),
+        (80e9, 80 * 10**9),
     ],
 )
 def test_bytes_are_read(text, number):
@@ -29,14 +31,22 @@ def test_bytes_are_read(text, number):
 
 @pytest.mark.parametrize(
     ("text", "number"),
-    [("1M", 2**20), ("64k", 2**16), ("1.5K", 1536), ("1,048,576", 2**20), ("2g", 2**31), (7, 7)],
+    [
+        ("1M", 2**20),
+        ("64k", 2**16),
+        ("1.5K", 1536),
+        ("1,048,576", 2**20),
+        ("2g", 2**31),
+        (7, 7),
+        ("1e6", 10**6),
+    ],
 )
 def test_tokens_are_read_in_powers_of_two(text, number):
     assert parse_tokens(text) == number
 
 
 @pytest.mark.parametrize(
-    "wrong", ["", "GB", "-1GB", "0", 0, -5, True, 2.5, None, "1e9", "5 apples"]
+    "wrong", ["", "GB", "-1GB", "0", 0, -5, True, 2.5, None, "1e-9", "5 apples"]
 )
 def test_what_is_no_size_is_refused_with_an_example(wrong):
     with pytest.raises(ValueError, match=r"memory must be bytes.*'24GB'.*got") as said:
