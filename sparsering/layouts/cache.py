@@ -27,8 +27,8 @@ from .compile import build_layout, checked_block_size, chosen_block_size
 from .layout import BlockLayout
 
 _MOST_WAITING = 64  # most requests to `prefetch` that may wait
-# A value that took less CPU time is dropped after so many later builds without a use. Small tables
-# that stay lie between the large tensors of the steps, and memory grows by far more than they hold.
+# A value that took less time to build is dropped after so many later builds without a use. Small
+# tables that stay lie between the large tensors of steps: memory grows by far more than they hold.
 _CHEAP_SECONDS, _IDLE_BUILDS = 0.005, 80
 _SECONDS_AT_EXIT = 10.0  # longest wait at exit for a torch call in progress
 
@@ -185,10 +185,10 @@ class LayoutCache:
         with shared.turn:  # released even if the build is interrupted
             try:
                 if shared.value is None:
-                    begin = time.thread_time()
+                    begin = time.perf_counter()
                     with one_thread(), unseen(key):
                         shared.value = build()
-                    self._add(key, shared.value, time.thread_time() - begin < _CHEAP_SECONDS)
+                    self._add(key, shared.value, time.perf_counter() - begin < _CHEAP_SECONDS)
                 else:
                     with self._lock:
                         self._hits += 1
