@@ -14,7 +14,7 @@ from gpu_stub import CAPABILITIES, missing
 TESTS = Path(__file__).parent.parent / "on_gpu_stub"
 
 
-def run(*options: str) -> None:
+def run(*options: str, tests: Path = TESTS) -> None:
     """Runs the tests on the stub that the options of pytest choose."""
     if reason := missing():
         pytest.skip(reason)
@@ -22,7 +22,7 @@ def run(*options: str) -> None:
     environment.pop("TRITON_INTERPRET", None)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options]
     done = subprocess.run(
-        [*command, TESTS],
+        [*command, tests],
         capture_output=True,
         text=True,
         env={**environment, "SPARSERING_TEST_DEVICE": "stub"},
@@ -32,8 +32,10 @@ def run(*options: str) -> None:
     assert " skipped" not in done.stdout, done.stdout
 
 
-def test_steady_calls_launch_little_and_wait_for_nothing():
-    run("-m", "not slow")
+@pytest.mark.parametrize("part", sorted(path.stem for path in TESTS.glob("test_*.py")))
+def test_steady_calls_launch_little_and_wait_for_nothing(part):
+    """Each file is a case of its own, so that two workers share them."""
+    run("-m", "not slow", tests=TESTS / f"{part}.py")
 
 
 @pytest.mark.slow
