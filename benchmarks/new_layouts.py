@@ -8,8 +8,8 @@ block size given (128) and chosen, and operators in it, nested ones counted too;
 another value, such as other documents. With `--base`, that checkout measures the same up to 65,536
 tokens.
 Then FlexAttention's `create_block_mask` of such documents, plain and compiled (of 64K tokens one
-int64 tensor of all pairs would take 34 GB), and 1,000 training steps of a small model over documents that are
-others in each step: the share of time that layouts take, and memory.
+int64 tensor of all pairs would take 34 GB), and 1,000 training steps of a small model over
+documents that are others in each step: the share of time that layouts take, and memory.
 """
 
 import argparse
