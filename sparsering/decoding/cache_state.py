@@ -38,7 +38,7 @@ class _Record:
 
 @dataclass(frozen=True, eq=False)
 class History(_Record):
-    """Length of a sequence in the batch, and the stored keys that are older than its page.
+    """Length of one sequence, and its stored keys from before the last eviction.
 
     Several batch entries may share one `History` object.
     """

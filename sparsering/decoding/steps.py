@@ -233,7 +233,7 @@ class _Group(NamedTuple):
         return layout_cache.keep((pattern, frame, size, begin, queries, "rows"), build), ()
 
     def _spread(self, spanned: Spanned) -> list[Tensor]:
-        """Copies keys and values, in order of position: [group size, Hkv, spanned.length, D]."""
+        """Copies cached and new keys and values by position: [batch, Hkv, spanned.length, D]."""
         state, history, length = self.state, self.history, spanned.length
         positions = history.positions_with(state.page_length)
         place = torch.where(positions < 0, length, spanned.place_of(positions.clamp(min=0)))

@@ -78,7 +78,7 @@ class TokenRanges:
     """
 
     step: int
-    number: Tensor  # index of the set that each progression belongs to; `union` sorts by it
+    number: Tensor  # per range start..last: index of its token set; `union` sorts by it
     start: Tensor
     last: Tensor
 

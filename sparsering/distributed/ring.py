@@ -219,7 +219,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*arguments: Any) -> list[Tensor | None]:
-    """Returns gradients of the tensors before `tensors`, None for the seed."""
+    """Returns gradients of q, k, v, distance_bias and sink; None for the seed."""
     *inputs, out, lse, grad_out, grad_lse, _ = arguments
     call = RingCall.of(inputs)
     query, key, value, *_ = call

@@ -144,7 +144,7 @@ def _slots_of_tokens(tokens: Tensor, length: int) -> Tensor:
 def _block_mask(
     layout: BlockLayout, p: Pass, queries: Tensor, keys: Tensor, heads: int
 ) -> "BlockMask":
-    """Builds a BlockMask from a pass; `queries` and `keys` are False for padding of tiles."""
+    """Builds a pass's BlockMask; `queries`, `keys` [axes, tokens] are False for padding."""
     from torch.nn.attention.flex_attention import BlockMask
 
     size, batch = layout.block_size, len(p.row_ptr)

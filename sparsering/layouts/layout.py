@@ -92,7 +92,7 @@ class Pass:
         return self.row_ptr[..., -1].long()
 
     def table_of(self, head: int, num_heads: int) -> int:
-        """Returns the index of the table that a query head uses."""
+        """Returns a query head's index in dim 1 of `row_ptr`."""
         return head * self.row_ptr.shape[1] // max(1, num_heads)
 
     def query_tiles(self) -> Tensor:

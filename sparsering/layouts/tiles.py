@@ -195,7 +195,7 @@ class Origin(NamedTuple):
         return cls(torch.zeros(tiles, dtype=torch.int64), lengths, lengths)
 
     def frames(self, frame: Frame, by_length: bool = True) -> Iterator[tuple[Tensor, Frame]]:
-        """Groups tiles by the lengths of their document; yields (tile indices, `Frame`).
+        """Groups tiles by (q_len, kv_len) of their document; yields (indices, `Frame`).
 
         With `by_length` False, yields one frame for all tiles, for masks that ignore lengths.
         """
@@ -230,7 +230,7 @@ class TilePairs:
         return TilePairs(self.q[index], self.k[index], origin)
 
     def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns first and last query, first and last key, counted from `origin.start`."""
+        """Returns each pair's first and last query and key, less its `origin.start`."""
         q, k, start = self.q, self.k, self.origin.start
         return q.start - start, q.last - start, k.start - start, k.last - start
 

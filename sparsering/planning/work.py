@@ -290,7 +290,7 @@ def _runs(
 
 
 def _draws(count: int, most: int) -> Iterator[tuple[Tensor, float]]:
-    """Samples tile indices below `count`; yields (indices, number of tiles that each means)."""
+    """Samples from `count` tiles; yields (indices, how many tiles each stands for)."""
     if count <= most + 2 * _EDGE:
         yield torch.arange(count), 1.0
         return

@@ -25,7 +25,7 @@ def first_slots(indices: Tensor, num_blocks: int) -> Tensor:
 
 
 def checked_mass(mass: Tensor, heads: int, rows: int) -> Tensor:
-    """Checks block masses [B, heads * G, R, m], and sums groups of G heads to [B, heads, R, m]."""
+    """Checks masses of slots [B, heads * G, rows, slots]; sums them over groups of G heads."""
     check_tensor("mass", mass, "[batch, heads, rows, slots]")
     group = mass.shape[1] // max(1, heads) if mass.dim() == 4 else 0
     fits = mass.dim() == 4 and mass.is_floating_point() and mass.shape[1:3] == (group * heads, rows)

@@ -4,6 +4,7 @@ Models are float64; transformers' own softmax and norms round to float32, hence 
 """
 
 import copy
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -35,8 +36,11 @@ def inputs_of(family: str, **more: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_warned(recwarn: pytest.WarningsRecorder) -> None:
-    """No test here is one in which we warn."""
+def nothing_warned(recwarn: pytest.WarningsRecorder) -> Iterator[None]:
+    """Fails a test in which the library warns; transformers itself may."""
+    yield
+    texts = [str(x.message) for x in recwarn]
+    assert not [text for text in texts if "sparsering" in text or "cu_seq_lens" in text]
 
 
 @pytest.mark.parametrize("family", EVERY)

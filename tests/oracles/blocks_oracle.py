@@ -32,7 +32,7 @@ def log_masses(query: Tensor, keys: Tensor, method: str, parts: int, scale: floa
 
 
 def antidiagonals(query: Tensor, keys: Tensor, stride: int, scale: float, start: int) -> Tensor:
-    """Like `log_masses`, by the antidiagonal method; strides of queries are cut by position."""
+    """`log_masses` from antidiagonals; query groups start at multiples of `stride`."""
     length, count = query.shape[-2], keys.shape[-2]
     first = (start + torch.arange(length)) // stride * stride - start
     products, found = scale * query @ keys.mT, []

@@ -103,7 +103,7 @@ def attend_with_extras(
 
 
 def extras_of(case: Case, names: str, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
-    """Draws the arguments of a call that `names` lists, separated by spaces."""
+    """Draws the arguments that `names` lists, as in "softcap sink"."""
     heads, made = case.num_heads, {}
     for name in names.split():
         if name == "softcap":

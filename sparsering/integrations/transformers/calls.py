@@ -122,7 +122,7 @@ def _end(model: Any, *_: Any) -> None:
 
 
 def backward_task() -> int:
-    """Returns a number of the backward pass that runs this code, or -1 outside of one."""
+    """Returns the id of the backward pass that is running, or -1 outside of one."""
     return torch._C._current_graph_task_id()
 
 

@@ -1,4 +1,4 @@
-// Backward pass: threads share kv heads (run_heads), or query tiles and then key tiles (run_tiles).
+// Backward pass: each thread takes kv heads (run_heads), or query, then key tiles (run_tiles).
 
 #pragma once
 

@@ -1,4 +1,4 @@
-// Reports the memory that matrix products read and write to sanitizers. Products are compiled at
+// Tells sanitizers what memory matrix products read and write. Products are compiled at
 // run time, so sanitizers cannot see them.
 
 #pragma once

@@ -8,8 +8,8 @@
 namespace sparsering::cpu {
 
 // Per pass, averaged over heads (planning/work.py fills it): entries; key tiles that a group of
-// heads visits (`seen`); key tiles whose length is no multiple of 16 (`ragged`); `pieces`, the parts
-// of query tiles and of key tiles that visit far more blocks than others.
+// heads visits (`seen`); key tiles whose length is no multiple of 16 (`ragged`); `pieces`, the
+// parts of query tiles and of key tiles that visit far more blocks than others.
 struct Counts {
   double entries, seen, ragged, pieces, pieces_by_key;
 

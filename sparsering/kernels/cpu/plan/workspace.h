@@ -10,7 +10,7 @@
 
 namespace sparsering::cpu {
 
-// True if brgemm multiplies bfloat16 on this processor; on others it throws an error.
+// True if brgemm multiplies bfloat16 on this processor; else brgemm itself throws.
 inline bool has_bfloat16_products() {
   if (!at::globalContext().userEnabledMkldnn()) {
     return false;
