@@ -26,8 +26,9 @@ def kernel_operators() -> Any:
     Modes, such as that of fake tensors, see torch's operators alone. To ask torch for an operator
     that is not there takes a lock, which a forked process may inherit held.
     """
-    loaded = vars(torch.ops).get("sparsering_cpu")
-    return None if _len_torch_dispatch_stack() else loaded
+    operators = vars(torch.ops).get("sparsering_cpu")
+    loaded = operators is not None and "table" in vars(operators)
+    return operators if loaded and not _len_torch_dispatch_stack() else None
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run
 from hypothesis import strategies as st
 from oracles.patterns_oracle import Spec, build
 from oracles.strategies import LAYOUT_BLOCK_SIZES, Scene, cases, examples
@@ -190,3 +191,17 @@ def test_a_row_taken_for_its_shifted_neighbour_is_noticed(monkeypatch: Any) -> N
     monkeypatch.setattr(Linear, "signature", lambda _, pairs: [pairs.q.start * 0])
     with pytest.raises(AssertionError):
         check(pattern, frame, 32)
+
+
+def test_without_the_kernel_layouts_do_not_ask_torch_for_it() -> None:
+    """To ask for an operator that is not there takes a lock, which a fork may inherit held."""
+    code = """
+import torch, sparsering as sr
+sr.Causal().layout(64)
+assert "sparsering_cpu" not in vars(torch.ops)
+torch.ops.sparsering_cpu  # somebody asks
+assert sr.Causal().layout(80).num_pairs == 3240
+assert "table" not in vars(torch.ops.sparsering_cpu)
+"""
+    done = run(code)
+    assert done.returncode == 0, done.stderr

@@ -151,6 +151,7 @@ def _load() -> str:
         except OSError:  # built on another system that shares the cache folder
             library.unlink()
             torch.ops.load_library(build())
+        _ = torch.ops.sparsering_cpu.table  # layouts take it if it is there (`kernel_operators`)
     except (ImportError, OSError, RuntimeError) as error:
         reason = f"its kernel could not be built or loaded: {str(error).splitlines()[0]}"
         message = f"sparsering falls back to the slower 'gather' backend on the CPU: {reason}"
