@@ -13,6 +13,7 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -54,6 +55,13 @@ class _Build:
         self.value: Any = None
 
 
+@dataclass(slots=True, eq=False)
+class _Entry:
+    value: Any
+    size: int  # bytes
+    used: int  # misses until the last use
+
+
 class LayoutCache:
     """Least-recently-used cache of layouts and other values built from patterns, keyed by value.
 
@@ -66,8 +74,8 @@ class LayoutCache:
     def __init__(self, limit: int = 256 << 20) -> None:
         self._lock = threading.Lock()
         self._building: dict[Hashable, _Build] = {}
-        self._entries: OrderedDict[Hashable, tuple[Any, int]] = OrderedDict()  # value, bytes
-        self._cheap: OrderedDict[Hashable, int] = OrderedDict()  # misses until the last use
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._cheap: deque[Hashable] = deque()  # keys whose values are dropped when idle
         self._limit = limit
         self._hits = self._misses = self._bytes = 0
         self._ahead = _Ahead()
@@ -204,12 +212,18 @@ class LayoutCache:
             self._misses += 1
             if self._entries:  # measure the latest entry again: backward may have added transposes
                 latest = next(reversed(self._entries))
-                self._put(latest, self._entries[latest][0])
+                self._put(latest, self._entries[latest].value)
             self._put(key, value)
-            if cheap and key in self._entries:
-                self._cheap[key] = self._misses
-            while self._cheap and self._misses - next(iter(self._cheap.values())) > _IDLE_BUILDS:
-                self._drop(next(iter(self._cheap)))
+            if cheap:
+                self._cheap.append(key)
+            for _ in range(min(4, len(self._cheap))):
+                oldest = self._cheap.popleft()
+                if (entry := self._entries.get(oldest)) is None:
+                    continue
+                if self._misses - entry.used > _IDLE_BUILDS:
+                    self._drop(oldest)
+                else:
+                    self._cheap.append(oldest)
             self._shrink()
 
     def _warn_of_rebuilding(self, key: Any, size: int) -> None:
@@ -225,20 +239,22 @@ class LayoutCache:
             stacklevel=2,
         )
 
-    def _put(self, key: Hashable, value: Any) -> None:
+    def _put(self, key: Hashable, value: Any, used: int | None = None) -> None:
         """Stores a value with its present size, unless it alone exceeds the limit."""
         size = bytes_held((key, value))
         if size > self._limit:
             self._drop(key)
             self._warn_of_rebuilding(key, size)
             return
-        _, earlier = self._entries.get(key, (None, 0))
-        self._entries[key] = value, size
-        self._bytes += size - earlier
+        if (earlier := self._entries.get(key)) is not None:
+            self._bytes -= earlier.size
+            used = earlier.used
+        self._entries[key] = _Entry(value, size, self._misses if used is None else used)
+        self._bytes += size
 
     def _drop(self, key: Hashable) -> None:
-        self._bytes -= self._entries.pop(key, (None, 0))[1]
-        self._cheap.pop(key, None)
+        if (entry := self._entries.pop(key, None)) is not None:
+            self._bytes -= entry.size
 
     def info(self) -> CacheInfo:
         """Returns the counts; measures sizes again, since a layout grows when it is transposed."""
@@ -270,14 +286,12 @@ class LayoutCache:
 
     def _find(self, key: Hashable) -> Any:
         """Returns the value of a key and counts a hit, or None; the caller holds the lock."""
-        if key not in self._entries:
+        if (entry := self._entries.get(key)) is None:
             return None
         self._hits += 1
         self._entries.move_to_end(key)
-        if key in self._cheap:
-            self._cheap[key] = self._misses
-            self._cheap.move_to_end(key)
-        return self._entries[key][0]
+        entry.used = self._misses
+        return entry.value
 
     def _shrink(self) -> None:
         """Drops the least recently used entries until the others fit in the limit."""
@@ -289,8 +303,8 @@ class LayoutCache:
         entries = list(self._entries.items())
         self._entries.clear()
         self._bytes = 0
-        for key, (value, _) in entries:
-            self._put(key, value)
+        for key, entry in entries:
+            self._put(key, entry.value, entry.used)
         self._shrink()
 
     def _renew(self) -> None:
