@@ -216,7 +216,7 @@ class LayoutCache:
             self._put(key, value)
             if cheap:
                 self._cheap.append(key)
-            for _ in range(min(4, len(self._cheap))):
+            for _ in range(min(4, len(self._cheap))):  # a few, so that a miss costs the same always
                 oldest = self._cheap.popleft()
                 if (entry := self._entries.get(oldest)) is None:
                     continue

@@ -1,6 +1,6 @@
 """The condition of `Tree`: query and key lie on one path, and meet a condition on their depths."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -112,7 +112,8 @@ class OnPath(Condition):
             low, high = low[high > low], high[high > low]
             stop = keys.stop[high - 1]
             tiles = Axis(1, keys.residue[low], first[low], stop, stop - 1)
-            pairs = TilePairs(queries[row], tiles, Origin(*(x[row] for x in origin)))
+            of_row = replace(queries[row], step=1)  # as of `tiles`, which may be several
+            pairs = TilePairs(of_row, tiles, Origin(*(x[row] for x in origin)))
             status = self.status(pairs)
             found = (status != EMPTY) & ((status == FULL) | (high - low == 1))
             begins.append((row * len(keys) + low)[found])

@@ -31,7 +31,6 @@ class Nodes(NamedTuple):
 
     start: Tensor  # [nodes + 1] first token of each node, then the number of tokens
     depth: Tensor  # depth of the node's first token
-    parent: Tensor  # index of the parent, -1 for a root
     enter: Tensor  # number of the node in depth-first order
     leave: Tensor  # exclusive end of the numbers of the node and its descendants
     last: Tensor  # largest index of the node and its descendants
@@ -73,9 +72,9 @@ class Nodes(NamedTuple):
         longest = max(map(int.__add__, depth, size), default=0)
         start = torch.tensor([0, *size]).cumsum(0)
         leave = list(map(int.__add__, enter, count))
-        columns = (depth, parent_of, enter, leave, last)
-        a, b, c, d, e = (torch.tensor(x, dtype=torch.int64) for x in columns)
-        return cls(start, a, b, c, d, e, longest)
+        columns = (depth, enter, leave, last)
+        a, b, c, d = (torch.tensor(x, dtype=torch.int64) for x in columns)
+        return cls(start, a, b, c, d, longest)
 
     def of_token(self, token: Tensor) -> Tensor:
         """Returns the node of each token; the first or last node for tokens outside the tree."""

@@ -89,6 +89,8 @@ def named(length: int) -> dict[str, sr.Pattern]:
         "tree": sr.Tree(few, (-1, 0, 0, 2)),
         "tree of many": sr.Tree(many, (-1, *(i // 2 for i in range(len(many) - 1)))),
         "tree with dilation": sr.Tree(few, (-1, 0, 0, 2), sr.Dilated(64, 2) | sr.SlidingWindow(9)),
+        "tree with strides": sr.Tree(few, (-1, 0, 0, 2), sr.SlidingWindow(None, None, 3)),
+        "chain with strides": sr.Tree((1, length - 1), (-1, 0), sr.SlidingWindow(None, None, 3)),
         "padding": sr.KeyPadding((length - 70, 3, length)) & sr.SlidingWindow(300),
         "key mask": sr.KeyMask(torch.rand(length, generator=generator) < 0.7) & sr.Causal(),
         "pooled": sr.PooledCausal(32, 16) | sr.GlobalTokens(7, rows=False),
