@@ -2,14 +2,17 @@
 
 import hashlib
 import os
+import re
 import subprocess
 import threading
 from pathlib import Path
 
 import pytest
+import torch
 from forked import run
 
 from sparsering.kernels import cpu
+from sparsering.kernels.cpu.build import _flags
 
 ATTEND = """
 import torch, sparsering as sr
@@ -75,6 +78,23 @@ def copying_compiler(tmp_path: Path, seconds: int = 0) -> dict[str, str]:
         f'while [ "$1" != -o ]; do shift; done; cp {tmp_path}/made.so "$2"'
     )
     return fake_compiler(tmp_path, script)
+
+
+@pytest.mark.parametrize("asked, standard", [("201703", 20), ("202002", 20), ("202302", 23)])
+def test_the_compiler_is_told_the_standard_that_torch_asks_for(tmp_path, asked, standard):
+    header = tmp_path / "include" / "ATen" / "ATen.h"
+    header.parent.mkdir(parents=True)
+    header.write_text(f"#if !defined(_MSC_VER) && __cplusplus < {asked}L\n#error\n#endif\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__file__", str(tmp_path / "__init__.py"))
+        flags = _flags()
+    assert [flag for flag in flags if flag.startswith("-std=")] == [f"-std=c++{standard}"]
+
+
+def test_torch_still_says_the_standard_where_the_build_looks_for_it():
+    """A torch whose header says it in other words would get C++20, whatever it needs."""
+    header = Path(torch.__file__).with_name("include") / "ATen" / "ATen.h"
+    assert re.search(r"__cplusplus < 20\d\d", header.read_text())
 
 
 def test_a_truncated_library_is_built_again(tmp_path):

@@ -8,6 +8,7 @@ import contextlib
 import hashlib
 import os
 import platform
+import re
 import shutil
 import stat
 import subprocess
@@ -122,11 +123,19 @@ def _flags() -> list[str]:
     name = capability if vectors else "DEFAULT"
     torch_libraries = Path(torch.__file__).with_name("lib")
     return [
-        *["-std=c++20", "-O3", "-DNDEBUG", "-fPIC", "-shared", "-fvisibility=hidden", *_OPENMP],
+        *[f"-std=c++{_standard()}", "-O3", "-DNDEBUG"],
+        *["-fPIC", "-shared", "-fvisibility=hidden", *_OPENMP],
         *([f"-Wl,-rpath,{torch_libraries}"] if _IS_MACOS else []),
         *[*vectors, f"-DCPU_CAPABILITY={name}", f"-DCPU_CAPABILITY_{name}"],
         *os.environ.get("SPARSERING_CXXFLAGS", "").split(),
     ]
+
+
+def _standard() -> int:
+    """Returns the C++ standard: the kernel needs 20, torch's headers may need a newer one."""
+    header = Path(torch.__file__).with_name("include") / "ATen" / "ATen.h"
+    asked = re.search(r"__cplusplus < 20(\d\d)", header.read_text()) if header.exists() else None
+    return max(20, int(asked[1]) if asked else 0)  # 201703 is C++17, 202302 is C++23
 
 
 @constant_in_graphs
