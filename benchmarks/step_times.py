@@ -3,11 +3,12 @@
 import copy
 import statistics
 import time
+from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
-from sparsering.models.longnet import dense_causal_attention
 from sparsering.nn.transformer import Attend
 from sparsering.training.loop import Run, adamw, training_step
 
@@ -57,7 +58,8 @@ def step_times(run: Run, *, repeats: int = 3) -> tuple[StepTime, StepTime]:
     """
     model = copy.deepcopy(run.model)
     optimizer = adamw(model, run.recipe)
-    timers = [TimedAttention(model.attend), TimedAttention(dense_causal_attention)]
+    dense_attend = partial(scaled_dot_product_attention, is_causal=True)
+    timers = [TimedAttention(model.attend), TimedAttention(dense_attend)]
     times: tuple[list[StepTime], list[StepTime]] = ([], [])
     for step in range(repeats + 1):
         for timer, timer_times in zip(timers, times, strict=True):

@@ -20,10 +20,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ..checks import check_pattern, check_tensor, refuse_meta
 from ..decoding import KVCache
+from ..decoding.cache_state import causal_pattern
 from ..functional import attention
 from ..nn.rope import rotary_table
 from ..nn.transformer import Attend, Block, checked_sizes
-from ..patterns.algebra import And, Pattern
+from ..patterns.algebra import Pattern
 from ..patterns.arguments import (
     checked_flag,
     checked_integer,
@@ -31,15 +32,9 @@ from ..patterns.arguments import (
     checked_number,
     shortened,
 )
-from ..patterns.positions import Causal
 from .next_token import Sampling
 
 READOUT_TOKENS = 4096  # `loss` computes the logits of this many tokens at a time
-
-
-def dense_causal_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Computes `attention(query, key, value, Causal())` by torch's dense kernel, as a baseline."""
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 class LongNetLM(nn.Module):
@@ -79,9 +74,7 @@ class LongNetLM(nn.Module):
             width, num_heads, num_layers, mlp_ratio
         )
         vocab_size = checked_integer("vocab_size", vocab_size, 1)
-        # Adds Causal() unless every branch already has it, so that such a pattern keeps its repr.
-        masks = (x.masks if isinstance(x, And) else (x,) for x in pattern.branches)
-        self.pattern = pattern if all(Causal() in x for x in masks) else pattern & Causal()
+        self.pattern = causal_pattern(pattern)
         self.attend: Attend = partial(attention, pattern=self.pattern)
         self.num_heads = num_heads
         self.rope_base = checked_number("rope_base", rope_base, 1)

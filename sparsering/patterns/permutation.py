@@ -6,8 +6,6 @@ images of 0 to c - 1 are its c random key blocks. So a key block is chosen if it
 below c.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -18,39 +16,34 @@ _ROUNDS = 4
 
 def permute(index: Tensor, size: Tensor, key: Tensor) -> Tensor:
     """Returns the image of `index` in the permutation of [0, size) with seed `key`."""
-    return _walk(index, size, key, _forward)
+    return _walk(index, size, key, inverse=False)
 
 
 def unpermute(image: Tensor, size: Tensor, key: Tensor) -> Tensor:
     """Returns the index that `permute` maps to `image`."""
-    return _walk(image, size, key, _backward)
+    return _walk(image, size, key, inverse=True)
 
 
-def _walk(value: Tensor, size: Tensor, key: Tensor, turn: Callable[..., Tensor]) -> Tensor:
+def _walk(value: Tensor, size: Tensor, key: Tensor, inverse: bool) -> Tensor:
     every = torch.broadcast_tensors(value, size, key)
     value, size, key = (x.flatten() for x in every)
     half_bits = torch.ones_like(size)  # smallest h >= 1 with 4^h >= size
     while (small := (1 << (2 * half_bits)) < size).any():
         half_bits = half_bits + small
-    image = turn(value, half_bits, key)
+    image = _network(value, half_bits, key, inverse)
     while len(outside := torch.nonzero(image >= size)[:, 0]):
-        image[outside] = turn(image[outside], half_bits[outside], key[outside])
+        image[outside] = _network(image[outside], half_bits[outside], key[outside], inverse)
     return image.view(every[0].shape)
 
 
-def _forward(value: Tensor, half_bits: Tensor, key: Tensor) -> Tensor:
+def _network(value: Tensor, half_bits: Tensor, key: Tensor, inverse: bool) -> Tensor:
+    """Runs the rounds; the inverse runs them in reverse order, on swapped halves."""
     half_mask = (1 << half_bits) - 1
-    left, right = value >> half_bits, value & half_mask
-    for number in range(_ROUNDS):
+    halves = value >> half_bits, value & half_mask
+    left, right = halves[::-1] if inverse else halves
+    for number in reversed(range(_ROUNDS)) if inverse else range(_ROUNDS):
         left, right = right, left ^ (_scramble(right, key, number) & half_mask)
-    return (left << half_bits) | right
-
-
-def _backward(value: Tensor, half_bits: Tensor, key: Tensor) -> Tensor:
-    half_mask = (1 << half_bits) - 1
-    left, right = value >> half_bits, value & half_mask
-    for number in reversed(range(_ROUNDS)):
-        left, right = right ^ (_scramble(left, key, number) & half_mask), left
+    left, right = (right, left) if inverse else (left, right)
     return (left << half_bits) | right
 
 

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from ring_workers import Workers
+from helpers.ring_workers import Workers
 
 import sparsering as sr
 from sparsering.distributed import ring_attention, shard, simulate_ring, unshard
