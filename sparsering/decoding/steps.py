@@ -92,8 +92,9 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
         live = torch.stack(alive, 1)  # [branches, entries, Hkv, keys], False for dead keys
         starts = torch.tensor([x.base for x in histories])
         frame = state.frame(page_size, int(starts.max()))
-        passes = page_over(state.pattern, positions, live, starts, frame, page_size, block)
-        passes = tuple(p.to(device) for p in passes)
+        rest = starts, frame, page_size, block
+        branches = enumerate(state.pattern.branches)
+        passes = tuple(page_over(n, x, positions, live[n], *rest).to(device) for n, x in branches)
         if device == _CPU:
             for p in passes:
                 _ = p.transposed_bitmaps  # computed now and cached for all steps of the page

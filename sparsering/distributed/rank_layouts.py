@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..layouts.cache import layout_cache
 from ..layouts.compile import assemble, compile_passes
-from ..layouts.layout import BlockLayout, Pass, tile_counts
+from ..layouts.layout import BlockLayout, Pass, by_axis, tile_counts
 from ..layouts.tiles import Ranges
 from ..patterns.algebra import Frame
 from ..patterns.once import once
@@ -27,23 +27,16 @@ from .sharding import local_index, num_tokens, without
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One kernel call: query rows (of this rank, or sent by others) attend to one array of keys.
+    """One kernel call: query rows (of this rank, or sent by others) attend to one array of keys."""
 
-    Attributes:
-        layout: layout of the call; None if no query visits a key.
-        queries: slice from the first to the last query that visits a key.
-        rows: [B, Hkv, buffer length] index of the arrived row at each place of the key buffer.
-            Places that no query visits have the index `arrived`, a row of zeros. None if the rank
-            owns the keys, or if rows arrive in the order of the buffer.
-        arrived: number of rows that arrive.
-        own_keys: True if the rank owns the keys, False if they arrive.
-    """
-
-    layout: BlockLayout | None
-    queries: slice
+    layout: BlockLayout | None  # None if no query visits a key
+    queries: slice  # from the first to the last query that visits a key
+    # [B, Hkv, buffer length] index of the arrived row at each place of the key buffer. Places that
+    # no query visits have the index `arrived`, a row of zeros. None if the rank owns the keys, or
+    # if rows arrive in the order of the buffer.
     rows: Tensor | None = None
-    arrived: int = 0
-    own_keys: bool = False
+    arrived: int = 0  # number of rows that arrive
+    own_keys: bool = False  # True if the rank owns the keys, False if they arrive
 
     @property
     def nbytes(self) -> int:
@@ -154,7 +147,7 @@ def _step(
     """Builds a step over `length` keys; query tiles become indices in `queries`."""
     placed = []
     for p in passes:
-        visits = _by_axis((p.row_ptr.diff(dim=-1) > 0).any(0), len(p.query_start))
+        visits = by_axis((p.row_ptr.diff(dim=-1) > 0).any(0), len(p.query_start))
         visits &= p.query_start < p.query_stop
         placed.append((visits, *_placed(p.query_start, p.query_stop, queries, visits)))
     starts, stops = ([x[i][x[0]] for x in placed] for i in (1, 2))
@@ -181,24 +174,10 @@ def _covered(start: Tensor, stop: Tensor, step: int, block_size: int, length: in
     return bool((tile_counts(start, stop, step, block_size).sum(1) == length).all())
 
 
-def _by_axis(used: Tensor, axes: int) -> Tensor:
-    """Converts `used` [tables, tiles] to [axes, tiles]; axes are rows of a pass's tile starts."""
-    tables = len(used)
-    if tables <= axes:
-        return used.repeat_interleave(axes // tables, 0)
-    return used.view(axes, tables // axes, -1).any(1)
-
-
 def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Places key tiles in a buffer: (start, stop of each tile, position at each index or -1)."""
-    batch, tables, entries = p.key_tile.shape
-    axes, tiles = p.key_start.shape
-    visited = torch.zeros(batch, tables, tiles, dtype=torch.int32)
-    real = (torch.arange(entries) < p.num_entries[..., None]).int()
-    visited.scatter_reduce_(2, p.key_tile.long(), real, "amax")
-    used = _by_axis(visited.bool().any(0), axes)
+    used = p.visited_keys()
     count = tile_counts(p.key_start, p.key_stop, p.step, block_size)
-    used &= count > 0
     count = torch.where(used, count, 0)
     if p.step == 1:
         start = count.cumsum(1) - count
@@ -206,7 +185,7 @@ def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, 
         number, width = used.cumsum(1) - 1, int(count.max()) if count.numel() else 0
         start = number // p.step * (p.step * width) + number % p.step
     end = torch.where(used, start + (count - 1) * p.step + 1, 0)
-    position = torch.full((axes, int(end.max()) if end.numel() else 0), -1)
+    position = torch.full((len(used), int(end.max()) if end.numel() else 0), -1)
     axis = torch.nonzero(used)[:, 0]
     tile, slot = expand_counts(count[used])
     place = start[used][tile] + p.step * slot

@@ -51,15 +51,11 @@ class WholeSequence:
         """Returns the tiles unchanged, and `Pass` fields: the depths of tiles in a tree."""
         if self.nodes is None or not len(self.nodes.depth):
             return queries, keys, {}
-        named = {"query_depth": queries, "key_depth": keys}
-        return (
-            queries,
-            keys,
-            {
-                name: torch.stack([self.nodes.depth_of(tiles.start) for tiles in axes])
-                for name, axes in named.items()
-            },
-        )
+        depths = {
+            name: torch.stack([self.nodes.depth_of(tiles.start) for tiles in axes])
+            for name, axes in (("query_depth", queries), ("key_depth", keys))
+        }
+        return queries, keys, depths
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,6 +1,6 @@
 """Layouts over cached keys, whose index in memory differs from their position.
 
-`page_over` builds passes of one tile of queries over keys in any order, given each key's position.
+`page_over` builds a pass of one tile of queries over keys in any order, given each key's position.
 `Spanned` is a layout over the visited keys alone, stored one after the other.
 """
 
@@ -13,7 +13,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from ..patterns.algebra import And, Frame, Mask, Or, Pattern
+from ..patterns.algebra import And, Frame, Mask, Or
 from ..patterns.arguments import MOST_TOKENS
 from ..patterns.positions import Causal, Dilated, intersection
 from .bitmaps import pack, transposed
@@ -25,35 +25,6 @@ from .tiles import Axis, Spans, TilePairs
 _MOST_CELLS = 1 << 21  # (query, key) pairs evaluated at a time, to bound memory
 
 
-def page_over(
-    pattern: Pattern,
-    positions: Tensor,
-    live: Tensor,
-    starts: Tensor,
-    frame: Frame,
-    queries: int,
-    block_size: int,
-) -> tuple[Pass, ...]:
-    """Builds one pass per mask of a mixture, for one tile of queries and keys in any order.
-
-    Args:
-        pattern: a causal pattern.
-        positions: [B or 1, Hkv, keys] int64 position of each key, -1 for no key. The last `queries`
-            keys are at the positions of the queries; all other keys precede the queries.
-        live: [masks, B or 1, Hkv, keys] bool, False if by that mask no query visits the key.
-        starts: [B or 1] position of the first query.
-        frame: lengths and heads, for patterns that depend on them.
-        queries: number of queries, at most `block_size`.
-
-    Cost: O(queries keys) for each head and batch entry that differs in keys or mask. If all have
-        one mask, it is evaluated only on tiles in which some, but not all, pairs may attend.
-    """
-    return tuple(
-        _pass_over(number, branch, positions, live[number], starts, frame, queries, block_size)
-        for number, branch in enumerate(pattern.branches)
-    )
-
-
 class _Rows(NamedTuple):
     """Mask, first query and keys of each row; a row is one head of one batch entry."""
 
@@ -62,7 +33,7 @@ class _Rows(NamedTuple):
     keys: Tensor  # [rows, keys] positions, -1 for no key
 
 
-def _pass_over(
+def page_over(
     number: int,
     branch: Mask,
     positions: Tensor,
@@ -72,6 +43,20 @@ def _pass_over(
     queries: int,
     block_size: int,
 ) -> Pass:
+    """Builds the pass of one mask of a mixture, for one tile of queries and keys in any order.
+
+    Args:
+        number, branch: index of the mask in the mixture, and the mask, which is causal.
+        positions: [B or 1, Hkv, keys] int64 position of each key, -1 for no key. The last `queries`
+            keys are at the positions of the queries; all other keys precede the queries.
+        live: [B or 1, Hkv, keys] bool, False if by this mask no query visits the key.
+        starts: [B or 1] position of the first query.
+        frame: lengths and heads, for patterns that depend on them.
+        queries: number of queries, at most `block_size`.
+
+    Cost: O(queries keys) for each head and batch entry that differs in keys or mask. If all have
+        one mask, it is evaluated only on tiles in which some, but not all, pairs may attend.
+    """
     keys = torch.where(live, positions, -1)
     entries, kv_heads, num_keys = keys.shape
     batches, tables = branch.num_batches(), branch.num_tables(frame)
@@ -233,7 +218,7 @@ class Spanned:
 
     @classmethod
     def of(cls, layout: BlockLayout) -> "Spanned":
-        visited = [_visited_tiles(p) for p in layout.passes]
+        visited = [p.visited_keys() for p in layout.passes]
         none = torch.zeros(0, dtype=torch.int64)
         pairs = list(zip(layout.passes, visited, strict=True))
         spans = Spans(
@@ -265,18 +250,3 @@ class Spanned:
         stop = torch.where(visited, start + p.key_stop - p.key_start, 0)
         covers = (p.covers[0], False)
         return p.like(key_start=start, key_stop=stop, key_origin=p.key_start, covers=covers)
-
-
-def _visited_tiles(p: Pass) -> Tensor:
-    """Returns [1 or Hkv, key tiles]: whether any query head visits each tile of `p.key_start`."""
-    axes, tiles = p.key_start.shape
-    tables = p.row_ptr.shape[1]
-    real = torch.arange(p.key_tile.shape[2]) < p.num_entries[..., None]
-    visits = torch.zeros(*real.shape[:2], tiles + 1, dtype=torch.int64)
-    visits.scatter_(2, torch.where(real, p.key_tile.long(), tiles), 1)
-    of_table = visits[..., :-1].amax(0) > 0  # [Ht, tiles]
-    if tables >= axes:
-        of_table = of_table.unflatten(0, (axes, -1)).any(1)
-    else:
-        of_table = of_table.repeat_interleave(axes // tables, 0)
-    return of_table & (p.key_stop > p.key_start)

@@ -99,6 +99,13 @@ class Pass:
         """Returns the query tile of each entry; for padding, the number of query tiles."""
         return row_of(self.row_ptr, self.key_tile.shape[-1])
 
+    def visited_keys(self) -> Tensor:
+        """Returns [S, key tiles] bool: True for a tile with keys that some query head visits."""
+        real = torch.arange(self.key_tile.shape[-1]) < self.num_entries[..., None]
+        visits = torch.zeros(*real.shape[:2], self.key_start.shape[1], dtype=torch.int32)
+        visits.scatter_reduce_(2, self.key_tile.long(), real.int(), "amax")
+        return by_axis(visits.bool().any(0), len(self.key_start)) & (self.key_stop > self.key_start)
+
     @once
     def transpose(self) -> Transpose:
         """The tables sorted by key tile, then query tile, for backward; built on first use."""
@@ -389,6 +396,14 @@ def slots_of(start: Tensor, stop: Tensor, step: int, block_size: int) -> tuple[T
 def tile_counts(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tensor:
     """Returns the number of positions in each tile."""
     return ((stop - start).clamp(min=0) + step - 1).floor_divide(step).clamp(max=block_size)
+
+
+def by_axis(used: Tensor, axes: int) -> Tensor:
+    """Converts `used` [tables, tiles] to [axes, tiles]: True where a table of the axis has it."""
+    tables = len(used)
+    if tables <= axes:
+        return used.repeat_interleave(axes // tables, 0)
+    return used.view(axes, tables // axes, -1).any(1)
 
 
 def stretched(table: Tensor, batch: int, heads: int) -> Tensor:
