@@ -16,35 +16,26 @@ from .patterns.arguments import shortened
 
 
 class Backend(NamedTuple):
-    """The functions of a backend, and the calls that they can run.
+    """The functions of a backend, and the calls that they can run."""
 
-    Attributes:
-        reasons: lists why the backend cannot run on its arguments query, key and value; without
-            arguments, why it cannot run on this machine; [] if it can.
-        forward: computes (out, lse); None only for the reference, which uses no layout.
-        backward: None if forward is plain differentiable torch and needs no operator.
-        extras: names of the extras (options such as softcap or sink) that the backend computes.
-        entry_mass: sums each block's attention weights, times a factor per query: [B, Hq, blocks].
-            If it is None, callers take these sums from the gradient of a block bias.
-        only_named: True if the backend runs only when the caller names it.
-        package: the package that the backend needs; the pip extra with the backend's name has it.
-        reads_slots: True if `forward` accepts `Problem.slots`, the bitmap row of the first query in
-            each pass. For other backends, bitmaps are shifted so that this row is 0.
-        refuses: lists why the backend cannot run its arguments (pattern, position of the first
-            query); None if it runs any pattern.
-        selected_layout: builds the layout of selected blocks, from a pattern, a frame, a block size
-            and a device; returns None for patterns that it does not support.
-    """
-
+    # Lists why the backend cannot run on query, key and value, or, without them, on this machine.
     reasons: Callable[..., list[str]]
+    # Computes (out, lse); None only for the reference, which uses no layout.
     forward: Callable[[Problem], tuple[Tensor, Tensor]] | None
+    # None if `forward` is plain differentiable torch and needs no operator.
     backward: Callable[[Problem, Tensor, Tensor, Tensor, Tensor], Gradients] | None
-    extras: frozenset[str]
-    only_named: bool = False
-    package: str = ""
+    extras: frozenset[str]  # options of a call, such as softcap or sink, that it computes
+    only_named: bool = False  # True if it runs only when the caller names it
+    package: str = ""  # that it needs; the pip extra with the backend's name has it
+    # Sums each block's attention weights, times a factor per query: [B, Hq, blocks]. If it is None,
+    # callers take these sums from the gradient of a block bias.
     entry_mass: Callable[[Problem, Tensor, Tensor], Tensor] | None = None
+    # Lists why it cannot run (pattern, position of the first query); None if it runs any pattern.
     refuses: Callable[[Pattern, int], list[str]] | None = None
+    # True if `forward` accepts `Problem.slots`; for others, bitmaps are shifted so that all are 0.
     reads_slots: bool = False
+    # Builds the layout of selected blocks from a pattern, a frame, a block size and a device;
+    # returns None for patterns that it does not support.
     selected_layout: Callable[..., BlockLayout | None] | None = None
 
     @property

@@ -26,45 +26,33 @@ class Problem(NamedTuple):
     positions of `Pass.coordinates`, not the index of a token in its tensor.
 
     Fields of extras are None if the call does not use them.
-
-    Attributes:
-        layout: the compiled pattern: passes, each with tiles and a table of visited tile pairs.
-        query: [B, Hq, Nq, D].
-        key: [B, Hkv, Nk, D].
-        value: [B, Hkv, Nk, Dv].
-        scale: factor of the scores.
-        block_bias: [B, Hq, num_blocks], added to every score of an entry (a visited pair of tiles).
-        softcap: scores become `softcap * tanh(s / softcap)`.
-        distance_bias: [B, Hq, 2R + 1], entry `R + clamp(k - p, -R, R)` is added to the score of
-            query position p and key position k. Strides may be 0.
-        sink: [B, Hq, Nq or 1] logit of an additional key of each row, whose value is 0.
-        dropout_p: probability that a weight is dropped.
-        dropout_seed: [B, streams] int64 seeds for `dropout.kept_pairs`. `Pass.stream` has the index
-            of the seed that each query tile uses; without it all use the first.
-        key_mask: [B or 1, Nk] bool, False for keys that no query sees, even if the layout has pairs
-            with them. These keys and values may be NaN, and must not change results.
-        slots: for each pass, the bitmap row of the first query; () means row 0. Decoding builds one
-            layout for many later queries, of which a call computes a few. Backends that do not read
-            slots run `in_first_slots()`.
-        learns_distances: True if the gradient of the distance bias is needed.
-        in_float32: return results and gradients of half precision in float32, the dtype of sums.
     """
 
-    layout: BlockLayout
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    scale: float
+    layout: BlockLayout  # passes, each with tiles and a table of visited tile pairs
+    query: Tensor  # [B, Hq, Nq, D]
+    key: Tensor  # [B, Hkv, Nk, D]
+    value: Tensor  # [B, Hkv, Nk, Dv]
+    scale: float  # factor of the scores
+    # [B, Hq, num_blocks], added to every score of an entry (a visited pair of tiles)
     block_bias: Tensor | None = None
-    softcap: float | None = None
+    softcap: float | None = None  # scores become `softcap * tanh(s / softcap)`
+    # [B, Hq, 2R + 1], entry `R + clamp(k - p, -R, R)` is added to the score of query position p and
+    # key position k. Strides may be 0.
     distance_bias: Tensor | None = None
-    sink: Tensor | None = None
-    dropout_p: float | None = None
+    sink: Tensor | None = None  # [B, Hq, Nq or 1] logit of one more key of each row, of value 0
+    dropout_p: float | None = None  # probability that a weight is dropped
+    # [B, streams] int64 seeds for `dropout.kept_pairs`. `Pass.stream` has the index of the seed
+    # that each query tile uses; without it all use the first.
     dropout_seed: Tensor | None = None
+    # [B or 1, Nk] bool, False for keys that no query sees, even if the layout has pairs with them.
+    # These keys and values may be NaN, and must not change results.
     key_mask: Tensor | None = None
+    # For each pass, the bitmap row of the first query; () means row 0. Decoding builds one layout
+    # for many later queries, of which a call computes a few. Backends that do not read slots run
+    # `in_first_slots()`.
     slots: tuple[int, ...] = ()
-    learns_distances: bool = True
-    in_float32: bool = False
+    learns_distances: bool = True  # whether the gradient of the distance bias is needed
+    in_float32: bool = False  # return half precision results in float32, the dtype of sums
 
     @property
     def is_bare(self) -> bool:

@@ -21,24 +21,15 @@ KERNELS = ("forward", "query", "key")
 
 
 class Config(NamedTuple):
-    """Options by which a kernel is compiled and launched.
+    """Options by which a kernel is compiled and launched."""
 
-    Attributes:
-        rows: tokens (times packed heads) of the tile that a program keeps.
-        streamed: tokens that a program reads per step.
-        warps, stages: Triton's num_warps and num_stages.
-        tma: load streamed tensors through tensor descriptors, if they permit it.
-        warp_specialize: split loading and computing between warps, if Triton can.
-        masked: tokens that it reads per step in tile pairs with a mask; 0: as many as `streamed`.
-    """
-
-    rows: int
-    streamed: int
-    warps: int
-    stages: int
-    tma: bool = False
-    warp_specialize: bool = False
-    masked: int = 0
+    rows: int  # tokens (times packed heads) of the tile that a program keeps
+    streamed: int  # tokens that a program reads per step
+    warps: int  # Triton's num_warps
+    stages: int  # Triton's num_stages
+    tma: bool = False  # load streamed tensors through tensor descriptors, if they permit it
+    warp_specialize: bool = False  # split loading and computing between warps, if Triton can
+    masked: int = 0  # tokens read per step in tile pairs with a mask; 0: as many as `streamed`
 
 
 # By generation and kernel, for head dims up to 64, 128 and 256: rows, streamed, warps, stages and,

@@ -95,15 +95,10 @@ def strides(**tensors: Tensor) -> dict[str, int]:
 
 
 class Matrix(NamedTuple):
-    """A tensor [B, H, N, D] as a matrix whose rows are tokens.
+    """A tensor [B, H, N, D] as a matrix whose rows are tokens."""
 
-    Attributes:
-        tiles: a descriptor of the matrix.
-        strides: "batch" and "head" are strides in rows; "side" is the stride of heads in columns,
-            if heads lie side by side, else 0.
-    """
-
-    tiles: Any
+    tiles: Any  # a descriptor of the matrix
+    # "batch" and "head" in rows; "side": that of heads in columns, if they lie side by side, else 0
     strides: dict[str, int]
 
 

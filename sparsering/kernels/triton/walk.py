@@ -26,36 +26,24 @@ class Walk(NamedTuple):
     """Units and entries of a pass, as int32 tensors.
 
     Dims: Bt is B, or 1 if all batch entries share the tables; T (1, Hkv or Hq) counts the tables
-    of a batch entry, E the entries of a table.
-
-    Attributes:
-        units: [Bt, T, units, 5]: tile (-1: nothing to do), first entry, first entry that needs a
-            mask, end of the entries, slot for a piece's result (-1: the tile is not cut).
-        start: [Bt, T, E] first token of the entry's other tile: the one that is not the unit's.
-        tokens: [Bt, T, E] number of tokens of the other tile.
-        bitmap: [Bt, T, E] index of the entry's bitmap, -1 if it has all pairs.
-        entry: [Bt, T, E] index of the entry in `layout.entries`.
-        origin: [Bt, T, E] int64 position of the other tile's first token, None if equal to `start`.
-        stream: [Bt, T, E] int64 index of the other tile's dropout seed, None if the other tile is a
-            key tile, or the pass has a single seed.
-        cuts: [Bt, T, cuts, 3] tile (-1: none), first slot and number of pieces of each cut tile.
-        slots: upper bound of the slots of a table; a slot is memory for a piece's result.
-        bitmaps: bitmaps of the pass, with one line of bits for each token of a unit's tile.
-        built: point of a CUDA stream where the tensors are complete; None if no other stream waits.
+    of a batch entry, E the entries of a table. The other tile of an entry is not the unit's.
     """
 
+    # [Bt, T, units, 5] tile (-1: nothing to do), first entry, first entry that needs a mask, end of
+    # the entries, slot for a piece's result (-1: the tile is not cut)
     units: Tensor
-    start: Tensor
-    tokens: Tensor
-    bitmap: Tensor
-    entry: Tensor
-    cuts: Tensor
-    slots: int
-    bitmaps: Tensor
-    origin: Tensor | None = None
+    start: Tensor  # [Bt, T, E] first token of the entry's other tile
+    tokens: Tensor  # [Bt, T, E] number of tokens of the other tile
+    bitmap: Tensor  # [Bt, T, E] index of the entry's bitmap, -1 if it has all pairs
+    entry: Tensor  # [Bt, T, E] index of the entry in `layout.entries`
+    cuts: Tensor  # [Bt, T, cuts, 3] tile (-1: none), first slot, number of pieces of each cut tile
+    slots: int  # upper bound of the slots of a table; a slot is memory for a piece's result
+    bitmaps: Tensor  # bitmaps of the pass, with a line of bits for each token of a unit's tile
+    origin: Tensor | None = None  # [Bt, T, E] int64 the other tile's first position, if not `start`
+    # [Bt, T, E] int64 the other tile's dropout seed, by index; None for key tiles, or a single seed
     stream: Tensor | None = None
-    shift: Tensor | None = None
-    built: Built | None = None
+    shift: Tensor | None = None  # [Bt, T, E] depth less position, key minus query; None if all 0
+    built: Built | None = None  # where other CUDA streams must wait; None if no other stream waits
 
 
 _captured: list[object] = []  # tensors that CUDA graphs read, never freed
