@@ -21,7 +21,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
-from poison import poisoned
+from helpers.poison import poisoned
 from torch import Tensor
 
 BEGIN = time.monotonic()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from ring_workers import Workers
+from helpers.ring_workers import Workers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 FOLDER = Path(__file__).resolve().parent.parent / "examples"

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ring_workers import Workers, workers_of
+from helpers.ring_workers import Workers, workers_of
 from test_docs import ROOT, blocks
 from torch.distributed.tensor import DTensor
 

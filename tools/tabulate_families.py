@@ -13,7 +13,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "integratio
 
 if __name__ == "__main__":
     import transformers
-    from ring_workers import Workers
+    from helpers.ring_workers import Workers
     from sharing_families import PAGE, page, share
     from transformers_families import tabulated
 

@@ -49,7 +49,7 @@ def oracle() -> Any:
 def checked(run: Callable[[], Sequence[Tensor]], check: Callable[[Sequence[Tensor]], None]) -> None:
     """Checks what a call of the Triton kernels returns, as the tests do on a GPU."""
     oracle()
-    from device_runs import checked
+    from helpers.device_runs import checked
 
     checked(run, check, repeated=REPEATED)
 

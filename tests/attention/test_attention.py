@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from each_backend import assert_is_the_reference, attend, each_call, reference
+from helpers.thinned import thinned
 from hypothesis import assume
 from hypothesis import strategies as st
 from oracles.attention_oracle import (
@@ -23,7 +24,6 @@ from oracles.attention_oracle import (
 )
 from oracles.patterns_oracle import Spec, build
 from oracles.strategies import Scene, cases, examples
-from thinned import thinned
 
 import sparsering as sr
 

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from each_backend import attend, reference
+from helpers.thinned import thinned
 from oracles.attention_oracle import (
     PATTERNS,
     Case,
@@ -16,7 +17,6 @@ from oracles.attention_oracle import (
     inputs,
     workspace,
 )
-from thinned import thinned
 from torch import Tensor
 
 import sparsering as sr

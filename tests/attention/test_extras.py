@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.thinned import thinned
 from oracles.attention_oracle import (
     PATTERNS,
     Case,
@@ -13,7 +14,6 @@ from oracles.attention_oracle import (
     inputs,
 )
 from oracles.extras_oracle import ALL, expected_of, extras_of
-from thinned import thinned
 from torch import Tensor
 
 import sparsering as sr

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.thinned import slow_except, thinned
 from oracles.attention_oracle import workspace
-from thinned import slow_except, thinned
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.thinned import thinned
 from oracles.attention_oracle import (
     PATTERNS,
     Case,
@@ -22,7 +23,6 @@ from oracles.attention_oracle import (
     inputs,
     random_table,
 )
-from thinned import thinned
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint

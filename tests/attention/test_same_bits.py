@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from each_backend import assert_is_the_reference, attend, reference
+from helpers.thinned import slow_except, thinned
 from oracles.attention_oracle import (
     PATTERNS,
     Case,
@@ -14,7 +15,6 @@ from oracles.attention_oracle import (
     inputs,
     workspace,
 )
-from thinned import slow_except, thinned
 
 import sparsering as sr
 

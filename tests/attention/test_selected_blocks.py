@@ -5,9 +5,9 @@ import functools
 import numpy as np
 import pytest
 import torch
+from helpers.thinned import thinned
 from oracles import blocks_oracle
 from oracles.extras_oracle import attend_with_extras, branches_of
-from thinned import thinned
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsering as sr

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from thinned import thinned
+from helpers.thinned import thinned
 from torch import Tensor
 
 import sparsering as sr

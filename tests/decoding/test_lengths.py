@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.thinned import thinned
 from oracles.attention_oracle import assert_close
-from thinned import thinned
 from torch import Tensor
 
 import sparsering as sr

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.ring_workers import MAX_WORLD, groups, workers_of
+from helpers.thinned import slow_except, thinned
 from hypothesis import strategies as st
 from oracles import patterns_oracle
 from oracles.attention_oracle import PATTERNS, Case, assert_same_attention, gradients, inputs
 from oracles.ring_oracle import plan_of
 from oracles.strategies import examples, scenes, specs
-from ring_workers import MAX_WORLD, groups, workers_of
-from thinned import slow_except, thinned
 from torch import Tensor
 
 import sparsering as sr

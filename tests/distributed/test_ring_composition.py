@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ring_workers import groups, workers_of
-from thinned import slow_except
+from helpers.ring_workers import groups, workers_of
+from helpers.thinned import slow_except
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

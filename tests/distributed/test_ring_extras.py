@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.ring_workers import MAX_WORLD, groups, workers_of
+from helpers.thinned import thinned
 from oracles.attention_oracle import PATTERNS, Case, assert_close, assert_same_attention, inputs
 from oracles.extras_oracle import attend_with_extras, branches_of
-from ring_workers import MAX_WORLD, groups, workers_of
-from thinned import thinned
 from torch import Tensor
 
 import sparsering as sr

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ring_workers import groups, workers_of
+from helpers.ring_workers import groups, workers_of
 
 import sparsering as sr
 from sparsering.distributed import RingError, RingMismatchError, ring_attention, unshard

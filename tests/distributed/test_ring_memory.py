@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ring_workers import Workers, groups
+from helpers.ring_workers import Workers, groups
 
 import sparsering as sr
 from benchmarks.measure import memory, restart_peak

@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.thinned import thinned
 from hypothesis import strategies as st
 from oracles import patterns_oracle
 from oracles.attention_oracle import PATTERNS, Case
 from oracles.ring_oracle import assert_plan_is_exact, owned
 from oracles.strategies import examples, scenes, specs
-from thinned import thinned
 
 import sparsering as sr
 from sparsering.distributed import RingPlan

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from ring_workers import groups, workers_of
-from thinned import slow_except
+from helpers.ring_workers import groups, workers_of
+from helpers.thinned import slow_except
 
 import sparsering as sr
 from sparsering.distributed import RingMismatchError, RingPlan, prefetch, ring_attention, shard

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from ring_workers import groups, workers_of
+from helpers.ring_workers import groups, workers_of
 from torch import Tensor
 
 import sparsering as sr

@@ -7,8 +7,8 @@ from typing import Any
 
 import hypothesis.strategies as st
 import torch
+from helpers.ring_workers import Workers
 from oracles.patterns_oracle import Spec, build
-from ring_workers import Workers
 
 from .attack import Cell
 from .models import layer_specs

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ring_workers import workers_of
+from helpers.ring_workers import workers_of
 from torch import Tensor
 
 four = workers_of(4, "session")  # ranks of all tests here that leave them as they were

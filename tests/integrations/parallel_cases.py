@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ring_workers import Workers, groups
+from helpers.ring_workers import Workers, groups
 from torch import Tensor
 from transformers import (
     BertForMaskedLM,

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from ring_workers import groups
+from helpers.ring_workers import groups
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers_families import NOT_BUILT, layer_types, tiny

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from thinned import thinned
+from helpers.thinned import thinned
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
 from transformers.masking_utils import bidirectional_mask_function

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from thinned import thinned
+from helpers.thinned import thinned
 from torch import Tensor
 from transformers import DynamicCache
 from transformers_models import assert_same, made, padded, result, tokens

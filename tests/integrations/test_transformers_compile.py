@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from thinned import slow_except
+from helpers.thinned import slow_except
 from transformers import DynamicCache, StaticCache
 from transformers_models import assert_same, made, padded, pair, result, tokens
 

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 import pytest
 import torch
 import transformers
-from ring_workers import Workers, workers_of
+from helpers.ring_workers import Workers, workers_of
+from helpers.thinned import slow_except
 from sharing_families import PAGE, InFloat64, Row, batches, page, rows_of_page, share
-from thinned import slow_except
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers_families import tabulated, tiny

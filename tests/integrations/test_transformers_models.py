@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from thinned import thinned
+from helpers.thinned import thinned
 from torch import Tensor
 from transformers import DynamicCache, StaticCache, WhisperConfig, WhisperForConditionalGeneration
 from transformers_models import (

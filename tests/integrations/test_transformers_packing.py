@@ -10,7 +10,7 @@ import warnings
 import pytest
 import torch
 import transformers
-from thinned import thinned
+from helpers.thinned import thinned
 from transformers_models import assert_same, like, made
 
 import sparsering as sr

@@ -4,9 +4,9 @@ import warnings
 
 import pytest
 import torch
+from helpers.ring_workers import workers_of
+from helpers.thinned import thinned
 from parallel_cases import BUILDERS, PLANTS, Case, alone, batch, check, pairs, share, traffic
-from ring_workers import workers_of
-from thinned import thinned
 from torch import Tensor
 from transformers_models import tokens
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from ring_workers import Workers, groups, workers_of
-from thinned import slow_except
+from helpers.ring_workers import Workers, groups, workers_of
+from helpers.thinned import slow_except
 from transformers_models import GROUPED, SIZES, made, tokens
 
 from sparsering.integrations import transformers as hf

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ring_workers import groups
+from helpers.thinned import slow_except, thinned
 from parallel_training import (
     LENGTH,
     Training,
@@ -18,8 +20,6 @@ from parallel_training import (
     model_of,
     train,
 )
-from ring_workers import groups
-from thinned import slow_except, thinned
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from thinned import thinned
+from helpers.thinned import thinned
 from transformers import AttentionInterface, DynamicCache, StaticCache
 from transformers.masking_utils import AttentionMaskInterface
 from transformers_models import like, made, padded, result, tokens

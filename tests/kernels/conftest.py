@@ -5,8 +5,8 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from device_runs import ON_GPU
 from exactness import SWEEPS
+from helpers.device_runs import ON_GPU
 
 import sparsering as sr
 

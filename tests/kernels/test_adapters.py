@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from helpers.thinned import thinned
 from oracles.attention_oracle import (
     PATTERNS,
     Case,
@@ -18,7 +19,6 @@ from oracles.attention_oracle import (
     attend_by_rows,
     inputs,
 )
-from thinned import thinned
 from torch import Tensor
 
 import sparsering as sr

@@ -15,12 +15,12 @@ from dataclasses import replace
 import pytest
 import torch
 from exactness import SWEEPS, assert_is_exact
+from helpers.thinned import slow_except, thinned
 from hypothesis import assume
 from hypothesis import strategies as st
 from oracles.attention_oracle import PATTERNS, Case, assert_close, dense_counts, gradients, inputs
 from oracles.patterns_oracle import Spec, build
 from oracles.strategies import Scene, cases, examples
-from thinned import slow_except, thinned
 from torch import Tensor
 
 import sparsering as sr

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import run
+from helpers.forked import run
 
 from sparsering.kernels import cpu
 from sparsering.kernels.cpu.build import _flags

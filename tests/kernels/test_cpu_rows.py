@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 from exactness import FORWARD, SWEEPS, assert_is_exact
+from helpers.thinned import thinned
 from oracles.attention_oracle import PATTERNS, Case, assert_close, gradients, inputs
-from thinned import thinned
 from torch import Tensor
 
 import sparsering as sr

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from device_runs import checked
-from forked import run
+from helpers.device_runs import checked
+from helpers.forked import run
 from oracles.attention_oracle import Case, inputs
 
 import sparsering as sr
@@ -12,7 +12,8 @@ from sparsering.kernels.triton import call as backend
 
 def test_with_the_variable_set_kernels_run_on_the_gpu():
     code = (
-        "import os, runpy; runpy.run_path('tests/conftest.py'); import device_runs, torch;"
+        "import os, runpy; runpy.run_path('tests/conftest.py');"
+        "import torch; from helpers import device_runs;"
         "assert 'TRITON_INTERPRET' not in os.environ;"
         "assert device_runs.ON_GPU and device_runs.DEVICE == torch.device('cuda')"
     )

@@ -14,8 +14,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from device_runs import ON_GPU, checked, placed
-from forked import run
+from helpers.device_runs import ON_GPU, checked, placed
+from helpers.forked import run
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles.attention_oracle import (

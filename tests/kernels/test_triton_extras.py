@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from device_runs import DEVICE, checked, placed
+from helpers.device_runs import DEVICE, checked, placed
+from helpers.thinned import slow_except
 from oracles.attention_oracle import PATTERNS, Case, assert_close, inputs
-from thinned import slow_except
 from torch import Tensor
 
 import sparsering as sr

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from thinned import thinned
+from helpers.thinned import thinned
 from torch import Tensor
 
 import sparsering as sr

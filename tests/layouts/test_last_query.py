@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from helpers.thinned import thinned
 from oracles.attention_oracle import PATTERNS, Case, assert_close
-from thinned import thinned
 
 import sparsering as sr
 from sparsering.kernels.triton import walk as triton_walk

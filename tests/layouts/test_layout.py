@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.thinned import slow_except
 from hypothesis import strategies as st
 from oracles.patterns_oracle import Spec, build, is_mixture, leaves
 from oracles.strategies import LAYOUT_BLOCK_SIZES, Scene, cases, examples
-from thinned import slow_except
 from torch import Tensor
 
 import sparsering as sr

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import run
+from helpers.forked import run
 from hypothesis import strategies as st
 from oracles.patterns_oracle import Spec, build
 from oracles.strategies import LAYOUT_BLOCK_SIZES, Scene, cases, examples

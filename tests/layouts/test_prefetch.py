@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 import torch
-from forked import run
+from helpers.forked import run
 from oracles.every_pattern import INDICES, NAMES, one_of_each
 
 import sparsering as sr

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from thinned import thinned
+from helpers.thinned import thinned
 
 import sparsering as sr
 from sparsering.models import LongNetLM, longnet

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.thinned import thinned
 from oracles.attention_oracle import assert_close
-from thinned import thinned
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -7,11 +7,11 @@ compile for the first time, so that only a few cases are fast tests.
 from collections.abc import Callable
 from typing import Any
 
-import device_runs
 import pytest
 import torch
 from calls import LONGNET, WINDOW
 from gpu_stub import CAPABILITIES, counted, gpu
+from helpers import device_runs
 from torch import Tensor
 
 import sparsering as sr

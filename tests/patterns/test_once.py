@@ -4,7 +4,7 @@ import threading
 
 import pytest
 import torch
-from forked import run
+from helpers.forked import run
 
 import sparsering as sr
 from sparsering.patterns.once import bytes_held, once

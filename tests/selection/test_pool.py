@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from helpers.thinned import thinned
 from oracles import blocks_oracle
-from thinned import thinned
 
 import sparsering as sr
 from sparsering.selection import block_scores, pool_blocks, remainder_attention, select_blocks

@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from ring_workers import groups, workers_of
+from helpers.ring_workers import groups, workers_of
 from torch import Tensor
 
 from sparsering.selection import PatternRefiner, block_scores

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
+from helpers.thinned import slow_except
 from oracles import blocks_oracle
-from thinned import slow_except
 from torch import Tensor
 
 import sparsering as sr

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from ring_workers import Workers, workers_of
+from helpers.ring_workers import Workers, workers_of
 from torch.distributed.tensor import DTensor
 
 from examples import train_over_ranks

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from forked import FORKED
+from helpers.forked import FORKED
 
 MAX_WORLD = 8
 _TIMEOUT = 120.0  # of the tests; nothing should take as long
