@@ -1,7 +1,7 @@
 """Calls of tiny models by several ranks, and the same calls in one process, to compare them."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ring_workers import Workers, groups
+from parallel_training import full_precision
 from torch import Tensor
 from transformers import (
     BertForMaskedLM,
@@ -70,25 +71,6 @@ class Case:
     train: bool = True
     gradients: bool = True
     steps: int = 0  # of an optimizer, instead of one backward pass
-
-
-@contextmanager
-def full_precision() -> Iterator[None]:
-    """Computes losses, norms and softmax of float64 tensors in float64, not in float32."""
-    softmax, to = torch.nn.functional.softmax, Tensor.to
-
-    def softmax_of(x: Tensor, dim: int | None = None, dtype: Any = None, **more: Any) -> Tensor:
-        return softmax(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype, **more)
-
-    def cast(x: Tensor, *args: Any, **more: Any) -> Tensor:
-        lowers = torch.float32 in args or more.get("dtype") is torch.float32
-        return x if x.dtype == torch.float64 and lowers else to(x, *args, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.nn.functional, "softmax", softmax_of)
-        patch.setattr(Tensor, "to", cast)
-        patch.setattr(Tensor, "float", lambda x, **_: cast(x, torch.float32))
-        yield
 
 
 def build(case: Case) -> Any:

@@ -1,12 +1,11 @@
 """The compiled kernel's tables equal those of torch's operators, bit for bit."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from helpers.forked import run
+from helpers.torch_tables import only_torch
 from hypothesis import strategies as st
 from oracles.patterns_oracle import Spec, build
 from oracles.strategies import LAYOUT_BLOCK_SIZES, Scene, cases, examples
@@ -14,7 +13,7 @@ from oracles.strategies import LAYOUT_BLOCK_SIZES, Scene, cases, examples
 import sparsering as sr
 from sparsering.kernels.cpu.build import library
 from sparsering.layouts import compile as compiler
-from sparsering.layouts import lower, tiles
+from sparsering.layouts import lower
 from sparsering.layouts.layout import BlockLayout
 from sparsering.layouts.leaves import Linear
 from sparsering.patterns.algebra import Frame
@@ -22,17 +21,6 @@ from sparsering.patterns.varlen_mask import Varlen
 
 CPU = torch.device("cpu")
 FIELDS = ("query_start", "query_stop", "key_start", "key_stop", "row_ptr", "key_tile", "bitmap")
-
-
-@contextmanager
-def only_torch() -> Iterator[None]:
-    """Hides the compiled kernel from the layouts that are built in the block."""
-    before = tiles.kernel_operators
-    tiles.kernel_operators = lower.kernel_operators = lambda: None
-    try:
-        yield
-    finally:
-        tiles.kernel_operators = lower.kernel_operators = before
 
 
 def assert_equal(a: BlockLayout, b: BlockLayout) -> None:

@@ -1,10 +1,10 @@
 """Counts of a pattern's work, beside its layout written out pair by pair."""
 
 import pytest
+from helpers.torch_tables import evaluations
 
 import sparsering as sr
-from sparsering.layouts import compile as compile_module
-from sparsering.layouts.compile import compile_table, evaluate
+from sparsering.layouts.compile import compile_table
 from sparsering.layouts.layout import tile_counts
 from sparsering.patterns.algebra import Frame
 from sparsering.planning import work as work_module
@@ -117,16 +117,10 @@ def test_tiles_that_are_seen_whole_are_counted_without_a_list(pattern, monkeypat
     ],
     ids=str,
 )
-def test_small_blocks_by_distance_are_evaluated_once_a_kind(pattern, same, monkeypatch):
-    evaluated = []
-
-    def counted_cells(mask, pairs, *args):
-        evaluated.append(len(pairs))
-        return evaluate(mask, pairs, *args)
-
-    monkeypatch.setattr(compile_module, "evaluate", counted_cells)
-    layout = pattern.layout(1 << 13, block_size=128)
-    assert sum(evaluated) <= 3 * 3 * 3 + 3  # 190 pairs of tiles are visited
+def test_small_blocks_by_distance_are_evaluated_once_a_kind(pattern, same):
+    with evaluations() as pairs:
+        layout = pattern.layout(1 << 13, block_size=128)
+    assert 0 < sum(pairs) <= 3 * 3 * 3 + 3  # 190 pairs of tiles are visited
     short = pattern.layout(1000, block_size=128)
     dense = pattern.to_dense(1000).view(1000, 1000)
     assert (short.to_dense().view(1000, 1000) == dense).all()
