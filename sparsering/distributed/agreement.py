@@ -7,7 +7,6 @@ its shard, whether it failed, and its dropout seed.
 import contextlib
 import hashlib
 import math
-import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -103,9 +102,8 @@ def agree_on_call(exchange: Exchange, backward: bool, call: RingCall) -> Agreeme
             if budget is not None or name == compression:
                 errors[i] = max(_error(x, name) for x in (call.key, call.value))
     if budget is not None:
-        bits = [struct.unpack("<q", struct.pack("<d", error))[0] for error in errors]
-        columns = zip(*exchange.agree(bits), strict=True)
-        worst = [max(struct.unpack("<d", struct.pack("<q", x))[0] for x in xs) for xs in columns]
+        bits = torch.tensor(errors, dtype=torch.float64).view(torch.int64).tolist()
+        worst = torch.tensor(exchange.agree(bits)).view(torch.float64).amax(0).tolist()
         formats = [
             (wire_format(name, call.query.dtype).row_bytes(64, 64), of_all, name)
             for name, of_all in zip(FORMATS, worst, strict=True)

@@ -161,7 +161,7 @@ def _pairs(
     rule: Condition, grid: Grid, size: int, frame: Frame, queries: Cut, keys: Cut
 ) -> Iterator[TilePairs]:
     """Yields batches of tile pairs in which some (query, key) pair may satisfy the rule."""
-    offset = 0 if grid.anchor is None else grid.anchor.offset_of(0, 1)
+    offset = grid.offset_of(0, 1)
     every_q, k = (grid.axis(pieces.ranges, size, offset) for pieces in (queries, keys))
     for rows in torch.arange(len(every_q)).split(_ROWS_AT_A_TIME):
         q = every_q[rows]

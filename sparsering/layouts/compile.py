@@ -257,15 +257,10 @@ class _Term(NamedTuple):
 
     @classmethod
     def of(cls, ground: Ground, grid: Grid, mask: Mask, frame: Frame, block_size: int) -> "_Term":
-        tokens, anchor = tokens_of_tile(mask, grid, block_size), grid.anchor
-        num_axes = 1 if anchor is None else anchor.num_tables(frame)
-        queries: list[Axis] = []
-        keys: list[Axis] = []
-        for head in range(num_axes):
-            offset = 0 if anchor is None else anchor.offset_of(head, frame.num_kv_heads)
-            keys.append(ground.keys(grid, block_size, offset))
-            alike = tokens == block_size and ground.is_square
-            queries.append(keys[-1] if alike else ground.queries(grid, tokens, offset))
+        num_axes = 1 if grid.anchor is None else grid.anchor.num_tables(frame)
+        offsets = (grid.offset_of(head, frame.num_kv_heads) for head in range(num_axes))
+        axes = [axes_of(ground, grid, mask, block_size, offset) for offset in offsets]
+        queries, keys = [tiles for tiles, _ in axes], [tiles for _, tiles in axes]
         num_tables = mask.num_tables(frame)
         rows: list[list[Mask]] = []
         axis_of: dict[Mask, int] = {}
@@ -301,10 +296,16 @@ def _compile_pass(
     return CompiledPass(queries, keys, shared, bitmaps, mean, branch, origins)
 
 
-def tokens_of_tile(mask: Mask, grid: Grid, block_size: int) -> int:
-    """Returns how many queries a tile may have, so that none spans two rows of a selection."""
+def axes_of(
+    ground: Ground, grid: Grid, mask: Mask, block_size: int, offset: int
+) -> tuple[Axis, Axis]:
+    """Cuts query tiles and key tiles, from `offset` tokens after the start of each segment."""
+    keys = ground.keys(grid, block_size, offset)
     rows = [x.row_size for x in selections_of(mask)] if grid == Grid(1, block_size) else []
-    return math.gcd(block_size, *rows)
+    tokens = math.gcd(block_size, *rows)  # so that no query tile spans two rows of a selection
+    if tokens == block_size and ground.is_square:
+        return keys, keys
+    return ground.queries(grid, tokens, offset), keys
 
 
 def compile_table(

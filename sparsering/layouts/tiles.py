@@ -50,11 +50,12 @@ class Grid:
         """Sort key: tiles of a grid with a higher key contain fewer pairs outside the mask."""
         return self.step, self.documents is not None, self.segment
 
-    def axis(self, ranges: Ranges, block_size: int, offset: int) -> "Axis":
-        """Returns tiles of the positions in `ranges`; no tile crosses the end of a range.
+    def offset_of(self, kv_head: int, num_kv_heads: int) -> int:
+        """Returns the number of tokens from the start of a segment to a head's first tile."""
+        return 0 if self.anchor is None else self.anchor.offset_of(kv_head, num_kv_heads)
 
-        `offset`: number of tokens from the start of a segment to its first tile.
-        """
+    def axis(self, ranges: Ranges, block_size: int, offset: int) -> "Axis":
+        """Returns tiles of the positions in `ranges`; no tile crosses the end of a range."""
         if (kernel := kernel_operators()) is not None:
             cut = self.step, self.segment, self.residues, block_size, offset
             edges = [edge for pair in ranges for edge in pair]

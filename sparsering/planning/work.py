@@ -16,12 +16,12 @@ from torch import Tensor
 
 from ..kernels.cpu.build import library
 from ..layouts.cache import layout_cache
-from ..layouts.compile import checked_block_size, compile_table, terms_of, tokens_of_tile
+from ..layouts.compile import axes_of, checked_block_size, compile_table, terms_of
 from ..layouts.documents import Ground, ground_of
 from ..layouts.layout import BlockLayout, Pass, tile_counts
 from ..layouts.leaves import FULL, VARIES
 from ..layouts.lower import condition
-from ..layouts.tiles import Axis, Grid, Origin, Spans, TilePairs
+from ..layouts.tiles import Axis, Origin, Spans, TilePairs
 from ..numerics import round_up
 from ..patterns.algebra import Frame, Mask, Pattern, check_fits
 from ..patterns.once import one_thread
@@ -220,12 +220,13 @@ def _sampled(
         shapes = []
         sums = [0.0] * 5
         for table in sampled_tables:
-            head, offset = table * frame.num_heads // tables, 0
-            if grid.anchor is not None:
-                offset = grid.anchor.offset_of(frame.kv_head(head), frame.num_kv_heads)
+            head = table * frame.num_heads // tables
+            offset = grid.offset_of(frame.kv_head(head), frame.num_kv_heads)
             key = number, offset
             if key not in tiles_of_pass:
-                tiles_of_pass[key] = _tiles(ground, grid, mask, frame, block_size, offset)
+                queries, keys = axes_of(ground, grid, mask, block_size, offset)
+                before = _tokens_before(keys.count.clamp(min=0))
+                tiles_of_pass[key] = _Tiles(queries, keys, *keys.runs(_RUN), before)
             tiles, mask_of_head = tiles_of_pass[key], mask.at(0, head, frame)
             for places, weight in _draws(len(tiles.queries), num_tiles):
                 queries = tiles.queries[places]
@@ -250,18 +251,6 @@ def _sampled(
         size += 16 * (p.query_tiles + p.key_tiles)
     known = "extrapolated from some query tiles"
     return Work(frame, block_size, pairs, tuple(passes), int(size), 0, known)
-
-
-def _tiles(
-    ground: Ground, grid: Grid, mask: Mask, frame: Frame, block_size: int, offset: int
-) -> _Tiles:
-    """Builds all tiles of a head, cut by `grid` from `offset` tokens after each segment's start."""
-    keys = ground.keys(grid, block_size, offset)
-    tokens = tokens_of_tile(mask, grid, block_size)
-    queries = (
-        keys if tokens == block_size and ground.is_square else ground.queries(grid, tokens, offset)
-    )
-    return _Tiles(queries, keys, *keys.runs(_RUN), _tokens_before(keys.count.clamp(min=0)))
 
 
 def _runs(
