@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..layouts.bitmaps import count_pairs as count_bits
 from ..layouts.bitmaps import unpack
 from ..layouts.compile import evaluate
 from ..layouts.leaves import EMPTY, FULL, Condition, Origin, TilePairs
@@ -201,7 +202,7 @@ def _visited_keys(
             yield from _visited_keys(rule, mask, parts, numbers, size // _SPLIT, frame)
         return
     kind, first = _kinds(rule, pairs)
-    bitmaps, _ = evaluate(mask, pairs[first], frame, size)
+    bitmaps = evaluate(mask, pairs[first], frame, size)
     slots = torch.arange(size)
     real_q, real_k = (slots < tile.count[first, None] for tile in (pairs.q, pairs.k))
     visited = (unpack(bitmaps, size) & real_q[:, :, None]).any(1) & real_k
@@ -226,7 +227,8 @@ def _pairs_of(rule: Condition, mask: Mask, pairs: TilePairs, size: int, frame: F
     kind, first = _kinds(rule, pairs)
     pairs = pairs[first]
     if size == _LEAF:
-        _, counts = evaluate(mask, pairs, frame, size)
+        bitmaps = evaluate(mask, pairs, frame, size)
+        counts = count_bits(bitmaps, torch.arange(len(pairs)), pairs.q.count, pairs.k.count)
     else:
         counts = torch.zeros(len(first), dtype=torch.int64)
         for part in torch.arange(len(first)).split(_AT_A_TIME // _SPLIT**2):

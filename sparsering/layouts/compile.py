@@ -370,7 +370,7 @@ def _cells(
         packed = torch.empty(len(part), block_size**2 // 8, dtype=torch.uint8)
         groups = [(torch.arange(len(part)), frame)]
         for which, own in tiles.origin.frames(frame, mask.asks_frame) if in_document else groups:
-            packed[which] = _bitmaps(mask, tiles[which], own, block_size)
+            packed[which] = evaluate(mask, tiles[which], own, block_size)
         cut = torch.nonzero((q_count[part] < block_size) | (k_count[part] < block_size))[:, 0]
         if len(cut):  # positions past a tile's end have no bits
             slots = torch.arange(block_size)
@@ -403,13 +403,7 @@ def _largest_of_kind(
     return kind, torch.full((int(kind.max()) + 1,), -1).scatter_reduce(0, kind, number, "amax")
 
 
-def evaluate(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> tuple[Tensor, Tensor]:
-    """Returns the packed bitmap of each pair of tiles, and its number of attending pairs."""
-    bitmaps = _bitmaps(mask, pairs, frame, block_size)
-    return bitmaps, count_pairs(bitmaps, torch.arange(len(pairs)), pairs.q.count, pairs.k.count)
-
-
-def _bitmaps(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> Tensor:
+def evaluate(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> Tensor:
     """Evaluates a mask on pairs of tiles, packed [pairs, block_size ** 2 / 8]."""
     bitmaps = [torch.zeros(0, block_size**2 // 8, dtype=torch.uint8)]
     for part in torch.arange(len(pairs)).split(max(1, _MOST_CELLS // block_size**2)):

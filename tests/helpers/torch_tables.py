@@ -25,12 +25,12 @@ def only_torch() -> Iterator[None]:
 def evaluations() -> Iterator[list[int]]:
     """Lists how many pairs of tiles each evaluation of a mask has, in layouts of the block."""
     counts: list[int] = []
-    bitmaps = compiler._bitmaps
+    evaluate = compiler.evaluate
 
     def counted(mask: sr.Mask, pairs: tiles.TilePairs, *rest: Any) -> Tensor:
         counts.append(len(pairs))
-        return bitmaps(mask, pairs, *rest)
+        return evaluate(mask, pairs, *rest)
 
     with only_torch(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compiler, "_bitmaps", counted)
+        patch.setattr(compiler, "evaluate", counted)
         yield counts
