@@ -39,11 +39,13 @@ def _walk(value: Tensor, size: Tensor, key: Tensor, inverse: bool) -> Tensor:
 def _network(value: Tensor, half_bits: Tensor, key: Tensor, inverse: bool) -> Tensor:
     """Runs the rounds; the inverse runs them in reverse order, on swapped halves."""
     half_mask = (1 << half_bits) - 1
-    halves = value >> half_bits, value & half_mask
-    left, right = halves[::-1] if inverse else halves
-    for number in reversed(range(_ROUNDS)) if inverse else range(_ROUNDS):
+    left, right, rounds = value >> half_bits, value & half_mask, range(_ROUNDS)
+    if inverse:
+        left, right, rounds = right, left, rounds[::-1]
+    for number in rounds:
         left, right = right, left ^ (_scramble(right, key, number) & half_mask)
-    left, right = (right, left) if inverse else (left, right)
+    if inverse:
+        left, right = right, left
     return (left << half_bits) | right
 
 
