@@ -92,8 +92,8 @@ def visible(words, bitmap, rows, first, TILE: tl.constexpr, WORD: tl.constexpr,
     along = tl.arange(0, COUNT)[None, :]
     bits = tl.zeros_like(rows[:, None] + along)
     for w in tl.static_range((COUNT + WORD - 1) // WORD):
-        inside = (bitmap >= 0) & (rows[:, None] < TILE) & (first // WORD + w < LINE)
-        word = tl.load(line + first // WORD + w, mask=inside, other=-1).to(tl.int32)
+        lines = tl.where((bitmap >= 0) & (first // WORD + w < LINE), TILE, 0)  # that have the word
+        word = tl.load(line + first // WORD + w, mask=rows[:, None] < lines, other=-1).to(tl.int32)
         bit = word & (1 << (along & (WORD - 1)))
         bits = tl.where((along & ~(WORD - 1)) == w * WORD, bit, bits)
     return bits
