@@ -16,28 +16,18 @@ from ..patterns.arguments import shortened
 
 @dataclass(frozen=True)
 class Machine:
-    """One accelerator, or one CPU socket, as its maker describes it or as it was measured.
+    """One accelerator, or one CPU socket, as its maker describes it or as it was measured."""
 
-    Attributes:
-        name: the name that `named` accepts.
-        kind: "gpu" or "cpu".
-        memory_bytes: size of the device's memory; None for server CPUs, whose owners choose it.
-        bandwidth: bytes/s of the memory.
-        peaks: FLOP/s of dense products by dtype name; empty if the maker does not publish them.
-        link_bandwidth: bytes/s that one device receives from its peers; None if it depends on the
-            network.
-        source: publication that the figures come from.
-        known: "published" or "measured here".
-    """
-
-    name: str
-    kind: str
-    memory_bytes: int | None
-    bandwidth: float
+    name: str  # the name that `named` accepts
+    kind: str  # "gpu" or "cpu"
+    memory_bytes: int | None  # of the device; None for server CPUs, whose owners choose it
+    bandwidth: float  # bytes/s of the memory
+    # FLOP/s of dense products by dtype name; empty if the maker does not publish them
     peaks: dict[str, float] = field(hash=False)
+    # bytes/s that one device receives from its peers; None if it depends on the network
     link_bandwidth: float | None
-    source: str
-    known: str = "published"
+    source: str  # publication that the figures come from
+    known: str = "published"  # or "measured here"
 
     def peak(self, dtype: str) -> float:
         """FLOP/s of dense products in a dtype, such as "float32"; infinite if not published."""
