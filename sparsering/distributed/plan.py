@@ -7,13 +7,14 @@ A plan is arithmetic on the pattern. It needs no processes, and all ranks comput
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..checks import check_pattern
 from ..layouts.cache import layout_cache
-from ..layouts.compile import checked_block_size
+from ..layouts.compile import checked_block_size, default_block_size
 from ..layouts.terms import distinct_heads, distinct_kv_heads
 from ..layouts.tiles import Ranges
 from ..numerics import sum_dtype
@@ -304,6 +305,12 @@ class RingPlan:
     def is_even(self) -> bool:
         """True if ranks receive nothing and have equal loads, so that no sharding costs less."""
         return self.cost == float(f"{float(self.loads.mean() / max(1, self.frame.num_heads)):.6g}")
+
+
+def default_plan(pattern: Pattern, seq_len: int, world_size: int, **options: Any) -> RingPlan:
+    """Builds a plan for the default block size of `attention`; `options`: of `RingPlan.build`."""
+    size = default_block_size(pattern, seq_len)
+    return RingPlan.build(pattern, seq_len, world_size, block_size=size, **options)
 
 
 def _plan(

@@ -16,10 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks import check_batch, check_pattern
 from ..layouts.cache import layout_cache, place_of
-from ..layouts.compile import default_block_size
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer
-from .plan import RingPlan
+from .plan import RingPlan, default_plan
 from .rank_layouts import guest_step, local_step, round_step
 from .ring import resolve_group
 from .sharding import check_sharding
@@ -73,8 +72,7 @@ def prefetch(
     place = place_of(device)  # "cuda:0" rather than "cuda", as in the keys of the cache
 
     def build() -> RingPlan:
-        size = default_block_size(pattern, seq_len)
-        plan = RingPlan.build(pattern, seq_len, world, **heads, sharding=sharding, block_size=size)
+        plan = default_plan(pattern, seq_len, world, sharding=sharding, **heads)
         steps = [local_step(plan, rank, place)]
         steps += [round_step(plan, rank, n, batch_size, place) for n in range(len(plan.rounds))]
         if plan.owners_at(rank):

@@ -19,11 +19,10 @@ from ..checks import check_batch, check_inputs, refuse_forward_mode
 from ..dispatch import BACKENDS, choose
 from ..extras import Extras
 from ..kernels.problem import Problem, sink_gradient
-from ..layouts.compile import default_block_size
 from ..numerics import add_sink, merge_into
 from ..patterns.algebra import Pattern
 from ..patterns.keys import key_mask, without_key_masks
-from .plan import RingPlan
+from .plan import RingPlan, default_plan
 from .rank_layouts import Step, guest_step, local_step, round_step
 from .sharding import local_index, positions
 from .wire import Wire
@@ -63,15 +62,8 @@ def plan_of_call(
 ) -> RingPlan:
     """Builds a call's plan; ValueError if the pattern does not fit `query`, `key` or `length`."""
     check_batch(pattern, query.shape[0])
-    return RingPlan.build(
-        pattern,
-        length,
-        world,
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        sharding=sharding,
-        block_size=default_block_size(pattern, length),
-    )
+    heads = {"num_heads": query.shape[1], "num_kv_heads": key.shape[1]}
+    return default_plan(pattern, length, world, sharding=sharding, **heads)
 
 
 class Saved(NamedTuple):

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 
 from ..distributed import RingPlan, ring_attention, shard
-from ..layouts.compile import default_block_size
+from ..distributed.plan import default_plan
 from ..models.longnet import LongNetLM
 from ..nn.transformer import Attend
 from .recipe import Recipe
@@ -151,14 +151,8 @@ class Ranks:
 
     def plan(self, model: LongNetLM, length: int) -> RingPlan:
         """Plans the model's ring attention over a sequence of `length` tokens."""
-        return RingPlan.build(
-            model.pattern,
-            length,
-            self.size("sp"),
-            num_heads=model.num_heads,
-            sharding=self.sharding,
-            block_size=default_block_size(model.pattern, length),
-        )
+        options = {"num_heads": model.num_heads, "sharding": self.sharding}
+        return default_plan(model.pattern, length, self.size("sp"), **options)
 
     def loss(
         self, model: LongNetLM, tokens: Tensor, targets: Tensor, attend: Attend | None = None

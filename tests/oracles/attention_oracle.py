@@ -37,17 +37,8 @@ class Case:
     @classmethod
     def of(cls, scene: "Scene", head_dim: int, value_dim: int, block_size: int | None) -> "Case":
         """Builds a case from a drawn scene and widths."""
-        return cls(
-            scene.batch,
-            scene.num_heads,
-            scene.num_kv_heads,
-            scene.q_len,
-            scene.kv_len,
-            head_dim,
-            value_dim,
-            block_size,
-            scene.q_start,
-        )
+        sizes = scene.batch, scene.num_heads, scene.num_kv_heads, scene.q_len, scene.kv_len
+        return cls(*sizes, head_dim, value_dim, block_size, scene.q_start)
 
     @property
     def heads(self) -> dict[str, Any]:
