@@ -33,6 +33,7 @@ from .patterns.algebra import Frame, Pattern
 from .patterns.expression import parse, parse_owned
 from .patterns.keys import check_key_masks, key_mask
 from .patterns.selected import selections_of
+from .patterns.tree import check_distances
 from .streams import OUTSIDE_CUDA_GRAPHS
 
 
@@ -53,14 +54,15 @@ def attend(
     if pattern.tensors and not torch.compiler.is_compiling():
         remember(pattern)
     if backend.backward is not None:
-        tensors = [x for x in (*extras.in_use.values(), *pattern.tensors) if isinstance(x, Tensor)]
+        text, operands = pattern.operands
+        tensors = [x for x in (*extras.in_use.values(), *operands) if isinstance(x, Tensor)]
         if not recipe.plain:
             tensors += inputs
             refuse_forward_mode(*tensors)
         if recipe.learns or (tensors and needs_operator(*tensors)):
             return _attention(
-                **dict(zip(_NAMES[:3], inputs, strict=True)), tensors=pattern.tensors,
-                pattern=pattern.expression, scale=recipe.scale, q_start=recipe.q_start,
+                **dict(zip(_NAMES[:3], inputs, strict=True)), tensors=operands, pattern=text,
+                scale=recipe.scale, q_start=recipe.q_start,
                 block_size=recipe.block_size, backend=recipe.backend,
                 **{**_UNUSED, **extras.in_use},
             )  # fmt: skip
@@ -174,6 +176,8 @@ def _parsed_call(arguments: Sequence[Any]) -> tuple[CallRecipe, Pattern, Extras]
     call = dict(zip(_NAMES[3:], arguments[3:], strict=True))
     pattern = parse_owned(call.pop("pattern"), call.pop("tensors"))
     recipe = CallRecipe(*(call.pop(name) for name in ("backend", "scale", "q_start", "block_size")))
+    if call["distance_bias"] is not None:
+        check_distances(pattern)
     return recipe, pattern, Extras({name: x for name, x in call.items() if x is not None})
 
 
@@ -243,7 +247,8 @@ def _reference(
     """Computes dense attention by the pattern's definition; a layout only locates biased blocks."""
     query, key, _ = inputs
     dtype, factor = sum_dtype(query), None
-    call = query.detach(), key.detach(), pattern.tensors, pattern.expression, recipe.q_start
+    text, operands = pattern.operands
+    call = query.detach(), key.detach(), operands, text, recipe.q_start
     rest = {**_UNUSED, **extras.in_use}
     block_bias, slot_bias = rest.pop("block_bias"), rest.pop("slot_bias")
     p, seed, distance_bias = map(rest.pop, ("dropout_p", "dropout_seed", "distance_bias"))

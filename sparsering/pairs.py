@@ -16,7 +16,7 @@ from .dropout import kept_pairs
 from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.expression import parse
 from .patterns.selected import selections_of
-from .patterns.tree import distance_positions
+from .patterns.tree import check_distances, distance_positions
 
 
 def frame_of(query: Tensor, key: Tensor, q_start: int) -> Frame:
@@ -93,8 +93,9 @@ def distances_op(
     query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int
 ) -> Tensor:
     """Returns the key position minus the query position of every pair, int64 [Nq, Nk]."""
-    frame = frame_of(query, key, q_start)
-    position, key_position = distance_positions(parse(pattern, tensors), frame)
+    value = parse(pattern, tensors)
+    check_distances(value)
+    position, key_position = distance_positions(value, frame_of(query, key, q_start))
     return (key_position - position[:, None]).to(query.device)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .checks import check_pattern, check_tensor
 from .extras import ANYWHERE, refuse_options
@@ -43,8 +44,8 @@ def attention_varlen(
         key: [Tk, Hkv, D], H a multiple of Hkv.
         value: [Tk, Hkv, Dv].
         cu_q, cu_k: [documents + 1] cumulative lengths, not decreasing, from 0 to Tq and Tk: int32
-            or int64 tensors, or sequences of ints. Tensors on a GPU make the host wait; sequences
-            do not, and compile without a graph break.
+            or int64 tensors, or sequences of ints. Tensors on a GPU make the host wait. In compiled
+            functions tensors are data; sequences of ints are constants.
         pattern: a mask or a mixture, applied to each document; it cannot contain `KeyPadding` or
             `KeyMask`, which differ between documents.
         options: as the options of `attention`, without `q_start`, `block_bias` and `slot_bias`. A
@@ -89,8 +90,12 @@ def attention_varlen(
     return out[0].transpose(0, 1), lse[0]
 
 
-def _lengths(name: str, cumulative: object, tokens: int, items: str) -> tuple[int, ...]:
-    """Converts cumulative lengths to lengths; raises ValueError if they are malformed."""
+def _lengths(name: str, cumulative: object, tokens: int, items: str) -> tuple[int, ...] | Tensor:
+    """Converts cumulative lengths to lengths; raises ValueError if they are malformed.
+
+    While a compiler traces, a tensor of cumulative lengths gives one of lengths, which the operator
+    checks: -1 stands for a first cumulative length other than 0.
+    """
     way_out = "from lengths, compute torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
     if isinstance(cumulative, Tensor):
         check_tensor(name, cumulative, "[documents + 1] of integers")
@@ -103,6 +108,8 @@ def _lengths(name: str, cumulative: object, tokens: int, items: str) -> tuple[in
                 f"{name} must be an int32 or int64 tensor [documents + 1], got {cumulative.dtype} "
                 f"{tuple(cumulative.shape)}; {way_out}"
             )
+        if torch.compiler.is_compiling() or type(cumulative) is FakeTensor:
+            return torch.where(cumulative[:1] == 0, cumulative.long().diff(), -1)
     numbers = listed(name, cumulative)
     edges: list[Any] = [*map(index_of, numbers)] if isinstance(numbers, Sequence) else [None]
     if None in edges:

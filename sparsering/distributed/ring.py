@@ -24,6 +24,7 @@ from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import checked_flag, is_finite, shortened
 from ..patterns.expression import parse
+from ..patterns.tree import check_distances
 from .agreement import SCHEMA, RingCall, agree_on_call, check_lengths, error_budget, report_failure
 from .exchange import Exchange, Traffic
 from .network import Network
@@ -139,9 +140,10 @@ def ring_attention(
     if isinstance(dropout_seed, Tensor):  # `_begin` derives a seed per batch entry from it
         extras = extras.changed(dropout_seed=dropout_seed.expand(len(query)))
     fields = {name: extras[name] for name in ANYWHERE}
+    text, operands = pattern.operands
     out, lse = _ring(
         query=query, key=key, value=value, **fields, seed_is_given=seed_is_given,
-        tensors=pattern.tensors, pattern=pattern.expression, scale=scale, group=group.group_name,
+        tensors=operands, pattern=text, scale=scale, group=group.group_name,
         sharding=sharding, compression=compression, timeout=seconds, backend=name,
         differentiable=learns,
     )  # fmt: skip
@@ -267,6 +269,8 @@ def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
         lengths, compression, error, seed = agree_on_call(exchange, backward, call)
     exchange.traffic = Traffic(compression=compression, error=error)  # resets the message counts
     pattern = parse(call.pattern, [tensor.cpu() for tensor in call.tensors])
+    if call.extras["distance_bias"] is not None:
+        check_distances(pattern)
     plan = plan_of_call(pattern, sum(lengths), len(lengths), call.sharding, query, key)
     check_lengths(plan, lengths, exchange.rank)
     seeds = None

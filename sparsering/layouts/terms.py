@@ -176,7 +176,7 @@ def _typical(mask: Mask, length: int) -> Mask | None:
         case Tree(lengths, parents, pattern) if mask._own_batches() is None:
             edges = [0] * (len(lengths) + 1)  # of each node's path from its root; -1: above a root
             for node, parent in enumerate(parents):
-                edges[node] = edges[parent] + 1  # type: ignore[call-overload]
+                edges[node] = edges[parent] + 1
             number, inner = _rounded(len(lengths)), _typical(pattern, length)
             children = _rounded(round(number ** (1 / max(1, max(edges) - 1))))
             return None if inner is None else _documents(number, length, inner, "Tree", children)

@@ -6,7 +6,7 @@ in two of its branches counts twice in the softmax. Patterns are hashed and comp
 
 import operator
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from functools import reduce
 from itertools import product
@@ -31,10 +31,13 @@ class Pattern:
     """Base class of masks and mixtures: a frozen value that says which pairs attend.
 
     Its `expression` is text, in which t0, t1, ... stand for its `tensors`. `parse` reads both.
+    Lengths that came as a tensor are numbers in the text; `operands` has them as a tensor.
     """
 
     expression: str
     tensors: tuple[Tensor, ...]
+    _given: Mapping[str, Tensor] = {}  # lengths that came as a tensor, by field
+    _data: tuple[str, tuple[Tensor, ...]] | None = None  # text and tensors, with lengths as tensors
     _name: ClassVar[str] = ""  # name in the expression, "" for the name of the class
     __array_ufunc__ = None  # makes `array & pattern` call the pattern's operator, not NumPy's
 
@@ -47,26 +50,50 @@ class Pattern:
 
     def __post_init__(self) -> None:
         self._validate()
+        traced = torch.compiler.is_compiling()
         tensors: list[Tensor] = []
-        object.__setattr__(self, "expression", self._spell(tensors))
+        object.__setattr__(self, "expression", self._spell(tensors, traced))
         object.__setattr__(self, "tensors", tuple(tensors))
+        if not traced and (self._given or any(mask._data for mask in self._components())):
+            data: list[Tensor] = []
+            object.__setattr__(self, "_data", (self._spell(data, True), tuple(data)))
 
     def _validate(self) -> None:
         """Normalises and checks the constructor's arguments."""
 
-    def _spell(self, tensors: list[Tensor]) -> str:
-        """Returns the text of the pattern, and appends its tensors to `tensors`."""
+    def _spell(self, tensors: list[Tensor], as_data: bool) -> str:
+        """Returns the text of the pattern, and appends its tensors to `tensors`.
+
+        With `as_data`, lengths that came as a tensor are one of the tensors.
+        """
         values = []
-        for value in self._values():
+        for value in self._values(as_data):
             if isinstance(value, Tensor):
                 values.append(f"t{len(tensors)}")
                 tensors.append(value)
+            elif isinstance(value, Pattern):
+                values.append(_text(value, tensors, as_data))
             else:
-                values.append(_text(value, tensors) if isinstance(value, Pattern) else repr(value))
+                values.append(repr(value))
         return f"{self._name or type(self).__name__}({', '.join(values)})"
 
-    def _values(self) -> Iterator[Any]:
-        return (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+    def _values(self, as_data: bool = False) -> Iterator[Any]:
+        names = (field.name for field in fields(self))  # type: ignore[arg-type]
+        return (self._given_or_own(name) if as_data else getattr(self, name) for name in names)
+
+    def _given_or_own(self, name: str) -> Any:
+        """Returns a field, as the tensor of lengths that it came as, if it did."""
+        return self._given[name] if name in self._given else getattr(self, name)
+
+    @property
+    def operands(self) -> tuple[str, tuple[Tensor, ...]]:
+        """Text and tensors of the pattern as an operator takes them.
+
+        In a traced call they have lengths as tensors, so that its graph serves other lengths too.
+        """
+        if self._data is not None and torch.compiler.is_compiling():
+            return self._data
+        return self.expression, self.tensors
 
     def __repr__(self) -> str:
         return _VERSION.sub("", self.expression)
@@ -91,7 +118,7 @@ class Pattern:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles only the arguments: hashes and class numbers differ by process."""
-        return type(self), tuple(self._values())
+        return type(self), tuple(self._values(as_data=True))
 
     @property
     def branches(self) -> "tuple[Mask, ...]":
@@ -237,8 +264,9 @@ class Pattern:
     @property
     def own_length(self) -> int | None:
         """Smallest length in tokens that a mask in the pattern requires; None for any length."""
-        lengths = (mask.own_length for mask in self._components())
-        return min((length for length in lengths if length is not None), default=None)
+        lengths = [mask.own_length for mask in self._components()]
+        known = [length for length in lengths if length is not None]
+        return min(known) if known else None
 
     @property
     def restarts(self) -> "Restarts | None":
@@ -248,7 +276,7 @@ class Pattern:
     @property
     def num_streams(self) -> int:
         """Number of random streams for dropout in a batch entry: one, or one per document."""
-        return 1 if self.restarts is None else max(1, len(self.restarts[0]))
+        return 1
 
     def coordinates(self, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
         """Returns positions of queries [Nq] and keys [Nk], and documents of queries [Nq] (or 0)."""
@@ -330,8 +358,9 @@ class _Combination(Pattern):
     masks: tuple[Mask, ...]
     symbol: ClassVar[str]
 
-    def _spell(self, tensors: list[Tensor]) -> str:
-        return "(" + f" {self.symbol} ".join(_text(mask, tensors) for mask in self.masks) + ")"
+    def _spell(self, tensors: list[Tensor], as_data: bool) -> str:
+        parts = [_text(mask, tensors, as_data) for mask in self.masks]
+        return "(" + f" {self.symbol} ".join(parts) + ")"
 
     def _components(self) -> tuple[Mask, ...]:
         return self.masks
@@ -340,6 +369,11 @@ class _Combination(Pattern):
     def restarts(self) -> Restarts | None:
         restarts = {mask.restarts for mask in self.masks}
         return restarts.pop() if len(restarts) == 1 else None
+
+    @property
+    def num_streams(self) -> int:
+        same = torch.compiler.is_compiling() or self.restarts is not None
+        return self.masks[0].num_streams if same else 1
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -404,9 +438,10 @@ class Not(Mask):
         return (self.mask,)
 
 
-def _text(part: Pattern, tensors: list[Tensor]) -> str:
+def _text(part: Pattern, tensors: list[Tensor], as_data: bool) -> str:
     """Returns the text of a part; its tensors go behind `tensors`, with numbers from there on."""
-    return part._spell(tensors) if part.tensors else part.expression
+    has_tensors = part.tensors or (as_data and part._data)
+    return part._spell(tensors, as_data) if has_tensors else part.expression
 
 
 def joined_masks(pattern: Pattern) -> Iterator[Mask]:

@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ..rows import mix
 
 MOST_TOKENS = 1 << 53
 """The largest length in a pattern, so that sums of positions fit in 64 bits."""
 
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 _SAMPLE = 1 << 14  # a tensor's hash reads at most this many elements, evenly spaced
 
 
@@ -169,6 +171,49 @@ def checked_dtype(name: str, value: object) -> torch.dtype | None:
             f"{name} must be a dtype such as torch.float32 or None, got {shortened(repr(value))}"
         )
     return value
+
+
+def freeze_lengths(pattern: Any, name: str, least: int = 0, nested: bool = True) -> None:
+    """Replaces a field of a frozen pattern by a tuple of ints, or by one per batch entry.
+
+    A tensor of integers, [n] or with `nested` [B, n], is kept beside them, as data of traced calls.
+    While a compiler traces, it is without numbers, and stays the field; the operator checks it.
+    """
+    value, label = getattr(pattern, name), f"{type(pattern).__name__} {name}"
+    if isinstance(value, Tensor) and (torch.compiler.is_compiling() or type(value) is FakeTensor):
+        if value.dtype not in INTEGERS or value.dim() not in ((1, 2) if nested else (1,)):
+            raise ValueError(
+                f"{label} must be an int64 tensor [n]{' or [B, n]' * nested}, got "
+                f"{kind_of(value)}; torch.tensor([...]) of ints makes one"
+            )
+        object.__setattr__(pattern, name, value.detach().to(torch.int64, copy=True))
+        return
+    lengths: Any = listed(label, value)
+    first: Any = lengths[0] if isinstance(lengths, Sequence) and len(lengths) else None
+    each = not isinstance(first, int) and (
+        isinstance(first, Sequence) or (hasattr(first, "ndim") and first.ndim == 1)
+    )
+    if nested and each and not isinstance(first, str):
+        label += " of a batch entry"
+        lengths = tuple(checked_integers(label, entry, least) for entry in lengths)
+    else:
+        lengths = checked_integers(label, lengths, least)
+    object.__setattr__(pattern, name, lengths)
+    if isinstance(value, Tensor):
+        given = {**pattern._given, name: value.detach().to("cpu", torch.int64, copy=True)}
+        object.__setattr__(pattern, "_given", given)
+
+
+def per_entry(lengths: Any) -> bool:
+    """Whether lengths are one sequence per batch entry, not one for all."""
+    if isinstance(lengths, Tensor):
+        return lengths.dim() == 2
+    return bool(lengths) and isinstance(lengths[0], tuple)
+
+
+def same_lengths(a: tuple[int, ...] | Tensor, b: tuple[int, ...] | Tensor) -> bool:
+    """Whether lengths are equal; while a compiler traces, whether they are one tensor."""
+    return a is b or (isinstance(a, tuple) and isinstance(b, tuple) and a == b)
 
 
 def same_tensor(a: Tensor, b: Tensor) -> bool:

@@ -140,8 +140,8 @@ def _in_state(cls: type[Mask], *values: Any, _state: str = "", **named: Any) -> 
     return pattern
 
 
-def _spell(self: Any, tensors: list[Tensor]) -> str:
-    text = Pattern._spell(self, tensors)
+def _spell(self: Any, tensors: list[Tensor], as_data: bool) -> str:
+    text = Pattern._spell(self, tensors, as_data)
     if torch.compiler.is_compiling() or not self._state:
         return text
     return f"{text[:-1]}{', ' * (text[-2] != '(')}_state={self._state!r})"

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..streams import capturing, moved
 from .algebra import And, Frame, Mask, Mixture, Pattern
-from .arguments import freeze_integers, same_tensor, shortened
+from .arguments import freeze_lengths, same_lengths, same_tensor, shortened
 from .blocks import TensorMask
 from .positions import GlobalTokens, intersection
 
@@ -22,19 +22,21 @@ from .positions import GlobalTokens, intersection
 class KeyPadding(Mask):
     """A query of a batch entry sees the first `lengths[batch]` keys; the other keys are padding.
 
+    `lengths`: a sequence of ints, or an int64 tensor [B], which is data of compiled functions.
+
     Example: `Causal() & KeyPadding((100, 256))` for a batch of two, padded on the right.
     """
 
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...] | Tensor
 
     def _validate(self) -> None:
-        freeze_integers(self, "lengths", 0)
+        freeze_lengths(self, "lengths", nested=False)
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
-        return GlobalTokens(self.lengths[batch], rows=False)
+        return GlobalTokens(int(self.lengths[batch]), rows=False)
 
     def num_batches(self) -> int | None:
-        return len(self.lengths)
+        return len(self._given_or_own("lengths"))
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -145,7 +147,9 @@ def _same(a: KeyMask | KeyPadding, b: KeyMask | KeyPadding) -> bool:
         if a.valid is b.valid or torch.compiler.is_compiling() or a.valid.device.type != "cpu":
             return a.valid is b.valid
         return same_tensor(a.valid, b.valid)
-    return isinstance(a, KeyPadding) and isinstance(b, KeyPadding) and a.lengths == b.lengths
+    if isinstance(a, KeyPadding) and isinstance(b, KeyPadding):
+        return same_lengths(a.lengths, b.lengths)
+    return False
 
 
 def check_key_masks(masks: KeyMasks, batch: int, kv_len: int) -> None:

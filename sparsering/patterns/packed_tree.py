@@ -6,10 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import kind_of
+from .arguments import INTEGERS, kind_of
 from .tree import Tree
-
-_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class PackedTree(NamedTuple):
@@ -125,7 +123,7 @@ def _checked(sequences: Sequence[Tensor]) -> list[Tensor]:
             "[torch.tensor([1, 2, 3])]"
         )
     for number, row in enumerate(sequences):
-        fits = isinstance(row, Tensor) and row.dtype in _INTEGERS and row.dim() == 1 and len(row)
+        fits = isinstance(row, Tensor) and row.dtype in INTEGERS and row.dim() == 1 and len(row)
         if not fits or row.device != sequences[0].device:
             raise ValueError(
                 "pack_tree needs 1-D tensors of at least one integer, all on one device, got "

@@ -14,7 +14,8 @@ from .arguments import (
     checked_integers,
     freeze_integer,
     freeze_integers,
-    listed,
+    freeze_lengths,
+    per_entry,
     shortened,
 )
 
@@ -214,8 +215,11 @@ def LongNet(  # noqa: N802 - named like a mask class, since it constructs a patt
     return masks[0] if len(masks) == 1 else Mixture(masks)
 
 
-Lengths = tuple[int, ...] | tuple[tuple[int, ...], ...]
-"""Document lengths: one tuple for all batch entries, or one tuple per batch entry."""
+Lengths = tuple[int, ...] | tuple[tuple[int, ...], ...] | Tensor
+"""Document lengths: one tuple for all batch entries, or one tuple per batch entry.
+
+An int64 tensor, [n] or [B, n], stays one only while a compiler traces.
+"""
 
 
 class _InDocuments(Mask):
@@ -241,20 +245,11 @@ class _InDocuments(Mask):
         return torch.tensor(self.lengths, dtype=torch.int64).cumsum(0)
 
     def _validate(self) -> None:
-        """Replaces `lengths` by a tuple of ints, or by one such tuple per batch entry."""
-        label = f"{type(self).__name__} lengths"
-        lengths: Any = listed(label, self.lengths)
-        first: Any = lengths[0] if isinstance(lengths, Sequence) and len(lengths) else None
-        nested = isinstance(first, Sequence) or (hasattr(first, "ndim") and first.ndim == 1)
-        if not nested or isinstance(first, str):
-            freeze_integers(self, "lengths", 0)
-            return
-        label += " of a batch entry"
-        entries = tuple(checked_integers(label, entry, 0) for entry in lengths)
-        object.__setattr__(self, "lengths", entries)
+        freeze_lengths(self, "lengths")
 
     def _own_batches(self) -> int | None:
-        return len(self.lengths) if _per_entry(self.lengths) else None
+        lengths = self._given_or_own("lengths")
+        return len(lengths) if per_entry(lengths) else None
 
     def check(self, frame: Frame) -> None:
         for number, entry in enumerate(self.entries):
@@ -263,7 +258,7 @@ class _InDocuments(Mask):
             way_out = "give padding a document of its own"
             if entry[:1] == (0,) and entry[-1] == frame.kv_len:
                 way_out = "these look like cumulative lengths: pass their differences"
-            of = f" of batch entry {number}" if _per_entry(self.lengths) else ""
+            of = f" of batch entry {number}" if per_entry(self.lengths) else ""
             raise ValueError(
                 f"{type(self).__name__} lengths{of} must sum to the key length {frame.kv_len}, got "
                 f"{sum(entry)}; {way_out}"
@@ -275,7 +270,8 @@ class Documents(_InDocuments):
     """A query sees the keys of its own document; a sequence is divided into adjacent documents.
 
     `lengths`, in tokens, sum to Nk; a length may be 0. A sequence of ints is for all batch entries;
-    a sequence of sequences of ints has one per batch entry.
+    a sequence of sequences of ints has one per batch entry. An int64 tensor, [n] or [B, n], does
+    the same and is data of compiled functions: other lengths of its shape compile nothing again.
 
     Example: `Documents((100, 156))` for 256 tokens; pass the differences of cumulative lengths.
     """
@@ -283,7 +279,7 @@ class Documents(_InDocuments):
     lengths: Lengths
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
-        return Documents(self.entries[batch]) if _per_entry(self.lengths) else self
+        return Documents(self.entries[batch]) if per_entry(self.lengths) else self
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         ends = self.ends()
@@ -315,7 +311,7 @@ class Packed(_InDocuments):
         super()._validate()
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
-        lengths = self.entries[batch] if _per_entry(self.lengths) else self.lengths
+        lengths = self.entries[batch] if per_entry(self.lengths) else self.lengths
         return Packed(lengths, self.pattern.at(batch, head, frame))
 
     def check(self, frame: Frame) -> None:
@@ -338,11 +334,7 @@ def intersection(masks: Sequence[Mask]) -> Mask:
 
 def entries_of(lengths: Lengths) -> tuple[tuple[int, ...], ...]:
     """Returns a tuple of document lengths per batch entry, or only one if `lengths` is for all."""
-    return lengths if _per_entry(lengths) else (lengths,)  # type: ignore[return-value]
-
-
-def _per_entry(lengths: Lengths) -> bool:
-    return bool(lengths) and isinstance(lengths[0], tuple)
+    return lengths if per_entry(lengths) else (lengths,)  # type: ignore[return-value]
 
 
 def check_inner(name: str, pattern: object) -> None:

@@ -4,23 +4,20 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from .algebra import And, Frame, Mask, Mixture, Not, Or, Pattern
-from .arguments import checked_integers, listed, shortened
+from .arguments import checked_integers, freeze_lengths, listed, per_entry, shortened
 from .blocks import RandomBlocks
 from .once import once
-from .positions import Causal, Lengths, SlidingWindow, _InDocuments, _per_entry, check_inner
+from .positions import Causal, Lengths, SlidingWindow, _InDocuments, check_inner
 from .selected import SelectedBlocks
 
-Parents = tuple[int, ...] | tuple[tuple[int, ...], ...]
-"""Parents of nodes: one tuple for all batch entries, or one tuple per batch entry."""
-
-
-_CAUSAL = Causal()
+Parents = tuple[int, ...] | tuple[tuple[int, ...], ...] | Tensor
+"""Parents of nodes, in the forms of `Lengths`."""
 
 
 class Nodes(NamedTuple):
@@ -98,12 +95,13 @@ class Tree(_InDocuments):
     Node i has `lengths[i]` tokens and hangs below node `parents[i]` < i, or is a root (-1). The
     depth of a token is the number of tokens before it on its path from the root. Token p sees token
     k if k's node is p's own or one of its ancestors, and `pattern` holds for (depth of p, depth of
-    k). So siblings do not see each other, and `Tree(n, (-1,) * len(n), pattern)` has the pairs of
-    `Packed(n, pattern)`. Tree of a mixture is a mixture.
+    k), `Causal()` by default. So siblings do not see each other, and `Tree(n, (-1,) * len(n),
+    pattern)` has the pairs of `Packed(n, pattern)`. Tree of a mixture is a mixture.
 
     `lengths` sum to Nk and may be 0; both sequences are for all batch entries, or both have one
-    sequence per batch entry. Distances (`distance_bias`) are of depths; dropout counts tokens. A
-    mask of `pattern` that reads lengths gets the longest path's.
+    sequence per batch entry, or are tensors of such shapes, as in `Documents`. Distances
+    (`distance_bias`) are of depths; dropout counts tokens. A mask of `pattern` that reads lengths
+    gets the longest path's.
 
     Raises: ValueError for a parent that does not come before its node, and for a pattern that is
     bound to a length or to query rows of its own.
@@ -113,14 +111,16 @@ class Tree(_InDocuments):
 
     lengths: Lengths
     parents: Parents
-    pattern: Mask = _CAUSAL
+    pattern: Mask = None  # type: ignore[assignment]  # for Causal(), which no compiler takes here
 
-    def __new__(cls, lengths: Lengths, parents: Parents, pattern: Pattern = _CAUSAL) -> Any:
+    def __new__(cls, lengths: Lengths, parents: Parents, pattern: Pattern | None = None) -> Any:
         if isinstance(pattern, Mixture):  # Tree of a mixture is a mixture
             return Mixture(tuple(cls(lengths, parents, mask) for mask in pattern.branches))
         return super().__new__(cls)
 
     def _validate(self) -> None:
+        if cast(Any, self.pattern) is None:
+            object.__setattr__(self, "pattern", Causal())
         check_inner("Tree", self.pattern)
         bound = [mask for mask in _within(self.pattern) if _is_bound(mask)]
         if bound:
@@ -129,8 +129,12 @@ class Tree(_InDocuments):
                 "it to the Tree by &"
             )
         super()._validate()
+        if isinstance(self.parents, Tensor):
+            freeze_lengths(self, "parents", -1)
+        if isinstance(self.lengths, Tensor) or isinstance(self.parents, Tensor):
+            return  # a compiler traces: the operator checks the numbers
         given: Any = listed("Tree parents", self.parents)
-        nested = bool(self.lengths) and isinstance(self.lengths[0], tuple)
+        nested = per_entry(self.lengths)
         entries = given if nested and isinstance(given, Sequence) else (given,)
         if nested and not all(isinstance(x, Sequence) or hasattr(x, "ndim") for x in entries):
             raise ValueError(
@@ -165,7 +169,7 @@ class Tree(_InDocuments):
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         inner = self.pattern.at(batch, head, frame)
-        if _per_entry(self.lengths):
+        if per_entry(self.lengths):
             return Tree(self.entries[batch], self.parents[batch], inner)  # type: ignore[arg-type]
         return self if inner is self.pattern else replace(self, pattern=inner)
 
@@ -201,11 +205,16 @@ def common_tree(pattern: Pattern) -> Tree | None:
     for tree in chain(*found):
         if tree is None or tree.lengths != first.lengths or tree.parents != first.parents:
             return None
-    return None if _per_entry(first.lengths) else first
+    return None if per_entry(first.lengths) else first
 
 
 def check_distances(pattern: Pattern) -> None:
-    """Raises ValueError if a pattern has trees, but the distance of a pair is not of one tree."""
+    """Raises ValueError if a pattern has trees, but the distance of a pair is not of one tree.
+
+    A traced call leaves this to its operators, which have the numbers.
+    """
+    if torch.compiler.is_compiling():
+        return
     if common_tree(pattern) is None and any(any(True for _ in _trees(x)) for x in pattern.branches):
         raise ValueError(
             "a distance_bias with a Tree needs the same one Tree in every branch and batch entry, "
@@ -251,6 +260,6 @@ def _within(mask: Mask) -> Iterator[Mask]:
 
 
 def _is_bound(mask: Mask) -> bool:
-    has_parts = bool(mask._components())
-    own = mask.own_length is not None and (not has_parts or isinstance(mask, _InDocuments))
-    return own or isinstance(mask, RandomBlocks | SelectedBlocks)
+    if isinstance(mask, _InDocuments | RandomBlocks | SelectedBlocks):
+        return True
+    return len(mask._components()) == 0 and mask.own_length is not None

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .algebra import Frame, Mask, Mixture, Pattern, Restarts
-from .arguments import freeze_integers
+from .arguments import freeze_lengths
 from .keys import KeyMask
 from .positions import check_inner, holds_in_documents
 
@@ -21,12 +21,15 @@ class Varlen(Mask):
     may be 0. Varlen of a mixture is a mixture.
     """
 
-    q_lengths: tuple[int, ...]
-    kv_lengths: tuple[int, ...]
+    q_lengths: tuple[int, ...] | Tensor
+    kv_lengths: tuple[int, ...] | Tensor
     pattern: Mask
 
     def __new__(
-        cls, q_lengths: tuple[int, ...], kv_lengths: tuple[int, ...], pattern: Pattern
+        cls,
+        q_lengths: tuple[int, ...] | Tensor,
+        kv_lengths: tuple[int, ...] | Tensor,
+        pattern: Pattern,
     ) -> Any:  # a mixture gives a Mixture of Varlen
         if isinstance(pattern, Mixture):
             return Mixture(tuple(cls(q_lengths, kv_lengths, mask) for mask in pattern.branches))
@@ -39,8 +42,8 @@ class Varlen(Mask):
                 f"the pattern must be the same for all documents, got {self.pattern}; leave "
                 "padding out of the documents' lengths"
             )
-        freeze_integers(self, "q_lengths", 0)
-        freeze_integers(self, "kv_lengths", 0)
+        freeze_lengths(self, "q_lengths", nested=False)
+        freeze_lengths(self, "kv_lengths", nested=False)
         if len(self.q_lengths) != len(self.kv_lengths):
             raise ValueError(
                 "Varlen needs as many query lengths as key lengths, got "
@@ -53,7 +56,11 @@ class Varlen(Mask):
 
     @property
     def restarts(self) -> Restarts:
-        return self.q_lengths, self.kv_lengths
+        return self.q_lengths, self.kv_lengths  # type: ignore[return-value]
+
+    @property
+    def num_streams(self) -> int:
+        return max(1, len(self.q_lengths))
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         return replace(self, pattern=self.pattern.at(batch, head, frame))

@@ -66,6 +66,7 @@ def block_mass(
     lse = checked_rows("lse", lse, query, broadcasts=False)
     weight = lse.new_ones(1, 1, 1) if weight is None else checked_rows("weight", weight, query)
     weight = weight.expand(lse.shape)
-    arguments = pattern.tensors, pattern.expression, call["scale"], call["q_start"]
-    mass: Tensor = slot_mass(query, key, lse, weight, *arguments, backend)
+    text, tensors = pattern.operands
+    call_of = tensors, text, call["scale"], call["q_start"], backend
+    mass: Tensor = slot_mass(query, key, lse, weight, *call_of)
     return mass.unflatten(-1, selections[0].indices.shape[-2:])

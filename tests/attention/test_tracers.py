@@ -67,13 +67,17 @@ def test_the_ways_out_of_symbolic_trace_work():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda q, edges: sr.attention_varlen(q[0].mT, q[0].mT, q[0].mT, edges, edges),
+        lambda q, edges: sr.attention_varlen(*[q[0].transpose(0, 1)] * 3, edges, edges),
         lambda q, edges: sr.attention(q, q, q, sr.Packed(edges.diff(), sr.Full())),
     ],
 )
-def test_exported_lengths_are_ints(call: Callable[..., Tensor]):
-    with pytest.raises(TypeError, match=r"torch\.export .* traces; pass a list of ints"):
-        torch.export.export(Layer(lambda q, edges, _: call(q, edges)), (INPUTS[0], EDGES, EDGES))
+def test_exported_lengths_are_data(call: Callable[..., Tensor]):
+    layer = Layer(lambda q, edges, _: call(q, edges))
+    exported = torch.export.export(layer, (INPUTS[0], EDGES, EDGES + 0)).module()
+    others = torch.cat((EDGES[:1], EDGES[1:-1] - 1, EDGES[-1:]))
+    expected = call(INPUTS[0], others)
+    assert torch.equal(exported(INPUTS[0], others, EDGES), expected)
+    assert not torch.equal(expected, call(INPUTS[0], EDGES))
 
 
 def faked(call: Callable[..., Tensor]) -> object:

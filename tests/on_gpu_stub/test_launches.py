@@ -93,6 +93,26 @@ def test_lengths_batches_and_heads_are_not_compiled_for(hopper):
     assert counts.triton >= 3 and not counts.compiles, counts.compiles
 
 
+def test_lengths_of_a_compiled_call_are_data_and_nobody_waits(hopper):
+    graphs = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    def call(query: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        pattern = sr.Causal() & sr.Documents(lengths)
+        return sr.attention(query, query, query, pattern, backend="triton")
+
+    compiled, (query,) = torch.compile(call, backend=backend, fullgraph=True), learnt(rows())
+    compiled(query, torch.tensor([100, 412])).sum().backward()
+    with counted() as counts:
+        compiled(query, torch.tensor([200, 312])).sum().backward()
+    assert counts.triton == 4
+    assert len(graphs) == 1
+    assert not counts.syncs and not counts.compiles, counts
+
+
 # ---- Planted defects: the stub and the bounds see each of them. ------------
 
 

@@ -1,0 +1,280 @@
+"""Lengths that come as tensors are data of compiled functions: one graph serves all of a shape."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import sparsering as sr
+
+TOKENS, DOCUMENTS = 48, 4
+
+# name: (whether lengths are of each batch entry, the pattern of lengths and parents)
+PATTERNS: dict[str, tuple[bool, Callable[[Any, Any], sr.Pattern]]] = {
+    "documents": (False, lambda n, parents: sr.Documents(n)),
+    "of each entry": (True, lambda n, parents: sr.Causal() & sr.Documents(n)),
+    "packed LongNet": (
+        False,
+        lambda n, parents: sr.Packed(n, sr.LongNet((8, 16), (1, 2)) & sr.Causal()),
+    ),
+    "or": (
+        False,
+        lambda n, parents: sr.Causal() & (sr.Documents(n) | sr.GlobalTokens(2, rows=False)),
+    ),
+    "plus": (
+        True,
+        lambda n, parents: (sr.Causal() & sr.Documents(n)) + sr.Packed(n, sr.SlidingWindow(3)),
+    ),
+    "tree": (False, lambda n, parents: sr.Tree(n, parents)),
+    "trees of a mixture": (
+        False,
+        lambda n, parents: sr.Tree(n, parents, sr.LongNet((8, 16), (1, 2)) & sr.Causal()),
+    ),
+    "tree of each entry": (
+        True,
+        lambda n, parents: sr.Tree(n, parents, sr.SlidingWindow(7)),
+    ),
+}
+
+
+def drawn(seed: int, batch: int | None = None) -> tuple[Tensor, Tensor]:
+    """Returns lengths of documents, some of them 0, and parents of as many nodes."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (() if batch is None else (batch,)) + (DOCUMENTS - 1,)
+    cuts = torch.randint(TOKENS + 1, shape, generator=generator).sort().values
+    edges = (
+        torch.nn.functional.pad(cuts, (1, 0)),
+        torch.nn.functional.pad(cuts, (0, 1), value=TOKENS),
+    )
+    parents = [
+        torch.randint(-1, max(i, 0), (*shape[:-1], 1), generator=generator)
+        for i in range(DOCUMENTS)
+    ]
+    return edges[1] - edges[0], torch.cat(parents, -1)
+
+
+def qkv(backend: str, seed: int) -> list[Tensor]:
+    dtype = torch.float32 if backend == "cpu" else torch.float64
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.randn(2, 2, TOKENS, 8, dtype=dtype, generator=generator).requires_grad_()
+        for _ in range(3)
+    ]
+
+
+def as_lists(arguments: Any) -> list[Any]:
+    return [x.tolist() for x in arguments]
+
+
+def one_graph(
+    call: Callable[..., Tensor],
+    arguments: Callable[[int], tuple[Any, ...]],
+    backend: str = "cpu",
+    steps: int = 4,
+    plain: Callable[[Any], Any] = as_lists,
+    **compile_options: Any,
+) -> None:
+    """Asserts equal bits of a compiled call and of the same call with ints, in one graph."""
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True, **compile_options)
+    for seed in range(steps):
+        inputs, given = qkv(backend, seed), arguments(seed)
+        out, expected = compiled(*inputs, *given), call(*inputs, *plain(given))
+        weight = torch.randn_like(out)
+        grads, wanted = (torch.autograd.grad(x, inputs, weight) for x in (out, expected))
+        assert torch.equal(out, expected)
+        assert all(map(torch.equal, grads, wanted))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+BACKENDS = ("cpu", "gather", "reference")
+
+
+def few(*fast: str) -> list[Any]:
+    """Returns the names of the patterns as parameters, slow ones but those named."""
+    return [pytest.param(x, marks=[] if x in fast else pytest.mark.slow) for x in PATTERNS]
+
+
+def spread() -> list[Any]:
+    """Returns pairs of pattern and backend as parameters; one backend of each pattern is fast."""
+    return [
+        pytest.param(name, backend, marks=[] if number % 3 == turn else pytest.mark.slow)
+        for number, name in enumerate(PATTERNS)
+        for turn, backend in enumerate(BACKENDS)
+    ]
+
+
+@pytest.mark.parametrize(("name", "backend"), spread())
+def test_one_graph_serves_all_lengths(name, backend):
+    of_entries, pattern = PATTERNS[name]
+    one_graph(
+        lambda q, k, v, *given: sr.attention(q, k, v, pattern(*given), backend=backend),
+        lambda seed: drawn(seed, 2 if of_entries else None),
+        backend,
+    )
+
+
+@pytest.mark.parametrize("name", few("of each entry", "packed LongNet", "tree"))
+def test_a_pattern_made_outside_is_data_too(name):
+    of_entries, pattern = PATTERNS[name]
+    one_graph(
+        lambda q, k, v, mask: sr.attention(q, k, v, mask),
+        lambda seed: (pattern(*drawn(seed, 2 if of_entries else None)),),
+        plain=lambda given: given,
+    )
+
+
+OPTIONS: dict[str, Any] = {
+    "softcap": 4.0,
+    "sink": torch.tensor([0.5, -1.0]),
+    "distance_bias": torch.linspace(-1, 1, 18).view(2, 9),
+    "dropout_p": 0.3,
+    "block_size": 32,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [x for x in spread() if x.values[0] in ("packed LongNet", "plus", "tree")],
+)
+def test_with_every_option(name, backend):
+    of_entries, pattern = PATTERNS[name]
+    options = {
+        name: x.double() if isinstance(x, Tensor) and backend != "cpu" else x
+        for name, x in OPTIONS.items()
+    }
+    one_graph(
+        lambda q, k, v, *given: sr.attention(
+            q, k, v, pattern(*given), backend=backend, dropout_seed=7, **options
+        ),
+        lambda seed: drawn(seed, 2 if of_entries else None),
+        backend,
+    )
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_key_padding_with_checkpointing(dynamic):
+    def call(q: Tensor, k: Tensor, v: Tensor, lengths: Any) -> Tensor:
+        def inner(*inputs: Tensor) -> Tensor:
+            return sr.attention(*inputs, sr.Causal() & sr.KeyPadding(lengths))
+
+        return checkpoint(inner, q, k, v, use_reentrant=False)
+
+    one_graph(call, lambda seed: (torch.tensor([seed, TOKENS - seed]),), dynamic=dynamic)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("pattern", [sr.LongNet((8, 16), (1, 2)) & sr.Causal()])
+def test_varlen_of_tensors(pattern, backend):
+    def call(q: Tensor, k: Tensor, v: Tensor, cu_q: Any, cu_k: Any) -> Tensor:
+        rows = (x[0].transpose(0, 1) for x in (q, k, v))
+        options = {"dropout_p": 0.2, "dropout_seed": 3, "backend": backend}
+        return sr.attention_varlen(*rows, cu_q, cu_k, pattern, **options)
+
+    def arguments(seed: int) -> tuple[Tensor, ...]:
+        lengths = drawn(seed)[0], drawn(seed + 50)[0]
+        return tuple(torch.nn.functional.pad(x.cumsum(0), (1, 0)).int() for x in lengths)
+
+    one_graph(call, arguments, backend)
+
+
+@pytest.mark.slow
+def test_a_thousand_steps_are_one_graph():
+    one_graph(
+        lambda q, k, v, n: sr.attention(q, k, v, sr.Causal() & sr.Documents(n)),
+        lambda seed: drawn(seed)[:1],
+        steps=1000,
+    )
+
+
+@pytest.mark.parametrize("name", few("of each entry"))
+def test_a_second_tuple_compiles_again_without_an_error(name):
+    of_entries, pattern = PATTERNS[name]
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(
+        lambda q, k, v, *given: sr.attention(q, k, v, pattern(*given)),
+        backend="aot_eager",
+        fullgraph=True,
+    )
+    for seed in range(3):
+        given = as_lists(drawn(seed, 2 if of_entries else None))
+        inputs = qkv("cpu", seed)
+        expected = sr.attention(*inputs, pattern(*given))
+        assert torch.equal(compiled(*inputs, *given), expected)
+    assert counters["stats"]["unique_graphs"] == 3
+
+
+@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_exported_with_a_dynamic_length(strict):
+    class Model(torch.nn.Module):
+        def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Any) -> Tensor:
+            return sr.attention(q, k, v, sr.Packed(lengths, sr.Causal() & sr.SlidingWindow(5)))
+
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    documents = torch.export.Dim("documents", min=2, max=64)
+    program = torch.export.export(
+        Model(),
+        (*qkv("cpu", 0), torch.tensor([30, 18])),
+        dynamic_shapes=({2: tokens}, {2: tokens}, {2: tokens}, {0: documents}),
+        strict=strict,
+    )
+    for lengths in ([10, 38], [1, 2, 97], [0, 33, 0, 0]):
+        inputs = [torch.randn(2, 2, sum(lengths), 8) for _ in range(3)]
+        out = program.module()(*inputs, torch.tensor(lengths))
+        assert torch.equal(out, Model()(*inputs, lengths))
+
+
+def test_a_tensor_is_copied_and_equals_its_ints():
+    lengths = torch.tensor([20, 28])
+    pattern = sr.Causal() & sr.Documents(lengths)
+    lengths[0] = 28
+    assert pattern == sr.Causal() & sr.Documents((20, 28))
+    assert str(pattern) == "(Causal() & Documents((20, 28)))"
+    assert hash(pattern) == hash(sr.Causal() & sr.Documents((20, 28)))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "message"),
+    [
+        (torch.tensor([-1, 49]), "at least 0, got -1"),
+        (torch.tensor([20, 20]), "must sum to the key length 48, got 40"),
+        (torch.tensor([[24, 24]] * 3), "3 batch entries, got a query of 2"),
+        (torch.tensor([24.0, 24.0]), r"int64 tensor \[n\] or \[B, n\], got torch.float32 \(2,\)"),
+        (torch.tensor(48), r"int64 tensor \[n\] or \[B, n\], got torch.int64 \(\)"),
+    ],
+)
+def test_wrong_lengths_are_told_in_a_compiled_call(lengths, message):
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda q, k, v, n: sr.attention(q, k, v, sr.Documents(n)), backend="eager", fullgraph=True
+    )
+    with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match=message):
+        compiled(*qkv("cpu", 0), lengths)
+
+
+@pytest.mark.parametrize("edges", [[5, 20, 53], [0, 20, 49], [0, 50, 48]])
+def test_wrong_cumulative_lengths_are_told_in_a_compiled_call(edges):
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        lambda x, cu: sr.attention_varlen(x, x, x, cu, cu), backend="eager", fullgraph=True
+    )
+    with pytest.raises(ValueError, match=r"the tensors must have|at least 0"):
+        compiled(torch.randn(TOKENS, 2, 8), torch.tensor(edges))
+
+
+def test_distances_of_two_trees_are_refused_in_a_compiled_call():
+    torch._dynamo.reset()
+
+    def call(q: Tensor, k: Tensor, v: Tensor, n: Tensor, parents: Tensor) -> Tensor:
+        pattern = sr.Tree(n, parents) + sr.Tree(n, parents * 0 - 1)
+        return sr.attention(q, k, v, pattern, distance_bias=OPTIONS["distance_bias"])
+
+    compiled = torch.compile(call, backend="eager", fullgraph=True)
+    with pytest.raises(ValueError, match="the same one Tree in every branch"):
+        compiled(*qkv("cpu", 0), torch.tensor([20, 28]), torch.tensor([-1, 0]))
