@@ -45,7 +45,10 @@ def asked(draw):
         "chunk": theirs.chunked_causal_mask_function(size, first),
         "full": theirs.bidirectional_mask_function,
         "both ways": theirs.sliding_window_bidirectional_mask_function(size),
-        "packed": theirs.packed_sequence_compatibility_function(inner, position_ids, ids),
+        "packed": theirs.and_masks(
+            theirs.packed_sequence_mask_function(ids),
+            theirs.remap_positions_for_packed_sequence(inner, position_ids),
+        ),
     }
     attention_mask = None
     if kind != "packed" and draw(st.booleans()):

@@ -257,10 +257,10 @@ def test_the_mask_interface_never_gives_none_nor_pairs():
 
 def test_an_old_version_is_named(monkeypatch):
     old = ModuleType("transformers")
-    old.__version__ = "5.3.9"
+    old.__version__ = "5.22.9"
     monkeypatch.setitem(sys.modules, "transformers", old)
     monkeypatch.delitem(sys.modules, "sparsering.integrations.transformers")
-    message = r"5\.4 or newer.*got 5\.3\.9; pip install 'sparsering\[hf"
+    message = r"5\.23 or newer.*got 5\.22\.9; pip install 'sparsering\[hf"
     with pytest.raises(ImportError, match=message):
         importlib.import_module("sparsering.integrations.transformers")
 

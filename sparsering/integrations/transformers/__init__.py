@@ -20,9 +20,9 @@ except ImportError as error:
         "sparsering.integrations.transformers needs transformers; pip install 'sparsering[hf]'"
     ) from error
 
-if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 4):
+if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 23):
     raise ImportError(
-        "sparsering.integrations.transformers needs transformers 5.4 or newer, got "
+        "sparsering.integrations.transformers needs transformers 5.23 or newer, got "
         f"{transformers.__version__}; pip install 'sparsering[hf]'"
     )
 

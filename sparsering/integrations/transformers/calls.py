@@ -72,9 +72,10 @@ class _Packing:
 
 
 class _Thread(threading.local, _Packing):
-    blocks: tuple[UsingBlock, ...] = ()
-    shared: SharedCall | None = None
-    task: int = -1  # the backward pass in which `blocks` are those of the forward pass
+    def __init__(self) -> None:  # torch.compile of torch 2.11 would see defaults of the class alone
+        self.blocks: tuple[UsingBlock, ...] = ()
+        self.shared: SharedCall | None = None
+        self.task = -1  # the backward pass in which `blocks` are those of the forward pass
 
 
 thread = _Thread()

@@ -25,7 +25,8 @@ from .calls import PLAIN_CALL, CallState, MaskRequest, call_state, packing, thre
 from .config import NAME
 from .mask_kind import MaskKind, recognise, recognise_inside_compile, runs_by_neighbours
 
-_SHOW_PACKING = ("attention_mask", "past_key_values", "position_ids")  # None if only we can see it
+# If all of these are None, only we can see the packing.
+_SHOW_PACKING = ("attention_mask", "past_key_values", "cache", "position_ids")
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value
 
 
@@ -246,9 +247,11 @@ def mask_interface(
     if isinstance(attention_mask, ModelMask):  # built in advance, for a static cache
         return attention_mask
     request, packing().request = packing().request or MaskRequest(), None
-    own_function = mask_function
+    own_function, separate = mask_function, None
     if request.may_be_packed and q_length == kv_length:
-        mask_function = _within_documents(mask_function, request.position_ids, batch_size, device)
+        separate = _within_documents(request.position_ids, batch_size, device)
+    if separate is not None:
+        mask_function = masking_utils.and_masks(mask_function, separate)
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()  # a static cache changes it in place before the layer attends
     valid_keys = _valid_keys(attention_mask, kv_length + kv_offset)
@@ -268,7 +271,7 @@ def mask_interface(
     visible = dense()[:, 0, 0] if isinstance(q_offset, Tensor) and q_length == 1 else None
     if torch.compiler.is_compiling():
         kind = recognise_inside_compile(own_function, local_size, config, keywords)
-        if kind is not None and mask_function is not own_function:
+        if kind is not None and separate is not None:
             kind.is_joined = True
         documents = runs = None
         may_be_packed = attention_mask is None and q_length == kv_length
@@ -285,17 +288,16 @@ def mask_interface(
 
 
 def _within_documents(
-    mask_function: Callable[..., Any], ids: Tensor | None, batch_size: int, device: Any
-) -> Callable[..., Any]:
-    """Hides keys of other documents, which begin where position_ids [B or 1, N] restart."""
+    ids: Tensor | None, batch_size: int, device: Any
+) -> Callable[..., Any] | None:
+    """Returns the mask of documents, which begin where position_ids [B or 1, N] restart, if any."""
     if ids is None or ids.dim() != 2 or len(ids) not in (1, batch_size):
-        return mask_function
+        return None
     restarts = ids[:, 1:] <= ids[:, :-1]
     if not torch.compiler.is_compiling() and not bool(restarts.any()):
-        return mask_function
+        return None
     documents = torch.nn.functional.pad(restarts, (1, 0)).cumsum(1).to(device)
-    separate = masking_utils.packed_sequence_mask_function(documents.expand(batch_size, -1))
-    return masking_utils.and_masks(mask_function, separate)
+    return masking_utils.packed_sequence_mask_function(documents.expand(batch_size, -1))
 
 
 def watch_requests() -> None:
@@ -310,7 +312,7 @@ def watch_requests() -> None:
         given, now = dict(zip(names, arguments, strict=False)), packing()
         now.request = None
         ids = now.running[-1][1] if now.running else None
-        is_fresh = all(given[name] is None for name in _SHOW_PACKING)
+        is_fresh = all(given.get(name) is None for name in _SHOW_PACKING)
         if (shared := thread.shared) is not None:
             embeds, ids = given[embeds_name], shared.position_ids
             given[embeds_name] = embeds.new_empty(1, 1, 1).expand(len(embeds), shared.length, 1)

@@ -271,14 +271,14 @@ def _sharding(model: Any, parallel: Parallel, length: int) -> str:
 
 def _share_restarts() -> None:
     """Lets transformers restart chunks in the documents of the whole batch, if ranks share it."""
-    restart = getattr(masking_utils, "packed_sequence_compatibility_function", None)
+    restart = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
     if restart is None or hasattr(restart, NAME):  # older versions do not restart chunks
         return
 
-    def restart_whole(mask_function: Any, position_ids: Tensor, documents: Tensor) -> Any:
+    def restart_whole(mask_function: Any, position_ids: Tensor) -> Any:
         if (shared := thread.shared) is not None:
             position_ids = shared.position_ids.expand(len(position_ids), -1)
-        return restart(mask_function, position_ids, documents)
+        return restart(mask_function, position_ids)
 
     setattr(restart_whole, NAME, True)
-    masking_utils.packed_sequence_compatibility_function = restart_whole
+    masking_utils.remap_positions_for_packed_sequence = restart_whole

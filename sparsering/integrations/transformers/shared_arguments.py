@@ -42,6 +42,7 @@ _ROWS = {  # in the order of checks
     "cu_seq_lens_q": _Row("whole"),
     "cu_seq_lens_k": _Row("whole"),
     "past_key_values": _Row("refused", meaning="a cache"),
+    "cache": _Row("refused", meaning="a cache"),  # its name from transformers 5.24 on
     "use_cache": _Row("refused", meaning="a cache"),
     "cache_position": _Row("refused", meaning="a cache"),
     "output_attentions": _Row("refused", meaning="attention weights", in_config=True),
