@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from .kernels import cpu, flash, flex, gather, reference, sdpa, torch_sparse, triton
@@ -44,7 +45,9 @@ class Backend(NamedTuple):
         return self.backward is not None and not self.only_named
 
 
-def _no_reason(*tensors: Tensor) -> list[str]:
+def _no_float64(*tensors: Tensor) -> list[str]:
+    if any(x.device.type == "mps" and x.dtype == torch.float64 for x in tensors):
+        return ["MPS has no float64: pass float32, or move the tensors to the CPU"]
     return []
 
 
@@ -58,9 +61,9 @@ BACKENDS: dict[str, Backend] = {
         reads_slots=True, selected_layout=triton.selected_layout,
     ),
     "gather": Backend(
-        _no_reason, gather.forward, gather.backward, gather.EXTRAS, entry_mass=gather.entry_mass
+        _no_float64, gather.forward, gather.backward, gather.EXTRAS, entry_mass=gather.entry_mass
     ),
-    "reference": Backend(_no_reason, None, None, reference.EXTRAS),
+    "reference": Backend(_no_float64, None, None, reference.EXTRAS),
     "sdpa": Backend(
         sdpa.reasons, sdpa.forward, sdpa.backward, sdpa.EXTRAS, only_named=True,
         refuses=sdpa.refuses,

@@ -77,6 +77,11 @@ def sum_dtype(x: Tensor | torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def long_sum_dtype(device: torch.device) -> torch.dtype:
+    """Returns float64 for sums of many terms; float32 on devices that may have no float64 (MPS)."""
+    return torch.float64 if device.type in ("cpu", "cuda", "meta") else torch.float32
+
+
 def autocasting(x: Tensor) -> bool:
     """True if autocast is on for the tensor's device; the meta device has no autocast."""
     return x.device.type != "meta" and torch.is_autocast_enabled(x.device.type)

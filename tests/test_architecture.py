@@ -25,7 +25,7 @@ ROOMS = {
     "rows": "",
     "streams": "",
     "patterns": "rows streams",
-    "layouts": "patterns rows streams",
+    "layouts": "patterns numerics rows streams",
     "dropout": "patterns rows",
     "kernels": "layouts patterns dropout numerics files rows streams",
     "dispatch": "kernels layouts patterns",
@@ -46,7 +46,7 @@ ROOMS = {
     "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
     "patterns numerics rows streams",
     "nn": "functional selection decoding checks kernels patterns numerics",
-    "models": "checks nn functional decoding patterns",
+    "models": "checks nn functional decoding patterns numerics",
     "integrations": "distributed nn functional selection decoding checks patterns numerics",
     "planning": "dispatch distributed checks kernels layouts patterns files numerics",
     "plots": "planning layouts patterns",

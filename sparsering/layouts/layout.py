@@ -277,7 +277,7 @@ class BlockLayout:
         dense = self.frame.q_len * self.frame.kv_len
         if not dense:
             return 0.0
-        return float(self.entry_counts.sum(0).double().mean()) * self.block_size**2 / dense
+        return float(self.entry_counts.sum(0).cpu().double().mean()) * self.block_size**2 / dense
 
     @property
     def nbytes(self) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..numerics import long_sum_dtype
 from ..patterns.algebra import And, Frame, Mask, Pattern
 from ..patterns.positions import Causal
 from ..patterns.selected import SelectedBlocks, selections_of
@@ -78,7 +79,7 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
         longest=(slots * parts, len(tile)),
         slot=slot,
     )
-    mean = pairs.sum().double() / max(1, pairs.shape[:2].numel())
+    mean = pairs.sum().to(long_sum_dtype(pairs.device)) / max(1, pairs.shape[:2].numel())
     return BlockLayout(frame, block_size, (p,), mean)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..numerics import long_sum_dtype
 from ..patterns.arguments import checked_number, index_of, is_finite, shortened
 
 
@@ -36,8 +37,11 @@ class Sampling:
             object.__setattr__(self, "top_p", float(p))
 
     def chances(self, logits: Tensor) -> Tensor:
-        """Computes the chance of drawing each token, float64 [B, vocab_size], from logits."""
-        logits = logits.double()
+        """Computes the chance of drawing each token, float64 [B, vocab_size], from logits.
+
+        On devices that may have no float64, such as MPS, the result is float32.
+        """
+        logits = logits.to(long_sum_dtype(logits.device))
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1)
         # The largest score becomes 0, so that division by a small temperature cannot overflow.

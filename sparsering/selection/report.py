@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 
 from ..checks import check_inputs, refuse_meta
 from ..functional import attention
-from ..numerics import sum_dtype, without_autocast
+from ..numerics import long_sum_dtype, sum_dtype, without_autocast
 from ..patterns.algebra import And, Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer, shortened
 from ..patterns.positions import Causal
@@ -128,6 +128,9 @@ def selection_report(
     """
     check_inputs(query, key, value, pattern)
     refuse_meta(query, key, value)
+    if long_sum_dtype(query.device) != torch.float64:
+        message = f"selection_report sums in float64, which {query.device} may not have"
+        raise NotImplementedError(f"{message}: move the tensors to the CPU")
     masks = pattern.masks if isinstance(pattern, And) else (pattern,)
     selections = [mask for mask in masks if isinstance(mask, SelectedBlocks)]
     causal = any(isinstance(mask, Causal) for mask in masks)

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ...dropout import kept_pairs
+from ...numerics import long_sum_dtype
 from ..problem import Problem
 from .units import Chunk, Places
 
@@ -22,8 +23,8 @@ class Extras:
         self.dbias = None if bias is None else bias.new_zeros(bias.numel(), dtype=dtype)
         self.table = None if table is None else table.to(dtype).flatten()
         self.dtable = None
-        if table is not None and problem.learns_distances:  # float64, because sums have many terms
-            self.dtable = table.new_zeros(table.numel(), dtype=torch.float64)
+        if table is not None and problem.learns_distances:
+            self.dtable = table.new_zeros(table.numel(), dtype=long_sum_dtype(table.device))
         self.masked = None  # bool [B * Hkv * Nk], True for keys that the key mask excludes
         if mask is not None:
             self.masked = ~mask[:, None].expand(len(query), key.shape[1], -1).flatten()
@@ -84,7 +85,7 @@ class Extras:
         """Adds score gradients [..., g * m, n] to the distance bias gradient, by distance."""
         if self.dtable is not None and chunk.places is not None:
             entry = self._entries(chunk.places, unit)
-            self.dtable.index_add_(0, entry.flatten(), dscore.flatten().double())
+            self.dtable.index_add_(0, entry.flatten(), dscore.flatten().to(self.dtable.dtype))
 
     def add_bias_gradient(self, unit_sums: list[Tensor], chunk: Chunk) -> None:
         """Adds score gradients [.., g, n], summed over queries, to the block bias gradient."""
