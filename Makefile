@@ -4,7 +4,7 @@ PYTHON ?= python3
 # `make test TORCH=2.14.1` runs in a .venv-2.14.1 of its own, with this torch in place of the pinned one.
 # TORCH=2.14, TORCH=newest and TORCH=nightly work too; nightly needs an index of nightly builds:
 # PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/nightly/cpu make test TORCH=nightly
-# `make test TRANSFORMERS=5.4 TESTS=tests/integrations` is the same for transformers.
+# `make test TRANSFORMERS=5.24 TESTS=tests/integrations` is the same for transformers.
 TORCH ?=
 TRANSFORMERS ?=
 TESTS ?=

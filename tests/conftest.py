@@ -155,10 +155,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for package in ("triton", "transformers", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
+    config = terminalreporter.config
+    named = config.args_source is pytest.Config.ArgsSource.ARGS
     times = {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": commit(),
         "versions": versions,
+        "tests": [*(config.args if named else []), *filter(None, [config.option.keyword])],
         "seconds": round(time.monotonic() - BEGIN, 1),
         "load_average": os.getloadavg()[0],
         "outcomes": {name: len(found) for name, found in stats.items() if name},

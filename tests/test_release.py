@@ -1,5 +1,7 @@
 """A release agrees with itself: versions, and promises with the runs of the workflow."""
 
+import importlib.util
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -33,3 +35,52 @@ def test_the_oldest_python_and_torch_are_those_of_the_workflow():
     for needed in oldest:
         version = needed.partition(">=")[2]
         assert f'"{version}' in told, f"the workflow does not run {needed}"
+
+
+def minors(text: str) -> list[int]:
+    return [int(minor) for minor in re.findall(r"\b2\.(\d+)\b", text)]
+
+
+def test_the_weekly_run_has_a_row_for_each_minor_version_of_torch_and_the_nightly():
+    workflow = (ROOT / ".github" / "workflows" / "versions.yml").read_text(encoding="utf-8")
+    (row,) = re.findall(r"^ *torch: \[(.*)\]$", workflow, re.MULTILINE)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (oldest,) = minors(project["dependencies"][0])
+    rows = minors(row)
+    assert rows == list(range(oldest, rows[-1] + 1)) and row.endswith("newest, nightly")
+    pinned = (ROOT / "requirements-dev.txt").read_text(encoding="utf-8")
+    assert minors(re.findall(r"^torch==(.*)$", pinned, re.MULTILINE)[0])[0] in rows
+    (transformers,) = project["optional-dependencies"]["hf"]
+    assert f'transformers: ["{transformers.partition(">=")[2]}", newest]' in workflow
+
+
+def test_only_the_job_that_opens_an_issue_may_write():
+    for path in (ROOT / ".github" / "workflows").glob("*.yml"):
+        text = path.read_text(encoding="utf-8")
+        assert "\npermissions:\n  contents: read\n" in text, path
+        assert re.findall(r": write\b", text) == [": write"] * text.count("    issues: write"), path
+        assert text.count(": write") == (path.name == "versions.yml"), path
+
+
+def test_the_tables_of_versions_are_those_of_the_record():
+    spec = importlib.util.spec_from_file_location("versions", ROOT / "tools/tabulate_versions.py")
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    text = tool.PAGE.read_text(encoding="utf-8")
+    runs = json.loads(tool.RECORD.read_text(encoding="utf-8")) if tool.RECORD.exists() else []
+    assert tool.page(text, runs) == text
+    run = {
+        "date": "2026-01-31T12:00:00",
+        "commit": "0123456789",
+        "versions": {"torch": "2.9.1", "transformers": "5.1", "python": "3.11.1"},
+        "tests": [],
+        "outcomes": {"passed": 1234, "error": 1, "failed": 2},
+        "failed": [],
+        "seconds": 1.0,
+    }
+    newer = {**run, "versions": {**run["versions"], "torch": "2.11.0+cpu"}}
+    again = {**run, "outcomes": {"passed": 1240}}
+    assert tool.joined([newer, run], [again]) == [again, newer]
+    assert tool.row(run, ("torch", "triton")) == (
+        "| 2.9.1 | none | 1,234 | 3 | 0 | 2026-01-31 | `0123456789` |"
+    )
