@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from transformers import BloomConfig, BloomForCausalLM, GPTJConfig, GPTJForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, GPTNeoConfig, GPTNeoForCausalLM
 from transformers_models import assert_same, like, made, padded, pair, result, tokens
 
 import sparsering as sr
@@ -176,16 +176,16 @@ def test_what_is_no_pattern_has_a_limit(monkeypatch):
     ours(input_ids=tokens(), attention_mask=mask)
 
 
-def gptj():
-    sizes = {"vocab_size": 61, "n_embd": 32, "n_layer": 1, "n_head": 4, "rotary_dim": 4}
-    return GPTJForCausalLM(GPTJConfig(**sizes, n_positions=32))
+def gpt_neo():
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_layers": 1, "num_heads": 4}
+    return GPTNeoForCausalLM(GPTNeoConfig(**sizes, attention_types=[[["global"], 1]]))
 
 
 def bloom():
     return BloomForCausalLM(BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4))
 
 
-@pytest.mark.parametrize("make", [gptj, bloom])
+@pytest.mark.parametrize("make", [gpt_neo, bloom])
 def test_a_family_that_does_not_dispatch_is_refused(make):
     model = make()
     with pytest.raises(NotImplementedError, match="does not ask transformers' attention interface"):
