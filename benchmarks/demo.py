@@ -4,22 +4,26 @@ Run as `python -m benchmarks demo --out runs/demo`, or by `make demo`.
 """
 
 import math
+import sys
 import time
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from sparsering.cli.training import printable
 from sparsering.files import replace_file
 from sparsering.patterns.expression import parse
 from sparsering.patterns.positions import Causal
-from sparsering.plots import loss_png, patterns_png, require_matplotlib, speed_png
-from sparsering.training.data import SEPARATOR, bigram_loss, unigram_loss
+from sparsering.plots import patterns_png, require_matplotlib
+from sparsering.training.data import SEPARATOR, Windows
 from sparsering.training.loop import Run, train
-from sparsering.training.measure import TimedTokens, peak_memory_bytes
+from sparsering.training.measure import TimedTokens
 from sparsering.training.recipe import Recipe
 
 from .html import report_html, table
+from .measure import memory as peak
+from .plots import loss_png, speed_png
 from .step_times import StepTime, step_times
 
 RECIPE = Recipe(steps=300, num_layers=2)
@@ -53,7 +57,7 @@ def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
             f"--out {out} --resume"
         )
         return 128 + run.stopped_by
-    memory = peak_memory_bytes()
+    memory = peak("VmHWM") if sys.platform == "linux" else None
 
     print("Timing the step with this pattern and with dense attention ...", flush=True)
     times = step_times(run)
@@ -165,3 +169,18 @@ def _images(
             num_heads=run.recipe.num_heads,
         ),
     }
+
+
+def unigram_loss(train: Tensor, windows: Windows) -> float:
+    """Computes the loss, in nats, of predicting each byte by its frequency in `train`."""
+    counts = torch.bincount(train, minlength=256).double() + 1
+    log_share = (counts / counts.sum()).log()
+    return -float(torch.cat([log_share[targets].flatten() for _, targets in windows]).mean())
+
+
+def bigram_loss(train: Tensor, windows: Windows) -> float:
+    """Computes the loss, in nats, of predicting a byte from the one before, by pairs in `train`."""
+    pairs = train[:-1].long() * 256 + train[1:]
+    counts = torch.bincount(pairs, minlength=256 * 256).view(256, 256).double() + 1
+    log_share = (counts / counts.sum(1, keepdim=True)).log()
+    return -float(torch.cat([log_share[pair].flatten() for pair in windows]).mean())

@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -24,7 +25,6 @@ from sparsering.patterns.positions import Full
 from sparsering.plots import require_matplotlib, traffic_png
 from sparsering.training.data import read_text
 from sparsering.training.loop import Run, adamw, autocast, train, training_step
-from sparsering.training.measure import peak_memory_bytes
 from sparsering.training.ranks import Ranks
 from sparsering.training.recipe import DTYPES, Recipe
 from sparsering.training.torchrun import ranks_of_torchrun
@@ -165,6 +165,21 @@ def _losses_alone(recipe: Recipe) -> tuple[list[float], int | None]:
         for step in range(min(COMPARED_STEPS, recipe.steps))
     ]
     return losses, peak_memory_bytes()
+
+
+def peak_memory_bytes() -> int | None:
+    """Returns this process's largest resident memory so far; None if the system does not say.
+
+    On Linux `getrusage` would also count the process that forked this one; VmHWM does not.
+    """
+    with suppress(OSError, StopIteration), open("/proc/self/status") as status:
+        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
+    try:
+        import resource
+    except ImportError:
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _print_row(widths: tuple[int, ...], *cells: object) -> None:

@@ -27,6 +27,7 @@ ROOMS = {
     "patterns": "rows streams",
     "layouts": "patterns numerics rows streams",
     "dropout": "patterns rows",
+    "data": "patterns rows",
     "kernels": "layouts patterns dropout numerics files rows streams",
     "dispatch": "kernels layouts patterns",
     "checks": "layouts patterns numerics",

@@ -140,3 +140,33 @@ def test_every_example_is_run():
     elsewhere = {"train_over_ranks"}  # tests/training/test_training_ranks.py
     names = {path.stem for path in FOLDER.glob("*.py")}
     assert {name for name in names if f'run("{name}"' not in tested} == elsewhere
+
+
+PACKED = ["--length", "256", "--steps", "6", "--save-every", "3", "--compiler", "aot_eager"]
+
+
+@pytest.mark.parametrize("model", ["longnet", pytest.param("qwen3", marks=pytest.mark.slow)])
+def test_packed_training_is_one_graph_and_goes_on_after_a_kill(tmp_path, model, monkeypatch):
+    example = loaded("train_packed")
+    arguments = [*PACKED, "--model", model]
+    whole = example.main([*arguments, "--out", str(tmp_path / "whole")])
+    assert whole["graphs"] == 1
+    assert whole["padding"] < 0.02
+    assert whole["losses"][-1] < whole["losses"][0]
+
+    def killed(*call: Any) -> Any:
+        for step, batch in batches(*call):
+            if step == 4:
+                raise KeyboardInterrupt
+            yield step, batch
+
+    batches = example.batches
+    monkeypatch.setattr(example, "batches", killed)
+    with pytest.raises(KeyboardInterrupt):
+        example.main([*arguments, "--out", str(tmp_path / "killed")])
+    monkeypatch.setattr(example, "batches", batches)
+    assert (
+        example.main([*arguments, "--out", str(tmp_path / "killed")])["losses"] == whole["losses"]
+    )
+    with pytest.raises(SystemExit, match="give another --out"):
+        example.main([*arguments, "--seed", "1", "--out", str(tmp_path / "killed")])

@@ -5,9 +5,8 @@ in two of its branches counts twice in the softmax. Patterns are hashed and comp
 """
 
 import operator
-import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import reduce
 from itertools import product
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -16,29 +15,21 @@ import torch
 from torch import Tensor
 
 from ..rows import expand_counts
-from .arguments import digest_of, not_a_pattern, same_tensor, shortened
+from .arguments import not_a_pattern, shortened
 from .frame import Frame as Frame
 from .frame import Restarts as Restarts
+from .written import WrittenValue, part_text
 
 if TYPE_CHECKING:
     from ..layouts.layout import BlockLayout
 
-# Expressions number the classes of one name and what they read; `repr` leaves this out.
-_VERSION = re.compile(r"__v\d+(?=\()|(, )?_state='\w+'(?=\))")
 
-
-class Pattern:
+class Pattern(WrittenValue):
     """Base class of masks and mixtures: a frozen value that says which pairs attend.
 
-    Its `expression` is text, in which t0, t1, ... stand for its `tensors`. `parse` reads both.
-    Lengths that came as a tensor are numbers in the text; `operands` has them as a tensor.
+    `parse` reads its `expression` and `tensors`.
     """
 
-    expression: str
-    tensors: tuple[Tensor, ...]
-    _given: Mapping[str, Tensor] = {}  # lengths that came as a tensor, by field
-    _data: tuple[str, tuple[Tensor, ...]] | None = None  # text and tensors, with lengths as tensors
-    _name: ClassVar[str] = ""  # name in the expression, "" for the name of the class
     __array_ufunc__ = None  # makes `array & pattern` call the pattern's operator, not NumPy's
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -48,77 +39,10 @@ class Pattern:
             "class"
         )
 
-    def __post_init__(self) -> None:
-        self._validate()
-        traced = torch.compiler.is_compiling()
-        tensors: list[Tensor] = []
-        object.__setattr__(self, "expression", self._spell(tensors, traced))
-        object.__setattr__(self, "tensors", tuple(tensors))
-        if not traced and (self._given or any(mask._data for mask in self._components())):
-            data: list[Tensor] = []
-            object.__setattr__(self, "_data", (self._spell(data, True), tuple(data)))
-
-    def _validate(self) -> None:
-        """Normalises and checks the constructor's arguments."""
-
-    def _spell(self, tensors: list[Tensor], as_data: bool) -> str:
-        """Returns the text of the pattern, and appends its tensors to `tensors`.
-
-        With `as_data`, lengths that came as a tensor are one of the tensors.
-        """
-        values = []
-        for value in self._values(as_data):
-            if isinstance(value, Tensor):
-                values.append(f"t{len(tensors)}")
-                tensors.append(value)
-            elif isinstance(value, Pattern):
-                values.append(_text(value, tensors, as_data))
-            else:
-                values.append(repr(value))
-        return f"{self._name or type(self).__name__}({', '.join(values)})"
-
-    def _values(self, as_data: bool = False) -> Iterator[Any]:
-        names = (field.name for field in fields(self))  # type: ignore[arg-type]
-        return (self._given_or_own(name) if as_data else getattr(self, name) for name in names)
-
-    def _given_or_own(self, name: str) -> Any:
-        """Returns a field, as the tensor of lengths that it came as, if it did."""
-        return self._given[name] if name in self._given else getattr(self, name)
-
-    @property
-    def operands(self) -> tuple[str, tuple[Tensor, ...]]:
-        """Text and tensors of the pattern as an operator takes them.
-
-        In a traced call they have lengths as tensors, so that its graph serves other lengths too.
-        """
-        if self._data is not None and torch.compiler.is_compiling():
-            return self._data
-        return self.expression, self.tensors
-
-    def __repr__(self) -> str:
-        return _VERSION.sub("", self.expression)
-
-    def __eq__(self, other: object) -> bool:
-        if type(other) is not type(self):
-            return NotImplemented
-        alike = self.expression == other.expression
-        return alike and all(map(same_tensor, self.tensors, other.tensors))
-
-    def __hash__(self) -> int:
-        """Hashes by content, once. Of a GPU tensor it hashes only the shape, to avoid a sync."""
-        if "_hash" not in vars(self):
-            content = (digest_of(tensor) for tensor in self.tensors)
-            object.__setattr__(self, "_hash", hash((type(self), self.expression, *content)))
-        return int(vars(self)["_hash"])
-
     def __bool__(self) -> NoReturn:
         raise TypeError(
             "a pattern has no truth value; combine patterns with &, | and + (not and, or)"
         )
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles only the arguments: hashes and class numbers differ by process."""
-        return type(self), tuple(self._values(as_data=True))
 
     @property
     def branches(self) -> "tuple[Mask, ...]":
@@ -247,7 +171,7 @@ class Pattern:
         if len(sizes) > 1:
             raise ValueError(
                 "the parts of a pattern must agree on the batch size, got "
-                f"{shortened(str(sorted(sizes)))} in {shortened(str(self))}"  # type: ignore[type-var]
+                f"{shortened(str(sorted(sizes)))} in {shortened(str(self))}"
             )
         return sizes.pop() if sizes else None
 
@@ -257,9 +181,6 @@ class Pattern:
     def num_tables(self, frame: Frame) -> int:
         """Returns how many heads need separate tables: 1, num_kv_heads or num_heads."""
         return max((mask.num_tables(frame) for mask in self._components()), default=1)
-
-    def _components(self) -> "tuple[Mask, ...]":
-        return ()
 
     @property
     def own_length(self) -> int | None:
@@ -359,7 +280,7 @@ class _Combination(Pattern):
     symbol: ClassVar[str]
 
     def _spell(self, tensors: list[Tensor], as_data: bool) -> str:
-        parts = [_text(mask, tensors, as_data) for mask in self.masks]
+        parts = [part_text(mask, tensors, as_data) for mask in self.masks]
         return "(" + f" {self.symbol} ".join(parts) + ")"
 
     def _components(self) -> tuple[Mask, ...]:
@@ -436,12 +357,6 @@ class Not(Mask):
 
     def _components(self) -> tuple[Mask, ...]:
         return (self.mask,)
-
-
-def _text(part: Pattern, tensors: list[Tensor], as_data: bool) -> str:
-    """Returns the text of a part; its tensors go behind `tensors`, with numbers from there on."""
-    has_tensors = part.tensors or (as_data and part._data)
-    return part._spell(tensors, as_data) if has_tensors else part.expression
 
 
 def joined_masks(pattern: Pattern) -> Iterator[Mask]:

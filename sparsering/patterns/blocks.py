@@ -14,10 +14,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..rows import expand_counts, mix
+from ..rows import expand_counts, mix, permute, unpermute
 from .algebra import Frame, Mask
 from .arguments import checked_flag, checked_integer, freeze_integer, freeze_integers, shortened
-from .permutation import permute, unpermute
 
 
 class BlockwiseMask(Mask):

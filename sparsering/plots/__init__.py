@@ -1,4 +1,4 @@
-"""Draws patterns, training runs and the traffic of ranks, and returns PNG bytes.
+"""Draws patterns and the traffic of ranks, and returns PNG bytes.
 
     Path("pattern.png").write_bytes(pattern_png(LongNet((1024, 4096), (1, 4)), 1 << 20))
 
@@ -7,17 +7,14 @@ Drawing needs matplotlib (`pip install sparsering[plots]`); without it, it raise
 
 from ..layouts.drawing import pair_shares
 from .figure import require_matplotlib
-from .losses import loss_png, speed_png
 from .rings import traffic_png
 from .visible_keys import draw_pattern, pattern_png, patterns_png
 
 __all__ = [
     "draw_pattern",
-    "loss_png",
     "pair_shares",
     "pattern_png",
     "patterns_png",
     "require_matplotlib",
-    "speed_png",
     "traffic_png",
 ]

@@ -30,7 +30,6 @@ from .recipe import Recipe
 from .tensor_files import Files, Kind, TensorIndex, read_index, write_tensors
 
 FORMAT = "sparsering checkpoint 2"
-OLDER_FORMAT = "sparsering checkpoint 1"  # one safetensors file, or a folder of pickled tensors
 MOST_JSON_BYTES = 16 << 20
 
 _FILE_NAME = re.compile(r"checkpoint-[0-9a-z-]{1,80}\.safetensors")
@@ -157,19 +156,9 @@ def load_model(folder: str | Path) -> LongNetLM:
 
 
 def _about(folder: Path, values: Any) -> About:
-    if not isinstance(values, dict) or values.get("format") not in (FORMAT, OLDER_FORMAT):
+    if not isinstance(values, dict) or values.get("format") != FORMAT:
         raise ValueError(f"the format is not {FORMAT!r}")
-    tensors = _value(values, "tensors", dict)
-    if values["format"] == FORMAT:
-        files = _value(tensors, "files", dict)
-    elif "folder" not in tensors:
-        files = {_value(tensors, "file", str): tensors}
-    else:
-        raise ValueError(
-            "the tensors were written through pickle by an early version; they could run code and "
-            "are never read"
-        )
-    if not files:
+    if not (files := _value(_value(values, "tensors", dict), "files", dict)):
         raise ValueError("no file of tensors is named")
     for name in files:
         if not _FILE_NAME.fullmatch(name):
@@ -200,7 +189,7 @@ def _value(values: dict[str, Any], name: str, kind: type) -> Any:
 
 def _check_kinds(about: About, kinds: dict[str, Kind]) -> None:
     """Raises ValueError if the tensors do not match the recipe's model and its optimizer."""
-    unexpected = kinds.keys() - {"rng"}  # older checkpoints also store torch's random state
+    unexpected = set(kinds)
     for parameter, shape in about.recipe.parameter_shapes():
         kind = Kind(tuple(shape))
         expected = {f"model.{parameter}": kind}

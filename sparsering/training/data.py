@@ -117,21 +117,6 @@ def validation_windows(validation: Tensor, *, context: int, count: int) -> Windo
     return [(window[:, :-1], window[:, 1:]) for window in windows]
 
 
-def unigram_loss(train: Tensor, windows: Windows) -> float:
-    """Computes the loss, in nats, of predicting each byte by its frequency in `train`."""
-    counts = torch.bincount(train, minlength=256).double() + 1
-    log_share = (counts / counts.sum()).log()
-    return -float(torch.cat([log_share[targets].flatten() for _, targets in windows]).mean())
-
-
-def bigram_loss(train: Tensor, windows: Windows) -> float:
-    """Computes the loss, in nats, of predicting a byte from the one before, by pairs in `train`."""
-    pairs = train[:-1].long() * 256 + train[1:]
-    counts = torch.bincount(pairs, minlength=256 * 256).view(256, 256).double() + 1
-    log_share = (counts / counts.sum(1, keepdim=True)).log()
-    return -float(torch.cat([log_share[pair].flatten() for pair in windows]).mean())
-
-
 def _text_files(path: Path, glob: str) -> dict[str, Path]:
     if not path.exists():
         raise FileNotFoundError(

@@ -1,9 +1,7 @@
-"""Measures a run: speed of generation, memory."""
+"""Measures the speed of generation."""
 
-import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 
 from torch import Tensor
 
@@ -31,18 +29,3 @@ class TimedTokens:
     def tokens_per_s(self) -> float | None:
         """Tokens per second, without the first token; None for fewer than two tokens."""
         return (self.num_tokens - 1) / self.seconds if self.num_tokens > 1 else None
-
-
-def peak_memory_bytes() -> int | None:
-    """Returns this process's largest resident memory so far; None if the system does not say.
-
-    On Linux `getrusage` would also count the process that forked this one; VmHWM does not.
-    """
-    with suppress(OSError, StopIteration), open("/proc/self/status") as status:
-        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
-    try:
-        import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -3,8 +3,8 @@
 import pytest
 
 import sparsering as sr
-from benchmarks.plots import kept_png
-from sparsering.plots import loss_png, pattern_png
+from benchmarks.plots import kept_png, loss_png
+from sparsering.plots import pattern_png
 
 
 def test_pictures_are_png():

@@ -36,7 +36,6 @@ from stranger import (
 
 import sparsering
 from sparsering.training import load_model
-from sparsering.training.checkpoint import OLDER_FORMAT
 
 
 def test_the_checkpoint_as_it_was_written_is_taken(run):
@@ -91,8 +90,7 @@ def test_a_planted_pickle_does_not_run(run, tmp_path, dump, place):
     assert not (tmp_path / "owned").exists()
 
 
-@pytest.mark.parametrize("format_", [OLDER_FORMAT, "sparsering checkpoint 2"])
-def test_a_folder_written_through_pickle_is_never_read(run, tmp_path, format_):
+def test_a_folder_written_through_pickle_is_never_read(run, tmp_path):
     parts = run / "checkpoint-000001-0123456789ab"
     parts.mkdir()
     files = {}
@@ -101,11 +99,8 @@ def test_a_folder_written_through_pickle_is_never_read(run, tmp_path, format_):
         (parts / name).write_bytes(content)
         files[name] = hashlib.sha256(content).hexdigest()
     tensors = {"folder": parts.name, "files": files}
-    write_about(run, about(run) | {"format": format_, "tensors": tensors})
-    if format_ == OLDER_FORMAT:
-        assert_refused(run, "written through pickle by an early version")
-        assert_refused(run, "start a new run with another --out")
-    assert_refused(run)
+    write_about(run, about(run) | {"tensors": tensors})
+    assert_refused(run, "start a new run with another --out")
     assert not (tmp_path / "owned").exists()
 
 

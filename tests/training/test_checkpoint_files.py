@@ -4,7 +4,6 @@ Each test changes a copy of a whole checkpoint and gives it to the command line.
 """
 
 import contextlib
-import hashlib
 import json
 import os
 import shutil
@@ -35,7 +34,6 @@ from stranger import (
 
 from sparsering.files import replace_file
 from sparsering.training import load_model
-from sparsering.training.checkpoint import OLDER_FORMAT
 
 # The files of tensors
 
@@ -281,37 +279,6 @@ def test_a_link_in_place_of_a_file_is_replaced(tmp_path):
     replace_file(tmp_path / "file", b"new")
     assert (tmp_path / "outside").read_text() == "kept"
     assert (tmp_path / "file").read_text() == "new" and not (tmp_path / "file").is_symlink()
-
-
-# Checkpoints of the first format
-
-
-def first_format(run: Path, random_state: torch.Tensor) -> None:
-    """Makes it what one process wrote before, torch's random state included."""
-    path = tensor_file(run)
-    content = save({**load(path.read_bytes()), "rng": random_state})
-    digest = hashlib.sha256(content).hexdigest()
-    path.unlink()
-    tensors = {
-        "file": f"checkpoint-000001-{digest[:12]}.safetensors",
-        "bytes": len(content),
-        "sha256": digest,
-    }
-    (run / tensors["file"]).write_bytes(content)
-    values = about(run) | {"format": OLDER_FORMAT, "tensors": tensors}
-    del values["launch"]
-    write_about(run, values)
-
-
-@pytest.mark.parametrize("size", [5056, 3])
-def test_one_file_of_the_first_format_goes_on(run, whole, tmp_path, size):
-    other = Path(shutil.copytree(whole, tmp_path / "other"))
-    first_format(run, torch.full((size,), 255, dtype=torch.uint8))  # which torch would not take
-    for folder in (run, other):
-        assert generate(folder)[0] == 0
-        assert command("train", "--out", folder, "--resume") == (0, "")
-    assert tensor_file(run).read_bytes() == tensor_file(other).read_bytes()
-    assert about(run) == about(other)
 
 
 # Whatever else

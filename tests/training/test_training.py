@@ -17,12 +17,12 @@ import pytest
 import torch
 
 import sparsering as sr
-from benchmarks.demo import demo
+from benchmarks.demo import bigram_loss, demo, unigram_loss
 from benchmarks.step_times import TimedAttention
 from sparsering.cli import main
 from sparsering.training import Recipe, load_model, loop, read_text, train
 from sparsering.training.checkpoint import load_checkpoint
-from sparsering.training.data import bigram_loss, training_window, unigram_loss, validation_windows
+from sparsering.training.data import training_window, validation_windows
 
 RECIPE = Recipe(
     pattern="LongNet((16, 64), (1, 4))",

@@ -67,12 +67,14 @@ class MaskRequest(NamedTuple):
 class _Packing:
     """Position ids of the calls that run now; torch.compile cannot trace a `threading.local`."""
 
-    running: tuple[tuple[Any, Tensor | None], ...] = ()  # (model, position_ids), the innermost last
-    request: MaskRequest | None = None  # for the next mask
+    def __init__(self) -> None:  # a first assignment later would be a second graph
+        self.running: tuple[tuple[Any, Tensor | None], ...] = ()  # (model, ids), innermost last
+        self.request: MaskRequest | None = None  # for the next mask
 
 
 class _Thread(threading.local, _Packing):
     def __init__(self) -> None:  # torch.compile of torch 2.11 would see defaults of the class alone
+        super().__init__()
         self.blocks: tuple[UsingBlock, ...] = ()
         self.shared: SharedCall | None = None
         self.task = -1  # the backward pass in which `blocks` are those of the forward pass
