@@ -37,10 +37,7 @@ class Sampling:
             object.__setattr__(self, "top_p", float(p))
 
     def chances(self, logits: Tensor) -> Tensor:
-        """Computes the chance of drawing each token, float64 [B, vocab_size], from logits.
-
-        On devices that may have no float64, such as MPS, the result is float32.
-        """
+        """Computes the chance of drawing each token, float64 [B, vocab_size] (float32 on MPS)."""
         logits = logits.to(long_sum_dtype(logits.device))
         if self.temperature == 0:
             return torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1)

@@ -25,8 +25,7 @@ from .calls import PLAIN_CALL, CallState, MaskRequest, call_state, packing, thre
 from .config import NAME
 from .mask_kind import MaskKind, recognise, recognise_inside_compile, runs_by_neighbours
 
-# If all of these are None, only we can see the packing.
-_SHOW_PACKING = ("attention_mask", "past_key_values", "cache", "position_ids")
+_SHOW_PACKING = ("attention_mask", "past_key_values", "cache", "position_ids")  # all None: we look
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value
 
 
@@ -287,17 +286,15 @@ def mask_interface(
     return ModelMask(*place, kind, documents, runs, *masks, *rest)
 
 
-def _within_documents(
-    ids: Tensor | None, batch_size: int, device: Any
-) -> Callable[..., Any] | None:
+def _within_documents(ids: Tensor | None, batch: int, device: Any) -> Callable[..., Any] | None:
     """Returns the mask of documents, which begin where position_ids [B or 1, N] restart, if any."""
-    if ids is None or ids.dim() != 2 or len(ids) not in (1, batch_size):
+    if ids is None or ids.dim() != 2 or len(ids) not in (1, batch):
         return None
     restarts = ids[:, 1:] <= ids[:, :-1]
     if not torch.compiler.is_compiling() and not bool(restarts.any()):
         return None
     documents = torch.nn.functional.pad(restarts, (1, 0)).cumsum(1).to(device)
-    return masking_utils.packed_sequence_mask_function(documents.expand(batch_size, -1))
+    return masking_utils.packed_sequence_mask_function(documents.expand(batch, -1))
 
 
 def watch_requests() -> None:
