@@ -216,12 +216,12 @@ def checked_index(name: str, index: Tensor | Sequence[int], entries: int) -> Ten
     return index.long()
 
 
-def check_bias(block_bias: Tensor | None, layout: BlockLayout) -> None:
-    """Raises ValueError if a bias is given whose last dim is not the layout's number of blocks."""
-    if block_bias is not None and block_bias.shape[-1] != layout.num_blocks:
+def check_bias(blocks: int, layout: BlockLayout) -> None:
+    """Raises ValueError if a bias of so many blocks does not fit the layout."""
+    if blocks != layout.num_blocks:
         raise ValueError(
             f"block_bias must be [B or 1, H or 1, {layout.num_blocks}], one per visited "
-            f"block of the layout, got {block_bias.shape[-1]} in the last dim; see "
+            f"block of the layout, got {blocks} in the last dim; see "
             "pattern.layout(...).num_blocks"
         )
 

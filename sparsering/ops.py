@@ -28,7 +28,7 @@ from .layouts.cache import layout_cache
 from .layouts.last_query import last_query_layout
 from .layouts.layout import BlockLayout, stretched
 from .numerics import entry_of_distance, finite_or_zero, sum_dtype, without_autocast
-from .pairs import distances_op, kept_by_branch, pair_counts_op, slots_op
+from .pairs import distances_op, frame_of, kept_by_branch, pair_counts_op, places_op
 from .patterns.algebra import Frame, Pattern
 from .patterns.expression import parse, parse_owned
 from .patterns.keys import check_key_masks, key_mask
@@ -205,7 +205,8 @@ def _problem(recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extra
         layout, slots = _layout(*layout_key)
     else:
         layout = layout_cache.layout(*layout_key[1:])
-    check_bias(extras["block_bias"], layout)
+    if (bias := extras["block_bias"]) is not None:
+        check_bias(bias.shape[-1], layout)
     if slot_bias is not None:
         options["block_bias"] = _entry_bias(slot_bias, layout)
     problem = Problem(layout, *inputs, recipe.scale, slots=slots, **options)
@@ -258,22 +259,17 @@ def _reference(
         if p is not None:
             factor = pair_counts_op(*call, p, seed).to(dtype) / counts.clamp(min=1)
     else:
-        layout_key, _ = layout_key_of(recipe, query, key, pattern, extras)
-        branches = list(range(len(pattern.branches)))
         if block_bias is not None:
-            layout = layout_cache.layout(*layout_key[1:])
-            check_bias(block_bias, layout)
-            branches = [x.branch for x in layout.passes]
-            number = layout.entry_of_pairs(len(query)).to(query.device)  # [passes, B, Hq, Nq, Nk]
-            biased = number, block_bias.to(dtype)
+            blocks = block_bias.shape[-1]
+            biased = places_op(*call, recipe.block_size, blocks), block_bias.to(dtype)
         elif slot_bias is not None:  # index 0: no bias, for pairs in no listed block
             padded = torch.nn.functional.pad(slot_bias.to(dtype), (1, 0))
-            biased = slots_op(*call), padded
+            biased = places_op(*call), padded
         log_counts = _log_biased_counts(*biased)
         if p is not None:
-            by_branch = kept_by_branch(pattern, layout_key[2], p, seed)
-            by_pass = by_branch[torch.tensor(branches, dtype=torch.int64)].to(query.device)
-            log_kept_counts = _log_biased_counts(*biased, by_pass)
+            frame = frame_of(query, key, recipe.q_start)
+            kept = kept_by_branch(pattern, frame, p, seed).to(query.device)
+            log_kept_counts = _log_biased_counts(*biased, kept)
             factor = (log_kept_counts - finite_or_zero(log_counts)).exp()
     if factor is not None:
         factor = factor / (1 - p)
@@ -285,9 +281,9 @@ def _reference(
 
 
 def _log_biased_counts(number: Tensor, block_bias: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Returns log(sum of exp(bias)) over the passes that have a pair, [B, Hq, Nq, Nk].
+    """Returns log(sum of exp(bias)) over the branches that have a pair, [B, Hq, Nq, Nk].
 
-    `number` [passes, B, Hq, Nq, Nk]: pair's index in `block_bias`, or -1; `mask`: False omits it.
+    `number` [branches, B, Hq, Nq, Nk]: pair's index in `block_bias`, or -1; `mask`: False omits it.
     """
     block_bias = torch.nn.functional.pad(block_bias, (0, 1))  # gather fails on an empty dim
     flat = block_bias[None, :, :, None].expand(len(number), -1, -1, number.shape[3], -1)

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_batch
+from .checks import check_batch, check_bias
 from .differentiable import refuse_mapped_pattern
 from .dropout import kept_pairs
+from .layouts.cache import layout_cache
 from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.expression import parse
 from .patterns.selected import selections_of
@@ -37,14 +38,9 @@ def kept_by_branch(pattern: Pattern, frame: Frame, p: float, seed: Tensor) -> Te
 
 @torch.library.custom_op("sparsering::pair_counts", mutates_args=())
 def pair_counts_op(
-    query: Tensor,
-    key: Tensor,
-    tensors: Sequence[Tensor],
-    pattern: str,
-    q_start: int,
-    dropout_p: float | None = None,
-    dropout_seed: Tensor | None = None,
-) -> Tensor:
+    query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int,
+    dropout_p: float | None = None, dropout_seed: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Counts, for each pair, the branches that have it and keep it in dropout: [B, Hq, Nq, Nk]."""
     value = parse(pattern, tensors)
     check_batch(value, query.shape[0])
@@ -65,20 +61,28 @@ def _dense(pattern: Pattern, frame: Frame) -> Tensor:
     return pattern.to_dense(q_len, kv_len, **heads, q_start=q_start).to(torch.int64)
 
 
-@torch.library.custom_op("sparsering::slots_of_pairs", mutates_args=())
-def slots_op(
-    query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int
-) -> Tensor:
-    """Returns 1 + the index at which the selection's flattened indices list each pair's block.
+@torch.library.custom_op("sparsering::places_of_pairs", mutates_args=())
+def places_op(
+    query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int,
+    block_size: int | None = None, blocks: int = 0,
+) -> Tensor:  # fmt: skip
+    """Returns the index of each pair's bias, int64 [branches, B, Hq, Nq, Nk]; -1: no such pair.
 
-    int64 [branches, B, Hq, Nq, Nk]; 0 if no index lists the block, -1 if the branch lacks the pair.
+    With a block size: of its tiles in the layout's `entries`, of which there must be `blocks`. Else
+    1 + the index at which the selection's flattened indices list its block; 0 if none does.
     """
     value, frame = parse(pattern, tensors), frame_of(query, key, q_start)
+    check_batch(value, len(query))
     check_fits(value, frame)
+    table = torch.full((len(value.branches), *query.shape[:3], frame.kv_len), -1)
+    if block_size is not None:
+        layout = layout_cache.layout(value, frame, block_size, query.device)
+        check_bias(blocks, layout)
+        for one, entry in zip(layout.passes, layout.entry_of_pairs(len(query)), strict=True):
+            table[one.branch] = torch.maximum(table[one.branch], entry)  # a pair is in one pass
+        return table.to(query.device)
     p = torch.arange(q_start, q_start + frame.q_len)[:, None]
     k = torch.arange(frame.kv_len)
-    shape = (len(value.branches), len(query), frame.num_heads, frame.q_len, frame.kv_len)
-    table = torch.empty(shape, dtype=torch.int64)
     for number, branch in enumerate(value.branches):
         selections = selections_of(branch)
         for b, h in itertools.product(range(len(query)), range(frame.num_heads)):
@@ -104,8 +108,8 @@ def _(query: Tensor, key: Tensor, *rest: object) -> Tensor:
     return query.new_empty(*query.shape[:3], key.shape[2], dtype=torch.int64)
 
 
-@slots_op.register_fake
-def _(query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int) -> Tensor:
+@places_op.register_fake
+def _(query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, *_: object) -> Tensor:
     branches = len(parse(pattern, tensors).branches)
     return query.new_empty(branches, *query.shape[:3], key.shape[2], dtype=torch.int64)
 

@@ -33,7 +33,7 @@ ROOMS = {
     "checks": "layouts patterns numerics",
     "extras": "checks dropout patterns",
     "differentiable": "checks patterns numerics streams",
-    "pairs": "differentiable checks dropout patterns",
+    "pairs": "differentiable checks dropout layouts patterns",
     "call_recipe": "pairs dispatch extras checks kernels patterns",
     "ops": "call_recipe pairs dispatch differentiable extras checks kernels layouts patterns "
     "numerics streams",

@@ -197,12 +197,19 @@ class Call(Options):
         expected = self.expected(tensors, *grads)
         compare(got, expected, self.precision(), coarse=self.backend in COARSE)
 
-    def attend(self, tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, tensors: dict[str, Tensor], pattern: sr.Pattern | None = None
+    ) -> tuple[Tensor, Tensor]:
         query, key, value, *_ = tensors.values()
         tables = {name: x for name, x in tensors.items() if name not in ("query", "key", "value")}
         attention = attrgetter(self.function.removeprefix("sr."))(sr)
         found: tuple[Tensor, Tensor] = attention(
-            query, key, value, build(self.spec), **tables, **self.keywords()
+            query,
+            key,
+            value,
+            build(self.spec) if pattern is None else pattern,
+            **tables,
+            **self.keywords(),
         )
         return found
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import torch
 from oracles import blocks_oracle
 from oracles import strategies as drawn
 from oracles.patterns_oracle import OPERATORS, Spec, depth_in_tree, is_mixture, leaves
@@ -60,6 +61,29 @@ def branches(spec: Spec) -> list[Spec]:
         pairs = zip(args[0], args[1], strict=True)
         return [("Dilated", w, r, *args[2:]) for w, r in pairs]
     return [spec]
+
+
+def with_tensors(spec: Spec, turned: bool = False) -> Spec:
+    """Returns the spec with lengths and parents as tensors; `turned` turns lengths around."""
+    name, *args = spec
+    if name in OPERATORS:
+        return (name, *(with_tensors(part, turned) for part in args))
+    if name in ("Documents", "KeyPadding", *INSIDE):
+        args[0] = _tensor(args[0], 0)
+        args[0] = args[0].flip(-1) if turned else args[0]
+    if name == "Tree":
+        args[1] = _tensor(args[1], -1)
+    if name in INSIDE:
+        args[-1] = with_tensors(args[-1], turned)
+    return (name, *args)
+
+
+def _tensor(numbers: Any, padding: int) -> torch.Tensor:
+    """Returns nested numbers as int64; shorter rows end with `padding`, as empty documents do."""
+    if numbers and isinstance(numbers[0], tuple):
+        most = max(map(len, numbers))
+        numbers = [(*row, *(padding,) * (most - len(row))) for row in numbers]
+    return torch.tensor(numbers, dtype=torch.int64)
 
 
 def common_tree(spec: Spec) -> Spec | None:

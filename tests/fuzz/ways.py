@@ -1,4 +1,7 @@
-"""Calls made in other ways: a batch of gradients, in four threads at once, in a forked process."""
+"""Calls made in other ways: a batch of gradients, four threads at once, forked, compiled.
+
+A compiled call has its lengths as tensors; its graph first runs with the lengths turned around.
+"""
 
 import os
 import signal
@@ -12,14 +15,16 @@ from itertools import product
 
 import hypothesis.strategies as st
 import torch
+from oracles.patterns_oracle import build
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 import sparsering as sr
 
 from . import calls, specs
 from .attack import Cell, Refused
 
-WAYS = ("batch of gradients", "four threads", "forked process")
+WAYS = ("batch of gradients", "four threads", "forked process", "one compiled graph")
 BACKENDS = ("default", "cpu", "gather", "reference", "sdpa")
 CELLS = [Cell(*cell) for cell in product(WAYS, specs.CLASSES, BACKENDS, calls.DTYPES)]
 SECONDS = 20  # in which a forked process ends
@@ -42,6 +47,9 @@ class Way(calls.Call):
             raise Refused(str(refusal)) from None
         if self.way == "batch of gradients":
             self.check_batch(tensors)
+            return
+        if self.way == "one compiled graph":
+            self.check_compiled(tensors, results)
             return
         sr.layout_cache.clear()  # the layout is built by four threads, or in the forked process
         if self.way == "four threads":
@@ -91,6 +99,23 @@ class Way(calls.Call):
                 raise
         with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
             return list(self.attend(tensors))
+
+    def check_compiled(self, tensors: dict[str, Tensor], expected: list) -> None:
+        torch._dynamo.reset()
+        counters.clear()
+
+        def call(pattern: sr.Pattern) -> list:
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+                return list(self.attend(tensors, pattern))
+
+        compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+        of_blocks = self.block_bias is not None  # their number is that of these lengths alone
+        for turned in (False,) if of_blocks else (True, False):
+            results = compiled(build(specs.with_tensors(self.spec, turned)))
+        leaves, grads = list(tensors.values()), self.grads(list(results))
+        found = torch.autograd.grad(results, leaves, grads, materialize_grads=True)
+        assert all(map(same_bits, [*results, *found], expected)), "the graph has other bits"
+        assert counters["stats"]["unique_graphs"] == 1, "lengths made a second graph"
 
     def check_batch(self, tensors: dict[str, Tensor]) -> None:
         """Compares each gradient of a batch of three with the oracle's."""
