@@ -1,6 +1,7 @@
 """Lengths that come as tensors are data of compiled functions: one graph serves all of a shape."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -278,3 +279,73 @@ def test_distances_of_two_trees_are_refused_in_a_compiled_call():
     compiled = torch.compile(call, backend="eager", fullgraph=True)
     with pytest.raises(ValueError, match="the same one Tree in every branch"):
         compiled(*qkv("cpu", 0), torch.tensor([20, 28]), torch.tensor([-1, 0]))
+
+
+TOKENS_OF_CALLS = torch.randn(2, 2, TOKENS, 8)
+SELECTIONS = [
+    torch.randint(3, (3, 2), generator=torch.Generator().manual_seed(i)) for i in range(3)
+]
+
+
+def attend(pattern: sr.Pattern, **options: Any) -> Tensor:
+    return sr.attention(*[TOKENS_OF_CALLS] * 3, pattern, **options)
+
+
+# What docs/concepts.md says is new in each of three calls: (the call, its arguments)
+CHANGES: dict[str, tuple[Callable[[Any], Tensor], list[Any]]] = {
+    "lengths in a tensor, of one shape": (
+        lambda n: attend(sr.Documents(n)),
+        [drawn(seed)[0] for seed in range(3)],
+    ),
+    "the number of lengths in a tensor": (
+        lambda n: attend(sr.Documents(n)),
+        [torch.tensor([1] * n + [TOKENS - n]) for n in (1, 2, 3)],
+    ),
+    "lengths as ints": (
+        lambda n: attend(sr.Documents(n)),
+        [drawn(seed)[0].tolist() for seed in range(3)],
+    ),
+    "a `KeyMask`": (
+        lambda valid: attend(sr.KeyMask(valid)),
+        [torch.arange(TOKENS) > n for n in range(3)],
+    ),
+    "the indices of `SelectedBlocks`": (
+        lambda indices: attend(sr.SelectedBlocks(indices, 16)),
+        SELECTIONS,
+    ),
+    "numbers of a pattern, such as a window": (
+        lambda left: attend(sr.SlidingWindow(left)),
+        [3, 4, 5],
+    ),
+    "the number of tokens": (
+        lambda x: sr.attention(x, x, x, sr.Causal()),
+        [TOKENS_OF_CALLS[:, :, :n] for n in (40, 41, 42)],
+    ),
+    "numbers of a call, such as `softcap`": (
+        lambda number: attend(sr.Causal(), softcap=number),
+        [3.0, 4.0, 5.0],
+    ),
+    "`dropout_seed`, an int": (
+        lambda seed: attend(sr.Causal(), dropout_p=0.5, dropout_seed=seed),
+        [3, 4, 5],
+    ),
+    "`dropout_seed`, a tensor": (
+        lambda seed: attend(sr.Causal(), dropout_p=0.5, dropout_seed=seed),
+        [torch.tensor(n) for n in (3, 4, 5)],
+    ),
+}
+
+
+def test_the_table_of_graphs_in_the_docs_is_true():
+    text = (Path(__file__).parents[2] / "docs" / "concepts.md").read_text()
+    rows = text.split("| new in each call | graphs of three calls |")[1].split("\n\n")[0]
+    told = dict(line.strip("| ").split(" | ") for line in rows.splitlines()[2:])
+    found = {}
+    for name, (call, arguments) in CHANGES.items():
+        torch._dynamo.reset()
+        counters.clear()
+        compiled = torch.compile(call, backend="eager", fullgraph=True)
+        for argument in arguments:
+            assert torch.equal(compiled(argument), call(argument))
+        found[name] = str(counters["stats"]["unique_graphs"])
+    assert told == found

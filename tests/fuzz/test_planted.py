@@ -98,6 +98,24 @@ DEFECTS = {
         "return vars(instance).setdefault(self.name, value)",
         "vars(instance)[self.name] = value; return value",
     ),
+    "a compiled call has the lengths of the call before": (
+        "ways",
+        "patterns/expression.py",
+        "return _parse(text, tuple(tensors), owned=True)",
+        "return vars(parse_owned).setdefault(text, _parse(text, tuple(tensors), owned=True))",
+    ),
+    "a compiled call has its documents in another order": (
+        "ways",
+        "patterns/arguments.py",
+        'name: value.detach().to("cpu", torch.int64, copy=True)}',
+        'name: value.detach().to("cpu", torch.int64, copy=True).roll(1, -1)}',
+    ),
+    "other lengths make a second graph": (
+        "ways",
+        "patterns/written.py",
+        "if self._data is not None and torch.compiler.is_compiling():",
+        "if self._data is not None and not torch.compiler.is_compiling():",
+    ),
     "the compiled kernel cuts long segments one token early": (
         "layouts",
         "layouts/lower.py",
