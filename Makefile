@@ -101,7 +101,7 @@ test-asan: $(STAMP) ## run the kernel's tests with address and undefined-behavio
 # libraries do that were not compiled for it. It cannot see how threads of libgomp wait for each other:
 # plain ones take their place. Without setarch its tables may lie where the system puts memory.
 TSAN_FLAGS := SPARSERING_CXXFLAGS="-O1 -g1 -fsanitize=thread \
-	-include $(CURDIR)/tests/kernels/sanitizers/openmp_on_threads.h"
+	-include $(CURDIR)/tests/kernels/sanitizers/plain_threads.h"
 
 test-tsan: $(STAMP) ## run the kernel in many threads with the thread sanitizer (g++)
 	$(TSAN_FLAGS) $(BIN)/python $(BUILD)

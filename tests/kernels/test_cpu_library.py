@@ -70,7 +70,7 @@ def test_a_named_backend_without_a_library_raises(tmp_path):
 
 
 def copying_compiler(tmp_path: Path, seconds: int = 0) -> dict[str, str]:
-    """Instead of half a minute of compiling: copies this process's own library, and counts."""
+    """Instead of 20 seconds of compiling: copies this process's own library, and counts."""
     whole = cpu.build().read_bytes()[:-32]
     (tmp_path / "made.so").write_bytes(whole)
     script = (

@@ -26,13 +26,13 @@ class Backward {
         delta_of_(delta_of),
         dout_(grad_out),
         lse_(values_of<float>(lse)),
-        delta_(delta.data_ptr<float>()),
+        delta_(delta.mutable_data_ptr<float>()),
         pairs_(problem, grad_out, lse_, delta_),
         dq_(dq),
         dk_(dk),
         dv_(dv),
-        dbias_(problem.bias ? dbias.data_ptr<float>() : nullptr),
-        dtable_(dtable.numel() ? dtable.data_ptr<double>() : nullptr),
+        dbias_(problem.bias ? dbias.mutable_data_ptr<float>() : nullptr),
+        dtable_(dtable.numel() ? dtable.mutable_data_ptr<double>() : nullptr),
         groups_(dtable.numel() ? dtable.size(2) : 0) {
     for (const Pass& pass : passes) {
       most_columns_ = std::max(most_columns_, pass.columns);
@@ -65,8 +65,8 @@ class Backward {
   // Computes seven products per pair, but is parallel over tiles: dQ by query tile, then dK and dV
   // by key tile.
   void run_tiles(const std::vector<Transpose>& by_key) const {
-    at::parallel_for(0, x_.B * x_.Hq * x_.Nq, 1024,
-                     [&](int64_t begin, int64_t end) { delta_of_.of_rows(begin, end, delta_); });
+    parallel_for(0, x_.B * x_.Hq * x_.Nq, 1024,
+                 [&](int64_t begin, int64_t end) { delta_of_.of_rows(begin, end, delta_); });
     const int64_t num_kv = x_.B * x_.Hkv;
     const int64_t wave = this->wave();
     PackedKeys<T> keys(x_, pairs_);
@@ -89,7 +89,7 @@ class Backward {
 
   // Returns the bytes of all buffers of run_heads (`by_head`) or run_tiles, for a plan.
   int64_t workspace(const std::vector<Counts>& counts, bool by_head) const {
-    const int64_t threads = at::get_num_threads(), heads = by_head ? 1 : wave();
+    const int64_t threads = num_threads(), heads = by_head ? 1 : wave();
     int64_t items = 0, parts = 0, walks = 0;
     PackedKeys<T> keys(x_, pairs_);
     const int64_t of_heads = bytes_of([&] {

@@ -31,11 +31,6 @@ _CAPABILITY_FLAGS = {
     "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mf16c -mprefer-vector-width=512",
     "AVX2": "-mavx2 -mfma -mf16c",
 }
-# On macOS, torch ships OpenMP's header and library, Apple's clang accepts -fopenmp only after
-# -Xclang, and the compiled library needs an rpath to find torch's libraries.
-_IS_MACOS = sys.platform == "darwin"
-_OPENMP = ["-Xclang", "-fopenmp"] if _IS_MACOS else ["-fopenmp"]
-_OPENMP_LIBRARY = ["-lomp"] if _IS_MACOS else []
 
 
 def build() -> Path:
@@ -76,8 +71,8 @@ def _compile(library: Path) -> None:
     command = [compiler, str(SOURCE), *_flags()]
     command += [f"-isystem{path}" for path in include_paths("cpu")]
     command += [f"-L{path}" for path in library_paths("cpu")]
-    command += ["-ltorch", "-ltorch_cpu", "-lc10", *_OPENMP_LIBRARY]
-    print("sparsering: compiling the CPU kernel, once, for about 30 s", file=sys.stderr)
+    command += ["-ltorch_cpu"]
+    print("sparsering: compiling the CPU kernel, once, for about 20 s", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         output = Path(folder) / library.name
         command += ["-o", str(output)]
@@ -124,8 +119,8 @@ def _flags() -> list[str]:
     torch_libraries = Path(torch.__file__).with_name("lib")
     return [
         *[f"-std=c++{_standard()}", "-O3", "-DNDEBUG"],
-        *["-fPIC", "-shared", "-fvisibility=hidden", *_OPENMP],
-        *([f"-Wl,-rpath,{torch_libraries}"] if _IS_MACOS else []),
+        *["-fPIC", "-shared", "-fvisibility=hidden"],
+        *([f"-Wl,-rpath,{torch_libraries}"] if sys.platform == "darwin" else []),
         *[*vectors, f"-DCPU_CAPABILITY={name}", f"-DCPU_CAPABILITY_{name}"],
         *os.environ.get("SPARSERING_CXXFLAGS", "").split(),
     ]

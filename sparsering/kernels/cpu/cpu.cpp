@@ -15,8 +15,6 @@
 // one scratch for all other buffers. Threads take rows of tiles in any order, and results do not
 // depend on that order.
 
-#include <torch/library.h>
-
 #include <algorithm>
 #include <array>
 #include <memory>
@@ -26,7 +24,9 @@
 
 #include "backward.h"
 #include "forward.h"
+#include "laid.h"
 #include "lower/tables.h"
+#include "machine/operators.h"
 #include "plan/workspace.h"
 #include "selection/shares.h"
 #include "walk/mass.h"
@@ -36,22 +36,21 @@ namespace {
 
 // Returns x contiguous in the head dim, as all loops need it; copies it only if needed.
 Tensor dense_rows(const Tensor& x) {
-  return x.dim() != 4 || x.size(3) <= 1 || x.stride(3) == 1 ? x : x.contiguous();
+  return x.dim() != 4 || x.size(3) <= 1 || x.stride(3) == 1 ? x : contiguous(x);
 }
 
 // Reads and checks the passes. `places` has tensors only if extras depend on positions.
-std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::TensorList places,
-                            at::IntArrayRef steps, at::IntArrayRef branches,
-                            at::IntArrayRef walked) {
+std::vector<Pass> passes_of(const Problem& x, Tensors tensors, Tensors places, Ints steps,
+                            Ints branches, Ints walked) {
   const bool placed = x.extras.adjusts() || x.extras.drops();
-  TORCH_CHECK_VALUE(tensors.size() == steps.size() * Pass::kTensors &&
-                        branches.size() == steps.size() && walked.size() == steps.size() &&
-                        places.size() == (placed ? steps.size() * Pass::kPlaces : 0),
-                    "sparsering cpu: malformed layout: tensors missing");
+  SPARSERING_CHECK(tensors.size() == steps.size() * Pass::kTensors &&
+                       branches.size() == steps.size() && walked.size() == steps.size() &&
+                       places.size() == (placed ? steps.size() * Pass::kPlaces : 0),
+                   "sparsering cpu: malformed layout: tensors missing");
   std::vector<Pass> passes;
   for (size_t i = 0; i < steps.size(); ++i) {
-    const auto of_pass = tensors.slice(i * Pass::kTensors, Pass::kTensors);
-    const auto places_of = placed ? places.slice(i * Pass::kPlaces, Pass::kPlaces) : places;
+    const auto of_pass = tensors.subspan(i * Pass::kTensors, Pass::kTensors);
+    const auto places_of = placed ? places.subspan(i * Pass::kPlaces, Pass::kPlaces) : places;
     passes.emplace_back(of_pass, places_of, steps[i], x.block, branches[i]);
     check_pass(of_pass, passes.back(), x.Nq, x.Nk, x.B, x.Hq, x.Hkv);
     if (placed) {
@@ -61,8 +60,8 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::Tensor
       x.check_entries(passes.back(), i);
     }
     passes.back().walked = walked[i];
-    TORCH_CHECK_VALUE(!walked[i] || !placed,
-                      "sparsering cpu: what goes by positions is not walked by key tile");
+    SPARSERING_CHECK(!walked[i] || !placed,
+                     "sparsering cpu: what goes by positions is not walked by key tile");
   }
   return passes;
 }
@@ -70,16 +69,16 @@ std::vector<Pass> passes_of(const Problem& x, at::TensorList tensors, at::Tensor
 // Common first arguments of operators. `covers`: true if the first pass has every query in a tile.
 #define SPARSERING_CALL                                                                          \
   const Tensor &query, const Tensor &key, const Tensor &value, const std::optional<Tensor>&bias, \
-      const Tensor &first_entry, at::TensorList tensors, at::TensorList places,                  \
-      at::IntArrayRef steps, at::IntArrayRef branches, bool covers, int64_t block, double scale, \
-      double softcap, const std::optional<Tensor>&distance_bias, double dropout_p,               \
+      const Tensor &first_entry, Tensors tensors, Tensors places, Ints steps, Ints branches,     \
+      bool covers, int64_t block, double scale, double softcap,                                  \
+      const std::optional<Tensor>&distance_bias, double dropout_p,                               \
       const std::optional<Tensor>&seeds, const std::optional<Tensor>&key_mask, bool in_float32,  \
-      at::IntArrayRef walked
+      Ints walked
 
 // Sets, for each pass, the bitmap row of the call's first query; 0 if `slots` is empty.
-void set_slots(std::vector<Pass>& passes, at::IntArrayRef slots, int64_t queries) {
+void set_slots(std::vector<Pass>& passes, Ints slots, int64_t queries) {
   for (size_t i = 0; !slots.empty() && i < passes.size(); ++i) {
-    TORCH_CHECK_VALUE(
+    SPARSERING_CHECK(
         slots.size() == passes.size() && slots[i] >= 0 && slots[i] + queries <= passes[i].block,
         "sparsering cpu: malformed layout: slots past the end of a tile");
     passes[i].slot = slots[i];
@@ -87,21 +86,20 @@ void set_slots(std::vector<Pass>& passes, at::IntArrayRef slots, int64_t queries
 }
 
 std::tuple<Tensor, Tensor> attend(const Problem& x, const std::vector<Pass>& passes, bool covers,
-                                  const at::TensorOptions& options, bool in_float32,
-                                  const std::optional<Tensor>& sink) {
-  const auto of_out = in_float32 ? options.dtype(at::kFloat) : options;
-  Tensor out = covers ? at::empty({x.B, x.Hq, x.Nq, x.Dv}, of_out)
-                      : at::zeros({x.B, x.Hq, x.Nq, x.Dv}, of_out);
-  Tensor lse = at::empty({x.B, x.Hq, x.Nq}, options.dtype(at::kFloat));
+                                  bool in_float32, const std::optional<Tensor>& sink) {
+  const Dtype of_out = in_float32 ? kFloat : x.q.type;
+  Tensor out =
+      covers ? empty({x.B, x.Hq, x.Nq, x.Dv}, of_out) : zeros({x.B, x.Hq, x.Nq, x.Dv}, of_out);
+  Tensor lse = empty({x.B, x.Hq, x.Nq}, kFloat);
   if (sink) {
-    lse.copy_(*sink);  // results are merged into rows with out = 0 and lse = sink
+    copy(lse, *sink);  // results are merged into rows with out = 0 and lse = sink
   } else {
     std::fill_n(lse.mutable_data_ptr<float>(), lse.numel(), -kInf);
   }
   if (lse.numel() == 0) {
     return {out, lse};
   }
-  if (x.q.type == at::kBFloat16 && has_bfloat16_products()) {
+  if (x.q.type == kBFloat16 && has_bfloat16_products()) {
     Forward<BFloat16>(x, passes).run(covers, out, lse);
   } else {
     Forward<float>(x, passes).run(covers, out, lse);
@@ -109,8 +107,7 @@ std::tuple<Tensor, Tensor> attend(const Problem& x, const std::vector<Pass>& pas
   return {out, lse};
 }
 
-std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>& sink,
-                                   at::IntArrayRef slots) {
+std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>& sink, Ints slots) {
   const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
                       query.size(1), key.size(2));
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
@@ -118,51 +115,23 @@ std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>&
                   scale);
   std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches, walked);
   set_slots(passes, slots, x.Nq);
-  return attend(x, passes, covers, query.options(), in_float32, sink);
+  return attend(x, passes, covers, in_float32, sink);
 }
 
-// Passes of a layout for calls without extras, read and checked once. Python keeps them in an empty
-// tensor, whose storage owns this struct.
-struct Laid {
-  std::vector<Tensor> tensors;
-  std::vector<Pass> passes;
-  Tensor first_entry;
-  int64_t block, queries = 0, keys = 0;  // least numbers that a call must have
-  int64_t versions;                      // sum of the tensors' versions when they were checked
-  bool covers;
-  double scale;
-
-  int64_t versions_now() const {
-    int64_t sum = 0;
-    for (const Tensor& x : tensors) {
-      sum += x.is_inference() ? 0 : x._version();
-    }
-    return sum;
-  }
-  static void drop(void* laid) {
-    delete static_cast<Laid*>(laid);
-  }
-  static const Laid& of(const Tensor& holder) {
-    const auto* laid = holder.storage().data_ptr().cast_context<Laid>(drop);
-    TORCH_CHECK_VALUE(laid, "sparsering cpu: no layout of this process");
-    return *laid;
-  }
-};
-
-Tensor lay(at::TensorList tensors, at::IntArrayRef steps, at::IntArrayRef branches, bool covers,
-           int64_t block, double scale, at::IntArrayRef walked) {
-  TORCH_CHECK_VALUE(tensors.size() == steps.size() * Pass::kTensors &&
-                        branches.size() == steps.size() && walked.size() == steps.size(),
-                    "sparsering cpu: malformed layout: tensors missing");
+Tensor lay(Tensors tensors, Ints steps, Ints branches, bool covers, int64_t block, double scale,
+           Ints walked) {
+  SPARSERING_CHECK(tensors.size() == steps.size() * Pass::kTensors &&
+                       branches.size() == steps.size() && walked.size() == steps.size(),
+                   "sparsering cpu: malformed layout: tensors missing");
   auto laid = std::make_unique<Laid>();
-  laid->tensors = tensors.vec();
-  laid->first_entry = at::zeros({static_cast<int64_t>(steps.size()), 1, 1}, at::kLong);
+  laid->tensors.assign(tensors.begin(), tensors.end());
+  laid->first_entry = zeros({static_cast<int64_t>(steps.size()), 1, 1}, kLong);
   laid->block = block, laid->covers = covers, laid->scale = scale;
-  laid->versions = laid->versions_now();
+  laid->count_versions();
   constexpr int64_t kAny = std::numeric_limits<int64_t>::max();
   for (size_t i = 0; i < steps.size(); ++i) {
-    const auto of_pass = at::TensorList(laid->tensors).slice(i * Pass::kTensors, Pass::kTensors);
-    Pass& p = laid->passes.emplace_back(of_pass, at::TensorList(), steps[i], block, branches[i]);
+    const auto of_pass = Tensors(laid->tensors).subspan(i * Pass::kTensors, Pass::kTensors);
+    Pass& p = laid->passes.emplace_back(of_pass, Tensors(), steps[i], block, branches[i]);
     p.walked = walked[i];
     check_pass(of_pass, p, kAny, kAny, p.batches, p.tables, p.axes);
     for (int64_t t = 0; t < p.axes * p.rows; ++t) {
@@ -173,13 +142,13 @@ Tensor lay(at::TensorList tensors, at::IntArrayRef steps, at::IntArrayRef branch
       laid->keys = std::max(laid->keys, p.key_start[t] < p.key_stop[t] ? p.key_stop[t] : 0);
     }
   }
-  c10::Storage storage(c10::Storage::use_byte_size_t(), 0,
-                       at::DataPtr(nullptr, laid.release(), Laid::drop, at::kCPU));
-  return at::empty({0}, at::kByte).set_(storage);
+  Tensor holder = laid->holder();
+  laid.release();
+  return holder;
 }
 
 std::tuple<Tensor, Tensor> forward_laid(const Tensor& query, const Tensor& key, const Tensor& value,
-                                        const Tensor& layout, at::IntArrayRef slots) {
+                                        const Tensor& layout, Ints slots) {
   const Laid& laid = Laid::of(layout);
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   const Problem x(dense[0], dense[1], dense[2], {}, Extras(), laid.first_entry, laid.passes.size(),
@@ -190,15 +159,15 @@ std::tuple<Tensor, Tensor> forward_laid(const Tensor& query, const Tensor& key, 
            (x.Hq == 0 || (p.tables > 0 && x.Hq % p.tables == 0));
   }
   for (size_t i = 0; !fits && i < laid.passes.size(); ++i) {  // one of these checks raises
-    const auto of_pass = at::TensorList(laid.tensors).slice(i * Pass::kTensors, Pass::kTensors);
+    const auto of_pass = Tensors(laid.tensors).subspan(i * Pass::kTensors, Pass::kTensors);
     check_pass(of_pass, laid.passes[i], x.Nq, x.Nk, x.B, x.Hq, x.Hkv);
   }
   if (slots.empty()) {
-    return attend(x, laid.passes, laid.covers, query.options(), false, {});
+    return attend(x, laid.passes, laid.covers, false, {});
   }
   std::vector<Pass> passes = laid.passes;
   set_slots(passes, slots, x.Nq);
-  return attend(x, passes, laid.covers, query.options(), false, {});
+  return attend(x, passes, laid.covers, false, {});
 }
 
 // Copies rows [B, H, n, width] into the tensor `held`, from row `first` on.
@@ -206,10 +175,9 @@ void put(const Tensor& held, const Tensor& rows, int64_t first) {
   const Tensor from = dense_rows(rows);
   const int64_t B = held.size(0), H = held.size(1), width = held.size(3), n = rows.size(2);
   const int64_t bytes = width * held.element_size();
-  TORCH_CHECK_VALUE(from.sizes() == at::IntArrayRef({B, H, n, width}) &&
-                        from.scalar_type() == held.scalar_type() && held.stride(3) <= 1 &&
-                        first >= 0 && first + n <= held.size(2),
-                    "sparsering cpu: new rows do not fit those that are held");
+  SPARSERING_CHECK(from.has_sizes({B, H, n, width}) && from.dtype() == held.dtype() &&
+                       held.stride(3) <= 1 && first >= 0 && first + n <= held.size(2),
+                   "sparsering cpu: new rows do not fit those that are held");
   const Source to(held), source(from);
   for (int64_t i = 0; i < B * H * n; ++i) {
     const int64_t b = i / (H * n), h = i / n % H, row = i % n;
@@ -221,7 +189,7 @@ void put(const Tensor& held, const Tensor& rows, int64_t first) {
 // Copies new keys and values into key and value from row `first` on, then runs `forward`.
 std::tuple<Tensor, Tensor> forward_after(const Tensor& new_key, const Tensor& new_value,
                                          int64_t first, SPARSERING_CALL,
-                                         const std::optional<Tensor>& sink, at::IntArrayRef slots) {
+                                         const std::optional<Tensor>& sink, Ints slots) {
   put(key, new_key, first);
   put(value, new_value, first);
   return forward(query, key, value, bias, first_entry, tensors, places, steps, branches, covers,
@@ -232,7 +200,7 @@ std::tuple<Tensor, Tensor> forward_after(const Tensor& new_key, const Tensor& ne
 std::tuple<Tensor, Tensor> forward_laid_after(const Tensor& new_key, const Tensor& new_value,
                                               int64_t first, const Tensor& query, const Tensor& key,
                                               const Tensor& value, const Tensor& layout,
-                                              at::IntArrayRef slots) {
+                                              Ints slots) {
   put(key, new_key, first);
   put(value, new_value, first);
   return forward_laid(query, key, value, layout, slots);
@@ -241,7 +209,7 @@ std::tuple<Tensor, Tensor> forward_laid_after(const Tensor& new_key, const Tenso
 // An empty `transposes` selects run_heads, else run_tiles.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     SPARSERING_CALL, const Tensor& out, const Tensor& lse, const Tensor& grad_out,
-    const Tensor& grad_lse, at::TensorList transposes, bool learns_distances) {
+    const Tensor& grad_lse, Tensors transposes, bool learns_distances) {
   const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
                       query.size(1), key.size(2));
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
@@ -250,34 +218,34 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches, walked);
   std::vector<Transpose> by_key;
   for (size_t i = 0; !transposes.empty() && i < passes.size(); ++i) {
-    const auto of_pass = transposes.slice(i * Transpose::kTensors, Transpose::kTensors);
+    const auto of_pass = transposes.subspan(i * Transpose::kTensors, Transpose::kTensors);
     if (!passes[i].walked) {
       check_transpose(of_pass, passes[i]);
     }
     by_key.emplace_back(of_pass);
   }
-  const auto options = in_float32 ? query.options().dtype(at::kFloat) : query.options();
-  Tensor dq = at::empty(query.sizes(), options), dk = at::empty(key.sizes(), options),
-         dv = at::empty(value.sizes(), options);
-  Tensor dbias = bias ? at::zeros_like(*bias) : at::empty({0}, query.options().dtype(at::kFloat));
+  const Dtype type = in_float32 ? kFloat : x.q.type;
+  Tensor dq = empty(query.sizes(), type), dk = empty(key.sizes(), type),
+         dv = empty(value.sizes(), type);
+  Tensor dbias = bias ? zeros(bias->sizes(), kFloat) : empty({0}, kFloat);
   for (const Tensor& like : {grad_out, out}) {
-    TORCH_CHECK_VALUE(like.sizes() == at::IntArrayRef({x.B, x.Hq, x.Nq, x.Dv}) &&
-                          like.scalar_type() == query.scalar_type(),
-                      "sparsering cpu: out and its gradient must be as forward made them");
+    SPARSERING_CHECK(like.has_sizes({x.B, x.Hq, x.Nq, x.Dv}) && like.dtype() == query.dtype(),
+                     "sparsering cpu: out and its gradient must be as forward made them");
   }
   for (const Tensor& like : {grad_lse, lse}) {
-    TORCH_CHECK_VALUE(like.sizes() == at::IntArrayRef({x.B, x.Hq, x.Nq}) &&
-                          like.scalar_type() == at::kFloat && like.is_contiguous(),
-                      "sparsering cpu: lse and its gradient must be as forward made them");
+    SPARSERING_CHECK(
+        like.has_sizes({x.B, x.Hq, x.Nq}) && like.dtype() == kFloat && like.is_contiguous(),
+        "sparsering cpu: lse and its gradient must be as forward made them");
   }
-  Tensor delta = at::empty_like(grad_lse);
+  Tensor delta = empty(grad_lse.sizes(), kFloat);
   // The gradient of a head's distance table is summed in groups of rows, so that all threads work.
-  const int64_t wanted = 4 * at::get_num_threads() / std::max<int64_t>(1, x.B * x.Hq) + 1;
+  const int64_t wanted = 4 * num_threads() / std::max<int64_t>(1, x.B * x.Hq) + 1;
   const int64_t groups = by_key.empty() ? 1 : wanted;
   const int64_t distances = distance_bias && learns_distances ? distance_bias->size(2) : 0;
-  Tensor dtable = at::zeros({x.B, x.Hq, groups, distances}, query.options().dtype(at::kDouble));
+  Tensor dtable = zeros({x.B, x.Hq, groups, distances}, kDouble);
   if (lse.numel() == 0) {
-    return {dq.zero_(), dk.zero_(), dv.zero_(), dbias, dtable, delta};
+    clear(dq), clear(dk), clear(dv);
+    return {dq, dk, dv, dbias, dtable, delta};
   }
   const Delta delta_of(x, grad_out, out, grad_lse);
   const auto run = [&](auto kernel) {
@@ -287,7 +255,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
       kernel.run_tiles(by_key);
     }
   };
-  if (query.scalar_type() == at::kBFloat16 && has_bfloat16_products()) {
+  if (query.dtype() == kBFloat16 && has_bfloat16_products()) {
     run(Backward<BFloat16>(x, passes, delta_of, grad_out, lse, delta, dq, dk, dv, dbias, dtable));
   } else {
     run(Backward<float>(x, passes, delta_of, grad_out, lse, delta, dq, dk, dv, dbias, dtable));
@@ -302,16 +270,16 @@ Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& wei
                       query.size(1), key.size(2));
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block, scale);
-  TORCH_CHECK_VALUE(blocks > 0 && (!bias || x.blocks == blocks),
-                    "sparsering cpu: a bias and masses are of as many blocks");
+  SPARSERING_CHECK(blocks > 0 && (!bias || x.blocks == blocks),
+                   "sparsering cpu: a bias and masses are of as many blocks");
   x.blocks = blocks;
   const std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches, walked);
   for (const Tensor& like : {lse, weight.value_or(lse)}) {
-    TORCH_CHECK_VALUE(like.sizes() == at::IntArrayRef({x.B, x.Hq, x.Nq}) &&
-                          like.scalar_type() == at::kFloat && like.is_contiguous(),
-                      "sparsering cpu: lse and weights must be contiguous float [B, Hq, Nq]");
+    SPARSERING_CHECK(
+        like.has_sizes({x.B, x.Hq, x.Nq}) && like.dtype() == kFloat && like.is_contiguous(),
+        "sparsering cpu: lse and weights must be contiguous float [B, Hq, Nq]");
   }
-  Tensor result = at::zeros({x.B, x.Hq, blocks}, lse.options());
+  Tensor result = zeros({x.B, x.Hq, blocks}, kFloat);
   if (lse.numel() == 0) {
     return result;
   }
@@ -321,16 +289,16 @@ Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& wei
       kernel.run(passes[i], i);
     }
   };
-  if (query.scalar_type() == at::kBFloat16 && has_bfloat16_products()) {
-    run(Mass<BFloat16>(x, values_of<float>(lse), weights, result.data_ptr<float>()));
+  if (query.dtype() == kBFloat16 && has_bfloat16_products()) {
+    run(Mass<BFloat16>(x, values_of<float>(lse), weights, result.mutable_data_ptr<float>()));
   } else {
-    run(Mass<float>(x, values_of<float>(lse), weights, result.data_ptr<float>()));
+    run(Mass<float>(x, values_of<float>(lse), weights, result.mutable_data_ptr<float>()));
   }
   return result;
 }
 
 bool shares(const Tensor& query, const Tensor& feature, const Tensor& key,
-            const std::optional<Tensor>& last, Tensor& out, int64_t kind, double scale,
+            const std::optional<Tensor>& last, const Tensor& out, int64_t kind, double scale,
             double log_part, int64_t blocks, int64_t length, int64_t first_own, int64_t first_query,
             int64_t first, int64_t offset, int64_t count, int64_t width, int64_t row, bool causal) {
   const Tensor dense[] = {dense_rows(query), dense_rows(feature), dense_rows(key)};
@@ -343,28 +311,28 @@ bool shares(const Tensor& query, const Tensor& feature, const Tensor& key,
 
 // Residue class, start, stop and last position of the tiles of ranges of positions.
 std::vector<Tensor> tiles(int64_t step, int64_t segment, int64_t residues, int64_t block,
-                          int64_t offset, at::IntArrayRef ranges, at::IntArrayRef documents,
-                          at::IntArrayRef depths) {
-  TORCH_CHECK_VALUE(step > 0 && segment > 0 && residues > 0 && block > 0 &&
-                        ranges.size() % 2 == 0 &&
-                        (depths.empty() || depths.size() == documents.size()),
-                    "sparsering cpu: malformed grid");
+                          int64_t offset, Ints ranges, Ints documents, Ints depths) {
+  SPARSERING_CHECK(step > 0 && segment > 0 && residues > 0 && block > 0 && ranges.size() % 2 == 0 &&
+                       (depths.empty() || depths.size() == documents.size()),
+                   "sparsering cpu: malformed grid");
   return lower::Grid{step, segment, residues, block, offset}.tiles(ranges, documents, depths);
 }
 
 // The table of a pass and what a layout stores beside it; with `count`, the pairs in its tiles
 // alone.
-std::vector<Tensor> table(at::IntArrayRef program, at::TensorList constants, at::TensorList queries,
-                          at::TensorList keys, int64_t step, int64_t block, bool count) {
+std::vector<Tensor> table(Ints program, Tensors constants, Tensors queries, Tensors keys,
+                          int64_t step, int64_t block, bool count) {
   lower::Reader in{program, constants};
   const lower::Condition rule(in);
-  TORCH_CHECK_VALUE(queries.size() == 3 && keys.size() == 3 && step > 0 && block > 0 &&
-                        block % 8 == 0 && block <= 256,
-                    "sparsering cpu: malformed tiles");
+  SPARSERING_CHECK(queries.size() == 3 && keys.size() == 3 && step > 0 && block > 0 &&
+                       block % 8 == 0 && block <= 256,
+                   "sparsering cpu: malformed tiles");
   const lower::Tiles rows(queries, step), columns(keys, step);
   lower::Compiler compiler(rule, rows, columns, block);
   if (count) {
-    return {at::full({1}, compiler.pairs_in_tiles(), at::kLong)};
+    Tensor pairs = empty({1}, kLong);
+    *pairs.mutable_data_ptr<int64_t>() = compiler.pairs_in_tiles();
+    return {pairs};
   }
   return compiler.table();
 }
@@ -378,51 +346,45 @@ std::vector<Tensor> table(at::IntArrayRef program, at::TensorList constants, at:
   "float softcap, Tensor? distance_bias, float dropout_p, Tensor? seeds, Tensor? key_mask, " \
   "bool in_float32, int[] walked, "
 
-TORCH_LIBRARY(sparsering_cpu, m) {
-  m.def("forward(" SPARSERING_SCHEMA(
-            "Tensor key", "Tensor value") "Tensor? sink, int[] slots) -> (Tensor, Tensor)",
-        forward);
-  m.def("forward_after(Tensor new_key, Tensor new_value, int first, " SPARSERING_SCHEMA(
-            "Tensor(a!) key", "Tensor(b!) value") "Tensor? sink, int[] slots) -> (Tensor, Tensor)",
-        forward_after);
-  m.def(
+const bool registered = [] {
+  Operators m("sparsering_cpu");
+  m.define<forward>("forward(" SPARSERING_SCHEMA(
+      "Tensor key", "Tensor value") "Tensor? sink, int[] slots) -> (Tensor, Tensor)");
+  m.define<forward_after>(
+      "forward_after(Tensor new_key, Tensor new_value, int first, " SPARSERING_SCHEMA(
+          "Tensor(a!) key", "Tensor(b!) value") "Tensor? sink, int[] slots) -> (Tensor, Tensor)");
+  m.define<lay>(
       "lay(Tensor[] passes, int[] steps, int[] branches, bool covers, int block, float scale, "
-      "int[] walked) -> Tensor",
-      lay);
-  m.def(
+      "int[] walked) -> Tensor");
+  m.define<forward_laid>(
       "forward_laid(Tensor query, Tensor key, Tensor value, Tensor layout, int[] slots) "
-      "-> (Tensor, Tensor)",
-      forward_laid);
-  m.def(
+      "-> (Tensor, Tensor)");
+  m.define<forward_laid_after>(
       "forward_laid_after(Tensor new_key, Tensor new_value, int first, Tensor query, "
-      "Tensor(a!) key, Tensor(b!) value, Tensor layout, int[] slots) -> (Tensor, Tensor)",
-      forward_laid_after);
-  m.def("backward(" SPARSERING_SCHEMA("Tensor key", "Tensor value")
-        "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, Tensor[] transposes, "
-        "bool learns_distances) -> "
-        "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-        backward);
-  m.def("mass(" SPARSERING_SCHEMA(
-            "Tensor key", "Tensor value") "Tensor lse, Tensor? weight, int blocks) -> Tensor",
-        mass);
-  m.def(
+      "Tensor(a!) key, Tensor(b!) value, Tensor layout, int[] slots) -> (Tensor, Tensor)");
+  m.define<backward>("backward(" SPARSERING_SCHEMA(
+      "Tensor key",
+      "Tensor value") "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, Tensor[] "
+                      "transposes, "
+                      "bool learns_distances) -> "
+                      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.define<mass>("mass(" SPARSERING_SCHEMA(
+      "Tensor key", "Tensor value") "Tensor lse, Tensor? weight, int blocks) -> Tensor");
+  m.define<workspace_bytes>(
       "workspace_bytes(Tensor query, Tensor key, Tensor value, int block, float[] counts, "
-      "bool backward, bool by_head) -> int",
-      workspace_bytes);
-  m.def(
+      "bool backward, bool by_head) -> int");
+  m.define<tiles>(
       "tiles(int step, int segment, int residues, int block, int offset, int[] ranges, "
-      "int[] documents, int[] depths) -> Tensor[]",
-      tiles);
-  m.def(
+      "int[] documents, int[] depths) -> Tensor[]");
+  m.define<table>(
       "table(int[] program, Tensor[] constants, Tensor[] queries, Tensor[] keys, int step, "
-      "int block, bool count) -> Tensor[]",
-      table);
-  m.def("pieces(Tensor entries, bool by_key) -> int", pieces);
-  m.def(
+      "int block, bool count) -> Tensor[]");
+  m.define<pieces>("pieces(Tensor entries, bool by_key) -> int");
+  m.define<shares>(
       "shares(Tensor query, Tensor feature, Tensor key, Tensor? last, Tensor(a!) out, int kind, "
       "float scale, float log_part, int blocks, int length, int first_own, int first_query, "
-      "int first, int offset, int count, int width, int row, bool causal) -> bool",
-      shares);
-}
+      "int first, int offset, int count, int width, int row, bool causal) -> bool");
+  return true;
+}();
 
 }  // namespace sparsering::cpu

@@ -27,7 +27,7 @@ class Forward {
       if (!few_.back() && !pass.walked) {
         columns_ = std::max(columns_, pass.columns);
         rows_ = std::max(rows_, pass.rows * x_.group);
-        TORCH_CHECK_VALUE(pass.slot == 0, "sparsering cpu: slots are for few queries");
+        SPARSERING_CHECK(pass.slot == 0, "sparsering cpu: slots are for few queries");
       }
     }
   }
@@ -50,7 +50,7 @@ class Forward {
 
   // Returns the bytes of all buffers, for a plan. `out` has the result's shape and type.
   int64_t workspace(const std::vector<Counts>& counts, const Tensor& out) const {
-    const int64_t threads = at::get_num_threads(), heads = alone() ? 1 : wave();
+    const int64_t threads = num_threads(), heads = alone() ? 1 : wave();
     const bool any_few = std::find(few_.begin(), few_.end(), true) != few_.end();
     int64_t items = 0, parts = 0, scratch = 0;
     Wave w{alone()};

@@ -3,7 +3,6 @@
 
 #pragma once
 
-#include <ATen/ATen.h>
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 
@@ -16,8 +15,6 @@
 
 namespace sparsering::cpu {
 
-using at::BFloat16;
-using at::Tensor;
 using Vec = at::vec::Vectorized<float>;
 
 constexpr int64_t kLanes = Vec::size();
@@ -34,13 +31,13 @@ inline int64_t round_up(int64_t n, int64_t unit) {
 
 // Calls f with a value of the C++ type of the dtype `type`.
 template <typename F>
-void with_type(at::ScalarType type, const F& f) {
-  if (type == at::kFloat) {
+void with_type(Dtype type, const F& f) {
+  if (type == kFloat) {
     f(float());
-  } else if (type == at::kBFloat16) {
+  } else if (type == kBFloat16) {
     f(BFloat16());
   } else {
-    f(at::Half());
+    f(Half());
   }
 }
 
@@ -48,13 +45,13 @@ void with_type(at::ScalarType type, const F& f) {
 struct Source {
   explicit Source(const Tensor& x)
       : data(static_cast<const char*>(x.const_data_ptr())),
-        type(x.scalar_type()),
+        type(x.dtype()),
         width(x.size(3)),
         item(x.element_size()),
         strides{x.stride(0), x.stride(1), x.stride(2)} {
     // an empty tensor may have any strides, because no row is read
     const bool dense = width <= 1 || x.stride(3) == 1 || x.numel() == 0;
-    TORCH_CHECK(dense, "sparsering cpu: the last dimension must be dense");
+    SPARSERING_CHECK(dense, "sparsering cpu: the last dimension must be dense");
   }
 
   const void* row(int64_t b, int64_t h, int64_t n) const {
@@ -69,11 +66,11 @@ struct Source {
   // True if a head's rows are contiguous and have `wide` values of type T each.
   template <typename T>
   bool lies_as(int64_t wide) const {
-    return type == c10::CppTypeToScalarType<T>::value && width == wide && strides[2] == wide;
+    return type == dtype_of<T>() && width == wide && strides[2] == wide;
   }
 
   const char* data;
-  at::ScalarType type;
+  Dtype type;
   int64_t width, item, strides[3];
 };
 
@@ -88,8 +85,7 @@ struct Pass {
 
   // `places`: positions of query tiles and of key tiles, dropout streams of query tiles (empty: all
   // 0), and positions of query and key tiles for distances. It is empty if no extra needs them.
-  Pass(at::TensorList tensors, at::TensorList places, int64_t step_, int64_t block_,
-       int64_t branch_)
+  Pass(Tensors tensors, Tensors places, int64_t step_, int64_t block_, int64_t branch_)
       : step(step_),
         block(block_),
         axes(tensors[0].size(0)),
@@ -201,7 +197,7 @@ inline int64_t longest_piece(int64_t entries, int64_t rows, int64_t at_least) {
 struct Transpose {
   static constexpr int kTensors = 3;
 
-  explicit Transpose(at::TensorList tensors)
+  explicit Transpose(Tensors tensors)
       : row_ptr(values_of<int32_t>(tensors[0])),
         query_tile(values_of<int32_t>(tensors[1])),
         entry(values_of<int32_t>(tensors[2])) {}
@@ -218,8 +214,8 @@ inline void check_table(const int32_t* row_ptr, int64_t rows, int64_t entries, c
   for (int64_t i = 0; right && i < rows; ++i) {
     right = row_ptr[i] <= row_ptr[i + 1];
   }
-  TORCH_CHECK_VALUE(right, "sparsering cpu: malformed layout: ", name,
-                    " must rise from 0 to at most ", entries);
+  SPARSERING_CHECK(right, "sparsering cpu: malformed layout: ", name,
+                   " must rise from 0 to at most ", entries);
 }
 
 inline void check_range(const int32_t* values, int64_t count, int64_t low, int64_t high,
@@ -229,35 +225,35 @@ inline void check_range(const int32_t* values, int64_t count, int64_t low, int64
     least = std::min(least, values[i]);
     most = std::max(most, values[i]);
   }
-  TORCH_CHECK_VALUE(count == 0 || (least >= low && most < high),
-                    "sparsering cpu: malformed layout: ", name, " must be in [", low, ", ", high,
-                    "), got ", least, " to ", most);
+  SPARSERING_CHECK(count == 0 || (least >= low && most < high),
+                   "sparsering cpu: malformed layout: ", name, " must be in [", low, ", ", high,
+                   "), got ", least, " to ", most);
 }
 
 inline void check_tiles(const int64_t* start, const int64_t* stop, int64_t count, int64_t length,
                         const char* name) {
   for (int64_t i = 0; i < count; ++i) {
-    TORCH_CHECK_VALUE(start[i] >= stop[i] || (start[i] >= 0 && stop[i] <= length),
-                      "sparsering cpu: malformed layout: ", name, " tile ", i, " spans [", start[i],
-                      ", ", stop[i], "), outside [0, ", length, ")");
+    SPARSERING_CHECK(start[i] >= stop[i] || (start[i] >= 0 && stop[i] <= length),
+                     "sparsering cpu: malformed layout: ", name, " tile ", i, " spans [", start[i],
+                     ", ", stop[i], "), outside [0, ", length, ")");
   }
 }
 
 // Checks that every index that the kernel will follow is inside its tensor.
-inline void check_pass(at::TensorList t, const Pass& p, int64_t q_len, int64_t kv_len, int64_t B,
+inline void check_pass(Tensors t, const Pass& p, int64_t q_len, int64_t kv_len, int64_t B,
                        int64_t Hq, int64_t Hkv) {
   for (int i = 0; i < Pass::kTensors; ++i) {
-    TORCH_CHECK_VALUE(t[i].is_contiguous(), "sparsering cpu: layout tensors must be contiguous");
+    SPARSERING_CHECK(t[i].is_contiguous(), "sparsering cpu: layout tensors must be contiguous");
   }
   const bool fits = p.step > 0 && (p.axes == 1 || p.axes == Hkv) && t[2].size(0) == p.axes &&
-                    t[1].sizes() == t[0].sizes() && t[3].sizes() == t[2].sizes() &&
+                    t[1].has_sizes(t[0].sizes()) && t[3].has_sizes(t[2].sizes()) &&
                     (p.batches == 1 || p.batches == B) &&
                     (Hq == 0 || (p.tables > 0 && Hq % p.tables == 0)) &&
-                    t[4].size(2) == p.rows + 1 && t[6].sizes() == t[5].sizes() &&
+                    t[4].size(2) == p.rows + 1 && t[6].has_sizes(t[5].sizes()) &&
                     t[5].size(0) == p.batches && t[5].size(1) == p.tables &&
-                    t[7].size(1) == p.block * p.block / 8 && t[8].sizes() == t[7].sizes();
-  TORCH_CHECK_VALUE(fits,
-                    "sparsering cpu: malformed layout: the shapes of a pass's tensors disagree");
+                    t[7].size(1) == p.block * p.block / 8 && t[8].has_sizes(t[7].sizes());
+  SPARSERING_CHECK(fits,
+                   "sparsering cpu: malformed layout: the shapes of a pass's tensors disagree");
   check_tiles(p.query_start, p.query_stop, p.axes * p.rows, q_len, "query");
   check_tiles(p.key_start, p.key_stop, p.axes * p.columns, kv_len, "key");
   for (int64_t i = 0; i < p.batches * p.tables; ++i) {
@@ -268,28 +264,28 @@ inline void check_pass(at::TensorList t, const Pass& p, int64_t q_len, int64_t k
   }
 }
 
-inline void check_places(at::TensorList t, const Pass& p, int64_t streams) {
+inline void check_places(Tensors t, const Pass& p, int64_t streams) {
   bool fits = t.size() == Pass::kPlaces;
   for (size_t i = 0; fits && i < t.size(); ++i) {
     const int64_t tiles = p.axes * (i == 1 || i == 4 ? p.columns : p.rows);
     fits = t[i].is_contiguous() && (t[i].numel() == tiles || (i == 2 && t[i].numel() == 0));
   }
-  TORCH_CHECK_VALUE(fits, "sparsering cpu: malformed layout: places of tiles");
+  SPARSERING_CHECK(fits, "sparsering cpu: malformed layout: places of tiles");
   for (int64_t i = 0; i < t[2].numel(); ++i) {
     const int64_t stream = values_of<int64_t>(t[2])[i];
-    TORCH_CHECK_VALUE(stream >= 0 && stream < streams, "sparsering cpu: malformed layout: stream ",
-                      stream, " of ", streams);
+    SPARSERING_CHECK(stream >= 0 && stream < streams, "sparsering cpu: malformed layout: stream ",
+                     stream, " of ", streams);
   }
 }
 
-inline void check_transpose(at::TensorList t, const Pass& p) {
+inline void check_transpose(Tensors t, const Pass& p) {
   const Transpose by_key(t);
   const bool fits = t[0].is_contiguous() && t[1].is_contiguous() && t[2].is_contiguous() &&
                     t[0].numel() == p.batches * p.tables * (p.columns + 1) &&
                     t[1].numel() == p.batches * p.tables * p.entries &&
                     t[2].numel() == t[1].numel();
-  TORCH_CHECK_VALUE(fits,
-                    "sparsering cpu: malformed layout: the transposed table has the wrong size");
+  SPARSERING_CHECK(fits,
+                   "sparsering cpu: malformed layout: the transposed table has the wrong size");
   for (int64_t i = 0; i < p.batches * p.tables; ++i) {
     const int32_t* row_ptr = by_key.row_ptr + i * (p.columns + 1);
     const int64_t used = p.row_ptr(i)[p.rows];
@@ -308,17 +304,17 @@ struct Extras {
       : softcap(static_cast<float>(softcap_)) {
     if (distance_bias) {
       const Tensor& t = *distance_bias;
-      TORCH_CHECK_VALUE(t.dim() == 3 && t.size(0) == B && t.size(1) == Hq && t.size(2) % 2 == 1 &&
-                            t.stride(2) == 1 && t.scalar_type() == at::kFloat,
-                        "sparsering cpu: a distance bias must be float [B, Hq, 2R + 1]");
+      SPARSERING_CHECK(t.dim() == 3 && t.size(0) == B && t.size(1) == Hq && t.size(2) % 2 == 1 &&
+                           t.stride(2) == 1 && t.dtype() == kFloat,
+                       "sparsering cpu: a distance bias must be float [B, Hq, 2R + 1]");
       table_ = values_of<float>(t);
       radius = t.size(2) / 2;
       table_strides_[0] = t.stride(0), table_strides_[1] = t.stride(1);
     }
     if (seeds_) {
-      TORCH_CHECK_VALUE(seeds_->dim() == 2 && seeds_->size(0) == B && seeds_->is_contiguous() &&
-                            dropout_p > 0 && dropout_p < 1,
-                        "sparsering cpu: dropout needs seeds [B, streams] and 0 < p < 1");
+      SPARSERING_CHECK(seeds_->dim() == 2 && seeds_->size(0) == B && seeds_->is_contiguous() &&
+                           dropout_p > 0 && dropout_p < 1,
+                       "sparsering cpu: dropout needs seeds [B, streams] and 0 < p < 1");
       seeds = values_of<int64_t>(*seeds_);
       streams = seeds_->size(1);
       factor = static_cast<float>(1 / (1 - dropout_p));
@@ -326,11 +322,10 @@ struct Extras {
       threshold = static_cast<int32_t>(static_cast<int64_t>(dropped) - (int64_t{1} << 31));
     }
     if (key_mask) {
-      TORCH_CHECK_VALUE(key_mask->dim() == 2 &&
-                            (key_mask->size(0) == 1 || key_mask->size(0) == B) &&
-                            key_mask->size(1) == Nk && key_mask->is_contiguous() &&
-                            key_mask->scalar_type() == at::kBool,
-                        "sparsering cpu: a key mask must be bool [B or 1, Nk]");
+      SPARSERING_CHECK(key_mask->dim() == 2 && (key_mask->size(0) == 1 || key_mask->size(0) == B) &&
+                           key_mask->size(1) == Nk && key_mask->is_contiguous() &&
+                           key_mask->dtype() == kBool,
+                       "sparsering cpu: a key mask must be bool [B or 1, Nk]");
       mask_ = values_of<bool>(*key_mask);
       mask_stride_ = key_mask->size(0) > 1 ? Nk : 0;
     }
@@ -394,18 +389,17 @@ struct Problem {
         first_entry(values_of<int64_t>(first_entry_)),
         first_batches(first_entry_.size(1)),
         first_heads(first_entry_.size(2)) {
-    TORCH_CHECK_VALUE(block % 16 == 0 && block > 0 && block <= 256,
-                      "sparsering cpu: block size must be a multiple of 16 up to 256, got ", block);
-    TORCH_CHECK_VALUE(key.size(0) == B && value.size(0) == B && value.size(1) == Hkv &&
-                          value.size(2) == Nk && key.size(3) == D && Hq == group * Hkv,
-                      "sparsering cpu: shapes of query, key and value disagree");
-    TORCH_CHECK_VALUE(
-        key.scalar_type() == query.scalar_type() && value.scalar_type() == query.scalar_type(),
-        "sparsering cpu: dtypes of query, key and value disagree");
-    TORCH_CHECK_VALUE(first_entry_.is_contiguous() && first_entry_.size(0) == passes &&
-                          (first_batches == 1 || first_batches == B) && first_heads > 0,
-                      "sparsering cpu: malformed layout: first_entry");
-    TORCH_CHECK_VALUE(
+    SPARSERING_CHECK(block % 16 == 0 && block > 0 && block <= 256,
+                     "sparsering cpu: block size must be a multiple of 16 up to 256, got ", block);
+    SPARSERING_CHECK(key.size(0) == B && value.size(0) == B && value.size(1) == Hkv &&
+                         value.size(2) == Nk && key.size(3) == D && Hq == group * Hkv,
+                     "sparsering cpu: shapes of query, key and value disagree");
+    SPARSERING_CHECK(key.dtype() == query.dtype() && value.dtype() == query.dtype(),
+                     "sparsering cpu: dtypes of query, key and value disagree");
+    SPARSERING_CHECK(first_entry_.is_contiguous() && first_entry_.size(0) == passes &&
+                         (first_batches == 1 || first_batches == B) && first_heads > 0,
+                     "sparsering cpu: malformed layout: first_entry");
+    SPARSERING_CHECK(
         !bias_ || (bias_->is_contiguous() && bias_->size(0) == B && bias_->size(1) == Hq),
         "sparsering cpu: a bias must be contiguous, of each batch entry and head");
   }
@@ -415,9 +409,9 @@ struct Problem {
     for (int64_t i = 0; i < B * Hq; ++i) {
       const int64_t first = bias_of(number, i / Hq, i % Hq) - i * blocks;
       const int64_t entries = pass.row_ptr(pass.table(i / Hq, i % Hq, Hq))[pass.rows];
-      TORCH_CHECK_VALUE(first >= 0 && first + entries <= blocks,
-                        "sparsering cpu: malformed layout: entries ", first, " to ",
-                        first + entries, " of ", blocks, " blocks");
+      SPARSERING_CHECK(first >= 0 && first + entries <= blocks,
+                       "sparsering cpu: malformed layout: entries ", first, " to ", first + entries,
+                       " of ", blocks, " blocks");
     }
   }
 

@@ -2,13 +2,11 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
-#include <ATen/native/CPUBlas.h>
-
 #include <cstring>
 #include <tuple>
 
 #include "layout.h"
+#include "machine/products.h"
 #include "machine/sanitizers.h"
 
 namespace sparsering::cpu {
@@ -21,7 +19,7 @@ inline Vec load_lanes(const BFloat16* from) {
   at::vec::load_fp32_from_bf16(from, result);
   return result;
 }
-inline Vec load_lanes(const at::Half* from) {
+inline Vec load_lanes(const Half* from) {
   Vec result;
   at::vec::load_fp32_from_fp16(from, result);
   return result;
@@ -213,7 +211,7 @@ void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T*
   will_read(A, (M - 1) * lda + K);
   will_read(B, (K - 1) * ldb + N);
   will_write(C, (M - 1) * ldc + N);
-  at::native::cpublas::brgemm(M, N, K, lda, ldb, ldc, add, A, B, C, kPaired<T>);
+  multiply_blocks(M, N, K, A, lda, B, ldb, C, ldc, add);
 }
 // Computes C = A B, or C + A B if `add`, for contiguous B and C.
 template <typename T>

@@ -3,8 +3,6 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <cmath>
 
@@ -17,8 +15,8 @@ namespace sparsering::cpu {
 class Part {
  public:
   Part(const Tensor& whole, int64_t first, int64_t heads, bool single_pass, Buffer<float>& room)
-      : type_(single_pass ? whole.scalar_type() : at::kFloat),
-        whole_type_(whole.scalar_type()),
+      : type_(single_pass ? whole.dtype() : kFloat),
+        whole_type_(whole.dtype()),
         width_(whole.size(3)),
         first_row_(first * whole.size(2)),
         rows_(heads * whole.size(2)),
@@ -31,7 +29,7 @@ class Part {
   bool is_apart() const {
     return type_ != whole_type_;
   }
-  at::ScalarType type() const {
+  Dtype type() const {
     return type_;
   }
   int64_t width() const {
@@ -43,11 +41,10 @@ class Part {
     return reinterpret_cast<S*>(data_) + (row - first_row_) * width_;
   }
   void clear() const {
-    const int64_t bytes = width_ * c10::elementSize(type_);
-    at::parallel_for(0, rows_, kMuch / std::max<int64_t>(bytes, 1),
-                     [&](int64_t begin, int64_t end) {
-                       std::fill(data_ + begin * bytes, data_ + end * bytes, 0);
-                     });
+    const int64_t bytes = width_ * size_of(type_);
+    parallel_for(0, rows_, kMuch / std::max<int64_t>(bytes, 1), [&](int64_t begin, int64_t end) {
+      std::fill(data_ + begin * bytes, data_ + end * bytes, 0);
+    });
   }
   void finish() const {
     if (!is_apart()) {
@@ -56,7 +53,7 @@ class Part {
     with_type(whole_type_, [&](auto value) {
       using S = decltype(value);
       S* to = reinterpret_cast<S*>(whole_);
-      at::parallel_for(
+      parallel_for(
           0, rows_, kMuch / std::max<int64_t>(4 * width_, 1), [&](int64_t begin, int64_t end) {
             at::vec::convert(sums_ + begin * width_, to + begin * width_, (end - begin) * width_);
           });
@@ -66,7 +63,7 @@ class Part {
  private:
   static constexpr int64_t kMuch = 1 << 20;  // least bytes per thread that are worth its start
 
-  at::ScalarType type_, whole_type_;
+  Dtype type_, whole_type_;
   int64_t width_, first_row_, rows_;
   char* whole_;
   float* sums_;
@@ -75,7 +72,7 @@ class Part {
 
 // Rows of an output [B, H, N, width] into which partial results are merged by their lse.
 struct Output {
-  Output(const Part& part, const Tensor& lse_) : sums(part), lse(lse_.data_ptr<float>()) {}
+  Output(const Part& part, const Tensor& lse_) : sums(part), lse(lse_.mutable_data_ptr<float>()) {}
 
   // Merges rows, each with its lse, into the output rows from `first` on, `step` apart. If `fresh`,
   // the output counts as 0 there, and its lse is -inf or the row's sink.

@@ -7,8 +7,6 @@
 // is a change in both, and tests compare the tables of the two.
 #pragma once
 
-#include <ATen/ATen.h>
-
 #include <algorithm>
 #include <cstdint>
 #include <tuple>
@@ -37,7 +35,7 @@ enum Kind : int64_t {
 class Condition {
  public:
   explicit Condition(Reader& in) : kind_(in.next()) {
-    TORCH_CHECK_VALUE(kind_ >= kLinear && kind_ <= kOnPath, "sparsering: unknown condition");
+    SPARSERING_CHECK(kind_ >= kLinear && kind_ <= kOnPath, "sparsering: unknown condition");
     static constexpr int kNumbers[] = {3, 0, 1, 4, 1, 0, 0, 0, 0, 0, 0};
     for (int i = 0; i < kNumbers[kind_]; ++i) c_[i] = in.next();
     if (kind_ == kInKeys || kind_ == kSameDocument || kind_ == kPerDocument) {
@@ -45,7 +43,7 @@ class Condition {
     } else if (kind_ == kOnPath) {
       for (int i = 0; i < 4; ++i) held_.push_back(in.next_tensor());
     }
-    for (const at::Tensor& x : held_) data_.push_back(x.const_data_ptr<int64_t>());
+    for (const Tensor& x : held_) data_.push_back(values_of<int64_t>(x));
     if (kind_ == kSameDocument || kind_ == kPerDocument || kind_ == kOnPath) index_ranges();
     if (kind_ == kOnPath) index_nodes();
     const bool joint = kind_ == kAllOf || kind_ == kAnyOf;
@@ -374,7 +372,7 @@ class Condition {
 
   int64_t kind_;
   int64_t c_[4] = {};
-  std::vector<at::Tensor> held_;
+  std::vector<Tensor> held_;
   std::vector<const int64_t*> data_;  // of the tensors in `held_`
   std::vector<Condition> parts_;
   mutable Side latest_tile_{0, -1, 1};  // of kInKeys, with its bits

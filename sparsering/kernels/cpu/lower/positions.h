@@ -113,20 +113,20 @@ class RangeMax {
 
 // Reads a program: its numbers in order, and the tensors that some conditions look up.
 struct Reader {
-  at::IntArrayRef numbers;
-  at::TensorList tensors;
+  Ints numbers;
+  Tensors tensors;
   size_t number = 0, tensor = 0;
 
   int64_t next() {
-    TORCH_CHECK_VALUE(number < numbers.size(), "sparsering: a layout's program ends too early");
+    SPARSERING_CHECK(number < numbers.size(), "sparsering: a layout's program ends too early");
     return numbers[number++];
   }
-  at::Tensor next_tensor() {
-    TORCH_CHECK_VALUE(tensor < tensors.size(), "sparsering: a layout's program lacks a tensor");
-    const at::Tensor& x = tensors[tensor++];
-    TORCH_CHECK_VALUE(x.scalar_type() == at::kLong && x.dim() == 1 && x.numel() > 0,
-                      "sparsering: a layout's program needs int64 vectors");
-    return x.contiguous();
+  Tensor next_tensor() {
+    SPARSERING_CHECK(tensor < tensors.size(), "sparsering: a layout's program lacks a tensor");
+    const Tensor& x = tensors[tensor++];
+    SPARSERING_CHECK(x.dtype() == kLong && x.dim() == 1 && x.numel() > 0,
+                     "sparsering: a layout's program needs int64 vectors");
+    return contiguous(x);
   }
 };
 

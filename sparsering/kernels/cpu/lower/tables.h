@@ -13,15 +13,15 @@
 namespace sparsering::cpu::lower {
 
 struct Tiles {
-  Tiles(at::TensorList x, int64_t step) : step(step), count(x[0].numel()) {
+  Tiles(Tensors x, int64_t step) : step(step), count(x[0].numel()) {
     for (int i = 0; i < 3; ++i) {
-      TORCH_CHECK_VALUE(x[i].scalar_type() == at::kLong && x[i].numel() == count,
-                        "sparsering: tiles need int64 vectors of one length");
-      held[i] = x[i].contiguous();
+      SPARSERING_CHECK(x[i].dtype() == kLong && x[i].numel() == count,
+                       "sparsering: tiles need int64 vectors of one length");
+      held[i] = contiguous(x[i]);
     }
-    residue = held[0].const_data_ptr<int64_t>();
-    start = held[1].const_data_ptr<int64_t>();
-    last = held[2].const_data_ptr<int64_t>();
+    residue = values_of<int64_t>(held[0]);
+    start = values_of<int64_t>(held[1]);
+    last = values_of<int64_t>(held[2]);
   }
 
   int64_t positions(int64_t i) const {
@@ -29,7 +29,7 @@ struct Tiles {
   }
 
   int64_t step, count;
-  at::Tensor held[3];
+  Tensor held[3];
   const int64_t *residue, *start, *last;
 };
 
@@ -50,8 +50,7 @@ struct Grid {
   };
 
   // Segments of the sequence between two positions, or of all documents.
-  std::vector<Segment> segments(int64_t first, int64_t stop, at::IntArrayRef documents,
-                                at::IntArrayRef depths) const {
+  std::vector<Segment> segments(int64_t first, int64_t stop, Ints documents, Ints depths) const {
     std::vector<Segment> found;
     if (documents.empty()) {
       for (int64_t i = floor_div(first, segment); i * segment < stop; ++i) {
@@ -72,8 +71,7 @@ struct Grid {
   }
 
   // Residue class, start, stop and last position of each tile of the positions in `ranges`.
-  std::vector<at::Tensor> tiles(at::IntArrayRef ranges, at::IntArrayRef documents,
-                                at::IntArrayRef depths) const {
+  std::vector<Tensor> tiles(Ints ranges, Ints documents, Ints depths) const {
     struct Piece {
       int64_t start, least, end;
     };
@@ -96,10 +94,10 @@ struct Grid {
     const std::vector<int64_t> classes =
         classes_of(first, stop, longest, documents.empty() && count);
     const int64_t size = classes.size() * pieces.size();
-    std::vector<at::Tensor> out;
+    std::vector<Tensor> out;
     int64_t* columns[4];
     for (int64_t*& column : columns) {
-      out.push_back(at::empty({size}, at::kLong));
+      out.push_back(empty({size}, kLong));
       column = out.back().mutable_data_ptr<int64_t>();
     }
     for (const int64_t residue : classes) {
@@ -161,7 +159,7 @@ class Compiler {
   }
 
   // Row pointers, key tiles, bitmap indices, bitmaps; then pairs, longest row, longest column.
-  std::vector<at::Tensor> table() {
+  std::vector<Tensor> table() {
     choose_largest();
     std::vector<int64_t> number(sample_.size());
     std::vector<std::string> bitmaps;
@@ -204,7 +202,7 @@ class Compiler {
     }
     int64_t widest = 0, visiting = 0;
     for (const int64_t x : change) widest = std::max(widest, visiting += x);
-    const at::Tensor stored = store_used(bitmaps, bitmap);
+    const Tensor stored = store_used(bitmaps, bitmap);
     return {tensor_of(row_ptr), tensor_of(key), tensor_of(bitmap), stored,
             tensor_of(std::vector<int64_t>{total, longest, widest})};
   }
@@ -215,9 +213,8 @@ class Compiler {
   }
 
   template <typename T>
-  static at::Tensor tensor_of(const std::vector<T>& x) {
-    at::Tensor out =
-        at::empty({static_cast<int64_t>(x.size())}, c10::CppTypeToScalarType<T>::value);
+  static Tensor tensor_of(const std::vector<T>& x) {
+    Tensor out = empty({static_cast<int64_t>(x.size())}, dtype_of<T>());
     std::copy(x.begin(), x.end(), out.mutable_data_ptr<T>());
     return out;
   }
@@ -336,8 +333,7 @@ class Compiler {
   }
 
   // Stores the bitmaps in use, ordered by digest, and renumbers the table (rows.py has the digest).
-  at::Tensor store_used(const std::vector<std::string>& bitmaps,
-                        std::vector<int32_t>& table) const {
+  Tensor store_used(const std::vector<std::string>& bitmaps, std::vector<int32_t>& table) const {
     std::vector<int64_t> order, place(bitmaps.size(), -1);
     for (int32_t i : table) {
       if (i >= 0 && place[i] < 0) place[i] = 0, order.push_back(i);
@@ -347,7 +343,7 @@ class Compiler {
     std::sort(order.begin(), order.end(),
               [&](int64_t a, int64_t b) { return digest[a] < digest[b]; });
     const int64_t size = block_ * block_ / 8;
-    at::Tensor out = at::empty({static_cast<int64_t>(order.size()), size}, at::kByte);
+    Tensor out = empty({static_cast<int64_t>(order.size()), size}, kByte);
     for (size_t i = 0; i < order.size(); ++i) {
       place[order[i]] = i;
       std::memcpy(out.mutable_data_ptr<uint8_t>() + i * size, bitmaps[order[i]].data(), size);

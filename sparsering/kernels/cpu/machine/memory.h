@@ -1,23 +1,14 @@
-// Memory: access to a tensor's values, buffers, and the bytes that buffers would take.
+// Memory: buffers, and the bytes that they would take.
 
 #pragma once
 
-#include <ATen/ATen.h>
-#include <c10/core/CPUAllocator.h>
-
 #include <algorithm>
+#include <memory>
+#include <new>
+
+#include "torch.h"
 
 namespace sparsering::cpu {
-
-// Returns a tensor's values, and checks that they have type T. `const_data_ptr<T>` would not link:
-// clang 18 and newer mangle its name differently from torch's libraries.
-template <typename T>
-const T* values_of(const at::Tensor& x) {
-  TORCH_CHECK_VALUE(x.scalar_type() == c10::CppTypeToScalarType<T>::value,
-                    "sparsering cpu: expected a tensor of ", c10::CppTypeToScalarType<T>::value,
-                    ", got one of ", x.scalar_type());
-  return static_cast<const T*>(x.const_data_ptr());
-}
 
 // Counts the bytes of buffers: while a Meter exists, buffers of its thread only add their size to
 // it, and get no memory. So the code that allocates also tells a plan how much it would allocate.
@@ -48,17 +39,26 @@ int64_t bytes_of(const F& f) {
   return meter.bytes;
 }
 
-// Uninitialised memory from torch's allocator, which aligns it and lets profilers see it.
+// Buffers of fewer bytes are no tensors. Tests that measure memory set this to 0, through ctypes.
+extern "C" [[gnu::visibility("default")]] inline int64_t sparsering_least_tensor = int64_t{1} << 16;
+
+// Uninitialised memory. Much of it is a tensor's, so that profilers of torch see it; a tensor costs
+// a microsecond, which calls of a few tokens would notice.
 template <typename T>
 class Buffer {
  public:
   explicit Buffer(int64_t size = 0) {
     if (size > 0) {
       size_ = size;
+      const int64_t bytes = size * static_cast<int64_t>(sizeof(T));
       if (Meter* meter = Meter::current()) {
-        meter->bytes += size * static_cast<int64_t>(sizeof(T));
+        meter->bytes += bytes;
+      } else if (bytes < sparsering_least_tensor) {
+        small_.reset(static_cast<T*>(::operator new(bytes, kLine)));
+        data_ = small_.get();
       } else {
-        data_ = c10::GetCPUAllocator()->allocate(size * sizeof(T));
+        large_ = empty({bytes}, kByte);
+        data_ = static_cast<T*>(large_.mutable_data_ptr());
       }
     }
   }
@@ -68,7 +68,7 @@ class Buffer {
     return result;
   }
   T* get() const {
-    return static_cast<T*>(data_.get());
+    return data_;
   }
   // Returns memory for `size` values; if it must grow, the old values are lost.
   T* at_least(int64_t size) {
@@ -83,7 +83,15 @@ class Buffer {
   }
 
  private:
-  c10::DataPtr data_;
+  static constexpr std::align_val_t kLine{64};
+  struct Free {
+    void operator()(T* data) const {
+      ::operator delete(data, kLine);
+    }
+  };
+  std::unique_ptr<T, Free> small_;
+  Tensor large_;
+  T* data_ = nullptr;
   int64_t size_ = 0;
 };
 

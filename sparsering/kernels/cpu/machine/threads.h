@@ -2,28 +2,46 @@
 
 #pragma once
 
-#include <ATen/Parallel.h>
-#include <ATen/native/CPUBlas.h>
-
 #include <algorithm>
 #include <atomic>
 #include <optional>
 
+#include "products.h"
+
 namespace sparsering::cpu {
+
+inline int64_t num_threads() {
+  uint32_t result;
+  checked(torch_get_num_threads(&result));
+  return result;
+}
+
+// Calls body(begin, end) for parts of a range of at least `grain`, in torch's threads.
+template <typename Body>
+void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
+  const auto run = [](int64_t first, int64_t stop, void* of) {
+    (*static_cast<const Body*>(of))(first, stop);
+  };
+#if defined(SPARSERING_PARALLEL_FOR)  // tests/kernels/sanitizers/plain_threads.h
+  SPARSERING_PARALLEL_FOR(begin, end, grain, run, const_cast<Body*>(&body));
+#else
+  checked(torch_parallel_for(begin, end, grain, run, const_cast<Body*>(&body)));
+#endif
+}
 
 // Runs body(scratch, i) for every i < count; a free thread takes the next i. Uses at most one
 // thread per `least` items.
 template <typename Scratch, typename Make, typename Body>
 void share_out(int64_t count, int64_t least, const Make& make, const Body& body) {
   std::atomic<int64_t> next{0};
-  const int64_t threads = std::min<int64_t>(at::get_num_threads(), (count + least - 1) / least);
-  at::parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
+  const int64_t threads = std::min<int64_t>(num_threads(), (count + least - 1) / least);
+  parallel_for(0, threads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; ++thread) {
       Scratch scratch = make();
       for (int64_t i = next++; i < count; i = next++) {
         body(scratch, i);
       }
-      at::native::cpublas::brgemm_release();
+      release_products();
     }
   });
 }
@@ -47,14 +65,14 @@ void share_out(std::optional<Scratch>* mine, int64_t count, int64_t least, const
 
 // True if all threads get nearly equally many kv heads. Then each computes whole heads by itself.
 inline bool shares_evenly(int64_t num_kv) {
-  const int64_t threads = at::get_num_threads(), most = (num_kv + threads - 1) / threads;
+  const int64_t threads = num_threads(), most = (num_kv + threads - 1) / threads;
   return num_kv >= threads && 10 * most * threads <= 11 * num_kv;
 }
 
 // Returns how many kv heads are packed at a time: enough for 64 items per thread (`rows` per head),
 // but at most half of the heads; or more, if their packed keys (`bytes` per head) fit into 4 MiB.
 inline int64_t wave_of(int64_t num_kv, int64_t rows, int64_t bytes) {
-  const int64_t busy = 64 * at::get_num_threads() / std::max<int64_t>(rows, 1) + 1;
+  const int64_t busy = 64 * num_threads() / std::max<int64_t>(rows, 1) + 1;
   const int64_t small = (int64_t{4} << 20) / std::max<int64_t>(bytes, 1);
   return std::max<int64_t>(1, std::min(num_kv, std::max(std::min(busy, (num_kv + 1) / 2), small)));
 }

@@ -12,7 +12,7 @@ namespace sparsering::cpu {
 
 // True if brgemm multiplies bfloat16 on this processor; else brgemm itself throws.
 inline bool has_bfloat16_products() {
-  if (!at::globalContext().userEnabledMkldnn()) {
+  if (!multiplies_pairs()) {
     return false;
   }
   static const bool has = [] {
@@ -22,9 +22,9 @@ inline bool has_bfloat16_products() {
     std::fill_n(b.get(), 32 * 16, BFloat16(1));
     try {
       multiply<BFloat16>(16, 16, 32, a.get(), 32, b.get(), c.get(), false);
-      at::native::cpublas::brgemm_release();
+      release_products();
       return c.get()[0] == 32.f;
-    } catch (const c10::Error&) {
+    } catch (const std::exception&) {
       return false;
     }
   }();
@@ -34,20 +34,19 @@ inline bool has_bfloat16_products() {
 // Returns the bytes of the buffers of a call without running it, from counts of its passes
 // (planning/memory.py) and meta tensors.
 inline int64_t workspace_bytes(const Tensor& query, const Tensor& key, const Tensor& value,
-                               int64_t block, at::ArrayRef<double> counts, bool backward,
-                               bool by_head) {
+                               int64_t block, Doubles counts, bool backward, bool by_head) {
   constexpr size_t kCounts = 11;
   std::vector<Pass> passes;
   std::vector<Counts> of_passes;
-  TORCH_CHECK_VALUE(counts.size() % kCounts == 0, "sparsering cpu: malformed counts of passes");
+  SPARSERING_CHECK(counts.size() % kCounts == 0, "sparsering cpu: malformed counts of passes");
   for (size_t i = 0; i < counts.size(); i += kCounts) {
     const double* of = counts.data() + i;
     const auto whole = [&](int j) { return static_cast<int64_t>(of[j]); };
     passes.emplace_back(whole(0), block, whole(1), whole(2), whole(3), whole(4), whole(5) != 0);
     of_passes.push_back({of[6], of[7], of[8], of[9], of[10]});
   }
-  const Tensor none = at::empty({0}, at::kFloat),
-               first_entry = at::zeros({static_cast<int64_t>(passes.size()), 1, 1}, at::kLong);
+  const Tensor none = empty({0}, kFloat),
+               first_entry = zeros({static_cast<int64_t>(passes.size()), 1, 1}, kLong);
   const Problem x(query, key, value, {}, Extras(), first_entry, passes.size(), block, 1.);
   const auto bytes = [&](auto type) {
     using T = decltype(type);
@@ -58,7 +57,7 @@ inline int64_t workspace_bytes(const Tensor& query, const Tensor& key, const Ten
     return Backward<T>(x, passes, delta_of, query, none, none, query, key, value, none, none)
         .workspace(of_passes, by_head);
   };
-  return x.q.type == at::kBFloat16 && has_bfloat16_products() ? bytes(BFloat16()) : bytes(float());
+  return x.q.type == kBFloat16 && has_bfloat16_products() ? bytes(BFloat16()) : bytes(float());
 }
 
 // Returns the number of pieces of all tiles that are cut. `entries` has the entries of each query

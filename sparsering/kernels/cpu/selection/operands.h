@@ -34,11 +34,11 @@ struct Operands {
         block(key_.size(2)),
         first_own(first_own_),
         first_query(first_query_) {
-    TORCH_CHECK_VALUE(kind_ >= 0 && kind_ <= 2 && Hkv > 0 && group > 0 && slots > 0 && block > 0 &&
-                          entries == query_.size(0) * Hkv && query_.size(1) == Hkv * group &&
-                          key_.size(0) == entries && key_.size(3) == D &&
-                          F == (kind == Features::kMean ? D : 2 * D),
-                      "sparsering cpu: shares got summaries of other queries or keys");
+    SPARSERING_CHECK(kind_ >= 0 && kind_ <= 2 && Hkv > 0 && group > 0 && slots > 0 && block > 0 &&
+                         entries == query_.size(0) * Hkv && query_.size(1) == Hkv * group &&
+                         key_.size(0) == entries && key_.size(3) == D &&
+                         F == (kind == Features::kMean ? D : 2 * D),
+                     "sparsering cpu: shares got summaries of other queries or keys");
   }
 
   Source query, feature, key;
@@ -48,11 +48,10 @@ struct Operands {
 
  private:
   static Source checked(const Tensor& x, bool summary) {
-    const auto type = x.scalar_type();
-    TORCH_CHECK_VALUE(
-        x.device().is_cpu() && x.dim() == 4 &&
-            (type == at::kFloat || (!summary && (type == at::kBFloat16 || type == at::kHalf))),
-        "sparsering cpu: shares takes four dims on the CPU, summaries in float");
+    const auto type = x.dtype();
+    SPARSERING_CHECK(x.is_cpu() && x.dim() == 4 &&
+                         (type == kFloat || (!summary && (type == kBFloat16 || type == kHalf))),
+                     "sparsering cpu: shares takes four dims on the CPU, summaries in float");
     return Source(x);
   }
 };
@@ -88,7 +87,7 @@ class Panels {
         size_(x.F * columns_),
         data_(x.entries * x.slots * count_ * size_) {
     const float factor = x.kind == Features::kMean ? x.scale : 1.f;
-    at::parallel_for(0, x.entries * x.slots * count_, 1, [&](int64_t begin, int64_t end) {
+    parallel_for(0, x.entries * x.slots * count_, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const int64_t first = i % count_ * columns_, slot = i / count_ % slots_;
         turn(x.feature.rows<float>(i / count_ / slots_, slot, first), x.feature.strides[2],

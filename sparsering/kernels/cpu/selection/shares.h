@@ -25,18 +25,18 @@ struct Shares {
         width(width_),
         row(row_),
         causal(causal_) {
-    TORCH_CHECK_VALUE(count > 0 && row > 0 && width > 0 && width % row == 0 && offset >= 0 &&
-                          offset <= of.block && width <= of.block - offset &&
-                          (count == 1 || width == of.block) && of.first_query >= 0 &&
-                          of.first_query <= of.Nq && count <= (of.Nq - of.first_query) / width,
-                      "sparsering cpu: shares got rows of queries that there are not");
+    SPARSERING_CHECK(count > 0 && row > 0 && width > 0 && width % row == 0 && offset >= 0 &&
+                         offset <= of.block && width <= of.block - offset &&
+                         (count == 1 || width == of.block) && of.first_query >= 0 &&
+                         of.first_query <= of.Nq && count <= (of.Nq - of.first_query) / width,
+                     "sparsering cpu: shares got rows of queries that there are not");
     const int64_t lowest = std::max<int64_t>(first, 0), end = std::min(first + count, blocks);
     const bool has_own =
         !causal || lowest >= end || (lowest >= of.first_own && end - of.first_own <= of.own_blocks);
-    TORCH_CHECK_VALUE(Nk > 0 && blocks == (Nk + of.block - 1) / of.block && has_own &&
-                          seen(first + count - 1) <= of.blocks &&
-                          (!last_ || (last_->numel() == of.slots && last_->is_contiguous())),
-                      "sparsering cpu: shares lack blocks that queries see");
+    SPARSERING_CHECK(Nk > 0 && blocks == (Nk + of.block - 1) / of.block && has_own &&
+                         seen(first + count - 1) <= of.blocks &&
+                         (!last_ || (last_->numel() == of.slots && last_->is_contiguous())),
+                     "sparsering cpu: shares lack blocks that queries see");
   }
 
   // Returns how many blocks the queries of block `own` score by estimates: all, or those before
@@ -88,6 +88,31 @@ inline float exponentiate(float* x, int64_t size, float base) {
 // Smaller shares are computed again from logs, because exp_of has an absolute error of 2^-126.
 constexpr float kLeastShare = 0x1p-96f;
 
+// Returns log x by the vectors of torch's Sleef; where torch has none, lane by lane.
+inline Vec log_of(Vec x) {
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+#if defined(CPU_CAPABILITY_AVX512)
+  using Lanes = __m512;
+#else
+  using Lanes = __m256;
+#endif
+  static const auto log = [] {
+    Lanes (*function)(Lanes);
+    look_up(function, kLanes == 16 ? "Sleef_logf16_u10" : "Sleef_logf8_u10");
+    return function;
+  }();
+  if (log) {
+    return log(x);
+  }
+#endif
+  float lanes[kLanes];
+  x.store(lanes);
+  for (float& lane : lanes) {
+    lane = std::log(lane);
+  }
+  return Vec::loadu(lanes);
+}
+
 // Writes logs of numbers. Returns true if one of the numbers was less than kLeastShare.
 inline bool write_logs(const float* from, int64_t size, float* to) {
   Vec least(kInf);
@@ -95,21 +120,20 @@ inline bool write_logs(const float* from, int64_t size, float* to) {
     const int64_t there = std::min<int64_t>(kLanes, size - j);
     const Vec x = Vec::loadu(from + j);
     least = at::vec::clamp_max(there == kLanes ? x : Vec::set(Vec(kInf), x, there), least);
-    x.log().store(to + j, there);
+    log_of(x).store(to + j, there);
   }
   return least_of_lanes(least) < kLeastShare;
 }
 
 // Writes the log share of every block to `result` [entries, rows, blocks]; -inf for blocks that are
 // not visible. Returns true if a share was too small for sums of floats.
-inline bool block_shares(const Shares& x, Tensor& result) {
-  TORCH_CHECK_VALUE(
-      result.device().is_cpu() && result.scalar_type() == at::kFloat &&
-          result.sizes() ==
-              at::IntArrayRef({x.operands.entries, x.count * (x.width / x.row), x.blocks}) &&
+inline bool block_shares(const Shares& x, const Tensor& result) {
+  SPARSERING_CHECK(
+      result.is_cpu() && result.dtype() == kFloat &&
+          result.has_sizes({x.operands.entries, x.count * (x.width / x.row), x.blocks}) &&
           (x.blocks == 1 || result.stride(2) == 1),
       "sparsering cpu: shares need a result [entries, rows, blocks], dense in blocks");
-  float* const out = result.data_ptr<float>();
+  float* const out = result.mutable_data_ptr<float>();
   const int64_t of_entry = result.stride(0), of_row = result.stride(1);
   std::atomic<bool> lost{false};
   constexpr int64_t kQueries = 64;  // queries per matrix product
