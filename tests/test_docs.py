@@ -89,6 +89,14 @@ def test_no_block_escapes_its_test(page):
     assert not languages & {"py", "python3", "pycon", "ipython"}, "say ```python, so that it runs"
 
 
+@each_page
+def test_code_fits_a_narrow_screen(page):
+    for block in blocks(page.read_text(encoding="utf-8")):
+        if block.language in {"python", *SHELLS}:
+            wide = [line for line in block.code.splitlines() if len(line) > 80]
+            assert not wide, f"{page.name}, block at line {block.line}: {wide[0]}"
+
+
 def test_readme_has_python():
     assert any(block.language == "python" for block in blocks(README.read_text(encoding="utf-8")))
 
