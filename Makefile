@@ -19,10 +19,11 @@ TOO_OLD := sparsering needs Python 3.11 or newer; name one: make PYTHON=python3.
 export PYTHONUNBUFFERED := 1
 # Of `make fuzz`, for each kind of attack.
 SECONDS ?= 60
+BASE ?= HEAD~1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-ring docs test test-all test-asan test-tsan fuzz lint bench bench-selection \
-	report dist check-dist clean
+	compare report dist check-dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -128,6 +129,10 @@ bench: $(STAMP) ## measure the operator against dense SDPA and FlexAttention; wr
 bench-selection: $(STAMP) ## train small networks that must choose keys by content; writes records
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.selection.run --out benchmarks/records --jobs 2
 	$(BIN)/python -m benchmarks.selection.pictures --records benchmarks/records --out docs
+
+# Exit status 1 if a case is slower by more than 10% beyond its noise.
+compare: $(STAMP) ## time README's rows and small calls beside another revision, in turns: BASE=main~5
+	$(BIN)/python -m benchmarks.compare --base $(BASE) --out runs/compare
 
 # What is in runs/report already is measured again: `python -m benchmarks report --resume` goes on instead.
 report: $(STAMP) ## run the prior documents' tables again, in under 10 minutes; writes runs/report/index.html
