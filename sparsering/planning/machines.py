@@ -57,20 +57,22 @@ _LIST = (
     # Memory in GB, bandwidth in GB/s, TFLOP/s in float32 and in half precision with float32 sums,
     # and GB/s of a link in one direction. Data sheets state links as the sum of both directions,
     # and half precision with sparsity, at twice the rate: 1,979 (H100 SXM, H200), 1,513 (H100
-    # PCIe), 624 (A100), 242 (L4). So both are halved here.
+    # PCIe), 624 (A100), 242 (L4). So both are halved here. Pascal computes float16 in float32.
     _gpu("H200", 141, 4800, 67, 989.5, 450, "NVIDIA H200 data sheet (SXM; NVLink 900 GB/s)"),
     _gpu("H100 SXM", 80, 3350, 67, 989.5, 450, "NVIDIA H100 data sheet (SXM; NVLink 900 GB/s)"),
-    _gpu(
-        "H100 PCIe", 80, 2000, 51, 756.5, 64,
-        "NVIDIA H100 data sheet (PCIe Gen5 128 GB/s, no NVLink bridge)",
-    ),
+    _gpu("B200", 180, 8000, 75, 2250, 900, "NVIDIA DGX B200 data sheet (NVLink 1.8 TB/s)"),
+    _gpu("H100 PCIe", 80, 2000, 51, 756.5, 64, "NVIDIA H100 data sheet (PCIe Gen5 128 GB/s)"),
     _gpu("A100 80GB", 80, 2039, 19.5, 312, 300, "NVIDIA A100 data sheet (SXM; NVLink 600 GB/s)"),
     _gpu("A100 40GB", 40, 1555, 19.5, 312, 300, "NVIDIA A100 data sheet (SXM; NVLink 600 GB/s)"),
     _gpu("L4", 24, 300, 30.3, 121, 32, "NVIDIA L4 data sheet (PCIe Gen4 x16 64 GB/s)"),
-    _gpu(
-        "RTX 4090", 24, 1008, 82.6, 165.2, 32,
-        "NVIDIA Ada GPU architecture white paper (PCIe Gen4 x16 64 GB/s)",
-    ),
+    _gpu("V100", 32, 900, 15.7, 125, 150, "NVIDIA V100 data sheet (SXM2 32GB; NVLink 300 GB/s)"),
+    _gpu("L40S", 48, 864, 91.6, 362, 32, "NVIDIA L40S data sheet (PCIe Gen4 x16 64 GB/s)"),
+    _gpu("A10", 24, 600, 31.2, 125, 32, "NVIDIA A10 data sheet (PCIe Gen4 x16 64 GB/s)"),
+    _gpu("T4", 16, 300, 8.1, 65, 16, "NVIDIA T4 data sheet (PCIe Gen3 x16 32 GB/s)"),
+    _gpu("RTX 5090", 32, 1792, 104.8, 209.5, 64, "NVIDIA RTX Blackwell white paper (PCIe Gen5)"),
+    _gpu("RTX 4090", 24, 1008, 82.6, 165.2, 32, "NVIDIA Ada white paper (PCIe Gen4 x16 64 GB/s)"),
+    _gpu("RTX 3090", 24, 936, 35.6, 71, 32, "NVIDIA Ampere GA102 white paper (PCIe Gen4 x16)"),
+    _gpu("GTX 1080", 8, 320, 8.9, 8.9, 16, "NVIDIA GTX 1080 white paper (PCIe Gen3 x16 32 GB/s)"),
     # Apple's chips in their largest configuration: memory in GB, bandwidth in GB/s. Apple does not
     # publish FLOP/s or clock rates of the CPU.
     _apple("M2 Ultra", 192, 800, "June 2023"),
