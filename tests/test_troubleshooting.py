@@ -1,0 +1,165 @@
+"""Each message that docs/troubleshooting.md explains is provoked."""
+
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    DynamicCache,
+    GPTJConfig,
+    GPTJForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+)
+
+import sparsering as sr
+from sparsering.distributed import ring_attention
+from sparsering.integrations import transformers as hf
+from sparsering.layouts.cache import LayoutCache
+
+PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
+CAUSAL = sr.Causal()
+SIZES = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 16,
+    "num_attention_heads": 2, "num_key_value_heads": 1,
+}  # fmt: skip
+IDS = torch.arange(16)[None]
+
+
+def explained() -> list[str]:
+    """The messages of the page's tables; a RingError is described there, not quoted."""
+    text = PAGE.read_text(encoding="utf-8").replace("\\|", "\0")
+    return [x.replace("\0", "|") for x in re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)]
+
+
+def call(pattern: object = CAUSAL, *, heads: int = 2, batch: int = 1, **options: object) -> object:
+    query = torch.randn(batch, 2, 16, 8, requires_grad=True)
+    key = torch.randn(batch, heads, 16, 8, dtype=options.pop("dtype", torch.float32))
+    return sr.attention(query, key, key, pattern, **options)
+
+
+def cache(tokens: int = 16, pattern: sr.Pattern = CAUSAL, **options: object) -> sr.KVCache:
+    made = sr.KVCache(pattern, 1, num_kv_heads=2, head_dim=8, **options)
+    made.attend(*torch.randn(3, 1, 2, tokens, 8))
+    return made
+
+
+def llama(**options: object) -> LlamaForCausalLM:
+    return LlamaForCausalLM(LlamaConfig(**SIZES, **options))
+
+
+def second_derivative() -> None:
+    query = torch.randn(1, 2, 16, 8, requires_grad=True)
+    out = sr.attention(query, query, query, CAUSAL).square().sum()
+    (first,) = torch.autograd.grad(out, query, create_graph=True)
+    first.sum().backward()
+
+
+def without_compiler() -> None:
+    def fails() -> Path:
+        raise ImportError("no compiler")
+
+    with pytest.MonkeyPatch.context() as patch:
+        module = sys.modules["sparsering.kernels.cpu.build"]
+        patch.setattr(module, "build", fails)
+        module._load.__wrapped__()
+
+
+def evicted() -> None:
+    model = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4))
+    hf.apply(model, sr.SlidingWindow(7))
+    kept = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for part in (IDS, IDS[:, :1]):
+            model(part, past_key_values=kept)
+
+
+def in_using(**options: object) -> None:
+    model = llama()
+    with hf.using(model, CAUSAL), torch.no_grad():
+        kept = model(IDS, use_cache=True).past_key_values
+        model(IDS[:, :1], past_key_values=kept)
+
+
+def packed() -> None:
+    hf.register()
+    llama(attn_implementation="sparsering")(IDS, position_ids=IDS % 8, use_cache=True)
+
+
+def four_dims() -> None:
+    model = llama()
+    hf.apply(model, sr.SlidingWindow(3))
+    model(IDS, attention_mask=torch.ones(1, 1, 16, 16).bool())
+
+
+PROVOKED: dict[str, Callable[[], object]] = {
+    "pattern must be a sparsering pattern such as Causal(), got Tensor": lambda: call(
+        torch.ones(16, 16).bool()
+    ),
+    "got an unexpected keyword argument": lambda: call(attn_mask=None),
+    "a pattern has no truth value": lambda: CAUSAL and CAUSAL,
+    "a mixture counts them: use +": lambda: sr.LongNet((4, 8), (1, 2)) | CAUSAL,
+    "query heads must be a multiple of key/value heads": lambda: call(heads=3),
+    "query, key and value must share a dtype": lambda: call(dtype=torch.float16),
+    "Documents lengths must sum to the key length": lambda: call(sr.Documents((4, 4))),
+    "the pattern is for ... batch entries, got a query of ...": lambda: call(
+        sr.KeyPadding((4, 4, 4)), batch=2
+    ),
+    "block_size must be a multiple of 16 from 16 to 256": lambda: call(block_size=100),
+    "second derivatives exist for backend='reference' alone": second_derivative,
+    "mask_mod must work under torch.vmap": lambda: call(
+        sr.from_mask_mod(lambda b, h, q, k: q >= k and k >= 0)
+    ),
+    "triton: it needs a GPU": lambda: call(backend="triton"),
+    "cpu: it computes in float32; float64 stays with gather": lambda: sr.attention(
+        *torch.randn(3, 1, 2, 16, 8, dtype=torch.float64), CAUSAL, backend="cpu"
+    ),
+    "falls back to the slower 'gather' backend": without_compiler,
+    "is not kept, since layout_cache has a limit of": lambda: LayoutCache()._warn_of_rebuilding(
+        (torch.device("cuda"),), 1 << 40
+    ),
+    "attend keeps no gradients": lambda: cache().attend(
+        *torch.randn(3, 1, 2, 1, 8, requires_grad=True)
+    ),
+    "crop takes a length from ... to": lambda: cache(pattern=sr.SlidingWindow(3)).crop(4),
+    "expected a pattern with a short period": lambda: cache(pattern=sr.RandomBlocks(0.5, 16)),
+    "the cache is for ... tokens, got ... more": lambda: cache(max_length=8),
+    "the cache has dropped the first ... keys": evicted,
+    "computes attention in its own classes": lambda: hf.apply(
+        GPTJForCausalLM(GPTJConfig(n_embd=32, n_layer=1, n_head=2, rotary_dim=4, vocab_size=16)),
+        CAUSAL,
+    ),
+    "needs layer indices ... or layer types": lambda: hf.apply(llama(), {"local": CAUSAL}),
+    "that its config can hold as text": lambda: hf.apply(
+        llama(), sr.KeyMask(torch.ones(16).bool())
+    ),
+    "needs the whole sequence in each call": in_using,
+    "position_ids restart, but packed documents see each other": packed,
+    "a mask of all pairs": four_dims,
+    "ranks cannot share calls of": lambda: hf.parallelize(
+        MambaForCausalLM(MambaConfig(vocab_size=16, hidden_size=32, num_hidden_layers=1))
+    ),
+    "sharding must be one of": lambda: ring_attention(
+        *torch.randn(3, 1, 2, 16, 8), CAUSAL, sharding="snake"
+    ),
+}
+
+
+@pytest.mark.parametrize("message", explained())
+def test_the_message_is_what_the_library_says(message, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    words = re.escape(message).replace(re.escape("..."), ".+")
+    with warnings.catch_warnings(action="error"), pytest.raises(Exception, match=words):
+        PROVOKED[message]()
+
+
+def test_each_message_that_is_provoked_is_explained():
+    assert set(PROVOKED) == set(explained())
