@@ -1,4 +1,4 @@
-"""Runs the comparisons (`bench`), the tables and their report (`report`), or the demo (`demo`)."""
+"""Runs the comparisons (`bench`), tables (`report`), parts one by one (`ablation`), the demo."""
 
 import argparse
 import json
@@ -11,6 +11,7 @@ from sparsering.files import replace_file
 from sparsering.plots import require_matplotlib
 
 from . import comparisons, tables
+from .ablation import ablation
 from .demo import demo
 from .report.page import report_page
 
@@ -49,6 +50,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="record of `python -m benchmarks.gpu` (default: %(default)s, if it exists)",
     )
 
+    parts = commands.add_parser("ablation", help="switch each part off and on, in turns")
+    parts.set_defaults(run=_ablation)
+    parts.add_argument("--out", type=Path, required=True, help="folder of the record")
+
     trained = commands.add_parser("demo", help="train, measure and report, in under five minutes")
     trained.set_defaults(run=_demo)
     trained.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the report")
@@ -65,6 +70,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _bench(arguments: argparse.Namespace) -> int:
     for path in comparisons.main(arguments.out, arguments.quick, arguments.only):
         print(f"Wrote {path}")
+    return 0
+
+
+def _ablation(arguments: argparse.Namespace) -> int:
+    print(f"Wrote {ablation(arguments.out)}")
     return 0
 
 
