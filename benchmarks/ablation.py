@@ -1,4 +1,4 @@
-"""What each part brings: each is switched off and on, in turns, on the same call.
+"""Measures what each part brings: switches it off and on, in turns, on the same call.
 
     python -m benchmarks ablation --out benchmarks/records
 
