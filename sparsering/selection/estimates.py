@@ -53,7 +53,7 @@ class BlockEstimate(NamedTuple):
         keys = pad(key, (0, 0, 0, blocks * block_size - length)).unflatten(2, (blocks, block_size))
         estimate = cls(method, length, part, keys[..., :0], keys)
         parts = keys.unflatten(3, (block_size // part, part))
-        feature = features(parts, estimate.counts().to(key.device), method)
+        feature = features(parts, estimate.counts(), method)
         return estimate._replace(feature=feature.transpose(2, 3))
 
     @property
@@ -81,7 +81,8 @@ class BlockEstimate(NamedTuple):
     def counts(self, blocks: int | None = None) -> Tensor:
         """Number of tokens in each part of the first `blocks` blocks: float64 [blocks, parts]."""
         part, end = self.part, self.num_blocks * self.block_size
-        first = torch.arange(0, end, part).view(self.num_blocks, self.block_size // part)
+        first = torch.arange(0, end, part, device=self.keys.device)
+        first = first.view(self.num_blocks, self.block_size // part)
         return (self.length - first).clamp(0, part).double()[:blocks]
 
     def log_counts(self, blocks: int) -> Tensor:
@@ -111,8 +112,8 @@ class BlockEstimate(NamedTuple):
         if present is None and not (self.ragged and blocks == self.num_blocks):
             return 1 / self.stride
         count = self.counts(blocks).mT.flatten()
-        keys = (torch.arange(self.stride) < count[:, None]).to(self.feature)
-        queries = torch.ones(1, self.stride) if present is None else present.flip(1)
+        keys = (torch.arange(self.stride, device=count.device) < count[:, None]).to(self.feature)
+        queries = keys.new_ones(1, self.stride) if present is None else present.flip(1)
         products = (queries.to(keys) @ keys.mT).clamp(min=1)
         return products.reciprocal().unflatten(1, (self.slots, blocks)).transpose(0, 1)[:, :, None]
 

@@ -20,7 +20,7 @@ from sparsering.kernels import flash
 from sparsering.kernels.triton import call as backend
 from sparsering.kernels.triton import launch as triton_launch
 from sparsering.kernels.triton import operands
-from sparsering.kernels.triton.configs import Config
+from sparsering.kernels.triton.configs import Config, candidates, default
 
 EITHER = [
     pytest.param(WINDOW, id="window"),
@@ -356,3 +356,13 @@ def test_other_streams_wait_for_a_page_that_is_shared(hopper, monkeypatch):
                 call()
             assert len(waits) >= 2  # for the page, and for its walk
             waits.clear()
+
+
+def test_three_stages_of_the_main_forward_fit(hopper):
+    config = default("forward", rows(width=128), 128, 128)
+    assert (config.rows, config.streamed, config.warps, config.stages) == (128, 128, 8, 3)
+    assert any(x.stages == 2 for x in candidates("forward", rows(width=128), 128, 128))
+    with counted() as counts:
+        sr.attention(*(rows(width=128) for _ in range(3)), sr.BlockWindow(1, 128), block_size=128)
+    (launch,) = counts.launches
+    assert launch.shared == 229_400 <= 232_448

@@ -11,7 +11,7 @@ from torch import Tensor
 import sparsering as sr
 from sparsering.kernels.triton import selected
 from sparsering.nn import SelectedAttention
-from sparsering.selection import select_blocks
+from sparsering.selection import block_scores, select_blocks
 
 TABLES = Counter(rank_kernel=1, rows_kernel=1, place_kernel=1, keys_kernel=1)
 SIZES = {"rows of a token": 1, "rows of a block": 64}
@@ -134,3 +134,29 @@ def test_a_short_sequence_cuts_its_query_tiles_in_launches_of_their_own(hopper):
     counts = steady(call, triton=14, torch=10)
     names = Counter(x.kernel for x in counts.launches)
     assert names["merge_kernel"] and 1 <= names["units_kernel"] <= 2, counts
+
+
+@pytest.mark.parametrize("method", ["mean", "gauss", "bounds"])
+@pytest.mark.parametrize("tokens", [512, 500])
+def test_scores_of_blocks_wait_for_nothing(hopper, method, tokens):
+    query, key = rows(4, tokens), rows(2, tokens)
+    for _ in range(2):
+        block_scores(query, key, 64, method=method)
+    with counted() as counts:
+        block_scores(query, key, 64, method=method)
+    assert not counts.syncs and not counts.transfers and not counts.compiles, counts
+    with capturing():
+        block_scores(query, key, 64, method=method)
+
+
+def test_a_layer_with_its_own_scores_waits_for_nothing(hopper):
+    layer = SelectedAttention(256, 4, num_kv_heads=2, k=4).to("cuda", torch.bfloat16)
+    x = rows(1, 512, 256)[0]
+    steady(lambda: layer(x).sum().backward(), triton=10, torch=150)
+
+
+def test_one_block_of_many_is_chosen(hopper):
+    scores = torch.rand(1, 2, 8, 600, device="cuda")
+    every = {"causal": False, "sink": 0, "local": 0}
+    chosen = select_blocks(scores, 1, block_size=64, query_block=64, **every)
+    assert chosen.shape == (1, 2, 8, 1)

@@ -38,9 +38,9 @@ _HALF = {
     (80, "forward"): ((128, 64, 8, 3), (128, 32, 8, 3), (64, 32, 8, 2)),
     (80, "query"): ((128, 64, 8, 3, 32), (64, 64, 8, 3), (64, 32, 8, 2)),
     (80, "key"): ((64, 32, 4, 3), (64, 64, 8, 3), (64, 32, 8, 2)),
-    (90, "forward"): ((128, 64, 8, 3, 32), (128, 128, 8, 2, 64), (128, 32, 8, 2, 16)),
-    (90, "query"): ((128, 128, 8, 3, 64), (128, 64, 8, 2, 32), (64, 32, 8, 2, 16)),
-    (90, "key"): ((128, 128, 8, 2, 32), (128, 64, 8, 2, 32), (64, 64, 8, 2, 32)),
+    (90, "forward"): ((128, 64, 8, 3, 32), (128, 128, 8, 3, 64), (128, 32, 8, 2, 16)),
+    (90, "query"): ((128, 128, 8, 3, 64), (128, 64, 8, 3, 32), (64, 32, 8, 2, 16)),
+    (90, "key"): ((128, 128, 8, 2, 32), (128, 64, 8, 3, 32), (64, 64, 8, 2, 32)),
     (100, "forward"): ((128, 128, 8, 2, 64), (128, 128, 8, 2, 32), (128, 32, 8, 2)),
     (100, "query"): ((128, 128, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
     (100, "key"): ((128, 64, 8, 3), (64, 64, 8, 2), (64, 32, 8, 2)),
@@ -100,6 +100,7 @@ def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[
         base._replace(rows=base.rows // 2, warps=base.warps // 2),
         base._replace(warps=12 - base.warps),
         base._replace(stages=base.stages + 1),
+        base._replace(stages=max(2, base.stages - 1)),
     ]
     if base.tma:
         near.append(base._replace(tma=False))
@@ -167,9 +168,9 @@ def _shared_bytes(kernel: str, config: Config, gpu: int, width: int) -> int:
     Before Hopper: `rows` tokens of one tensor (forward) or two (backward), `stages - 1` steps of
     two streamed tensors, and one step's weights. Compute capability 8.0 keeps up to 12% less.
     """
+    tensors = 1 if kernel == "forward" and gpu <= 90 else 2
     if gpu >= 90:
-        return 2 * (config.rows + config.stages * config.streamed) * width
-    tensors = 1 if kernel == "forward" else 2
+        return (tensors * config.rows + 2 * config.stages * config.streamed) * width
     tokens = tensors * config.rows + 2 * (config.stages - 1) * config.streamed
     return tokens * width + config.rows * config.streamed
 

@@ -52,7 +52,7 @@ def best_blocks(
 
     entries, rows, blocks = scores.shape
     chosen = scores.new_empty(entries, rows, k, dtype=torch.int64)
-    best = power_of_2(k)
+    best = max(2, power_of_2(k))  # `tl.topk` of 1 does not compile for a single row
     at_a_time = max(best, min(power_of_2(blocks), _LANES // 2))
     of_program = max(1, _LANES // 2 // at_a_time)
     arguments = {
