@@ -35,9 +35,8 @@ IDS = torch.arange(16)[None]
 
 
 def explained() -> list[str]:
-    """The messages of the page's tables; a RingError is described there, not quoted."""
-    text = PAGE.read_text(encoding="utf-8").replace("\\|", "\0")
-    return [x.replace("\0", "|") for x in re.findall(r"^\| `([^`]+)` \|", text, re.MULTILINE)]
+    """The messages that items of the page begin with; a RingError is described, not quoted."""
+    return re.findall(r"^- `([^`]+)`: ", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def call(pattern: object = CAUSAL, *, heads: int = 2, batch: int = 1, **options: object) -> object:
