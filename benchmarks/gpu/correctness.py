@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
+from sparsering.selection import select_blocks
 
 from ..measure import Row
 from .device import DEVICE, GPU, HALF, inputs, poisoned, sized
@@ -70,6 +71,25 @@ def smoke() -> Iterator[Row]:
     """Checks one forward and one backward: whether kernels compile, launch and are right at all."""
     case = oracle().Case(1, 4, 2, *sized((1000, 1000, 128, 128, 128), (40, 40, 16, 16, 16)))
     yield against_eager(sr.Causal() & sr.SlidingWindow(sized(300, 20)), case, HALF, "window")
+
+
+def choice() -> Iterator[Row]:
+    """Compares the choice of blocks with the CPU's, index by index, among ties and NaN too."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.tensor([-2.0, -0.0, 0.0, 1e-40, 1.5, torch.inf, -torch.inf, torch.nan])
+    blocks = sized(600, 40)
+    ties = values[torch.randint(len(values), (2, 9, blocks), generator=generator)]
+    drawn = torch.randn(2, 9, blocks, generator=generator)
+    for k in sized((1, 7, 64, 256), (1, 7)):
+        differ = []
+        for scores in (ties, drawn):
+            for options in ({"causal": False}, {"q_start": 31 * 64}):
+                own = {"block_size": 64, "query_block": 64, "sink": 0, "local": 0, **options}
+                expected = select_blocks(scores[None], k, **own)
+                found = select_blocks(scores[None].to(DEVICE), k, **own)
+                differ.append(float(not torch.equal(found.cpu(), expected)))
+        yield {"pattern": "choice of blocks", "case": f"{k} of {blocks}",
+               "error": largest(differ, 0, "the choice of blocks")}  # fmt: skip
 
 
 def main_shapes(width: int, block: int) -> Iterator[Row]:

@@ -78,9 +78,9 @@ SMOKE = "smoke"
 
 PARTS: dict[str, Part] = {
     SMOKE: Part(
-        "One forward and one backward of a causal window, bfloat16, against float64. If it fails, "
-        "its error is the record.",
-        {"one call": correctness.smoke}, 20, 60,
+        "One forward and one backward of a causal window, bfloat16, against float64, and the "
+        "choice of blocks, which is the CPU's. If it fails, its error is the record.",
+        {"one call": correctness.smoke, "choice of blocks": correctness.choice}, 40, 90,
     ),
     "main shapes are right": Part(
         "Random blocks, a window and LongNet at the shapes that are measured below, bfloat16: out, "

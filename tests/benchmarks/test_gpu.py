@@ -17,6 +17,7 @@ from benchmarks.gpu import bars, calls, correctness, parts, running, table, timi
 from benchmarks.measure import environment
 from benchmarks.report.page import report_page
 from sparsering.kernels import triton
+from sparsering.selection import select_blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -297,3 +298,17 @@ def test_it_runs_through_and_goes_on_where_it_was_killed(tmp_path):
     run = benchmark("--out", tmp_path / "none", "--resume", tmp_path / "no", "--budget", "0")
     out, _ = run.communicate(timeout=120)
     assert run.returncode == 1 and re.search(r"smoke \| .*: left, \d+ s of 0 were spent", out)
+
+
+def test_another_choice_of_blocks_fails(monkeypatch):
+    assert [row["error"] for row in correctness.choice()] == [0, 0]
+    calls_made = []
+
+    def planted(scores: torch.Tensor, *rest: object, **options: object) -> torch.Tensor:
+        calls_made.append(0)
+        found = select_blocks(scores, *rest, **options)
+        return found.flip(-1) if len(calls_made) % 8 == 0 else found
+
+    monkeypatch.setattr(correctness, "select_blocks", planted)
+    with pytest.raises(RuntimeError, match="the choice of blocks is wrong"):
+        list(correctness.choice())
