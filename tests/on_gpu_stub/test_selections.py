@@ -160,3 +160,13 @@ def test_one_block_of_many_is_chosen(hopper):
     every = {"causal": False, "sink": 0, "local": 0}
     chosen = select_blocks(scores, 1, block_size=64, query_block=64, **every)
     assert chosen.shape == (1, 2, 8, 1)
+
+
+def test_a_growing_cache_compiles_its_choice_twice_at_most(hopper):
+    ranks_compiled = []
+    for tokens in range(300, 9000, 600):
+        scores = torch.randn(1, 2, 1, -(-tokens // 64), device="cuda")
+        with counted() as counts:
+            select_blocks(scores, 4, block_size=64, query_block=1, q_start=tokens - 1)
+        ranks_compiled += [x for x in counts.compiles if "rank" in str(x)]
+    assert len(ranks_compiled) <= 2, ranks_compiled

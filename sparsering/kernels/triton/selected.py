@@ -23,7 +23,9 @@ from .call import interpreting, reasons
 from .launch import Launch, launch, power_of_2
 from .walk import Walk, hand_over
 
-_MOST_RANKED = 256  # largest k, because the k best blocks of a row stay in registers
+# Numbers of best blocks that are compiled for, 256 at most since they stay in registers. Few sizes,
+# because a cache that grows would compile at each doubling; `tl.topk` of 1 fails for a single row.
+_RANKED = (2, 8, 32, 128, 256)
 _MOST_ENTRIES = 128  # largest number of entries of a query tile
 _MOST_KEY_TILES = 4096  # with more, counting entries by key tile would take too much memory
 _LANES = 2048  # entries that one program computes
@@ -52,8 +54,8 @@ def best_blocks(
 
     entries, rows, blocks = scores.shape
     chosen = scores.new_empty(entries, rows, k, dtype=torch.int64)
-    best = max(2, power_of_2(k))  # `tl.topk` of 1 does not compile for a single row
-    at_a_time = max(best, min(power_of_2(blocks), _LANES // 2))
+    best = next(x for x in _RANKED if x >= k)
+    at_a_time = max(best, min(64 if blocks <= 64 else 256, _LANES // 2))
     of_program = max(1, _LANES // 2 // at_a_time)
     arguments = {
         "scores": scores, "chosen": chosen, "num_rows": rows, "num_blocks": blocks, "k": k,
@@ -68,7 +70,7 @@ def best_blocks(
 
 def ranks(k: int, device: torch.device) -> bool:
     """True if `best_blocks` can rank k blocks of a row on a device."""
-    return 0 < k <= _MOST_RANKED and _compiles_for(device)
+    return 0 < k <= _RANKED[-1] and _compiles_for(device)
 
 
 @cache
