@@ -170,7 +170,7 @@ def test_a_malformed_program_is_refused(
     numbers: list[int], tensors: list[torch.Tensor], message: str
 ) -> None:
     axis = [torch.arange(2), torch.arange(2), torch.arange(2)]
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(RuntimeError, match=message):
         library().table(numbers, tensors, axis, axis, 1, 16, False)
 
 

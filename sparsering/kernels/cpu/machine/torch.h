@@ -42,10 +42,11 @@ template <typename... Parts>
       return part;
     }
   };
-  throw std::invalid_argument((text(parts) + ...));
+  throw std::runtime_error((text(parts) + ...));
 }
 
-// Raises ValueError in Python.
+// Raises RuntimeError in Python: Python code checks what users pass, these are for wrong layouts.
+// torch 2.15 makes that of every exception.
 #define SPARSERING_CHECK(condition, ...)      \
   do {                                        \
     if (!(condition)) [[unlikely]] {          \
