@@ -13,6 +13,7 @@ VENV := .venv$(OTHER)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
+WHEELS_STAMP := $(VENV)/.installed-wheels
 TOO_OLD := sparsering needs Python 3.11 or newer; name one: make PYTHON=python3.12 setup
 
 # Progress shows as it happens, also through a pipe.
@@ -23,7 +24,7 @@ BASE ?= HEAD~1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-ring docs test test-all test-asan test-tsan fuzz lint bench bench-selection \
-	compare report dist check-dist clean
+	compare report dist wheels check-dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -144,8 +145,19 @@ dist: $(STAMP) ## build sdist and wheel into dist/, and check their metadata and
 	$(BIN)/python -m twine check --strict dist/*
 	$(BIN)/python tools/check_dist.py --content
 
-check-dist: dist ## run the wheel in a clean environment, without a compiler and with one; the sdist's tests
-	$(BIN)/python tools/check_dist.py
+$(WHEELS_STAMP): $(STAMP) requirements-wheels.txt
+	$(BIN)/python -m pip install -r requirements-wheels.txt
+	@touch $@
+
+# auditwheel calls patchelf by its name. GCC 13 and newer need a newer system than the wheel's tag says.
+wheels: dist $(WHEELS_STAMP) ## add the wheel that needs no compiler: its libraries outlive a torch version
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tools/build_wheels.py
+	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/python tools/check_dist.py --content
+
+# PYTHONS="a/bin/python b/bin/python": interpreters with other versions of torch, for the same wheel.
+check-dist: wheels ## run the wheels in clean environments, without a compiler and with one; the sdist's tests
+	$(BIN)/python tools/check_dist.py --python $(PYTHONS)
 
 clean: ## remove caches and build products; .venv and runs/ stay
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -5,6 +5,10 @@
 a new environment, once without a C++ compiler (one warning, the same numbers) and once with one
 (the CPU kernel is built, and kept); then some of the sdist's own tests. It installs torch, so it
 takes about a minute and 2 GB for a while.
+
+The wheel of `make wheels`, if it is there, is installed and run as a user who may write to a
+temporary folder alone, without a compiler and without a network. `--python` names interpreters that
+have other versions of torch: `--python .venv-2.11/bin/python .venv-2.14/bin/python`.
 """
 
 import argparse
@@ -12,12 +16,14 @@ import email.parser
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
 import tempfile
 import tomllib
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -29,10 +35,17 @@ WANTED = (
     "benchmarks/measure.py",
     "benchmarks/records/window.json",
 )  # fmt: skip
+# A user whom no file belongs to, without a network.
+NOBODY = (
+    *(shutil.which("unshare") or "unshare", "--net"),
+    *(shutil.which("setpriv") or "setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"),
+    "--bounding-set=-all",
+)
+MOST_SECONDS = 1.0  # of the first call
 SOME_TESTS = ("tests/test_numerics.py", "tests/test_architecture.py", "tests/test_release.py")
 # Runs in the new environment; prints what ran, its distance from float64, and what was warned.
 ATTEND = """
-import json, sys, warnings
+import json, sys, time, warnings
 import torch, sparsering as sr
 torch.manual_seed(0)
 made = [torch.randn(2, h, 300, 32, requires_grad=True) for h in (4, 2, 2)]
@@ -41,6 +54,9 @@ pattern = sr.LongNet((64, 256), (1, 2)) & sr.Causal()
 results = []
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
+    start = time.perf_counter()
+    sr.attention(*(x.detach() for x in made), pattern)
+    seconds = time.perf_counter() - start
     runs = sr.explain(*made, pattern).splitlines()[0].split(": ")[1].split(",")[0]
     for inputs, options in ((made, {}), (exact, {"backend": "reference"})):
         out = sr.attention(*inputs, pattern, **options)
@@ -48,7 +64,9 @@ with warnings.catch_warnings(record=True) as told:
         results.append([x.double() for x in (out.detach(), *grads)])
 error = max(float((a - b).abs().max() / b.abs().max()) for a, b in zip(*results))
 told = [str(w.message) for w in told if "sparsering" in str(w.message)]
-print(json.dumps({"runs": runs, "error": error, "told": told, "from": sr.__file__}))
+able = torch.backends.cpu.get_cpu_capability()
+print(json.dumps({"runs": runs, "error": error, "told": told, "from": sr.__file__,
+    "seconds": seconds, "torch": torch.__version__, "able": able}))
 """
 
 
@@ -57,19 +75,27 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--content", action="store_true", help="read the files, run nothing")
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="folder of both files")
+    parser.add_argument("--python", nargs="*", default=[], help="interpreters that have torch")
+    parser.add_argument(
+        "--libraries", action="store_true", help="run the wheel of `make wheels` alone"
+    )
     arguments = parser.parse_args()
     wheel = arguments.dist / f"sparsering-{VERSION}-py3-none-any.whl"
     sdist = arguments.dist / f"sparsering-{VERSION}.tar.gz"
     check_wheel(wheel)
     check_sdist(sdist)
-    if not arguments.content:
+    if not (arguments.content or arguments.libraries):
         with tempfile.TemporaryDirectory() as folder:
             run_wheel(wheel, Path(folder))
             run_tests(sdist, Path(folder))
+    for wheel in arguments.dist.glob(f"sparsering-{VERSION}-py3-none-[!a]*.whl"):
+        check_wheel(wheel, libraries=True)
+        for python in () if arguments.content else (sys.executable, *arguments.python):
+            run_libraries(wheel, Path(python).absolute())
     return 0
 
 
-def check_wheel(wheel: Path) -> None:
+def check_wheel(wheel: Path, libraries: bool = False) -> None:
     """Nothing of the package is missing, and nothing else is there; torch alone is required."""
     with zipfile.ZipFile(wheel) as archive:
         held = set(archive.namelist())
@@ -84,6 +110,8 @@ def check_wheel(wheel: Path) -> None:
     expect(not (wanted - held), f"{wheel.name} lacks {sorted(wanted - held)}")
     foreign = {name for name in held if name.split("/")[0] not in ("sparsering", information)}
     expect(not foreign, f"{wheel.name} also holds {sorted(foreign)}")
+    compiled = [name for name in held if name.endswith(".so")]
+    expect(bool(compiled) == libraries, f"{wheel.name} has the libraries {compiled}")
     apparatus = [name for name in held if re.search("/(bench|report)/", name)]
     expect(not apparatus, f"{wheel.name} holds the library alone, but also {sorted(apparatus)}")
     expect(metadata["Version"] == VERSION, f"{wheel.name} says version {metadata['Version']}")
@@ -133,13 +161,58 @@ def run_wheel(wheel: Path, folder: Path) -> None:
     expect(f"{VERSION}\n" in told, f"`sparsering info` says {told.splitlines()[0]}")
 
 
-def attend(python: Path, cache: Path, empty: Path, settings: dict[str, str]) -> dict:
+def run_libraries(wheel: Path, python: Path) -> None:
+    """Attends with the wheel's libraries, as a user who may write to a temporary folder alone."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        site, home, temporary, empty = (folder / x for x in ("site-packages", "home", "tmp", "bin"))
+        for path in (home, temporary, empty):
+            path.mkdir()
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+        subprocess.run([*pip, "--target", str(site), str(wheel)], check=True)
+        settings = {"PATH": str(empty), "CXX": "", "HOME": str(home), "TMPDIR": str(temporary)}
+        settings |= {
+            "PYTHONPATH": str(site),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "SPARSERING_CACHE": "",
+        }
+        before = files_of(folder)
+        found = attend(python, home, empty, settings)  # it may write, but must not
+        changed = sorted({x[0] for x in files_of(folder) ^ before})
+        expect(not changed, f"{wheel.name} writes {changed}")
+        folder.chmod(0o755)
+        temporary.chmod(0o777)
+        read_only = (site, home, empty, *site.rglob("*"))
+        for path in read_only:
+            path.chmod(path.stat().st_mode & ~0o222)
+        nobody = NOBODY if hasattr(os, "geteuid") and os.geteuid() == 0 else ()
+        shown = []
+        able = ["", "DEFAULT", "AVX2", "AVX512"]
+        for vectors in able[: able.index(found["able"]) + 1] if found["able"] in able else able[:2]:
+            found = attend(python, home, empty, settings | {"SPARSERING_CPU": vectors}, nobody)
+            expect(found["runs"] == "cpu" and not found["told"], f"{vectors}: {found}")
+            expect(found["seconds"] <= MOST_SECONDS, f"a first call took {found['seconds']:.2f} s")
+            shown.append(f"{vectors or 'first call'} {found['seconds'] * 1e3:.0f} ms")
+        for path in read_only:
+            path.chmod(path.stat().st_mode | 0o200)
+    print(f"{wheel.name} on torch {found['torch']}: {', '.join(shown)}; no compiler, read-only")
+
+
+def files_of(folder: Path) -> set[tuple[str, int, int]]:
+    """Returns the files in a folder, with their sizes and times."""
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    return {(str(x.relative_to(folder)), x.stat().st_size, x.stat().st_mtime_ns) for x in files}
+
+
+def attend(
+    python: Path, cache: Path, empty: Path, settings: dict[str, str], prefix: Sequence[str] = ()
+) -> dict:
     """Returns the output of `ATTEND`, run in an empty folder without this checkout."""
     ours = ("PYTHONPATH", "SPARSERING_CXXFLAGS", "SPARSERING_CACHE")
     environment = {name: x for name, x in os.environ.items() if name not in ours}
     environment |= {"SPARSERING_CACHE": str(cache), **settings}
     done = subprocess.run(
-        [python, "-c", ATTEND],
+        [*prefix, python, "-c", ATTEND],
         cwd=empty,
         env=environment,
         capture_output=True,

@@ -3,7 +3,9 @@
 import hashlib
 import os
 import re
+import shutil
 import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import torch
 from helpers.forked import run
 
 from sparsering.kernels import cpu
-from sparsering.kernels.cpu.build import _flags
+from sparsering.kernels.cpu.build import _flags, vectors
 
 ATTEND = """
 import torch, sparsering as sr
@@ -49,9 +51,21 @@ def test_what_a_compiler_of_the_library_says_is_quoted(tmp_path):
     assert not list((tmp_path / "cache").glob("*.so"))
 
 
-def test_a_library_folder_that_cannot_be_written(tmp_path):
+def is_temporary(folder: Path, environment: dict[str, str], word: str) -> None:
+    """Checks that a kernel runs from a folder of its own, which is gone afterwards, and why."""
+    folder.mkdir()
+    environment = {**os.environ, **environment, "TMPDIR": str(folder)}
+    command = [sys.executable, "-c", ATTEND]  # a forked process would not clean up
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout == "[]\n", done.stderr
+    assert done.stderr.count("SPARSERING_CACHE names a folder") == 1 and word in done.stderr
+    assert not list(folder.glob("sparsering-*"))
+
+
+def test_where_the_folder_cannot_be_written_the_library_is_in_a_temporary_one(tmp_path):
     (tmp_path / "file").touch()
-    fallen_back(run(ATTEND, SPARSERING_CACHE=str(tmp_path / "file" / "cache")), "Not a directory")
+    environment = copying_compiler(tmp_path) | {"SPARSERING_CACHE": str(tmp_path / "file" / "x")}
+    is_temporary(tmp_path / "temporary", environment, "Not a directory")
 
 
 def test_a_killed_compiler_leaves_no_library_behind(tmp_path):
@@ -143,9 +157,7 @@ def test_a_library_of_another_user_is_refused_and_named(tmp_path):
     assert run(ATTEND, **environment).stdout == "[]\n"
     (library,) = (tmp_path / "cache").glob("*.so")
     os.chown(library, 12345, -1)
-    fallen_back(
-        run(ATTEND, **environment), "belongs to another user (uid 12345)", "SPARSERING_CACHE"
-    )
+    is_temporary(tmp_path / "temporary", environment, "belongs to another user (uid 12345)")
 
 
 def test_two_processes_build_one_library_once(tmp_path):
@@ -161,3 +173,29 @@ def test_two_processes_build_one_library_once(tmp_path):
         worker.join()
     assert [done.stdout for done in results] == ["[]\n"] * 2, [done.stderr for done in results]
     assert (tmp_path / "count").read_text() == "once\n"
+
+
+@pytest.mark.parametrize("name", ["avx9000", "AVX512"])
+def test_vectors_that_do_not_run_here_are_refused_by_name(name):
+    environment = {"SPARSERING_CPU": name, "ATEN_CPU_CAPABILITY": "default"}
+    done = run("from sparsering.kernels import cpu; cpu.build()", **environment)
+    assert done.returncode == 1
+    last = done.stderr.splitlines()[-1]
+    assert last == f"ValueError: SPARSERING_CPU is {name.upper()}; this machine runs DEFAULT"
+
+
+def test_a_library_of_the_wheel_is_taken_unless_it_does_not_load(tmp_path):
+    """The stand-in for a wheel's library is the one that was compiled for these tests."""
+    environment = copying_compiler(tmp_path)
+    source = shutil.copy(Path(cpu.__file__).with_name("cpu.cpp"), tmp_path)
+    binary = tmp_path / f"binary-{vectors().lower()}.so"
+    code = f"""
+import importlib, pathlib
+importlib.import_module("sparsering.kernels.cpu.build").SOURCE = pathlib.Path({source!r})
+{ATTEND}"""
+    for content, compiled in ((tmp_path / "made.so").read_bytes(), 0), (b"of another system", 1):
+        binary.write_bytes(content)
+        done = run(code, **environment)
+        assert done.stdout == "[]\n", done.stderr
+        assert len(list(tmp_path.glob("cache/*.so"))) == compiled
+        assert binary.read_bytes() == content

@@ -1,9 +1,10 @@
-"""Builds `cpu.cpp` on first use, and caches the library by torch version, processor and source.
+"""Finds the kernel's library in the wheel, or builds `cpu.cpp` on first use and caches the library.
 
-A process builds the library in a temporary folder, under a file lock, and then moves it into the
-cache. The file ends with a digest of its content; if the digest is wrong, the library is rebuilt.
+A process builds it in a folder of its own, under a lock, and moves it into the cache. The file ends
+with a digest of its content; if the digest is wrong, the library is built again.
 """
 
+import atexit
 import contextlib
 import hashlib
 import os
@@ -15,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -27,19 +27,39 @@ from ..problem import constant_in_graphs
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 HEADERS = sorted(SOURCE.parent.rglob("*.h"))
-_CAPABILITY_FLAGS = {
-    "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mf16c -mprefer-vector-width=512",
+_VECTOR_FLAGS = {
+    "DEFAULT": "",
     "AVX2": "-mavx2 -mfma -mf16c",
+    "AVX512": "-mavx512f -mavx512dq -mavx512vl -mavx512bw -mfma -mf16c -mprefer-vector-width=512",
 }
 
 
-def build() -> Path:
-    """Compiles the kernel for this torch and processor unless it is cached; returns the library.
+def vectors() -> str:
+    """Returns a name in `_VECTOR_FLAGS`: SPARSERING_CPU, or the most that this processor has."""
+    able, most = list(_VECTOR_FLAGS), torch.backends.cpu.get_cpu_capability()
+    del able[able.index(most) + 1 if most in able else 1 :]
+    name = (os.environ.get("SPARSERING_CPU") or able[-1]).upper()
+    if name not in able:
+        raise ValueError(f"SPARSERING_CPU is {name}; this machine runs {', '.join(able)}")
+    return name
 
-    Raises: OSError if the cache folder cannot be written, or another user owns the library;
-        RuntimeError if there is no compiler, or if the compiler fails.
-    """
-    folder = cache_folder()
+
+def build(compiles: bool = False) -> Path:
+    """Returns the library: the wheel's, else (or if it `compiles`) one built here and cached."""
+    wheels = SOURCE.with_name(f"binary-{vectors().lower()}.so")
+    if wheels.exists() and not (compiles or os.environ.get("SPARSERING_CXXFLAGS")):
+        return wheels
+    try:
+        return _cached(cache_folder())
+    except OSError as error:
+        told = f"sparsering: {error}; the CPU kernel is not kept: SPARSERING_CACHE names a folder"
+        print(told, file=sys.stderr)
+        folder = tempfile.mkdtemp(prefix="sparsering-")
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        return _cached(Path(folder))
+
+
+def _cached(folder: Path) -> Path:
     machine = (torch.__version__, str(torch.version.git_version), platform.machine())
     recipe = "\0".join([*machine, *platform.libc_ver(), *_flags()]).encode()
     recipe += b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
@@ -47,31 +67,22 @@ def build() -> Path:
     if _is_whole(library):
         return library
     folder.mkdir(parents=True, exist_ok=True)
-    with _lock(library.with_suffix(".lock")):
-        if not _is_whole(library):
-            _compile(library)
-    return library
-
-
-@contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    """Locks a file while the `with` block runs; if the process dies, the system unlocks it."""
-    with open(path, "w") as file:
+    with open(library.with_suffix(".lock"), "w") as file:  # unlocked if the process dies
         with contextlib.suppress(ImportError):  # no fcntl: two processes may build, which is safe
             import fcntl
 
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        if not _is_whole(library):
+            _compile(library)
+    return library
 
 
 def _compile(library: Path) -> None:
     from torch.utils.cpp_extension import include_paths, library_paths
 
     compiler = _compiler()
-    command = [compiler, str(SOURCE), *_flags()]
-    command += [f"-isystem{path}" for path in include_paths("cpu")]
-    command += [f"-L{path}" for path in library_paths("cpu")]
-    command += ["-ltorch_cpu"]
+    command = [compiler, str(SOURCE), *_flags(), *(f"-isystem{x}" for x in include_paths("cpu"))]
+    command += [*(f"-L{path}" for path in library_paths("cpu")), "-ltorch_cpu"]
     print("sparsering: compiling the CPU kernel, once, for about 20 s", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         output = Path(folder) / library.name
@@ -96,10 +107,8 @@ def _is_whole(library: Path) -> bool:
         status, content = os.fstat(file.fileno()), file.read()
     if hasattr(os, "geteuid"):
         if status.st_uid not in (0, os.geteuid()):
-            raise PermissionError(
-                f"{library} belongs to another user (uid {status.st_uid}), who could run code as "
-                "you; delete it, or set SPARSERING_CACHE to a folder of your own"
-            )
+            owner = f"belongs to another user (uid {status.st_uid}), who could run code as you"
+            raise PermissionError(f"{library} {owner}")
         if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             return False  # another user may have changed the library
     return hashlib.sha256(content[:-32]).digest() == content[-32:]
@@ -113,15 +122,11 @@ def _compiler() -> str:
 
 
 def _flags() -> list[str]:
-    capability = torch.backends.cpu.get_cpu_capability()
-    vectors = _CAPABILITY_FLAGS.get(capability, "").split()
-    name = capability if vectors else "DEFAULT"
-    torch_libraries = Path(torch.__file__).with_name("lib")
+    name, torch_libraries = vectors(), Path(torch.__file__).with_name("lib")
     return [
-        *[f"-std=c++{_standard()}", "-O3", "-DNDEBUG"],
-        *["-fPIC", "-shared", "-fvisibility=hidden"],
+        *f"-std=c++{_standard()} -O3 -DNDEBUG -fPIC -shared -fvisibility=hidden".split(),
         *([f"-Wl,-rpath,{torch_libraries}"] if sys.platform == "darwin" else []),
-        *[*vectors, f"-DCPU_CAPABILITY={name}", f"-DCPU_CAPABILITY_{name}"],
+        *[*_VECTOR_FLAGS[name].split(), f"-DCPU_CAPABILITY={name}", f"-DCPU_CAPABILITY_{name}"],
         *os.environ.get("SPARSERING_CXXFLAGS", "").split(),
     ]
 
@@ -152,9 +157,10 @@ def _load() -> str:
         library = build()
         try:
             torch.ops.load_library(library)
-        except OSError:  # built on another system that shares the cache folder
-            library.unlink()
-            torch.ops.load_library(build())
+        except OSError:  # built for another system
+            if library.parent != SOURCE.parent:  # which shares the cache folder
+                library.unlink()
+            torch.ops.load_library(build(compiles=True))
         _ = torch.ops.sparsering_cpu.table  # layouts take it if it is there (`kernel_operators`)
     except (ImportError, OSError, RuntimeError) as error:
         reason = f"its kernel could not be built or loaded: {str(error).splitlines()[0]}"

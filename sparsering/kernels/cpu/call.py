@@ -11,7 +11,7 @@ from ...layouts.layout import Pass, tile_counts
 from ...numerics import round_up
 from ..problem import Gradients, Problem, dense_rows, sink_gradient
 from ..tuning_file import TuningFile, file_of, processor_name
-from .build import build_failure, library
+from .build import build_failure, library, vectors
 
 EXTRAS = frozenset(
     ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_mask")
@@ -214,8 +214,7 @@ def _checked_layout(problem: Problem) -> Tensor:
 
 
 def _path(_: torch.device) -> Path:
-    used = torch.backends.cpu.get_cpu_capability()  # "AVX2", say; ATEN_CPU_CAPABILITY may lower it
-    return file_of("cpu", f"{processor_name()} {used}", torch.__version__)
+    return file_of("cpu", f"{processor_name()} {vectors()}", torch.__version__)
 
 
 measured = TuningFile(_path)
