@@ -2,7 +2,7 @@
 
     parse("LongNet((2048, 4096), (1, 2)) & Causal()")
 
-No code in the text is executed. The names t0, t1, ... stand for the tensors in `Pattern.tensors`,
+No code in the text is executed. The names t0, t1, ... stand for the pattern's tensors,
 in order.
 """
 
