@@ -11,7 +11,7 @@ from sparsering.files import replace_file
 from sparsering.plots import require_matplotlib
 
 from . import comparisons, tables
-from .ablation import ablation
+from .comparisons.ablation import ablation
 from .demo import demo
 from .report.page import report_page
 

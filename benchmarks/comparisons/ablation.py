@@ -27,7 +27,7 @@ from sparsering.kernels import cpu
 from sparsering.kernels.problem import Problem
 from sparsering.layouts.layout import BlockLayout
 
-from .measure import (
+from ..measure import (
     Row,
     distance_of,
     give_back_freed,
