@@ -46,6 +46,10 @@ WINDOW = sr.Causal() & sr.SlidingWindow(1023)
 
 Calls = dict[str, Callable[[], Any]]
 
+attention: Callable[..., Any] = sr.attention
+ring_of: Callable[..., Any] = ring_attention
+problem_of: Callable[..., Any] = Problem
+
 
 def in_random_order(layout: BlockLayout) -> BlockLayout:
     """Shuffles the blocks that each query tile visits; all must be whole."""
@@ -82,24 +86,24 @@ def one_product_a_block(tensors: list[Tensor], layout: BlockLayout) -> Tensor:
 
 def calls_of(part: str) -> tuple[Calls, Callable[[], Tensor] | None]:
     """Returns the calls off and on, and one that gives the exact result, if they give one."""
-    tensors = inputs_of(HEADS, 8192, WIDTH)
+    tensors: Any = inputs_of(HEADS, 8192, WIDTH)
     layout = BLOCKS.layout(8192, num_heads=HEADS, block_size=128)
 
-    def forward(pattern: sr.Pattern, given: list[Tensor] = tensors, **options: Any) -> Any:
-        return lambda: sr.attention(*given, pattern, **options)
+    def forward(pattern: sr.Pattern, given: Any = tensors, **options: Any) -> Any:
+        return lambda: attention(*given, pattern, **options)
 
-    def exact(pattern: sr.Pattern, given: list[Tensor] = tensors) -> Callable[[], Tensor]:
-        return lambda: sr.attention(*(x.double() for x in given), pattern, backend="gather")
+    def exact(pattern: sr.Pattern, given: Any = tensors) -> Callable[[], Tensor]:
+        return lambda: attention(*(x.double() for x in given), pattern, backend="gather")
 
     def kernel(visited: BlockLayout) -> Callable[[], Tensor]:
-        return lambda: cpu.forward(Problem(visited, *tensors, WIDTH**-0.5))[0]
+        return lambda: cpu.forward(problem_of(visited, *tensors, WIDTH**-0.5))[0]
 
     if part == "layout cache, documents of 8,192 tokens":
         pattern = sr.Causal() & sr.Documents((300,) * 27 + (92,))
 
         def without() -> Tensor:
             sr.layout_cache.clear()
-            return sr.attention(*tensors, pattern)
+            return attention(*tensors, pattern)
 
         return {"off": without, "on": forward(pattern)}, exact(pattern)
     if part == "one kernel for all blocks, not a product a block":
@@ -174,12 +178,12 @@ def waiting_at_once() -> Iterator[None]:
 
 def messages(rank: int, world: int) -> list[Row]:
     """Rows of a ring of processes: needed keys, overlap, compression."""
-    whole = inputs_of(HEADS, 16384, WIDTH)
-    own = [shard(x) for x in whole]
-    exact = shard(sr.attention(*whole, WINDOW))
+    whole: Any = inputs_of(HEADS, 16384, WIDTH)
+    own: Any = [shard(x) for x in whole]
+    exact = shard(attention(*whole, WINDOW))
 
     def ring(**options: Any) -> Callable[[], Tensor]:
-        return lambda: ring_attention(*own, WINDOW, **options)
+        return lambda: ring_of(*own, WINDOW, **options)
 
     def waiting() -> Tensor:
         with waiting_at_once():
