@@ -5,9 +5,9 @@
 
 The other revision is unpacked into runs/compare/REVISION. Each round times every case in two fresh
 processes, one for each revision, in alternating order. A case's ratio is the median over rounds of
-this checkout's time divided by the other's. Its noise is two standard errors of that median. Cases
-between a clear yes and a clear no get more rounds. The exit status is 1 if a case is slower by more
-than 10% beyond its noise.
+this checkout's time divided by the other's. Its noise is two standard errors of that median. While
+no case is slower, those between a clear yes and a clear no get more rounds. The exit status is 1 if
+a case is slower by more than 10% beyond its noise.
 """
 
 import argparse
@@ -165,10 +165,7 @@ def compare(base: Path, head: Path, rounds: int = ROUNDS) -> list[dict[str, Any]
     """Measures both folders in turns; returns a row for each case that both have."""
     times: dict[str, list[tuple[float, float]]] = {}
     number = 0
-    while number < rounds or (
-        number < MOST_ROUNDS
-        and any(is_open([new / old for old, new in pairs]) for pairs in times.values())
-    ):
+    while number < rounds or (number < MOST_ROUNDS and _may_change(times)):
         turns = (("base", base), ("head", head))
         found = {which: measure(x) for which, x in (turns if number % 2 == 0 else turns[::-1])}
         for name in found["base"].keys() & found["head"].keys():
@@ -177,11 +174,22 @@ def compare(base: Path, head: Path, rounds: int = ROUNDS) -> list[dict[str, Any]
         print(f"round {number} measured", file=sys.stderr, flush=True)
     rows = []
     for name, pairs in sorted(times.items()):
-        ratio, noise = verdict([new / old for old, new in pairs])
+        ratio, noise = verdict(_ratios(pairs))
         old, new = (statistics.median(x) for x in zip(*pairs, strict=True))
         row = {"case": name, "base_ms": old, "ms": new, "ratio": ratio, "noise": noise}
         rows.append(row | {"rounds": len(pairs), "slower": ratio - noise > SLOWER})
     return rows
+
+
+def _ratios(pairs: list[tuple[float, float]]) -> list[float]:
+    return [new / old for old, new in pairs]
+
+
+def _may_change(times: dict[str, list[tuple[float, float]]]) -> bool:
+    """Whether more rounds may change the exit status: no case is slower yet, and some are open."""
+    ratios = [_ratios(pairs) for pairs in times.values()]
+    slower = any(ratio - noise > SLOWER for ratio, noise in map(verdict, ratios))
+    return not slower and any(map(is_open, ratios))
 
 
 def unpacked(revision: str, folder: Path) -> Path:
