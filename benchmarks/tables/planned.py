@@ -1,14 +1,22 @@
-"""Plans the longest sequences of some GPUs from their published memory; nothing is run."""
+"""Plans the longest sequences of some GPUs from their published memory; nothing is run.
+
+    python -m benchmarks.tables.planned --out benchmarks/records
+
+writes `planned-machines.json`: the prior documents' own machines at the lengths that they claim.
+"""
+
+import argparse
+from pathlib import Path
 
 import torch
 
 from sparsering.patterns.algebra import Pattern
 from sparsering.patterns.blocks import RandomBlocks
-from sparsering.patterns.positions import Full, LongNet
+from sparsering.patterns.positions import Causal, Full, LongNet
 from sparsering.planning.estimate import estimate
 from sparsering.planning.machines import named
 
-from ..measure import Row
+from ..measure import Row, write_record
 
 MACHINES = ("H100 SXM", "H200", "A100 80GB", "RTX 4090", "L4")
 HEADS, WIDTH, STEP = 8, 64, 4096
@@ -50,6 +58,30 @@ def planned_longest(quick: bool) -> list[Row]:
     return rows
 
 
+OWN = (("GTX 1080", 2), ("V100", 4), ("A100 80GB", 8))
+CLAIMED = (65_536, 131_072, 1_600_000, 8_000_000)
+
+
+def own_machines() -> list[Row]:
+    """Bounds of a causal LongNet's forward pass on each machine, 8 heads of 64, float16."""
+    pattern = LongNet((2048, 4096, 8192), (1, 2, 4)) & Causal()
+    rows: list[Row] = []
+    for name, ranks in OWN:
+        memory = named(name).memory_bytes
+        assert memory is not None
+        for tokens in CLAIMED:
+            told = estimate(
+                pattern, tokens=tokens, num_heads=HEADS, head_dim=WIDTH, dtype=torch.float16,
+                machine=name, ranks=ranks,
+            )  # fmt: skip
+            rows.append({
+                "gpus": f"{ranks} x {name}", "tokens": tokens, "pattern": str(pattern),
+                "peak_bytes_of_each": told.peak_bytes.value, "memory_bytes": memory,
+                "fits": told.peak_bytes.value <= memory, "at_least_seconds": told.seconds.value,
+            })  # fmt: skip
+    return rows
+
+
 def most_tokens(peaks: list[float], limit: float) -> int:
     """Largest multiple of 4,096 tokens whose extrapolated peak is within a limit."""
     low, high = 0, 1 << 20  # in steps of 4,096 tokens
@@ -72,3 +104,9 @@ def through(values: list[float], tokens: int) -> float:
                 share *= (tokens - length) / (LENGTHS[place] - length)
         total += share * value
     return total
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/records"))
+    write_record(parser.parse_args().out, "planned-machines", own_machines())
