@@ -32,6 +32,7 @@ KERNEL = "sparsering/kernels/cpu"
 IS_MACOS = sys.platform == "darwin"
 FLAGS = "-std=c++20 -O3 -DNDEBUG -fPIC -shared -fvisibility=hidden"
 OLDEST_SYSTEM = "manylinux_2_28"  # that of torch's own wheels
+OLDEST_MACOS = "-mmacosx-version-min=11.0"
 MOST_BYTES = 8 << 20
 
 
@@ -91,14 +92,15 @@ def compile_library(folder: Path, name: str, vectors: str) -> Path:
     command += [*vectors.split(), f"-DCPU_CAPABILITY={name}", f"-DCPU_CAPABILITY_{name}"]
     command += [f"-isystem{path}" for path in include_paths("cpu")]
     command += [*(f"-L{path}" for path in library_paths("cpu")), "-ltorch_cpu"]
-    command += ["-Wl,-rpath,@loader_path/../../../torch/lib"] if IS_MACOS else ["-s"]
+    command += [OLDEST_MACOS, "-Wl,-rpath,@loader_path/../../../torch/lib"] if IS_MACOS else ["-s"]
     subprocess.run([*command, "-w", "-o", str(library)], check=True)
     return library
 
 
 def with_libraries(pure: Path, libraries: list[Path], folder: Path) -> Path:
     """Returns a copy of a wheel that also has the libraries, and this platform's tag."""
-    tag = "py3-none-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    platform_name = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+    tag = "py3-none-" + (f"macosx_11_0_{platform.machine()}" if IS_MACOS else platform_name)
     wheel = folder / pure.name.replace("py3-none-any", tag)
     with zipfile.ZipFile(pure) as archive:
         files = {name: archive.read(name) for name in archive.namelist()}

@@ -26,7 +26,6 @@ from ...files import cache_folder, opened
 from ..problem import constant_in_graphs
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
-HEADERS = sorted(SOURCE.parent.rglob("*.h"))
 _VECTOR_FLAGS = {
     "DEFAULT": "",
     "AVX2": "-mavx2 -mfma -mf16c",
@@ -62,7 +61,7 @@ def build(compiles: bool = False) -> Path:
 def _cached(folder: Path) -> Path:
     machine = (torch.__version__, str(torch.version.git_version), platform.machine())
     recipe = "\0".join([*machine, *platform.libc_ver(), *_flags()]).encode()
-    recipe += b"".join(path.read_bytes() for path in (SOURCE, *HEADERS))
+    recipe += b"".join(path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.rglob("*.h"))))
     library = folder / f"cpu-{hashlib.sha256(recipe).hexdigest()[:16]}.so"
     if _is_whole(library):
         return library
@@ -80,9 +79,9 @@ def _cached(folder: Path) -> Path:
 def _compile(library: Path) -> None:
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    compiler = _compiler()
-    command = [compiler, str(SOURCE), *_flags(), *(f"-isystem{x}" for x in include_paths("cpu"))]
-    command += [*(f"-L{path}" for path in library_paths("cpu")), "-ltorch_cpu"]
+    command = [_compiler(), str(SOURCE), *_flags()]
+    command += [f"-isystem{path}" for path in include_paths("cpu")] + ["-ltorch_cpu"]
+    command += [f"-L{path}" for path in library_paths("cpu")]
     print("sparsering: compiling the CPU kernel, once, for about 20 s", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         output = Path(folder) / library.name
@@ -91,9 +90,8 @@ def _compile(library: Path) -> None:
         if run.returncode:
             lines = run.stderr.splitlines()
             errors = [line for line in lines if "error" in line] + lines[-1:] + ["it said nothing"]
-            raise RuntimeError(
-                f"{compiler} failed: {errors[0]}; `sparsering build` shows all\n{run.stderr}"
-            )
+            told = f"{command[0]} failed: {errors[0]}; `sparsering build` shows all"
+            raise RuntimeError(f"{told}\n{run.stderr}")
         content = output.read_bytes()
         output.write_bytes(content + hashlib.sha256(content).digest())
         output.chmod(0o755)  # `_is_whole` rejects a file that others can write
