@@ -21,18 +21,13 @@ _BIDIRECTIONAL: MaskFunction = masking_utils.bidirectional_mask_function
 _NOTHING = torch.zeros(1, 1, dtype=torch.int64)
 
 
-def _code_of(factory: str, *arguments: Any) -> Any:
-    """Returns the code object of the mask functions that transformers' `factory` makes, if any."""
-    make = getattr(masking_utils, factory, None)
-    return None if make is None else make(*arguments).__code__
-
-
-_AND = _code_of("and_masks", _CAUSAL)
-_WINDOW = _code_of("sliding_window_overlay", 1)
-_BOTH_WAYS = _code_of("sliding_window_bidirectional_overlay", 1)
-_CHUNKS = _code_of("chunked_overlay", 1, _NOTHING[0])
-_PACKED = _code_of("packed_sequence_mask_function", _NOTHING)
-_REMAPPED = _code_of("remap_positions_for_packed_sequence", _CAUSAL, _NOTHING)
+# The code objects of the mask functions that transformers' factories make
+_AND = masking_utils.and_masks(_CAUSAL).__code__
+_WINDOW = masking_utils.sliding_window_overlay(1).__code__
+_BOTH_WAYS = masking_utils.sliding_window_bidirectional_overlay(1).__code__
+_CHUNKS = masking_utils.chunked_overlay(1, _NOTHING[0]).__code__
+_PACKED = masking_utils.packed_sequence_mask_function(_NOTHING).__code__
+_REMAPPED = masking_utils.remap_positions_for_packed_sequence(_CAUSAL, _NOTHING).__code__
 
 
 @dataclass

@@ -271,8 +271,8 @@ def _sharding(model: Any, parallel: Parallel, length: int) -> str:
 
 def _share_restarts() -> None:
     """Lets transformers restart chunks in the documents of the whole batch, if ranks share it."""
-    restart = getattr(masking_utils, "remap_positions_for_packed_sequence", None)
-    if restart is None or hasattr(restart, NAME):  # older versions do not restart chunks
+    restart = masking_utils.remap_positions_for_packed_sequence
+    if hasattr(restart, NAME):
         return
 
     def restart_whole(mask_function: Any, position_ids: Tensor) -> Any:

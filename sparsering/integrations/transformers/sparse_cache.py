@@ -80,8 +80,6 @@ class SparseLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    get_max_cache_shape = get_max_length  # older versions of transformers call this name
-
     def reset(self) -> None:
         self.kv_cache, self.columns = None, 0
 
