@@ -1,5 +1,6 @@
 """Checks of the arguments of a call, and their default values."""
 
+import warnings
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
@@ -71,6 +72,12 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) ->
         raise ValueError(
             f"query heads must be a multiple of key/value heads, got {heads} and {kv_heads} in "
             f"{_shapes(query, key, value)}; {way_out}"
+        )
+    if heads > max(256, 4 * query.shape[2]) and not torch.compiler.is_compiling():
+        warnings.warn(
+            f"got {heads} heads of {query.shape[2]} tokens, in {_shapes(query, key, value)}; if "
+            "tokens come before heads, transpose(1, 2)",
+            stacklevel=5,
         )
     dtypes = (query.dtype, key.dtype, value.dtype)
     one_dtype = len(set(dtypes)) == 1 or autocasting(query)

@@ -1,6 +1,7 @@
 """Traps that other implementations of sparse attention fell into."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -183,3 +184,15 @@ def test_the_gradient_is_not_that_of_detached_branch_weights():
         assert_close(a, b, 1e-12, name)
         difference = ((b - c).norm() / b.norm()).item()
         assert difference > 0.05 if name != "dvalue" else difference < 1e-12
+
+
+def test_tokens_before_heads_are_warned_of():
+    query = torch.randn(1, 512, 4, 8)  # [B, N, H, D]
+    with pytest.warns(UserWarning, match=r"512 heads of 4 tokens.*transpose\(1, 2\)") as told:
+        sr.attention(query, query, query, sr.Causal())
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        sr.attention(*[query.transpose(1, 2)] * 3, sr.Causal())
+        one = torch.randn(1, 256, 1, 8)  # a token of many heads
+        sr.attention(one, one, one, sr.Causal())
