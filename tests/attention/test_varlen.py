@@ -256,3 +256,32 @@ def test_what_is_no_pattern_or_no_option_raises() -> None:
         sr.attention_varlen(*tensors, CU_Q, CU_K, "Causal()")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="causal"):
         sr.attention_varlen(*tensors, CU_Q, CU_K, causal=True)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gather"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"softcap": 3.0},
+        {"sink": torch.tensor([0.5, -1.0])},
+        {"distance_bias": torch.linspace(-1, 1, 18).view(2, 9)},
+        {"softcap": 3.0, "dropout_p": 0.3, "dropout_seed": 5},
+    ],
+    ids=lambda options: "+".join(options),
+)
+def test_each_extra_in_float32(options, backend):
+    inputs = [torch.randn(48, 2, 8, requires_grad=True) for _ in range(3)]
+    edges = [0, 20, 20, 48]
+    out = sr.attention_varlen(*inputs, edges, edges, sr.Causal(), backend=backend, **options)
+    exact = {name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()}
+    doubles = [x.detach().double().requires_grad_() for x in inputs]
+    expected = sr.attention_varlen(
+        *doubles, edges, edges, sr.Causal(), backend="reference", **exact
+    )
+    assert torch.allclose(out.double(), expected, atol=1e-5)
+    weight = torch.randn(out.shape)
+    grads = torch.autograd.grad(out, inputs, weight)
+    for grad, wanted in zip(
+        grads, torch.autograd.grad(expected, doubles, weight.double()), strict=True
+    ):
+        assert torch.allclose(grad.double(), wanted, atol=1e-5)

@@ -355,7 +355,8 @@ struct Extras {
   }
 
   float softcap = 0.f, factor = 1.f;
-  int64_t radius = 0, streams = 0;
+  int64_t radius = 0;
+  int64_t streams = std::numeric_limits<int64_t>::max();  // without seeds, every stream fits
   int32_t threshold = 0;
   const int64_t* seeds = nullptr;
 
