@@ -74,11 +74,8 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) ->
             f"{_shapes(query, key, value)}; {way_out}"
         )
     if heads > max(256, 4 * query.shape[2]) and not torch.compiler.is_compiling():
-        warnings.warn(
-            f"got {heads} heads of {query.shape[2]} tokens, in {_shapes(query, key, value)}; if "
-            "tokens come before heads, transpose(1, 2)",
-            stacklevel=5,
-        )
+        got = f"got {heads} heads of {query.shape[2]} tokens"
+        warnings.warn(f"{got}; if tokens come before heads, transpose(1, 2)", stacklevel=5)
     dtypes = (query.dtype, key.dtype, value.dtype)
     one_dtype = len(set(dtypes)) == 1 or autocasting(query)
     if query.dtype not in DTYPES or not one_dtype:

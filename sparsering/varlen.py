@@ -6,13 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from .checks import check_pattern, check_tensor
 from .extras import ANYWHERE, refuse_options
 from .functional import attention
 from .patterns.algebra import Pattern
-from .patterns.arguments import index_of, listed, shortened
+from .patterns.arguments import index_of, is_traced, listed, shortened
 from .patterns.positions import Full
 from .patterns.varlen_mask import Varlen
 
@@ -108,7 +107,7 @@ def _lengths(name: str, cumulative: object, tokens: int, items: str) -> tuple[in
                 f"{name} must be an int32 or int64 tensor [documents + 1], got {cumulative.dtype} "
                 f"{tuple(cumulative.shape)}; {way_out}"
             )
-        if torch.compiler.is_compiling() or type(cumulative) is FakeTensor:
+        if is_traced(cumulative):
             return torch.where(cumulative[:1] == 0, cumulative.long().diff(), -1)
     numbers = listed(name, cumulative)
     edges: list[Any] = [*map(index_of, numbers)] if isinstance(numbers, Sequence) else [None]

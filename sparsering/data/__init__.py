@@ -1,7 +1,4 @@
-"""Packing: documents of any lengths fill rows of one length, so that hardly any token is padding.
-
-loader = DataLoader(pack(texts, 8192), batch_size=4, shuffle=True)
-"""
+"""Packing: documents of any lengths fill rows of one length, with hardly any token of padding."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
@@ -89,7 +86,8 @@ def pack(
     texts = [_tokens(number, x) for number, x in enumerate(documents)]
     order: Sequence[int] = range(len(texts))
     if seed is not None:
-        order = torch.randperm(len(texts), generator=torch.Generator().manual_seed(seed)).tolist()
+        generator = torch.Generator().manual_seed(checked_integer("seed", seed, 0))
+        order = torch.randperm(len(texts), generator=generator).tolist()
     rows: list[list[tuple[int, Tensor]]] = []  # of each row, (document, tokens) of its pieces
     room: list[tuple[int, int]] = []  # (free tokens, row), ascending, of rows that are not full
     for number in order:

@@ -2,12 +2,14 @@
 
 import math
 import operator
+import sys
 from collections.abc import Sequence
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _get_tracing_state
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..rows import mix
@@ -133,14 +135,7 @@ def listed(name: str, value: Any) -> Any:
             ".tolist() of a dense tensor makes"
         )
     has_list = hasattr(value, "tolist") and not isinstance(value, type)
-    numbers = value.tolist() if has_list else value
-    flat = numbers if isinstance(value, Tensor) and value.dim() == 1 else ()
-    if any(isinstance(x, torch.SymInt) for x in flat):
-        raise TypeError(
-            f"{name} must be numbers, got a tensor that torch.export or torch.compile traces; "
-            "pass a list of ints, or padding as KeyMask(valid)"
-        )
-    return numbers
+    return value.tolist() if has_list else value
 
 
 def as_float(value: Any) -> float:
@@ -173,6 +168,14 @@ def checked_dtype(name: str, value: object) -> torch.dtype | None:
     return value
 
 
+def is_traced(x: Tensor) -> bool:
+    """Whether a compiler or tracer records what is done with a tensor: its numbers may change."""
+    if torch.compiler.is_compiling() or type(x) is FakeTensor or _get_tracing_state() is not None:
+        return True
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")  # slow to import
+    return proxies is not None and proxies.get_proxy_mode() is not None
+
+
 def freeze_lengths(pattern: Any, name: str, least: int = 0, nested: bool = True) -> None:
     """Replaces a field of a frozen pattern by a tuple of ints, or by one per batch entry.
 
@@ -180,7 +183,7 @@ def freeze_lengths(pattern: Any, name: str, least: int = 0, nested: bool = True)
     While a compiler traces, it is without numbers, and stays the field; the operator checks it.
     """
     value, label = getattr(pattern, name), f"{type(pattern).__name__} {name}"
-    if isinstance(value, Tensor) and (torch.compiler.is_compiling() or type(value) is FakeTensor):
+    if isinstance(value, Tensor) and is_traced(value):
         if value.dtype not in INTEGERS or value.dim() not in ((1, 2) if nested else (1,)):
             raise ValueError(
                 f"{label} must be an int64 tensor [n]{' or [B, n]' * nested}, got "

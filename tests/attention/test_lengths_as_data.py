@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import sparsering as sr
@@ -352,3 +353,28 @@ def test_the_table_of_graphs_in_the_docs_is_true():
             assert torch.equal(compiled(argument), call(argument))
         found[name] = str(counters["stats"]["unique_graphs"])
     assert told == found
+
+
+TRACED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "documents": lambda q, n: sr.attention(q, q, q, sr.Documents(n)),
+    "padding": lambda q, n: sr.attention(q, q, q, sr.Causal() & sr.KeyPadding(n[:1])),
+    "tree": lambda q, n: sr.attention(q, q, q, sr.Tree(n, n * 0 - 1)),
+    "varlen": lambda q, n: sr.attention_varlen(
+        *[q[0].transpose(0, 1)] * 3, *[torch.nn.functional.pad(n.cumsum(0), (1, 0))] * 2
+    ),
+}
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic", "jit"])
+@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.filterwarnings("ignore")  # torch.jit.trace warns of itself
+def test_other_tracers_do_not_keep_the_numbers(name, mode):
+    query, call = torch.randn(1, 2, TOKENS, 8), TRACED[name]
+    first, second = torch.tensor([20, 28]), torch.tensor([5, 43])
+    if mode == "jit":
+        traced = torch.jit.trace(call, (query, first), check_trace=False)
+    else:
+        traced = make_fx(call, tracing_mode=mode)(query, first)
+    expected = call(query, second)
+    assert torch.equal(traced(query, second), expected)
+    assert not torch.equal(expected, call(query, first))

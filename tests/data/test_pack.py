@@ -118,3 +118,9 @@ def test_no_documents_and_no_length():
     assert len(pack([], 4)) == 0
     with pytest.raises(ValueError, match="length must be at least 1, got 0"):
         pack([[1]], 0)
+
+
+@pytest.mark.parametrize("seed", [-1, 2.0, True, "1"])
+def test_a_seed_that_is_none(seed):
+    with pytest.raises((TypeError, ValueError), match="seed must be"):
+        pack([[1]], 4, seed=seed)
