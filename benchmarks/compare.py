@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROUNDS, MOST_ROUNDS = 6, 18
-SLOWER = 1.10
+SLOWER, LEAST_NOISE = 1.10, 0.01
 CALLS, SECONDS = 5, 0.15  # of a case in a process: at least so many, at least so long
 
 Case = Callable[[], Any]
@@ -112,7 +112,7 @@ def cases() -> dict[str, Case]:
 
 
 def timed() -> dict[str, float]:
-    """Median milliseconds of each case, in this process, without those that a revision lacks."""
+    """Median milliseconds of each case, in this process, without those that raise."""
     import torch
 
     found, threads = {}, torch.get_num_threads()
@@ -152,7 +152,7 @@ def verdict(ratios: list[float]) -> tuple[float, float]:
     """
     middle = statistics.median(ratios)
     spread = 1.4826 * statistics.median(abs(x - middle) for x in ratios)
-    return middle, 2 * 1.2533 * spread / math.sqrt(len(ratios))
+    return middle, max(LEAST_NOISE, 2 * 1.2533 * spread / math.sqrt(len(ratios)))
 
 
 def is_open(ratios: list[float]) -> bool:
@@ -168,7 +168,9 @@ def compare(base: Path, head: Path, rounds: int = ROUNDS) -> list[dict[str, Any]
     while number < rounds or (number < MOST_ROUNDS and _may_change(times)):
         turns = (("base", base), ("head", head))
         found = {which: measure(x) for which, x in (turns if number % 2 == 0 else turns[::-1])}
-        for name in found["base"].keys() & found["head"].keys():
+        if failed := sorted(found["base"].keys() - found["head"].keys()):
+            raise RuntimeError(f"these cases run in the other revision alone: {', '.join(failed)}")
+        for name in found["base"]:
             times.setdefault(name, []).append((found["base"][name], found["head"][name]))
         number += 1
         print(f"round {number} measured", file=sys.stderr, flush=True)

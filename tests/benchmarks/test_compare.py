@@ -56,8 +56,10 @@ def test_revisions_take_turns(monkeypatch):
     assert asked == [BASE, HEAD, HEAD, BASE] * (ROUNDS // 2)
 
 
-def test_a_case_that_one_revision_lacks_is_left_out(monkeypatch):
+def test_a_case_that_only_the_head_has_is_left_out_and_one_that_it_lost_is_an_error(monkeypatch):
     times = {BASE: {"one": 1.0}, HEAD: {"one": 1.3, "new": 1.0}}
     monkeypatch.setattr(module, "measure", times.get)
     (row,) = compare(BASE, HEAD)
-    assert (row["case"], row["ratio"], row["slower"]) == ("one", 1.3, True)
+    assert (row["case"], row["ratio"], row["noise"], row["slower"]) == ("one", 1.3, 0.01, True)
+    with pytest.raises(RuntimeError, match="in the other revision alone: new"):
+        compare(HEAD, BASE)
