@@ -110,7 +110,8 @@ def pack(
     positions = expand_counts(lengths.flatten())[1].view(len(rows), length)
     tokens = torch.full((len(rows), length), checked_integer("pad_token", pad_token, None))
     pieces = [piece for row in rows for _, piece in row]
-    tokens[filled] = torch.cat(pieces) if pieces else tokens[filled]
+    if pieces:
+        tokens[filled] = torch.cat(pieces)
     labels = torch.where(filled & (positions > 0), tokens, -100)
     numbers, cut = [tuple(i for i, _ in row) for row in rows], sum(len(x) > length for x in texts)
     return PackedRows(tokens, positions, labels, lengths, numbers, cut)

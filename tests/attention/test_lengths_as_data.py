@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.thinned import slow_except, thinned
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -97,21 +98,7 @@ def one_graph(
 BACKENDS = ("cpu", "gather", "reference")
 
 
-def few(*fast: str) -> list[Any]:
-    """Returns the names of the patterns as parameters, slow ones but those named."""
-    return [pytest.param(x, marks=[] if x in fast else pytest.mark.slow) for x in PATTERNS]
-
-
-def spread() -> list[Any]:
-    """Returns pairs of pattern and backend as parameters; each second pattern is fast in one."""
-    return [
-        pytest.param(name, backend, marks=[] if number % 6 == 2 * turn else pytest.mark.slow)
-        for number, name in enumerate(PATTERNS)
-        for turn, backend in enumerate(BACKENDS)
-    ]
-
-
-@pytest.mark.parametrize(("name", "backend"), spread())
+@pytest.mark.parametrize(("name", "backend"), thinned(6, PATTERNS, BACKENDS))
 def test_one_graph_serves_all_lengths(name, backend):
     of_entries, pattern = PATTERNS[name]
     one_graph(
@@ -121,7 +108,7 @@ def test_one_graph_serves_all_lengths(name, backend):
     )
 
 
-@pytest.mark.parametrize("name", few("of each entry", "packed LongNet", "tree"))
+@pytest.mark.parametrize("name", slow_except(["of each entry", "packed LongNet", "tree"], PATTERNS))
 def test_a_pattern_made_outside_is_data_too(name):
     of_entries, pattern = PATTERNS[name]
     one_graph(
@@ -141,8 +128,7 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"),
-    [x for x in spread() if x.values[0] in ("packed LongNet", "plus", "tree")],
+    ("name", "backend"), thinned(3, ("packed LongNet", "plus", "tree"), BACKENDS)
 )
 def test_with_every_option(name, backend):
     of_entries, pattern = PATTERNS[name]
@@ -159,7 +145,7 @@ def test_with_every_option(name, backend):
     )
 
 
-@pytest.mark.parametrize("dynamic", [True, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dynamic", slow_except([True], [True, None]))
 def test_key_padding_with_checkpointing(dynamic):
     def call(q: Tensor, k: Tensor, v: Tensor, lengths: Any) -> Tensor:
         def inner(*inputs: Tensor) -> Tensor:
@@ -170,9 +156,7 @@ def test_key_padding_with_checkpointing(dynamic):
     one_graph(call, lambda seed: (torch.tensor([seed, TOKENS - seed]),), dynamic=dynamic)
 
 
-@pytest.mark.parametrize(
-    "backend", ["cpu", *(pytest.param(x, marks=pytest.mark.slow) for x in BACKENDS[1:])]
-)
+@pytest.mark.parametrize("backend", slow_except(["cpu"], BACKENDS))
 def test_varlen_of_tensors(backend):
     pattern = sr.LongNet((8, 16), (1, 2)) & sr.Causal()
 
@@ -197,7 +181,7 @@ def test_a_thousand_steps_are_one_graph():
     )
 
 
-@pytest.mark.parametrize("name", few("of each entry"))
+@pytest.mark.parametrize("name", slow_except(["of each entry"], PATTERNS))
 def test_a_second_tuple_compiles_again_without_an_error(name):
     of_entries, pattern = PATTERNS[name]
     torch._dynamo.reset()
@@ -215,7 +199,7 @@ def test_a_second_tuple_compiles_again_without_an_error(name):
     assert counters["stats"]["unique_graphs"] == 3
 
 
-@pytest.mark.parametrize("strict", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("strict", slow_except([False], [False, True]))
 def test_exported_with_a_dynamic_length(strict):
     class Model(torch.nn.Module):
         def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Any) -> Tensor:

@@ -111,21 +111,21 @@ BACKENDS_OPCHECKED = [(name, "gather") for name in OPCHECKED] + [
 ]
 
 
+def opchecked_arguments(name: str, backend: str, requires_grad: bool) -> tuple[Any, ...]:
+    case, pattern, dtype, with_bias, *rest = OPCHECKED[name]
+    rest = [*(rest or [16]), requires_grad, backend, "extra" in name]
+    return operator_arguments(case, pattern, dtype, with_bias, *rest)
+
+
 @pytest.mark.parametrize("called", thinned(2, BACKENDS_OPCHECKED), ids=str)
 def test_attention_passes_opcheck(called):
-    name, backend = called
-    case, pattern, dtype, with_bias, *rest = OPCHECKED[name]
-    rest = [*(rest or [16]), True, backend, "extra" in name]
-    args = operator_arguments(case, pattern, dtype, with_bias, *rest)
+    args = opchecked_arguments(*called, requires_grad=True)
     torch.library.opcheck(torch.ops.sparsering.attention.default, args)
 
 
 @pytest.mark.parametrize("called", thinned(3, BACKENDS_OPCHECKED), ids=str)
 def test_attention_backward_passes_opcheck(called):
-    name, backend = called
-    case, pattern, dtype, with_bias, *rest = OPCHECKED[name]
-    rest = [*(rest or [16]), False, backend, "extra" in name]
-    args = operator_arguments(case, pattern, dtype, with_bias, *rest)
+    args = opchecked_arguments(*called, requires_grad=False)
     out, lse = torch.ops.sparsering.attention(*args)
     grads = (torch.randn_like(out), torch.randn_like(lse))
     wanted = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in args[:8]]
