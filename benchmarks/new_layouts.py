@@ -115,30 +115,35 @@ def table(most: int) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def mask_times(
+    make: Callable[..., Any], tokens: int, documents: int, clock: Callable[[], int]
+) -> list[float]:
+    """Milliseconds of FlexAttention's `create_block_mask`, for other documents each time."""
+    times = []
+    for seed in range(6):
+        lengths = torch.tensor(lengths_of(tokens, documents, seed))
+        document = torch.repeat_interleave(torch.arange(documents), lengths)
+
+        def visible(b, h, q, k, document=document):  # type: ignore[no-untyped-def]
+            return (q >= k) & (document[q] == document[k])
+
+        begin = clock()
+        make(visible, None, None, tokens, tokens, device="cpu")
+        times.append((clock() - begin) / 1e6)
+    return times[1:]
+
+
 def flex_rows() -> list[dict[str, Any]]:
     """CPU milliseconds of `create_block_mask` for the documents of a row, plain and compiled."""
     from torch.nn.attention.flex_attention import create_block_mask
 
+    makers = {"plain": create_block_mask, "compiled": torch.compile(create_block_mask)}
     rows = []
     for tokens in (4096, 16384):
-        for name, make in (
-            ("plain", create_block_mask),
-            ("compiled", torch.compile(create_block_mask)),
-        ):
-            times: list[float] = []
+        for name, make in makers.items():
             row: dict[str, Any] = {"pattern": f"create_block_mask, {name}", "tokens": tokens}
             try:
-                for i in range(4):
-                    lengths = torch.tensor(lengths_of(tokens, 10, i))
-                    document = torch.repeat_interleave(torch.arange(10), lengths)
-
-                    def visible(b, h, q, k, document=document):  # type: ignore[no-untyped-def]
-                        return (q >= k) & (document[q] == document[k])
-
-                    begin = time.process_time_ns()
-                    make(visible, None, None, tokens, tokens, device="cpu")
-                    times.append((time.process_time_ns() - begin) / 1e6)
-                row["ms"] = statistics.median(times[1:])
+                row["ms"] = statistics.median(mask_times(make, tokens, 10, time.process_time_ns))
             except Exception as error:
                 row["failed"] = str(error).splitlines()[0][:120]
             rows.append(row)

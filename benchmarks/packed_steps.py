@@ -20,7 +20,7 @@ from torch._dynamo.utils import counters
 import sparsering as sr
 
 from .measure import write_record
-from .new_layouts import TRAINED, Small, lengths_of
+from .new_layouts import TRAINED, Small, lengths_of, mask_times
 
 STEPS, DOCUMENTS = 200, 20
 
@@ -63,23 +63,13 @@ def masks() -> list[dict[str, object]]:
     """Rows of FlexAttention's mask of the same documents, plain and compiled."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    rows = []
+    rows: list[dict[str, object]] = []
     for name, make in (
         ("plain", create_block_mask),
         ("compiled", torch.compile(create_block_mask)),
     ):
-        times = []
-        for seed in range(6):
-            lengths = torch.tensor(lengths_of(TRAINED, DOCUMENTS, seed))
-            document = torch.repeat_interleave(torch.arange(DOCUMENTS), lengths)
-
-            def visible(b, h, q, k, document=document):  # type: ignore[no-untyped-def]
-                return (q >= k) & (document[q] == document[k])
-
-            begin = time.perf_counter()
-            make(visible, None, None, TRAINED, TRAINED, device="cpu")
-            times.append(1e3 * (time.perf_counter() - begin))
-        row = {"case": f"create_block_mask, {name}", "ms": statistics.median(times[1:])}
+        ms = statistics.median(mask_times(make, TRAINED, DOCUMENTS, time.perf_counter_ns))
+        row = {"case": f"create_block_mask, {name}", "ms": ms}
         rows.append(row | {"tokens": TRAINED, "documents": DOCUMENTS})
     return rows
 
