@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from .algebra import And, Frame, Mask, Mixture, Not, Or, Pattern
-from .arguments import checked_integers, freeze_lengths, listed, per_entry, shortened
+from .arguments import freeze_lengths, per_entry, shortened
 from .blocks import RandomBlocks
 from .once import once
-from .positions import Causal, Lengths, SlidingWindow, _InDocuments, check_inner
+from .positions import Causal, Lengths, SlidingWindow, _InDocuments, check_inner, entries_of
 from .selected import SelectedBlocks
 
 Parents = tuple[int, ...] | tuple[tuple[int, ...], ...] | Tensor
@@ -129,19 +129,16 @@ class Tree(_InDocuments):
                 "it to the Tree by &"
             )
         super()._validate()
-        if isinstance(self.parents, Tensor):
-            freeze_lengths(self, "parents", -1)
+        nested = per_entry(self.lengths)
+        freeze_lengths(self, "parents", -1, nested)
         if isinstance(self.lengths, Tensor) or isinstance(self.parents, Tensor):
             return  # a compiler traces: the operator checks the numbers
-        given: Any = listed("Tree parents", self.parents)
-        nested = per_entry(self.lengths)
-        entries = given if nested and isinstance(given, Sequence) else (given,)
-        if nested and not all(isinstance(x, Sequence) or hasattr(x, "ndim") for x in entries):
+        if nested and not per_entry(self.parents):
             raise ValueError(
                 "Tree lengths and parents must both have one sequence per batch entry or both "
                 f"none, got lengths for {len(self.lengths)} entries; nest the parents too"
             )
-        parents = tuple(checked_integers("Tree parents", entry, -1) for entry in entries)
+        parents = entries_of(self.parents)
         if len(parents) != len(self.entries):
             raise ValueError(
                 "Tree needs parents for as many batch entries as lengths, got "
@@ -160,7 +157,6 @@ class Tree(_InDocuments):
                         f"each parent in a Tree must come before its node, got parent {parent} of "
                         f"node {node}{of}; list nodes from the roots down, a root has parent -1"
                     )
-        object.__setattr__(self, "parents", parents if nested else parents[0])
 
     @once
     def nodes(self) -> Nodes:
