@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels import cpu, flash, flex, gather, reference, sdpa, torch_sparse, triton
+from .kernels import cpu, flash, flex, gather, reference, sdpa, triton
 from .kernels.problem import Gradients, Problem
 from .kernels.triton import configs
 from .layouts.compile import chosen_block_size
@@ -72,9 +72,6 @@ BACKENDS: dict[str, Backend] = {
     "flash": Backend(
         flash.reasons, flash.forward, triton.backward, flash.EXTRAS, only_named=True,
         package="flash_attn",
-    ),
-    "torch_sparse": Backend(
-        torch_sparse.reasons, torch_sparse.forward, None, torch_sparse.EXTRAS, only_named=True
     ),
 }  # fmt: skip
 """All backends, in order of preference."""

@@ -27,7 +27,7 @@ def launches(quick: bool, budget: Budget) -> list[Row]:
     The prior documents profile this length.
     """
     tokens = 256 if quick else 2048
-    names = ["gather", "torch_sparse"]
+    names = ["gather"]
     if not BACKENDS["cpu"].reasons():
         names.insert(0, "cpu")
     cases = [Case("all pairs, dense SDPA", Full(), tokens, DENSE)]

@@ -200,13 +200,12 @@ NOT_FINITE = {
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of numpy, which interprets Triton
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize(
     ("name", "backend", "value"),
     [
         pytest.param(name, backend, value, marks=pytest.mark.slow if long else ())
         for name in NOT_FINITE
-        for backend in ("reference", "gather", "cpu", "triton", "torch_sparse")
+        for backend in ("reference", "gather", "cpu", "triton")
         for value in (torch.inf, torch.nan, -torch.inf)
         for long in [
             backend == "triton"
@@ -214,7 +213,6 @@ NOT_FINITE = {
             not in (("block_bias, one query", torch.nan), ("distance_bias, one query", -torch.inf))
         ]
         if (backend, name) != ("triton", "slot_bias, rows of one query")  # slow in its interpreter
-        and (backend != "torch_sparse" or "distance" not in name)
     ],
 )
 def test_a_score_of_minus_inf_is_no_pair_and_one_of_inf_or_nan_makes_a_row_nan(
@@ -354,7 +352,6 @@ def test_what_does_not_fit_is_told_everywhere(message: str, number: int):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called")
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
 def test_adapters_compute_what_they_can_and_refuse_the_rest_by_name():
     x = inputs(CASE, torch.float32, requires_grad=False)
     pattern = sr.LongNet((16, 91), (1, 3)) & sr.Causal()
@@ -364,16 +361,8 @@ def test_adapters_compute_what_they_can_and_refuse_the_rest_by_name():
     got = sr.attention(*x, pattern, backend="flex", return_lse=True, **options)
     for a, b in zip(got, expected, strict=True):
         assert_close(a.double(), b, 2e-6)
-    del options["distance_bias"]
-    expected = expected_of(pattern, CASE, x, options)
-    got = sr.attention(*x, pattern, backend="torch_sparse", return_lse=True, **options)
-    for a, b in zip(got, expected, strict=True):
-        assert_close(a.double(), b, 2e-6)
-    with pytest.raises(NotImplementedError, match="torch_sparse: it has no distance_bias"):
-        sr.attention(*x, pattern, distance_bias=torch.zeros(1, 3), backend="torch_sparse")
-    for backend in ("flex", "torch_sparse"):
-        with pytest.raises(NotImplementedError, match="it has no dropout_p"):
-            sr.attention(*x, pattern, dropout_p=0.1, backend=backend)
+    with pytest.raises(NotImplementedError, match="it has no dropout_p"):
+        sr.attention(*x, pattern, dropout_p=0.1, backend="flex")
     told = sr.explain(*x, pattern, dropout_p=0.1)
     assert "flex: it has no dropout_p" in told and "cpu: usable" in told
 
@@ -417,8 +406,7 @@ def test_alibi_is_the_slope_times_the_distance():
         sr.alibi(slopes, -1)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR")
-@pytest.mark.parametrize("backend", ["reference", "gather", "cpu", "torch_sparse"])
+@pytest.mark.parametrize("backend", ["reference", "gather", "cpu"])
 def test_a_sink_that_is_none_has_gradients_of_0_in_empty_rows(backend: str):
     leaves = [*inputs(CASE, torch.float32), torch.full((4,), -torch.inf, requires_grad=True)]
     call = {"sink": leaves[3], "backend": backend}

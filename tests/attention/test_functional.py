@@ -356,7 +356,7 @@ def cpu_cannot_run(monkeypatch):
 def test_backends_are_named_with_reasons_why_not():
     found = sr.backends()
     flash = found.pop("flash")
-    usable = ("cpu", "triton", "gather", "reference", "sdpa", "flex", "torch_sparse")
+    usable = ("cpu", "triton", "gather", "reference", "sdpa", "flex")
     assert found == {name: [] for name in usable}  # Triton's interpreter is on
     assert flash[0] == "the package flash-attn-4 is missing"
 
@@ -369,11 +369,11 @@ def test_backends_tells_reasons_that_need_no_inputs():
 def test_explain_gives_a_line_for_each_backend():
     runs, *lines = sr.explain(**tensors(), pattern=sr.Causal()).split("\n")
     assert runs == f"runs: cpu, blocks of 64; {SHAPES}"
-    names = ["cpu", "triton", "gather", "reference", "sdpa", "flex", "flash", "torch_sparse"]
+    names = ["cpu", "triton", "gather", "reference", "sdpa", "flex", "flash"]
     assert [line.split(": ")[0] for line in lines] == names == list(sr.backends())
     assert [name for name in names if f"{name}: usable" in lines] == ["cpu", "gather", "reference"]
     named = [name for name in names if f"{name}: usable (only when named)" in lines]
-    assert named == ["triton", "flex", "torch_sparse"]  # Triton's interpreter is on
+    assert named == ["triton", "flex"]  # Triton's interpreter is on
     double = {name: x.double() for name, x in tensors().items()}
     runs, first, second, *others = sr.explain(**double, pattern=sr.Causal()).split("\n")
     told = "it computes in float32; float64 stays with gather"
@@ -452,10 +452,7 @@ def test_return_lse_decides_between_a_tensor_and_a_pair():
     assert_close(pair[1].double(), expected[1], 1e-6, "lse")
 
 
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
-@pytest.mark.parametrize(
-    "backend", ["cpu", "gather", "triton", "sdpa", "torch_sparse", "reference"]
-)
+@pytest.mark.parametrize("backend", ["cpu", "gather", "triton", "sdpa", "reference"])
 @pytest.mark.parametrize("learns", [True, False])
 def test_a_result_changes_in_place_and_only_its_backward_may_raise(backend: str, learns: bool):
     args = [torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3)]

@@ -420,7 +420,7 @@ def with_half_tables(cell: Cell, used: Used, given: dict[str, Any]) -> None:
 @st.composite
 def cases(draw: st.DrawFn, cell: Cell, scene: Scene | None = None) -> Call:
     """Draws calls with a cell's option, class of patterns, backend and dtype, and other options."""
-    slow = cell.backend in ("triton", "torch_sparse")
+    slow = cell.backend == "triton"
     if scene is None:
         scene = draw(scenes(max_length=24 if slow else 50, max_heads=2 if slow else 6))
     option = cell.option

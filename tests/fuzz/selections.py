@@ -384,7 +384,7 @@ def plain_call(draw: st.DrawFn, cell: Cell, scene: Scene, backend: str = "defaul
         return cell.option == name or draw(st.integers(0, 5)) == 5
 
     if cell.option == "groups":
-        few = backend in ("triton", "torch_sparse")
+        few = backend == "triton"
         heads = st.sampled_from(((2, 1), (4, 2), (6, 3), (4, 1))[: 1 if few else None])
         num_heads, num_kv_heads = draw(heads)
         scene = replace(scene, num_heads=num_heads, num_kv_heads=num_kv_heads)
@@ -518,7 +518,7 @@ def masses(draw: st.DrawFn, cell: Cell) -> Mass:
 def attended(draw: st.DrawFn, cell: Cell) -> Chosen:
     """Draws calls of `attention` with selected blocks, or pooled keys."""
     backend, ints = cell.backend.removeprefix("attention "), st.integers
-    scene = scene_of(draw, cell.option, 24 if backend in ("triton", "torch_sparse") else 50)
+    scene = scene_of(draw, cell.option, 24 if backend == "triton" else 50)
     call = plain_call(draw, cell, scene, backend)
     if cell.pattern != "PooledCausal":
         given, used = with_selection(draw, cell, call)

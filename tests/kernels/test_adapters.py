@@ -1,4 +1,4 @@
-"""The adapters: FlexAttention and torch.sparse against the reference, FlashAttention-4 by proxy.
+"""The adapters: FlexAttention against the reference, FlashAttention-4 by proxy.
 
 FlexAttention has no backward on the CPU. FlashAttention-4 does not run on a CPU at all: what is
 tested of it is what it would be told.
@@ -43,40 +43,6 @@ def test_flex_is_the_reference_forward(name, case):
     exact = attend(*args, PATTERNS[name](case), **options, backend="reference")
     for what, a, b in zip(("out", "lse"), got, exact, strict=True):
         assert_close(a, b, 1e-12, what)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-@pytest.mark.parametrize("name", thinned(2, PATTERNS))
-def test_torch_sparse_is_the_reference_forward_and_backward(name):
-    case = CASES[0]
-    args = inputs(case)
-    options = {"block_size": case.block_size}
-    got = attend(*args, PATTERNS[name](case), **options, backend="torch_sparse")
-    exact = attend(*args, PATTERNS[name](case), **options, backend="reference")
-    assert_same_attention(got, exact, args)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
-def test_torch_sparse_takes_a_block_bias_and_half_precision():
-    case = CASES[0]
-    args = inputs(case)
-    pattern = sr.Causal() + sr.SlidingWindow(20)
-    layout = pattern.layout(**case.heads, block_size=16)
-    bias = torch.randn(1, 4, layout.num_blocks, dtype=torch.float64, requires_grad=True)
-    options = {"block_size": 16, "block_bias": bias}
-    got = attend(*args, pattern, **options, backend="torch_sparse")
-    exact = attend(*args, pattern, **options, backend="reference")
-    assert_same_attention(got, exact, (*args, bias))
-    half = [x.detach().bfloat16() for x in args]
-    out, lse = attend(*half, pattern, block_size=16, backend="torch_sparse")
-    exact = attend(*half, pattern, block_size=16, backend="reference")
-    assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
-    assert_close(out.float(), exact[0].float(), 2**-8)
-    assert_close(lse, exact[1], 1e-6)
-    with pytest.raises(
-        NotImplementedError, match=r"torch\.sparse multiplies no matrices of size 0"
-    ):
-        attend(*(x[:, :, :0] for x in half), pattern, backend="torch_sparse")
 
 
 def test_flex_says_what_it_cannot():
