@@ -25,6 +25,7 @@ from .rows import rows
 from .selection import selection, selection_decoding, selection_scores
 from .sweeps import sweeps
 from .transformers import transformers
+from .trees import of_trees
 
 CASES = {
     "layouts": layouts,
@@ -46,6 +47,7 @@ CASES = {
     "memory": memory,
     "million-tokens": million_tokens,
     "transformers": transformers,
+    "trees": of_trees,
 }
 
 
