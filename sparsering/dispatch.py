@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels import cpu, flash, flex, gather, reference, sdpa, triton
+from .kernels import cpu, flex, gather, reference, sdpa, triton
 from .kernels.problem import Gradients, Problem
 from .kernels.triton import configs
 from .layouts.compile import chosen_block_size
@@ -69,10 +69,6 @@ BACKENDS: dict[str, Backend] = {
         refuses=sdpa.refuses,
     ),
     "flex": Backend(flex.reasons, flex.forward, None, flex.EXTRAS, only_named=True),
-    "flash": Backend(
-        flash.reasons, flash.forward, triton.backward, flash.EXTRAS, only_named=True,
-        package="flash_attn",
-    ),
 }  # fmt: skip
 """All backends, in order of preference."""
 

@@ -63,12 +63,11 @@ EXCEPTIONS = {
 }
 
 # Backends never import one another, nor does a file another's neighbours in a folder below.
-KERNELS = ("gather", "cpu", "triton", "flex", "flash", "reference", "sdpa")
+KERNELS = ("gather", "cpu", "triton", "flex", "reference", "sdpa")
 
 OPTIONAL = {
     "transformers": "integrations/transformers",
     "triton": "kernels/triton",
-    "flash_attn": "kernels",
     "matplotlib": "plots",
     "safetensors": "training",
     "rich": "training",

@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sparsering as sr
-from sparsering.kernels import flash
 from sparsering.kernels.flex import kernel_options
+from sparsering.kernels.problem import Problem
 
 from ..flex import block_mask
+from . import flash
 from .device import DEVICE, GPU, poisoned
 from .timing import Call
 
@@ -65,9 +66,11 @@ def sparse(
         for name, flex in flexes.items()
     }
     if GPU and not any("missing" in reason for reason in flash.reasons()):
-        calls["flash-attn-4"] = partial(
-            sr.attention, *args, pattern, block_size=block, backend="flash"
-        )
+        heads = {"num_heads": args[0].shape[1], "num_kv_heads": args[1].shape[1]}
+        sizes = args[0].shape[2], args[1].shape[2]
+        layout = pattern.layout(*sizes, **heads, block_size=block, device=args[0].device)
+        problem = Problem(layout, *args[:3], args[0].shape[3] ** -0.5)
+        calls["flash-attn-4"] = lambda: flash.forward(problem)[0]
     return calls
 
 

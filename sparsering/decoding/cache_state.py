@@ -7,10 +7,10 @@ batch entry and head. The last query of a key is the last one that visits it.
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, Self, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..layouts.cache import layout_cache
 from ..layouts.layout import BlockLayout
 from ..layouts.lifetimes import FOREVER, last_visits
 from ..patterns.algebra import And, Frame, Mask, Pattern
+from ..patterns.arguments import index_of, listed, shortened
 from ..patterns.positions import Causal
 from ..selection.summaries import BlockSummaries
 
@@ -81,6 +82,14 @@ class Page:
     written: int = 0
 
 
+class Draft(NamedTuple):
+    """A tree of new tokens that `attend` has seen, and the cache does not have yet."""
+
+    key: Tensor  # [B, Hkv, n, D]
+    value: Tensor  # [B, Hkv, n, Dv]
+    parents: tuple[int, ...]  # of each token; -1: the last token of the cache
+
+
 @dataclass(frozen=True, eq=False)
 class CacheState(_Record):
     """State of a `KVCache`. A step replaces it as a whole, so that a failed step changes nothing.
@@ -104,6 +113,7 @@ class CacheState(_Record):
     page_limit: int = 0
     remote: tuple[int, ...] = ()  # positions of tokens in the page whose keys other ranks store
     summaries: BlockSummaries | None = None  # block summaries of a `SelectedCache`
+    draft: Draft | None = None  # tokens of `attend(tree=)`, until `keep`
     page: Page = field(default_factory=Page)
 
     @property
@@ -142,6 +152,24 @@ class CacheState(_Record):
                 slots[:, :, self.page_start + start : self.page_start + written] = 0
         self.page.written = start
 
+    def new_tokens(self, lengths: Sequence[int] | Tensor | None, most: int) -> list[int]:
+        """Returns the number of new tokens of each batch entry; ValueError if it is invalid."""
+        entries, total = len(self.histories), self.total
+        new = [most] * entries if lengths is None else listed("lengths", lengths)
+        counts: list[Any] = [index_of(n) for n in new] if isinstance(new, Sequence) else []
+        if len(counts) != entries or not all(n is not None and 0 <= n <= most for n in counts):
+            raise ValueError(
+                f"lengths must be {entries} ints from 0 to {most}, the new tokens of each batch "
+                f"entry, got {shortened(repr(new))}; leave lengths out if no token is padding"
+            )
+        for history, n in zip(self.histories, counts, strict=True):
+            if total is not None and history.length + n > total:
+                raise ValueError(
+                    f"the cache is for {total} tokens, got {n} more after {history.length}; give "
+                    "KVCache a larger max_length, and a pattern for that length"
+                )
+        return counts
+
     def advanced(self, new: list[int], page_length: int) -> "CacheState":
         """Returns the state after `new[i]` more tokens in each batch entry i."""
         longer: dict[tuple[int, int], History] = {}
@@ -162,6 +190,18 @@ class CacheState(_Record):
         state = self.changed(histories=histories, page_length=page_length, remote=remote)
         past_page = any(history.base > length for history in self.histories)
         return state.evicted() if past_page else state
+
+    def appended(self, key: Tensor, value: Tensor) -> "CacheState":
+        """Returns the state after n more tokens in each batch entry, whose keys it stores."""
+        n = key.shape[2]
+        after = self.advanced([n] * len(self.histories), self.page_length)
+        if not self.keys.shape[2] or (page_length := self.page_length + n) > self.page_size:
+            return after.evicted(key, value)
+        self.clear_page(page_length)
+        for slots, x in ((self.keys, key), (self.values, value)):
+            slots.narrow(2, self.page_start + self.page_length, n).copy_(x)
+        after = after.changed(page_length=page_length)
+        return after.evicted() if page_length >= self.page_limit else after
 
     def loaded(self, key: Tensor, value: Tensor, positions: Tensor, length: int) -> "CacheState":
         """Returns the state after a prompt of `length` tokens, with its keys at `positions`."""

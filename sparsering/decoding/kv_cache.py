@@ -28,11 +28,11 @@ from ..patterns.arguments import (
     checked_flag,
     checked_integer,
     index_of,
-    listed,
     shortened,
 )  # fmt: skip
 from .cache_state import CacheState, History, causal_pattern, ordinary_tensors
 from .compiled import attend_op, operator_options, register
+from .drafts import attend_draft, draft_of, kept
 from .steps import NewTokens, attend_page, attend_spans, empty_results, fits_page, page_layout
 
 _OPTIONS = ("backend", "scale", "block_size", *ANYWHERE)
@@ -117,6 +117,10 @@ class KVCache:
         with torch.inference_mode(False):
             self._clock = register(self)
 
+    def __getstate__(self) -> dict[str, Any]:
+        self._check_no_draft("a copy")
+        return self.__dict__
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         with torch.inference_mode(False):
@@ -152,7 +156,7 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes of the keys, the values, and their positions."""
         state = self._state
-        tensors = [state.keys, state.values]
+        tensors = [state.keys, state.values, *(state.draft or ())[:2]]
         tensors += [x for history in state.distinct() for x in (history.positions, history.last)]
         return sum(x.nbytes for x in tensors)
 
@@ -166,29 +170,11 @@ class KVCache:
 
     @overload
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        lengths: Sequence[int] | Tensor | None = ...,
-        stored: bool = ...,
-        return_lse: Literal[False] = ...,
-        **options: Any,
-    ) -> Tensor: ...
+        self, query: Tensor, key: Tensor, value: Tensor, *, return_lse: Literal[True], **rest: Any
+    ) -> tuple[Tensor, Tensor]: ...
 
     @overload
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        lengths: Sequence[int] | Tensor | None = ...,
-        stored: bool = ...,
-        return_lse: Literal[True],
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]: ...
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor: ...
 
     def attend(
         self,
@@ -198,6 +184,7 @@ class KVCache:
         *,
         lengths: Sequence[int] | Tensor | None = None,
         stored: bool = True,
+        tree: Sequence[int] | Tensor | None = None,
         return_lse: bool = False,
         **options: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -212,6 +199,9 @@ class KVCache:
             stored: False if another rank's cache stores the new tokens. This cache then counts them
                 in its length, but neither stores nor visits their keys. `merge_attention` joins the
                 results of the ranks.
+            tree: the new tokens are guesses: parent of each, an earlier one, or -1 for the last
+                cached token. Each sees its path and the cache, from its depth. `keep` then says
+                which of them the sequence has, and until then the cache takes nothing else.
             return_lse: also return lse [B, Hq, n].
             options: options of `attention`, except `q_start`, `block_bias` and `slot_bias`.
 
@@ -230,15 +220,35 @@ class KVCache:
                     "torch.no_grad(), or train with attention() on whole sequences"
                 )
         if torch.compiler.is_compiling():
-            if lengths is not None or not stored or return_lse:
+            if lengths is not None or not stored or return_lse or tree is not None:
                 raise ValueError(
-                    "attend takes no lengths, stored or return_lse inside torch.compile; call it "
-                    "outside"
+                    "attend takes no lengths, stored, tree or return_lse inside torch.compile; "
+                    "call it outside"
                 )
             inputs = autocast_inputs(query, key, value)
             return attend_op(*inputs, self._clock, **operator_options(options))
-        results = self._attend((query, key, value), lengths, stored, **options)
+        self._check_no_draft("attend")
+        if tree is not None and (lengths is not None or not stored):
+            raise ValueError(
+                "a draft has the same new tokens in each batch entry, on one rank, got tree= with "
+                "lengths or stored=False; leave these out"
+            )
+        results = self._attend((query, key, value), lengths, stored, tree, **options)
         return results if return_lse else results[0]
+
+    def keep(self, path: Sequence[int] | Tensor) -> None:
+        """Adds some tokens of the latest `attend(tree=)` to the cache, and drops the others.
+
+        Later results are those of a cache that was fed the path's tokens alone.
+
+        Args:
+            path: indices of new tokens, the first with parent -1, each the parent of the next; []
+                drops all.
+
+        Raises: ValueError if there is no draft or the path is none; the cache is then unchanged.
+        """
+        with ordinary_tensors():
+            self._state = kept(self._state, path)
 
     def load(
         self,
@@ -258,6 +268,7 @@ class KVCache:
 
         Raises: ValueError if an argument is invalid, or the cache is not empty.
         """
+        self._check_no_draft("load")
         check_tensor("key", key, "[batch, heads, tokens, head dim]")
         n = key.shape[2] if key.dim() == 4 else 0
         if not self._takes_parts and (positions is not None or length not in (None, n)):
@@ -279,7 +290,7 @@ class KVCache:
                 f"load needs an empty cache, got one that has seen {self.length} tokens; make "
                 "another KVCache"
             )
-        self._new_tokens([length] * len(self.lengths), length)
+        self._state.new_tokens([length] * len(self.lengths), length)
         rising = bool((places.diff() > 0).all()) and bool((places[:1] >= 0).all())
         if len(places) != key.shape[2] or not rising:
             raise ValueError(
@@ -290,18 +301,29 @@ class KVCache:
             self._state = self._state.loaded(key, value, places, length)
 
     def _attend(
-        self, inputs: Inputs, lengths: Sequence[int] | Tensor | None, stored: bool, **options: Any
+        self,
+        inputs: Inputs,
+        lengths: Sequence[int] | Tensor | None,
+        stored: bool,
+        tree: Sequence[int] | Tensor | None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
         state, given, choices = self._state, inputs, (None, None, None, None)
         if options:
             backend, scale, size = (options.pop(name, None) for name in _OPTIONS[:3])
             choices = backend, scale, None, size
         recipe, inputs, extras = recipe_of(given, state.pattern, choices, options, True)
-        if state.page.recipe is not recipe:
+        if tree is not None or state.page.recipe is not recipe:
             self._check(*given)
             self._check_dtype(inputs[1])
-        n = inputs[0].shape[2]
-        new = self._new_tokens(lengths, n)
+        tokens, n = NewTokens(*inputs, extras), inputs[0].shape[2]
+        if tree is not None:
+            with ordinary_tensors():
+                draft = draft_of(state, tokens, tree)
+                results = attend_draft(state, recipe, tokens, draft.parents)
+                self._state = state.changed(draft=draft)
+            return results
+        new = self._state.new_tokens(lengths, n)
         most = n if lengths is None else max(new, default=0)
         if not stored and len(set(zip(self.lengths, new, strict=True))) > 1:
             raise ValueError(
@@ -312,7 +334,6 @@ class KVCache:
             return empty_results(inputs[0], self._dims[1])
         if not stored:
             state = state.changed(remote=(*state.remote, *range(self.length, self.length + most)))
-        tokens = NewTokens(*inputs, extras)
         tokens = tokens if most == n else tokens.first(most)
         if fits_page(state, recipe.backend, new, tokens):
             layout = state.page.layouts.get(most)
@@ -340,6 +361,7 @@ class KVCache:
         Raises: ValueError if it would remove more than `rollback` tokens, or `length` is beyond the
             length of the cache; the cache is then unchanged.
         """
+        self._check_no_draft("crop")
         length = checked_integer("length", length, 0)
         if len(set(self.lengths)) > 1:
             raise ValueError(
@@ -370,6 +392,7 @@ class KVCache:
         self._take("select", index)
 
     def _take(self, name: str, index: Tensor | Sequence[int], size: int | None = None) -> None:
+        self._check_no_draft(name)
         if self.pattern.num_batches() is not None:
             raise ValueError(
                 f"{name} cannot exchange batch entries, because they have different masks in the "
@@ -383,6 +406,13 @@ class KVCache:
             )
         with ordinary_tensors():
             self._state = self._state.of_entries(entries.clone())  # a clone is no inference tensor
+
+    def _check_no_draft(self, what: str) -> None:
+        if self._state.draft is not None:
+            raise ValueError(
+                f"{what} needs a cache without a draft, got one of "
+                f"{len(self._state.draft.parents)} tokens; call keep(path) first, or keep([])"
+            )
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         refuse_tracers(query, key, value)
@@ -410,21 +440,3 @@ class KVCache:
                 f"the cache holds {dtype}, got keys of {key.dtype}; cast them with .to({dtype}), "
                 "or make another cache"
             )
-
-    def _new_tokens(self, lengths: Sequence[int] | Tensor | None, most: int) -> list[int]:
-        """Returns the number of new tokens of each batch entry; ValueError if it is invalid."""
-        entries, total = len(self._state.histories), self._state.total
-        new = [most] * entries if lengths is None else listed("lengths", lengths)
-        counts: list[Any] = [index_of(n) for n in new] if isinstance(new, Sequence) else []
-        if len(counts) != entries or not all(n is not None and 0 <= n <= most for n in counts):
-            raise ValueError(
-                f"lengths must be {entries} ints from 0 to {most}, the new tokens of each batch "
-                f"entry, got {shortened(repr(new))}; leave lengths out if no token is padding"
-            )
-        for history, n in zip(self._state.histories, counts, strict=True):
-            if total is not None and history.length + n > total:
-                raise ValueError(
-                    f"the cache is for {total} tokens, got {n} more after {history.length}; give "
-                    "KVCache a larger max_length, and a pattern for that length"
-                )
-        return counts

@@ -1,6 +1,5 @@
 """`SelectedCache`: each new token attends to the blocks of earlier tokens that it chooses."""
 
-from collections.abc import Sequence
 from copy import copy
 from functools import partial
 from typing import Any, cast
@@ -92,17 +91,17 @@ class SelectedCache(KVCache):
 
     @ordinary_tensors()
     def _attend(
-        self, inputs: Inputs, lengths: Sequence[int] | Tensor | None, stored: bool, **options: Any
+        self, inputs: Inputs, lengths: Any, stored: bool, tree: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
         check_inputs(*inputs, self._state.pattern)
         self._check(*inputs)
         query, key, value = autocast_inputs(*inputs)
         state, n, begin = self._state, query.shape[2], self.length
-        new = self._new_tokens(lengths, n)
-        if set(new) - {n} or not stored:
+        new = self._state.new_tokens(lengths, n)
+        if set(new) - {n} or not stored or tree is not None:
             raise ValueError(
-                "a SelectedCache needs equally many new tokens in all batch entries and stored=True"
-                f", got lengths {shortened(str(new))} and stored={stored}; use KVCache for this"
+                "a SelectedCache needs equally many new tokens in each entry, stored=True and no "
+                f"tree, got lengths {shortened(str(new))}, stored={stored}; use KVCache for this"
             )
         if n == 0:
             return empty_results(query, self._dims[1])

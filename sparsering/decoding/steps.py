@@ -32,7 +32,8 @@ from ..streams import moved
 from .cache_state import CacheState, History
 
 _CPU = torch.device("cpu")
-_IN_PAGES = {"softcap", "sink"}  # extras that `attend_page` computes
+IN_PAGES = {"softcap", "sink"}
+"""Extras that do not depend on the positions of keys, which differ from their slots."""
 
 
 class NewTokens(NamedTuple):
@@ -62,7 +63,7 @@ def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens
         and BACKENDS[backend].forward is not None
         and not (state.remote and "key_mask" not in BACKENDS[backend].extras)
         # Other extras, such as dropout, need the positions of keys, which differ from their slots.
-        and tokens.extras.in_use.keys() <= _IN_PAGES
+        and tokens.extras.in_use.keys() <= IN_PAGES
     )
 
 
@@ -135,7 +136,7 @@ def attend_page(
         return cpu.forward(problem, (key, value, first))
     for stored, new in ((state.keys, key), (state.values, value)):
         stored.narrow(2, first, new.shape[2]).copy_(new)
-    return _run(recipe.backend, problem)
+    return run_backend(recipe.backend, problem)
 
 
 def attend_spans(
@@ -201,7 +202,7 @@ class _Group(NamedTuple):
         problem = Problem(
             layout, query, keys, values, recipe.scale, slots=slots, key_mask=mask, **extras.in_use
         )
-        return _run(recipe.backend, problem)
+        return run_backend(recipe.backend, problem)
 
     def _stored(self, spanned: Spanned) -> Tensor | None:
         """Returns bool [1, spanned.length], True for stored keys; None if all keys are stored."""
@@ -276,7 +277,8 @@ def empty_results(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
     return out, query.new_full(query.shape[:3], -torch.inf, dtype=sum_dtype(query))
 
 
-def _run(name: str, problem: Problem) -> tuple[Tensor, Tensor]:
+def run_backend(name: str, problem: Problem) -> tuple[Tensor, Tensor]:
+    """Runs a backend's forward, without autocast and with slots as it reads them."""
     backend = BACKENDS[name]
     assert backend.forward is not None
     with without_autocast(problem.query):

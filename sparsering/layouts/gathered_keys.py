@@ -136,7 +136,7 @@ def _by_keys(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns what `_by_tiles` does, for rows of different masks; evaluates them on every key."""
     count, keys = rows.keys.shape
-    tiles, old = -(-keys // block_size), keys - queries  # the first `old` keys precede all queries
+    tiles, old = -(-keys // block_size), max(0, keys - queries)  # `old` keys precede all queries
     query = (rows.first[:, None] + torch.arange(queries))[:, None]
     bits = torch.zeros(count, tiles * block_size, block_size // 8, dtype=torch.uint8)
     past = [_without_causal(mask) for mask in rows.masks]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .algebra import And, Frame, Mask, Mixture, Not, Or, Pattern
-from .arguments import freeze_lengths, per_entry, shortened
+from .arguments import MOST_TOKENS, checked_integer, freeze_lengths, per_entry, shortened
 from .blocks import RandomBlocks
 from .once import once
 from .positions import Causal, Lengths, SlidingWindow, _InDocuments, check_inner, entries_of
@@ -101,10 +101,10 @@ class Tree(_InDocuments):
     `lengths` sum to Nk and may be 0; both sequences are for all batch entries, or both have one
     sequence per batch entry, or are tensors of such shapes, as in `Documents`. Distances
     (`distance_bias`) are of depths; dropout counts tokens. A mask of `pattern` that reads lengths
-    gets the longest path's.
+    gets `length`, by default the longest path's.
 
-    Raises: ValueError for a parent that does not come before its node, and for a pattern that is
-    bound to a length or to query rows of its own.
+    Raises: ValueError for a parent that does not come before its node, and, without `length`, for a
+    pattern that is bound to a length or to query rows of its own.
 
     Example: `Tree((4096, 512, 512), (-1, 0, 0))` is a prompt of 4,096 tokens and two answers.
     """
@@ -112,10 +112,17 @@ class Tree(_InDocuments):
     lengths: Lengths
     parents: Parents
     pattern: Mask = None  # type: ignore[assignment]  # for Causal(), which no compiler takes here
+    length: int | None = None
 
-    def __new__(cls, lengths: Lengths, parents: Parents, pattern: Pattern | None = None) -> Any:
+    def __new__(
+        cls,
+        lengths: Lengths,
+        parents: Parents,
+        pattern: Pattern | None = None,
+        length: int | None = None,
+    ) -> Any:
         if isinstance(pattern, Mixture):  # Tree of a mixture is a mixture
-            return Mixture(tuple(cls(lengths, parents, mask) for mask in pattern.branches))
+            return Mixture(tuple(cls(lengths, parents, mask, length) for mask in pattern.branches))
         return super().__new__(cls)
 
     def _validate(self) -> None:
@@ -123,14 +130,16 @@ class Tree(_InDocuments):
             object.__setattr__(self, "pattern", Causal())
         check_inner("Tree", self.pattern)
         bound = [mask for mask in _within(self.pattern) if _is_bound(mask)]
-        if bound:
+        if self.length is not None:
+            object.__setattr__(self, "length", checked_integer("length", self.length, 0))
+        elif bound:
             raise ValueError(
                 f"the pattern of a Tree must hold along paths of any length, got {bound[0]}; join "
-                "it to the Tree by &"
+                "it to the Tree by &, or give the Tree the length for which it holds"
             )
         super()._validate()
         nested = per_entry(self.lengths)
-        freeze_lengths(self, "parents", -1, nested)
+        freeze_lengths(self, "parents", -MOST_TOKENS, nested)
         if isinstance(self.lengths, Tensor) or isinstance(self.parents, Tensor):
             return  # a compiler traces: the operator checks the numbers
         if nested and not per_entry(self.parents):
@@ -152,7 +161,7 @@ class Tree(_InDocuments):
                     f"{len(above)} parents; a root has parent -1"
                 )
             for node, parent in enumerate(above):
-                if parent >= node:
+                if not -1 <= parent < node:
                     raise ValueError(
                         f"each parent in a Tree must come before its node, got parent {parent} of "
                         f"node {node}{of}; list nodes from the roots down, a root has parent -1"
@@ -161,20 +170,26 @@ class Tree(_InDocuments):
     @once
     def nodes(self) -> Nodes:
         """The nodes with tokens; `lengths` must be one tuple of ints."""
-        return Nodes.of(self.lengths, self.parents, _is_causal(self.pattern))  # type: ignore[arg-type]
+        nodes = Nodes.of(self.lengths, self.parents, _is_causal(self.pattern))  # type: ignore[arg-type]
+        return nodes if self.length is None else nodes._replace(longest=self.length)
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         inner = self.pattern.at(batch, head, frame)
         if per_entry(self.lengths):
-            return Tree(self.entries[batch], self.parents[batch], inner)  # type: ignore[arg-type]
+            tree = Tree(self.entries[batch], self.parents[batch], inner, self.length)  # type: ignore[arg-type]
+            return cast(Mask, tree)
         return self if inner is self.pattern else replace(self, pattern=inner)
 
     def check(self, frame: Frame) -> None:
         super().check(frame)
-        self.pattern.check(frame.of_document(frame.kv_len, frame.kv_len))
+        longest = frame.kv_len if self.length is None else self.length
+        self.pattern.check(frame.of_document(longest, longest))
 
     def _components(self) -> tuple[Mask, ...]:
         return (self.pattern,)
+
+    def _values(self, as_data: bool = False) -> Iterator[Any]:
+        return (x for x in super()._values(as_data) if x is not None)
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         nodes = self.nodes
@@ -211,7 +226,7 @@ def check_distances(pattern: Pattern) -> None:
     """
     if torch.compiler.is_compiling():
         return
-    if common_tree(pattern) is None and any(any(True for _ in _trees(x)) for x in pattern.branches):
+    if common_tree(pattern) is None and has_tree(pattern):
         raise ValueError(
             "a distance_bias with a Tree needs the same one Tree in every branch and batch entry, "
             f"since distances are of depths, got {shortened(str(pattern))}; call attention for "
@@ -226,6 +241,11 @@ def distance_positions(pattern: Pattern, frame: Frame) -> tuple[Tensor, Tensor]:
     if tree is not None and len(tree.nodes.depth):
         return tree.nodes.depth_of(query), tree.nodes.depth_of(key)
     return query, key
+
+
+def has_tree(pattern: Pattern) -> bool:
+    """Whether a pattern has a Tree in any part."""
+    return any(any(True for _ in _trees(branch)) for branch in pattern.branches)
 
 
 def _trees(mask: Mask) -> Iterator[Tree | None]:

@@ -27,7 +27,7 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-BACKENDS = ("default", *(name for name in sr.backends() if name != "flash"))  # flash needs a GPU
+BACKENDS = ("default", *sr.backends())
 OPTIONS = (
     *("none", "scale", "q_start", "block_size", "strides", "groups", "large scores", "autocast"),
     *("softcap", "distance_bias", "block_bias", "slot_bias", "sink", "dropout", "half tables"),

@@ -197,7 +197,7 @@ def test_values_text_and_copies():
 LENGTHS: list[tuple[Any, str]] = [
     (((3, 4), (-1, 1)), "got parent 1 of node 1"),
     (((3, 4), (-1, 2)), "got parent 2 of node 1"),
-    (((3, 4), (-1, -2)), "Tree parents must be"),
+    (((3, 4), (-1, -2)), "got parent -2 of node 1"),
     (((3, 4), (-1,)), "got 2 lengths and 1 parents"),
     (((3, -4), (-1, 0)), "Tree lengths must be"),
     ((((3, 4), (7, 0)), (-1, 0)), "nest the parents too"),

@@ -1,8 +1,8 @@
 """Adapter to FlashAttention-4's block sparsity (the package flash-attn-4; Hopper, Blackwell).
 
 It computes the forward only, because the package's block-sparse backward was wrong on Hopper for
-some head dims (flash-attention #2623, #2896). The Triton kernels compute gradients from (out, lse).
-Layouts must have whole blocks of 128: the package takes masks inside a block as CuTe programs only.
+some head dims (flash-attention #2623, #2896). Layouts must have whole blocks of 128: the package
+takes masks inside a block as CuTe programs only.
 """
 
 from functools import cache
@@ -11,10 +11,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from .problem import Problem
-
-EXTRAS: frozenset[str] = frozenset()
-"""Options of a call, other than its scale, that this backend computes."""
+from sparsering.kernels.problem import Problem
 
 _BLOCK = 128
 _HEAD_DIMS = (64, 128)

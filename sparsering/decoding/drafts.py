@@ -1,0 +1,114 @@
+"""Drafts: a tree of guessed tokens behind a cache, of which the cache then keeps one path."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..call_recipe import CallRecipe
+from ..checks import checked_index
+from ..dispatch import BACKENDS
+from ..kernels.problem import Problem
+from ..layouts.gathered_keys import page_over
+from ..layouts.layout import BlockLayout
+from ..patterns.algebra import Frame, Pattern
+from ..patterns.arguments import MOST_TOKENS, checked_integers, shortened
+from ..patterns.tree import Tree, has_tree
+from ..streams import moved
+from .cache_state import CacheState, Draft
+from .steps import IN_PAGES, NewTokens, attend_spans, run_backend
+
+
+def draft_of(state: CacheState, tokens: NewTokens, tree: Sequence[int] | Tensor) -> Draft:
+    """Checks the parents of new tokens; ValueError names the first that is wrong."""
+    n, parents = tokens.query.shape[2], checked_integers("tree", tree, -MOST_TOKENS)
+    if len(parents) != n:
+        raise ValueError(
+            f"tree needs a parent for each of the {n} new tokens, got {len(parents)}; -1 stands "
+            "for the last cached token"
+        )
+    deepest, depth = 0, [0] * (n + 1)  # last item: of the cached tokens' end
+    for token, parent in enumerate(parents):
+        if not -1 <= parent < token:
+            raise ValueError(
+                f"each parent in tree must come before its token, got parent {parent} of token "
+                f"{token}; -1 stands for the last cached token"
+            )
+        depth[token] = depth[parent] + 1
+        deepest = max(deepest, depth[token])
+    length = max(state.lengths, default=0)
+    if state.total is not None and length + deepest > state.total:
+        raise ValueError(
+            f"the cache is for {state.total} tokens, got a draft of depth {deepest} after "
+            f"{length}; give KVCache a larger max_length, or cut the draft"
+        )
+    if has_tree(state.pattern) or state.remote:
+        raise ValueError(
+            "a draft needs a cache of all keys whose pattern has no Tree, got "
+            f"{shortened(str(state.pattern))}{', with keys on other ranks' if state.remote else ''}"
+            "; call attend without tree="
+        )
+    return Draft(tokens.key, tokens.value, parents)
+
+
+def attend_draft(
+    state: CacheState, recipe: CallRecipe, tokens: NewTokens, parents: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
+    """Attends from a draft's tokens, which are nodes of a tree below one of all cached tokens.
+
+    One tile of queries walks the cache's slots and the new keys. Longer drafts, and extras that
+    depend on positions, take copies of the keys in the order of positions.
+    """
+    query, n, lengths = tokens.query, tokens.query.shape[2], state.lengths
+    every = lengths if len(set(lengths)) > 1 else lengths[:1]
+    nodes: Any = tuple((length, *(1,) * n) for length in every)
+    above: Any = ((-1, *(parent + 1 for parent in parents)),) * len(every)
+    nodes, above = (nodes, above) if len(every) > 1 else (nodes[0], above[0])
+    pattern: Pattern = Tree(nodes, above, state.pattern, state.total)  # type: ignore[arg-type]
+    block = max(state.page_size, 128)
+    if n > block or not (
+        BACKENDS[recipe.backend].forward and tokens.extras.in_use.keys() <= IN_PAGES
+    ):
+        state = state.changed(pattern=pattern, total=None)
+        return attend_spans(state, recipe, tokens, [n] * len(lengths))
+    histories = state.distinct() if len(state.distinct()) == 1 else state.histories
+    old = torch.stack([x.positions_with(state.page_length) for x in histories])
+    new = (torch.tensor(every)[:, None, None] + torch.arange(n)).expand(*old.shape[:2], n)
+    alive = [pad(x.last >= x.base, (0, state.page_length + n), value=True) for x in histories]
+    positions, live = torch.cat((old, new), 2), torch.stack(alive, 1)
+    longest, queries = max(every), -(-n // 8) * 8  # a bitmap has whole bytes of queries
+    frame = Frame(n, longest + n, state.heads, state.kv_heads, longest)
+    rest = torch.tensor(every), frame, queries, block
+    passes = []
+    for number, branch in enumerate(pattern.branches):
+        p = page_over(number, branch, positions, live[number], *rest)
+        passes.append(p.like(query_stop=p.query_stop.clamp(max=n)).to(query.device))
+    keys, values = (
+        state.with_new(state.keys, tokens.key),
+        state.with_new(state.values, tokens.value),
+    )
+    frame = frame._replace(kv_len=keys.shape[2], q_start=keys.shape[2] - n)
+    layout = BlockLayout(frame, block, tuple(passes), math.nan)
+    problem = Problem(layout, query, keys, values, recipe.scale, **tokens.extras.in_use)
+    return run_backend(recipe.backend, problem)
+
+
+def kept(state: CacheState, path: Sequence[int] | Tensor) -> CacheState:
+    """Returns the state without its draft, after the draft's tokens on a path; or ValueError."""
+    if (draft := state.draft) is None:
+        raise ValueError("keep needs a draft, got none; call attend(tree=) first")
+    index = checked_index("path", path, len(draft.parents))
+    before = -1
+    for token in index.tolist():
+        if draft.parents[token] != before:
+            raise ValueError(
+                f"a path must go on from child to child, got token {token} with parent "
+                f"{draft.parents[token]} behind {before}; a first token has parent -1"
+            )
+        before = token
+    state = state.changed(draft=None)
+    key, value = (x[:, :, moved(index, x.device)] for x in draft[:2])
+    return state.appended(key, value) if len(index) else state
