@@ -1,5 +1,6 @@
 """The scripts of examples/ run, smaller than by default, and their figures hold."""
 
+import ast
 import importlib.util
 import os
 import re
@@ -171,3 +172,25 @@ def test_packed_training_is_one_graph_and_goes_on_after_a_kill(tmp_path, model, 
     )
     with pytest.raises(SystemExit, match="give another --out"):
         example.main([*arguments, "--seed", "1", "--out", str(tmp_path / "killed")])
+
+
+@pytest.mark.parametrize("model", ["gemma3", pytest.param("llama", marks=pytest.mark.slow)])
+def test_groups_of_answers_are_rewarded(model):
+    """Trees of three levels hold the prompt and the reasonings once, and rewards rise."""
+    arguments = ["--model", model, "--steps", "8", "--lr", "1e-2", "--end-tokens", "4"]
+    found = run("train_answers", arguments)
+    assert found["tokens"] < 0.4 * found["tokens_of_rows"]
+    assert found["rewards"][-1] > found["rewards"][0] + 0.1
+
+
+def test_the_page_of_trees_has_the_functions_of_its_script():
+    code = {}
+    for file in (FOLDER / "train_answers.py", FOLDER.parent / "docs" / "trees.md"):
+        text = file.read_text(encoding="utf-8")
+        if file.suffix == ".md":
+            text = "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+        code[file.suffix] = {
+            x.name: ast.unparse(x) for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)
+        }
+    for name in ("collate", "layers_of", "answer_log_probs", "grpo_loss"):
+        assert code[".md"][name] == code[".py"][name]
