@@ -88,6 +88,7 @@ class Draft(NamedTuple):
     key: Tensor  # [B, Hkv, n, D]
     value: Tensor  # [B, Hkv, n, Dv]
     parents: tuple[int, ...]  # of each token; -1: the last token of the cache
+    depth: int  # most tokens on a path
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,6 +14,7 @@ from ..dispatch import BACKENDS
 from ..kernels.problem import Problem
 from ..layouts.gathered_keys import page_over
 from ..layouts.layout import BlockLayout
+from ..numerics import merge_attention
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import MOST_TOKENS, checked_integers, shortened
 from ..patterns.tree import Tree, has_tree
@@ -51,49 +52,51 @@ def draft_of(state: CacheState, tokens: NewTokens, tree: Sequence[int] | Tensor)
             f"{shortened(str(state.pattern))}{', with keys on other ranks' if state.remote else ''}"
             "; call attend without tree="
         )
-    return Draft(tokens.key, tokens.value, parents)
+    return Draft(tokens.key, tokens.value, parents, deepest)
 
 
 def attend_draft(
-    state: CacheState, recipe: CallRecipe, tokens: NewTokens, parents: tuple[int, ...]
+    state: CacheState, recipe: CallRecipe, tokens: NewTokens, draft: Draft
 ) -> tuple[Tensor, Tensor]:
     """Attends from a draft's tokens, which are nodes of a tree below one of all cached tokens.
 
-    One tile of queries walks the cache's slots and the new keys. Longer drafts, and extras that
-    depend on positions, take copies of the keys in the order of positions.
+    One tile of queries walks the cache's slots, then the new keys, so that no key is copied. Longer
+    drafts, and extras that depend on positions, take the keys in the order of positions.
     """
     query, n, lengths = tokens.query, tokens.query.shape[2], state.lengths
-    every = lengths if len(set(lengths)) > 1 else lengths[:1]
+    every = lengths if len(set(lengths)) > 1 else lengths[:1] or [0]
     nodes: Any = tuple((length, *(1,) * n) for length in every)
-    above: Any = ((-1, *(parent + 1 for parent in parents)),) * len(every)
+    above: Any = ((-1, *(parent + 1 for parent in draft.parents)),) * len(every)
     nodes, above = (nodes, above) if len(every) > 1 else (nodes[0], above[0])
-    pattern: Pattern = Tree(nodes, above, state.pattern, state.total)  # type: ignore[arg-type]
+    end = max(every) + draft.depth if state.total is None else state.total
+    pattern: Pattern = Tree(nodes, above, state.pattern, end)  # type: ignore[arg-type]
     block = max(state.page_size, 128)
-    if n > block or not (
-        BACKENDS[recipe.backend].forward and tokens.extras.in_use.keys() <= IN_PAGES
-    ):
+    walks = bool(n and state.histories) and BACKENDS[recipe.backend].forward is not None
+    if n > block or not walks or not tokens.extras.in_use.keys() <= IN_PAGES:
         state = state.changed(pattern=pattern, total=None)
         return attend_spans(state, recipe, tokens, [n] * len(lengths))
     histories = state.distinct() if len(state.distinct()) == 1 else state.histories
     old = torch.stack([x.positions_with(state.page_length) for x in histories])
     new = (torch.tensor(every)[:, None, None] + torch.arange(n)).expand(*old.shape[:2], n)
-    alive = [pad(x.last >= x.base, (0, state.page_length + n), value=True) for x in histories]
-    positions, live = torch.cat((old, new), 2), torch.stack(alive, 1)
+    alive = [pad(x.last >= x.base, (0, state.page_length), value=True) for x in histories]
     longest, queries = max(every), -(-n // 8) * 8  # a bitmap has whole bytes of queries
     frame = Frame(n, longest + n, state.heads, state.kv_heads, longest)
-    rest = torch.tensor(every), frame, queries, block
-    passes = []
-    for number, branch in enumerate(pattern.branches):
-        p = page_over(number, branch, positions, live[number], *rest)
-        passes.append(p.like(query_stop=p.query_stop.clamp(max=n)).to(query.device))
-    keys, values = (
-        state.with_new(state.keys, tokens.key),
-        state.with_new(state.values, tokens.value),
-    )
-    frame = frame._replace(kv_len=keys.shape[2], q_start=keys.shape[2] - n)
-    layout = BlockLayout(frame, block, tuple(passes), math.nan)
-    problem = Problem(layout, query, keys, values, recipe.scale, **tokens.extras.in_use)
-    return run_backend(recipe.backend, problem)
+    cached = state.in_use(state.keys), state.in_use(state.values), old, torch.stack(alive, 1)
+    drafted = tokens.key, tokens.value, new, [new >= 0] * len(pattern.branches)
+    parts, extras = [], tokens.extras.in_use
+    for key, value, positions, live in (cached, drafted) if state.keys.shape[2] else (drafted,):
+        passes = []
+        for number, branch in enumerate(pattern.branches):
+            seen = positions, live[number], torch.tensor(every)
+            p = page_over(number, branch, *seen, frame, queries, block)
+            passes.append(p.like(query_stop=p.query_stop.clamp(max=n)).to(query.device))
+        own = frame._replace(kv_len=key.shape[2], q_start=key.shape[2] - n)
+        layout = BlockLayout(own, block, tuple(passes), math.nan)
+        problem = Problem(layout, query, key, value, recipe.scale, in_float32=True, **extras)
+        parts.append(run_backend(recipe.backend, problem))
+        extras = {name: x for name, x in extras.items() if name != "sink"}  # it counts once
+    out, lse = merge_attention(*zip(*parts, strict=True))
+    return out.to(query.dtype), lse
 
 
 def kept(state: CacheState, path: Sequence[int] | Tensor) -> CacheState:

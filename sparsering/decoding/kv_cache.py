@@ -320,7 +320,7 @@ class KVCache:
         if tree is not None:
             with ordinary_tensors():
                 draft = draft_of(state, tokens, tree)
-                results = attend_draft(state, recipe, tokens, draft.parents)
+                results = attend_draft(state, recipe, tokens, draft)
                 self._state = state.changed(draft=draft)
             return results
         new = self._state.new_tokens(lengths, n)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from oracles.attention_oracle import arranged
-from oracles.patterns_oracle import Spec, build
+from oracles.patterns_oracle import Spec, build, leaves
 from torch import Tensor
 
 from sparsering.selection import block_scores, select_blocks
@@ -100,6 +100,46 @@ class Run:
         self._did("stored=False", not stored and n > 0)
         self._did("unlike lengths", len(set(self.lengths)) > 1)
         self._did("fewer than given", cut is not None and set(new) - {n})
+
+    def _draft(
+        self, n: int, numbers: tuple[int, ...], pick: int, plain: bool, with_lse: bool
+    ) -> None:
+        """Verifies a tree of n tokens, and keeps the path to token `pick`, or none."""
+        case, cycle = self.case, itertools.cycle(numbers)
+        room = case.total - max(self.lengths, default=0)
+        parents: list[int] = []
+        paths: dict[int, list[int]] = {-1: []}
+        for token in range(n if all(self.here) and self.batch else 0):
+            parent = token - 1 - next(cycle) % (token + 1)
+            paths[token] = [*paths[parent], token]
+            if len(paths[token]) > room:
+                break
+            parents.append(parent)
+        if not (n := len(parents)):
+            return
+        inputs, (options, sink) = self._inputs(n), self._options(n, plain)
+        tree: Any = torch.tensor(parents) if case.seed % 2 else parents
+        if case.selection is not None or any(name == "Tree" for name, *_ in leaves(case.spec)):
+            self.refusal = self._refused(lambda: self._call(inputs, tree=tree, **options))
+            return
+        before = self._state()
+        out, lse = self._call(inputs, tree=tree, **options, with_lse=with_lse)
+        assert self.cache.lengths == self.lengths, "a draft counts before `keep`"
+        self._refused(lambda: self._call(inputs, **options))
+        path = paths[pick % (n + 1) - 1]
+        self.cache.keep(torch.tensor(path) if case.seed % 2 else path)
+        if not path:
+            assert self._state() == before, "a draft of which nothing was kept changed the cache"
+        dropped = not plain and case.dropout is not None  # drafts count tokens, not depths
+        for b, length in enumerate(self.lengths):
+            place = slice(length, length + len(path))
+            for name, x in {"out": out, "lse": lse, "sink": sink, **inputs}.items():
+                if x is not None:
+                    self.rows[name][b, :, place] = x[b, :, path].to(self.rows[name].dtype)
+            self.rows["fresh"][b, place] = 0 if dropped else (1 + 2 * plain) + (lse is None)
+        self.lengths = [length + len(path) for length in self.lengths]
+        self.highest = [max(x) for x in zip(self.highest, self.lengths, strict=True)]
+        self._did("draft", path)
 
     def _tokens(self, count: int, plain: bool, with_lse: bool) -> None:
         for _ in range(count):

@@ -18,6 +18,7 @@ from .calls import BACKENDS, DTYPES, HALF_ALONE, Call, Options, shared_options, 
 STEPS = (
     *("chunks", "single tokens", "no tokens", "unlike lengths", "fewer than given", "return_lse"),
     *("stored=False", "crop", "reorder", "repeat", "select", "load", "copy", "refused step"),
+    "draft",
 )
 OF_CACHE = ("page_size", "max_length", "rollback", "groups", "strides", "large scores", "autocast")
 EXTRAS = ("scale", "block_size", "softcap", "distance_bias", "sink", "dropout", "half tables")
@@ -158,6 +159,9 @@ BY_NAME: dict[str, st.SearchStrategy[Step]] = {
     "fewer than given": fewer(),
     "return_lse": attends(st.integers(1, 20), with_lse=st.just(True)),
     "stored=False": attends(st.integers(1, 9), stored=st.just(False)),
+    "draft": st.tuples(
+        st.just("draft"), st.integers(1, 12), NUMBERS, st.integers(0, 12), EVER, EVER
+    ),
     "crop": st.tuples(st.just("crop"), st.integers(1, 20)),
     **{name: st.tuples(st.just("take"), st.just(name), NUMBERS) for name in TAKES},
     "load": st.tuples(st.just("load"), st.integers(0, 30), NUMBERS | st.just(()), EVER.map(int)),
@@ -174,7 +178,7 @@ def cases(draw: st.DrawFn, cell: Cell) -> Decoding:
     # Steps are drawn first, so that shrinking first tries fewer steps.
     likely = ["chunks", "chunks", "single tokens", "single tokens", "return_lse", "copy"]
     unlikely = ["no tokens", "unlike lengths", "fewer than given", "refused step", "crop"]
-    unlikely += ["stored=False"] * (cell.pattern != SELECTED)
+    unlikely += ["stored=False", "draft", "draft"] * (cell.pattern != SELECTED)
     names = st.sampled_from(likely + unlikely)
     before = draw(st.lists(names, max_size=1 if slow else 4))
     after = draw(st.lists(names, max_size=0 if slow else 4))

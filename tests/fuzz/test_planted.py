@@ -42,6 +42,24 @@ DEFECTS = {
         "alive = (positions >= 0) & (last.amax(0) >= oldest)",
         "alive = (positions >= 0) & (last.amax(0) > oldest)",
     ),
+    "siblings of a draft see each other": (
+        "caches",
+        "decoding/drafts.py",
+        "(parent + 1 for parent in draft.parents)",
+        "range(len(draft.parents))",
+    ),
+    "a draft's tokens are one too deep": (
+        "caches",
+        "patterns/tree.py",
+        "depth.append(depth[place] + size[place] if place >= 0 else 0)",
+        "depth.append(depth[place] + size[place] + (place == 0) if place >= 0 else 0)",
+    ),
+    "keys of a draft stay in the order of its tokens": (
+        "caches",
+        "decoding/drafts.py",
+        "(x[:, :, moved(index, x.device)] for x in draft[:2])",
+        "(x[:, :, : len(index)] for x in draft[:2])",
+    ),
     "each round of a ring adds the sink": (
         "rings",
         "distributed/rank.py",
