@@ -1,4 +1,4 @@
-"""Runs the comparisons (`bench`), tables (`report`), parts one by one (`ablation`), the demo."""
+"""Runs comparisons (`bench`), tables (`report`), `ablation`, `ceiling` and the demo."""
 
 import argparse
 import json
@@ -12,6 +12,7 @@ from sparsering.plots import require_matplotlib
 
 from . import comparisons, tables
 from .comparisons.ablation import ablation
+from .comparisons.ceiling import TIERS, ceiling
 from .demo import demo
 from .report.page import report_page
 
@@ -54,6 +55,12 @@ def build_parser() -> argparse.ArgumentParser:
     parts.set_defaults(run=_ablation)
     parts.add_argument("--out", type=Path, required=True, help="folder of the record")
 
+    rates = commands.add_parser("ceiling", help="time products, and calls as a share of them")
+    rates.set_defaults(run=_ceiling)
+    rates.add_argument("--out", type=Path, required=True, help="folder of the record")
+    rates.add_argument("--tier", choices=TIERS, help="measure one tier, in this process")
+    rates.add_argument("--quick", action="store_true", help="small sizes, few repeats")
+
     trained = commands.add_parser("demo", help="train, measure and report, in under five minutes")
     trained.set_defaults(run=_demo)
     trained.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the report")
@@ -75,6 +82,11 @@ def _bench(arguments: argparse.Namespace) -> int:
 
 def _ablation(arguments: argparse.Namespace) -> int:
     print(f"Wrote {ablation(arguments.out)}")
+    return 0
+
+
+def _ceiling(arguments: argparse.Namespace) -> int:
+    print(f"Wrote {ceiling(arguments.out, arguments.tier, arguments.quick)}")
     return 0
 
 

@@ -387,4 +387,31 @@ const bool registered = [] {
   return true;
 }();
 
+// Repeats a product of tiles, so that `python -m benchmarks ceiling` can time it through ctypes.
+template <typename T>
+void repeat_product(int64_t times, int64_t M, int64_t N, int64_t K, const T* A, const T* B,
+                    float* C) {
+  for (int64_t i = 0; i < times; ++i) {
+    multiply(M, N, K, A, K, B, C, false);
+  }
+  release_products();
+}
+
+extern "C" [[gnu::visibility("default")]] void sparsering_repeat_product(int64_t times, int64_t M,
+                                                                         int64_t N, int64_t K,
+                                                                         const float* A,
+                                                                         const float* B, float* C) {
+  repeat_product(times, M, N, K, A, B, C);
+}
+// Returns false if torch multiplies no bfloat16.
+extern "C" [[gnu::visibility("default")]] bool sparsering_repeat_bfloat16_product(
+    int64_t times, int64_t M, int64_t N, int64_t K, const BFloat16* A, const BFloat16* B,
+    float* C) {
+  if (!multiplies_pairs()) {
+    return false;
+  }
+  repeat_product(times, M, N, K, A, B, C);
+  return true;
+}
+
 }  // namespace sparsering::cpu
