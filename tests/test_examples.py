@@ -35,6 +35,12 @@ def test_a_cache_of_live_keys_writes_the_same():
     assert found["held"] < 0.6 * found["everything"]
 
 
+def test_a_tree_of_guesses_writes_the_same_in_fewer_steps():
+    found = run("speculate", prompt=200, new=60)
+    assert found["same"] == found["new"] == found["plain"] == 60
+    assert found["steps"] < 45
+
+
 @pytest.mark.slow
 def test_an_encoder_learns_with_a_longnet():
     found = run("finetune_modernbert_longnet", steps=150, length=512)

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ..call_recipe import CallRecipe
 from ..checks import checked_index
 from ..dispatch import BACKENDS
 from ..kernels.problem import Problem
+from ..layouts.cache import layout_cache
 from ..layouts.gathered_keys import page_over
 from ..layouts.layout import BlockLayout
 from ..numerics import merge_attention
@@ -48,9 +50,8 @@ def draft_of(state: CacheState, tokens: NewTokens, tree: Sequence[int] | Tensor)
         )
     if has_tree(state.pattern) or state.remote:
         raise ValueError(
-            "a draft needs a cache of all keys whose pattern has no Tree, got "
-            f"{shortened(str(state.pattern))}{', with keys on other ranks' if state.remote else ''}"
-            "; call attend without tree="
+            "a draft needs a cache whose pattern has no Tree, with all keys of its page, got "
+            f"{shortened(str(state.pattern))}; call attend without tree="
         )
     return Draft(tokens.key, tokens.value, parents, deepest)
 
@@ -60,8 +61,9 @@ def attend_draft(
 ) -> tuple[Tensor, Tensor]:
     """Attends from a draft's tokens, which are nodes of a tree below one of all cached tokens.
 
-    One tile of queries walks the cache's slots, then the new keys, so that no key is copied. Longer
-    drafts, and extras that depend on positions, take the keys in the order of positions.
+    One tile of queries walks the cache's slots, then the new keys: no key is copied, and the layers
+    of a model share the layouts. Longer drafts, and extras that depend on positions, take the keys
+    in the order of positions.
     """
     query, n, lengths = tokens.query, tokens.query.shape[2], state.lengths
     every = lengths if len(set(lengths)) > 1 else lengths[:1] or [0]
@@ -76,27 +78,37 @@ def attend_draft(
         state = state.changed(pattern=pattern, total=None)
         return attend_spans(state, recipe, tokens, [n] * len(lengths))
     histories = state.distinct() if len(state.distinct()) == 1 else state.histories
+    starts = torch.tensor(every)
     old = torch.stack([x.positions_with(state.page_length) for x in histories])
-    new = (torch.tensor(every)[:, None, None] + torch.arange(n)).expand(*old.shape[:2], n)
+    new = (starts[:, None, None] + torch.arange(n)).expand(*old.shape[:2], n)
     alive = [pad(x.last >= x.base, (0, state.page_length), value=True) for x in histories]
-    longest, queries = max(every), -(-n // 8) * 8  # a bitmap has whole bytes of queries
-    frame = Frame(n, longest + n, state.heads, state.kv_heads, longest)
+    frame = Frame(n, max(every) + n, state.heads, state.kv_heads, max(every))
     cached = state.in_use(state.keys), state.in_use(state.values), old, torch.stack(alive, 1)
     drafted = tokens.key, tokens.value, new, [new >= 0] * len(pattern.branches)
+    known = "draft", pattern, frame, histories[0].base, state.rollback, state.page_size
+    exact = len(histories) == 1 and histories[0].exact
     parts, extras = [], tokens.extras.in_use
-    for key, value, positions, live in (cached, drafted) if state.keys.shape[2] else (drafted,):
-        passes = []
-        for number, branch in enumerate(pattern.branches):
-            seen = positions, live[number], torch.tensor(every)
-            p = page_over(number, branch, *seen, frame, queries, block)
-            passes.append(p.like(query_stop=p.query_stop.clamp(max=n)).to(query.device))
-        own = frame._replace(kv_len=key.shape[2], q_start=key.shape[2] - n)
-        layout = BlockLayout(own, block, tuple(passes), math.nan)
+    for key, value, *seen in (cached, drafted) if state.keys.shape[2] else (drafted,):
+        build = partial(_layout, pattern, (*seen, starts), frame, block, query.device)
+        key_of = *known, query.device, key is cached[0]
+        layout = layout_cache.keep(key_of, build).ready() if exact else build()
         problem = Problem(layout, query, key, value, recipe.scale, in_float32=True, **extras)
         parts.append(run_backend(recipe.backend, problem))
         extras = {name: x for name, x in extras.items() if name != "sink"}  # it counts once
     out, lse = merge_attention(*zip(*parts, strict=True))
     return out.to(query.dtype), lse
+
+
+def _layout(
+    pattern: Pattern, seen: Any, frame: Frame, block: int, device: torch.device
+) -> BlockLayout:
+    (positions, live, starts), passes, n = seen, [], frame.q_len
+    queries = -(-n // 8) * 8  # bitmaps have whole bytes of queries
+    for number, branch in enumerate(pattern.branches):
+        p = page_over(number, branch, positions, live[number], starts, frame, queries, block)
+        passes.append(p.like(query_stop=p.query_stop.clamp(max=n)).to(device))
+    frame = frame._replace(kv_len=positions.shape[2], q_start=positions.shape[2] - n)
+    return BlockLayout(frame, block, tuple(passes), math.nan).shared(device)
 
 
 def kept(state: CacheState, path: Sequence[int] | Tensor) -> CacheState:

@@ -229,10 +229,7 @@ class KVCache:
             return attend_op(*inputs, self._clock, **operator_options(options))
         self._check_no_draft("attend")
         if tree is not None and (lengths is not None or not stored):
-            raise ValueError(
-                "a draft has the same new tokens in each batch entry, on one rank, got tree= with "
-                "lengths or stored=False; leave these out"
-            )
+            raise ValueError("tree= needs stored=True and no lengths, got others; leave them out")
         results = self._attend((query, key, value), lengths, stored, tree, **options)
         return results if return_lse else results[0]
 

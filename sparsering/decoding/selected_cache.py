@@ -106,23 +106,14 @@ class SelectedCache(KVCache):
         if n == 0:
             return empty_results(query, self._dims[1])
         self._check_dtype(key)
-        if state.page_length + n > state.page_size >= n and state.keys.shape[2]:
-            state = state.evicted()
-        paged = state.keys.shape[2] > 0 and state.page_length + n <= state.page_size
-        pairs = (state.keys, key), (state.values, value)
-        if paged:
-            for slots, x in pairs:
-                slots.narrow(2, state.page_start + state.page_length, n).copy_(x)
-        state = state.advanced(new, state.page_length + (n if paged else 0))
-        keys, values = (state.with_new(slots, None if paged else x) for slots, x in pairs)
+        state = state.appended(key, value)
+        keys, values = state.in_use(state.keys), state.in_use(state.values)
         summaries = copy(self._summaries)  # so that a failed step does not change the cache
         summaries.crop(begin)
         scores = summaries.scores(query, keys, scale=options.get("scale"))
         blocks = self._select_blocks(scores, q_start=begin)
         pattern = SelectedBlocks(blocks, self._size, 1, begin) & Causal()
         results = attention(query, keys, values, pattern, return_lse=True, **options)
-        if not paged:
-            state = state.evicted(key, value)
         self._state = state.changed(summaries=summaries)
         return results
 

@@ -1,5 +1,10 @@
 """The comparison "trees" draws the trees that it names, and its ways to train agree."""
 
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -45,3 +50,16 @@ def test_a_packed_step_is_that_of_padded_rows_and_of_exact_ones(monkeypatch, fau
     packed = trees.run_once("step", trees.packed_loss, model, sequences, SIZES[0])
     assert distance_of(padded, exact) < 1e-5
     assert (distance_of(packed, exact) < 1e-5) == (fault is None)
+
+
+def test_the_tables_of_the_page_are_those_of_the_record():
+    root = Path(__file__).resolve().parents[2]
+    spec = importlib.util.spec_from_file_location("tabulate", root / "tools/tabulate_trees.py")
+    assert spec is not None and spec.loader is not None
+    tool: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    rows = json.loads(tool.RECORD.read_text(encoding="utf-8"))["rows"]
+    text = tool.PAGE.read_text(encoding="utf-8")
+    assert tool.page(text, rows) == text
+    slower = [{**row, "ms": 2 * row["ms"]} for row in rows]
+    assert tool.page(text, slower) != text
