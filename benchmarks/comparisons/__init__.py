@@ -18,6 +18,7 @@ from .cases import (
     window,
 )
 from .decoding import batches, decoding
+from .drafts import drafts
 from .extras import extras
 from .gigapath import gigapath
 from .modules import modules
@@ -37,6 +38,7 @@ CASES = {
     "decoding": decoding,
     "batches": batches,
     "modules": modules,
+    "drafts": drafts,
     "extras": extras,
     "selection": selection,
     "selection-decoding": selection_decoding,

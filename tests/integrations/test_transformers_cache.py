@@ -70,6 +70,23 @@ def test_generates_what_a_cache_of_everything_does(beams):
     assert max(cache.kept) < 39
 
 
+@pytest.mark.parametrize("family", ["llama", "mistral", "gemma3"])
+def test_guesses_of_the_prompt_lookup_write_the_text_of_greedy_decoding(family):
+    model = made(family, "sparsering")
+    ids = tokens(1, 9).repeat(1, 3)
+    options = {"max_new_tokens": 30, "do_sample": False, "pad_token_id": 0}
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    plain, guessed = hf.SparseCache(model), hf.SparseCache(model, rollback=8)
+    wanted = model.generate(**given, past_key_values=plain, **options)
+    lookup = {"prompt_lookup_num_tokens": 5, "past_key_values": guessed}
+    cropped = []
+    for layer in guessed.layers:
+        crop = layer.crop
+        layer.crop = lambda n, crop=crop: cropped.append(n) or crop(n)
+    assert model.generate(**given, **lookup, **options).tolist() == wanted.tolist()
+    assert any(cropped)  # some guesses were wrong
+
+
 def test_a_model_that_caches_latents_is_refused_by_name():
     model = made("deepseek-v3", "sparsering")
     with pytest.raises(NotImplementedError, match=r"DeepSeek caches latents.*the default cache"):
