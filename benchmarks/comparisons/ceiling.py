@@ -92,18 +92,19 @@ def tier_rows(quick: bool) -> list[Row]:
 def product_rows(width: int, dtype: torch.dtype, quick: bool) -> list[Row]:
     """Rates of products [rows, inner] x [inner, columns] on all threads."""
     tile, many, large = 128, 64, 512 if quick else 2048
+    repeats = many if quick else 8192  # in shorter loops the threads share a core
     scores, sums = (tile, width, tile), (width, tile, tile)
     calls: dict[tuple[str, tuple[int, int, int], int], Callable[[], object]] = {}
     for shape in (scores, sums):
         rows, inner, columns = shape
-        if (call := kernel_product(shape, dtype, many)) is not None:
-            calls["kernel", shape, many * torch.get_num_threads()] = call
+        if (call := kernel_product(shape, dtype, repeats)) is not None:
+            calls["kernel", shape, repeats * torch.get_num_threads()] = call
         tiles = torch.randn(many, rows, inner).to(dtype), torch.randn(many, inner, columns)
         calls["torch", shape, many] = partial(torch.bmm, tiles[0], tiles[1].to(dtype))
     a = torch.randn(large, large).to(dtype)
     calls["torch", (large, large, large), 1] = partial(torch.mm, a, a)
     named = {str(key): call for key, call in calls.items()}
-    ms = interleaved(named, 5 if quick else 101)
+    ms = interleaved(named, 5 if quick else 21)
     return [
         {
             "product": name, "dtype": str(dtype)[6:], "head_dim": width, "shape": list(shape),

@@ -35,7 +35,7 @@ def drafts(quick: bool) -> list[Row]:
         cache.attend(*prompt)
         numbers = itertools.count()
         calls: dict[str, Callable[[], object]] = {
-            "plain tokens": partial(chunk, cache, new),
+            "plain tokens": partial(chunk, copy.deepcopy(cache), new),  # it crops
             "draft, first layer": partial(draft, cache, new, numbers),
             "draft, other layers": partial(draft, cache, new, itertools.repeat(-1)),
         }
