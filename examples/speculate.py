@@ -82,9 +82,8 @@ def generate(model: Model, prompt: list[int], new: int, most: int) -> tuple[list
     while len(text) < len(prompt) + new:
         tokens, parents = guesses(text, most)
         depths = [len(text) - 1]
-        depths += [0] * (len(tokens) - 1)
-        for i, parent in enumerate(parents[1:], 1):
-            depths[i] = depths[parent] + 1
+        for parent in parents[1:]:
+            depths.append(depths[parent] + 1)
         tree = parents if len(tokens) > 1 else None  # without guesses: a plain step
         answers = model(tokens, depths, caches, tree)
         path = [0]

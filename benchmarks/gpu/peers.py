@@ -65,7 +65,7 @@ def sparse(
         name: flex.call(args, partial(block_mask, args[0], pattern, block), block)
         for name, flex in flexes.items()
     }
-    if GPU and not any("missing" in reason for reason in flash.reasons()):
+    if not flash.reasons(*args[:3]):
         heads = {"num_heads": args[0].shape[1], "num_kv_heads": args[1].shape[1]}
         sizes = args[0].shape[2], args[1].shape[2]
         layout = pattern.layout(*sizes, **heads, block_size=block, device=args[0].device)

@@ -194,14 +194,13 @@ class CacheState(_Record):
 
     def appended(self, key: Tensor, value: Tensor) -> "CacheState":
         """Returns the state after n more tokens in each batch entry, whose keys it stores."""
-        n = key.shape[2]
-        after = self.advanced([n] * len(self.histories), self.page_length)
-        if not self.keys.shape[2] or (page_length := self.page_length + n) > self.page_size:
-            return after.evicted(key, value)
+        new, page_length = [key.shape[2]] * len(self.histories), self.page_length + key.shape[2]
+        if not self.keys.shape[2] or page_length > self.page_size:
+            return self.advanced(new, self.page_length).evicted(key, value)
         self.clear_page(page_length)
         for slots, x in ((self.keys, key), (self.values, value)):
-            slots.narrow(2, self.page_start + self.page_length, n).copy_(x)
-        after = after.changed(page_length=page_length)
+            slots.narrow(2, self.page_start + self.page_length, key.shape[2]).copy_(x)
+        after = self.advanced(new, page_length)
         return after.evicted() if page_length >= self.page_limit else after
 
     def loaded(self, key: Tensor, value: Tensor, positions: Tensor, length: int) -> "CacheState":

@@ -33,7 +33,7 @@ def draft_of(state: CacheState, tokens: NewTokens, tree: Sequence[int] | Tensor)
             f"tree needs a parent for each of the {n} new tokens, got {len(parents)}; -1 stands "
             "for the last cached token"
         )
-    deepest, depth = 0, [0] * (n + 1)  # last item: of the cached tokens' end
+    depth = [0] * (n + 1)  # last item: of the cached tokens' end
     for token, parent in enumerate(parents):
         if not -1 <= parent < token:
             raise ValueError(
@@ -41,8 +41,7 @@ def draft_of(state: CacheState, tokens: NewTokens, tree: Sequence[int] | Tensor)
                 f"{token}; -1 stands for the last cached token"
             )
         depth[token] = depth[parent] + 1
-        deepest = max(deepest, depth[token])
-    length = max(state.lengths, default=0)
+    length, deepest = max(state.lengths, default=0), max(depth)
     if state.total is not None and length + deepest > state.total:
         raise ValueError(
             f"the cache is for {state.total} tokens, got a draft of depth {deepest} after "

@@ -33,7 +33,7 @@ from .cache_state import CacheState, History
 
 _CPU = torch.device("cpu")
 IN_PAGES = {"softcap", "sink"}
-"""Extras that do not depend on the positions of keys, which differ from their slots."""
+"""Extras that need no positions of keys, which differ from their slots; dropout needs them."""
 
 
 class NewTokens(NamedTuple):
@@ -62,7 +62,6 @@ def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens
         and state.page_length + new[0] <= state.page_size
         and BACKENDS[backend].forward is not None
         and not (state.remote and "key_mask" not in BACKENDS[backend].extras)
-        # Other extras, such as dropout, need the positions of keys, which differ from their slots.
         and tokens.extras.in_use.keys() <= IN_PAGES
     )
 

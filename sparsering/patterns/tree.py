@@ -171,13 +171,16 @@ class Tree(_InDocuments):
     def nodes(self) -> Nodes:
         """The nodes with tokens; `lengths` must be one tuple of ints."""
         nodes = Nodes.of(self.lengths, self.parents, _is_causal(self.pattern))  # type: ignore[arg-type]
+        if self.length is not None and nodes.longest > self.length:
+            least = f"of at least {nodes.longest}, for its longest path"
+            raise ValueError(f"Tree needs a length {least}, got {self.length}; pass a larger one")
         return nodes if self.length is None else nodes._replace(longest=self.length)
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         inner = self.pattern.at(batch, head, frame)
         if per_entry(self.lengths):
-            tree = Tree(self.entries[batch], self.parents[batch], inner, self.length)  # type: ignore[arg-type]
-            return cast(Mask, tree)
+            own, above = self.entries[batch], self.parents[batch]
+            return replace(self, lengths=own, parents=above, pattern=inner)  # type: ignore[arg-type]
         return self if inner is self.pattern else replace(self, pattern=inner)
 
     def check(self, frame: Frame) -> None:

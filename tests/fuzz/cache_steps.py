@@ -3,7 +3,7 @@
 import copy
 import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -81,12 +81,8 @@ class Run:
             return
         out, lse = self._call(inputs, **given, **options, with_lse=with_lse)
         for b, (length, m) in enumerate(zip(self.lengths, new, strict=True)):
-            place = slice(length, length + m)
-            of_entry = {"out": out, "lse": lse, "sink": sink, **inputs}
-            for name, x in of_entry.items():
-                if x is not None:
-                    self.rows[name][b, :, place] = x[b, :, :m].to(self.rows[name].dtype)
-            self.rows["fresh"][b, place] = (1 + 2 * plain) + (lse is None)
+            found = {"out": out, "lse": lse, "sink": sink, **inputs}
+            self._record(b, length, range(m), found, (1 + 2 * plain) + (lse is None))
             assert not out[b, :, m:].any(), "rows that are not new are not 0"
             assert lse is None or (lse[b, :, m:] == -torch.inf).all(), "lse of rows not new"
         if not stored and new:
@@ -132,11 +128,9 @@ class Run:
             assert self._state() == before, "a draft of which nothing was kept changed the cache"
         dropped = not plain and case.dropout is not None  # drafts count tokens, not depths
         for b, length in enumerate(self.lengths):
-            place = slice(length, length + len(path))
-            for name, x in {"out": out, "lse": lse, "sink": sink, **inputs}.items():
-                if x is not None:
-                    self.rows[name][b, :, place] = x[b, :, path].to(self.rows[name].dtype)
-            self.rows["fresh"][b, place] = 0 if dropped else (1 + 2 * plain) + (lse is None)
+            found = {"out": out, "lse": lse, "sink": sink, **inputs}
+            fresh = 0 if dropped else (1 + 2 * plain) + (lse is None)
+            self._record(b, length, path, found, fresh)
         self.lengths = [length + len(path) for length in self.lengths]
         self.highest = [max(x) for x in zip(self.highest, self.lengths, strict=True)]
         self._did("draft", path)
@@ -283,6 +277,23 @@ class Run:
         self._did("refused step", True)
 
     # Helpers of the steps.
+
+    def _record(
+        self,
+        entry: int,
+        length: int,
+        tokens: Sequence[int],
+        found: dict[str, Tensor | None],
+        fresh: int,
+    ) -> None:
+        """Adds some new tokens to the whole sequence of an entry, and how to compare their rows."""
+        place = slice(length, length + len(tokens))
+        for name, x in found.items():
+            if x is not None:
+                self.rows[name][entry, :, place] = x[entry, :, list(tokens)].to(
+                    self.rows[name].dtype
+                )
+        self.rows["fresh"][entry, place] = fresh
 
     def _did(self, name: str, really: Any) -> None:
         if really:

@@ -213,6 +213,16 @@ def test_what_is_no_tree(arguments, message):
         sr.Tree(*arguments)
 
 
+@pytest.mark.parametrize("lengths", [(3, 4), ((3, 4), (6, 1))])
+def test_a_length_below_the_longest_path_is_told(lengths):
+    parents = (-1, 0) if lengths == (3, 4) else ((-1, 0), (-1, 0))
+    tree = sr.Tree(lengths, parents, sr.RandomBlocks(0.5, 16), 6)
+    for call in (tree.layout, tree.to_dense):
+        with pytest.raises(ValueError, match="length of at least 7, for its longest path, got 6"):
+            call(7)
+    assert sr.Tree(lengths, parents, sr.RandomBlocks(0.5, 16), 7).to_dense(7).any()
+
+
 @pytest.mark.parametrize(
     "inner",
     [
