@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsering.kernels.flex import kernel_options
 from sparsering.patterns.algebra import Pattern
 
 BLOCK = 128
@@ -44,6 +43,14 @@ def block_mask(query: Tensor, pattern: Pattern, block: int) -> Any:
         seq_lengths=(length, length),
     )
     return mask.to(query.device)
+
+
+def kernel_options(block: int, device: str) -> dict[str, Any] | None:
+    """Returns options for kernel blocks that divide `block`; None if the default ones do."""
+    divisor = block & -block
+    if device == "cpu" or divisor >= BLOCK:
+        return None
+    return {"BLOCK_M": divisor, "BLOCK_N": divisor}
 
 
 def window_mask(window: int, length: int) -> Any:

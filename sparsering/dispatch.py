@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels import cpu, flex, gather, reference, sdpa, triton
+from .kernels import cpu, gather, reference, sdpa, triton
 from .kernels.problem import Gradients, Problem
 from .kernels.triton import configs
 from .layouts.compile import chosen_block_size
@@ -23,7 +23,7 @@ class Backend(NamedTuple):
     reasons: Callable[..., list[str]]
     # Computes (out, lse); None only for the reference, which uses no layout.
     forward: Callable[[Problem], tuple[Tensor, Tensor]] | None
-    # None if `forward` is plain differentiable torch and needs no operator.
+    # None only for the reference, which is plain differentiable torch and needs no operator.
     backward: Callable[[Problem, Tensor, Tensor, Tensor, Tensor], Gradients] | None
     extras: frozenset[str]  # options of a call, such as softcap or sink, that it computes
     only_named: bool = False  # True if it runs only when the caller names it
@@ -68,7 +68,6 @@ BACKENDS: dict[str, Backend] = {
         sdpa.reasons, sdpa.forward, sdpa.backward, sdpa.EXTRAS, only_named=True,
         refuses=sdpa.refuses,
     ),
-    "flex": Backend(flex.reasons, flex.forward, None, flex.EXTRAS, only_named=True),
 }  # fmt: skip
 """All backends, in order of preference."""
 

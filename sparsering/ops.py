@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .call_recipe import CallRecipe, Inputs, layout_key_of
 from .checks import check_bias, needs_operator, refuse_forward_mode
-from .differentiable import differentiable, transforming
+from .differentiable import differentiable
 from .dispatch import BACKENDS, Backend
 from .extras import OPTIONS, Extras, operator_schema
 from .kernels.problem import Problem
@@ -44,7 +44,7 @@ def attend(
 
     A backend with a `backward` runs as a torch operator, which calls `_forward` and `_backward`.
     The operator takes a good part of a small call's time, so it is skipped in calls that neither
-    autograd nor a compiler observes. A backend without `backward` runs as plain torch.
+    autograd nor a compiler observes. The reference, without a `backward`, runs as plain torch.
     """
     query, backend = inputs[0], BACKENDS[recipe.backend]
     if recipe.layout_key is not None and backend.forward is not None:
@@ -66,11 +66,6 @@ def attend(
                 block_size=recipe.block_size, backend=recipe.backend,
                 **{**_UNUSED, **extras.in_use},
             )  # fmt: skip
-    elif backend.forward is not None and not recipe.plain and transforming():
-        raise NotImplementedError(
-            f"{recipe.backend} does not run under torch.func (grad, vmap); pass another backend, "
-            "or leave it out"
-        )
     with without_autocast(query):
         if backend.forward is None:
             return _reference(recipe, inputs, pattern, extras)

@@ -63,7 +63,7 @@ EXCEPTIONS = {
 }
 
 # Backends never import one another, nor does a file another's neighbours in a folder below.
-KERNELS = ("gather", "cpu", "triton", "flex", "reference", "sdpa")
+KERNELS = ("gather", "cpu", "triton", "reference", "sdpa")
 
 OPTIONAL = {
     "transformers": "integrations/transformers",

@@ -7,7 +7,6 @@ kinds of calls.
 """
 
 import contextlib
-import dataclasses
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -153,10 +152,6 @@ def backend(name: str, dtype: str) -> Iterator[Row]:
         "causal": sr.Causal(), "longnet": sr.LongNet((16, 64), (1, 2)),
         "blocks": sr.RandomBlocks(0.3, case.block_size),
     }  # fmt: skip
-    if name == "flex":
-        # Each case compiles for many seconds. On Hopper its backward refuses blocks of 64.
-        case = dataclasses.replace(case, block_size=sized(128, 16))
-        some.pop("causal" if dtype == "bfloat16" else "blocks")
     with products_of(dtype):
         for label, pattern in some.items():
             try:

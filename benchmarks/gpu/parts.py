@@ -71,7 +71,7 @@ EXTRAS = {
     "float16": sized(("dropout", "all"), ()),
     correctness.TF32: sized(("all",), ()),
 }
-BACKENDS = ("triton", "gather", "reference", "flex")
+BACKENDS = ("triton", "gather", "reference")
 
 SMOKE = "smoke"
 """Name of the first part: if it fails, nothing else runs."""

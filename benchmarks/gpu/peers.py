@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sparsering as sr
-from sparsering.kernels.flex import kernel_options
 from sparsering.kernels.problem import Problem
 
-from ..flex import block_mask
+from ..flex import block_mask, kernel_options
 from . import flash
 from .device import DEVICE, GPU, poisoned
 from .timing import Call

@@ -5,7 +5,6 @@
 
 import json
 import time
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from sparsering.files import replace_file
 from ..measure import Budget, Row, environment
 from .comparison import comparison, gallery, roofline, sparsity
 from .lengths import lengths, longest
-from .measured import ignore_known_warnings
 from .overhead import chosen, launches, layouts
 from .rings import rings
 
@@ -63,9 +61,7 @@ def measure_tables(
         begin = time.perf_counter()
         record: dict[str, Any] = {"name": name, "quick": quick, "environment": environment()}
         try:
-            with warnings.catch_warnings():
-                ignore_known_warnings()
-                record["rows"] = measure(quick, Budget((30 if quick else seconds) * share))
+            record["rows"] = measure(quick, Budget((30 if quick else seconds) * share))
         except Exception as error:  # recorded, because the other tables must still run
             record["failed"] = f"{type(error).__name__}: {error}"
         record["seconds"] = time.perf_counter() - begin

@@ -1,7 +1,6 @@
 """Tables at one length: backends against dense attention, densities, gallery, roofline."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 import torch
@@ -18,15 +17,12 @@ from ..measure import (
     Row,
     distance_of,
     interleaved_times,
-    milliseconds,
     sampled_error,
     spread_of,
 )
 from .measured import (
-    CALLS,
     DENSE,
     Case,
-    call_of,
     left_out,
     own_backend,
     rows_of,
@@ -51,7 +47,6 @@ def comparison(quick: bool, budget: Budget) -> list[Row]:
     own = own_backend()
     for geometry, pattern in geometries.items():
         cases = [Case(f"{geometry}, ours ({own})", pattern, tokens)]
-        slow: list[Case] = []
         refused: list[Row] = []
         for name, backend in BACKENDS.items():
             case = Case(f"{geometry}, {name}", pattern, tokens, name)
@@ -63,8 +58,6 @@ def comparison(quick: bool, budget: Budget) -> list[Row]:
                 refused.append(left_out(case, ORACLE))
             elif reasons:
                 refused.append(left_out(case, "cannot run here: " + "; ".join(reasons)))
-            elif backend.only_named:
-                slow.append(case)
             elif name != own:
                 cases.append(case)
         if geometry == "window of 256":
@@ -73,8 +66,6 @@ def comparison(quick: bool, budget: Budget) -> list[Row]:
                 Case("LongNet, ours", meant, tokens),
             ]
         rows += rows_of(cases, min(budget.left / 8, 6))
-        for case in slow:
-            rows += _unless_late(case, budget)
         rows += refused
         if geometry == "random blocks":
             flex = Case(f"{geometry}, FlexAttention compiled", pattern, tokens)
@@ -92,23 +83,6 @@ def comparison(quick: bool, budget: Budget) -> list[Row]:
         Case(f"window of 256, ours ({own}), with gradients", FOUNDING, tokens, backward=True),
     ]
     return rows + rows_of(both, 3)
-
-
-def _unless_late(case: Case, budget: Budget) -> list[Row]:
-    """Measures a slow backend if its predicted time fits in the budget.
-
-    The prediction scales a call on a quarter of the tokens by the number of pairs. Uncompiled
-    FlexAttention computes all pairs, so its time grows 16 times.
-    """
-    few = replace(case, tokens=case.tokens // 4)
-    most, least = (x.pattern.layout(x.tokens, num_heads=x.heads).num_pairs for x in (case, few))
-    growth = 16 if case.backend == "flex" else most / least
-    call = call_of(few, few.inputs())
-    call()
-    seconds = growth * milliseconds(call) / 1e3
-    if CALLS * seconds > budget.left / 2:
-        return [left_out(case, f"no time: a call would take about {seconds:,.1f} s")]
-    return rows_of([case], min(budget.left / 8, 2))
 
 
 def _compiled_flex(case: Case, quick: bool, budget: Budget) -> list[Row]:

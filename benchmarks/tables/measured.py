@@ -1,6 +1,5 @@
 """Measures the calls of a table: errors first, then interleaved times, then peak memory."""
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -193,7 +192,6 @@ def in_new_process(work: Callable[..., Iterator[Any]], *arguments: object) -> tu
 
 def _once(case: Case, threads: int) -> Iterator[None]:
     torch.set_num_threads(threads)
-    ignore_known_warnings()
     warm_up(case)
     inputs = [x.requires_grad_(case.backward) for x in case.inputs()]
     grad = gradient_of(inputs[0]) if case.backward else inputs[0]
@@ -211,8 +209,3 @@ def warm_up(case: Case) -> None:
     out = call_of(few, inputs)()
     if case.backward:
         torch.autograd.grad(out.sum(), inputs)
-
-
-def ignore_known_warnings() -> None:
-    """Silences torch's warning about a slow peer; its rows show it."""
-    warnings.filterwarnings("ignore", message="flex_attention called without torch.compile")

@@ -355,7 +355,7 @@ def cpu_cannot_run(monkeypatch):
 
 def test_backends_are_named_with_reasons_why_not():
     found = sr.backends()
-    usable = ("cpu", "triton", "gather", "reference", "sdpa", "flex")
+    usable = ("cpu", "triton", "gather", "reference", "sdpa")
     assert found == {name: [] for name in usable}  # Triton's interpreter is on
 
 
@@ -367,11 +367,11 @@ def test_backends_tells_reasons_that_need_no_inputs():
 def test_explain_gives_a_line_for_each_backend():
     runs, *lines = sr.explain(**tensors(), pattern=sr.Causal()).split("\n")
     assert runs == f"runs: cpu, blocks of 64; {SHAPES}"
-    names = ["cpu", "triton", "gather", "reference", "sdpa", "flex"]
+    names = ["cpu", "triton", "gather", "reference", "sdpa"]
     assert [line.split(": ")[0] for line in lines] == names == list(sr.backends())
     assert [name for name in names if f"{name}: usable" in lines] == ["cpu", "gather", "reference"]
     named = [name for name in names if f"{name}: usable (only when named)" in lines]
-    assert named == ["triton", "flex"]  # Triton's interpreter is on
+    assert named == ["triton"]  # Triton's interpreter is on
     double = {name: x.double() for name, x in tensors().items()}
     runs, first, second, *others = sr.explain(**double, pattern=sr.Causal()).split("\n")
     told = "it computes in float32; float64 stays with gather"
@@ -402,7 +402,7 @@ def test_explain_heeds_options_and_refuses_what_attention_refuses():
         "\n"
     )
     assert runs == f"runs: cpu, blocks of 16; {SHAPES}"
-    assert any(line.startswith("flex: it has no block_bias (cpu, ") for line in lines)
+    assert any("it has no block_bias (cpu, " in line for line in lines if line[:4] == "sdpa")
     for pattern in (sr.Documents((3, 4)), sr.KeyPadding((3,)), sr.Dilated(8, 2, (0, 1, 2))):
         with pytest.raises(ValueError) as of_attention:
             sr.attention(**args, pattern=pattern)

@@ -321,7 +321,7 @@ def test_what_does_not_fit_is_told():
     with pytest.raises(NotImplementedError, match=r"tiles of one row and one block"):
         attend(slot_bias=bias, block_size=32)
     with pytest.raises(NotImplementedError, match=r"it has no slot_bias"):
-        attend(slot_bias=bias, backend="flex")
+        attend(slot_bias=bias, backend="sdpa")
     with pytest.raises(ValueError, match=r"query_block must divide block_size 16, got 3"):
         sr.SelectedBlocks(chosen.indices, 16, 3)
     late = sr.SelectedBlocks(chosen.indices[:, :, 5:], 16, 4, first_row=5)

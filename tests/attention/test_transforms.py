@@ -149,8 +149,6 @@ def test_what_the_fast_backends_cannot_do_names_the_way_out():
         vmap(lambda m: sr.attention(query, key, value, sr.Dense(m), backend="reference"))(masks)
     with pytest.raises(NotImplementedError, match="of at least 1, got 0"):
         vmap(f)(query[None][:0])
-    with pytest.raises(NotImplementedError, match=r"flex does not run under torch\.func"):
-        vmap(lambda q: sr.attention(q, key, value, sr.Causal(), backend="flex"))(query[None])
     with pytest.raises(NotImplementedError, match=r"simulate_ring does not run under torch\.func"):
         grad(lambda q: simulate_ring(q, key, value, sr.Causal(), world_size=2).sum())(query)
 

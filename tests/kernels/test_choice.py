@@ -1,0 +1,37 @@
+"""Which backend runs a call: the first default one that can, or the one that is named."""
+
+import pytest
+import torch
+from oracles.attention_oracle import Case, inputs
+
+import sparsering as sr
+from sparsering import dispatch
+from sparsering.dispatch import BACKENDS, choose
+
+CASE = Case(2, 4, 2, 70, 75, 16, 16, 16)
+
+
+def test_adapters_and_interpreters_are_never_the_default(monkeypatch):
+    args = inputs(CASE, torch.float32, requires_grad=False)
+    for name, following in (("cpu", "gather"), ("gather", "reference")):
+        assert choose(None, args) == name
+        cannot_run(monkeypatch, name, "not now")
+        assert choose(None, args) == following
+    cannot_run(monkeypatch, "reference", "not now")
+    with pytest.raises(NotImplementedError):
+        choose(None, args)
+    assert choose("sdpa", args) == "sdpa" and choose("triton", args) == "triton"
+
+
+def cannot_run(monkeypatch, name: str, reason: str) -> None:
+    backend = BACKENDS[name]._replace(reasons=lambda *tensors: [reason])
+    monkeypatch.setitem(BACKENDS, name, backend)
+
+
+def test_a_missing_package_is_an_import_error_that_names_the_extra(monkeypatch):
+    monkeypatch.setattr(dispatch, "find_spec", lambda name: None)
+    cannot_run(monkeypatch, "triton", "the package is missing")
+    args = inputs(CASE, torch.float32, requires_grad=False)
+    with pytest.raises(ImportError, match=r"pip install 'sparsering\[triton\]'"):
+        sr.attention(*args, sr.Causal(), backend="triton")
+    assert choose(None, args) == "cpu"
