@@ -19,35 +19,8 @@ from .kernels.gather import set_workspace
 from .layouts.cache import layout_cache
 from .layouts.layout import BlockLayout
 from .numerics import merge_attention
-from .patterns import (
-    BlockDilated,
-    Blocks,
-    BlockWindow,
-    Causal,
-    Dense,
-    Dilated,
-    Documents,
-    Full,
-    GlobalTokens,
-    Hierarchical,
-    KeyMask,
-    KeyPadding,
-    LongNet,
-    Mask,
-    Mixture,
-    Packed,
-    PackedTree,
-    Pattern,
-    PooledCausal,
-    RandomBlocks,
-    SelectedBlocks,
-    SlidingWindow,
-    Tree,
-    from_mask_mod,
-    pack_tree,
-    parse,
-    register_pattern,
-)
+from .patterns import *  # noqa: F403
+from .patterns import __all__ as _patterns
 from .planning.estimate import Estimate, Figure, estimate
 from .planning.fit import choose_batch_size, longest_sequence
 from .varlen import attention_varlen
@@ -56,14 +29,10 @@ from .weights import BlockWeights, attention_weights, key_mass
 __version__ = "0.2.0"
 
 __all__ = [
-    "BlockDilated", "BlockLayout", "BlockWeights", "BlockWindow", "Blocks", "Causal", "Dense",
-    "Dilated", "Documents", "Estimate", "Figure", "Full", "GlobalTokens", "Hierarchical", "KVCache",
-    "KeyMask", "KeyPadding", "LongNet", "Mask", "Mixture", "Packed", "PackedTree", "Pattern",
-    "PooledCausal", "RandomBlocks", "SelectedBlocks", "SelectedCache", "SlidingWindow", "Tree",
+    *_patterns, "BlockLayout", "BlockWeights", "Estimate", "Figure", "KVCache", "SelectedCache",
     "alibi", "attention", "attention_varlen", "attention_weights", "backends", "choose_batch_size",
-    "dropout_kept", "estimate", "explain", "from_mask_mod", "key_mass", "layout_cache",
-    "longest_sequence", "merge_attention", "pack_tree", "parse", "register_pattern",
-    "set_workspace",
+    "dropout_kept", "estimate", "explain", "key_mass", "layout_cache", "longest_sequence",
+    "merge_attention", "set_workspace",
 ]  # fmt: skip
 
 

@@ -100,12 +100,25 @@ class Negated(Condition):
     """Condition that its part does not hold, as for `Not(a)`."""
 
     part: Condition
+    settled = False
 
     def status(self, pairs: TilePairs) -> Tensor:
         return FULL - self.part.status(pairs)
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
         return self.part.signature(pairs)
+
+    def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
+        first = self.part.queries(k)[0] if self.part.convex else x
+        below = torch.full_like(x, -1) if first is None else torch.minimum(first, x) - 1
+        return torch.where(self.part.before(k, x, frame) == x, below, x)
+
+    def future(self, stop: int) -> Repeats | None:
+        repeats = self.part.future(stop)
+        return repeats and Repeats(repeats.first, 1 if repeats.empty else repeats.period)
+
+    def shifted(self) -> Repeats | None:
+        return self.part.shifted()
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..patterns.algebra import And, Frame, Mask, Not, Or
-from ..patterns.blocks import BlockDilated, BlockWindow, BlockwiseMask, Hierarchical
+from ..patterns.blocks import (
+    BlockCausal,
+    BlockDiffusion,
+    BlockDilated,
+    BlockWindow,
+    BlockwiseMask,
+    Hierarchical,
+)
 from ..patterns.keys import KeyMask
 from ..patterns.positions import (
     Causal,
@@ -66,16 +73,8 @@ def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
             return AnyOf(condition(part, frame, in_document) for part in masks)
         case Not(part):
             return Negated(condition(part, frame, in_document))
-        case BlockDilated(rates, _):
-            distances = {0, *rates, *(-rate for rate in rates)}
-            return _in_blocks(mask, [_near(distance, -distance) for distance in distances])
-        case BlockWindow(radius, _):
-            return _in_blocks(mask, [_near(radius, radius)])
-        case Hierarchical():
-            levels = [(OnGrid(True, n, n, 0), *_near(r, r)) for n, r in mask.in_blocks()]
-            return _in_blocks(mask, levels)
         case BlockwiseMask():
-            return InBlocks(mask)
+            return _in_blocks(mask)
         case KeyMask(valid):
             return InKeys(pad(valid.cumsum(0), (1, 0)))
     return Declared(mask, frame, in_document)
@@ -87,8 +86,25 @@ def _near(left: int | None, right: int | None) -> list[Condition]:
     return parts if right is None else [*parts, Linear(1, -1, -right)]
 
 
-def _in_blocks(mask: BlockwiseMask, levels: Sequence[Sequence[Condition]]) -> Condition:
+def _in_blocks(mask: BlockwiseMask) -> Condition:
     """Returns the condition that block indices meet all conditions of some item of `levels`."""
+    levels: list[Sequence[Condition]]
+    match mask:
+        case BlockDilated(rates, _):
+            distances = {0, *rates, *(-rate for rate in rates)}
+            levels = [_near(distance, -distance) for distance in distances]
+        case BlockWindow(radius, _):
+            levels = [_near(radius, radius)]
+        case BlockCausal():
+            levels = [_near(None, 0)]
+        case BlockDiffusion(n, size):
+            noisy, clean = Linear(-1, 0, 1 - n // size), Linear(0, 1, n // size)
+            levels = [_near(0, 0), [noisy, clean, *_near(None, n // size - 1)]]
+            levels += [[clean, *_near(None, 0)]]
+        case Hierarchical():
+            levels = [(OnGrid(True, n, n, 0), *_near(r, r)) for n, r in mask.in_blocks()]
+        case _:
+            return InBlocks(mask)
     return InBlocks(mask, AllOf((Linear(1, 0, 0), AnyOf(map(AllOf, levels)))))
 
 

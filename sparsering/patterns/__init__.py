@@ -10,7 +10,16 @@
 """
 
 from .algebra import Mask, Mixture, Pattern
-from .blocks import BlockDilated, Blocks, BlockWindow, Dense, Hierarchical, RandomBlocks
+from .blocks import (
+    BlockCausal,
+    BlockDiffusion,
+    BlockDilated,
+    Blocks,
+    BlockWindow,
+    Dense,
+    Hierarchical,
+    RandomBlocks,
+)
 from .custom import register_pattern
 from .expression import parse
 from .keys import KeyMask, KeyPadding
@@ -18,6 +27,7 @@ from .mask_mod import from_mask_mod
 from .packed_tree import PackedTree, pack_tree
 from .positions import (
     Causal,
+    ChunkedCausal,
     Dilated,
     Documents,
     Full,
@@ -31,8 +41,9 @@ from .selected import SelectedBlocks
 from .tree import Tree
 
 __all__ = [
-    "BlockDilated", "BlockWindow", "Blocks", "Causal", "Dense", "Dilated", "Documents", "Full",
-    "GlobalTokens", "Hierarchical", "KeyMask", "KeyPadding", "LongNet", "Mask", "Mixture", "Packed",
-    "PackedTree", "Pattern", "PooledCausal", "RandomBlocks", "SelectedBlocks", "SlidingWindow",
-    "Tree", "from_mask_mod", "pack_tree", "parse", "register_pattern",
+    "BlockCausal", "BlockDiffusion", "BlockDilated", "BlockWindow", "Blocks", "Causal",
+    "ChunkedCausal", "Dense", "Dilated", "Documents", "Full", "GlobalTokens", "Hierarchical",
+    "KeyMask", "KeyPadding", "LongNet", "Mask", "Mixture", "Packed", "PackedTree", "Pattern",
+    "PooledCausal", "RandomBlocks", "SelectedBlocks", "SlidingWindow", "Tree", "from_mask_mod",
+    "pack_tree", "parse", "register_pattern",
 ]  # fmt: skip

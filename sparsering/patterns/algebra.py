@@ -1,7 +1,8 @@
 """The algebra of patterns: masks, mixtures, and how they combine.
 
-A *mask* is a set of pairs (`&`, `|` are set operations); a *mixture* is a multiset (`+`): a pair
-in two of its branches counts twice in the softmax. Patterns are hashed and compared by content.
+A *mask* is a set of pairs (`&`, `|`, `-` are set operations); a *mixture* is a multiset (`+`): a
+pair in two of its branches counts twice in the softmax. Patterns are hashed and compared by
+content.
 """
 
 import operator
@@ -210,8 +211,8 @@ class Pattern(WrittenValue):
 
     def __invert__(self) -> NoReturn:
         raise TypeError(
-            "a pattern has no complement; combine masks of the pairs that attend, or write a mask "
-            "of your own (register_pattern)"
+            "a pattern has no complement; subtract it from the pairs that attend, as in "
+            "Full() - pattern"
         )
 
     def __and__(self, other: object) -> Any:
@@ -223,12 +224,17 @@ class Pattern(WrittenValue):
     def __add__(self, other: object) -> Any:
         return _combined("+", self, other)
 
+    def __sub__(self, other: object) -> Any:
+        return _combined("-", self, other)
+
     # Python calls these if the left side is no pattern; they raise TypeError.
-    __rand__, __ror__, __radd__ = __and__, __or__, __add__
+    __rand__, __ror__, __radd__, __rsub__ = __and__, __or__, __add__, __sub__
 
 
 class Mask(Pattern):
     """A set of (query position, key position) pairs."""
+
+    has_complement: ClassVar[bool] = True  # False if it cannot be the right side of `-`
 
     @property
     def asks_frame(self) -> bool:
@@ -280,8 +286,12 @@ class _Combination(Pattern):
     symbol: ClassVar[str]
 
     def _spell(self, tensors: list[Tensor], as_data: bool) -> str:
-        parts = [part_text(mask, tensors, as_data) for mask in self.masks]
-        return "(" + f" {self.symbol} ".join(parts) + ")"
+        first, *rest = self.masks
+        text = part_text(first, tensors, as_data)
+        for mask in rest:
+            symbol, part = ("-", mask.mask) if isinstance(mask, Not) else (self.symbol, mask)
+            text += f" {symbol} {part_text(part, tensors, as_data)}"
+        return f"({text})"
 
     def _components(self) -> tuple[Mask, ...]:
         return self.masks
@@ -324,7 +334,7 @@ class _SetOperation(_Combination, Mask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class And(_SetOperation):
-    """Intersection; written `a & b`."""
+    """Intersection; written `a & b`, or `a - b` where `b` is a complement."""
 
     symbol = "&"
     join = operator.and_
@@ -340,7 +350,10 @@ class Or(_SetOperation):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Not(Mask):
-    """Complement of a mask; with it, layouts count each pair in only one pass (`layout.Pass`)."""
+    """Complement of a mask: the right side of `a - b`.
+
+    With it, layouts count each pair in only one pass (`layout.Pass`).
+    """
 
     mask: Mask
 
@@ -386,15 +399,28 @@ def _combined(symbol: str, left: Pattern, right: object) -> Pattern:
         raise TypeError(f"{symbol} needs a pattern on both sides, {not_a_pattern(right)}")
     if symbol == "+":
         return Mixture((*left.branches, *right.branches))
-    if all(mixtures):
+    if symbol == "-":
+        right = _complement(right)
+    elif all(mixtures):
         raise TypeError(
             "& needs a pattern that is a mask on one side, got two mixtures: a mixture counts "
             "pairs; use & of each with a mask, or + of both"
         )
-    operation = And if symbol == "&" else Or
+    operation = Or if symbol == "|" else And
     parts = (
         [m for x in pair for m in (x.masks if isinstance(x, operation) else (x,))]
         for pair in product(left.branches, right.branches)
     )
     masks = tuple(operation(tuple(each)) for each in parts)
     return Mixture(masks) if any(mixtures) else masks[0]
+
+
+def _complement(mask: Pattern) -> Not:
+    if not isinstance(mask, Mask):
+        raise TypeError("- removes a set of pairs; a mixture counts them: subtract each branch")
+    if not all(part.has_complement for part in joined_masks(mask)):
+        raise TypeError(
+            "a SelectedBlocks cannot be subtracted, since caches and kernels look for its blocks; "
+            "leave the unwanted blocks out of its indices"
+        )
+    return Not(mask)

@@ -99,6 +99,70 @@ class BlockWindow(BlockwiseMask):
 
 
 @dataclass(frozen=True, repr=False, eq=False)
+class BlockCausal(BlockwiseMask):
+    """A block of queries sees its own block of keys whole, and all blocks before it: b' <= b.
+
+    Blocks have `block_size` tokens. Example: `BlockCausal(32)`.
+    """
+
+    block_size: int
+    asks_frame = False
+    by_distance = True
+
+    def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
+        return k_block <= q_block
+
+    def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.arange(len(q_block)), torch.zeros_like(q_block), q_block
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class BlockDiffusion(BlockwiseMask):
+    """Trains block diffusion over `n` noisy tokens, followed by the same `n` tokens clean.
+
+    A noisy block sees itself whole, and the clean blocks before it; a clean block sees the clean
+    blocks up to its own. `block_size` divides `n`; a call has 2 n tokens.
+
+    Source: Block Diffusion (arXiv 2503.09573), section 3.
+    """
+
+    n: int
+    block_size: int
+
+    def _validate(self) -> None:
+        super()._validate()
+        freeze_integer(self, "n", 1)
+        if self.n % self.block_size:
+            raise ValueError(
+                f"BlockDiffusion n must be a multiple of block_size {self.block_size}, got "
+                f"{self.n}; pad both halves"
+            )
+
+    def check(self, frame: Frame) -> None:
+        if (most := max(frame.kv_len, frame.q_start + frame.q_len)) > 2 * self.n:
+            raise ValueError(
+                f"BlockDiffusion with n {self.n} is for {2 * self.n} tokens, noisy and clean ones, "
+                f"got {most}; pass half the number of tokens as n"
+            )
+
+    @property
+    def own_length(self) -> int:
+        return 2 * self.n
+
+    def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
+        half = self.n // self.block_size
+        seen = torch.where(q_block < half, q_block + half - 1, q_block)  # last clean block
+        return (k_block == q_block) | ((k_block >= half) & (k_block <= seen))
+
+    def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        half = self.n // self.block_size
+        noisy, clean = (torch.nonzero(x)[:, 0] for x in (q_block < half, q_block != 0))
+        last = torch.where(q_block < half, q_block + half - 1, q_block)[clean]
+        own, first = q_block[noisy], torch.full_like(last, half)
+        return torch.cat((noisy, clean)), torch.cat((own, first)), torch.cat((own, last))
+
+
+@dataclass(frozen=True, repr=False, eq=False)
 class Hierarchical(BlockwiseMask):
     """The union of block windows over levels (stride, window), in tokens, fine to coarse.
 

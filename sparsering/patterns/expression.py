@@ -28,6 +28,7 @@ BUILT_IN: dict[str, Callable[..., Pattern]] = {
         *(positions.GlobalTokens, positions.Dilated, positions.LongNet, positions.Documents),
         *(positions.Packed, Tree, Varlen, keys.KeyPadding, keys.KeyMask),
         *(blocks.BlockDilated, blocks.BlockWindow, blocks.RandomBlocks, blocks.Hierarchical),
+        *(blocks.BlockCausal, blocks.BlockDiffusion, positions.ChunkedCausal),
         *(blocks.Blocks, SelectedBlocks, blocks.Dense),
     )
 }
@@ -43,8 +44,8 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Pattern:
     """Reads a pattern from text.
 
     Args:
-        text: constructors of the public patterns with literal arguments, joined by `&`, `|`, `+`
-            and parentheses.
+        text: constructors of the public patterns with literal arguments, joined by `&`, `|`, `+`,
+            `-` and parentheses.
         tensors: the tensors that the names t0, t1, ... stand for.
 
     Returns: the mask or mixture, equal to the one that printed the text.
@@ -120,6 +121,8 @@ class _Reader:
                 return self.read(left) | self.read(right)
             case ast.BinOp(left, ast.Add(), right):
                 return self.read(left) + self.read(right)
+            case ast.BinOp(left, ast.Sub(), right):
+                return self.read(left) - self.read(right)
             case ast.Call(ast.Name(name), arguments, keywords) if name in _constructors and all(
                 k.arg for k in keywords
             ):
@@ -158,6 +161,6 @@ def _way_out(node: ast.expr) -> str:
     if similar:
         return f"did you mean {similar[0]}(...)?"
     return (
-        f"use {', '.join(names)} with literal arguments, joined by & | +; register_pattern adds "
+        f"use {', '.join(names)} with literal arguments, joined by & | + -; register_pattern adds "
         "your own"
     )

@@ -96,6 +96,11 @@ class SlidingWindow(Mask):
         return pairs if self.right is None else pairs & (k <= p + self.right)
 
 
+def ChunkedCausal(size: int) -> And:  # noqa: N802 - named like a mask class, as LongNet
+    """Returns causal attention within chunks of `size` tokens, as in Llama 4's local layers."""
+    return And((Dilated(size, 1), Causal()))
+
+
 @dataclass(frozen=True, repr=False, eq=False)
 class GlobalTokens(Mask):
     """The first `count` tokens see all (`rows`), are seen by all (`columns`), or both.

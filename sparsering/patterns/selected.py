@@ -43,6 +43,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
     block_size: int
     query_block: int | None = None
     first_row: int = 0
+    has_complement = False
     table_dims: ClassVar[tuple[int, ...]] = (2, 3, 4)
     dtype: ClassVar[torch.dtype] = torch.int64
 

@@ -225,6 +225,9 @@ SANE: dict[str, Callable[[], tuple[Callable[..., Any], Given]]] = {
         "segment_lengths": (8, 16), "dilation_rates": (1, 2), "offset": "head"}),
     "BlockDilated": lambda: (used(sr.BlockDilated), {"rates": (1, 2), "block_size": 8}),
     "BlockWindow": lambda: (used(sr.BlockWindow), {"radius": 1, "block_size": 8}),
+    "BlockCausal": lambda: (used(sr.BlockCausal), {"block_size": 8}),
+    "BlockDiffusion": lambda: (used(sr.BlockDiffusion), {"n": 24, "block_size": 8}),
+    "ChunkedCausal": lambda: (used(sr.ChunkedCausal), {"size": 8}),
     "RandomBlocks": lambda: (used(sr.RandomBlocks), {
         "density": 0.5, "block_size": 8, "seed": 3, "per_head": True}),
     "Hierarchical": lambda: (
@@ -245,6 +248,7 @@ SANE: dict[str, Callable[[], tuple[Callable[..., Any], Given]]] = {
     "and": lambda: (combined(operator.and_), {"left": FIRST + FIRST, "right": sr.Causal()}),
     "or": lambda: (combined(operator.or_), {"left": FIRST, "right": sr.Causal()}),
     "plus": lambda: (combined(operator.add), {"left": FIRST, "right": FIRST}),
+    "minus": lambda: (combined(operator.sub), {"left": FIRST, "right": sr.SlidingWindow(2)}),
     "from_mask_mod": lambda: (used(sr.from_mask_mod), {
         "mask_mod": lambda b, h, p, k: (p - k) % 3 == b, "batch_size": B}),
     "register_pattern": lambda: (

@@ -552,7 +552,8 @@ def with_selection(
     spec = draw(specs.chosen_blocks(scene, size, row, top_p))
     if cell.pattern != "SelectedBlocks":
         other = draw(drawn.masks(scene, 0))
-        spec = (cell.pattern, *((spec, other) if draw(st.booleans()) else (other, spec)))
+        first = cell.pattern == "-" or draw(st.booleans())  # no selection is subtracted
+        spec = (cell.pattern, *((spec, other) if first else (other, spec)))
     used = {
         "query_block": row > 1,
         "top_p": top_p is not None,

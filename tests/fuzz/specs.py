@@ -25,6 +25,9 @@ LEAVES = {
     "LongNet": drawn.longnets,
     "BlockDilated": drawn.block_dilated,
     "BlockWindow": drawn.block_windows,
+    "BlockCausal": drawn.block_causal,
+    "BlockDiffusion": drawn.block_diffusions,
+    "ChunkedCausal": drawn.chunks,
     "RandomBlocks": drawn.random_blocks,
     "Hierarchical": drawn.hierarchicals,
     "Documents": drawn.documents,
@@ -55,6 +58,8 @@ def branches(spec: Spec) -> list[Spec]:
         return branches(args[0]) + branches(args[1])
     if name == "&":
         return [("&", a, b) for a in branches(args[0]) for b in branches(args[1])]
+    if name == "-":
+        return [("-", a, args[1]) for a in branches(args[0])]
     if name in INSIDE:
         return [(name, *args[:-1], inner) for inner in branches(args[-1])]
     if name == "LongNet":
@@ -173,9 +178,10 @@ def specs_with(
         spec = (kind, draw(others), other)
     else:
         spec = draw(LEAVES[kind](scene))
-    forms = ["alone", "alone", "& other", "other &", "+ other"]
+    forms = ["alone", "alone", "& other", "other &", "+ other", "- other"]
     if not is_mixture(spec):
         forms += ["| other", "other |", "other +"]
+        forms += ["other -"] if kind != "SelectedBlocks" else []
         if kind not in (*OF_WHOLE_ROWS, *OPERATORS, *INSIDE):
             forms.append("packed")
     form = draw(st.sampled_from(forms))

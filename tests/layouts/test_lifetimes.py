@@ -149,13 +149,15 @@ def endless(depth: int = 2) -> st.SearchStrategy[Spec]:
         *(st.just(("Causal",)), st.just(("Full",)), window, sinks, dilated),
         st.tuples(st.just("BlockDilated"), rates, size),
         st.tuples(st.just("BlockWindow"), st.integers(0, 4), size),
+        st.tuples(st.just("BlockCausal"), size),
+        st.tuples(st.just("ChunkedCausal"), size),
         st.tuples(st.just("Hierarchical"), st.lists(level, min_size=1, max_size=2), size),
         st.tuples(st.just("KeyPadding"), st.tuples(st.integers(0, 20), st.integers(0, 20))),
     )
     if not depth:
         return leaf
     below = endless(depth - 1)
-    return st.one_of(leaf, st.tuples(st.sampled_from("&&|"), below, below))
+    return st.one_of(leaf, st.tuples(st.sampled_from("&&|-"), below, below))
 
 
 def period_of(spec: Spec) -> int:
@@ -168,6 +170,8 @@ def period_of(spec: Spec) -> int:
             found.append(rest[0])
         if name in ("BlockDilated", "BlockWindow", "Hierarchical"):
             found.append(rest[1])
+        if name in ("BlockCausal", "ChunkedCausal"):
+            found.append(rest[0])
         if name == "Hierarchical":
             found += [rest[1] * max(1, stride // rest[1]) for stride, _ in rest[0]]
     return math.lcm(*found)

@@ -233,6 +233,11 @@ def _parts(total: int) -> tuple[int, ...]:
     return (first, 0, second, total - first - second)
 
 
+def _end(case: Case) -> int:
+    """The position behind the last query and the last key."""
+    return case.kv_len if case.q_start is None else max(case.kv_len, case.q_start + case.q_len)
+
+
 def _per_head(case: Case) -> tuple[int, ...]:
     return tuple(3 * h + 1 for h in range(case.num_kv_heads))
 
@@ -271,6 +276,9 @@ PATTERNS: dict[str, Callable[[Case], sr.Pattern]] = {
     "longnet, offset of each head": lambda case: sr.LongNet((11, 64), (2, 5), _per_head(case)),
     "block dilated": lambda case: sr.BlockDilated((1, 3), 16),
     "block window": lambda case: sr.BlockWindow(1, 24),
+    "block causal": lambda case: sr.BlockCausal(24),
+    "block diffusion": lambda case: sr.BlockDiffusion(24 * -(-_end(case) // 48), 24),
+    "causal but for a window": lambda case: sr.Causal() - sr.SlidingWindow(9, 2),
     "random blocks": lambda case: sr.RandomBlocks(0.4, 16),
     "random blocks of one choice": lambda case: sr.RandomBlocks(0.2, 8, 3, per_head=False),
     "hierarchical": lambda case: sr.Hierarchical(((16, 32), (32, 64), (64, None)), 16),

@@ -26,6 +26,9 @@ def one_of_each() -> list[Any]:
         sr.LongNet((4, 8), (1, 2)),
         sr.BlockDilated((1, 4), 16),
         sr.BlockWindow(2, 16),
+        sr.BlockCausal(16),
+        sr.BlockDiffusion(32, 16),
+        sr.ChunkedCausal(6),
         sr.RandomBlocks(0.25, 16, seed=3, per_head=False),
         sr.Hierarchical(((16, 64), (64, None)), 16),
         sr.Documents((3, 4)),
@@ -42,6 +45,7 @@ def one_of_each() -> list[Any]:
         causal & sr.SlidingWindow(9),
         causal | sr.GlobalTokens(2),
         causal + sr.SlidingWindow(9),
+        causal - sr.SlidingWindow(2),
         (causal + sr.SlidingWindow(9)) & sr.Documents((3, 4)),
     ]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 Spec = tuple[Any, ...]
 
-OPERATORS = ("&", "|", "+")
+OPERATORS = ("&", "|", "+", "-")
 
 
 @dataclass(frozen=True)
@@ -105,6 +105,26 @@ def block_dilated(at: Place, p: int, k: int, rates: tuple[int, ...], block_size:
 def block_window(at: Place, p: int, k: int, radius: int, block_size: int) -> int:
     b = block_of(p, block_size)
     return b is not None and abs(b - k // block_size) <= radius
+
+
+def block_causal(at: Place, p: int, k: int, block_size: int) -> int:
+    b = block_of(p, block_size)
+    return b is not None and k // block_size <= b
+
+
+def block_diffusion(at: Place, p: int, k: int, n: int, block_size: int) -> int:
+    """Noisy tokens 0 .. n - 1 in blocks, then the clean ones; as in the paper's three parts."""
+    if p < 0:
+        return 0
+    (q_clean, b), (k_clean, b_of_k) = ((x >= n, x % n // block_size) for x in (p, k))
+    own_block = b == b_of_k and q_clean == k_clean
+    earlier_clean = b > b_of_k and k_clean and not q_clean
+    clean_causal = b >= b_of_k and k_clean and q_clean
+    return own_block or earlier_clean or clean_causal
+
+
+def chunked_causal(at: Place, p: int, k: int, size: int) -> int:
+    return p // size == k // size and k <= p
 
 
 def hierarchical(at: Place, p: int, k: int, levels: tuple, block_size: int) -> int:
@@ -241,6 +261,9 @@ RULES = {
     "LongNet": longnet,
     "BlockDilated": block_dilated,
     "BlockWindow": block_window,
+    "BlockCausal": block_causal,
+    "BlockDiffusion": block_diffusion,
+    "ChunkedCausal": chunked_causal,
     "Hierarchical": hierarchical,
     "Documents": documents,
     "Packed": packed,
@@ -261,6 +284,8 @@ def pair_count(spec: Spec, at: Place, p: int, k: int) -> int:
         return pair_count(args[0], at, p, k) + pair_count(args[1], at, p, k)
     if name == "&":  # one side is a mask (0 or 1), so a mixture's pair keeps its count or vanishes
         return pair_count(args[0], at, p, k) * pair_count(args[1], at, p, k)
+    if name == "-":
+        return pair_count(args[0], at, p, k) * (1 - pair_count(args[1], at, p, k))
     if name == "|":
         return max(pair_count(args[0], at, p, k), pair_count(args[1], at, p, k))
     return int(RULES[name](at, p, k, *args))
@@ -331,6 +356,8 @@ def build(spec: Spec) -> Any:
         return build(args[0]) | build(args[1])
     if name == "+":
         return build(args[0]) + build(args[1])
+    if name == "-":
+        return build(args[0]) - build(args[1])
     if name in ("Packed", "Tree"):
         return getattr(sr, name)(*args[:-1], build(args[-1]))
     if name in ("Blocks", "Dense", "KeyMask"):

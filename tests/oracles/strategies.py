@@ -158,6 +158,24 @@ def block_windows(draw: st.DrawFn, scene: Scene) -> Spec:
 
 
 @st.composite
+def block_causal(draw: st.DrawFn, scene: Scene) -> Spec:
+    return ("BlockCausal", draw(PATTERN_BLOCK_SIZES))
+
+
+@st.composite
+def block_diffusions(draw: st.DrawFn, scene: Scene) -> Spec:
+    size = draw(PATTERN_BLOCK_SIZES)
+    least = max(1, scene.kv_len, scene.first_position + scene.q_len)
+    n = size * (-(-least // (2 * size)) + draw(st.sampled_from((0, 0, 1))))
+    return ("BlockDiffusion", n, size)
+
+
+@st.composite
+def chunks(draw: st.DrawFn, scene: Scene) -> Spec:
+    return ("ChunkedCausal", max(1, draw(distances(scene))))
+
+
+@st.composite
 def hierarchicals(draw: st.DrawFn, scene: Scene) -> Spec:
     window = st.one_of(st.none(), st.integers(0, 3 * max(8, scene.kv_len)))
     level = st.tuples(st.integers(1, max(8, scene.kv_len)), window)
@@ -282,9 +300,10 @@ def trees(draw: st.DrawFn, scene: Scene, inner: Any = None) -> Spec:
     if inner is not None:
         return ("Tree", lengths, above, draw(inner(scene)))
     kinds = [windows, pooled, global_tokens, dilated, block_dilated, block_windows, hierarchicals]
+    kinds += [block_causal, chunks]
     fixed = st.sampled_from((("Full",), ("Causal",), ("Causal",)))
     mask = st.one_of(fixed, *(kind(scene) for kind in (*kinds, key_paddings)))
-    joined = st.tuples(st.sampled_from(("&", "&", "|")), mask, mask)
+    joined = st.tuples(st.sampled_from(("&", "&", "|", "-")), mask, mask)
     summed = st.tuples(st.just("+"), mask, mask)
     return ("Tree", lengths, above, draw(st.one_of(mask, mask, joined, summed, longnets(scene))))
 
@@ -292,6 +311,7 @@ def trees(draw: st.DrawFn, scene: Scene, inner: Any = None) -> Spec:
 def leaf_masks(scene: Scene, with_random: bool) -> st.SearchStrategy[Spec]:
     """Strategy of masks that fit any length, so that they may also stand inside `Packed`."""
     kinds = [windows, pooled, global_tokens, dilated, block_dilated, block_windows, hierarchicals]
+    kinds += [block_causal, block_diffusions, chunks]
     kinds += [key_paddings, block_tables] + [random_blocks] * with_random
     fixed = st.sampled_from((("Full",), ("Causal",)))
     return st.one_of(fixed, *(kind(scene) for kind in kinds))
@@ -300,7 +320,7 @@ def leaf_masks(scene: Scene, with_random: bool) -> st.SearchStrategy[Spec]:
 def masks(
     scene: Scene, depth: int = 2, with_random: bool = False, nested: bool = False
 ) -> st.SearchStrategy[Spec]:
-    """Strategy of masks joined by `&` and `|`, at most `depth` operators deep."""
+    """Strategy of masks joined by `&`, `|` and `-`, at most `depth` operators deep."""
 
     def inner(inside: Scene) -> st.SearchStrategy[Spec]:
         return masks(inside, 1, with_random, nested=True)
@@ -313,7 +333,7 @@ def masks(
     if depth == 0:
         return simple
     below = masks(scene, depth - 1, with_random, nested)
-    joined = st.tuples(st.sampled_from(("&", "&", "|")), below, below)
+    joined = st.tuples(st.sampled_from(("&", "&", "|", "-")), below, below)
     return st.one_of(simple, joined)
 
 
@@ -337,6 +357,7 @@ def mixtures(
         st.tuples(st.just("+"), mask, below),
         st.tuples(st.just("&"), below, mask),
         st.tuples(st.just("&"), mask, below),
+        st.tuples(st.just("-"), below, mask),
     ]
     return st.one_of(*forms, *([] if nested else [packed(scene, inner)]))
 
