@@ -63,7 +63,7 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Pattern:
     if not isinstance(tensors, Sequence) or not all(isinstance(x, Tensor) for x in tensors):
         got = shortened(repr(tensors))
         raise ValueError(f"tensors must be a sequence of tensors, got {got}; pass pattern.tensors")
-    return _parse(text, tuple(tensors)) if tensors else _parse_literal(text)
+    return _parse(text, tuple(tensors)) if tensors and "t0" in text else _parse_literal(text)
 
 
 def parse_owned(text: str, tensors: Sequence[Tensor]) -> Pattern:
@@ -71,7 +71,7 @@ def parse_owned(text: str, tensors: Sequence[Tensor]) -> Pattern:
 
     Therefore a `SelectedBlocks` on a GPU uses its index tensor without a copy.
     """
-    if tensors:
+    if tensors and "t0" in text:
         return _parse(text, tuple(tensors), owned=True)
     return _parse_literal(text) if len(text) <= _SHORT else _parse_long(text)
 

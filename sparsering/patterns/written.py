@@ -71,9 +71,13 @@ class WrittenValue:
         """Text and tensors of the pattern as an operator takes them.
 
         In a traced call they have lengths as tensors, so that its graph serves other lengths too.
+        In an exported call there is at least one tensor, if need be one that the text does not
+        name: a package of AOTInductor hands an operator None in place of an empty list.
         """
         if self._data is not None and torch.compiler.is_compiling():
             return self._data
+        if not self.tensors and torch.compiler.is_exporting():
+            return self.expression, (torch.empty(0),)
         return self.expression, self.tensors
 
     def __repr__(self) -> str:

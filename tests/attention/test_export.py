@@ -1,4 +1,4 @@
-"""torch.export: a model of a dynamic length, loaded in a fresh process, has the same numbers."""
+"""Exported models of a dynamic length, loaded in a fresh process, have the same numbers."""
 
 import subprocess
 import sys
@@ -25,6 +25,18 @@ class Attends(torch.nn.Module):
         return out.transpose(1, 2).flatten(2)
 
 
+class AttendsByAll(torch.nn.Module):
+    """Three calls: a pattern without tensors, one that reads lengths, and the reference."""
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
+        out = sr.attention(q, k, v, sr.SlidingWindow(16, 0), block_size=16)
+        out = sr.attention(out, k, v, sr.Causal() & sr.KeyPadding(lengths), block_size=16)
+        bias = torch.zeros(2, 9)
+        return sr.attention(
+            out, k, v, sr.SlidingWindow(8, 0), distance_bias=bias, backend="reference"
+        )
+
+
 # A fresh process imports the library for its operators alone.
 LOAD = """
 import sys, torch, sparsering
@@ -32,6 +44,13 @@ for number in range(3):
     x, wanted = torch.load(f"{sys.argv[1]}/{number}.pt")
     out = torch.export.load(f"{sys.argv[1]}/model.pt2").module()(x)
     assert torch.equal(out, wanted), (out - wanted).abs().max()
+"""
+LOAD_PACKAGE = """
+import sys, torch, sparsering
+model = torch._inductor.aoti_load_package(f"{sys.argv[1]}/model.pt2")
+for number in range(3):
+    *inputs, wanted = torch.load(f"{sys.argv[1]}/{number}.pt")
+    torch.testing.assert_close(model(*inputs), wanted, rtol=1e-5, atol=1e-6)
 """
 
 
@@ -49,10 +68,31 @@ def test_an_exported_model_takes_other_lengths_in_a_fresh_process(tmp_path: Path
     for number, length in enumerate((2, 100, 333)):
         x = torch.randn(2, length, 32)
         torch.save((x, model(x).detach()), tmp_path / f"{number}.pt")
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", LOAD, str(tmp_path)],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    run_fresh(LOAD, tmp_path)
+
+
+# AOTInductor hands an operator None where it has an empty list of tensors.
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_a_package_of_aotinductor_takes_other_lengths_in_a_fresh_process(tmp_path: Path):
+    model = AttendsByAll().eval()
+    tokens = torch.export.Dim("tokens", min=2, max=4096)
+    shapes = {**{name: {2: tokens} for name in "qkv"}, "lengths": None}
+
+    def inputs(length: int) -> tuple[Tensor, ...]:
+        lengths = torch.tensor([length, length // 2 + 1])
+        return *(torch.randn(2, 2, length, 16) for _ in "qkv"), lengths
+
+    program = torch.export.export(model, inputs(100), dynamic_shapes=shapes)
+    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
+    for number, length in enumerate((2, 100, 333)):
+        call = inputs(length)
+        torch.save((*call, model(*call)), tmp_path / f"{number}.pt")
+    run_fresh(LOAD_PACKAGE, tmp_path)
+
+
+def run_fresh(program: str, folder: Path) -> None:
+    """Runs a program in a new process, which must end well."""
+    command = [sys.executable, "-W", "ignore", "-c", program, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
