@@ -150,12 +150,14 @@ $(WHEELS_STAMP): $(STAMP) requirements-wheels.txt
 	@touch $@
 
 # auditwheel calls patchelf by its name. GCC 13 and newer need a newer system than the wheel's tag says.
+# W004 asks for names that Python can import: the kernel's libraries are no modules, torch loads them.
 wheels: dist $(WHEELS_STAMP) ## add the wheel that needs no compiler: its libraries outlive a torch version
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tools/build_wheels.py
 	$(BIN)/python -m twine check --strict dist/*
+	$(BIN)/check-wheel-contents --ignore W004 --toplevel sparsering dist/*.whl
 	$(BIN)/python tools/check_dist.py --content
 
-# PYTHONS="a/bin/python b/bin/python": interpreters with other versions of torch, for the same wheel.
+# PYTHONS="a/bin/python b/bin/python": interpreters with other versions of torch, and NumPy, for the same wheel.
 check-dist: wheels ## run the wheels in clean environments, without a compiler and with one; the sdist's tests
 	$(BIN)/python tools/check_dist.py --python $(PYTHONS)
 

@@ -24,6 +24,8 @@ def test_one_version_everywhere():
     )
     assert sparsering.__version__ == project["version"] == newest == citation["version"]
     assert day == citation["date-released"]
+    recipe = (ROOT / "packaging" / "conda" / "recipe.yaml").read_text(encoding="utf-8")
+    assert f'version: "{newest}"' in recipe
 
 
 def test_the_oldest_python_and_torch_are_those_of_the_workflow():

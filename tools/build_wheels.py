@@ -40,7 +40,11 @@ def main() -> int:
     """Compiles the libraries, checks them, and writes the wheel."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dist", type=Path, default=ROOT / "dist", help="folder of the wheels")
-    dist = parser.parse_args().dist
+    parser.add_argument(
+        "--no-repair", action="store_true", help="keep this system's own tag, as a conda build does"
+    )
+    arguments = parser.parse_args()
+    dist = arguments.dist
     (pure,) = dist.glob("sparsering-*-py3-none-any.whl")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -51,7 +55,7 @@ def main() -> int:
         for old in dist.glob("sparsering-*.whl"):
             if old != pure:
                 old.unlink()
-        if sys.platform == "linux":
+        if sys.platform == "linux" and not arguments.no_repair:
             tag = f"{OLDEST_SYSTEM}_{platform.machine()}"
             options = [
                 "--exclude",
