@@ -263,6 +263,12 @@ def test_build_prints_all_that_a_failing_compiler_says(tmp_path, capsys, monkeyp
     assert "one error" in told and "and its context" in told
 
 
+def test_build_for_a_gpu_says_where_there_is_none(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert run("build", "--gpu") == 2
+    assert "--gpu needs a GPU" in capsys.readouterr().err
+
+
 def test_the_module_is_the_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["sparsering"])
     with pytest.raises(SystemExit) as exit:

@@ -15,6 +15,8 @@ def add_commands(commands: Commands) -> None:
     info = commands.add_parser("info", help="versions, threads, CPU features and backends")
     info.set_defaults(run=_info)
     build = commands.add_parser("build", help="compile the CPU kernel now, not on first use")
+    gpu = "also compile Triton's kernels of causal attention with this head dim (64)"
+    build.add_argument("--gpu", type=int, nargs="?", const=64, metavar="HEAD_DIM", help=gpu)
     build.set_defaults(run=_build)
 
 
@@ -80,9 +82,17 @@ def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> str:
 
 
 def _build(arguments: argparse.Namespace) -> int:
+    import torch
+
+    from .. import Causal, attention
     from ..kernels import cpu
     from ..patterns.arguments import escaped
 
+    if arguments.gpu and not torch.cuda.is_available():
+        raise ValueError("--gpu needs a GPU that torch.cuda can use, got none; leave --gpu out")
+    for dtype in (torch.float32, torch.bfloat16, torch.float16) if arguments.gpu else ():
+        x = torch.randn(1, 1, 512, arguments.gpu, dtype=dtype, device="cuda", requires_grad=True)
+        attention(x, x, x, Causal(), backend="triton").sum().backward()
     try:
         print(cpu.build())
     except RuntimeError as error:  # `main` would shorten the compiler's output
