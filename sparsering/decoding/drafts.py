@@ -22,7 +22,7 @@ from ..patterns.arguments import MOST_TOKENS, checked_integers, shortened
 from ..patterns.tree import Tree, has_tree
 from ..streams import moved
 from .cache_state import CacheState, Draft
-from .steps import IN_PAGES, NewTokens, attend_spans, run_backend
+from .steps import IN_PAGES, NewTokens, attend_spans, empty_results, run_backend
 
 
 def draft_of(state: CacheState, tokens: NewTokens, tree: Sequence[int] | Tensor) -> Draft:
@@ -67,15 +67,22 @@ def attend_draft(
     query, n, lengths = tokens.query, tokens.query.shape[2], state.lengths
     every = lengths if len(set(lengths)) > 1 else lengths[:1] or [0]
     nodes: Any = tuple((length, *(1,) * n) for length in every)
-    above: Any = ((-1, *(parent + 1 for parent in draft.parents)),) * len(every)
+    parents = (-1, *(parent + 1 for parent in draft.parents))
+    above: Any = (parents,) * len(every)
     nodes, above = (nodes, above) if len(every) > 1 else (nodes[0], above[0])
     end = max(every) + draft.depth if state.total is None else state.total
     pattern: Pattern = Tree(nodes, above, state.pattern, end)  # type: ignore[arg-type]
     block = max(state.page_size, 128)
     walks = bool(n and state.histories) and BACKENDS[recipe.backend].forward is not None
     if n > block or not walks or not tokens.extras.in_use.keys() <= IN_PAGES:
-        state = state.changed(pattern=pattern, total=None)
-        return attend_spans(state, recipe, tokens, [n] * len(lengths))
+        out, lse = empty_results(query, tokens.value.shape[3])
+        for length in set(lengths):  # a tree has the keys of its own entries
+            tree: Pattern = Tree((length, *(1,) * n), parents, state.pattern, end)  # type: ignore[arg-type]
+            counts = [n if x == length else 0 for x in lengths]
+            found = attend_spans(state.changed(pattern=tree, total=None), recipe, tokens, counts)
+            index = torch.tensor(counts, device=query.device).nonzero()[:, 0]
+            out[index], lse[index] = (x[index] for x in found)
+        return out, lse
     histories = state.distinct() if len(state.distinct()) == 1 else state.histories
     starts = torch.tensor(every)
     old = torch.stack([x.positions_with(state.page_length) for x in histories])

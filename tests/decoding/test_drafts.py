@@ -167,19 +167,24 @@ def test_half_precision_and_a_draft_of_more_than_a_tile(dtype):
     assert_close(want, alone[0], 1e-12)
 
 
-def test_entries_of_unequal_lengths_have_their_own_depths():
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"backend": "reference"}, EXTRAS["distances"], EXTRAS["all"] | {"backend": "reference"}],
+    ids=["walks", "reference", "distances", "all by reference"],
+)
+def test_entries_of_unequal_lengths_have_their_own_depths(options):
     tree, new, prompt = TREES["three levels"], rows(10, 4), rows(50, 0)
     for pattern in (sr.SlidingWindow(9), PATTERNS["longnet"]):
         cache = cache_of(pattern)
         cache.attend(*prompt, lengths=[50, 33])
-        got = cache.attend(*new, tree=tree)
+        got = cache.attend(*new, tree=tree, **options)
         cache.keep([0, 1, 4])
         then = cache.attend(*rows(3, 6))
         for entry, length in enumerate((50, 33)):
             alone = cache_of(pattern)
             one = [x[entry : entry + 1].expand(2, -1, -1, -1) for x in new]
             alone.attend(*(x[entry : entry + 1, :, :length].expand(2, -1, -1, -1) for x in prompt))
-            assert_close(got[entry], alone.attend(*one, tree=tree)[0], 1e-12)
+            assert_close(got[entry], alone.attend(*one, tree=tree, **options)[0], 1e-12)
             alone.keep([0, 1, 4])
             last = alone.attend(*(x[entry : entry + 1].expand(2, -1, -1, -1) for x in rows(3, 6)))
             assert_close(then[entry], last[0], 1e-12)
