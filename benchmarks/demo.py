@@ -15,7 +15,7 @@ from sparsering.cli.training import printable
 from sparsering.files import replace_file
 from sparsering.patterns.expression import parse
 from sparsering.patterns.positions import Causal
-from sparsering.plots import patterns_png, require_matplotlib
+from sparsering.plots import require_matplotlib
 from sparsering.training.data import SEPARATOR, Windows
 from sparsering.training.loop import Run, train
 from sparsering.training.measure import TimedTokens
@@ -23,7 +23,7 @@ from sparsering.training.recipe import Recipe
 
 from .html import report_html, table
 from .measure import memory as peak
-from .plots import loss_png, speed_png
+from .plots import loss_png, patterns_png, speed_png
 from .step_times import StepTime, step_times
 
 RECIPE = Recipe(steps=300, num_layers=2)

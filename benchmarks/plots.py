@@ -288,3 +288,21 @@ def speed_png(seconds: Mapping[str, tuple[float, float]], *, title: str) -> byte
     axes.invert_yaxis()
     axes.legend(fontsize=8, frameon=False)
     return png(figure)
+
+
+def patterns_png(
+    panels: Sequence[tuple[str, Pattern, int]], *, num_heads: int = 1, columns: int = 1
+) -> bytes:
+    """Draws the first head of each (caption, pattern, length in tokens), in `columns` columns.
+
+    `pattern_png` lists the errors and the cost.
+    """
+    rows = -(-len(panels) // columns)
+    figure = new_figure(4.6 * columns, 5.0 * rows)
+    for place, (caption, pattern, length) in enumerate(panels, 1):
+        layout = pattern.layout(length, num_heads=num_heads)
+        axes = figure.add_subplot(rows, columns, place)
+        draw_pattern(axes, layout)
+        pairs = f"{layout.num_pairs:,.0f} pairs per head ({layout.num_pairs / length**2:.2%})"
+        axes.set_title(f"{wrapped(caption, 44)}\n{pairs}", fontsize=8.5)
+    return png(figure)

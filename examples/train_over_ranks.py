@@ -20,9 +20,7 @@ import torch.distributed as dist
 
 from sparsering.distributed import RingPlan, last_traffic
 from sparsering.distributed.sharding import num_tokens
-from sparsering.files import replace_file
 from sparsering.patterns.positions import Full
-from sparsering.plots import require_matplotlib, traffic_png
 from sparsering.training.data import read_text
 from sparsering.training.loop import Run, adamw, autocast, train, training_step
 from sparsering.training.ranks import Ranks
@@ -53,7 +51,6 @@ def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
 
     Returns: 0; 1 if losses or bytes are not as expected; 128 + n if signal n stopped it.
     """
-    require_matplotlib()
     if not dist.is_torchelastic_launched():
         raise ValueError(
             "expected processes started by torchrun, got a single process; run make demo-ring, or "
@@ -141,13 +138,6 @@ def _report(out: Path, run: Run, plan: RingPlan, figures: list[RankFigures]) -> 
     parameters = sum(p.nbytes for p in run.model.parameters())
     print(f"Beside it, each step sums gradients of {_size(parameters)} over the ranks.")
     print(f"Peak memory of the one process: {_size(peak)}.")
-    # Bytes of one token's key and value in one head.
-    row_bytes = 2 * run.recipe.width // run.recipe.num_heads * DTYPES[run.recipe.dtype].itemsize
-    drawings = [
-        (f"needed keys: {run.recipe.pattern}", plan.tokens, row_bytes),
-        ("a full ring: every key to every rank", _full_ring(plan).tokens, row_bytes),
-    ]
-    replace_file(out / "traffic.png", traffic_png(drawings))
     if counted != planned:
         print("The counted bytes differ from the plan.")
     if not largest <= TOLERANCE:

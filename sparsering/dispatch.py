@@ -26,12 +26,12 @@ class Backend(NamedTuple):
     # None only for the reference, which is plain differentiable torch and needs no operator.
     backward: Callable[[Problem, Tensor, Tensor, Tensor, Tensor], Gradients] | None
     extras: frozenset[str]  # options of a call, such as softcap or sink, that it computes
-    only_named: bool = False  # True if it runs only when the caller names it
     package: str = ""  # that it needs; the pip extra with the backend's name has it
     # Sums each block's attention weights, times a factor per query: [B, Hq, blocks]. If it is None,
     # callers take these sums from the gradient of a block bias.
     entry_mass: Callable[[Problem, Tensor, Tensor], Tensor] | None = None
     # Lists why it cannot run (pattern, position of the first query); None if it runs any pattern.
+    # If it has such reasons, it runs only when the caller names it.
     refuses: Callable[[Pattern, int], list[str]] | None = None
     # True if `forward` accepts `Problem.slots`; for others, bitmaps are shifted so that all are 0.
     reads_slots: bool = False
@@ -42,7 +42,7 @@ class Backend(NamedTuple):
     @property
     def runs_any_layout(self) -> bool:
         """True if it computes any pass, forward and backward, as ring attention needs."""
-        return self.backward is not None and not self.only_named
+        return self.backward is not None and self.refuses is None
 
 
 def _no_float64(*tensors: Tensor) -> list[str]:
@@ -65,8 +65,7 @@ BACKENDS: dict[str, Backend] = {
     ),
     "reference": Backend(_no_float64, None, None, reference.EXTRAS),
     "sdpa": Backend(
-        sdpa.reasons, sdpa.forward, sdpa.backward, sdpa.EXTRAS, only_named=True,
-        refuses=sdpa.refuses,
+        sdpa.reasons, sdpa.forward, sdpa.backward, sdpa.EXTRAS, refuses=sdpa.refuses
     ),
 }  # fmt: skip
 """All backends, in order of preference."""
@@ -112,7 +111,7 @@ def choose(
 
 def is_default(name: str) -> bool:
     """True if a backend may be chosen by default; never triton if its interpreter would run."""
-    return not BACKENDS[name].only_named and not (name == "triton" and triton.interpreting())
+    return BACKENDS[name].refuses is None and not (name == "triton" and triton.interpreting())
 
 
 def reasons_against(

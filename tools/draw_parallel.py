@@ -1,4 +1,4 @@
-"""Draws who sends what in docs/parallel.md: `python tools/draw_parallel.py docs/parallel.png`.
+"""Draws who sends what in docs/parallel.md: `python -m tools.draw_parallel docs/parallel.png`.
 
 The layers are those of the page's script: 65,536 tokens over 4 ranks, zigzag, one kv head.
 """
@@ -6,9 +6,9 @@ The layers are those of the page's script: 65,536 tokens over 4 ranks, zigzag, o
 import sys
 from pathlib import Path
 
+from benchmarks.report.traffic import traffic_png
 from sparsering import Causal, SlidingWindow
 from sparsering.distributed import RingPlan
-from sparsering.plots import traffic_png
 
 TOKENS, RANKS, ROW_BYTES = 65_536, 4, 2 * 32 * 4  # a row: key and value, head dim 32, float32
 LAYERS = {

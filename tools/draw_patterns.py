@@ -1,10 +1,10 @@
-"""Draws the README's three patterns: `python tools/draw_patterns.py docs/patterns.png`."""
+"""Draws the README's three patterns: `python -m tools.draw_patterns docs/patterns.png`."""
 
 import sys
 from pathlib import Path
 
+from benchmarks.plots import patterns_png
 from sparsering import Causal, GlobalTokens, LongNet, RandomBlocks, SlidingWindow
-from sparsering.plots import patterns_png
 
 TOKENS = 4096
 PANELS = [

@@ -7,12 +7,12 @@ import torch
 
 from sparsering.distributed import RingPlan
 from sparsering.patterns.expression import parse
-from sparsering.plots import traffic_png
 
 from ..html import image_html
 from ..measure import Row
 from ..plots import lengths_png, roofline_png, thumbnail_png
 from .columns import share, short, size
+from .traffic import traffic_png
 
 
 def lengths_html(rows: Sequence[Row], column: str) -> list[str]:

@@ -7,14 +7,6 @@ Drawing needs matplotlib (`pip install sparsering[plots]`); without it, it raise
 
 from ..layouts.drawing import pair_shares
 from .figure import require_matplotlib
-from .rings import traffic_png
-from .visible_keys import draw_pattern, pattern_png, patterns_png
+from .visible_keys import draw_pattern, pattern_png
 
-__all__ = [
-    "draw_pattern",
-    "pair_shares",
-    "pattern_png",
-    "patterns_png",
-    "require_matplotlib",
-    "traffic_png",
-]
+__all__ = ["draw_pattern", "pair_shares", "pattern_png", "require_matplotlib"]

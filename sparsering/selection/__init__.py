@@ -20,17 +20,7 @@ from .scores import block_scores
 from .summaries import BlockSummaries
 
 __all__ = [
-    "BlockScorer",
-    "BlockSummaries",
-    "GatedSchedule",
-    "PatternRefiner",
-    "Schedule",
-    "SelectionReport",
-    "block_mass",
-    "block_scores",
-    "pool_blocks",
-    "remainder_attention",
-    "select_blocks",
-    "selection_loss",
-    "selection_report",
-]
+    "BlockScorer", "BlockSummaries", "GatedSchedule", "PatternRefiner", "Schedule",
+    "SelectionReport", "block_mass", "block_scores", "pool_blocks", "remainder_attention",
+    "select_blocks", "selection_loss", "selection_report",
+]  # fmt: skip

@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 
 from examples import train_over_ranks
 from sparsering.cli import main
-from sparsering.plots import traffic_png
 from sparsering.training import Recipe, load_model, loop, tensor_files, train
 from sparsering.training.checkpoint import load_checkpoint, named_tensors, save_checkpoint
 from sparsering.training.loop import adamw
@@ -385,12 +384,6 @@ def test_ranks_must_train_the_same(two, recipe, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_traffic_is_drawn():
-    tokens = torch.tensor([[0, 5], [7, 0]])
-    assert traffic_png([("two ranks", tokens, 512)]).startswith(b"\x89PNG")
-    assert traffic_png([("nothing", torch.zeros(12, 12, dtype=torch.int64), 512)])
-
-
 @pytest.mark.slow
 def test_the_demo_counts_what_the_plan_says(recipe, tmp_path):
     script, out = tmp_path / "demo.py", tmp_path / "demo"
@@ -409,4 +402,3 @@ def test_the_demo_counts_what_the_plan_says(recipe, tmp_path):
     assert done.returncode == 0, done.stderr
     for said in ("one process", "full ring", "peak memory", "the busiest rank", "MiB"):
         assert said in done.stdout
-    assert (out / "traffic.png").read_bytes().startswith(b"\x89PNG")
