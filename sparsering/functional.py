@@ -7,10 +7,20 @@ from torch import Tensor
 from .call_recipe import checked_call, recipe_of
 from .checks import check_batch
 from .dispatch import BACKENDS, block_size_of, choose, is_default, reasons_against
+from .extras import OPTIONS, refuse_options
 from .ops import attend
 from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.arguments import checked_flag
 from .patterns.selected import selections_of
+
+_ELSEWHERE = {  # what stands here for options of other libraries
+    "attn_mask": "the pattern says which pairs attend, such as Dense(mask)",
+    "block_mask": "the pattern says which blocks attend, such as Blocks(active, 128)",
+    "is_causal": "Causal() is a pattern",
+    "window_size": "SlidingWindow(left, right) is a pattern",
+    "score_mod": "softcap, distance_bias and block_bias change scores",
+    "dropout": "its name is dropout_p",
+}
 
 
 @overload
@@ -51,6 +61,7 @@ def attention(
     dropout_seed: int | Tensor | None = None,
     return_lse: bool = False,
     backend: str | None = None,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes exact softmax attention over the pairs of a pattern, at the cost of the pattern.
 
@@ -106,6 +117,9 @@ def attention(
     Example:
         >>> out = attention(query, key, value, LongNet((2048, 4096), (1, 2)) & Causal())
     """
+    if unknown:
+        known = ("scale", "q_start", "block_size", *OPTIONS, "return_lse", "backend")
+        refuse_options("attention", unknown, known, _ELSEWHERE)
     return_lse = checked_flag("return_lse", return_lse)
     extras: dict[str, Any] = {}
     unused = block_bias is slot_bias is distance_bias is sink is None

@@ -37,7 +37,7 @@ ROOMS = {
     "call_recipe": "pairs dispatch extras checks kernels patterns",
     "ops": "call_recipe pairs dispatch differentiable extras checks kernels layouts patterns "
     "numerics streams",
-    "functional": "ops call_recipe dispatch checks patterns",
+    "functional": "ops call_recipe dispatch extras checks patterns",
     "varlen": "functional extras checks patterns",
     "weights": "ops call_recipe dispatch extras checks layouts patterns numerics",
     "selection": "weights functional ops call_recipe dispatch checks kernels layouts patterns "

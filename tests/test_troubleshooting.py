@@ -103,7 +103,7 @@ PROVOKED: dict[str, Callable[[], object]] = {
     "pattern must be a sparsering pattern such as Causal(), got Tensor": lambda: call(
         torch.ones(16, 16).bool()
     ),
-    "got an unexpected keyword argument": lambda: call(attn_mask=None),
+    "attention takes no attn_mask": lambda: call(attn_mask=None),
     "a pattern has no truth value": lambda: CAUSAL and CAUSAL,
     "a mixture counts them: use +": lambda: sr.LongNet((4, 8), (1, 2)) | CAUSAL,
     "query heads must be a multiple of key/value heads": lambda: call(heads=3),

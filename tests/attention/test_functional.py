@@ -465,3 +465,16 @@ def test_a_result_changes_in_place_and_only_its_backward_may_raise(backend: str,
             out.sum().backward()
     else:
         out.sum().backward()
+
+
+def test_options_of_other_libraries_are_named_with_what_to_write():
+    names = {
+        "attn_mask": "such as Dense.mask.", "is_causal": r"Causal\(\) is a pattern",
+        "window_size": r"SlidingWindow\(left, right\)", "dropout": "its name is dropout_p",
+        "score_mod": "softcap, distance_bias and block_bias", "block_mask": r"Blocks\(active, 12",
+    }  # fmt: skip
+    for name, told in names.items():
+        with pytest.raises(ValueError, match=f"attention takes no {name}: .*{told}.*; leave it"):
+            sr.attention(**tensors(), pattern=sr.Causal(), **{name: None})
+    with pytest.raises(TypeError, match="attention has no option scales; its options are scale, q"):
+        sr.attention(**tensors(), pattern=sr.Causal(), scales=1.0)

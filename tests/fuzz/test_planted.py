@@ -60,6 +60,36 @@ DEFECTS = {
         "(x[:, :, moved(index, x.device)] for x in draft[:2])",
         "(x[:, :, : len(index)] for x in draft[:2])",
     ),
+    "rejected tokens of a draft stay": (
+        "caches",
+        "decoding/drafts.py",
+        "key, value = (x[:, :, moved(index, x.device)] for x in draft[:2])",
+        "key, value = draft[:2]",
+    ),
+    "a window along a path counts packed indices": (
+        "caches",
+        "patterns/tree.py",
+        "p, k = (nodes.depth_of(x.clamp(0, most)) for x in (p, k))",
+        "p, k = (x.clamp(0, most) for x in (p, k))",
+    ),
+    "positions count the tokens of a draft before it is kept": (
+        "caches",
+        "decoding/kv_cache.py",
+        "self._state = state.changed(draft=draft)",
+        "self._state = state.advanced([1] * len(state.lengths), 0).changed(draft=draft)",
+    ),
+    "a difference of masks loses what it should keep": (
+        "calls",
+        "layouts/lower.py",
+        "return Negated(condition(part, frame, in_document))",
+        "return condition(part, frame, in_document)",
+    ),
+    "a noisy block sees its own clean block": (
+        "calls",
+        "layouts/lower.py",
+        "levels = [_near(0, 0), [noisy, clean, *_near(None, n // size - 1)]]",
+        "levels = [_near(0, 0), [noisy, clean, *_near(None, n // size)]]",
+    ),
     "each round of a ring adds the sink": (
         "rings",
         "distributed/rank.py",
