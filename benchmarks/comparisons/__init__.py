@@ -22,6 +22,7 @@ from .drafts import drafts
 from .extras import extras
 from .gigapath import gigapath
 from .modules import modules
+from .prefill import prefill
 from .rows import rows
 from .selection import selection, selection_decoding, selection_scores
 from .sweeps import sweeps
@@ -38,6 +39,7 @@ CASES = {
     "decoding": decoding,
     "batches": batches,
     "modules": modules,
+    "prefill": prefill,
     "drafts": drafts,
     "extras": extras,
     "selection": selection,
