@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "machine/threads.h"
@@ -334,28 +335,41 @@ class Backward {
     double* dtable =
         !dtable_ ? nullptr : dtable_ + (item.head * groups_ + group) * (2 * x_.extras.radius + 1);
     std::fill_n(s.dq.get(), queries.count * pairs_.width(), 0.f);
-    for (int64_t entry = item.begin; entry < item.end; ++entry) {
-      const int64_t column = pass.keys(table)[entry];
-      const Tile key_tile = pass.key_tile(axis, column);
-      const int64_t padded = round_up(key_tile.count, 16);
-      if (key_tile.count == 0 || !x_.extras.sees(b, key_tile, pass.step)) {
-        continue;
+    Pair room[kMostKeys / 16];
+    for (int64_t entry = item.begin; entry < item.end;) {
+      int64_t size = 0, rows = 0;
+      for (; entry < item.end; ++entry) {
+        const int64_t column = pass.keys(table)[entry];
+        const Tile key_tile = pass.key_tile(axis, column);
+        const int64_t padded = round_up(key_tile.count, 16);
+        if (size && rows + padded > kMostKeys) {
+          break;
+        }
+        if (key_tile.count && x_.extras.sees(b, key_tile, pass.step)) {
+          const int64_t bitmap = pass.bitmap_numbers(table)[entry];
+          const float bias = x_.bias_at(number, b, head, entry);
+          room[size++] = {b,    head,   item.tile,    column, entry, bitmap,
+                          bias, dtable, keys[column], padded, rows};
+          rows += padded;
+        }
       }
-      const Pair pair{b,
-                      head,
-                      item.tile,
-                      column,
-                      pass.bitmap_numbers(table)[entry],
-                      x_.bias_at(number, b, head, entry),
-                      dtable};
-      const float sum = pairs_.differentiate(s, pass, keys[column], queries, tile, pair);
-      if (dbias_) {
-        dbias_[x_.bias_of(number, b, head) + entry] = sum;
+      const std::span<const Pair> pairs(room, size);
+      pairs_.multiply_keys(s, queries, pairs);
+      for (const Pair& pair : pairs) {
+        const float sum = pairs_.differentiate(s, pass, queries, tile, pair);
+        if (dbias_) {
+          dbias_[x_.bias_of(number, b, head) + pair.entry] = sum;
+        }
       }
-      pairs_.add_to_queries(s, queries, keys[column], padded, s.dq.get());
-      if (dk) {
-        pairs_.add_to_keys(s, queries, padded, dk + column * block * pairs_.width(),
-                           dv + column * block * pairs_.value_width());
+      for (const Pair& pair : pairs) {
+        pairs_.add_to_queries(s, queries, pair, s.dq.get());
+      }
+      for (int64_t i = 0; dv && i < size; ++i) {
+        pairs_.add_to_values(s, queries, pairs[i],
+                             dv + pairs[i].column * block * pairs_.value_width());
+      }
+      for (int64_t i = 0; dk && i < size; ++i) {
+        pairs_.add_to_keys(s, queries, pairs[i], dk + pairs[i].column * block * pairs_.width());
       }
     }
     transpose(s.dq.get(), pairs_.width(), queries.count, s.floats.get());
@@ -389,15 +403,13 @@ class Backward {
         }
         const int64_t entry = by_key.entry[table * pass.entries + i];
         const Queries queries = pairs_.pack_queries(s, pass, b, head, tile);
-        const Pair pair{b,
-                        head,
-                        row,
-                        column,
-                        pass.bitmap_numbers(table)[entry],
-                        x_.bias_at(number, b, head, entry),
-                        nullptr};
-        pairs_.differentiate(s, pass, keys, queries, tile, pair);
-        pairs_.add_to_keys(s, queries, padded, s.dk.get(), s.dv.get());
+        const int64_t bitmap = pass.bitmap_numbers(table)[entry];
+        const float bias = x_.bias_at(number, b, head, entry);
+        const Pair pair{b, head, row, column, entry, bitmap, bias, nullptr, keys, padded};
+        pairs_.multiply_keys(s, queries, {&pair, 1});
+        pairs_.differentiate(s, pass, queries, tile, pair);
+        pairs_.add_to_values(s, queries, pair, s.dv.get());
+        pairs_.add_to_keys(s, queries, pair, s.dk.get());
       }
     }
   }

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include <span>
 #include <tuple>
 
 #include "scores.h"
@@ -33,6 +34,7 @@ class Pairs {
   struct Scratch {
     explicit Scratch(const Pairs& f) {
       const int64_t queries = round_up(f.x_.block, 32), wide = std::max(f.width_, f.value_width_);
+      const int64_t most_keys = std::max(kMostKeys, queries);
       tile = Buffer<T>(queries * wide);
       pairs = Buffer<T>(kPaired<T> ? queries * wide : 0);
       floats = Buffer<float>(queries * wide);
@@ -42,11 +44,11 @@ class Pairs {
       dout_t = Buffer<T>(queries * f.value_width_);
       lse = Buffer<float>(queries);
       delta = Buffer<float>(queries);
-      scores = Buffer<float>(queries * queries);
-      dscores = Buffer<float>(queries * queries);
-      p = Buffer<T>(kPaired<T> ? queries * queries : 0);
-      ds = Buffer<T>(kPaired<T> ? queries * queries : 0);
-      ds_paired = Buffer<T>(kPaired<T> ? queries * queries : 0);
+      scores = Buffer<float>(queries * most_keys);
+      dscores = Buffer<float>(queries * most_keys);
+      p = Buffer<T>(kPaired<T> ? queries * most_keys : 0);
+      ds = Buffer<T>(kPaired<T> ? queries * most_keys : 0);
+      ds_paired = Buffer<T>(kPaired<T> ? queries * most_keys : 0);
       dq = Buffer<float>(queries * wide);
       dk = Buffer<float>(queries * f.width_);
       dv = Buffer<float>(queries * f.value_width_);
@@ -65,10 +67,13 @@ class Pairs {
 
   // A query tile and a key tile of one head, with their bitmap and extras.
   struct Pair {
-    int64_t b, head, row, column;
+    int64_t b, head, row, column, entry;
     int64_t bitmap;  // -1 for none
     float bias;
     double* dtable;  // gradient of the distance table, to be added to; or nullptr
+    Keys keys;
+    int64_t padded;     // keys of the tile, padded
+    int64_t first = 0;  // row of its first key in the scratch, which has room for kMostKeys
   };
 
   int64_t width() const {
@@ -133,16 +138,27 @@ class Pairs {
     return {count, q, s.qt.get(), dout, s.dout_t.get()};
   }
 
-  // Computes P^T and dS^T of a pair of tiles as left operands, and dS^T also as a right operand.
+  // Computes S^T and dP^T of some pairs of one query tile. Products of one shape follow each other,
+  // here and below, because a new shape costs a set-up of the processor's tiles.
+  void multiply_keys(Scratch& s, const Queries& q, std::span<const Pair> pairs) const {
+    for (const Pair& x : pairs) {
+      multiply(x.padded, q.count, width_, x.keys.k, width_, q.qt,
+               s.scores.get() + x.first * q.count, false);
+    }
+    for (const Pair& x : pairs) {
+      multiply(x.padded, q.count, value_width_, x.keys.v, value_width_, q.dout_t,
+               s.dscores.get() + x.first * q.count, false);
+    }
+  }
+
+  // Computes P^T and dS^T of a multiplied pair as left operands, and dS^T also as a right operand.
   // Returns the sum of dS. dS uses P before dropout, the stored P^T is after dropout.
-  float differentiate(Scratch& s, const Pass& pass, const Keys& k, const Queries& q, Tile tile,
+  float differentiate(Scratch& s, const Pass& pass, const Queries& q, Tile tile,
                       const Pair& pair) const {
     const int64_t axis = pair.head * pass.axes / x_.Hq;
     const Tile key_tile = pass.key_tile(axis, pair.column);
-    const int64_t keys = key_tile.count, padded = round_up(keys, 16), queries = q.count;
-    float *scores = s.scores.get(), *dscores = s.dscores.get();
-    multiply(padded, queries, width_, k.k, width_, q.qt, scores, false);
-    multiply(padded, queries, value_width_, k.v, value_width_, q.dout_t, dscores, false);
+    const int64_t keys = key_tile.count, queries = q.count;
+    float* scores = s.scores.get() + pair.first * queries;
     const bool extras = x_.extras.adjusts() || x_.extras.drops();
     int64_t distance = 0;  // from the first query to the last key
     if (extras) {
@@ -163,16 +179,18 @@ class Pairs {
   }
 
   // Adds dQ^T of a differentiated pair to `dq`.
-  void add_to_queries(Scratch& s, const Queries& q, const Keys& k, int64_t padded,
-                      float* dq) const {
-    multiply(width_, q.count, padded, k.kt, padded, std::get<2>(operands(s)), dq, true);
+  void add_to_queries(Scratch& s, const Queries& q, const Pair& x, float* dq) const {
+    multiply(width_, q.count, x.padded, x.keys.kt, x.padded, std::get<2>(operands(s, q, x)), dq,
+             true);
   }
 
-  // Adds dK and dV of a differentiated pair.
-  void add_to_keys(Scratch& s, const Queries& q, int64_t padded, float* dk, float* dv) const {
-    const auto [p, ds, unused] = operands(s);
-    multiply(padded, value_width_, q.count, p, q.count, q.dout, dv, true);
-    multiply(padded, width_, q.count, ds, q.count, q.q, dk, true);
+  // Adds dV, or dK, of a differentiated pair.
+  void add_to_values(Scratch& s, const Queries& q, const Pair& x, float* dv) const {
+    multiply(x.padded, value_width_, q.count, std::get<0>(operands(s, q, x)), q.count, q.dout, dv,
+             true);
+  }
+  void add_to_keys(Scratch& s, const Queries& q, const Pair& x, float* dk) const {
+    multiply(x.padded, width_, q.count, std::get<1>(operands(s, q, x)), q.count, q.q, dk, true);
   }
 
  private:
@@ -186,7 +204,7 @@ class Pairs {
       std::fill_n(s.dbiases.get(), keys - 1 + queries, 0.f);
     }
     for (int64_t j = 0; j < keys && extras.adjusts(); ++j) {
-      adjust(s.scores.get() + j * queries, queries, x_.scale, extras.softcap,
+      adjust(s.scores.get() + (pair.first + j) * queries, queries, x_.scale, extras.softcap,
              table ? s.biases.get() + keys - 1 - j : nullptr,
              extras.softcap > 0.f ? s.slope.get() + j * queries : nullptr);
     }
@@ -203,7 +221,10 @@ class Pairs {
   template <bool kExtras>
   float weights(Scratch& s, int64_t keys, int64_t queries, const Pair& pair) const {
     constexpr int W = kPaired<T> ? 2 : 1;
-    float *scores = s.scores.get(), *dscores = s.dscores.get();
+    const int64_t offset = pair.first * queries;
+    float *scores = s.scores.get() + offset, *dscores = s.dscores.get() + offset;
+    T *p_of = s.p.get() + offset, *ds_of = s.ds.get() + offset,
+      *ds_paired = s.ds_paired.get() + offset;
     const bool capped = kExtras && x_.extras.softcap > 0.f, drops = kExtras && x_.extras.drops();
     const Vec scale(x_.rest_of_scale()), shift(pair.bias);
     Vec total(0.f);
@@ -241,8 +262,8 @@ class Pairs {
         for (int row = 0; row < 2; ++row) {
           const int64_t at = (j + row) * queries + c;
           if constexpr (kPaired<T>) {
-            at::vec::convert_float_bfloat16(p[row][0], p[row][1]).store(s.p.get() + at);
-            at::vec::convert_float_bfloat16(ds[row][0], ds[row][1]).store(s.ds.get() + at);
+            at::vec::convert_float_bfloat16(p[row][0], p[row][1]).store(p_of + at);
+            at::vec::convert_float_bfloat16(ds[row][0], ds[row][1]).store(ds_of + at);
           } else {
             p[row][0].store(scores + at);
             ds[row][0].store(dscores + at);
@@ -250,7 +271,7 @@ class Pairs {
         }
         if constexpr (kPaired<T>) {
           for (int w = 0; w < W; ++w) {
-            store_pair(s.ds_paired.get() + j * queries + 2 * (c + w * kLanes), ds[0][w], ds[1][w]);
+            store_pair(ds_paired + j * queries + 2 * (c + w * kLanes), ds[0][w], ds[1][w]);
           }
         }
       }
@@ -258,11 +279,15 @@ class Pairs {
     return sum_of_lanes(total);
   }
 
-  std::tuple<const T*, const T*, const T*> operands(const Scratch& s) const {
+  // P^T and dS^T of a pair, and dS^T as a right operand.
+  std::tuple<const T*, const T*, const T*> operands(const Scratch& s, const Queries& q,
+                                                    const Pair& pair) const {
+    const int64_t offset = pair.first * q.count;
     if constexpr (kPaired<T>) {
-      return {s.p.get(), s.ds.get(), s.ds_paired.get()};
+      return {s.p.get() + offset, s.ds.get() + offset, s.ds_paired.get() + offset};
     } else {
-      return {s.scores.get(), s.dscores.get(), s.dscores.get()};
+      const float* ds = s.dscores.get() + offset;
+      return {s.scores.get() + offset, ds, ds};
     }
   }
 
