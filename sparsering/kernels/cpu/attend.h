@@ -29,7 +29,7 @@ class Attend {
   struct Scratch {
     Scratch(const Attend& f, bool many, bool few) {
       const auto& x = f.x_;
-      const int64_t queries = round_up(x.block, 32), most_keys = std::max(kMostKeys, x.block);
+      const int64_t queries = round_up(x.block, 32), most_keys = cpu::most_keys(x.block);
       rows = Buffer<float>(queries * x.Dv);
       lse = Buffer<float>(queries);
       highest = Buffer<float>(queries);
@@ -62,6 +62,7 @@ class Attend {
     pack_transposed(q, queries, width_, s.packed.get());
     std::fill_n(s.highest.get(), queries, -kInf);
     std::fill_n(s.total.get(), queries, 0.f);
+    std::fill_n(s.sums.get(), queries * x_.Dv, 0.f);
     if (x_.extras.drops()) {
       row_words(x_, pass, item.batch, item.head, item.row, queries, s.a.get(), s.b.get());
     }
@@ -100,6 +101,7 @@ class Attend {
       if (any) {
         multiply_sums(s, queries);
       }
+      any = true;
       T* w = weights;
       for (int64_t i = 0; i < tiles.size; ++i) {
         const auto& part = tiles.parts[i];
@@ -107,13 +109,9 @@ class Attend {
           drop(w, part.padded, queries, dropout(s, pass, axis, part.column));
         }
         const T* value = operands[part.column].v;
-        multiply(x_.Dv, queries, part.padded, value, part.padded, w, s.sums.get(), any);
-        any = true;
+        multiply(x_.Dv, queries, part.padded, value, part.padded, w, s.sums.get(), true);
         w += part.padded * queries;
       }
-    }
-    if (!any) {
-      std::fill_n(s.sums.get(), queries * x_.Dv, 0.f);
     }
     for (int64_t i = 0; i < queries; ++i) {
       finish(s.highest.get()[i], s.total.get()[i], s.factor.get()[i], s.lse.get()[i]);
@@ -221,7 +219,7 @@ class Attend {
       const int64_t column = pass.keys(table)[entry];
       const Tile tile = pass.key_tile(axis, column);
       const int64_t count = tile.count, padded = round_up(count, 16);
-      if (result.size && result.padded + padded > kMostKeys) {
+      if (result.size && result.padded + padded > most_keys(x_.block)) {
         break;
       }
       if (count && x_.extras.sees(item.batch, tile, pass.step)) {

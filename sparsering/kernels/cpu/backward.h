@@ -335,14 +335,14 @@ class Backward {
     double* dtable =
         !dtable_ ? nullptr : dtable_ + (item.head * groups_ + group) * (2 * x_.extras.radius + 1);
     std::fill_n(s.dq.get(), queries.count * pairs_.width(), 0.f);
-    Pair room[kMostKeys / 16];
+    Pair room[kMostTiles];
     for (int64_t entry = item.begin; entry < item.end;) {
       int64_t size = 0, rows = 0;
       for (; entry < item.end; ++entry) {
         const int64_t column = pass.keys(table)[entry];
         const Tile key_tile = pass.key_tile(axis, column);
         const int64_t padded = round_up(key_tile.count, 16);
-        if (size && rows + padded > kMostKeys) {
+        if (size && rows + padded > most_keys(block)) {
           break;
         }
         if (key_tile.count && x_.extras.sees(b, key_tile, pass.step)) {

@@ -18,7 +18,7 @@ namespace sparsering::cpu {
 using Vec = at::vec::Vectorized<float>;
 
 constexpr int64_t kLanes = Vec::size();
-constexpr int64_t kMostKeys = 256;  // keys per softmax step: their scores stay in cache
+constexpr int64_t kMostScores = 1 << 15;  // of a softmax step: they stay in a core's cache
 constexpr int64_t kFewQueries = 8;  // for so few queries, packing keys costs more than it saves
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
@@ -28,6 +28,12 @@ constexpr bool kPaired = std::is_same_v<T, BFloat16>;
 inline int64_t round_up(int64_t n, int64_t unit) {
   return (n + unit - 1) / unit * unit;
 }
+
+// Most keys of a softmax step, for query tiles of `block` tokens; and most key tiles.
+inline int64_t most_keys(int64_t block) {
+  return std::max(block, kMostScores / round_up(block, 32));
+}
+constexpr int64_t kMostTiles = kMostScores / 32 / 16;
 
 // Calls f with a value of the C++ type of the dtype `type`.
 template <typename F>

@@ -34,7 +34,7 @@ class Pairs {
   struct Scratch {
     explicit Scratch(const Pairs& f) {
       const int64_t queries = round_up(f.x_.block, 32), wide = std::max(f.width_, f.value_width_);
-      const int64_t most_keys = std::max(kMostKeys, queries);
+      const int64_t most_keys = round_up(cpu::most_keys(f.x_.block), 32);
       tile = Buffer<T>(queries * wide);
       pairs = Buffer<T>(kPaired<T> ? queries * wide : 0);
       floats = Buffer<float>(queries * wide);
@@ -73,7 +73,7 @@ class Pairs {
     double* dtable;  // gradient of the distance table, to be added to; or nullptr
     Keys keys;
     int64_t padded;     // keys of the tile, padded
-    int64_t first = 0;  // row of its first key in the scratch, which has room for kMostKeys
+    int64_t first = 0;  // row of its first key in the scratch, which has room for most_keys
   };
 
   int64_t width() const {

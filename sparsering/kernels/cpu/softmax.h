@@ -47,7 +47,7 @@ struct Stack {
     int64_t column, entry, rows, padded;
     float bias;
   };
-  Part parts[kMostKeys / 16];  // a part is a key tile, padded to at least 16 rows
+  Part parts[kMostTiles];  // a part is a key tile, padded to at least 16 rows
   int64_t size = 0, padded = 0;
 };
 
