@@ -157,12 +157,15 @@ def call_rows(
     )  # fmt: skip
     length = 1024 if quick else 8192 if backward else 16384
     calls: dict[str, Callable[[], Any]] = {}
+    gradients: dict[int, Tensor] = {}  # by length; drawn once, outside of the timed calls
     inputs = [x.requires_grad_(backward) for x in inputs_of(HEADS, length, width, dtype)]
     short = 1024 if quick else 4096  # the rate of Full() is the same at this length
     first = [x[:, :, :short].detach().requires_grad_(backward) for x in inputs]
     for name, (pattern, block) in patterns.items():
         given = first if name == DENSE else inputs
-        calls[name] = partial(run, given, pattern, block, backward)
+        if backward and given[0].shape[2] not in gradients:
+            gradients[given[0].shape[2]] = gradient_of(given[0])
+        calls[name] = partial(run, given, pattern, block, gradients.get(given[0].shape[2]))
     ms = interleaved(calls, 2 if quick else 7)
     rates: dict[str, float] = {}
     rows: list[Row] = []
@@ -183,19 +186,20 @@ def call_rows(
     return rows
 
 
-def run(inputs: list[Tensor], pattern: sr.Pattern, block: int, backward: bool) -> Any:
-    """Runs our attention, and its gradients if `backward`."""
+def run(inputs: list[Tensor], pattern: sr.Pattern, block: int, gradient: Tensor | None) -> Any:
+    """Runs our attention; with a gradient of its output, returns those of the inputs."""
     out = sr.attention(inputs[0], inputs[1], inputs[2], pattern, block_size=block, backend="cpu")
-    return torch.autograd.grad(out, inputs, gradient_of(out)) if backward else out
+    return out if gradient is None else torch.autograd.grad(out, inputs, gradient)
 
 
 def error_of(inputs: list[Tensor], pattern: sr.Pattern, block: int, backward: bool) -> float:
     """Error of a forward on sampled rows, or of all gradients of a head on 2,048 tokens."""
     query, key, value = inputs
     if not backward:
-        return sampled_error(run(inputs, pattern, block, False), query, key, value, pattern)
+        return sampled_error(run(inputs, pattern, block, None), query, key, value, pattern)
     own = [x[:, :1, :2048].detach().requires_grad_() for x in inputs]
     exact = [x.detach().double().requires_grad_() for x in own]
     out: Any = sr.attention(exact[0], exact[1], exact[2], pattern, block_size=block)
-    gradients = torch.autograd.grad(out, exact, gradient_of(own[0]).double())
-    return distance_of(run(own, pattern, block, True), gradients)
+    gradient = gradient_of(own[0])
+    gradients = torch.autograd.grad(out, exact, gradient.double())
+    return distance_of(run(own, pattern, block, gradient), gradients)
