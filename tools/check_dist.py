@@ -7,8 +7,9 @@ a new environment, once without a C++ compiler (one warning, the same numbers) a
 takes about a minute and 2 GB for a while.
 
 The wheel of `make wheels`, if it is there, is installed and run as a user who may write to a
-temporary folder alone, without a compiler and without a network. `--python` names interpreters that
-have other versions of torch: `--python .venv-2.11/bin/python .venv-2.14/bin/python`.
+temporary folder alone, without a compiler and without a network: first one call, then tests of the
+kernels and of `attention` against the installed package. `--python` names interpreters that have
+other versions of torch, and NumPy: `--python .venv-2.11/bin/python .venv-2.14/bin/python`.
 """
 
 import argparse
@@ -43,6 +44,28 @@ NOBODY = (
 )
 MOST_SECONDS = 1.0  # of the first call
 SOME_TESTS = ("tests/test_numerics.py", "tests/test_architecture.py", "tests/test_release.py")
+# Run against the installed wheel, each list in a process. What needs a compiler is left out, as is
+# what the wheel's libraries have no part in.
+WHEEL_TESTS = (
+    tuple(f"tests/kernels/test_cpu{name}.py" for name in ("", "_rows", "_threads")),
+    ("tests/attention",),
+)
+WHEEL_TESTS_LEFT_OUT = ("triton", "gather", "compile", "process", "documented")
+# Ends the run with an error unless the tests imported the installed package and its library alone.
+PLUGIN = """
+import os, pathlib, sys
+import pytest
+
+def pytest_sessionfinish():
+    site = os.environ["SITE"]
+    ours = [x for name, x in sys.modules.items() if name.split(".")[0] == "sparsering"]
+    strange = sorted({x.__file__ for x in ours if not x.__file__.startswith(site + os.sep)})
+    maps = pathlib.Path("/proc/self/maps")  # not on macOS
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    loaded = {line.split()[-1] for line in lines if "sparsering" in line}
+    if strange or not all(name.startswith(site + os.sep) for name in loaded):
+        raise pytest.UsageError(f"tests ran {strange or sorted(loaded)}")
+"""
 # Runs in the new environment; prints what ran, its distance from float64, and what was warned.
 ATTEND = """
 import json, sys, time, warnings
@@ -193,9 +216,39 @@ def run_libraries(wheel: Path, python: Path) -> None:
             expect(found["runs"] == "cpu" and not found["told"], f"{vectors}: {found}")
             expect(found["seconds"] <= MOST_SECONDS, f"a first call took {found['seconds']:.2f} s")
             shown.append(f"{vectors or 'first call'} {found['seconds'] * 1e3:.0f} ms")
+        shown.append(run_wheel_tests(python, folder, settings, nobody))
         for path in read_only:
             path.chmod(path.stat().st_mode | 0o200)
     print(f"{wheel.name} on torch {found['torch']}: {', '.join(shown)}; no compiler, read-only")
+
+
+def run_wheel_tests(
+    python: Path, folder: Path, settings: dict[str, str], nobody: Sequence[str]
+) -> str:
+    """Runs tests of this checkout against the installed wheel; returns pytest's last lines."""
+    tools, tests = folder / "tools", folder / "tests-of-wheel"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tools)]
+    pins = ["--constraint", str(ROOT / "requirements-dev.txt")]
+    subprocess.run([*pip, *pins, "pytest", "hypothesis"], check=True)
+    shutil.copytree(ROOT / "tests", tests / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", tests)
+    (tools / "installed.py").write_text(PLUGIN)
+    site = settings["PYTHONPATH"]
+    environment = {name: x for name, x in os.environ.items() if not name.startswith("SPARSERING")}
+    environment |= settings | {"PYTHONPATH": f"{site}{os.pathsep}{tools}", "SITE": site}
+    leave_out = " and ".join(f"not {name}" for name in WHEEL_TESTS_LEFT_OUT)
+    options = ["-q", "-m", "not slow", "-k", leave_out, "-p", "no:cacheprovider", "-p", "installed"]
+    runs = [
+        subprocess.Popen(
+            [*nobody, python, "-m", "pytest", *options, *parts],
+            cwd=tests, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for parts in WHEEL_TESTS
+    ]  # fmt: skip
+    told = [run.communicate()[0].strip() for run in runs]  # each has one thread
+    for run, text in zip(runs, told, strict=True):
+        expect(run.returncode == 0, text[-6000:])
+    return ", ".join(text.splitlines()[-1].strip("= ") for text in told)
 
 
 def files_of(folder: Path) -> set[tuple[str, int, int]]:
