@@ -1,4 +1,4 @@
-"""Which backend runs a call: the first default one that can, or the one that is named."""
+"""A call runs on the first default backend that can run it, or on the one that is named."""
 
 import pytest
 import torch
