@@ -50,7 +50,10 @@ WHEEL_TESTS = (
     tuple(f"tests/kernels/test_cpu{name}.py" for name in ("", "_rows", "_threads")),
     ("tests/attention",),
 )
-WHEEL_TESTS_LEFT_OUT = ("triton", "gather", "compile", "process", "documented")
+WHEEL_TESTS_LEFT_OUT = (
+    *("triton", "gather", "compile", "process"),
+    *("documented", "docs", "dtensors"),  # read this checkout's pages; need a network
+)
 # Ends the run with an error unless the tests imported the installed package and its library alone.
 PLUGIN = """
 import os, pathlib, sys
