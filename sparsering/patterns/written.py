@@ -76,7 +76,8 @@ class WrittenValue:
         """
         if self._data is not None and torch.compiler.is_compiling():
             return self._data
-        if not self.tensors and torch.compiler.is_exporting():
+        is_compiled = torch.compiler.is_dynamo_compiling()  # torch 2.11 then says it exports
+        if not self.tensors and torch.compiler.is_exporting() and not is_compiled:
             return self.expression, (torch.empty(0),)
         return self.expression, self.tensors
 
