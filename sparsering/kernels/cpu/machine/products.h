@@ -6,7 +6,7 @@
 
 #include <ATen/cpu/vec/vec.h>
 
-#include "torch.h"
+#include "tiles.h"
 
 #if defined(__APPLE__)
 #define SIX_INT64 "xxxxxx"  // int64_t is long long
@@ -64,8 +64,15 @@ inline bool multiplies_pairs() {
   return f.multiply_pairs && (!f.context || !f.uses_onednn || f.uses_onednn(f.context()));
 }
 
+// True if this thread's tile registers are set up for multiply_tiles.
+inline bool& own_tiles() {
+  static thread_local bool own = false;
+  return own;
+}
+
 // Ends a thread's use of a processor's tiles.
 inline void release_products() {
+  own_tiles() = false;
   if (found().release) {
     found().release(true);
   }
@@ -128,6 +135,19 @@ inline void multiply_blocks(int64_t M, int64_t N, int64_t K, const BFloat16* A, 
                             const BFloat16* B, int64_t ldb, float* C, int64_t ldc, bool add) {
   if (!found().multiply_pairs) {
     throw std::runtime_error("sparsering cpu: torch multiplies no bfloat16");
+  }
+  // torch keeps account of what it has set up: its products set up again after a release
+  if (found().release && fits_tiles(M, N, K)) {
+    if (!own_tiles()) {
+      release_products();
+      set_up_tiles();
+      own_tiles() = true;
+    }
+    multiply_tiles(M, N, K, A, lda, B, ldb, C, ldc, add);
+    return;
+  }
+  if (own_tiles()) {
+    release_products();
   }
   found().multiply_pairs(M, N, K, lda, ldb, ldc, add, A, B, C, true);
 }
