@@ -86,9 +86,9 @@ DEFECTS = {
     ),
     "a noisy block sees its own clean block": (
         "calls",
-        "layouts/lower.py",
-        "levels = [_near(0, 0), [noisy, clean, *_near(None, n // size - 1)]]",
-        "levels = [_near(0, 0), [noisy, clean, *_near(None, n // size)]]",
+        "patterns/blocks.py",
+        "q_block + half - 1, q_block)  # last clean block",
+        "q_block + half, q_block)  # last clean block",
     ),
     "each round of a ring adds the sink": (
         "rings",
