@@ -59,8 +59,8 @@ class WrittenValue:
         return f"{self._name or type(self).__name__}({', '.join(values)})"
 
     def _values(self, as_data: bool = False) -> Iterator[Any]:
-        names = (field.name for field in fields(self))  # type: ignore[arg-type]
-        return (self._given_or_own(name) if as_data else getattr(self, name) for name in names)
+        names: list[str] = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        return map(self._given_or_own if as_data else self.__getattribute__, names)
 
     def _given_or_own(self, name: str) -> Any:
         """Returns a field, as the tensor of lengths that it came as, if it did."""

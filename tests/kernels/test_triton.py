@@ -250,6 +250,15 @@ def test_tiles_cut_into_pieces_are_the_reference(name, launched):
 
 
 @pytest.mark.usefixtures("cut_tiles")
+@pytest.mark.parametrize("queries", [1, 7])
+def test_more_pieces_than_are_merged_at_once(queries, launched):
+    """A tile has 19 pieces; the kernels that combine them load 16 at a time."""
+    case = Case(1, 2, 1, queries, 300, 8, 12)
+    assert_is_the_reference(sr.Full(), case)
+    assert {"merge_kernel", "sum_kernel"} <= set(launched)
+
+
+@pytest.mark.usefixtures("cut_tiles")
 def test_a_block_bias_of_cut_tiles_is_the_reference():
     _assert_bias_is_the_reference(sr.Causal() + sr.SlidingWindow(5), Case(1, 2, 1, 35, 35, 8, 8))
 

@@ -1,6 +1,8 @@
 """Calls on the stub's current device, and bounds of what a steady call asks of it."""
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from gpu_stub import Counts, counted
@@ -18,6 +20,17 @@ def rows(heads: int = 2, tokens: int = 512, width: int = 64, dtype=torch.bfloat1
 
 def learnt(*tensors: Tensor) -> list[Tensor]:
     return [x.detach().requires_grad_() for x in tensors]
+
+
+def functions_of(call: Callable[[], object]) -> int:
+    """Counts the Python functions of the package that a call enters, after three calls like it."""
+    package, entered = str(Path(sr.__file__).parent), []
+    for _ in range(3):
+        call()
+    sys.setprofile(lambda frame, event, _: entered.append((event, frame.f_code.co_filename)))
+    call()
+    sys.setprofile(None)
+    return sum(event == "call" and name.startswith(package) for event, name in entered)
 
 
 def steady(

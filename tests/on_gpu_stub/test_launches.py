@@ -1,15 +1,12 @@
 """Steady calls launch few kernels; tests notice a call that asks more of a device."""
 
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import triton
 import triton.language as tl
-from calls import LONGNET, WINDOW, learnt, rows, steady
+from calls import LONGNET, WINDOW, functions_of, learnt, rows, steady
 from gpu_stub import capturing, counted, gpu
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -45,17 +42,6 @@ def test_a_steady_call_runs_few_functions(hopper):
     """The time of the host, as a number that no other work on the machine changes."""
     query, token = rows(), rows(tokens=1)
     cache = sr.KVCache(WINDOW, 1, 2, 64, num_heads=2, dtype=torch.bfloat16)
-    package = str(Path(sr.__file__).parent)
-
-    def functions_of(call: Callable[[], object]) -> int:
-        entered = []
-        for _ in range(3):
-            call()
-        sys.setprofile(lambda frame, event, _: entered.append((event, frame.f_code.co_filename)))
-        call()
-        sys.setprofile(None)
-        return sum(event == "call" and name.startswith(package) for event, name in entered)
-
     with torch.no_grad():
         cache.attend(query, query, query)
         assert functions_of(lambda: sr.attention(query, query, query, WINDOW)) <= 85
@@ -156,6 +142,7 @@ def test_a_misaligned_tensor_map_is_seen(hopper, monkeypatch):
     matrix = operands.matrix
     monkeypatch.setattr(operands, "matrix", described)
     monkeypatch.setattr(TensorDescriptor, "__post_init__", lambda self: None)  # asks base too
+    triton_launch._launches.clear()
     sr.layout_cache.clear()
     with pytest.raises(RuntimeError, match="not aligned to 16 bytes"):
         sr.attention(query, flat.view(1, 2, 512, 64), query, WINDOW)
@@ -189,14 +176,14 @@ def test_memory_of_the_host_and_of_another_device_is_refused(hopper):
     with gpu(80):
         elsewhere = rows()
     assert elsewhere.device != query.device
-    kernel = {"x": query, "y": elsewhere}
+    tensors = {"x": query, "y": elsewhere}
 
     @triton.jit
     def of_two(x, y):
         tl.store(x, tl.load(y))
 
     with pytest.raises(AssertionError, match="on device"):
-        triton_launch.Launch(of_two, 1, None, kernel).run({})
+        triton_launch.Launch(of_two, 1, None, {}).run(tensors)
 
 
 # ---- Decoding. -------------------------------------------------------------

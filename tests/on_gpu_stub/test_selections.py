@@ -4,12 +4,13 @@ from collections import Counter
 
 import pytest
 import torch
-from calls import learnt, rows, steady
+from calls import functions_of, learnt, rows, steady
 from gpu_stub import Counts, capturing, counted, gpu
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 import sparsering as sr
-from sparsering.kernels.triton import selected
+from sparsering.kernels.triton import launch, selected
 from sparsering.nn import SelectedAttention
 from sparsering.selection import block_scores, select_blocks
 
@@ -153,6 +154,73 @@ def test_a_layer_with_its_own_scores_waits_for_nothing(hopper):
     layer = SelectedAttention(256, 4, num_kv_heads=2, k=4).to("cuda", torch.bfloat16)
     x = rows(1, 512, 256)[0]
     steady(lambda: layer(x).sum().backward(), triton=10, torch=150)
+
+
+def selected_of(indices: Tensor) -> sr.Pattern:
+    return sr.SelectedBlocks(indices.clone(), 64) & sr.Causal()
+
+
+def test_a_new_selection_costs_the_host_twice_a_cached_call_at_most(hopper):
+    query, key, value = inputs = learnt(rows(4), rows(2), rows(2))
+    indices = torch.zeros(1, 2, 8, 4, dtype=torch.int64, device="cuda")
+    cached = selected_of(indices)
+
+    def trained(pattern: sr.Pattern) -> None:
+        out = sr.attention(*inputs, pattern)
+        torch.autograd.grad(out, inputs, torch.zeros_like(out))
+
+    with torch.no_grad():
+        least = functions_of(lambda: sr.attention(query, key, value, cached))
+        new = functions_of(lambda: sr.attention(query, key, value, selected_of(indices)))
+    assert new <= 2 * least, (new, least)
+    least = functions_of(lambda: trained(cached))
+    new = functions_of(lambda: trained(selected_of(indices)))
+    assert new <= 2 * least, (new, least)
+
+
+def test_launches_are_shared_by_selections_of_equal_shapes_only(hopper, monkeypatch):
+    """Each launch has the arguments that a process without any cache would give it."""
+    given: list[list[object]] = []
+    arguments = launch.Launch.arguments
+    monkeypatch.setattr(
+        launch.Launch,
+        "arguments",
+        lambda self, of_call: given.append(arguments(self, of_call)) or given[-1],
+    )
+
+    def described(x: object) -> object:
+        if isinstance(x, Tensor):
+            return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
+        if isinstance(x, TensorDescriptor):
+            return described(x.base), x.shape, x.strides, x.block_shape
+        return x
+
+    def call(heads=4, tokens=512, slots=4, dtype=torch.bfloat16, causal=True, **options) -> list:
+        query, key = rows(heads, tokens, dtype=dtype), rows(2, tokens, dtype=dtype)
+        indices = torch.zeros(1, 2, -(-tokens // 64), slots, dtype=torch.int64, device="cuda")
+        pattern = sr.SelectedBlocks(indices, 64)
+        inputs = learnt(query, key, key)
+        given.clear()
+        out = sr.attention(*inputs, pattern & sr.Causal() if causal else pattern, **options)
+        torch.autograd.grad(out, inputs, torch.zeros_like(out))
+        tensors = {id(x) for x in inputs}
+        assert any(id(x) in tensors for one in given for x in one)
+        return [[described(x) for x in one] for one in given]
+
+    kinds = (
+        {}, {"heads": 2}, {"tokens": 500}, {"slots": 8}, {"dtype": torch.float16}, {"scale": 0.5},
+        {"causal": False}, {"softcap": 5.0}, {"dropout_p": 0.1, "dropout_seed": 3},
+        {"tokens": 1024, "slots": 16},
+    )  # fmt: skip
+    shared = [call(**kind) for kind in (*kinds, *kinds)]
+    with gpu(80):
+        other = [call(), call()]
+    launch._launches.clear()
+    for kind, first, second in zip(kinds, shared, shared[len(kinds) :], strict=False):
+        launch._launches.clear()
+        assert first == second == call(**kind), kind
+    with gpu(80):
+        assert other == [call(), call()]
 
 
 def test_one_block_of_many_is_chosen(hopper):

@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.layout import BlockLayout
-from ...streams import capturing
+from ...numerics import power_of_2
 from ..problem import Gradients, Problem, constant_in_graphs, dense_rows, sink_gradient
 from . import extra_arguments
 from .configs import Config, config_for, with_extras
-from .launch import Launch, kind_of, launch, padded, power_of_2, precision, processors, strides
+from .launch import Launch, kept, kind_of, kinds, launch, padded, precision, processors, strides
 from .operands import MOST_HEAD_DIM, Part, of_call, of_inputs, of_tiles, streamed
 from .walk import Walk, use, walk
 
@@ -32,9 +31,9 @@ EXTRAS = frozenset(
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WRONG_INTERPRETED = (torch.bfloat16,)  # dtypes that Triton's interpreter multiplies wrongly
 _LEAST_PROGRAMS = 8  # programs per multiprocessor that fill the device
-_ROWS = 64  # rows per program of the kernels that combine or prepare
+_ROWS = 64  # rows per program of the kernel that prepares
+_COMBINED = 256  # numbers of a result per program of the kernels that combine 8 pieces at a time
 _ALIGNED = 4  # float32 values in 16 bytes, the alignment that a descriptor needs
-_MOST_KINDS = 64  # most kinds of calls (shapes, dtypes, options) for which a layout caches launches
 
 
 def reasons(*tensors: Tensor) -> list[str]:
@@ -93,13 +92,12 @@ def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
     """Returns the gradients of the problem's tensors, from those of out and lse."""
-    layout, sink = problem.layout, problem.sink
-    bias = problem.block_bias
+    sink, bias = problem.sink, problem.block_bias
     table = problem.distance_bias if problem.learns_distances else None
     grad_out = dense_rows(grad_out)
     # kernels compute powers of 2; with a block bias, they subtract it from lse before this factor
     unit = 1.0 if bias is not None else math.log2(math.e)
-    rows = _prepared(layout, grad_out, grad_lse, out, lse, unit)
+    rows = _prepared(grad_out, grad_lse, out, lse, unit)
     in_turn, at_most = _in_turn(problem), None
     if table is not None:
         at_most = extra_arguments.kv_heads_at_a_time(problem, _config_for("query", problem))
@@ -113,7 +111,7 @@ def backward(
         to = dq[:, part.heads]
         sums = torch.zeros_like(to, dtype=torch.float32) if in_turn else to
         of_tables = [None if x is None else x[:, part.heads] for x in (dbias, dtable)]
-        for number in range(len(layout.passes)):
+        for number in range(len(problem.layout.passes)):
             _query_pass(part, number, grads, sums, *of_tables)
         if in_turn:
             to.copy_(sums)
@@ -169,29 +167,24 @@ def _forward_pass(part: Part, number: int, out: Tensor, lse: Tensor) -> None:
 
     config = _config_for("forward", part.problem)
 
-    def build() -> tuple[Walk, list[Launch]]:
-        rows = _rows(part, number, config)
-        w = _walk(part, number, rows["programs"], by_key=False)
-        arguments = {
-            **of_inputs(part, config), **rows,
-            **of_tiles(part, number, w, config, by_key=False), "RUNNING": number > 0,
+    def build(w: Walk, arguments: dict[str, Any]) -> list[Launch]:
+        arguments |= {
             "SINK": number == 0 and part.problem.sink is not None,
             "lse_batch": lse.stride(0), "lse_head": lse.stride(1), "num_heads": out.shape[1],
             **strides(q=part.query, k=part.key, v=part.value, o=out),
         }  # fmt: skip
         of_keys = {"key": part.key, "value": part.value}
         arguments |= streamed(part, number, config, arguments["ALIGN"], {}, **of_keys)
-        programs = w.units.shape[2] * rows["programs"]
-        whole = Launch(forward_kernel, programs, config, arguments)
-        return w, [whole, *_combined(merge_kernel, w, out, arguments)]
+        whole = Launch(forward_kernel, w.units.shape[2] * arguments["programs"], config, arguments)
+        return [whole, *_combined(merge_kernel, w, out, arguments)]
 
-    w, launches = _launches("forward", part, number, config, build, out, lse)
+    w, tables, launches = _launches("forward", part, number, config, build, out, lse)
     pieces = piece_lse = lse  # placeholders: if no tile is cut, no program writes pieces
     if w.slots:
         pieces = lse.new_empty(_slots(part, out.shape[1], w, out.shape[3]))
         piece_lse = lse.new_empty(pieces.shape[:-1])
     tensors = {"out": out, "lse": lse, "piece_out": pieces, "piece_lse": piece_lse}
-    launch(launches, of_call(part, number, w, by_key=False) | tensors, out.device)
+    launch(launches, tables | of_call(part, number, w, by_key=False) | tensors, out.device)
 
 
 def _query_pass(
@@ -215,28 +208,23 @@ def _query_pass(
         steps = rows["parts"] * -(-tile // (config.masked or config.streamed))
         tensors["grad_bias"] = dbias.new_zeros(*dbias.shape, steps)
 
-    def build() -> tuple[Walk, list[Launch]]:
-        w = _walk(part, number, rows["programs"], by_key=False)
-        arguments = {
-            **of_inputs(part, config), **rows,
-            **of_tiles(part, number, w, config, by_key=False), "RUNNING": number > 0,
+    def build(w: Walk, arguments: dict[str, Any]) -> list[Launch]:
+        arguments |= {
             "row_batch": delta.stride(0), "row_head": delta.stride(1),
             "num_heads": dq.shape[1], "num_blocks": 0 if dbias is None else dbias.shape[2],
             **strides(q=part.query, k=part.key, v=part.value, g=grad_out, dq=dq, grad=dq),
         }  # fmt: skip
-        for name in (*tensors, *(() if dtable is None else extra_arguments.DIAGONALS)):
-            arguments.pop(name, None)
         of_keys = {"key": part.key, "value": part.value}
         arguments |= streamed(part, number, config, arguments["ALIGN"], {}, **of_keys)
         whole = Launch(query_kernel, w.units.shape[2] * rows["programs"], config, arguments)
-        return w, [whole, *_combined(sum_kernel, w, dq, arguments, grad="grad_query")]
+        return [whole, *_combined(sum_kernel, w, dq, arguments, grad="grad_query")]
 
-    w, launches = _launches("query", part, number, config, build, *grads, dq)
+    w, tables, launches = _launches("query", part, number, config, build, *grads, dq)
     tensors["piece"] = dq.new_empty(_slots(part, dq.shape[1], w, dq.shape[3]), dtype=torch.float32)
     if dtable is not None:
         room = extra_arguments.room_for_diagonals(part.problem, w, rows, config)
         tensors |= room
-    launch(launches, of_call(part, number, w, by_key=False) | tensors, dq.device)
+    launch(launches, tables | of_call(part, number, w, by_key=False) | tensors, dq.device)
     if dbias is not None:
         dbias += tensors["grad_bias"].sum(-1)
     if dtable is not None:
@@ -259,22 +247,18 @@ def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
             x.new_zeros(batch, num_kv_heads * shares, kv_len, x.shape[3], dtype=torch.float32)
             for x in results
         )
-    programs = batch * dk.shape[1] * -(-layout.block_size // config.rows)
     grad_out, delta, row_lse = grads
 
-    def build(number: int) -> tuple[Walk, list[Launch]]:
-        w = _walk(part, number, programs, by_key=True)
-        arguments = {
-            **of_inputs(part, config), **of_tiles(part, number, w, config, by_key=True),
-            "HEADS": at_a_time,
-            "RUNNING": number > 0, "num_heads": part.query.shape[1],
+    def build(number: int, w: Walk, arguments: dict[str, Any]) -> list[Launch]:
+        arguments |= {
+            "HEADS": at_a_time, "num_heads": part.query.shape[1],
             "row_batch": delta.stride(0), "row_head": delta.stride(1),
             **strides(q=part.query, k=part.key, v=part.value, g=grad_out, dk=dk, dv=dv),
         }  # fmt: skip
         rows = {"delta": delta, "row_lse": row_lse}
         of_queries = {"query": part.query, "grad_out": grad_out}
         arguments |= streamed(part, number, config, arguments["ALIGN"], rows, **of_queries)
-        launches = [Launch(key_kernel, w.units.shape[2] * programs, config, arguments)]
+        launches = [Launch(key_kernel, w.units.shape[2] * arguments["programs"], config, arguments)]
         arguments |= {"num_heads": dk.shape[1], "first_head": part.kv_heads.start * shares}
         arguments |= {"all_heads": layout.frame.num_kv_heads * shares}
         for name, grad in (("key", dk), ("value", dv)):
@@ -282,10 +266,11 @@ def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
             arguments |= strides(grad=grad)
             names = {"grad": f"grad_{name}", "piece": f"piece_{name}"}
             launches += _combined(sum_kernel, w, grad, arguments, **names)
-        return w, launches
+        return launches
 
     for number in range(len(layout.passes)):
-        w, launches = _launches("key", part, number, config, partial(build, number), *grads, dk, dv)
+        made = partial(build, number)
+        w, tables, launches = _launches("key", part, number, config, made, *grads, dk, dv)
         pieces = [
             x.new_empty(_slots(part, x.shape[1], w, x.shape[3]), dtype=torch.float32)
             for x in (dk, dv)
@@ -294,14 +279,14 @@ def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
             "grad_out": grad_out, "delta": delta, "row_lse": row_lse,
             "grad_key": dk, "grad_value": dv, "piece_key": pieces[0], "piece_value": pieces[1],
         }  # fmt: skip
-        launch(launches, of_call(part, number, w, by_key=True) | tensors, dk.device)
+        launch(launches, tables | of_call(part, number, w, by_key=True) | tensors, dk.device)
     if not alone:
         for to, sums in zip(results, (dk, dv), strict=True):
             to.copy_(sums.unflatten(1, (num_kv_heads, shares)).sum(2))
 
 
 def _prepared(
-    layout: BlockLayout, grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, unit: float
+    grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, unit: float
 ) -> tuple[Tensor, Tensor]:
     """Returns delta and lse * unit, both [B, Hq, Nq]; the lse of a row without keys is +inf."""
     from .prepare import prepare_kernel
@@ -322,8 +307,8 @@ def _prepared(
         }  # fmt: skip
         return [Launch(prepare_kernel, batch * heads * -(-q_len // _ROWS), None, arguments)]
 
-    kind = "prepare", unit, *kind_of(*tensors.values())
-    launch(_kept(layout, kind, build, out.device), tensors, out.device)
+    kind = out.device, unit, *kind_of(*tensors.values())
+    launch(kept(kind, build, out.device), tensors, out.device)
     return delta, row_lse
 
 
@@ -332,10 +317,10 @@ def _launches(
     part: Part,
     number: int,
     config: Config,
-    build: Callable[[], tuple[Walk, list[Launch]]],
+    build: Callable[[Walk, dict[str, Any]], list[Launch]],
     *results: Tensor,
-) -> tuple[Walk, list[Launch]]:
-    """Returns a pass's work units and kernel launches, from the cache or from `build`."""
+) -> tuple[Walk, dict[str, Tensor], list[Launch]]:
+    """Returns a pass's work units, tables and launches; layouts of equal shapes share launches."""
     problem, layout, by_key = part.problem, part.layout, kernel == "key"
     query, key, value, scale, bias, softcap, table, sink, dropped, seed, mask = problem[1:12]
     extras = [x for x in (bias, table, seed, mask) if x is not None]
@@ -346,33 +331,31 @@ def _launches(
         bias is None, table is None, mask is None, sink is None, key.shape[:2], key.shape[3],
         value.shape[3], *(x[1:] for x in kind_of(key, value)), *kind_of(query, *results, *extras),
     )  # fmt: skip
-    w, launches = _kept(layout, kind, build, query.device)
+
+    def of_layout() -> tuple[Walk, dict[str, Tensor], list[Launch]]:
+        of_tile = len(query) * results[-1].shape[1] * -(-layout.block_size // config.rows)
+        rows = {"programs": of_tile} if by_key else _rows(part, number, config)
+        cores = processors(query.device)
+        w = walk(layout, number, by_key=by_key, programs=rows["programs"], processors=cores)
+        tiles = rows | of_tiles(part, number, w, config, by_key=by_key)
+        shared = layout.frame.num_heads, key.shape[2] > 0, query.device, *kind[1:], *kinds(tiles)
+        launches = kept(shared, lambda: build(w, of_inputs(part, config) | tiles), query.device)
+        return w, {name: x for name, x in tiles.items() if isinstance(x, Tensor)}, launches
+
+    own = layout.memo.setdefault("launches", {})
+    w, tables, launches = kept(kind, of_layout, query.device, own)
     use(w, layout, number, by_key=by_key)
-    return w, launches
-
-
-def _kept(
-    layout: BlockLayout, kind: tuple[object, ...], build: Callable[[], Any], device: torch.device
-) -> Any:
-    """Returns `build()`, cached in the layout under `kind` unless a CUDA graph is captured."""
-    launches = layout.memo.setdefault("launches", {})
-    if (found := launches.get(kind)) is None:
-        found = build()
-        if not capturing(device):  # in a capture, tables have no values until the replay
-            if len(launches) >= _MOST_KINDS:
-                launches.clear()
-            launches[kind] = found
-    return found
+    return w, tables, launches
 
 
 def _rows(part: Part, number: int, config: Config) -> dict[str, int]:
     """Chooses how many tokens of a query tile, and heads of a group, each program computes."""
-    layout = part.layout
+    layout, group = part.layout, part.group
     most = min(layout.block_size, -(-layout.frame.q_len // layout.passes[number].step))
     tokens = min(config.rows, power_of_2(most))
-    pack = 1 if _by_query_head(part) else min(part.group, config.rows // tokens)
-    packs = -(-part.group // pack)
-    pack = -(-part.group // packs)
+    pack = 1 if _by_query_head(part) else min(group, config.rows // tokens)
+    packs = -(-group // pack)
+    pack = -(-group // packs)
     parts = -(-most // tokens)
     return {
         "parts": parts, "TOKENS": tokens, "PACK": pack,
@@ -396,11 +379,6 @@ def _by_query_head(part: Part) -> bool:
     return part.group > 1 and part.layout.table_shape[1] > part.layout.frame.num_kv_heads
 
 
-def _walk(part: Part, number: int, programs: int, *, by_key: bool) -> Walk:
-    shared_by = processors(part.query.device)
-    return walk(part.layout, number, by_key=by_key, programs=programs, processors=shared_by)
-
-
 def _slots(part: Part, heads: int, w: Walk, head_dim: int) -> tuple[int, ...]:
     return len(part.query), heads, w.slots, part.layout.block_size, head_dim
 
@@ -411,10 +389,11 @@ def _combined(
     """Returns the launch that combines the pieces of cut tiles, or [] if no tile can be cut."""
     if not w.slots:
         return []
-    tile = arguments["TILE"]
-    rows = min(_ROWS, power_of_2(tile))
-    programs = w.cuts.shape[2] * like.shape[0] * like.shape[1] * -(-tile // rows)
-    return [Launch(kernel, programs, None, {**arguments, "ROWS": rows}, **names)]
+    tokens = arguments.get("parts", 1) * arguments.get("TOKENS", arguments["TILE"])
+    rows = min(max(1, _COMBINED // padded(like)), power_of_2(tokens))
+    own = {"parts": -(-tokens // rows), "ROWS": rows}
+    programs = w.cuts.shape[2] * like.shape[0] * like.shape[1] * own["parts"]
+    return [Launch(kernel, programs, None, arguments | own, **names)]
 
 
 def _covered(problem: Problem, by_key: bool = False) -> bool:

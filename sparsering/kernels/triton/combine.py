@@ -7,6 +7,7 @@ from .device import elements, kernel, program_of, table_of
 from .walk import CUT
 
 _CUT = tl.constexpr(CUT)
+_PIECES = tl.constexpr(8)  # pieces of a tile that are loaded at once, and added in a fixed order
 
 
 @triton.jit
@@ -25,15 +26,14 @@ def merge(out, lse, other_out, other_lse):
 def merge_kernel(
     piece_out, piece_lse, out, lse, cuts, tile_start, tile_stop,
     o_batch: tl.int64, o_head: tl.int64, lse_batch: tl.int64, lse_head: tl.int64,
-    step: tl.int64, num_cuts: tl.int64,
-    num_tiles: tl.int64, num_slots: tl.int64, num_heads: tl.int32, first_head: tl.int32,
-    all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32, axes: tl.int32,
-    TILE: tl.constexpr, ROWS: tl.constexpr, VALUE_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr, ALIGN: tl.constexpr, RUNNING: tl.constexpr,
-    SINK: tl.constexpr,
+    step: tl.int64, num_cuts: tl.int64, num_tiles: tl.int64, num_slots: tl.int64,
+    num_heads: tl.int32, first_head: tl.int32, all_heads: tl.int32, tables: tl.int32,
+    table_batches: tl.int32, axes: tl.int32, parts: tl.int32, TILE: tl.constexpr,
+    ROWS: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    ALIGN: tl.constexpr, RUNNING: tl.constexpr, SINK: tl.constexpr,
 ):
-    """Merges the partial results (pieces) of each cut query tile, in order, into out and lse."""
-    part, number, head, batch = program_of((TILE + ROWS - 1) // ROWS, 1, num_cuts, num_heads, 1)
+    """Merges the partial results (pieces) of each cut query tile into out and lse."""
+    part, number, head, batch = program_of(parts, 1, num_cuts, num_heads, 1)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     cuts += (table * num_cuts + number) * _CUT
     tile = tl.load(cuts)
@@ -45,24 +45,26 @@ def merge_kernel(
     dim = tl.arange(0, PADDED_VALUE_DIM)
     kept = real[:, None] & (dim < VALUE_DIM)[None, :]
     row = batch * elements(o_batch, ALIGN) + head.to(tl.int64) * elements(o_head, ALIGN)
-    row += position * VALUE_DIM
-    to_out = out + row[:, None] + dim[None, :]
+    to_out = out + (row + position * VALUE_DIM)[:, None] + dim[None, :]
     to_lse = lse + batch * lse_batch + head.to(tl.int64) * lse_head + position
-    if RUNNING:
-        acc = tl.load(to_out, mask=kept, other=0.0)
-        natural = tl.load(to_lse, mask=real, other=float("-inf"))
-    else:
-        acc = tl.zeros([ROWS, PADDED_VALUE_DIM], tl.float32)
-        if SINK:
-            natural = tl.load(to_lse, mask=real, other=float("-inf"))
-        else:
-            natural = tl.full([ROWS], float("-inf"), tl.float32)
-    first = tl.load(cuts + 1)
-    for piece in range(first, first + tl.load(cuts + 2)):
-        place = ((batch * num_heads + head) * num_slots + piece) * TILE + slot
-        other = tl.load(piece_out + place[:, None] * VALUE_DIM + dim[None, :], mask=kept, other=0.0)
-        other_lse = tl.load(piece_lse + place, mask=real, other=float("-inf"))
-        acc, natural = merge(acc, natural, other, other_lse)
+    acc = tl.load(to_out, mask=kept & RUNNING, other=0.0).to(tl.float32)
+    natural = tl.load(to_lse, mask=real & (RUNNING or SINK), other=float("-inf"))
+    total = tl.where(natural == float("-inf"), 0.0, 1.0)
+    first, count = tl.load(cuts + 1), tl.load(cuts + 2)
+    for begin in range(0, count, _PIECES):  # the loads of a group do not wait for one another
+        piece = begin + tl.arange(0, _PIECES)
+        place = (((batch * num_heads + head) * num_slots + first + piece) * TILE)[:, None] + slot
+        has = (piece < count)[:, None] & real
+        other_lse = tl.load(piece_lse + place, mask=has, other=float("-inf"))
+        source = piece_out + place[:, :, None] * VALUE_DIM + dim
+        other = tl.load(source, mask=has[:, :, None] & kept, other=0.0)
+        most = tl.maximum(natural, tl.max(other_lse, 0))
+        base = tl.where(most == float("-inf"), 0.0, most)
+        earlier, weight = tl.exp(natural - base), tl.exp(other_lse - base)
+        acc = acc * earlier[:, None] + tl.sum(other * weight[:, :, None], 0)
+        total, natural = total * earlier + tl.sum(weight, 0), most
+    total = tl.where(total == 0.0, 1.0, total)  # without keys, natural is -inf
+    acc, natural = acc / total[:, None], natural + tl.log(total)
     tl.store(to_out, acc.to(out.dtype.element_ty), mask=kept)
     tl.store(to_lse, natural, mask=real)
 
@@ -73,11 +75,11 @@ def sum_kernel(
     grad_batch: tl.int64, grad_head: tl.int64, step: tl.int64, num_cuts: tl.int64,
     num_tiles: tl.int64, num_slots: tl.int64, num_heads: tl.int32, first_head: tl.int32,
     all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32, axes: tl.int32,
-    TILE: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
-    ALIGN: tl.constexpr, RUNNING: tl.constexpr,
+    parts: tl.int32, TILE: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    PADDED_DIM: tl.constexpr, ALIGN: tl.constexpr, RUNNING: tl.constexpr,
 ):
-    """Sums the pieces of cut tiles into grad, in order; for dK and dV, `head` counts shares."""
-    part, number, head, batch = program_of((TILE + ROWS - 1) // ROWS, 1, num_cuts, num_heads, 1)
+    """Sums the pieces of cut tiles into grad; for dK and dV, `head` counts shares."""
+    part, number, head, batch = program_of(parts, 1, num_cuts, num_heads, 1)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     cuts += (table * num_cuts + number) * _CUT
     tile = tl.load(cuts)
@@ -89,14 +91,12 @@ def sum_kernel(
     dim = tl.arange(0, PADDED_DIM)
     kept = real[:, None] & (dim < HEAD_DIM)[None, :]
     row = batch * elements(grad_batch, ALIGN) + head * elements(grad_head, ALIGN)
-    row += position * HEAD_DIM
-    to = grad + row[:, None] + dim[None, :]
-    if RUNNING:
-        total = tl.load(to, mask=kept, other=0.0)
-    else:
-        total = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-    first = tl.load(cuts + 1)
-    for number in range(first, first + tl.load(cuts + 2)):
-        place = ((batch * num_heads + head) * num_slots + number) * TILE + slot
-        total += tl.load(piece + place[:, None] * HEAD_DIM + dim[None, :], mask=kept, other=0.0)
+    to = grad + (row + position * HEAD_DIM)[:, None] + dim[None, :]
+    total = tl.load(to, mask=kept & RUNNING, other=0.0).to(tl.float32)
+    first, count = tl.load(cuts + 1), tl.load(cuts + 2)
+    for begin in range(0, count, _PIECES):
+        nth = begin + tl.arange(0, _PIECES)
+        place = (((batch * num_heads + head) * num_slots + first + nth) * TILE)[:, None] + slot
+        has = ((nth < count)[:, None] & real)[:, :, None] & kept
+        total += tl.sum(tl.load(piece + place[:, :, None] * HEAD_DIM + dim, mask=has, other=0.0), 0)
     tl.store(to, total.to(grad.dtype.element_ty), mask=kept)

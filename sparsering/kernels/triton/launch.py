@@ -1,7 +1,8 @@
 """Launches of Triton kernels: strides, tensor descriptors and compile options."""
 
 import contextlib
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -9,15 +10,19 @@ import torch
 from torch import Tensor
 
 from ...numerics import power_of_2
+from ...streams import capturing
 from .configs import Config
+
+_launches: dict[Any, list["Launch"]] = {}  # of recent calls, for all layouts of the same shapes
+_MOST_KINDS = 256  # most kinds of calls (shapes, dtypes, options) whose launches a cache keeps
 
 
 class Launch:
     """A kernel, its grid, and the arguments that do not change between calls of equal shapes.
 
-    Each call passes the other arguments by name. The parameter `x_tiles` gets a TMA descriptor of
-    the call's tensor `x`, or without TMA `x` itself. The first run compiles the kernel; later runs
-    launch it without Triton's checks of arguments.
+    Each call passes the other arguments, and all tensors, by name. The parameter `x_tiles` gets a
+    TMA descriptor of the call's tensor `x`, or without TMA `x` itself. The first run compiles the
+    kernel; later runs launch it without Triton's checks of arguments.
 
     Args:
         arguments: arguments that do not change; with TMA, also each `x_tiles` of the first call.
@@ -42,8 +47,9 @@ class Launch:
                 rows_before = tiles.shape[0] - tiles.base.shape[2]
                 self.places.append((place, source, tiles, rows_before))
                 tiles.base = self.fixed[place] = None  # else the tensor would stay alive
-            elif name not in arguments:
+            elif name not in arguments or isinstance(tiles, Tensor):
                 self.places.append((place, source, None, 0))
+                self.fixed[place] = None
         self.compiled: Any = None
 
     def arguments(self, of_call: Mapping[str, Any]) -> list[Any]:
@@ -66,6 +72,20 @@ class Launch:
             self.compiled[self.grid](*arguments)
 
 
+def kept(kind: Any, build: Callable[[], Any], device: torch.device, own: Any = _launches) -> Any:
+    """Returns `build()`, cached in `own` or for all layouts unless a CUDA graph is captured."""
+    if (found := own.get(kind)) is not None or capturing(device):
+        return found or build()  # in a capture, tables have no values until the replay
+    if len(own) >= _MOST_KINDS:
+        own.clear()
+    return own.setdefault(kind, build())
+
+
+def kinds(named: Mapping[str, Any]) -> list[Any]:
+    """Returns values of arguments; of tensors, the properties that kernels are compiled for."""
+    return [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in named.values()]
+
+
 def launch(launches: Iterable[Launch], of_call: Mapping[str, Any], device: torch.device) -> None:
     """Runs kernels in order, with the tensors and numbers of a call."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
@@ -86,7 +106,7 @@ def strides(**tensors: Tensor) -> dict[str, int]:
     """
     least = max(16 // x.itemsize for x in tensors.values())
     of_tensors = {name: x.stride()[:3] for name, x in tensors.items()}
-    unit = least if all(n % least == 0 for three in of_tensors.values() for n in three) else 1
+    unit = 1 if math.gcd(*sum(of_tensors.values(), ())) % least else least
     arguments = {"ALIGN": unit}
     for name, three in of_tensors.items():
         for dim, n in zip(("batch", "head", "token"), three, strict=True):

@@ -77,12 +77,12 @@ def of_inputs(part: Part, config: Config) -> dict[str, Any]:
 
 def of_tiles(part: Part, number: int, w: Walk, config: Config, *, by_key: bool) -> dict[str, Any]:
     """Returns the arguments for a pass's tiles and work units; `by_key`: units are key tiles."""
-    p, tile = part.layout.passes[number], part.layout.block_size
+    tile, p = (layout := part.layout).block_size, layout.passes[number]
     starts = p.key_start if by_key else p.query_start
     masked = config.masked or config.streamed
     word = 32 if tile % 32 == 0 and masked >= 32 else 16
     return {
-        **w._asdict(),
+        **w._replace(built=None)._asdict(),
         **extra_arguments.arguments(part.problem, number, w, part.heads.start, by_key=by_key),
         "words": w.bitmaps.contiguous().view(torch.int32 if word == 32 else torch.int16),
         "step": p.step, "num_units": w.units.shape[2], "num_entries": w.start.shape[2],
@@ -90,6 +90,7 @@ def of_tiles(part: Part, number: int, w: Walk, config: Config, *, by_key: bool) 
         "table_batches": w.units.shape[0], "tables": w.units.shape[1], "axes": len(starts),
         "TILE": tile, "WORD": word, "MASKED": masked, "QUERIES": config.streamed,
         "KEYS": config.rows if by_key else config.streamed, "CUT": p.walked_as is not p,
+        "RUNNING": number > 0,
     }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from ...layouts.selected_on_device import selection_of
 from ...patterns.algebra import Frame, Pattern, check_fits
 from ...streams import Built, capturing
 from .call import interpreting, reasons
-from .launch import Launch, launch, power_of_2
+from .launch import Launch, kept, kinds, launch, power_of_2
 from .walk import Walk, hand_over
 
 # Numbers of best blocks that are compiled for, 256 at most since they stay in registers. Few sizes,
@@ -137,13 +137,11 @@ def _built(
     runs, bins = -(-num_tiles // per_run), 2 * num_keys + 1
     bitmaps = num_tiles if num_tiles <= apart else apart + (q_start % tokens > 0)
 
-    def new(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(*shape, dtype=dtype, device=device)
-
+    new = partial(torch.empty, dtype=torch.int32, device=device)
     entries = batch, heads, num_tiles * width
     long, byte = torch.int64, torch.uint8
-    query_start, query_stop = (new(1, num_tiles, dtype=long) for _ in range(2))
-    key_start, key_stop = (new(1, num_keys, dtype=long) for _ in range(2))
+    query_start, query_stop = new(1, num_tiles, dtype=long), new(1, num_tiles, dtype=long)
+    key_start, key_stop = new(1, num_keys, dtype=long), new(1, num_keys, dtype=long)
     of_pairs, turned = (new(bitmaps * causal, tile * tile // 8, dtype=byte) for _ in range(2))
     row_ptr, key_tile, bitmap = new(batch, heads, num_tiles + 1), new(*entries), new(*entries)
     slot, units = new(*entries, dtype=long), new(batch, heads, num_tiles, 5)
@@ -173,10 +171,9 @@ def _built(
     Pass.transposed_bitmaps.store(p, turned)
     w = Walk(units, start, count, bitmap, entry, new(batch, heads, 0, 3), 0, of_pairs, built=built)
     by_query = partial(_cut, w._replace(built=None), spans)
-    names = "tokens", "q_start", "q_stop", "num_tiles", "num_keys", "width", "tables", "TILE"
-    given = {name: arguments[name] for name in (*names, "ROWS", "LANES")}
-    given |= {"counts": counts, "row_ptr": row_ptr, "bitmap": bitmap, "key_tile": key_tile}
-    given |= {"offsets": offsets, "begins": begins}
+    names = "tokens q_start q_stop num_tiles num_keys width tables TILE ROWS LANES counts row_ptr"
+    names = f"{names} bitmap key_tile offsets begins"
+    given = {name: arguments[name] for name in names.split()}
     hand_over(p, w, by_query, partial(_walk_by_key, given, turned, tables * (runs + 1)))
     return BlockLayout(frame, tile, (p,), math.nan, built=built)
 
@@ -220,4 +217,6 @@ def _of_units(like: Tensor, num_tiles: int, limit: int) -> dict[str, Any]:
 
 
 def _run(kernel: Any, programs: int, arguments: dict[str, Any], device: torch.device) -> None:
-    launch([Launch(kernel, programs, None, arguments)], {}, device)
+    kind = kernel.fn, programs, device, *kinds(arguments)
+    launches = kept(kind, lambda: [Launch(kernel, programs, None, arguments)], device)
+    launch(launches, arguments, device)
