@@ -300,6 +300,55 @@ def test_it_runs_through_and_goes_on_where_it_was_killed(tmp_path):
     assert run.returncode == 1 and re.search(r"smoke \| .*: left, \d+ s of 0 were spent", out)
 
 
+def in_tf32(x: torch.Tensor) -> torch.Tensor:
+    """Rounds float32 to the 10 bits of mantissa that tf32 has."""
+    bits = x.view(torch.int32)
+    return ((bits + 0x1000) & ~0x1FFF).view(torch.float32)
+
+
+def truncated(x: torch.Tensor) -> torch.Tensor:
+    """Converts float64 to float32 toward zero, as tensor cores do after each addition."""
+    near = x.float()
+    return torch.where(near.double().abs() > x.abs(), near.nextafter(torch.zeros_like(near)), near)
+
+
+def on_tensor_cores(x: torch.Tensor, y: torch.Tensor, products: int) -> torch.Tensor:
+    """Multiplies float32 matrices in one or three products of tf32; sums are truncated."""
+    (a, b), total = (in_tf32(x), in_tf32(y)), torch.zeros(len(x), y.shape[1])
+    pairs = [(a, b), (in_tf32(x - a), b), (a, in_tf32(y - b))][:products]
+    for begin in range(0, x.shape[1], 8):
+        part = slice(begin, begin + 8)
+        for left, right in reversed(pairs):
+            exact = total.double() + left[:, part].double() @ right[part].double()
+            total = truncated(exact)
+    return total
+
+
+@pytest.mark.parametrize("terms", [16, 128, 450, 4096])
+@pytest.mark.parametrize("signs", ["one", "both"])
+def test_the_grant_of_float32_admits_three_products_of_tf32_and_not_one(terms, signs):
+    """Sums of one sign drift most; up to 450 terms, as the cases have, one product is refused."""
+    generator = torch.Generator().manual_seed(terms)
+    draw = torch.rand if signs == "one" else torch.randn
+    x, y = draw(64, terms, generator=generator), draw(terms, 64, generator=generator)
+    exact = x.double() @ y.double()
+
+    def error(got: torch.Tensor) -> float:
+        return correctness.oracle().errors(got, exact)[0] / exact.abs().max().item()
+
+    allowed = 2 * (error(x @ y) + correctness.grant(torch.float32, terms, tensor_cores=True))
+    assert error(on_tensor_cores(x, y, 3)) <= allowed
+    if signs == "both" and terms <= 450:
+        assert error(on_tensor_cores(x, y, 1)) > allowed
+
+
+def test_without_tensor_cores_the_grant_is_that_of_powers_of_two():
+    for terms in (16, 1 << 20):
+        assert correctness.grant(torch.float32, terms, tensor_cores=False) == 2e-6
+        assert correctness.grant(torch.bfloat16, terms, tensor_cores=True) == 8e-5
+    assert correctness.grant(torch.float32, 32768, tensor_cores=True) < 1e-3
+
+
 def test_another_choice_of_blocks_fails(monkeypatch):
     assert [row["error"] for row in correctness.choice()] == [0, 0]
     calls_made = []
