@@ -21,9 +21,8 @@ class Backend(NamedTuple):
 
     # Lists why the backend cannot run on query, key and value, or, without them, on this machine.
     reasons: Callable[..., list[str]]
-    # Computes (out, lse); None only for the reference, which uses no layout.
+    # Computes (out, lse); None only for the reference: plain torch, no layout, no operator.
     forward: Callable[[Problem], tuple[Tensor, Tensor]] | None
-    # None only for the reference, which is plain differentiable torch and needs no operator.
     backward: Callable[[Problem, Tensor, Tensor, Tensor, Tensor], Gradients] | None
     extras: frozenset[str]  # options of a call, such as softcap or sink, that it computes
     package: str = ""  # that it needs; the pip extra with the backend's name has it

@@ -106,15 +106,20 @@ class SelectedCache(KVCache):
         if n == 0:
             return empty_results(query, self._dims[1])
         self._check_dtype(key)
-        state = state.appended(key, value)
-        keys, values = state.in_use(state.keys), state.in_use(state.values)
+        after = state.appended(key, value)  # without keys that no later token sees
+        end = state.page_start + state.page_length + n
+        paged = state.keys.shape[2] > 0 and state.page_length + n <= state.page_size
+        keys, values = (
+            slots[:, :, :end] if paged else state.with_new(slots, x)
+            for slots, x in ((state.keys, key), (state.values, value))
+        )
         summaries = copy(self._summaries)  # so that a failed step does not change the cache
         summaries.crop(begin)
         scores = summaries.scores(query, keys, scale=options.get("scale"))
         blocks = self._select_blocks(scores, q_start=begin)
         pattern = SelectedBlocks(blocks, self._size, 1, begin) & Causal()
         results = attention(query, keys, values, pattern, return_lse=True, **options)
-        self._state = state.changed(summaries=summaries)
+        self._state = after.changed(summaries=summaries)
         return results
 
     @property

@@ -48,6 +48,16 @@ def test_steps_equal_the_whole_sequence(method):
     assert cache.positions(1).tolist() == list(range(200))
 
 
+@pytest.mark.parametrize("steps", [(100,), (60, 40), (90, *[1] * 10), (97, 1, 2)])
+def test_the_last_step_of_a_full_cache_sees_all_keys(steps):
+    """Behind the last token no key is needed, so that the step itself drops them all."""
+    inputs = sequence(100)
+    for page_size in (16, 32):
+        cache = sr.SelectedCache(2, 2, 8, page_size=page_size, max_length=100, **OPTIONS)
+        assert close(attended(cache, inputs, *steps), whole(inputs))
+        assert cache.length == 100
+
+
 @pytest.mark.parametrize("selection", [{"top_p": 0.6}, {"sink": 0, "local": 2}, {"k": 12}])
 def test_every_rule_of_selection(selection):
     inputs = sequence(150)
