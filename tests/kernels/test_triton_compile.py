@@ -60,6 +60,17 @@ def test_the_main_shapes_spill_no_register(capability):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90])
+def test_pieces_of_tiles_are_combined_without_spills(capability):
+    global_tokens = {"heads": 1, "kv_heads": 1, "pattern": "SlidingWindow(99) | GlobalTokens(5)"}
+    cases = [{"head_dim": width, "tokens": 2048, **global_tokens} for width in (64, 128)]
+    made = run(str(capability), *cases, {"queries": 1, "tokens": 4096})
+    combined = [x for x in made if x["kernel"] in ("merge_kernel", "sum_kernel")]
+    assert {x["kernel"] for x in combined} == {"merge_kernel", "sum_kernel"}
+    assert not any(x["spilled"] for x in combined), combined
+
+
+@pytest.mark.slow
 def test_steps_beyond_1_are_loaded_by_pointers_on_hopper():
     made = run("90", {"head_dim": 64, "pattern": "LongNet((256, 512), (1, 2)) & Causal()"})
     assert {x["kernel"] for x in made} >= MAIN_KERNELS
