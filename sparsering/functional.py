@@ -119,7 +119,7 @@ def attention(
     """
     if unknown:
         known = ("scale", "q_start", "block_size", *OPTIONS, "return_lse", "backend")
-        refuse_options("attention", unknown, known, _ELSEWHERE)
+        refuse_options("attention", unknown, [x for x in known if x not in unknown], _ELSEWHERE)
     return_lse = checked_flag("return_lse", return_lse)
     extras: dict[str, Any] = {}
     unused = block_bias is slot_bias is distance_bias is sink is None

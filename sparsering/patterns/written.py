@@ -59,8 +59,9 @@ class WrittenValue:
         return f"{self._name or type(self).__name__}({', '.join(values)})"
 
     def _values(self, as_data: bool = False) -> Iterator[Any]:
-        names: list[str] = [field.name for field in fields(self)]  # type: ignore[arg-type]
-        return map(self._given_or_own if as_data else self.__getattribute__, names)
+        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        own = map(getattr, [self] * len(names), names)
+        return map(self._given_or_own, names) if as_data else own
 
     def _given_or_own(self, name: str) -> Any:
         """Returns a field, as the tensor of lengths that it came as, if it did."""
