@@ -1,7 +1,6 @@
 """Speculative decoding: guesses of the next tokens, and their verification in one pass.
 
-Guesses are a tree: tokens and their parents. The text's last token, which the caches do not hold
-yet, comes first; its parent is -1.
+Guesses are a tree of tokens and parents. Its root, with parent -1, is the text's last token.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -71,7 +70,8 @@ def verified(
     text += (yield model.next_logits(tokens, caches)).tolist()
     while True:
         draft, parents = guess(text, min(_MOST, end - len(text)))
-        scores, path = model.next_logits(torch.tensor([draft]), caches, tree=parents), [0]
+        tree = parents if len(draft) > 1 else None  # without guesses a plain step costs less
+        scores, path = model.next_logits(torch.tensor([draft]), caches, tree=tree), [0]
         try:
             while True:
                 text += (yield scores[path[-1], None]).tolist()
@@ -79,7 +79,7 @@ def verified(
                     break
                 path.append(node)
         finally:  # also if the caller wants no more tokens
-            for cache in caches:
+            for cache in caches if tree else ():
                 cache.keep(path)
 
 
