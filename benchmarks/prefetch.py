@@ -6,10 +6,8 @@
 interleaved runs. "without": the call builds its layout. "prefetch": a thread builds the next step's
 layout while this step computes; the time to finish the last one counts. "kept": all layouts are
 already built, the lower bound. Measured with one thread, which leaves a core for the prefetch, and
-with two, which leave none. Also for a ring of two processes of one thread, each with its plan and
-layouts; there `agreement_ms` is the cost of agreement, which prefetching cannot save. `cores`: the
-speedup of two threads over one, since a prefetch needs a core of its own. Cases that are not run
-keep their rows.
+with two, which leave none. `cores`: the speedup of two threads over one, since a prefetch needs a
+core of its own. Cases that are not run keep their rows.
 """
 
 import argparse
@@ -26,21 +24,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.distributed import RingPlan, prefetch, ring_attention, shard, unshard
-from sparsering.distributed.exchange import Exchange
 
 from .measure import (
     Row,
     inputs_of,
     interleaved,
     interleaved_times,
-    milliseconds,
-    of_ranks,
-    of_slowest,
     sampled_error,
     write_record,
 )
@@ -84,7 +76,6 @@ CASES: dict[str, tuple[Callable[[int], Patterns], int]] = {
     "documents": (documents, 16384),
     "selected blocks and a window": (selected, 8192),
 }
-RINGS = ("random blocks 10%", "documents")
 
 
 def run(
@@ -177,74 +168,21 @@ def inputs(tokens: int) -> list[Tensor]:
     return inputs_of(HEADS, tokens, WIDTH, kv_heads=2)
 
 
-def rings(rank: int, world: int, rounds: int) -> list[Row]:
-    """Measures all cases of the ring, on each of its ranks."""
-    return [row for name in RINGS for row in ring(name, rounds)]
-
-
-def ring(name: str, rounds: int) -> list[Row]:
-    """Measures a case over the ranks, by every method; times are those of the slower rank."""
-    drawn, tokens = CASES[name]
-    patterns, whole = drawn(tokens), inputs(tokens)
-    leaves = [shard(x).requires_grad_() for x in whole]
-    heads = {"num_heads": HEADS, "num_kv_heads": 2}
-
-    def step(pattern: sr.Pattern) -> None:
-        torch.autograd.grad(ring_attention(*leaves, pattern).sum(), leaves)
-
-    def ahead(pattern: sr.Pattern) -> Future[Any]:
-        return prefetch(pattern, tokens, **heads)
-
-    def of_method(method: str) -> float:
-        some = list(itertools.islice(patterns, STEPS + 1))
-        dist.barrier()
-        return of_slowest(run(method, some, step, ahead), 2)
-
-    times = in_turns(of_method, rounds)
-    agreeing = agreement(100)
-    pattern = next(patterns)
-    planned = milliseconds(partial(RingPlan.build, pattern, tokens, 2, **heads, block_size=128))
-    begin = time.perf_counter()
-    plan = ahead(pattern).result()
-    layout_ms = (time.perf_counter() - begin) * 1e3
-    with torch.no_grad():
-        out = unshard(ring_attention(*leaves, pattern))
-    error = sampled_error(out, *whole, pattern, rows=8)
-    density = sum(plan.load(rank) for rank in range(2)) / (HEADS * tokens**2)
-    figures: Row = {
-        "tokens": tokens, "density": density, "plan_ms": planned, "layout_ms": layout_ms,
-        "agreement_ms": agreeing, "error": error,
-    }  # fmt: skip
-    return rows_of(name, 2, 1, times, figures)
-
-
-def agreement(times: int) -> float:
-    """Median milliseconds of the ranks' agreement at the start of a call, on the slower rank."""
-    exchange, durations = Exchange(dist.group.WORLD, None), []
-    for number in range(times):
-        dist.barrier()
-        durations.append(milliseconds(partial(exchange.agree, [number, 0, 0, 0])))
-    return of_slowest(statistics.median(durations), 2)
-
-
 def main() -> int:
     """Writes the record."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.prefetch", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, help="folder of the record")
     parser.add_argument("--rounds", type=int, default=5, help="runs of each method")
-    parser.add_argument("--only", nargs="*", default=[*CASES, "ring"], help="names of cases")
+    parser.add_argument("--only", nargs="*", default=[*CASES], help="names of cases")
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     arguments = parser.parse_args()
     earlier, rows = arguments.out / "prefetch.json", []
     for row in json.loads(earlier.read_text())["rows"] if earlier.exists() else ():
-        name = row["pattern"] if row["ranks"] == 1 else "ring"
-        rows += [row] if name not in arguments.only and "cores" not in row else []
+        rows += [row] if row["pattern"] not in arguments.only and "cores" not in row else []
     rows.append(cores(arguments.rounds))
     for name in CASES:
         for threads in arguments.threads if name in arguments.only else ():
             rows += alone(name, threads, arguments.rounds)
-    if "ring" in arguments.only:
-        rows += of_ranks(rings, 2, arguments.rounds)
     write_record(arguments.out, "prefetch", rows)
     return 0
 

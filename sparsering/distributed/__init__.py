@@ -7,12 +7,11 @@ It runs under `torchrun`, on gloo or NCCL. `simulate_ring` computes the same in 
 
 from .exchange import RingError, RingMismatchError, Traffic
 from .plan import RingPlan
-from .plan_prefetch import prefetch
 from .ring import last_traffic, ring_attention
 from .shards import shard, unshard
 from .simulate import simulate_ring
 
 __all__ = [
-    "RingError", "RingMismatchError", "RingPlan", "Traffic", "last_traffic", "prefetch",
-    "ring_attention", "shard", "simulate_ring", "unshard",
+    "RingError", "RingMismatchError", "RingPlan", "Traffic", "last_traffic", "ring_attention",
+    "shard", "simulate_ring", "unshard",
 ]  # fmt: skip

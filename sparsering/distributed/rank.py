@@ -40,8 +40,8 @@ def choose_kernels(
 ) -> str:
     """Returns the name of a rank's backend; NotImplementedError unless it runs every layout."""
     name = choose(backend, (query, key, value), extras.in_use)
-    if not BACKENDS[name].runs_any_layout:
-        able = ", ".join(name for name, backend in BACKENDS.items() if backend.runs_any_layout)
+    if BACKENDS[name].backward is None:
+        able = ", ".join(name for name, backend in BACKENDS.items() if backend.backward)
         raise NotImplementedError(f"{name}: a ring needs a backend for all layouts, such as {able}")
     return name
 

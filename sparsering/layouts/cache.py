@@ -174,10 +174,6 @@ class LayoutCache:
 
             return self.keep((pattern, frame, size, place), build)
 
-        return self.prepare(work)
-
-    def prepare(self, work: Callable[[], Value]) -> "Future[Value]":
-        """Runs `work` in the background thread; cancels the future if 64 requests already wait."""
         return self._ahead.take(work)
 
     def keep(self, key: Hashable, build: Callable[[], Value]) -> Value:

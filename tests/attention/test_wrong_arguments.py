@@ -10,7 +10,7 @@ from torch import Tensor
 
 import sparsering as sr
 from sparsering import models, nn, selection
-from sparsering.distributed import RingPlan, last_traffic, prefetch, simulate_ring
+from sparsering.distributed import RingPlan, last_traffic, simulate_ring
 
 PATTERN = sr.Causal() & sr.SlidingWindow(9)
 META = torch.tensor(3, device="meta")
@@ -102,7 +102,6 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: selection.GatedSchedule(sr.Full, 0.5), "schedule must be a Schedule"),
     (lambda: simulate_ring(*qkv(), PATTERN, world_size=2, return_lse=SEVERAL), "return_lse"),
     (lambda: last_traffic(backward=-1), "backward must be True or False"),
-    (lambda: prefetch(PATTERN, 8, num_heads=2, sharding=SEVERAL), "sharding must be"),
     (lambda: RingPlan.build(PATTERN, 8, 2, num_heads=2, num_kv_heads=0), "num_heads must be"),
     (lambda: PATTERN.layout(8, num_heads=2, num_kv_heads=0), "num_heads must be a multiple"),
     (lambda: PLAN.bytes_received(SEVERAL, **WIDTHS), "rank must be an int"),

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import sparsering as sr
-from sparsering.distributed import RingPlan, prefetch, ring_attention, shard, simulate_ring, unshard
+from sparsering.distributed import RingPlan, ring_attention, shard, simulate_ring, unshard
 
 _X = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(0))
 _CALL = {"query": _X, "key": _X, "value": _X, "pattern": sr.Causal()}
@@ -20,7 +20,6 @@ _FUNCTIONS = {
     shard: ({"tensor": _X}, "tensor dim group mesh sharding"),
     unshard: ({"tensor": _X}, "tensor dim group mesh sharding length"),
     RingPlan.build: (_OF_PLAN | {"world_size": 2}, "seq_len world_size block_size sharding"),
-    prefetch: (_OF_PLAN | {"num_heads": 2}, "seq_len num_heads batch_size mesh sharding device"),
 }
 
 

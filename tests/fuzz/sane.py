@@ -384,10 +384,6 @@ SANE |= {
         **qkv(), "pattern": FIRST, "group": None, "mesh": None, "sharding": "contiguous",
         "compression": None, "timeout": 5.0, **extras(), "backend": None}),
     "last_traffic": lambda: (distributed.last_traffic, {"backward": False}),
-    "prefetch": lambda: (lambda **given: distributed.prefetch(**given).result() and None, {
-        "pattern": FIRST, "seq_len": N, "num_heads": HQ, "num_kv_heads": H, "batch_size": B,
-        "group": None, "mesh": None, "sharding": "contiguous", "device": "cpu",
-        "backward": True}),
     "shard": lambda: (distributed.shard, {
         "tensor": qkv()["key"], "dim": 2, "group": None, "mesh": None, "sharding": "zigzag"}),
     "unshard": lambda: (distributed.unshard, {

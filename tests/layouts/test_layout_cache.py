@@ -311,7 +311,7 @@ def test_bytes_stay_true_whatever_threads_do() -> None:
         in_threads(8, work)
     finally:
         sys.setswitchinterval(switches)
-    sr.layout_cache.prepare(lambda: None).result(60)  # what waits is done
+    sr.layout_cache._ahead.take(lambda: None).result(60)  # what waits is done
     info, sizes = sr.layout_cache.info(), [x.size for x in sr.layout_cache._entries.values()]
     assert (info.entries, info.bytes) == (len(sizes), sum(sizes)) and not sr.layout_cache._building
     sr.layout_cache.set_limit(0)
