@@ -24,6 +24,7 @@ from .kernels.triton import interpreting
 from .pairs import frame_of
 from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.keys import KeyMasks, without_key_masks
+from .patterns.selected import has_lists
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 Choices = tuple[Any, Any, Any, Any]
@@ -70,7 +71,7 @@ def recipe_of(
         return recipe, inputs, checked_extras(*inputs[:2], pattern, choices[-1], **extras)
     call = dict(zip(("scale", "q_start", "block_size"), choices[1:], strict=True))
     inputs, call, options = checked_call(inputs, pattern, **call, **extras)
-    name = choose(choices[0], inputs, options.in_use, pattern, call["q_start"])
+    name = choose(choices[0], inputs, options.in_use, pattern)
     recipe = CallRecipe(name, **call)
     if kind is not None:
         recipe = recipe._replace(plain=True, learns=kind[0][-1], table=tuple(BACKENDS.values()))
@@ -123,7 +124,7 @@ def _kind(
         in_use = tuple(name for name, x in extras.items() if x is not None and name != unused)
     interpreted = (choices[0] == "triton" or tensors[4].type != "cpu") and interpreting()
     # each call looks up the layout of a pattern with tensors; its type alone changes the recipe
-    pattern_key = type(pattern) if pattern.tensors else pattern
+    pattern_key = (type(pattern), has_lists(pattern)) if pattern.tensors else pattern
     # `types` tells 1 from True
     return tensors, pattern_key, choices, types, in_use, interpreted, in_cache
 

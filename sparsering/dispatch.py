@@ -7,13 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .kernels import cpu, gather, reference, sdpa, triton
+from .kernels import cpu, gather, reference, triton
 from .kernels.problem import Gradients, Problem
 from .kernels.triton import configs
 from .layouts.compile import chosen_block_size
 from .layouts.layout import BlockLayout
 from .patterns.algebra import Frame, Pattern
 from .patterns.arguments import shortened
+from .patterns.selected import has_lists
 
 
 class Backend(NamedTuple):
@@ -29,19 +30,12 @@ class Backend(NamedTuple):
     # Sums each block's attention weights, times a factor per query: [B, Hq, blocks]. If it is None,
     # callers take these sums from the gradient of a block bias.
     entry_mass: Callable[[Problem, Tensor, Tensor], Tensor] | None = None
-    # Lists why it cannot run (pattern, position of the first query); None if it runs any pattern.
-    # If it has such reasons, it runs only when the caller names it.
-    refuses: Callable[[Pattern, int], list[str]] | None = None
     # True if `forward` accepts `Problem.slots`; for others, bitmaps are shifted so that all are 0.
     reads_slots: bool = False
     # Builds the layout of selected blocks from a pattern, a frame, a block size and a device;
     # returns None for patterns that it does not support.
     selected_layout: Callable[..., BlockLayout | None] | None = None
-
-    @property
-    def runs_any_layout(self) -> bool:
-        """True if it computes any pass, forward and backward, as ring attention needs."""
-        return self.backward is not None and self.refuses is None
+    runs_lists: bool = False  # True if it computes `Problem.lists`
 
 
 def _no_float64(*tensors: Tensor) -> list[str]:
@@ -53,19 +47,17 @@ def _no_float64(*tensors: Tensor) -> list[str]:
 BACKENDS: dict[str, Backend] = {
     "cpu": Backend(
         cpu.reasons, cpu.forward, cpu.backward, cpu.EXTRAS, entry_mass=cpu.entry_mass,
-        reads_slots=True,
+        reads_slots=True, runs_lists=True,
     ),
     "triton": Backend(
         triton.reasons, triton.forward, triton.backward, triton.EXTRAS, package="triton",
         reads_slots=True, selected_layout=triton.selected_layout,
     ),
     "gather": Backend(
-        _no_float64, gather.forward, gather.backward, gather.EXTRAS, entry_mass=gather.entry_mass
+        _no_float64, gather.forward, gather.backward, gather.EXTRAS, entry_mass=gather.entry_mass,
+        runs_lists=True,
     ),
     "reference": Backend(_no_float64, None, None, reference.EXTRAS),
-    "sdpa": Backend(
-        sdpa.reasons, sdpa.forward, sdpa.backward, sdpa.EXTRAS, refuses=sdpa.refuses
-    ),
 }  # fmt: skip
 """All backends, in order of preference."""
 
@@ -80,15 +72,13 @@ def choose(
     tensors: Sequence[Tensor],
     options: Iterable[str] = (),
     pattern: Pattern | None = None,
-    q_start: int = 0,
 ) -> str:
     """Returns the named backend, or the first default one that can run the call.
 
     Args:
         tensors: query, key and value.
         options: names of the extras that the call uses.
-        pattern: the pattern; None skips the check by the backend's `refuses`.
-        q_start: position of the first query.
+        pattern: if given and it has lists, the default is a backend that needs no layout for them.
 
     Raises: ValueError for an unknown name, ImportError if the named backend's package is missing,
         NotImplementedError with every reason otherwise.
@@ -97,8 +87,9 @@ def choose(
         got = shortened(repr(backend))
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {got}")
     refused = []
-    for name in [x for x in BACKENDS if is_default(x)] if backend is None else [backend]:
-        if not (reasons := reasons_against(name, tensors, options, pattern, q_start)):
+    defaults = [name for name in BACKENDS if is_default(name, pattern)]
+    for name in defaults if backend is None else [backend]:
+        if not (reasons := reasons_against(name, tensors, options)):
             return name
         refused.append(f"{name}: {', '.join(reasons)}")
     if backend is not None and (package := BACKENDS[backend].package) and not find_spec(package):
@@ -108,18 +99,13 @@ def choose(
     raise NotImplementedError("; ".join(refused))
 
 
-def is_default(name: str) -> bool:
+def is_default(name: str, pattern: Pattern | None = None) -> bool:
     """True if a backend may be chosen by default; never triton if its interpreter would run."""
-    return BACKENDS[name].refuses is None and not (name == "triton" and triton.interpreting())
+    slow = pattern is not None and has_lists(pattern) and not BACKENDS[name].runs_lists
+    return not (name == "triton" and (slow or triton.interpreting()))
 
 
-def reasons_against(
-    name: str,
-    tensors: Sequence[Tensor],
-    options: Iterable[str] = (),
-    pattern: Pattern | None = None,
-    q_start: int = 0,
-) -> list[str]:
+def reasons_against(name: str, tensors: Sequence[Tensor], options: Iterable[str] = ()) -> list[str]:
     """Returns why a backend cannot run a call, with arguments as in `choose`; [] if it can."""
     backend = BACKENDS[name]
     reasons = list(backend.reasons(*tensors))
@@ -128,8 +114,6 @@ def reasons_against(
         if extra not in backend.extras:
             able = [other for other, its in BACKENDS.items() if extra in its.extras]
             reasons.append(f"it has no {option} ({', '.join(able)} have it)")
-    if pattern is not None and backend.refuses is not None:
-        reasons += backend.refuses(pattern, q_start)
     return reasons
 
 

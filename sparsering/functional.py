@@ -11,7 +11,7 @@ from .extras import OPTIONS, refuse_options
 from .ops import attend
 from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.arguments import checked_flag
-from .patterns.selected import selections_of
+from .patterns.selected import has_lists, selections_of
 
 _ELSEWHERE = {  # what stands here for options of other libraries
     "attn_mask": "the pattern says which pairs attend, such as Dense(mask)",
@@ -166,11 +166,12 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     check_batch(pattern, batch)
     frame = Frame(q_len, kv_len, heads, kv_heads, call["q_start"])
     check_fits(pattern, frame)
-    backend = choose(None, inputs, extras.in_use)
+    backend = choose(None, inputs, extras.in_use, pattern)
     size = call["block_size"] or block_size_of(backend, pattern, inputs[0], frame)
+    lists = " and lists of keys" * (has_lists(pattern) and BACKENDS[backend].runs_lists)
     lines = [
-        f"runs: {backend}, blocks of {size}; batch {batch}, {heads} heads of {q_len} queries, "
-        f"{kv_heads} heads of {kv_len} keys"
+        f"runs: {backend}, blocks of {size}{lists}; batch {batch}, {heads} heads of {q_len} "
+        f"queries, {kv_heads} heads of {kv_len} keys"
     ]
     for selection in selections_of(pattern):
         tokens, blocks = selection.row_size, selection.indices.shape[-1]
@@ -182,7 +183,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         later = "; the choice for a query may depend on later queries of its row"
         lines.append(line + later * (tokens > 1))
     for name in BACKENDS:
-        reasons = reasons_against(name, inputs, extras.in_use, pattern, frame.q_start)
+        reasons = reasons_against(name, inputs, extras.in_use)
         state = "; ".join(reasons) or "usable"
-        lines.append(f"{name}: {state}" + " (only when named)" * (not is_default(name)))
+        lines.append(f"{name}: {state}" + " (only when named)" * (not is_default(name, pattern)))
     return "\n".join(lines)

@@ -19,8 +19,9 @@ from torch import Tensor
 from .call_recipe import CallRecipe, Inputs, layout_key_of
 from .checks import check_bias, needs_operator, refuse_forward_mode
 from .differentiable import differentiable
-from .dispatch import BACKENDS, Backend
+from .dispatch import BACKENDS, Backend, block_size_of
 from .extras import OPTIONS, Extras, operator_schema
+from .kernels.lists import split_lists
 from .kernels.problem import Problem
 from .kernels.reference import reference_attention
 from .kernels.triton import remember
@@ -29,7 +30,7 @@ from .layouts.last_query import last_query_layout
 from .layouts.layout import BlockLayout, stretched
 from .numerics import entry_of_distance, finite_or_zero, sum_dtype, without_autocast
 from .pairs import distances_op, frame_of, kept_by_branch, pair_counts_op, places_op
-from .patterns.algebra import Frame, Pattern
+from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.expression import parse, parse_owned
 from .patterns.keys import check_key_masks, key_mask
 from .patterns.selected import selections_of
@@ -87,7 +88,7 @@ def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     with without_autocast(problem.query):
         grads = backend.backward(problem.in_first_slots(), out, lse, grad_out, grad_lse)._asdict()
     if (slots := inputs[_NAMES.index("slot_bias")]) is not None:
-        grads["slot_bias"] = _slot_gradient(grads["block_bias"], problem.layout, slots)
+        grads["slot_bias"] = _slot_gradient(grads["block_bias"], problem, slots)
     return tuple(grads.get(name) for name in _NAMES[: _NAMES.index("tensors")])
 
 
@@ -129,7 +130,7 @@ def slot_mass(
     problem = _problem(recipe, (query, key, key), value, extras)
     kernels = BACKENDS[backend]
     with without_autocast(query):
-        if kernels.entry_mass is not None:
+        if kernels.entry_mass is not None and not problem.lists:
             mass = kernels.entry_mass(problem, lse, weight)
         else:  # with out = grad_out = 0 and grad_lse = weight, backward computes dS = P * weight
             assert kernels.backward is not None
@@ -137,7 +138,7 @@ def slot_mass(
             grads = kernels.backward(problem.in_first_slots(), zeros, lse, zeros, grad_lse)
             assert grads.block_bias is not None
             mass = grads.block_bias
-    return _slot_gradient(mass, problem.layout, slots)
+    return _slot_gradient(mass, problem, slots)
 
 
 @slot_mass.register_fake
@@ -186,6 +187,15 @@ def _parsed_problem(arguments: Sequence[Any]) -> tuple[Backend, Problem]:
 def _problem(recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extras) -> Problem:
     (query, key, _), options = inputs, dict(extras.in_use)
     slot_bias = options.pop("slot_bias", None)
+    if pattern.tensors and BACKENDS[recipe.backend].runs_lists:
+        check_fits(pattern, frame := frame_of(query, key, recipe.q_start))
+        if (split := split_lists(pattern, frame, extras.in_use)) is not None:
+            pattern, lists = split
+            size = recipe.block_size or block_size_of(recipe.backend, pattern, query, frame)
+            layout = layout_cache.layout(pattern, frame, size, query.device)
+            if slot_bias is not None:
+                options["block_bias"] = lists[0].bias(slot_bias)
+            return Problem(layout, *inputs, recipe.scale, lists=lists, **options)
     layout_key, masks = layout_key_of(recipe, query, key, pattern, extras)
     if masks:
         check_key_masks(masks, len(query), key.shape[2])
@@ -220,9 +230,11 @@ def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
     return torch.nn.functional.pad(slot_bias, (0, 1)).gather(-1, slot % (slot_bias.shape[2] + 1))
 
 
-def _slot_gradient(grad: Tensor, layout: BlockLayout, slot_bias: Tensor) -> Tensor:
+def _slot_gradient(grad: Tensor, problem: Problem, slot_bias: Tensor) -> Tensor:
     """Sums a block bias's gradient [B, Hq, blocks] over the blocks of each slot: [B, Hq, R * k]."""
-    slot = stretched(layout.entry_slots, *grad.shape[:2])
+    if problem.lists:
+        return problem.lists[0].slot_gradient(grad)
+    slot = stretched(problem.layout.entry_slots, *grad.shape[:2])
     by_slot = grad.new_zeros(*slot_bias.shape[:2], slot_bias.shape[2] + 1)
     return by_slot.scatter_add_(-1, slot % by_slot.shape[2], grad)[..., :-1].contiguous()
 
@@ -231,8 +243,8 @@ def _layout(
     backend: str, pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]]:
     """Returns (cached layout, bitmap row of the first query in each pass, or () if all are 0)."""
-    page = None  # (layout, bitmap rows) for a single query, which the backend sdpa cannot read
-    if frame.q_len == 1 and BACKENDS[backend].refuses is None:
+    page = None  # (layout, bitmap rows) for a single query
+    if frame.q_len == 1:
         page = last_query_layout(pattern, frame, block_size, device)
     return page or (layout_cache.layout(pattern, frame, block_size, device), ())
 

@@ -63,7 +63,7 @@ EXCEPTIONS = {
 }
 
 # Backends never import one another, nor does a file another's neighbours in a folder below.
-KERNELS = ("gather", "cpu", "triton", "reference", "sdpa")
+KERNELS = ("gather", "cpu", "triton", "reference")
 
 OPTIONAL = {
     "transformers": "integrations/transformers",

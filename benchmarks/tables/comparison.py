@@ -52,8 +52,6 @@ def comparison(quick: bool, budget: Budget) -> list[Row]:
             case = Case(f"{geometry}, {name}", pattern, tokens, name)
             interpreted = name == "triton" and not is_default(name)
             reasons = ["its kernels need a GPU"] if interpreted else backend.reasons()
-            if backend.refuses is not None:
-                reasons = reasons + backend.refuses(pattern, 0)
             if name == "reference":
                 refused.append(left_out(case, ORACLE))
             elif reasons:

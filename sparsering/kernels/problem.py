@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..layouts.layout import BlockLayout
+from .lists import Lists
 
 _LEAST_SCALE = torch.finfo(torch.float32).smallest_normal
 
@@ -52,6 +53,8 @@ class Problem(NamedTuple):
     # `in_first_slots()`.
     slots: tuple[int, ...] = ()
     learns_distances: bool = True  # whether the gradient of the distance bias is needed
+    # Pairs beside those of the layout. Then a block bias, [B, Hq, Nq, slots], is of the only lists.
+    lists: tuple[Lists, ...] = ()
     in_float32: bool = False  # return half precision results in float32, the dtype of sums
 
     @property

@@ -167,3 +167,11 @@ def _distinct(listed: Tensor, nothing: int) -> Tensor:
 def selections_of(pattern: Pattern) -> list[SelectedBlocks]:
     """Returns all `SelectedBlocks` in a pattern, also inside `&`, `|` and `+`."""
     return [mask for mask in joined_masks(pattern) if isinstance(mask, SelectedBlocks)]
+
+
+def has_lists(pattern: Pattern) -> bool:
+    """True if a selection in a pattern, also inside `&`, `|` and `+`, has blocks below 16 tokens.
+
+    The tiles of layouts are larger than such blocks, which are read key by key instead.
+    """
+    return any(selection.block_size < 16 for selection in selections_of(pattern))

@@ -351,14 +351,6 @@ def test_what_does_not_fit_is_told_everywhere(message: str, number: int):
             call()
 
 
-def test_an_adapter_refuses_what_it_lacks_by_name():
-    x = inputs(CASE, torch.float32, requires_grad=False)
-    with pytest.raises(NotImplementedError, match="it has no dropout_p"):
-        sr.attention(*x, sr.Causal(), dropout_p=0.1, backend="sdpa")
-    told = {line[:4]: line for line in sr.explain(*x, sr.Causal(), dropout_p=0.1).split("\n")}
-    assert "it has no dropout_p" in told["sdpa"] and told["cpu:"] == "cpu: usable"
-
-
 def test_weights_know_the_extras():
     x = inputs(CASE)
     pattern = sr.LongNet((16, 91), (1, 3)) & sr.Causal()

@@ -355,7 +355,7 @@ def cpu_cannot_run(monkeypatch):
 
 def test_backends_are_named_with_reasons_why_not():
     found = sr.backends()
-    usable = ("cpu", "triton", "gather", "reference", "sdpa")
+    usable = ("cpu", "triton", "gather", "reference")
     assert found == {name: [] for name in usable}  # Triton's interpreter is on
 
 
@@ -367,7 +367,7 @@ def test_backends_tells_reasons_that_need_no_inputs():
 def test_explain_gives_a_line_for_each_backend():
     runs, *lines = sr.explain(**tensors(), pattern=sr.Causal()).split("\n")
     assert runs == f"runs: cpu, blocks of 64; {SHAPES}"
-    names = ["cpu", "triton", "gather", "reference", "sdpa"]
+    names = ["cpu", "triton", "gather", "reference"]
     assert [line.split(": ")[0] for line in lines] == names == list(sr.backends())
     assert [name for name in names if f"{name}: usable" in lines] == ["cpu", "gather", "reference"]
     named = [name for name in names if f"{name}: usable (only when named)" in lines]
@@ -377,9 +377,7 @@ def test_explain_gives_a_line_for_each_backend():
     told = "it computes in float32; float64 stays with gather"
     assert runs == f"runs: gather, blocks of 64; {SHAPES}"
     assert (first, second) == (f"cpu: {told}", f"triton: {told} (only when named)")
-    narrow = "sdpa: its kernel wants one head dim for query, key and value"
-    expected = ["gather: usable", "reference: usable", f"{narrow} (only when named)"]
-    assert others[:3] == expected
+    assert others == ["gather: usable", "reference: usable"]
 
 
 def test_explain_and_layout_tell_the_block_size_that_runs():
@@ -402,7 +400,7 @@ def test_explain_heeds_options_and_refuses_what_attention_refuses():
         "\n"
     )
     assert runs == f"runs: cpu, blocks of 16; {SHAPES}"
-    assert any("it has no block_bias (cpu, " in line for line in lines if line[:4] == "sdpa")
+    assert lines[0] == "cpu: usable"
     for pattern in (sr.Documents((3, 4)), sr.KeyPadding((3,)), sr.Dilated(8, 2, (0, 1, 2))):
         with pytest.raises(ValueError) as of_attention:
             sr.attention(**args, pattern=pattern)
@@ -450,7 +448,7 @@ def test_return_lse_decides_between_a_tensor_and_a_pair():
     assert_close(pair[1].double(), expected[1], 1e-6, "lse")
 
 
-@pytest.mark.parametrize("backend", ["cpu", "gather", "triton", "sdpa", "reference"])
+@pytest.mark.parametrize("backend", ["cpu", "gather", "triton", "reference"])
 @pytest.mark.parametrize("learns", [True, False])
 def test_a_result_changes_in_place_and_only_its_backward_may_raise(backend: str, learns: bool):
     args = [torch.randn(1, 2, 20, 16, requires_grad=True) for _ in range(3)]
@@ -460,7 +458,7 @@ def test_a_result_changes_in_place_and_only_its_backward_may_raise(backend: str,
     out += torch.ones((), requires_grad=True)
     lse += torch.ones((), requires_grad=True)
     assert torch.equal(out, expected[0]) and torch.equal(lse, expected[1])
-    if backend in ("cpu", "gather", "triton", "sdpa") and learns:  # the others save no result
+    if backend in ("cpu", "gather", "triton") and learns:  # the others save no result
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
     else:

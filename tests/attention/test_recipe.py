@@ -162,8 +162,6 @@ def test_extras_are_checked_in_each_call():
         assert torch.equal(sr.attention(*args, pattern, dropout_p=0, dropout_seed=3), out)
         dropped = [sr.attention(*args, pattern, dropout_p=0.5, dropout_seed=s) for s in (1, 1, 2)]
         assert torch.equal(dropped[0], dropped[1]) and not torch.equal(dropped[1], dropped[2])
-        with pytest.raises(NotImplementedError, match="sdpa: it has no softcap"):
-            sr.attention(*args, pattern, softcap=1.0, backend="sdpa")
 
 
 def test_strides_and_threads_change_no_decision():

@@ -37,6 +37,7 @@ JOINED = {
 }
 # row size, first row, block size of the selection, queries; always 50 keys
 ROWS = [(1, 0, 16, 50), (1, 30, 16, 20), (4, 7, 32, 21), (16, 0, 16, 50), (64, 0, 64, 9)]
+ROWS += [(1, 0, 1, 50), (1, 30, 1, 20), (3, 0, 3, 50), (4, 7, 8, 21)]  # lists: no layouts
 KEYS, SLOTS = 50, 4
 
 
@@ -67,7 +68,7 @@ def test_a_pair_is_in_where_its_row_lists_its_block(rows, heads):
     expected = slot_of_pairs(chosen, rows[3]) >= 0
     dense = chosen.to_dense(rows[3], KEYS, **shape)
     assert torch.equal(dense.expand(expected.shape), expected)
-    for block_size in (16, chosen.block_size):
+    for block_size in (16, max(32, chosen.block_size)):
         layout = chosen.layout(rows[3], KEYS, block_size=block_size, **shape)
         assert torch.equal(layout.to_dense().expand(expected.shape), expected.long())
         assert layout.num_pairs == expected.sum((-1, -2)).double().mean()
@@ -124,19 +125,14 @@ def test_slot_bias_forward_and_backward(rows, joined, backend):
 
 
 @pytest.mark.parametrize("backend", ["cpu", "gather"])
-def test_one_token_of_two_passes_whose_tiles_are_larger_than_its_block(backend):
-    """The dilated pass comes first and would take the pair, without its bias."""
+def test_a_pair_of_a_list_and_of_a_dilated_mask_has_its_bias(backend):
     query, key, value = torch.randn(3, 1, 1, 1, 16).unbind()
     chosen = sr.SelectedBlocks(torch.zeros(1, 1, 1, 1, dtype=torch.int64), 2, 1, 0)
     bias = torch.ones(1, 1, 1, 1)
-    with pytest.raises(NotImplementedError, match="tiles of one row and one block"):
-        sr.attention(
-            query, key, value, DILATED | chosen, slot_bias=bias, backend=backend, block_size=32
-        )
-    lse = sr.attention(query, key, value, chosen, slot_bias=bias, return_lse=True, backend=backend)[
-        1
-    ]
-    torch.testing.assert_close(lse, 1 + (query * key).sum(-1) / 4)
+    for pattern in (chosen, DILATED | chosen):
+        options = {"slot_bias": bias, "return_lse": True, "backend": backend, "block_size": 32}
+        _, lse = sr.attention(query, key, value, pattern, **options)
+        torch.testing.assert_close(lse, 1 + (query * key).sum(-1) / 4)
 
 
 @pytest.mark.parametrize("backend", [None, "cpu", "gather", "triton", "reference"])
@@ -320,8 +316,6 @@ def test_what_does_not_fit_is_told():
         attend(slot_bias=bias, block_bias=torch.zeros(1, 1, 3), block_size=16)
     with pytest.raises(NotImplementedError, match=r"tiles of one row and one block"):
         attend(slot_bias=bias, block_size=32)
-    with pytest.raises(NotImplementedError, match=r"it has no slot_bias"):
-        attend(slot_bias=bias, backend="sdpa")
     with pytest.raises(ValueError, match=r"query_block must divide block_size 16, got 3"):
         sr.SelectedBlocks(chosen.indices, 16, 3)
     late = sr.SelectedBlocks(chosen.indices[:, :, 5:], 16, 4, first_row=5)

@@ -17,7 +17,7 @@ from sparsering.selection import block_scores, select_blocks
 
 from . import oracle
 from .attack import Refused
-from .calls import COARSE, DTYPES, compare, present_pairs
+from .calls import DTYPES, compare, present_pairs
 
 if TYPE_CHECKING:
     from .caches import Decoding
@@ -452,7 +452,7 @@ class Run:
                     {name: x[name].swapaxes(1, 2)[chosen]} for x in (whole.exact, whole.magnitude)
                 )
                 part = oracle.Results(exact, magnitude, whole.largest_score)
-                compare(got, part, case.precision(), coarse=case.backend in COARSE)
+                compare(got, part, case.precision())
         self.rows["fresh"] = torch.zeros_like(fresh)
 
     def _selected(self, scale: float | None) -> tuple[Spec, Tensor]:

@@ -36,7 +36,6 @@ ARRANGES = (
     *("contiguous", "tokens before heads", "one head expanded", "every other of a larger tensor"),
     "width before tokens",
 )
-COARSE = ("sdpa",)  # torch's own kernels: sums in half precision are less exact
 HALF_ALONE = ("autocast", "half tables")  # options that float64 does not have
 CELLS = [
     Cell(option, *rest)
@@ -189,7 +188,7 @@ class Call(Options):
             raise Refused(str(missing)) from None
         got = {"out": out, "lse": lse, **dict(zip(tensors, found, strict=False))}
         expected = self.expected(tensors, *grads)
-        compare(got, expected, self.precision(), coarse=self.backend in COARSE)
+        compare(got, expected, self.precision())
 
     def attend(
         self, tensors: dict[str, Tensor], pattern: sr.Pattern | None = None
@@ -331,14 +330,11 @@ def summed_to(x: np.ndarray, shape: Sequence[int]) -> np.ndarray:
     return x.sum(dims, keepdims=True).reshape(shape)
 
 
-def compare(
-    got: dict[str, Tensor], expected: oracle.Results, dtype: torch.dtype, coarse: bool = False
-) -> None:
+def compare(got: dict[str, Tensor], expected: oracle.Results, dtype: torch.dtype) -> None:
     """Asserts that every number differs by rounding alone.
 
     The bound grows with the magnitude of the sums, the precision of inputs and results, and the
-    largest score, whose rounding error multiplies a weight. `coarse`: torch's own kernels, whose
-    sums in half precision are less exact.
+    largest score, whose rounding error multiplies a weight.
     """
     largest = expected.largest_score
     for name, tensor in got.items():
@@ -352,8 +348,6 @@ def compare(
         elif tensor.dtype != dtype and name not in ("out", "query", "key", "value"):
             unit = max(unit, torch.finfo(tensor.dtype).eps)
         sums = 2.0**-50 if dtype == torch.float64 else 2.0**-20  # for sums of few exponentials
-        if coarse and dtype in (torch.bfloat16, torch.float16):
-            sums = 2.0**-15
         relative = 4 * unit + 8 * sums + 8 * sums / 4 * largest
         is_small = torch.float16 in (dtype, tensor.dtype)  # smallest number: 2 ** -24
         least = 2.0**-18 if is_small else 1e-30

@@ -240,7 +240,7 @@ def random_blocks(draw: st.DrawFn, scene: Scene) -> Spec:
 def selected_blocks(draw: st.DrawFn, scene: Scene) -> Spec:
     """Draws selected blocks; their rows cover the queries and may begin before the first."""
     query_block = draw(st.sampled_from((1, 2, 4, 16)))
-    block_size = query_block * draw(st.sampled_from((1, 2, 8) if query_block == 16 else (2, 4, 8)))
+    block_size = query_block * draw(st.sampled_from((1, 2, 8)))
     first = max(0, scene.first_position) // query_block
     first_row = draw(st.sampled_from((0, first)))
     last = max(0, scene.first_position + scene.q_len)

@@ -162,10 +162,12 @@ class Attend {
       }
       const auto visit = [&](auto type) {
         using S = decltype(type);
-        const S* values = x_.v.rows<S>(item.batch, kv_head, keys.start);
-        const int64_t value_stride = x_.v.strides[2] * pass.step;
-        score_keys<W, S>(few, x_.k.rows<S>(item.batch, kv_head, keys.start),
-                         x_.k.strides[2] * pass.step, keys.count, values, value_stride);
+        const auto rows_of = [&](const Source& source, int64_t first) {
+          return Strided<S>{source.rows<S>(item.batch, kv_head, first),
+                            source.strides[2] * pass.step};
+        };
+        const Strided<S> values = rows_of(x_.v, keys.start);
+        score_keys<W>(few, rows_of(x_.k, keys.start), keys.count, values);
         for (int64_t r = 0; r < rows; ++r) {
           float* scores = s.scores.get() + r * x_.block;
           const int64_t i = r % tile.count, head = item.head + r / tile.count;
@@ -191,9 +193,8 @@ class Attend {
         const Tile next =
             entry + 1 < item.end ? pass.key_tile(axis, pass.keys(table)[entry + 1]) : Tile{0, 0};
         for_runs(seen, keys, pass.step, [&](int64_t first, int64_t count) {
-          add_values<W, S>(few.from(first), values + first * value_stride, value_stride, count,
-                           x_.k.rows<S>(item.batch, kv_head, next.start),
-                           x_.k.strides[2] * pass.step, next.count);
+          add_values<W>(few.from(first), values.from(first), count, rows_of(x_.k, next.start),
+                        next.count);
         });
       };
       with_type(x_.k.type, visit);

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...layouts.layout import Pass, tile_counts
 from ...numerics import round_up
+from ..lists import Lists
 from ..problem import Gradients, Problem, dense_rows, sink_gradient
 from ..tuning_file import TuningFile, file_of, processor_name
 from .build import build_failure, library, vectors
@@ -46,6 +47,11 @@ def forward(
     `new`: (keys, values, first). The kernel first copies these keys and values [B, Hkv, n, D] into
     the problem's keys and values, from row `first` on.
     """
+    if problem.lists:
+        out, lse = forward(problem._replace(lists=(), block_bias=None, in_float32=True))
+        for listed in problem.lists:
+            library().forward_lists(*_list_arguments(problem, listed), out, lse)
+        return out.to(problem.result_dtype), lse
     if problem.slots and problem.query.shape[2] * problem.group > _FEW_QUERIES:
         problem = problem.in_first_slots()
     x = problem.with_positive_scale()
@@ -67,6 +73,8 @@ def backward(
     Results have the same bits in every call with the same number of threads. Another number of
     threads may change the order of sums, and so the last bits.
     """
+    if problem.lists:
+        return _backward_of_lists(problem, out, lse, grad_out, grad_lse)
     by_head = takes_whole_heads(len(problem.key) * problem.key.shape[1], torch.get_num_threads())
     passes = problem.layout.passes
     transposes: list[Tensor] = []
@@ -87,6 +95,44 @@ def backward(
         None if bias is None else dbias.to(bias.dtype),
         None if table is None or not learns else dtables.sum(2).to(table.dtype),
         None if sink is None else sink_gradient(sink, lse, delta),
+    )
+
+
+def _backward_of_lists(problem: Problem, *results: Tensor) -> Gradients:
+    """Adds the gradients of lists to those of the layout, in float32."""
+    rest = problem._replace(lists=(), block_bias=None, in_float32=True)
+    sums = backward(rest, *results)
+    out, lse, grad_out, grad_lse = results
+    results = dense_rows(out), lse.contiguous(), dense_rows(grad_out), grad_lse.contiguous()
+    for listed in problem.lists:
+        arguments = _list_arguments(problem, listed)
+        *grads, dbias, dtables = library().backward_lists(
+            *arguments, *results, problem.learns_distances
+        )
+        for total, grad in zip(sums, grads, strict=False):
+            assert total is not None
+            total.add_(grad)
+        if sums.distance_bias is not None:
+            sums.distance_bias.add_(dtables.sum(2))
+        sums = sums._replace(block_bias=None if problem.block_bias is None else dbias)
+    dq, dk, dv = (grad.to(problem.result_dtype) for grad in sums[:3])
+    return sums._replace(query=dq, key=dk, value=dv)
+
+
+def _list_arguments(problem: Problem, lists: Lists) -> tuple[Any, ...]:
+    """Returns the arguments that the operators of lists share."""
+    bias, table, seeds = problem.block_bias, problem.distance_bias, problem.dropout_seed
+    return (
+        *(dense_rows(x) for x in (problem.query, problem.key, problem.value)),
+        lists.keys,
+        None if bias is None else bias.float().contiguous(),
+        lists.branch,
+        problem.layout.frame.q_start,
+        problem.scale,
+        problem.softcap or 0.0,
+        None if table is None else dense_rows(table.float()),
+        problem.dropout_p or 0.0,
+        None if seeds is None else seeds.contiguous(),
     )
 
 

@@ -25,6 +25,7 @@
 #include "backward.h"
 #include "forward.h"
 #include "laid.h"
+#include "lists/operators.h"
 #include "lower/tables.h"
 #include "machine/operators.h"
 #include "plan/workspace.h"
@@ -370,6 +371,12 @@ const bool registered = [] {
                       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.define<mass>("mass(" SPARSERING_SCHEMA(
       "Tensor key", "Tensor value") "Tensor lse, Tensor? weight, int blocks) -> Tensor");
+  m.define<lists::forward_lists>("forward_lists(" SPARSERING_LISTS_SCHEMA
+                                 "Tensor(a!) out, Tensor(b!) lse) -> ()");
+  m.define<lists::backward_lists>(
+      "backward_lists(" SPARSERING_LISTS_SCHEMA
+      "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, bool learns_distances) -> "
+      "(Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.define<workspace_bytes>(
       "workspace_bytes(Tensor query, Tensor key, Tensor value, int block, float[] counts, "
       "bool backward, bool by_head) -> int");

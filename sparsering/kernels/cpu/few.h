@@ -30,6 +30,19 @@ struct FewQueries {
   }
 };
 
+// Rows of keys or values: row j begins at `first + j * stride`.
+template <typename S>
+struct Strided {
+  const S* operator[](int64_t j) const {
+    return first + j * stride;
+  }
+  Strided from(int64_t j) const {
+    return {first + j * stride, stride};
+  }
+  const S* first;
+  int64_t stride;
+};
+
 // Prefetches a row into the second-level cache, which has room for the keys and values of a tile.
 template <int W, typename S>
 void prefetch(const S* from, int64_t size) {
@@ -53,8 +66,8 @@ inline Vec sums_of_lanes(Vec (&x)[kLanes]) {
 }
 
 // Computes dot products of a query with kLanes keys; keeps `P` vectors of the query in registers.
-template <int P, int W, typename S>
-Vec products(const float* query, const S* keys, int64_t stride, int64_t width) {
+template <int P, int W, typename Rows>
+Vec products(const float* query, const Rows& keys, int64_t width) {
   Vec sum[kLanes];
 #pragma GCC unroll 16
   for (int64_t j = 0; j < kLanes; ++j) {
@@ -70,7 +83,7 @@ Vec products(const float* query, const S* keys, int64_t stride, int64_t width) {
     for (int64_t j = 0; j < kLanes; ++j) {
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) {
-        const Vec key = load_lanes(keys + j * stride + d + p * kLanes);
+        const Vec key = load_lanes(keys[j] + d + p * kLanes);
         sum[j] = at::vec::fmadd(part[p], key, sum[j]);
       }
     }
@@ -94,16 +107,14 @@ inline void score_rows(const FewQueries& x, int64_t row, const float* turned, in
 }
 
 // Computes dot products of each query with `count` keys, kLanes at a time; prefetches the values.
-template <int W, typename S>
-void score_keys(const FewQueries& x, const S* keys, int64_t stride, int64_t count, const S* values,
-                int64_t value_stride) {
+template <int W, typename Rows>
+void score_keys(const FewQueries& x, const Rows& keys, int64_t count, const Rows& values) {
   const int64_t in_fours = x.count / 4 * 4;  // four queries share the cost of transposing keys
-  const auto score = [&](const auto* from, int64_t ld, int64_t first) {
+  const auto score = [&](const auto& from, int64_t first) {
     for (int64_t r = in_fours; r < x.count; ++r) {
       const float* query = x.queries + r * x.width;
-      const Vec score = width_or<W>(x.width) % (4 * kLanes)
-                            ? products<1, W>(query, from, ld, x.width)
-                            : products<4, W>(query, from, ld, x.width);
+      const Vec score = width_or<W>(x.width) % (4 * kLanes) ? products<1, W>(query, from, x.width)
+                                                            : products<4, W>(query, from, x.width);
       score.store(x.scores + r * x.ld + first);
     }
   };
@@ -111,15 +122,17 @@ void score_keys(const FewQueries& x, const S* keys, int64_t stride, int64_t coun
   for (int64_t first = 0; first < count; first += kLanes) {
     const int64_t n = std::min(kLanes, count - first);
     for (int64_t j = 0; j < n; ++j) {
-      prefetch<W>(values + (first + j) * value_stride, x.value_width);
+      prefetch<W>(values[first + j], x.value_width);
     }
     if (!in_fours && n == kLanes && x.key_width == x.width) {
-      score(keys + first * stride, stride, first);
+      score(keys.from(first), first);
       continue;
     }
     for (int64_t j = 0; j < kLanes; ++j) {
       const int64_t size = j < n ? x.key_width : 0;
-      copy_lanes(keys + (first + j) * stride, block + j * x.width, size);
+      if (size) {
+        copy_lanes(keys[first + j], block + j * x.width, size);
+      }
       std::fill(block + j * x.width + size, block + (j + 1) * x.width, 0.f);
     }
     if (in_fours) {
@@ -128,7 +141,7 @@ void score_keys(const FewQueries& x, const S* keys, int64_t stride, int64_t coun
     for (int64_t r = 0; r < in_fours; r += 4) {
       score_rows(x, r, turned, first);
     }
-    score(static_cast<const float*>(block), x.width, first);
+    score(Strided<float>{block, x.width}, first);
   }
 }
 
@@ -162,8 +175,8 @@ inline void weigh(const FewQueries& x, int64_t row, int64_t count, float& highes
   highest = top;
 }
 
-template <int R, int Width, typename S>
-void add_to_rows(const FewQueries& x, int64_t row, const S* values, int64_t stride, int64_t count) {
+template <int R, int Width, typename Rows>
+void add_to_rows(const FewQueries& x, int64_t row, const Rows& values, int64_t count) {
   constexpr int W = 4;
   const int64_t width = width_or<Width>(x.value_width);
   const float* weights = x.scores + row * x.ld;
@@ -176,7 +189,7 @@ void add_to_rows(const FewQueries& x, int64_t row, const S* values, int64_t stri
     }
     for (int64_t j = 0; j < count; ++j) {
       for (int w = 0; w < W; ++w) {
-        const Vec value = load_lanes(values + j * stride + d + w * kLanes);
+        const Vec value = load_lanes(values[j] + d + w * kLanes);
         for (int r = 0; r < R; ++r) {
           sum[r][w] = at::vec::fmadd(Vec(weights[r * x.ld + j]), value, sum[r][w]);
         }
@@ -189,7 +202,7 @@ void add_to_rows(const FewQueries& x, int64_t row, const S* values, int64_t stri
   for (int64_t j = 0; j < count && d < width; ++j) {
     for (int r = 0; r < R; ++r) {
       for (int64_t i = d; i < width; ++i) {
-        const float value = static_cast<float>(values[j * stride + i]);
+        const float value = static_cast<float>(values[j][i]);
         sums[r * x.value_width + i] += weights[r * x.ld + j] * value;
       }
     }
@@ -197,21 +210,21 @@ void add_to_rows(const FewQueries& x, int64_t row, const S* values, int64_t stri
 }
 
 // Adds the weighted values to each query's sums; also prefetches the keys of the next tile.
-template <int W, typename S>
-void add_values(const FewQueries& x, const S* values, int64_t stride, int64_t count,
-                const S* next_keys, int64_t key_stride, int64_t num_next) {
+template <int W, typename Rows>
+void add_values(const FewQueries& x, const Rows& values, int64_t count, const Rows& next_keys,
+                int64_t num_next) {
   for (int64_t first = 0; first < count; first += kLanes) {
     const int64_t n = std::min(kLanes, count - first);
     for (int64_t j = first; j < std::min(first + n, num_next); ++j) {
-      prefetch<W>(next_keys + j * key_stride, x.key_width);
+      prefetch<W>(next_keys[j], x.key_width);
     }
     const FewQueries part = x.from(first);
     int64_t r = 0;
     for (; r + 4 <= x.count; r += 4) {
-      add_to_rows<4, W>(part, r, values + first * stride, stride, n);
+      add_to_rows<4, W>(part, r, values.from(first), n);
     }
     for (; r < x.count; ++r) {
-      add_to_rows<1, W>(part, r, values + first * stride, stride, n);
+      add_to_rows<1, W>(part, r, values.from(first), n);
     }
   }
 }

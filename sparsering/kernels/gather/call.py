@@ -15,7 +15,7 @@ from ...numerics import finite_or_zero, sum_dtype
 from ...patterns.arguments import checked_integer
 from ..problem import Gradients, Problem, sink_gradient
 from .chunk_extras import Extras
-from .units import Chunk, chunks, plan
+from .units import Chunk, chunks, list_chunks, plan
 
 EXTRAS = frozenset(
     ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_mask")
@@ -161,6 +161,11 @@ def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
             per_pair = 0 if alone else 4 * dtype.itemsize
             for chunk in chunks(problem, number, units, _workspace["bytes"], per_token, per_pair):
                 yield units.fresh and number == 0, chunk
+    for lists in problem.lists if query.numel() else ():
+        if not lists.keys.numel():
+            continue
+        for chunk in list_chunks(problem, lists, _workspace["bytes"], per_token):
+            yield False, chunk
 
 
 def _units(

@@ -4,6 +4,7 @@ A unit is a few query tiles and the keys that all of them visit. This file compu
 layout's tables only; it reads no query, key or value.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from torch import Tensor
 from ...layouts.bitmaps import unpack
 from ...layouts.layout import Pass, slots_of, tile_counts
 from ...rows import expand_counts, mix, number_rows
+from ..lists import Lists
 from ..problem import Problem
 
 
@@ -250,7 +252,7 @@ def chunks(
             if ragged:
                 pairs = real_q[:, :, None] & real_k[:, None, :]
                 cells = cells.expand(pairs.shape)[pairs].view(-1, m, n)
-        if problem.block_bias is not None:
+        if problem.block_bias is not None and not problem.lists:
             tables = layout.table_shape
             table = (bat[:, None] * (tables[0] > 1), q_head * tables[1] // frame.num_heads)
             first = (bat[:, None] * frame.num_heads + q_head) * problem.block_bias.shape[2]
@@ -280,6 +282,37 @@ def chunks(
         first_q = (bat[:, None] * frame.num_heads + q_head) * frame.q_len
         first_k = (bat * frame.num_kv_heads + kv_head) * frame.kv_len
         yield Chunk(first_q[..., None] + q[:, None], first_k[:, None] + k, cells, bias, places)
+
+
+def list_chunks(problem: Problem, lists: Lists, workspace: int, per_token: int) -> Iterator[Chunk]:
+    """Cuts lists of keys into chunks of at most `workspace` bytes: a unit is a list of a query."""
+    query, frame, (batches, tables, _, n) = problem.query, problem.layout.frame, lists.keys.shape
+    device, heads = query.device, max(tables, frame.num_kv_heads)
+    group = frame.num_heads // max(1, heads)
+    shape = len(query), heads, frame.q_len
+    per_unit = (group + n) * (per_token + 40) + group * n * per_token
+    for part in torch.arange(math.prod(shape), device=device).split(max(1, workspace // per_unit)):
+        bat, hd, q = torch.unravel_index(part, shape)
+        key = lists.keys.to(device)[bat * (batches > 1), hd * tables // heads, q].long()
+        ordered, order = key.sort(dim=1, stable=True)
+        repeats = torch.diff(ordered, dim=1, prepend=ordered[:, :1] - 1) == 0
+        cells = (key >= 0) & ~torch.zeros_like(repeats).scatter(1, order, repeats)
+        key = key.clamp(min=0)
+        q_head = hd[:, None] * group + torch.arange(group, device=device)
+        rows = (bat[:, None] * frame.num_heads + q_head) * frame.q_len + q[:, None]
+        first = (bat * frame.num_kv_heads + hd * frame.num_kv_heads // heads) * frame.kv_len
+        slots = torch.arange(n, device=device)
+        bias = (rows[..., None] * n + slots, slots.expand(len(part), n))
+        position = q[:, None] + frame.q_start
+        stream = torch.zeros_like(position)
+        places = Places(bat, q_head, lists.branch, position, key, stream, (position, key))
+        yield Chunk(
+            rows[..., None],
+            first[:, None] + key,
+            cells[:, None],
+            None if problem.block_bias is None else bias,
+            places,
+        )
 
 
 def _positions(

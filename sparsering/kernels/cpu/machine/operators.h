@@ -98,6 +98,8 @@ struct Boxed<Result(Parameters...), function> {
             ((*to++ = result(std::move(results))), ...);
           },
           function(std::get<I>(arguments).get()...));
+    } else if constexpr (std::is_void_v<Result>) {
+      function(std::get<I>(arguments).get()...);
     } else {
       stack[0] = result(function(std::get<I>(arguments).get()...));
     }

@@ -1,0 +1,228 @@
+// Backward pass over lists of keys. dK and dV belong to kv heads: a thread takes the queries of a
+// kv head, or a piece of them, with sums of its own.
+
+#pragma once
+
+#include "../machine/threads.h"
+#include "../results.h"
+#include "call.h"
+
+namespace sparsering::cpu::lists {
+
+constexpr int64_t kMostPieces = 16;  // bounds the memory for sums
+
+// Adds to `R` rows of `to` that a list names: row j gets the sum of factors[r * ld + j] * x[r].
+template <int R>
+void add_products(float* to, int64_t width, const int32_t* keys, const float* factors, int64_t ld,
+                  const float* x, int64_t x_ld, int64_t queries) {
+  constexpr int W = kLanes > 8 ? 4 : 2;
+  float* rows[R];
+  for (int j = 0; j < R; ++j) {
+    rows[j] = to + keys[j] * width;
+  }
+  int64_t d = 0;
+  for (; d + W * kLanes <= width; d += W * kLanes) {
+    Vec sum[R][W];
+    for (int i = 0; i < R * W; ++i) {
+      sum[i / W][i % W] = Vec::loadu(rows[i / W] + d + i % W * kLanes);
+    }
+    for (int64_t r = 0; r < queries; ++r) {
+      for (int w = 0; w < W; ++w) {
+        const Vec part = Vec::loadu(x + r * x_ld + d + w * kLanes);
+        for (int j = 0; j < R; ++j) {
+          sum[j][w] = at::vec::fmadd(Vec(factors[r * ld + j]), part, sum[j][w]);
+        }
+      }
+    }
+    for (int i = 0; i < R * W; ++i) {
+      sum[i / W][i % W].store(rows[i / W] + d + i % W * kLanes);
+    }
+  }
+  for (int64_t r = 0; r < queries && d < width; ++r) {
+    for (int j = 0; j < R; ++j) {
+      for (int64_t i = d; i < width; ++i) {
+        rows[j][i] += factors[r * ld + j] * x[r * x_ld + i];
+      }
+    }
+  }
+}
+
+inline void add_products(float* to, int64_t width, const int32_t* keys, int64_t count,
+                         const float* factors, const float* x, int64_t queries) {
+  const int64_t x_ld = round_up(width, kLanes);
+  int64_t j = 0;
+  for (; j + 4 <= count; j += 4) {
+    for (int64_t next = j + 4; next < std::min(j + 8, count); ++next) {
+      prefetch<0>(to + keys[next] * width, width);
+    }
+    add_products<4>(to, width, keys + j, factors + j, kTile, x, x_ld, queries);
+  }
+  for (; j < count; ++j) {
+    add_products<1>(to, width, keys + j, factors + j, kTile, x, x_ld, queries);
+  }
+}
+
+struct BackwardScratch {
+  explicit BackwardScratch(const Call& call)
+      : list(call.slots, call.x.Nk),
+        queries(call.group * call.width),
+        douts(call.group * call.width),
+        scores(call.group * kTile),
+        weights(call.group * kTile),
+        sums(call.group * call.x.D),
+        biases(kTile),
+        slopes(kTile),
+        spare(2 * kLanes * call.width) {}
+  Distinct list;
+  Buffer<float> queries, douts, scores, weights, sums, biases, slopes, spare;
+};
+
+class Backward {
+ public:
+  // Gradients. `dtable`: [B, Hq, pieces, 2R + 1]; nullptr where there is no such gradient.
+  struct To {
+    float *dq, *dk, *dv, *dbias;
+    double* dtable;
+  };
+
+  Backward(const Call& call, const Tensor& grad_out, const float* lse, const float* delta,
+           const To& to)
+      : call_(call), x_(call.x), dout_(grad_out), lse_(lse), delta_(delta), to_(to) {}
+
+  // Pieces of the queries of a kv head, so that all threads work.
+  static int64_t pieces(const Problem& x) {
+    const int64_t heads = std::max<int64_t>(1, x.B * x.Hkv);
+    return std::min({(num_threads() + heads - 1) / heads, kMostPieces, std::max<int64_t>(1, x.Nq)});
+  }
+
+  void run() const {
+    const int64_t pieces = Backward::pieces(x_), heads = x_.B * x_.Hkv,
+                  keys = heads * x_.Nk;  // rows of dK and dV
+    Buffer<float> more_k = Buffer<float>::zeros((pieces - 1) * keys * x_.D),
+                  more_v = Buffer<float>::zeros((pieces - 1) * keys * x_.Dv);
+    const auto part = [&](float* first, const Buffer<float>& more, int64_t piece, int64_t width) {
+      return piece ? more.get() + (piece - 1) * keys * width : first;
+    };
+    with_width(x_, [&](auto width) {
+      with_type(x_.k.type, [&](auto value) {
+        share_out<BackwardScratch>(
+            heads * pieces, 1, [&] { return BackwardScratch(call_); },
+            [&](BackwardScratch& s, int64_t i) {
+              const int64_t kv = i / pieces, piece = i % pieces, b = kv / x_.Hkv,
+                            units = call_.units / x_.Hkv;
+              float *dk = part(to_.dk, more_k, piece, x_.D) + kv * x_.Nk * x_.D,
+                    *dv = part(to_.dv, more_v, piece, x_.Dv) + kv * x_.Nk * x_.Dv;
+              for (int64_t unit = kv % x_.Hkv * units; unit < (kv % x_.Hkv + 1) * units; ++unit) {
+                for (int64_t query = x_.Nq * piece / pieces; query < x_.Nq * (piece + 1) / pieces;
+                     ++query) {
+                  run_query<width(), decltype(value)>(s, b, unit, query, piece, pieces, dk, dv);
+                }
+              }
+            });
+      });
+    });
+    for (int64_t piece = 1; piece < pieces; ++piece) {
+      add(part(nullptr, more_k, piece, x_.D), keys * x_.D, to_.dk);
+      add(part(nullptr, more_v, piece, x_.Dv), keys * x_.Dv, to_.dv);
+    }
+  }
+
+ private:
+  static void add(const float* from, int64_t size, float* to) {
+    parallel_for(0, size, 1 << 16, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        to[i] += from[i];
+      }
+    });
+  }
+
+  template <int W, typename S>
+  void run_query(BackwardScratch& s, int64_t b, int64_t unit, int64_t query, int64_t piece,
+                 int64_t pieces, float* dk, float* dv) const {
+    const int64_t group = call_.group;
+    s.list.read(call_.list(b, unit, query), call_.slots);
+    std::fill_n(s.sums.get(), group * x_.D, 0.f);
+    if (s.list.count) {
+      call_.read_rows(x_.q, b, unit, query, s.queries.get());
+      call_.read_rows(dout_, b, unit, query, s.douts.get());
+    }
+    const FewQueries few{
+        group,           x_.D,           x_.Dv,   kTile,        round_up(x_.D, kLanes),
+        s.queries.get(), s.scores.get(), nullptr, s.spare.get()};
+    const FewQueries by_value{
+        group,         x_.Dv,           x_.D,    kTile,        round_up(x_.Dv, kLanes),
+        s.douts.get(), s.weights.get(), nullptr, s.spare.get()};
+    FewQueries by_key = few;
+    by_key.value_width = x_.D, by_key.sums = s.sums.get();
+    for (int64_t from = 0; from < s.list.count; from += kTile) {
+      const int64_t count = std::min(kTile, s.list.count - from), next = from + count;
+      const auto keys = call_.rows<S>(x_.k, b, unit, s.list, from),
+                 values = call_.rows<S>(x_.v, b, unit, s.list, from);
+      score_keys<W>(few, keys, count, values);
+      score_keys<W>(by_value, values, count, keys);
+      for (int64_t i = 0; i < group; ++i) {
+        run_row(s, b, unit * group + i, query, from, count, piece, pieces, i);
+      }
+      add_values<W>(by_key, keys, count, keys.from(count), std::min(kTile, s.list.count - next));
+      const int32_t* of_tile = s.list.keys() + from;
+      add_products(dv, x_.Dv, of_tile, count, s.weights.get(), s.douts.get(), group);
+      add_products(dk, x_.D, of_tile, count, s.scores.get(), s.queries.get(), group);
+    }
+    for (int64_t i = 0; i < group; ++i) {
+      std::copy_n(s.sums.get() + i * x_.D, x_.D,
+                  to_.dq + call_.row(b, unit * group + i, query) * x_.D);
+    }
+  }
+
+  // Replaces a head's products with keys by the gradients dS of these products, and its products
+  // with values by the weights of the values.
+  void run_row(BackwardScratch& s, int64_t b, int64_t head, int64_t query, int64_t from,
+               int64_t count, int64_t piece, int64_t pieces, int64_t i) const {
+    float *scores = s.scores.get() + i * kTile, *weights = s.weights.get() + i * kTile,
+          *slopes = s.slopes.get();
+    const int64_t row = call_.row(b, head, query);
+    const bool capped = x_.extras.softcap > 0.f;
+    call_.adjust(b, head, query, s.list, from, count, s.biases.get(), scores,
+                 capped ? slopes : nullptr);
+    if (x_.extras.drops()) {  // the products with values become gradients of weights
+      call_.for_kept(b, head, query, s.list, from, count, [&](int64_t j, bool kept) {
+        weights[j] = kept ? weights[j] * x_.extras.factor : 0.f;
+      });
+    }
+    const float lse = lse_[row] == -kInf ? kInf : lse_[row], delta = delta_[row];
+    for (int64_t j = 0; j < count; j += kLanes) {
+      const int64_t n = std::min(kLanes, count - j);
+      const Vec weight = exp_of(Vec::loadu(scores + j, n) - Vec(lse));
+      (weight * (Vec::loadu(weights + j, n) - Vec(delta))).store(scores + j, n);
+      weight.store(weights + j, n);
+    }
+    if (x_.extras.drops()) {
+      call_.for_kept(b, head, query, s.list, from, count, [&](int64_t j, bool kept) {
+        weights[j] = kept ? weights[j] * x_.extras.factor : 0.f;
+      });
+    }
+    if (to_.dbias) {
+      for (int64_t j = 0; j < count; ++j) {
+        to_.dbias[row * call_.slots + s.list.slots()[from + j]] = scores[j];
+      }
+    }
+    if (to_.dtable) {
+      const int64_t width = 2 * x_.extras.radius + 1;
+      double* table = to_.dtable + ((b * x_.Hq + head) * pieces + piece) * width;
+      for (int64_t j = 0; j < count; ++j) {
+        table[call_.distance(s.list.keys()[from + j], query)] += scores[j];
+      }
+    }
+    for (int64_t j = 0; j < count; ++j) {
+      scores[j] *= x_.scale * (capped ? slopes[j] : 1.f);
+    }
+  }
+
+  const Call& call_;
+  const Problem& x_;
+  const Source dout_;
+  const float *lse_, *delta_;
+  const To to_;
+};
+
+}  // namespace sparsering::cpu::lists

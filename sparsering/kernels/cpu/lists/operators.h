@@ -1,0 +1,84 @@
+// The operators for lists of keys. Their first arguments are those of a `Call`.
+
+#pragma once
+
+#include <optional>
+#include <tuple>
+
+#include "backward.h"
+#include "forward.h"
+
+namespace sparsering::cpu::lists {
+
+#define SPARSERING_LISTS                                                             \
+  const Tensor &query, const Tensor &key, const Tensor &value, const Tensor &keys,   \
+      const std::optional<Tensor>&bias, int64_t branch, int64_t first, double scale, \
+      double softcap, const std::optional<Tensor>&distance_bias, double dropout_p,   \
+      const std::optional<Tensor>&seeds
+
+#define SPARSERING_LISTS_SCHEMA                                                                \
+  "Tensor query, Tensor key, Tensor value, Tensor keys, Tensor? bias, int branch, int first, " \
+  "float scale, float softcap, Tensor? distance_bias, float dropout_p, Tensor? seeds, "
+
+// Calls f with a `Call` of an operator's arguments.
+template <typename F>
+void with_call(SPARSERING_LISTS, const F& f) {
+  const Extras extras(softcap, distance_bias, dropout_p, seeds, {}, query.size(0), query.size(1),
+                      key.size(2));
+  const Tensor no_entries = zeros({0, 1, 1}, kLong);
+  const Problem x(query, key, value, {}, extras, no_entries, 0, 16, scale);
+  f(Call(x, keys, bias, branch, first));
+}
+
+inline void check_results(const Problem& x, const Tensor& rows, const Tensor& numbers, Dtype type) {
+  SPARSERING_CHECK(rows.has_sizes({x.B, x.Hq, x.Nq, x.Dv}) && rows.dtype() == type &&
+                       numbers.has_sizes({x.B, x.Hq, x.Nq}) && numbers.dtype() == kFloat &&
+                       numbers.is_contiguous(),
+                   "sparsering cpu: results of lists do not fit the call");
+}
+
+// Merges the results of the lists into `out` and `lse`, which are float.
+inline void forward_lists(SPARSERING_LISTS, const Tensor& out, const Tensor& lse) {
+  with_call(query, key, value, keys, bias, branch, first, scale, softcap, distance_bias, dropout_p,
+            seeds, [&](const Call& call) {
+              check_results(call.x, out, lse, kFloat);
+              SPARSERING_CHECK(out.is_contiguous(), "sparsering cpu: out must be contiguous");
+              if (lse.numel()) {
+                forward(call, out.mutable_data_ptr<float>(), lse.mutable_data_ptr<float>());
+              }
+            });
+}
+
+// Returns dQ, dK, dV, and the gradients of the bias and of the distance bias, in pieces.
+inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_lists(
+    SPARSERING_LISTS, const Tensor& out, const Tensor& lse, const Tensor& grad_out,
+    const Tensor& grad_lse, bool learns_distances) {
+  Tensor dq = empty(query.sizes(), kFloat), dk = zeros(key.sizes(), kFloat),
+         dv = zeros(value.sizes(), kFloat), dbias, dtable;
+  with_call(query, key, value, keys, bias, branch, first, scale, softcap, distance_bias, dropout_p,
+            seeds, [&](const Call& call) {
+              const Problem& x = call.x;
+              check_results(x, out, lse, x.q.type);
+              check_results(x, grad_out, grad_lse, x.q.type);
+              const bool learns = distance_bias && learns_distances;
+              dbias = bias ? zeros(bias->sizes(), kFloat) : empty({0}, kFloat);
+              dtable = zeros({x.B, x.Hq, Backward::pieces(x), learns ? distance_bias->size(2) : 0},
+                             kDouble);
+              if (lse.numel() == 0) {
+                return;
+              }
+              Buffer<float> delta(lse.numel());
+              const Delta delta_of(x, grad_out, out, grad_lse);
+              parallel_for(0, lse.numel(), 256, [&](int64_t begin, int64_t end) {
+                delta_of.of_rows(begin, end, delta.get());
+              });
+              const Backward::To to{dq.mutable_data_ptr<float>(), dk.mutable_data_ptr<float>(),
+                                    dv.mutable_data_ptr<float>(),
+                                    bias ? dbias.mutable_data_ptr<float>() : nullptr,
+                                    learns ? dtable.mutable_data_ptr<double>() : nullptr};
+              Backward(call, grad_out, values_of<float>(lse), delta.get(), to).run();
+            });
+  return {dq, dk, dv, dbias, dtable};
+}
+
+}  // namespace sparsering::cpu::lists

@@ -1,0 +1,157 @@
+"""Lists of single keys: `SelectedBlocks` of blocks below 16 tokens, which need no layout.
+
+SelectedBlocks(indices, 1) & Causal()                   each query's list, without later keys
+(SlidingWindow(511) | SelectedBlocks(indices, 1)) & Causal()    a list beside a layout
+"""
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
+
+from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, joined_masks
+from ..patterns.positions import GlobalTokens
+from ..patterns.selected import SelectedBlocks, has_lists
+from ..patterns.tree import Tree
+
+_MOST_CELLS = 1 << 20  # (query, key) pairs that are compared with a mask at a time
+_Terms = list[tuple[SelectedBlocks | None, tuple[Mask, ...]]]
+
+
+class Lists(NamedTuple):
+    """The keys that each query of a branch lists."""
+
+    keys: Tensor  # int32 [B or 1, H, Nq, n], H divides Hq; -1: none. A repeat does not count.
+    row: Tensor  # [Nq], each query's row of the selection
+    shape: tuple[int, int, int]  # rows and slots of the selection, and keys of a slot
+    branch: int  # of the mixture
+
+    def bias(self, slot_bias: Tensor) -> Tensor:
+        """Converts a slot bias [B, Hq, R * k] to one of `keys`, [B, Hq, Nq, n]."""
+        rows, slots, size = self.shape
+        by_row = slot_bias.unflatten(2, (rows, slots)).index_select(2, self.row)
+        return pad(by_row.repeat_interleave(size, 3), (0, self.keys.shape[3] - slots * size))
+
+    def slot_gradient(self, grad: Tensor) -> Tensor:
+        """Converts the gradient of `bias` to that of the slot bias."""
+        rows, slots, size = self.shape
+        of_slot = grad[..., : slots * size].unflatten(3, (slots, size)).sum(4)
+        by_row = of_slot.new_zeros(*of_slot.shape[:2], rows, slots)
+        return by_row.index_add_(2, self.row, of_slot).flatten(2)
+
+
+def split_lists(
+    pattern: Pattern, frame: Frame, options: Collection[str]
+) -> tuple[Pattern, tuple[Lists, ...]] | None:
+    """Splits a pattern into (the rest, for a layout; lists), or returns None if it has no lists.
+
+    None also where a layout serves all: two lists in one branch, lists inside `Packed` or `Tree`,
+    depths of a tree as distances.
+
+    Cost: O(Nq n) time and memory; the masks that limit a list are evaluated for its keys alone.
+        With a slot bias, pairs beside a list are listed too, in O(Nq Nk) time.
+    """
+    if not has_lists(pattern) or "block_bias" in options or pattern.num_streams > 1:
+        return None
+    masks = [x for branch in pattern.branches for x in joined_masks(branch)]
+    depths = "distance_bias" in options and any(isinstance(x, Tree) for x in masks)
+    if depths or not frame.q_len or not frame.num_heads:
+        return None
+    rest: list[Mask] = []
+    found: list[Lists] = []
+    for number, branch in enumerate(pattern.branches):
+        terms = _terms(branch)
+        listed = [(selection, limits) for selection, limits in terms if selection is not None]
+        others = tuple(_joined(limits) for selection, limits in terms if selection is None)
+        if len(listed) > 1 or any(_has_list(x) for _, limits in terms for x in limits):
+            return None
+        rest.append(_joined(others, Or) if others else GlobalTokens(0))
+        for selection, limits in listed:
+            limit = _joined(limits) if limits else None
+            beside = None
+            if others and "slot_bias" in options:  # listed pairs of either have their slot's bias
+                beside, rest[-1] = rest[-1], GlobalTokens(0)
+                limit = None if limit is None else Or((limit, beside))
+            elif others:
+                limit = _joined((*limits, Not(rest[-1])))
+            found.append(_lists(selection, limit, beside, frame, number))
+    return (Mixture(tuple(rest)) if len(rest) > 1 else rest[0]), tuple(found)
+
+
+def _is_list(mask: Mask) -> bool:
+    return isinstance(mask, SelectedBlocks) and has_lists(mask)
+
+
+def _has_list(mask: Mask) -> bool:
+    """True if a mask contains a list, at any depth."""
+    return _is_list(mask) or any(map(_has_list, mask._components()))
+
+
+def _terms(mask: Mask) -> _Terms:
+    """Splits a mask into a union of terms: (a list or None, masks that limit it)."""
+    if not has_lists(mask):
+        return [(None, (mask,))]
+    if isinstance(mask, Or):
+        return [term for part in mask.masks for term in _terms(part)]
+    if not isinstance(mask, And):
+        assert isinstance(mask, SelectedBlocks)
+        return [(mask, ())]
+    found: _Terms = [(None, ())]
+    for part in mask.masks:
+        found = [
+            (other if own is None else own, (*limits, *more, *_second(own, other)))
+            for own, limits in found
+            for other, more in _terms(part)
+        ]
+    return found
+
+
+def _second(own: Mask | None, other: Mask | None) -> tuple[Mask, ...]:
+    return () if own is None or other is None else (other,)
+
+
+def _joined(masks: tuple[Mask, ...], operator: type[And | Or] = And) -> Mask:
+    return masks[0] if len(masks) == 1 else operator(masks)
+
+
+def _lists(
+    selection: SelectedBlocks, limit: Mask | None, beside: Mask | None, frame: Frame, branch: int
+) -> Lists:
+    """Lists the keys of a selection within `limit`, and then those of `beside`."""
+    size, table = selection.block_size, selection.indices
+    bounds = [mask for mask in (limit, beside) if mask is not None]
+    # masks are evaluated on the CPU; without any, a list on a GPU stays there
+    table = (table.cpu() if bounds else table).view((1,) * (4 - table.dim()) + table.shape)
+    batches = max(len(table), *(mask.num_batches() or 1 for mask in bounds), 1)
+    heads = max(table.shape[1], *(mask.num_tables(frame) for mask in bounds), 1)
+    entries = [(b, h, h * frame.num_heads // heads) for b in range(batches) for h in range(heads)]
+    limits = [limit.at(b, head, frame) for b, _, head in entries] if limit is not None else []
+    rows, slots = table.shape[2:]
+    position = torch.arange(frame.q_start, frame.q_start + frame.q_len, device=table.device)
+    row = (position // selection.row_size - selection.first_row).clamp(0, max(0, rows - 1))
+    inside = torch.arange(size, device=table.device)
+    shape = batches, heads, frame.q_len, slots * size
+    keys = torch.empty(shape, dtype=torch.int32, device=table.device)
+    for part in torch.arange(frame.q_len).split(max(1, _MOST_CELLS // max(1, slots * size))):
+        listed = table[:, :, row[part], :, None].clamp(-1, frame.kv_len)
+        key, here = listed * size + inside, position[part][:, None]
+        real = (listed >= 0) & (key < frame.kv_len) & (here[..., None] >= 0)
+        each = torch.where(real, key, -1).int().flatten(-2)
+        keys[:, :, part] = each.repeat_interleave(heads // table.shape[1], 1)
+        for (b, h, _), own in zip(entries, limits, strict=False):
+            listed = keys[b, h, part]
+            keys[b, h, part] = torch.where(own.holds(here, listed.long(), frame), listed, -1)
+    if beside is not None:
+        every = torch.arange(frame.kv_len)
+        more = [
+            cells.expand(frame.kv_len).nonzero()[:, 0].int()
+            for b, _, head in entries
+            for here in position.split(max(1, _MOST_CELLS // max(1, frame.kv_len)))
+            for cells in beside.at(b, head, frame).holds(here[:, None], every, frame)
+        ]
+        others = pad_sequence(more, batch_first=True, padding_value=-1)
+        keys = torch.cat((keys, others.view(*shape[:3], -1)), -1)
+    return Lists(keys, row, (rows, slots, size), branch)

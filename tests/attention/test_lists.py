@@ -1,0 +1,121 @@
+"""Lists of single keys (`SelectedBlocks` of blocks below 16): no layout, bounded memory, threads.
+
+Their values and gradients against an oracle are in test_selected_blocks.py.
+"""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from oracles.attention_oracle import assert_close
+
+import sparsering as sr
+from sparsering.dispatch import is_default
+from sparsering.kernels.lists import split_lists
+from sparsering.layouts.compile import build_layout
+from sparsering.patterns.algebra import Frame
+
+LISTED = torch.randint(-1, 90, (2, 90, 12), generator=torch.Generator().manual_seed(0))
+CHOSEN = sr.SelectedBlocks(LISTED, 1)
+WINDOW = sr.SlidingWindow(7, 3)
+SINK = torch.zeros(4, requires_grad=True)
+
+
+def drawn(kv_heads=2, tokens=90, width=16, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(1, 4, tokens, width), *[(1, kv_heads, tokens, width)] * 2]
+    return [torch.randn(s, generator=generator).to(dtype).requires_grad_() for s in shapes]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gather"])
+def test_the_layout_has_only_what_is_beside_the_lists(monkeypatch, backend):
+    built = []
+
+    def build(pattern, *rest):
+        built.append(pattern)
+        return build_layout(pattern, *rest)
+
+    monkeypatch.setattr("sparsering.layouts.cache.build_layout", build)
+    sr.layout_cache.clear()
+    for pattern in (CHOSEN & sr.Causal(), (CHOSEN | WINDOW) & sr.Causal(), CHOSEN + WINDOW):
+        out = sr.attention(*drawn(), pattern, backend=backend)
+        out.sum().backward()
+    assert built and not any(pattern.tensors for pattern in built)
+
+
+def test_a_list_beside_a_mask_has_none_of_its_pairs():
+    frame = Frame.build(90, None, 4, 2, None)
+    rest, (lists,) = split_lists((CHOSEN | WINDOW) & sr.Causal(), frame, ())
+    assert rest == WINDOW & sr.Causal()
+    key, query = lists.keys.long(), torch.arange(90)[:, None]
+    assert lists.keys.shape == (1, 2, 90, 12) and lists.branch == 0
+    listed = torch.where((key >= 0) & (key < 90), query - key, 0)
+    assert not ((key >= 0) & ((listed < 0) | (listed <= 7))).any()
+    kept = (LISTED >= 0) & (query >= LISTED) & ((query - LISTED) > 7)
+    assert torch.equal((key >= 0)[0], kept)
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        CHOSEN | sr.SelectedBlocks(LISTED.flip(0), 1),
+        CHOSEN & sr.SelectedBlocks(LISTED.flip(0), 1),
+        CHOSEN & sr.Packed((40, 50), sr.Full()),
+        sr.Packed((40, 50), sr.Causal()) | CHOSEN,
+        sr.Causal() - WINDOW,
+    ],
+)
+def test_other_joins_stay_exact(pattern):
+    x = drawn()
+    for options in ({}, {"dropout_p": 0.3, "dropout_seed": 4}):
+        exact = sr.attention(*(y.double() for y in x), pattern, backend="reference", **options)
+        for backend in ("cpu", "gather"):
+            out = sr.attention(*x, pattern, backend=backend, **options)
+            assert_close(out.double(), exact, 3e-6)
+
+
+@pytest.mark.parametrize("width", [16, 64, 128, 20])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_number_of_heads_width_and_dtype(width, dtype):
+    for kv_heads in (1, 4):
+        x = drawn(kv_heads, width=width, dtype=dtype)
+        exact = [y.detach().double().requires_grad_() for y in x]
+        pattern = sr.SelectedBlocks(LISTED[0], 1) & sr.Causal()
+        out = sr.attention(*x, pattern, backend="cpu")
+        expected = sr.attention(*exact, pattern, backend="reference")
+        sent = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+        got = [out, *torch.autograd.grad(out, x, sent.to(dtype))]
+        wanted = [expected, *torch.autograd.grad(expected, exact, sent.to(dtype).double())]
+        for a, b in zip(got, wanted, strict=True):
+            bound = {torch.float32: 5e-6, torch.bfloat16: 3e-2, torch.float16: 4e-3}[dtype]
+            assert_close(a.double(), b, bound * max(1, b.abs().max().item()))
+
+
+@pytest.fixture
+def any_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("any_threads")
+def test_threads_share_the_queries_of_one_kv_head():
+    x, grads = drawn(1), []
+    for number in (1, 2, 3, 2):
+        torch.set_num_threads(number)
+        out = sr.attention(*x, sr.SelectedBlocks(LISTED[0], 1), backend="cpu", sink=SINK)
+        grads.append([out, *torch.autograd.grad(out.square().sum(), [*x, SINK])])
+    for again in grads[1:]:
+        assert torch.equal(again[0], grads[0][0])  # forward: the same bits with any number
+        for a, b in zip(again, grads[0], strict=True):
+            assert_close(a, b, 2e-5)
+    assert all(map(torch.equal, grads[1], grads[3]))
+
+
+def test_a_backend_that_needs_a_layout_for_lists_is_no_default(monkeypatch):
+    monkeypatch.setattr("sparsering.dispatch.triton.interpreting", lambda: False)
+    assert is_default("triton") and is_default("triton", sr.SelectedBlocks(LISTED, 16))
+    assert not is_default("triton", CHOSEN & sr.Causal())
+    assert is_default("gather", CHOSEN) and is_default("cpu", CHOSEN)
+    told = sr.explain(*(y.detach() for y in drawn()), CHOSEN)
+    assert told.startswith("runs: cpu, blocks of 128 and lists of keys; batch 1, 4 heads")
