@@ -70,7 +70,6 @@ OPTIONAL = {
     "triton": "kernels/triton",
     "matplotlib": "plots",
     "safetensors": "training",
-    "rich": "training",
 }
 
 

@@ -31,7 +31,7 @@ if [ ! -d "$arm/site" ]; then
     for minor in $(seq 17 28); do
         platforms+=(--platform "manylinux_2_${minor}_aarch64")
     done
-    grep -E '^(torch|hypothesis|numpy|pytest|rich|safetensors)[=~]' requirements-dev.txt > "$arm/wanted.txt"
+    grep -E '^(torch|hypothesis|numpy|pytest|safetensors)[=~]' requirements-dev.txt > "$arm/wanted.txt"
     ${PYTHON:-python3} -m pip install --quiet --target "$arm/site.part" --only-binary :all: \
         --python-version 3.11 "${platforms[@]}" --requirement "$arm/wanted.txt"
     # Processes that tests start are emulated too.

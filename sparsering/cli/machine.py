@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .argument_types import Commands
 
-EXTRAS = (("rich", "cli"), ("safetensors", "cli"), ("matplotlib", "plots"), ("triton", "triton"))
+EXTRAS = (("safetensors", "cli"), ("matplotlib", "plots"), ("triton", "triton"))
 
 
 def add_commands(commands: Commands) -> None:

@@ -28,7 +28,7 @@ from ..models.longnet import LongNetLM
 from ..nn.transformer import Attend
 from .checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from .data import Text, Windows, read_text, training_window, validation_windows
-from .progress import Show, live_progress
+from .progress import Show, progress_lines
 from .ranks import ALONE, Ranks
 from .recipe import DTYPES, Recipe, best_dtype
 from .torchrun import launch
@@ -113,7 +113,8 @@ class Run:
         tokens = recipe.batch_size * recipe.context
         speed = {"tokens": tokens, "seconds": seconds}
         self._log(step=self.step, loss=loss, learning_rate=rate, grad_norm=norm, **speed)
-        show(self.step, loss, tokens / seconds)
+        of_validation = f" (validation {self.validation_loss:.3f} at step {self.validated_at})"
+        show(self.step, loss, tokens / seconds, of_validation)
 
     def _log(self, **record: Any) -> None:
         self.metrics.append(record)
@@ -162,9 +163,9 @@ def train(
     run = _prepare(recipe, out, command, resume, ranks, num_validation_windows)
     last = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
     leads = ranks.leads
+    show: Show = progress_lines(recipe.steps) if leads else lambda *_: None
     with (
         stop_signal(ranks) as stop,
-        live_progress(recipe.steps, run.step) if leads else nullcontext(lambda *_: None) as show,
         open(out / "metrics.jsonl", "a") if leads else nullcontext() as run.file,
     ):
         while True:

@@ -402,7 +402,7 @@ def test_what_keeps_tables_stays_outside_cuda_graphs_of_inductor():
 # Processes of their own
 
 ROOT = Path(__file__).parents[2]
-OPTIONAL = ("triton", "matplotlib", "rich", "safetensors", "transformers", "hypothesis", "pandas")
+OPTIONAL = ("triton", "matplotlib", "safetensors", "transformers", "hypothesis", "pandas")
 
 
 def run_fresh(code: str) -> str:
@@ -463,7 +463,7 @@ def test_fresh_processes_load_no_optional_package_and_compute_the_same_bits():
         assert torch.ops.sparsering.attention.default is registered
         from sparsering.cli import build_parser
         build_parser()
-        assert not {"matplotlib", "rich", "safetensors"} & set(sys.modules)
+        assert not {"matplotlib", "safetensors"} & set(sys.modules)
         """)
     ).split()
     second, *_ = run_fresh(
