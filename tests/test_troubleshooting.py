@@ -81,6 +81,12 @@ def evicted() -> None:
             model(part, past_key_values=kept)
 
 
+def with_another_attention() -> None:
+    model = llama()
+    hf.apply(model, sr.SlidingWindow(3))
+    LlamaForCausalLM._from_config(model.config, attn_implementation="sdpa")
+
+
 def in_using(**options: object) -> None:
     model = llama()
     with hf.using(model, CAUSAL), torch.no_grad():
@@ -107,7 +113,15 @@ PROVOKED: dict[str, Callable[[], object]] = {
     "a pattern has no truth value": lambda: CAUSAL and CAUSAL,
     "a mixture counts them: use +": lambda: sr.LongNet((4, 8), (1, 2)) | CAUSAL,
     "query heads must be a multiple of key/value heads": lambda: call(heads=3),
+    "query, key and value must be [batch, heads, tokens, head dim]": lambda: sr.attention(
+        *torch.randn(3, 2, 16, 8), CAUSAL
+    ),
+    "heads of ... tokens; if tokens come before heads, transpose(1, 2)": lambda: sr.attention(
+        *torch.randn(3, 1, 300, 2, 8), CAUSAL
+    ),
     "query, key and value must share a dtype": lambda: call(dtype=torch.float16),
+    "LongNet needs as many segment_lengths as dilation_rates": lambda: sr.LongNet((4, 8), (1,)),
+    "KeyMask needs a bool tensor": lambda: sr.KeyMask(torch.ones(16)),
     "Documents lengths must sum to the key length": lambda: call(sr.Documents((4, 4))),
     "the pattern is for ... batch entries, got a query of ...": lambda: call(
         sr.KeyPadding((4, 4, 4)), batch=2
@@ -137,6 +151,10 @@ PROVOKED: dict[str, Callable[[], object]] = {
         CAUSAL,
     ),
     "needs layer indices ... or layer types": lambda: hf.apply(llama(), {"local": CAUSAL}),
+    "attention does not follow": with_another_attention,
+    "gives no attention weights": lambda: llama(attn_implementation="sparsering")(
+        IDS, output_attentions=True
+    ),
     "that its config can hold as text": lambda: hf.apply(
         llama(), sr.KeyMask(torch.ones(16).bool())
     ),
