@@ -21,8 +21,8 @@ PAGE = ROOT / "docs" / "longest.md"
 
 # The kernels of "triton" need compute capability 8.0: no GTX 1080, T4 or V100 is here.
 GPUS = (
-    *("B200", "H200", "H100 SXM", "H100 PCIe", "A100 80GB", "A100 40GB", "L40S"),
-    *("RTX 5090", "RTX 4090", "RTX 3090", "A10", "L4"),
+    *("GB200", "B200", "H200", "H100 SXM", "H100 PCIe", "A100 80GB", "A100 40GB", "L40S"),
+    *("RTX A6000", "RTX 5090", "RTX 4090", "RTX 3090", "A10", "L4"),
 )
 PATTERNS: dict[str, sr.Pattern] = {
     "causal": sr.Causal(),
