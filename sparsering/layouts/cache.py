@@ -1,37 +1,27 @@
-"""The cache of layouts, compared by value, and a background thread that fills it ahead of use.
+"""The cache of layouts, which are compared by the values of their patterns."""
 
-layout_cache.prefetch(next_pattern, 16384, num_heads=8)  # returns at once
-attention(query, key, value, pattern)                    # runs while that layout is built
-"""
-
-import atexit
-import ctypes
 import os
 import threading
 import time
 import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
-from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from ..patterns.algebra import Frame, Pattern, check_fits
-from ..patterns.arguments import checked_integer, not_a_pattern, shortened
-from ..patterns.keys import without_key_masks
+from ..patterns.algebra import Frame, Pattern
+from ..patterns.arguments import checked_integer, shortened
 from ..patterns.once import bytes_held, one_thread, unseen
 from ..patterns.selected import selections_of
 from ..streams import capturing
-from .compile import build_layout, checked_block_size, chosen_block_size
+from .compile import build_layout, checked_block_size
 from .layout import BlockLayout
 
-_MOST_WAITING = 64  # most requests to `prefetch` that may wait
 # A value that took less time to build is dropped after so many later builds without a use. Small
 # tables that stay lie between the large tensors of steps: memory grows by far more than they hold.
 _CHEAP_SECONDS, _IDLE_BUILDS = 0.005, 80
-_SECONDS_AT_EXIT = 10.0  # longest wait at exit for a torch call in progress
 
 
 class CacheInfo(NamedTuple):
@@ -66,7 +56,7 @@ class LayoutCache:
     """Least-recently-used cache of layouts and other values built from patterns, keyed by value.
 
     `info()` returns its counts, `set_limit(bytes)` bounds it, `invalidate(pattern)` and `clear()`
-    drop entries; `prefetch(pattern, ...)` builds a layout ahead of its use.
+    drop entries.
 
     Thread-safe. Bounded in bytes: of tables, and of the objects that hold them.
     """
@@ -78,7 +68,6 @@ class LayoutCache:
         self._cheap: deque[Hashable] = deque()  # keys whose values are dropped when idle
         self._limit = limit
         self._hits = self._misses = self._bytes = 0
-        self._ahead = _Ahead()
         self._warned = False
 
     def __repr__(self) -> str:
@@ -107,74 +96,6 @@ class LayoutCache:
             return build_layout(pattern, frame, block_size, device).shared(device)
 
         return self.keep(key, build).ready()
-
-    def prefetch(
-        self,
-        pattern: Pattern,
-        q_len: int,
-        kv_len: int | None = None,
-        *,
-        num_heads: int,
-        num_kv_heads: int | None = None,
-        q_start: int | None = None,
-        block_size: int | None = None,
-        device: torch.device | str = "cpu",
-        backward: bool = True,
-    ) -> "Future[BlockLayout]":
-        """Builds the layout of a later `attention` call in another thread, and returns at once.
-
-        The later call uses the layout, or waits until it is built. One thread builds layouts in the
-        order of requests. At most 64 requests wait; the future of any further request is cancelled,
-        and the later call then builds the layout itself.
-
-        Args:
-            pattern: pattern of the later call. The layout ignores key masks, which the default
-                backends take as data.
-            q_len, kv_len, num_heads, num_kv_heads, q_start, block_size: as in `Pattern.layout`;
-                they must equal those of the later call. If `sparsering tune` measured a block size,
-                pass that.
-            device: device of the later call's tensors.
-            backward: whether to build the transposes that a backward pass reads.
-
-        Returns: a future of the layout; a caller may ignore it. A build that fails here fails in
-            the call too.
-
-        Raises: ValueError at once if the pattern is for other lengths or heads, or if the layout
-            would not be cached: for patterns with tensors on a device, and for a single query.
-            TypeError for a wrong type.
-
-        Cost: time of one CPU core, in parallel with the caller. The cache drops a layout that is
-            larger than its limit.
-
-        Example:
-            >>> layout_cache.prefetch(RandomBlocks(0.1, seed=step + 1), 16384, num_heads=8)
-        """
-        if not isinstance(pattern, Pattern):
-            raise TypeError(f"pattern must be a sparsering pattern, {not_a_pattern(pattern)}")
-        frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
-        check_fits(pattern, frame)
-        pattern, _ = without_key_masks(pattern)
-        if block_size is not None:
-            block_size = checked_block_size(block_size)
-        if frame.q_len == 1 or not _is_reusable(pattern, frame):
-            kind = "a pattern with tensors on a device" if frame.q_len > 1 else "one query"
-            raise ValueError(
-                f"prefetch cannot cache the layout of {kind}, got {frame.q_len} queries of "
-                f"{shortened(str(pattern))}; call attention without prefetch"
-            )
-        place = place_of(device)
-
-        def work() -> BlockLayout:
-            size = chosen_block_size(pattern, frame, place) if block_size is None else block_size
-
-            def build() -> BlockLayout:
-                layout = build_layout(pattern, frame, size, place)
-                layout.build_tables(backward)
-                return layout.shared(place)
-
-            return self.keep((pattern, frame, size, place), build)
-
-        return self._ahead.take(work)
 
     def keep(self, key: Hashable, build: Callable[[], Value]) -> Value:
         """Returns the value cached under a key, or builds and caches it; threads share one build.
@@ -304,88 +225,8 @@ class LayoutCache:
         self._shrink()
 
     def _renew(self) -> None:
-        """Replaces locks and the thread in a forked process, where inherited ones do not work."""
+        """Replaces locks in a forked process, where inherited ones do not work."""
         self._lock, self._building = threading.Lock(), {}
-        self._ahead = _Ahead()
-
-
-class _Ahead:
-    """One background thread that runs tasks in order, and ends only with the process."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
-        self._thread: threading.Thread | None = None
-        self._ended = False
-
-    def take(self, work: Callable[[], Value]) -> "Future[Value]":
-        future: Future[Value] = Future()
-        with self._changed:
-            if self._ended or len(self._waiting) >= _MOST_WAITING or not self._started():
-                _cancel(future)
-            else:
-                self._waiting.append((future, work))
-                self._changed.notify()
-        return future
-
-    def _started(self) -> bool:
-        """Starts the thread if needed; returns False if the process is ending and it cannot."""
-        if self._thread is None:
-            thread = threading.Thread(target=self._run, name="sparsering-prefetch", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError:
-                return False
-            self._thread = thread
-            atexit.register(self._end)
-        return True
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._ended)
-                if self._ended:
-                    return
-                future, work = self._waiting.popleft()
-            if future.set_running_or_notify_cancel():
-                _settle(future, work)
-            del future, work  # frees the memory of the layout while the thread waits
-
-    def _end(self) -> None:
-        """Cancels waiting tasks, and ends the thread by an exception in the running task.
-
-        A thread that returns from a torch call after the interpreter has ended aborts the process.
-        """
-        with self._changed:
-            self._ended = True
-            while self._waiting:
-                _cancel(self._waiting.popleft()[0])
-            self._changed.notify()
-        thread = self._thread
-        if thread is None or thread.ident is None:
-            return
-        until = time.monotonic() + _SECONDS_AT_EXIT
-        thread.join(0.05)  # an idle thread ends by itself
-        while thread.is_alive() and time.monotonic() < until:
-            ended = ctypes.py_object(SystemExit)  # repeated, because the task's code may catch it
-            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ended)
-            thread.join(0.2)
-
-
-def _cancel(future: "Future[Any]") -> None:
-    future.cancel()
-    future.set_running_or_notify_cancel()
-
-
-def _settle(future: "Future[Any]", work: Callable[[], Any]) -> None:
-    try:
-        value = work()
-    except SystemExit:  # `_end` raises it in this thread
-        future.set_exception(CancelledError("the process ends"))
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(value)
 
 
 def _is_reusable(pattern: Pattern, frame: Frame) -> bool:

@@ -194,14 +194,6 @@ class BlockLayout:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "memo": {}}
 
-    def build_tables(self, backward: bool) -> None:
-        """Builds tables that kernels would build on first use; `backward` adds the transposes."""
-        for p in self.passes:
-            if p.bitmaps.device.type == "cpu":
-                _ = p.transposed_bitmaps
-            if backward:
-                _ = p.transpose
-
     def shared(self, device: torch.device) -> "BlockLayout":
         """Returns a copy safe to share across CUDA streams; builds shared tables first."""
         if device.type == "cpu":

@@ -11,6 +11,7 @@ from .algebra import And, Frame, Mask, Mixture, Pattern
 from .arguments import (
     MOST_TOKENS,
     checked_flag,
+    checked_integer,
     checked_integers,
     freeze_integer,
     freeze_integers,
@@ -98,7 +99,7 @@ class SlidingWindow(Mask):
 
 def ChunkedCausal(size: int) -> And:  # noqa: N802 - named like a mask class, as LongNet
     """Returns causal attention within chunks of `size` tokens, as in Llama 4's local layers."""
-    return And((Dilated(size, 1), Causal()))
+    return And((Dilated(checked_integer("ChunkedCausal size", size, 1, MOST_TOKENS), 1), Causal()))
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -8,6 +8,7 @@ Scores and chosen blocks stay on the device of the keys; these three calls do no
 """
 
 from .choose import select_blocks
+from .indexer import index_scores, top_tokens
 from .loss import selection_loss
 from .mass import block_mass
 from .pool import pool_blocks
@@ -21,6 +22,6 @@ from .summaries import BlockSummaries
 
 __all__ = [
     "BlockScorer", "BlockSummaries", "GatedSchedule", "PatternRefiner", "Schedule",
-    "SelectionReport", "block_mass", "block_scores", "pool_blocks", "remainder_attention",
-    "select_blocks", "selection_loss", "selection_report",
+    "SelectionReport", "block_mass", "block_scores", "index_scores", "pool_blocks",
+    "remainder_attention", "select_blocks", "selection_loss", "selection_report", "top_tokens",
 ]  # fmt: skip

@@ -5,17 +5,16 @@ order, so that the peak is exact, the same in every run, and sees temporaries in
 The resident set of a process is neither: it keeps what was freed, and counts what only was touched.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from helpers.tensor_bytes import measure
 from helpers.thinned import slow_except, thinned
 from oracles.attention_oracle import workspace
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 import sparsering as sr
 
@@ -33,31 +32,10 @@ PATTERNS = {
 }
 
 
-@dataclass(frozen=True)
-class Bytes:
-    """Bytes that a call allocates: at their peak, and those that remain at its end."""
-
-    peak: int
-    kept: int
-
-
 @pytest.fixture(autouse=True)
 def default_workspace() -> Iterator[None]:
     with workspace(WORKSPACE):
         yield
-
-
-def measure(call: Callable[[], Any]) -> Bytes:
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        result = call()
-    events = profiled.profiler.kineto_results.events()
-    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
-    now = peak = 0
-    for _, change in changes:
-        now += change
-        peak = max(peak, now)
-    assert changes and result is not None
-    return Bytes(peak, now)
 
 
 def inputs(length: int, heads: int = 1, kv_heads: int = 1, dtype: torch.dtype = torch.float32):

@@ -40,9 +40,6 @@ CALLS: dict[str, Callable[[Callable[[int], Any], Callable[[float], Any]], Any]] 
     ).values,
     "varlen": lambda n, x: sr.attention_varlen(*FLAT, [n(0), n(9), n(40)], [n(0), n(9), n(40)]),
     "layout": lambda n, x: str(sr.Causal().layout(n(40), num_heads=n(2), block_size=n(16))),
-    "prefetch": lambda n, x: str(
-        sr.layout_cache.prefetch(sr.Causal(), n(40), num_heads=n(2), block_size=n(16)).result()
-    ),
     "random blocks": lambda n, x: str(sr.RandomBlocks(x(0.5), n(16), seed=n(2))),
     "live keys": lambda n, x: sr.SlidingWindow(n(3)).live_keys(n(40), num_heads=n(2))[0],
     "cache": lambda n, x: cached(n),

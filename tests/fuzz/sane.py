@@ -63,6 +63,12 @@ def qk() -> Given:
     return {name: x for name, x in qkv().items() if name != "value"}
 
 
+def indexer() -> Given:
+    torch.manual_seed(0)
+    shapes = {"query": (B, HQ, N, D), "key": (B, N, D), "weight": (B, N, HQ)}
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
+
+
 def extras() -> Given:
     return {
         "scale": 0.5,
@@ -343,6 +349,11 @@ SANE |= {
     "selection_report": lambda: (selection.selection_report, {
         **qkv(tokens=32), "pattern": sr.SelectedBlocks(chosen()[:, :, :2], 16, 16) & sr.Causal(),
         "rows": None, "seed": 3}),
+    "index_scores": lambda: (selection.index_scores, {
+        **indexer(), "indices": torch.randint(-1, N, (B, 1, N, 3)), "scale": 0.5, "q_start": 0}),
+    "top_tokens": lambda: (selection.top_tokens, {
+        **indexer(), "k": 3, "causal": True, "scale": 0.5, "q_start": 0,
+        "lengths": torch.tensor([N, 7])}),
     "remainder_attention": lambda: (selection.remainder_attention, {
         **qkv(), "indices": chosen(), "block_size": 16, "query_block": 16, "causal": True,
         "scale": 0.5, "q_start": 0}),

@@ -28,7 +28,7 @@ for length in (4096, 100_000):
         sr.Tree((length // 2, length // 4, length // 4), (-1, 0, 0)), sr.KeyPadding((length - 9,)),
     ):
         layout = pattern.layout(length, num_heads=2)
-        layout.build_tables(backward=True)
+        _ = [(p.transposed_bitmaps, p.transpose) for p in layout.passes]
         _ = layout.first_entry, layout.density
     sr.SlidingWindow(200).live_keys(length)
 """
