@@ -57,7 +57,7 @@ def test_what_cannot_be_subtracted_is_told():
         sr.BlockDiffusion(10, 4)
     with pytest.raises(ValueError, match=r"n 8 is for 16 tokens.*got 17; pass half"):
         sr.BlockDiffusion(8, 4).layout(17)
-    with pytest.raises(ValueError, match="segment_length"):
+    with pytest.raises(ValueError, match="ChunkedCausal size"):
         sr.ChunkedCausal(0)
 
 
