@@ -21,6 +21,7 @@ from .decoding import batches, decoding
 from .drafts import drafts
 from .extras import extras
 from .gigapath import gigapath
+from .lists import lists
 from .modules import modules
 from .prefill import prefill
 from .rows import rows
@@ -38,6 +39,7 @@ CASES = {
     "decode": decode,
     "decoding": decoding,
     "batches": batches,
+    "lists": lists,
     "modules": modules,
     "prefill": prefill,
     "drafts": drafts,

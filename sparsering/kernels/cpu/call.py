@@ -48,10 +48,7 @@ def forward(
     the problem's keys and values, from row `first` on.
     """
     if problem.lists:
-        out, lse = forward(problem._replace(lists=(), block_bias=None, in_float32=True))
-        for listed in problem.lists:
-            library().forward_lists(*_list_arguments(problem, listed), out, lse)
-        return out.to(problem.result_dtype), lse
+        return _forward_of_lists(problem)
     if problem.slots and problem.query.shape[2] * problem.group > _FEW_QUERIES:
         problem = problem.in_first_slots()
     x = problem.with_positive_scale()
@@ -98,23 +95,46 @@ def backward(
     )
 
 
+def _forward_of_lists(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Merges the results of lists into those of the layout, in float32."""
+    rest, fresh = problem._replace(lists=(), block_bias=None, in_float32=True), False
+    if problem.layout.num_blocks:
+        out, lse = forward(rest)
+    else:  # the first list writes all rows
+        query, fresh, sink = problem.query, True, problem.sink
+        dtype = problem.result_dtype if len(problem.lists) == 1 else torch.float32
+        out = query.new_empty(*query.shape[:3], problem.value.shape[3], dtype=dtype)
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
+        lse = lse if sink is None else lse.copy_(sink)
+    for number, listed in enumerate(problem.lists):
+        arguments = _list_arguments(problem, listed)
+        library().forward_lists(*arguments, fresh and number == 0, out, lse)
+    return out.to(problem.result_dtype), lse
+
+
 def _backward_of_lists(problem: Problem, *results: Tensor) -> Gradients:
     """Adds the gradients of lists to those of the layout, in float32."""
-    rest = problem._replace(lists=(), block_bias=None, in_float32=True)
-    sums = backward(rest, *results)
+    rest, sums = problem._replace(lists=(), block_bias=None, in_float32=True), None
+    if problem.layout.num_blocks or problem.sink is not None:
+        sums = backward(rest, *results)
     out, lse, grad_out, grad_lse = results
     results = dense_rows(out), lse.contiguous(), dense_rows(grad_out), grad_lse.contiguous()
     for listed in problem.lists:
         arguments = _list_arguments(problem, listed)
-        *grads, dbias, dtables = library().backward_lists(
+        dq, dk, dv, dbias, dtables = library().backward_lists(
             *arguments, *results, problem.learns_distances
         )
-        for total, grad in zip(sums, grads, strict=False):
-            assert total is not None
-            total.add_(grad)
-        if sums.distance_bias is not None:
-            sums.distance_bias.add_(dtables.sum(2))
+        table = problem.distance_bias if problem.learns_distances else None
+        dtable = None if table is None else dtables.sum(2).to(table.dtype)
+        if sums is None:
+            sums = Gradients(dq, dk, dv, None, dtable)
+        else:
+            for total, grad in zip(sums[:3], (dq, dk, dv), strict=True):
+                total.add_(grad)
+            if sums.distance_bias is not None and dtable is not None:
+                sums.distance_bias.add_(dtable)
         sums = sums._replace(block_bias=None if problem.block_bias is None else dbias)
+    assert sums is not None
     dq, dk, dv = (grad.to(problem.result_dtype) for grad in sums[:3])
     return sums._replace(query=dq, key=dk, value=dv)
 

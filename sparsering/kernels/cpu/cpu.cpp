@@ -372,7 +372,7 @@ const bool registered = [] {
   m.define<mass>("mass(" SPARSERING_SCHEMA(
       "Tensor key", "Tensor value") "Tensor lse, Tensor? weight, int blocks) -> Tensor");
   m.define<lists::forward_lists>("forward_lists(" SPARSERING_LISTS_SCHEMA
-                                 "Tensor(a!) out, Tensor(b!) lse) -> ()");
+                                 "bool fresh, Tensor(a!) out, Tensor(b!) lse) -> ()");
   m.define<lists::backward_lists>(
       "backward_lists(" SPARSERING_LISTS_SCHEMA
       "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, bool learns_distances) -> "

@@ -24,15 +24,36 @@ struct ForwardScratch {
   Buffer<float> queries, scores, sums, biases, highest, total, spare;
 };
 
-// Computes one query of the heads of a unit, and merges it into `out` and `lse`.
-template <int W, typename S>
+// Results [B, Hq, Nq, Dv] and [B, Hq, Nq]. If `fresh`, `out` is not yet written and counts as 0,
+// and `lse` is -inf or the row's sink.
+template <typename O>
+struct Results {
+  O* out;
+  float* lse;
+  bool fresh;
+
+  // Merges a row with its lse into a row of the results.
+  void put(int64_t row, float* part, float part_lse, int64_t width) const {
+    O* to = out + row * width;
+    if (part_lse == -kInf) {
+      std::fill_n(to, fresh ? width : 0, O(0));
+      return;
+    }
+    if (lse[row] != -kInf) {
+      part_lse = fresh ? Output::shrink(part, part_lse, lse[row], width)
+                       : Output::merge(part, part_lse, to, lse[row], width);
+    }
+    at::vec::convert(part, to, width);
+    lse[row] = part_lse;
+  }
+};
+
+// Computes one query of the heads of a unit.
+template <int W, typename S, typename O>
 void forward_query(const Call& call, ForwardScratch& s, int64_t b, int64_t unit, int64_t query,
-                   float* out, float* lse) {
+                   const Results<O>& results) {
   const Problem& x = call.x;
   s.list.read(call.list(b, unit, query), call.slots);
-  if (!s.list.count) {
-    return;
-  }
   call.read_rows(x.q, b, unit, query, s.queries.get());
   const FewQueries few{
       call.group,     x.D,          x.Dv,         kTile, round_up(x.D, kLanes), s.queries.get(),
@@ -60,36 +81,26 @@ void forward_query(const Call& call, ForwardScratch& s, int64_t b, int64_t unit,
   for (int64_t i = 0; i < call.group; ++i) {
     float factor, of_row, *sums = s.sums.get() + i * x.Dv;
     finish(s.highest.get()[i], s.total.get()[i], factor, of_row);
-    if (of_row == -kInf) {
-      continue;
-    }
     for (int64_t d = 0; d < x.Dv; ++d) {
       sums[d] *= factor * x.extras.factor;
     }
-    const int64_t row = call.row(b, unit * call.group + i, query);
-    if (lse[row] != -kInf) {
-      of_row = Output::merge(sums, of_row, out + row * x.Dv, lse[row], x.Dv);
-    }
-    std::copy_n(sums, x.Dv, out + row * x.Dv);
-    lse[row] = of_row;
+    results.put(call.row(b, unit * call.group + i, query), sums, of_row, x.Dv);
   }
 }
 
-// Merges the results of all lists into `out` [B, Hq, Nq, Dv] and `lse`, in float.
-inline void forward(const Call& call, float* out, float* lse) {
+// Computes all queries whose keys and values have type S.
+template <typename S, typename O>
+void forward(const Call& call, const Results<O>& results) {
   const Problem& x = call.x;
   const int64_t parts = (x.Nq + kQueries - 1) / kQueries;
   const auto make = [&] { return ForwardScratch(call); };
   with_width(x, [&](auto width) {
-    with_type(x.k.type, [&](auto value) {
-      share_out<ForwardScratch>(
-          x.B * call.units * parts, 1, make, [&](ForwardScratch& s, int64_t i) {
-            const int64_t b = i / parts / call.units, unit = i / parts % call.units,
-                          first = i % parts * kQueries, stop = std::min(first + kQueries, x.Nq);
-            for (int64_t query = first; query < stop; ++query) {
-              forward_query<width(), decltype(value)>(call, s, b, unit, query, out, lse);
-            }
-          });
+    share_out<ForwardScratch>(x.B * call.units * parts, 1, make, [&](ForwardScratch& s, int64_t i) {
+      const int64_t b = i / parts / call.units, unit = i / parts % call.units,
+                    first = i % parts * kQueries, stop = std::min(first + kQueries, x.Nq);
+      for (int64_t query = first; query < stop; ++query) {
+        forward_query<width(), S>(call, s, b, unit, query, results);
+      }
     });
   });
 }

@@ -37,15 +37,26 @@ inline void check_results(const Problem& x, const Tensor& rows, const Tensor& nu
                    "sparsering cpu: results of lists do not fit the call");
 }
 
-// Merges the results of the lists into `out` and `lse`, which are float.
-inline void forward_lists(SPARSERING_LISTS, const Tensor& out, const Tensor& lse) {
+// Merges the results of the lists into `out`, which is float unless `fresh`, and `lse`.
+inline void forward_lists(SPARSERING_LISTS, bool fresh, const Tensor& out, const Tensor& lse) {
   with_call(query, key, value, keys, bias, branch, first, scale, softcap, distance_bias, dropout_p,
             seeds, [&](const Call& call) {
-              check_results(call.x, out, lse, kFloat);
-              SPARSERING_CHECK(out.is_contiguous(), "sparsering cpu: out must be contiguous");
-              if (lse.numel()) {
-                forward(call, out.mutable_data_ptr<float>(), lse.mutable_data_ptr<float>());
+              const bool whole = out.dtype() == kFloat;
+              check_results(call.x, out, lse, whole ? kFloat : call.x.k.type);
+              SPARSERING_CHECK(out.is_contiguous() && (whole || fresh),
+                               "sparsering cpu: out must be contiguous, and float for a merge");
+              if (lse.numel() == 0) {
+                return;
               }
+              float* lses = lse.mutable_data_ptr<float>();
+              with_type(call.x.k.type, [&](auto value) {
+                using S = decltype(value);
+                if (whole) {
+                  forward<S>(call, Results<float>{out.mutable_data_ptr<float>(), lses, fresh});
+                } else {
+                  forward<S>(call, Results<S>{out.mutable_data_ptr<S>(), lses, fresh});
+                }
+              });
             });
 }
 

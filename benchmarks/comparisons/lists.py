@@ -1,0 +1,116 @@
+"""Lists of single keys beside dense attention and beside a gather of the same keys in plain torch.
+
+A layer as DeepSeek's: 16 query heads of width 128 over one key head, one list of k keys for all
+heads of a query, drawn among its earlier keys. "with backward" counts 3.5 times the products of a
+forward. "attained" is the rate of torch's matrix product here, in GFLOP/s.
+"""
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import sparsering as sr
+
+from ..measure import Row, gradient_of, inputs_of, interleaved, sampled_error
+
+HEADS, WIDTH = 16, 128
+CELLS = 1 << 21  # (query, key) pairs that the peer gathers at a time
+
+
+def lists(quick: bool) -> list[Row]:
+    """Measures k of 64, 512 and 2,048 keys at each length; calls take turns."""
+    lengths = {512: 1} if quick else {4096: 5, 16384: 1, 65536: 1}
+    rows, attained = [], _attained(256 if quick else 2048)
+    for length, rounds in lengths.items():
+        for k in (64, 512, 2048):
+            if k < length:
+                rows += _rows(length, k, rounds, attained)
+    return rows
+
+
+def _rows(length: int, k: int, rounds: int, attained: float) -> list[Row]:
+    query, key, value = inputs_of(HEADS, length, WIDTH, kv_heads=1)
+    generator = torch.Generator().manual_seed(k)
+    position = torch.arange(1, length + 1)[:, None]
+    listed = (torch.rand(length, k, generator=generator) * position).long()
+    pattern = sr.SelectedBlocks(listed, 1)
+    pairs = float(sr.attention(*_ones(query, key), pattern, return_lse=True)[1].exp().mean())
+    rows: list[Row] = []
+    for backward in (False, True):
+        calls = {
+            "ours": lambda q, k, v: sr.attention(q, k, v, pattern),
+            "gather in torch": lambda q, k, v: _gathered(q, k, v, listed),
+            "dense SDPA": _dense,
+        }
+        if length > 1 << 15 or k != (64 if length < 4096 else 512):
+            del calls["dense SDPA"]  # minutes; its time does not depend on k
+        if length * k > 1 << (23 if backward else 25):
+            del calls["gather in torch"]  # minutes
+        first = time.perf_counter()
+        out = sr.attention(query, key, value, pattern)
+        first = time.perf_counter() - first
+        error = sampled_error(out, query, key, value, pattern, heads=4)
+        steps = {name: _step(call, (query, key, value), backward) for name, call in calls.items()}
+        for name, ms in interleaved(steps, rounds).items():
+            full = name == "dense SDPA"
+            flops = 4 * HEADS * WIDTH * length * ((length + 1) / 2 if full else pairs)
+            rate = flops * (3.5 if backward else 1) / ms / 1e6
+            rows.append({
+                "case": "lists", "call": name, "tokens": length, "k": k, "heads": HEADS,
+                "kv_heads": 1, "head_dim": WIDTH, "backward": backward, "ms": ms,
+                "gflops": rate, "attained": attained, "of_attained": rate / attained,
+                "density": 1.0 if full else 2 * pairs / (length + 1),
+                "times_ours": None, "error": error if name == "ours" else None,
+                "first_call_ms": first * 1e3 if name == "ours" and not backward else None,
+            })  # fmt: skip
+        ours = rows[-len(calls)]["ms"]
+        for row in rows[-len(calls) :]:
+            row["times_ours"] = row["ms"] / ours
+    return rows
+
+
+def _ones(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns inputs whose scores are 0, so that lse is the log of a query's number of keys."""
+    return torch.zeros_like(query[:, :1]), key, key
+
+
+def _gathered(query: Tensor, key: Tensor, value: Tensor, listed: Tensor) -> Tensor:
+    """Gathers each query's keys, as code without a kernel does; a repeated key counts once."""
+    ordered, order = listed.sort(dim=1, stable=True)
+    again = torch.diff(ordered, dim=1, prepend=ordered[:, :1] - 1) == 0
+    bias = torch.zeros(listed.shape).masked_fill(again.scatter(1, order, again), -torch.inf)
+    step, parts = max(1, CELLS // listed.shape[1]), []
+    for rows in torch.arange(len(listed)).split(step):
+        own = query[0, :, rows].transpose(0, 1)  # [n, heads, width]
+        keys, values = (x[0, 0][listed[rows]] for x in (key, value))  # [n, k, width]
+        scores = own @ keys.mT * WIDTH**-0.5 + bias[rows][:, None]
+        parts.append(scores.softmax(-1) @ values)
+    return torch.cat(parts).transpose(0, 1)[None]
+
+
+def _dense(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    wide = (x.expand(-1, HEADS, -1, -1) for x in (key, value))
+    key, value = wide
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+def _step(
+    call: Callable[..., Tensor], inputs: tuple[Tensor, ...], backward: bool
+) -> Callable[[], object]:
+    leaves = [x.detach().requires_grad_(backward) for x in inputs]
+
+    def run() -> None:
+        out = call(*leaves)
+        if backward:
+            torch.autograd.grad(out, leaves, gradient_of(out))
+
+    return run
+
+
+def _attained(size: int) -> float:
+    """Returns the GFLOP/s of torch's matrix product."""
+    a, b = torch.randn(2, size, size)
+    ms = interleaved({"product": lambda: a @ b}, 7)["product"]
+    return 2 * size**3 / ms / 1e6
