@@ -307,9 +307,10 @@ def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int
     query, key, value, *_ = arguments
     recipe, pattern, extras = _parsed_call(arguments[: len(_NAMES)])
     layout_key, _ = layout_key_of(recipe, query, key, pattern, extras)
-    pairs = (
-        query.shape[0] * query.shape[1] * layout_cache.layout(pattern, *layout_key[2:]).num_pairs
-    )
+    pattern, lists = split_lists(pattern, layout_key[2], extras.in_use) or (pattern, ())
+    pairs = float(layout_cache.layout(pattern, *layout_key[2:]).num_pairs)
+    pairs += sum(float((x.keys >= 0).double().sum((2, 3)).mean()) for x in lists)
+    pairs *= query.shape[0] * query.shape[1]
     return int(2 * pairs * (by_head_dim * query.shape[3] + by_value_dim * value.shape[3]))
 
 

@@ -36,6 +36,30 @@ DEFECTS = {
         "others = [(grid, part) for grid, part in found if grid != plain]",
         "others: list[tuple[Grid, Mask]] = []",
     ),
+    "a repeated key of a list counts twice": (
+        "calls",
+        "kernels/cpu/lists/call.h",
+        "turns_.get()[key] != turn_",
+        "true",
+    ),
+    "a query reads the list of its neighbour": (
+        "calls",
+        "kernels/cpu/lists/call.h",
+        "return lists + (table * x.Nq + query) * slots;",
+        "return lists + (table * x.Nq + (query ? query - 1 : 0)) * slots;",
+    ),
+    "pairs of a list and of the mask beside it count twice": (
+        "calls",
+        "kernels/lists.py",
+        "limit = _joined((*limits, Not(rest[-1])))",
+        "pass",
+    ),
+    "a list's sink is that of the first head": (
+        "calls",
+        "kernels/cpu/call.py",
+        "lse.copy_(sink)",
+        "lse.copy_(sink[:, :1])",
+    ),
     "a cache evicts keys one token early": (
         "caches",
         "decoding/cache_state.py",

@@ -17,7 +17,9 @@ four = workers_of(4, "session")  # ranks of all tests here that leave them as th
 def softmax_in_full(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     softmax = torch.nn.functional.softmax
 
-    def in_full(x: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    def in_full(
+        x: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, **_: object
+    ) -> Tensor:
         return softmax(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype)
 
     monkeypatch.setattr(torch.nn.functional, "softmax", in_full)

@@ -30,11 +30,18 @@ def call(**keywords):
 
 @pytest.mark.parametrize(
     "name",
-    ["indices", "block_indices", "topk_indices", "cache", "head_mask", "alibi", "attention_bias"],
+    ["topk_indices", "cache", "head_mask", "alibi", "attention_bias"],
 )
 def test_a_keyword_that_changes_the_result_is_refused_by_name(name):
     with pytest.raises(NotImplementedError, match=f"does not support {name} "):
         call(**{name: torch.ones(1)})
+
+
+def test_chosen_keys_without_the_mask_of_the_model_are_refused():
+    with pytest.raises(
+        NotImplementedError, match="indexer chooses keys needs the model's own mask"
+    ):
+        call(indices=torch.zeros(1, 6, 2, dtype=torch.int32))
 
 
 def test_keywords_that_change_nothing_are_left_out():

@@ -87,6 +87,10 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"no_rope_layers": [1, 0], "moe_layers": [1]},
     "mamba2": {"head_dim": 16},
+    "minimax_m3_vl_text": {
+        **{"layer_types": ["minimax_m3_sparse", "full_attention"], "index_topk_blocks": 2},
+        "index_n_heads": 2,
+    },
     "qwen4_exp_text": {
         **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8},
         **{"indexer_budget": 4, "indexer_compress_ratio": 2},

@@ -11,6 +11,7 @@ from ...functional import attention
 from ...numerics import capped, sum_dtype
 from ...patterns.algebra import Pattern
 from ...patterns.keys import KeyMask
+from ...patterns.selected import SelectedBlocks
 from .calls import call_state, is_in_block, thread, used_modules, used_pattern
 from .config import pattern_of
 from .masks import Inputs, ModelMask, mask_interface, once
@@ -25,8 +26,6 @@ _HARMLESS = {
     "layer_idx",
 }
 _REFUSED = {
-    "indices": "keys chosen for each query",
-    "block_indices": "blocks chosen for each query",
     "topk_indices": "keys chosen for each query",
     "cache": "a paged cache; continuous batching has its own attention",
     "block_table": "a paged cache; continuous batching has its own attention",
@@ -55,6 +54,8 @@ def attention_function(
     position_ids: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention over the layer's pattern or, without one, over the model's mask.
@@ -73,6 +74,10 @@ def attention_function(
     if position_bias is not None and _is_zero(position_bias):
         position_bias = None
     inputs = query, key, value
+    # blocks that the model's indexer lists for each query [B, H, Nq, k], and the keys of a block
+    chosen = None if indices is None else (indices[:, None], 1)
+    if block_indices is not None:
+        chosen = block_indices, int(module.indexer.block_size)
     state = attention_mask.state if isinstance(attention_mask, ModelMask) else call_state()
     used = used_pattern(module, state.blocks)
     if state.in_backward and module in used_modules and not is_in_block(module, state.blocks):
@@ -85,6 +90,13 @@ def attention_function(
         attention_mask = _with_documents(attention_mask, cu_seq_lens_q, cu_seq_lens_k, len(query))
     if used is None and isinstance(attention_mask, ModelMask):
         _warn_of_packing(attention_mask, position_ids)
+    own = isinstance(attention_mask, ModelMask) and attention_mask.kind is not None
+    others = used, state.shared, cache_layer_of(key), pattern_of(module), position_bias
+    if chosen is not None and not (own and all(x is None for x in others)):
+        raise NotImplementedError(
+            "a layer whose indexer chooses keys needs the model's own mask alone, got a pattern, "
+            "a SparseCache, ranks, a bias or a mask of all pairs; leave these out for this layer"
+        )
     if state.shared is not None:
         if position_bias is not None:
             raise NotImplementedError(
@@ -106,7 +118,7 @@ def attention_function(
         out = attend_cached(layer, pattern, inputs, attention_mask, position_bias, extras)
     elif isinstance(attention_mask, ModelMask):
         _check_mask(attention_mask, query, key)
-        out = _attend_masked(module, inputs, attention_mask, position_bias, extras)
+        out = _attend_masked(module, inputs, attention_mask, position_bias, extras, chosen)
     elif isinstance(attention_mask, Tensor):
         if pattern_of(module) is not None:
             raise NotImplementedError(
@@ -121,9 +133,14 @@ def attention_function(
 
 
 def _attend_masked(
-    module: Any, inputs: Inputs, mask: ModelMask, bias: Tensor | None, extras: dict[str, Any]
+    module: Any,
+    inputs: Inputs,
+    mask: ModelMask,
+    bias: Tensor | None,
+    extras: dict[str, Any],
+    chosen: tuple[Tensor, int] | None = None,
 ) -> Tensor:
-    """Attends over the layer's pattern or, without one, over the model's mask."""
+    """Attends over the layer's pattern or, without one, over the model's mask and chosen keys."""
     pattern = pattern_of(module)
     compiling = torch.compiler.is_compiling()
     if compiling and isinstance(mask.q_start, Tensor):
@@ -157,6 +174,8 @@ def _attend_masked(
         return attend_pattern(pattern, (query, key, value), mask, q_start, extras)
     kv_len = key.shape[2]
     pattern = once(mask, ("own", kv_len), lambda: mask.pattern(q_start, kv_len))
+    if chosen is not None:
+        pattern = SelectedBlocks(chosen[0].long(), chosen[1], 1, q_start) & pattern
     return attention(query, key, value, pattern, q_start=q_start, **extras)
 
 

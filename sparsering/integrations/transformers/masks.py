@@ -170,9 +170,15 @@ class ModelMask:
             mask = mask & SameRun(runs[:, :kv_len])
         return mask if valid is None else mask & KeyMask(valid)
 
-    def __getitem__(self, index: Any) -> "ModelMask":
-        """Returns the mask of the last queries: Gemma 4 takes `mask[:, :, slice(-n, None), :]`."""
+    def __getitem__(self, index: Any) -> "ModelMask | Tensor":
+        """Returns the mask of the last queries: Gemma 4 takes `mask[:, :, slice(-n, None), :]`.
+
+        `mask[:, 0]` is a tensor [B, Nq, Nk], which indexers take beside their scores of all pairs.
+        """
         whole = slice(None)
+        if index in ((whole, 0), (whole, 0, whole, whole)):
+            dense: Tensor = once(self, "dense", self.dense)
+            return dense[:, 0]
         rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
         if not isinstance(rows, slice) or index != (whole, whole, rows, whole):
             _refuse("__getitem__")
