@@ -7,13 +7,14 @@ forward. "attained" is the rate of torch's matrix product here, in GFLOP/s.
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import sparsering as sr
 
-from ..measure import Row, gradient_of, inputs_of, interleaved, sampled_error
+from ..measure import Row, error_of_rows, gradient_of, inputs_of, interleaved
 
 HEADS, WIDTH = 16, 128
 CELLS = 1 << 21  # (query, key) pairs that the peer gathers at a time
@@ -51,7 +52,7 @@ def _rows(length: int, k: int, rounds: int, attained: float) -> list[Row]:
         first = time.perf_counter()
         out = sr.attention(query, key, value, pattern)
         first = time.perf_counter() - first
-        error = sampled_error(out, query, key, value, pattern, heads=4)
+        error = error_of_rows(out, partial(_exact_row, query, key, value, listed), 16)
         steps = {name: _step(call, (query, key, value), backward) for name, call in calls.items()}
         for name, ms in interleaved(steps, rounds).items():
             full = name == "dense SDPA"
@@ -74,6 +75,12 @@ def _rows(length: int, k: int, rounds: int, attained: float) -> list[Row]:
 def _ones(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns inputs whose scores are 0, so that lse is the log of a query's number of keys."""
     return torch.zeros_like(query[:, :1]), key, key
+
+
+def _exact_row(query: Tensor, key: Tensor, value: Tensor, listed: Tensor, row: int) -> Tensor:
+    keys = listed[row].unique()
+    score = query[:, :, row : row + 1].double() @ key[:, :, keys].double().mT * WIDTH**-0.5
+    return torch.softmax(score, -1) @ value[:, :, keys].double()
 
 
 def _gathered(query: Tensor, key: Tensor, value: Tensor, listed: Tensor) -> Tensor:

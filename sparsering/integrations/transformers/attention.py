@@ -276,7 +276,8 @@ def _check_mask(mask: ModelMask, query: Tensor, key: Tensor) -> None:
     if (query.shape[2], key.shape[2]) != (q_len, kv_len):
         raise ValueError(
             f"the model's mask is for {q_len} queries of {kv_len} keys, got {query.shape[2]} of "
-            f"{key.shape[2]}; a cache must return as many keys as its get_mask_sizes announces"
+            f"{key.shape[2]}; a model that adds keys of its own, such as compressed entries, needs "
+            'attn_implementation="sdpa", and a cache as many keys as its get_mask_sizes announces'
         )
 
 
