@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from helpers.tensor_bytes import measure
 from oracles.attention_oracle import assert_close
 
 import sparsering as sr
@@ -110,6 +111,59 @@ def test_threads_share_the_queries_of_one_kv_head():
         for a, b in zip(again, grads[0], strict=True):
             assert_close(a, b, 2e-5)
     assert all(map(torch.equal, grads[1], grads[3]))
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gather"])
+@pytest.mark.parametrize("beside", [None, sr.SlidingWindow(31, 0)])
+def test_memory_is_that_of_the_lists(backend, beside):
+    tokens, slots = 16384, 4
+    x = drawn(2, tokens, 16)
+    listed = torch.randint(0, tokens, (tokens, slots), generator=torch.Generator().manual_seed(3))
+    pattern = sr.SelectedBlocks(listed, 1) & sr.Causal()
+    pattern = pattern if beside is None else pattern | beside
+
+    def step() -> list[torch.Tensor]:
+        out = sr.attention(*x, pattern, backend=backend)
+        return list(torch.autograd.grad(out.sum(), x))
+
+    whole = 8 * sum(y.numel() * y.element_size() for y in x)  # results, gradients, sums
+    peak = measure(step).peak
+    assert peak < whole + (40 << 20) < tokens * tokens, peak
+
+
+def test_two_sets_of_keys_share_a_softmax():
+    """Tokens in a window, and summaries of windows that have ended, listed behind the tokens."""
+    tokens, size, left = 90, 10, 12
+    query, key, value = (y.detach().double() for y in drawn(4, tokens))
+    coarse = [y.unflatten(2, (-1, size)).mean(3) for y in (key, value)]
+    keys, values = (torch.cat(pair, 2) for pair in zip((key, value), coarse, strict=True))
+    entry, position = torch.arange(tokens // size), torch.arange(tokens)[:, None]
+    listed = torch.where((entry + 1) * size <= position + 1, tokens + entry, -1)
+    pattern = sr.SlidingWindow(left) | sr.SelectedBlocks(listed, 1)
+    out = sr.attention(query, keys, values, pattern, q_start=0, sink=SINK.detach().double())
+    for p in range(tokens):
+        seen = [*range(max(0, p - left), p + 1)]
+        seen += [tokens + c for c in range(tokens // size) if (c + 1) * size - 1 <= p]
+        score = torch.einsum("bhd,bhkd->bhk", query[:, :, p], keys[:, :, seen]) / 4
+        weight = torch.cat((score, torch.zeros(1, 4, 1)), -1).softmax(-1)[..., :-1]
+        exact = torch.einsum("bhk,bhkd->bhd", weight, values[:, :, seen])
+        assert (out[:, :, p] - exact).abs().max() <= 1e-13
+
+
+def test_heads_as_wide_as_latents():
+    """D 576 and Dv 512, as a model that caches latents attends."""
+    generator = torch.Generator().manual_seed(4)
+    query, key = (torch.randn(1, h, 40, 576, generator=generator) for h in (4, 1))
+    leaves = [query.requires_grad_(), key.requires_grad_()]
+    pattern = sr.SelectedBlocks(LISTED[0, :40] % 40, 1) & sr.Causal()
+    for dtype, backend in ((torch.float32, "cpu"), (torch.float64, "reference")):
+        x, y = (z.to(dtype) for z in leaves)
+        found = sr.attention(x, y, y[..., :512], pattern, backend=backend)
+        grads = torch.autograd.grad(found.square().sum(), leaves)
+        if dtype == torch.float32:
+            got = [found, *grads]
+    for a, b in zip(got, [found, *grads], strict=True):
+        assert_close(a.double(), b.double(), 2e-5 * max(1, b.abs().max().item()))
 
 
 def test_a_backend_that_needs_a_layout_for_lists_is_no_default(monkeypatch):
