@@ -106,6 +106,7 @@ def recall(rows: Sequence[Row]) -> list[Row]:
     return [
         bar("full, accuracy", of("full", "accuracy").values(), least=0.98),
         bar("full less kl, accuracy of far answers", less, most=0.02),
+        bar("tokens, accuracy of far answers", of("tokens").values(), least=0.95),
         *(
             bar(f"{arm}, accuracy of far answers", of(arm).values(), most=0.35)
             for arm in ("window", "frozen")

@@ -12,8 +12,10 @@ from sparsering.selection import (
     BlockScorer,
     block_mass,
     block_scores,
+    index_scores,
     select_blocks,
     selection_loss,
+    top_tokens,
 )
 
 from ..measure import Row
@@ -33,12 +35,31 @@ def near(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return sr.attention(q, k, v, sr.SlidingWindow(15) & sr.Causal())
 
 
+class Indexer(torch.nn.Module):
+    """Projects queries and keys [B, 1, N, WIDTH] for `index_scores`: 4 heads of 32, as DSA's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = torch.nn.Linear(WIDTH, 4 * 32, bias=False)
+        self.key = torch.nn.Linear(WIDTH, 32, bias=False)
+        self.weight = torch.nn.Linear(WIDTH, 4)
+
+    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k = q.detach()[:, 0], k.detach()[:, 0]
+        heads = self.query(q).unflatten(-1, (4, 32)).transpose(1, 2)
+        return heads, self.key(k), self.weight(q)
+
+
 @dataclass
 class Choice:
-    """Attention over 3 blocks of 16 that each token chooses, of which one is its own."""
+    """Attention over 3 blocks of 16 that each token chooses, of which one is its own.
+
+    The arm "tokens" chooses as many single tokens, by an indexer.
+    """
 
     arm: str
     scorer: BlockScorer
+    indexer: Indexer
     pairs: Pairs | None = None
     train: bool = True
     shuffled: bool = False
@@ -49,6 +70,12 @@ class Choice:
         if self.arm == "warm":
             mass = block_scores(q.detach(), k.detach(), SIZE, method="exact").exp()
             self.loss = selection_loss(self.scorer(q, k), mass)
+            of_tokens = block_scores(q.detach(), k.detach(), 1, method="exact").exp()
+            causal = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+            scores = index_scores(*self.indexer(q, k)).masked_fill(~causal, -torch.inf)
+            self.loss = self.loss + selection_loss(scores, of_tokens)
+        if self.arm == "tokens":
+            return self.of_tokens(q, k, v)
         if self.arm in ("warm", "full"):
             return dense(q, k, v)
         scores = self.scorer(q, k) if self.arm in ("kl", "frozen") else None
@@ -64,6 +91,17 @@ class Choice:
         if not self.train:
             pairs = pattern.layout(TOKENS, block_size=SIZE).num_pairs
             self.density = pairs / (TOKENS * (TOKENS + 1) / 2)
+        return out
+
+    def of_tokens(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        indexed = self.indexer(q, k)
+        listed = top_tokens(*indexed, FAR)
+        pattern = sr.SelectedBlocks(listed, 1) & sr.Causal()
+        out, lse = sr.attention(q, k, v, pattern, return_lse=True)
+        if self.train:
+            mass = block_mass(q, k, pattern, lse.detach())
+            self.loss = selection_loss(index_scores(*indexed, listed), mass)
+        self.density = float((listed >= 0).float().sum(-1).mean()) / ((TOKENS + 1) / 2)
         return out
 
     @torch.no_grad()
@@ -88,12 +126,14 @@ def recall(seed: int) -> list[Row]:
     first = TokenModel(VOCABULARY, WIDTH, num_heads=1, num_kv_heads=1, reach=1)
     untrained = BlockScorer(WIDTH, 1, SIZE, index_dim=32)
     scorer = copy.deepcopy(untrained)
-    dense_steps = train(first, Choice("warm", scorer), MOST, seed, bar=BAR)
-    dense_steps += train(first, Choice("warm", scorer), WARM, 2000 + seed)
-    for arm in ("full", "oracle", "random", "window", "mean", "frozen", "kl"):
+    indexer = Indexer()
+    dense_steps = train(first, Choice("warm", scorer, indexer), MOST, seed, bar=BAR)
+    dense_steps += train(first, Choice("warm", scorer, indexer), WARM, 2000 + seed)
+    for arm in ("full", "oracle", "random", "window", "mean", "frozen", "kl", "tokens"):
         start = time.perf_counter()
         model = copy.deepcopy(first)
-        choice = Choice(arm, copy.deepcopy(untrained if arm == "frozen" else scorer))
+        own = copy.deepcopy(untrained if arm == "frozen" else scorer)
+        choice = Choice(arm, own, copy.deepcopy(indexer))
         train(model, choice, STEPS, 1000 + seed)
         choice.train = False
         row = {"experiment": "recall", "seed": seed, "arm": arm, "dense_steps": dense_steps}
@@ -108,7 +148,7 @@ def recall(seed: int) -> list[Row]:
 
 def train(model: TokenModel, choice: Choice, steps: int, seed: int, *, bar: float = 2.0) -> int:
     """At most so many steps, until the running accuracy reaches the bar; how many it were."""
-    parameters = [*model.parameters(), *choice.scorer.parameters()]
+    parameters = [*model.parameters(), *choice.scorer.parameters(), *choice.indexer.parameters()]
     optimizer, random = torch.optim.AdamW(parameters, 2e-3), generator(seed)
     accuracy = 0.0
     for step in range(steps):
