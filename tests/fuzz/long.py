@@ -89,7 +89,7 @@ def light(scene: Scene) -> st.SearchStrategy[Spec]:
 def long_specs(draw: st.DrawFn, kind: str, scene: Scene) -> Spec:
     """Draws a spec of a class, at any length."""
     other = draw(light(scene))
-    if kind in ("&", "|", "+"):
+    if kind in specs.OPERATORS:
         return (kind, draw(light(scene)), other)
     if kind == "Tree":
         spec = draw(drawn.trees(scene))
