@@ -58,7 +58,7 @@ def split_lists(
         return None
     masks = [x for branch in pattern.branches for x in joined_masks(branch)]
     depths = "distance_bias" in options and any(isinstance(x, Tree) for x in masks)
-    if depths or not frame.q_len or not frame.num_heads:
+    if depths or 0 in (frame.q_len, frame.kv_len, frame.num_heads):
         return None
     rest: list[Mask] = []
     found: list[Lists] = []

@@ -59,7 +59,8 @@ class Grid:
         if (kernel := kernel_operators()) is not None:
             cut = self.step, self.segment, self.residues, block_size, offset
             edges = [edge for pair in ranges for edge in pair]
-            tiles = kernel.tiles(*cut, edges, self.documents or (), self.depths or ())
+            documents = (0,) if self.documents == () else self.documents or ()  # (): no documents
+            tiles = kernel.tiles(*cut, edges, documents, self.depths or ())
             return Axis(self.step, *tiles)
         lows, highs = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).T.contiguous()
         first, stop = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)

@@ -150,6 +150,23 @@ def test_two_sets_of_keys_share_a_softmax():
         assert (out[:, :, p] - exact).abs().max() <= 1e-13
 
 
+@pytest.mark.parametrize(
+    "sizes", [(1, 5, 7, 0, 4), (1, 5, 7, 4, 0), (0, 5, 7, 4, 4), (1, 5, 0, 4, 4)]
+)
+def test_sizes_of_zero(sizes):
+    """No head dim, no value, no batch entry, no key: as the reference has it."""
+    batch, tokens, keys, width, value_width = sizes
+    x = [
+        torch.randn(batch, 2, n, w)
+        for n, w in ((tokens, width), (keys, width), (keys, value_width))
+    ]
+    pattern = sr.SelectedBlocks(torch.randint(-1, max(1, keys), (tokens, 3)), 1)
+    expected = sr.attention(*x, pattern, q_start=0, backend="reference")
+    for backend in ("cpu", "gather"):
+        out = sr.attention(*x, pattern, q_start=0, backend=backend)
+        torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_heads_as_wide_as_latents():
     """D 576 and Dv 512, as a model that caches latents attends."""
     generator = torch.Generator().manual_seed(4)

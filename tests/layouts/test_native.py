@@ -94,6 +94,11 @@ def test_tables_of_named_patterns(name: str, length: int) -> None:
     check(pattern, Frame.build(length - 60, length, 2, 2, None), 64)
 
 
+def test_tables_of_a_tree_without_tokens() -> None:
+    """A query stands before all nodes, and is in no tile."""
+    check(sr.Tree((0,), (-1,), sr.Full()), Frame.build(1, 0, 1, 1, None), 64)
+
+
 @pytest.mark.parametrize(
     "inner",
     [
