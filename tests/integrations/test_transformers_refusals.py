@@ -44,6 +44,16 @@ def test_chosen_keys_without_the_mask_of_the_model_are_refused():
         call(indices=torch.zeros(1, 6, 2, dtype=torch.int32))
 
 
+def test_chosen_keys_in_a_compiled_static_cache_are_refused(monkeypatch):
+    """Its length is on the device alone, so the mask there is only of keys that a query sees."""
+    mask = masks.mask_interface(1, 1, 6, torch.tensor(3))
+    inputs = torch.randn(1, 2, 1, 8), *torch.randn(2, 1, 2, 6, 8).unbind()
+    chosen = torch.zeros(1, 1, 1, 2, dtype=torch.int64), 1
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    with pytest.raises(NotImplementedError, match="cannot be compiled with a static cache"):
+        attention._attend_masked(Module(), inputs, mask, None, {}, chosen)
+
+
 def test_keywords_that_change_nothing_are_left_out():
     plain, none = call(), call(use_cache=True, deterministic=None, sliding_window=3, head_mask=None)
     assert plain[1] is None and none[0].shape == plain[0].shape == (1, 6, 4, 8)

@@ -90,13 +90,14 @@ def attention_function(
         attention_mask = _with_documents(attention_mask, cu_seq_lens_q, cu_seq_lens_k, len(query))
     if used is None and isinstance(attention_mask, ModelMask):
         _warn_of_packing(attention_mask, position_ids)
-    own = isinstance(attention_mask, ModelMask) and attention_mask.kind is not None
-    others = used, state.shared, cache_layer_of(key), pattern_of(module), position_bias
-    if chosen is not None and not (own and all(x is None for x in others)):
-        raise NotImplementedError(
-            "a layer whose indexer chooses keys needs the model's own mask alone, got a pattern, "
-            "a SparseCache, ranks, a bias or a mask of all pairs; leave these out for this layer"
-        )
+    if chosen is not None:
+        own = isinstance(attention_mask, ModelMask) and attention_mask.kind is not None
+        others = used, state.shared, cache_layer_of(key), pattern_of(module), position_bias
+        if not own or any(x is not None for x in others):
+            raise NotImplementedError(
+                "a layer whose indexer chooses keys needs the model's own mask alone, got a "
+                "pattern, a SparseCache, ranks, a bias or a mask of all pairs; leave these out"
+            )
     if state.shared is not None:
         if position_bias is not None:
             raise NotImplementedError(
@@ -144,7 +145,7 @@ def _attend_masked(
     pattern = pattern_of(module)
     compiling = torch.compiler.is_compiling()
     if compiling and isinstance(mask.q_start, Tensor):
-        if pattern is not None:
+        if pattern is not None or chosen is not None:
             raise NotImplementedError(
                 "a layer with a pattern cannot be compiled with a static cache, whose length is "
                 "only on the device; generate with the default cache, or with "
