@@ -124,11 +124,8 @@ class Attend {
   // Computes attention of few queries: one query tile of all heads that share keys. Reads each key
   // and value once, without packing.
   Tile few_queries(Scratch& s, const Pass& pass, const Item& item, int64_t number) const {
-    if (x_.D == x_.Dv && x_.D == 64) {
-      return few_queries_of<64>(s, pass, item, number);
-    }
-    return x_.D == x_.Dv && x_.D == 128 ? few_queries_of<128>(s, pass, item, number)
-                                        : few_queries_of<0>(s, pass, item, number);
+    return with_width(x_.D, x_.Dv,
+                      [&](auto width) { return few_queries_of<width()>(s, pass, item, number); });
   }
 
  private:

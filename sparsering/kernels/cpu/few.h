@@ -14,6 +14,16 @@ int64_t width_or(int64_t width) {
   return W ? W : width;
 }
 
+// Calls f with the width of keys and values as a constant, if it is a common one; else with 0.
+template <typename F>
+auto with_width(int64_t key_width, int64_t value_width, const F& f) {
+  if (key_width == value_width && key_width == 64) {
+    return f(std::integral_constant<int, 64>());
+  }
+  return key_width == value_width && key_width == 128 ? f(std::integral_constant<int, 128>())
+                                                      : f(std::integral_constant<int, 0>());
+}
+
 // Queries of one kv head, all with the same keys; row r of scores begins at r * ld.
 struct FewQueries {
   int64_t count, key_width, value_width, ld;

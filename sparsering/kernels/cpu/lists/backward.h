@@ -103,7 +103,7 @@ class Backward {
     const auto part = [&](float* first, const Buffer<float>& more, int64_t piece, int64_t width) {
       return piece ? more.get() + (piece - 1) * keys * width : first;
     };
-    with_width(x_, [&](auto width) {
+    with_width(x_.D, x_.Dv, [&](auto width) {
       with_type(x_.k.type, [&](auto value) {
         share_out<BackwardScratch>(
             heads * pieces, 1, [&] { return BackwardScratch(call_); },

@@ -162,16 +162,4 @@ struct Call {
   int64_t width;  // of a padded row
 };
 
-// Calls f with the width of keys and values as a constant, if it is a common one; else with 0.
-template <typename F>
-void with_width(const Problem& x, const F& f) {
-  if (x.D == x.Dv && x.D == 64) {
-    f(std::integral_constant<int, 64>());
-  } else if (x.D == x.Dv && x.D == 128) {
-    f(std::integral_constant<int, 128>());
-  } else {
-    f(std::integral_constant<int, 0>());
-  }
-}
-
 }  // namespace sparsering::cpu::lists

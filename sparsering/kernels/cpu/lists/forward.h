@@ -94,7 +94,7 @@ void forward(const Call& call, const Results<O>& results) {
   const Problem& x = call.x;
   const int64_t parts = (x.Nq + kQueries - 1) / kQueries;
   const auto make = [&] { return ForwardScratch(call); };
-  with_width(x, [&](auto width) {
+  with_width(x.D, x.Dv, [&](auto width) {
     share_out<ForwardScratch>(x.B * call.units * parts, 1, make, [&](ForwardScratch& s, int64_t i) {
       const int64_t b = i / parts / call.units, unit = i / parts % call.units,
                     first = i % parts * kQueries, stop = std::min(first + kQueries, x.Nq);
