@@ -113,8 +113,7 @@ class Run:
         tokens = recipe.batch_size * recipe.context
         speed = {"tokens": tokens, "seconds": seconds}
         self._log(step=self.step, loss=loss, learning_rate=rate, grad_norm=norm, **speed)
-        of_validation = f" (validation {self.validation_loss:.3f} at step {self.validated_at})"
-        show(self.step, loss, tokens / seconds, of_validation)
+        show(self.step, loss, tokens / seconds, self._validations)
 
     def _log(self, **record: Any) -> None:
         self.metrics.append(record)

@@ -3,16 +3,17 @@
 import time
 from collections.abc import Callable
 
-Show = Callable[[int, float, float, str], None]
+Validations = Callable[[], list[tuple[int, float]]]  # (step, loss) of each
+Show = Callable[[int, float, float, Validations], None]
 LINE_EVERY_S = 5.0
 
 
 def progress_lines(steps: int) -> Show:
-    """Returns `show(step, loss, tokens_per_s, more)`, which the caller calls after each step."""
+    """Returns `show(step, loss, tokens_per_s, validations)`, which the caller calls each step."""
     first: tuple[int, float] | None = None
     last = -LINE_EVERY_S
 
-    def show(step: int, loss: float, speed: float, more: str) -> None:
+    def show(step: int, loss: float, speed: float, validations: Validations) -> None:
         nonlocal first, last
         now = time.monotonic()
         first = first or (step, now)
@@ -21,7 +22,8 @@ def progress_lines(steps: int) -> Show:
         last, num_steps = now, step - first[0]
         seconds = round((steps - step) * (now - first[1]) / max(num_steps, 1))
         left = f"{seconds // 60}:{seconds % 60:02d}" if num_steps else "?"
-        line = f"step {step:>5}/{steps}  loss {loss:.3f}{more}  {speed:,.0f} tokens/s  {left} left"
-        print(line, flush=True)
+        at, validated = validations()[-1]
+        line = f"step {step:>5}/{steps}  loss {loss:.3f} (validation {validated:.3f} at step {at})"
+        print(f"{line}  {speed:,.0f} tokens/s  {left} left", flush=True)
 
     return show
