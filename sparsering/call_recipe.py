@@ -29,8 +29,8 @@ from .patterns.selected import has_lists
 Inputs = tuple[Tensor, Tensor, Tensor]
 Choices = tuple[Any, Any, Any, Any]
 """`attention`'s arguments backend, scale, q_start and block_size."""
-LayoutKey = tuple[str, Pattern, Frame, int, torch.device]
-"""Arguments of `ops._layout`: backend, pattern, frame, block size and device."""
+LayoutKey = tuple[Pattern, Frame, int, torch.device]
+"""Arguments of `ops._layout`: pattern, frame, block size and device."""
 
 
 class CallRecipe(NamedTuple):
@@ -77,9 +77,9 @@ def recipe_of(
         recipe = recipe._replace(plain=True, learns=kind[0][-1], table=tuple(BACKENDS.values()))
         if BACKENDS[recipe.backend].backward and not pattern.tensors and not in_cache:
             layout_key, masks = layout_key_of(recipe, *inputs[:2], pattern, options)
-            check_fits(*layout_key[1:3])
+            check_fits(*layout_key[:2])
             direct = None if masks or recipe.learns or options.in_use else layout_key
-            recipe = recipe._replace(block_size=layout_key[3], layout_key=direct)
+            recipe = recipe._replace(block_size=layout_key[2], layout_key=direct)
         if len(_recipes) >= _MOST:
             for oldest in list(_recipes)[:1]:
                 _recipes.pop(oldest, None)  # no KeyError if another thread removed it
@@ -104,7 +104,7 @@ def layout_key_of(
     size = recipe.block_size
     if size is None:
         size = block_size_of(recipe.backend, pattern, query, frame)
-    return (recipe.backend, pattern, frame, size, query.device), masks
+    return (pattern, frame, size, query.device), masks
 
 
 def _kind(

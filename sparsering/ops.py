@@ -203,13 +203,13 @@ def _problem(recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extra
     slots: tuple[int, ...] = ()
     selected, build = None, BACKENDS[recipe.backend].selected_layout
     if build is not None and pattern.tensors and extras["block_bias"] is None:
-        selected = build(*layout_key[1:])
+        selected = build(*layout_key)
     if selected is not None:
         layout = selected
     elif extras["block_bias"] is None:
         layout, slots = _layout(*layout_key)
     else:
-        layout = layout_cache.layout(*layout_key[1:])
+        layout = layout_cache.layout(*layout_key)
     if (bias := extras["block_bias"]) is not None:
         check_bias(bias.shape[-1], layout)
     if slot_bias is not None:
@@ -240,12 +240,10 @@ def _slot_gradient(grad: Tensor, problem: Problem, slot_bias: Tensor) -> Tensor:
 
 
 def _layout(
-    backend: str, pattern: Pattern, frame: Frame, block_size: int, device: torch.device
+    pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]]:
     """Returns (cached layout, bitmap row of the first query in each pass, or () if all are 0)."""
-    page = None  # (layout, bitmap rows) for a single query
-    if frame.q_len == 1:
-        page = last_query_layout(pattern, frame, block_size, device)
+    page = last_query_layout(pattern, frame, block_size, device) if frame.q_len == 1 else None
     return page or (layout_cache.layout(pattern, frame, block_size, device), ())
 
 
@@ -307,8 +305,8 @@ def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int
     query, key, value, *_ = arguments
     recipe, pattern, extras = _parsed_call(arguments[: len(_NAMES)])
     layout_key, _ = layout_key_of(recipe, query, key, pattern, extras)
-    pattern, lists = split_lists(pattern, layout_key[2], extras.in_use) or (pattern, ())
-    pairs = float(layout_cache.layout(pattern, *layout_key[2:]).num_pairs)
+    pattern, lists = split_lists(pattern, layout_key[1], extras.in_use) or (pattern, ())
+    pairs = float(layout_cache.layout(pattern, *layout_key[1:]).num_pairs)
     pairs += sum(float((x.keys >= 0).double().sum((2, 3)).mean()) for x in lists)
     pairs *= query.shape[0] * query.shape[1]
     return int(2 * pairs * (by_head_dim * query.shape[3] + by_value_dim * value.shape[3]))
