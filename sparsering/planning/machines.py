@@ -13,7 +13,7 @@ its highest clock; an Apple chip is its largest configuration.
 import json
 import math
 from dataclasses import dataclass, field
-from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from ..patterns.arguments import shortened
@@ -52,7 +52,7 @@ def _machine(row: dict[str, Any]) -> Machine:
     )
 
 
-_ROWS = json.loads(files("sparsering.planning").joinpath("machines.json").read_text())
+_ROWS = json.loads(Path(__file__).with_name("machines.json").read_text())
 MACHINES: dict[str, Machine] = {row["name"]: _machine(row) for row in _ROWS}
 
 

@@ -161,9 +161,7 @@ def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
             per_pair = 0 if alone else 4 * dtype.itemsize
             for chunk in chunks(problem, number, units, _workspace["bytes"], per_token, per_pair):
                 yield units.fresh and number == 0, chunk
-    for lists in problem.lists if query.shape[:3].numel() else ():
-        if not lists.keys.numel():
-            continue
+    for lists in problem.lists:
         for chunk in list_chunks(problem, lists, _workspace["bytes"], per_token):
             yield False, chunk
 

@@ -290,6 +290,8 @@ def list_chunks(problem: Problem, lists: Lists, workspace: int, per_token: int) 
     device, heads = query.device, max(tables, frame.num_kv_heads)
     group = frame.num_heads // max(1, heads)
     shape = len(query), heads, frame.q_len
+    if not math.prod(shape) * n:
+        return
     per_unit = (group + n) * (per_token + 40) + group * n * per_token
     for part in torch.arange(math.prod(shape), device=device).split(max(1, workspace // per_unit)):
         bat, hd, q = torch.unravel_index(part, shape)
