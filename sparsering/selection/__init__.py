@@ -13,7 +13,6 @@ from .loss import selection_loss
 from .mass import block_mass
 from .pool import pool_blocks
 from .refiner import PatternRefiner
-from .remainder import remainder_attention
 from .report import SelectionReport, selection_report
 from .schedule import GatedSchedule, Schedule
 from .scorer import BlockScorer
@@ -23,5 +22,5 @@ from .summaries import BlockSummaries
 __all__ = [
     "BlockScorer", "BlockSummaries", "GatedSchedule", "PatternRefiner", "Schedule",
     "SelectionReport", "block_mass", "block_scores", "index_scores", "pool_blocks",
-    "remainder_attention", "select_blocks", "selection_loss", "selection_report", "top_tokens",
+    "select_blocks", "selection_loss", "selection_report", "top_tokens",
 ]  # fmt: skip

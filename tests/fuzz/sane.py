@@ -354,9 +354,6 @@ SANE |= {
     "top_tokens": lambda: (selection.top_tokens, {
         **indexer(), "k": 3, "causal": True, "scale": 0.5, "q_start": 0,
         "lengths": torch.tensor([N, 7])}),
-    "remainder_attention": lambda: (selection.remainder_attention, {
-        **qkv(), "indices": chosen(), "block_size": 16, "query_block": 16, "causal": True,
-        "scale": 0.5, "q_start": 0}),
     "BlockScorer": lambda: (
         module(selection.BlockScorer, lambda made: made(**qk())),
         {"head_dim": D, "num_kv_heads": H, "block_size": 16, "index_dim": 4, "query_block": 8,

@@ -1,15 +1,12 @@
-"""Pooled keys against means of slices; attention with a pooled remainder against dense sums."""
+"""Pooled keys against means of slices, and the layout of their mask."""
 
-import math
 
 import pytest
 import torch
-from helpers.thinned import thinned
 from oracles import blocks_oracle
 
 import sparsering as sr
-from sparsering.selection import block_scores, pool_blocks, remainder_attention, select_blocks
-from sparsering.selection import remainder as remainder_module
+from sparsering.selection import pool_blocks
 
 
 @pytest.mark.parametrize("size", [1, 4, 6])
@@ -95,93 +92,3 @@ def test_the_layout_is_that_of_a_slope():
         sr.PooledCausal(0, 4)
     with pytest.raises(ValueError, match="PooledCausal stride"):
         sr.PooledCausal(4, 0)
-
-
-def remainder(query, key, value, chosen, size, row, causal, start):
-    """Computes the remainder by definition, one query at a time."""
-    (batch, heads, q_len, dim), (kv_heads, kv_len) = query.shape, key.shape[1:3]
-    out = []
-    for b, h, i in torch.cartesian_prod(*map(torch.arange, (batch, heads, q_len))).tolist():
-        p, g = start + i, h // (heads // kv_heads)
-        listed = chosen[b, h * chosen.shape[1] // heads, p // row - start // row].tolist()
-        q, keys, values, logs = query[b, h, i], [], [], []
-        for c in range(-(-kv_len // size)):
-            k, v = key[b, g, c * size :][:size], value[b, g, c * size :][:size]
-            if c in listed:
-                n = max(0, p - c * size + 1) if causal else size
-                keys, values = [*keys, *k[:n]], [*values, *v[:n]]
-                logs += [0.0] * len(k[:n])
-            elif not causal or c < p // size:
-                keys, values = [*keys, k.mean(0)], [*values, v.mean(0)]
-                logs.append(math.log(len(k)))
-        if not keys:
-            out.append(torch.zeros_like(value[0, 0, 0]))
-            continue
-        score = torch.stack(keys) @ q * dim**-0.5 + torch.tensor(logs, dtype=torch.float64)
-        out.append(score.softmax(0) @ torch.stack(values))
-    return torch.stack(out).view(batch, heads, q_len, -1)
-
-
-@pytest.mark.parametrize(
-    ("shape", "causal"),
-    thinned(
-        2,
-        [(37, 37, 1, 2), (40, 40, 16, 1), (21, 50, 4, 4), (1, 50, 1, 2), (33, 33, 16, 2)],
-        [True, False],
-    ),
-    ids=str,
-)
-def test_the_rest_comes_in_by_its_means(shape, causal):
-    q_len, kv_len, row, heads = shape
-    size, start = 16, kv_len - q_len
-    query = torch.randn(2, 4, q_len, 8, dtype=torch.float64, requires_grad=True)
-    key, value = torch.randn(2, 2, 2, kv_len, 8, dtype=torch.float64, requires_grad=True)
-    rows = -(-kv_len // row) - start // row
-    chosen = torch.randint(-1, 5, (2, heads, rows, 3))
-    options = {"query_block": row, "causal": causal}
-    found = remainder_attention(query, key, value, chosen, size, **options)
-    expected = remainder(query, key, value, chosen, size, row, causal, start)
-    assert (found - expected).abs().max() <= 1e-13
-    weight = torch.randn_like(found)
-    inputs = query, key, value
-    for a, b in zip(
-        torch.autograd.grad((found * weight).sum(), inputs),
-        torch.autograd.grad((expected * weight).sum(), inputs),
-        strict=True,
-    ):
-        assert (a - b).abs().max() <= 1e-12
-
-
-def test_all_selected_is_dense_and_none_is_pooled(monkeypatch):
-    query, key, value = torch.randn(3, 1, 2, 64, 8, dtype=torch.float64)
-    every = torch.arange(4).expand(64, 4)
-    found = remainder_attention(query, key, value, every, 16)
-    assert (found - sr.attention(query, key, value, sr.Causal())).abs().max() <= 1e-13
-    none = torch.full((64, 1), -1)
-    found = remainder_attention(query, key, value, none, 16, causal=False)
-    coarse = [pool_blocks(x, 16) for x in (key, value)]
-    assert (found - sr.attention(query, *coarse, sr.Full())).abs().max() <= 1e-13
-    monkeypatch.setattr(remainder_module, "_AT_A_TIME", 1)
-    again = remainder_attention(query, key, value, none, 16, causal=False)
-    assert (found - again).abs().max() <= 1e-15
-    assert not remainder_attention(query, key, value, none, 16)[:, :, :16].any()
-
-
-def test_the_rest_brings_the_output_nearer():
-    query, key, value = torch.randn(3, 1, 1, 512, 64, dtype=torch.float64)
-    chosen = select_blocks(block_scores(query, key, 32), 4, block_size=32)
-    full = sr.attention(query, key, value, sr.Causal())
-    alone = sr.attention(query, key, value, sr.SelectedBlocks(chosen, 32, 1) & sr.Causal())
-    both = remainder_attention(query, key, value, chosen, 32)
-    assert (both - full).norm() < 0.6 * (alone - full).norm()
-
-
-def test_remainder_of_halves_and_what_does_not_fit():
-    query, key, value = torch.randn(3, 1, 2, 40, 8).to(torch.bfloat16)
-    chosen = torch.tensor([0, 1]).expand(40, 2)
-    found = remainder_attention(query, key, value, chosen, 16)
-    exact = remainder_attention(*(x.double() for x in (query, key, value)), chosen, 16)
-    assert found.dtype == torch.bfloat16
-    assert (found - exact).abs().max() <= 0.02 * exact.abs().max()
-    with pytest.raises(ValueError, match="must cover 40 query blocks of 1"):
-        remainder_attention(query, key, value, chosen[:20], 16)
