@@ -4,12 +4,13 @@
     longest_sequence(pattern, memory="24GB", num_heads=16, machine="L4")
 
 Memory must hold one attention call: inputs, results, tensors saved for backward, workspace and
-layout, but no weights, other layers or interpreter. A share of the memory, `SPARE`, stays free.
+layout, but no weights, other layers or interpreter. Memory that is free now is what counts.
 """
 
 import math
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -17,15 +18,15 @@ from pathlib import Path
 import torch
 
 from ..patterns.algebra import Pattern
-from ..patterns.arguments import checked_integer
+from ..patterns.arguments import checked_integer, checked_number
 from .estimate import Scenario, estimate_of
 from .machines import Machine, machine_of
 from .memory import Memory
 from .sizes import parse_bytes, parse_tokens, show_bytes
 
-SPARE = 0.08
-"""Share of memory that a plan leaves free. `estimate` counts memory in use, but a memory limit may
-also count reserved memory, such as the untouched part of buffers."""
+SHARE = 0.92
+"""Share of memory that a call may use. `estimate` counts memory in use, but a memory limit may also
+count reserved memory, such as the untouched part of buffers."""
 
 MOST = 1 << 40
 """Upper bound of a search: larger batches or longer sequences fit on no machine."""
@@ -38,6 +39,7 @@ def choose_batch_size(
     *,
     tokens: int | str,
     memory: int | str | None = None,
+    share: float = SHARE,
     num_heads: int = 8,
     num_kv_heads: int | None = None,
     head_dim: int = 64,
@@ -51,12 +53,14 @@ def choose_batch_size(
 ) -> int:
     """Returns the largest batch of one attention call that fits in memory.
 
-    It fits if the peak that `estimate` predicts leaves a share `SPARE` of the memory free.
+    It fits if the peak that `estimate` predicts is at most `share` of the memory.
 
     Args:
         tokens: length of a sequence, or a text such as "64K" (2^16).
-        memory: memory of one device, in bytes or as "24GB" (10^9) or "24GiB" (2^30); default all
-            memory of the machine.
+        memory: memory of one device, in bytes or as "24GB" (10^9) or "24GiB" (2^30). Default: what
+            is free on this machine now (of its GPU for the backend "triton"), or all memory of a
+            named machine. "total": all memory of this machine too.
+        share: the part of it that the call may use, above 0 and at most 1.
         The others: as in `estimate`. `ranks` devices share each sequence.
 
     Returns: number of batch entries, at least 1.
@@ -73,13 +77,13 @@ def choose_batch_size(
         pattern, parse_tokens(tokens), num_heads, num_kv_heads, head_dim, dtype, 1, backward,
         machine_of(machine), ranks, sharding, backend, block_size,
     )  # fmt: skip
-    limit = memory_of(machine, memory)
-    if entries := most_that_fit(lambda n: replace(scenario, batch_size=n), limit, 1):
+    room = usable(limit := memory_of(machine, memory, backend), share)
+    if entries := most_that_fit(lambda n: replace(scenario, batch_size=n), room, 1):
         return entries
     raise ValueError(
         f"memory must hold one sequence of {scenario.tokens:,} tokens, which needs "
-        f"{_shortage(scenario, limit)}; pass fewer tokens (longest_sequence says how many fit), a "
-        "smaller dtype, or more ranks"
+        f"{_shortage(scenario, limit, share)}; pass fewer tokens (longest_sequence says how many "
+        "fit), a smaller dtype, or more ranks"
     )
 
 
@@ -87,6 +91,7 @@ def longest_sequence(
     pattern: Pattern,
     *,
     memory: int | str | None = None,
+    share: float = SHARE,
     batch_size: int = 1,
     multiple_of: int = 128,
     num_heads: int = 8,
@@ -102,10 +107,10 @@ def longest_sequence(
 ) -> int:
     """Returns the longest sequence for which one attention call fits in memory.
 
-    It fits if the peak that `estimate` predicts leaves a share `SPARE` of the memory free.
+    It fits if the peak that `estimate` predicts is at most `share` of the memory.
 
     Args:
-        memory: memory of one device, as in `choose_batch_size`.
+        memory, share: as in `choose_batch_size`.
         batch_size: number of sequences in the call.
         multiple_of: the result is a multiple of this number.
         The others: as in `estimate`. `ranks` devices share each sequence.
@@ -122,27 +127,26 @@ def longest_sequence(
         pattern, multiple_of, num_heads, num_kv_heads, head_dim, dtype, batch_size, backward,
         machine_of(machine), ranks, sharding, backend, block_size,
     )  # fmt: skip
-    limit = memory_of(machine, memory)
+    room = usable(limit := memory_of(machine, memory, backend), share)
     first = max(1, _FIRST_TOKENS // multiple_of)
-    if units := most_that_fit(lambda n: replace(scenario, tokens=n * multiple_of), limit, first):
+    if units := most_that_fit(lambda n: replace(scenario, tokens=n * multiple_of), room, first):
         return units * multiple_of
     raise ValueError(
-        f"memory must hold {multiple_of} tokens, which need {_shortage(scenario, limit)}; pass "
-        "fewer heads, a smaller batch_size or dtype, or more memory"
+        f"memory must hold {multiple_of} tokens, which need {_shortage(scenario, limit, share)}; "
+        "pass fewer heads, a smaller batch_size or dtype, or more memory"
     )
 
 
-def _shortage(scenario: Scenario, limit: int) -> str:
+def _shortage(scenario: Scenario, limit: int, share: float) -> str:
     peak = estimate_of(scenario).peak_bytes.value
-    return f"{show_bytes(peak)}, got {show_bytes(limit)}, of which {SPARE:.0%} stay free"
+    return f"{show_bytes(peak)}, got {show_bytes(limit)}, of which {share:.0%} may be used"
 
 
-def most_that_fit(scenario_of: Callable[[int], Scenario], limit: int, start: int) -> int:
-    """Finds the largest n whose scenario fits in `limit` bytes; returns 0 if 1 does not.
+def most_that_fit(scenario_of: Callable[[int], Scenario], room: int, start: int) -> int:
+    """Finds the largest n whose scenario fits in `room` bytes; returns 0 if 1 does not.
 
     The tensors of `scenario_of(n)` must grow in proportion to n. The search begins at `start`.
     """
-    room = usable(limit)
 
     @cache
     def memory(n: int) -> Memory:
@@ -214,18 +218,24 @@ def _crossing(peaks: dict[int, float], limit: float) -> int:
     return int(b + 2 * room / (slope + math.sqrt(square)))
 
 
-def usable(memory: int) -> int:
-    """Returns the bytes of a memory that a call may use: all but the share `SPARE`."""
-    return int((1 - SPARE) * memory)
+def usable(memory: int, share: float = SHARE) -> int:
+    """Returns the bytes of a memory that a call may use."""
+    if not (share := checked_number("share", share, 0, 1)):
+        raise ValueError("share must be above 0, got 0; 0.8 leaves a fifth of the memory free")
+    return int(share * memory)
 
 
-def memory_of(machine: Machine | str | None, memory: int | str | None) -> int:
-    """Returns `memory` in bytes, default all memory of the machine; ValueError if unknown."""
+def memory_of(
+    machine: Machine | str | None, memory: int | str | None, backend: str | None = None
+) -> int:
+    """Returns `memory` in bytes, default what is free or a machine has; ValueError if unknown."""
     device = machine_of(machine)
-    if memory is not None:
+    total = isinstance(memory, str) and memory == "total"
+    if memory is not None and not total:
         return parse_bytes(memory)
     if device is None:
-        return memory_here()
+        on_gpu = backend == "triton" and torch.cuda.is_available()
+        return (gpu_memory if on_gpu else memory_here)(free=not total)
     if device.memory_bytes is None:
         raise ValueError(
             f"memory must be given for {device.name}, because its servers vary in memory; for "
@@ -234,12 +244,35 @@ def memory_of(machine: Machine | str | None, memory: int | str | None) -> int:
     return device.memory_bytes
 
 
-def memory_here() -> int:
-    """Returns the memory of this machine in bytes, or its container's limit if that is lower."""
+def gpu_memory(free: bool) -> int:
+    """Returns the bytes of the current GPU, or those that are free, in torch's own cache too."""
+    left, total = torch.cuda.mem_get_info()
+    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    return left + unused if free else total
+
+
+def memory_here(free: bool, system: Path = Path("/")) -> int:
+    """Returns the bytes of this machine or its container, or those that a process can still get.
+
+    Caches of files count as free: the kernel drops them when a process needs the memory.
+    """
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    for limit in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        try:
-            size = min(size, int(Path(limit).read_text()))
-        except (OSError, ValueError):  # not Linux, no such control group, or the text "max"
-            continue
+    with suppress(OSError, KeyError):  # not Linux
+        size = 1024 * _numbers(system / "proc/meminfo")["MemAvailable:" if free else "MemTotal:"]
+    for group, limit, used, files in (
+        ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
+         "total_inactive_file"),
+    ):  # fmt: skip
+        with suppress(OSError, ValueError, KeyError):  # no such control group, or the text "max"
+            room, folder = int((system / group / limit).read_text()), system / group
+            if free:
+                room -= int((folder / used).read_text()) - _numbers(folder / "memory.stat")[files]
+            size = min(size, max(0, room))
     return size
+
+
+def _numbers(file: Path) -> dict[str, int]:
+    """Reads lines of a name and a number."""
+    rows = (line.split() for line in file.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows}

@@ -35,7 +35,7 @@ def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
     """
     machine, estimate = scenario.machine, estimate_of(scenario)
     has_limit = memory is not None or machine is None or machine.memory_bytes is not None
-    limit = memory_of(machine, memory) if has_limit else None
+    limit = memory_of(machine, memory, scenario.backend) if has_limit else None
     causal = _is_causal(scenario)
     dense_name = "causal attention" if causal else "full attention"
     dense_pairs = scenario.tokens * (scenario.tokens + 1) / 2 if causal else scenario.tokens**2
@@ -114,7 +114,7 @@ def _capacity(scenario: Scenario, limit: int | None) -> str:
     if limit is None:
         return "with --memory: the largest batch and the longest sequence"
     try:
-        batch = most_that_fit(lambda n: replace(scenario, batch_size=n), limit, 1)
+        batch = most_that_fit(lambda n: replace(scenario, batch_size=n), usable(limit), 1)
     except ValueError:  # the pattern is for a batch of another size
         batch = 0
     text = f"a batch of {batch:,}" if batch else "not even a batch of 1"

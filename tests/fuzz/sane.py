@@ -444,10 +444,11 @@ SANE |= {
     # planning
     "estimate": lambda: (sr.estimate, {**planned(), "tokens": 64, "batch_size": B}),
     "choose_batch_size": lambda: (
-        sr.choose_batch_size, {**planned(), "tokens": 64, "memory": "100MB"}),
+        sr.choose_batch_size, {**planned(), "tokens": 64, "memory": "100MB", "share": 0.8}),
     "longest_sequence": lambda: (
         sr.longest_sequence,
-        {**planned(), "memory": "100MB", "batch_size": B, "multiple_of": 64}),
+        {**planned(), "memory": "100MB", "share": 0.8, "batch_size": B,
+         "multiple_of": 64}),
 }
 # fmt: on
 if find_spec("transformers"):

@@ -113,12 +113,65 @@ def test_where_nothing_fits_the_error_says_what_would():
 def test_memory_is_what_is_given_or_what_the_machine_has():
     assert memory_of("H200", None) == 141 * 10**9
     assert memory_of(MACHINES["L4"], "1GB") == 10**9
-    assert memory_of(None, None) == memory_here()
+    assert memory_of(None, "total") == memory_here(free=False)
+    assert memory_of("H200", "total") == 141 * 10**9
     total = next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/meminfo").read_text().splitlines()
         if line.startswith("MemTotal")
     )
-    assert 10**8 < memory_here() <= total
+    assert 10**8 < memory_here(free=True) < memory_here(free=False) <= total
+    before = memory_of(None, None)
+    held = bytearray(1 << 28)
+    held[:: 1 << 12] = bytes([1]) * (1 << 16)  # touches each page
+    assert before - memory_of(None, None) > 0.7 * len(held)
     with pytest.raises(ValueError, match=r"memory must be given for EPYC 9654.*'256GB'"):
         sr.choose_batch_size(WINDOW, tokens=1024, machine="Genoa")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_container_has_its_limit_less_what_it_uses(tmp_path, version):
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 4000 kB\nMemAvailable: 3000 kB\n")
+    assert memory_here(free=True, system=tmp_path) == 3000 << 10
+    group = tmp_path / ("sys/fs/cgroup" if version == 2 else "sys/fs/cgroup/memory")
+    group.mkdir(parents=True)
+    limit, used, files = (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    )[version == 1]
+    (group / limit).write_text("2048000\n")
+    (group / used).write_text("1024000\n")
+    (group / "memory.stat").write_text(f"anon 5\n{files} 24000\n")
+    assert memory_here(free=False, system=tmp_path) == 2048000
+    assert memory_here(free=True, system=tmp_path) == 2048000 - 1024000 + 24000
+    (group / used).write_text("9999999\n")
+    assert memory_here(free=True, system=tmp_path) == 0
+    (group / limit).write_text("max\n")
+    assert memory_here(free=True, system=tmp_path) == 3000 << 10
+
+
+def test_a_gpu_has_what_torch_does_not_use(monkeypatch):
+    for name, value in {
+        "is_available": True,
+        "mem_get_info": (30, 100),
+        "memory_reserved": 20,
+        "memory_allocated": 5,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert memory_of(None, None, "triton") == 45
+    assert memory_of(None, "total", "triton") == 100
+    assert memory_of(None, None, "cpu") > 100
+
+
+def test_a_call_may_use_a_share_of_the_memory():
+    options = {"tokens": 2048, "memory": "300MB"}
+    batch = sr.choose_batch_size(WINDOW, **options, share=0.8)
+    assert peak(tokens=2048, batch_size=batch) <= 240_000_000
+    assert peak(tokens=2048, batch_size=batch + 1) > 240_000_000
+    assert sr.longest_sequence(WINDOW, memory="20MB", share=0.5) < sr.longest_sequence(
+        WINDOW, memory="20MB"
+    )
+    for share in (0, -1, 1.1, "half"):
+        with pytest.raises(ValueError, match="share must be"):
+            sr.choose_batch_size(WINDOW, **options, share=share)

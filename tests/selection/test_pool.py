@@ -1,6 +1,5 @@
 """Pooled keys against means of slices, and the layout of their mask."""
 
-
 import pytest
 import torch
 from oracles import blocks_oracle
