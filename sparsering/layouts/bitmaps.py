@@ -53,9 +53,8 @@ def transposed(bitmaps: Tensor) -> Tensor:
 def count_pairs(bitmaps: Tensor, number: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """Counts the 1 bits in the first rows[i] rows and columns[i] columns of bitmaps[number[i]]."""
     size = int((8 * bitmaps.shape[1]) ** 0.5)
-    corner, of_each = (columns + (size + 1) * (rows + (size + 1) * number)).unique(
-        return_inverse=True
-    )
+    corner = columns + (size + 1) * (rows + (size + 1) * number)
+    corner, of_each = corner.unique(return_inverse=True)
     first = pack(torch.arange(size) < torch.arange(size + 1)[:, None])  # row c: c bits of 1
     counts = [torch.zeros(0, dtype=torch.int64)]
     for part in corner.split(_AT_A_TIME // size**2):

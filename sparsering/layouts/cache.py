@@ -55,10 +55,8 @@ class _Entry:
 class LayoutCache:
     """Least-recently-used cache of layouts and other values built from patterns, keyed by value.
 
-    `info()` returns its counts, `set_limit(bytes)` bounds it, `invalidate(pattern)` and `clear()`
-    drop entries.
-
-    Thread-safe. Bounded in bytes: of tables, and of the objects that hold them.
+    `info()` returns its counts, `set_limit(bytes)` bounds the bytes of its values,
+    `invalidate(pattern)` and `clear()` drop entries. It is thread-safe.
     """
 
     def __init__(self, limit: int = 256 << 20) -> None:

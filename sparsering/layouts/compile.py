@@ -66,10 +66,7 @@ class CompiledPass:
 def build_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> BlockLayout:
-    """Compiles a pattern to a layout, not cached; the host does not wait for copies to a GPU.
-
-    Raises: ValueError for an illegal block size, or a pattern for other lengths or heads.
-    """
+    """Compiles a pattern to a layout, not cached; the host does not wait for copies to a GPU."""
     block_size = checked_block_size(block_size)
     check_fits(pattern, frame)
     if (selected := selected_layout(pattern, frame, block_size)) is not None:
@@ -98,6 +95,7 @@ def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
     """Stacks the tables of a compiled pass to tensors; pads shorter tables with 0."""
     tables = compiled.tables
     longest = max(len(t.key_tile) for row in tables for t in row)
+    of_query, of_key = zip(*(t.longest for row in tables for t in row), strict=True)
 
     def stack(name: str, length: int) -> Tensor:
         if len(tables) == len(tables[0]) == 1:
@@ -122,10 +120,7 @@ def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
         bitmap=stack("bitmap", longest),
         bitmaps=compiled.bitmaps,
         covers=(_cover(queries, block_size, frame.q_len), _cover(keys, block_size, frame.kv_len)),
-        longest=(
-            max(t.longest[0] for row in tables for t in row),
-            max(t.longest[1] for row in tables for t in row),
-        ),
+        longest=(max(of_query), max(of_key)),
         branch=compiled.branch,
         **compiled.origins,
     )
@@ -164,8 +159,7 @@ def default_block_size(pattern: Pattern, kv_len: int) -> int:
 def chosen_block_size(pattern: Pattern, frame: Frame, device: torch.device) -> int:
     """Returns the default tokens per tile; on a CPU, a sparse pattern may get less than 128.
 
-    Cost: counting pairs in tiles of a few thousand queries, once per kind of pattern and length
-        (`typical`).
+    Cost: counts pairs in tiles of some thousand queries, once per `typical` pattern and length.
     """
     size = default_block_size(pattern, frame.kv_len)
     if device.type != "cpu" or size != _LARGEST or frame.q_len <= 1 or frame.kv_len < _LEAST_KEYS:
@@ -236,10 +230,7 @@ def compile_passes(
     queries: Ranges | None = None,
     keys: Ranges | None = None,
 ) -> list[CompiledPass]:
-    """Compiles the passes of each mask of a mixture; passes of one mask share no (query, key) pair.
-
-    `queries`, `keys`: ranges of positions to compile, default all.
-    """
+    """Compiles passes for ranges of positions, default all; passes of one branch share no pair."""
     ground = ground_of(pattern, frame, queries, keys)
     return [
         _compile_pass(ground, grid, mask, frame, block_size, branch)
@@ -317,10 +308,7 @@ def compile_table(
     block_size: int,
     among: Spans | None = None,
 ) -> tuple[Table, Tensor]:
-    """Compiles the table of one mask and its bitmaps.
-
-    `among`: the pairs of tiles to examine, default all candidates of the mask's condition.
-    """
+    """Compiles the table and bitmaps of one mask, for all pairs of tiles or those in `among`."""
     rule = condition(mask, frame, ground.in_document)
     native = native_table(rule, queries, keys, block_size) if among is None else None
     if native is not None:
@@ -340,9 +328,8 @@ def compile_table(
     varies = torch.nonzero((status != EMPTY) & (status != FULL))[:, 0]
     bitmaps = torch.zeros(0, block_size * block_size // 8, dtype=torch.uint8)
     if len(varies):
-        bitmaps, bitmap, count = _cells(
-            mask, rule, pairs[varies], frame, block_size, ground.in_document
-        )
+        cells = _cells(mask, rule, pairs[varies], frame, block_size, ground.in_document)
+        bitmaps, bitmap, count = cells
         num_pairs[varies] = count
         number[varies] = torch.where(count == (q_count * k_count)[varies], -1, bitmap)
     visited = num_pairs > 0

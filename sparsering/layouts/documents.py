@@ -1,7 +1,6 @@
 """Cuts a sequence, or documents in which positions restart, into tiles.
 
-Tiles are cut in positions, as a pattern counts them. `placed` then converts these to indices in
-the tensors, which differ from positions if positions restart in each document.
+Tiles are cut by positions; `placed` converts these to indices in the tensors.
 """
 
 from bisect import bisect_left, bisect_right

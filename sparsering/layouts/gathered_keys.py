@@ -51,11 +51,10 @@ def page_over(
             keys are at the positions of the queries; all other keys precede the queries.
         live: [B or 1, Hkv, keys] bool, False if by this mask no query visits the key.
         starts: [B or 1] position of the first query.
-        frame: lengths and heads, for patterns that depend on them.
         queries: number of queries, at most `block_size`.
 
-    Cost: O(queries keys) for each head and batch entry that differs in keys or mask. If all have
-        one mask, it is evaluated only on tiles in which some, but not all, pairs may attend.
+    Cost: O(queries keys) for each head and batch entry that differs in keys or mask. A mask that
+        all share is evaluated only on tiles in which some, but not all, pairs may attend.
     """
     keys = torch.where(live, positions, -1)
     entries, kv_heads, num_keys = keys.shape
@@ -186,12 +185,8 @@ def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         return reduce(joined, (_hold(part, p, k, frame) for part in parts))
     rows = torch.arange(len(masks))[:, None].unbind()
     shape = torch.broadcast_shapes(p.shape, k.shape)[1:]
-    return torch.cat(
-        [
-            mask.holds(p[row], k[row], frame).expand(1, *shape)
-            for mask, row in zip(masks, rows, strict=True)
-        ]
-    )
+    pairs = (mask.holds(p[i], k[i], frame) for mask, i in zip(masks, rows, strict=True))
+    return torch.cat([x.expand(1, *shape) for x in pairs])
 
 
 def _status(mask: Mask, first: Tensor, last: Tensor, k: Tensor, frame: Frame) -> Tensor:
@@ -221,10 +216,8 @@ class Spanned:
         visited = [p.visited_keys() for p in layout.passes]
         none = torch.zeros(0, dtype=torch.int64)
         pairs = list(zip(layout.passes, visited, strict=True))
-        spans = Spans(
-            torch.cat([none, *(p.key_start[tiles] for p, tiles in pairs)]),
-            torch.cat([none, *(p.key_stop[tiles] for p, tiles in pairs)]),
-        )
+        starts = torch.cat([none, *(p.key_start[tiles] for p, tiles in pairs)])
+        spans = Spans(starts, torch.cat([none, *(p.key_stop[tiles] for p, tiles in pairs)]))
         spanned = cls(layout, spans.begin, spans.end)
         frame = layout.frame._replace(kv_len=spanned.length)
         passes = tuple(spanned._moved(p, tiles) for p, tiles in pairs)

@@ -139,9 +139,7 @@ class InBlocks(Condition):
 
         None means that a tile pair has more than `_MOST_SUB_BLOCKS` block pairs.
         """
-        (q0, q1), (k0, k1) = (
-            (first // size, last // size) for first, last, size in self._sides(pairs)
-        )
+        (q0, q1), (k0, k1) = ((low // n, high // n) for low, high, n in self._sides(pairs))
         if not len(q0):
             return None
         rows, columns = (max(0, int(x.max())) + 1 for x in (q1 - q0, k1 - k0))
@@ -158,8 +156,8 @@ class InBlocks(Condition):
         if (cells := self._cells(pairs)) is None:
             if self.rule is None:
                 return torch.full_like(pairs.q.start, VARIES, dtype=torch.int8)
-            sides = [(first // size, last // size) for first, last, size in self._sides(pairs)]
-            q, k = (Axis(1, first * 0, first, last + 1, last) for first, last in sides)
+            blocks = [(first // size, last // size) for first, last, size in self._sides(pairs)]
+            q, k = (Axis(1, first * 0, first, last + 1, last) for first, last in blocks)
             return self.rule.status(TilePairs.of_sequence(q, k, 0))
         holds, valid = cells
         return holds.any(0).to(torch.int8) + (holds | ~valid).all(0).to(torch.int8)
@@ -170,9 +168,8 @@ class InBlocks(Condition):
                 return [torch.arange(len(pairs))]
             (q, _, of_query), (k, _, size) = self._sides(pairs)
             return [q % of_query, k % size, q // of_query - k // size, q.clamp(max=0)]
-        words = [
-            (word.long() << torch.arange(len(word))[:, None]).sum(0) for word in cells[0].split(62)
-        ]
+        parts = cells[0].long().split(62)
+        words = [(word << torch.arange(len(word))[:, None]).sum(0) for word in parts]
         return [*(first % size for first, _, size in self._sides(pairs)), *words]
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
@@ -275,10 +272,7 @@ class PerDocument(Condition):
 
 @dataclass(frozen=True, eq=False)
 class Declared(Condition):
-    """Condition that a custom mask holds for a (query, key) pair.
-
-    If the mask overrides `Mask.status` or `Mask.candidates`, fewer pairs need an evaluation.
-    """
+    """Condition of a custom mask: evaluates pairs that its `status` and `candidates` leave open."""
 
     mask: Mask
     frame: Frame

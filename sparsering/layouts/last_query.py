@@ -24,10 +24,7 @@ PAGE = 1024
 def last_query_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]] | None:
-    """Returns the layout of the last query alone, and the query's row in each pass's bitmaps.
-
-    Returns None if `frame` has other queries, or the pattern has tensors or depends on lengths.
-    """
+    """Returns the layout of the last query alone, and its row in each pass's bitmaps; or None."""
     last = frame.q_len == 1 and frame.q_start == frame.kv_len - 1
     if not last or pattern.tensors or not _positions_decide(pattern):
         return None
@@ -106,16 +103,13 @@ class _Page:
 
 
 def _places(p: Pass, block_size: int) -> tuple[list[int], list[int], Tensor]:
-    """Returns (tile index, place in the tile) of each query, and which sets of tiles have it.
-
-    Each kv head may have its own set; tile index and place agree in all sets that have a query.
-    """
+    """Returns (tile index, place in the tile) of each query, and which sets of tiles have it."""
     query = p.query_start[..., None] + p.step * torch.arange(block_size, device=p.row_ptr.device)
     real = query < p.query_stop[..., None]
     axis, row, slot = torch.nonzero(real, as_tuple=True)
     query = query[real]
     in_axis = torch.zeros(len(p.query_start), PAGE, dtype=torch.bool, device=query.device)
-    in_axis[axis, query] = True
+    in_axis[axis, query] = True  # tile index and place agree in all sets that have a query
     row_of, slot_of = (torch.full((PAGE,), -1, device=query.device) for _ in range(2))
     row_of[query], slot_of[query] = row, slot
     return row_of.tolist(), slot_of.tolist(), in_axis

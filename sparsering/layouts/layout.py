@@ -66,10 +66,7 @@ class Pass:
         return {**vars(self), "memo": {}}
 
     def coordinates(self, q_start: int) -> tuple[Tensor, Tensor]:
-        """Returns the position of the first token of each query tile and key tile, [S, tiles].
-
-        Neighbours in a tile are `step` positions apart.
-        """
+        """Returns the position of the first token of each query tile and key tile, [S, tiles]."""
         query = self.query_start + q_start if self.query_origin is None else self.query_origin
         return query, self.key_start if self.key_origin is None else self.key_origin
 
@@ -140,10 +137,7 @@ class Pass:
 
     @property
     def walked_as(self) -> "Pass":
-        """Pass from which kernels over query tiles take the order of tiles.
-
-        If `cut` made this pass, it is the argument `whole` of `cut`. Otherwise it is this pass.
-        """
+        """Pass that gives kernels over query tiles their order: `whole` of `cut`, or this one."""
         whole: Pass = self.memo.get("whole", self)
         return whole
 
@@ -363,10 +357,8 @@ class BlockLayout:
         return number[..., :-1, :-1]
 
     def __repr__(self) -> str:
-        q_len, kv_len, *_ = self.frame
-        return (
-            f"<BlockLayout {q_len} x {kv_len} tokens, blocks of {self.block_size}, {self.passes}>"
-        )
+        tokens = f"{self.frame.q_len} x {self.frame.kv_len} tokens"
+        return f"<BlockLayout {tokens}, blocks of {self.block_size}, {self.passes}>"
 
     def __str__(self) -> str:
         """Returns a line of figures, then a drawing of the first head, queries downwards."""

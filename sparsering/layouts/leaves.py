@@ -1,11 +1,10 @@
 """Conditions on a query and a key position, which replace masks while a layout is built.
 
-`lower` converts a mask to a few kinds of condition. For many pairs of tiles at once, a condition
-computes `status` (no pair of positions meets it, all do, or some), `signature` (integers; varying
-pairs of tiles with equal ones have equal bitmaps) and `candidates` (tile pairs that may attend).
-Bitmaps come from the mask's own definition (`Mask.holds`). For the lifetimes of keys, `before`
-steps from a query down to one that may see a key; `future` and `shifted` say how pairs repeat in a
-sequence without end.
+For many pairs of tiles at once, a condition computes `status` (no pair of positions meets it, all
+do, or some), `signature` (integers; varying pairs of tiles with equal ones have equal bitmaps) and
+`candidates` (tile pairs that may attend). Bitmaps come from `Mask.holds`. For the lifetimes of
+keys, `before` steps from a query down to one that may see a key; `future` and `shifted` say how
+pairs repeat in a sequence without end.
 """
 
 from collections.abc import Sequence

@@ -2,9 +2,8 @@
 
     last_visits(Causal() & SlidingWindow(511), 0, 4)       ->  [tensor([511, 512, 513, 514])]
 
-Lifetimes decide which keys a cache needs (`live_keys`) and how large it grows (`cache_bound`).
 In a sequence without end, visits to a key become periodic in the query position: a key that is
-visited in one whole period is visited forever.
+    visited in one whole period is visited forever.
 """
 
 import itertools
@@ -46,13 +45,11 @@ def last_visits(
 ) -> list[Tensor]:
     """Returns the last query position at `start` or later that visits each key in [start, stop).
 
-    It is the last visit by any query head of the kv head, in any branch or batch entry. Since the
-    blocks of later selections are not known, `SelectedBlocks` counts as `Full`.
+    It is the last visit by any query head of the kv head, in any branch or batch entry.
+    `SelectedBlocks` counts as `Full`, since later selections are not known.
 
     Returns: int64 [stop - start] for each kv head; -1 if no query visits the key, `FOREVER` if
         visits do not end.
-
-    Raises: ValueError if the pattern needs a `max_length`, or is for other lengths or heads.
 
     Cost: O(stop - start) time and memory for each distinct mask.
     """
@@ -132,10 +129,7 @@ class _Sequence(NamedTuple):
         return keys
 
     def last_of(self, rule: Condition, k: Tensor, first_query: int) -> Tensor:
-        """Returns the last query from `first_query` on that visits each key.
-
-        It is -1 if no query visits the key, FOREVER if visits do not end.
-        """
+        """Returns each key's last query from `first_query` on; -1: none, FOREVER: no end."""
         if self.length is not None:
             return self._descend(rule, k, self.length - 1, first_query)
         repeats = rule.future(int(k[-1]) + 1)

@@ -1,8 +1,7 @@
 """Converts masks to conditions (`leaves`), which build layouts and compute lifetimes of keys.
 
-Conditions of most kinds also become programs of the compiled kernel, which makes tables in a
-fraction of the time (kernels/cpu/lower/condition.h). Where no call has loaded the kernel, `compile`
-evaluates conditions with torch's operators. The tables are equal.
+Conditions of most kinds also become programs of the compiled kernel (`kernels/cpu/lower/`), which
+makes equal tables in a fraction of the time. Without it, `compile` evaluates them with torch.
 """
 
 from collections.abc import Sequence
@@ -10,26 +9,10 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..patterns import blocks, positions
 from ..patterns.algebra import And, Frame, Mask, Not, Or
-from ..patterns.blocks import (
-    BlockCausal,
-    BlockDiffusion,
-    BlockDilated,
-    BlockWindow,
-    BlockwiseMask,
-    Hierarchical,
-)
+from ..patterns.blocks import BlockwiseMask
 from ..patterns.keys import KeyMask
-from ..patterns.positions import (
-    Causal,
-    Dilated,
-    Documents,
-    Full,
-    GlobalTokens,
-    Packed,
-    PooledCausal,
-    SlidingWindow,
-)
 from ..patterns.tree import Tree
 from .joints import AllOf, AnyOf, Declared, InBlocks, Negated, PerDocument
 from .leaves import Condition, Congruent, InKeys, Linear, OnGrid, SameDocument, SameSegment
@@ -38,31 +21,28 @@ from .tiles import Axis, kernel_operators
 
 
 def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
-    """Converts the mask of one head and batch entry (`Mask.at`) to a condition.
-
-    `in_document`: whether the mask applies inside documents, with positions that restart.
-    """
+    """Returns the condition of a mask (`Mask.at`); `in_document`: positions restart in each."""
     match mask:
-        case Full():
+        case positions.Full():
             return Linear(0, 0, 0)
-        case Causal():
+        case positions.Causal():
             return Linear(1, -1, 0)
-        case PooledCausal(size, stride):
+        case positions.PooledCausal(size, stride):
             return Linear(1, -stride, size - 1)
-        case SlidingWindow(left, right, dilation):
+        case positions.SlidingWindow(left, right, dilation):
             parts = [*([Congruent(dilation)] if dilation > 1 else []), *_near(left, right)]
             return AllOf(parts) if parts else Linear(0, 0, 0)
-        case GlobalTokens(count, rows, columns):
+        case positions.GlobalTokens(count, rows, columns):
             queries = AllOf((Linear(1, 0, 0), Linear(-1, 0, 1 - count)))
             keys = Linear(0, -1, 1 - count if columns else 1)
             return AnyOf((queries, keys)) if rows else keys
-        case Dilated(length, rate, _):
+        case positions.Dilated(length, rate, _):
             segment, residue = SameSegment(length), mask.offset_of(0, 1)
             grids = (OnGrid(of_query, length, rate, residue) for of_query in (True, False))
             return AllOf((segment, *grids)) if rate > 1 else segment
-        case Documents():
+        case positions.Documents():
             return SameDocument(pad(mask.ends(), (1, 0)))
-        case Packed(_, inner):
+        case positions.Packed(_, inner):
             same = SameDocument(pad(mask.ends(), (1, 0)))
             return PerDocument(same, condition(inner, frame, True), inner.asks_frame)
         case Tree(_, _, inner):
@@ -90,18 +70,18 @@ def _in_blocks(mask: BlockwiseMask) -> Condition:
     """Returns the condition that block indices meet all conditions of some item of `levels`."""
     levels: list[Sequence[Condition]]
     match mask:
-        case BlockDilated(rates, _):
+        case blocks.BlockDilated(rates, _):
             distances = {0, *rates, *(-rate for rate in rates)}
             levels = [_near(distance, -distance) for distance in distances]
-        case BlockWindow(radius, _):
+        case blocks.BlockWindow(radius, _):
             levels = [_near(radius, radius)]
-        case BlockCausal():
+        case blocks.BlockCausal():
             levels = [_near(None, 0)]
-        case BlockDiffusion(n, size):
+        case blocks.BlockDiffusion(n, size):
             noisy, clean = Linear(-1, 0, 1 - n // size), Linear(0, 1, n // size)
             levels = [_near(0, 0), [noisy, clean, *_near(None, n // size - 1)]]
             levels += [[clean, *_near(None, 0)]]
-        case Hierarchical():
+        case blocks.Hierarchical():
             levels = [(OnGrid(True, n, n, 0), *_near(r, r)) for n, r in mask.in_blocks()]
         case _:
             return InBlocks(mask)

@@ -20,10 +20,9 @@ from .layout import BlockLayout, Pass, row_of, stretched
 def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLayout | None:
     """Builds the layout of `SelectedBlocks`, alone or with `Causal`; None for other patterns.
 
-    A query tile is a row of the selection, or an equal part of a row that divides `block_size`. All
-    shapes are known without reading the indices: tables have room for all k indices of a row.
-    An index that names no block, a repeated block or, with `Causal`, a later block becomes padding
-    at the end of the table.
+    A query tile is a row of the selection, or an equal part of a row that divides `block_size`.
+    Tables have room for all k indices of a row, so shapes are known without reading them. Indices
+    of no block, repeated blocks and, with `Causal`, later blocks become padding at a table's end.
     """
     if (found := selection_of(pattern, frame, block_size)) is None:
         return None
@@ -56,9 +55,8 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
         nothing = nothing | (key > own)
         number, diagonals = _diagonals(frame.q_start, first, tokens, block_size)
         bitmap = torch.where(key == own, number.int()[:, None], -1)
-        unseen = ((bitmap >= 0) & ~nothing).any(-1) * _above_diagonal(
-            first, last, frame, block_size
-        )
+        above = _above_diagonal(first, last, frame, block_size)
+        unseen = ((bitmap >= 0) & ~nothing).any(-1) * above
     count = (~nothing).sum(-1)
     lacking = ((key == keys - 1) & ~nothing).any(-1) * (block_size - last_keys)
     pairs = (last + 1 - first) * (count * block_size - lacking) - unseen
@@ -142,15 +140,12 @@ def _each_in_one(start: Tensor, stop: Tensor, size: int) -> bool:
 
 
 def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Returns (index per query tile, bitmaps) of `Causal` in the key tile that has the same tokens.
-
-    `first`: first position of each query tile; the first tile may begin within a selection's row.
-    """
+    """Returns `Causal` in each query tile's own key tile: (index by tile, unpacked bitmaps)."""
     places = torch.arange(block_size, device=first.device)
     offsets, number = places[::tokens], first % block_size // tokens
     if len(first) <= len(offsets):
         offsets, number = first % block_size, torch.arange(len(first), device=first.device)
-    elif q_start % tokens:
+    elif q_start % tokens:  # the first tile begins within a row of the selection
         offsets = pad(offsets, (0, 1), value=q_start % block_size)
         number = torch.where(first == q_start, len(offsets) - 1, number)
     return number, offsets[:, None, None] + places[:, None] >= places
@@ -168,8 +163,6 @@ def _packed(nothing: Tensor, *tables: Tensor) -> list[Tensor]:
     nothing = nothing.flatten(2)
     room = nothing.shape[2]
     place = torch.where(nothing, room, (~nothing).cumsum(-1) - 1)
-    empty = [x.new_full((*place.shape[:2], room + 1), -1) for x in tables]
-    return [
-        to.scatter_(-1, place, x.flatten(2))[..., :room]
-        for to, x in zip(empty, tables, strict=True)
-    ]
+    shape = *place.shape[:2], room + 1
+    filled = (x.new_full(shape, -1).scatter_(-1, place, x.flatten(2)) for x in tables)
+    return [x[..., :room] for x in filled]

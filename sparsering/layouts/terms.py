@@ -1,23 +1,12 @@
-"""Splits a mask into terms: masks that each fit one grid of tiles (plain, dilated or packed).
-
-Also groups heads with equal masks, which share tables.
-"""
+"""Splits a mask into terms, which each fit one grid of tiles; groups heads with equal masks."""
 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
+from ..patterns import positions
 from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, joined_masks
-from ..patterns.positions import (
-    Causal,
-    Dilated,
-    Documents,
-    Full,
-    GlobalTokens,
-    Packed,
-    PooledCausal,
-    SlidingWindow,
-)
+from ..patterns.positions import Dilated, Documents, GlobalTokens, Packed, SlidingWindow
 from ..patterns.selected import selections_of
 from ..patterns.tree import Nodes, Tree
 from .tiles import Grid
@@ -71,15 +60,11 @@ def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
         case SlidingWindow(_, _, dilation) if dilation > 1:
             return [(Grid(dilation, dilation * block_size, residues=dilation), mask)]
         case Packed(lengths, inner) if (documents := mask.common_lengths) is not None:
-            return [
-                (_in_documents(grid, documents), Packed(lengths, part))
-                for grid, part in _split(inner, block_size)
-            ]
+            of_inner = _split(inner, block_size)
+            return [(_in_documents(grid, documents), Packed(lengths, x)) for grid, x in of_inner]
         case Tree(_, _, inner) if mask._own_batches() is None:
-            return [
-                (_in_nodes(grid, mask.nodes), replace(mask, pattern=part))
-                for grid, part in _split(inner, block_size)
-            ]
+            of_inner = _split(inner, block_size)
+            return [(_in_nodes(grid, mask.nodes), replace(mask, pattern=x)) for grid, x in of_inner]
         case And(masks):
             found = _split(masks[0], block_size)
             for part in masks[1:]:
@@ -102,18 +87,15 @@ def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
 
 
 def _has_grid(mask: Mask) -> bool:
-    return isinstance(mask, Dilated | Packed | Tree) or (
-        isinstance(mask, SlidingWindow) and mask.dilation > 1
-    )
+    dilated = isinstance(mask, SlidingWindow) and mask.dilation > 1
+    return dilated or isinstance(mask, Dilated | Packed | Tree)
 
 
 def _unite(found: list[tuple[Grid, Mask]]) -> list[tuple[Grid, Mask]]:
     by_grid: dict[Grid, list[Mask]] = {}
     for grid, mask in found:
         by_grid.setdefault(grid, []).append(mask)
-    return [
-        (grid, masks[0] if len(masks) == 1 else Or(tuple(masks))) for grid, masks in by_grid.items()
-    ]
+    return [(grid, x[0] if len(x) == 1 else Or(tuple(x))) for grid, x in by_grid.items()]
 
 
 def _dilated_grid(mask: Dilated, block_size: int) -> Grid:
@@ -141,11 +123,7 @@ def _in_nodes(grid: Grid, nodes: Nodes) -> Grid:
 
 
 def typical(pattern: Pattern, frame: Frame) -> tuple[Pattern, Frame]:
-    """Returns a pattern and lengths of the same kind: sizes are rounded, documents typical.
-
-    What is decided for these holds for all windows, documents and lengths of a kind. A pattern with
-    other masks is its own kind.
-    """
+    """Returns the pattern and lengths, of rounded sizes, for which a kind's tiles are chosen."""
     length = _rounded(frame.kv_len)
     branches = tuple(_typical(branch, length) for branch in pattern.branches)
     if frame.q_start != frame.kv_len - frame.q_len or None in branches:
@@ -170,7 +148,7 @@ def _typical(mask: Mask, length: int) -> Mask | None:
             return Dilated(_rounded(segment_length), rate, offset)
         case Documents() | Packed():
             number = _rounded(max(sum(n > 0 for n in lengths) for lengths in mask.entries))
-            inner = _typical(mask.pattern, length) if isinstance(mask, Packed) else Full()
+            inner = _typical(mask.pattern, length) if isinstance(mask, Packed) else positions.Full()
             kind = type(mask).__name__
             return None if inner is None else _documents(number, length, inner, kind, 0)
         case Tree(lengths, parents, pattern) if mask._own_batches() is None:
@@ -180,7 +158,8 @@ def _typical(mask: Mask, length: int) -> Mask | None:
             number, inner = _rounded(len(lengths)), _typical(pattern, length)
             children = _rounded(round(number ** (1 / max(1, max(edges) - 1))))
             return None if inner is None else _documents(number, length, inner, "Tree", children)
-    return mask if type(mask) in (Full, Causal, PooledCausal) else None
+    simple = positions.Full, positions.Causal, positions.PooledCausal
+    return mask if type(mask) in simple else None
 
 
 def _rounded(size: int) -> int:

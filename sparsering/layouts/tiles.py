@@ -21,11 +21,8 @@ Ranges = Sequence[tuple[int, int]]
 
 
 def kernel_operators() -> Any:
-    """Returns the operators of the compiled kernel; None under a mode, or if no call loaded it.
-
-    Modes, such as that of fake tensors, see torch's operators alone. To ask torch for an operator
-    that is not there takes a lock, which a forked process may inherit held.
-    """
+    """Returns the operators of the compiled kernel; None under a mode, or if no call loaded it."""
+    # Attributes of `torch.ops` take a lock, which a forked process may inherit held.
     operators = vars(torch.ops).get("sparsering_cpu")
     loaded = operators is not None and "table" in vars(operators)
     return operators if loaded and not _len_torch_dispatch_stack() else None
@@ -98,10 +95,9 @@ class Grid:
     def _pieces(
         self, begin: Tensor, end: Tensor, low: Tensor, high: Tensor, block_size: int
     ) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Cuts segments [begin, end) into pieces of `step * block_size` positions.
+        """Cuts segments [begin, end) into pieces of `step * block_size` positions in [low, high).
 
-        Leaves out pieces outside [low, high). Returns: index of the segment, begin and end of each
-        piece; length of the longest segment below `high`.
+        Returns: segment, begin and end of each piece; length of the longest segment below `high`.
         """
         reach = self.step * block_size
         length = (torch.minimum(end, high) - begin).clamp(min=0)
@@ -125,10 +121,7 @@ class Grid:
         return torch.arange(min(self.residues, max(1, longest)))
 
     def _segments(self, low: int, high: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns start, end and least position of segments: in all `documents`, or [low, high).
-
-        A document whose first position is not 0 may begin inside its first segment.
-        """
+        """Returns start, end and least position of segments: in all `documents`, or [low, high)."""
         if self.documents is None:
             first = low // self.segment
             begin = torch.arange(first, max(first, -(-high // self.segment))) * self.segment
@@ -165,9 +158,8 @@ class Axis:
         return (self.last - self.start) // self.step + 1
 
     def __getitem__(self, index: Tensor) -> "Axis":
-        return Axis(
-            self.step, self.residue[index], self.start[index], self.stop[index], self.last[index]
-        )
+        tensors = self.residue, self.start, self.stop, self.last
+        return Axis(self.step, *(x[index] for x in tensors))
 
     def runs(self, size: int) -> tuple["Axis", Tensor]:
         """Joins each `size` neighbouring tiles; returns (joined tiles, which have no gap)."""
@@ -198,10 +190,7 @@ class Origin(NamedTuple):
         return cls(torch.zeros(tiles, dtype=torch.int64), lengths, lengths)
 
     def frames(self, frame: Frame, by_length: bool = True) -> Iterator[tuple[Tensor, Frame]]:
-        """Groups tiles by (q_len, kv_len) of their document; yields (indices, `Frame`).
-
-        With `by_length` False, yields one frame for all tiles, for masks that ignore lengths.
-        """
+        """Yields (tile indices, `Frame`) per document length; without `by_length`, one for all."""
         if not len(self.start):
             return
         if not by_length:
@@ -239,10 +228,7 @@ class TilePairs:
 
 
 class Spans:
-    """A set of (query tile, key tile) pairs, stored as sorted disjoint ranges [begin, end).
-
-    The ranges are of integers: row * columns + column for query tile `row` and key tile `column`.
-    """
+    """A set of (query tile, key tile) pairs: sorted disjoint ranges of row * columns + column."""
 
     def __init__(self, begin: Tensor, end: Tensor) -> None:
         filled = end > begin

@@ -1,8 +1,7 @@
 """The algebra of patterns: masks, mixtures, and how they combine.
 
 A *mask* is a set of pairs (`&`, `|`, `-` are set operations); a *mixture* is a multiset (`+`): a
-pair in two of its branches counts twice in the softmax. Patterns are hashed and compared by
-content.
+pair in two of its branches counts twice in the softmax. Patterns are compared by content.
 """
 
 import operator
@@ -350,10 +349,7 @@ class Or(_SetOperation):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Not(Mask):
-    """Complement of a mask: the right side of `a - b`.
-
-    With it, layouts count each pair in only one pass (`layout.Pass`).
-    """
+    """Complement of a mask: `b` in `a - b`. Layouts use it to count each pair in only one pass."""
 
     mask: Mask
 

@@ -65,9 +65,8 @@ class BlockDilated(BlockwiseMask):
         super()._validate()
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
-        return torch.isin(
-            (q_block - k_block).abs(), torch.tensor([0, *self.rates], device=q_block.device)
-        )
+        distances = torch.tensor([0, *self.rates], device=q_block.device)
+        return torch.isin((q_block - k_block).abs(), distances)
 
     def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         distances = torch.tensor(sorted({0, *self.rates, *(-rate for rate in self.rates)}))
@@ -256,10 +255,8 @@ class RandomBlocks(BlockwiseMask):
             )
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
-        kv_head = frame.kv_head(head) if self.per_head else 0
-        return _RandomBlocksOfHead(
-            float(self.density), self.block_size, int(mix(self.seed, kv_head))
-        )
+        key = int(mix(self.seed, frame.kv_head(head) if self.per_head else 0))
+        return _RandomBlocksOfHead(float(self.density), self.block_size, key)
 
     def num_tables(self, frame: Frame) -> int:
         return frame.num_kv_heads if self.per_head else 1
@@ -282,12 +279,8 @@ class _RandomBlocksOfHead(BlockwiseMask):
         blocks = -(-torch.as_tensor(kv_len) // self.block_size)
         count = (self.density * blocks.double() + 0.5).floor().long().clamp(min=1).minimum(blocks)
         diagonal = q_block < blocks
-        return (
-            diagonal,
-            count - diagonal.long(),
-            blocks - diagonal.long(),
-            mix(self.key, q_block, blocks),
-        )
+        own = diagonal.long()
+        return diagonal, count - own, blocks - own, mix(self.key, q_block, blocks)
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
         diagonal, drawn, others, key = self._row(q_block, kv_len)
@@ -307,10 +300,7 @@ class _RandomBlocksOfHead(BlockwiseMask):
 
 
 class Owned(NamedTuple):
-    """Marks a tensor as one that nobody will write to, so that a mask need not copy it on a GPU.
-
-    On a CPU it is still copied, because caches store the mask for later calls.
-    """
+    """Marks a tensor that nobody will write to, so that a mask on a GPU need not copy it."""
 
     tensor: Tensor
 
@@ -424,10 +414,8 @@ class Blocks(TensorMask, BlockwiseMask):
 
     def check(self, frame: Frame) -> None:
         super().check(frame)
-        needed = [
-            math.ceil(max(0, end) / self.block_size)
-            for end in (frame.q_start + frame.q_len, frame.kv_len)
-        ]
+        ends = frame.q_start + frame.q_len, frame.kv_len
+        needed = [math.ceil(max(0, end) / self.block_size) for end in ends]
         if any(size < need for size, need in zip(self.active.shape[-2:], needed, strict=True)):
             raise ValueError(
                 f"Blocks must cover {needed[0]} query and {needed[1]} key blocks of "
@@ -443,7 +431,6 @@ class Blocks(TensorMask, BlockwiseMask):
         return lookup(self.active, q_block, k_block)
 
     def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        index, block = torch.nonzero(
-            self.active[q_block.clamp(max=len(self.active) - 1)], as_tuple=True
-        )
+        rows = self.active[q_block.clamp(max=len(self.active) - 1)]
+        index, block = torch.nonzero(rows, as_tuple=True)
         return index, block, block

@@ -2,8 +2,7 @@
 
     parse("LongNet((2048, 4096), (1, 2)) & Causal()")
 
-No code in the text is executed. The names t0, t1, ... stand for the pattern's tensors,
-in order.
+No code in the text is executed. The names t0, t1, ... stand for the pattern's tensors, in order.
 """
 
 import ast
@@ -67,10 +66,7 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Pattern:
 
 
 def parse_owned(text: str, tensors: Sequence[Tensor]) -> Pattern:
-    """Reads a pattern like `parse`; the caller promises not to write to the tensors.
-
-    Therefore a `SelectedBlocks` on a GPU uses its index tensor without a copy.
-    """
+    """Reads a pattern like `parse`; on a GPU it shares the tensors, which nobody may write to."""
     if tensors and "t0" in text:
         return _parse(text, tuple(tensors), owned=True)
     return _parse_literal(text) if len(text) <= _SHORT else _parse_long(text)

@@ -109,8 +109,7 @@ KeyMasks = tuple[KeyMask | KeyPadding, ...]
 def without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
     """Splits off key masks that all branches share: (pattern without them, key masks).
 
-    For `Causal() & KeyMask(valid)`, returns `Causal()` and a tuple of the key mask. If branches
-    have different key masks, returns (pattern, ()). Never waits for a GPU.
+    Returns (pattern, ()) if branches have different key masks. Never waits for a GPU.
     """
     if "_without_key_masks" in vars(pattern):
         return vars(pattern)["_without_key_masks"]
@@ -129,16 +128,14 @@ def _without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
         if not masks or (common and not _same_masks(masks, common)):
             return pattern, ()
         common = masks
-        rests.append(
-            intersection([part for part in parts if not isinstance(part, KeyMask | KeyPadding)])
-        )
+        others = [part for part in parts if not isinstance(part, KeyMask | KeyPadding)]
+        rests.append(intersection(others))
     return Mixture(tuple(rests)) if isinstance(pattern, Mixture) else rests[0], common
 
 
 def _same_masks(some: KeyMasks, others: KeyMasks) -> bool:
-    return all(any(_same(a, b) for b in others) for a in some) and all(
-        any(_same(a, b) for b in some) for a in others
-    )
+    pairs = (some, others), (others, some)
+    return all(any(_same(a, b) for b in right) for left, right in pairs for a in left)
 
 
 def _same(a: KeyMask | KeyPadding, b: KeyMask | KeyPadding) -> bool:
@@ -168,10 +165,7 @@ def check_key_masks(masks: KeyMasks, batch: int, kv_len: int) -> None:
 
 
 def key_mask(masks: KeyMasks, kv_len: int, device: torch.device) -> Tensor:
-    """Combines key masks to bool [B or 1, kv_len] on a device, True for keys that no mask hides.
-
-    Call `check_key_masks` first. Waits for a device only if a mask is on another one.
-    """
+    """Combines key masks to bool [B or 1, kv_len] on a device; call `check_key_masks` first."""
     return reduce(torch.logical_and, [_valid_keys(mask, kv_len, device) for mask in masks])
 
 

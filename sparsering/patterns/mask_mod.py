@@ -2,8 +2,7 @@
 
     attention(query, key, value, from_mask_mod(lambda b, h, q, k: q - k < 512) & Causal())
 
-The torch operator gets a pattern as text, in which a name stands for the function. The name is
-valid in this process alone.
+In the text of a pattern, a name stands for the function; it is valid in this process alone.
 """
 
 from collections import Counter, OrderedDict

@@ -1,7 +1,6 @@
 """Values that are computed once, on one thread, and the bytes that they hold.
 
-A table of a few thousand integers takes microseconds on one core. Several cores only add the wait
-for one that is busy.
+Small tables take microseconds on one core; several cores only add the wait for one that is busy.
 """
 
 import ctypes

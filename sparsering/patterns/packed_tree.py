@@ -88,15 +88,11 @@ def pack_tree(sequences: Sequence[Tensor]) -> PackedTree:
         total += length
         longer = [i for i in group if sizes[i] > end]
         pending += [(x, end, node) for x in reversed(_by_next_token(rows, longer, end))]
-    paths = [
-        torch.cat([torch.arange(starts[node], starts[node] + n) for node, n in of_row]).to(device)
-        for of_row in parts
-    ]
+    ranges = ([torch.arange(starts[i], starts[i] + n) for i, n in of_row] for of_row in parts)
+    paths = [torch.cat(of_row).to(device) for of_row in ranges]
     tokens, positions, previous, counts = (torch.cat(column).to(device) for column in columns)
-    pattern = Tree(tuple(lengths), tuple(parents))
-    return PackedTree(
-        tokens, positions, previous, counts, tuple(lengths), tuple(parents), pattern, paths
-    )
+    nodes = tuple(lengths), tuple(parents)
+    return PackedTree(tokens, positions, previous, counts, *nodes, Tree(*nodes), paths)
 
 
 def _agreement(longest: Tensor, other: Tensor, depth: int, end: int) -> int:

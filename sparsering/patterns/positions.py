@@ -355,10 +355,7 @@ def check_inner(name: str, pattern: object) -> None:
 def holds_in_documents(
     pattern: Mask, p: Tensor, k: Tensor, q_lengths: Tensor, kv_lengths: Tensor, frame: Frame
 ) -> Tensor:
-    """Whether a pattern holds for each pair, inside its document; False across documents.
-
-    In each document, key positions count from 0, and the last query is at the last key.
-    """
+    """Whether a pattern holds for each pair, inside documents as in `Varlen`; False across them."""
     if not kv_lengths.any():
         return (p != p) | (k != k)
     q_ends, kv_ends = q_lengths.cumsum(0), kv_lengths.cumsum(0)

@@ -170,8 +170,5 @@ def selections_of(pattern: Pattern) -> list[SelectedBlocks]:
 
 
 def has_lists(pattern: Pattern) -> bool:
-    """True if a selection in a pattern, also inside `&`, `|` and `+`, has blocks below 16 tokens.
-
-    The tiles of layouts are larger than such blocks, which are read key by key instead.
-    """
+    """True if a selection in a pattern has blocks below 16 tokens, which are read key by key."""
     return any(selection.block_size < 16 for selection in selections_of(pattern))

@@ -206,10 +206,7 @@ class Tree(_InDocuments):
 
 
 def common_tree(pattern: Pattern) -> Tree | None:
-    """Returns a tree that every branch and batch entry of a pattern has, without another; or None.
-
-    Its depths are the positions that distances count.
-    """
+    """Returns the only tree of a pattern, alike in all branches and batch entries; else None."""
     found = [list(_trees(branch)) for branch in pattern.branches]
     if not all(found):
         return None
@@ -223,10 +220,7 @@ def common_tree(pattern: Pattern) -> Tree | None:
 
 
 def check_distances(pattern: Pattern) -> None:
-    """Raises ValueError if a pattern has trees, but the distance of a pair is not of one tree.
-
-    A traced call leaves this to its operators, which have the numbers.
-    """
+    """Raises ValueError if a pattern has trees but no `common_tree`; a traced call checks later."""
     if torch.compiler.is_compiling():
         return
     if common_tree(pattern) is None and has_tree(pattern):

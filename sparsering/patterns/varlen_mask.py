@@ -11,6 +11,8 @@ from .arguments import freeze_lengths
 from .keys import KeyMask
 from .positions import check_inner, holds_in_documents
 
+Lengths = tuple[int, ...] | Tensor
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Varlen(Mask):
@@ -21,16 +23,11 @@ class Varlen(Mask):
     may be 0. Varlen of a mixture is a mixture.
     """
 
-    q_lengths: tuple[int, ...] | Tensor
-    kv_lengths: tuple[int, ...] | Tensor
+    q_lengths: Lengths
+    kv_lengths: Lengths
     pattern: Mask
 
-    def __new__(
-        cls,
-        q_lengths: tuple[int, ...] | Tensor,
-        kv_lengths: tuple[int, ...] | Tensor,
-        pattern: Pattern,
-    ) -> Any:  # a mixture gives a Mixture of Varlen
+    def __new__(cls, q_lengths: Lengths, kv_lengths: Lengths, pattern: Pattern) -> Any:
         if isinstance(pattern, Mixture):
             return Mixture(tuple(cls(q_lengths, kv_lengths, mask) for mask in pattern.branches))
         return super().__new__(cls)
