@@ -1,8 +1,7 @@
 """State of a cache: keys and values in slots, their positions, and the last query of each key.
 
-A slot is room for one key and value. The first slots store the keys that survived the last
-eviction. The others are the page: its slot i is for the i-th token after that eviction, in every
-batch entry and head. The last query of a key is the last one that visits it.
+The first slots store the keys that survived the last eviction. The others are the page: its slot i
+is for the i-th token after that eviction. The last query of a key is the last that visits it.
 """
 
 import contextlib
@@ -39,10 +38,7 @@ class _Record:
 
 @dataclass(frozen=True, eq=False)
 class History(_Record):
-    """Length of one sequence, and its stored keys from before the last eviction.
-
-    Several batch entries may share one `History` object.
-    """
+    """Length of a sequence and its keys from before the last eviction; entries may share one."""
 
     length: int
     base: int  # length at the last eviction, which is the position of the page's first token
@@ -96,9 +92,8 @@ class CacheState(_Record):
     """State of a `KVCache`. A step replaces it as a whole, so that a failed step changes nothing.
 
     In place, steps write only to `page` and to unused slots of the page. The next eviction comes
-    after `page_limit` tokens: a page, or less if no later query visits many of the keys. Batch
-    entries with at least a page fewer keys than the largest entry do not lower this limit: memory
-    has room for their keys anyway.
+    after `page_limit` tokens: a page, or less if no later query visits many of the keys of a batch
+    entry that has almost as many keys as the largest.
     """
 
     pattern: Pattern  # the cache's pattern & `Causal()`
@@ -210,32 +205,28 @@ class CacheState(_Record):
         return self.changed(histories=[history] * len(self.histories)).evicted(key, value)
 
     def of_entries(self, entries: Tensor) -> "CacheState":
-        keys, values = (
-            x.index_select(0, entries.to(x.device)) if x.shape[2] else x
-            for x in (self.keys, self.values)
-        )
         summaries = copy(self.summaries)
         if summaries is not None:
             summaries.select(entries)
-        histories = [self.histories[i] for i in entries.tolist()]
         page = Page(written=self.page.written)
-        return self.changed(
-            histories=histories, keys=keys, values=values, summaries=summaries, page=page
-        )
+        histories = [self.histories[i] for i in entries.tolist()]
+        taken = self.changed(histories=histories, summaries=summaries, page=page)
+        if not self.keys.shape[2]:
+            return taken
+        at = entries.to(self.keys.device)
+        return taken.changed(keys=self.keys[at], values=self.values[at])
 
     def evicted(self, key: Tensor | None = None, value: Tensor | None = None) -> "CacheState":
-        """Returns a state that stores only keys that later queries visit, then an empty page.
+        """Returns a state with only the keys that later queries visit, then an empty page.
 
-        `key`, `value`: the latest tokens [B, Hkv, n, D], if they are not in the page. If a batch
-        entry has fewer than n new tokens, padding follows them.
+        `key`, `value`: the latest tokens, if they are not in the page; they may end with padding.
         """
         survivors = {id(history): self._survivors(history) for history in self.distinct()}
         most = max((slots.shape[1] for _, slots in survivors.values()), default=0)
         for number, (history, slots) in survivors.items():
             room = (0, most - slots.shape[1])
-            positions, last, slots = (
-                pad(x, room, value=-1) for x in (history.positions, history.last, slots)
-            )
+            columns = history.positions, history.last, slots
+            positions, last, slots = (pad(x, room, value=-1) for x in columns)
             survivors[number] = history.changed(positions=positions, last=last), slots
         of_entries = [survivors[id(history)] for history in self.histories]
         slots = torch.zeros(0, self.kv_heads, 0, dtype=torch.int64)
@@ -285,11 +276,8 @@ class CacheState(_Record):
         return torch.where(alive, rank, FOREVER).argsort(dim=1)
 
     def _page_limit(self, history: History) -> int:
-        """Returns the number of tokens until a head has over `page_size` dead keys; at most a page.
-
-        No later query visits a dead key. `birth`, `death`: tokens in the page when a key is stored,
-        and dead. At least `page_size` / 8: evictions copy the cache, and keys may die at each step.
-        """
+        """Returns after how many tokens a head has over `page_size` keys without later queries."""
+        # `birth`, `death`: tokens in the page when a key is stored, and when no later query sees it
         base, page_size = history.base, self.page_size
         end = base + page_size if self.total is None else min(base + page_size, self.total)
         old = torch.where(history.positions < 0, base + page_size, history.last.amax(0))
@@ -300,6 +288,7 @@ class CacheState(_Record):
         deaths = torch.zeros(len(death), page_size + 2, dtype=torch.int64)
         dead = deaths.scatter_add(1, death, torch.ones_like(death)).cumsum(1)[:, :-1]
         due = torch.nonzero((dead > page_size).any(0))
+        # rarely, since evictions copy the cache, and keys may die at each step
         return max(int(due[0]), page_size // 8) if len(due) else page_size
 
     def _last_visits(self, start: int, stop: int) -> Tensor:

@@ -23,11 +23,7 @@ _SCHEMA += ", ".join(f"{kind} {name}=None" for name, kind in _TYPES.items()) + "
 
 
 def register(cache: Any) -> Tensor:
-    """Gives a `KVCache` a number by which `attend_op` finds it.
-
-    Returns: int64 [2], the argument `clock` of `attend_op`: this number, and the length of the
-        cache after its latest compiled step (0 before the first).
-    """
+    """Returns int64 [2], the `clock` of `attend_op`: a new number of the cache, and its length."""
     number = next(_NUMBERS)
     _CACHES[number] = cache
     return torch.tensor([number, 0])

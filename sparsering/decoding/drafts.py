@@ -61,8 +61,7 @@ def attend_draft(
     """Attends from a draft's tokens, which are nodes of a tree below one of all cached tokens.
 
     One tile of queries walks the cache's slots, then the new keys: no key is copied, and the layers
-    of a model share the layouts. Longer drafts, and extras that depend on positions, take the keys
-    in the order of positions.
+    of a model share layouts. Longer drafts, and other extras, take the keys by position.
     """
     query, n, lengths = tokens.query, tokens.query.shape[2], state.lengths
     every = lengths if len(set(lengths)) > 1 else lengths[:1] or [0]

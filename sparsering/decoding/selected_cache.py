@@ -79,10 +79,8 @@ class SelectedCache(KVCache):
         self._select_blocks(torch.zeros(1, min(sink + local, k + 1)))  # validates arguments early
 
     def __repr__(self) -> str:
-        return (
-            f"<SelectedCache of {self._k} blocks of {self._size}: {self.kept} of {self.length} "
-            "tokens>"
-        )
+        tokens = f"{self.kept} of {self.length} tokens"
+        return f"<SelectedCache of {self._k} blocks of {self._size}: {tokens}>"
 
     @property
     def nbytes(self) -> int:

@@ -1,14 +1,13 @@
 """Attention of new tokens to a cache, in one of two ways.
 
-If the new tokens fit in the page (the slots for tokens after the last eviction), they attend to the
-cache's tensors in place; all steps of the page share one layout. In other cases (prompts, and
-extras that depend on positions), the visited keys are copied in the order of their positions, and a
-layout for them is compiled.
+If the new tokens fit in the page, they attend to the cache's tensors in place; all steps of the
+page share one layout. In other cases (prompts, and extras that depend on positions), the visited
+keys are copied in the order of their positions, and a layout for them is compiled.
 """
 
 import math
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -121,16 +120,8 @@ def attend_page(
         place = torch.tensor(state.remote) - state.histories[0].base + state.page_start
         mask = torch.ones(1, state.keys.shape[2], dtype=torch.bool)
         mask = moved(mask.index_fill(1, place, False), query.device)
-    problem = Problem(
-        layout,
-        query,
-        state.keys,
-        state.values,
-        recipe.scale,
-        slots=slots,
-        key_mask=mask,
-        **extras.in_use,
-    )
+    rest: dict[str, Any] = {"slots": slots, "key_mask": mask, **extras.in_use}
+    problem = Problem(layout, query, state.keys, state.values, recipe.scale, **rest)
     if recipe.backend == "cpu":  # its kernel writes the new keys itself
         return cpu.forward(problem, (key, value, first))
     for stored, new in ((state.keys, key), (state.values, value)):
@@ -198,9 +189,8 @@ class _Group(NamedTuple):
         layout = replace(spanned.layout, passes=passes)
         mask = self._stored(spanned)
         mask = None if mask is None else moved(mask, query.device)
-        problem = Problem(
-            layout, query, keys, values, recipe.scale, slots=slots, key_mask=mask, **extras.in_use
-        )
+        rest: dict[str, Any] = {"slots": slots, "key_mask": mask, **extras.in_use}
+        problem = Problem(layout, query, keys, values, recipe.scale, **rest)
         return run_backend(recipe.backend, problem)
 
     def _stored(self, spanned: Spanned) -> Tensor | None:

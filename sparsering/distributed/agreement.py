@@ -1,7 +1,6 @@
 """Ranks compare the arguments of a call before they send keys; a difference raises on every rank.
 
-Each rank sends a record of a few integers to all others: a digest of its arguments, the length of
-its shard, whether it failed, and its dropout seed.
+Each sends all others a few integers: a digest, its shard's length, whether it failed, its seed.
 """
 
 import contextlib
@@ -177,10 +176,7 @@ def digests_of(values: dict[str, object]) -> dict[str, int]:
 
 
 def agree_on_batch(exchange: Exchange, digests: dict[str, int] | None) -> None:
-    """Raises RingMismatchError on all ranks if any of some values, by their names, differs.
-
-    All ranks pass the same names; or None from a rank that raises, which the other ranks report.
-    """
+    """Raises RingMismatchError on all ranks if digests differ, or are None where a rank raises."""
     own = list((digests or {}).values())
     records = exchange.agree([_digest(own), int(digests is None)])
     if any(flag for _, flag in records):
@@ -196,13 +192,12 @@ def check_lengths(plan: RingPlan, lengths: list[int], rank: int) -> None:
     """Raises RingMismatchError if a rank's shard is not as long as the plan's sharding says."""
     for peer, (length, ranges) in enumerate(zip(lengths, plan.ranges, strict=True)):
         if length != num_tokens(ranges):
-            raise _mismatch(
+            text = (
                 f"sharding {plan.sharding!r} gives rank {peer} {num_tokens(ranges)} of "
                 f"{sum(lengths)} tokens, got {length}; cut the sequence with "
-                "sparsering.distributed.shard",
-                rank,
-                peer,
+                "sparsering.distributed.shard"
             )
+            raise _mismatch(text, rank, peer)
 
 
 def error_budget(compression: str | None) -> float | None:

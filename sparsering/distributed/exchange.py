@@ -57,9 +57,7 @@ class Traffic(NamedTuple):
 
 
 class Exchange:
-    """Sends and receives the messages of one call over a process group; counts their bytes.
-
-    All ranks must send and receive in the same order.
+    """Sends and receives the messages of one call, in equal order on all ranks; counts their bytes.
 
     Args:
         timeout: seconds that a rank waits for a peer; None means the timeout of the group.
@@ -78,12 +76,8 @@ class Exchange:
                 "arguments at each call; capture only the work before and after the call"
             )
         if reason := _broken.get(group):
-            raise RingError(
-                f"an earlier call on this process group failed ({reason}); make a new group",
-                dist.get_rank(group),
-                None,
-                "agreement",
-            )
+            text = f"an earlier call on this process group failed ({reason}); make a new group"
+            raise RingError(text, dist.get_rank(group), None, "agreement")
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.traffic = Traffic()
 
@@ -173,13 +167,11 @@ class Pending:
             yield
         except RuntimeError as error:
             if self.failure is None:
-                self.failure = RingError(
+                text = (
                     f"the peer does not answer ({_first_line(error)}); it died, hangs or raised an "
-                    "error; start it again and make a new process group",
-                    self.exchange.rank,
-                    peer,
-                    self.step,
+                    "error; start it again and make a new process group"
                 )
+                self.failure = RingError(text, self.exchange.rank, peer, self.step)
                 self.failure.__cause__ = error
 
 

@@ -1,9 +1,8 @@
 """Finds the key tokens that ranks need from each other, and counts the pairs that they compute.
 
-It tests pairs of a query tile and a key tile, from large to small tiles. A tile pair needs no more
-tests if the mask has all or none of its (query, key) pairs. Every other tile pair is split into
-pairs of smaller tiles; in the smallest tiles, the mask is evaluated for each (query, key) pair. So
-the cost grows with the borders between masked and visited areas, not with the areas.
+It tests pairs of a query tile and a key tile. A tile pair of which the mask has some (query, key)
+pairs is split into smaller ones; in the smallest, the mask is evaluated for each pair. So the cost
+grows with the borders between masked and visited areas, not with the areas.
 """
 
 import math
@@ -54,9 +53,7 @@ class Cut(NamedTuple):
 def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ()) -> Cut:
     """Cuts the positions of all ranks into ranges; the rows of `travellers[i]` are group world + i.
 
-    Args:
-        ranges: positions that each of the `world` ranks owns.
-        travellers: (rank, query rows of this rank that may be sent to other ranks).
+    Args: the positions that each rank owns; (rank, some of its rows that may be sent to others).
     """
     pieces = []
     for rank, owned in enumerate(ranges):
@@ -65,18 +62,13 @@ def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ())
     for number, (owner, rows) in enumerate(travellers):
         pieces += [(row, owner, len(ranges) + number) for row in rows]
     pieces.sort()
-    ranks, labels = (
-        torch.tensor([piece[i] for piece in pieces], dtype=torch.int64) for i in (1, 2)
-    )
-    return Cut([piece for piece, _, _ in pieces], ranks, labels)
+    of_pieces = torch.tensor([piece[1:] for piece in pieces], dtype=torch.int64).view(-1, 2)
+    return Cut([piece for piece, _, _ in pieces], *of_pieces.unbind(1))
 
 
 @dataclass(frozen=True, eq=False)
 class TokenRanges:
-    """Sets of tokens, stored as arithmetic progressions start, start + step, ..., last.
-
-    After `union` the progressions are disjoint. A progression with last < start is empty.
-    """
+    """Sets of tokens as arithmetic progressions from start to last; `union` makes them disjoint."""
 
     step: int
     number: Tensor  # per range start..last: index of its token set; `union` sorts by it
@@ -129,10 +121,7 @@ def needed_keys(
 def count_pairs(
     branches: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int, labels: int
 ) -> Tensor:
-    """Counts (query, key) pairs by the query's `label` and the key's rank: [labels, world].
-
-    A pair in several branches of a mixture counts several times.
-    """
+    """Counts each branch's (query, key) pairs by query `label` and key's rank: [labels, world]."""
     total = torch.zeros(labels, world, dtype=torch.int64)
     for branch in branches:
         earlier: list[Mask] = []

@@ -16,9 +16,8 @@ _Arriving = TypeVar("_Arriving")
 class Network:
     """Messages of one rank's call. All ranks start the same kinds of messages in the same order.
 
-    `travelling` [B, Hq, tokens, columns] are the rank's query rows. The constructor starts to send
-    some of them to other ranks, as the plan says. These ranks are the hosts of the rows; rows that
-    arrive from other ranks are called guests.
+    The constructor starts to send some of this rank's query rows `travelling` [B, Hq, tokens,
+    columns] to other ranks, their hosts. Rows that arrive from other ranks are called guests.
     """
 
     def __init__(
@@ -28,14 +27,11 @@ class Network:
         self.key, self.value = key, value
         hosts, owners = self.plan.hosts_of(rank.rank), self.plan.owners_at(rank.rank)
         places = {host: rank.travelling_places(host, key.device) for host in hosts}
-        self.travelling_shapes = {
-            host: (*travelling.shape[:2], len(at)) for host, at in places.items()
-        }
+        outer, width = travelling.shape[:2], travelling.shape[3]
+        self.travelling_shapes = {host: (*outer, len(at)) for host, at in places.items()}
         self.guest_places = {owner: rank.guest_places(owner, key.device) for owner in owners}
-        self.arriving = {
-            owner: travelling.new_empty(*travelling.shape[:2], len(at), travelling.shape[3])
-            for owner, at in self.guest_places.items()
-        }
+        shapes = {owner: (*outer, len(at), width) for owner, at in self.guest_places.items()}
+        self.arriving = {owner: travelling.new_empty(shape) for owner, shape in shapes.items()}
         copies: dict[tuple[tuple[int, int], ...], Tensor] = {}  # shared by hosts with equal rows
         sends = {}
         for host, at in places.items():
@@ -63,10 +59,7 @@ class Network:
         return guests
 
     def answers(self, results: Tensor | None, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """Sends `results` of guests to the guests' owners; receives results of this rank's rows.
-
-        Yields: (rank that computed them, received results [B, Hq, rows, columns]).
-        """
+        """Sends `results` of guests to their owners; yields (rank, its results of own rows)."""
         rounds = self.plan.answer_rounds
         posts = (self._post_answers(offsets, results, columns) for offsets in rounds)
         return chain.from_iterable(map(dict.items, _arrivals(posts)))
@@ -87,10 +80,7 @@ class Network:
     def returned_gradients(
         self, parts: Iterable[dict[int, Tensor]]
     ) -> Iterator[tuple[int, Tensor]]:
-        """Sends each round's key gradients to the keys' ranks; receives those of this rank's keys.
-
-        Yields: (rank that computed them, received gradients [rows, D + Dv]).
-        """
+        """Sends key gradients of each round to the keys' ranks; yields (rank, its gradients)."""
         posts = (self._post_gradients(number, part) for number, part in enumerate(parts))
         return chain.from_iterable(map(dict.items, _arrivals(posts)))
 

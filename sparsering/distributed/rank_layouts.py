@@ -1,9 +1,8 @@
 """Builds layouts of a rank's kernel calls; tiles index the rank's shard, or keys that arrived.
 
-A layout is first compiled with positions of the whole sequence. Then the starts of its tiles are
-rewritten from positions to indices in the shard, or in a buffer of arrived keys. A kernel uses one
-stride, `step`, for the tokens of query tiles and of key tiles. So `step` key tiles are interleaved
-in the buffer, one token of each in turn.
+The starts of tiles are rewritten from positions to indices in the shard, or in a buffer of arrived
+keys. A kernel uses one stride, `step`, for the tokens of query tiles and of key tiles. So `step`
+key tiles are interleaved in the buffer, one token of each in turn.
 """
 
 from collections import defaultdict
@@ -134,11 +133,8 @@ def _passes(plan: RingPlan, queries: Ranges, keys: Ranges) -> list[Pass]:
         return []
     compiled = compile_passes(plan.pattern, plan.frame, plan.block_size, queries, keys)
     passes = [assemble(c, plan.frame, plan.block_size) for c in compiled]
-    return [
-        replace(p, query_origin=p.query_start, key_origin=p.key_start)
-        for p in passes
-        if p.key_tile.shape[-1]
-    ]
+    filled = (p for p in passes if p.key_tile.shape[-1])
+    return [replace(p, query_origin=p.query_start, key_origin=p.key_start) for p in filled]
 
 
 def _step(

@@ -1,9 +1,8 @@
-"""Shardings: strings that say which rank owns which tokens of a sequence.
+"""Shardings: strings that say which rank owns which of the equal chunks of a sequence.
 
-The sequence is cut into equal chunks. `"contiguous"`: rank r of P owns chunk r of P. `"zigzag"`:
-rank r owns chunks r and 2P - 1 - r of 2P, which shares causal work equally.
-`"chunks:0,1,1,0"` lists the owner of each chunk. A chunk has ceil(N / chunks) tokens; the last
-chunks may have fewer, or none.
+`"contiguous"`: rank r of P owns chunk r of P. `"zigzag"`: rank r owns chunks r and 2P - 1 - r of
+2P, which shares causal work equally. `"chunks:0,1,1,0"` lists the owner of each chunk. A chunk has
+ceil(N / chunks) tokens; the last chunks may have fewer, or none.
 """
 
 import torch

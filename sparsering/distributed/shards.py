@@ -63,18 +63,15 @@ def unshard(
         length: tokens of the whole tensor; default the sum over the shards.
 
     Raises: ValueError (on all ranks) if dtypes or sizes of other dims differ between ranks, or if
-        the shards' lengths do not fit the sharding; RingError if a peer does not answer within
-        the group's timeout.
+        lengths do not fit the sharding; RingError if a peer does not answer in the group's timeout.
     """
     group = resolve_group(group, mesh)
     dim = _checked_dim(tensor, dim)
     world = 1 if group is None else group.size()
     sizes = [tensor.shape[dim]]
     if group is not None and world > 1:
-        rest = (*tensor.shape[:dim], *tensor.shape[dim + 1 :])
-        sizes = agree_on_lengths(
-            Exchange(group, None, tensor.device), sizes[0], (dim, rest, tensor.dtype)
-        )
+        common = dim, (*tensor.shape[:dim], *tensor.shape[dim + 1 :]), tensor.dtype
+        sizes = agree_on_lengths(Exchange(group, None, tensor.device), sizes[0], common)
     if length is not None:
         length = checked_integer("length", length, 0)
     ranges = owned_ranges(sharding, sum(sizes) if length is None else length, world)

@@ -57,14 +57,12 @@ def choose_travellers(
 ) -> tuple[tuple[Traveller, ...], list[TokenRanges]]:
     """Chooses query rows for which sending the rows moves clearly fewer bytes than fetching keys.
 
-    For a sent row, a query goes out, and its partial result in float32 comes back. Per query head,
-    this moves about as many bytes as fetching one key token, if forward and backward are added up;
-    forward alone moves up to twice as many.
+    A sent row moves about as many bytes per query head, forward and backward, as fetching one key
+    token; forward alone up to twice as many.
 
     Args:
         needs: keys to fetch. Set label * world + owner has the keys of rank `owner` that rows with
-            this label visit. Rows of candidate i have label world + i, a rank's other rows the
-            rank itself.
+            this label visit. Label world + i: rows of candidate i; label r: other rows of rank r.
         uses: for each item of `needs`, the number of (batch entry, kv head) pairs that need it.
         candidates: (rank, some of its rows that could be sent).
         most: largest number of rows to send; it bounds the memory of receivers.
@@ -80,10 +78,9 @@ def choose_travellers(
             label = runs.number // world
             owner_needs, row_needs = label == owner, label == world + number
             hosts |= set((runs.number[row_needs] % world).tolist())
-            without, together = (
-                int(_relabelled(runs, some, home, world, frame.kv_len).count.sum())
-                for some in (owner_needs, owner_needs | row_needs)
-            )
+            fetched = [owner_needs, owner_needs | row_needs]
+            sets = (_relabelled(runs, some, home, world, frame.kv_len) for some in fetched)
+            without, together = (int(tokens.count.sum()) for tokens in sets)
             saved += (together - without) * count
         size = num_tokens(rows)
         if 2 * size * len(hosts) * frame.num_heads < saved and size <= most:

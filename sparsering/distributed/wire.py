@@ -1,7 +1,6 @@
 """Wire formats: how ranks send rows. A row is the key, then the value, of one token and kv head.
 
-A format of one byte per number ("fp8", "int8") also sends two float32 scales with each row, one
-for the key and one for the value. They follow the numbers of the row.
+With one byte per number ("fp8", "int8"), two float32 scales, of key and value, end each row.
 """
 
 from typing import NamedTuple
@@ -60,10 +59,8 @@ class Wire(NamedTuple):
             return sent.to(self.dtype)
         sizes = [width, value_width, 4, 4]
         key, value, *scales = (x.contiguous() for x in sent.split(sizes, 1))
-        parts = [
-            part.view(self.numbers).float() * scale.view(torch.float32)
-            for part, scale in zip((key, value), scales, strict=True)
-        ]
+        numbers = [part.view(self.numbers).float() for part in (key, value)]
+        parts = [x * scale.view(torch.float32) for x, scale in zip(numbers, scales, strict=True)]
         return torch.cat(parts, 1).to(self.dtype)
 
 

@@ -91,11 +91,7 @@ class BlockEstimate(NamedTuple):
         return torch.where(count > 0, count.clamp(min=1).log(), NEVER).mT.to(self.feature)
 
     def query_strides(self, query: Tensor, scale: float, front: int) -> Tensor:
-        """Returns scaled features [B * Hkv, n / stride * G, F] of queries [B * Hkv, n, G, D].
-
-        Each `stride` neighbouring queries share one vector. `front` zero queries are put before
-        the first query.
-        """
+        """Returns features [B * Hkv, n / stride * G, F] by stride, after `front` zero queries."""
         query = query_features(query, scale, self.method)
         if self.stride > 1:  # an antidiagonal pairs the last query of a stride with the first key
             back = -(front + query.shape[1]) % self.stride
@@ -128,10 +124,7 @@ def query_features(query: Tensor, scale: float, method: str) -> Tensor:
 
 
 def features(keys: Tensor, count: Tensor, method: str) -> Tensor:
-    """Returns features [..., blocks, parts, F] of keys [..., blocks, parts, tokens of a part, D].
-
-    `count` [blocks, parts] is the number of keys in each part; other tokens of the part are zeros.
-    """
+    """Returns features [..., F] of block parts [.., tokens, D]: `count` keys, then zeros."""
     if method == "exact":
         return keys.squeeze(-2)
     if method == "antidiagonal":

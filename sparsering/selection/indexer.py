@@ -4,13 +4,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..checks import (
-    check_local,
-    check_tensor,
-    checked_integer_or_none,
-    checked_scale,
-    refuse_meta,
-)
+from ..checks import check_local, check_tensor, checked_integer_or_none, checked_scale, refuse_meta
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag, checked_integer
 

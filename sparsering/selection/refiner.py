@@ -213,9 +213,8 @@ class PatternRefiner:
         if group is None:
             return self._sums, self._counts
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        settings = torch.tensor(
-            (self.ema, self.margin, self.swaps, self.cooldown), dtype=torch.float64
-        )
+        numbers = self.ema, self.margin, self.swaps, self.cooldown
+        settings = torch.tensor(numbers, dtype=torch.float64)
         names = (name for name in STATE if name not in ("_sums", "_counts"))  # they differ by rank
         state = settings, self._protected, *(getattr(self, name) for name in names)
         own = torch.tensor([_digest(x) for x in state])

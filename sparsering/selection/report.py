@@ -264,16 +264,10 @@ class _Comparison:
         rows = len(self.sample)
         unseen = (1 - (rows - 1) / self.total) * (rows < self.total)
         half = math.sqrt(unseen * math.log(2 / _RISK) / (2 * rows))
-        captured = Captured(
-            mean=share.mean(-1),
-            p05=share[:, int(0.05 * (share.shape[1] - 1))],
-            least=share[:, 0],
-            interval=torch.full_like(share[:, 0], half),
-        )
-        difference, norm = (
-            x.unflatten(1, (kv_heads, -1)).double().square().sum((0, 2, 3, 4)).sqrt()
-            for x in (out - self.out, self.out)
-        )
+        least, p05 = share[:, 0], share[:, int(0.05 * (share.shape[1] - 1))]
+        captured = Captured(share.mean(-1), p05, least, interval=torch.full_like(least, half))
+        of_heads = (x.unflatten(1, (kv_heads, -1)) for x in (out - self.out, self.out))
+        difference, norm = (x.double().square().sum((0, 2, 3, 4)).sqrt() for x in of_heads)
         count = listed.sum(-1, keepdim=True)
         best = self._rank(self.mass.double()) < count
         hits = (listed & best).sum(-1).double() / count[..., 0].clamp(min=1)

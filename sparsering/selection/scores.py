@@ -247,10 +247,9 @@ def _shares(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the log of each block's softmax share, summed over the queries of each row.
 
-    If `own_mass` is None, the softmax is over the first `num_past` blocks; returns their shares
-    [B * Hkv, rows, num_past], and None. Else `own_mass` is the log mass of the query's own block.
-    The softmax is then over that block and the blocks before it; returns the shares of the first
-    `num_past` blocks, and of the own block [B * Hkv, rows].
+    Without `own_mass`, the softmax is over the first `num_past` blocks; returns their shares [B *
+    Hkv, rows, num_past], and None. Else it is over the query's own block, of this log mass, and the
+    blocks before it; returns also the shares of the own block [B * Hkv, rows].
     """
     (_, n, group, _), stride = query.shape, estimate.stride
     front, present = span.offset % stride, None
