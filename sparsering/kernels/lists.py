@@ -48,11 +48,9 @@ def split_lists(
 ) -> tuple[Pattern, tuple[Lists, ...]] | None:
     """Splits a pattern into (the rest, for a layout; lists), or returns None if it has no lists.
 
-    None also where a layout serves all: two lists in one branch, lists inside `Packed` or `Tree`,
-    depths of a tree as distances.
+    None also for two lists in a branch, lists inside `Packed` or `Tree`, and distances by depth.
 
-    Cost: O(Nq n) time and memory; the masks that limit a list are evaluated for its keys alone.
-        With a slot bias, pairs beside a list are listed too, in O(Nq Nk) time.
+    Cost: O(Nq n) time and memory; with a slot bias beside a list O(Nq Nk) time.
     """
     if not has_lists(pattern) or "block_bias" in options or pattern.num_streams > 1:
         return None

@@ -18,15 +18,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 class Problem(NamedTuple):
     """Attention of query, key and value over a layout: the input of a backend.
 
-    A backend has two functions. `forward(problem) -> (out, lse)` computes out [B, Hq, Nq, Dv] in
-    `result_dtype` and lse [B, Hq, Nq] in float32 (float64 for float64). `backward(problem, out,
-    lse, grad_out, grad_lse) -> Gradients` needs no results of single passes: with the lse of all
-    passes and `delta = rowsum(dO * O) - dlse`, each pair has `P = exp(s - lse)` and `dS = P * (dP -
-    delta)`. Extras apply in the order that `attention` documents. Dropped weights count in lse; dP
-    is 0 for a dropped weight, and divided by 1 - p for others. Distances and dropout use the
+    `forward(problem) -> (out, lse)` of a backend computes out [B, Hq, Nq, Dv] in `result_dtype` and
+    lse [B, Hq, Nq] in float32 (float64 for float64). `backward(problem, out, lse, grad_out,
+    grad_lse) -> Gradients` needs no results of single passes: with the lse of all passes and `delta
+    = rowsum(dO * O) - dlse`, each pair has `P = exp(s - lse)` and `dS = P * (dP - delta)`. Extras,
+    None if not in use, apply in the order that `attention` documents. Dropped weights count in lse;
+    dP is 0 for a dropped weight, and divided by 1 - p for others. Distances and dropout use the
     positions of `Pass.coordinates`, not the index of a token in its tensor.
-
-    Fields of extras are None if the call does not use them.
     """
 
     layout: BlockLayout  # passes, each with tiles and a table of visited tile pairs
@@ -87,12 +85,8 @@ class Problem(NamedTuple):
         return self._replace(query=query, key=key, value=value)
 
     def with_positive_scale(self) -> "Problem":
-        """Returns a problem with equal scores and a scale above 0, as softmax kernels need.
-
-        For a negative scale it negates the query. For a scale that is 0 in float32, the query
-        becomes 0.
-        """
-        if _is_zero(self.scale):
+        """Returns a problem with equal scores and a scale above 0, as softmax kernels need."""
+        if _is_zero(self.scale):  # in float32
             return self._replace(query=torch.zeros_like(self.query), scale=1.0)
         return self if self.scale > 0 else self._replace(query=-self.query, scale=-self.scale)
 
@@ -145,9 +139,6 @@ def _is_zero(scale: float) -> bool:
 
 
 def constant_in_graphs(function: F) -> F:
-    """Decorates a function whose result torch.compile may treat as a constant of its graphs.
-
-    Like `torch.compiler.assume_constant_result`, but without the slow import of torch._dynamo.
-    """
+    """Lets torch.compile treat results as constants, without the slow import of torch._dynamo."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -23,11 +23,9 @@ def reference_attention(
 ) -> tuple[Tensor, Tensor]:
     """Computes `p_k = m e^{s_k} / (e^{sink} + sum m e^{s})`, `s = scale * q.k`, over Nq x Nk pairs.
 
-    Arguments and results are as in `Problem`, except three that broadcast to [B, Hq, Nq, Nk]:
-    `log_counts`, the log of the multiplicity m of each pair plus its block bias, -inf where there
-    is no pair; `distance_bias`, of each pair; `dropout_factor` of p: 0, or 1 / (1 - dropout_p).
-
-    Cost: O(B Hq Nq Nk) memory.
+    It is as `Problem`, but these broadcast to [B, Hq, Nq, Nk]: `log_counts`, the log of the
+    multiplicity m of each pair plus its block bias, -inf where there is no pair; `distance_bias`,
+    of each pair; `dropout_factor` of p: 0, or 1 / (1 - dropout_p).
     """
     dtype = sum_dtype(query)
     group = query.shape[1] // max(1, key.shape[1])
@@ -53,11 +51,7 @@ def reference_attention(
 
 
 def dense_softmax(score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Computes a softmax over the last dim, not yet normalized; a score of -inf marks no pair.
-
-    Returns: weights `e^{s - max s}` [..., n], their sum [..., 1] and lse [...]. Rows without pairs
-        have weights 0, sum 1, lse -inf and gradients 0.
-    """
+    """Returns (weights e^{s - max s}, their sum [..., 1], lse [...]); a score of -inf: no pair."""
     pairs = score != -torch.inf  # a NaN score counts as a pair and makes its row NaN
     highest = finite_or_zero(score.detach().amax(-1, keepdim=True)) if score.shape[-1] else 0.0
     weight = torch.where(pairs, (score - highest).exp(), 0.0)

@@ -1,9 +1,8 @@
 """Measures which block size, and which config of each Triton kernel, is fastest: `sparsering tune`.
 
 For each block size, it first picks a config for the forward kernel, then for the two backward
-kernels. Then it compares the block sizes, by a forward and backward pass. A candidate counts only
-if its results agree with the first candidate's. The fastest are saved to disk, and later processes
-use them. `attention` never measures anything, so its results do not depend on timings.
+kernels. Then it compares the block sizes. A candidate counts only if its results agree with the
+first candidate's. `attention` never measures, so its results do not depend on timings.
 """
 
 import statistics
@@ -53,12 +52,11 @@ def tune(
     Args:
         backend: "cpu" or "triton".
         pattern: pattern of the measured calls, which have `tokens` tokens and one batch entry.
-        block_sizes: candidates. The fastest becomes the default block size of later calls with this
-            pattern. On "triton", a single candidate is not saved, only the configs are.
+        block_sizes: candidates; the fastest becomes the pattern's default. On "triton", a single
+            candidate is not saved, only the configs are.
         say: receives a line of text for each measurement.
 
-    Raises: NotImplementedError if the kernels cannot run. ValueError if the pattern is for another
-        length.
+    Raises: NotImplementedError if the kernels cannot run; ValueError for a pattern's other length.
     """
     kernel, measured = _BACKENDS[backend]
     if reasons := kernel.reasons():
@@ -162,11 +160,7 @@ def _milliseconds_of(run: Run, device: torch.device) -> float:
 
 
 def error_of(results: Iterable[Tensor], expected: Iterable[Tensor]) -> float:
-    """Returns the largest relative error of several results: norm of the difference over norm.
-
-    Only numbers whose expected value is finite count. If results and expected values are finite in
-    different places, the error is infinite.
-    """
+    """Returns the largest relative error, by norms; infinite if not the same numbers are finite."""
     errors = []
     for a, b in zip(results, expected, strict=True):
         finite = b.isfinite()

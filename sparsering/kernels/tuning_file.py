@@ -39,12 +39,7 @@ class TuningFile:
         return sizes.get(_key(expression, like)) if sizes else None
 
     def keep(self, configs: dict[str, Any], block_sizes: dict[str, int], like: Tensor) -> Path:
-        """Adds choices for tensors like this one to the file, atomically; returns the file.
-
-        Args:
-            configs: configs of kernels by `config_key`.
-            block_sizes: block sizes by the expression of a pattern.
-        """
+        """Adds configs by `config_key` and block sizes by expression to the file; returns it."""
         path = self.path(like.device)
         choices = read(path)
         choices["configs"] |= configs

@@ -42,11 +42,7 @@ def reasons(*tensors: Tensor) -> list[str]:
 def forward(
     problem: Problem, new: tuple[Tensor, Tensor, int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Computes attention over a layout; lse is float32.
-
-    `new`: (keys, values, first). The kernel first copies these keys and values [B, Hkv, n, D] into
-    the problem's keys and values, from row `first` on.
-    """
+    """Computes (out, lse) over a layout; first writes `new`: (keys, values, first row of these)."""
     if problem.lists:
         return _forward_of_lists(problem)
     if problem.slots and problem.query.shape[2] * problem.group > _FEW_QUERIES:
@@ -65,11 +61,7 @@ def forward(
 def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
-    """Computes the gradients of the problem's tensors.
-
-    Results have the same bits in every call with the same number of threads. Another number of
-    threads may change the order of sums, and so the last bits.
-    """
+    """Computes gradients; the number of threads may change the order of sums and the last bits."""
     if problem.lists:
         return _backward_of_lists(problem, out, lse, grad_out, grad_lse)
     by_head = takes_whole_heads(len(problem.key) * problem.key.shape[1], torch.get_num_threads())
@@ -81,18 +73,13 @@ def backward(
         transposes += [x.contiguous() for x in tables]
     results = dense_rows(out), lse.contiguous(), dense_rows(grad_out), grad_lse.contiguous()
     learns = problem.learns_distances
-    dq, dk, dv, dbias, dtables, delta = library().backward(
-        *_arguments(problem), *results, transposes, learns
-    )
+    arguments = *_arguments(problem), *results, transposes, learns
+    dq, dk, dv, dbias, dtables, delta = library().backward(*arguments)
     bias, table, sink = problem.block_bias, problem.distance_bias, problem.sink
-    return Gradients(
-        problem.query_gradient(dq),
-        dk,
-        dv,
-        None if bias is None else dbias.to(bias.dtype),
-        None if table is None or not learns else dtables.sum(2).to(table.dtype),
-        None if sink is None else sink_gradient(sink, lse, delta),
-    )
+    dbias = None if bias is None else dbias.to(bias.dtype)
+    dtable = None if table is None or not learns else dtables.sum(2).to(table.dtype)
+    dsink = None if sink is None else sink_gradient(sink, lse, delta)
+    return Gradients(problem.query_gradient(dq), dk, dv, dbias, dtable, dsink)
 
 
 def _forward_of_lists(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -120,10 +107,8 @@ def _backward_of_lists(problem: Problem, *results: Tensor) -> Gradients:
     out, lse, grad_out, grad_lse = results
     results = dense_rows(out), lse.contiguous(), dense_rows(grad_out), grad_lse.contiguous()
     for listed in problem.lists:
-        arguments = _list_arguments(problem, listed)
-        dq, dk, dv, dbias, dtables = library().backward_lists(
-            *arguments, *results, problem.learns_distances
-        )
+        arguments = *_list_arguments(problem, listed), *results, problem.learns_distances
+        dq, dk, dv, dbias, dtables = library().backward_lists(*arguments)
         table = problem.distance_bias if problem.learns_distances else None
         dtable = None if table is None else dtables.sum(2).to(table.dtype)
         if sums is None:
@@ -162,16 +147,9 @@ def takes_whole_heads(kv_heads: int, threads: int) -> bool:
 
 
 def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Returns the softmax mass of each entry of the layout, float32 [B, Hq, num_blocks].
+    """Sums `weight_i exp(s_ij - lse_i)` over the pairs (i, j) of each entry, [B, Hq, num_blocks].
 
-    It is `sum_i weight_i * sum_j exp(s_ij - lse_i)` over the pairs (i, j) of the entry (a visited
-    pair of tiles), and zero for padding of the layout. Rows with lse = -inf add zero.
-
-    Args:
-        lse: [B, Hq, Nq] float32, over the problem's keys and the sink, or over more keys.
-        weight: [B, Hq, Nq], a factor of each query; None means 1.
-
-    Raises: NotImplementedError for softcap, distance_bias and dropout.
+    `lse`, `weight` (None: 1): [B, Hq, Nq]; lse may be over more keys. Padding has mass 0.
     """
     if _needs_query_walk(problem):
         raise NotImplementedError("cpu: entry_mass takes no softcap, distance_bias or dropout")
@@ -186,11 +164,10 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
 
 
 def block_shares(*tensors: Tensor | None, features: str, **numbers: Any) -> bool:
-    """Writes the log of each key block's share of the softmax weights to `out`.
+    """Writes the log of each key block's share to `out`; True if one was too small for float32.
 
-    `tensors` (query, feature, key, last, out) and `numbers`: see selection/operands.h and shares.h.
-    `features`: "gauss", "bounds", or the query itself. Queries have any strides and
-    dtype; features and keys are float32. Returns True if a share was too small for float32.
+    `tensors` (query, feature, key, last, out; feature and key are float32) and `numbers`: see
+    selection/operands.h and shares.h.
     """
     kind = {"gauss": 1, "bounds": 2}.get(features, 0)
     return library().shares(*tensors, kind=kind, **numbers)
@@ -266,15 +243,11 @@ def _checked_layout(problem: Problem) -> Tensor:
     cached: tuple[float, Tensor] | None = layout.memo.get("checked layout")
     if cached is None or cached[0] != scale:
         passes = layout.passes
-        checked = library().lay(
-            [x for p in passes for x in _tables(p)],
-            [p.step for p in passes],
-            [p.branch for p in passes],
-            bool(passes) and passes[0].covers[0],
-            layout.block_size,
-            scale,
-            [_is_walked(problem, p) for p in passes],
-        )
+        tables = [x for p in passes for x in _tables(p)]
+        steps, branches = [p.step for p in passes], [p.branch for p in passes]
+        of_layout = bool(passes) and passes[0].covers[0], layout.block_size, scale
+        walked = [_is_walked(problem, p) for p in passes]
+        checked = library().lay(tables, steps, branches, *of_layout, walked)
         cached = layout.memo["checked layout"] = scale, checked
     return cached[1]
 

@@ -32,8 +32,7 @@ def set_workspace(limit: int) -> int:
     """Sets how many bytes a call uses for copied keys and scores at a time. Returns the old limit.
 
     The default is 16 MiB; more is hardly faster. Less saves memory, but needs more matmuls. A call
-    also needs O(N) memory for sums, and at least the bytes of a unit: up to 512 queries and 2,048
-    keys.
+    also needs O(N) memory for sums, and at least the bytes of 512 queries and 2,048 keys.
 
     Raises: ValueError if the limit is not a positive int.
     """
@@ -116,19 +115,13 @@ def backward(
         dk.index_add_(0, columns, torch.cat(dks))
         dv.index_add_(0, columns, torch.cat(dvs))
         extras.add_bias_gradient(dbiases, chunk)
-    dq, dk, dv = (
-        x.view(like.shape).to(problem.result_dtype)
-        for x, like in ((dq, query), (dk, key), (dv, value))
-    )
+    pairs = (dq, query), (dk, key), (dv, value)
+    dq, dk, dv = (x.view(like.shape).to(problem.result_dtype) for x, like in pairs)
     return Gradients(dq, dk, dv, *extras.gradients(), dsink)
 
 
 def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
-    """Sums `weight_q e^{s - lse_q}` over the (query, key) pairs of each visited pair of tiles.
-
-    The result is [B, Hq, num_blocks]. `lse` and `weight` are [B, Hq, Nq], in float32 (float64 if
-    the query is float64).
-    """
+    """Sums `weight e^{s - lse}` over the pairs of each visited tile pair: [B, Hq, num_blocks]."""
     dtype = sum_dtype(problem.query)
     q, k = _flat(problem.query), _flat(problem.key)
     extras = Extras(problem, dtype)
@@ -180,12 +173,8 @@ def _units(
 
 def _alone(pairs: int, device: torch.device, dtype: torch.dtype) -> bool:
     """True if a unit of `pairs` (query, key) pairs is computed by itself, not in a batch."""
-    return (
-        pairs >= _LEAST_PAIRS_ALONE
-        and device.type == "cpu"
-        and dtype == torch.float32
-        and torch.backends.mkldnn.is_available()
-    )
+    large = pairs >= _LEAST_PAIRS_ALONE and device.type == "cpu" and dtype == torch.float32
+    return large and torch.backends.mkldnn.is_available()
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:

@@ -36,10 +36,7 @@ class Extras:
                 x.masked_fill_(self.masked[chunk.k[unit]][..., None], 0.0)
 
     def added(self, chunk: Chunk) -> Tensor | None:
-        """Returns what to add to a chunk's scores: the block bias, and -inf outside the pattern.
-
-        Its shape is [C or 1, g or 1, m or 1, n] (units, heads, queries, keys). None adds nothing.
-        """
+        """Returns what to add to scores (-inf: no pair), [C or 1, g or 1, m or 1, n]; or None."""
         added = zero = torch.zeros((), dtype=self.dtype, device=chunk.q.device)
         if self.bias is not None and chunk.bias is not None:
             entries, slots = chunk.bias
@@ -52,10 +49,7 @@ class Extras:
         return None if added is zero else added
 
     def adjust(self, score: Tensor, chunk: Chunk, unit: Unit) -> tuple[Tensor, Tensor | None]:
-        """Applies softcap and distance bias to scores [..., g * m, n], in place.
-
-        Returns: the scores, and the derivative of the softcap (None without softcap).
-        """
+        """Applies softcap and distance bias in place; returns (scores, slope of the softcap)."""
         cap, slope = self.problem.softcap, None
         if cap is not None:
             score.div_(cap).tanh_()
@@ -71,14 +65,9 @@ class Extras:
         if p is None or seed is None or places is None:
             return weight
         row_seed = seed[places.batch[unit][..., None], places.stream[unit]]  # [.., m]
-        mask = kept_pairs(
-            row_seed[..., None, :, None],
-            p,
-            places.head[unit][..., None, None],
-            places.query[unit][..., None, :, None],
-            places.key[unit][..., None, None, :],
-            places.branch,
-        )
+        head = places.head[unit][..., None, None]
+        query, key = places.query[unit][..., None, :, None], places.key[unit][..., None, None, :]
+        mask = kept_pairs(row_seed[..., None, :, None], p, head, query, key, places.branch)
         return weight.mul_(mask.flatten(-3, -2)).div_(1 - p)
 
     def add_distance_gradient(self, dscore: Tensor, chunk: Chunk, unit: Unit) -> None:

@@ -54,9 +54,8 @@ _plans: WeakKeyDictionary[Pass, dict[tuple[int, int], list[Units]]] = WeakKeyDic
 def plan(p: Pass, block_size: int, most_queries: int, most_keys: int) -> list[Units]:
     """Returns the units of a pass, cached as long as the pass exists.
 
-    A unit joins up to `most_queries` neighbouring query tiles that visit the same key tiles. It has
-    at most `most_keys` key tiles. Tile pairs with and without a bitmap are in different units,
-    except where one unit for both saves a merge of results.
+    A unit has at most `most_queries` neighbouring query tiles and `most_keys` key tiles. Tile pairs
+    with and without a bitmap are in different units, except where one for both saves a merge.
     """
     plans = _plans.setdefault(p, {})
     if (most_queries, most_keys) not in plans:
@@ -212,22 +211,15 @@ class Chunk:
 def chunks(
     problem: Problem, number: int, units: Units, workspace: int, per_token: int, per_pair: int
 ) -> Iterator[Chunk]:
-    """Cuts units of the layout's pass `number` into chunks of at most `workspace` bytes.
-
-    The caller allocates `per_token` bytes for each query and key of a unit, and `per_pair` bytes
-    for each (query, key) pair.
-    """
+    """Cuts units of pass `number` into chunks whose tokens and pairs take `workspace` bytes."""
     layout, batch = problem.layout, len(problem.query)
     p, frame, b = layout.passes[number], layout.frame, layout.block_size
     batch_tables, heads = len(p.row_ptr), max(p.row_ptr.shape[1], len(p.query_start))
     unit_heads = max(heads, frame.num_kv_heads)  # heads whose keys are gathered separately
     group = frame.num_heads // unit_heads  # query heads that share gathered keys
     device = units.head.device
-    each = torch.cartesian_prod(
-        torch.arange(batch // batch_tables, device=device),
-        torch.arange(unit_heads // heads, device=device),
-        torch.arange(len(units.head), device=device),
-    )
+    counts = batch // batch_tables, unit_heads // heads, len(units.head)
+    each = torch.cartesian_prod(*(torch.arange(count, device=device) for count in counts))
     if not len(each):  # the batch is empty
         return
     m, n = units.num_queries, units.num_keys
@@ -259,18 +251,15 @@ def chunks(
             first = first + layout.first_entry[number][table]
             slots = torch.arange(k.shape[1], device=device).div(b, rounding_mode="floor")
             slots = slots.expand(k.shape)
-            bias = (
-                first[..., None] + units.entries[which][:, None],
-                slots[real_k].view(-1, n) if ragged else slots,
-            )
+            slots = slots[real_k].view(-1, n) if ragged else slots
+            bias = first[..., None] + units.entries[which][:, None], slots
         places = None
         if problem.distance_bias is not None or problem.dropout_p is not None:
             both = p.coordinates(frame.q_start), p.depths(frame.q_start)
             stream = torch.zeros_like(p.query_start) if p.stream is None else p.stream
             stream = _per_token(stream, axis, query_tiles, b)
-            query, query_depth = (
-                q + _per_token(x - p.query_start, axis, query_tiles, b) for x, _ in both
-            )
+            shifts = (x - p.query_start for x, _ in both)
+            query, query_depth = (q + _per_token(x, axis, query_tiles, b) for x in shifts)
             key, key_depth = (k + _per_token(x - p.key_start, axis, key_tiles, b) for _, x in both)
             if ragged:
                 rows = query, query_depth, stream
@@ -304,17 +293,13 @@ def list_chunks(problem: Problem, lists: Lists, workspace: int, per_token: int) 
         rows = (bat[:, None] * frame.num_heads + q_head) * frame.q_len + q[:, None]
         first = (bat * frame.num_kv_heads + hd * frame.num_kv_heads // heads) * frame.kv_len
         slots = torch.arange(n, device=device)
-        bias = (rows[..., None] * n + slots, slots.expand(len(part), n))
+        bias = None
+        if problem.block_bias is not None:
+            bias = (rows[..., None] * n + slots, slots.expand(len(part), n))
         position = q[:, None] + frame.q_start
         stream = torch.zeros_like(position)
         places = Places(bat, q_head, lists.branch, position, key, stream, (position, key))
-        yield Chunk(
-            rows[..., None],
-            first[:, None] + key,
-            cells[:, None],
-            None if problem.block_bias is None else bias,
-            places,
-        )
+        yield Chunk(rows[..., None], first[:, None] + key, cells[:, None], bias, places)
 
 
 def _positions(

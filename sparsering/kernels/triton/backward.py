@@ -255,10 +255,7 @@ def key_kernel(
     TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Writes dK [B, shares, Nk, D] and dV of key tiles, summed over HEADS query heads.
-
-    A share is the sum over HEADS heads of a kv head's group; the caller adds up the shares.
-    """
+    """Writes shares of dK [B, shares, Nk, D] and dV of key tiles: sums over HEADS query heads."""
     step = step_of(step, TMA)
     PARTS: tl.constexpr = (TILE + KEYS - 1) // KEYS
     STEPS: tl.constexpr = (TILE + QUERIES - 1) // QUERIES

@@ -1,8 +1,7 @@
 """Launches the GPU kernels of the forward and the backward over the passes of a layout.
 
-Passes run in order, and each merges its results into those of earlier passes. With several passes
-in half precision, sums are in float32, for a few kv heads at a time to save memory. Triton is
-imported on first use.
+Each pass merges its results into those of earlier passes. With several passes in half precision,
+sums are in float32, for a few kv heads at a time to save memory.
 """
 
 import math
@@ -133,10 +132,8 @@ def _in_turn(problem: Problem) -> bool:
 def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Iterator[Part]:
     """Splits a call by kv heads, up to `at_most` per part; if `in_turn`, just enough for a GPU."""
     problem = problem.with_positive_scale().with_dense_rows()
-    bias, table = (
-        None if x is None else dense_rows(x.float())
-        for x in (problem.block_bias, problem.distance_bias)
-    )
+    tables = problem.block_bias, problem.distance_bias
+    bias, table = (None if x is None else dense_rows(x.float()) for x in tables)
     layout, query, key, value = problem[:4]
     num_kv_heads = key.shape[1]
     if not layout.passes or not query.shape[0] * num_kv_heads:
@@ -271,10 +268,8 @@ def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
     for number in range(len(layout.passes)):
         made = partial(build, number)
         w, tables, launches = _launches("key", part, number, config, made, *grads, dk, dv)
-        pieces = [
-            x.new_empty(_slots(part, x.shape[1], w, x.shape[3]), dtype=torch.float32)
-            for x in (dk, dv)
-        ]
+        shapes = (_slots(part, x.shape[1], w, x.shape[3]) for x in (dk, dv))
+        pieces = [dk.new_empty(shape, dtype=torch.float32) for shape in shapes]
         tensors = {
             "grad_out": grad_out, "delta": delta, "row_lse": row_lse,
             "grad_key": dk, "grad_value": dv, "piece_key": pieces[0], "piece_value": pieces[1],

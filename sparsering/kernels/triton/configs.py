@@ -1,8 +1,7 @@
 """Block shapes, warps and stages of each Triton kernel, by GPU, dtype, head dim and tile.
 
-The defaults are choices that compile to few or no spilled registers for each generation of GPU.
-`sparsering tune` measures their neighbours and saves the fastest to disk, per GPU and Triton
-version. A call never measures anything, so its time and its bits do not depend on chance.
+The defaults compile to few or no spilled registers for each generation of GPU. `sparsering tune`
+measures their neighbours; a call never measures, so its time and bits do not depend on chance.
 """
 
 import contextlib
@@ -106,11 +105,8 @@ def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[
         near.append(base._replace(tma=False))
     if generation(like.device) == 100 and kernel == "forward":
         near.append(base._replace(warps=4, warp_specialize=True))
-    fitting = (
-        _fitted(kernel, c, like.dtype, like.device, head_dim, tile)
-        for c in near
-        if c.streamed >= 16 and c.rows >= 16
-    )
+    large = (c for c in near if c.streamed >= 16 and c.rows >= 16)
+    fitting = (_fitted(kernel, c, like.dtype, like.device, head_dim, tile) for c in large)
     yield from dict.fromkeys(fitting)
 
 
@@ -163,14 +159,11 @@ def _fitted(
 
 
 def _shared_bytes(kernel: str, config: Config, gpu: int, width: int) -> int:
-    """Returns how many numbers (upper bound) a compiled kernel keeps in shared memory.
-
-    Before Hopper: `rows` tokens of one tensor (forward) or two (backward), `stages - 1` steps of
-    two streamed tensors, and one step's weights. Compute capability 8.0 keeps up to 12% less.
-    """
+    """Returns an upper bound of the numbers that a compiled kernel keeps in shared memory."""
     tensors = 1 if kernel == "forward" and gpu <= 90 else 2
     if gpu >= 90:
         return (tensors * config.rows + 2 * config.stages * config.streamed) * width
+    # `stages - 1` steps of two streamed tensors, and one step's weights; 8.0 keeps up to 12% less
     tokens = tensors * config.rows + 2 * (config.stages - 1) * config.streamed
     return tokens * width + config.rows * config.streamed
 

@@ -101,10 +101,7 @@ def visible(words, bitmap, rows, first, TILE: tl.constexpr, WORD: tl.constexpr,
 
 @triton.jit
 def program_of(parts, PACK: tl.constexpr, num_units, num_heads, group):
-    """Returns a program's (part of a tile, work unit, first head, batch entry).
-
-    Consecutive programs take consecutive parts of a tile.
-    """
+    """Returns (part of a tile, work unit, first head, batch entry); parts vary the fastest."""
     program = tl.program_id(0).to(tl.int64)
     part = (program % parts).to(tl.int32)
     unit = program // parts % num_units

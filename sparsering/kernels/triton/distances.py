@@ -1,8 +1,7 @@
 """The gradient of a distance bias: sums of dS along the diagonals of tiles, in a fixed order.
 
-`query_kernel` computes dS of a pair of tiles in steps. In each step it writes a *line*: a list that
-has, for each distance, the sum of dS over the step's pairs of that distance. Then
-`sum_diagonals_kernel` adds up all lines. There are no atomics.
+In each step, `query_kernel` writes a *line*: a list that has, for each distance, the sum of dS over
+the step's pairs of that distance. `sum_diagonals_kernel` adds up all lines.
 """
 
 import triton

@@ -1,7 +1,4 @@
-"""Kernel arguments for the extras of a call, and the gradient of a distance bias.
-
-An extra that a call does not use is compiled away; its arguments are placeholders.
-"""
+"""Kernel arguments for extras (placeholders if not in use), and a distance bias's gradient."""
 
 from typing import Any
 
@@ -98,10 +95,7 @@ def room_for_diagonals(
 
 
 def add_diagonals(grad: Tensor, made: dict[str, Tensor], step: int) -> None:
-    """Adds up the lines that `query_kernel` wrote, into the distance bias gradient `grad`.
-
-    `made` is the result of `room_for_diagonals`; `grad` is [B, heads, 2R + 1].
-    """
+    """Adds up the lines of `room_for_diagonals` into the gradient [B, heads, 2R + 1]."""
     from .distances import sum_diagonals_kernel
 
     batch, heads, lines, span = made["diagonals"].shape

@@ -20,13 +20,9 @@ _MOST_KINDS = 256  # most kinds of calls (shapes, dtypes, options) whose launche
 class Launch:
     """A kernel, its grid, and the arguments that do not change between calls of equal shapes.
 
-    Each call passes the other arguments, and all tensors, by name. The parameter `x_tiles` gets a
-    TMA descriptor of the call's tensor `x`, or without TMA `x` itself. The first run compiles the
-    kernel; later runs launch it without Triton's checks of arguments.
-
-    Args:
-        arguments: arguments that do not change; with TMA, also each `x_tiles` of the first call.
-        names: `parameter=name` if calls pass the parameter under another name.
+    Each call passes the other arguments, and all tensors, by name, or by `names[parameter]`. The
+    parameter `x_tiles` gets a TMA descriptor of the call's tensor `x`, or without TMA `x` itself.
+    The first run compiles the kernel; later runs launch it without Triton's checks of arguments.
     """
 
     def __init__(
@@ -154,11 +150,7 @@ def line(x: Tensor, count: int) -> Any:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Returns how to multiply float32: by default as three products of tf32, on tensor cores.
-
-    They are nearly as exact as products of float32, which have no tensor cores. The user may ask
-    torch for float32 products ("ieee"), or allow one product of tf32.
-    """
+    """Returns how to multiply float32: "tf32x3", nearly exact, unless torch names a way."""
     if dtype != torch.float32 or torch.version.hip:
         return "ieee"
     chosen = torch.backends.cuda.matmul.fp32_precision

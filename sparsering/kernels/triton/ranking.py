@@ -272,10 +272,7 @@ def keys_kernel(
     num_units: tl.int32, num_cuts: tl.int32,
     TILE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):
-    """Writes entries sorted by key tile, and work units of key tiles.
-
-    One program per run writes its entries; one more program per table writes the units.
-    """
+    """Writes entries by key tile, in a program per run; one more per table writes the units."""
     chunks = tl.cdiv(num_tiles, ROWS)
     if tl.program_id(0) >= tables * chunks:
         table = (tl.program_id(0) - tables * chunks).to(tl.int64)

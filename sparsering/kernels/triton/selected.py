@@ -46,10 +46,7 @@ def best_blocks(
     query_block: int,
     block_size: int,
 ) -> Tensor:
-    """Returns the best blocks [entries, rows, k] by scores [entries, rows, blocks].
-
-    `select_blocks` defines their order; its outer dims are flattened to `entries` here.
-    """
+    """Returns the best blocks [entries, rows, k] by scores [entries, rows, blocks]."""
     from .ranking import rank_kernel
 
     entries, rows, blocks = scores.shape
@@ -91,10 +88,7 @@ def remember(pattern: Pattern) -> None:
 def selected_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> BlockLayout | None:
-    """Returns the layout of a selection, built by kernels; None if they cannot build it.
-
-    The forward and the backward of a call share a layout.
-    """
+    """Returns the layout of a selection, shared with backward; None if kernels cannot build it."""
     if (found := selection_of(pattern, frame, block_size)) is None:
         return None
     selection, causal = found

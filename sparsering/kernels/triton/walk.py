@@ -2,8 +2,7 @@
 
 An entry is a visited pair of tiles. A unit is a tile and some of its entries; entries without a
 mask come first. A tile with many more entries than the rest is cut into pieces, whose results are
-combined afterwards. A walk is all units of a pass, the longest first. The host reads nothing from
-the device and never waits for it; other CUDA streams wait until a cached walk is built.
+combined. A walk is all units of a pass, the longest first. The host never waits for the device.
 """
 
 from collections.abc import Callable, Iterator
@@ -52,11 +51,7 @@ _builders: WeakKeyDictionary[Pass, tuple[Callable[[int], Walk], ...]] = WeakKeyD
 
 
 def hand_over(p: Pass, uncut: Walk, *builders: Callable[[int], Walk]) -> None:
-    """Caches a pass's walk over uncut query tiles, and functions that build its other walks.
-
-    `builders` build walks over query tiles and over key tiles; each takes the number of entries
-    above which it cuts a tile.
-    """
+    """Caches a pass's uncut walk over query tiles, and functions that build its other walks."""
     _walks[p] = {(False, p.key_tile.shape[-1] + 1): uncut}
     _builders[p] = builders
 
@@ -64,12 +59,8 @@ def hand_over(p: Pass, uncut: Walk, *builders: Callable[[int], Walk]) -> None:
 def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, processors: int) -> Walk:
     """Returns the walk over the entries of pass `number`, cached for the life of the pass.
 
-    For a pass that `Pass.cut` made, the walk over query tiles is that of `walked_as`.
-
-    Args:
-        by_key: whether units are key tiles, with entries for the query tiles that visit them.
-        programs: number of programs of the launch per unit.
-        processors: number of multiprocessors that share the programs.
+    For a pass that `Pass.cut` made, the walk over query tiles is that of `walked_as`. With
+    `by_key`, units are key tiles. A unit takes `programs` programs; `processors` run them.
     """
     p = layout.passes[number] if by_key else layout.passes[number].walked_as
     entries = p.key_tile.shape[-1]
