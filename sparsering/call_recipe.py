@@ -1,7 +1,6 @@
 """Checks a call and decides how it runs; later calls with equal properties reuse the decision.
 
-The decision, a `CallRecipe`, depends on shapes, dtypes, device, pattern, options and on whether
-autograd records the call, but not on the values in query, key and value.
+It depends on shapes, dtypes, device, pattern, options and recording by autograd, not on values.
 """
 
 from collections.abc import Hashable, Mapping
@@ -54,14 +53,10 @@ _recipes: dict[Hashable, CallRecipe] = {}
 def recipe_of(
     inputs: Inputs, pattern: Pattern, choices: Choices, extras: Mapping[str, Any], in_cache: bool
 ) -> tuple[CallRecipe, Inputs, Extras]:
-    """Checks a call and returns how it runs: (recipe, (query, key, value), extras).
+    """Returns how a call runs: (recipe, (query, key, value), extras); checks each new kind of call.
 
-    Calls with equal shapes, dtypes, device, pattern and options share a recipe, so that only the
-    first is checked; extras are checked in each call.
-
-    Args:
-        extras: options of the call besides `choices`, {} if none is in use.
-        in_cache: True if the inputs are only new tokens: the recipe then fixes no layout.
+    `extras`: options besides `choices`, {} if none is in use, which are checked in each call.
+        `in_cache`: True if the inputs are only new tokens: the recipe then fixes no layout.
     """
     kind = _kind(inputs, pattern, choices, extras, in_cache)
     recipe = None if kind is None else _recipes.get(kind)

@@ -298,21 +298,16 @@ def needs_operator(*tensors: Tensor) -> bool:
 
 
 def observed(*values: object) -> bool:
-    """True if a compiler, tracer, profiler, mode or transform must see the call as an operator.
-
-    Also true if kernels cannot read a tensor directly: a subclass, a meta tensor, or a tensor that
-    is lazily zero or lazily negated.
-    """
+    """True if a compiler, tracer or mode must see the call, or kernels cannot read a tensor."""
     return _is_observed_call() or not all(_is_plain(x) for x in values if isinstance(x, Tensor))
 
 
 def kind_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...] | None:
-    """Returns the shapes, dtype and device of a call, and whether autograd records it.
+    """Returns shapes, dtype and device of a call, and whether autograd records it.
 
-    A call needs no checks if an earlier call with an equal result of this function passed them.
-    Returns None for a call that always needs checks: under autocast, forward-mode autograd, a
-    compiler, profiler, mode or transform of torch, and for tensors that are not plain dense tensors
-    of one dtype on one device.
+    A call needs no checks if an earlier one with an equal result passed them. Returns None for a
+    call that always needs checks: under autocast, forward-mode autograd, a compiler, profiler, mode
+    or transform of torch, and for tensors that are not plain dense ones of one dtype and device.
     """
     if _is_observed_call() or forward_ad._current_level >= 0 or _is_any_autocast_enabled():
         return None

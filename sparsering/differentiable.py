@@ -18,6 +18,7 @@ from .numerics import sum_dtype
 from .patterns.expression import parse
 from .streams import OUTSIDE_CUDA_GRAPHS
 
+_operator: Any = partial(torch.library.custom_op, mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
 _LIBRARY = torch.library.Library("sparsering", "FRAGMENT")  # its operators live as long as it does
 
 
@@ -37,8 +38,7 @@ def differentiable(
             before `tensors` get gradients.
         forward: maps the arguments to (out, lse).
         backward: maps (*arguments, out, lse, grad_out, grad_lse, wanted) to a gradient for each
-            tensor before `tensors`. `wanted` has a bool for each of these tensors: where it is
-            False, the gradient is not used and may be None.
+            tensor before `tensors`; None or any value where the list `wanted` has False.
         refusal: error text if the backward itself is differentiated.
 
     Returns: a function that takes the arguments by keyword.
@@ -58,22 +58,15 @@ def differentiable(
     def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         saved = ctx.saved_tensors  # read once only: checkpointing frees it after one read
         inputs, results, tensors = saved[:count], saved[count : count + 2], [*saved[count + 2 :]]
-        grads = tuple(
-            torch.zeros_like(x) if g is None else g for x, g in zip(results, grads, strict=True)
-        )
+        pairs = zip(results, grads, strict=True)
+        grads = tuple(torch.zeros_like(x) if g is None else g for x, g in pairs)
         needs = zip(ctx.needs_input_grad, inputs, strict=False)
         wanted = [need and x is not None and x.is_floating_point() for need, x in needs]
         by_input = gradients(*inputs, tensors, *ctx.values, *results, *grads, wanted)
         by_input = [x if want else None for x, want in zip(by_input, wanted, strict=True)]
         return (*by_input, [None] * len(tensors), *(None for _ in ctx.values))
 
-    op = torch.library.custom_op(
-        f"sparsering::{name}",
-        forward,
-        mutates_args=(),
-        schema=f"({call}) -> (Tensor, Tensor)",
-        tags=OUTSIDE_CUDA_GRAPHS,
-    )
+    op = _operator(f"sparsering::{name}", forward, schema=f"({call}) -> (Tensor, Tensor)")
     op.register_fake(fake)
     op.register_autograd(differentiate, setup_context=save)
     op.register_vmap(
@@ -126,13 +119,8 @@ def _gradients(
         raise NotImplementedError(refusal)
 
     results = "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, bool[] wanted"
-    op = torch.library.custom_op(
-        f"sparsering::{name}_backward",
-        gradients,
-        mutates_args=(),
-        schema=f"({call}, {results}) -> Tensor[]",
-        tags=OUTSIDE_CUDA_GRAPHS,
-    )
+    schema = f"({call}, {results}) -> Tensor[]"
+    op = _operator(f"sparsering::{name}_backward", gradients, schema=schema)
     op.register_fake(fake)
     op.register_autograd(refuse)
     batched = partial(for_each_gradient, op, mapped=partial(_mapped, count))
@@ -186,10 +174,7 @@ def is_batch(*grads: Tensor) -> bool:
 def for_each_gradient(
     run: Callable[..., Any], inputs: Sequence[Any], mapped: Callable[..., Any] | None = None
 ) -> list[Any]:
-    """Runs a backward on gradients that are a batch (`is_batch`), for which torch has no hook.
-
-    `mapped` is a rule of vmap, (run, size, in_dims, inputs) -> (results, out_dims); default a loop.
-    """
+    """Runs a backward on a batch of gradients (`is_batch`) by a rule of vmap, default a loop."""
     level = torch._C._vmapmode_increment_nesting()
     torch._C._vmapmode_decrement_nesting()
     stacked, size = list(inputs), 0

@@ -118,10 +118,7 @@ def reasons_against(name: str, tensors: Sequence[Tensor], options: Iterable[str]
 
 
 def block_size_of(backend: str, pattern: Pattern, query: Tensor, frame: Frame) -> int:
-    """Returns the block size that `sparsering tune` measured for the pattern on this machine.
-
-    Without a measurement, returns the estimate of `layouts/compile.py`.
-    """
+    """Returns the block size that `sparsering tune` measured for a pattern, else an estimate."""
     measured = _MEASURED.get(backend)
     size = None if measured is None else measured.block_size(pattern.expression, query)
     return size or chosen_block_size(pattern, frame, query.device)

@@ -31,11 +31,7 @@ ADDENDS = (0x9E3779B9 - (1 << 32), 0x7F4A7C15)  # for the words a and b
 
 
 def batch_seeds(seed: Tensor, batch: int, device: torch.device | None = None) -> Tensor:
-    """Returns an int64 seed for each batch entry, [batch], derived from a call's int64 seed.
-
-    The results are on `device`, by default that of `seed`. A seed on the CPU needs no copy to a
-    GPU: kernels get it as a number.
-    """
+    """Derives an int64 seed for each batch entry, [batch], on a device (None: that of `seed`)."""
     return mix(seed, torch.arange(batch, device=seed.device if device is None else device))
 
 
@@ -47,10 +43,7 @@ def drawn_seed(like: Tensor) -> Tensor:
 def kept_pairs(
     seed: Tensor, p: float, head: Tensor | int, query: Tensor, key: Tensor, branch: Tensor | int = 0
 ) -> Tensor:
-    """Returns bool, True where dropout keeps the pair; all arguments but p broadcast.
-
-    The seed is of the batch entry, from `batch_seeds`; `query` and `key` are absolute positions.
-    """
+    """Returns bool, True where dropout keeps the pair of positions; arguments but p broadcast."""
     a, b = _words(seed, head, branch, query)
     x = key.int() * KEY_MULTIPLIER ^ a
     x = (x ^ _shifted(x, 16)) * MULTIPLIERS[0]

@@ -53,10 +53,7 @@ class Extras:
         return Extras({name: x for name, x in values.items() if x is not None})
 
     def mapped(self, change: Callable[[Tensor], Tensor], by: str | None = None) -> "Extras":
-        """Returns extras with changed tensors: all, or those with `by="query"` and a row for each.
-
-        Such a tensor is [B, H, Nq].
-        """
+        """Returns extras with changed tensors: all, or those [B, H, Nq] with `by="query"`."""
         values = {name: x for name, x in self.in_use.items() if isinstance(x, Tensor)}
         if by is not None:
             values = {n: x for n, x in values.items() if OPTIONS[n].by == by and x.shape[2] > 1}
@@ -124,10 +121,7 @@ def alibi(slopes: Tensor, radius: int) -> Tensor:
 def checked_extras(
     query: Tensor, key: Tensor, pattern: Pattern, block_size: int | None, /, **options: Any
 ) -> Extras:
-    """Checks the extras of a call. Distance bias and sink get a batch dim.
-
-    Raises: ValueError for a wrong shape, dtype or number.
-    """
+    """Checks extras and adds missing dims; raises ValueError for a wrong shape, dtype or number."""
     p = options.pop("dropout_p", 0.0)
     in_use = {name: x for name, x in options.items() if x is not None}
     if type(p) is float and p == 0.0 and not in_use:

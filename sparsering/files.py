@@ -11,11 +11,8 @@ from typing import Any, BinaryIO
 def replace_file(path: Path, content: bytes) -> None:
     """Writes `content` to `path` atomically; creates the folder if needed.
 
-    A reader, or a crash at any moment, sees the old file or the new one, never a part. A link at
-    `path` is replaced; its target is not written.
-
-    Raises: OSError if the file cannot be written (no space, no permission); the old file is then
-    untouched.
+    A reader, or a crash at any moment, sees the old file or the new one. Replaces a link, not its
+    target. Raises OSError if it cannot write; the old file is then untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -36,10 +33,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 
 def cache_folder() -> Path:
-    """Returns the folder of compiled kernels and tuning results; it need not exist.
-
-    It is `$SPARSERING_CACHE`, else `sparsering` in the user's cache folder.
-    """
+    """Returns the folder of compiled kernels and tuning results: `$SPARSERING_CACHE` if set."""
     if folder := os.environ.get("SPARSERING_CACHE"):
         return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "sparsering"
@@ -53,10 +47,7 @@ def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def file_size(path: Path) -> int:
-    """Returns the size in bytes of a plain file, which can be opened without blocking.
-
-    Raises: FileNotFoundError; ValueError for a folder, a link, a pipe or a device.
-    """
+    """Returns the bytes of a plain file; ValueError for a folder, a link, a pipe or a device."""
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path.name} is a folder, link, pipe or device, not a file")
@@ -72,10 +63,7 @@ def read_file(path: Path, most: int) -> bytes:
 
 @contextlib.contextmanager
 def opened(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
-    """Opens a plain file, or a link to one, for reading; does not block if it is a pipe.
-
-    Raises: OSError; ValueError for a folder, a pipe or a device, or for more than `most` bytes.
-    """
+    """Opens a plain file, or a link to one, without blocking; ValueError above `most` bytes."""
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
         status = os.fstat(file.fileno())

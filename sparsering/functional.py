@@ -77,8 +77,7 @@ def attention(
         value: [B, Hkv, Nk, Dv].
         pattern: a mask or a mixture.
         scale: factor of the scores, default D ** -0.5.
-        q_start: position of the first query, default Nk - Nq (the last query is aligned with the
-            last key).
+        q_start: position of the first query, default Nk - Nq: the last query is at the last key.
         block_size: tokens per tile, a multiple of 16 from 16 to 256; default as measured by
             `sparsering tune`, or else chosen by the pattern's density, as in `pattern.layout()`.
         block_bias: [B or 1, H or 1, num_blocks], added to every score of a visited block, in the
@@ -92,27 +91,23 @@ def attention(
         distance_bias: [Hq or 1, 2R + 1]; the number at index `R + clamp(k - p, -R, R)` is added to
             the score of query position p and key position k; differentiable. See `alibi`.
         sink: [Hq], or [B or 1, Hq, Nq or 1], the logit of one more key whose value is zero:
-            `out * sigmoid(lse - sink)`, `lse = logaddexp(lse, sink)`; finite, or -inf for no sink;
-            differentiable.
+            `out * sigmoid(lse - sink)`, `lse = logaddexp(lse, sink)`; -inf: none; differentiable.
         dropout_p: share of the weights that is dropped, 0 <= p < 1; the other weights are divided
             by 1 - p, lse is unchanged. Every backend, block size and number of threads and ranks
             drops the same weights; `dropout_kept` returns which.
         dropout_seed: int or int64 tensor without dims; default drawn from torch's generator.
         return_lse: also return the natural log of each row's softmax denominator.
-        backend: a name from `backends()`, which then runs or raises; default the first that can
-            run.
+        backend: a name from `backends()`, which then runs or raises; default the first that can.
 
     Returns:
         out [B, Hq, Nq, Dv] in the query's dtype (the autocast dtype under autocast), and with
-        `return_lse` lse [B, Hq, Nq] in float32 (float64 for float64 inputs), through which
-        gradients flow too.
+        `return_lse` lse [B, Hq, Nq] in float32 (float64 for float64 inputs), also differentiable.
 
     Raises:
         ValueError: shapes or dtypes differ, or the pattern is for other lengths or heads.
         NotImplementedError: the named backend cannot run; the message has the reasons.
 
-    Cost: O(pairs in visited blocks) time, O(N) memory plus a bounded workspace, forward and
-    backward.
+    Cost, also of backward: O(pairs in visited blocks) time, O(N) memory and a bounded workspace.
 
     Example:
         >>> out = attention(query, key, value, LongNet((2048, 4096), (1, 2)) & Causal())
@@ -125,15 +120,8 @@ def attention(
     unused = block_bias is slot_bias is distance_bias is sink is None
     unused = unused and softcap is dropout_seed is None
     if not (unused and type(dropout_p) is float and dropout_p == 0.0):
-        extras = {
-            "block_bias": block_bias,
-            "slot_bias": slot_bias,
-            "softcap": softcap,
-            "distance_bias": distance_bias,
-            "sink": sink,
-            "dropout_p": dropout_p,
-            "dropout_seed": dropout_seed,
-        }
+        values = block_bias, slot_bias, softcap, distance_bias, sink, dropout_p, dropout_seed
+        extras = dict(zip(OPTIONS, values, strict=True))
     choices = backend, scale, q_start, block_size
     recipe, inputs, checked = recipe_of((query, key, value), pattern, choices, extras, False)
     out, lse = attend(recipe, inputs, pattern, checked)
@@ -148,9 +136,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         options: the options of `attention`, without `return_lse` and `backend`.
 
     Returns: lines of text. The first has the backend, its block size, and the batch, heads and
-        lengths. A line per `SelectedBlocks` has the size of its rows, and the number of blocks that
-        a tile of queries reads divided by the number that a row lists. A line per backend says
-        "usable" or why not.
+        lengths. A line per `SelectedBlocks` has the size of its rows, and how many times as many
+        blocks a tile of queries reads as a row lists. A line per backend: "usable" or why not.
 
     Raises: as `attention`. No layout is built.
 
@@ -169,10 +156,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     backend = choose(None, inputs, extras.in_use, pattern)
     size = call["block_size"] or block_size_of(backend, pattern, inputs[0], frame)
     lists = " and lists of keys" * (has_lists(pattern) and BACKENDS[backend].runs_lists)
-    lines = [
-        f"runs: {backend}, blocks of {size}{lists}; batch {batch}, {heads} heads of {q_len} "
-        f"queries, {kv_heads} heads of {kv_len} keys"
-    ]
+    sizes = f"batch {batch}, {heads} heads of {q_len} queries, {kv_heads} heads of {kv_len} keys"
+    lines = [f"runs: {backend}, blocks of {size}{lists}; {sizes}"]
     for selection in selections_of(pattern):
         tokens, blocks = selection.row_size, selection.indices.shape[-1]
         more = float(selection.inflation(size, kv_len).mean())

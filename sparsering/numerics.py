@@ -1,7 +1,4 @@
-"""Numerics shared by the whole library: dtypes of sums, and merging of partial results.
-
-`merge_attention` joins softmaxes over several sets of keys, which may overlap, into one softmax.
-"""
+"""Numerics shared by the whole library: dtypes of sums, and merging of partial results."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext

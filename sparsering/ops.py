@@ -1,7 +1,6 @@
 """The torch operator of `attention`, which torch.compile, autograd and the FLOP counter see.
 
-A pattern reaches the operator as its expression (a string) and its tensors, so that a compiled
-graph holds no Python objects. Inside, the call becomes a `Problem` over a layout, for a backend.
+It gets a pattern as its expression and its tensors, so that graphs hold no Python objects.
 """
 
 import math
@@ -43,9 +42,8 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) of a call that `recipe_of` checked.
 
-    A backend with a `backward` runs as a torch operator, which calls `_forward` and `_backward`.
-    The operator takes a good part of a small call's time, so it is skipped in calls that neither
-    autograd nor a compiler observes. The reference, without a `backward`, runs as plain torch.
+    A backend with a `backward` runs as a torch operator, unless neither autograd nor a compiler
+        observes the call: the operator takes a good part of a small call's time.
     """
     query, backend = inputs[0], BACKENDS[recipe.backend]
     if recipe.layout_key is not None and backend.forward is not None:
@@ -101,10 +99,7 @@ def value_gradient(
     lse: Tensor,
     grad_out: Tensor,
 ) -> Tensor:
-    """Sums `exp(s - lse) grad_out` over queries, [B, Hkv, Nk, Dv], for a checked call.
-
-    lse [B, Hq, Nq] may cover more keys than the pattern. A sink must be part of lse, not an extra.
-    """
+    """Sums `exp(s - lse) grad_out` over queries, [B, Hkv, Nk, Dv]; lse includes any sink."""
     value = query.new_zeros(*key.shape[:3], grad_out.shape[3])
     problem = _problem(recipe, (query, key, value), pattern, extras)
     problem = problem._replace(learns_distances=False).in_first_slots()
@@ -120,10 +115,7 @@ def slot_mass(
     query: Tensor, key: Tensor, lse: Tensor, weight: Tensor, tensors: Sequence[Tensor],
     pattern: str, scale: float, q_start: int, backend: str,
 ) -> Tensor:  # fmt: skip
-    """Sums `weight exp(s - lse)` over the pairs of each block that a selection lists.
-
-    Returns [B, Hq, R * k] for a selection of R rows and k slots. `lse`, `weight`: [B, Hq, Nq].
-    """
+    """Sums `weight exp(s - lse)` over the pairs of each listed block: [B, Hq, R * k]."""
     value = parse_owned(pattern, tensors)
     slots = lse.new_zeros(*query.shape[:2], _num_slots(value))
     recipe, extras = CallRecipe(backend, scale, q_start), Extras({"slot_bias": slots})
@@ -158,13 +150,8 @@ _CALL = operator_schema(OPTIONS, "SymInt q_start, SymInt? block_size, str backen
 _NAMES = [argument.split()[-1] for argument in _CALL.split(",")]
 _UNUSED: dict[str, Any] = dict.fromkeys(OPTIONS)
 
-_attention = differentiable(
-    "attention",
-    _CALL,
-    _forward,
-    _backward,
-    refusal="second derivatives exist for backend='reference' alone; pass that to attention",
-)
+_REFUSAL = "second derivatives exist for backend='reference' alone; pass that to attention"
+_attention = differentiable("attention", _CALL, _forward, _backward, refusal=_REFUSAL)
 
 
 def _parsed_call(arguments: Sequence[Any]) -> tuple[CallRecipe, Pattern, Extras]:

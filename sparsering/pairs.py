@@ -1,7 +1,4 @@
-"""Operators that compute dense tensors over all pairs of a call, from the pattern's definition.
-
-Only the reference backend uses them. They read the sizes of query and key, not their values.
-"""
+"""Operators of the reference backend: dense tensors over all pairs, by a pattern's definition."""
 
 import itertools
 from collections.abc import Callable, Sequence
@@ -128,10 +125,8 @@ def _of_lengths(operator: Any) -> Callable[..., tuple[Tensor, None]]:
             raise NotImplementedError(
                 "vmap cannot map over dropout_seed with backend='reference'; pass another backend"
             )
-        query, key = (
-            x if dim is None else x.select(dim, 0)
-            for x, dim in zip((query, key), in_dims, strict=False)
-        )
+        pairs = zip((query, key), in_dims, strict=False)
+        query, key = (x if dim is None else x.select(dim, 0) for x, dim in pairs)
         return operator(query, key, *rest), None
 
     return rule

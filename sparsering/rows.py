@@ -14,11 +14,7 @@ def expand_counts(count: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def number_rows(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Finds the distinct rows of a table, given as its columns, in ascending order.
-
-    Returns: for each row its index among the distinct rows, and for each distinct row the index of
-        a row in the table that equals it.
-    """
+    """Numbers a table's distinct rows in order: (number of each row, one row of each number)."""
     group = torch.zeros_like(columns[0])
     for column in columns:
         if (column != column[0]).any():
@@ -58,11 +54,7 @@ def mix(*parts: int | Tensor) -> Tensor:
 
 
 def permute(index: Tensor, size: Tensor, key: Tensor) -> Tensor:
-    """Returns the image of `index` in the permutation of [0, size) with seed `key`.
-
-    A Feistel network of four rounds permutes [0, 4^h), where 4^h is the least power of 4 from size
-    up; it is repeated until its result is below size.
-    """
+    """Returns the image of `index` in the permutation of [0, size) with seed `key`."""
     return _walk(index, size, key, inverse=False)
 
 
@@ -72,6 +64,7 @@ def unpermute(image: Tensor, size: Tensor, key: Tensor) -> Tensor:
 
 
 def _walk(value: Tensor, size: Tensor, key: Tensor, inverse: bool) -> Tensor:
+    """Permutes [0, 4^h) by a Feistel network, again until the result is below size."""
     every = torch.broadcast_tensors(value, size, key)
     value, size, key = (x.flatten() for x in every)
     half_bits = torch.ones_like(size)  # smallest h >= 1 with 4^h >= size

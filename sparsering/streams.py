@@ -31,14 +31,10 @@ class Built:
         return cls(stream, stream.record_event())
 
     def wait(self, tensors: Iterable[Tensor]) -> None:
-        """Makes the current stream wait until `tensors` are complete; the host does not wait.
-
-        A stream that a graph captures cannot wait for earlier work and need not: `torch.cuda.graph`
-        synchronizes the whole device before it captures.
-        """
+        """Makes the current stream wait until `tensors` are complete; the host does not wait."""
         stream = torch.cuda.current_stream(self.stream.device)
         if stream == self.stream or torch.cuda.is_current_stream_capturing():
-            return
+            return  # `torch.cuda.graph` synchronizes the device before it captures
         stream.wait_event(self.event)
         for tensor in tensors:
             if tensor.device.type != "cpu":
@@ -52,9 +48,6 @@ def capturing(device: torch.device) -> bool:
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
     """Returns x on `device`; copies from the CPU to a GPU run asynchronously from pinned memory.
-
-    The copy is queued on the current stream and the host does not wait. Torch keeps the pinned
-    memory until the copy is done.
 
     Raises: RuntimeError in a CUDA graph's capture: each replay would read the pinned memory again.
     """

@@ -31,8 +31,7 @@ class BlockWeights:
     """Holds attention weights, on the visited blocks only.
 
     Attributes:
-        values: [B, H, num_blocks, block, block] in the order of `layout.entries`, zero where there
-            is no pair.
+        values: [B, H, num_blocks, block, block], ordered as `layout.entries`; zero for no pair.
         layout: the layout that lists the blocks.
     """
 
@@ -103,23 +102,17 @@ def attention_weights(
     with without_autocast(query):
         recipe = CallRecipe(choose(None, inputs, options.in_use), **call)
         _, lse = attend(recipe, inputs, pattern, options)
-        layout = pattern.layout(
-            query.shape[2],
-            key.shape[2],
-            num_heads=query.shape[1],
-            num_kv_heads=key.shape[1],
-            q_start=recipe.q_start,
-            block_size=block_size,
-            device=query.device,
-        )
-        group = query.shape[1] // max(1, key.shape[1])
+        (heads, q_len), (kv_heads, kv_len) = query.shape[1:3], key.shape[1:3]
+        counts = {"num_heads": heads, "num_kv_heads": kv_heads, "q_start": recipe.q_start}
+        place = query.device
+        layout = pattern.layout(q_len, kv_len, **counts, block_size=block_size, device=place)
+        group = heads // max(1, kv_heads)
         # the padding of ragged tiles reads an extra row of zeros
         q, k = (pad(x.to(lse.dtype), (0, 0, 0, 1)) for x in (query, key))
         lse = pad(finite_or_zero(lse), (0, 1))
-        position, key_position = (
-            pad(x.to(lse.device), (0, 1)) for x in distance_positions(pattern, layout.frame)
-        )
-        batch, heads, blocks, size = *query.shape[:2], layout.num_blocks, layout.block_size
+        positions = distance_positions(pattern, layout.frame)
+        position, key_position = (pad(x.to(lse.device), (0, 1)) for x in positions)
+        batch, blocks, size = len(query), layout.num_blocks, layout.block_size
         bias, table = options["block_bias"], options["distance_bias"]
         tables = []
         for b, h in itertools.product(range(batch), range(heads)):
@@ -180,11 +173,9 @@ def key_mass(
 
     Returns: [B, Hq, Nk], float32 (float64 for float64 inputs), computed in that dtype.
 
-    Raises: ValueError if an argument is invalid, or if both sink and lse are given: lse includes
-        the sink.
+    Raises: ValueError if an argument is invalid, or with both sink and lse, which includes it.
 
-    Cost: the time of attention's backward without its values, plus a forward if no lse is given;
-        memory O(N).
+    Cost: the time of attention's backward without values, and a forward without lse; memory O(N).
 
     Example:
         >>> out, lse = attention(query, key, value, pattern, return_lse=True)

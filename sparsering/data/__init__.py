@@ -28,8 +28,7 @@ class PackedRows:
         position_ids: [R, length] int64, from 0 in each document, and in the padding.
         labels: [R, length] int64: the tokens, -100 at the first token of each document and on
             padding. Models shift labels themselves.
-        lengths: [R, D] int64, of the documents and then of the padding, with zeros behind; each row
-            sums to `length`.
+        lengths: [R, D] int64, of documents, then padding, then zeros; each row sums to `length`.
         documents: for each row, which documents it has, in order.
         cut: number of documents longer than a row, which stand in several pieces.
     """

@@ -1,5 +1,1 @@
-"""Integrations for models of other libraries, one module per library.
-
-`import sparsering` imports none of them. The module `transformers` needs the extra `hf`; the module
-`torchscale` needs no other package.
-"""
+"""Integrations for models of other libraries, one module each; `import sparsering` imports none."""

@@ -44,10 +44,8 @@ class DilatedAttention(nn.Module):
             `xpos_rel_pos`, `xpos_scale_base` and `seq_parallel`. Later changes of args are ignored.
         embed_dim: number of channels, a multiple of num_heads.
         num_heads: number of attention heads.
-        dropout: probability of dropping an attention weight, in training only; torchscale also
-            drops in eval mode.
-        self_attention, encoder_decoder_attention: exactly one is True. Only self-attention has a
-            norm or xPos.
+        dropout: probability of dropping an attention weight, in training (torchscale: always).
+        self_attention, encoder_decoder_attention: one is True. Only the first has a norm or xPos.
         subln: adds a LayerNorm before the last projection.
         zero_padding: "exact", or "torchscale" for weights that were trained with torchscale.
 
@@ -88,9 +86,8 @@ class DilatedAttention(nn.Module):
         self.pattern = checked_pattern(args, zero_padding)
         self.args, self.zero_padding = args, zero_padding
         # The order of creation is torchscale's, so that a seed gives the same initial weights.
-        self.k_proj, self.v_proj, self.q_proj, self.out_proj = (
-            _multiway(args, nn.Linear(embed_dim, embed_dim)) for _ in range(4)
-        )
+        projections = (_multiway(args, nn.Linear(embed_dim, embed_dim)) for _ in range(4))
+        self.k_proj, self.v_proj, self.q_proj, self.out_proj = projections
         eps = getattr(args, "layernorm_eps", 1e-5)
         has_norm = subln and self_attention
         self.inner_attn_ln = _multiway(args, nn.LayerNorm(embed_dim, eps=eps)) if has_norm else None
@@ -165,10 +162,9 @@ class DilatedAttention(nn.Module):
                 )
             if (padding := key_padding_mask.to(torch.bool)).any():
                 pattern = pattern & KeyMask(~padding)
-        q, k, v = (
-            proj(x).view(B, N, self.num_heads, self.head_dim).transpose(1, 2)  # [B, H, N, D]
-            for proj, x in ((self.q_proj, query), (self.k_proj, key), (self.v_proj, value))
-        )
+        shape = B, N, self.num_heads, self.head_dim
+        projected = self.q_proj(query), self.k_proj(key), self.v_proj(value)
+        q, k, v = (x.view(shape).transpose(1, 2) for x in projected)  # [B, H, N, D]
         if first:
             k, v = torch.cat((state["prev_key"], k), 2), torch.cat((state["prev_value"], v), 2)
         state["prev_key"], state["prev_value"] = k, v
@@ -194,8 +190,7 @@ def convert(model: nn.Module, *, zero_padding: str = "torchscale") -> list[str]:
         model: a model of torchscale, or of a copy of it such as Prov-GigaPath's.
         zero_padding: "torchscale", as pretrained weights expect, or "exact".
 
-    Returns: the names of the converted modules, "" for the model itself. Modules converted earlier
-        are not listed.
+    Returns: the names of the modules that were converted now, "" for the model itself.
 
     Raises: ValueError or NotImplementedError if a module cannot be converted; nothing changes then.
 
@@ -235,9 +230,8 @@ def checked_pattern(args: Any, zero_padding: str) -> Pattern:
             "torchscale if causal); set it to False, or train a sparsering.models.LongNetEncoder "
             "with attend=ring_attention"
         )
-    lengths, rates = (
-        integers(getattr(args, name, None), name) for name in ("segment_length", "dilated_ratio")
-    )
+    names = "segment_length", "dilated_ratio"
+    lengths, rates = (integers(getattr(args, name, None), name) for name in names)
     return LongNet(lengths, rates, offset="block")
 
 
@@ -269,9 +263,8 @@ def integers(sizes: object, name: str) -> tuple[int, ...]:
 def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Tensor | None:
     """Returns a sink [1, H, N], the log of each query's number of zero keys; None if all are 0.
 
-    For each segment length, torchscale pads the last segment to full length, and each segment to a
-    multiple of the rate. A zero key has logit 0 and value 0. A query sees the zero keys of its
-    segment that have its index modulo the rate. The sink is on the device of `like`.
+    torchscale pads the last segment to full length, and each to a multiple of the rate. A query
+    sees the zero keys (logit 0, value 0) of its segment that have its index modulo the rate.
     """
     count = torch.zeros(1, num_heads, length, dtype=sum_dtype(like), device=like.device)
     has_zeros = False
@@ -327,10 +320,7 @@ def apply_xpos(
 
 
 class Multiway(nn.Module):
-    """Applies module A to tokens before `split_position`, and B, with other weights, to the rest.
-
-    At -1, A applies to all tokens; at 0, B does. torchscale's `set_split_position` sets it.
-    """
+    """Applies module A to tokens before `split_position`, B after; -1: A to all, 0: B to all."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()

@@ -30,8 +30,7 @@ class LongNetEncoder(nn.Module):
         pattern: pattern over the whole sequence, in which a class token is token 0.
         in_width: channels of the input, which a linear layer maps to width; None: x has `width`
             channels, and there is no such layer.
-        width: channels of the residual stream; the head dim, width / num_heads, must be a multiple
-            of 2 * axes.
+        width: channels of the residual stream; width / num_heads must be a multiple of 2 * axes.
         num_layers, num_heads: transformer blocks, and attention heads in each.
         mlp_ratio: MLP channels per channel of width.
         class_token: put a learned token before all others.
@@ -72,9 +71,8 @@ class LongNetEncoder(nn.Module):
         super().__init__()
         check_pattern(pattern)
         axes = checked_integer("axes", axes, 1, 2)
-        width, num_heads, num_layers, mlp_ratio = checked_sizes(
-            width, num_heads, num_layers, mlp_ratio, axes
-        )
+        sizes = width, num_heads, num_layers, mlp_ratio
+        width, num_heads, num_layers, mlp_ratio = checked_sizes(*sizes, axes)
         drop_path = checked_number("drop_path", drop_path, 0, 1)
         if drop_path == 1:
             raise ValueError("drop_path must be at least 0 and below 1, got 1.0; 0.0 drops nothing")
@@ -88,9 +86,8 @@ class LongNetEncoder(nn.Module):
         self.project = None if in_width is None else nn.Linear(in_width, width)
         has_token = checked_flag("class_token", class_token)
         self.class_token = nn.Parameter(torch.randn(width)) if has_token else None
-        self.blocks = nn.ModuleList(
-            Block(width, num_heads, mlp_ratio * width) for _ in range(num_layers)
-        )
+        blocks = (Block(width, num_heads, mlp_ratio * width) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(width)
 
     def forward(
@@ -111,9 +108,8 @@ class LongNetEncoder(nn.Module):
                 is the index in the sequence. The class token has coordinate 0.
             attend: maps (query, key, value), each [B, H, N, D], to [B, H, N, D]; one function for
                 all blocks or one for each; default: attention over the model's pattern.
-            positions: int64 [N], given if x is a rank's part of a sequence: the index of each token
-                in the whole sequence. The class token then replaces the row of x and coordinates at
-                position 0.
+            positions: int64 [N], if x is a rank's part of a sequence: each token's index in the
+                whole sequence. The class token then replaces x and coordinates at position 0.
             all_layer_embed: also return the states before each block.
 
         Returns: the normalised residual stream: [B, 1 + N, width] with the class token first, or
@@ -190,10 +186,8 @@ class LongNetEncoder(nn.Module):
         """Returns cosine and sine, [N, D / 2] or [B, 1, N, D / 2]; each axis gets an equal part."""
         head_dim = self.norm.weight.shape[0] // self.num_heads
         place = place if place.dim() == 2 else place[:, None]  # [B, 1, N, axes]
-        tables = [
-            rotary_table(0, head_dim // self.axes, self.rope_base, device, positions)
-            for positions in place.unbind(-1)
-        ]
+        sizes = 0, head_dim // self.axes, self.rope_base, device
+        tables = [rotary_table(*sizes, positions) for positions in place.unbind(-1)]
         cos, sin = (torch.cat(axes, -1) for axes in zip(*tables, strict=True))
         return cos, sin
 

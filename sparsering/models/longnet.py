@@ -72,9 +72,8 @@ class LongNetLM(nn.Module):
     ) -> None:
         super().__init__()
         check_pattern(pattern)
-        width, num_heads, num_layers, mlp_ratio = checked_sizes(
-            width, num_heads, num_layers, mlp_ratio
-        )
+        sizes = width, num_heads, num_layers, mlp_ratio
+        width, num_heads, num_layers, mlp_ratio = checked_sizes(*sizes)
         vocab_size = checked_integer("vocab_size", vocab_size, 1)
         self.pattern = causal_pattern(pattern)
         self.attend: Attend = partial(attention, pattern=self.pattern)
@@ -82,9 +81,8 @@ class LongNetLM(nn.Module):
         self.rope_base = checked_number("rope_base", rope_base, 1)
         self.checkpoint_layers = checked_flag("checkpoint_layers", checkpoint_layers)
         self.embedding = nn.Embedding(vocab_size, width)
-        self.blocks = nn.ModuleList(
-            Block(width, num_heads, mlp_ratio * width) for _ in range(num_layers)
-        )
+        blocks = (Block(width, num_heads, mlp_ratio * width) for _ in range(num_layers))
+        self.blocks = nn.ModuleList(blocks)
         self.norm = nn.RMSNorm(width)
         nn.init.normal_(self.embedding.weight, std=0.02)  # small, because it also gives the logits
 
@@ -115,9 +113,8 @@ class LongNetLM(nn.Module):
         attends = [attend] * len(self.blocks) if callable(attend) else attend
         x = self.embedding(tokens)  # [B, N, width]
         x = F.rms_norm(x, x.shape[-1:])
-        cos, sin = rotary_table(
-            tokens.shape[1], x.shape[-1] // self.num_heads, self.rope_base, x.device, positions
-        )
+        sizes = tokens.shape[1], x.shape[-1] // self.num_heads
+        cos, sin = rotary_table(*sizes, self.rope_base, x.device, positions)
         for block, attend in zip(self.blocks, attends, strict=True):
             if self.checkpoint_layers and torch.is_grad_enabled():
                 x = checkpoint(block, x, cos, sin, attend, use_reentrant=False)
@@ -161,17 +158,14 @@ class LongNetLM(nn.Module):
     ) -> list[KVCache]:
         """Returns an empty `KVCache` for each block, for `batch_size` texts.
 
-        `max_length`: tokens in the whole sequence; used only if the pattern depends on this length.
-        `rollback`: as of `KVCache`.
+        `max_length`: tokens of the sequence, if the pattern needs them. `rollback`: as `KVCache`.
         """
         with suppress(ValueError):  # raised for patterns that depend on the sequence's length
             self.pattern.live_keys(1, num_heads=self.num_heads)
             max_length = None
         sizes = batch_size, self.num_heads, self.embedding.embedding_dim // self.num_heads
-        return [
-            KVCache(self.pattern, *sizes, max_length=max_length, rollback=rollback)
-            for _ in self.blocks
-        ]
+        limits: dict[str, Any] = {"max_length": max_length, "rollback": rollback}
+        return [KVCache(self.pattern, *sizes, **limits) for _ in self.blocks]
 
     def cache_bytes(self, caches: Sequence[KVCache]) -> tuple[int, int]:
         """Returns the caches' bytes, and the bytes of all keys and values if none were evicted."""
@@ -226,8 +220,7 @@ class LongNetLM(nn.Module):
             top_k: draw only from the k largest scores.
             top_p: draw only from the fewest most likely tokens whose probabilities, after
                 `temperature` and `top_k`, sum to p or more.
-            stop: one or more tokens; a text ends when it has generated this sequence, which is
-                still returned.
+            stop: one or more tokens; a text ends behind this sequence, which is still returned.
             generator: random generator on the CPU, for drawing tokens; default torch's global one.
             caches: as returned by `caches`, to inspect or to continue from; they do not contain the
                 last token that was returned. Default: empty, with max_length N + num_tokens.
@@ -237,8 +230,7 @@ class LongNetLM(nn.Module):
         Returns: an iterator of int64 [B], on the CPU: the next token of each text, -1 for texts
             that have ended; it stops once all texts have ended.
 
-        Raises: ValueError for invalid arguments, at once; FloatingPointError from the iterator if
-            scores are not finite.
+        Raises: ValueError, at once; FloatingPointError, from the iterator, for scores not finite.
 
         Example:
             >>> for token in model.generate(torch.tensor([list(b"def ")]), 200, top_p=0.9):

@@ -12,10 +12,7 @@ from ..patterns.arguments import checked_number, index_of, is_finite, shortened
 
 @dataclass(frozen=True)
 class Sampling:
-    """Draws a token by the rules of `LongNetLM.generate`: `temperature`, then `top_k`, `top_p`.
-
-    Among equal scores, `top_k` and `top_p` prefer smaller token ids.
-    """
+    """Draws tokens as `LongNetLM.generate` says; `top_k`, `top_p` prefer smaller token ids."""
 
     temperature: float = 0.7
     top_k: int | None = None
@@ -57,10 +54,7 @@ class Sampling:
         return torch.zeros_like(chances).scatter_(1, token, chances)
 
     def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draws one token for each text from logits [B, vocab_size]: int64 [B] on the CPU.
-
-        Raises: FloatingPointError if logits are not finite.
-        """
+        """Draws a token for each text from logits [B, vocab_size], which must be finite."""
         logits = logits.cpu().double()
         if not math.isfinite(logits.sum()):
             raise FloatingPointError(

@@ -62,10 +62,7 @@ def from_model(model: "LongNetLM", max_length: int) -> Guess:
 def verified(
     model: "LongNetLM", tokens: Tensor, caches: Sequence[KVCache], guess: Guess, num_tokens: int
 ) -> Generator[Tensor, Any, None]:
-    """Yields the scores of each next token, [1, vocab_size], and is sent the token that was drawn.
-
-    One pass scores what follows each guess; a drawn token that was guessed needs no pass more.
-    """
+    """Yields the scores [1, vocab_size] of each next token, and is sent the token that is drawn."""
     text, end = tokens[0].tolist(), tokens.shape[1] + num_tokens
     text += (yield model.next_logits(tokens, caches)).tolist()
     while True:

@@ -58,14 +58,9 @@ def draw_pattern(axes: Any, layout: BlockLayout, *, head: int = 0, cells: int = 
     shares = pair_shares(layout, cells, head=head)
     # a pixel with few pairs stays visible
     shade = torch.where(shares > 0, 0.25 + 0.75 * shares.clamp(max=1).pow(0.4), 0)
-    axes.imshow(
-        shade.numpy(),
-        cmap="Blues",
-        vmin=0,
-        vmax=1,
-        extent=(0, frame.kv_len, frame.q_start + frame.q_len, frame.q_start),
-        interpolation="nearest",
-    )
+    extent = 0, frame.kv_len, frame.q_start + frame.q_len, frame.q_start
+    style = {"cmap": "Blues", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
+    axes.imshow(shade.numpy(), extent=extent, **style)
     axes.set_xlabel("key position", fontsize=8)
     axes.set_ylabel("query position", fontsize=8)
     axes.tick_params(labelsize=7)

@@ -143,9 +143,8 @@ def using(model: Any, pattern: Patterns) -> Iterator[None]:
     """Lets a model's layers attend over exactly this pattern, for the calls in a `with` block.
 
     The pattern replaces the whole mask of these layers: causality, window, chunks, padding and
-    documents. Positions are token indices of a row. Whatever else the model does with
-    `attention_mask` and `position_ids`, such as rotary positions, does not change, and neither
-    does cross attention.
+    documents. Positions are token indices of a row. Cross attention does not change, nor what else
+    the model does with `attention_mask` and `position_ids`, such as rotary positions.
 
     In nested blocks for one model only the innermost applies. Each thread has its own blocks. A
     backward pass, in the block or after it, has the pattern of its forward pass.
@@ -253,10 +252,8 @@ def _traffic(shared: calls.SharedCall | None, index: int, pattern: Pattern | Non
 
 def is_causal(model: Any) -> bool:
     """Whether queries of the model's self-attention see only keys up to their own position."""
-    return any(
-        getattr(module, "is_causal", True) and not is_cross_attention(module)
-        for module in attention_modules(model)
-    )
+    own = (module for module in attention_modules(model) if not is_cross_attention(module))
+    return any(getattr(module, "is_causal", True) for module in own)
 
 
 def patterns_of(model: Any) -> list[Pattern | None]:

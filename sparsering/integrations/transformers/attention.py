@@ -61,8 +61,6 @@ def attention_function(
     """Computes attention over the layer's pattern or, without one, over the model's mask.
 
     Returns: [B, Nq, Hq, Dv] as eager attention does, and None in place of attention weights.
-
-    Raises: NotImplementedError for a keyword that changes the result and is not supported.
     """
     _check_keywords(keywords)
     extras: dict[str, Any] = {

@@ -1,7 +1,6 @@
 """State of the model calls that run in this thread: `using` blocks, and calls that ranks share.
 
-Masks keep the state of the forward pass that built them. So a layer that gradient checkpointing
-runs again in a backward pass, outside the block or in another thread, finds it there.
+Masks keep it for layers that gradient checkpointing runs again, maybe in another thread.
 """
 
 import inspect

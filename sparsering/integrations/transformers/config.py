@@ -3,9 +3,8 @@
 `config.sparsering` is the text of one pattern for all layers, or a dict from a layer's index or
 type, as text, to the text of its pattern. A config is saved and copied with its model.
 
-The name of the attention that a model runs is in its config too: `apply` sets it, `using` and
-`parallelize` hold it for a time. Models may share a config, several threads a model, and the blocks
-and calls that hold it may end in any order. So holds are counted by config.
+The config names the attention that a model runs: `apply` sets it, `using` and `parallelize` hold it
+    for a time. Holds are counted by config: models may share one, and holds may end in any order.
 """
 
 from collections.abc import Iterator, Mapping
@@ -162,10 +161,8 @@ def types_of(config: Any) -> list[str]:
 def is_cross_attention(module: Any) -> bool:
     """Whether a module's keys come from another sequence, for example from the encoder."""
     causal = getattr(module, "is_causal", None)
-    return bool(
-        getattr(module, "is_cross_attention", False)
-        or (getattr(module, "is_decoder", False) and causal is False)
-    )
+    decodes = getattr(module, "is_decoder", False) and causal is False
+    return bool(getattr(module, "is_cross_attention", False) or decodes)
 
 
 def attention_modules(model: Any) -> Iterator[Any]:
@@ -204,13 +201,9 @@ def switch(model: Any, modules: list[Any], verb: str) -> None:
 def hold(model: Any, modules: list[Any], verb: str) -> list[Hold]:
     """Sets a model's attention to "sparsering", until `release` gets the result; as `switch`."""
     with _lock:
-        configs = list(_configs(model))
-        implementations = [config._attn_implementation for config in configs]
+        holds = [Hold(config, config._attn_implementation) for config in _configs(model)]
         _set(model, modules, verb)
-        held = [
-            _holds.setdefault(id(config), Hold(config, before))
-            for config, before in zip(configs, implementations, strict=True)
-        ]
+        held = [_holds.setdefault(id(each.config), each) for each in holds]
         for each in held:
             each.count += 1
         return held

@@ -1,9 +1,8 @@
 """`MaskKind`: recognises transformers' mask functions, so that they need not run for each pair.
 
-transformers joins mask functions `(batch, head, query, key) -> bool` by `and_masks`. A function is
-recognised by its code object, and its closure contains its parameters. torch.compile cannot read
-closures: there the kind of mask follows from the other arguments of the mask interface, and
-the borders of documents and chunks from evaluating the function for neighbouring tokens.
+`and_masks` joins functions `(batch, head, query, key) -> bool`. The code object of a function says
+its kind, its closure the parameters. torch.compile cannot read closures: there the kind follows
+from other arguments, and borders of documents and chunks from neighbouring tokens.
 """
 
 from collections.abc import Callable

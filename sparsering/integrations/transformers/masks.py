@@ -171,10 +171,7 @@ class ModelMask:
         return mask if valid is None else mask & KeyMask(valid)
 
     def __getitem__(self, index: Any) -> "ModelMask | Tensor":
-        """Returns the mask of the last queries: Gemma 4 takes `mask[:, :, slice(-n, None), :]`.
-
-        `mask[:, 0]` is a tensor [B, Nq, Nk], which indexers take beside their scores of all pairs.
-        """
+        """Returns the last queries' mask, for Gemma 4; or `mask[:, 0]`, a tensor, for indexers."""
         whole = slice(None)
         if index in ((whole, 0), (whole, 0, whole, whole)):
             dense: Tensor = once(self, "dense", self.dense)
@@ -188,12 +185,8 @@ class ModelMask:
             _refuse("__getitem__")
         if begin == 0:
             return self
-        return replace(
-            self,
-            shape=(batch, heads, q_len - begin, kv_len),
-            q_start=self.q_start + begin,
-            dense=lambda: self.dense()[:, :, begin:],
-        )
+        shape, q_start = (batch, heads, q_len - begin, kv_len), self.q_start + begin
+        return replace(self, shape=shape, q_start=q_start, dense=lambda: self.dense()[:, :, begin:])
 
     def own_causal(self) -> Mask | None:
         """Returns a causal mask as a pattern, without padding and documents; else None."""
@@ -261,18 +254,11 @@ def mask_interface(
         q_offset = q_offset.clone()  # a static cache changes it in place before the layer attends
     valid_keys = _valid_keys(attention_mask, kv_length + kv_offset)
     keys = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset}
-    dense = partial(
-        masking_utils.sdpa_mask,
-        **keys,
-        q_length=q_length,
-        q_offset=q_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        device=device,
-        use_vmap=keywords.get("use_vmap", False),
-        allow_is_causal_skip=False,
-        allow_is_bidirectional_skip=False,
-    )
+    queries = {"q_length": q_length, "q_offset": q_offset, "device": device}
+    masks = {"mask_function": mask_function, "attention_mask": attention_mask}
+    ways = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    ways["use_vmap"] = keywords.get("use_vmap", False)
+    dense = partial(masking_utils.sdpa_mask, **keys, **queries, **masks, **ways)
     visible = dense()[:, 0, 0] if isinstance(q_offset, Tensor) and q_length == 1 else None
     if torch.compiler.is_compiling():
         kind = recognise_inside_compile(own_function, local_size, config, keywords)
@@ -287,9 +273,9 @@ def mask_interface(
         kind = recognise(mask_function)
         documents, runs = (None, None) if kind is None else _runs(kind, **keys, device=device)
     shape = (batch_size, 1, q_length, kv_length)
-    place, masks = (shape, q_offset - kv_offset, kv_offset), (valid_keys, dense, visible)
+    place, pairs = (shape, q_offset - kv_offset, kv_offset), (valid_keys, dense, visible)
     rest = request.position_ids, request.is_cross, call_state()
-    return ModelMask(*place, kind, documents, runs, *masks, *rest)
+    return ModelMask(*place, kind, documents, runs, *pairs, *rest)
 
 
 def _within_documents(ids: Tensor | None, batch: int, device: Any) -> Callable[..., Any] | None:

@@ -2,8 +2,6 @@
 
 The mask contributes causality, padding and documents. Positions count from each row's first token
 after the padding and restart in each document: a text has the same result alone, padded or packed.
-
-If ranks share a layer's tokens, each attends with its own, over the pattern of the whole batch.
 """
 
 from functools import lru_cache
@@ -159,10 +157,7 @@ def attend_shared(
     shared: SharedCall,
     extras: dict[str, Any],
 ) -> Tensor:
-    """Attends with this rank's tokens over the batch's mask, or `used`, the pattern of a block.
-
-    Returns: [B, Hq, n, Dv]; rows of a token that is not the rank's own are 0.
-    """
+    """Attends with this rank's tokens over the batch's mask or the pattern of a `using` block."""
     if used is None:
         used = _whole_pattern(module, mask)
     query, key, value = (x[:, :, : shared.num_tokens] for x in inputs)
@@ -199,9 +194,11 @@ def _at_whole_positions(module: Any, query: Tensor, shared: SharedCall) -> Tenso
     """Corrects Llama 4's temperature: it scales queries by their index among the tokens it sees."""
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
-    scales = [
-        torch.log1p(torch.floor((index.float() + 1) / module.floor_scale)) * module.attn_scale + 1
-        for index in (shared.tokens, torch.arange(len(shared.tokens), device=query.device))
-    ]
-    factor = (scales[0].double() / scales[1].double())[: query.shape[2], None]
+
+    def scale(index: Tensor) -> Tensor:
+        steps = torch.floor((index.float() + 1) / module.floor_scale)
+        return (torch.log1p(steps) * module.attn_scale + 1).double()
+
+    own = torch.arange(len(shared.tokens), device=query.device)
+    factor = (scale(shared.tokens) / scale(own))[: query.shape[2], None]
     return (query * factor).to(query.dtype)

@@ -119,16 +119,10 @@ def parallelize(
         )
     _undo(model)
     _share_restarts()
-    forward = inspect.unwrap(type(model).forward)
-    parallel = Parallel(
-        resolved,
-        sharding,
-        float(ranks) if loss == "mean" else 1.0,
-        inspect.signature(type(model).forward),
-        "loss_function" not in forward.__code__.co_names,
-        model.config._attn_implementation,
-        vars(model).get("_loss_function"),
-    )
+    forward, scale = type(model).forward, float(ranks) if loss == "mean" else 1.0
+    own_loss = "loss_function" not in inspect.unwrap(forward).__code__.co_names
+    before = model.config._attn_implementation, vars(model).get("_loss_function")
+    parallel = Parallel(resolved, sharding, scale, inspect.signature(forward), own_loss, *before)
     register()
     _held[model] = hold(model, modules, "parallelize")
     if not parallel.own_loss:
@@ -139,8 +133,7 @@ def parallelize(
 def local_positions(model: Any) -> Tensor:
     """Returns the indices, int64 [n], of the tokens of the last call that this rank computed.
 
-    They are in the order of the rank's logits. Their rotary positions may be others, if the batch
-    has `position_ids`.
+    They are in the order of the rank's logits; `position_ids` may give other rotary positions.
 
     Raises: ValueError if the model is not parallelized, or was not called since.
     """

@@ -1,7 +1,6 @@
 """Models that ranks can share, and the arguments of their calls: `_ROWS` has a row for each.
 
-Checks, comparison, refusals and the arguments of a rank's own call follow from the rows. An
-argument without a row is whole on every rank, and refused by its name if it holds tensors.
+An argument without a row is whole on every rank, and refused by its name if it holds tensors.
 """
 
 import inspect

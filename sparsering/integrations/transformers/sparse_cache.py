@@ -1,7 +1,6 @@
 """`SparseCache`: a cache for transformers that keeps only the keys that later queries can visit.
 
-`SparseLayer.update` attaches the layer to the new keys, as an attribute. The attention function
-finds the layer there, and calls the layer's `KVCache`, which stores the earlier keys.
+`SparseLayer.update` attaches itself to new keys, for the attention function that then calls it.
 """
 
 from typing import Any
@@ -59,11 +58,9 @@ class SparseLayer(CacheLayerMixin):
         """Attends with the first `lengths[b]` new tokens of batch entry b; None means all."""
         query, key, value = inputs
         if self.kv_cache is None:
-            sizes, value_dim = (len(key), key.shape[1], key.shape[3]), value.shape[3]
-            heads, rollback = query.shape[1], self.rollback
-            self.kv_cache = KVCache(
-                self.pattern, *sizes, num_heads=heads, value_dim=value_dim, rollback=rollback
-            )
+            sizes = len(key), key.shape[1], key.shape[3]
+            others: dict[str, Any] = {"num_heads": query.shape[1], "value_dim": value.shape[3]}
+            self.kv_cache = KVCache(self.pattern, *sizes, **others, rollback=self.rollback)
         # `KVCache` checks options at each step, so those with default values are left out.
         options = {name: x for name, x in extras.items() if x is not None}
         for name, default in (("scale", query.shape[3] ** -0.5), ("dropout_p", 0.0)):
@@ -175,8 +172,7 @@ class SparseCache(Cache):
     Results are the same as with a full cache. Each key/value head keeps the keys of
     `pattern.live_keys` and at most one page (128 keys) more; left padding is not stored.
 
-    Raises: ValueError if the model does not run "sparsering"; NotImplementedError if a layer type
-        has no pattern.
+    Raises: ValueError unless the model runs "sparsering"; NotImplementedError for unknown layers.
 
     Example:
         >>> cache = SparseCache(model)
