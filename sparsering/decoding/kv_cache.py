@@ -196,9 +196,8 @@ class KVCache:
             query, key, value: the new tokens, [B, H, n, D] as in `attention`.
             lengths: number of new tokens of each batch entry, default n; the other tokens of the
                 entry are padding. Batch entries may thus have sequences of different lengths.
-            stored: False if another rank's cache stores the new tokens. This cache then counts them
-                in its length, but neither stores nor visits their keys. `merge_attention` joins the
-                results of the ranks.
+            stored: False if another rank's cache stores the new tokens. This cache then only counts
+                them in its length. `merge_attention` joins the results of the ranks.
             tree: the new tokens are guesses: parent of each, an earlier one, or -1 for the last
                 cached token. Each sees its path and the cache, from its depth. `keep` then says
                 which of them the sequence has, and until then the cache takes nothing else.

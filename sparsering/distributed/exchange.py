@@ -21,8 +21,7 @@ from ..streams import capturing
 class RingError(RuntimeError):
     """A ring call failed: `rank` raised this at `step`, because of `peer` (None if unknown).
 
-    The process group is unusable afterwards: make a new one with `torch.distributed.new_group`, or
-    start the processes again.
+    The group is then unusable: make one with `torch.distributed.new_group`, or new processes.
     """
 
     def __init__(self, message: str, rank: int, peer: int | None, step: str) -> None:
@@ -44,9 +43,8 @@ class Traffic(NamedTuple):
     Attributes:
         sent_bytes, received_bytes, messages: totals of this rank.
         compression: the format in which keys and values are sent; None if they keep their dtype.
-        error: relative root mean square error, in that format, of this rank's keys or of its
-            values, whichever is larger. 0 if they keep their dtype; in a backward pass, 0 unless
-            `compression` was "auto".
+        error: relative root mean square error in that format, of this rank's keys or values,
+            whichever is larger; in a backward pass, 0 unless `compression` was "auto".
     """
 
     sent_bytes: int = 0

@@ -90,8 +90,7 @@ class RingPlan:
 
         Raises: ValueError if the pattern is for another length, or an argument is out of range.
 
-        Cost: grows with the borders between masked and visited areas; 2^20 tokens over 64 ranks
-            take a fraction of a second.
+        Cost: grows with the borders of visited areas; 2^20 tokens over 64 ranks take under 1 s.
         """
         check_pattern(pattern)
         seq_len = checked_integer("seq_len", seq_len, 0)
@@ -141,8 +140,7 @@ class RingPlan:
         Args:
             head_dim: D, or (D, Dv).
             dtype: dtype of query, key and value.
-            num_kv_heads: default the plan's; it may differ only if the pattern is equal for all
-                heads.
+            num_kv_heads: default the plan's; another only if all heads have one pattern.
             compression: the format in which keys and values are sent, as for `ring_attention`.
             backward: count the backward pass instead of the forward pass.
         """

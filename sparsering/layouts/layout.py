@@ -35,9 +35,8 @@ class Pass:
 
     In bitmaps, the first (query, key) pair is in the lowest bit; bits of tokens past `stop` have no
     meaning. `slot` is for masks with one selection, which has indices [R, k] (k key blocks for each
-    of R query rows). It is the place in the flattened indices where the entry's query row lists its
-    key block; -1 if it does not. It is None without a selection, or if an entry spans several rows
-    or blocks of the selection.
+    of R query rows): the place in the flattened indices where the entry's query row lists its key
+    block, or -1. It is None without a selection, or if an entry spans several rows or blocks.
     """
 
     step: int  # distance of neighbouring tokens in a tile

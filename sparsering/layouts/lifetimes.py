@@ -48,8 +48,7 @@ def last_visits(
     It is the last visit by any query head of the kv head, in any branch or batch entry.
     `SelectedBlocks` counts as `Full`, since later selections are not known.
 
-    Returns: int64 [stop - start] for each kv head; -1 if no query visits the key, `FOREVER` if
-        visits do not end.
+    Returns: int64 [stop - start] for each kv head; -1 for no visit, `FOREVER` if they never end.
 
     Cost: O(stop - start) time and memory for each distinct mask.
     """

@@ -271,8 +271,7 @@ class Mask(Pattern):
 
         Args: first and last position of each query tile, int64 [n].
 
-        Returns: (first, last) key position that each tile may see, int64 [n] each. None means that
-            a tile may see any key.
+        Returns: (first, last) key position that each tile may see, int64 [n] each; None: any key.
         """
         return None
 

@@ -10,8 +10,7 @@
     attention(query, key, value, Prefix(100) & SlidingWindow(512, 512))
 
 Cost: the layout of a custom mask evaluates every pair once, O(Nq Nk) time, unless the class defines
-`Mask.candidates` or `Mask.status` for tiles. Memory and attention cost as much as for any mask with
-the same pairs.
+`Mask.candidates` or `Mask.status` for tiles. Attention costs as much as for any mask.
 """
 
 import itertools

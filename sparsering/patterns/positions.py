@@ -135,8 +135,7 @@ class Dilated(Mask):
     gives s: "head" = h mod r, "block" = floor(h / ceil(H / r)), an int, or one int per kv head,
     modulo r = dilation_rate.
 
-    Source: LongNet (arXiv 2307.02486), equations 3-5 and 13-15; "block" is what torchscale
-    computes.
+    Source: LongNet (arXiv 2307.02486), equations 3-5 and 13-15; torchscale computes "block".
     """
 
     segment_length: int
@@ -200,8 +199,7 @@ def LongNet(  # noqa: N802 - named like a mask class, since it constructs a patt
 ) -> Mixture | Dilated:
     """The mixture `Dilated(w1, r1, offset) + Dilated(w2, r2, offset) + ...`.
 
-    w1, w2, ... are `segment_lengths`; r1, r2, ... are `dilation_rates`. For one length, the result
-    is a `Dilated`.
+    w1, w2, ... are `segment_lengths`; r1, r2, ... are `dilation_rates`; one of each: a `Dilated`.
 
     Raises: ValueError if there are not as many lengths as rates, or if both are empty.
 

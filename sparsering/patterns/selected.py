@@ -30,8 +30,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         block_size: keys in a block.
         query_block: queries in a row, a divisor of block_size; default block_size. With 1, each
             query chooses for itself, as in NSA, MoBA and DSA.
-        first_row: index in the sequence of the first row of `indices`; a decoding step passes only
-            the row of its token.
+        first_row: row of the sequence at which `indices` begin; decoding passes its token's row.
 
     Raises: ValueError when used, if the rows do not cover the queries of the call.
 

@@ -56,8 +56,7 @@ def select_blocks(
 
     Cost: O(R Nb) time, without waiting for the device. Compiles as one graph.
 
-    Source: forced blocks inside k: NSA (arXiv 2502.11089), MoBA (2502.13189); top-p: Twilight
-        (2502.02770).
+    Source: forced blocks: NSA (arXiv 2502.11089), MoBA (2502.13189); top-p: Twilight (2502.02770).
     """
     check_tensor("scores", scores, "[..., rows, blocks]")
     if scores.dim() < 2 or not scores.is_floating_point():

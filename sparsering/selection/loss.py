@@ -29,8 +29,7 @@ def selection_loss(
         scores: [B, H, R, Nb], -inf for blocks that a row does not see; differentiable.
         mass: [B, H or a multiple, R, m], not negative; heads that share a kv head are summed.
             m = Nb without indices, else the number of blocks that each row lists.
-        indices: int64 [R, m], [H or 1, R, m] or [B or 1, H or 1, R, m], the block of each mass;
-            default: all blocks in order.
+        indices: int64 [R, m], [H or 1, R, m] or [B or 1, H or 1, R, m], the blocks; default all.
         row_weight: w, at least 0, broadcasts to [B, H, R]; default 1.
 
     Returns: 0-d, float32 (float64 for float64 scores), in nats; at least 0.

@@ -117,8 +117,7 @@ class PatternRefiner:
 
         Args:
             mass: [B, H or a multiple, R, m], the mass of m blocks for each row: softmax weights
-                summed over the block's keys and the row's queries. Heads that share a kv head are
-                summed.
+                summed over the block's keys, the row's queries, and heads that share a kv head.
             indices: int64, broadcasts to [B, H, R, m]: the block that each mass belongs to. Indices
                 outside 0 .. blocks - 1, and repeats of a block in a row, are ignored.
 
@@ -149,8 +148,7 @@ class PatternRefiner:
         """Adds the mass observed since the last update to the running means, then swaps blocks.
 
         Args:
-            group: ranks that all call this method. They sum their observations as integers, so
-                that all make the same swaps.
+            group: ranks that all call this method; they sum observations, for the same swaps.
 
         Returns: whether the table changed.
 

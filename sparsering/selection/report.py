@@ -30,8 +30,7 @@ class Captured:
         mean, p05, least: [Hkv] mean, 5% quantile and minimum over queries and the query heads of a
             kv head. Rounding may make a share slightly larger than 1.
         interval: [Hkv] half width of the interval around `mean` that contains the mean over all
-            rows with probability 0.999 (inequality of Hoeffding and Serfling); 0 if all rows were
-            examined.
+            rows with probability 0.999 (Hoeffding and Serfling); 0 if all were examined.
     """
 
     mean: Tensor
@@ -51,8 +50,7 @@ class SelectionReport:
         recall: for a row (group of queries) that lists n blocks, how many of the n blocks of
             largest exact mass it lists, divided by n; mean over rows.
         inflation: number of distinct blocks that block_size neighbouring queries list together,
-            divided by the mean number that a row lists; NaN in the baselines if only some rows were
-            examined.
+            divided by the mean number of a row; NaN in baselines unless all rows were examined.
         rows: number of rows that were examined.
         random, window, oracle: reports on baselines that list as many blocks in each row as the
             selection; None in the report on a baseline. random: the block at the row's position
@@ -108,15 +106,13 @@ def selection_report(
         query: [B, Hq, Nq, D], the last query aligned with the last key.
         key: [B, Hkv, Nk, D].
         value: [B, Hkv, Nk, Dv].
-        pattern: `SelectedBlocks(...)`, or `SelectedBlocks(...) & Causal()`; dense attention is
-            causal in the second case.
+        pattern: `SelectedBlocks(...)`, or with `& Causal()`, then for causal dense attention.
         rows: number of rows of the selection to examine, drawn at random; None examines all rows.
         seed: seed of the drawn rows and of the random baseline; the draw is equal on all devices.
 
     Returns: `SelectionReport`; `print` shows it as a table.
 
-    Raises: ValueError for another pattern (such as a selection merged with a window) or an invalid
-        argument.
+    Raises: ValueError for another pattern (such as one with a window) or an invalid argument.
 
     Cost: O(n Nk) time for the n queries of the examined rows; memory O(N + B Hq R Nb).
         It waits for the device: use it for inspection, not in training steps.

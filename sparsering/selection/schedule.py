@@ -112,8 +112,7 @@ class GatedSchedule:
 
         Args:
             metric: larger is better; NaN never moves the clock.
-            group: ranks that all call this method. All use the mean of their metrics, so that
-                their clocks stay equal.
+            group: ranks that all call this method; the mean of metrics keeps their clocks equal.
         """
         try:
             metric = float(metric)

@@ -97,8 +97,7 @@ class BlockScorer(nn.Module):
             q_start: the first query's position, at least 0 if causal; default Nk - Nq.
 
         Returns: [B, Hkv, R, Nb], float32 (float64 for float64 inputs); the first of the R rows is
-            row q_start // query_block, Nb = ceil(Nk / block_size). -inf if no query of the row sees
-            the block.
+            row q_start // query_block, Nb = ceil(Nk / block_size). -inf for a block it cannot see.
 
         Raises: ValueError for invalid shapes, or a negative position if causal.
         """

@@ -68,15 +68,13 @@ def block_scores(
         query_block: queries in a row, a divisor of block_size. Rows begin at multiples of it, so
             the first and the last row may have fewer queries.
         method: "mean", "sub", "gauss", "bounds", "antidiagonal" or "exact".
-        parts: sub-blocks of a block for "sub", tokens of a stride for "antidiagonal"; a divisor of
-            block_size.
+        parts: a divisor of block_size: sub-blocks for "sub", tokens of a stride ("antidiagonal").
         causal: True if a query sees no later keys.
         scale: factor of the products, default D ** -0.5.
         q_start: position of the first query, default Nk - Nq.
 
     Returns: [B, Hkv, R, Nb] float32 (computed in float64 for float64 inputs); the first of the R
-        rows is row q_start // query_block, Nb = ceil(Nk / block_size). Differentiable; the backward
-        computes the logits again.
+        rows is row q_start // query_block, Nb = ceil(Nk / block_size). Differentiable.
 
     Raises: ValueError if an argument is invalid.
 

@@ -67,13 +67,11 @@ class BlockSummaries:
             key: [B, Hkv, Nk, D], all keys so far; keys of earlier calls must not have changed.
             scale: factor of the products, default D ** -0.5; a `BlockScorer` ignores it.
 
-        Returns: [B, Hkv, n, Nb] without gradient, float32; a `BlockScorer` returns float64 for
-            float64 queries.
+        Returns: [B, Hkv, n, Nb] without gradient, float32 (a `BlockScorer`'s may be float64).
 
         Raises: ValueError if an argument is invalid.
 
-        Cost: O(n Nb), plus reading the keys of the blocks that contain the queries' positions; each
-            new block is read once.
+        Cost: O(n Nb), plus reading the keys of the blocks of the queries, and new blocks once.
         """
         check_inputs(query, key, key, Full())
         length, size = key.shape[2], self._size
