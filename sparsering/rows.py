@@ -64,7 +64,7 @@ def unpermute(image: Tensor, size: Tensor, key: Tensor) -> Tensor:
 
 
 def _walk(value: Tensor, size: Tensor, key: Tensor, inverse: bool) -> Tensor:
-    """Permutes [0, 4^h) by a Feistel network, again until the result is below size."""
+    """Permutes [0, 4^h) by a Feistel network, repeated until the result is below size."""
     every = torch.broadcast_tensors(value, size, key)
     value, size, key = (x.flatten() for x in every)
     half_bits = torch.ones_like(size)  # smallest h >= 1 with 4^h >= size

@@ -90,7 +90,7 @@ def attention_varlen(
 
 
 def _lengths(name: str, cumulative: object, tokens: int, items: str) -> tuple[int, ...] | Tensor:
-    """Converts cumulative lengths to lengths; ValueError if malformed (traced: the operator's)."""
+    """Converts cumulative lengths to lengths; ValueError if malformed, unless they are traced."""
     way_out = "from lengths, compute torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
     if isinstance(cumulative, Tensor):
         check_tensor(name, cumulative, "[documents + 1] of integers")
@@ -104,6 +104,7 @@ def _lengths(name: str, cumulative: object, tokens: int, items: str) -> tuple[in
                 f"{tuple(cumulative.shape)}; {way_out}"
             )
         if is_traced(cumulative):
+            # the operator refuses -1, the length after a first number other than 0
             return torch.where(cumulative[:1] == 0, cumulative.long().diff(), -1)
     numbers = listed(name, cumulative)
     edges: list[Any] = [*map(index_of, numbers)] if isinstance(numbers, Sequence) else [None]

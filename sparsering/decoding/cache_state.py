@@ -234,20 +234,12 @@ class CacheState(_Record):
             # if all batch entries share one history, they share one row of slots
             rows = of_entries if len(survivors) > 1 else of_entries[:1]
             slots = torch.stack([slots for _, slots in rows])
-        keys, values = (
-            _gathered(self.with_new(old, new), slots, self.page_size)
-            for old, new in ((self.keys, key), (self.values, value))
-        )
+        pairs = (self.keys, key), (self.values, value)
+        keys, values = (_gathered(self.with_new(*x), slots, self.page_size) for x in pairs)
         widest = [x for x, _ in survivors.values() if x.num_keys + self.page_size > most]
-        return self.changed(
-            histories=[history for history, _ in of_entries],
-            keys=keys,
-            values=values,
-            page_length=0,
-            page_limit=min(map(self._page_limit, widest), default=self.page_size),
-            remote=(),
-            page=Page(),
-        )
+        limit = min(map(self._page_limit, widest), default=self.page_size)
+        stored = {"histories": [x for x, _ in of_entries], "keys": keys, "values": values}
+        return self.changed(**stored, page_length=0, page_limit=limit, remote=(), page=Page())
 
     def _survivors(self, history: History) -> tuple[History, Tensor]:
         """Returns (history after an eviction, slots [Hkv, keys] of its keys; -1 for no key)."""
@@ -276,7 +268,7 @@ class CacheState(_Record):
         return torch.where(alive, rank, FOREVER).argsort(dim=1)
 
     def _page_limit(self, history: History) -> int:
-        """Returns after how many tokens a head has over `page_size` keys without later queries."""
+        """Returns after how many tokens a head has over `page_size` keys that no query sees."""
         # `birth`, `death`: tokens in the page when a key is stored, and when no later query sees it
         base, page_size = history.base, self.page_size
         end = base + page_size if self.total is None else min(base + page_size, self.total)

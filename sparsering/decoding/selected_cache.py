@@ -107,10 +107,8 @@ class SelectedCache(KVCache):
         after = state.appended(key, value)  # without keys that no later token sees
         end = state.page_start + state.page_length + n
         paged = state.keys.shape[2] > 0 and state.page_length + n <= state.page_size
-        keys, values = (
-            slots[:, :, :end] if paged else state.with_new(slots, x)
-            for slots, x in ((state.keys, key), (state.values, value))
-        )
+        pairs = (state.keys, key), (state.values, value)
+        keys, values = (x[:, :, :end] if paged else state.with_new(x, new) for x, new in pairs)
         summaries = copy(self._summaries)  # so that a failed step does not change the cache
         summaries.crop(begin)
         scores = summaries.scores(query, keys, scale=options.get("scale"))

@@ -109,11 +109,8 @@ class Exchange:
         sends, receives = ({p: x for p, x in m.items() if x.numel()} for m in (sends, receives))
         sent, received = (sum(x.nbytes for x in m.values()) for m in (sends, receives))
         before = self.traffic
-        self.traffic = before._replace(
-            sent_bytes=before.sent_bytes + sent,
-            received_bytes=before.received_bytes + received,
-            messages=before.messages + len(sends),
-        )
+        totals = before.sent_bytes + sent, before.received_bytes + received
+        self.traffic = Traffic(*totals, before.messages + len(sends), *before[3:])
         pending = Pending(self, step, [*receives.values(), *sends.values()])
         operations: list[tuple[Any, int, Tensor]]
         operations = [(dist.irecv, peer, x) for peer, x in receives.items()]

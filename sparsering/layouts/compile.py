@@ -376,10 +376,8 @@ def _largest_of_kind(
 ) -> tuple[Tensor, Tensor]:
     """Groups pairs of tiles by signature: (group of each pair, index of each group's largest)."""
     kind, _ = number_rows(signature)
-    most_q, most_k = (
-        torch.zeros_like(kind).scatter_reduce(0, kind, count, "amax")[kind]
-        for count in (q_count, k_count)
-    )
+    zero, counts = torch.zeros_like(kind), (q_count, k_count)
+    most_q, most_k = (zero.scatter_reduce(0, kind, x, "amax")[kind] for x in counts)
     largest = (q_count == most_q) & (k_count == most_k)
     has_one = torch.zeros_like(largest).index_put((kind[largest],), torch.tensor(True))[kind]
     if not has_one.all():  # groups in which no pair has both maxima are split by size

@@ -66,11 +66,8 @@ def page_over(
         keys = keys.repeat_interleave(heads // max(1, kv_heads), 1)
     every = max(entries, batches or 1)
     keys, starts = keys.expand(every, -1, -1).flatten(0, 1), starts.expand(every)
-    masks = [
-        branch.at(entry if batches else 0, head * (frame.num_heads // heads), frame)
-        for entry in range(every)
-        for head in range(heads)
-    ]
+    numbers = [head * (frame.num_heads // heads) for head in range(heads)]
+    masks = [branch.at(b if batches else 0, h, frame) for b in range(every) for h in numbers]
     if tables == 1 and not batches:
         masks = masks[:1]
     rows = _Rows(masks, starts.repeat_interleave(heads), keys)

@@ -74,10 +74,8 @@ class AllOf(_Joint):
         edges = [part.queries(k) for part in self.parts if part.convex]
         firsts = [first for first, _ in edges if first is not None]
         lasts = [last for _, last in edges if last is not None]
-        return (
-            reduce(torch.maximum, firsts) if firsts else None,
-            reduce(torch.minimum, lasts) if lasts else None,
-        )
+        first = reduce(torch.maximum, firsts) if firsts else None
+        return first, reduce(torch.minimum, lasts) if lasts else None
 
     def future(self, stop: int) -> Repeats | None:
         futures = [part.future(stop) for part in self.parts]

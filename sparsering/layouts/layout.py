@@ -284,10 +284,8 @@ class BlockLayout:
         for p in self.passes:
             row, key, _, axis = self.table(p, batch, head)
             q, k = p.query_start[axis][row], p.key_start[axis][key]
-            counts = [
-                tile_counts(start, stop, p.step, self.block_size)
-                for start, stop in ((q, p.query_stop[axis][row]), (k, p.key_stop[axis][key]))
-            ]
+            ends = (q, p.query_stop[axis][row]), (k, p.key_stop[axis][key])
+            counts = [tile_counts(*x, p.step, self.block_size) for x in ends]
             rows.append(torch.stack((q + self.frame.q_start, k, *counts), 1))
         return torch.cat(rows) if rows else torch.zeros(0, 4, dtype=torch.int64)
 

@@ -116,10 +116,8 @@ def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int, alone: bool) 
     if not alone and selection.block_size % block_size:
         return p
     first = p.query_start + frame.q_start
-    if not (
-        _each_in_one(first, p.query_stop + frame.q_start, selection.row_size)
-        and _each_in_one(p.key_start, p.key_stop, selection.block_size)
-    ):
+    one_row = _each_in_one(first, p.query_stop + frame.q_start, selection.row_size)
+    if not (one_row and _each_in_one(p.key_start, p.key_stop, selection.block_size)):
         return p
     batches, heads = selection.num_batches() or 1, selection.num_tables(frame)
     batches, heads = max(batches, p.row_ptr.shape[0]), max(heads, p.row_ptr.shape[1])

@@ -123,7 +123,7 @@ def _in_nodes(grid: Grid, nodes: Nodes) -> Grid:
 
 
 def typical(pattern: Pattern, frame: Frame) -> tuple[Pattern, Frame]:
-    """Returns the pattern and lengths, of rounded sizes, for which a kind's tiles are chosen."""
+    """Returns a pattern and lengths of rounded sizes; all that share them get one block size."""
     length = _rounded(frame.kv_len)
     branches = tuple(_typical(branch, length) for branch in pattern.branches)
     if frame.q_start != frame.kv_len - frame.q_len or None in branches:

@@ -46,12 +46,8 @@ def index_scores(
         slots = indices.shape[-1] if indices.dim() else 0
         refuse_meta(indices, named="indices")
         rows = indices.dim() == 4 and indices.shape[:3] in {(1, 1, tokens), (batch, 1, tokens)}
-        if (
-            not rows
-            or indices.device != key.device
-            or indices.dtype != torch.int64
-            or bool((indices >= key.shape[1]).any())
-        ):
+        fits = rows and indices.device == key.device and indices.dtype == torch.int64
+        if not fits or bool((indices >= key.shape[1]).any()):
             raise ValueError(
                 f"indices must be int64 [{batch} or 1, 1, {tokens}, k], keys below {key.shape[1]}, "
                 f"got {indices.dtype} {tuple(indices.shape)}; top_tokens returns such"

@@ -202,9 +202,8 @@ class _Comparison:
         step = max(1, _AT_A_TIME // (batch * heads * padded_len))
         self.mass = keys.new_zeros(batch, self.heads, len(self.sample), self.blocks)
         lses, outs = [], []
-        for index, position, row in zip(
-            *(x.split(step) for x in (self.query_index, self.position, self.row)), strict=True
-        ):
+        columns = self.query_index, self.position, self.row
+        for index, position, row in zip(*(x.split(step) for x in columns), strict=True):
             query = self.query[:, :, index].to(dtype)
             logits = pad(dim**-0.5 * query @ keys.mT, (0, padded_len - kv_len))
             last = position[:, None].clamp(max=kv_len - 1) if self.causal else kv_len - 1

@@ -42,7 +42,7 @@ def reasons(*tensors: Tensor) -> list[str]:
 def forward(
     problem: Problem, new: tuple[Tensor, Tensor, int] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) over a layout; first writes `new`: (keys, values, first row of these)."""
+    """Computes (out, lse) over a layout; first stores `new`: (keys, values, their first row)."""
     if problem.lists:
         return _forward_of_lists(problem)
     if problem.slots and problem.query.shape[2] * problem.group > _FEW_QUERIES:

@@ -211,7 +211,7 @@ class Chunk:
 def chunks(
     problem: Problem, number: int, units: Units, workspace: int, per_token: int, per_pair: int
 ) -> Iterator[Chunk]:
-    """Cuts units of pass `number` into chunks whose tokens and pairs take `workspace` bytes."""
+    """Cuts units of pass `number` into chunks of at most `workspace` bytes, by token and pair."""
     layout, batch = problem.layout, len(problem.query)
     p, frame, b = layout.passes[number], layout.frame, layout.block_size
     batch_tables, heads = len(p.row_ptr), max(p.row_ptr.shape[1], len(p.query_start))

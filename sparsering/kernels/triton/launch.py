@@ -150,7 +150,7 @@ def line(x: Tensor, count: int) -> Any:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Returns how to multiply float32: "tf32x3", nearly exact, unless torch names a way."""
+    """Returns how to multiply float32: "tf32x3", nearly exact, unless torch is set otherwise."""
     if dtype != torch.float32 or torch.version.hip:
         return "ieee"
     chosen = torch.backends.cuda.matmul.fp32_precision
