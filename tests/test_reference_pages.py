@@ -16,7 +16,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
 MODULES = (
     *("sparsering", "sparsering.distributed", "sparsering.integrations.torchscale"),
     *("sparsering.integrations.transformers", "sparsering.models", "sparsering.nn"),
-    *("sparsering.selection", "sparsering.data"),
+    *("sparsering.selection", "sparsering.data", "sparsering.planning"),
 )
 
 

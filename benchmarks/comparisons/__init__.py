@@ -24,6 +24,7 @@ from .gigapath import gigapath
 from .lists import lists
 from .modules import modules
 from .prefill import prefill
+from .proposals import proposals
 from .rows import rows
 from .selection import selection, selection_decoding, selection_scores
 from .sweeps import sweeps
@@ -42,6 +43,7 @@ CASES = {
     "lists": lists,
     "modules": modules,
     "prefill": prefill,
+    "proposals": proposals,
     "drafts": drafts,
     "extras": extras,
     "selection": selection,

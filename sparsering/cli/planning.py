@@ -12,10 +12,12 @@ def add_commands(commands: Commands) -> None:
     )
     plan.set_defaults(run=_plan)
     add = plan.add_argument
-    add("pattern", help=PATTERN)
+    add("pattern", nargs="?", help=f"{PATTERN}; without one, patterns are proposed")
     add("--tokens", required=True, help="tokens of a sequence, such as 65536, 64K or 1M")
     add("--memory", help="memory of one device, such as 24GB (default: all that it has)")
     add("--gpu", "--machine", dest="machine", help="such as H200 (default: this machine)")
+    add("--seconds", type=float, help="limit of a call, which proposals meet")
+    add("--full", action="store_true", help="proposals see later keys too")
     add("--ranks", type=positive, default=1, help="devices that share each sequence")
     add("--sharding", default="auto", help="which rank has which tokens")
     add("--heads", "--num-heads", type=positive, default=8, help="query heads")
@@ -45,19 +47,33 @@ def _plan(arguments: argparse.Namespace) -> int:
     from ..patterns.expression import parse
     from ..planning.estimate import Scenario
     from ..planning.machines import machine_of
-    from ..planning.screen import screen
+    from ..planning.proposals import candidates, propose
+    from ..planning.screen import proposal_screen, screen, title_of
     from ..planning.sizes import parse_bytes, parse_tokens
 
     memory = None if arguments.memory is None else parse_bytes(arguments.memory)
     machine = machine_of(arguments.machine)
     on_gpu = machine is not None and machine.kind == "gpu"
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if on_gpu else "float32"))
+    tokens, text = parse_tokens(arguments.tokens), arguments.pattern
+    if text and (arguments.seconds is not None or arguments.full):
+        raise ValueError("--seconds and --full are for proposals; leave the pattern out")
     scenario = Scenario(
-        parse(arguments.pattern), parse_tokens(arguments.tokens), arguments.heads,
-        arguments.kv_heads, arguments.head_dim, dtype, arguments.batch_size, arguments.backward,
-        machine, arguments.ranks, arguments.sharding, arguments.backend, arguments.block_size,
+        parse(text or "Causal()"), tokens, arguments.heads, arguments.kv_heads, arguments.head_dim,
+        dtype, arguments.batch_size, arguments.backward, machine, arguments.ranks,
+        arguments.sharding, arguments.backend, arguments.block_size,
     )  # fmt: skip
-    print(screen(scenario, memory, arguments.pattern))
+    if text:
+        print(screen(scenario, memory, text))
+        return 0
+    proposals = propose(
+        tokens, num_heads=arguments.heads, num_kv_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim, batch_size=arguments.batch_size, dtype=dtype, machine=machine,
+        ranks=arguments.ranks, seconds=arguments.seconds, memory=memory,
+        causal=not arguments.full, backward=arguments.backward,
+    )  # fmt: skip
+    texts = {parse(text): text for _, text in candidates(tokens, not arguments.full)}
+    print(proposal_screen(proposals, title_of(scenario), texts))
     return 0
 
 

@@ -1,1 +1,5 @@
-"""Predicts the counts, bytes and seconds of a call, and the largest sizes that fit in memory."""
+"""Predicts what patterns cost on a machine, and proposes patterns for a length."""
+
+from .proposals import Proposal, propose
+
+__all__ = ["Proposal", "propose"]

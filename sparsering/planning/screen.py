@@ -4,14 +4,16 @@ Times on named machines are lower bounds by published peaks, and the output says
 measures nothing.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from textwrap import wrap
 from typing import Any
 
-from ..patterns import Causal
+from ..patterns import Causal, Pattern
 from ..patterns.arguments import shortened
 from .estimate import Estimate, Scenario, estimate_of
 from .fit import about_largest, memory_of, most_that_fit, usable
+from .proposals import Proposal
 from .sizes import show_bytes, show_seconds, show_tokens
 
 WIDTH = 100
@@ -42,21 +44,13 @@ def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
     pairs = estimate.pairs / estimate.num_heads / estimate.batch_size
     saving = dense_pairs / max(1.0, pairs)
 
-    heads = f"{estimate.num_heads} heads"
-    if estimate.num_kv_heads != estimate.num_heads:
-        heads += f" ({estimate.num_kv_heads} of keys)"
-    devices = "this machine" if machine is None else machine.name
-    if scenario.ranks > 1:
-        devices = f"{scenario.ranks} x {devices}"
     of_rank = " a rank" if scenario.ranks > 1 else ""
     peak = estimate.peak_bytes.value
     of_limit = "" if limit is None else f" of {show_bytes(limit)} ({100 * peak / limit:.3g}%)"
     parts = (f"{name} {show_bytes(size)}" for name, size in estimate.memory._asdict().items())
     lines = [
         shortened(text, WIDTH - 10),
-        f"{scenario.tokens:,} tokens, {heads} of {estimate.head_dim}, "
-        f"{str(estimate.dtype).removeprefix('torch.')}, batch {estimate.batch_size}, "
-        f"{'forward and backward' if estimate.backward else 'forward'}, on {devices}",
+        title_of(scenario),
         "",
         _row("runs", f"{estimate.backend}, blocks of {estimate.block_size}"),
         _row(
@@ -75,6 +69,43 @@ def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
             "arithmetic cannot tell what leaving out pairs costs: compare on your model and data",
         ),
         _row("", "(docs/selection.md; sparsering.selection.selection_report for chosen blocks)"),
+    ]
+    return "\n".join(line for text in lines for line in wrap(text, WIDTH, **_WRAPPED) or [""])
+
+
+def title_of(scenario: Scenario) -> str:
+    """Returns the call and its machine in a line."""
+    heads = f"{scenario.num_heads} heads"
+    if scenario.num_kv_heads != scenario.num_heads:
+        heads += f" ({scenario.num_kv_heads} of keys)"
+    devices = "this machine" if scenario.machine is None else scenario.machine.name
+    if scenario.ranks > 1:
+        devices = f"{scenario.ranks} x {devices}"
+    return (
+        f"{scenario.tokens:,} tokens, {heads} of {scenario.head_dim}, "
+        f"{str(scenario.dtype).removeprefix('torch.')}, batch {scenario.batch_size}, "
+        f"{'forward and backward' if scenario.backward else 'forward'}, on {devices}"
+    )
+
+
+def proposal_screen(proposals: list[Proposal], title: str, texts: Mapping[Pattern, str]) -> str:
+    """Returns proposals as a table of at most 100 columns; `texts` are the patterns as written."""
+    best = proposals[0]
+    lines = [title, "", _row("use", texts[best.pattern]), _row("because", best.reason)]
+    lines += [_row("quality", best.quality), ""]
+    lines.append("      time    memory   pairs       sees  layers  fits  pattern")
+    for each in proposals:
+        lines.append(
+            f"{'*' if each is best else ' '} {show_seconds(each.seconds):>8}  "
+            f"{show_bytes(each.bytes):>8}  {100 * each.density:>5.3g}%  {each.reach:>9,}  "
+            f"{each.layers or 'never':>6}  {'yes' if each.fits else 'no':<4}  "
+            f"{shortened(texts[each.pattern].removesuffix(' & Causal()'), 41)}"
+        )
+    lines += [
+        "",
+        "time: on a named machine at least so long, by its peaks; pairs: of dense attention's",
+        "sees: keys of the last query; layers: until it depends on all, with residual paths",
+        "next: sparsering plan 'PATTERN' with the same options tells more of one pattern",
     ]
     return "\n".join(line for text in lines for line in wrap(text, WIDTH, **_WRAPPED) or [""])
 

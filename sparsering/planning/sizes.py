@@ -17,9 +17,9 @@ def parse_bytes(size: int | str) -> int:
     return _number(size, BYTE_UNITS, "memory must be bytes, or a text such as '24GB' or '24GiB'")
 
 
-def parse_tokens(count: int | str) -> int:
+def parse_tokens(count: int | str, name: str = "tokens") -> int:
     """Parses tokens: 1_048_576, "1M" (2^20) or "64K" (2^16); ValueError if not a positive int."""
-    return _number(count, COUNT_UNITS, "tokens must be a whole number, or a text such as '64K'")
+    return _number(count, COUNT_UNITS, f"{name} must be a whole number, or a text such as '64K'")
 
 
 def _number(size: object, units: Mapping[str, int], expected: str) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering import distributed, models, nn, selection
+from sparsering import distributed, models, nn, planning, selection
 
 B, HQ, H, N, D = 2, 4, 2, 40, 8
 Given = dict[str, Any]
@@ -445,6 +445,11 @@ SANE |= {
     "estimate": lambda: (sr.estimate, {**planned(), "tokens": 64, "batch_size": B}),
     "choose_batch_size": lambda: (
         sr.choose_batch_size, {**planned(), "tokens": 64, "memory": "100MB", "share": 0.8}),
+    "propose": lambda: (
+        planning.propose,
+        {"seq_len": 64, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16, "batch_size": B,
+         "dtype": torch.float32, "machine": "H200", "ranks": 1, "seconds": 1.0, "memory": "1GB",
+         "causal": True, "backward": False}),
     "longest_sequence": lambda: (
         sr.longest_sequence,
         {**planned(), "memory": "100MB", "share": 0.8, "batch_size": B,

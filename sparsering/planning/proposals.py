@@ -1,0 +1,199 @@
+"""Proposes patterns for a length: the densest one that a budget of time and memory allows.
+
+    propose(1 << 20, machine="H200")[0].pattern     # which pattern to begin with
+    propose("200K", memory="16GB", backward=True)   # on this machine
+
+Costs are those of `estimate`; docs/planning.md has the rules and what they rest on.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..patterns import Causal, Full, Pattern
+from ..patterns.arguments import checked_flag, checked_number
+from ..patterns.expression import parse
+from .estimate import Estimate, Scenario, estimate_of
+from .fit import memory_of
+from .machines import Machine, machine_of
+from .reach import keys_seen, layers_to_see_all
+from .sizes import parse_tokens, show_bytes, show_seconds
+
+_SINKS = 4  # first tokens, which every query of a window sees too
+_WINDOWS = (1024, 4096, 16384)
+_BLOCK = 128
+
+_RECORD = "(benchmarks/records/selection-language.json)"
+_QUALITY = {
+    "dense": f"1.672 bits a byte on code of 2,048 tokens, which the others are held to {_RECORD}",
+    "window": f"2.004 bits a byte where dense attention has 1.672, at 22% of its pairs {_RECORD}",
+    "blocks": "2.067 bits a byte where dense attention has 1.672, at 22% of its pairs; blocks "
+    f"chosen by content cost the same and have 1.666 to 1.915 {_RECORD}",
+}
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A pattern for a length, with its predicted costs.
+
+    Attributes:
+        pattern: the pattern, which runs at that length as it is.
+        seconds: time of a call with its layout cached, as `estimate` predicts it.
+        bytes: most memory in use at once, of one rank.
+        density: (query, key) pairs over those of dense attention; above 1 for a mixture that
+            counts more.
+        reach: keys that the last query sees, in any head.
+        layers: layers after which the last query depends on every token, with residual paths; None
+            if it never does.
+        ranks: devices that share the sequence.
+        fits: whether `seconds` and `bytes` are within the limits.
+        reason: why it is where it is in the list, in a sentence.
+        quality: what this project's records know of its results, or "unknown".
+    """
+
+    pattern: Pattern
+    seconds: float
+    bytes: float
+    density: float
+    reach: int
+    layers: int | None
+    ranks: int
+    fits: bool
+    reason: str
+    quality: str
+
+
+def propose(
+    seq_len: int | str,
+    *,
+    num_heads: int = 8,
+    num_kv_heads: int | None = None,
+    head_dim: int = 64,
+    batch_size: int = 1,
+    dtype: torch.dtype | None = None,
+    machine: Machine | str | None = None,
+    ranks: int = 1,
+    seconds: float | None = None,
+    memory: int | str | None = None,
+    causal: bool = True,
+    backward: bool = False,
+) -> list[Proposal]:
+    """Proposes patterns for a sequence length; the first is recommended.
+
+    Recommended is the densest candidate that meets both limits. If none does, it is the one that
+    needs the least memory (the least time if only time is short), and its `fits` is False.
+
+    Args:
+        seq_len: number of queries and of keys, or a text such as "200K".
+        num_heads, num_kv_heads, head_dim, batch_size, machine, ranks, backward: as in `estimate`.
+        dtype: default bfloat16 on a named GPU, else float32.
+        seconds: limit of one call. Default: the time of a layer's other products, 24 (num_heads *
+            head_dim)^2 FLOPs a token (three times that with backward), at the rate that dense
+            attention has on the machine; attention then is at most half of a layer.
+        memory: limit of one rank in bytes, or a text such as "80GB"; default what the machine has,
+            or what is free on this machine.
+        causal: candidates hide later keys.
+
+    Returns: candidates, the recommended one first, then the others from dense to sparse: dense
+        attention, windows with sinks, LongNet, random blocks of 90, 95 and 99% sparsity beside the
+        neighbouring blocks (the cost of blocks chosen by content), and `Hierarchical`.
+
+    Raises: ValueError for sizes or limits that are not positive, an unknown machine, or a machine
+        without a known memory if `memory` is not given.
+
+    Cost: estimates and layouts of ten patterns; about ten seconds for 2^20 tokens.
+
+    Example:
+        >>> propose(4096)[0].pattern
+        Causal()
+    """
+    machine = machine_of(machine)
+    if dtype is None:
+        on_gpu = machine is not None and machine.kind == "gpu"
+        dtype = torch.bfloat16 if on_gpu else torch.float32
+    checked_flag("causal", causal)
+    limit = memory_of(machine, memory)
+    dense = Scenario(
+        Causal() if causal else Full(), parse_tokens(seq_len, "seq_len"), num_heads, num_kv_heads,
+        head_dim, dtype, batch_size, backward, machine, ranks, "auto", None, None,
+    )  # fmt: skip
+    found = [
+        (kind, estimate_of(replace(dense, pattern=parse(text))))
+        for kind, text in candidates(dense.tokens, causal)
+    ]
+    most = found[0][1]
+    if seconds is None:
+        products = 24 * (dense.num_heads * dense.head_dim) ** 2 * dense.tokens * dense.batch_size
+        seconds = products * (3 if backward else 1) * most.seconds.value / most.flops.value
+    elif not checked_number("seconds", seconds, 0):
+        raise ValueError("seconds must be above 0, got 0; leave it out for a default limit")
+    found.sort(key=lambda each: (-each[1].pairs, each[1].seconds.value))
+    best, reason = _recommended([estimate for _, estimate in found], seconds, limit)
+    proposals = []
+    for kind, estimate in found:
+        late, large = estimate.seconds.value > seconds, estimate.peak_bytes.value > limit
+        reach = keys_seen(estimate.pattern, estimate._frame)
+        proposals.append(Proposal(
+            estimate.pattern, estimate.seconds.value, float(estimate.peak_bytes.value),
+            estimate.pairs / most.pairs, reach, _layers(kind, estimate, reach, causal), dense.ranks,
+            not (late or large), reason if estimate is best else _place(late, large),
+            _QUALITY.get(kind, "unknown"),
+        ))  # fmt: skip
+        if estimate is best:
+            proposals.insert(0, proposals.pop())
+    return proposals
+
+
+def candidates(tokens: int, causal: bool) -> Iterator[tuple[str, str]]:
+    """Yields (kind, text of a pattern), dense attention first."""
+    within = " & Causal()" if causal else ""
+    yield "dense", "Causal()" if causal else "Full()"
+    for window in (_WINDOWS[0], *(w for w in _WINDOWS[1:] if w < tokens)):
+        near = f"SlidingWindow({window - 1}, {0 if causal else window - 1})"
+        yield "window", f"({near} | GlobalTokens({_SINKS}, rows={not causal})){within}"
+    segments = [2048]
+    while segments[-1] < tokens:
+        segments.append(4 * segments[-1])
+    rates = tuple(4**i for i in range(len(segments)))
+    yield "longnet", f"LongNet({tuple(segments)}, {rates}){within}"
+    for density in (0.1, 0.05, 0.01):
+        blocks = f"RandomBlocks({density}, {_BLOCK}, per_head=False)"
+        yield "blocks", f"({blocks} | BlockWindow(1, {_BLOCK})){within}"
+    levels = ((_BLOCK, 16 * _BLOCK), (8 * _BLOCK, 128 * _BLOCK), (64 * _BLOCK, None))
+    yield "hierarchical", f"Hierarchical({levels}, {_BLOCK}){within}"
+
+
+def _recommended(found: list[Estimate], seconds: float, limit: float) -> tuple[Estimate, str]:
+    """Returns the recommended one of `found`, which is sorted from dense to sparse, and why."""
+    times = f"within {show_seconds(seconds)} and {show_bytes(limit)}"
+    small = [one for one in found if one.peak_bytes.value <= limit]
+    for one in small:
+        if one.seconds.value <= seconds:
+            return one, f"the densest candidate {times}"
+    if small:
+        one = min(small, key=lambda each: each.seconds.value)
+        needs = show_seconds(one.seconds.value)
+        return one, f"no candidate is {times}; this one takes the least time, {needs}"
+    one = min(found, key=lambda each: each.peak_bytes.value)
+    peak = one.peak_bytes.value
+    ranks = -(-peak * one.ranks // limit)
+    return one, (
+        f"no candidate is {times}; this one needs the least memory, {show_bytes(peak)} a rank, or "
+        f"about {ranks:.0f} ranks"
+    )
+
+
+def _place(late: bool, large: bool) -> str:
+    over = " and ".join(name for name, short in (("time", late), ("memory", large)) if short)
+    return f"over the limit of {over}" if over else "sparser than the limits ask for"
+
+
+def _layers(kind: str, estimate: Estimate, reach: int, causal: bool) -> int | None:
+    """Returns `layers_to_see_all`; of a causal window by arithmetic, since it takes many layers."""
+    if reach == estimate.tokens:
+        return 1
+    if kind == "window" and causal:
+        return -(-(estimate.tokens - 1 - _SINKS) // (reach - 1 - _SINKS))
+    blocks = estimate.density * (estimate.tokens / estimate.block_size) ** 2
+    return layers_to_see_all(estimate.pattern, estimate._frame, blocks, estimate.block_size)

@@ -1,0 +1,189 @@
+"""Proposals against their contract: costs of `estimate`, reach by definition, limits and order."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import sparsering as sr
+from sparsering.cli import main
+from sparsering.patterns.algebra import Frame
+from sparsering.planning import proposals as proposals_module
+from sparsering.planning import propose, reach
+
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
+
+
+def by_definition(pattern, tokens, heads, kv_heads):
+    """Returns keys that the last query sees, and layers until it depends on all tokens."""
+    pairs = pattern.to_dense(tokens, num_heads=heads, num_kv_heads=kv_heads).bool().any(0)
+    seen, layers = pairs[-1].clone(), 1
+    count = int(seen.sum())
+    seen[-1] = True
+    while not seen.all():
+        further = seen | pairs[seen].any(0)
+        if torch.equal(further, seen):
+            return count, None
+        seen, layers = further, layers + 1
+    return count, layers
+
+
+@pytest.mark.parametrize("most", [1 << 21, 16], ids=["one layout", "layouts of parts"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        sr.Causal(),
+        (sr.SlidingWindow(31) | sr.GlobalTokens(4, rows=False)) & sr.Causal(),
+        sr.SlidingWindow(9, 9) | sr.GlobalTokens(2),
+        sr.LongNet((32, 128, 512), (1, 4, 16)) & sr.Causal(),
+        sr.LongNet((32, 128, 512), (1, 4, 16)),
+        sr.RandomBlocks(0.1, 16) & sr.Causal(),
+        sr.RandomBlocks(0.2, 16, per_head=False) | sr.BlockWindow(1, 16),
+        sr.Hierarchical(((16, 64), (64, 256), (256, None)), 16) & sr.Causal(),
+        sr.Hierarchical(((16, 64),), 16),
+    ],
+    ids=str,
+)
+def test_reach_and_layers_are_those_of_the_pairs(pattern, most, monkeypatch):
+    monkeypatch.setattr(reach, "_MOST_BLOCKS", most)
+    for tokens in (1, 5, 100, 512):
+        for heads, kv_heads in ((1, 1), (4, 2)):
+            frame = Frame.build(tokens, tokens, heads, kv_heads, 0)
+            expected = by_definition(pattern, tokens, heads, kv_heads)
+            blocks = (tokens / 16) ** 2
+            found = (
+                reach.keys_seen(pattern, frame),
+                reach.layers_to_see_all(pattern, frame, blocks, 16),
+            )
+            assert found == expected
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("tokens", [1, 7, 1200])
+def test_proposals_have_the_reach_of_their_patterns(tokens, causal, monkeypatch):
+    monkeypatch.setattr(proposals_module, "_WINDOWS", (64, 300, 1026))
+    for each in propose(tokens, num_heads=4, num_kv_heads=2, causal=causal):
+        assert (each.reach, each.layers) == by_definition(each.pattern, tokens, 4, 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"backward": True, "batch_size": 2, "causal": False},
+        {"machine": "H200", "num_heads": 16, "num_kv_heads": 4, "head_dim": 128},
+        {"machine": "A100", "ranks": 2, "dtype": torch.float16},
+    ],
+    ids=str,
+)
+def test_costs_are_those_of_estimate(options):
+    dtype = torch.bfloat16 if "machine" in options else torch.float32
+    call = {"dtype": dtype, **options, "tokens": 8192}
+    causal = call.pop("causal", True)
+    found = propose(8192, **options)
+    dense = sr.estimate(sr.Causal() if causal else sr.Full(), **call)
+    kinds = ("SlidingWindow", "Dilated|LongNet", r"RandomBlocks\(0\.1", r"RandomBlocks\(0\.05")
+    for kind in (*kinds, r"RandomBlocks\(0\.01", "Hierarchical"):
+        assert any(re.search(kind, str(each.pattern)) for each in found)
+    assert dense.pattern in [each.pattern for each in found]
+    densities = [each.density for each in found[1:]]
+    assert densities == sorted(densities, reverse=True)
+    for each in found:
+        alone = sr.estimate(each.pattern, **call)
+        assert (each.seconds, each.bytes) == (alone.seconds.value, alone.peak_bytes.value)
+        assert each.density == alone.pairs / dense.pairs
+        assert each.ranks == options.get("ranks", 1)
+        assert type(each.seconds) is type(each.bytes) is float
+        assert each.quality == "unknown" or each.quality.endswith(
+            "records/selection-language.json)"
+        )
+
+
+def test_the_first_is_the_densest_that_meets_the_limits():
+    limits = dict.fromkeys((1e-9, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1.0, 10.0))
+    before = 0.0
+    for seconds in limits:
+        found = propose(32768, machine="A100", dtype=torch.float32, seconds=seconds / 30)
+        fitting = [each.density for each in found if each.fits]
+        for each in found:
+            assert each.fits == (each.seconds <= seconds / 30)
+        assert found[0].density == max(fitting, default=found[0].density)
+        if not fitting:
+            assert found[0].seconds == min(each.seconds for each in found)
+            assert "takes the least time" in found[0].reason
+        else:
+            assert found[0].density >= before
+            before = found[0].density
+    assert before == 1
+
+
+def test_where_memory_is_short_the_reason_says_what_it_takes():
+    found = propose(65536, memory="100MB", seconds=1e9)
+    assert not any(each.fits for each in found)
+    assert found[0].bytes == min(each.bytes for each in found)
+    assert re.search(r"56\d MB a rank, or about 6 ranks", found[0].reason)
+    enough = propose(65536, memory=int(found[0].bytes), seconds=1e9)
+    assert enough[0].fits and enough[0].pattern == found[0].pattern
+
+
+def test_without_seconds_the_limit_is_that_of_a_layers_other_products():
+    for backward in (False, True):
+        options = {"machine": "A100", "dtype": torch.bfloat16, "backward": backward}
+        dense = sr.estimate(sr.Causal(), tokens=65536, **options)
+        products = 24 * 512**2 * 65536 * (3 if backward else 1)
+        limit = products * dense.seconds.value / dense.flops.value
+        for each in propose(65536, **options):
+            assert each.fits == (each.seconds <= limit)
+
+
+def test_the_figures_of_quality_are_those_of_the_record():
+    rows = json.loads((RECORDS / "selection-language.json").read_text())["rows"]
+    text = " ".join(proposals_module._QUALITY.values())
+    bits = {}
+    for row in rows:
+        if row.get("steps") == 650:
+            bits.setdefault((row["arm"], row["block_size"]), []).append(row["bits_per_byte"])
+    mean = {arm: sum(values) / len(values) for arm, values in bits.items()}
+    quoted = [f"{mean[arm]:.3f}" for arm in (("full", 0), ("window", 32), ("random", 32))]
+    chosen = [f"{x:.3f}" for (arm, _), x in mean.items() if arm in ("exact", "mean")]
+    assert set(re.findall(r"\d\.\d{3}", text)) == {*quoted, min(chosen), max(chosen)}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"seq_len": 0}, "seq_len must be"),
+        ({"num_heads": 0}, "num_heads must be at least 1"),
+        ({"seconds": 0}, "seconds must be above 0"),
+        ({"seconds": -1}, "seconds must be a finite number"),
+        ({"memory": 0}, "memory must be"),
+        ({"ranks": 0}, "ranks must be at least 1"),
+        ({"machine": "H2000"}, "machine must be one of"),
+        ({"machine": "Genoa"}, "memory must be given"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        propose(**{"seq_len": 1024, **options})
+
+
+def test_plan_without_a_pattern_says_what_to_use(capsys):
+    assert main(["plan", "--tokens", "200k", "--gpu", "H200"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("204,800 tokens, 8 heads of 64, bfloat16")
+    assert max(map(len, lines)) <= 100
+    use = next(line for line in lines if line.startswith("use"))[10:]
+    assert sr.parse(use) == propose("200K", machine="H200")[0].pattern
+    for option in (["--seconds", "1"], ["--full"]):
+        assert main(["plan", "Causal()", "--tokens", "4K", *option]) == 2
+        assert "leave the pattern out" in capsys.readouterr().err
+
+
+def test_proposals_are_values():
+    first, second = propose(256)[0], propose(512)[0]
+    assert first != second and first == propose(256)[0] and hash(first) == hash(propose(256)[0])
+    with pytest.raises(AttributeError):
+        first.seconds = 0.0
