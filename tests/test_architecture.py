@@ -46,7 +46,7 @@ ROOMS = {
     "patterns numerics streams",
     "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
     "patterns numerics rows streams",
-    "nn": "functional selection decoding checks kernels patterns numerics",
+    "nn": "distributed functional selection decoding checks kernels layouts patterns numerics",
     "models": "checks nn functional decoding patterns numerics",
     "integrations": "distributed nn functional selection decoding checks patterns numerics",
     "planning": "dispatch distributed checks kernels layouts patterns files numerics",

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ..checks import DTYPES
 from ..extras import ANYWHERE, NO_EXTRAS, OPTIONS, Extras, operator_schema
+from ..layouts.tiles import Ranges
 from ..patterns.arguments import shortened
 from .exchange import Exchange, RingMismatchError
-from .plan import RingPlan
-from .sharding import num_tokens
+from .sharding import num_tokens, owned_ranges
 from .wire import FORMATS, wire_format
 
 _VERSION = 3  # version of the record; ranks with different versions raise an error
@@ -159,43 +159,50 @@ def report_failure(group: dist.ProcessGroup, timeout: float | None, query: objec
         Exchange(group, timeout, device).agree([0, 0, 1, 0])
 
 
-def agree_on_lengths(exchange: Exchange, length: int, common: object) -> list[int]:
-    """Returns each rank's `length`; raises RingMismatchError if `common` differs between ranks."""
-    with exchange.break_on_error():
-        digests, lengths = zip(*exchange.agree([_digest(common), length]), strict=True)
-    if len(set(digests)) > 1:
-        other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-        text = "ranks must agree on dim, dtype and the sizes of other dims, but rank 0 and rank "
-        raise _mismatch(f"{text}{other} differ; pass parts of one tensor", exchange.rank, other)
-    return list(lengths)
-
-
 def digests_of(values: dict[str, object]) -> dict[str, int]:
     """Returns a digest of each value: of a tensor's elements, dtype and shape; else of its repr."""
     return {name: _digest(value) for name, value in values.items()}
 
 
-def agree_on_batch(exchange: Exchange, digests: dict[str, int] | None) -> None:
-    """Raises RingMismatchError on all ranks if digests differ, or are None where a rank raises."""
+def agree_on_batch(
+    exchange: Exchange, digests: dict[str, int] | None, numbers: Sequence[int] = ()
+) -> list[tuple[int, ...]]:
+    """Returns all ranks' `numbers`; RingMismatchError on all if digests differ, or are None."""
     own = list((digests or {}).values())
-    records = exchange.agree([_digest(own), int(digests is None)])
-    if any(flag for _, flag in records):
-        rank = [flag for _, flag in records].index(1)
+    records = exchange.agree([_digest(own), int(digests is None), *numbers])
+    values, flags, *columns = zip(*records, strict=True)
+    if any(flags):
+        rank = flags.index(1)
         if digests is not None:
             text = f"rank {rank} refused its batch; its own error says why"
             raise _mismatch(text, exchange.rank, rank)
-    elif digests is not None and len({digest for digest, _ in records}) > 1:
+    elif digests is not None and len(set(values)) > 1:
         _raise_difference(exchange, digests, hidden=tuple(digests))
+    return columns
 
 
-def check_lengths(plan: RingPlan, lengths: list[int], rank: int) -> None:
-    """Raises RingMismatchError if a rank's shard is not as long as the plan's sharding says."""
-    for peer, (length, ranges) in enumerate(zip(lengths, plan.ranges, strict=True)):
-        if length != num_tokens(ranges):
+def agree_on_shards(
+    exchange: Exchange, sharding: str, lengths: Sequence[int], common: dict[str, object]
+) -> list[tuple[Ranges, ...]]:
+    """Returns all ranks' ranges for each length; RingMismatchError on all if ranks do not fit."""
+    with exchange.break_on_error():
+        digests = digests_of(common | {"sharding": sharding})
+        counts = agree_on_batch(exchange, digests, lengths)
+    shards = [owned_ranges(sharding, sum(count), len(count)) for count in counts]
+    for ranges, count in zip(shards, counts, strict=True):
+        check_lengths(sharding, ranges, count, exchange.rank)
+    return shards
+
+
+def check_lengths(
+    sharding: str, ranges: Sequence[Ranges], lengths: Sequence[int], rank: int
+) -> None:
+    """Raises RingMismatchError if a rank's shard is not as long as the sharding says."""
+    for peer, (length, owned) in enumerate(zip(lengths, ranges, strict=True)):
+        if length != num_tokens(owned):
             text = (
-                f"sharding {plan.sharding!r} gives rank {peer} {num_tokens(ranges)} of "
-                f"{sum(lengths)} tokens, got {length}; cut the sequence with "
-                "sparsering.distributed.shard"
+                f"sharding {sharding!r} gives rank {peer} {num_tokens(owned)} of {sum(lengths)} "
+                f"tokens, got {length}; cut the sequence with sparsering.distributed.shard"
             )
             raise _mismatch(text, rank, peer)
 

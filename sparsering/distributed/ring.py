@@ -272,7 +272,7 @@ def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
     if call.extras["distance_bias"] is not None:
         check_distances(pattern)
     plan = plan_of_call(pattern, sum(lengths), len(lengths), call.sharding, query, key)
-    check_lengths(plan, lengths, exchange.rank)
+    check_lengths(plan.sharding, plan.ranges, lengths, exchange.rank)
     seeds = None
     if call.extras["dropout_p"] is not None:
         seeds = batch_seeds(torch.tensor(seed), len(query), query.device)[:, None]

@@ -11,7 +11,7 @@ from ..checks import check_tensor
 from ..differentiable import for_each_gradient, is_batch
 from ..layouts.tiles import Ranges
 from ..patterns.arguments import checked_integer, index_of, shortened
-from .agreement import agree_on_lengths
+from .agreement import agree_on_shards
 from .exchange import Exchange
 from .ring import resolve_group
 from .sharding import num_tokens, owned_ranges
@@ -67,22 +67,17 @@ def unshard(
     """
     group = resolve_group(group, mesh)
     dim = _checked_dim(tensor, dim)
-    world = 1 if group is None else group.size()
-    sizes = [tensor.shape[dim]]
-    if group is not None and world > 1:
-        common = dim, (*tensor.shape[:dim], *tensor.shape[dim + 1 :]), tensor.dtype
-        sizes = agree_on_lengths(Exchange(group, None, tensor.device), sizes[0], common)
-    if length is not None:
-        length = checked_integer("length", length, 0)
-    ranges = owned_ranges(sharding, sum(sizes) if length is None else length, world)
-    if sizes != (expected := [num_tokens(owned) for owned in ranges]):
-        raise ValueError(
-            f"sharding {sharding!r} gives the ranks {expected} of {sum(expected)} tokens, got "
-            f"{sizes}; cut the sequence with sparsering.distributed.shard"
-        )
-    if group is None or world == 1:
-        return tensor
-    return _Gather.apply(tensor, dim, group, ranges)
+    if group is None or group.size() == 1:
+        ranges = owned_ranges(sharding, tensor.shape[dim], 1)
+    else:
+        rest = [*tensor.shape[:dim], *tensor.shape[dim + 1 :]]
+        common = {"dim": dim, "dtype": tensor.dtype, "sizes of other dims": rest}
+        exchange = Exchange(group, None, tensor.device)
+        (ranges,) = agree_on_shards(exchange, sharding, [tensor.shape[dim]], common)
+    total = sum(map(num_tokens, ranges))
+    if length is not None and checked_integer("length", length, 0) != total:
+        raise ValueError(f"length must be the sum of shards, {total}, got {length}; leave it out")
+    return tensor if len(ranges) == 1 else _Gather.apply(tensor, dim, group, ranges)
 
 
 class _Gather(torch.autograd.Function):

@@ -6,13 +6,16 @@
 Parameters and initial values equal torch's. Results equal torch's for a mask of the same pairs.
 """
 
+import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks import (
     DTYPES,
@@ -37,12 +40,13 @@ from ..patterns.arguments import (
 from ..patterns.blocks import Dense
 from ..patterns.keys import KeyMask, KeyPadding
 from ..patterns.positions import Causal, Full
+from .over_ranks import OverRanks, Ranks, refusal
 from .transformer import checked_heads
 
 MOST_WEIGHTS = 1 << 26
 
 
-class MultiheadAttention(nn.MultiheadAttention):
+class MultiheadAttention(OverRanks, nn.MultiheadAttention):
     """A `torch.nn.MultiheadAttention` whose queries attend only to keys that a pattern allows.
 
     Args:
@@ -52,6 +56,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         embed_dim, num_heads: channels of the query, and number of heads that divide them.
         dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first: as in torch's module.
         device, dtype: of the parameters.
+        group, sharding: a process group or 1-D `DeviceMesh`, and which rank has which tokens.
 
     The parameters have torch's names, order and initial values, so a state_dict of one module loads
     strictly into the other.
@@ -61,8 +66,16 @@ class MultiheadAttention(nn.MultiheadAttention):
     code path. `is_causal` adds `& Causal()`, with a mask or without. No fused path of torch
     bypasses the pattern: `TransformerEncoderLayer` calls this module in eval mode too.
 
-    Raises: ValueError or TypeError for invalid sizes, flags, scale or pattern; ValueError if
-        embed_dim is no multiple of num_heads.
+    Over ranks: with `group`, a call takes this rank's tokens, as `shard` cuts them, and returns
+    this rank's rows. Keys may be of another length than queries; the fewer of the two then move to
+    the owners of equal positions, and outputs of queries back. Gradients of parameters are each
+    rank's part; their sum is one process's. Keys, values and dropout are those of `ring_attention`.
+    `key_padding_mask` is of the rank's own keys; a byte per key tells the others. `attn_mask`,
+    `need_weights=True`, nested tensors, `add_bias_kv`, `add_zero_attn`, and floats other than 0 and
+    -inf in masks are refused. A copied or unpickled module needs `module.group` to be set.
+
+    Raises: ValueError or TypeError for invalid sizes, flags, scale, pattern, group or sharding;
+        ValueError if embed_dim is no multiple of num_heads; RingMismatchError if ranks differ.
 
     Cost: the projections, and `attention` at the cost of the pattern, also with bool masks and with
     float masks of 0 and -inf. Other float masks and `need_weights=True` take O(N^2) memory, up to
@@ -92,6 +105,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         *,
         pattern: Pattern | None = None,
         scale: float | None = None,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        sharding: str = "contiguous",
     ) -> None:
         super().__init__(
             *checked_heads(embed_dim, num_heads),
@@ -106,6 +121,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             checked_dtype("dtype", dtype),
         )
         self._set_pattern(Full() if pattern is None else pattern, scale)
+        self.sharding, self.group = sharding, group
 
     def _set_pattern(self, pattern: Pattern, scale: float | None) -> None:
         check_pattern(pattern)
@@ -147,6 +163,20 @@ class MultiheadAttention(nn.MultiheadAttention):
         Raises: ValueError for invalid shapes or masks, or more than 2^26 weights.
         """
         nested = all(isinstance(x, Tensor) and x.is_nested for x in (query, key, value))
+        ranks = self._ranks(
+            query, need_weights=need_weights is not False, attn_mask=attn_mask is not None,
+            NestedTensor=nested, add_bias_kv=self.bias_k is not None,
+            add_zero_attn=self.add_zero_attn,
+        )  # fmt: skip
+        flags = need_weights, average_attn_weights, is_causal, nested
+        with ranks or contextlib.nullcontext():
+            return self._forward(query, key, value, key_padding_mask, attn_mask, *flags, ranks)
+
+    def _forward(
+        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None, need_weights: bool, average_attn_weights: bool, is_causal: bool,
+        nested: bool, ranks: Ranks | None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         if not nested:
             for name, x in (("query", query), ("key", key), ("value", value)):
                 check_tensor(name, x, "[batch, tokens, width]")
@@ -173,8 +203,17 @@ class MultiheadAttention(nn.MultiheadAttention):
         if is_causal:
             pattern = pattern & Causal()
         sizes = *query.shape[:2], key.shape[1]
-        pattern, bias = self._masked(pattern, sizes, key_padding_mask, attn_mask)
-        out, weights = self._attend((query, key, value), pattern, bias, need_weights)
+        inputs = query, key, value
+        masked, bias = self._masked(pattern, sizes, key_padding_mask, attn_mask)
+        if ranks is None:
+            out, weights = self._attend(inputs, masked, bias, need_weights)
+        elif bias is None:
+            valid = None if key_padding_mask is None else _allowed(key_padding_mask)
+            options = dict(zip(("scale", "dropout_p"), self._scale_and_dropout, strict=True))
+            rows = ranks.attend(*self._projected(*inputs), pattern=pattern, valid=valid, **options)
+            out, weights = self.out_proj(rows.transpose(1, 2).flatten(2)), None
+        else:
+            raise refusal("key_padding_mask of floats other than 0 and -inf")
         if weights is not None and average_attn_weights:
             weights = weights.mean(1)
         if nested:

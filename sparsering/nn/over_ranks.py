@@ -1,0 +1,129 @@
+"""Calls of modules that the ranks of a process group compute together, each for its own tokens."""
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
+
+from ..checks import check_group
+from ..distributed.agreement import agree_on_batch, agree_on_shards
+from ..distributed.exchange import Exchange
+from ..distributed.ring import resolve_group, ring_attention
+from ..distributed.sharding import chunk_owners, local_index, num_tokens, overlap
+from ..distributed.sharding import positions as listed
+from ..distributed.shards import unshard
+from ..patterns.algebra import Pattern
+from ..patterns.keys import KeyMask
+
+
+class OverRanks:
+    """Gives a module the attributes `sharding` and `group`; copies of the module lose the group."""
+
+    _group: Any = None
+    sharding = "contiguous"
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The process group whose ranks share the tokens of a call; None for one process."""
+        if self._group is False:
+            raise RuntimeError("a copied or unpickled module has lost its group; set module.group")
+        return self._group
+
+    @group.setter
+    def group(self, group: object) -> None:
+        group = resolve_group(None, group) if isinstance(group, DeviceMesh) else group
+        check_group(group)
+        chunk_owners(self.sharding, getattr(group, "size", lambda: 1 << 12)())
+        self._group = group
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | ({} if self._group is None else {"_group": False})
+
+    def _ranks(self, like: object, **refused: bool) -> "Ranks | None":
+        """Returns the ranks of a call if there are several; refuses options in use by name."""
+        if (group := self.group) is not None and any(refused.values()):
+            raise refusal(", ".join(name for name, is_used in refused.items() if is_used))
+        return None if group is None or group.size() == 1 else Ranks(group, self.sharding, like)
+
+
+def refusal(what: str) -> NotImplementedError:
+    """Builds the error for arguments that ranks cannot share."""
+    way_out = "leave it out, or set module.group = None and pass the whole sequence"
+    return NotImplementedError(f"over ranks, a module does not take {what}; {way_out}")
+
+
+class Ranks(contextlib.AbstractContextManager["Ranks"]):
+    """The ranks of a call; used as a context, it tells the others if this rank raises early."""
+
+    def __init__(self, group: dist.ProcessGroup, sharding: str, like: object) -> None:
+        self.sharding, self.has_agreed = sharding, False
+        self.exchange = Exchange(group, None, like.device if isinstance(like, Tensor) else None)
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is not None and not self.has_agreed:
+            with contextlib.suppress(RuntimeError):
+                agree_on_batch(self.exchange, None, (0, 0))
+
+    @torch.compiler.disable
+    def attend(
+        self, *inputs: Tensor, pattern: Pattern, valid: Tensor | None, **options: Any
+    ) -> Tensor:
+        """Computes the rank's rows of attention; `valid`: bool [B, m] for the rank's own keys.
+
+        If numbers of queries and keys differ, the fewer move to the owners of equal positions.
+        """
+        query, key, value = inputs
+        place: Any = {"group": self.exchange.group, "sharding": self.sharding}
+        common = {
+            "batch size": len(query), "dtype": query.dtype, "key_padding_mask": valid is None,
+            "pattern": pattern.expression,
+            "gradients": [torch.is_grad_enabled() and x.requires_grad for x in inputs],
+        }  # fmt: skip
+        self.has_agreed, lengths = True, [query.shape[2], key.shape[2]]
+        to, of = agree_on_shards(self.exchange, self.sharding, lengths, common)
+        length, keys = (sum(map(num_tokens, owned)) for owned in (to, of))
+        by_length = pattern.own_length is not None or pattern.restarts is not None
+        if length != keys and (by_length or any(x.asks_frame for x in pattern.branches)):
+            raise refusal(f"{length} queries and {keys} keys in {pattern}, which counts them")
+        if valid is not None:
+            valid = unshard(valid.byte(), dim=1, **place).bool()
+        if length < keys:
+            query = _Moved.apply(query, self.exchange, to, of)
+        if length > keys:
+            key, value = _Moved.apply(torch.cat((key, value), 3), self.exchange, of, to).chunk(2, 3)
+            exists = key.new_ones(keys, dtype=torch.bool) if valid is None else valid
+            valid = pad(exists, (0, length - keys))
+        if valid is not None:
+            pattern = pattern & KeyMask(valid)
+        out: Any = ring_attention(query, key, value, pattern, **place, **options)
+        return _Moved.apply(out, self.exchange, of, to) if length < keys else out
+
+
+class _Moved(torch.autograd.Function):
+    """Moves rows of [B, H, n, D] from their owners to other owners; rows without an owner are 0."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *options: Any) -> Tensor:
+        ctx.options = exchange, source, target = options
+        rank, peers = exchange.rank, range(exchange.world_size)
+        leaving = [local_index(source[rank], listed(overlap(source[rank], r))) for r in target]
+        places = [local_index(target[rank], listed(overlap(r, target[rank]))) for r in source]
+        sent = [x[:, :, index.to(x.device)].contiguous() for index in leaving]
+        got = [x.new_empty(*x.shape[:2], len(place), x.shape[3]) for place in places]
+        got[rank] = sent[rank]
+        others = [{p: rows[p] for p in peers if p != rank} for rows in (sent, got)]
+        with exchange.break_on_error():
+            exchange.start("rows of cross attention", *others).wait()
+        out = x.new_zeros(*x.shape[:2], num_tokens(target[rank]), x.shape[3])
+        for place, rows in zip(places, got, strict=True):
+            out[:, :, place.to(x.device)] = rows
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        exchange, source, target = ctx.options
+        return _Moved.apply(grad, exchange, target, source), None, None, None
