@@ -22,10 +22,11 @@ def proposals(quick: bool) -> list[Row]:
     rows = []
     for tokens in (1024, 2048) if quick else (2048, 4096, 8192, 16384, 32768):
         texts = {sr.parse(text): text for _, text in candidates(tokens, causal=True)}
-        inputs = inputs_of(8, tokens, 64)
-        calls = {text: partial(sr.attention, *inputs, p) for p, text in texts.items()}
+        query, key, value = inputs_of(8, tokens, 64)
+        calls = {text: partial(sr.attention, query, key, value, p) for p, text in texts.items()}
         errors = {
-            text: sampled_error(calls[text](), *inputs, p, rows=8) for p, text in texts.items()
+            text: sampled_error(calls[text](), query, key, value, p, rows=8)
+            for p, text in texts.items()
         }
         ms = interleaved(calls, 3 if tokens > 8192 else 9)
         for share in _SHARES:
