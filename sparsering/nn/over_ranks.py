@@ -102,6 +102,31 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         out: Any = ring_attention(query, key, value, pattern, **place, **options)
         return _Moved.apply(out, self.exchange, of, to) if length < keys else out
 
+    @torch.compiler.disable
+    def attend_to_all_keys(self, *inputs: Tensor, step: int, options: str, attend: Any) -> Any:
+        """Joins results of attend(queries, all keys, all values, start) for ranges of own queries.
+
+        Raises ValueError on all ranks if a range does not begin at a multiple of `step`.
+        """
+        query, key, value = inputs
+        learns = [torch.is_grad_enabled() and x.requires_grad for x in inputs]
+        common: dict[str, Any] = {"options": options, "inputs": (len(query), query.dtype, learns)}
+        self.has_agreed, lengths = True, [query.shape[2]] * 2
+        ranges = agree_on_shards(self.exchange, self.sharding, lengths, common)[0]
+        if cuts := [start for owned in ranges for start, _ in owned if start % step]:
+            raise ValueError(
+                f"shards must begin at multiples of query_block, {step}, got {cuts[0]}; pad the "
+                "sequence, or use query_block=1"
+            )
+        place: Any = {"group": self.exchange.group, "sharding": self.sharding}
+        key, value = unshard(torch.cat((key, value), 3), **place).chunk(2, 3)
+        parts, first = [], 0
+        for start, stop in ranges[self.exchange.rank] or [(0, 0)]:
+            last = first + stop - start
+            parts.append(attend(query[:, :, first:last], key, value, start))
+            first = last
+        return [torch.cat(rows, 2) for rows in zip(*parts, strict=True)]
+
 
 class _Moved(torch.autograd.Function):
     """Moves rows of [B, H, n, D] from their owners to other owners; rows without an owner are 0."""

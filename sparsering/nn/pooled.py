@@ -36,6 +36,7 @@ def pooled_scores(
     *,
     query_block: int,
     causal: bool,
+    q_start: int = 0,
 ) -> Tensor:
     """Returns scores [B, Hkv, R, Nb] of Nb blocks of keys for R rows (`query_block` queries each).
 
@@ -45,7 +46,7 @@ def pooled_scores(
     of block b.
 
     Args:
-        query: [B, Hq, N, D], at positions 0 to N - 1.
+        query: [B, Hq, N, D], at positions from q_start on, a multiple of query_block.
         pooled_key: [B, Hkv, Np, D]; key c pools tokens c * stride to c * stride + size - 1.
         pooled: (size, stride) of the windows, in tokens.
         kv_len: number of keys before pooling.
@@ -67,7 +68,7 @@ def pooled_scores(
             logits = dim**-0.5 * part @ pooled_key.to(dtype).mT[:, :, None]  # [B, Hkv, G, n, Np]
         hidden = torch.zeros(part.shape[3], count, dtype=torch.bool, device=device)
         if causal:
-            position = first + torch.arange(part.shape[3], device=device)[:, None]
+            position = q_start + first + torch.arange(part.shape[3], device=device)[:, None]
             hidden = position < start + size - 1
         share = logits.masked_fill(hidden, torch.finfo(dtype).min).softmax(-1)
         share = share.clamp(min=LEAST).masked_fill(hidden, 0.0)

@@ -8,11 +8,14 @@ A call scores blocks of keys, selects the best, attends to them, and adds the ou
 branches. It can also return a loss that trains the scorer.
 """
 
+import contextlib
 from collections.abc import Sequence
 from typing import Any, Literal, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks import check_tensor, checked_integer_or_none
 from ..functional import attention
@@ -25,6 +28,7 @@ from ..patterns.selected import SelectedBlocks
 from ..selection import BlockScorer, block_mass, block_scores, select_blocks, selection_loss
 from ..selection.estimates import METHODS, checked_method
 from ..selection.query_rows import checked_blocks
+from .over_ranks import OverRanks, Ranks
 from .pooled import gated_pool, pooled_scores
 from .rope import check_rope, rotate
 from .transformer import checked_heads
@@ -32,7 +36,7 @@ from .transformer import checked_heads
 GATES = ("sigmoid", "zero")
 
 
-class SelectedAttention(nn.Module):
+class SelectedAttention(OverRanks, nn.Module):
     """Multi-head self-attention in which groups of queries choose `k` blocks of keys by content.
 
     The result is a sum of up to three attentions, called branches: to the chosen blocks (exact, and
@@ -73,6 +77,7 @@ class SelectedAttention(nn.Module):
         dense_below: sequences shorter than this attend to everything instead of choosing. Sequences
             of at most k blocks always do: they would choose all their blocks.
         causal: whether later keys are hidden from a query.
+        group, sharding: a process group or 1-D `DeviceMesh`, and which rank has which tokens.
 
     Attributes:
         q_proj, k_proj, v_proj, out_proj: linear maps without bias.
@@ -84,6 +89,13 @@ class SelectedAttention(nn.Module):
 
     Positions: none are added. Pass `rope`, or add positions to x. A mean of a block's keys also
     averages their rotary positions.
+
+    Over ranks: with `group`, a call takes this rank's tokens (and rows of `rope`), as `shard` cuts
+    them, and returns this rank's rows. Gradients of parameters are each rank's part; their sum is
+    one process's. Each rank gathers all keys and values, whatever blocks are chosen: it receives
+    2 D numbers per other token and kv head, and in the backward pass their gradients. A shard that
+    does not begin at a multiple of `query_block` raises on all ranks; `return_loss` is refused. A
+    copied or unpickled module needs `module.group` to be set.
 
     Raises: ValueError if arguments contradict one another.
 
@@ -121,8 +133,11 @@ class SelectedAttention(nn.Module):
         gate: Literal["sigmoid", "zero"] = "sigmoid",
         dense_below: int | None = None,
         causal: bool = True,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        sharding: str = "contiguous",
     ) -> None:
         super().__init__()
+        self.sharding, self.group = sharding, group
         embed_dim, num_heads = checked_heads(embed_dim, num_heads)
         kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         kv_heads = checked_integer("num_kv_heads", kv_heads, 1)
@@ -234,6 +249,13 @@ class SelectedAttention(nn.Module):
 
         Raises: ValueError for another shape of x, and for `return_loss` without a learned scorer.
         """
+        ranks = self._ranks(x, return_loss=return_loss is not False)
+        with ranks or contextlib.nullcontext():
+            return self._forward(x, rope, return_loss, ranks)
+
+    def _forward(
+        self, x: Tensor, rope: Any, return_loss: bool, ranks: Ranks | None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         check_tensor("x", x, f"[batch, tokens, {self.q_proj.in_features}]")
         wanted = x.dim() == 3 and x.shape[2] == self.q_proj.in_features
         if not wanted or not x.is_floating_point():
@@ -256,50 +278,64 @@ class SelectedAttention(nn.Module):
         if rope is not None:
             check_rope(rope, x.shape[1], self.head_dim)
             query, key = rotate(query, *rope), rotate(key, *rope)
-        if self.is_dense(x.shape[1]):
-            out = attention(query, key, value, Causal() if self.causal else Full())
-            loss = None
+        loss: Tensor | None = None
+        if ranks is None:
+            *branches, loss = self._branches(query, key, value, 0, return_loss)
+        else:
+            options = {"step": self.query_block, "options": self.extra_repr()}
+            branches = ranks.attend_to_all_keys(
+                query, key, value, **options, attend=lambda *part: self._branches(*part)[:-1]
+            )
+        out = self.out_proj(self._gated_sum(x, branches).transpose(1, 2).flatten(2))
+        return out if loss is None else (out, loss)
+
+    def _branches(
+        self, query: Tensor, key: Tensor, value: Tensor, start: int, return_loss: bool = False
+    ) -> list[Any]:
+        """Computes outputs of the branches, and last the loss; `start`: the first query's place."""
+        if self.is_dense(key.shape[2]):
+            dense = Causal() if self.causal else Full()
+            out, loss = attention(query, key, value, dense, q_start=start), None
             if return_loss:
                 # The score "exact" is the log of the softmax weight that a block gets from a row.
                 mass = self._estimates(query, key, "exact").exp()
                 loss = selection_loss(self.scores(query, key), mass)
         else:
-            out, loss = self._attend_selected(query, key, value, return_loss)
+            out, loss = self._attend_selected(query, key, value, start, return_loss)
         branches = [out]
         if self.window is not None:
             ahead = 0 if self.causal else self.window - 1
             window = SlidingWindow(self.window - 1, ahead)
-            branches.append(attention(query, key, value, window))
+            branches.append(attention(query, key, value, window, q_start=start))
         if self.pooled is not None:
             coarse_key, coarse_value = self.pool(key, key), self.pool(key, value)
             coarse = PooledCausal(*self.pooled) if self.causal else Full()
-            branches.append(attention(query, coarse_key, coarse_value, coarse, q_start=0))
-        out = self.out_proj(self._gated_sum(x, branches).transpose(1, 2).flatten(2))
-        return out if loss is None else (out, loss)
+            branches.append(attention(query, coarse_key, coarse_value, coarse, q_start=start))
+        return [*branches, loss]
 
     def is_dense(self, length: int) -> bool:
         """Whether a sequence of `length` tokens attends to everything, without choosing blocks."""
         short = self.dense_below is not None and length < self.dense_below
         return short or length <= self.k * self.block_size
 
-    def scores(self, query: Tensor, key: Tensor) -> Tensor:
+    def scores(self, query: Tensor, key: Tensor, q_start: int = 0) -> Tensor:
         """Computes scores [B, Hkv, rows, blocks] of key blocks, for query and key [B, H, N, D]."""
         if self.block_scorer is not None:
-            return self.block_scorer(query, key)
+            return self.block_scorer(query, key, q_start=q_start)
         if self.pooled is None or self.scorer != "pooled":
-            return self._estimates(query, key, self.scorer)
+            return self._estimates(query, key, self.scorer, q_start)
         pooled_key, kv_len = self.pool(key, key), key.shape[2]
-        return pooled_scores(
-            query, pooled_key, self.block_size, self.pooled, kv_len, **self._row_options
-        )
+        options = {**self._row_options, "q_start": q_start}
+        return pooled_scores(query, pooled_key, self.block_size, self.pooled, kv_len, **options)
 
     @property
     def _row_options(self) -> dict[str, Any]:
         return {"query_block": self.query_block, "causal": self.causal}
 
     @torch.no_grad()
-    def _estimates(self, query: Tensor, key: Tensor, method: str) -> Tensor:
-        return block_scores(query, key, self.block_size, method=method, **self._row_options)
+    def _estimates(self, query: Tensor, key: Tensor, method: str, q_start: int = 0) -> Tensor:
+        options = {**self._row_options, "q_start": q_start}
+        return block_scores(query, key, self.block_size, method=method, **options)
 
     def pool(self, key: Tensor, x: Tensor) -> Tensor:
         """Averages keys or values x by window: [B, Hkv, windows, D]; `key` decides the weights."""
@@ -307,21 +343,22 @@ class SelectedAttention(nn.Module):
         gate = (key * self.pool_gate[:, None]).sum(3)
         return gated_pool(gate, x, *self.pooled)
 
-    def _select(self, scores: Tensor) -> Tensor:
-        options = {"block_size": self.block_size, **self._row_options}
+    def _select(self, scores: Tensor, q_start: int = 0) -> Tensor:
+        options = {"q_start": q_start, "block_size": self.block_size, **self._row_options}
         return select_blocks(scores, self.k, sink=self.sink, local=self.local, **options)
 
     def _attend_selected(
-        self, query: Tensor, key: Tensor, value: Tensor, with_loss: bool
+        self, query: Tensor, key: Tensor, value: Tensor, start: int, with_loss: bool
     ) -> tuple[Tensor, Tensor | None]:
         with torch.set_grad_enabled(torch.is_grad_enabled() and with_loss):
-            scores = self.scores(query, key)
-        indices = self._select(scores)
+            scores = self.scores(query, key, start)
+        indices = self._select(scores, start)
         owned: Any = Owned(indices)
-        pattern: Mask = SelectedBlocks(owned, self.block_size, self.query_block)
+        first = start // self.query_block
+        pattern: Mask = SelectedBlocks(owned, self.block_size, self.query_block, first)
         if self.causal:
             pattern = pattern & Causal()
-        out, lse = attention(query, key, value, pattern, return_lse=True)
+        out, lse = attention(query, key, value, pattern, return_lse=True, q_start=start)
         if not with_loss:
             return out, None
         return out, selection_loss(scores, block_mass(query, key, pattern, lse), indices)
