@@ -63,22 +63,20 @@ class CompiledPass:
 
 
 @one_thread()
-def build_layout(
-    pattern: Pattern, frame: Frame, block_size: int, device: torch.device
-) -> BlockLayout:
+def build_layout(pattern: Pattern, frame: Frame, size: int, device: torch.device) -> BlockLayout:
     """Compiles a pattern to a layout, not cached; the host does not wait for copies to a GPU."""
-    block_size = checked_block_size(block_size)
+    size = checked_block_size(size)
     check_fits(pattern, frame)
-    if (selected := selected_layout(pattern, frame, block_size)) is not None:
+    if (selected := selected_layout(pattern, frame, size)) is not None:
         return replace(selected, passes=tuple(p.to(device) for p in selected.passes))
     has_tables = frame.num_heads and pattern.num_batches() != 0
-    compiled = compile_passes(pattern, frame, block_size) if has_tables else []
+    compiled = compile_passes(pattern, frame, size) if has_tables else []
     passes, branches = [], [part.branch for part in compiled]
     for part in compiled:
-        p, branch = assemble(part, frame, block_size), pattern.branches[part.branch]
+        p, branch = assemble(part, frame, size), pattern.branches[part.branch]
         alone = branches.count(part.branch) == 1
-        passes.append(with_slots(p, branch, frame, block_size, alone).to(device))
-    return BlockLayout(frame, block_size, tuple(passes), sum(c.num_pairs for c in compiled))
+        passes.append(with_slots(p, branch, frame, size, alone).to(device))
+    return BlockLayout(frame, size, tuple(passes), sum(c.num_pairs for c in compiled))
 
 
 def checked_block_size(block_size: object) -> int:
@@ -99,8 +97,7 @@ def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
 
     def stack(name: str, length: int) -> Tensor:
         if len(tables) == len(tables[0]) == 1:
-            only: Tensor = getattr(tables[0][0], name)
-            return only[None, None]
+            return getattr(tables[0][0], name)[None, None]
         padded = torch.zeros(len(tables), len(tables[0]), length, dtype=torch.int32)
         for b, row in enumerate(tables):
             for h, table in enumerate(row):
@@ -182,8 +179,7 @@ def _by_density(pattern: Pattern, frame: Frame) -> int:
     for size, share in _SMALLER:
         if pairs > _MOST_KEYS:
             break
-        smaller = _pairs_in_tiles(pattern, frame, size, queries)
-        if smaller > share * pairs:
+        if (smaller := _pairs_in_tiles(pattern, frame, size, queries)) > share * pairs:
             break
         chosen, pairs = size, smaller
     return chosen
@@ -191,36 +187,30 @@ def _by_density(pattern: Pattern, frame: Frame) -> int:
 
 def _pairs_in_tiles(pattern: Pattern, frame: Frame, size: int, queries: tuple[int, int]) -> float:
     """Counts all (query, key) pairs in visited tiles: a mean per query and head."""
-    total, ground = 0.0, ground_of(pattern, frame, [queries], None)
-    for _, grid, mask in terms_of(pattern, ground, size):
-        term = _Term.of(ground, grid, mask, frame, size)
-        count = {
-            own: _count_in_tiles(ground, own, *term.tiles(axis), frame, size)
-            for own, axis in term.axis_of.items()
-        }
+    total, ground = 0.0, ground_of(pattern, frame, size, [queries], None)
+    for _, grid, mask in terms_of(pattern, ground):
+        term = _Term.of(ground, grid, mask)
+        count = {x: _count_in_tiles(ground, x, *term.tiles(i)) for x, i in term.axis_of.items()}
         total += sum(count[own] for row in term.rows for own in row) / term.num_tables
     return total / (queries[1] - queries[0])
 
 
-def _count_in_tiles(
-    ground: Ground, mask: Mask, queries: Axis, keys: Axis, frame: Frame, size: int
-) -> int:
-    rule = condition(mask, frame, ground.in_document)
-    if (counted := native_table(rule, queries, keys, size, count=True)) is not None:
+def _count_in_tiles(ground: Ground, mask: Mask, queries: Axis, keys: Axis) -> int:
+    rule = condition(mask, ground.frame, ground.in_document)
+    if (counted := native_table(rule, queries, keys, ground.block_size, count=True)) is not None:
         return int(counted[0])
-    table, _ = compile_table(ground, mask, queries, keys, frame, size)
+    table, _ = compile_table(ground, mask, queries, keys)
     # Kernels round a partial tile up to a multiple of 16 tokens, not to a whole tile.
     rows, columns = (-(-x.count.clamp(min=0) // 16) * 16 for x in (queries, keys))
-    of_row = rows.repeat_interleave(table.row_ptr.diff())
-    return int((of_row * columns[table.key_tile]).sum())
+    return int((rows.repeat_interleave(table.row_ptr.diff()) * columns[table.key_tile]).sum())
 
 
-def terms_of(pattern: Pattern, ground: Ground, block_size: int) -> Iterator[tuple[int, Grid, Mask]]:
+def terms_of(pattern: Pattern, ground: Ground) -> Iterator[tuple[int, Grid, Mask]]:
     """Yields (branch of the mixture, grid that cuts tokens into tiles, mask) of each pass."""
     for number, branch in enumerate(pattern.branches):
         mask = laid_in_documents(branch) if ground.in_document else branch
-        for grid, term in disjoint_terms(mask, block_size):
-            yield number, ground.fitting(grid, block_size), term
+        for grid, term in disjoint_terms(mask, ground.block_size):
+            yield number, ground.fitting(grid), term
 
 
 def compile_passes(
@@ -231,11 +221,8 @@ def compile_passes(
     keys: Ranges | None = None,
 ) -> list[CompiledPass]:
     """Compiles passes for ranges of positions, default all; passes of one branch share no pair."""
-    ground = ground_of(pattern, frame, queries, keys)
-    return [
-        _compile_pass(ground, grid, mask, frame, block_size, branch)
-        for branch, grid, mask in terms_of(pattern, ground, block_size)
-    ]
+    ground = ground_of(pattern, frame, block_size, queries, keys)
+    return [_compile_pass(ground, *term) for term in terms_of(pattern, ground)]
 
 
 class _Term(NamedTuple):
@@ -247,10 +234,11 @@ class _Term(NamedTuple):
     axis_of: dict[Mask, int]  # of each distinct mask, the index of its tiles
 
     @classmethod
-    def of(cls, ground: Ground, grid: Grid, mask: Mask, frame: Frame, block_size: int) -> "_Term":
+    def of(cls, ground: Ground, grid: Grid, mask: Mask) -> "_Term":
+        frame = ground.frame
         num_axes = 1 if grid.anchor is None else grid.anchor.num_tables(frame)
         offsets = (grid.offset_of(head, frame.num_kv_heads) for head in range(num_axes))
-        axes = [axes_of(ground, grid, mask, block_size, offset) for offset in offsets]
+        axes = [axes_of(ground, grid, mask, offset) for offset in offsets]
         queries, keys = [tiles for tiles, _ in axes], [tiles for _, tiles in axes]
         num_tables = mask.num_tables(frame)
         rows: list[list[Mask]] = []
@@ -270,14 +258,9 @@ class _Term(NamedTuple):
         return self.queries[axis], self.keys[axis]
 
 
-def _compile_pass(
-    ground: Ground, grid: Grid, mask: Mask, frame: Frame, block_size: int, branch: int
-) -> CompiledPass:
-    term = _Term.of(ground, grid, mask, frame, block_size)
-    tables = [
-        compile_table(ground, own, *term.tiles(axis), frame, block_size)
-        for own, axis in term.axis_of.items()
-    ]
+def _compile_pass(ground: Ground, branch: int, grid: Grid, mask: Mask) -> CompiledPass:
+    term = _Term.of(ground, grid, mask)
+    tables = [compile_table(ground, x, *term.tiles(axis)) for x, axis in term.axis_of.items()]
     number = {own: index for index, own in enumerate(term.axis_of)}
     rows = [[number[own] for own in row] for row in term.rows]
     # Equal tables of two heads may count different numbers of pairs, as their tiles may differ.
@@ -287,11 +270,9 @@ def _compile_pass(
     return CompiledPass(queries, keys, shared, bitmaps, mean, branch, origins)
 
 
-def axes_of(
-    ground: Ground, grid: Grid, mask: Mask, block_size: int, offset: int
-) -> tuple[Axis, Axis]:
+def axes_of(ground: Ground, grid: Grid, mask: Mask, offset: int) -> tuple[Axis, Axis]:
     """Cuts query tiles and key tiles, from `offset` tokens after the start of each segment."""
-    keys = ground.keys(grid, block_size, offset)
+    keys, block_size = ground.keys(grid, offset), ground.block_size
     rows = [x.row_size for x in selections_of(mask)] if grid == Grid(1, block_size) else []
     tokens = math.gcd(block_size, *rows)  # so that no query tile spans two rows of a selection
     if tokens == block_size and ground.is_square:
@@ -300,16 +281,10 @@ def axes_of(
 
 
 def compile_table(
-    ground: Ground,
-    mask: Mask,
-    queries: Axis,
-    keys: Axis,
-    frame: Frame,
-    block_size: int,
-    among: Spans | None = None,
+    ground: Ground, mask: Mask, queries: Axis, keys: Axis, among: Spans | None = None
 ) -> tuple[Table, Tensor]:
     """Compiles the table and bitmaps of one mask, for all pairs of tiles or those in `among`."""
-    rule = condition(mask, frame, ground.in_document)
+    rule, block_size = condition(mask, ground.frame, ground.in_document), ground.block_size
     native = native_table(rule, queries, keys, block_size) if among is None else None
     if native is not None:
         row_ptr, key_tile, bitmap, bitmaps, counts = native
@@ -328,8 +303,7 @@ def compile_table(
     varies = torch.nonzero((status != EMPTY) & (status != FULL))[:, 0]
     bitmaps = torch.zeros(0, block_size * block_size // 8, dtype=torch.uint8)
     if len(varies):
-        cells = _cells(mask, rule, pairs[varies], frame, block_size, ground.in_document)
-        bitmaps, bitmap, count = cells
+        bitmaps, bitmap, count = _cells(ground, mask, rule, pairs[varies])
         num_pairs[varies] = count
         number[varies] = torch.where(count == (q_count * k_count)[varies], -1, bitmap)
     visited = num_pairs > 0
@@ -343,20 +317,21 @@ def compile_table(
 
 
 def _cells(
-    mask: Mask, rule: Condition, pairs: TilePairs, frame: Frame, block_size: int, in_document: bool
+    ground: Ground, mask: Mask, rule: Condition, pairs: TilePairs
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Evaluates a mask; returns (bitmaps, bitmap index and number of 1 bits of each tile pair).
 
     Tile pairs that differ only in length share the bitmap of the longest one.
     """
-    q_count, k_count = pairs.q.count, pairs.k.count
+    q_count, k_count, block_size = pairs.q.count, pairs.k.count, ground.block_size
     kind, largest = _largest_of_kind(rule.signature(pairs), q_count, k_count)
     bitmaps, numbers, total = [], [], 0
     for part in largest.split(_MOST_BITMAPS):
         tiles = pairs[part]
         packed = torch.empty(len(part), block_size**2 // 8, dtype=torch.uint8)
-        groups = [(torch.arange(len(part)), frame)]
-        for which, own in tiles.origin.frames(frame, mask.asks_frame) if in_document else groups:
+        whole = [(torch.arange(len(part)), ground.frame)]
+        frames = tiles.origin.frames(ground.frame, mask.asks_frame)
+        for which, own in frames if ground.in_document else whole:
             packed[which] = evaluate(mask, tiles[which], own, block_size)
         cut = torch.nonzero((q_count[part] < block_size) | (k_count[part] < block_size))[:, 0]
         if len(cut):  # positions past a tile's end have no bits

@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from ..patterns.algebra import And, Frame, Mask, Or, Pattern, Restarts
+from ..patterns.algebra import And, Frame, Mask, Or, Pattern
 from ..patterns.tree import Nodes, common_tree
 from ..patterns.varlen_mask import Varlen
 from .tiles import Axis, Grid, Origin, Ranges
@@ -20,7 +20,8 @@ from .tiles import Axis, Grid, Origin, Ranges
 class WholeSequence:
     """One sequence, of which the positions in `query_ranges` and `key_ranges` are compiled."""
 
-    kv_len: int
+    frame: Frame
+    block_size: int
     query_ranges: Ranges
     key_ranges: Ranges
     nodes: Nodes | None = None  # the nodes of the pattern's tree; no tile crosses their ends
@@ -31,18 +32,18 @@ class WholeSequence:
         """Whether the same positions are queries and keys."""
         return self.query_ranges == self.key_ranges
 
-    def fitting(self, grid: Grid, block_size: int) -> Grid:
+    def fitting(self, grid: Grid) -> Grid:
         return grid
 
-    def queries(self, grid: Grid, block_size: int, offset: int) -> Axis:
-        return grid.axis(self.query_ranges, block_size, offset)
+    def queries(self, grid: Grid, tokens: int, offset: int) -> Axis:
+        return grid.axis(self.query_ranges, tokens, offset)
 
-    def keys(self, grid: Grid, block_size: int, offset: int) -> Axis:
-        return grid.axis(self.key_ranges, block_size, offset)
+    def keys(self, grid: Grid, offset: int) -> Axis:
+        return grid.axis(self.key_ranges, self.block_size, offset)
 
     def origin(self, tiles: Axis) -> Origin:
         """Returns the `Origin` of each tile: masks count positions from 0."""
-        return Origin.of_sequence(len(tiles), self.kv_len)
+        return Origin.of_sequence(len(tiles), self.frame.kv_len)
 
     def placed(
         self, queries: list[Axis], keys: list[Axis]
@@ -61,27 +62,24 @@ class WholeSequence:
 class RestartedDocuments:
     """Documents end to end, in each of which positions restart at 0, as in `Varlen`."""
 
+    frame: Frame
+    block_size: int
     q_lengths: Tensor
     kv_lengths: Tensor
     in_document = True
     is_square = False
 
-    @classmethod
-    def of(cls, restarts: Restarts) -> "RestartedDocuments":
-        q_lengths, kv_lengths = (torch.tensor(x, dtype=torch.int64) for x in restarts)
-        return cls(q_lengths, kv_lengths)
-
-    def fitting(self, grid: Grid, block_size: int) -> Grid:
+    def fitting(self, grid: Grid) -> Grid:
         """Returns `grid`, or one of step 1 if `grid` cuts each document into further documents."""
-        return grid if grid.documents is None else Grid(1, block_size)
+        return grid if grid.documents is None else Grid(1, self.block_size)
 
-    def queries(self, grid: Grid, block_size: int, offset: int) -> Axis:
+    def queries(self, grid: Grid, tokens: int, offset: int) -> Axis:
         first = self.kv_lengths - self.q_lengths
-        return grid.axis_of_documents(first, self.kv_lengths, block_size, offset)
+        return grid.axis_of_documents(first, self.kv_lengths, tokens, offset)
 
-    def keys(self, grid: Grid, block_size: int, offset: int) -> Axis:
+    def keys(self, grid: Grid, offset: int) -> Axis:
         first = torch.zeros_like(self.kv_lengths)
-        return grid.axis_of_documents(first, self.kv_lengths, block_size, offset)
+        return grid.axis_of_documents(first, self.kv_lengths, self.block_size, offset)
 
     def document_of(self, tiles: Axis) -> Tensor:
         return tiles.residue % max(1, len(self.q_lengths))
@@ -109,19 +107,20 @@ Ground = WholeSequence | RestartedDocuments
 
 
 def ground_of(
-    pattern: Pattern, frame: Frame, queries: Ranges | None, keys: Ranges | None
+    pattern: Pattern, frame: Frame, size: int, queries: Ranges | None, keys: Ranges | None
 ) -> Ground:
     """Returns documents if positions restart, else one sequence with ranges (default: all)."""
     if pattern.restarts is not None and queries is None and keys is None:
-        return RestartedDocuments.of(pattern.restarts)
+        lengths = (torch.tensor(x, dtype=torch.int64) for x in pattern.restarts)
+        return RestartedDocuments(frame, size, *lengths)
     if queries is None:
         queries = [(frame.q_start, frame.q_start + frame.q_len)]
     if keys is None:
         keys = [(0, frame.kv_len)]
     if (tree := common_tree(pattern)) is None:
-        return WholeSequence(frame.kv_len, queries, keys)
+        return WholeSequence(frame, size, queries, keys)
     ends = tree.nodes.start[1:-1].tolist()
-    return WholeSequence(frame.kv_len, _cut(queries, ends), _cut(keys, ends), tree.nodes)
+    return WholeSequence(frame, size, _cut(queries, ends), _cut(keys, ends), tree.nodes)
 
 
 def _cut(ranges: Ranges, at: list[int]) -> Ranges:

@@ -18,8 +18,7 @@ def drawing(layout: "BlockLayout", rows: int = 32, columns: int = 64) -> list[st
     shares = pair_shares(layout, rows, columns, most_samples=1 << 20)
     if not shares.numel():
         return []
-    most = shares.max().clamp(min=1e-30)
-    shade = (shares / most * (len(_SHADES) - 1)).ceil().long()
+    shade = (shares / shares.max().clamp(min=1e-30) * (len(_SHADES) - 1)).ceil().long()
     return ["|" + "".join(_SHADES[x] for x in line) + "|" for line in shade.tolist()]
 
 

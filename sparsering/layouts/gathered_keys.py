@@ -101,22 +101,20 @@ def page_over(
     return p
 
 
-def _by_tiles(
-    rows: _Rows, frame: Frame, queries: int, block_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _by_tiles(rows: _Rows, frame: Frame, queries: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Finds the key tiles that each row visits, for rows (heads of a batch entry) of one mask.
 
     Returns: [rows, tiles] whether a tile is visited; [rows, tiles] index of its bitmap, or -1 if
         all pairs attend; the bitmaps, with queries along the bits.
     """
     (mask,), (count, keys) = rows.masks, rows.keys.shape
-    tiles = -(-keys // block_size)
-    k = torch.nn.functional.pad(rows.keys, (0, tiles * block_size - keys), value=-1)
-    k, p = k.view(count * tiles, block_size), rows.first.repeat_interleave(tiles)
+    tiles = -(-keys // size)
+    k = torch.nn.functional.pad(rows.keys, (0, tiles * size - keys), value=-1)
+    k, p = k.view(count * tiles, size), rows.first.repeat_interleave(tiles)
     status = _status(mask, p, p + queries - 1, k, frame)
     varies = torch.nonzero(status == VARIES)[:, 0]
-    bitmaps = torch.zeros(len(varies), block_size, block_size // 8, dtype=torch.uint8)
-    for part in torch.arange(len(varies)).split(max(1, _MOST_CELLS // block_size**2)):
+    bitmaps = torch.zeros(len(varies), size, size // 8, dtype=torch.uint8)
+    for part in torch.arange(len(varies)).split(max(1, _MOST_CELLS // size**2)):
         which = varies[part]
         query = (p[which, None] + torch.arange(queries))[:, None]
         bitmaps[part, :, : queries // 8] = _bits(mask.holds, query, k[which], frame)
@@ -127,14 +125,12 @@ def _by_tiles(
     return (status != EMPTY).view(count, tiles), number.view(count, tiles), bitmaps
 
 
-def _by_keys(
-    rows: _Rows, frame: Frame, queries: int, block_size: int
-) -> tuple[Tensor, Tensor, Tensor]:
+def _by_keys(rows: _Rows, frame: Frame, queries: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns what `_by_tiles` does, for rows of different masks; evaluates them on every key."""
     count, keys = rows.keys.shape
-    tiles, old = -(-keys // block_size), max(0, keys - queries)  # `old` keys precede all queries
+    tiles, old = -(-keys // size), max(0, keys - queries)  # `old` keys precede all queries
     query = (rows.first[:, None] + torch.arange(queries))[:, None]
-    bits = torch.zeros(count, tiles * block_size, block_size // 8, dtype=torch.uint8)
+    bits = torch.zeros(count, tiles * size, size // 8, dtype=torch.uint8)
     past = [_without_causal(mask) for mask in rows.masks]
     for begin, end, masks in ((0, old, past), (old, keys, rows.masks)):
         real = rows.keys[:, begin:end] >= 0
@@ -142,12 +138,10 @@ def _by_keys(
         slot = (~real).to(torch.int8).argsort(dim=1, stable=True)[:, :most] + begin
         for part in slot.split(max(1, _MOST_CELLS // max(1, count * queries)), 1):
             part_bits = _bits(partial(_hold, masks), query, rows.keys.gather(1, part), frame)
-            place = part[..., None].expand_as(part_bits)
-            bits[..., : queries // 8].scatter_(1, place, part_bits)
-    bits = bits.view(count * tiles, block_size**2 // 8)
+            bits[..., : queries // 8].scatter_(1, part[..., None].expand_as(part_bits), part_bits)
+    bits = bits.view(count * tiles, size**2 // 8)
     visited = (bits.view(torch.int64) != 0).any(1)
-    number = (visited.cumsum(0) - 1).view(count, tiles)
-    return visited.view(count, tiles), number, bits[visited]
+    return visited.view(count, tiles), (visited.cumsum(0) - 1).view(count, tiles), bits[visited]
 
 
 def _bits(holds: Callable[..., Tensor], query: Tensor, key: Tensor, frame: Frame) -> Tensor:
@@ -210,9 +204,8 @@ class Spanned:
 
     @classmethod
     def of(cls, layout: BlockLayout) -> "Spanned":
-        visited = [p.visited_keys() for p in layout.passes]
         none = torch.zeros(0, dtype=torch.int64)
-        pairs = list(zip(layout.passes, visited, strict=True))
+        pairs = list(zip(layout.passes, [p.visited_keys() for p in layout.passes], strict=True))
         starts = torch.cat([none, *(p.key_start[tiles] for p, tiles in pairs)])
         spans = Spans(starts, torch.cat([none, *(p.key_stop[tiles] for p, tiles in pairs)]))
         spanned = cls(layout, spans.begin, spans.end)

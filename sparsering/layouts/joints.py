@@ -260,8 +260,7 @@ class PerDocument(Condition):
         begin, last = self.same.queries(k)
         k, x, lengths = k - begin, torch.minimum(x, last) - begin, last - begin + 1
         result = torch.full_like(x, -1)
-        documents = Origin(begin, lengths, lengths)
-        for which, document in documents.frames(frame, self.asks_length):
+        for which, document in Origin(begin, lengths, lengths).frames(frame, self.asks_length):
             which = which[x[which] >= 0]
             if len(which):
                 result[which] = self.inner.before(k[which], x[which], document)

@@ -79,8 +79,7 @@ class _Page:
         return sum(x.numel() * x.element_size() for x in self.stops)
 
     def query(self, frame: Frame) -> tuple[BlockLayout, tuple[int, ...]]:
-        latest = self.latest
-        if latest is not None and latest[0] == frame:
+        if (latest := self.latest) is not None and latest[0] == frame:
             if latest[2] is not None:
                 latest[2].wait(x.key_stop for x in latest[1][0].passes)
             return latest[1]
@@ -121,12 +120,11 @@ def _row(p: Pass, row: int) -> Pass:
     count = end - begin
     place = torch.arange(int(count.max()) if count.numel() else 0, device=count.device)
     entry = torch.where(place < count[..., None], begin[..., None] + place, 0)
-    row_ptr = torch.nn.functional.pad(count[..., None], (1, 0)).int()
     start = torch.zeros_like(p.query_start[:, :1])
     return p.like(
         query_start=start,
         query_stop=start + 1,
-        row_ptr=row_ptr,
+        row_ptr=torch.nn.functional.pad(count[..., None], (1, 0)).int(),
         key_tile=p.key_tile.gather(-1, entry) if len(place) else p.key_tile[..., :0],
         bitmap=p.bitmap.gather(-1, entry) if len(place) else p.bitmap[..., :0],
         covers=(len(start) == 1, p.covers[1]),
@@ -139,9 +137,8 @@ def _walked(row: Pass, p: Pass, number: int, layout: BlockLayout) -> Pass:
 
     `Pass.cut` may shorten these tiles, so kernels must not read them as whole tiles.
     """
-    first = layout.frame.q_start + p.query_start[:, number].min()  # the tile's first query
     last = torch.minimum(p.key_start + (layout.block_size - 1) * p.step, p.key_stop - 1)
-    later = (last > first).any(0)  # [key tiles]
+    later = (last > layout.frame.q_start + p.query_start[:, number].min()).any(0)  # [key tiles]
     cut = (row.bitmap < 0) & later[row.key_tile.long()] if len(later) else row.bitmap < 0
     if not cut.any():
         return row

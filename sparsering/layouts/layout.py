@@ -137,8 +137,7 @@ class Pass:
     @property
     def walked_as(self) -> "Pass":
         """Pass that gives kernels over query tiles their order: `whole` of `cut`, or this one."""
-        whole: Pass = self.memo.get("whole", self)
-        return whole
+        return self.memo.get("whole", self)
 
     def cut(self, query_stop: Tensor, key_stop: Tensor, whole: "Pass") -> "Pass":
         """Returns a copy with fewer queries and keys; kernels use the tile order of `whole`.
@@ -259,8 +258,7 @@ class BlockLayout:
     @property
     def density(self) -> float:
         """Visited tile pairs x block_size ** 2 / (q_len x kv_len), mean over batch and heads."""
-        dense = self.frame.q_len * self.frame.kv_len
-        if not dense:
+        if not (dense := self.frame.q_len * self.frame.kv_len):
             return 0.0
         return float(self.entry_counts.sum(0).cpu().double().mean()) * self.block_size**2 / dense
 
@@ -326,8 +324,7 @@ class BlockLayout:
         pairs = real_q[:, :, None] & real_k[:, None, :]
         masked = bitmap >= 0
         numbers, inverse = bitmap[masked].unique(return_inverse=True)
-        bits = unpack(p.bitmaps[numbers], self.block_size)[:, slots][:, :, slots]
-        pairs[masked] &= bits[inverse]
+        pairs[masked] &= unpack(p.bitmaps[numbers], self.block_size)[:, slots][:, :, slots][inverse]
         q, k = torch.where(real_q, q, self.frame.q_len), torch.where(real_k, k, self.frame.kv_len)
         return q, k, pairs
 

@@ -102,8 +102,7 @@ class Linear(Condition):
             far = rows * 0 + _end(keys)
             return spans_of_positions(queries, keys, rows, origin.start - room // self.b, far)
         if self.b < 0:  # k <= origin.start + room / -b
-            most = origin.start + room // -self.b
-            return spans_of_positions(queries, keys, rows, rows * 0, most)
+            return spans_of_positions(queries, keys, rows, rows * 0, origin.start + room // -self.b)
         return with_any_key(queries, keys, rows[room >= 0])
 
     def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
@@ -238,13 +237,11 @@ class SameSegment(Condition):
     def status(self, pairs: TilePairs) -> Tensor:
         q0, q1, k0, k1 = (x // self.length for x in pairs.edges())
         meet = (q0 <= k1) & (k0 <= q1)
-        one = meet & (q0 == q1) & (k0 == k1)
-        return meet.to(torch.int8) + one.to(torch.int8)
+        return meet.to(torch.int8) + (meet & (q0 == q1) & (k0 == k1)).to(torch.int8)
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
         q0, _, k0, _ = pairs.edges()
-        apart = q0 // self.length - k0 // self.length
-        return [q0 % self.length, k0 % self.length, apart]
+        return [q0 % self.length, k0 % self.length, q0 // self.length - k0 // self.length]
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
         first, last = ((x - origin.start) // self.length for x in (queries.start, queries.last))

@@ -131,8 +131,7 @@ class _Sequence(NamedTuple):
         """Returns each key's last query from `first_query` on; -1: none, FOREVER: no end."""
         if self.length is not None:
             return self._descend(rule, k, self.length - 1, first_query)
-        repeats = rule.future(int(k[-1]) + 1)
-        if repeats is None:
+        if (repeats := rule.future(int(k[-1]) + 1)) is None:
             raise self.needs_length("a mask whose period is not known")
         first, period, empty = repeats
         if first > _MOST_POSITION or period > _MOST_PERIOD:
@@ -175,8 +174,7 @@ class _Sequence(NamedTuple):
 
     def shifted(self) -> Repeats:
         """Returns by how much query and key may both shift so that the same pairs attend."""
-        repeats = AnyOf(self.rules.values()).shifted()
-        if repeats is None:
+        if (repeats := AnyOf(self.rules.values()).shifted()) is None:
             raise self.needs_length("a mask whose period is not known")
         first, period, _ = repeats
         if first + period > _MOST_SHIFT:

@@ -102,8 +102,7 @@ def native_table(
     if kernel is None or not _encode(rule, numbers, tensors):
         return None
     tiles = ([x.residue, x.start, x.last] for x in (queries, keys))
-    result: list[Tensor] = kernel.table(numbers, tensors, *tiles, keys.step, block_size, count)
-    return result
+    return kernel.table(numbers, tensors, *tiles, keys.step, block_size, count)
 
 
 def _encode(rule: Condition, numbers: list[int], tensors: list[Tensor]) -> bool:

@@ -21,11 +21,10 @@ class _Side:
         begin, end = (x.clamp(0, most) for x in tokens)
         self.first, self.last = nodes.of_token(begin), nodes.of_token(end)
         self.several = self.last > self.first
-        ends = nodes.depth + nodes.start.diff()
         low, high = nodes.depth_of(begin), nodes.depth_of(end)
         # Of several nodes, the first has its last tokens in the tile, and the last its first ones.
         self.low = torch.where(self.several, torch.minimum(low, self._least(nodes.depth, 1)), low)
-        most_before = self._most(ends, 0, -1) - 1
+        most_before = self._most(nodes.depth + nodes.start.diff(), 0, -1) - 1
         self.high = torch.where(self.several, torch.maximum(high, most_before), high)
 
     def _most(self, values: Tensor, after: int = 0, before: int = 0) -> Tensor:
@@ -38,8 +37,7 @@ class _Side:
         for j in range(int(power.max()) if len(power) else 0):
             shifted = tables[-1][min(1 << j, len(values) - 1) :]
             tables.append(tables[-1].clone())
-            joined = torch.maximum(tables[-1][: len(shifted)], shifted)
-            tables[-1][: len(shifted)] = joined
+            tables[-1][: len(shifted)] = torch.maximum(tables[-1][: len(shifted)], shifted)
         table = torch.stack(tables)
         end = (high - (1 << power) + 1).clamp(min=0)
         return torch.maximum(table[power, low.clamp(min=0)], table[power, end])
@@ -74,8 +72,7 @@ class OnPath(Condition):
         enter, leave = key.bounds(self.nodes.enter), key.bounds(self.nodes.leave)
         every = (enter[1] <= first) & (last < leave[0]) & query.inside & key.inside
         none = (enter[0] > last) | (leave[1] <= first) | ~query.touches | ~key.touches
-        status = torch.where(every, FULL, VARIES)
-        return torch.where(none, EMPTY, status).to(torch.int8)
+        return torch.where(none, EMPTY, torch.where(every, FULL, VARIES)).to(torch.int8)
 
     def _depth_pairs(self, query: _Side, key: _Side, q_step: int, k_step: int) -> TilePairs:
         return TilePairs.of_sequence(query.depths(q_step), key.depths(k_step), self.nodes.longest)
@@ -84,13 +81,12 @@ class OnPath(Condition):
         if not len(self.nodes.depth) or not len(pairs):
             return torch.zeros(len(pairs), dtype=torch.int8)
         query, key = self._sides(pairs)
-        relation = self._relation(query, key)
         inner = self.inner.status(self._depth_pairs(query, key, pairs.q.step, pairs.k.step))
         several = query.several | key.several
         if pairs.q.step * pairs.k.step > 1 and several.any():
             loose = self.inner.status(self._depth_pairs(query, key, 1, 1))
             inner = torch.where(several, loose, inner)
-        return torch.minimum(relation, inner.to(torch.int8))
+        return torch.minimum(self._relation(query, key), inner.to(torch.int8))
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
         if not len(self.nodes.depth):
@@ -113,8 +109,7 @@ class OnPath(Condition):
             stop = keys.stop[high - 1]
             tiles = Axis(1, keys.residue[low], first[low], stop, stop - 1)
             of_row = replace(queries[row], step=1)  # as of `tiles`, which may be several
-            pairs = TilePairs(of_row, tiles, Origin(*(x[row] for x in origin)))
-            status = self.status(pairs)
+            status = self.status(TilePairs(of_row, tiles, Origin(*(x[row] for x in origin))))
             found = (status != EMPTY) & ((status == FULL) | (high - low == 1))
             begins.append((row * len(keys) + low)[found])
             ends.append((row * len(keys) + high)[found])

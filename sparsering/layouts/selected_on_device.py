@@ -81,12 +81,10 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
     return BlockLayout(frame, block_size, (p,), mean)
 
 
-def selection_of(
-    pattern: Pattern, frame: Frame, block_size: int
-) -> tuple[SelectedBlocks, bool] | None:
+def selection_of(pattern: Pattern, frame: Frame, size: int) -> tuple[SelectedBlocks, bool] | None:
     """Returns the pattern's selection, and whether the pattern is `selection & Causal()`.
 
-    Returns None for any other pattern, if `block_size` does not divide the selection's block size,
+    Returns None for any other pattern, if `size` does not divide the selection's block size,
     for negative query positions, and if there are no queries, keys, heads or listed blocks.
     """
     masks = pattern.masks if isinstance(pattern, And) else (pattern,)
@@ -95,7 +93,7 @@ def selection_of(
     if len(selections) != 1 or len(masks) != 1 + causal:
         return None
     (selection,) = selections
-    if selection.block_size % block_size or frame.q_start < 0:
+    if selection.block_size % size or frame.q_start < 0:
         return None
     if not (frame.q_len and frame.kv_len and frame.num_heads and selection.indices.shape[-1]):
         return None
@@ -127,8 +125,7 @@ def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int, alone: bool) 
     for b, h in itertools.product(range(batches), range(heads)):
         n = int(row_ptr[b, h, -1])
         query, key = first[0][row[b, h, :n]], p.key_start[0][key_tile[b, h, :n].long()]
-        head = h * frame.num_heads // heads
-        slot[b, h, :n] = selection.slot_of_pairs(query, key, b, head, frame)
+        slot[b, h, :n] = selection.slot_of_pairs(query, key, b, h * frame.num_heads // heads, frame)
     return replace(p, slot=slot)
 
 

@@ -2,13 +2,13 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from ..patterns import positions
 from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, joined_masks
 from ..patterns.positions import Dilated, Documents, GlobalTokens, Packed, SlidingWindow
 from ..patterns.selected import selections_of
-from ..patterns.tree import Nodes, Tree
+from ..patterns.tree import Tree
 from .tiles import Grid
 
 Heads = dict[tuple[Mask, ...], list[tuple[int, int]]]
@@ -28,8 +28,7 @@ def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
     selections = selections_of(mask)
     if len(selections) != 1 or selections[0].block_size % block_size:
         return found
-    others = [(grid, part) for grid, part in found if grid != plain]
-    if not others:
+    if not (others := [(grid, part) for grid, part in found if grid != plain]):
         return found
     listed = [part if grid == plain else And((*selections, part)) for grid, part in found]
     rest = [(grid, part) for grid, part in others if not _is_within(part, selections[0])]
@@ -63,8 +62,10 @@ def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
             of_inner = _split(inner, block_size)
             return [(_in_documents(grid, documents), Packed(lengths, x)) for grid, x in of_inner]
         case Tree(_, _, inner) if mask._own_batches() is None:
+            sizes, depths = mask.nodes.start.diff().tolist(), mask.nodes.depth.tolist()
+            in_nodes = partial(replace, documents=tuple(sizes), depths=tuple(depths))
             of_inner = _split(inner, block_size)
-            return [(_in_nodes(grid, mask.nodes), replace(mask, pattern=x)) for grid, x in of_inner]
+            return [(in_nodes(grid), replace(mask, pattern=x)) for grid, x in of_inner]
         case And(masks):
             found = _split(masks[0], block_size)
             for part in masks[1:]:
@@ -114,12 +115,6 @@ def _in_documents(grid: Grid, lengths: tuple[int, ...]) -> Grid:
         depths = None if grid.depths is None else grid.depths * times
         return replace(grid, documents=grid.documents * times, depths=depths)
     return replace(grid, documents=lengths)
-
-
-def _in_nodes(grid: Grid, nodes: Nodes) -> Grid:
-    """Cuts tiles in each node of a tree, at multiples of their length in depth."""
-    sizes, depths = nodes.start.diff().tolist(), nodes.depth.tolist()
-    return replace(grid, documents=tuple(sizes), depths=tuple(depths))
 
 
 def typical(pattern: Pattern, frame: Frame) -> tuple[Pattern, Frame]:

@@ -57,8 +57,7 @@ class Grid:
             cut = self.step, self.segment, self.residues, block_size, offset
             edges = [edge for pair in ranges for edge in pair]
             documents = (0,) if self.documents == () else self.documents or ()  # (): no documents
-            tiles = kernel.tiles(*cut, edges, documents, self.depths or ())
-            return Axis(self.step, *tiles)
+            return Axis(self.step, *kernel.tiles(*cut, edges, documents, self.depths or ()))
         lows, highs = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).T.contiguous()
         first, stop = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
         begin, end, least = self._segments(first, stop) if ranges else (lows, highs, lows)
@@ -66,12 +65,10 @@ class Grid:
         segment, start, end, longest = self._pieces(*bounds, block_size)
         least = torch.maximum(start, least[segment])
         nearest = torch.searchsorted(highs, least, right=True)  # first range that ends after it
-        count = (torch.searchsorted(lows, end) - nearest).clamp(min=0)
-        tile, number = expand_counts(count)
+        tile, number = expand_counts((torch.searchsorted(lows, end) - nearest).clamp(min=0))
         within = nearest[tile] + number
         ends = torch.minimum(end[tile], highs[within])
-        residues = self._residues(ranges, longest)
-        residue = residues[:, None].expand(-1, len(tile))
+        residue = self._residues(ranges, longest)[:, None].expand(-1, len(tile))
         least = torch.maximum(lows[within], least[tile])
         return self._tiles(residue, start[tile] + residue + offset, least, ends)
 
@@ -218,8 +215,7 @@ class TilePairs:
         return len(self.q)
 
     def __getitem__(self, index: Tensor) -> "TilePairs":
-        origin = Origin(*(x[index] for x in self.origin))
-        return TilePairs(self.q[index], self.k[index], origin)
+        return TilePairs(self.q[index], self.k[index], Origin(*(x[index] for x in self.origin)))
 
     def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns each pair's first and last query and key, less its `origin.start`."""
@@ -236,8 +232,7 @@ class Spans:
         end = end[filled][order].cummax(0).values
         head = torch.ones_like(begin, dtype=torch.bool)
         head[1:] = begin[1:] > end[:-1]
-        tail = head.roll(-1)
-        self.begin, self.end = begin[head], end[tail]
+        self.begin, self.end = begin[head], end[head.roll(-1)]
 
     def __or__(self, other: "Spans") -> "Spans":
         return Spans(torch.cat((self.begin, other.begin)), torch.cat((self.end, other.end)))
@@ -271,19 +266,17 @@ class Spans:
         return torch.arange(int(count.sum())) + base.repeat_interleave(count)
 
 
-def spans_of_positions(
-    queries: Axis, keys: Axis, row: Tensor, first: Tensor, last: Tensor
-) -> Spans:
-    """Pairs query tile row[i] with key tiles of its residue class that meet [first[i], last[i]]."""
+def spans_of_positions(queries: Axis, keys: Axis, row: Tensor, low: Tensor, high: Tensor) -> Spans:
+    """Pairs query tile row[i] with key tiles of its residue class that meet [low[i], high[i]]."""
     if not len(keys) or not len(row):
         return Spans(none := torch.zeros(0, dtype=torch.int64), none)
     highest = int(keys.stop.max()) - 1
     stride = highest + keys.step + 1  # keeps the positions of residue classes apart
-    first, last = first.clamp(min=0), last.clamp(max=highest)
-    row, first, last = (x[first <= last] for x in (row, first, last))
+    low, high = low.clamp(min=0), high.clamp(max=highest)
+    row, low, high = (x[low <= high] for x in (row, low, high))
     lane = queries.residue[row] * stride
     key_lane = keys.residue * stride
     key_start = torch.minimum(keys.start, keys.stop)  # an empty tile may begin beyond the next one
-    begin = torch.searchsorted(key_lane + (keys.stop - 1), lane + first)
-    end = torch.searchsorted(key_lane + key_start, lane + last, right=True)
+    begin = torch.searchsorted(key_lane + (keys.stop - 1), lane + low)
+    end = torch.searchsorted(key_lane + key_start, lane + high, right=True)
     return Spans(row * len(keys) + begin, row * len(keys) + end)

@@ -113,7 +113,7 @@ def work_of(pattern: Pattern, frame: Frame, block_size: int, *, cut: bool = Fals
 
     def count() -> Work:
         if not selections_of(pattern):
-            tiles: _TilesOfPass = {}  # for both calls of `_sampled`: building tiles takes longest
+            tiles: _Cached = {}  # for both calls of `_sampled`: building tiles takes longest
             rough = _sampled(pattern, frame, block_size, _FIRST_TILES, 1, tiles)
             if sum(p.num_tables * p.entries for p in rough.passes) > MOST_ENTRIES:
                 return _sampled(pattern, frame, block_size, _TILES, _HEADS, tiles)
@@ -152,8 +152,7 @@ def _tokens_before(keys: Tensor) -> Tensor:
 
 
 def _longest(queries: Tensor, keys: Tensor) -> tuple[int, int]:
-    most_queries, most_keys = (int(x.max()) if x.numel() else 0 for x in (queries, keys))
-    return most_queries, most_keys
+    return int(queries.max()) if queries.numel() else 0, int(keys.max()) if keys.numel() else 0
 
 
 def _ragged(keys: Tensor) -> float:
@@ -198,40 +197,34 @@ class _Tiles(NamedTuple):
     before: Tensor  # result of `_tokens_before` for the key tiles
 
 
-_TilesOfPass = dict[tuple[int, int], _Tiles]
+_Cached = dict[tuple[int, int], _Tiles]
 """Tiles of a head, by (index of the pass, offset of the head's first tile)."""
 
 
 def _sampled(
-    pattern: Pattern,
-    frame: Frame,
-    block_size: int,
-    num_tiles: int,
-    num_heads: int,
-    tiles_of_pass: _TilesOfPass,
+    pattern: Pattern, frame: Frame, block_size: int, num_tiles: int, num_heads: int, cached: _Cached
 ) -> Work:
     """Estimates the work from about `num_tiles` query tiles of up to `num_heads` heads."""
     passes: list[PassWork] = []
     pairs = 0.0
-    ground = ground_of(pattern, frame, None, None)
-    for number, (_, grid, mask) in enumerate(terms_of(pattern, ground, block_size)):
+    ground = ground_of(pattern, frame, block_size, None, None)
+    for number, (_, grid, mask) in enumerate(terms_of(pattern, ground)):
         tables = mask.num_tables(frame)
         sampled_tables = sorted({i * tables // num_heads for i in range(num_heads)})
         shapes = []
         sums = [0.0] * 5
         for table in sampled_tables:
             head = table * frame.num_heads // tables
-            offset = grid.offset_of(frame.kv_head(head), frame.num_kv_heads)
-            key = number, offset
-            if key not in tiles_of_pass:
-                queries, keys = axes_of(ground, grid, mask, block_size, offset)
+            key = number, grid.offset_of(frame.kv_head(head), frame.num_kv_heads)
+            if key not in cached:
+                queries, keys = axes_of(ground, grid, mask, key[1])
                 before = _tokens_before(keys.count.clamp(min=0))
-                tiles_of_pass[key] = _Tiles(queries, keys, *keys.runs(_RUN), before)
-            tiles, mask_of_head = tiles_of_pass[key], mask.at(0, head, frame)
+                cached[key] = _Tiles(queries, keys, *keys.runs(_RUN), before)
+            tiles, mask_of_head = cached[key], mask.at(0, head, frame)
             for places, weight in _draws(len(tiles.queries), num_tiles):
                 queries = tiles.queries[places]
                 tokens = queries.count.clamp(min=0)
-                runs, num_pairs = _runs(ground, mask_of_head, queries, tiles, frame, block_size)
+                runs, num_pairs = _runs(ground, mask_of_head, queries, tiles)
                 tally = _tally(*runs, tokens, tiles.before)
                 weight /= len(sampled_tables)
                 sums = [total + weight * x for total, x in zip(sums, tally, strict=True)]
@@ -245,19 +238,17 @@ def _sampled(
             masked, cells, wide_cells, rows, float(len(key_tokens)), _ragged(key_tokens), 0.0, 0.0,
             tables, pattern.num_batches() or 1,
         ))  # fmt: skip
-    size = 0.0
-    for p in passes:
-        size += p.num_tables * (8 * p.entries + 4 * p.query_tiles)
-        size += 16 * (p.query_tiles + p.key_tiles)
+    size = sum(p.num_tables * (8 * p.entries + 4 * p.query_tiles) for p in passes)
+    size += sum(16 * (p.query_tiles + p.key_tiles) for p in passes)
     known = "extrapolated from some query tiles"
     return Work(frame, block_size, pairs, tuple(passes), int(size), 0, known)
 
 
 def _runs(
-    ground: Ground, mask: Mask, queries: Axis, tiles: _Tiles, frame: Frame, block_size: int
+    ground: Ground, mask: Mask, queries: Axis, tiles: _Tiles
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], int]:
     """Finds visited runs (`row`, `first`, `end`, `masked` of `_tally`); counts their pairs."""
-    rule, origin = condition(mask, frame, ground.in_document), ground.origin(queries)
+    rule, origin = condition(mask, ground.frame, ground.in_document), ground.origin(queries)
     keys, runs = tiles.keys, tiles.runs
     candidates = rule.candidates(queries, keys, origin)
     places = candidates.runs(len(keys), _RUN).expand()
@@ -265,8 +256,7 @@ def _runs(
     pairs = TilePairs(queries[row], runs[run], Origin(*(x[row] for x in origin)))
     status = torch.where(tiles.joined[run], rule.status(pairs), VARIES)
     begin = (row * len(keys) + run * _RUN)[status != VARIES]
-    among = candidates - Spans(begin, begin + _RUN)
-    table, _ = compile_table(ground, mask, queries, keys, frame, block_size, among)
+    table, _ = compile_table(ground, mask, queries, keys, candidates - Spans(begin, begin + _RUN))
     full = (status == FULL) & (pairs.q.count > 0)
     first = run[full] * _RUN
     visits = (
