@@ -1,11 +1,15 @@
 """Defines types, choices and help texts of arguments that several commands share."""
 
 import argparse
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 DTYPES = ("float32", "bfloat16", "float16")
+DTYPE: dict[str, Any] = {
+    "choices": DTYPES,
+    "help": "dtype of inputs (default: bfloat16 on a GPU, else float32)",
+}
 PATTERN = "such as 'LongNet((1024, 4096), (1, 4)) & Causal()'"
 
 

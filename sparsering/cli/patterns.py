@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .argument_types import DTYPES, PATTERN, Commands, positive
+from .argument_types import DTYPE, PATTERN, Commands, positive
 
 
 def add_commands(commands: Commands) -> None:
@@ -15,13 +15,8 @@ def add_commands(commands: Commands) -> None:
     add("--length", type=positive, required=True, help="tokens of the sequence")
     add("--out", type=Path, required=True, help="PNG file to write")
     add("--block-size", type=positive, default=128, help="tokens of a block")
-    add(
-        "--heads",
-        "--num-heads",
-        type=positive,
-        default=1,
-        help="heads of the layout, up to 4 drawn",
-    )
+    drawn = "heads of the layout, up to 4 drawn"
+    add("--heads", "--num-heads", type=positive, default=1, help=drawn)
 
     tune = commands.add_parser(
         "tune", help="measure block sizes on this machine, and block shapes where it has a GPU"
@@ -33,9 +28,7 @@ def add_commands(commands: Commands) -> None:
     add("--heads", "--num-heads", type=positive, help="query heads (default: 16 on a GPU, else 8)")
     add("--kv-heads", type=positive, help="key and value heads (default: --heads)")
     add("--head-dim", type=positive, help="channels of a head (default: 128 on a GPU, else 64)")
-    add(
-        "--dtype", choices=DTYPES, help="dtype of inputs (default: bfloat16 on a GPU, else float32)"
-    )
+    add("--dtype", **DTYPE)
     sizes = "sizes to measure (default: 64 and 128, without a GPU 32 too)"
     add("--block-sizes", type=positive, nargs="+", help=sizes)
     add("--backend", choices=("cpu", "triton"), help="default: triton if there is a GPU, else cpu")
@@ -48,13 +41,9 @@ def _plot(arguments: argparse.Namespace) -> int:
 
     if arguments.out.suffix.lower() != ".png":
         raise ValueError(f"--out must name a .png file, got {arguments.out}")
-    png = pattern_png(
-        parse(arguments.pattern),
-        arguments.length,
-        num_heads=arguments.heads,
-        block_size=arguments.block_size,
-        title=arguments.pattern,
-    )
+    options = {"num_heads": arguments.heads, "block_size": arguments.block_size}
+    pattern = parse(arguments.pattern)
+    png = pattern_png(pattern, arguments.length, **options, title=arguments.pattern)
     replace_file(arguments.out, png)
     print(f"Wrote {arguments.out}")
     return 0

@@ -2,7 +2,7 @@
 
 import argparse
 
-from .argument_types import DTYPES, PATTERN, Commands, positive
+from .argument_types import DTYPE, PATTERN, Commands, positive
 
 
 def add_commands(commands: Commands) -> None:
@@ -25,9 +25,7 @@ def add_commands(commands: Commands) -> None:
         "--kv-heads", "--num-kv-heads", type=positive, help="key and value heads (default: --heads)"
     )
     add("--head-dim", type=positive, default=64, help="channels of a head")
-    add(
-        "--dtype", choices=DTYPES, help="dtype of inputs (default: bfloat16 on a GPU, else float32)"
-    )
+    add("--dtype", **DTYPE)
     add("--batch-size", type=positive, default=1, help="sequences of one call")
     passes = plan.add_mutually_exclusive_group().add_argument
     passes("--backward", action="store_true", help="with gradients, as in training")

@@ -11,7 +11,7 @@ import platform
 import statistics
 import timeit
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,17 +125,13 @@ def _measured_call(
     size = default_block_size(pattern, tokens)
     work, call = work_of(pattern, frame, size), Call(1, head_dim, dtype)
     layout = layout_cache.layout(pattern, frame, size, torch.device("cpu"))
-    query, key, value = (
-        torch.randn(1, num, tokens, head_dim).to(dtype) for num in (heads, kv_heads, kv_heads)
-    )
+    sizes = heads, kv_heads, kv_heads
+    query, key, value = (torch.randn(1, num, tokens, head_dim).to(dtype) for num in sizes)
     problem = Problem(layout, query, key, value, head_dim**-0.5)
     out, lse = backend.forward(problem)
     grads = torch.randn_like(out), torch.zeros_like(lse)
-    forward, backward = parts_of(name, work, call, True)
-    for part, run in (
-        (forward, lambda: backend.forward(problem)),
-        (backward, lambda: backend.backward(problem, out, lse, *grads)),
-    ):
+    runs = partial(backend.forward, problem), partial(backend.backward, problem, out, lse, *grads)
+    for part, run in zip(parts_of(name, work, call, True), runs, strict=True):
         seconds = timeit.repeat(run, number=1, repeat=1 + _ROUNDS)
         yield part, amounts(part, work, call), min(seconds[1:])  # the first run warms up
 

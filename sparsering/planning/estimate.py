@@ -7,7 +7,7 @@ measured on this machine, or from the published peaks of a named machine. `Figur
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -70,8 +70,7 @@ class Scenario:
                 f"dtype must be torch.float32, torch.bfloat16 or torch.float16, got "
                 f"{shortened(repr(self.dtype))}; the costs of other dtypes are not known"
             )
-        batches = self.pattern.num_batches()
-        if batches not in (None, self.batch_size):
+        if (batches := self.pattern.num_batches()) not in (None, self.batch_size):
             raise ValueError(
                 f"the pattern is for a batch of {batches}, got batch_size={self.batch_size}; pass "
                 f"batch_size={batches}"
@@ -222,9 +221,8 @@ def estimate_of(scenario: Scenario) -> Estimate:
         hint = "seconds are a bound by peaks: at least so long"
         if machine.link_bandwidth is not None and scenario.ranks > 1:
             link = Figure(max(received) / machine.link_bandwidth, machine.known)
-    choices = {"sharding": sharding, "backend": backend, "block_size": block_size}
     return Estimate(
-        **vars(scenario) | choices,
+        **vars(scenario) | {"sharding": sharding, "backend": backend, "block_size": block_size},
         density=work.density,
         pairs=pairs,
         seconds=Figure(seconds.value * (balance / scenario.ranks), seconds.known + extrapolated),
@@ -244,25 +242,22 @@ def _backend_and_block_size(scenario: Scenario, frame: Frame) -> tuple[str, int]
     shape = scenario.batch_size, scenario.num_heads, scenario.tokens, scenario.head_dim
     query = torch.empty(1, dtype=scenario.dtype).expand(shape)
     gpu = machine is not None and machine.kind == "gpu"
+    backend = scenario.backend or ("triton" if gpu else "cpu")
     if machine is None:
         backend = choose(scenario.backend, (query, query, query))
-    else:
-        backend = scenario.backend or ("triton" if gpu else "cpu")
     if backend not in MEMORY:
         raise ValueError(
             f"backend must be one whose costs are known, {', '.join(MEMORY)}, got {backend!r}; "
             "leave it out for the default backend"
         )
-    if size is None and gpu:
-        size = default_block_size(pattern, scenario.tokens)
-    elif size is None:
-        size = block_size_of(backend, pattern, query, frame)
-    return backend, size
+    if size is not None:
+        return backend, size
+    if gpu:
+        return backend, default_block_size(pattern, scenario.tokens)
+    return backend, block_size_of(backend, pattern, query, frame)
 
 
-def _shares(
-    scenario: Scenario, frame: Frame, block_size: int
-) -> tuple[str, float, tuple[int, ...]]:
+def _shares(scenario: Scenario, frame: Frame, size: int) -> tuple[str, float, tuple[int, ...]]:
     """Returns (sharding, largest load of a rank / mean load, bytes that each rank receives)."""
     if scenario.ranks == 1:
         if scenario.sharding not in ("auto", "balanced"):
@@ -272,35 +267,23 @@ def _shares(
         return "contiguous", 1.0, (0,)
     from ..distributed.plan import RingPlan  # slow, so `import sparsering` must not load it
 
-    plan = RingPlan.build(
-        scenario.pattern,
-        scenario.tokens,
-        scenario.ranks,
-        num_heads=frame.num_heads,
-        num_kv_heads=frame.num_kv_heads,
-        block_size=block_size,
-        sharding=scenario.sharding,
-    )
+    heads = {"num_heads": frame.num_heads, "num_kv_heads": frame.num_kv_heads}
+    options: dict[str, Any] = {"block_size": size, "sharding": scenario.sharding, **heads}
+    plan = RingPlan.build(scenario.pattern, scenario.tokens, scenario.ranks, **options)
     balance = float(plan.loads.max() / plan.loads.mean().clamp(min=1))
+    sizes: dict[str, Any] = {"head_dim": scenario.head_dim, "dtype": scenario.dtype}
     received = []
     for rank in range(scenario.ranks):
-        one_entry = sum(
-            plan.bytes_received(
-                rank, head_dim=scenario.head_dim, dtype=scenario.dtype, backward=backward
-            )
-            for backward in {False, scenario.backward}
-        )
-        received.append(int(scenario.batch_size * one_entry))
+        parts = (plan.bytes_received(rank, backward=x, **sizes) for x in {False, scenario.backward})
+        received.append(int(scenario.batch_size * sum(parts)))
     return plan.sharding, balance, tuple(received)
 
 
 def _seconds_here(backend: str, work: Work, call: Call, backward: bool) -> tuple[Figure, str]:
     """Predicts seconds on this machine; also returns a hint on how to get a better prediction."""
-    calibration = calibrated()
-    rates = {} if calibration is None else calibration.rates
-    seconds = seconds_of(backend, work, call, backward, rates)
-    if seconds is not None:
-        return Figure(seconds, "measured here"), ""
     hint = f"the calibration of this machine has no rates for such calls of {backend}"
-    hint = why_not() if calibration is None else hint
+    if (calibration := calibrated()) is None:
+        hint = why_not()
+    elif (seconds := seconds_of(backend, work, call, backward, calibration.rates)) is not None:
+        return Figure(seconds, "measured here"), ""
     return Figure(default_seconds(work, call, backward), "uncalibrated"), hint

@@ -196,8 +196,7 @@ def about_largest(peak: Callable[[int], float], limit: float, start: int, most: 
     peaks: dict[int, float] = {}
     guess, expected = 0, start
     while abs(expected - guess) > 0.03 * guess and len(peaks) < 8:
-        reach = 8 * max(peaks) if 0 < len(peaks) < 3 else most
-        guess = max(1, min(expected, reach, most))
+        guess = max(1, min(expected, 8 * max(peaks) if 0 < len(peaks) < 3 else most, most))
         if guess in peaks:
             break
         peaks[guess] = peak(guess)
@@ -247,8 +246,7 @@ def memory_of(
 def gpu_memory(free: bool) -> int:
     """Returns the bytes of the current GPU, or those that are free, in torch's own cache too."""
     left, total = torch.cuda.mem_get_info()
-    unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-    return left + unused if free else total
+    return left + (torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) if free else total
 
 
 def memory_here(free: bool, system: Path = Path("/")) -> int:
@@ -274,5 +272,4 @@ def memory_here(free: bool, system: Path = Path("/")) -> int:
 
 def _numbers(file: Path) -> dict[str, int]:
     """Reads lines of a name and a number."""
-    rows = (line.split() for line in file.read_text().splitlines())
-    return {row[0]: int(row[1]) for row in rows}
+    return {row[0]: int(row[1]) for row in (line.split() for line in file.read_text().splitlines())}

@@ -41,15 +41,9 @@ class Machine:
 
 def _machine(row: dict[str, Any]) -> Machine:
     memory, link = (row[name] for name in ("memory_gb", "link_gb_s"))
-    return Machine(
-        row["name"],
-        row["kind"],
-        None if memory is None else memory * 10**9,
-        row["bandwidth_gb_s"] * 1e9,
-        {dtype: peak * 1e12 for dtype, peak in row["tflops"].items()},
-        None if link is None else link * 1e9,
-        row["source"],
-    )
+    peaks = {dtype: peak * 1e12 for dtype, peak in row["tflops"].items()}
+    figures = memory and memory * 10**9, row["bandwidth_gb_s"] * 1e9, peaks, link and link * 1e9
+    return Machine(row["name"], row["kind"], *figures, row["source"])
 
 
 _ROWS = json.loads(Path(__file__).with_name("machines.json").read_text())

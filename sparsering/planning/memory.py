@@ -102,9 +102,8 @@ def gather_memory(work: Work, call: Call, backward: bool) -> Memory:
     limit = set_workspace(1)  # returns the previous limit, which the next line restores
     set_workspace(limit)
     scale = sum_dtype(call.dtype).itemsize // call.dtype.itemsize
-    plans = int(48 * sum(p.entries * p.num_tables for p in work.passes))
     forward = limit + (sizes.out * scale if scale > 1 else 0)
-    layout = work.layout_bytes + plans
+    layout = work.layout_bytes + int(48 * sum(p.entries * p.num_tables for p in work.passes))
     if not backward:
         return sizes.memory(forward, layout)
     sums = sizes.inputs * scale if scale > 1 else 0

@@ -22,6 +22,7 @@ _WRAPPED: dict[str, Any] = {
     "subsequent_indent": " " * 10, "replace_whitespace": False, "drop_whitespace": True,
     "break_long_words": False, "break_on_hyphens": False,
 }  # fmt: skip
+_QUALITY = "arithmetic cannot tell what leaving out pairs costs: compare on your model and data"
 MOST_SEARCHED = 1 << 22
 """Largest number of tokens that is estimated; longer sequences are extrapolated."""
 
@@ -42,7 +43,7 @@ def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
     dense_name = "causal attention" if causal else "full attention"
     dense_pairs = scenario.tokens * (scenario.tokens + 1) / 2 if causal else scenario.tokens**2
     pairs = estimate.pairs / estimate.num_heads / estimate.batch_size
-    saving = dense_pairs / max(1.0, pairs)
+    saving, density = dense_pairs / max(1.0, pairs), 100 * estimate.density
 
     of_rank = " a rank" if scenario.ranks > 1 else ""
     peak = estimate.peak_bytes.value
@@ -53,9 +54,7 @@ def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
         title_of(scenario),
         "",
         _row("runs", f"{estimate.backend}, blocks of {estimate.block_size}"),
-        _row(
-            "pairs", f"{pairs:.3g} a head and entry; blocks visited {100 * estimate.density:.3g}%"
-        ),
+        _row("pairs", f"{pairs:.3g} a head and entry; blocks visited {density:.3g}%"),
         _row("dense", f"{dense_name} has {dense_pairs:.3g} pairs, {_times(saving)} as many"),
         _row("time", _time(estimate, of_rank)),
         _row("memory", f"{show_bytes(peak)}{of_limit}{of_rank} at its peak, for this call alone"),
@@ -64,10 +63,7 @@ def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
         *_rank_rows(scenario, estimate),
         "",
         _row("advice", _advice(estimate, limit, saving, dense_name)),
-        _row(
-            "quality",
-            "arithmetic cannot tell what leaving out pairs costs: compare on your model and data",
-        ),
+        _row("quality", _QUALITY),
         _row("", "(docs/selection.md; sparsering.selection.selection_report for chosen blocks)"),
     ]
     return "\n".join(line for text in lines for line in wrap(text, WIDTH, **_WRAPPED) or [""])
@@ -148,8 +144,7 @@ def _capacity(scenario: Scenario, limit: int | None) -> str:
         batch = most_that_fit(lambda n: replace(scenario, batch_size=n), usable(limit), 1)
     except ValueError:  # the pattern is for a batch of another size
         batch = 0
-    text = f"a batch of {batch:,}" if batch else "not even a batch of 1"
-    text += " at this length"
+    text = (f"a batch of {batch:,}" if batch else "not even a batch of 1") + " at this length"
 
     def peak(tokens: int) -> float:
         return estimate_of(replace(scenario, tokens=tokens)).peak_bytes.value
@@ -157,7 +152,7 @@ def _capacity(scenario: Scenario, limit: int | None) -> str:
     try:
         tokens = about_largest(peak, usable(limit), 4096, MOST_SEARCHED)
     except ValueError:  # the pattern is for one length only
-        return text
+        tokens = 0
     if tokens < 1:
         return text
     two_digits = int(float(f"{tokens:.1e}"))  # the search is exact to a few percent
@@ -175,9 +170,7 @@ def _rank_rows(scenario: Scenario, estimate: Estimate) -> list[str]:
         return [*rows, _row("sharding", text)]
     titles = ("most received", "link time", "busiest / mean", "time")
     rows.append(f"{'  sharding':<14}" + "".join(f"{title:>18}" for title in titles))
-    for name in dict.fromkeys((*SHARDINGS, scenario.sharding)):
-        if name == "auto":
-            continue
+    for name in dict.fromkeys(x for x in (*SHARDINGS, scenario.sharding) if x != "auto"):
         one = estimate_of(replace(scenario, sharding=name))
         cells = (
             show_bytes(max(one.received_bytes)),
@@ -199,10 +192,9 @@ def _advice(estimate: Estimate, limit: int | None, saving: float, dense_name: st
     """Returns one line of advice: the most important one that applies."""
     peak, seconds, balance = estimate.peak_bytes.value, estimate.seconds, estimate.balance.value
     if limit is not None and peak > usable(limit):
-        ranks = estimate.ranks * -(-peak // usable(limit))
         return (
             f"it does not fit: {show_bytes(peak)} in {show_bytes(limit)}; take "
-            f"about {ranks:.0f} ranks, or shorter sequences"
+            f"about {estimate.ranks * -(-peak // usable(limit)):.0f} ranks, or shorter sequences"
         )
     if saving < 1.5:
         return "it leaves out almost nothing: dense attention costs as much, and loses nothing"
