@@ -92,8 +92,7 @@ class DilatedAttention(nn.Module):
         has_norm = subln and self_attention
         self.inner_attn_ln = _multiway(args, nn.LayerNorm(embed_dim, eps=eps)) if has_norm else None
         has_xpos = getattr(args, "xpos_rel_pos", False) and self_attention
-        base = getattr(args, "xpos_scale_base", 512)
-        self.xpos = XPos(self.head_dim, base) if has_xpos else None
+        self.xpos = XPos(self.head_dim, getattr(args, "xpos_scale_base", 512)) if has_xpos else None
 
     def reset_parameters(self) -> None:
         """Draws new weights for the projections, as torchscale's method of this name does."""
@@ -315,8 +314,7 @@ def apply_xpos(
     decay = scale.to(x.device, dtype) ** (-exponent if downscale else exponent)
     cos, sin = angle.cos() * decay, angle.sin() * decay
     even, odd = x.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)
-    pairs = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1)
-    return pairs.flatten(-2).to(x.dtype)
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2).to(x.dtype)
 
 
 class Multiway(nn.Module):

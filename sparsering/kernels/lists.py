@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
-from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, joined_masks
+from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, joined_masks, parts_of
 from ..patterns.positions import GlobalTokens
 from ..patterns.selected import SelectedBlocks, has_lists
 from ..patterns.tree import Tree
@@ -79,13 +79,9 @@ def split_lists(
     return (Mixture(tuple(rest)) if len(rest) > 1 else rest[0]), tuple(found)
 
 
-def _is_list(mask: Mask) -> bool:
-    return isinstance(mask, SelectedBlocks) and has_lists(mask)
-
-
 def _has_list(mask: Mask) -> bool:
     """True if a mask contains a list, at any depth."""
-    return _is_list(mask) or any(map(_has_list, mask._components()))
+    return any(isinstance(part, SelectedBlocks) and has_lists(part) for part in parts_of(mask))
 
 
 def _terms(mask: Mask) -> _Terms:

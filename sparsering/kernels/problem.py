@@ -76,8 +76,7 @@ class Problem(NamedTuple):
     @property
     def result_dtype(self) -> torch.dtype:
         """Dtype of out and of the gradients of query, key and value."""
-        half = self.query.itemsize < 4
-        return torch.float32 if self.in_float32 and half else self.query.dtype
+        return torch.float32 if self.in_float32 and self.query.itemsize < 4 else self.query.dtype
 
     def with_dense_rows(self) -> "Problem":
         """Returns the problem with query, key and value contiguous in the head dim."""

@@ -61,8 +61,7 @@ def tune(
     kernel, measured = _BACKENDS[backend]
     if reasons := kernel.reasons():
         raise NotImplementedError(f"{backend}: {'; '.join(reasons)}")
-    gpu = backend == "triton" and not triton.interpreting()
-    device = torch.device("cuda" if gpu else "cpu")
+    device = torch.device("cuda" if backend == "triton" and not triton.interpreting() else "cpu")
     torch.manual_seed(0)
     query, key, value, grad = (
         torch.randn(1, heads, tokens, head_dim, device=device, dtype=dtype)

@@ -376,6 +376,13 @@ def joined_masks(pattern: Pattern) -> Iterator[Mask]:
         yield pattern
 
 
+def parts_of(pattern: Pattern) -> Iterator[Pattern]:
+    """Yields a pattern and all its parts, at any depth."""
+    yield pattern
+    for part in pattern._components():
+        yield from parts_of(part)
+
+
 def check_fits(pattern: Pattern, frame: Frame) -> None:
     """Calls `pattern.check(frame)`, and adds the pattern's text to its ValueError."""
     try:

@@ -134,8 +134,7 @@ def listed(name: str, value: Any) -> Any:
             f"{name} must be numbers, got a {kind} tensor on {value.device}; pass a list, as "
             ".tolist() of a dense tensor makes"
         )
-    has_list = hasattr(value, "tolist") and not isinstance(value, type)
-    return value.tolist() if has_list else value
+    return value.tolist() if hasattr(value, "tolist") and not isinstance(value, type) else value
 
 
 def as_float(value: Any) -> float:

@@ -34,8 +34,7 @@ class BlockwiseMask(Mask):
         return self.block_size
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        pairs = self.blocks_hold(p // self.row_size, k // self.block_size, frame.kv_len)
-        return pairs & (p >= 0)
+        return self.blocks_hold(p // self.row_size, k // self.block_size, frame.kv_len) & (p >= 0)
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
         """Whether each query block sees each key block; block indices are >= 0 and broadcast."""

@@ -79,8 +79,7 @@ def register_pattern(cls: type[Own]) -> type[Own]:
             "`length: int`, and check them in __post_init__, which ends with "
             "super().__post_init__()"
         )
-    taken = {"expression", "tensors", *dir(Mask)} & set(vars(cls).get("__annotations__", {}))
-    if taken:
+    if taken := {"expression", "tensors", *dir(Mask)} & set(vars(cls).get("__annotations__", {})):
         raise TypeError(
             f"{name} must not call an argument {sorted(taken)[0]!r}, because every mask has an "
             "attribute of this name; rename it"
@@ -189,8 +188,7 @@ def _masks_of(pattern: Mask) -> dict[str, Mask]:
 
 
 def _at(self: Any, batch: int, head: int, frame: Frame) -> Mask:
-    masks = _masks_of(self)
-    changes = {name: mask.at(batch, head, frame) for name, mask in masks.items()}
+    changes = {name: mask.at(batch, head, frame) for name, mask in _masks_of(self).items()}
     values = {x.name: changes.get(x.name, getattr(self, x.name)) for x in fields(self)}
     return _in_state(type(self), **values, _state=self._state) if changes else self
 

@@ -24,28 +24,23 @@ class Frame(NamedTuple):
 
     @classmethod
     def build(
-        cls,
-        q_len: int,
-        kv_len: int | None,
-        num_heads: int,
-        num_kv_heads: int | None,
-        q_start: int | None,
+        cls, q_len: int, kv_len: int | None, heads: int, kv_heads: int | None, q_start: int | None
     ) -> "Frame":
         kv_len = q_len if kv_len is None else kv_len
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        values = (q_len, kv_len, num_heads, num_kv_heads)
-        q_len, kv_len, num_heads, num_kv_heads = (
+        kv_heads = heads if kv_heads is None else kv_heads
+        values = (q_len, kv_len, heads, kv_heads)
+        q_len, kv_len, heads, kv_heads = (
             checked_integer(name, value, 0, MOST_HEADS if "heads" in name else MOST_TOKENS)
             for name, value in zip(cls._fields, values, strict=False)
         )
-        if num_heads % num_kv_heads if num_kv_heads else num_heads:
+        if heads % kv_heads if kv_heads else heads:
             raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, got {num_heads} and "
-                f"{num_kv_heads}; each key/value head serves an equal group of query heads"
+                f"num_heads must be a multiple of num_kv_heads, got {heads} and "
+                f"{kv_heads}; each key/value head serves an equal group of query heads"
             )
         q_start = kv_len - q_len if q_start is None else q_start
         q_start = checked_integer("q_start", q_start, -MOST_TOKENS)
-        return cls(q_len, kv_len, num_heads, num_kv_heads, q_start)
+        return cls(q_len, kv_len, heads, kv_heads, q_start)
 
     def inside(self, p: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         """Clamps positions into the sequence, because tiles may end past it."""

@@ -81,8 +81,7 @@ class _Reader:
                 return id(value), value._version
             case Tensor():
                 numbers = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-                content = hashlib.blake2b(numbers.data).digest()
-                return str(value.dtype), tuple(value.shape), content
+                return str(value.dtype), tuple(value.shape), hashlib.blake2b(numbers.data).digest()
             case CodeType():
                 self.names.update(value.co_names)
                 if self.names & _HIDES:

@@ -99,8 +99,7 @@ class KeyMask(TensorMask):
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         if not (length := len(self.valid)):
             return (p != p) | (k != k)
-        valid = self.valid[k.clamp(0, length - 1)] & (k >= 0) & (k < length)
-        return valid | (p != p)
+        return self.valid[k.clamp(0, length - 1)] & (k >= 0) & (k < length) | (p != p)
 
 
 KeyMasks = tuple[KeyMask | KeyPadding, ...]

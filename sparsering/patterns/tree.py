@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from .algebra import And, Frame, Mask, Mixture, Not, Or, Pattern
+from .algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, parts_of
 from .arguments import MOST_TOKENS, checked_integer, freeze_lengths, per_entry, shortened
 from .blocks import RandomBlocks
 from .once import once
@@ -68,8 +68,7 @@ class Nodes(NamedTuple):
             free[i] = enter[i] + 1
         longest = max(map(int.__add__, depth, size), default=0)
         start = torch.tensor([0, *size]).cumsum(0)
-        leave = list(map(int.__add__, enter, count))
-        columns = (depth, enter, leave, last)
+        columns = (depth, enter, list(map(int.__add__, enter, count)), last)
         a, b, c, d = (torch.tensor(x, dtype=torch.int64) for x in columns)
         return cls(start, a, b, c, d, longest)
 
@@ -129,7 +128,7 @@ class Tree(_InDocuments):
         if cast(Any, self.pattern) is None:
             object.__setattr__(self, "pattern", Causal())
         check_inner("Tree", self.pattern)
-        bound = [mask for mask in _within(self.pattern) if _is_bound(mask)]
+        bound = [mask for mask in parts_of(self.pattern) if _is_bound(mask)]
         if self.length is not None:
             object.__setattr__(self, "length", checked_integer("length", self.length, 0))
         elif bound:
@@ -210,8 +209,7 @@ def common_tree(pattern: Pattern) -> Tree | None:
     found = [list(_trees(branch)) for branch in pattern.branches]
     if not all(found):
         return None
-    first = found[0][0]
-    if first is None:
+    if (first := found[0][0]) is None:
         return None
     for tree in chain(*found):
         if tree is None or tree.lengths != first.lengths or tree.parents != first.parents:
@@ -234,8 +232,7 @@ def check_distances(pattern: Pattern) -> None:
 def distance_positions(pattern: Pattern, frame: Frame) -> tuple[Tensor, Tensor]:
     """Returns positions of queries [Nq] and keys [Nk] for distances: in a tree, their depths."""
     query, key, _ = pattern.coordinates(frame)
-    tree = common_tree(pattern)
-    if tree is not None and len(tree.nodes.depth):
+    if (tree := common_tree(pattern)) is not None and len(tree.nodes.depth):
         return tree.nodes.depth_of(query), tree.nodes.depth_of(key)
     return query, key
 
@@ -266,13 +263,7 @@ def _is_causal(mask: Mask) -> bool:
     return isinstance(mask, Causal)
 
 
-def _within(mask: Mask) -> Iterator[Mask]:
-    yield mask
-    for part in mask._components():
-        yield from _within(part)
-
-
-def _is_bound(mask: Mask) -> bool:
+def _is_bound(mask: Pattern) -> bool:
     if isinstance(mask, _InDocuments | RandomBlocks | SelectedBlocks):
         return True
     return len(mask._components()) == 0 and mask.own_length is not None

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .algebra import Frame, Mask, Mixture, Pattern, Restarts
+from .algebra import Frame, Mask, Mixture, Pattern, Restarts, parts_of
 from .arguments import freeze_lengths
 from .keys import KeyMask
 from .positions import check_inner, holds_in_documents
@@ -34,7 +34,8 @@ class Varlen(Mask):
 
     def _validate(self) -> None:
         check_inner("Varlen", self.pattern)
-        if self.pattern.num_batches() is not None or _has_key_mask(self.pattern):
+        has_key_mask = any(isinstance(part, KeyMask) for part in parts_of(self.pattern))
+        if self.pattern.num_batches() is not None or has_key_mask:
             raise ValueError(
                 f"the pattern must be the same for all documents, got {self.pattern}; leave "
                 "padding out of the documents' lengths"
@@ -80,7 +81,3 @@ class Varlen(Mask):
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         q_lengths, kv_lengths = (torch.tensor(x, dtype=torch.int64) for x in self.restarts)
         return holds_in_documents(self.pattern, p, k, q_lengths, kv_lengths, frame)
-
-
-def _has_key_mask(mask: Mask) -> bool:
-    return isinstance(mask, KeyMask) or any(map(_has_key_mask, mask._components()))

@@ -26,6 +26,7 @@ from .config import (
     hold,
     is_cross_attention,
     layer_patterns,
+    of_layer,
     parse_in_advance,
     place_of,
     release,
@@ -62,8 +63,7 @@ def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(check)
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:
-        implementation = check(self, *arguments, **options)
-        if implementation == NAME:
+        if (implementation := check(self, *arguments, **options)) == NAME:
             calls.remember_positions(self)
         if (texts := stored_text(self.config)) is not None:
             parse_in_advance(texts)
@@ -100,42 +100,35 @@ def apply(model: Any, pattern: Patterns) -> None:
     Example:
         >>> apply(model, Causal() & (SlidingWindow(511) | GlobalTokens(4, rows=False)))
     """
-    modules = checked_modules(model)
+    modules = _checked_modules(model, pattern, "apply")
     texts = text_of(pattern)
     parse_in_advance(texts)
-    if isinstance(pattern, Mapping):
-        check_keys(pattern, modules, "apply")
     register()
     switch(model, modules, "apply")
     for module in (model, *modules):
         setattr(module.config, NAME, texts)
 
 
-def checked_modules(model: Any) -> list[Any]:
-    """Returns a model's attention modules; NotImplementedError if it does not use the interface."""
+def _checked_modules(model: Any, pattern: Patterns, verb: str) -> list[Any]:
+    """Returns a model's attention modules; raises for none, and for a key that names no layer."""
     check_module("model", model)
-    modules = list(attention_modules(model))
-    if not modules:
+    if not (modules := list(attention_modules(model))):
         raise NotImplementedError(
             f"{type(model).__name__} computes attention in its own classes and does not ask "
             "transformers' attention interface, so a pattern would have no effect; use a family "
             "for which attn_implementation can be set"
         )
-    return modules
-
-
-def check_keys(pattern: Mapping[Any, Any], modules: list[Any], verb: str) -> None:
-    """Raises ValueError for a key that is neither an index nor a type of a layer."""
     numbers = {getattr(module, "layer_idx", None) for module in modules}
     indices = [index for index in numbers if isinstance(index, int)]
     kinds = {kind for x in modules for kind in types_of(x.config) or ["full_attention"]}
-    for key in pattern:
+    for key in pattern if isinstance(pattern, Mapping) else ():
         if key not in (indices if type(key) is int else kinds):
             span = f"0 to {max(indices)}" if indices else "none, as this family has no layer_idx"
             raise ValueError(
                 f"{verb} needs layer indices ({span}) or layer types ({', '.join(sorted(kinds))}), "
                 f"got {key!r}; pass a single pattern for all layers"
             )
+    return modules
 
 
 @contextmanager
@@ -166,13 +159,11 @@ def using(model: Any, pattern: Patterns) -> Iterator[None]:
         >>> with using(model, Causal() & Documents((700, 324))):
         ...     out = model(tokens, position_ids=positions)
     """
-    modules = checked_modules(model)
-    if isinstance(pattern, Mapping):
-        check_keys(pattern, modules, "using")
+    modules = _checked_modules(model, pattern, "using")
     for part in pattern.values() if isinstance(pattern, Mapping) else [pattern]:
         check_pattern(part)
     own = {id(x): x for x in modules if not is_cross_attention(x)}
-    found = {key: _pattern_for(x, pattern) for key, x in own.items()}
+    found = {key: of_layer(pattern, *place_of(x)) for key, x in own.items()}
     patterns = {key: part for key, part in found.items() if part is not None}
     calls.used_modules.update(own.values())
     register()
@@ -189,13 +180,6 @@ def using(model: Any, pattern: Patterns) -> Iterator[None]:
         release(held)
 
 
-def _pattern_for(module: Any, patterns: Patterns) -> Pattern | None:
-    if not isinstance(patterns, Mapping):
-        return patterns
-    index, kind = place_of(module)
-    return patterns.get(index, patterns.get(kind))  # type: ignore[arg-type]
-
-
 def explain(model: Any) -> str:
     """Describes each layer in a line: index, pattern, backend, and the most keys that it caches.
 
@@ -208,8 +192,7 @@ def explain(model: Any) -> str:
         that implementation and any pattern that the model's config stores.
     """
     config = decoder_config(model)
-    implementation = config._attn_implementation
-    if implementation != NAME:
+    if (implementation := config._attn_implementation) != NAME:
         texts = stored_text(config)
         note = f"; the pattern {_line(texts)} in its config is not in force" if texts else ""
         return f"{type(model).__name__} runs {implementation!r}, not {NAME!r}{note}"
@@ -235,16 +218,15 @@ def explain(model: Any) -> str:
 
 def _traffic(shared: calls.SharedCall | None, index: int, pattern: Pattern | None) -> str:
     """Describes what ranks receive for a layer in a call that they share; "" if they do not."""
-    ranks = 1 if shared is None or shared.group is None else shared.group.size()
-    if shared is None or ranks == 1:
+    if shared is None or shared.group is None or (ranks := shared.group.size()) == 1:
         return ""
     text = f"; {ranks} ranks, {shortened(shared.sharding)}"
     if pattern is None or index not in shared.shapes:
         return text
-    heads, kv_heads, head_dim, value_dim, dtype = shared.shapes[index]
+    heads, kv_heads, *dims, dtype = shared.shapes[index]
     counts = {"num_heads": heads, "num_kv_heads": kv_heads}
     plan = RingPlan.build(pattern, shared.length, ranks, sharding=shared.sharding, **counts)
-    sizes: dict[str, Any] = {"head_dim": (head_dim, value_dim), "dtype": dtype}
+    sizes: dict[str, Any] = {"head_dim": dims, "dtype": dtype}
     most = max(plan.bytes_received(rank, **sizes) for rank in range(ranks))
     halo = max(plan.tokens_received(rank) for rank in range(ranks)) / kv_heads
     return f"{text}: {most:,} bytes, halo {halo:,.0f} tokens of {shared.length:,}"

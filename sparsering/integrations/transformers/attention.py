@@ -14,7 +14,7 @@ from ...patterns.keys import KeyMask
 from ...patterns.selected import SelectedBlocks
 from .calls import call_state, is_in_block, thread, used_modules, used_pattern
 from .config import pattern_of
-from .masks import Inputs, ModelMask, mask_interface, once
+from .masks import Inputs, ModelMask, Options, mask_interface, once
 from .override import attend_pattern, attend_shared
 from .sparse_cache import attend_cached, cache_layer_of
 
@@ -63,7 +63,7 @@ def attention_function(
     Returns: [B, Nq, Hq, Dv] as eager attention does, and None in place of attention weights.
     """
     _check_keywords(keywords)
-    extras: dict[str, Any] = {
+    extras: Options = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         "softcap": softcap or None,
         "sink": s_aux if s_aux is not None else sinks,
@@ -115,9 +115,6 @@ def attention_function(
             )
         pattern = pattern_of(module)
         out = attend_cached(layer, pattern, inputs, attention_mask, position_bias, extras)
-    elif isinstance(attention_mask, ModelMask):
-        _check_mask(attention_mask, query, key)
-        out = _attend_masked(module, inputs, attention_mask, position_bias, extras, chosen)
     elif isinstance(attention_mask, Tensor):
         if pattern_of(module) is not None:
             raise NotImplementedError(
@@ -126,8 +123,9 @@ def attention_function(
             )
         out = _attend_tensor(inputs, attention_mask, position_bias, extras)
     else:
-        mask = _mask_by_default(module, query, key, is_causal)
-        out = _attend_masked(module, inputs, mask, position_bias, extras)
+        if attention_mask is None:
+            attention_mask = _mask_by_default(module, query, key, is_causal)
+        out = _attend_masked(module, inputs, attention_mask, position_bias, extras, chosen)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -136,10 +134,18 @@ def _attend_masked(
     inputs: Inputs,
     mask: ModelMask,
     bias: Tensor | None,
-    extras: dict[str, Any],
+    extras: Options,
     chosen: tuple[Tensor, int] | None = None,
 ) -> Tensor:
     """Attends over the layer's pattern or, without one, over the model's mask and chosen keys."""
+    query, key, value = inputs
+    q_len, kv_len = mask.shape[2:]
+    if (query.shape[2], key.shape[2]) != (q_len, kv_len):
+        raise ValueError(
+            f"the model's mask is for {q_len} queries of {kv_len} keys, got {query.shape[2]} of "
+            f"{key.shape[2]}; a model that adds keys of its own, such as compressed entries, needs "
+            'attn_implementation="sdpa", and a cache as many keys as its get_mask_sizes announces'
+        )
     pattern = pattern_of(module)
     compiling = torch.compiler.is_compiling()
     if compiling and isinstance(mask.q_start, Tensor):
@@ -165,8 +171,7 @@ def _attend_masked(
     if mask.kind is None or bias is not None:
         why = "a bias for each pair" if bias is not None else "an unknown mask"
         return dense_attention(why, *inputs, once(mask, "dense", mask.dense), bias, **extras)
-    query, key, value = inputs
-    stop = q_start + query.shape[2]
+    stop = q_start + q_len
     if mask.kind.causal and not compiling and stop < key.shape[2]:
         key, value = key[:, :, :stop], value[:, :, :stop]  # a static cache is empty from `stop` on
     if pattern is not None:
@@ -179,7 +184,7 @@ def _attend_masked(
 
 
 def _attend_used(
-    module: Any, pattern: Pattern, inputs: Inputs, bias: Tensor | None, extras: dict[str, Any]
+    module: Any, pattern: Pattern, inputs: Inputs, bias: Tensor | None, extras: Options
 ) -> Tensor:
     query, key, _ = inputs
     if query.shape[2] != key.shape[2] or cache_layer_of(key) is not None:
@@ -197,12 +202,20 @@ def _attend_used(
     return attention(*inputs, pattern, q_start=0, **extras)
 
 
-def _attend_tensor(
-    inputs: Inputs, mask: Tensor, bias: Tensor | None, extras: dict[str, Any]
-) -> Tensor:
+def _attend_tensor(inputs: Inputs, mask: Tensor, bias: Tensor | None, extras: Options) -> Tensor:
     """Attends with a 4-D mask: as a pattern if the mask only hides keys, else over all pairs."""
     query, key, _ = inputs
-    _check_tensor(mask, query, key)
+    shape = (*query.shape[:3], key.shape[2])
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            "a 4-D attention_mask must be bool (True = attends) or floating point (added to "
+            f"scores), got {mask.dtype}; convert ones and zeros by .bool()"
+        )
+    if mask.dim() != 4 or any(a not in (1, b) for a, b in zip(mask.shape, shape, strict=True)):
+        raise ValueError(
+            f"attention_mask must broadcast to [batch, heads, queries, keys] {shape}, got "
+            f"{tuple(mask.shape)}; slice it to these lengths"
+        )
     allowed = _as_bool(mask)
     if bias is None and allowed is not None and allowed.shape[1:3] == (1, 1):
         keys = KeyMask(allowed[:, 0, 0].expand(len(query), key.shape[2]))
@@ -268,16 +281,6 @@ def _with_documents(
         '"sparsering" attention takes equal cu_seq_lens_q and cu_seq_lens_k for a single row of '
         "whole documents, without a cache; else pass position_ids that restart in each document"
     )
-
-
-def _check_mask(mask: ModelMask, query: Tensor, key: Tensor) -> None:
-    q_len, kv_len = mask.shape[2:]
-    if (query.shape[2], key.shape[2]) != (q_len, kv_len):
-        raise ValueError(
-            f"the model's mask is for {q_len} queries of {kv_len} keys, got {query.shape[2]} of "
-            f"{key.shape[2]}; a model that adds keys of its own, such as compressed entries, needs "
-            'attn_implementation="sdpa", and a cache as many keys as its get_mask_sizes announces'
-        )
 
 
 def _warn_of_packing(mask: ModelMask, position_ids: Tensor | None) -> None:
@@ -380,20 +383,4 @@ def _as_bool(mask: Tensor) -> Tensor | None:
     if torch.compiler.is_compiling() or mask.requires_grad:
         return None
     allowed = mask == 0
-    blocked = mask <= torch.finfo(mask.dtype).min
-    return allowed if bool((allowed | blocked).all()) else None
-
-
-def _check_tensor(mask: Tensor, query: Tensor, key: Tensor) -> None:
-    """Raises ValueError if a 4-D mask has a wrong dtype or shape."""
-    shape = (*query.shape[:3], key.shape[2])
-    if mask.dtype != torch.bool and not mask.is_floating_point():
-        raise ValueError(
-            "a 4-D attention_mask must be bool (True = attends) or floating point (added to "
-            f"scores), got {mask.dtype}; convert ones and zeros by .bool()"
-        )
-    if mask.dim() != 4 or any(a not in (1, b) for a, b in zip(mask.shape, shape, strict=True)):
-        raise ValueError(
-            f"attention_mask must broadcast to [batch, heads, queries, keys] {shape}, got "
-            f"{tuple(mask.shape)}; slice it to these lengths"
-        )
+    return allowed if bool((allowed | (mask <= torch.finfo(mask.dtype).min)).all()) else None

@@ -7,6 +7,7 @@ The config names the attention that a model runs: `apply` sets it, `using` and `
     for a time. Holds are counted by config: models may share one, and holds may end in any order.
 """
 
+import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from threading import RLock
@@ -15,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ...checks import check_module, check_pattern
-from ...patterns.algebra import Pattern
+from ...patterns.algebra import Pattern, parts_of
 from ...patterns.arguments import shortened
 from ...patterns.expression import parse
 from ...patterns.mask_mod import MaskMod
@@ -61,12 +62,6 @@ def _checked_text(pattern: Pattern) -> str:
     return text
 
 
-def parts_of(pattern: Pattern) -> list[Pattern]:
-    """Lists a pattern and all its parts, recursively."""
-    operands = [part for part in pattern._components() if part is not pattern]
-    return [pattern, *(part for mask in operands for part in parts_of(mask))]
-
-
 def stored_text(config: Any) -> Texts | None:
     """Returns the pattern texts that a config stores, or None; raises ValueError if malformed."""
     texts = getattr(config, NAME, None)
@@ -86,8 +81,8 @@ def pattern_of(module: Any) -> Pattern | None:
     texts = stored_text(getattr(module, "config", None))
     if texts is None or is_cross_attention(module):
         return None
-    text = text_for(texts, *place_of(module))
-    if text is None:
+    index, kind = place_of(module)
+    if (text := of_layer(texts, str(index), kind)) is None:
         return None
     return _patterns[text] if text in _patterns else parse(text)
 
@@ -108,11 +103,9 @@ def parse_in_advance(texts: Texts) -> None:
         _patterns[text] = parse(text)
 
 
-def text_for(texts: Texts | None, index: int | None, kind: str) -> str | None:
-    """Returns the text of a layer's pattern; in a dict, the layer's index overrides its type."""
-    if texts is None or isinstance(texts, str):
-        return texts
-    return texts.get(str(index), texts.get(kind))
+def of_layer(patterns: Any, index: int | str | None, kind: str) -> Any:
+    """Returns a layer's pattern, or its text; in a dict, the layer's index overrides its type."""
+    return patterns.get(index, patterns.get(kind)) if isinstance(patterns, Mapping) else patterns
 
 
 def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
@@ -120,8 +113,7 @@ def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
     texts = stored_text(config)
     patterns: list[Pattern | None] = []
     for index, kind in enumerate(types_of(config)):
-        text = text_for(texts, index, kind)
-        if text is None:
+        if (text := of_layer(texts, str(index), kind)) is None:
             patterns.append(_own_pattern(config, kind, causal))
         else:
             patterns.append(parse(text) & Causal() if causal else parse(text))
@@ -160,18 +152,14 @@ def types_of(config: Any) -> list[str]:
 
 def is_cross_attention(module: Any) -> bool:
     """Whether a module's keys come from another sequence, for example from the encoder."""
-    causal = getattr(module, "is_causal", None)
-    decodes = getattr(module, "is_decoder", False) and causal is False
+    decodes = getattr(module, "is_decoder", False) and getattr(module, "is_causal", None) is False
     return bool(getattr(module, "is_cross_attention", False) or decodes)
 
 
 def attention_modules(model: Any) -> Iterator[Any]:
     """Yields the modules that use transformers' attention interface."""
     for module in model.modules():
-        forward = type(module).forward
-        while hasattr(forward, "__wrapped__"):
-            forward = forward.__wrapped__
-        code = getattr(forward, "__code__", None)
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if code is not None and "ALL_ATTENTION_FUNCTIONS" in code.co_names:
             yield module
 
@@ -192,18 +180,15 @@ _lock = RLock()
 def switch(model: Any, modules: list[Any], verb: str) -> None:
     """Sets a model's attention to "sparsering" for good; raises if a module does not follow."""
     with _lock:
-        _set(model, modules, verb)
-        for config in _configs(model):
-            if id(config) in _holds:
-                _holds[id(config)].before = NAME
+        for each in _set(model, modules, verb):
+            if id(each.config) in _holds:
+                _holds[id(each.config)].before = NAME
 
 
 def hold(model: Any, modules: list[Any], verb: str) -> list[Hold]:
     """Sets a model's attention to "sparsering", until `release` gets the result; as `switch`."""
     with _lock:
-        holds = [Hold(config, config._attn_implementation) for config in _configs(model)]
-        _set(model, modules, verb)
-        held = [_holds.setdefault(id(each.config), each) for each in holds]
+        held = [_holds.setdefault(id(x.config), x) for x in _set(model, modules, verb)]
         for each in held:
             each.count += 1
         return held
@@ -220,25 +205,24 @@ def release(held: list[Hold]) -> None:
                     each.config._attn_implementation_internal = each.before
 
 
-def _set(model: Any, modules: list[Any], verb: str) -> None:
-    before = [(config, config._attn_implementation) for config in _configs(model)]
+def _set(model: Any, modules: list[Any], verb: str) -> list[Hold]:
+    holds = [Hold(config, config._attn_implementation) for config in _configs(model)]
     model.set_attn_implementation(NAME)
-    unchanged = {type(x).__name__ for x in modules if x.config._attn_implementation != NAME}
-    if unchanged:
-        for config, name in before:
-            config._attn_implementation_internal = name
+    if unchanged := {type(x).__name__ for x in modules if x.config._attn_implementation != NAME}:
+        for each in holds:
+            each.config._attn_implementation_internal = each.before
         raise NotImplementedError(
             f"transformers does not let {', '.join(sorted(unchanged))} change its attention after "
             f'loading; load the model with attn_implementation="{NAME}", then call {verb}'
         )
+    return holds
 
 
 def _configs(model: Any) -> Iterator[Any]:
     waiting = [x.config for x in model.modules() if isinstance(x, PreTrainedModel)]
     seen: set[int] = set()
     while waiting:
-        config = waiting.pop()
-        if config is not None and id(config) not in seen:
+        if (config := waiting.pop()) is not None and id(config) not in seen:
             seen.add(id(config))
             yield config
             waiting.extend(getattr(config, name, None) for name in config.sub_configs)

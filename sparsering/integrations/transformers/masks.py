@@ -27,6 +27,7 @@ from .mask_kind import MaskKind, recognise, recognise_inside_compile, runs_by_ne
 
 _SHOW_PACKING = ("attention_mask", "past_key_values", "cache", "position_ids")  # all None: we look
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value
+Options = dict[str, Any]  # of a call of `attention`
 
 
 def once(shared: Any, name: Any, compute: Callable[[], Any]) -> Any:
@@ -141,11 +142,10 @@ class ModelMask:
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
-    def contiguous(self) -> "ModelMask":
-        return self
-
     def to(self, *_: object, **__: object) -> "ModelMask":
         return self
+
+    contiguous = to
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: object, **__: object) -> None:
@@ -174,8 +174,7 @@ class ModelMask:
         """Returns the last queries' mask, for Gemma 4; or `mask[:, 0]`, a tensor, for indexers."""
         whole = slice(None)
         if index in ((whole, 0), (whole, 0, whole, whole)):
-            dense: Tensor = once(self, "dense", self.dense)
-            return dense[:, 0]
+            return once(self, "dense", self.dense)[:, 0]
         rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
         if not isinstance(rows, slice) or index != (whole, whole, rows, whole):
             _refuse("__getitem__")
@@ -327,9 +326,8 @@ def _valid_keys(attention_mask: Tensor | None, length: int) -> Tensor | None:
         )
     if (missing := length - attention_mask.shape[1]) > 0:
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
-    if not torch.compiler.is_compiling() and bool(attention_mask.all()):
-        return None
-    return attention_mask
+    is_full = not torch.compiler.is_compiling() and bool(attention_mask.all())
+    return None if is_full else attention_mask
 
 
 def _runs(

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from ...distributed.ring import ring_attention
 from ...functional import attention
-from ...patterns.algebra import And, Mixture, Or, Pattern
+from ...patterns.algebra import And, Mixture, Or, Pattern, parts_of
 from ...patterns.arguments import shortened
 from ...patterns.blocks import RandomBlocks
 from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Full, SlidingWindow
 from .calls import SharedCall
-from .config import parts_of, pattern_of
-from .masks import Inputs, InRuns, ModelMask, SameRun, once, several_runs
+from .config import pattern_of
+from .masks import Inputs, InRuns, ModelMask, Options, SameRun, once, several_runs
 
 
 def attend_pattern(
-    pattern: Pattern, inputs: Inputs, mask: ModelMask, q_start: int, extras: dict[str, Any]
+    pattern: Pattern, inputs: Inputs, mask: ModelMask, q_start: int, extras: Options
 ) -> Tensor:
     """Attends over a pattern within the mask's causality, padding and documents."""
     query, key, _ = inputs
@@ -53,7 +53,7 @@ def attend_pattern(
         and not torch.compiler.is_compiling()
         and (ids := _row_runs(mask, kv_len)) is not None
     ):
-        return _attend_rows(pattern, inputs, ids, _valid(mask, kv_len), q_start, extras)
+        return _attend_rows(pattern, inputs, mask, ids, q_start, extras)
     return attention(*inputs, within(pattern, mask, kv_len), q_start=q_start, **extras)
 
 
@@ -104,15 +104,10 @@ def _row_runs(mask: ModelMask, kv_len: int) -> Tensor | None:
 
 
 def _attend_rows(
-    pattern: Pattern,
-    inputs: Inputs,
-    ids: Tensor,
-    valid: Tensor | None,
-    q_start: int,
-    extras: dict[str, Any],
+    pattern: Pattern, inputs: Inputs, mask: ModelMask, ids: Tensor, q_start: int, extras: Options
 ) -> Tensor:
     """Attends with a query per row, in groups of equal padding, whose layouts are cached."""
-    query, key, value = inputs
+    (query, key, value), valid = inputs, _valid(mask, ids.shape[1])
     begins = (ids == ids[:, :1]).sum(1) * (ids[:, -1] > ids[:, 0])
     outs = query.new_empty(*query.shape[:3], value.shape[3])
     for begin in begins.unique().tolist():
@@ -120,8 +115,7 @@ def _attend_rows(
         first, last = int(rows[0]), int(rows[-1])
         part = slice(first, last + 1) if last - first == len(rows) - 1 else rows  # slice: no copy
         group = query[part], key[part][:, :, begin:], value[part][:, :, begin:]
-        group_valid = None if valid is None else valid[part][:, begin:]
-        rows_pattern = _without_padding(pattern, group_valid)
+        rows_pattern = _without_padding(pattern, None if valid is None else valid[part][:, begin:])
         out = attention(*group, rows_pattern, q_start=q_start - begin, **extras)
         outs[part] = out.to(outs.dtype)
     return outs
@@ -155,7 +149,7 @@ def attend_shared(
     mask: ModelMask | Tensor,
     used: Pattern | None,
     shared: SharedCall,
-    extras: dict[str, Any],
+    extras: Options,
 ) -> Tensor:
     """Attends with this rank's tokens over the batch's mask or the pattern of a `using` block."""
     if used is None:

@@ -224,8 +224,7 @@ def counts_padding(model: Any) -> str | None:
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if code is None or isinstance(module, nn.Embedding):
             continue
-        names = {*code.co_names, *code.co_varnames}
-        if {"cumsum", "position_ids", "attention_mask"} <= names:
+        if {"cumsum", "position_ids", "attention_mask"} <= {*code.co_names, *code.co_varnames}:
             return type(module).__name__
     return None
 

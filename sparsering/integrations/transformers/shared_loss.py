@@ -55,8 +55,7 @@ def sharded_loss(original: Callable[..., Tensor], scale: float) -> Callable[...,
     def loss_function(
         logits: Tensor, labels: Tensor, *rest: Any, num_items_in_batch: Any = None, **more: Any
     ) -> Tensor:
-        shared = thread.shared
-        if shared is None or shared.labels is None:
+        if (shared := thread.shared) is None or shared.labels is None:
             more["num_items_in_batch"] = num_items_in_batch
             return original(logits, labels, *rest, **more)
         if num_items_in_batch is None:

@@ -12,7 +12,7 @@ from ...decoding import KVCache
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
 from .config import NAME, decoder_config, layer_patterns, types_of
-from .masks import Inputs, ModelMask, once
+from .masks import Inputs, ModelMask, Options, once
 from .override import looking_back
 
 _LAYER = "_sparsering_layer"  # attribute of new keys, whose value is their `SparseLayer`
@@ -54,7 +54,7 @@ class SparseLayer(CacheLayerMixin):
         setattr(key_states, _LAYER, self)
         return key_states, value_states
 
-    def attend(self, inputs: Inputs, lengths: list[int] | None, extras: dict[str, Any]) -> Tensor:
+    def attend(self, inputs: Inputs, lengths: list[int] | None, extras: Options) -> Tensor:
         """Attends with the first `lengths[b]` new tokens of batch entry b; None means all."""
         query, key, value = inputs
         if self.kv_cache is None:
@@ -115,7 +115,7 @@ def attend_cached(
     inputs: Inputs,
     mask: ModelMask,
     bias: Tensor | None,
-    extras: dict[str, Any],
+    extras: Options,
 ) -> Tensor:
     """Stores n new tokens, without left padding, in `layer` and attends: returns [B, Hq, n, Dv]."""
     if bias is not None or mask.kind is None or mask.documents is not None:

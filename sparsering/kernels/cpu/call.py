@@ -65,9 +65,8 @@ def backward(
     if problem.lists:
         return _backward_of_lists(problem, out, lse, grad_out, grad_lse)
     by_head = takes_whole_heads(len(problem.key) * problem.key.shape[1], torch.get_num_threads())
-    passes = problem.layout.passes
     transposes: list[Tensor] = []
-    for p in () if by_head else passes:
+    for p in () if by_head else problem.layout.passes:
         # the kernel expects three tensors per pass, but ignores them if it loops over key tiles
         tables = 3 * (p.row_ptr,) if _is_walked(problem, p) else p.transpose
         transposes += [x.contiguous() for x in tables]
@@ -94,8 +93,7 @@ def _forward_of_lists(problem: Problem) -> tuple[Tensor, Tensor]:
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
         lse = lse if sink is None else lse.copy_(sink)
     for number, listed in enumerate(problem.lists):
-        arguments = _list_arguments(problem, listed)
-        library().forward_lists(*arguments, fresh and number == 0, out, lse)
+        library().forward_lists(*_list_arguments(problem, listed), fresh and number == 0, out, lse)
     return out.to(problem.result_dtype), lse
 
 
@@ -169,8 +167,7 @@ def block_shares(*tensors: Tensor | None, features: str, **numbers: Any) -> bool
     `tensors` (query, feature, key, last, out; feature and key are float32) and `numbers`: see
     selection/operands.h and shares.h.
     """
-    kind = {"gauss": 1, "bounds": 2}.get(features, 0)
-    return library().shares(*tensors, kind=kind, **numbers)
+    return library().shares(*tensors, kind={"gauss": 1, "bounds": 2}.get(features, 0), **numbers)
 
 
 def _arguments(problem: Problem) -> tuple[Any, ...]:

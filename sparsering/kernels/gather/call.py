@@ -100,8 +100,7 @@ def backward(
             extras.clear(chunk, unit, uk, uv)
             score, slope = extras.adjust(product(uq.mul_(problem.scale), uk), chunk, unit)
             weight = _biased(score, added, group).sub_(clse[unit]).exp_()
-            dweight = extras.drop(product(udo, uv), chunk, unit)
-            dscore = dweight.sub_(cdelta[unit]).mul_(weight)
+            dscore = extras.drop(product(udo, uv), chunk, unit).sub_(cdelta[unit]).mul_(weight)
             extras.drop(weight, chunk, unit)
             dvs.append(product(udo.mT, weight.mT).mT.flatten(0, -2))
             if problem.block_bias is not None:

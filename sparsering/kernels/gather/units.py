@@ -94,8 +94,7 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
         width = torch.diff(first, append=first.new_tensor([len(begin)]))
         num_queries = _sums(queries[index][begin], first)
         num_keys = _sums(keys[index], begin, length)[first]
-        shape = [piece[first], width, length[first], num_queries, num_keys]
-        for group in _equal_rows(shape):
+        for group in _equal_rows([piece[first], width, length[first], num_queries, num_keys]):
             run = first[group][:, None] + torch.arange(int(width[group[0]]), device=group.device)
             slots = torch.arange(int(length[run[0, 0]]), device=group.device)
             entries = index[begin[run[:, :1]] + slots]
@@ -119,9 +118,8 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
 
 def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
     """Returns for each query tile if one unit has its pairs with and without bitmap."""
-    index = torch.arange(len(row), device=row.device)
     total = torch.bincount(row)
-    place = index - (total.cumsum(0) - total)[row]
+    place = torch.arange(len(row), device=row.device) - (total.cumsum(0) - total)[row]
     digest = torch.zeros_like(total).index_add_(0, row, mix(place) * (bitmap + 2))
     _, kind, num_equal = digest.unique(return_inverse=True, return_counts=True)
     masked = torch.bincount(row[bitmap >= 0], minlength=len(total)) > 0
@@ -161,8 +159,7 @@ def _sums(values: Tensor, begin: Tensor, length: Tensor | None = None) -> Tensor
 def _equal_rows(columns: list[Tensor]) -> Iterator[Tensor]:
     """Groups the equal rows of a table, given its columns; yields the row indices of each group."""
     number, _ = number_rows(columns)
-    order = number.argsort(stable=True)
-    yield from order.split(torch.bincount(number).tolist())
+    yield from number.argsort(stable=True).split(torch.bincount(number).tolist())
 
 
 def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:

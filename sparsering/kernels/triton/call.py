@@ -33,6 +33,7 @@ _LEAST_PROGRAMS = 8  # programs per multiprocessor that fill the device
 _ROWS = 64  # rows per program of the kernel that prepares
 _COMBINED = 256  # numbers of a result per program of the kernels that combine 8 pieces at a time
 _ALIGNED = 4  # float32 values in 16 bytes, the alignment that a descriptor needs
+_Build = Callable[[Walk, dict[str, Any]], list[Launch]]
 
 
 def reasons(*tensors: Tensor) -> list[str]:
@@ -95,8 +96,7 @@ def backward(
     table = problem.distance_bias if problem.learns_distances else None
     grad_out = dense_rows(grad_out)
     # kernels compute powers of 2; with a block bias, they subtract it from lse before this factor
-    unit = 1.0 if bias is not None else math.log2(math.e)
-    rows = _prepared(grad_out, grad_lse, out, lse, unit)
+    rows = _prepared(grad_out, grad_lse, out, lse, 1.0 if bias is not None else math.log2(math.e))
     in_turn, at_most = _in_turn(problem), None
     if table is not None:
         at_most = extra_arguments.kv_heads_at_a_time(problem, _config_for("query", problem))
@@ -109,9 +109,9 @@ def backward(
         grads = [x[:, part.heads] for x in (grad_out, *rows)]
         to = dq[:, part.heads]
         sums = torch.zeros_like(to, dtype=torch.float32) if in_turn else to
-        of_tables = [None if x is None else x[:, part.heads] for x in (dbias, dtable)]
+        of_biases = [None if x is None else x[:, part.heads] for x in (dbias, dtable)]
         for number in range(len(problem.layout.passes)):
-            _query_pass(part, number, grads, sums, *of_tables)
+            _query_pass(part, number, grads, sums, of_biases)
         if in_turn:
             to.copy_(sums)
         _key_passes(part, grads, [x[:, part.kv_heads] for x in (dk, dv)])
@@ -140,8 +140,7 @@ def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Itera
         return
     group, at_a_time = problem.group, min(num_kv_heads, at_most or num_kv_heads)
     if in_turn:
-        tiles = max(p.query_start.shape[-1] for p in layout.passes)
-        programs = max(1, len(query) * group * tiles)
+        programs = max(1, len(query) * group * max(p.query_start.shape[-1] for p in layout.passes))
         fewest = -(-_LEAST_PROGRAMS * processors(query.device) // programs)
         at_a_time = min(at_a_time, max(1, fewest))
     for first in range(0, num_kv_heads, at_a_time):
@@ -178,31 +177,25 @@ def _forward_pass(part: Part, number: int, out: Tensor, lse: Tensor) -> None:
     w, tables, launches = _launches("forward", part, number, config, build, out, lse)
     pieces = piece_lse = lse  # placeholders: if no tile is cut, no program writes pieces
     if w.slots:
-        pieces = lse.new_empty(_slots(part, out.shape[1], w, out.shape[3]))
+        pieces = lse.new_empty(_slots(part, out, w))
         piece_lse = lse.new_empty(pieces.shape[:-1])
     tensors = {"out": out, "lse": lse, "piece_out": pieces, "piece_lse": piece_lse}
     launch(launches, tables | of_call(part, number, w, by_key=False) | tensors, out.device)
 
 
 def _query_pass(
-    part: Part,
-    number: int,
-    grads: list[Tensor],
-    dq: Tensor,
-    dbias: Tensor | None,
-    dtable: Tensor | None,
+    part: Part, number: int, grads: list[Tensor], dq: Tensor, of_biases: list[Tensor | None]
 ) -> None:
-    """Adds the gradients of one pass to `dq`, `dbias` (block bias), `dtable` (distance bias)."""
+    """Adds the gradients of one pass to `dq`, and to those of block bias and distance bias."""
     from .backward import query_kernel
     from .combine import sum_kernel
 
     config = _config_for("query", part.problem)
-    grad_out, delta, row_lse = grads
+    (grad_out, delta, row_lse), (dbias, dtable) = grads, of_biases
     tensors = {"grad_out": grad_out, "delta": delta, "row_lse": row_lse, "grad_query": dq}
     rows = _rows(part, number, config)
     if dbias is not None:
-        tile = part.layout.block_size
-        steps = rows["parts"] * -(-tile // (config.masked or config.streamed))
+        steps = rows["parts"] * -(-part.layout.block_size // (config.masked or config.streamed))
         tensors["grad_bias"] = dbias.new_zeros(*dbias.shape, steps)
 
     def build(w: Walk, arguments: dict[str, Any]) -> list[Launch]:
@@ -217,7 +210,7 @@ def _query_pass(
         return [whole, *_combined(sum_kernel, w, dq, arguments, grad="grad_query")]
 
     w, tables, launches = _launches("query", part, number, config, build, *grads, dq)
-    tensors["piece"] = dq.new_empty(_slots(part, dq.shape[1], w, dq.shape[3]), dtype=torch.float32)
+    tensors["piece"] = dq.new_empty(_slots(part, dq, w), dtype=torch.float32)
     if dtable is not None:
         room = extra_arguments.room_for_diagonals(part.problem, w, rows, config)
         tensors |= room
@@ -268,8 +261,7 @@ def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
     for number in range(len(layout.passes)):
         made = partial(build, number)
         w, tables, launches = _launches("key", part, number, config, made, *grads, dk, dv)
-        shapes = (_slots(part, x.shape[1], w, x.shape[3]) for x in (dk, dv))
-        pieces = [dk.new_empty(shape, dtype=torch.float32) for shape in shapes]
+        pieces = [x.new_empty(_slots(part, x, w), dtype=torch.float32) for x in (dk, dv)]
         tensors = {
             "grad_out": grad_out, "delta": delta, "row_lse": row_lse,
             "grad_key": dk, "grad_value": dv, "piece_key": pieces[0], "piece_value": pieces[1],
@@ -308,12 +300,7 @@ def _prepared(
 
 
 def _launches(
-    kernel: str,
-    part: Part,
-    number: int,
-    config: Config,
-    build: Callable[[Walk, dict[str, Any]], list[Launch]],
-    *results: Tensor,
+    kernel: str, part: Part, number: int, config: Config, build: _Build, *results: Tensor
 ) -> tuple[Walk, dict[str, Tensor], list[Launch]]:
     """Returns a pass's work units, tables and launches; layouts of equal shapes share launches."""
     problem, layout, by_key = part.problem, part.layout, kernel == "key"
@@ -374,8 +361,8 @@ def _by_query_head(part: Part) -> bool:
     return part.group > 1 and part.layout.table_shape[1] > part.layout.frame.num_kv_heads
 
 
-def _slots(part: Part, heads: int, w: Walk, head_dim: int) -> tuple[int, ...]:
-    return len(part.query), heads, w.slots, part.layout.block_size, head_dim
+def _slots(part: Part, like: Tensor, w: Walk) -> tuple[int, ...]:
+    return len(part.query), like.shape[1], w.slots, part.layout.block_size, like.shape[3]
 
 
 def _combined(

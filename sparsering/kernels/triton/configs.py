@@ -128,8 +128,7 @@ def generation(device: torch.device) -> int:
     """Returns a GPU's generation: 90 (Hopper), 100 (data center Blackwell), 80 (all others)."""
     if device.type != "cuda" or torch.version.hip:
         return 80
-    major = torch.cuda.get_device_capability(device)[0]
-    return {9: 90, 10: 100}.get(major, 80)
+    return {9: 90, 10: 100}.get(torch.cuda.get_device_capability(device)[0], 80)
 
 
 def _fitted(

@@ -27,7 +27,6 @@ def arguments(
     seed = problem.dropout_seed if problem.dropout_p else None
     own = w.stream if by_key else p.stream
     stream = w.units if seed is None or own is None else own
-    shifted = by_key and p.query_origin is None
     absent = {"bias", "distance_bias", "key_mask", "seed", "tile_origin"}
     absent -= of_call(problem, number, w, by_key=by_key).keys()
     return {
@@ -45,7 +44,7 @@ def arguments(
         "kept_scale": 1 / (1 - (problem.dropout_p or 0.0)),
         "origin": w.start if w.origin is None else w.origin,
         "depth_shift": w.units if w.shift is None else w.shift, "BY_DEPTH": w.shift is not None,
-        "origin_shift": problem.layout.frame.q_start if shifted else 0,
+        "origin_shift": problem.layout.frame.q_start if by_key and p.query_origin is None else 0,
     }  # fmt: skip
 
 

@@ -40,8 +40,7 @@ class Launch:
             source = names.get(name, name.removesuffix("_tiles"))
             tiles: Any = arguments.get(name)
             if hasattr(tiles, "block_shape"):
-                rows_before = tiles.shape[0] - tiles.base.shape[2]
-                self.places.append((place, source, tiles, rows_before))
+                self.places.append((place, source, tiles, tiles.shape[0] - tiles.base.shape[2]))
                 tiles.base = self.fixed[place] = None  # else the tensor would stay alive
             elif name not in arguments or isinstance(tiles, Tensor):
                 self.places.append((place, source, None, 0))

@@ -36,17 +36,12 @@ _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def best_blocks(
-    scores: Tensor,
-    k: int,
-    *,
-    sink: int,
-    local: int,
-    causal: bool,
-    first_row: int,
-    query_block: int,
-    block_size: int,
+    scores: Tensor, k: int, *, sink: int, local: int, causal: bool, **numbers: int
 ) -> Tensor:
-    """Returns the best blocks [entries, rows, k] by scores [entries, rows, blocks]."""
+    """Returns the best blocks [entries, rows, k] by scores [entries, rows, blocks].
+
+    `numbers`: first_row, query_block and block_size, as the kernel names them.
+    """
     from .ranking import rank_kernel
 
     entries, rows, blocks = scores.shape
@@ -57,8 +52,7 @@ def best_blocks(
     arguments = {
         "scores": scores, "chosen": chosen, "num_rows": rows, "num_blocks": blocks, "k": k,
         **dict(zip(("outer", "of_row", "of_block"), scores.stride(), strict=True)),
-        "sink": min(sink, blocks), "local": min(local, blocks), "first_row": first_row,
-        "query_block": query_block, "block_size": block_size, "CAUSAL": causal,
+        "sink": min(sink, blocks), "local": min(local, blocks), "CAUSAL": causal, **numbers,
         "ROWS": of_program, "BLOCKS": at_a_time, "BEST": best,
     }  # fmt: skip
     _run(rank_kernel, entries * -(-rows // of_program), arguments, scores.device)
@@ -94,8 +88,7 @@ def selected_layout(
     selection, causal = found
     indices = selection.indices
     width = indices.shape[-1] * selection.block_size // block_size
-    num_keys = -(-frame.kv_len // block_size)
-    fits = width <= _MOST_ENTRIES and num_keys <= _MOST_KEY_TILES
+    fits = width <= _MOST_ENTRIES and -(-frame.kv_len // block_size) <= _MOST_KEY_TILES
     if indices.device != device or not indices.numel() or not fits:
         return None
     if width * (frame.q_len + 2 * block_size) >= 1 << 30:
@@ -107,8 +100,7 @@ def selected_layout(
     block_size = checked_block_size(block_size)
     check_fits(pattern, frame)
     rows = math.gcd(selection.row_size, block_size), selection.row_size, selection.first_row
-    parts = selection.block_size // block_size
-    layout = _built(indices, rows, parts, causal, frame, block_size)
+    layout = _built(indices, rows, selection.block_size // block_size, causal, frame, block_size)
     if layouts is not None:
         layouts[kind] = layout
     return layout

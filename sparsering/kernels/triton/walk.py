@@ -171,9 +171,7 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
         x.gather(-1, order).int().contiguous()
         for x in (start, tokens, bitmap, entry + first[..., None])
     )
-    origin, stream = (
-        None if x is None else of_other(x).gather(-1, order) for x in (origin, stream)
-    )
+    origin, stream = (x if x is None else of_other(x).gather(-1, order) for x in (origin, stream))
     shift = None
     if p.query_depth is not None and p.key_depth is not None:
         places = zip(p.depths(0), p.coordinates(layout.frame.q_start), strict=True)
