@@ -24,7 +24,6 @@ from .wire import FORMATS, wire_format
 _VERSION = 3  # version of the record; ranks with different versions raise an error
 _BUDGET = 0.01  # default error bound of compression="auto"
 
-
 SCHEMA = operator_schema(
     ANYWHERE,
     "bool seed_is_given, str group, str sharding, str? compression, float? timeout, str backend, "
@@ -119,8 +118,7 @@ def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
     in_use = {name: x for name, x in call.extras.in_use.items() if name != "dropout_seed"}
     tables = {name: x[:1] for name, x in in_use.items() if isinstance(x, Tensor)}
     numbers = [(name, x) for name, x in in_use.items() if name not in tables]
-    seed = call.seed if call.seed_is_given else None
-    extras = (sorted(numbers), seed, sorted(tables))
+    extras = (sorted(numbers), call.seed if call.seed_is_given else None, sorted(tables))
     # a tensor with a row per query differs between ranks
     equal = [x for n, x in sorted(tables.items()) if OPTIONS[n].by != "query" or x.shape[2] == 1]
     return {
@@ -186,22 +184,19 @@ def agree_on_shards(
 ) -> list[tuple[Ranges, ...]]:
     """Returns all ranks' ranges for each length; RingMismatchError on all if ranks do not fit."""
     with exchange.break_on_error():
-        digests = digests_of(common | {"sharding": sharding})
-        counts = agree_on_batch(exchange, digests, lengths)
+        counts = agree_on_batch(exchange, digests_of(common | {"sharding": sharding}), lengths)
     shards = [owned_ranges(sharding, sum(count), len(count)) for count in counts]
     for ranges, count in zip(shards, counts, strict=True):
         check_lengths(sharding, ranges, count, exchange.rank)
     return shards
 
 
-def check_lengths(
-    sharding: str, ranges: Sequence[Ranges], lengths: Sequence[int], rank: int
-) -> None:
+def check_lengths(sharding: str, ranges: Sequence[Ranges], sizes: Sequence[int], rank: int) -> None:
     """Raises RingMismatchError if a rank's shard is not as long as the sharding says."""
-    for peer, (length, owned) in enumerate(zip(lengths, ranges, strict=True)):
+    for peer, (length, owned) in enumerate(zip(sizes, ranges, strict=True)):
         if length != num_tokens(owned):
             text = (
-                f"sharding {sharding!r} gives rank {peer} {num_tokens(owned)} of {sum(lengths)} "
+                f"sharding {sharding!r} gives rank {peer} {num_tokens(owned)} of {sum(sizes)} "
                 f"tokens, got {length}; cut the sequence with sparsering.distributed.shard"
             )
             raise _mismatch(text, rank, peer)

@@ -222,8 +222,7 @@ def _pairs_of(rule: Condition, mask: Mask, pairs: TilePairs, size: int, frame: F
         counts = torch.zeros(len(first), dtype=torch.int64)
         for part in torch.arange(len(first)).split(_AT_A_TIME // _SPLIT**2):
             pair, parts = _split(pairs[part], size)
-            count = _pairs_of(rule, mask, parts, size // _SPLIT, frame)
-            counts.index_add_(0, part[pair], count)
+            counts.index_add_(0, part[pair], _pairs_of(rule, mask, parts, size // _SPLIT, frame))
     total[varies] = counts[kind]
     return total
 
@@ -237,10 +236,9 @@ def _split(pairs: TilePairs, size: int) -> tuple[Tensor, TilePairs]:
     """Splits tile pairs into smaller ones; returns (index of the large pair, small pair)."""
     at = torch.cartesian_prod(torch.arange(_SPLIT), torch.arange(_SPLIT))
     pair = torch.arange(len(pairs)).repeat_interleave(len(at))
-    number = at.repeat(len(pairs), 1)
     whole, size = pairs[pair], size // _SPLIT
     parts = []
-    for tiles, index in zip((whole.q, whole.k), number.unbind(1), strict=True):
+    for tiles, index in zip((whole.q, whole.k), at.repeat(len(pairs), 1).unbind(1), strict=True):
         start = tiles.start + index * size * tiles.step
         last = torch.minimum(tiles.last, start + (size - 1) * tiles.step)
         parts.append(Axis(tiles.step, tiles.residue, start, last + 1, last))
@@ -255,8 +253,7 @@ def union(parts: list[TokenRanges], length: int) -> TokenRanges:
     if len(steps) <= 1:
         return _merged(parts, steps[0] if steps else 1, length)
     by_step = [_merged([x for x in parts if x.step == step], step, length) for step in steps]
-    common = math.lcm(*steps)
-    if common <= _MOST_LINES:
+    if (common := math.lcm(*steps)) <= _MOST_LINES:
         return _merged([_with_step(runs, common) for runs in by_step], common, length)
     tokens = map(TokenRanges.tokens, by_step)
     return _merged([TokenRanges(1, number, x, x) for number, x in tokens], 1, length)

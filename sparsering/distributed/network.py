@@ -25,7 +25,8 @@ class Network:
     ) -> None:
         self.rank, self.plan, self.exchange = rank, rank.plan, exchange
         self.key, self.value = key, value
-        hosts, owners = self.plan.hosts_of(rank.rank), self.plan.owners_at(rank.rank)
+        owners = sorted({t.owner for t in self.plan.travellers if rank.rank in t.hosts})
+        hosts = self.plan.hosts_of(rank.rank)
         places = {host: rank.travelling_places(host, key.device) for host in hosts}
         outer, width = travelling.shape[:2], travelling.shape[3]
         self.travelling_shapes = {host: (*outer, len(at)) for host, at in places.items()}
@@ -35,8 +36,7 @@ class Network:
         copies: dict[tuple[tuple[int, int], ...], Tensor] = {}  # shared by hosts with equal rows
         sends = {}
         for host, at in places.items():
-            rows = tuple(self.plan.rows_of(rank.rank, host))
-            if rows not in copies:
+            if (rows := tuple(self.plan.rows_of(rank.rank, host))) not in copies:
                 copies[rows] = travelling[:, :, at].contiguous()
             sends[host] = copies[rows]
         self.pending_guests = exchange.start("query rows to their hosts", sends, self.arriving)
@@ -77,9 +77,7 @@ class Network:
                 arriving[host] = self.key.new_empty(shape, dtype=self.rank.dtype)
         return arriving, self.exchange.start("answers to their owners", sends, arriving)
 
-    def returned_gradients(
-        self, parts: Iterable[dict[int, Tensor]]
-    ) -> Iterator[tuple[int, Tensor]]:
+    def return_gradients(self, parts: Iterable[dict[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
         """Sends key gradients of each round to the keys' ranks; yields (rank, its gradients)."""
         posts = (self._post_gradients(number, part) for number, part in enumerate(parts))
         return chain.from_iterable(map(dict.items, _arrivals(posts)))

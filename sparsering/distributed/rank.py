@@ -7,7 +7,7 @@ in float32 (float64 for float64), so that every run and every transport gives th
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from ..numerics import add_sink, merge_into
 from ..patterns.algebra import Pattern
 from ..patterns.keys import key_mask, without_key_masks
 from .plan import RingPlan, default_plan
-from .rank_layouts import Step, guest_step, local_step, round_step
+from .rank_layouts import Step, local_step, round_step
 from .sharding import local_index, positions
 from .wire import Wire
 
@@ -35,11 +35,9 @@ REFUSED = {  # why a ring does not take other options of `attention`
 }
 
 
-def choose_kernels(
-    backend: str | None, query: Tensor, key: Tensor, value: Tensor, extras: Extras
-) -> str:
+def choose_kernels(backend: str | None, inputs: Sequence[Tensor], extras: Extras) -> str:
     """Returns the name of a rank's backend; NotImplementedError unless it runs every layout."""
-    name = choose(backend, (query, key, value), extras.in_use)
+    name = choose(backend, inputs, extras.in_use)
     if BACKENDS[name].backward is None:
         able = ", ".join(name for name, backend in BACKENDS.items() if backend.backward)
         raise NotImplementedError(f"{name}: a ring needs a backend for all layouts, such as {able}")
@@ -96,20 +94,19 @@ class Rank:
 
     def forward(
         self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
+        shards: Sequence[Tensor],
         rounds: Iterator[Tensor],
         answers: Iterator[tuple[int, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """Computes (out, lse) of the rank's queries; out in the query's dtype.
 
         Args:
-            query, key, value: the rank's shards.
+            shards: the rank's queries, keys and values.
             rounds: a tensor [rows + 1, columns] for each round: the encoded rows that arrive, and a
                 last row of zeros.
             answers: (rank that computed them, partial results of query rows that were sent to it).
         """
+        query, key, value = shards
         step = local_step(self.plan, self.rank, query.device)
         # if the layout has all queries, its results need no copy
         if step.layout is not None and step.layout.frame.q_len == query.shape[2]:
@@ -156,15 +153,13 @@ class Rank:
         """
         step = local_step(self.plan, self.rank, x.query.device)
         if step.layout is None:
-            inputs = (x.query, x.key, x.value)
-            dq, dk, dv = (t.new_zeros(t.shape, dtype=self.dtype) for t in inputs)
+            dq, dk, dv = (t.new_zeros(t.shape, dtype=self.dtype) for t in (x.query, x.key, x.value))
         else:
             dq, dk, dv = self._differentiate(step, x, x.key, x.value, dtable)
             if dq.shape[2] < x.query.shape[2]:
                 part, dq = dq, x.query.new_zeros(x.query.shape, dtype=self.dtype)
                 dq[:, :, step.queries] = part
-        rows = guests()
-        if rows is None:
+        if (rows := guests()) is None:
             return dq, dk, dv, None
         guest_dq, guest_dk, guest_dv = self._answer_gradients(rows, x.key, x.value, dtable)
         dk += guest_dk
@@ -205,7 +200,7 @@ class Rank:
 
     def answer(self, guests: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attends from other ranks' rows to this rank's keys: out and lse [B, Hq, rows, Dv + 1]."""
-        step = guest_step(self.plan, self.rank, key.device)
+        step = local_step(self.plan, self.rank, key.device, of_guests=True)
         answers = guests.new_zeros(*guests.shape[:3], value.shape[3] + 1, dtype=self.dtype)
         answers[..., -1] = -torch.inf
         if step.layout is not None:
@@ -217,7 +212,7 @@ class Rank:
         self, guests: Tensor, key: Tensor, value: Tensor, dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns gradients of guests (see `gradient_rows`), and of this rank's keys, values."""
-        step = guest_step(self.plan, self.rank, key.device)
+        step = local_step(self.plan, self.rank, key.device, of_guests=True)
         width, value_width = key.shape[3], value.shape[3]
         dq = guests.new_zeros(*guests.shape[:3], width)
         if step.layout is None:
@@ -279,17 +274,14 @@ class Rank:
         _, masks = without_key_masks(self.plan.pattern)
         if step.own_keys and masks:  # masked keys may be NaN; ranks never send masked keys
             places = positions(self.plan.ranges[self.rank]).to(query.device)
-            mask = key_mask(masks, self.plan.frame.kv_len, query.device)
-            extras["key_mask"] = mask[:, places]
+            extras["key_mask"] = key_mask(masks, self.plan.frame.kv_len, query.device)[:, places]
         exact = self.dtype == torch.float32
         return Problem(step.layout, query, key, value, self.scale, in_float32=exact, **extras)
 
-    def _attend(
-        self, step: Step, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _attend(self, step: Step, query: Tensor, *keys: Tensor) -> tuple[Tensor, Tensor]:
         forward = BACKENDS[self.backend].forward
         assert forward is not None
-        return forward(self._problem(step, query, key, value))
+        return forward(self._problem(step, query, *keys))
 
     def _differentiate(
         self, step: Step, x: Saved, key: Tensor, value: Tensor, dtable: Tensor | None
@@ -303,12 +295,10 @@ class Rank:
             dtable += grads.distance_bias
         return grads.query, grads.key, grads.value
 
-    def _buffer(
-        self, step: Step, sent: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _buffer(self, step: Step, raw: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Decodes the rows that arrived, and copies them into the keys and values of a step."""
         assert step.layout is not None
-        rows = self.wire.decode(sent, key.shape[3], value.shape[3])
+        rows = self.wire.decode(raw, key.shape[3], value.shape[3])
         if step.rows is None:
             rows = rows[: step.arrived]
             rows = rows.view(*key.shape[:2], step.layout.frame.kv_len, rows.shape[1])
@@ -320,8 +310,7 @@ class Rank:
         """Yields a message's parts in order, as (batch entry, kv head, indices in the shard)."""
         plan = self.plan
         for b, h in product(range(batch), range(plan.frame.num_kv_heads)):
-            tokens = plan.tokens_of(receiver, self.rank, b, h)
-            index = local_index(plan.ranges[self.rank], tokens)
+            index = local_index(plan.ranges[self.rank], plan.tokens_of(receiver, self.rank, b, h))
             if plan.alike:  # a single part, because all batch entries and heads need equal tokens
                 yield slice(None), slice(None), index
                 return

@@ -70,14 +70,9 @@ class Step:
         return copies or [torch.full((self.arrived,), len(places), device=row.device).int()]
 
 
-def local_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
-    """Returns the kernel call of the queries and keys that the rank owns."""
-    return _cached(plan, device, _own_keys, rank, False)
-
-
-def guest_step(plan: RingPlan, rank: int, device: torch.device) -> Step:
-    """Returns the kernel call of query rows that others send to `rank`, with this rank's keys."""
-    return _cached(plan, device, _own_keys, rank, True)
+def local_step(plan: RingPlan, rank: int, device: torch.device, of_guests: bool = False) -> Step:
+    """Returns the kernel call of a rank's keys, with its queries or those that others send it."""
+    return _cached(plan, device, _own_keys, rank, of_guests)
 
 
 def round_step(plan: RingPlan, rank: int, number: int, batch: int, device: torch.device) -> Step:
@@ -109,10 +104,8 @@ def _own_keys(plan: RingPlan, device: torch.device, rank: int, of_guests: bool) 
     return replace(_step(plan, passes, queries, num_tokens(keys), device), own_keys=True)
 
 
-def _arriving_keys(
-    plan: RingPlan, device: torch.device, rank: int, number: int, batch: int
-) -> Step:
-    senders, shard = plan.senders(rank, number), plan.ranges[rank]
+def _arriving_keys(plan: RingPlan, device: torch.device, rank: int, index: int, batch: int) -> Step:
+    senders, shard = plan.senders(rank, index), plan.ranges[rank]
     keys = sorted(piece for sender in senders for piece in plan.ranges[sender])
     passes, positions, length = [], [], 0
     for p in _passes(plan, without(shard, plan.rows_of(rank)), keys):
@@ -182,10 +175,9 @@ def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, 
         start = number // p.step * (p.step * width) + number % p.step
     end = torch.where(used, start + (count - 1) * p.step + 1, 0)
     position = torch.full((len(used), int(end.max()) if end.numel() else 0), -1)
-    axis = torch.nonzero(used)[:, 0]
     tile, slot = expand_counts(count[used])
     place = start[used][tile] + p.step * slot
-    position[axis[tile], place] = p.key_start[used][tile] + p.step * slot
+    position[torch.nonzero(used)[:, 0][tile], place] = p.key_start[used][tile] + p.step * slot
     return torch.where(used, start + first, 0), torch.where(used, end + first, 0), position
 
 

@@ -117,15 +117,10 @@ def ring_attention(
         seed_is_given = dropout_seed is not None
         if checked_probability(dropout_p):
             dropout_seed = checked_seed(dropout_seed) if seed_is_given else drawn_seed(query)
-        options: dict[str, Any] = {
-            "softcap": softcap,
-            "distance_bias": distance_bias,
-            "sink": sink,
-            "dropout_p": dropout_p,
-            "dropout_seed": dropout_seed,
-        }
+        options: dict[str, Any] = {"softcap": softcap, "distance_bias": distance_bias, "sink": sink}
+        options |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
         extras = checked_extras(query, key, pattern, None, **options)
-        name = choose_kernels(backend, query, key, value, extras)
+        name = choose_kernels(backend, (query, key, value), extras)
     except Exception:
         if group is not None and group.size() > 1 and not torch.compiler.is_compiling():
             report_failure(group, seconds, query)
@@ -136,7 +131,6 @@ def ring_attention(
         return attention(query, key, value, pattern, **options)
     leaves = [extras[name] for name in ANYWHERE if OPTIONS[name].learns]
     leaves = [x for x in (query, key, value, *leaves) if x is not None]
-    learns = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     if isinstance(dropout_seed, Tensor):  # `_begin` derives a seed per batch entry from it
         extras = extras.changed(dropout_seed=dropout_seed.expand(len(query)))
     fields = {name: extras[name] for name in ANYWHERE}
@@ -145,7 +139,7 @@ def ring_attention(
         query=query, key=key, value=value, **fields, seed_is_given=seed_is_given,
         tensors=operands, pattern=text, scale=scale, group=group.group_name,
         sharding=sharding, compression=compression, timeout=seconds, backend=name,
-        differentiable=learns,
+        differentiable=torch.is_grad_enabled() and any(x.requires_grad for x in leaves),
     )  # fmt: skip
     return (out, lse) if return_lse else out
 
@@ -188,8 +182,7 @@ def resolve_group(
     if group is None:
         if dist.is_available() and dist.is_initialized():
             return dist.group.WORLD
-        world = os.environ.get("WORLD_SIZE", "1")
-        if world not in ("", "1"):
+        if (world := os.environ.get("WORLD_SIZE", "1")) not in ("", "1"):
             raise ValueError(
                 f"{world} processes were started (WORLD_SIZE), but no process group exists; call "
                 'torch.distributed.init_process_group("gloo"), or "nccl" on GPUs, first'
@@ -215,7 +208,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
             results = None if guests is None else rank.answer(guests, key, value)
             yield from network.answers(results, value.shape[3] + 1)
 
-        out, lse = rank.forward(query, key, value, network.rounds(), answers())
+        out, lse = rank.forward((query, key, value), network.rounds(), answers())
     _last_traffic[False] = exchange.traffic
     return out.contiguous(), lse.contiguous()
 
@@ -236,7 +229,7 @@ def _backward(*arguments: Any) -> list[Tensor | None]:
         rounds = enumerate(network.rounds())
         dq, dk, dv, answers = rank.local_gradients(x, network.guests, dtable)
         parts = (rank.round_gradients(number, sent, x, dq, dtable) for number, sent in rounds)
-        for receiver, rows in network.returned_gradients(parts):
+        for receiver, rows in network.return_gradients(parts):
             rank.add_returned(receiver, rows, dk, dv)
             del rows  # the next round needs the memory
         for host, part in network.answers(answers, query.shape[3]):

@@ -70,8 +70,7 @@ def simulate_ring(
     device = query.device
     if offload and torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator() or device
-    q, k, v = (x[:, :, :1].to(device) for x in (query, key, value))
-    backend = choose_kernels(None, q, k, v, extras)
+    backend = choose_kernels(None, [x[:, :, :1].to(device) for x in (query, key, value)], extras)
     wire, dtype = wire_format(None, query.dtype), sum_dtype(query)
     on_device = extras.mapped(lambda x: x.detach().to(device))
     ranks = []
@@ -98,9 +97,8 @@ class _Simulated(torch.autograd.Function):
             for host in shards.hosts
         }
         for rank in ranks:
-            q, k, v = shards.of(rank.rank, query, key, value)
-            rounds = shards.rounds(rank, key, value)
-            results = rank.forward(q, k, v, rounds, shards.answers(rank, answers))
+            own, rounds = shards.of(rank.rank, query, key, value), shards.rounds(rank, key, value)
+            results = rank.forward(own, rounds, shards.answers(rank, answers))
             for whole, part in zip((out, lse), results, strict=True):
                 whole[:, :, shards.places[rank.rank]] = part.to(whole.device)
         ctx.save_for_backward(query, key, value, out, lse)
@@ -211,7 +209,6 @@ class _Shards:
         """Yields (host, its results for rows of `rank`), in the order of a real rank's messages."""
         hosts = self.plan.hosts_of(rank.rank)
         for offset in (offset for offsets in self.plan.answer_rounds for offset in offsets):
-            host = (rank.rank + offset) % self.plan.world_size
-            if host in hosts:
+            if (host := (rank.rank + offset) % self.plan.world_size) in hosts:
                 places = self.ranks[host].guest_places(rank.rank, self.device)
                 yield host, answers[host][:, :, places]

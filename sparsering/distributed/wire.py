@@ -57,8 +57,7 @@ class Wire(NamedTuple):
         """Decodes sent rows to keys and values [n, D + Dv], up to the rounding of `encode`."""
         if not self.scaled:
             return sent.to(self.dtype)
-        sizes = [width, value_width, 4, 4]
-        key, value, *scales = (x.contiguous() for x in sent.split(sizes, 1))
+        key, value, *scales = (x.contiguous() for x in sent.split([width, value_width, 4, 4], 1))
         numbers = [part.view(self.numbers).float() for part in (key, value)]
         parts = [x * scale.view(torch.float32) for x, scale in zip(numbers, scales, strict=True)]
         return torch.cat(parts, 1).to(self.dtype)
