@@ -66,8 +66,7 @@ def recipe_of(
         return recipe, inputs, checked_extras(*inputs[:2], pattern, choices[-1], **extras)
     call = dict(zip(("scale", "q_start", "block_size"), choices[1:], strict=True))
     inputs, call, options = checked_call(inputs, pattern, **call, **extras)
-    name = choose(choices[0], inputs, options.in_use, pattern)
-    recipe = CallRecipe(name, **call)
+    recipe = CallRecipe(choose(choices[0], inputs, options.in_use, pattern), **call)
     if kind is not None:
         recipe = recipe._replace(plain=True, learns=kind[0][-1], table=tuple(BACKENDS.values()))
         if BACKENDS[recipe.backend].backward and not pattern.tensors and not in_cache:
@@ -96,8 +95,7 @@ def layout_key_of(
         rest, masks = without_key_masks(pattern)
         pattern = rest if extras["block_bias"] is None else pattern
     frame = frame_of(query, key, recipe.q_start)
-    size = recipe.block_size
-    if size is None:
+    if (size := recipe.block_size) is None:
         size = block_size_of(recipe.backend, pattern, query, frame)
     return (pattern, frame, size, query.device), masks
 

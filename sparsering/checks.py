@@ -77,8 +77,7 @@ def check_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) ->
         got = f"got {heads} heads of {query.shape[2]} tokens"
         warnings.warn(f"{got}; if tokens come before heads, transpose(1, 2)", stacklevel=5)
     dtypes = (query.dtype, key.dtype, value.dtype)
-    one_dtype = len(set(dtypes)) == 1 or autocasting(query)
-    if query.dtype not in DTYPES or not one_dtype:
+    if query.dtype not in DTYPES or not (len(set(dtypes)) == 1 or autocasting(query)):
         raise ValueError(
             "query, key and value must share a dtype out of float64, float32, bfloat16, "
             f"float16, got {dtypes}; cast with .to()"

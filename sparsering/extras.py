@@ -49,8 +49,7 @@ class Extras:
 
     def changed(self, **changes: Any) -> "Extras":
         """Returns extras with some values replaced; None removes an extra."""
-        values = {**self.in_use, **changes}
-        return Extras({name: x for name, x in values.items() if x is not None})
+        return Extras({name: x for name, x in {**self.in_use, **changes}.items() if x is not None})
 
     def mapped(self, change: Callable[[Tensor], Tensor], by: str | None = None) -> "Extras":
         """Returns extras with changed tensors: all, or those [B, H, Nq] with `by="query"`."""
@@ -114,8 +113,7 @@ def alibi(slopes: Tensor, radius: int) -> Tensor:
             f"{slopes.dtype} {tuple(slopes.shape)}; torch.tensor([...]) makes one"
         )
     radius = checked_integer("radius", radius, 0)
-    distance = torch.arange(-radius, radius + 1, device=slopes.device).abs()
-    return -slopes.float()[:, None] * distance
+    return -slopes.float()[:, None] * torch.arange(-radius, radius + 1, device=slopes.device).abs()
 
 
 def checked_extras(

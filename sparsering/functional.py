@@ -168,7 +168,6 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         later = "; the choice for a query may depend on later queries of its row"
         lines.append(line + later * (tokens > 1))
     for name in BACKENDS:
-        reasons = reasons_against(name, inputs, extras.in_use)
-        state = "; ".join(reasons) or "usable"
+        state = "; ".join(reasons_against(name, inputs, extras.in_use)) or "usable"
         lines.append(f"{name}: {state}" + " (only when named)" * (not is_default(name, pattern)))
     return "\n".join(lines)

@@ -91,23 +91,16 @@ def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
 
 
 def value_gradient(
-    recipe: CallRecipe,
-    query: Tensor,
-    key: Tensor,
-    pattern: Pattern,
-    extras: Extras,
-    lse: Tensor,
-    grad_out: Tensor,
+    recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extras, lse: Tensor, grad: Tensor
 ) -> Tensor:
-    """Sums `exp(s - lse) grad_out` over queries, [B, Hkv, Nk, Dv]; lse includes any sink."""
-    value = query.new_zeros(*key.shape[:3], grad_out.shape[3])
-    problem = _problem(recipe, (query, key, value), pattern, extras)
+    """Sums `exp(s - lse) grad` over queries, [B, Hkv, Nk, Dv]; lse includes any sink."""
+    problem = _problem(recipe, inputs, pattern, extras)
     problem = problem._replace(learns_distances=False).in_first_slots()
     backward = BACKENDS[recipe.backend].backward
     assert backward is not None
-    with without_autocast(query):
-        zeros = torch.zeros_like(grad_out), torch.zeros_like(lse)
-        return backward(problem, zeros[0], lse, grad_out, zeros[1]).value
+    with without_autocast(inputs[0]):
+        zeros = torch.zeros_like(grad), torch.zeros_like(lse)
+        return backward(problem, zeros[0], lse, grad, zeros[1]).value
 
 
 @torch.library.custom_op("sparsering::slot_mass", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
@@ -188,17 +181,14 @@ def _problem(recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extra
         check_key_masks(masks, len(query), key.shape[2])
         options["key_mask"] = key_mask(masks, key.shape[2], query.device)
     slots: tuple[int, ...] = ()
-    selected, build = None, BACKENDS[recipe.backend].selected_layout
-    if build is not None and pattern.tensors and extras["block_bias"] is None:
-        selected = build(*layout_key)
-    if selected is not None:
-        layout = selected
-    elif extras["block_bias"] is None:
-        layout, slots = _layout(*layout_key)
-    else:
-        layout = layout_cache.layout(*layout_key)
+    build = BACKENDS[recipe.backend].selected_layout
     if (bias := extras["block_bias"]) is not None:
+        layout = layout_cache.layout(*layout_key)
         check_bias(bias.shape[-1], layout)
+    elif build and pattern.tensors and (selected := build(*layout_key)) is not None:
+        layout = selected
+    else:
+        layout, slots = _layout(*layout_key)
     if slot_bias is not None:
         options["block_bias"] = _entry_bias(slot_bias, layout)
     problem = Problem(layout, *inputs, recipe.scale, slots=slots, **options)
@@ -252,17 +242,14 @@ def _reference(
             factor = pair_counts_op(*call, p, seed).to(dtype) / counts.clamp(min=1)
     else:
         if block_bias is not None:
-            blocks = block_bias.shape[-1]
-            biased = places_op(*call, recipe.block_size, blocks), block_bias.to(dtype)
+            biased = places_op(*call, recipe.block_size, block_bias.shape[-1]), block_bias.to(dtype)
         elif slot_bias is not None:  # index 0: no bias, for pairs in no listed block
-            padded = torch.nn.functional.pad(slot_bias.to(dtype), (1, 0))
-            biased = places_op(*call), padded
+            biased = places_op(*call), torch.nn.functional.pad(slot_bias.to(dtype), (1, 0))
         log_counts = _log_biased_counts(*biased)
         if p is not None:
             frame = frame_of(query, key, recipe.q_start)
             kept = kept_by_branch(pattern, frame, p, seed).to(query.device)
-            log_kept_counts = _log_biased_counts(*biased, kept)
-            factor = (log_kept_counts - finite_or_zero(log_counts)).exp()
+            factor = (_log_biased_counts(*biased, kept) - finite_or_zero(log_counts)).exp()
     if factor is not None:
         factor = factor / (1 - p)
     if distance_bias is not None:
@@ -312,8 +299,7 @@ class _CounterImport(MetaPathFinder):
         if name != _COUNTER:
             return None
         sys.meta_path.remove(self)
-        spec = find_spec(name)
-        if spec is not None and spec.loader is not None:
+        if (spec := find_spec(name)) is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def execute(module: ModuleType) -> None:

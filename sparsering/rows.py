@@ -9,8 +9,7 @@ SPLITMIX = (-4658895280553007687, -7723592293110705685)  # splitmix64's multipli
 def expand_counts(count: Tensor) -> tuple[Tensor, Tensor]:
     """Returns (row, index in the row) of every item, if row i has `count[i]` items."""
     row = torch.arange(len(count), device=count.device).repeat_interleave(count)
-    first = count.cumsum(0) - count
-    return row, torch.arange(len(row), device=count.device) - first[row]
+    return row, torch.arange(len(row), device=count.device) - (count.cumsum(0) - count)[row]
 
 
 def number_rows(columns: list[Tensor]) -> tuple[Tensor, Tensor]:

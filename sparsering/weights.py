@@ -104,8 +104,7 @@ def attention_weights(
         _, lse = attend(recipe, inputs, pattern, options)
         (heads, q_len), (kv_heads, kv_len) = query.shape[1:3], key.shape[1:3]
         counts = {"num_heads": heads, "num_kv_heads": kv_heads, "q_start": recipe.q_start}
-        place = query.device
-        layout = pattern.layout(q_len, kv_len, **counts, block_size=block_size, device=place)
+        layout = pattern.layout(q_len, kv_len, **counts, block_size=block_size, device=query.device)
         group = heads // max(1, kv_heads)
         # the padding of ragged tiles reads an extra row of zeros
         q, k = (pad(x.to(lse.dtype), (0, 0, 0, 1)) for x in (query, key))
@@ -205,5 +204,6 @@ def key_mass(
     # grad_out has one channel for each query head of a group, to keep the sums of the heads apart
     channel = torch.eye(group, dtype=dtype, device=query.device).repeat(kv_heads, 1)[:, None]
     grad_out = (each[..., None] * channel).expand(batch, heads, q_len, group).contiguous()
-    mass = value_gradient(recipe, query, key, pattern, options, lse, grad_out)
+    value = query.new_zeros(*key.shape[:3], group)
+    mass = value_gradient(recipe, (query, key, value), pattern, options, lse, grad_out)
     return mass.transpose(2, 3).reshape(batch, heads, kv_len)

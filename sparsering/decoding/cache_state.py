@@ -205,8 +205,7 @@ class CacheState(_Record):
         return self.changed(histories=[history] * len(self.histories)).evicted(key, value)
 
     def of_entries(self, entries: Tensor) -> "CacheState":
-        summaries = copy(self.summaries)
-        if summaries is not None:
+        if (summaries := copy(self.summaries)) is not None:
             summaries.select(entries)
         page = Page(written=self.page.written)
         histories = [self.histories[i] for i in entries.tolist()]
@@ -264,8 +263,7 @@ class CacheState(_Record):
         # keys that the same branches visit become neighbours, so that a branch skips whole tiles
         live = (last[:_MOST_BRANCHES] >= length).long()
         branches = (live << torch.arange(len(live))[:, None, None]).sum(0)
-        rank = (branches << _POSITION_BITS) + positions
-        return torch.where(alive, rank, FOREVER).argsort(dim=1)
+        return torch.where(alive, (branches << _POSITION_BITS) + positions, FOREVER).argsort(dim=1)
 
     def _page_limit(self, history: History) -> int:
         """Returns after how many tokens a head has over `page_size` keys that no query sees."""

@@ -26,7 +26,8 @@ def register(cache: Any) -> Tensor:
     """Returns int64 [2], the `clock` of `attend_op`: a new number of the cache, and its length."""
     number = next(_NUMBERS)
     _CACHES[number] = cache
-    return torch.tensor([number, 0])
+    with torch.inference_mode(False):
+        return torch.tensor([number, 0])
 
 
 def operator_options(options: dict[str, Any]) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def operator_options(options: dict[str, Any]) -> dict[str, Any]:
 
 @torch.library.custom_op(
     "sparsering::cached_attention",
-    mutates_args=("clock",),
+    mutates_args=["clock"],
     schema=_SCHEMA,
     tags=OUTSIDE_CUDA_GRAPHS,
 )

@@ -104,16 +104,14 @@ def attend_draft(
     return out.to(query.dtype), lse
 
 
-def _layout(
-    pattern: Pattern, seen: Any, frame: Frame, block: int, device: torch.device
-) -> BlockLayout:
+def _layout(tree: Pattern, seen: Any, frame: Frame, block: int, place: torch.device) -> BlockLayout:
     (positions, live, starts), passes, n = seen, [], frame.q_len
     queries = -(-n // 8) * 8  # bitmaps have whole bytes of queries
-    for number, branch in enumerate(pattern.branches):
+    for number, branch in enumerate(tree.branches):
         p = page_over(number, branch, positions, live[number], starts, frame, queries, block)
-        passes.append(p.like(query_stop=p.query_stop.clamp(max=n)).to(device))
+        passes.append(p.like(query_stop=p.query_stop.clamp(max=n)).to(place))
     frame = frame._replace(kv_len=positions.shape[2], q_start=positions.shape[2] - n)
-    return BlockLayout(frame, block, tuple(passes), math.nan).shared(device)
+    return BlockLayout(frame, block, tuple(passes), math.nan).shared(place)
 
 
 def kept(state: CacheState, path: Sequence[int] | Tensor) -> CacheState:

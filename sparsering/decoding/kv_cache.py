@@ -95,7 +95,8 @@ class KVCache:
         num_kv_heads = checked_integer("num_kv_heads", num_kv_heads, 1)
         num_heads = checked_integer("num_heads", num_heads, 0)
         rollback = checked_integer("rollback", rollback, 0)
-        dims = checked_integer("head_dim", head_dim, 0), checked_integer("value_dim", value_dim, 0)
+        head_dim = checked_integer("head_dim", head_dim, 0)
+        self._dims = head_dim, checked_integer("value_dim", value_dim, 0)
         if (page := index_of(page_size)) is None or page not in BLOCK_SIZES:
             raise ValueError(
                 "page_size must be a multiple of 16 from 16 to 256, got "
@@ -107,15 +108,13 @@ class KVCache:
         none = torch.zeros(len(pattern.branches), num_kv_heads, 0, dtype=torch.int64)
         histories = [History(0, 0, none[0], none)] * batch_size
         total = own_length(pattern, max_length)
-        causal = causal_pattern(pattern)
+        sizes = num_heads, num_kv_heads, total, rollback, page
         self.pattern = pattern
-        self._state = CacheState(causal, num_heads, num_kv_heads, total, rollback, page, histories)
+        self._state = CacheState(causal_pattern(pattern), *sizes, histories)
         if total is not None:
             check_fits(pattern, self._state.frame(0, 0))
-        self._dims = dims
         self._first_kind = checked_dtype("dtype", dtype), checked_device(device)
-        with torch.inference_mode(False):
-            self._clock = register(self)
+        self._clock = register(self)
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_no_draft("a copy")
@@ -123,8 +122,7 @@ class KVCache:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        with torch.inference_mode(False):
-            self._clock = register(self)  # two caches must not share a clock
+        self._clock = register(self)  # two caches must not share a clock
 
     def __repr__(self) -> str:
         return f"<KVCache of {shortened(str(self.pattern))}: {self.kept} of {self.length} tokens>"
@@ -297,12 +295,7 @@ class KVCache:
             self._state = self._state.loaded(key, value, places, length)
 
     def _attend(
-        self,
-        inputs: Inputs,
-        lengths: Sequence[int] | Tensor | None,
-        stored: bool,
-        tree: Sequence[int] | Tensor | None,
-        **options: Any,
+        self, inputs: Inputs, lengths: Any, stored: bool, tree: Any, **options: Any
     ) -> tuple[Tensor, Tensor]:
         state, given, choices = self._state, inputs, (None, None, None, None)
         if options:
@@ -332,8 +325,7 @@ class KVCache:
             state = state.changed(remote=(*state.remote, *range(self.length, self.length + most)))
         tokens = tokens if most == n else tokens.first(most)
         if fits_page(state, recipe.backend, new, tokens):
-            layout = state.page.layouts.get(most)
-            if layout is None:
+            if (layout := state.page.layouts.get(most)) is None:
                 with ordinary_tensors():
                     layout = page_layout(state, most)
             out, lse = attend_page(state, layout, recipe, tokens)

@@ -74,8 +74,7 @@ def page_layout(state: CacheState, queries: int) -> BlockLayout:
         whole = layouts[state.page_size]
         stops = (torch.full_like(p.query_stop, queries) for p in whole.passes)
         passes = tuple(p.like(query_stop=x) for p, x in zip(whole.passes, stops, strict=True))
-        frame = whole.frame._replace(q_len=queries)
-        layouts[queries] = replace(whole, frame=frame, passes=passes)
+        layouts[queries] = replace(whole, frame=whole.frame._replace(q_len=queries), passes=passes)
     return layouts[queries]
 
 

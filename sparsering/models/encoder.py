@@ -149,8 +149,7 @@ class LongNetEncoder(nn.Module):
                 "a class token, x also has a row for that token"
             )
         place = self._checked_coordinates(coordinates, B, N, positions)
-        first = self.class_token
-        if first is None:
+        if (first := self.class_token) is None:
             return self._projected(x), place
         if positions is None:
             x = self._projected(x)
@@ -198,5 +197,4 @@ class LongNetEncoder(nn.Module):
             return [None] * depth
         rate = torch.linspace(0, self.drop_path, depth)[:, None, None]
         # Drawn on the CPU, so that ranks with the same seed drop the same outputs.
-        alive = torch.rand(depth, 2, len(x)) >= rate
-        return list((alive / (1 - rate)).to(x.device, x.dtype))
+        return list(((torch.rand(depth, 2, len(x)) >= rate) / (1 - rate)).to(x.device, x.dtype))

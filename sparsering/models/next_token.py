@@ -20,8 +20,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         k, p = self.top_k, self.top_p
-        temperature = checked_number("temperature", self.temperature, 0)
-        object.__setattr__(self, "temperature", temperature)
+        object.__setattr__(self, "temperature", checked_number("temperature", self.temperature, 0))
         if k is not None:
             if (whole := index_of(k)) is None or whole < 1:
                 got = shortened(repr(k))

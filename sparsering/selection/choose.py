@@ -100,18 +100,12 @@ def select_blocks(
 
 
 def _best_blocks(
-    scores: Tensor,
-    current: Tensor,
-    k: int,
-    top_p: float | None,
-    sink: int,
-    local: int,
-    causal: bool,
+    scores: Tensor, own: Tensor, k: int, top_p: float | None, sink: int, local: int, causal: bool
 ) -> Tensor:
-    """Chooses blocks [.., R, k] by scores [.., R, Nb]; row r lies in key block `current[r]`."""
+    """Chooses blocks [.., R, k] by scores [.., R, Nb]; row r lies in key block `own[r]`."""
     blocks = scores.shape[-1]
     block = torch.arange(blocks, device=scores.device)
-    last = current.clamp(max=blocks - 1)[:, None]
+    last = own.clamp(max=blocks - 1)[:, None]
     forced = (block < sink) | ((block <= last) & (block > last - local))
     scores = scores.float() + 0.0  # -0.0 becomes 0.0: equal scores need equal bits
     if causal:
@@ -127,8 +121,7 @@ def _best_blocks(
     best = rank.topk(min(k, blocks), -1).values
     chosen = torch.where(best == _NOT_CHOSEN, -1, _LAST - (best & _LAST))
     if top_p is not None and top_p < 1 and blocks:
-        highest = scores.amax(-1, keepdim=True).clamp(*_FINITE)
-        mass = (scores.clamp(max=_FINITE[1]) - highest).exp()
+        mass = (scores.clamp(max=_FINITE[1]) - scores.amax(-1, keepdim=True).clamp(*_FINITE)).exp()
         weight = mass.gather(-1, chosen.clamp(min=0)).double()
         before = weight.cumsum(-1) - weight
         limit = float(top_p) * mass.sum(-1, keepdim=True, dtype=torch.float64)

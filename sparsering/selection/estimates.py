@@ -52,8 +52,7 @@ class BlockEstimate(NamedTuple):
         blocks = -(-length // block_size)
         keys = pad(key, (0, 0, 0, blocks * block_size - length)).unflatten(2, (blocks, block_size))
         estimate = cls(method, length, part, keys[..., :0], keys)
-        parts = keys.unflatten(3, (block_size // part, part))
-        feature = features(parts, estimate.counts(), method)
+        feature = features(keys.unflatten(3, (block_size // part, part)), estimate.counts(), method)
         return estimate._replace(feature=feature.transpose(2, 3))
 
     @property

@@ -60,8 +60,7 @@ def index_scores(
         entry = torch.arange(batch, device=key.device)[:, None, None]
         keys = key[entry, listed.clamp(min=0)]  # [B, n, k, Di]
         products = torch.einsum("bhnd,bnkd->bhnk", query * scale, keys).relu()
-        scores = torch.einsum("bhnk,bnh->bnk", products, weight)
-        return scores.masked_fill(listed < 0, -torch.inf)
+        return torch.einsum("bhnk,bnh->bnk", products, weight).masked_fill(listed < 0, -torch.inf)
 
     step = max(1, _AT_A_TIME // max(1, batch * slots * max(heads, 0 if indices is None else width)))
     with without_autocast(query):

@@ -35,8 +35,7 @@ def spans(q_start: int, q_len: int, query_block: int, block_size: int) -> list[S
         cuts |= {-(-q_start // size) * size, end // size * size}
     pieces, start = [], q_start
     for stop in sorted(cut for cut in cuts if q_start < cut <= end):
-        whole = start % block_size == stop % block_size == 0
-        width = block_size if whole else stop - start
+        width = block_size if start % block_size == stop % block_size == 0 else stop - start
         row = query_block if start % query_block == stop % query_block == 0 else width
         block, offset = start // block_size, start % block_size  # Dynamo cannot trace divmod here
         pieces.append(Span(start - q_start, block, (stop - start) // width, width, row, offset))

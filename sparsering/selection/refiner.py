@@ -177,11 +177,9 @@ class PatternRefiner:
         if not bool(swap.any()):
             return False
         slot = (self.table[..., None] == leaving[:, :, None]) & swap[:, :, None]  # [H, R, k, swaps]
-        block = (slot * entering[:, :, None]).sum(3)
-        self.table = torch.where(slot.any(3), block, self.table)
+        self.table = torch.where(slot.any(3), (slot * entering[:, :, None]).sum(3), self.table)
         barred = torch.zeros(self.shape, dtype=torch.bool).scatter_(2, leaving, swap)
-        until = self._updates + self.cooldown
-        self._barred_until = torch.where(barred, until, self._barred_until)
+        self._barred_until = torch.where(barred, self._updates + self.cooldown, self._barred_until)
         return True
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -75,8 +75,8 @@ class SelectionReport:
         for name, x in zip(names, reports, strict=True):
             if x is not None:
                 shares = (x.captured.mean, x.captured.p05, x.captured.least)
-                numbers = (x.density, *(y.clamp(max=1.0) for y in shares), x.error)
-                numbers = (*numbers, x.recall, x.inflation)
+                clipped = (y.clamp(max=1.0) for y in shares)
+                numbers = x.density, *clipped, x.error, x.recall, x.inflation
                 lines.append(f"{name:>10}" + "".join(f"{float(y.mean()):>10.3f}" for y in numbers))
         half = float(self.captured.interval.max())
         lines.append(f"{self.rows} rows; captured +- {half:.3f} (probability 0.999)")

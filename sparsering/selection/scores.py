@@ -95,25 +95,19 @@ def block_scores(
     q_start = checked_integer_or_none("q_start", q_start)
     start = key.shape[2] - query.shape[2] if q_start is None else q_start
     with without_autocast(query):
-        dtype = sum_dtype(query)
-        estimate = BlockEstimate.build(key.to(dtype), block_size, method, part)
+        estimate = BlockEstimate.build(key.to(sum_dtype(query)), block_size, method, part)
         return scores_of(query, estimate, query_block, causal, scale, start).float()
 
 
 def scores_of(
-    query: Tensor,
-    estimate: BlockEstimate,
-    query_block: int,
-    causal: bool,
-    scale: float,
-    q_start: int,
+    query: Tensor, estimate: BlockEstimate, query_block: int, causal: bool, scale: float, start: int
 ) -> Tensor:
     """Computes `block_scores` [B, Hkv, R, Nb] from summarised keys, in the summary's dtype."""
     batch, heads, q_len, _ = query.shape
     blocks = estimate.num_blocks
     kv_heads = estimate.feature.shape[1]
     group = heads // max(1, kv_heads)
-    rows = num_rows(q_start, q_len, query_block)
+    rows = num_rows(start, q_len, query_block)
     shape = (batch * kv_heads, rows, blocks)
     if not math.prod(shape) or not group:
         zero = query[..., :0].sum() + estimate.feature[..., :0].sum()  # 0, but differentiable
@@ -123,21 +117,19 @@ def scores_of(
     feature, keys = (x.flatten(0, 1) for x in (estimate.feature, estimate.keys))
     estimate = estimate._replace(feature=feature, keys=keys)
     if torch.is_grad_enabled() and (query.requires_grad or feature.requires_grad):
-        span_scores: Callable[..., Tensor] = _span_scores
+        score: Callable[..., Tensor] = _span_scores
         if not torch.compiler.is_compiling():  # torch.compile itself decides what to recompute
-            span_scores = partial(
-                checkpoint, _span_scores, use_reentrant=False, preserve_rng_state=False
-            )
+            score = partial(checkpoint, _span_scores, use_reentrant=False, preserve_rng_state=False)
         parts = [
-            span_scores(part, grouped, estimate, causal, scale)
-            for span in spans(q_start, q_len, query_block, estimate.block_size)
+            score(part, grouped, estimate, causal, scale)
+            for span in spans(start, q_len, query_block, estimate.block_size)
             for part in _cut(span, group * len(grouped), estimate, causal)
         ]
         return torch.cat(parts, 1).unflatten(0, (batch, kv_heads))
     out, row = estimate.feature.new_empty(shape), 0
     fused = not torch.compiler.is_compiling() and q_len * group >= _MANY and estimate.stride == 1
     fused = fused and feature.dtype == torch.float32 and not cpu.reasons(query, feature)
-    for span in spans(q_start, q_len, query_block, estimate.block_size):
+    for span in spans(start, q_len, query_block, estimate.block_size):
         scores = out[:, row : row + span.rows]
         if not (fused and _write_by_kernel(span, query, estimate, causal, scale, scores)):
             _write(span, grouped, estimate, causal, scale, scores)
@@ -150,8 +142,7 @@ def _write(
 ) -> None:
     """Writes the scores of one range of queries into `out` with torch, in pieces to save memory."""
     group = query.shape[2]
-    logits_per_block = span.width * group * estimate.slots * estimate.num_blocks
-    step = max(1, _AT_A_TIME // logits_per_block)
+    step = max(1, _AT_A_TIME // (span.width * group * estimate.slots * estimate.num_blocks))
     for first in range(0, len(query), step):
         entries, row = slice(first, first + step), 0
         feature, keys = estimate.feature[entries], estimate.keys[entries]
@@ -228,25 +219,18 @@ def _own_mass(span: Span, query: Tensor, estimate: BlockEstimate, scale: float) 
     logits = logits.masked_fill(hidden[:, None], NEVER)
     if estimate.ragged and stop == estimate.num_blocks:
         block = torch.arange(first, first + blocks, device=query.device)[:, None, None, None]
-        past_end = block * estimate.block_size + place >= estimate.length
-        logits = logits.masked_fill(past_end, NEVER)
-    mass = logits.logsumexp(-1)  # [B * Hkv, blocks, width, G]
+        logits = logits.masked_fill(block * estimate.block_size + place >= estimate.length, NEVER)
     room = (0, 0, 0, 0, before, span.blocks - blocks - before)
-    return pad(mass, room, value=NEVER).flatten(1, 2)
+    return pad(logits.logsumexp(-1), room, value=NEVER).flatten(1, 2)
 
 
 def _shares(
-    span: Span,
-    query: Tensor,
-    estimate: BlockEstimate,
-    num_past: int,
-    own_mass: Tensor | None,
-    scale: float,
+    span: Span, query: Tensor, estimate: BlockEstimate, stop: int, mass: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the log of each block's softmax share, summed over the queries of each row.
 
-    Without `own_mass`, the softmax is over the first `num_past` blocks; returns their shares [B *
-    Hkv, rows, num_past], and None. Else it is over the query's own block, of this log mass, and the
+    Without `mass`, the softmax is over the first `stop` blocks; returns their shares [B *
+    Hkv, rows, stop], and None. Else it is over the query's own block, of this log mass, and the
     blocks before it; returns also the shares of the own block [B * Hkv, rows].
     """
     (_, n, group, _), stride = query.shape, estimate.stride
@@ -255,24 +239,24 @@ def _shares(
     if front or back:
         present = pad(torch.ones(n, dtype=torch.bool), (front, back)).view(-1, stride)
     query_feature = estimate.query_strides(query, scale, front)[:, None]
-    logits = (query_feature @ estimate.feature[:, :, :num_past].mT).unflatten(2, (-1, group))
+    logits = (query_feature @ estimate.feature[:, :, :stop].mT).unflatten(2, (-1, group))
     if stride > 1:
-        logits = logits * estimate.antidiagonal_weight(num_past, present)
-    # [B * Hkv, parts, n / stride, G, num_past] -> [.., n / stride, G, num_past]
-    logits = (logits + estimate.log_counts(num_past)[:, None, None]).logsumexp(1)
-    if own_mass is not None:
+        logits = logits * estimate.antidiagonal_weight(stop, present)
+    # [B * Hkv, parts, n / stride, G, stop] -> [.., n / stride, G, stop]
+    logits = (logits + estimate.log_counts(stop)[:, None, None]).logsumexp(1)
+    if mass is not None:
         block = torch.arange(span.block, span.block + span.blocks, device=query.device)
-        hidden = torch.arange(num_past, device=query.device) >= block[:, None, None, None]
+        hidden = torch.arange(stop, device=query.device) >= block[:, None, None, None]
         logits = logits.unflatten(1, (span.blocks, -1)).masked_fill(hidden, NEVER).flatten(1, 2)
     total = logits.logsumexp(-1)
     own_share = None
-    if own_mass is None:
+    if mass is None:
         weight = torch.full_like(total[:1, :, :1], math.log(stride))
         if present is not None:
             weight = present.sum(1).to(total).log()[:, None]
     else:
-        own_mass = pad(own_mass, (0, 0, front, back)).unflatten(1, (-1, stride))
-        log_odds = own_mass - total[:, :, None]  # [B * Hkv, n / stride, stride, G]
+        mass = pad(mass, (0, 0, front, back)).unflatten(1, (-1, stride))
+        log_odds = mass - total[:, :, None]  # [B * Hkv, n / stride, stride, G]
         past, own = logsigmoid(-log_odds), logsigmoid(log_odds)
         if present is not None:
             absent = ~present.to(query.device)[..., None]

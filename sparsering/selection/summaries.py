@@ -75,8 +75,7 @@ class BlockSummaries:
         """
         check_inputs(query, key, key, Full())
         length, size = key.shape[2], self._size
-        start = length - query.shape[2]
-        if start < 0:
+        if (start := length - query.shape[2]) < 0:
             raise ValueError(
                 f"expected at most as many queries as keys, {length}, got {query.shape[2]}; append "
                 "the keys of the new tokens to `key` first"
@@ -104,8 +103,7 @@ class BlockSummaries:
         query = query.unflatten(1, (feature.shape[1], -1)).flatten(0, 1)  # [B * Hkv, G, 1, D]
         query_feature = query_features(query.transpose(1, 2), scale, method)  # [B * Hkv, 1, G, F]
         logits = query_feature @ feature.flatten(0, 1).mT + math.log(self._part)
-        own_logits = query[:, :, 0] * scale @ own.flatten(0, 1).mT
-        own_mass = own_logits.logsumexp(-1, keepdim=True)
+        own_mass = (query[:, :, 0] * scale @ own.flatten(0, 1).mT).logsumexp(-1, keepdim=True)
         mass = torch.cat((logits.logsumexp(1), own_mass), -1)  # [B * Hkv, G, Nb]
         score = mass.log_softmax(-1).logsumexp(1, keepdim=True)
         return score.unflatten(0, feature.shape[:2]).float()
