@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
 from ..streams import capturing
 
@@ -146,7 +147,7 @@ class Pending:
         if self.exchange.timeout is not None:
             deadline = time.monotonic() + self.exchange.timeout
         for peer, work in self.works:
-            with self.failing(peer):
+            with self.failing(peer), record_function("sparsering::messages"):
                 if deadline is None:
                     work.wait()
                 else:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from ..checks import check_pattern
 from ..layouts.cache import layout_cache
@@ -338,7 +339,8 @@ def _plan(
             travellers, needs = choose_travellers(needs, uses, candidates, frame, world_size, most)
         return RingPlan(*key, ranges, tuple(needs), tuple(map(tuple, need_of)), travellers)
 
-    return layout_cache.keep(("plan", *key), build)
+    with record_function("sparsering::plan"):
+        return layout_cache.keep(("plan", *key), build)
 
 
 def _choose_sharding(

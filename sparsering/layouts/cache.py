@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.profiler import record_function
 
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import checked_integer, shortened
@@ -109,7 +110,7 @@ class LayoutCache:
             try:
                 if shared.value is None:
                     begin = time.perf_counter()
-                    with one_thread(), unseen(key):
+                    with one_thread(), unseen(key), record_function("sparsering::layout"):
                         shared.value = build()
                     self._add(key, shared.value, time.perf_counter() - begin < _CHEAP_SECONDS)
                 else:
