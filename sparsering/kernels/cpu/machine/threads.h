@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <exception>
 #include <optional>
 
 #include "products.h"
@@ -16,17 +17,33 @@ inline int64_t num_threads() {
   return result;
 }
 
-// Calls body(begin, end) for parts of a range of at least `grain`, in torch's threads.
+// Calls body(begin, end) for parts of a range of at least `grain`, in torch's threads. What one of
+// them throws first is thrown here: torch would tell that something failed, and not what.
 template <typename Body>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
+  struct Call {
+    const Body& body;
+    std::atomic<bool> failed = false;
+    std::exception_ptr failure;
+  } call{body};
   const auto run = [](int64_t first, int64_t stop, void* of) {
-    (*static_cast<const Body*>(of))(first, stop);
+    Call& call = *static_cast<Call*>(of);
+    try {
+      call.body(first, stop);
+    } catch (...) {
+      if (!call.failed.exchange(true)) {
+        call.failure = std::current_exception();
+      }
+    }
   };
 #if defined(SPARSERING_PARALLEL_FOR)  // tests/kernels/sanitizers/plain_threads.h
-  SPARSERING_PARALLEL_FOR(begin, end, grain, run, const_cast<Body*>(&body));
+  SPARSERING_PARALLEL_FOR(begin, end, grain, run, &call);
 #else
-  checked(torch_parallel_for(begin, end, grain, run, const_cast<Body*>(&body)));
+  checked(torch_parallel_for(begin, end, grain, run, &call));
 #endif
+  if (call.failed) {
+    std::rethrow_exception(call.failure);
+  }
 }
 
 // Runs body(scratch, i) for every i < count; a free thread takes the next i. Uses at most one

@@ -226,8 +226,12 @@ inline Tensor empty(Ints sizes, Dtype type) {
     stride *= std::max<int64_t>(sizes[i], 1);
   }
   AtenTensorHandle result;
-  checked(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
-                                   type, aoti_torch_device_type_cpu(), 0, &result));
+  const AOTITorchError error =
+      aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                               type, aoti_torch_device_type_cpu(), 0, &result);
+  SPARSERING_CHECK(error == AOTI_TORCH_SUCCESS,
+                   "sparsering cpu: not enough memory for a tensor of ", stride * size_of(type),
+                   " bytes");
   return Tensor(result);
 }
 inline Tensor empty(std::initializer_list<int64_t> sizes, Dtype type) {
