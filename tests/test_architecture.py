@@ -51,7 +51,7 @@ ROOMS = {
     "integrations": "distributed nn functional selection decoding checks patterns numerics",
     "planning": "dispatch distributed checks kernels layouts patterns files numerics",
     "plots": "planning layouts patterns",
-    "training": "distributed models nn plots layouts patterns files",
+    "training": "distributed models nn planning selection functional plots layouts patterns files",
     "cli": "",  # the command line takes what a command needs
 }
 ANYTHING = ("cli", "__init__", "__main__")

@@ -21,7 +21,7 @@ import torch
 import sparsering as sr
 
 from ..measure import Row, environment, write_record
-from . import bars, captured, embedding, flagged, language, recall, refine
+from . import adaptive, bars, captured, embedding, flagged, language, recall, refine
 
 WORK = Path("runs/selection")
 PARTS: dict[str, Callable[[int], list[Row]]] = {
@@ -33,11 +33,12 @@ PARTS: dict[str, Callable[[int], list[Row]]] = {
     "recall": recall.recall,
     "refined": refine.refined,
     "embedding": embedding.embedding,
+    "adaptive": adaptive.adaptive,
     "captured": captured.captured,
     "switched": captured.switched,
     "fitted": captured.fitted,
 }
-ONE_SEED = ("language", "captured", "switched", "embedding")  # minutes each; or nothing to draw
+ONE_SEED = ("adaptive", "language", "captured", "switched", "embedding")  # minutes each
 RECORDS = {
     "flagged": ("small", "hard"),
     "lengths": ("lengths",),
@@ -46,6 +47,7 @@ RECORDS = {
     "language": ("language",),
     "captured": ("captured", "fitted", "switched"),
     "refined": ("refined",),
+    "adaptive": ("adaptive",),
     "embedding": ("embedding",),
 }
 

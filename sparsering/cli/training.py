@@ -21,6 +21,12 @@ _RECIPE_OPTIONS: tuple[tuple[str, type, str], ...] = (
     ("weight-decay", float, "AdamW's decay of the weight matrices"),
     ("clip-norm", float, "largest norm of the gradient"),
     ("seed", int, "seed of weights, split and order"),
+    ("attention", str, "pattern, or selected: blocks of keys chosen by content, causal"),
+    ("blocks", int, "blocks that a row of queries chooses"),
+    ("block-size", int, "tokens of a block"),
+    ("schedule", str, "blocks by step, such as '0:dense, 200:64, 400:16'"),
+    ("gate", str, "the schedule goes on only after steps of such a loss: 'loss<=2.5'"),
+    ("refine", int, "steps between improvements of tables of blocks, which rows keep"),
 )
 
 
@@ -47,6 +53,12 @@ def add_commands(commands: Commands) -> None:
     )
     add("--save-every", type=positive, default=50, help="steps between checkpoints")
     add("--validate-every", type=positive, default=50, help="steps between validations")
+    add(
+        "--micro-batch",
+        type=_micro_batch,
+        metavar="N|auto",
+        help="windows that are computed at once",
+    )
     add("--stop-after", type=positive, help="stop, as if interrupted, after this step")
     parallel = train.add_argument_group("under torchrun").add_argument
     parallel("--sequence-parallel", type=positive, help="processes that share a window's tokens")
@@ -75,6 +87,10 @@ def add_commands(commands: Commands) -> None:
     )
 
 
+def _micro_batch(text: str) -> int | str:
+    return text if text == "auto" else positive(text)
+
+
 def _train(arguments: argparse.Namespace) -> int:
     from dataclasses import fields, replace
 
@@ -98,6 +114,7 @@ def _train(arguments: argparse.Namespace) -> int:
             save_every=arguments.save_every,
             validate_every=arguments.validate_every,
             stop_after=arguments.stop_after,
+            micro_batch=arguments.micro_batch,
             ranks=ranks,
         )
         if ranks.leads:

@@ -127,7 +127,7 @@ class LongNetLM(nn.Module):
         tokens: Tensor,
         targets: Tensor,
         *,
-        attend: Attend | None = None,
+        attend: Attend | Sequence[Attend] | None = None,
         positions: Tensor | None = None,
         num_targets: int | None = None,
     ) -> Tensor:

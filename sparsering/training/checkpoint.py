@@ -14,6 +14,7 @@ allocated for tensors. The hashes detect damage, not forgery.
 
 import json
 import re
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from ..files import read_file, replace_file, unique_pairs
 from ..models.longnet import LongNetLM
 from ..patterns.arguments import escaped
+from .adaptive import Selection, blocks_of
 from .ranks import ALONE, Ranks
 from .recipe import Recipe
 from .tensor_files import Files, Kind, TensorIndex, read_index, write_tensors
@@ -54,13 +56,22 @@ class Checkpoint(About):
 
     tensors: TensorIndex
 
-    def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Copies saved weights into a model of this recipe, and AdamW state into `optimizer`."""
+    def restore(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None = None,
+        selection: Selection | None = None,
+    ) -> None:
+        """Copies saved weights into a model of this recipe, and the states of the others."""
         if optimizer is not None and self.step:
             for weight in model.parameters():
                 moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
                 optimizer.state[weight] = {"step": torch.zeros((), device=weight.device), **moments}
         self.tensors.load(named_tensors(model, optimizer))
+        if selection is not None:
+            state = selection.tensors()
+            self.tensors.load({f"selection.{name}": x for name, x in state.items()})
+            selection.restore(state)
 
 
 def save_checkpoint(
@@ -73,6 +84,7 @@ def save_checkpoint(
     fingerprint: str,
     command: str,
     launch: str | None = None,
+    selection: Selection | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
     """Replaces the folder's checkpoint atomically; the arguments are as in `About`.
@@ -81,6 +93,8 @@ def save_checkpoint(
     `folder`. If a rank cannot write, all ranks raise OSError and the old checkpoint remains.
     """
     tensors = named_tensors(model, optimizer)
+    if selection is not None:
+        tensors |= {f"selection.{name}": x for name, x in selection.tensors().items()}
     own: Files = {}
     try:
         ranks.together(lambda: own.update(write_tensors(folder, step, tensors, ranks)))
@@ -189,7 +203,11 @@ def _value(values: dict[str, Any], name: str, kind: type) -> Any:
 
 def _check_kinds(about: About, kinds: dict[str, Kind]) -> None:
     """Raises ValueError if the tensors do not match the recipe's model and its optimizer."""
-    unexpected = set(kinds)
+    unexpected, of_selection = set(kinds), {}
+    if about.recipe.attention == "selected":
+        of_selection = dict(_selection_kinds(about.recipe))
+    _check_names(of_selection, kinds)
+    unexpected -= of_selection.keys()
     for parameter, shape in about.recipe.parameter_shapes():
         kind = Kind(tuple(shape))
         expected = {f"model.{parameter}": kind}
@@ -197,18 +215,35 @@ def _check_kinds(about: About, kinds: dict[str, Kind]) -> None:
             expected[f"optimizer.{parameter}.step"] = Kind(())
             expected[f"optimizer.{parameter}.exp_avg"] = kind
             expected[f"optimizer.{parameter}.exp_avg_sq"] = kind
-        for name, kind in expected.items():
-            if name not in kinds:
-                raise ValueError(
-                    f"the checkpoint lacks {name}, which its model needs; copy the missing file of "
-                    "its rank"
-                )
-            if kinds[name] != kind:
-                raise ValueError(f"{name} is {kinds[name]}, and the recipe's model needs {kind}")
+        _check_names(expected, kinds)
         unexpected -= expected.keys()
     if unexpected:
         names = ", ".join(sorted(unexpected)[:3])
         raise ValueError(f"the files have tensors of another model ({names})")
+
+
+def _selection_kinds(recipe: Recipe) -> Iterator[tuple[str, Kind]]:
+    """Yields names and kinds of `Selection.tensors`, without building the selection."""
+    yield "selection.clock", Kind((), "I64")
+    rows = recipe.num_heads, blocks_of(recipe)
+    for layer in range(recipe.num_layers if recipe.refine else 0):
+        yield f"selection.{layer}.table", Kind((*rows, min(recipe.blocks, rows[1])), "I64")
+        yield f"selection.{layer}.updates", Kind((), "I64")
+        for name, dtype in (("mass", "F64"), ("observed", "BOOL")):
+            yield f"selection.{layer}.{name}", Kind((*rows, rows[1]), dtype)
+        for name in ("sums", "counts", "barred_until"):
+            yield f"selection.{layer}.{name}", Kind((*rows, rows[1]), "I64")
+
+
+def _check_names(expected: dict[str, Kind], kinds: dict[str, Kind]) -> None:
+    for name, kind in expected.items():
+        if name not in kinds:
+            raise ValueError(
+                f"the checkpoint lacks {name}, which its model needs; copy the missing file of its "
+                "rank"
+            )
+        if kinds[name] != kind:
+            raise ValueError(f"{name} is {kinds[name]}, and the recipe's model needs {kind}")
 
 
 def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:

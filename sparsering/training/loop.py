@@ -12,28 +12,27 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import torch
 from torch import Tensor, nn
 
-from ..files import read_file, replace_file
 from ..models.longnet import LongNetLM
 from ..nn.transformer import Attend
+from .adaptive import Selection
 from .checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from .data import Text, Windows, read_text, training_window, validation_windows
-from .progress import Show, progress_lines
+from .micro_batches import forget_failure, largest_part, ran_out_of_memory, windows_that_fit
+from .progress import Show, cut_metrics, progress_lines
 from .ranks import ALONE, Ranks
 from .recipe import DTYPES, Recipe, best_dtype
 from .torchrun import launch
-
-MOST_METRICS_BYTES = 256 << 20
 
 
 @dataclass(eq=False)
@@ -51,8 +50,16 @@ class Run:
     step: int  # steps done; fewer than recipe.steps after a run that was stopped
     saved_at: int  # step of the last checkpoint
     metrics: list[dict[str, Any]]  # the records of `metrics.jsonl`
+    micro_batch: int  # windows of all ranks that are computed at once; a divisor of the batch size
+    selection: Selection | None = None  # what decides the blocks of attention "selected"
+    halves: bool = False  # whether the micro-batch is halved where memory runs out
     stopped_by: int | None = None  # number of the signal that stopped the run
     file: TextIO | None = None  # `metrics.jsonl`, open on rank 0 during training
+
+    @property
+    def attend(self) -> Sequence[Attend] | None:
+        """The attention of each layer; None for that of the model."""
+        return None if self.selection is None else self.selection.attends()
 
     @property
     def validation_loss(self) -> float:
@@ -79,6 +86,7 @@ class Run:
             fingerprint=self.text.fingerprint,
             command=self.command,
             launch=launch(),
+            selection=self.selection,
             ranks=self.ranks,
         )
         self.saved_at = self.step
@@ -93,15 +101,18 @@ class Run:
             if stop() is not None:
                 return
             with autocast(self.recipe.dtype, self.ranks.device.type):
-                losses.append(self.ranks.total(self.ranks.loss(self.model, tokens, targets)))
+                losses.append(
+                    self.ranks.total(self.ranks.loss(self.model, tokens, targets, self.attend))
+                )
         self._log(step=self.step, validation_loss=sum(losses) / len(losses))
 
     def advance(self, show: Show) -> None:
         """Trains one step, logs and shows it; FloatingPointError if the loss is not finite."""
         recipe, began = self.recipe, time.perf_counter()
-        loss, norm, rate = training_step(
-            self.model, self.optimizer, recipe, self.step, self.text.train, self.ranks
-        )
+        if self.selection is not None:
+            losses = (r["loss"] for r in reversed(self.metrics) if "loss" in r)
+            self.selection.begin(self.step, next(losses, math.nan))
+        loss, norm, rate = self._trained_step()
         seconds = time.perf_counter() - began
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise FloatingPointError(
@@ -109,11 +120,39 @@ class Run:
                 f"the checkpoint of step {self.saved_at} is whole; start a new run with a smaller "
                 "--learning-rate"
             )
+        if self.selection is not None:
+            self.selection.end()
         self.step += 1
         tokens = recipe.batch_size * recipe.context
         speed = {"tokens": tokens, "seconds": seconds}
         self._log(step=self.step, loss=loss, learning_rate=rate, grad_norm=norm, **speed)
         show(self.step, loss, tokens / seconds, self._validations)
+
+    def _trained_step(self) -> tuple[float, float, float]:
+        """Runs `training_step`, again with half a micro-batch where memory runs out."""
+        recipe, text, least = self.recipe, self.text.train, self.ranks.size("dp")
+        state = self.model, self.optimizer, recipe, self.step, text, self.ranks
+        while True:
+            half = largest_part(recipe.batch_size, self.micro_batch / least / 2, least)
+            try:
+                return training_step(*state, attend=self.attend, micro_batch=self.micro_batch)
+            except (RuntimeError, MemoryError) as error:
+                if not ran_out_of_memory(error):
+                    raise
+                if not self.halves or self.micro_batch == least:
+                    raise MemoryError(
+                        f"memory ran out at step {self.step} with {self.micro_batch} windows at a "
+                        f"time; the checkpoint of step {self.saved_at} is whole; pass --resume "
+                        f"--micro-batch {half}, --checkpoint-layers or a smaller --context"
+                    ) from error
+            forget_failure(self.optimizer)
+            self.set_micro_batch(half)
+            print(f"Step {self.step}: memory ran out; from here on {half} windows at a time")
+
+    def set_micro_batch(self, size: int) -> None:
+        """Computes `size` windows at a time from now on, in a resumed run too."""
+        self.micro_batch = size
+        self._log(step=self.step, micro_batch=size)
 
     def _log(self, **record: Any) -> None:
         self.metrics.append(record)
@@ -132,6 +171,7 @@ def train(
     validate_every: int = 50,
     num_validation_windows: int = 8,
     stop_after: int | None = None,
+    micro_batch: int | Literal["auto"] | None = None,
     ranks: Ranks = ALONE,
 ) -> Run:
     """Trains a byte-level LongNet model and writes `metrics.jsonl` and checkpoints to a folder.
@@ -147,6 +187,10 @@ def train(
             and validates after the last step of the recipe.
         num_validation_windows: number of disjoint windows of the validation bytes.
         stop_after: stop as if interrupted when this many steps are done.
+        micro_batch: windows of all ranks that are computed at once; their gradients add up to the
+            same step. It divides the batch size. Default: all. "auto": as many as fit in the memory
+            that is free, and half as many where it runs out all the same, which a resumed run
+            goes on with. Over ranks "auto" only chooses, and memory that runs out is an error.
         ranks: the processes that train together, each of which calls this function. Only rank 0
             prints and writes metrics. A signal to one rank stops all ranks at the same step.
 
@@ -157,6 +201,7 @@ def train(
         FileNotFoundError, ValueError: the text or checkpoint is missing or unusable.
         OSError: a file could not be written; the last checkpoint is whole.
         FloatingPointError: the loss is not finite.
+        MemoryError: memory ran out, and the micro-batch is fixed or a single window.
         RingError, RuntimeError: another rank died or does not answer.
     """
     run = _prepare(recipe, out, command, resume, ranks, num_validation_windows)
@@ -167,6 +212,7 @@ def train(
         stop_signal(ranks) as stop,
         open(out / "metrics.jsonl", "a") if leads else nullcontext() as run.file,
     ):
+        _choose_micro_batch(run, micro_batch)
         while True:
             if run.step % validate_every == 0 or run.step == recipe.steps:
                 run.validate(stop)
@@ -194,16 +240,41 @@ def _prepare(
     model = recipe.build_model()
     ranks.place(model)
     optimizer = adamw(model, recipe)
+    selection = Selection(recipe, ranks.group("dp")) if recipe.attention == "selected" else None
     if checkpoint is not None:
-        ranks.together(partial(checkpoint.restore, model, optimizer))
+        ranks.together(partial(checkpoint.restore, model, optimizer, selection))
     windows = validation_windows(text.validation, context=recipe.context, count=num_windows)
-    run = Run(recipe, text, windows, model, optimizer, out, command, ranks, step, step, [])
+    state = recipe, text, windows, model, optimizer
+    run = Run(*state, out, command, ranks, step, step, [], recipe.batch_size, selection)
     if checkpoint is None:
         run.save()  # fails now, before the training, if the folder cannot be written
     last = None if checkpoint is None else step
-    metrics = ranks.together(lambda: _cut_metrics(out, last) if ranks.leads else [])
+    metrics = ranks.together(lambda: cut_metrics(out, last) if ranks.leads else [])
     run.metrics = ranks.from_leader(metrics)
     return run
+
+
+def _choose_micro_batch(run: Run, chosen: int | Literal["auto"] | None) -> None:
+    """Sets the run's micro-batch: the one chosen, or for "auto" the last one or what fits."""
+    batch, dp = run.recipe.batch_size, run.ranks.size("dp")
+    if chosen is None:
+        return
+    if chosen != "auto":
+        if batch % chosen or chosen % dp:
+            raise ValueError(
+                f"--micro-batch must divide the batch size, {batch}, and be a multiple of the {dp} "
+                f"groups of processes, got {chosen}; pass --micro-batch auto"
+            )
+        run.micro_batch = chosen
+        return
+    run.halves = run.ranks.mesh is None
+    if sizes := [record["micro_batch"] for record in run.metrics if "micro_batch" in record]:
+        run.micro_batch = sizes[-1]
+        return
+    state = run.model, run.recipe, run.step, run.text.train, run.ranks
+    fits = windows_that_fit(partial(_gradients, *state, dp, 1, run.attend), run.ranks.device)
+    forget_failure(run.optimizer)
+    run.set_micro_batch(largest_part(batch, min(run.ranks.gather(fits)), dp))
 
 
 def _inputs(
@@ -231,26 +302,49 @@ def training_step(
     train: Tensor,
     ranks: Ranks = ALONE,
     *,
-    attend: Attend | None = None,
+    attend: Attend | Sequence[Attend] | None = None,
+    micro_batch: int | None = None,
 ) -> tuple[float, float, float]:
     """Runs forward, backward and update on the step's windows of the training bytes.
+
+    `micro_batch` windows are computed at a time, default all of them.
 
     Returns: loss (nats per byte) and gradient norm before clipping, over all ranks' windows; and
         the learning rate.
     """
-    tokens, targets = training_window(
-        train, context=recipe.context, batch_size=recipe.batch_size, seed=recipe.seed, step=step
-    )
     rate = recipe.learning_rate_at(step)
     for group in optimizer.param_groups:
         group["lr"] = rate
-    with autocast(recipe.dtype, ranks.device.type):
-        loss = ranks.loss(model, tokens, targets, attend)
     optimizer.zero_grad()
-    loss.backward()
+    size = micro_batch or recipe.batch_size
+    loss = _gradients(model, recipe, step, train, ranks, size, recipe.batch_size // size, attend)
     norm = ranks.clip_gradients(model, recipe.clip_norm)
     optimizer.step()
     return ranks.total(loss), norm, rate
+
+
+def _gradients(
+    model: LongNetLM,
+    recipe: Recipe,
+    step: int,
+    train: Tensor,
+    ranks: Ranks,
+    size: int,
+    parts: int,
+    attend: Attend | Sequence[Attend] | None = None,
+) -> Tensor:
+    """Adds the gradients of the first `parts` micro-batches of a step; returns their loss."""
+    tokens, targets = training_window(
+        train, context=recipe.context, batch_size=recipe.batch_size, seed=recipe.seed, step=step
+    )
+    total = torch.zeros((), device=ranks.device)
+    for one in range(parts):
+        window = slice(one * size, (one + 1) * size)
+        with autocast(recipe.dtype, ranks.device.type):
+            loss = ranks.loss(model, tokens[window], targets[window], attend, targets.numel())
+        loss.backward()
+        total += loss.detach()
+    return total
 
 
 def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
@@ -316,37 +410,3 @@ def _resumed_recipe(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recip
             "another (files or bytes changed); restore it, or start a new run with another --out"
         )
     return recipe
-
-
-def _cut_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
-    """Removes the records after `step` (None: all) from `metrics.jsonl`; returns the others."""
-    path = out / "metrics.jsonl"
-    records: list[dict[str, Any]] = []
-    try:
-        lines = [] if step is None else read_file(path, MOST_METRICS_BYTES).splitlines()
-        records = [r for r in _records(lines) if r["step"] <= step]
-    except FileNotFoundError:
-        pass
-    except ValueError as error:
-        raise ValueError(
-            f"expected the metrics of a run in {path}, got an unusable file: {error}; remove "
-            "it to go on without these metrics"
-        ) from None
-    replace_file(path, "".join(json.dumps(record) + "\n" for record in records).encode())
-    return records
-
-
-def _records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    """Parses lines of `metrics.jsonl`; ValueError for JSON that is not a record of a step."""
-    for number, line in enumerate(lines, 1):
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError):  # a killed run may leave its last line incomplete
-            continue
-        if (
-            not isinstance(record, dict)
-            or type(record.get("step")) is not int
-            or any(type(x) not in (int, float) or abs(x) > 1e300 for x in record.values())
-        ):
-            raise ValueError(f"line {number} is not a JSON object of numbers with a step")
-        yield record

@@ -1,11 +1,17 @@
-"""Shows the progress of training: a line every few seconds."""
+"""Shows the progress of training, a line every few seconds, and reads its records again."""
 
+import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from ..files import read_file, replace_file
 
 Validations = Callable[[], list[tuple[int, float]]]  # (step, loss) of each
 Show = Callable[[int, float, float, Validations], None]
 LINE_EVERY_S = 5.0
+MOST_METRICS_BYTES = 256 << 20
 
 
 def progress_lines(steps: int) -> Show:
@@ -27,3 +33,37 @@ def progress_lines(steps: int) -> Show:
         print(f"{line}  {speed:,.0f} tokens/s  {left} left", flush=True)
 
     return show
+
+
+def cut_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
+    """Removes the records after `step` (None: all) from `metrics.jsonl`; returns the others."""
+    path = out / "metrics.jsonl"
+    records: list[dict[str, Any]] = []
+    try:
+        lines = [] if step is None else read_file(path, MOST_METRICS_BYTES).splitlines()
+        records = [r for r in _records(lines) if r["step"] <= step]
+    except FileNotFoundError:
+        pass
+    except ValueError as error:
+        raise ValueError(
+            f"expected the metrics of a run in {path}, got an unusable file: {error}; remove "
+            "it to go on without these metrics"
+        ) from None
+    replace_file(path, "".join(json.dumps(record) + "\n" for record in records).encode())
+    return records
+
+
+def _records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
+    """Parses lines of `metrics.jsonl`; ValueError for JSON that is not a record of a step."""
+    for number, line in enumerate(lines, 1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):  # a killed run may leave its last line incomplete
+            continue
+        if (
+            not isinstance(record, dict)
+            or type(record.get("step")) is not int
+            or any(type(x) not in (int, float) or abs(x) > 1e300 for x in record.values())
+        ):
+            raise ValueError(f"line {number} is not a JSON object of numbers with a step")
+        yield record

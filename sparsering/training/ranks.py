@@ -7,7 +7,7 @@ along "dp" have different windows, and FSDP2 shards the parameters over them. Lo
 are summed, not averaged: each rank divides its part by the number of all targets.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -75,8 +75,17 @@ class Ranks:
         """Index of this process along the mesh axis "dp" or "sp"."""
         return 0 if self.mesh is None else self.mesh[axis].get_local_rank()
 
+    def group(self, axis: str) -> dist.ProcessGroup | None:
+        """The process group of this process along a mesh axis; None for a single process."""
+        return None if self.mesh is None else self.mesh[axis].get_group()
+
     def check(self, recipe: Recipe) -> None:
-        """Raises ValueError if "dp" ranks would have different numbers of windows in a step."""
+        """Raises ValueError if ranks cannot share the recipe's windows or their tokens."""
+        if recipe.attention == "selected" and self.size("sp") > 1:
+            raise ValueError(
+                f"attention selected chooses among all keys of a window, got --sequence-parallel "
+                f"{self.size('sp')}; pass --sequence-parallel 1"
+            )
         if recipe.batch_size % self.size("dp"):
             dp, sp = self.size("dp"), self.size("sp")
             raise ValueError(
@@ -155,17 +164,23 @@ class Ranks:
         return default_plan(model.pattern, length, self.size("sp"), **options)
 
     def loss(
-        self, model: LongNetLM, tokens: Tensor, targets: Tensor, attend: Attend | None = None
+        self,
+        model: LongNetLM,
+        tokens: Tensor,
+        targets: Tensor,
+        attend: Attend | Sequence[Attend] | None = None,
+        num_targets: int | None = None,
     ) -> Tensor:
         """Computes this rank's part of the mean loss over windows [B, N] of all ranks.
 
+        `num_targets`: divisor of the summed loss, default the number of `targets`.
         If the windows do not divide evenly over "dp", every rank along "dp" computes all windows
         and returns 1 / dp of their loss.
         """
         if self.mesh is None:
-            return model.loss(tokens, targets, attend=attend)
+            return model.loss(tokens, targets, attend=attend, num_targets=num_targets)
         batch, length = tokens.shape
-        dp, num_targets = self.size("dp"), targets.numel()
+        dp, num_targets = self.size("dp"), num_targets or targets.numel()
         if batch % dp:
             num_targets *= dp
         else:

@@ -10,15 +10,20 @@ import torch
 
 from ..models.longnet import LongNetLM
 from ..patterns.expression import parse
+from ..patterns.positions import Causal
+from .adaptive import schedule_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # In characters: a stranger may have written the recipe, and long patterns take long to parse.
 LONGEST_PATTERN = 1000
 
+# settings that checkpoints of 0.2.0 do not have
+_ADDED = ("attention", "blocks", "block_size", "schedule", "gate", "refine")
+
 _RANGES = {
-    **dict.fromkeys(("context", "batch_size", "steps"), (1, 1 << 40)),
+    **dict.fromkeys(("context", "batch_size", "steps", "blocks", "block_size"), (1, 1 << 40)),
     **dict.fromkeys(("width", "num_layers", "num_heads"), (1, 1 << 24)),
-    "warmup_steps": (0, 1 << 40),
+    **dict.fromkeys(("warmup_steps", "refine"), (0, 1 << 40)),
     "seed": (-(1 << 63), (1 << 64) - 1),  # the range of torch.manual_seed
 }
 
@@ -45,6 +50,13 @@ class Recipe:
     dtype: str = "auto"  # "float32", "bfloat16" (autocast), "auto" (`best_dtype`; GPU: bfloat16)
     checkpoint_layers: bool = False  # saves memory by running each block's forward twice
 
+    attention: str = "pattern"  # "selected": causal, blocks of keys chosen by content
+    blocks: int = 16  # blocks that each row of queries chooses
+    block_size: int = 64  # tokens in a block
+    schedule: str = ""  # blocks by step, such as "0:dense, 200:64"; "" for `blocks` at every step
+    gate: str = ""  # such as "loss<=2.5": the schedule goes on only after steps of such a loss
+    refine: int = 0  # steps between improvements of tables of blocks; 0: each token chooses
+
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
             if not least <= (got := getattr(self, name)) <= most:
@@ -54,6 +66,15 @@ class Recipe:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.dtype not in ("auto", *DTYPES):
             raise ValueError(f"dtype must be auto, float32 or bfloat16, got {self.dtype!r}")
+        if self.attention not in ("pattern", "selected"):
+            raise ValueError(f"attention must be pattern or selected, got {self.attention!r}")
+        if self.attention == "selected":
+            schedule_of(self)
+        elif self.schedule or self.gate or self.refine:
+            raise ValueError(
+                "schedule, gate and refine decide chosen blocks, got them for attention "
+                f"{self.attention!r}; pass --attention selected"
+            )
         if len(self.pattern) > LONGEST_PATTERN:
             raise ValueError(
                 f"pattern must be at most {LONGEST_PATTERN} characters, got {len(self.pattern)}; "
@@ -67,6 +88,7 @@ class Recipe:
     def from_json(cls, values: dict[str, Any]) -> "Recipe":
         """Builds the recipe of a checkpoint; ValueError if names or types of values are wrong."""
         kinds = {field.name: field.type for field in fields(cls)}
+        values = {name: getattr(cls, name) for name in _ADDED} | values
         if values.keys() != kinds.keys():
             odd = ", ".join(sorted(values.keys() ^ kinds.keys())[:3])
             raise ValueError(f"the recipe lacks settings, or has unknown ones: {odd}")
@@ -82,7 +104,7 @@ class Recipe:
 
     def _model(self) -> LongNetLM:
         return LongNetLM(
-            parse(self.pattern),
+            parse(self.pattern) if self.attention == "pattern" else Causal(),
             width=self.width,
             num_layers=self.num_layers,
             num_heads=self.num_heads,

@@ -216,8 +216,8 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(recipe, tmp_path, capsys, 
 def test_a_loss_that_is_not_finite_ends_the_run(recipe, tmp_path, capsys, monkeypatch):
     step_of = loop.training_step
 
-    def training_step(model, optimizer, recipe, step, *windows):
-        loss, norm, rate = step_of(model, optimizer, recipe, step, *windows)
+    def training_step(model, optimizer, recipe, step, *windows, **options):
+        loss, norm, rate = step_of(model, optimizer, recipe, step, *windows, **options)
         return (loss, math.nan, rate) if step == 5 else (loss, norm, rate)
 
     monkeypatch.setattr(loop, "training_step", training_step)

@@ -258,10 +258,10 @@ def train_with_a_signal(rank: int, recipe: Recipe, out: Path) -> tuple[int, int 
     """Steps done and the signal that a rank knows of, where one comes to rank 1 in step 3."""
     step_of = loop.training_step
 
-    def training_step(model, optimizer, recipe, step, *windows):
+    def training_step(model, optimizer, recipe, step, *windows, **options):
         if rank == 1 and step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-        return step_of(model, optimizer, recipe, step, *windows)
+        return step_of(model, optimizer, recipe, step, *windows, **options)
 
     loop.training_step = training_step
     try:

@@ -1,0 +1,73 @@
+"""Micro-batches: a step's windows in parts that fit in memory, halved where memory runs out."""
+
+import gc
+import re
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from ..planning.fit import gpu_memory, memory_here, usable
+
+_TEXTS = re.compile("not enough memory|out of memory|bad_alloc|an't allocate memory")
+
+
+def ran_out_of_memory(error: BaseException) -> bool:
+    """Whether an error of torch, of a compiled kernel or of Python says that memory ran out."""
+    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
+    return known or (isinstance(error, RuntimeError) and bool(_TEXTS.search(str(error))))
+
+
+def largest_part(windows: int, most: float, of_ranks: int = 1) -> int:
+    """Returns the size of the largest equal parts of `windows`, at most `most` on each rank."""
+    own = windows // of_ranks
+    return of_ranks * max(n for n in range(1, own + 1) if own % n == 0 and n <= max(1, most))
+
+
+def windows_that_fit(one_window: Callable[[], object], device: torch.device) -> float:
+    """Returns how many windows fit in the memory that is free, by the peak of a call with one."""
+    on_gpu = device.type == "cuda"
+    try:
+        peak = (_gpu_peak if on_gpu else _peak)(one_window)
+    except (RuntimeError, MemoryError) as error:
+        if not ran_out_of_memory(error):
+            raise
+        return 1  # the step itself then says that not even one fits
+    free = gpu_memory(free=True) if on_gpu else memory_here(free=True)
+    return usable(free) / max(1, peak)
+
+
+def forget_failure(optimizer: torch.optim.Optimizer) -> None:
+    """Drops what a step that ran out of memory has left: gradients, and half-made moments."""
+    optimizer.zero_grad()
+    sizes = {len(state) for state in optimizer.state.values()}
+    for state in optimizer.state.values():
+        if len(state) < max(sizes):
+            state.clear()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _gpu_peak(call: Callable[[], object]) -> int:
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _peak(call: Callable[[], object]) -> int:
+    """Returns the most memory that a call adds; 0 where the system does not tell it."""
+    status, peak = Path("/proc/self/status"), 0
+    with suppress(OSError, KeyError, ValueError):
+        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
+        before = _kilobytes(status, "VmRSS")
+        call()
+        peak = 1024 * (_kilobytes(status, "VmHWM") - before)
+    return peak
+
+
+def _kilobytes(status: Path, name: str) -> int:
+    found = re.search(rf"{name}:\s+(\d+) kB", status.read_text())
+    return int(found[1]) if found else 0
