@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
 from ..checks import check_tensor, checked_integer_or_none
 from ..functional import attention
@@ -25,7 +26,14 @@ from ..patterns.arguments import checked_flag, checked_integer, shortened
 from ..patterns.blocks import Owned
 from ..patterns.positions import Causal, Full, PooledCausal, SlidingWindow
 from ..patterns.selected import SelectedBlocks
-from ..selection import BlockScorer, block_mass, block_scores, select_blocks, selection_loss
+from ..selection import (
+    BlockScorer,
+    block_mass,
+    block_scores,
+    pool_blocks,
+    select_blocks,
+    selection_loss,
+)
 from ..selection.estimates import METHODS, checked_method
 from ..selection.query_rows import checked_blocks
 from .over_ranks import OverRanks, Ranks
@@ -70,6 +78,9 @@ class SelectedAttention(OverRanks, nn.Module):
         pooled: (size, stride) in tokens of the pooled branch, which attends to weighted means of
             keys and values; None for no such branch. The weights are a softmax of u . k over each
             window; u is learned and starts at 0, which gives the plain mean of the window.
+        pool_queries: the pooled branch has means of queries too, over the same windows. A token has
+            the output of the latest window that ended by then (0 before the first), or of its own
+            window if not causal. So the branch costs O((N / stride)^2).
         gate: factors of the branches, if there are several. "sigmoid": each is a sigmoid of a
             linear map of x and starts at 1/2. "zero": 1 for the chosen blocks, and for each other
             branch a linear map that starts at 0. Use "zero" to add branches to a trained model; in
@@ -130,6 +141,7 @@ class SelectedAttention(OverRanks, nn.Module):
         sink: int = 1,
         local: int = 1,
         pooled: Sequence[int] | None = None,
+        pool_queries: bool = False,
         gate: Literal["sigmoid", "zero"] = "sigmoid",
         dense_below: int | None = None,
         causal: bool = True,
@@ -167,6 +179,11 @@ class SelectedAttention(OverRanks, nn.Module):
         self.dense_below = checked_integer_or_none("dense_below", dense_below)
         self.window = None if window is None else checked_integer("window", window, 1)
         self.pooled = None if pooled is None else _checked_pooling(pooled)
+        if checked_flag("pool_queries", pool_queries) and pooled is None:
+            raise ValueError(
+                "pool_queries=True needs windows, got pooled=None; pass pooled=(32, 16)"
+            )
+        self.pool_queries = pool_queries
         kv_width = kv_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=False)
         self.k_proj = nn.Linear(embed_dim, kv_width, bias=False)
@@ -249,7 +266,8 @@ class SelectedAttention(OverRanks, nn.Module):
 
         Raises: ValueError for another shape of x, and for `return_loss` without a learned scorer.
         """
-        ranks = self._ranks(x, return_loss=return_loss is not False)
+        refused = {"return_loss": return_loss is not False, "pool_queries": self.pool_queries}
+        ranks = self._ranks(x, **refused)
         with ranks or contextlib.nullcontext():
             return self._forward(x, rope, return_loss, ranks)
 
@@ -310,8 +328,21 @@ class SelectedAttention(OverRanks, nn.Module):
         if self.pooled is not None:
             coarse_key, coarse_value = self.pool(key, key), self.pool(key, value)
             coarse = PooledCausal(*self.pooled) if self.causal else Full()
-            branches.append(attention(query, coarse_key, coarse_value, coarse, q_start=start))
+            if self.pool_queries:
+                branches.append(self._of_windows(query, coarse_key, coarse_value))
+            else:
+                branches.append(attention(query, coarse_key, coarse_value, coarse, q_start=start))
         return [*branches, loss]
+
+    def _of_windows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attends from means of queries [B, H, N, D] to pooled keys; returns [B, H, N, D]."""
+        assert self.pooled is not None
+        size, stride = self.pooled
+        pattern = Causal() if self.causal else Full()
+        out = attention(pool_blocks(query, size, stride), key, value, pattern, q_start=0)
+        token = torch.arange(query.shape[2], device=query.device)
+        window = (token - (size - 1 if self.causal else 0)) // stride
+        return pad(out, (0, 0, 1, 0))[:, :, window.clamp(-1, out.shape[2] - 1) + 1]
 
     def is_dense(self, length: int) -> bool:
         """Whether a sequence of `length` tokens attends to everything, without choosing blocks."""

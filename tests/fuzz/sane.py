@@ -419,7 +419,8 @@ SANE |= {
         module(nn.SelectedAttention, lambda made: made(X)),
         {"embed_dim": 16, "num_heads": 2, "num_kv_heads": 1, "block_size": 16, "k": 2,
          "query_block": 8, "scorer": "sub", "window": 16, "sink": 1, "local": 1,
-         "pooled": (4, 4), "gate": "sigmoid", "dense_below": 0, "causal": True}),
+         "pooled": (4, 4), "pool_queries": True, "gate": "sigmoid", "dense_below": 0,
+         "causal": True}),
     "SelectedAttention.forward": lambda: (
         lambda **given: module(nn.SelectedAttention, lambda made: made(**given))(
             embed_dim=16, num_heads=2, block_size=16, k=2, scorer="learned"),
