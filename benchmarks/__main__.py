@@ -96,9 +96,10 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 def _report(arguments: argparse.Namespace) -> int:
     require_matplotlib()  # fails now rather than after minutes of measuring
-    gpu = None
-    if arguments.gpu_record.exists():
-        gpu = json.loads(arguments.gpu_record.read_bytes())
+    gpu, parts = (
+        json.loads(path.read_bytes()) if path.exists() else None
+        for path in (arguments.gpu_record, Path(__file__).parent / "records" / "ablation.json")
+    )
     records = tables.measure_tables(
         arguments.out,
         quick=arguments.quick,
@@ -107,7 +108,7 @@ def _report(arguments: argparse.Namespace) -> int:
         say=lambda line: print(line, flush=True),
     )
     page = arguments.out / "index.html"
-    replace_file(page, report_page(records, gpu).encode())
+    replace_file(page, report_page(records, gpu, parts).encode())
     print(f"Report: {page}")
     failed = [name for name, record in records.items() if "rows" not in record]
     if failed:

@@ -22,7 +22,7 @@ from .drafts import drafts
 from .extras import extras
 from .gigapath import gigapath
 from .lists import lists
-from .modules import modules
+from .modules import hierarchical, modules
 from .prefill import prefill
 from .proposals import proposals
 from .rows import rows
@@ -42,6 +42,7 @@ CASES = {
     "batches": batches,
     "lists": lists,
     "modules": modules,
+    "hierarchical": hierarchical,
     "prefill": prefill,
     "proposals": proposals,
     "drafts": drafts,

@@ -14,6 +14,7 @@ from ..measure import Row
 from .columns import columns_of, error, rows_html, share, short, size
 from .drawn import gallery_html, lengths_html, ring_html, roofline_html
 from .gpu import gpu_html
+from .parts import parts_html
 from .prior import PRIOR
 
 Record = Mapping[str, Any]
@@ -118,12 +119,15 @@ TITLES: dict[str, tuple[str, str]] = {
 }  # fmt: skip
 
 
-def report_page(records: Mapping[str, Record], gpu: Record | None = None) -> str:
+def report_page(
+    records: Mapping[str, Record], gpu: Record | None = None, parts: Record | None = None
+) -> str:
     """Builds the report page.
 
     Args:
         records: records of the tables, by name; the page names those that are missing or failed.
         gpu: the record of `python -m benchmarks.gpu`, or None.
+        parts: the record of `python -m benchmarks ablation`, or None.
 
     Raises: ImportError without matplotlib.
     """
@@ -139,6 +143,7 @@ def report_page(records: Mapping[str, Record], gpu: Record | None = None) -> str
             body.append(f'<p class="source">{html.escape(described(record))}</p>')
         if name in PRIOR["tables"]:
             body += _prior(name)
+    body += parts_html(parts)
     body += gpu_html(gpu)
     body += _wishes()
     if any(record.get("quick") for record in records.values()):
@@ -266,7 +271,8 @@ def _crossover(rows: Sequence[Row]) -> list[str]:
 
 def _contents() -> str:
     links = [f'<a href="#{name}">{title}</a>' for name, (title, _) in TITLES.items()]
-    links += ['<a href="#gpu">On a GPU</a>', '<a href="#wishes">What was wished for</a>']
+    links += ['<a href="#parts">What each part brings</a>', '<a href="#gpu">On a GPU</a>']
+    links += ['<a href="#wishes">What was wished for</a>']
     return f"<nav>{' '.join(links)}</nav>"
 
 

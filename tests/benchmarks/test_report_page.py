@@ -1,7 +1,9 @@
 """The report's page: well formed, self-contained, and the prior figures as they were printed."""
 
+import json
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +12,7 @@ from benchmarks.report.columns import columns_of, rows_html
 from benchmarks.report.page import TITLES, report_page
 from benchmarks.report.prior import PRIOR, TABLES, prior_figure
 
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 VOID = {"meta", "img", "br", "link", "input", "hr"}
 
 
@@ -77,7 +80,7 @@ def test_the_page_is_well_formed_and_loads_nothing():
     assert '<meta name="viewport" content="width=device-width' in page
     targets = {value for _, name, value in parsed.attributes if name == "id"}
     links = {value[1:] for _, name, value in parsed.attributes if name == "href"}
-    assert links == targets == {*TITLES, "gpu", "wishes"}
+    assert links == targets == {*TITLES, "parts", "gpu", "wishes"}
 
 
 def test_what_was_measured_failed_or_was_left_out_is_told():
@@ -167,3 +170,13 @@ def test_each_wish_says_what_became_of_it():
     ):  # fmt: skip
         assert wish in wished
     assert all(len(became) > 20 for _, became in PRIOR["wishes"])
+
+
+def test_the_parts_have_the_figures_of_their_record():
+    record = json.loads((RECORDS / "ablation.json").read_text())
+    page = report_page(records(), parts=record)
+    parsed = Page(page)
+    assert parsed.open == []
+    for row in record["rows"]:
+        assert row["part"] in parsed.text and f"{row['on_over_off']:.2f}" in parsed.text
+    assert "python -m benchmarks ablation" in Page(report_page(records())).text
