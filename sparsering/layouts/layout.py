@@ -378,8 +378,7 @@ def tile_counts(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tens
 
 def by_axis(used: Tensor, axes: int) -> Tensor:
     """Converts `used` [tables, tiles] to [axes, tiles]: True where a table of the axis has it."""
-    tables = len(used)
-    if tables <= axes:
+    if (tables := len(used)) <= axes:
         return used.repeat_interleave(axes // tables, 0)
     return used.view(axes, tables // axes, -1).any(1)
 

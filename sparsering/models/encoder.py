@@ -183,9 +183,8 @@ class LongNetEncoder(nn.Module):
 
     def _rotation(self, place: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns cosine and sine, [N, D / 2] or [B, 1, N, D / 2]; each axis gets an equal part."""
-        head_dim = self.norm.weight.shape[0] // self.num_heads
         place = place if place.dim() == 2 else place[:, None]  # [B, 1, N, axes]
-        sizes = 0, head_dim // self.axes, self.rope_base, device
+        sizes = 0, self.norm.weight.shape[0] // self.num_heads // self.axes, self.rope_base, device
         tables = [rotary_table(*sizes, positions) for positions in place.unbind(-1)]
         cos, sin = (torch.cat(axes, -1) for axes in zip(*tables, strict=True))
         return cos, sin

@@ -66,8 +66,7 @@ class _Reader:
         self.seen: dict[int, tuple[int, Any]] = {}  # number of each object, by its address
 
     def read(self, value: Any) -> Any:
-        kind = type(value)
-        if kind in _PLAIN:
+        if (kind := type(value)) in _PLAIN:
             return kind.__name__, repr(value)
         if id(value) in self.seen:
             return self.seen[id(value)][0]

@@ -119,8 +119,7 @@ def bytes_held(value: Any) -> int:
     total, waiting, seen = 0, [value], set()
     while waiting:
         x = waiting.pop()
-        kind = type(x)
-        if kind in _PLAIN:
+        if (kind := type(x)) in _PLAIN:
             total += sys.getsizeof(x) if kind is str else _NUMBER_BYTES
             continue
         if id(x) in seen:

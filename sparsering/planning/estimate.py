@@ -270,13 +270,12 @@ def _shares(scenario: Scenario, frame: Frame, size: int) -> tuple[str, float, tu
     heads = {"num_heads": frame.num_heads, "num_kv_heads": frame.num_kv_heads}
     options: dict[str, Any] = {"block_size": size, "sharding": scenario.sharding, **heads}
     plan = RingPlan.build(scenario.pattern, scenario.tokens, scenario.ranks, **options)
-    balance = float(plan.loads.max() / plan.loads.mean().clamp(min=1))
     sizes: dict[str, Any] = {"head_dim": scenario.head_dim, "dtype": scenario.dtype}
     received = []
     for rank in range(scenario.ranks):
         parts = (plan.bytes_received(rank, backward=x, **sizes) for x in {False, scenario.backward})
         received.append(int(scenario.batch_size * sum(parts)))
-    return plan.sharding, balance, tuple(received)
+    return plan.sharding, float(plan.loads.max() / plan.loads.mean().clamp(min=1)), tuple(received)
 
 
 def _seconds_here(backend: str, work: Work, call: Call, backward: bool) -> tuple[Figure, str]:

@@ -67,8 +67,7 @@ class Schedule:
         if math.isnan(step):
             got = shortened(repr(argument))
             raise ValueError(f"step must be a number, got {got}; count steps from 0")
-        num_passed = sum(x <= step for x, _ in self.points)
-        if num_passed in (0, len(self.points)):
+        if (num_passed := sum(x <= step for x, _ in self.points)) in (0, len(self.points)):
             return float(self.points[num_passed - 1 if num_passed else 0][1])
         (start, before), (end, after) = self.points[num_passed - 1 : num_passed + 1]
         fraction = (step - start) / (end - start)

@@ -163,13 +163,12 @@ class BlockScorer(nn.Module):
         step = self.query_block
         length = max(step, _AT_A_TIME // max(1, batch * heads * blocks) // step * step)
         starts = [*range(first // step * step, first + q_len, length)] or [first]
-        cuts = [0, *(start - first for start in starts[1:]), q_len]
         score: Callable[..., Tensor] = self._score_rows
         if len(starts) > 1 and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
         parts = [
             score(query[:, :, :, i:j], pooled, None if own is None else own[:, :, i:j], first + i)
-            for i, j in pairwise(cuts)
+            for i, j in pairwise([0, *(start - first for start in starts[1:]), q_len])
         ]
         return torch.cat(parts, 2)
 

@@ -37,8 +37,7 @@ def vectors() -> str:
     """Returns a name in `_VECTOR_FLAGS`: SPARSERING_CPU, or the most that this processor has."""
     able, most = list(_VECTOR_FLAGS), torch.backends.cpu.get_cpu_capability()
     del able[able.index(most) + 1 if most in able else 1 :]
-    name = (os.environ.get("SPARSERING_CPU") or able[-1]).upper()
-    if name not in able:
+    if (name := (os.environ.get("SPARSERING_CPU") or able[-1]).upper()) not in able:
         raise ValueError(f"SPARSERING_CPU is {name}; this machine runs {', '.join(able)}")
     return name
 
