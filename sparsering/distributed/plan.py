@@ -270,10 +270,6 @@ class RingPlan:
         """Ranks to which a rank sends some of its query rows, ascending."""
         return sorted({host for t in self.travellers if t.owner == rank for host in t.hosts})
 
-    def owners_at(self, host: int) -> list[int]:
-        """Ranks that send some of their query rows to the rank `host`, ascending."""
-        return sorted({t.owner for t in self.travellers if host in t.hosts})
-
     def rows_of(self, owner: int, host: int | None = None) -> Ranges:
         """Positions of the query rows that `owner` sends to `host`, or to any rank if None."""
         travellers = [t for t in self.travellers if t.owner == owner]
@@ -312,13 +308,11 @@ def default_plan(pattern: Pattern, seq_len: int, world_size: int, **options: Any
     return RingPlan.build(pattern, seq_len, world_size, block_size=size, **options)
 
 
-def _plan(
-    pattern: Pattern, frame: Frame, world_size: int, block_size: int, sharding: str
-) -> RingPlan:
-    key = (pattern, frame, world_size, block_size, sharding)
+def _plan(pattern: Pattern, frame: Frame, world: int, block_size: int, sharding: str) -> RingPlan:
+    key = (pattern, frame, world, block_size, sharding)
 
     def build() -> RingPlan:
-        ranges = owned_ranges(sharding, frame.kv_len, world_size)
+        ranges = owned_ranges(sharding, frame.kv_len, world)
         rows = global_rows(pattern, frame)
         candidates: list[tuple[int, Ranges]] = [
             (rank, [row]) for rank, owned in enumerate(ranges) for row in overlap(owned, rows)
@@ -329,35 +323,33 @@ def _plan(
         for masks, places in distinct_kv_heads(pattern, frame).items():
             for batch, head in places:
                 need_of[batch][head] = len(needs)
-            needs.append(needed_keys(list(masks), frame, queries, keys, world_size))
+            needs.append(needed_keys(list(masks), frame, queries, keys, world))
         if not needs:  # there are no heads or no batch entries
-            needs.append(needed_keys([], frame, queries, keys, world_size))
+            needs.append(needed_keys([], frame, queries, keys, world))
         travellers: tuple[Traveller, ...] = ()
         if candidates:
             uses = [sum(row.count(number) for row in need_of) for number in range(len(needs))]
             most = max(map(num_tokens, ranges))
-            travellers, needs = choose_travellers(needs, uses, candidates, frame, world_size, most)
+            travellers, needs = choose_travellers(needs, uses, candidates, frame, world, most)
         return RingPlan(*key, ranges, tuple(needs), tuple(map(tuple, need_of)), travellers)
 
     with record_function("sparsering::plan"):
         return layout_cache.keep(("plan", *key), build)
 
 
-def _choose_sharding(
-    pattern: Pattern, frame: Frame, world_size: int, block_size: int, name: str
-) -> str:
+def _choose_sharding(pattern: Pattern, frame: Frame, world: int, block_size: int, name: str) -> str:
     def plan(sharding: str) -> RingPlan:
-        return _plan(pattern, frame, world_size, block_size, sharding)
+        return _plan(pattern, frame, world, block_size, sharding)
 
     def choose() -> str:
         if name == "balanced":
-            return _balanced(pattern, frame, world_size)
+            return _balanced(pattern, frame, world)
         if plan("contiguous").is_even:
             return "contiguous"
-        even = _choose_sharding(pattern, frame, world_size, block_size, "balanced")
+        even = _choose_sharding(pattern, frame, world, block_size, "balanced")
         return min(map(plan, ("contiguous", "zigzag", even)), key=lambda plan: plan.cost).sharding
 
-    return layout_cache.keep(("sharding", pattern, frame, world_size, name), choose)
+    return layout_cache.keep(("sharding", pattern, frame, world, name), choose)
 
 
 def _balanced(pattern: Pattern, frame: Frame, world_size: int) -> str:

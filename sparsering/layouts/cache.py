@@ -7,6 +7,7 @@ import warnings
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -88,13 +89,10 @@ class LayoutCache:
                 layout: BlockLayout | None = self._find(key)
             if layout is not None:
                 return layout.ready()
+        build = partial(build_layout, *key)
         if not reusable or capturing(device):
-            return build_layout(pattern, frame, block_size, device)
-
-        def build() -> BlockLayout:
-            return build_layout(pattern, frame, block_size, device).shared(device)
-
-        return self.keep(key, build).ready()
+            return build()
+        return self.keep(key, lambda: build().shared(device)).ready()
 
     def keep(self, key: Hashable, build: Callable[[], Value]) -> Value:
         """Returns the value cached under a key, or builds and caches it; threads share one build.
@@ -157,8 +155,7 @@ class LayoutCache:
 
     def _put(self, key: Hashable, value: Any, used: int | None = None) -> None:
         """Stores a value with its present size, unless it alone exceeds the limit."""
-        size = bytes_held((key, value))
-        if size > self._limit:
+        if (size := bytes_held((key, value))) > self._limit:
             self._drop(key)
             self._warn_of_rebuilding(key, size)
             return

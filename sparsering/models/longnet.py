@@ -185,11 +185,10 @@ class LongNetLM(nn.Module):
 
         Cost: attention to the keys that the N tokens visit.
         """
-        first = caches[0].length if caches else 0
         depths = list(range(tokens.shape[1])) if tree is None else [-1]
         for parent in tree or ():  # behind the depth of the text's end, which parent -1 names
             depths.insert(-1, depths[parent] + 1)
-        positions = first + torch.tensor(depths[: tokens.shape[1]])
+        positions = (caches[0].length if caches else 0) + torch.tensor(depths[: tokens.shape[1]])
         attends: list[Any] = [partial(cache.attend, tree=tree) for cache in caches]
         tokens = tokens.to(self.embedding.weight.device)
         x = self.hidden(tokens, attend=attends, positions=positions)
