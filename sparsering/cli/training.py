@@ -36,7 +36,8 @@ def add_commands(commands: Commands) -> None:
     train.set_defaults(run=_train)
     add = train.add_argument
     add("--out", type=Path, required=True, help="folder of metrics and checkpoint")
-    add("--resume", action="store_true", help="go on from the checkpoint in --out")
+    add("--resume", action="store_true", help="go on from --out's checkpoint, to --steps if given")
+    add("--init", type=Path, metavar="RUN", help="begin with the weights of another run's folder")
     for name, kind, text in _RECIPE_OPTIONS:
         add(f"--{name}", type=kind, default=argparse.SUPPRESS, help=text)
     add(
@@ -115,6 +116,7 @@ def _train(arguments: argparse.Namespace) -> int:
             validate_every=arguments.validate_every,
             stop_after=arguments.stop_after,
             micro_batch=arguments.micro_batch,
+            init=arguments.init,
             ranks=ranks,
         )
         if ranks.leads:

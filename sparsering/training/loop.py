@@ -172,6 +172,7 @@ def train(
     num_validation_windows: int = 8,
     stop_after: int | None = None,
     micro_batch: int | Literal["auto"] | None = None,
+    init: Path | None = None,
     ranks: Ranks = ALONE,
 ) -> Run:
     """Trains a byte-level LongNet model and writes `metrics.jsonl` and checkpoints to a folder.
@@ -181,7 +182,7 @@ def train(
         out: the output folder. Without `resume` it must not contain a checkpoint, except that a
             demo may replace the checkpoint of an earlier demo.
         resume: continue from the folder's checkpoint, and remove the records of later steps from
-            `metrics.jsonl`.
+            `metrics.jsonl`. Only `steps` may differ from the checkpoint's recipe.
         command: "train" or "demo", stored in the checkpoint.
         save_every, validate_every: intervals in steps. A run also saves whenever it ends or stops,
             and validates after the last step of the recipe.
@@ -191,6 +192,7 @@ def train(
             same step. It divides the batch size. Default: all. "auto": as many as fit in the memory
             that is free, and half as many where it runs out all the same, which a resumed run
             goes on with. Over ranks "auto" only chooses, and memory that runs out is an error.
+        init: folder of a checkpoint whose weights a new run begins with, on other text too.
         ranks: the processes that train together, each of which calls this function. Only rank 0
             prints and writes metrics. A signal to one rank stops all ranks at the same step.
 
@@ -204,7 +206,7 @@ def train(
         MemoryError: memory ran out, and the micro-batch is fixed or a single window.
         RingError, RuntimeError: another rank died or does not answer.
     """
-    run = _prepare(recipe, out, command, resume, ranks, num_validation_windows)
+    run = _prepare(recipe, out, command, resume, ranks, num_validation_windows, init)
     last = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
     leads = ranks.leads
     show: Show = progress_lines(recipe.steps) if leads else lambda *_: None
@@ -228,7 +230,13 @@ def train(
 
 
 def _prepare(
-    recipe: Recipe, out: Path, command: str, resume: bool, ranks: Ranks, num_windows: int
+    recipe: Recipe,
+    out: Path,
+    command: str,
+    resume: bool,
+    ranks: Ranks,
+    num_windows: int,
+    init: Path | None,
 ) -> Run:
     recipe, text, checkpoint = ranks.together(partial(_inputs, recipe, out, command, resume, ranks))
     if recipe.dtype == "auto":  # rank 0 chooses for all ranks
@@ -239,6 +247,8 @@ def _prepare(
 
     model = recipe.build_model()
     ranks.place(model)
+    if init is not None:
+        ranks.together(partial(_start_from, model, recipe, init, checkpoint))
     optimizer = adamw(model, recipe)
     selection = Selection(recipe, ranks.group("dp")) if recipe.attention == "selected" else None
     if checkpoint is not None:
@@ -252,6 +262,19 @@ def _prepare(
     metrics = ranks.together(lambda: cut_metrics(out, last) if ranks.leads else [])
     run.metrics = ranks.from_leader(metrics)
     return run
+
+
+def _start_from(model: LongNetLM, recipe: Recipe, init: Path, resumed: Checkpoint | None) -> None:
+    """Copies the weights of a checkpoint into the model of a new run."""
+    checkpoint = load_checkpoint(init)
+    sizes = {field: getattr(recipe, field) for field in ("width", "num_layers", "num_heads")}
+    theirs = {field: getattr(checkpoint.recipe, field) for field in sizes}
+    if resumed is not None or sizes != theirs:
+        raise ValueError(
+            f"init begins a new run of the checkpoint's sizes, {theirs}, got {sizes} and "
+            f"resume={resumed is not None}; pass these sizes and another --out"
+        )
+    checkpoint.restore(model)
 
 
 def _choose_micro_batch(run: Run, chosen: int | Literal["auto"] | None) -> None:
@@ -396,8 +419,14 @@ def _resumed_recipe(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recip
     saved = checkpoint.recipe
     if recipe.dtype == "auto":
         recipe = replace(recipe, dtype=saved.dtype)
+    if recipe.steps < checkpoint.step:
+        raise ValueError(
+            f"--steps must be at least {checkpoint.step}, the steps that the checkpoint in "
+            f"{checkpoint.folder} has done, got {recipe.steps}"
+        )
     # The text may have moved: its fingerprint is compared below, not its path.
-    ours, theirs = asdict(replace(recipe, data=saved.data, glob=saved.glob)), asdict(saved)
+    same = replace(recipe, data=saved.data, glob=saved.glob, steps=saved.steps)
+    ours, theirs = asdict(same), asdict(saved)
     if differences := [f"{name} {theirs[name]!r}" for name in ours if ours[name] != theirs[name]]:
         raise ValueError(
             f"the options differ from those of the checkpoint in {checkpoint.folder}, which was "

@@ -370,3 +370,33 @@ def test_a_demo_leaves_another_run_alone(recipe, tmp_path):
         demo(tmp_path / "run")
     after = hashlib.sha256(repr(sorted(contents(tmp_path / "run").items())).encode()).digest()
     assert before == after
+
+
+def test_a_run_goes_on_beyond_its_steps(recipe, tmp_path):
+    train(recipe, tmp_path / "run")
+    longer = dataclasses.replace(recipe, steps=12)
+    run = train(longer, tmp_path / "run", resume=True)
+    assert run.step == 12 and sorted(losses(tmp_path / "run")) == list(range(1, 13))
+    assert load_checkpoint(tmp_path / "run").recipe.steps == 12
+    with pytest.raises(ValueError, match=r"--steps must be at least 12, .* got 11"):
+        train(dataclasses.replace(recipe, steps=11), tmp_path / "run", resume=True)
+
+
+def test_a_run_begins_with_the_weights_of_another(recipe, tmp_path, capsys):
+    first = train(recipe, tmp_path / "first")
+    (tmp_path / "other.txt").write_text("other words. " * 200)
+    other = dataclasses.replace(recipe, data=str(tmp_path / "other.txt"), seed=5)
+    run = train(other, tmp_path / "second", init=tmp_path / "first", stop_after=0)
+    for a, b in zip(run.model.parameters(), first.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert not any(run.optimizer.state.values()) and run.step == 0
+    assert train(other, tmp_path / "second", resume=True).step == 8
+    with pytest.raises(ValueError, match="init begins a new run of the checkpoint's sizes"):
+        train(other, tmp_path / "second", resume=True, init=tmp_path / "first")
+    wider = dataclasses.replace(other, width=32)
+    with pytest.raises(ValueError, match=r"'width': 16.*got \{'width': 32"):
+        train(wider, tmp_path / "third", init=tmp_path / "first")
+    options = ["--data", other.data, "--context", "64", "--width", "16", "--num-layers", "1"]
+    options += ["--steps", "1", "--init", str(tmp_path / "nowhere")]
+    assert main(["train", "--out", str(tmp_path / "fourth"), *options]) == 2
+    assert "found no checkpoint.json" in capsys.readouterr().err
