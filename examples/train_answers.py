@@ -5,8 +5,8 @@
 
 Weights are random and the task is a toy: a token is rewarded if it is even. Nothing is downloaded.
 Each prompt is continued by several reasonings, and each reasoning by several ends, so a tree has
-three levels. The model computes a common prefix once. `collate`, `layers_of`, `answer_log_probs`
-and `grpo_loss` are what a trainer of yours needs: docs/trees.md explains them.
+three levels. The model computes a common prefix once. `collate`, `answer_log_probs` and
+`grpo_loss` are what a trainer of yours needs: docs/trees.md explains them.
 """
 
 import argparse
@@ -51,25 +51,12 @@ def collate(groups: list[dict[str, Tensor]]) -> dict[str, Any]:
     }
 
 
-def layers_of(config: Any, tree: sr.PackedTree) -> Any:
-    """Returns what each layer type sees; a window counts depths."""
-    if getattr(config, "sliding_window", None) is None:
-        return tree.pattern
-    window = sr.SlidingWindow(config.sliding_window - 1, 0)
-    along = sr.Tree(tree.lengths, tree.parents, window)
-    types = getattr(config, "layer_types", None)
-    if types is None:  # each layer has the window, as in Mistral
-        return along
-    kinds = {"sliding_attention": along, "full_attention": tree.pattern}
-    return {kind: kinds[kind] for kind in types}
-
-
 def answer_log_probs(model: Any, batch: dict[str, Any]) -> Tensor:
     """Returns log-probabilities of the answers' tokens, [answers, n]."""
     tree, places = batch["tree"], batch["places"]
     # The places whose logits predict a token of an answer, each once.
     before, index = tree.previous[places].unique(return_inverse=True)
-    with hf.using(model, layers_of(model.config, tree)):
+    with hf.using(model, tree):
         logits = model(
             tree.tokens[None],
             position_ids=tree.position_ids[None],

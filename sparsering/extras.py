@@ -15,7 +15,7 @@ from torch import Tensor
 from .checks import DTYPES, check_local, check_tensor, in_memory
 from .dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
 from .patterns.algebra import Pattern
-from .patterns.arguments import checked_integer, shortened
+from .patterns.arguments import checked_integer, index_of, shortened
 from .patterns.selected import selections_of
 from .patterns.tree import check_distances
 
@@ -89,11 +89,11 @@ def refuse_options(
         raise TypeError(f"{verb} has no option {shortened(name)}; its options are {names}")
 
 
-def alibi(slopes: Tensor, radius: int) -> Tensor:
+def alibi(slopes: Tensor | int, radius: int) -> Tensor:
     """Returns the `distance_bias` of ALiBi: `-slope * abs(distance)`, for distances up to `radius`.
 
     Args:
-        slopes: [H], one per query head.
+        slopes: [H], one per query head; or H, for the slopes that the paper has for H heads.
         radius: R; larger distances count as R.
 
     Returns: [H, 2R + 1] float32, differentiable in the slopes.
@@ -101,19 +101,24 @@ def alibi(slopes: Tensor, radius: int) -> Tensor:
     Raises: ValueError if slopes are not a floating point tensor [H], or the radius is negative.
 
     Example:
-        >>> slopes = 2.0 ** -torch.arange(1, 9)  # of 8 heads
-        >>> out = attention(query, key, value, Causal(), distance_bias=alibi(slopes, 4096))
+        >>> out = attention(query, key, value, Causal(), distance_bias=alibi(8, 4096))
 
     Source: ALiBi (arXiv 2108.12409), section 3.
     """
-    check_tensor("slopes", slopes, "[heads]")
-    if slopes.dim() != 1 or slopes.dtype not in DTYPES:
+    table: Any = slopes
+    if (heads := index_of(slopes)) is not None:
+        power = 1 << checked_integer("slopes", heads, 1).bit_length() - 1
+        places = [*range(2, 2 * power + 1, 2), *range(1, 2 * (heads - power), 2)]
+        table = 2.0 ** (-4 / power * torch.tensor(places))
+    check_tensor("slopes", table, "[heads]")
+    if table.dim() != 1 or table.dtype not in DTYPES:
         raise ValueError(
             "slopes must be a floating point tensor [heads], got "
-            f"{slopes.dtype} {tuple(slopes.shape)}; torch.tensor([...]) makes one"
+            f"{table.dtype} {tuple(table.shape)}; torch.tensor([...]) makes one"
         )
     radius = checked_integer("radius", radius, 0)
-    return -slopes.float()[:, None] * torch.arange(-radius, radius + 1, device=slopes.device).abs()
+    distance = torch.arange(-radius, radius + 1, device=table.device).abs()
+    return -table.float()[:, None] * distance
 
 
 def checked_extras(

@@ -198,5 +198,5 @@ def test_the_page_of_trees_has_the_functions_of_its_script():
         code[file.suffix] = {
             x.name: ast.unparse(x) for x in ast.parse(text).body if isinstance(x, ast.FunctionDef)
         }
-    for name in ("collate", "layers_of", "answer_log_probs", "grpo_loss"):
+    for name in ("collate", "answer_log_probs", "grpo_loss"):
         assert code[".md"][name] == code[".py"][name]

@@ -32,6 +32,10 @@ class PackedTree(NamedTuple):
     pattern: Tree
     paths: list[Tensor]
 
+    def __repr__(self) -> str:
+        sizes = f"{len(self.tokens):,} tokens in {len(self.lengths):,} nodes"
+        return f"<PackedTree of {len(self.paths):,} sequences: {sizes}>"
+
 
 def pack_tree(sequences: Sequence[Tensor]) -> PackedTree:
     """Packs sequences of tokens as a tree, so that a common prefix is computed once.

@@ -147,7 +147,7 @@ def read_about(folder: Path) -> About:
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
             f"expected a checkpoint in {folder}, found no checkpoint.json; name a folder that "
-            "train or demo wrote, or start one without --resume"
+            "train or demo wrote"
         ) from None
     except ValueError as error:
         raise _damaged(folder, str(error)) from None

@@ -15,6 +15,7 @@ from oracles.attention_oracle import (
 )
 from oracles.extras_oracle import ALL, expected_of, extras_of
 from torch import Tensor
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
 import sparsering as sr
 from sparsering.patterns.varlen_mask import Varlen
@@ -383,7 +384,12 @@ def test_alibi_is_the_slope_times_the_distance():
     assert table.dtype == torch.float32 and torch.equal(table, expected)
     table.sum().backward()
     assert torch.equal(slopes.grad, torch.tensor([-12.0, -12.0]))
-    for bad in (torch.ones(2, 2), torch.ones(2).int(), [0.5], 0.5):
+    # what transformers' BLOOM has for these numbers of heads
+    for heads in (1, 6, 8, 12):
+        found = -sr.alibi(heads, 1)[:, 0]
+        expected = build_alibi_tensor(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
+        assert torch.allclose(found, expected, rtol=1e-6, atol=0)
+    for bad in (torch.ones(2, 2), torch.ones(2).int(), [0.5], 0.5, True, 0):
         with pytest.raises(ValueError, match="slopes must be"):
             sr.alibi(bad, 3)
     with pytest.raises(ValueError, match="radius must be at least 0"):

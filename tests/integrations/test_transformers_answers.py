@@ -157,12 +157,14 @@ def test_a_planted_fault_changes_the_loss(example, monkeypatch, fault):
     with torch.no_grad(), full_precision():
         right = packed_loss(example, models, batch)
         if fault == "windows lost":
-            monkeypatch.setattr(example, "layers_of", lambda config, tree: tree.pattern)
+            using = example.hf.using
+            monkeypatch.setattr(example.hf, "using", lambda model, tree: using(model, tree.pattern))
         if fault == "window of one more":
             for model in models:
                 model.config.sliding_window += 1
         if fault == "siblings":
-            batch["tree"] = batch["tree"]._replace(pattern=sr.Causal())
+            chain = tuple(range(-1, len(batch["tree"].parents) - 1))
+            batch["tree"] = batch["tree"]._replace(parents=chain)
         if fault == "prompt's loss":
             whole = torch.nn.utils.rnn.pad_sequence(batch["tree"].paths, True, padding_value=-1)
             batch["places"], batch["real"] = whole.clamp(min=0), whole >= 0

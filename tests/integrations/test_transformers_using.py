@@ -3,7 +3,13 @@
 import pytest
 import torch
 from helpers.thinned import thinned
-from transformers import AttentionInterface, DynamicCache, StaticCache
+from transformers import (
+    AttentionInterface,
+    DynamicCache,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    StaticCache,
+)
 from transformers.masking_utils import AttentionMaskInterface
 from transformers_models import like, made, padded, result, tokens
 from using_oracle import (
@@ -361,3 +367,30 @@ def test_norms_in_full_is_what_the_families_compute():
             with norms_in_full(model):
                 exact = result(model, input_ids=tokens())
         assert 0 < (rounded - exact).abs().max() < 1e-4 * exact.abs().max(), family
+
+
+def test_a_tree_itself_keeps_each_layers_window():
+    """Gemma 3 with windows of 3: logits of each path are those of its sequence alone."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "head_dim": 8}
+    layers = {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    config = Gemma3TextConfig(
+        **sizes, **layers, num_key_value_heads=1, vocab_size=32, sliding_window=3
+    )
+    model = Gemma3ForCausalLM(config).double().eval()
+    sequences = [torch.tensor([1, 2, 3, 4, 5]), torch.tensor([1, 2, 3, 6, 7, 8]), torch.tensor([9])]
+    tree = sr.pack_tree(sequences)
+    row = {"input_ids": tree.tokens[None], "position_ids": tree.position_ids[None]}
+    with torch.no_grad():
+        with hf.using(model, tree):
+            found = model(**row, use_cache=False).logits[0]
+        with hf.using(model, tree.pattern):
+            without_windows = model(**row, use_cache=False).logits[0]
+        for sequence, path in zip(sequences, tree.paths, strict=True):
+            alone = model(sequence[None]).logits[0]
+            assert (found[path] - alone).abs().max() < 1e-10
+    assert (without_windows - found).abs().max() > 1e-4
+    config.layer_types = ["linear_attention", "full_attention"]
+    refused = pytest.raises(NotImplementedError, match="got 'linear_attention'; pass")
+    with refused, hf.using(model, tree):
+        pass

@@ -116,3 +116,8 @@ def test_thousands_of_nested_prefixes_and_long_rows():
 def test_what_are_no_sequences(given, message):
     with pytest.raises(ValueError, match=message):
         sr.pack_tree(given)
+
+
+def test_a_printed_tree_is_a_line():
+    tree = sr.pack_tree([torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4, 5])])
+    assert str(tree) == repr(tree) == "<PackedTree of 2 sequences: 5 tokens in 3 nodes>"

@@ -14,7 +14,9 @@ from ...distributed.plan import RingPlan
 from ...functional import explain as explain_call
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
+from ...patterns.packed_tree import PackedTree
 from ...patterns.positions import Full
+from ...patterns.tree import Tree
 from . import calls
 from .attention import attention_function
 from .config import (
@@ -132,7 +134,7 @@ def _checked_modules(model: Any, pattern: Patterns, verb: str) -> list[Any]:
 
 
 @contextmanager
-def using(model: Any, pattern: Patterns) -> Iterator[None]:
+def using(model: Any, pattern: Patterns | PackedTree) -> Iterator[None]:
     """Lets a model's layers attend over exactly this pattern, for the calls in a `with` block.
 
     The pattern replaces the whole mask of these layers: causality, window, chunks, padding and
@@ -149,6 +151,7 @@ def using(model: Any, pattern: Patterns) -> Iterator[None]:
         pattern: one for all layers, or {layer index or layer type: pattern}, where an index
             overrides a type; layers that are not named keep their own mask. Unlike those of
             `apply`, patterns may have tensors or functions, as `SelectedBlocks` and `MaskMod` do.
+            Or a tree of `pack_tree`: each layer has its own mask, such as a window, along paths.
 
     Returns: a context manager, which also decorates a function.
 
@@ -159,6 +162,8 @@ def using(model: Any, pattern: Patterns) -> Iterator[None]:
         >>> with using(model, Causal() & Documents((700, 324))):
         ...     out = model(tokens, position_ids=positions)
     """
+    if isinstance(pattern, PackedTree):
+        pattern = _along_paths(pattern, decoder_config(model))
     modules = _checked_modules(model, pattern, "using")
     for part in pattern.values() if isinstance(pattern, Mapping) else [pattern]:
         check_pattern(part)
@@ -178,6 +183,19 @@ def using(model: Any, pattern: Patterns) -> Iterator[None]:
         if calls.runs_layers_again(model):
             switch(model, modules, "using")
         release(held)
+
+
+def _along_paths(tree: PackedTree, config: Any) -> dict[int | str, Pattern]:
+    """Returns what each layer sees along the paths of a tree: its own window counts depths."""
+    own = layer_patterns(config)
+    if None in own:
+        kind = types_of(config)[own.index(None)]
+        raise NotImplementedError(
+            f"using takes a PackedTree where layers are full, windows or chunks, got {kind!r}; "
+            "pass {layer type: Tree(lengths, parents, pattern)}"
+        )
+    along = {part: Tree(tree.lengths, tree.parents, part) for part in own}  # type: ignore[arg-type]
+    return {index: along[part] for index, part in enumerate(own)}
 
 
 def explain(model: Any) -> str:
