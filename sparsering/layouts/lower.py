@@ -54,7 +54,7 @@ def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
         case Not(part):
             return Negated(condition(part, frame, in_document))
         case BlockwiseMask():
-            return _in_blocks(mask)
+            return _in_blocks(mask, None if in_document else frame.kv_len)
         case KeyMask(valid):
             return InKeys(pad(valid.cumsum(0), (1, 0)))
     return Declared(mask, frame, in_document)
@@ -66,13 +66,12 @@ def _near(left: int | None, right: int | None) -> list[Condition]:
     return parts if right is None else [*parts, Linear(1, -1, -right)]
 
 
-def _in_blocks(mask: BlockwiseMask) -> Condition:
+def _in_blocks(mask: BlockwiseMask, length: int | None) -> Condition:
     """Returns the condition that block indices meet all conditions of some item of `levels`."""
     levels: list[Sequence[Condition]]
     match mask:
         case blocks.BlockDilated(rates, _):
-            distances = {0, *rates, *(-rate for rate in rates)}
-            levels = [_near(distance, -distance) for distance in distances]
+            levels = [_near(n, -n) for n in {0, *rates, *(-rate for rate in rates)}]
         case blocks.BlockWindow(radius, _):
             levels = [_near(radius, radius)]
         case blocks.BlockCausal():
@@ -84,7 +83,7 @@ def _in_blocks(mask: BlockwiseMask) -> Condition:
         case blocks.Hierarchical():
             levels = [(OnGrid(True, n, n, 0), *_near(r, r)) for n, r in mask.in_blocks()]
         case _:
-            return InBlocks(mask)
+            return InBlocks(mask, None, length)
     return InBlocks(mask, AllOf((Linear(1, 0, 0), AnyOf(map(AllOf, levels)))))
 
 
@@ -102,7 +101,7 @@ def native_table(
     if kernel is None or not _encode(rule, numbers, tensors):
         return None
     tiles = ([x.residue, x.start, x.last] for x in (queries, keys))
-    return kernel.table(numbers, tensors, *tiles, keys.step, block_size, count)
+    return kernel.table(numbers, tensors, *tiles, keys.step, block_size, count) or None
 
 
 def _encode(rule: Condition, numbers: list[int], tensors: list[Tensor]) -> bool:
@@ -111,18 +110,13 @@ def _encode(rule: Condition, numbers: list[int], tensors: list[Tensor]) -> bool:
     match rule:
         case Linear(a, b, c):
             numbers += (0, a, b, c)
-        case InKeys(below):
-            numbers.append(1)
-            tensors.append(below)
-        case Congruent(modulus):
-            numbers += (2, modulus)
+        case InKeys(edges) | SameDocument(edges):
+            numbers.append(1 if isinstance(rule, InKeys) else 5)
+            tensors.append(edges)
+        case Congruent(size) | SameSegment(size):
+            numbers += (2 if isinstance(rule, Congruent) else 4, size)
         case OnGrid(of_query, segment, rate, residue):
             numbers += (3, of_query, segment, rate, residue)
-        case SameSegment(length):
-            numbers += (4, length)
-        case SameDocument(starts):
-            numbers.append(5)
-            tensors.append(starts)
         case AllOf() | AnyOf():
             parts = rule.parts
             numbers += (6 if isinstance(rule, AllOf) else 7, len(parts))
@@ -137,6 +131,12 @@ def _encode(rule: Condition, numbers: list[int], tensors: list[Tensor]) -> bool:
             parts = (inner,)
             numbers.append(10)
             tensors += (nodes.start, nodes.depth, nodes.enter, nodes.leave)
+        case InBlocks(mask, Condition() as inner):
+            parts = (inner,)
+            numbers += (11, mask.row_size, mask.block_size)
+        case InBlocks(blocks._RandomBlocksOfHead(density, size, key), None, int() as length):
+            count = -(-length // size)
+            numbers += (12, size, size, key, count, min(count, max(1, int(density * count + 0.5))))
         case _:
             return False
     return all(_encode(part, numbers, tensors) for part in parts)

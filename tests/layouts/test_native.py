@@ -82,6 +82,14 @@ def named(length: int) -> dict[str, sr.Pattern]:
         "padding": sr.KeyPadding((length - 70, 3, length)) & sr.SlidingWindow(300),
         "key mask": sr.KeyMask(torch.rand(length, generator=generator) < 0.7) & sr.Causal(),
         "pooled": sr.PooledCausal(32, 16) | sr.GlobalTokens(7, rows=False),
+        "random blocks": sr.RandomBlocks(0.2, 32),
+        "random small blocks": sr.RandomBlocks(0.4, 13, per_head=False) & sr.SlidingWindow(150),
+        "random blocks of strides": sr.RandomBlocks(0.3, 30) & sr.SlidingWindow(None, None, 3),
+        "hierarchical": sr.Hierarchical(((16, 64), (64, None)), 16),
+        "hierarchical and more": sr.Hierarchical(((20, 80), (60, 300)), 20) & sr.Causal(),
+        "blocks at rates": sr.BlockDilated((1, 3, 5), 24) | sr.GlobalTokens(3),
+        "packed blocks": sr.Packed(few, sr.BlockWindow(1, 16) | sr.BlockDilated((4,), 16)),
+        "all but causal blocks": sr.Full() - sr.BlockCausal(40),
     }
 
 
@@ -137,17 +145,20 @@ def test_the_kernel_compiles_each_named_pattern(name: str, monkeypatch: Any) -> 
         ("LongNet", 3),
         ("packed", 9),
         ("tree of many", 10),
+        ("hierarchical", 11),
+        ("random blocks", 12),
     ],
 )
 def test_a_program_that_is_wrong_by_one_is_noticed(name: str, kind: int, monkeypatch: Any) -> None:
-    """Planted: an end of a window, a document's edge, a residue, the edge of a node."""
+    """Planted: an end of a window, a document's edge, a residue, the edge of a node, a block."""
     encode = lower._encode
 
     def wrong(rule: Any, numbers: list[int], tensors: list[torch.Tensor]) -> bool:
         begin, first = len(numbers), len(tensors)
         done = encode(rule, numbers, tensors)
-        if numbers[begin] == kind and kind in (0, 3):
-            numbers[begin + (3 if kind == 0 else 4)] += 1
+        place = {0: 3, 3: 4, 11: 1, 12: 3}
+        if numbers[begin] == kind and kind in place:
+            numbers[begin + place[kind]] += 1
         elif numbers[begin] == kind:
             edges = tensors[first].clone()
             edges[1:-1] += 1
@@ -169,6 +180,8 @@ def test_a_program_that_is_wrong_by_one_is_noticed(name: str, kind: int, monkeyp
         ([5], [], "lacks a tensor"),
         ([5], [torch.zeros(3)], "int64 vectors"),
         ([6, 2, 4, 8], [], "ends too early"),
+        ([11, 16, 0, 4, 8], [], "empty blocks"),
+        ([12, 16, 16, 1, 2, 3], [], "malformed random blocks"),
     ],
 )
 def test_a_malformed_program_is_refused(

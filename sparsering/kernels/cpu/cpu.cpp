@@ -320,7 +320,7 @@ std::vector<Tensor> tiles(int64_t step, int64_t segment, int64_t residues, int64
 }
 
 // The table of a pass and what a layout stores beside it; with `count`, the pairs in its tiles
-// alone.
+// alone; nothing if a pair of tiles may have too many pairs of blocks.
 std::vector<Tensor> table(Ints program, Tensors constants, Tensors queries, Tensors keys,
                           int64_t step, int64_t block, bool count) {
   lower::Reader in{program, constants};
@@ -329,6 +329,9 @@ std::vector<Tensor> table(Ints program, Tensors constants, Tensors queries, Tens
                        block % 8 == 0 && block <= 256,
                    "sparsering cpu: malformed tiles");
   const lower::Tiles rows(queries, step), columns(keys, step);
+  if (!rule.fits(rows.longest_span(), columns.longest_span())) {
+    return {};
+  }
   lower::Compiler compiler(rule, rows, columns, block);
   if (count) {
     Tensor pairs = empty({1}, kLong);

@@ -12,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "blocks.h"
 #include "positions.h"
 
 namespace sparsering::cpu::lower {
@@ -29,14 +30,16 @@ enum Kind : int64_t {
   kAnyOf,
   kNegated,
   kPerDocument,
-  kOnPath
+  kOnPath,
+  kInBlocks,
+  kRandomBlocks
 };
 
 class Condition {
  public:
   explicit Condition(Reader& in) : kind_(in.next()) {
-    SPARSERING_CHECK(kind_ >= kLinear && kind_ <= kOnPath, "sparsering: unknown condition");
-    static constexpr int kNumbers[] = {3, 0, 1, 4, 1, 0, 0, 0, 0, 0, 0};
+    SPARSERING_CHECK(kind_ >= kLinear && kind_ <= kRandomBlocks, "sparsering: unknown condition");
+    static constexpr int kNumbers[] = {3, 0, 1, 4, 1, 0, 0, 0, 0, 0, 0, 2, 5};
     for (int i = 0; i < kNumbers[kind_]; ++i) c_[i] = in.next();
     if (kind_ == kInKeys || kind_ == kSameDocument || kind_ == kPerDocument) {
       held_.push_back(in.next_tensor());
@@ -47,7 +50,9 @@ class Condition {
     if (kind_ == kSameDocument || kind_ == kPerDocument || kind_ == kOnPath) index_ranges();
     if (kind_ == kOnPath) index_nodes();
     const bool joint = kind_ == kAllOf || kind_ == kAnyOf;
-    const int64_t parts = joint ? in.next() : kind_ >= kNegated;
+    if (kind_ == kRandomBlocks) random_ = RandomBlocks(c_[2], c_[3], c_[4]);
+    SPARSERING_CHECK(kind_ < kInBlocks || std::min(c_[0], c_[1]) > 0, "sparsering: empty blocks");
+    const int64_t parts = joint ? in.next() : kind_ >= kNegated && kind_ != kRandomBlocks;
     for (int64_t i = 0; i < parts; ++i) parts_.emplace_back(in);
   }
 
@@ -100,6 +105,9 @@ class Condition {
         const int64_t number = common_range(x);
         return number < 0 ? same_range(x) : parts_[0].status(x.shifted(-starts()[number]));
       }
+      case kInBlocks:
+      case kRandomBlocks:
+        return status_of_blocks(x.q.blocks(c_[0]), x.k.blocks(c_[1]));
       default: {
         const Path query(*this, x.q), key(*this, x.k);
         if (!query.touches || !key.touches) return kEmpty;
@@ -112,6 +120,17 @@ class Condition {
         return std::min<int>(every ? kFull : kVaries, inner);
       }
     }
+  }
+
+  // True if pairs of tiles that span so many positions have few pairs of blocks (layouts/joints.py
+  // has the same limit). Blocks of a tree count depths, of which a tile may span more.
+  bool fits(int64_t queries, int64_t keys, bool in_tree = false) const {
+    if (kind_ >= kInBlocks) {
+      return !in_tree && ((queries - 1) / c_[0] + 2) * ((keys - 1) / c_[1] + 2) <= kMostBlocks;
+    }
+    return std::ranges::all_of(parts_, [&](const Condition& part) {
+      return part.fits(queries, keys, in_tree || kind_ == kOnPath);
+    });
   }
 
   // The keys of a tile, at most 256, that the query at position p sees; bits past them are 0.
@@ -177,6 +196,18 @@ class Condition {
         if (common >= 0) parts_[0].signature(x.shifted(-starts()[common]), number, out);
         break;
       }
+      case kInBlocks:
+      case kRandomBlocks: {  // where blocks begin in both tiles, and which pairs of them attend
+        const Side q = x.q.blocks(c_[0]), k = x.k.blocks(c_[1]);
+        out.insert(out.end(), {remainder(x.q.first, c_[0]), remainder(x.k.first, c_[1])});
+        for (int64_t i = q.first; i <= q.last; ++i) {
+          for (int64_t j = k.first; j <= k.last; ++j) {
+            if (blocks_hold(i, j)) out.push_back((i - q.first) * kMostBlocks + j - k.first);
+          }
+        }
+        out.push_back(-1);
+        break;
+      }
       default: {
         const Path query(*this, x.q), key(*this, x.k);
         const bool alone = query.several || key.several || !query.inside || !key.inside;
@@ -234,6 +265,16 @@ class Condition {
       }
       case kNegated:
         return ~parts_[0].row_past(p, k);
+      case kInBlocks:
+      case kRandomBlocks: {
+        Bits bits;
+        const Side blocks = k.blocks(c_[1]);
+        for (int64_t j = blocks.first; j <= blocks.last; ++j) {
+          if (!blocks_hold(floor_div(p, c_[0]), j)) continue;
+          bits |= keys_from(k, j * c_[1], (j + 1) * c_[1]);
+        }
+        return bits;
+      }
       default: {
         Bits bits;
         const int64_t own = range_of(p);
@@ -253,6 +294,28 @@ class Condition {
         return bits;
       }
     }
+  }
+
+  bool blocks_hold(int64_t query, int64_t key) const {
+    return kind_ == kRandomBlocks ? random_.count(query, {key, key, 1}) > 0
+                                  : parts_[0].status({{query, query, 1}, {key, key, 1}}) == kFull;
+  }
+
+  // Status of ranges of blocks: exact unless there are many pairs of them.
+  int status_of_blocks(const Side& q, const Side& k) const {
+    const int64_t width = k.last - k.first + 1, most = (q.last - q.first + 1) * width;
+    int64_t seen = 0;
+    if (kind_ == kRandomBlocks) {
+      for (int64_t i = q.first; i <= q.last; ++i) seen += random_.count(i, k);
+      return (seen > 0) + (seen == most);
+    }
+    const int status = parts_[0].status({q, k});
+    if (status != kVaries || most > kMostBlocks) return status;
+    for (int64_t i = 0; i < most; ++i) {
+      seen += blocks_hold(q.first + i / width, k.first + i % width);
+      if (seen > 0 && seen <= i) return kVaries;
+    }
+    return seen ? kFull : kEmpty;
   }
 
   // The keys of a tile at positions from `begin` up to `end`, exclusive.
@@ -371,7 +434,8 @@ class Condition {
   static constexpr int64_t kMostIndexed = 1 << 22;  // a longer sequence is searched
 
   int64_t kind_;
-  int64_t c_[4] = {};
+  int64_t c_[5] = {};
+  RandomBlocks random_;
   std::vector<Tensor> held_;
   std::vector<const int64_t*> data_;  // of the tensors in `held_`
   std::vector<Condition> parts_;

@@ -26,6 +26,10 @@ struct Side {
   Side shifted(int64_t by) const {
     return {first + by, last + by, step};
   }
+  // The blocks of `size` positions from that of the first position to that of the last.
+  Side blocks(int64_t size) const {
+    return {floor_div(first, size), floor_div(last, size), 1};
+  }
   // Distance of neighbours; 0 for a single position, which is a multiple of everything.
   int64_t stride() const {
     return first == last ? 0 : step;

@@ -24,6 +24,11 @@ struct Tiles {
     last = values_of<int64_t>(held[2]);
   }
 
+  int64_t longest_span() const {
+    int64_t most = 0;
+    for (int64_t i = 0; i < count; ++i) most = std::max(most, last[i] - start[i] + 1);
+    return most;
+  }
   int64_t positions(int64_t i) const {
     return floor_div(last[i] - start[i], step) + 1;
   }

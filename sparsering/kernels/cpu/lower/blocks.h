@@ -1,0 +1,98 @@
+// The key blocks that `RandomBlocks` draws for one kv head: patterns/blocks.py has the rule, and
+// rows.py the hash and the permutation, which are the same here bit for bit.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+#include "positions.h"
+
+namespace sparsering::cpu::lower {
+
+constexpr int64_t kMostBlocks = 1024;  // pairs of blocks that are looked up in a pair of tiles
+
+constexpr uint64_t kSplitMix[] = {0xBF58476D1CE4E5B9u, 0x94D049BB133111EBu};
+
+// Right shift of a signed number, which keeps its sign.
+inline uint64_t shifted_down(uint64_t x, int by) {
+  return static_cast<uint64_t>(static_cast<int64_t>(x) >> by);
+}
+
+class RandomBlocks {
+ public:
+  RandomBlocks() = default;
+  // A query block sees `count` of `blocks` key blocks.
+  RandomBlocks(int64_t key, int64_t blocks, int64_t count)
+      : key_(key), blocks_(blocks), count_(count) {
+    SPARSERING_CHECK(count >= 0 && count <= blocks, "sparsering: malformed random blocks");
+  }
+
+  // Returns how many key blocks from keys.first to keys.last a query block sees.
+  int64_t count(int64_t query, const Side& keys) const {
+    if (query < 0) return 0;
+    const std::vector<int64_t>& row = row_of(query);
+    return std::upper_bound(row.begin(), row.end(), keys.last) -
+           std::lower_bound(row.begin(), row.end(), keys.first);
+  }
+
+ private:
+  const std::vector<int64_t>& row_of(int64_t query) const {
+    const auto [found, is_new] = rows_.try_emplace(query);
+    std::vector<int64_t>& row = found->second;
+    if (!is_new) return row;
+    const bool diagonal = query < blocks_;
+    const int64_t others = blocks_ - diagonal;
+    const uint64_t key = hash(static_cast<uint64_t>(query));
+    for (int64_t i = 0; i < count_ - diagonal; ++i) {
+      const int64_t image = permuted(i, others, key);
+      row.push_back(image + (diagonal && image >= query));
+    }
+    if (diagonal) row.push_back(query);
+    std::sort(row.begin(), row.end());
+    return row;
+  }
+
+  uint64_t hash(uint64_t query) const {
+    uint64_t state = 0;
+    for (const uint64_t part :
+         {static_cast<uint64_t>(key_), query, static_cast<uint64_t>(blocks_)}) {
+      state = part + state * 31 + 0x9E3779B9u;
+      state = (state ^ shifted_down(state, 30)) * kSplitMix[0];
+      state = (state ^ shifted_down(state, 27)) * kSplitMix[1];
+      state ^= shifted_down(state, 31);
+    }
+    return state & ((uint64_t{1} << 62) - 1);
+  }
+
+  // Permutes [0, 4^h) by a Feistel network, repeated until the result is below size.
+  static int64_t permuted(int64_t index, int64_t size, uint64_t key) {
+    int half_bits = 1;
+    while ((int64_t{1} << (2 * half_bits)) < size) ++half_bits;
+    uint64_t value = static_cast<uint64_t>(index);
+    do {
+      value = network(value, half_bits, key);
+    } while (value >= static_cast<uint64_t>(size));
+    return static_cast<int64_t>(value);
+  }
+
+  static uint64_t network(uint64_t value, int half_bits, uint64_t key) {
+    const uint64_t mask = (uint64_t{1} << half_bits) - 1;
+    uint64_t left = value >> half_bits, right = value & mask;
+    for (uint64_t number = 0; number < 4; ++number) {
+      uint64_t state = (key ^ (number << 40)) * kSplitMix[1] + right * kSplitMix[0];
+      for (const uint64_t multiplier : kSplitMix) {
+        state = (state ^ shifted_down(state, 29)) * multiplier;
+      }
+      const uint64_t next = left ^ ((state ^ shifted_down(state, 32)) & mask);
+      left = right, right = next;
+    }
+    return left << half_bits | right;
+  }
+
+  int64_t key_ = 0, blocks_ = 0, count_ = 0;
+  mutable std::unordered_map<int64_t, std::vector<int64_t>> rows_;
+};
+
+}  // namespace sparsering::cpu::lower
