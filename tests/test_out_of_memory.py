@@ -13,7 +13,7 @@ import torch
 import sparsering as sr
 from helpers.short_of_memory import ask_the_system_each_time, runs_within
 from sparsering.models import LongNetLM
-from sparsering.training.micro_batches import forget_failure
+from sparsering.training.micro_batches import forget_failure, make_moments
 
 kind, places = sys.argv[1], int(sys.argv[2])
 torch.manual_seed(0)
@@ -48,6 +48,7 @@ def train():
     def step():
         optimizer.zero_grad()
         model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+        make_moments(optimizer)
         optimizer.step()
         return [p.detach().clone() for p in model.parameters()]
 

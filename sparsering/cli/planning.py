@@ -14,7 +14,7 @@ def add_commands(commands: Commands) -> None:
     add = plan.add_argument
     add("pattern", nargs="?", help=f"{PATTERN}; without one, patterns are proposed")
     add("--tokens", required=True, help="tokens of a sequence, such as 65536, 64K or 1M")
-    add("--memory", help="memory of one device, such as 24GB (default: all that it has)")
+    add("--memory", help="of one device: 24GB, total (default: what is free here)")
     add("--gpu", "--machine", dest="machine", help="such as H200 (default: this machine)")
     add("--seconds", type=float, help="limit of a call, which proposals meet")
     add("--full", action="store_true", help="proposals see later keys too")
@@ -44,31 +44,33 @@ def _plan(arguments: argparse.Namespace) -> int:
 
     from ..patterns.expression import parse
     from ..planning.estimate import Scenario
+    from ..planning.fit import memory_of, usable
     from ..planning.machines import machine_of
     from ..planning.proposals import candidates, propose
     from ..planning.screen import proposal_screen, screen, title_of
-    from ..planning.sizes import parse_bytes, parse_tokens
+    from ..planning.sizes import parse_tokens
 
-    memory = None if arguments.memory is None else parse_bytes(arguments.memory)
     machine = machine_of(arguments.machine)
     on_gpu = machine is not None and machine.kind == "gpu"
     dtype = getattr(torch, arguments.dtype or ("bfloat16" if on_gpu else "float32"))
     tokens, text = parse_tokens(arguments.tokens), arguments.pattern
     if text and (arguments.seconds is not None or arguments.full):
         raise ValueError("--seconds and --full are for proposals; leave the pattern out")
+    if not text and (arguments.backend or arguments.block_size or arguments.sharding != "auto"):
+        raise ValueError("--backend, --block-size and --sharding are for one pattern; name it")
     scenario = Scenario(
         parse(text or "Causal()"), tokens, arguments.heads, arguments.kv_heads, arguments.head_dim,
         dtype, arguments.batch_size, arguments.backward, machine, arguments.ranks,
         arguments.sharding, arguments.backend, arguments.block_size,
     )  # fmt: skip
     if text:
-        print(screen(scenario, memory, text))
+        print(screen(scenario, arguments.memory, text))
         return 0
     proposals = propose(
         tokens, num_heads=arguments.heads, num_kv_heads=arguments.kv_heads,
         head_dim=arguments.head_dim, batch_size=arguments.batch_size, dtype=dtype, machine=machine,
-        ranks=arguments.ranks, seconds=arguments.seconds, memory=memory,
-        causal=not arguments.full, backward=arguments.backward,
+        ranks=arguments.ranks, seconds=arguments.seconds, causal=not arguments.full,
+        memory=usable(memory_of(machine, arguments.memory)), backward=arguments.backward,
     )  # fmt: skip
     texts = {parse(text): text for _, text in candidates(tokens, not arguments.full)}
     print(proposal_screen(proposals, title_of(scenario), texts))

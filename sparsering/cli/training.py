@@ -125,7 +125,9 @@ def _train(arguments: argparse.Namespace) -> int:
                 f"nats per byte at step {run.validated_at}."
             )
             if run.step < run.recipe.steps:
-                print(f"Stopped; to go on: {ranks.start('train')} --out {arguments.out} --resume")
+                size = f" --micro-batch {arguments.micro_batch}" if arguments.micro_batch else ""
+                command = f"{ranks.start('train')} --out {arguments.out} --resume{size}"
+                print(f"Stopped; to go on: {command}")
     return 0 if run.stopped_by is None else 128 + run.stopped_by
 
 

@@ -9,7 +9,7 @@ layout, but no weights, other layers or interpreter. Memory that is free now is 
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -250,26 +250,40 @@ def gpu_memory(free: bool) -> int:
 
 
 def memory_here(free: bool, system: Path = Path("/")) -> int:
-    """Returns the bytes of this machine or its container, or those that a process can still get.
-
-    Caches of files count as free: the kernel drops them when a process needs the memory.
-    """
+    """Returns the bytes of this machine or its container, or the free ones with caches of files."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, KeyError):  # not Linux
-        size = 1024 * _numbers(system / "proc/meminfo")["MemAvailable:" if free else "MemTotal:"]
-    for group, limit, used, files in (
-        ("sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes",
-         "total_inactive_file"),
-    ):  # fmt: skip
-        with suppress(OSError, ValueError, KeyError):  # no such control group, or the text "max"
-            room, folder = int((system / group / limit).read_text()), system / group
-            if free:
-                room -= int((folder / used).read_text()) - _numbers(folder / "memory.stat")[files]
+        size = 1024 * numbers_in(system / "proc/meminfo")["MemAvailable:" if free else "MemTotal:"]
+    for folder, limit, used, files in _control_groups(system):
+        with suppress(OSError, ValueError):  # no limit, or the text "max"
+            room = int((folder / limit).read_text())
+            with suppress(OSError, ValueError):
+                cached = numbers_in(folder / "memory.stat").get(files, 0)
+                room -= max(0, int((folder / used).read_text()) - cached) if free else 0
             size = min(size, max(0, room))
     return size
 
 
-def _numbers(file: Path) -> dict[str, int]:
+def _control_groups(system: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """Yields folders of this process's control groups and their parents, with names of files."""
+    own = ["0::/", "0:memory:/"]  # the root of what a container sees
+    with suppress(OSError):
+        own += (system / "proc/self/cgroup").read_text().splitlines()
+    for line in own:
+        _, names, path = (line + "::").split(":")[:3]
+        root, files = system / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        if "memory" in names.split(","):
+            root /= "memory"
+            files = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        elif names:
+            continue
+        folder = root / path.strip("/")
+        for group in (folder, *folder.parents):
+            if group.is_relative_to(root):
+                yield group, *files
+
+
+def numbers_in(file: Path) -> dict[str, int]:
     """Reads lines of a name and a number."""
-    return {row[0]: int(row[1]) for row in (line.split() for line in file.read_text().splitlines())}
+    rows = (line.split() for line in file.read_text().splitlines())
+    return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}

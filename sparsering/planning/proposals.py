@@ -41,11 +41,9 @@ class Proposal:
         pattern: the pattern, which runs at that length as it is.
         seconds: time of a call with its layout cached, as `estimate` predicts it.
         bytes: most memory in use at once, of one rank.
-        density: (query, key) pairs over those of dense attention; above 1 for a mixture that
-            counts more.
+        density: pairs over those of dense attention; above 1 if a mixture counts more.
         reach: keys that the last query sees, in any head.
-        layers: layers after which the last query depends on every token, with residual paths; None
-            if it never does.
+        layers: after how many the last query depends on every token, or None (residual paths).
         ranks: devices that share the sequence.
         fits: whether `seconds` and `bytes` are within the limits.
         reason: why it is where it is in the list, in a sentence.
@@ -102,7 +100,7 @@ def propose(
     Raises: ValueError for sizes or limits that are not positive, an unknown machine, or a machine
         without a known memory if `memory` is not given.
 
-    Cost: estimates and layouts of ten patterns; about ten seconds for 2^20 tokens.
+    Cost: estimates and layouts of ten patterns; ten seconds for 2^20 tokens, minutes over ranks.
 
     Example:
         >>> propose(4096)[0].pattern
@@ -180,7 +178,7 @@ def _recommended(found: list[Estimate], seconds: float, limit: float) -> tuple[E
     ranks = -(-peak * one.ranks // limit)
     return one, (
         f"no candidate is {times}; this one needs the least memory, {show_bytes(peak)} a rank, or "
-        f"about {ranks:.0f} ranks"
+        f"at least {ranks:.0f} ranks"
     )
 
 

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterator
 from functools import lru_cache, partial
-from itertools import count
 
 import torch
 from torch import Tensor
@@ -37,9 +36,8 @@ def layers_to_see_all(pattern: Pattern, frame: Frame, blocks: float, block_size:
     parts = max(1, math.ceil(blocks / _MOST_BLOCKS))
     rows = max(1, tokens // parts // block_size) * block_size
     lay_out = lru_cache(1)(partial(_layout, pattern, frame, block_size))
-    for layers in count(1):
-        if seen.all():
-            return layers
+    layers = 1
+    while not seen.all():
         before = seen.clone()
         for start in reversed(range(0, tokens, rows)):  # the last queries see most
             part = fresh[start : start + rows]
@@ -48,7 +46,8 @@ def layers_to_see_all(pattern: Pattern, frame: Frame, blocks: float, block_size:
         fresh = seen & ~before
         if not fresh.any():
             return None
-    raise AssertionError  # `count` has no end
+        layers += 1
+    return layers
 
 
 def _layout(pattern: Pattern, frame: Frame, block_size: int, start: int, rows: int) -> BlockLayout:

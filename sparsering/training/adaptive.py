@@ -6,6 +6,7 @@ Each token chooses blocks by `block_scores`. With `refine`, rows of tokens have 
 instead, which a `PatternRefiner` improves by the softmax mass that blocks receive.
 """
 
+import math
 import re
 from functools import partial
 from typing import TYPE_CHECKING
@@ -58,7 +59,8 @@ class Selection:
         return [partial(self._attend, layer) for layer in range(self.layers)]
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        scores = partial(block_scores, query.detach(), key.detach(), self.size)
+        parts = math.gcd(4, self.size)
+        scores = partial(block_scores, query.detach(), key.detach(), self.size, parts=parts)
         if self.observes and torch.is_grad_enabled():
             mass = scores(query_block=self.size, method="exact").exp()
             self.refiners[layer].observe(mass, torch.arange(self.all).expand(self.all, -1))
@@ -93,7 +95,7 @@ def schedule_of(recipe: "Recipe") -> tuple[Schedule, float | None]:
     """Reads a recipe's schedule of blocks and the bar of its gate; ValueError if it is unusable."""
     every, points = blocks_of(recipe), []
     for part in (recipe.schedule or f"0:{recipe.blocks}").split(","):
-        found = re.fullmatch(r"\s*(\d{1,12}):(dense|\d{1,9})\s*", part)
+        found = re.fullmatch(r"\s*(\d{1,12}):(dense|\d{1,13})\s*", part)
         count = every if found and found[2] == "dense" else int(found[2]) if found else 0
         if not found or count < min(_LEAST, every):
             raise ValueError(

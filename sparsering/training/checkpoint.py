@@ -27,6 +27,7 @@ from ..files import read_file, replace_file, unique_pairs
 from ..models.longnet import LongNetLM
 from ..patterns.arguments import escaped
 from .adaptive import Selection, blocks_of
+from .micro_batches import make_moments
 from .ranks import ALONE, Ranks
 from .recipe import Recipe
 from .tensor_files import Files, Kind, TensorIndex, read_index, write_tensors
@@ -64,9 +65,7 @@ class Checkpoint(About):
     ) -> None:
         """Copies saved weights into a model of this recipe, and the states of the others."""
         if optimizer is not None and self.step:
-            for weight in model.parameters():
-                moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
-                optimizer.state[weight] = {"step": torch.zeros((), device=weight.device), **moments}
+            make_moments(optimizer)
         self.tensors.load(named_tensors(model, optimizer))
         if selection is not None:
             state = selection.tensors()

@@ -28,7 +28,14 @@ from ..nn.transformer import Attend
 from .adaptive import Selection
 from .checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from .data import Text, Windows, read_text, training_window, validation_windows
-from .micro_batches import forget_failure, largest_part, ran_out_of_memory, windows_that_fit
+from .micro_batches import (
+    checked_part,
+    forget_failure,
+    largest_part,
+    make_moments,
+    ran_out_of_memory,
+    windows_that_fit,
+)
 from .progress import Show, cut_metrics, progress_lines
 from .ranks import ALONE, Ranks
 from .recipe import DTYPES, Recipe, best_dtype
@@ -140,10 +147,12 @@ class Run:
                 if not ran_out_of_memory(error):
                     raise
                 if not self.halves or self.micro_batch == least:
+                    way_out = f"pass --resume --micro-batch {half}"
+                    if self.micro_batch == least:
+                        way_out = "begin anew with --checkpoint-layers or a smaller --context"
                     raise MemoryError(
                         f"memory ran out at step {self.step} with {self.micro_batch} windows at a "
-                        f"time; the checkpoint of step {self.saved_at} is whole; pass --resume "
-                        f"--micro-batch {half}, --checkpoint-layers or a smaller --context"
+                        f"time; the checkpoint of step {self.saved_at} is whole; {way_out}"
                     ) from error
             forget_failure(self.optimizer)
             self.set_micro_batch(half)
@@ -188,10 +197,9 @@ def train(
             and validates after the last step of the recipe.
         num_validation_windows: number of disjoint windows of the validation bytes.
         stop_after: stop as if interrupted when this many steps are done.
-        micro_batch: windows of all ranks that are computed at once; their gradients add up to the
-            same step. It divides the batch size. Default: all. "auto": as many as fit in the memory
-            that is free, and half as many where it runs out all the same, which a resumed run
-            goes on with. Over ranks "auto" only chooses, and memory that runs out is an error.
+        micro_batch: windows of all ranks that are computed at once, an equal part of the batch;
+            default all. "auto": as many as fit in the memory that is free, and half as many where
+            it runs out all the same. Over ranks it only chooses: running out is an error there.
         init: folder of a checkpoint whose weights a new run begins with, on other text too.
         ranks: the processes that train together, each of which calls this function. Only rank 0
             prints and writes metrics. A signal to one rank stops all ranks at the same step.
@@ -250,7 +258,8 @@ def _prepare(
     if init is not None:
         ranks.together(partial(_start_from, model, recipe, init, checkpoint))
     optimizer = adamw(model, recipe)
-    selection = Selection(recipe, ranks.group("dp")) if recipe.attention == "selected" else None
+    group = None if ranks.mesh is None else ranks.mesh["dp"].get_group()
+    selection = Selection(recipe, group) if recipe.attention == "selected" else None
     if checkpoint is not None:
         ranks.together(partial(checkpoint.restore, model, optimizer, selection))
     windows = validation_windows(text.validation, context=recipe.context, count=num_windows)
@@ -283,16 +292,12 @@ def _choose_micro_batch(run: Run, chosen: int | Literal["auto"] | None) -> None:
     if chosen is None:
         return
     if chosen != "auto":
-        if batch % chosen or chosen % dp:
-            raise ValueError(
-                f"--micro-batch must divide the batch size, {batch}, and be a multiple of the {dp} "
-                f"groups of processes, got {chosen}; pass --micro-batch auto"
-            )
-        run.micro_batch = chosen
+        run.micro_batch = checked_part(chosen, batch, dp, "--micro-batch")
         return
     run.halves = run.ranks.mesh is None
     if sizes := [record["micro_batch"] for record in run.metrics if "micro_batch" in record]:
-        run.micro_batch = sizes[-1]
+        source = f"micro_batch in {run.out / 'metrics.jsonl'}"
+        run.micro_batch = checked_part(sizes[-1], batch, dp, source)
         return
     state = run.model, run.recipe, run.step, run.text.train, run.ranks
     fits = windows_that_fit(partial(_gradients, *state, dp, 1, run.attend), run.ranks.device)
@@ -341,6 +346,7 @@ def training_step(
     optimizer.zero_grad()
     size = micro_batch or recipe.batch_size
     loss = _gradients(model, recipe, step, train, ranks, size, recipe.batch_size // size, attend)
+    make_moments(optimizer)
     norm = ranks.clip_gradients(model, recipe.clip_norm)
     optimizer.step()
     return ranks.total(loss), norm, rate

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from ..planning.fit import gpu_memory, memory_here, usable
+from ..patterns.arguments import index_of, shortened
+from ..planning.fit import gpu_memory, memory_here, numbers_in, usable
 
 _TEXTS = re.compile("not enough memory|out of memory|bad_alloc|an't allocate memory")
 
@@ -25,6 +26,17 @@ def largest_part(windows: int, most: float, of_ranks: int = 1) -> int:
     return of_ranks * max(n for n in range(1, own + 1) if own % n == 0 and n <= max(1, most))
 
 
+def checked_part(size: object, windows: int, of_ranks: int, source: str) -> int:
+    """Returns a micro-batch; ValueError if it is no equal part of `windows`, the same on ranks."""
+    part = index_of(size)
+    if part is None or part < 1 or windows % part or part % of_ranks:
+        raise ValueError(
+            f"{source} must divide the batch size, {windows}, and be a multiple of the {of_ranks} "
+            f"groups of processes, got {shortened(repr(size))}; pass --micro-batch auto"
+        )
+    return part
+
+
 def windows_that_fit(one_window: Callable[[], object], device: torch.device) -> float:
     """Returns how many windows fit in the memory that is free, by the peak of a call with one."""
     on_gpu = device.type == "cuda"
@@ -38,13 +50,17 @@ def windows_that_fit(one_window: Callable[[], object], device: torch.device) -> 
     return usable(free) / max(1, peak)
 
 
+def make_moments(optimizer: torch.optim.Optimizer) -> None:
+    """Allocates AdamW's state: its first step would do so when some weights are updated already."""
+    for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
+        if not (state := optimizer.state[weight]):
+            moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+            state |= {"step": torch.zeros((), device=weight.device), **moments}
+
+
 def forget_failure(optimizer: torch.optim.Optimizer) -> None:
-    """Drops what a step that ran out of memory has left: gradients, and half-made moments."""
+    """Drops what a step that ran out of memory has left: gradients, and memory that torch keeps."""
     optimizer.zero_grad()
-    sizes = {len(state) for state in optimizer.state.values()}
-    for state in optimizer.state.values():
-        if len(state) < max(sizes):
-            state.clear()
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -62,12 +78,7 @@ def _peak(call: Callable[[], object]) -> int:
     status, peak = Path("/proc/self/status"), 0
     with suppress(OSError, KeyError, ValueError):
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-        before = _kilobytes(status, "VmRSS")
+        before = numbers_in(status)["VmRSS:"]
         call()
-        peak = 1024 * (_kilobytes(status, "VmHWM") - before)
+        peak = 1024 * (numbers_in(status)["VmHWM:"] - before)
     return peak
-
-
-def _kilobytes(status: Path, name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", status.read_text())
-    return int(found[1]) if found else 0

@@ -75,10 +75,6 @@ class Ranks:
         """Index of this process along the mesh axis "dp" or "sp"."""
         return 0 if self.mesh is None else self.mesh[axis].get_local_rank()
 
-    def group(self, axis: str) -> dist.ProcessGroup | None:
-        """The process group of this process along a mesh axis; None for a single process."""
-        return None if self.mesh is None else self.mesh[axis].get_group()
-
     def check(self, recipe: Recipe) -> None:
         """Raises ValueError if ranks cannot share the recipe's windows or their tokens."""
         if recipe.attention == "selected" and self.size("sp") > 1:

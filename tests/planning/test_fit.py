@@ -171,3 +171,19 @@ def test_a_call_may_use_a_share_of_the_memory():
     for share in (0, -1, 1.1, "half"):
         with pytest.raises(ValueError, match="share must be"):
             sr.choose_batch_size(WINDOW, **options, share=share)
+
+
+def test_limits_of_the_own_control_group_and_its_parents_count(tmp_path):
+    (tmp_path / "proc/self").mkdir(parents=True)
+    (tmp_path / "proc/meminfo").write_text("\nMemTotal: 4000 kB\nMemAvailable: 3000 kB\nodd\n")
+    (tmp_path / "proc/self/cgroup").write_text("3:cpu:/x\n0::/user.slice/job\n")
+    job = tmp_path / "sys/fs/cgroup/user.slice/job"
+    job.mkdir(parents=True)
+    assert memory_here(free=True, system=tmp_path) == 3000 << 10
+    (job.parent / "memory.max").write_text("2000000\n")
+    assert memory_here(free=True, system=tmp_path) == 2000000  # without what is in use: the limit
+    (job / "memory.max").write_text("1000000\n")
+    (job / "memory.current").write_text("400000\n")
+    (job / "memory.stat").write_text("anon\n\n")
+    assert memory_here(free=True, system=tmp_path) == 600000
+    assert memory_here(free=False, system=tmp_path) == 1000000

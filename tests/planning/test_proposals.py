@@ -123,7 +123,7 @@ def test_where_memory_is_short_the_reason_says_what_it_takes():
     found = propose(65536, memory="100MB", seconds=1e9)
     assert not any(each.fits for each in found)
     assert found[0].bytes == min(each.bytes for each in found)
-    assert re.search(r"56\d MB a rank, or about 6 ranks", found[0].reason)
+    assert re.search(r"56\d MB a rank, or at least 6 ranks", found[0].reason)
     enough = propose(65536, memory=int(found[0].bytes), seconds=1e9)
     assert enough[0].fits and enough[0].pattern == found[0].pattern
 
@@ -180,6 +180,10 @@ def test_plan_without_a_pattern_says_what_to_use(capsys):
     for option in (["--seconds", "1"], ["--full"]):
         assert main(["plan", "Causal()", "--tokens", "4K", *option]) == 2
         assert "leave the pattern out" in capsys.readouterr().err
+    for option in (["--backend", "cpu"], ["--block-size", "64"], ["--sharding", "zigzag"]):
+        assert main(["plan", "--tokens", "4K", *option]) == 2
+        assert "are for one pattern; name it" in capsys.readouterr().err
+    assert main(["plan", "--tokens", "4K", "--memory", "total"]) == 0
 
 
 def test_proposals_are_values():

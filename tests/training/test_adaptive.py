@@ -84,6 +84,7 @@ def test_a_dense_schedule_is_dense_attention(data, tmp_path):
         {"schedule": "0:dense, 2:3", "gate": "loss<=5.55"},
         {"schedule": "0:dense, 1:3", "gate": "loss<=9", "refine": 2},
         {"refine": 1, "checkpoint_layers": True},
+        {"block_size": 7, "context": 50},
     ],
     ids=str,
 )

@@ -12,7 +12,6 @@ import torch
 from sparsering.cli import main
 from sparsering.training import Recipe, loop, train
 from sparsering.training.micro_batches import (
-    forget_failure,
     largest_part,
     ran_out_of_memory,
     windows_that_fit,
@@ -119,8 +118,8 @@ def test_a_resumed_run_goes_on_with_the_same_parts(recipe, tmp_path, monkeypatch
 
 def test_a_fixed_part_or_a_single_window_is_an_error(recipe, tmp_path, monkeypatch, capsys):
     failing_above(0, monkeypatch, MemoryError())
-    for size, advice in ((3, "--micro-batch 1"), ("auto", "--checkpoint-layers")):
-        with pytest.raises(MemoryError, match=r"memory ran out at step .*whole; pass") as e:
+    for size, advice in ((3, "pass --resume --micro-batch 1"), ("auto", "--checkpoint-layers")):
+        with pytest.raises(MemoryError, match=r"memory ran out at step .*whole; ") as e:
             train(recipe, tmp_path / str(size), micro_batch=size)
         assert advice in str(e.value)
     for size in (4, 12):
@@ -146,18 +145,6 @@ def test_windows_that_fit_follow_from_the_peak_of_one(monkeypatch):
     if sys.platform == "linux":
         assert 10 < fits < 0.93 * 16  # a window of 64 MiB in 92% of 1 GiB
     assert windows_that_fit(lambda: None, torch.device("cpu")) > 100
-
-
-def test_moments_that_were_begun_are_made_anew():
-    weight = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
-    optimizer = torch.optim.AdamW(weight)
-    for x in weight:
-        x.grad = torch.ones(2)
-    optimizer.step()
-    del optimizer.state[weight[1]]["exp_avg_sq"]
-    forget_failure(optimizer)
-    assert len(optimizer.state[weight[0]]) == 3 and not optimizer.state[weight[1]]
-    assert weight[0].grad is None
 
 
 _LIMITED = """
@@ -198,3 +185,36 @@ def test_training_in_a_limited_address_space_has_the_bits_of_the_smaller_parts(t
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert "memory ran out; from here on" in result.stdout
+
+
+def test_memory_that_runs_out_in_the_first_update_leaves_no_half_of_it(
+    recipe, tmp_path, monkeypatch
+):
+    """AdamW makes the moments of the vectors when it has already updated the matrices."""
+    expected = train(recipe, tmp_path / "fixed", micro_batch=3)
+    zeros_like, failed = torch.zeros_like, []
+
+    def scarce(x, *arguments, **options):
+        if not failed and isinstance(x, torch.nn.Parameter) and x.dim() < 2:
+            failed.append(x)
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to")
+        return zeros_like(x, *arguments, **options)
+
+    monkeypatch.setattr(torch, "zeros_like", scarce)
+    run = train(recipe, tmp_path / "auto", micro_batch="auto")
+    assert failed and run.micro_batch == 3
+    assert all(map(torch.equal, weights(run), weights(expected)))
+    assert all(state["step"] == recipe.steps for state in run.optimizer.state.values())
+
+
+@pytest.mark.parametrize("size", [0, -1, -3, 4, 7, 12, 2.0, 1e3, "3", True])
+def test_a_part_that_does_not_divide_the_batch_is_refused(recipe, tmp_path, size):
+    with pytest.raises(ValueError, match="--micro-batch must divide the batch size, 6"):
+        train(recipe, tmp_path / "run", micro_batch=size)
+    out = tmp_path / "resumed"
+    train(recipe, out, micro_batch="auto", stop_after=2)
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    changed = [json.dumps({**json.loads(lines[0]), "micro_batch": size}), *lines[1:]]
+    (out / "metrics.jsonl").write_text("\n".join(changed) + "\n")
+    with pytest.raises(ValueError, match="metrics"):
+        train(recipe, out, micro_batch="auto", resume=True)
