@@ -73,16 +73,12 @@ class Attend {
     } else {
       weights = scores;
     }
-    const bool small = block <= 64;  // a processor fetches larger tiles ahead by itself
     bool any = false;
     for (int64_t entry = item.begin; entry < item.end;) {
       const Stack tiles = stack(pass, item, number, entry);
       float* at = scores;
       for (int64_t i = 0; i < tiles.size; ++i) {
         const auto& part = tiles.parts[i];
-        if (small && i + 1 < tiles.size) {
-          prefetch_tile(operands[tiles.parts[i + 1].column].k, part.padded * width_);
-        }
         multiply(part.padded, queries, width_, operands[part.column].k, width_, s.packed.get(), at,
                  false);
         if (x_.extras.adjusts()) {
@@ -95,10 +91,12 @@ class Attend {
         }
         at += part.padded * queries;
       }
-      int64_t c = steps<4>(s, tiles, scores, weights, queries, 0);
-      c = steps<2>(s, tiles, scores, weights, queries, c);
-      if constexpr (!kPaired<T>) {
-        steps<1>(s, tiles, scores, weights, queries, c);
+      int64_t c = 0;
+      for (constexpr int W = 4; c + W * kLanes <= queries; c += W * kLanes) {
+        step<W>(s, tiles, scores, weights, queries, c);
+      }
+      for (constexpr int W = kPaired<T> ? 2 : 1; c < queries; c += W * kLanes) {
+        step<W>(s, tiles, scores, weights, queries, c);
       }
       if (any) {
         multiply_sums(s, queries);
@@ -111,9 +109,6 @@ class Attend {
           drop(w, part.padded, queries, dropout(s, pass, axis, part.column));
         }
         const T* value = operands[part.column].v;
-        if (small && i + 1 < tiles.size) {
-          prefetch_tile(operands[tiles.parts[i + 1].column].v, part.padded * x_.Dv);
-        }
         multiply(x_.Dv, queries, part.padded, value, part.padded, w, s.sums.get(), true);
         w += part.padded * queries;
       }
@@ -266,16 +261,12 @@ class Attend {
     }
   }
 
-  // Runs softmax steps of W * kLanes queries from `c` on; returns where fewer queries are left.
   template <int W>
-  int64_t steps(Scratch& s, const Stack& tiles, float* scores, T* weights, int64_t ld,
-                int64_t c) const {
-    for (; c + W * kLanes <= ld; c += W * kLanes) {
-      softmax_step<T, W>(tiles, scores + c, weights + (kPaired<T> ? 2 : 1) * c, ld,
-                         x_.rest_of_scale(), s.highest.get() + c, s.total.get() + c,
-                         s.factor.get() + c);
-    }
-    return c;
+  void step(Scratch& s, const Stack& tiles, float* scores, T* weights, int64_t ld,
+            int64_t c) const {
+    softmax_step<T, W>(tiles, scores + c, weights + (kPaired<T> ? 2 : 1) * c, ld,
+                       x_.rest_of_scale(), s.highest.get() + c, s.total.get() + c,
+                       s.factor.get() + c);
   }
 
   // Multiplies the sums O^T [Dv, queries] by a factor of each query.

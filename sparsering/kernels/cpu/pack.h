@@ -201,14 +201,6 @@ inline void pack_transposed(const BFloat16* from, int64_t rows, int64_t width, B
   transpose(reinterpret_cast<const float*>(from), rows, width / 2, reinterpret_cast<float*>(to));
 }
 
-// Prefetches the operand of a later product, which may lie far from the last one.
-template <typename T>
-void prefetch_tile(const T* from, int64_t size) {
-  for (int64_t i = 0; i < size; i += 64 / static_cast<int64_t>(sizeof(T))) {
-    __builtin_prefetch(from + i, 0, 2);
-  }
-}
-
 // Computes C [M, N] = A [M, K] B [K, N], or adds the product to C if `add`; K > 0.
 template <typename T>
 void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, int64_t ldb,
