@@ -46,13 +46,12 @@ def _plan(arguments: argparse.Namespace) -> int:
     from ..planning.estimate import Scenario
     from ..planning.fit import memory_of, usable
     from ..planning.machines import machine_of
-    from ..planning.proposals import candidates, propose
+    from ..planning.proposals import candidates, default_dtype, propose
     from ..planning.screen import proposal_screen, screen, title_of
     from ..planning.sizes import parse_tokens
 
     machine = machine_of(arguments.machine)
-    on_gpu = machine is not None and machine.kind == "gpu"
-    dtype = getattr(torch, arguments.dtype or ("bfloat16" if on_gpu else "float32"))
+    dtype = getattr(torch, arguments.dtype) if arguments.dtype else default_dtype(machine)
     tokens, text = parse_tokens(arguments.tokens), arguments.pattern
     if text and (arguments.seconds is not None or arguments.full):
         raise ValueError("--seconds and --full are for proposals; leave the pattern out")

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from ..patterns import Causal, Full, Pattern
 from ..patterns.arguments import checked_flag, checked_number
@@ -107,9 +108,7 @@ def propose(
         Causal()
     """
     machine = machine_of(machine)
-    if dtype is None:
-        on_gpu = machine is not None and machine.kind == "gpu"
-        dtype = torch.bfloat16 if on_gpu else torch.float32
+    dtype = default_dtype(machine) if dtype is None else dtype
     checked_flag("causal", causal)
     limit = memory_of(machine, memory)
     dense = Scenario(
@@ -131,16 +130,21 @@ def propose(
     proposals = []
     for kind, estimate in found:
         late, large = estimate.seconds.value > seconds, estimate.peak_bytes.value > limit
-        reach = keys_seen(estimate.pattern, estimate._frame)
+        seen = keys_seen(estimate.pattern, estimate._frame)
         proposals.append(Proposal(
             estimate.pattern, estimate.seconds.value, float(estimate.peak_bytes.value),
-            estimate.pairs / most.pairs, reach, _layers(kind, estimate, reach, causal), dense.ranks,
-            not (late or large), reason if estimate is best else _place(late, large),
+            estimate.pairs / most.pairs, int(seen.sum()), _layers(kind, estimate, seen, causal),
+            dense.ranks, not (late or large), reason if estimate is best else _place(late, large),
             _QUALITY.get(kind, "unknown"),
         ))  # fmt: skip
         if estimate is best:
             proposals.insert(0, proposals.pop())
     return proposals
+
+
+def default_dtype(machine: Machine | None) -> torch.dtype:
+    """Returns bfloat16 for a named GPU, else float32."""
+    return torch.bfloat16 if machine is not None and machine.kind == "gpu" else torch.float32
 
 
 def candidates(tokens: int, causal: bool) -> Iterator[tuple[str, str]]:
@@ -187,11 +191,11 @@ def _place(late: bool, large: bool) -> str:
     return f"over the limit of {over}" if over else "sparser than the limits ask for"
 
 
-def _layers(kind: str, estimate: Estimate, reach: int, causal: bool) -> int | None:
+def _layers(kind: str, estimate: Estimate, seen: Tensor, causal: bool) -> int | None:
     """Returns `layers_to_see_all`; of a causal window by arithmetic, since it takes many layers."""
-    if reach == estimate.tokens:
+    if seen.all():
         return 1
     if kind == "window" and causal:
-        return -(-(estimate.tokens - 1 - _SINKS) // (reach - 1 - _SINKS))
+        return -(-(estimate.tokens - 1 - _SINKS) // (int(seen.sum()) - 1 - _SINKS))
     blocks = estimate.density * (estimate.tokens / estimate.block_size) ** 2
-    return layers_to_see_all(estimate.pattern, estimate._frame, blocks, estimate.block_size)
+    return layers_to_see_all(estimate.pattern, estimate._frame, seen, blocks, estimate.block_size)

@@ -14,12 +14,15 @@ from ..patterns.algebra import Frame, Pattern
 _MOST_BLOCKS = 1 << 21  # in one layout; a larger one is laid out in parts, each when it is needed
 
 
-def keys_seen(pattern: Pattern, frame: Frame) -> int:
-    """Returns the number of keys that the last query sees, in any head."""
-    return int(_last_query_sees(pattern, frame).sum())
+def keys_seen(pattern: Pattern, frame: Frame) -> Tensor:
+    """Returns whether the last query sees each key, in any head: bool [kv_len]."""
+    layout = _layout(pattern, frame, 128, frame.q_len - 1, 1)
+    return _keys_of(layout, torch.ones(1, dtype=torch.bool))
 
 
-def layers_to_see_all(pattern: Pattern, frame: Frame, blocks: float, block_size: int) -> int | None:
+def layers_to_see_all(
+    pattern: Pattern, frame: Frame, fresh: Tensor, blocks: float, block_size: int
+) -> int | None:
     """Returns the layers after which the last query depends on every token; None if never.
 
     A layer's output at a token depends on the keys that its query sees, and on the token itself
@@ -27,11 +30,11 @@ def layers_to_see_all(pattern: Pattern, frame: Frame, blocks: float, block_size:
 
     Args:
         frame: of equally many queries and keys; q_start is 0.
+        fresh: result of `keys_seen`.
         blocks: about how many blocks of `block_size` tokens the pattern visits.
     """
     tokens = frame.q_len
-    seen = _last_query_sees(pattern, frame)
-    fresh = seen.clone()
+    seen = fresh.clone()
     seen[-1] = True
     parts = max(1, math.ceil(blocks / _MOST_BLOCKS))
     rows = max(1, tokens // parts // block_size) * block_size
@@ -59,11 +62,6 @@ def _layout(pattern: Pattern, frame: Frame, block_size: int, start: int, rows: i
         q_start=start,
         block_size=block_size,
     )
-
-
-def _last_query_sees(pattern: Pattern, frame: Frame) -> Tensor:
-    layout = _layout(pattern, frame, 128, frame.q_len - 1, 1)
-    return _keys_of(layout, torch.ones(1, dtype=torch.bool))
 
 
 def _keys_of(layout: BlockLayout, queries: Tensor) -> Tensor:
