@@ -3,7 +3,6 @@
 import gc
 import re
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -75,10 +74,11 @@ def _gpu_peak(call: Callable[[], object]) -> int:
 
 def _peak(call: Callable[[], object]) -> int:
     """Returns the most memory that a call adds; 0 where the system does not tell it."""
-    status, peak = Path("/proc/self/status"), 0
-    with suppress(OSError, KeyError, ValueError):
+    status = Path("/proc/self/status")
+    try:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
         before = numbers_in(status)["VmRSS:"]
-        call()
-        peak = 1024 * (numbers_in(status)["VmHWM:"] - before)
-    return peak
+    except (OSError, KeyError):
+        return 0
+    call()
+    return 1024 * (numbers_in(status)["VmHWM:"] - before)
