@@ -54,12 +54,7 @@ def add_commands(commands: Commands) -> None:
     )
     add("--save-every", type=positive, default=50, help="steps between checkpoints")
     add("--validate-every", type=positive, default=50, help="steps between validations")
-    add(
-        "--micro-batch",
-        type=_micro_batch,
-        metavar="N|auto",
-        help="windows that are computed at once",
-    )
+    add("--micro-batch", type=_micro_batch, metavar="N|auto", help="windows computed at once")
     add("--stop-after", type=positive, help="stop, as if interrupted, after this step")
     parallel = train.add_argument_group("under torchrun").add_argument
     parallel("--sequence-parallel", type=positive, help="processes that share a window's tokens")

@@ -134,9 +134,9 @@ def _encode(rule: Condition, numbers: list[int], tensors: list[Tensor]) -> bool:
         case InBlocks(mask, Condition() as inner):
             parts = (inner,)
             numbers += (11, mask.row_size, mask.block_size)
-        case InBlocks(blocks._RandomBlocksOfHead(density, size, key), None, int() as length):
-            count = -(-length // size)
-            numbers += (12, size, size, key, count, min(count, max(1, int(density * count + 0.5))))
+        case InBlocks(blocks._RandomBlocksOfHead() as mask, None, int() as length):
+            numbers += (12, mask.block_size, mask.block_size, mask.key)
+            numbers += map(int, mask.counts(length))
         case _:
             return False
     return all(_encode(part, numbers, tensors) for part in parts)

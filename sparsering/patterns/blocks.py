@@ -273,10 +273,15 @@ class _RandomBlocksOfHead(BlockwiseMask):
     block_size: int
     key: int
 
-    def _row(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns per query block: has a diagonal, number of draws, blocks to draw from, hash."""
+    def counts(self, kv_len: int | Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the number of key blocks, and of those that a query block sees."""
         blocks = -(-torch.as_tensor(kv_len) // self.block_size)
         count = (self.density * blocks.double() + 0.5).floor().long().clamp(min=1).minimum(blocks)
+        return blocks, count
+
+    def _row(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Returns per query block: has a diagonal, number of draws, blocks to draw from, hash."""
+        blocks, count = self.counts(kv_len)
         diagonal = q_block < blocks
         own = diagonal.long()
         return diagonal, count - own, blocks - own, mix(self.key, q_block, blocks)
