@@ -41,6 +41,14 @@ def test_a_tree_of_guesses_writes_the_same_in_fewer_steps():
     assert found["steps"] < 45
 
 
+def test_guesses_follow_earlier_places_and_share_their_beginnings():
+    guesses = loaded("speculate").guesses
+    tokens, parents = guesses(list(b"yzAB yzAC yz"), 3)
+    assert bytes(tokens) == b"zAC B " and parents == [-1, 0, 1, 2, 1, 4]
+    assert guesses(list(b"yzAB yz"), 0) == ([ord("z")], [-1])
+    assert guesses(list(b"abc"), 4) == ([ord("c")], [-1])
+
+
 @pytest.mark.slow
 def test_an_encoder_learns_with_a_longnet():
     found = run("finetune_modernbert_longnet", steps=150, length=512)

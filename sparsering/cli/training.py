@@ -75,12 +75,6 @@ def add_commands(commands: Commands) -> None:
     add("--top-k", type=int, metavar="K", help="draw from the K likeliest bytes")
     add("--top-p", type=float, metavar="P", help="draw from the likeliest bytes that sum to P")
     add("--seed", type=int, default=0, help="seed of the draws")
-    add(
-        "--draft",
-        default="none",
-        metavar="ngram|FOLDER|none",
-        help="guess from the text so far, or by a smaller model, and verify: the same text, sooner",
-    )
 
 
 def _micro_batch(text: str) -> int | str:
@@ -139,9 +133,6 @@ def _generate(arguments: argparse.Namespace) -> int:
     prompt = arguments.prompt.encode(errors="surrogateescape")  # the typed bytes, even if not UTF-8
     stop = None if arguments.stop is None else arguments.stop.encode(errors="surrogateescape")
     caches = model.caches(max_length=len(prompt) + arguments.num_bytes)
-    draft = arguments.draft if arguments.draft in ("none", "ngram") else load_model(arguments.draft)
-    passes: list[None] = []
-    model.norm.register_forward_hook(lambda *_: passes.append(None))
     tokens = TimedTokens(
         model.generate(
             torch.tensor([list(prompt)], dtype=torch.int64),
@@ -152,7 +143,6 @@ def _generate(arguments: argparse.Namespace) -> int:
             stop=stop,
             generator=torch.Generator().manual_seed(arguments.seed),
             caches=caches,
-            draft=None if draft == "none" else draft,
         )
     )
     text = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -169,7 +159,6 @@ def _generate(arguments: argparse.Namespace) -> int:
         raise
     live, full = model.cache_bytes(caches)
     pace = f", then {tokens.tokens_per_s:,.0f} tokens/s" if tokens.tokens_per_s else ""
-    pace += f" ({tokens.num_tokens / len(passes):.1f} tokens a pass)" if draft != "none" else ""
     print(
         f"{len(prompt):,} bytes read in {tokens.prompt_seconds:.2f} s{pace}; keys and values of "
         f"{caches[0].length:,} bytes: {live:,} bytes held, {full:,} in a full cache",
