@@ -52,18 +52,11 @@ def mix(*parts: int | Tensor) -> Tensor:
     return torch.as_tensor(state) & (2**62 - 1)
 
 
-def permute(index: Tensor, size: Tensor, key: Tensor) -> Tensor:
-    """Returns the image of `index` in the permutation of [0, size) with seed `key`."""
-    return _walk(index, size, key, inverse=False)
+def permute(value: Tensor, size: Tensor, key: Tensor, inverse: bool = False) -> Tensor:
+    """Returns the image of `value` in the permutation of [0, size) with seed `key`, or its inverse.
 
-
-def unpermute(image: Tensor, size: Tensor, key: Tensor) -> Tensor:
-    """Returns the index that `permute` maps to `image`."""
-    return _walk(image, size, key, inverse=True)
-
-
-def _walk(value: Tensor, size: Tensor, key: Tensor, inverse: bool) -> Tensor:
-    """Permutes [0, 4^h) by a Feistel network, repeated until the result is below size."""
+    A Feistel network permutes [0, 4^h); it is repeated until the result is below size.
+    """
     every = torch.broadcast_tensors(value, size, key)
     value, size, key = (x.flatten() for x in every)
     half_bits = torch.ones_like(size)  # smallest h >= 1 with 4^h >= size

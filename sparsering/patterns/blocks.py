@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..rows import expand_counts, mix, permute, unpermute
+from ..rows import expand_counts, mix, permute
 from .algebra import Frame, Mask
 from .arguments import checked_flag, checked_integer, freeze_integer, freeze_integers, shortened
 
@@ -290,7 +290,7 @@ class _RandomBlocksOfHead(BlockwiseMask):
         diagonal, drawn, others, key = self._row(q_block, kv_len)
         skip = diagonal & (k_block > q_block)
         image = (k_block - skip.long()).clamp(min=0).minimum(others - 1).clamp(min=0)
-        chosen = unpermute(image, others.clamp(min=1), key) < drawn
+        chosen = permute(image, others.clamp(min=1), key, inverse=True) < drawn
         return torch.where(diagonal & (q_block == k_block), True, chosen & (others > 0))
 
     def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
