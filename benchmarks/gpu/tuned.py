@@ -84,7 +84,7 @@ def _measured(width: int, block: int) -> Iterator[Row]:
         tried = [line.removeprefix(f"{key} ") for line in lines if line.startswith(key)]
         yield {
             "kernel": kernel, "head_dim": width, "block_size": block, "dtype": str(HALF)[6:],
-            "default": str(tuple(configs.default(kernel, like, width, block))),
+            "default": str(tuple(configs.default(kernel, HALF, like.device, width, block))),
             "tuned": str(tuple(configs.config_for(kernel, like, width, block))),
             "tried": tried,
         }  # fmt: skip
@@ -107,7 +107,7 @@ def _beside_default(width: int, block: int) -> Iterator[Row]:
         for config in [configs.config_for(kernel, args[0], width, block)]
     }
     plain = {
-        key: configs.default(kernel, args[0], width, block)
+        key: configs.default(kernel, HALF, args[0].device, width, block)
         for kernel in configs.KERNELS
         for key in [configs.config_key(kernel, HALF, width, block)]
     }

@@ -470,7 +470,7 @@ def test_measured_choices_are_kept_and_used(tmp_path, monkeypatch):
     monkeypatch.setenv("SPARSERING_CACHE", str(tmp_path))
     configs.measured.forget()
     args = inputs(Case(1, 1, 1, 40, 40, 16, 16), torch.float32, requires_grad=False)
-    expected = configs.default("forward", args[0], 16, 32)
+    expected = configs.default("forward", args[0].dtype, args[0].device, 16, 32)
     assert configs.config_for("forward", args[0], 16, 32) == expected
     assert configs.measured.block_size(sr.Causal().expression, args[0]) is None
     own = expected._replace(streamed=16)

@@ -345,7 +345,8 @@ def test_other_streams_wait_for_a_page_that_is_shared(hopper, monkeypatch):
 
 
 def test_three_stages_of_the_main_forward_fit(hopper):
-    config = default("forward", rows(width=128), 128, 128)
+    query = rows(width=128)
+    config = default("forward", query.dtype, query.device, 128, 128)
     assert (config.rows, config.streamed, config.warps, config.stages) == (128, 128, 8, 3)
     assert any(x.stages == 2 for x in candidates("forward", rows(width=128), 128, 128))
     with counted() as counts:

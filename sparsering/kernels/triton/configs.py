@@ -55,7 +55,7 @@ def config_for(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
     tuned = measured.choices(like.device)["configs"]
     if tuned and (found := tuned.get(config_key(kernel, like.dtype, head_dim, tile))) is not None:
         return Config(*found)
-    return default(kernel, like, head_dim, tile)
+    return default(kernel, like.dtype, like.device, head_dim, tile)
 
 
 def with_extras(config: Config, kernel: str, distances: bool, more: bool) -> Config:
@@ -67,15 +67,11 @@ def with_extras(config: Config, kernel: str, distances: bool, more: bool) -> Con
     return config
 
 
-def default(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
-    """Returns the default config, from `_HALF` or `_SINGLE`, for use if none was measured."""
-    return _default(kernel, like.dtype, like.device, head_dim, tile)
-
-
 @cache
-def _default(
+def default(
     kernel: str, dtype: torch.dtype, device: torch.device, head_dim: int, tile: int
 ) -> Config:
+    """Returns the default config, from `_HALF` or `_SINGLE`, for use if none was measured."""
     size = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
     gpu = generation(device)
     table = _SINGLE[80 if gpu < 90 else 90] if dtype.itemsize == 4 else _HALF[gpu, kernel]
@@ -89,7 +85,7 @@ def _default(
 
 def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[Config]:
     """Yields the default config and similar ones, for `tune` to measure."""
-    base = default(kernel, like, head_dim, tile)
+    base = default(kernel, like.dtype, like.device, head_dim, tile)
     near = [
         base,
         base._replace(streamed=base.streamed * 2),
