@@ -37,11 +37,6 @@ class Step:
     arrived: int = 0  # number of rows that arrive
     own_keys: bool = False  # True if the rank owns the keys, False if they arrive
 
-    @property
-    def nbytes(self) -> int:
-        parts = [self.layout, self.rows, *vars(self).get("copies", [])]
-        return sum(x.nbytes for x in parts if x is not None) + 64
-
     def ready(self) -> "Step":
         """Makes the current CUDA stream wait until the step is built; returns the step."""
         if self.layout is not None and self.layout.built is not None:

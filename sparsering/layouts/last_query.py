@@ -74,10 +74,6 @@ class _Page:
             rows.append([(x, _walked(x, p, n, layout)) for n, x in enumerate(each)])
         return cls(layout, rows, row_of, slot_of, stops)
 
-    @property
-    def nbytes(self) -> int:
-        return sum(x.numel() * x.element_size() for x in self.stops)
-
     def query(self, frame: Frame) -> tuple[BlockLayout, tuple[int, ...]]:
         if (latest := self.latest) is not None and latest[0] == frame:
             if latest[2] is not None:

@@ -87,11 +87,6 @@ class Work:
         """Share of all pairs that lies in visited blocks, as `BlockLayout.density`."""
         return self.entries * self.block_size**2 / (self.frame.q_len * self.frame.kv_len)
 
-    @property
-    def nbytes(self) -> int:
-        """Approximate size of this object, for the cache that stores it."""
-        return 400 * (1 + len(self.passes))
-
 
 def flops(pairs: float, head_dim: int, backward: bool) -> float:
     """FLOPs of products on exact pairs: two in the forward pass, and five more in backward."""
