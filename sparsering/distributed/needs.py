@@ -18,9 +18,9 @@ from ..layouts.bitmaps import unpack
 from ..layouts.compile import evaluate
 from ..layouts.leaves import EMPTY, FULL, Condition, Origin, TilePairs
 from ..layouts.lower import condition
-from ..layouts.terms import terms
+from ..layouts.terms import disjoint_terms, terms
 from ..layouts.tiles import Axis, Grid, Ranges, Spans
-from ..patterns.algebra import And, Frame, Mask, Not, Or, joined_masks
+from ..patterns.algebra import Frame, Mask, joined_masks
 from ..patterns.blocks import BlockwiseMask
 from ..rows import expand_counts, number_rows
 from .sharding import without
@@ -108,7 +108,8 @@ def needed_keys(
     """
     needed: list[TokenRanges] = []
     for mask in masks:
-        for size, grid, term in _coarse_terms(mask, frame):
+        size = _first_size(mask, frame)
+        for grid, term in terms(mask, size):
             rule = condition(term, frame)
             for pairs in _pairs(rule, grid, size, frame, queries, keys):
                 piece, sender = queries.piece_of(pairs.q), keys.rank[keys.piece_of(pairs.k)]
@@ -124,27 +125,23 @@ def count_pairs(
     """Counts each branch's (query, key) pairs by query `label` and key's rank: [labels, world]."""
     total = torch.zeros(labels, world, dtype=torch.int64)
     for branch in branches:
-        earlier: list[Mask] = []
-        for size, grid, term in _coarse_terms(branch, frame):
-            # the masks of a branch may overlap; a pair counts only in the first mask that has it
-            rest = And((term, Not(Or(tuple(earlier))))) if earlier else term
-            rule = condition(rest, frame)
+        size = _first_size(branch, frame)
+        for grid, term in disjoint_terms(branch, size):
+            rule = condition(term, frame)
             for pairs in _pairs(rule, grid, size, frame, queries, keys):
                 label = queries.label[queries.piece_of(pairs.q)]
                 place = label * world + keys.rank[keys.piece_of(pairs.k)]
-                total.view(-1).index_add_(0, place, _pairs_of(rule, rest, pairs, size, frame))
-            earlier.append(term)
+                total.view(-1).index_add_(0, place, _pairs_of(rule, term, pairs, size, frame))
     return total
 
 
-def _coarse_terms(mask: Mask, frame: Frame) -> Iterator[tuple[int, Grid, Mask]]:
-    """Splits a mask into a union of simpler masks; yields (size of first tiles, grid, mask)."""
+def _first_size(mask: Mask, frame: Frame) -> int:
+    """Returns the number of tokens in the first tiles of a mask, which are then split."""
     size = _LEAF  # not enlarged for a blockwise mask, which lists its blocks fast at any size
     blockwise = any(isinstance(part, BlockwiseMask) for part in joined_masks(mask))
     while not blockwise and size * _COARSE_TILES < frame.q_len:
         size *= _SPLIT
-    for grid, term in terms(mask, size):
-        yield size, grid, term
+    return size
 
 
 def _pairs(
