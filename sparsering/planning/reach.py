@@ -1,13 +1,13 @@
 """Counts what the last query of a pattern sees, and after how many layers it depends on all."""
 
 import math
-from collections.abc import Iterator
 from functools import lru_cache, partial
 
 import torch
 from torch import Tensor
 
 from ..layouts.bitmaps import unpack
+from ..layouts.cache import layout_cache
 from ..layouts.layout import BlockLayout, slots_of
 from ..patterns.algebra import Frame, Pattern
 
@@ -16,7 +16,7 @@ _MOST_BLOCKS = 1 << 21  # in one layout; a larger one is laid out in parts, each
 
 def keys_seen(pattern: Pattern, frame: Frame) -> Tensor:
     """Returns whether the last query sees each key, in any head: bool [kv_len]."""
-    layout = _layout(pattern, frame, 128, frame.q_len - 1, 1)
+    layout = _rows_of(pattern, frame, 128, frame.q_len - 1, 1)
     return _keys_of(layout, torch.ones(1, dtype=torch.bool))
 
 
@@ -38,7 +38,7 @@ def layers_to_see_all(
     seen[-1] = True
     parts = max(1, math.ceil(blocks / _MOST_BLOCKS))
     rows = max(1, tokens // parts // block_size) * block_size
-    lay_out = lru_cache(1)(partial(_layout, pattern, frame, block_size))
+    lay_out = lru_cache(1)(partial(_rows_of, pattern, frame, block_size))
     layers = 1
     while not seen.all():
         before = seen.clone()
@@ -53,55 +53,30 @@ def layers_to_see_all(
     return layers
 
 
-def _layout(pattern: Pattern, frame: Frame, block_size: int, start: int, rows: int) -> BlockLayout:
-    return pattern.layout(
-        rows,
-        frame.kv_len,
-        num_heads=frame.num_heads,
-        num_kv_heads=frame.num_kv_heads,
-        q_start=start,
-        block_size=block_size,
-    )
+def _rows_of(pattern: Pattern, frame: Frame, size: int, start: int, rows: int) -> BlockLayout:
+    frame = frame._replace(q_len=rows, q_start=start)
+    return layout_cache.layout(pattern, frame, size, torch.device("cpu"))
 
 
 def _keys_of(layout: BlockLayout, queries: Tensor) -> Tensor:
     """Returns the keys that the marked queries see, bool [kv_len]; `queries` is bool [q_len]."""
     marked = torch.nn.functional.pad(queries, (0, 1))
     seen = torch.zeros(layout.frame.kv_len + 1, dtype=torch.bool)
-    for tile_queries, tile_keys, (row, key, bitmap), bits in _tables(layout):
-        rows = marked[tile_queries]  # [query tiles, block_size]
-        busy = rows.any(1)[row]
-        row, key, bitmap = row[busy], key[busy], bitmap[busy]
-        hits = torch.zeros(tile_keys.shape, dtype=torch.int32)
-        hits[key[bitmap < 0]] = 1
-        for number in bitmap[bitmap >= 0].unique().tolist():
-            entries = bitmap == number
-            masked = (
-                rows[row[entries]].float()
-                @ unpack(bits[number, None], layout.block_size)[0].float()
-            )
-            hits.index_add_(0, key[entries], (masked > 0).int())
-        seen[tile_keys[hits > 0]] = True
-    return seen[:-1]
-
-
-def _tables(
-    layout: BlockLayout,
-) -> Iterator[tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor], Tensor]]:
-    """Yields for each pass and head: tokens of tiles, past their end the length; entries, bitmaps.
-
-    Heads that share tables and tiles are yielded once.
-    """
-    heads = layout.frame.num_heads
+    heads, size = layout.frame.num_heads, layout.block_size
     for p in layout.passes:
         sets = max(p.row_ptr.shape[1], p.query_start.shape[0])
-        for head in range(0, heads, max(1, heads // sets)):
+        for head in range(0, heads, max(1, heads // sets)):  # heads that share tables: once
             row, key, bitmap, axis = layout.table(p, 0, head)
-            tiles = (p.query_start, p.query_stop), (p.key_start, p.key_stop)
-            (queries, real_q), (keys, real_k) = (
-                slots_of(start[axis], stop[axis], p.step, layout.block_size)
-                for start, stop in tiles
-            )
-            queries = torch.where(real_q, queries, layout.frame.q_len)
-            keys = torch.where(real_k, keys, layout.frame.kv_len)
-            yield queries, keys, (row, key, bitmap), p.bitmaps
+            tokens, real = slots_of(p.query_start[axis], p.query_stop[axis], p.step, size)
+            rows = marked[torch.where(real, tokens, layout.frame.q_len)]  # [query tiles, size]
+            busy = rows.any(1)[row]
+            row, key, bitmap = row[busy], key[busy], bitmap[busy]
+            tokens, real = slots_of(p.key_start[axis], p.key_stop[axis], p.step, size)
+            hits = torch.zeros(tokens.shape, dtype=torch.int32)
+            hits[key[bitmap < 0]] = 1
+            for number in bitmap[bitmap >= 0].unique().tolist():
+                entries, bits = bitmap == number, unpack(p.bitmaps[number, None], size)[0]
+                masked = rows[row[entries]].float() @ bits.float()
+                hits.index_add_(0, key[entries], (masked > 0).int())
+            seen[torch.where(real, tokens, layout.frame.kv_len)[hits > 0]] = True
+    return seen[:-1]
