@@ -186,7 +186,7 @@ def test_plan_without_a_pattern_says_what_to_use(capsys):
 
 
 def test_proposals_are_values():
-    first, second = propose(256)[0], propose(512)[0]
-    assert first != second and first == propose(256)[0] and hash(first) == hash(propose(256)[0])
+    first, again, second = (propose(n, memory="1GB")[0] for n in (256, 256, 512))
+    assert first != second and first == again and hash(first) == hash(again)
     with pytest.raises(AttributeError):
         first.seconds = 0.0
