@@ -299,7 +299,7 @@ def test_few_tokens_of_a_group_of_heads_are_packed(group):
     layout = sr.Causal().layout(**case.heads, block_size=32)
     query, key, value = inputs(case, torch.float32, requires_grad=False)
     (part,) = backend._parts(Problem(layout, query, key, value, 1.0), False)
-    rows = backend._rows(part, 0, backend._config_for("forward", part.problem))
+    rows = backend._rows(part.problem, 0, backend._config_for("forward", part.problem))
     assert rows["TOKENS"] == 4 and rows["PACK"] == group
     assert_is_the_reference(sr.Causal(), case)
 
@@ -324,7 +324,7 @@ def test_a_group_is_shared_out_where_there_are_few_keys(monkeypatch):
     layout = sr.Causal().layout(**case.heads, block_size=32)
     args = inputs(case, torch.float32, requires_grad=False)
     (part,) = backend._parts(Problem(layout, *args, 1.0), False)
-    assert backend._heads_at_a_time(part) == 1
+    assert backend._heads_at_a_time(part.problem) == 1
     assert_is_the_reference(sr.Causal(), case)
 
 

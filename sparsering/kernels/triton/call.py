@@ -161,15 +161,16 @@ def _forward_pass(part: Part, number: int, out: Tensor, lse: Tensor) -> None:
     from .combine import merge_kernel
     from .forward import forward_kernel
 
-    config = _config_for("forward", part.problem)
+    problem = part.problem
+    config = _config_for("forward", problem)
 
     def build(w: Walk, arguments: dict[str, Any]) -> list[Launch]:
         arguments |= {
-            "SINK": number == 0 and part.problem.sink is not None,
+            "SINK": number == 0 and problem.sink is not None,
             "lse_batch": lse.stride(0), "lse_head": lse.stride(1), "num_heads": out.shape[1],
-            **strides(q=part.query, k=part.key, v=part.value, o=out),
+            **strides(q=problem.query, k=problem.key, v=problem.value, o=out),
         }  # fmt: skip
-        of_keys = {"key": part.key, "value": part.value}
+        of_keys = {"key": problem.key, "value": problem.value}
         arguments |= streamed(part, number, config, arguments["ALIGN"], {}, **of_keys)
         whole = Launch(forward_kernel, w.units.shape[2] * arguments["programs"], config, arguments)
         return [whole, *_combined(merge_kernel, w, out, arguments)]
@@ -177,10 +178,10 @@ def _forward_pass(part: Part, number: int, out: Tensor, lse: Tensor) -> None:
     w, tables, launches = _launches("forward", part, number, config, build, out, lse)
     pieces = piece_lse = lse  # placeholders: if no tile is cut, no program writes pieces
     if w.slots:
-        pieces = lse.new_empty(_slots(part, out, w))
+        pieces = lse.new_empty(_slots(problem, out, w))
         piece_lse = lse.new_empty(pieces.shape[:-1])
     tensors = {"out": out, "lse": lse, "piece_out": pieces, "piece_lse": piece_lse}
-    launch(launches, tables | of_call(part, number, w, by_key=False) | tensors, out.device)
+    launch(launches, tables | of_call(problem, number, w, by_key=False) | tensors, out.device)
 
 
 def _query_pass(
@@ -190,35 +191,36 @@ def _query_pass(
     from .backward import query_kernel
     from .combine import sum_kernel
 
-    config = _config_for("query", part.problem)
+    problem = part.problem
+    config = _config_for("query", problem)
     (grad_out, delta, row_lse), (dbias, dtable) = grads, of_biases
     tensors = {"grad_out": grad_out, "delta": delta, "row_lse": row_lse, "grad_query": dq}
-    rows = _rows(part, number, config)
+    rows = _rows(problem, number, config)
     if dbias is not None:
-        steps = rows["parts"] * -(-part.layout.block_size // (config.masked or config.streamed))
+        steps = rows["parts"] * -(-problem.layout.block_size // (config.masked or config.streamed))
         tensors["grad_bias"] = dbias.new_zeros(*dbias.shape, steps)
 
     def build(w: Walk, arguments: dict[str, Any]) -> list[Launch]:
         arguments |= {
             "row_batch": delta.stride(0), "row_head": delta.stride(1),
             "num_heads": dq.shape[1], "num_blocks": 0 if dbias is None else dbias.shape[2],
-            **strides(q=part.query, k=part.key, v=part.value, g=grad_out, dq=dq, grad=dq),
+            **strides(q=problem.query, k=problem.key, v=problem.value, g=grad_out, dq=dq, grad=dq),
         }  # fmt: skip
-        of_keys = {"key": part.key, "value": part.value}
+        of_keys = {"key": problem.key, "value": problem.value}
         arguments |= streamed(part, number, config, arguments["ALIGN"], {}, **of_keys)
         whole = Launch(query_kernel, w.units.shape[2] * rows["programs"], config, arguments)
         return [whole, *_combined(sum_kernel, w, dq, arguments, grad="grad_query")]
 
     w, tables, launches = _launches("query", part, number, config, build, *grads, dq)
-    tensors["piece"] = dq.new_empty(_slots(part, dq, w), dtype=torch.float32)
+    tensors["piece"] = dq.new_empty(_slots(problem, dq, w), dtype=torch.float32)
     if dtable is not None:
-        room = extra_arguments.room_for_diagonals(part.problem, w, rows, config)
+        room = extra_arguments.room_for_diagonals(problem, w, rows, config)
         tensors |= room
-    launch(launches, tables | of_call(part, number, w, by_key=False) | tensors, dq.device)
+    launch(launches, tables | of_call(problem, number, w, by_key=False) | tensors, dq.device)
     if dbias is not None:
         dbias += tensors["grad_bias"].sum(-1)
     if dtable is not None:
-        extra_arguments.add_diagonals(dtable, room, part.layout.passes[number].step)
+        extra_arguments.add_diagonals(dtable, room, problem.layout.passes[number].step)
 
 
 def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
@@ -226,11 +228,12 @@ def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
     from .backward import key_kernel
     from .combine import sum_kernel
 
-    config, layout = _config_for("key", part.problem), part.layout
-    at_a_time = _heads_at_a_time(part)
-    shares = -(-part.group // at_a_time)
+    problem = part.problem
+    config, layout = _config_for("key", problem), problem.layout
+    at_a_time = _heads_at_a_time(problem)
+    shares = -(-problem.group // at_a_time)
     alone = len(layout.passes) == 1 and shares == 1
-    batch, num_kv_heads, kv_len = part.key.shape[:3]
+    batch, num_kv_heads, kv_len = problem.key.shape[:3]
     dk, dv = results
     if not alone:
         dk, dv = (
@@ -241,12 +244,12 @@ def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
 
     def build(number: int, w: Walk, arguments: dict[str, Any]) -> list[Launch]:
         arguments |= {
-            "HEADS": at_a_time, "num_heads": part.query.shape[1],
+            "HEADS": at_a_time, "num_heads": problem.query.shape[1],
             "row_batch": delta.stride(0), "row_head": delta.stride(1),
-            **strides(q=part.query, k=part.key, v=part.value, g=grad_out, dk=dk, dv=dv),
+            **strides(q=problem.query, k=problem.key, v=problem.value, g=grad_out, dk=dk, dv=dv),
         }  # fmt: skip
         rows = {"delta": delta, "row_lse": row_lse}
-        of_queries = {"query": part.query, "grad_out": grad_out}
+        of_queries = {"query": problem.query, "grad_out": grad_out}
         arguments |= streamed(part, number, config, arguments["ALIGN"], rows, **of_queries)
         launches = [Launch(key_kernel, w.units.shape[2] * arguments["programs"], config, arguments)]
         arguments |= {"num_heads": dk.shape[1], "first_head": part.kv_heads.start * shares}
@@ -261,12 +264,12 @@ def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
     for number in range(len(layout.passes)):
         made = partial(build, number)
         w, tables, launches = _launches("key", part, number, config, made, *grads, dk, dv)
-        pieces = [x.new_empty(_slots(part, x, w), dtype=torch.float32) for x in (dk, dv)]
+        pieces = [x.new_empty(_slots(problem, x, w), dtype=torch.float32) for x in (dk, dv)]
         tensors = {
             "grad_out": grad_out, "delta": delta, "row_lse": row_lse,
             "grad_key": dk, "grad_value": dv, "piece_key": pieces[0], "piece_value": pieces[1],
         }  # fmt: skip
-        launch(launches, tables | of_call(part, number, w, by_key=True) | tensors, dk.device)
+        launch(launches, tables | of_call(problem, number, w, by_key=True) | tensors, dk.device)
     if not alone:
         for to, sums in zip(results, (dk, dv), strict=True):
             to.copy_(sums.unflatten(1, (num_kv_heads, shares)).sum(2))
@@ -303,7 +306,8 @@ def _launches(
     kernel: str, part: Part, number: int, config: Config, build: _Build, *results: Tensor
 ) -> tuple[Walk, dict[str, Tensor], list[Launch]]:
     """Returns a pass's work units, tables and launches; layouts of equal shapes share launches."""
-    problem, layout, by_key = part.problem, part.layout, kernel == "key"
+    problem, by_key = part.problem, kernel == "key"
+    layout = problem.layout
     query, key, value, scale, bias, softcap, table, sink, dropped, seed, mask = problem[1:12]
     extras = [x for x in (bias, table, seed, mask) if x is not None]
     p = layout.passes[number]
@@ -316,12 +320,12 @@ def _launches(
 
     def of_layout() -> tuple[Walk, dict[str, Tensor], list[Launch]]:
         of_tile = len(query) * results[-1].shape[1] * -(-layout.block_size // config.rows)
-        rows = {"programs": of_tile} if by_key else _rows(part, number, config)
+        rows = {"programs": of_tile} if by_key else _rows(problem, number, config)
         cores = processors(query.device)
         w = walk(layout, number, by_key=by_key, programs=rows["programs"], processors=cores)
         tiles = rows | of_tiles(part, number, w, config, by_key=by_key)
         shared = layout.frame.num_heads, key.shape[2] > 0, query.device, *kind[1:], *kinds(tiles)
-        launches = kept(shared, lambda: build(w, of_inputs(part, config) | tiles), query.device)
+        launches = kept(shared, lambda: build(w, of_inputs(problem, config) | tiles), query.device)
         return w, {name: x for name, x in tiles.items() if isinstance(x, Tensor)}, launches
 
     own = layout.memo.setdefault("launches", {})
@@ -330,39 +334,39 @@ def _launches(
     return w, tables, launches
 
 
-def _rows(part: Part, number: int, config: Config) -> dict[str, int]:
+def _rows(problem: Problem, number: int, config: Config) -> dict[str, int]:
     """Chooses how many tokens of a query tile, and heads of a group, each program computes."""
-    layout, group = part.layout, part.group
+    layout, group = problem.layout, problem.group
     most = min(layout.block_size, -(-layout.frame.q_len // layout.passes[number].step))
     tokens = min(config.rows, power_of_2(most))
-    pack = 1 if _by_query_head(part) else min(group, config.rows // tokens)
+    pack = 1 if _by_query_head(problem) else min(group, config.rows // tokens)
     packs = -(-group // pack)
     pack = -(-group // packs)
     parts = -(-most // tokens)
     return {
         "parts": parts, "TOKENS": tokens, "PACK": pack,
         "ROWS": max(16, tokens * power_of_2(pack)),
-        "programs": len(part.query) * part.key.shape[1] * packs * parts,
+        "programs": len(problem.query) * problem.key.shape[1] * packs * parts,
     }  # fmt: skip
 
 
-def _heads_at_a_time(part: Part) -> int:
+def _heads_at_a_time(problem: Problem) -> int:
     """Returns over how many query heads of a group one program of `key_kernel` sums."""
-    layout, group = part.layout, part.group
-    if _by_query_head(part):
+    layout, group = problem.layout, problem.group
+    if _by_query_head(problem):
         return 1
     tiles = max(p.key_start.shape[-1] for p in layout.passes)
-    programs = len(part.query) * part.key.shape[1] * tiles
-    shares = min(group, -(-2 * processors(part.query.device) // max(1, programs)))
+    programs = len(problem.query) * problem.key.shape[1] * tiles
+    shares = min(group, -(-2 * processors(problem.query.device) // max(1, programs)))
     return -(-group // shares)
 
 
-def _by_query_head(part: Part) -> bool:
-    return part.group > 1 and part.layout.table_shape[1] > part.layout.frame.num_kv_heads
+def _by_query_head(problem: Problem) -> bool:
+    return problem.group > 1 and problem.layout.table_shape[1] > problem.layout.frame.num_kv_heads
 
 
-def _slots(part: Part, like: Tensor, w: Walk) -> tuple[int, ...]:
-    return len(part.query), like.shape[1], w.slots, part.layout.block_size, like.shape[3]
+def _slots(problem: Problem, like: Tensor, w: Walk) -> tuple[int, ...]:
+    return len(problem.query), like.shape[1], w.slots, problem.layout.block_size, like.shape[3]
 
 
 def _combined(

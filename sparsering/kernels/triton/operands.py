@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...layouts.layout import BlockLayout
 from ..problem import Problem
 from . import extra_arguments
 from .configs import Config
@@ -27,30 +26,10 @@ class Part(NamedTuple):
     heads: slice
     kv_heads: slice
 
-    @property
-    def layout(self) -> BlockLayout:
-        return self.problem.layout
 
-    @property
-    def query(self) -> Tensor:
-        return self.problem.query
-
-    @property
-    def key(self) -> Tensor:
-        return self.problem.key
-
-    @property
-    def value(self) -> Tensor:
-        return self.problem.value
-
-    @property
-    def group(self) -> int:
-        return self.problem.group
-
-
-def of_call(part: Part, number: int, w: Walk, *, by_key: bool) -> dict[str, Any]:
+def of_call(problem: Problem, number: int, w: Walk, *, by_key: bool) -> dict[str, Any]:
     """Returns the arguments of a pass that change from call to call: tensors and lengths."""
-    p, problem = part.layout.passes[number], part.problem
+    p = problem.layout.passes[number]
     starts, stops = (p.key_start, p.key_stop) if by_key else (p.query_start, p.query_stop)
     return {
         "query": problem.query, "key": problem.key, "value": problem.value,
@@ -60,24 +39,24 @@ def of_call(part: Part, number: int, w: Walk, *, by_key: bool) -> dict[str, Any]
     }  # fmt: skip
 
 
-def of_inputs(part: Part, config: Config) -> dict[str, Any]:
+def of_inputs(problem: Problem, config: Config) -> dict[str, Any]:
     """Returns the arguments that depend on the shapes of a call's tensors, and compile options."""
-    query, value, bias = part.query, part.value, part.problem.block_bias
+    query, value, bias = problem.query, problem.value, problem.block_bias
     return {
         "HEAD_DIM": query.shape[3], "PADDED_DIM": padded(query),
         "VALUE_DIM": value.shape[3], "PADDED_VALUE_DIM": padded(value),
         "BIASED": bias is not None,
         "bias_batch": 0 if bias is None else bias.stride(0),
         "bias_head": 0 if bias is None else bias.stride(1),
-        "num_blocks": 0, "scale": part.problem.scale, "group": part.group,
-        "all_heads": part.layout.frame.num_heads, "PRECISION": precision(query.dtype),
+        "num_blocks": 0, "scale": problem.scale, "group": problem.group,
+        "all_heads": problem.layout.frame.num_heads, "PRECISION": precision(query.dtype),
         "STAGES": config.stages, "WARP_SPECIALIZE": config.warp_specialize,
     }  # fmt: skip
 
 
 def of_tiles(part: Part, number: int, w: Walk, config: Config, *, by_key: bool) -> dict[str, Any]:
     """Returns the arguments for a pass's tiles and work units; `by_key`: units are key tiles."""
-    tile, p = (layout := part.layout).block_size, layout.passes[number]
+    tile, p = (layout := part.problem.layout).block_size, layout.passes[number]
     starts = p.key_start if by_key else p.query_start
     masked = config.masked or config.streamed
     word = 32 if tile % 32 == 0 and masked >= 32 else 16
@@ -103,11 +82,12 @@ def streamed(
     consecutive rows, so it needs step 1, a tile of equal parts, and no masked key. Strides are in
     units of `unit` elements. WIDE is True if offsets need int64.
     """
-    step, tile = part.layout.passes[number].step, part.layout.block_size
+    layout, mask = part.problem.layout, part.problem.key_mask
+    step, tile = layout.passes[number].step, layout.block_size
     reach = max(1, *(x.stride(2) for x in tensors.values()))
     arguments: dict[str, Any] = {"WIDE": tile * step * reach + MOST_HEAD_DIM >= 1 << 31}
     arguments |= {f"{name[0]}_side": 0 for name in tensors}
-    masked = "key" in tensors and part.problem.key_mask is not None
+    masked = "key" in tensors and mask is not None
     if not config.tma or step > 1 or tile % config.streamed or masked:
         return {**arguments, "TMA": False}
     described = {name: matrix(x, config.streamed) for name, x in tensors.items()}
