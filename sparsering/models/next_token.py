@@ -6,7 +6,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..numerics import long_sum_dtype
 from ..patterns.arguments import checked_number, index_of, is_finite, shortened
 
 
@@ -33,10 +32,7 @@ class Sampling:
             object.__setattr__(self, "top_p", float(p))
 
     def chances(self, logits: Tensor) -> Tensor:
-        """Computes the chance of drawing each token, float64 [B, vocab_size] (float32 on MPS)."""
-        logits = logits.to(long_sum_dtype(logits.device))
-        if self.temperature == 0:
-            return torch.zeros_like(logits).scatter_(1, logits.argmax(1, keepdim=True), 1)
+        """Computes the chance of drawing each token from float64 logits [B, vocab_size]."""
         # The largest score becomes 0, so that division by a small temperature cannot overflow.
         scores = (logits - logits.amax(1, keepdim=True)) / self.temperature
         if self.top_k is None and self.top_p is None:

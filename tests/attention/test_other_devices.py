@@ -15,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsering as sr
 from sparsering.kernels.gather import chunk_extras
-from sparsering.models.next_token import Sampling
 from sparsering.numerics import long_sum_dtype
 from sparsering.selection import selection_report
 
@@ -112,13 +111,3 @@ def test_sums_are_float64_where_it_surely_is():
         "cuda",
         "meta",
     ]
-
-
-def test_chances_of_tokens_need_no_float64(monkeypatch):
-    module = "sparsering.models.next_token.long_sum_dtype"
-    logits = torch.randn(2, 20)
-    exact = Sampling(0.7, 5, 0.9).chances(logits)
-    monkeypatch.setattr(module, lambda _: torch.float32)
-    with NoFloat64():
-        chances = Sampling(0.7, 5, 0.9).chances(logits)
-    torch.testing.assert_close(chances.double(), exact, rtol=1e-5, atol=1e-6)
