@@ -31,7 +31,7 @@ from .numerics import entry_of_distance, finite_or_zero, sum_dtype, without_auto
 from .pairs import distances_op, frame_of, kept_by_branch, pair_counts_op, places_op
 from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.expression import parse, parse_owned
-from .patterns.keys import check_key_masks, key_mask
+from .patterns.keys import key_mask
 from .patterns.selected import selections_of
 from .patterns.tree import check_distances
 from .streams import OUTSIDE_CUDA_GRAPHS
@@ -178,7 +178,8 @@ def _problem(recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extra
             return Problem(layout, *inputs, recipe.scale, lists=lists, **options)
     layout_key, masks = layout_key_of(recipe, query, key, pattern, extras)
     if masks:
-        check_key_masks(masks, len(query), key.shape[2])
+        for mask in masks:
+            check_fits(mask, layout_key[1])
         options["key_mask"] = key_mask(masks, key.shape[2], query.device)
     slots: tuple[int, ...] = ()
     build = BACKENDS[recipe.backend].selected_layout

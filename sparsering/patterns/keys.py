@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..streams import capturing, moved
 from .algebra import And, Frame, Mask, Mixture, Pattern
-from .arguments import freeze_lengths, same_lengths, same_tensor, shortened
+from .arguments import freeze_lengths, same_lengths, same_tensor
 from .blocks import TensorMask
 from .positions import GlobalTokens, intersection
 
@@ -86,13 +86,9 @@ class KeyMask(TensorMask):
         return self.valid.shape[-1]
 
     def check(self, frame: Frame) -> None:
-        self.check_length(frame.kv_len)
-
-    def check_length(self, kv_len: int) -> None:
-        """Raises ValueError if the mask has another number of keys than `kv_len`."""
-        if self.valid.shape[-1] != kv_len:
+        if self.valid.shape[-1] != frame.kv_len:
             raise ValueError(
-                f"KeyMask must have a bool for each of {kv_len} keys, got shape "
+                f"KeyMask must have a bool for each of {frame.kv_len} keys, got shape "
                 f"{tuple(self.valid.shape)}; pad it with False, or slice it like the keys"
             )
 
@@ -148,23 +144,8 @@ def _same(a: KeyMask | KeyPadding, b: KeyMask | KeyPadding) -> bool:
     return False
 
 
-def check_key_masks(masks: KeyMasks, batch: int, kv_len: int) -> None:
-    """Raises ValueError if a mask does not fit `batch` batch entries and `kv_len` keys."""
-    for mask in masks:
-        try:
-            if (size := mask.num_batches()) not in (None, batch):
-                raise ValueError(
-                    f"the pattern is for {size} batch entries, got a query of {batch}; give one "
-                    "length or row per entry"
-                )
-            if isinstance(mask, KeyMask):
-                mask.check_length(kv_len)
-        except ValueError as error:
-            raise ValueError(f"{error}, in {shortened(str(mask))}") from None
-
-
 def key_mask(masks: KeyMasks, kv_len: int, device: torch.device) -> Tensor:
-    """Combines key masks to bool [B or 1, kv_len] on a device; call `check_key_masks` first."""
+    """Combines key masks to bool [B or 1, kv_len] on a device; their lengths must fit."""
     return reduce(torch.logical_and, [_valid_keys(mask, kv_len, device) for mask in masks])
 
 

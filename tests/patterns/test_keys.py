@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+from functools import reduce
+from operator import and_
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from oracles.patterns_oracle import build, counts
 from oracles.strategies import Scene, key_masks, key_paddings, masks, mixtures, scenes
 
 import sparsering as sr
-from sparsering.patterns.keys import check_key_masks, key_mask, without_key_masks
+from sparsering.patterns.keys import key_mask, without_key_masks
 
 CPU = torch.device("cpu")
 VALID = torch.tensor([[True, False, True, True], [False, False, True, True]])
@@ -115,10 +117,12 @@ def test_one_tensor_is_the_conjunction_of_the_masks() -> None:
     ],
 )
 def test_masks_that_do_not_fit_raise(given: Any, batch: int, kv_len: int, words: list[str]) -> None:
+    x = torch.zeros(batch, 1, kv_len, 4)
     with pytest.raises(ValueError) as caught:
-        check_key_masks(given, batch, kv_len)
+        sr.attention(x, x, x, reduce(and_, given))
     assert all(word in str(caught.value) for word in words), caught.value
-    check_key_masks(given, 2, 4)
+    fitting = torch.zeros(2, 1, 4, 4)
+    sr.attention(fitting, fitting, fitting, reduce(and_, given))
 
 
 def test_a_key_mask_is_a_value() -> None:
