@@ -188,11 +188,6 @@ def resolve_group(
                 'torch.distributed.init_process_group("gloo"), or "nccl" on GPUs, first'
             )
         return None
-    if not isinstance(group, dist.ProcessGroup):
-        raise ValueError(
-            "this process is not a member of the group; call this on members only, or pass the "
-            "group that this process belongs to"
-        )
     return group
 
 
