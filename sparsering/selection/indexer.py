@@ -85,6 +85,8 @@ def top_tokens(
     scale: float = 1.0,
     q_start: int | None = None,
     lengths: Tensor | None = None,
+    first: Tensor | None = None,
+    stop: Tensor | None = None,
 ) -> Tensor:
     """Returns the k keys of each query with the largest `index_scores`, for `SelectedBlocks(_, 1)`.
 
@@ -94,6 +96,8 @@ def top_tokens(
         causal: if True, a query sees no key past its position.
         q_start: position of the first query, default Nk - N.
         lengths: int64 [B]; entry b sees only the keys below lengths[b]. Default: all.
+        first, stop: int64 [B or 1, N]; each query sees only the keys m with first <= m < stop, for
+            example from the first token of its document on. Default: all.
 
     Returns: int64 [B, 1, N, k], by (score descending, position ascending), scores compared in
         float32, NaN last; then -1, where a query sees fewer keys. No gradient.
@@ -111,17 +115,27 @@ def top_tokens(
         check_tensor("lengths", lengths)
     if lengths is not None and (lengths.shape != (batch,) or lengths.dtype != torch.int64):
         raise ValueError(f"lengths must be int64 [{batch}], got {lengths.dtype} {lengths.shape}")
+    bounds = {"first": first, "stop": stop}
+    for name, bound in bounds.items():
+        if bound is None:
+            continue
+        check_tensor(name, bound)
+        if bound.shape not in {(1, tokens), (batch, tokens)} or bound.dtype != torch.int64:
+            raise ValueError(
+                f"{name} must be int64 [{batch} or 1, {tokens}], got {bound.dtype} "
+                f"{tuple(bound.shape)}; give each query a bound of its keys"
+            )
     step = max(1, _AT_A_TIME // max(1, batch * heads * min(keys, _TILE)))
     none = torch.iinfo(torch.int64).min
     found = torch.full((batch, tokens, k), none, device=query.device)
     query, key, weight = (x.float() for x in (query, key, weight))
-    for first in range(0, tokens, step):
-        rows = slice(first, min(first + step, tokens))
+    for begin in range(0, tokens, step):
+        rows = slice(begin, min(begin + step, tokens))
         position = start + torch.arange(rows.start, rows.stop, device=query.device)[:, None]
         best, visible = found[:, rows, :0], max(0, start + rows.stop) if causal else keys
-        for begin in range(0, min(keys, visible), _TILE):
-            here = torch.arange(begin, min(begin + _TILE, keys), device=query.device)
-            of_tile = key[:, None, begin : begin + _TILE].mT
+        for tile in range(0, min(keys, visible), _TILE):
+            here = torch.arange(tile, min(tile + _TILE, keys), device=query.device)
+            of_tile = key[:, None, tile : tile + _TILE].mT
             scores = _scores(query[:, :, rows], of_tile, weight[:, rows], scale) + 0.0  # no -0.0
             bits = scores.view(torch.int32).long()  # in the order of the scores, once flipped:
             bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -131,6 +145,10 @@ def top_tokens(
                 ranked = ranked.masked_fill(here > position, none)
             if lengths is not None:
                 ranked = ranked.masked_fill(here >= lengths[:, None, None], none)
+            if first is not None:
+                ranked = ranked.masked_fill(here < first[:, rows, None], none)
+            if stop is not None:
+                ranked = ranked.masked_fill(here >= stop[:, rows, None], none)
             best = torch.cat((best, ranked), 2)
             best = best.topk(min(k, best.shape[2])).values
         found[:, rows, : best.shape[2]] = best

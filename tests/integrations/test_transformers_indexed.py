@@ -8,9 +8,11 @@ from transformers_families import tiny
 
 import sparsering as sr
 from sparsering.integrations import transformers as hf
+from sparsering.integrations.transformers import indexers
 
 BY_TOKEN = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
-FAMILIES = (*BY_TOKEN, "minimax_m3_vl_text")
+BY_ENTRY = ("deepseek_v4", "glm5_next", "qwen4_exp_text")
+FAMILIES = (*BY_TOKEN, *BY_ENTRY, "minimax_m3_vl_text")
 TOKENS = 24
 PADDED = {
     "no padding": slice(0, 0),
@@ -27,11 +29,35 @@ def batch(padding: str = "no padding") -> dict[str, Tensor]:
     return {"input_ids": tokens, "attention_mask": mask}
 
 
+@pytest.fixture(autouse=True)
+def choices_in_float32(monkeypatch):
+    """Lets `top_tokens` convert scores to float32, which `InFloat64` would undo."""
+    best = indexers.top_tokens
+
+    def in_float32(*args, **options):
+        with torch._C.DisableTorchFunction():
+            return best(*args, **options)
+
+    monkeypatch.setattr(indexers, "top_tokens", in_float32)
+
+
+@pytest.fixture
+def chosen(monkeypatch) -> list[tuple]:
+    """Returns the arguments of each `SelectedBlocks` that is made, as they come."""
+    found, listed = [], indexers.SelectedBlocks
+    monkeypatch.setattr(
+        indexers, "SelectedBlocks", lambda *args: found.append(args) or listed(*args)
+    )
+    return found
+
+
 def run(model, implementation: str, inputs: dict[str, Tensor]) -> tuple[Tensor, list[Tensor]]:
     """Returns the logits of real tokens, and the gradients of their sum of squares."""
     hf.register()
     model.set_attn_implementation(implementation)
-    logits = model(**inputs, use_cache=False).logits[inputs["attention_mask"].bool()]
+    logits = model(**inputs, use_cache=False).logits
+    if "attention_mask" in inputs:
+        logits = logits[inputs["attention_mask"].bool()]
     used = [x for x in model.parameters() if x.requires_grad]
     grads = torch.autograd.grad(logits.square().sum(), used, allow_unused=True)
     return logits.detach(), [torch.zeros(()) if x is None else x for x in grads]
@@ -39,13 +65,7 @@ def run(model, implementation: str, inputs: dict[str, Tensor]) -> tuple[Tensor, 
 
 @pytest.mark.parametrize("padding", PADDED)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_and_gradients_are_those_of_eager(family, padding, monkeypatch):
-    chosen = []
-    listed = sr.integrations.transformers.attention.SelectedBlocks
-    monkeypatch.setattr(
-        "sparsering.integrations.transformers.attention.SelectedBlocks",
-        lambda *arguments: chosen.append(arguments) or listed(*arguments),
-    )
+def test_logits_and_gradients_are_those_of_eager(family, padding, chosen):
     with InFloat64():
         model = tiny(family).train(False)
         inputs = batch(padding)
@@ -56,6 +76,48 @@ def test_logits_and_gradients_are_those_of_eager(family, padding, monkeypatch):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
         for a, b in zip(grads, by_eager, strict=True):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", (*BY_TOKEN, *BY_ENTRY))  # MiniMax-M3: as with left padding
+def test_packed_documents_are_those_of_eager(family):
+    with InFloat64():
+        model = tiny(family)
+        ids = torch.cat((torch.arange(9), torch.arange(15))).expand(2, TOKENS)
+        inputs = {"input_ids": batch()["input_ids"], "position_ids": ids}
+        wanted, by_eager = run(model, "eager", inputs)
+        got, grads = run(model, "sparsering", inputs)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
+        for a, b in zip(grads, by_eager, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradient_checkpointing_changes_nothing(family):
+    model = tiny(family).train()
+    wanted, grads = run(model, "sparsering", batch())
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    got, again = run(model, "sparsering", batch())
+    assert torch.equal(got, wanted)
+    for a, b in zip(again, grads, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_of_some_queries_at_a_time_choose_the_same_keys(family, monkeypatch):
+    parts = []
+    make = indexers.Rows.__init__
+    monkeypatch.setattr(
+        indexers.Rows, "__init__", lambda self, *args: parts.append(args) or make(self, *args)
+    )
+    monkeypatch.setattr(indexers, "_AT_A_TIME", 150)
+    with InFloat64():
+        model = tiny(family).train(False)
+        inputs = batch("left padding")
+        wanted, _ = run(model, "eager", inputs)
+        assert not parts  # eager attention has the model's own code
+        got, _ = run(model, "sparsering", inputs)
+        assert parts or family in ("minimax_m3_vl_text", "qwen4_exp_text")
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

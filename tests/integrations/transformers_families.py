@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as WITH_IMAGES,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING as MASKED
 
 HEADS, HEAD_DIM = 4, 8
@@ -77,12 +80,16 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {x: {"rope_theta": 1e4} for x in _WINDOWED}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}},
     "deepseek_v2": {"num_experts_per_tok": 2},
+    "deepseek_v4": {
+        "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 5},
+    },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {"head_dim": 12, "per_layer_config": {"01": {"q_lora_rank": 4}}},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": _GEMMA3N,
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
+    "glm5_next_text": {"index_kpool": 2, "index_topk": 8},
     "laguna": {"num_attention_heads_per_layer": [HEADS] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"no_rope_layers": [1, 0], "moe_layers": [1]},
@@ -150,6 +157,8 @@ def default_config(family: str) -> Any:
 
 def _class_of(family: str, kind: str) -> Any:
     mapping: Any = MASKED if family.endswith("(masked LM)") else CAUSAL
+    if family == "glm5_next":
+        mapping = WITH_IMAGES
     name = family.split()[0]
     return mapping._load_attr_from_module(name, getattr(mapping, kind)[name])
 

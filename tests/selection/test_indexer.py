@@ -91,6 +91,26 @@ def test_the_best_keys_are_those_of_a_sort(causal, start, lengths):
         assert torch.equal(found, by_sorting(scores, k, **rule))
 
 
+@pytest.mark.usefixtures("_tiles")
+def test_each_query_sees_keys_between_its_bounds():
+    query, key, weight = (x.detach() for x in drawn())
+    batch, _, tokens, _ = query.shape
+    generator = torch.Generator().manual_seed(3)
+    first = torch.randint(-3, 30, (batch, tokens), generator=generator)
+    stop = first + torch.randint(0, 20, (batch, tokens), generator=generator)
+    listed = top_tokens(query, key, weight, 6, causal=False, first=first, stop=stop)
+    here = torch.arange(key.shape[1])
+    seen = (here >= first[..., None]) & (here < stop[..., None])
+    scores = by_formula(query, key, weight).float().masked_fill(~seen, -torch.inf)
+    best = scores.sort(dim=2, descending=True, stable=True)
+    wanted = torch.where(best.values == -torch.inf, -1, best.indices)[..., :6]
+    assert torch.equal(listed[:, 0], wanted) and (wanted < 0).any() and (wanted >= 0).any()
+    causal = top_tokens(query, key, weight, 6, first=first[:1], q_start=18)
+    position = 18 + torch.arange(tokens)[None]
+    by_stop = {"causal": False, "first": first[:1], "stop": position + 1}
+    assert torch.equal(causal, top_tokens(query, key, weight, 6, **by_stop))
+
+
 def test_no_tensor_of_all_pairs_is_made():
     query, key, weight = (x.detach() for x in drawn(1, 4, 4096, 8192, 16, torch.float32))
     peak = measure(lambda: top_tokens(query, key, weight, 16)).peak
@@ -124,6 +144,8 @@ def test_an_indexer_learns_where_attention_looks():
         ({"k": 0}, "k must be at least 1"),
         ({"causal": 1}, "causal must be True or False"),
         ({"lengths": torch.ones(2)}, r"lengths must be int64 \[2\]"),
+        ({"first": torch.zeros(2, 5, dtype=torch.int64)}, r"first must be int64 \[2 or 1, "),
+        ({"stop": torch.ones(2, 23)}, r"stop must be int64 \[2 or 1, 23\], got torch.float32"),
         ({"scale": "1"}, "scale must be a number"),
         ({"q_start": 1.5}, "q_start must be an int or None"),
     ],

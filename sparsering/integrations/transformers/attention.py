@@ -11,9 +11,9 @@ from ...functional import attention
 from ...numerics import capped, sum_dtype
 from ...patterns.algebra import Pattern
 from ...patterns.keys import KeyMask
-from ...patterns.selected import SelectedBlocks
 from .calls import call_state, is_in_block, thread, used_modules, used_pattern
 from .config import pattern_of
+from .indexers import Chosen, chosen_keys
 from .masks import Inputs, ModelMask, Options, mask_interface, once
 from .override import attend_pattern, attend_shared
 from .sparse_cache import attend_cached, cache_layer_of
@@ -43,7 +43,7 @@ def attention_function(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: ModelMask | Tensor | None,
+    attention_mask: ModelMask | Chosen | Tensor | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
@@ -72,10 +72,7 @@ def attention_function(
     if position_bias is not None and _is_zero(position_bias):
         position_bias = None
     inputs = query, key, value
-    # blocks that the model's indexer lists for each query [B, H, Nq, k], and the keys of a block
-    chosen = None if indices is None else (indices[:, None], 1)
-    if block_indices is not None:
-        chosen = block_indices, int(module.indexer.block_size)
+    chosen = chosen_keys(module, attention_mask, indices, block_indices)
     state = attention_mask.state if isinstance(attention_mask, ModelMask) else call_state()
     used = used_pattern(module, state.blocks)
     if state.in_backward and module in used_modules and not is_in_block(module, state.blocks):
@@ -89,13 +86,20 @@ def attention_function(
     if used is None and isinstance(attention_mask, ModelMask):
         _warn_of_packing(attention_mask, position_ids)
     if chosen is not None:
-        own = isinstance(attention_mask, ModelMask) and attention_mask.kind is not None
         others = used, state.shared, cache_layer_of(key), pattern_of(module), position_bias
-        if not own or any(x is not None for x in others):
+        if isinstance(attention_mask, ModelMask) and attention_mask.kind is None:
+            attention_mask = None
+        if not isinstance(attention_mask, ModelMask | Chosen) or any(x is not None for x in others):
             raise NotImplementedError(
                 "a layer whose indexer chooses keys needs the model's own mask alone, got a "
                 "pattern, a SparseCache, ranks, a bias or a mask of all pairs; leave these out"
             )
+        if isinstance(attention_mask, Chosen):
+            out = attention(*inputs, chosen.mask(0), q_start=0, **extras)
+        else:
+            out = _attend_masked(module, inputs, attention_mask, None, extras, chosen)
+        return out.transpose(1, 2).contiguous(), None
+    assert not isinstance(attention_mask, Chosen)
     if state.shared is not None:
         if position_bias is not None:
             raise NotImplementedError(
@@ -125,7 +129,7 @@ def attention_function(
     else:
         if attention_mask is None:
             attention_mask = _mask_by_default(module, query, key, is_causal)
-        out = _attend_masked(module, inputs, attention_mask, position_bias, extras, chosen)
+        out = _attend_masked(module, inputs, attention_mask, position_bias, extras)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -135,12 +139,13 @@ def _attend_masked(
     mask: ModelMask,
     bias: Tensor | None,
     extras: Options,
-    chosen: tuple[Tensor, int] | None = None,
+    chosen: Chosen | None = None,
 ) -> Tensor:
     """Attends over the layer's pattern or, without one, over the model's mask and chosen keys."""
     query, key, value = inputs
     q_len, kv_len = mask.shape[2:]
-    if (query.shape[2], key.shape[2]) != (q_len, kv_len):
+    entries = 0 if chosen is None else chosen.entries
+    if (query.shape[2], key.shape[2]) != (q_len, kv_len + entries):
         raise ValueError(
             f"the model's mask is for {q_len} queries of {kv_len} keys, got {query.shape[2]} of "
             f"{key.shape[2]}; a model that adds keys of its own, such as compressed entries, needs "
@@ -172,14 +177,18 @@ def _attend_masked(
         why = "a bias for each pair" if bias is not None else "an unknown mask"
         return dense_attention(why, *inputs, once(mask, "dense", mask.dense), bias, **extras)
     stop = q_start + q_len
-    if mask.kind.causal and not compiling and stop < key.shape[2]:
+    if mask.kind.causal and not compiling and stop < key.shape[2] - entries:
         key, value = key[:, :, :stop], value[:, :, :stop]  # a static cache is empty from `stop` on
     if pattern is not None:
         return attend_pattern(pattern, (query, key, value), mask, q_start, extras)
-    kv_len = key.shape[2]
-    pattern = once(mask, ("own", kv_len), lambda: mask.pattern(q_start, kv_len))
-    if chosen is not None:
-        pattern = SelectedBlocks(chosen[0].long(), chosen[1], 1, q_start) & pattern
+    kv_len = key.shape[2] - entries
+    own = ("own", kv_len, entries)
+    pattern = once(mask, own, lambda: mask.pattern(q_start, kv_len, entries))
+    if entries:
+        assert chosen is not None
+        pattern = pattern | chosen.mask(q_start, kv_len)
+    elif chosen is not None:
+        pattern = chosen.mask(q_start) & pattern
     return attention(query, key, value, pattern, q_start=q_start, **extras)
 
 
@@ -267,7 +276,7 @@ def _check_keywords(keywords: dict[str, Any]) -> None:
 
 
 def _with_documents(
-    mask: ModelMask | Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, batch: int
+    mask: ModelMask | Chosen | Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, batch: int
 ) -> ModelMask:
     """Adds documents, given by the cumulative lengths that trainers pass for flash attention."""
     if isinstance(mask, ModelMask) and mask.kind and cu_q is not None and cu_k is not None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...patterns.algebra import Pattern
+from .indexers import watch
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,6 +114,7 @@ def remember_positions(model: Any) -> None:
 
 def _begin(place: int, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     ids = args[place] if place < len(args) else kwargs.get("position_ids")
+    watch(model)
     now = packing()
     now.running = (*now.running, (model, ids))
 

@@ -23,6 +23,7 @@ from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Dilated, Documents, Full, Packed, SlidingWindow
 from .calls import PLAIN_CALL, CallState, MaskRequest, call_state, packing, thread
 from .config import NAME
+from .indexers import Chosen, Rows
 from .mask_kind import MaskKind, recognise, recognise_inside_compile, runs_by_neighbours
 
 _SHOW_PACKING = ("attention_mask", "past_key_values", "cache", "position_ids")  # all None: we look
@@ -121,7 +122,8 @@ class ModelMask:
     documents: Tensor | None  # [B or 1, keys] each token's document index; None if only one
     runs: Tensor | None  # [B or 1, keys] index of the document, or of its chunk; None if only one
     valid_keys: Tensor | None  # [B, dropped + other keys] False for padding; None if no padding
-    dense: Callable[[], Tensor]  # builds transformers' own mask, bool [B, 1, queries, keys]
+    dense: Callable[..., Tensor]  # (first, stop) -> transformers' own mask of these queries,
+    # bool [B, 1, queries, keys]; all queries by default
     visible: Tensor | None = None  # [B, keys] keys that a single query sees, if q_start is a tensor
     position_ids: Tensor | None = None  # of the model's call
     packing_checked: bool = False  # so that packed documents cause one warning per forward pass
@@ -158,8 +160,11 @@ class ModelMask:
         valid = self.valid_keys[:, self.kv_start : self.kv_start + kv_len]
         return None if not torch.compiler.is_compiling() and bool(valid.all()) else valid
 
-    def pattern(self, q_start: int, kv_len: int) -> Mask:
-        """Returns this mask as a pattern over the first `kv_len` keys; `kind` must not be None."""
+    def pattern(self, q_start: int, kv_len: int, hidden: int = 0) -> Mask:
+        """Returns this mask as a pattern over the first `kv_len` keys; `kind` must not be None.
+
+        It hides `hidden` more keys behind them; the mask must then be causal.
+        """
         assert self.kind is not None
         mask = _of_distances(self.kind)
         valid, runs = self.valid(kv_len), self.runs
@@ -167,14 +172,16 @@ class ModelMask:
             own_run = runs[:, :kv_len] == runs[:, q_start : q_start + 1]  # True in the query's run
             valid = own_run if valid is None else valid & own_run
         elif runs is not None:
-            mask = mask & SameRun(runs[:, :kv_len])
-        return mask if valid is None else mask & KeyMask(valid)
+            mask = mask & SameRun(torch.nn.functional.pad(runs[:, :kv_len], (0, hidden), value=-1))
+        if valid is not None:
+            mask = mask & KeyMask(torch.nn.functional.pad(valid, (0, hidden)))
+        return mask
 
-    def __getitem__(self, index: Any) -> "ModelMask | Tensor":
-        """Returns the last queries' mask, for Gemma 4; or `mask[:, 0]`, a tensor, for indexers."""
+    def __getitem__(self, index: Any) -> "ModelMask | Rows":
+        """Returns the last queries' mask, for Gemma 4; or `mask[:, 0]`, in rows, for indexers."""
         whole = slice(None)
         if index in ((whole, 0), (whole, 0, whole, whole)):
-            return once(self, "dense", self.dense)[:, 0]
+            return Rows(lambda part: self.dense(part.start, part.stop)[:, 0], self.shape[2])
         rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
         if not isinstance(rows, slice) or index != (whole, whole, rows, whole):
             _refuse("__getitem__")
@@ -185,7 +192,15 @@ class ModelMask:
         if begin == 0:
             return self
         shape, q_start = (batch, heads, q_len - begin, kv_len), self.q_start + begin
-        return replace(self, shape=shape, q_start=q_start, dense=lambda: self.dense()[:, :, begin:])
+
+        def dense(first: int = 0, stop: int = q_len - begin) -> Tensor:
+            return self.dense(begin + first, begin + stop)
+
+        return replace(self, shape=shape, q_start=q_start, dense=dense)
+
+    def __and__(self, other: Any) -> Chosen:
+        """Returns lists, which Qwen 4's indexer makes within this mask."""
+        return other if isinstance(other, Chosen) else _refuse("__and__")
 
     def own_causal(self) -> Mask | None:
         """Returns a causal mask as a pattern, without padding and documents; else None."""
@@ -201,8 +216,8 @@ class ModelMask:
         documents = ids if self.documents is None else common_runs(ids, self.documents)
         runs = documents if self.runs is None else common_runs(documents, self.runs)
 
-        def dense() -> Tensor:
-            return self.dense() & (ids[:, None, :, None] == ids[:, None, None])
+        def dense(first: int = 0, stop: int | None = None) -> Tensor:
+            return self.dense(first, stop) & (ids[:, None, first:stop, None] == ids[:, None, None])
 
         return replace(self, documents=documents, runs=runs, dense=dense)
 
@@ -223,7 +238,7 @@ def _refuse(name: str, *_: object) -> NoReturn:
     )
 
 
-for _name in ("add", "radd", "sub", "mul", "rmul", "and", "rand", "or", "ror", "invert"):
+for _name in ("add", "radd", "sub", "mul", "rmul", "rand", "or", "ror", "invert"):
     setattr(ModelMask, f"__{_name}__", staticmethod(partial(_refuse, f"__{_name}__")))
 
 
@@ -253,11 +268,14 @@ def mask_interface(
         q_offset = q_offset.clone()  # a static cache changes it in place before the layer attends
     valid_keys = _valid_keys(attention_mask, kv_length + kv_offset)
     keys = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset}
-    queries = {"q_length": q_length, "q_offset": q_offset, "device": device}
-    masks = {"mask_function": mask_function, "attention_mask": attention_mask}
+    masks = {"mask_function": mask_function, "attention_mask": attention_mask, "device": device}
     ways = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     ways["use_vmap"] = keywords.get("use_vmap", False)
-    dense = partial(masking_utils.sdpa_mask, **keys, **queries, **masks, **ways)
+
+    def dense(first: int = 0, stop: int | None = None) -> Tensor:
+        queries = {"q_length": (stop or q_length) - first, "q_offset": q_offset + first}
+        return masking_utils.sdpa_mask(**keys, **queries, **masks, **ways)
+
     visible = dense()[:, 0, 0] if isinstance(q_offset, Tensor) and q_length == 1 else None
     if torch.compiler.is_compiling():
         kind = recognise_inside_compile(own_function, local_size, config, keywords)

@@ -1,0 +1,264 @@
+"""Indexers of models that choose keys for each query, in memory without a tensor of all pairs.
+
+transformers' indexers score all pairs, and some families then build a mask of all pairs. Under
+"sparsering" scores are computed for some queries at a time, and lists take the place of masks.
+"""
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from ...patterns.selected import SelectedBlocks
+from ...selection.indexer import top_tokens
+from .config import NAME
+
+_AT_A_TIME = 1 << 22  # scores in memory at a time
+_watched: WeakSet[Any] = WeakSet()
+_BY_ROW = {"matmul", "mul", "relu", "masked_fill", "add", "squeeze", "sum", "bitwise_not"}
+
+
+class _Now(threading.local):
+    def __init__(self) -> None:
+        self.listed: list[Tensor] | None = None  # collects what a compressor's indexer lists
+        self.chosen: Chosen | None = None  # the entries of the layer that attends next
+
+
+_now = _Now()
+
+
+class Chosen(NamedTuple):
+    """The keys that each query sees; where a family builds a mask of them, it stands for it."""
+
+    indices: Tensor  # int64 [B, H or 1, N, k] blocks of keys; -1: none
+    block_size: int = 1
+    entries: int = 0  # keys behind the tokens, whose lists are joined to the model's own mask
+
+    def mask(self, q_start: int, tokens: int = 0) -> SelectedBlocks:
+        """Returns the mask of the queries from q_start on; listed entries are behind `tokens`."""
+        blocks = self.indices.long()
+        if self.entries:
+            blocks = torch.where(blocks < 0, -1, blocks + tokens)
+        return SelectedBlocks(blocks, self.block_size, 1, q_start)
+
+
+def chosen_keys(
+    module: Any, mask: Any, indices: Tensor | None, block_indices: Tensor | None
+) -> Chosen | None:
+    """Returns the keys that a layer's indexer or compressor has chosen in this call, or None."""
+    if isinstance(mask, Chosen):
+        return mask
+    if indices is not None:
+        return Chosen(indices[:, None])
+    if block_indices is not None:
+        return Chosen(block_indices, int(module.indexer.block_size))
+    if getattr(module, "compressor", None) is None:
+        return None
+    chosen, _now.chosen = _now.chosen, None
+    return chosen
+
+
+class Rows:
+    """A tensor [B, N, ...] that is computed for some queries at a time.
+
+    Operations that keep queries apart give `Rows` again, and `topk` the whole result. Any other
+    operation first computes the whole tensor.
+    """
+
+    def __init__(self, of: Callable[[slice], Tensor], queries: int, cells: int = 0) -> None:
+        first = of(slice(0, 1))
+        self.of, self.queries, self.cells = of, queries, max(cells, first.numel())
+        self.shape = torch.Size((len(first), queries, *first.shape[2:]))
+        self.dtype, self.device = first.dtype, first.device
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(Tensor, name)
+        return lambda *args, **options: self.__torch_function__(method, (), (self, *args), options)
+
+    def __mul__(self, other: Any) -> Any:
+        return torch.mul(self, other)  # type: ignore[arg-type]
+
+    def __invert__(self) -> Any:
+        return torch.bitwise_not(self)  # type: ignore[arg-type]
+
+    @classmethod
+    @torch.no_grad()
+    def __torch_function__(
+        cls, function: Any, _: Any, args: tuple[Any, ...], options: dict[str, Any] | None = None
+    ) -> Any:
+        lazy = [x for x in args if isinstance(x, Rows)]
+        queries, cells = lazy[0].queries, max(x.cells for x in lazy)
+
+        def of(part: slice) -> Any:
+            return function(*(_rows(x, part, queries) for x in args), **(options or {}))
+
+        if function.__name__ in _BY_ROW:
+            return Rows(of, queries, cells)
+        if function is Tensor.topk:
+            parts = [of(part) for part in args[0].parts()]
+            values, indices = (torch.cat(x, 1) for x in zip(*parts, strict=True))
+            return torch.return_types.topk((values, indices))
+        whole = (torch.cat([*map(x.of, x.parts())], 1) if isinstance(x, Rows) else x for x in args)
+        return function(*whole, **(options or {}))
+
+    def parts(self) -> list[slice]:
+        step = max(1, _AT_A_TIME // max(1, self.cells))
+        return [slice(x, min(x + step, self.queries)) for x in range(0, self.queries, step)]
+
+
+def _rows(x: Any, part: slice, queries: int) -> Any:
+    if isinstance(x, Rows):
+        return x.of(part)
+    has_rows = isinstance(x, Tensor) and x.dim() > 2 and x.shape[1] == queries
+    return x[:, part] if has_rows else x
+
+
+class _InParts(TorchFunctionMode):
+    """Makes the product of index queries [B, N, H, D] with all keys [B, 1, D, M] `Rows`."""
+
+    def __torch_function__(
+        self, function: Any, _: Any, args: Any = (), options: dict[str, Any] | None = None
+    ) -> Any:
+        if function is torch.matmul and all(isinstance(x, Tensor) and x.dim() == 4 for x in args):
+            query, key = args
+            pairs = query[..., 0].numel() * key.shape[3]
+            if key.shape[1] == 1 < query.shape[1] and pairs > _AT_A_TIME:
+                return Rows(lambda part: torch.matmul(query[:, part], key), query.shape[1])
+        return function(*args, **(options or {}))
+
+
+def watch(model: Any) -> None:
+    """Lets the indexers of a model run as this module says; cheap after the first call."""
+    if torch.compiler.is_compiling() or model in _watched:
+        return
+    _watched.add(model)
+    for module in model.modules():
+        for end, (method, wrap) in _WRAPPED.items():
+            if type(module).__name__.endswith(end) and hasattr(module, method):
+                module._sparsering_config = model.config  # names the attention that runs
+                own = getattr(type(module), method)
+                if not hasattr(own, NAME):
+                    setattr(type(module), method, _under_our_name(own, wrap))
+                break
+
+
+def _under_our_name(own: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def method(module: Any, *args: Any, **options: Any) -> Any:
+        config = getattr(module, "_sparsering_config", None)
+        if config is None or config._attn_implementation != NAME:
+            return own(module, *args, **options)
+        return wrap(own, module, *args, **options)
+
+    setattr(method, NAME, True)
+    return method
+
+
+def _in_parts(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any) -> Any:
+    """Runs an indexer with `Rows` of scores; keeps its lists for a compressor (DeepSeek-V4)."""
+    with _InParts():
+        listed = own(indexer, *args, **options)
+    if _now.listed is not None:
+        _now.listed.append(listed)
+    return listed
+
+
+def _compress(own: Callable[..., Any], compressor: Any, *args: Any, **options: Any) -> Any:
+    """Runs DeepSeek-V4's compressor; keeps which of its entries each query sees."""
+    _now.listed, _now.chosen = [], None
+    try:
+        keys, bias = own(compressor, *args, **options)
+        listed = _now.listed
+    finally:
+        _now.listed = None
+    if (entries := keys.shape[2]) and not listed:  # no indexer; a single query sees all entries
+        place = torch.arange(entries, device=keys.device)[None, None]
+        listed = [place if bias is None else torch.where(bias[:, 0] == 0, place, -1)]
+    if entries:
+        _now.chosen = Chosen(listed[0][:, None], entries=entries)
+    return keys, bias
+
+
+def _as_lists(_: Any, __: Any, topk_indices: Tensor, *___: Any, **____: Any) -> Chosen:
+    """Takes the place of GLM-5's mask of all pairs, whose lists hold causality and padding."""
+    return Chosen(topk_indices[:, None])
+
+
+@torch.no_grad()
+def _pooled(
+    _: Any,
+    indexer: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Any,
+    past_key_values: Any,
+) -> Chosen:
+    """Computes the lists of Qwen 4's indexer, which transformers computes query by query.
+
+    A document's visible tokens are cut into blocks of `compress_ratio`. A query sees the whole
+    blocks before it with the best mean keys, and the tokens behind its last whole block.
+    """
+    (batch, queries, _), size = hidden_states.shape, indexer.compress_ratio
+    heads, dim = indexer.index_n_heads, indexer.index_head_dim
+    rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+    cos, sin = position_embeddings
+    query, key = indexer.index_qk_proj(hidden_states).split((heads * dim, dim), -1)
+    query = indexer.q_layernorm(query.unflatten(-1, (heads, dim)))
+    query = rotate(query, cos=cos[:, -queries:], sin=sin[:, -queries:], unsqueeze_dim=2)
+    if past_key_values is not None:
+        key = past_key_values.update_indexer(key, indexer.layer_idx)
+    length = attention_mask.shape[3]
+    valid = attention_mask.valid(length)
+    valid = key.new_ones(batch, length).bool() if valid is None else valid.bool()
+    documents = attention_mask.documents
+    begins = torch.zeros_like(valid)
+    if documents is not None:
+        begins[:, 1:] = documents.diff(dim=1) != 0
+
+    def count(x: Tensor) -> tuple[Tensor, Tensor]:
+        """Counts marks before each token, and those before its document."""
+        before = x.cumsum(1) - x.long()
+        return before, torch.where(begins, before, 0).cummax(1).values
+
+    place, outside = count(valid)
+    is_first = valid & ((place - outside) % size == 0)
+    _, blocks_outside = count(is_first)
+    blocks = max(1, int(is_first.sum(1).max()))
+    in_order = (~valid).byte().argsort(dim=1, stable=True)  # visible tokens, then the others
+    starts = (~is_first).byte().argsort(dim=1, stable=True)[:, :blocks]
+    inside = torch.arange(size, device=key.device)
+    tokens = place.gather(1, starts)[..., None] + inside
+    tokens = in_order.gather(1, tokens.flatten(1).clamp(max=length - 1)).view(batch, blocks, size)
+    entry = torch.arange(batch, device=key.device)[:, None, None]
+    pooled = indexer.k_layernorm(key[entry, tokens].float().mean(2).to(key.dtype))
+    cos, sin = (x.expand(batch, -1, -1)[entry[..., 0], starts] for x in (cos, sin))
+    pooled = rotate(pooled[:, :, None], cos=cos, sin=sin, unsqueeze_dim=2)[:, :, 0]
+    own = slice(begin := int(attention_mask.q_start), begin + queries)
+    seen = (place - outside + valid)[:, own]
+    whole, first = seen // size, blocks_outside[:, own]
+    weight = query.new_ones(batch, queries, heads)
+    listed = top_tokens(
+        query.transpose(1, 2), pooled, weight, indexer.block_topk,
+        causal=False, first=first, stop=first + whole,
+    )[:, 0]  # fmt: skip
+    listed = torch.where(listed[..., None] < 0, -1, tokens[entry, listed.clamp(min=0)]).flatten(2)
+    behind = whole[..., None] * size + inside[:-1]
+    place = (outside[:, own, None] + behind).clamp(max=length - 1)
+    tail = torch.where(behind < seen[..., None], in_order[entry, place], -1)
+    return Chosen(torch.cat((listed, tail), 2)[:, None])
+
+
+_WRAPPED: dict[str, tuple[str, Callable[..., Any]]] = {
+    # by the end of a class name: its method, and what runs in its place
+    "QSAIndexer": ("forward", _pooled),
+    "Indexer": ("forward", _in_parts),
+    "CSACompressor": ("forward", _compress),
+    "HCACompressor": ("forward", _compress),
+    "Attention": ("build_attention_mask_from_topk", _as_lists),
+}
