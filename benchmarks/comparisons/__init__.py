@@ -28,7 +28,7 @@ from .proposals import proposals
 from .rows import rows
 from .selection import selection, selection_decoding, selection_scores
 from .sweeps import sweeps
-from .transformers import transformers
+from .transformers import indexed, transformers
 from .trees import of_trees
 
 CASES = {
@@ -56,6 +56,7 @@ CASES = {
     "memory": memory,
     "million-tokens": million_tokens,
     "transformers": transformers,
+    "indexed": indexed,
     "trees": of_trees,
 }
 

@@ -1,8 +1,9 @@
 """Hugging Face models with "sparsering" attention, against "sdpa" and "eager".
 
-Weights are random. `error` compares with "sdpa" on the model's own mask, relative to the largest
-logit. `from_dense` is the distance of a sparse pattern's logits from the dense model's. It is not
-an error: a model that was not trained with the pattern changes that much.
+Weights are random. `error` compares with "sdpa" ("eager" where an indexer chooses keys) on the
+model's own mask, relative to the largest logit. `from_dense` is the distance of a sparse pattern's
+logits from the dense model's. It is not an error: a model that was not trained with the pattern
+changes that much.
 """
 
 import statistics
@@ -22,6 +23,7 @@ from ..measure import Row, distance_of, interleaved, peak_extra_bytes
 OURS, OVERRIDE = "sparsering", "sparsering, window + global"
 PEERS = ("sdpa", "eager")
 WINDOW, GLOBAL = 512, 16
+INDEXED = ("deepseek_v32", "glm_moe_dsa", "deepseek_v4")
 MOST = {"eager": 4096, "sdpa, llama": 65536, "sdpa, modernbert": 16384}
 """Longest sequences whose dense masks fit a small machine; "sdpa" needs none if causal."""
 
@@ -36,6 +38,16 @@ def transformers(quick: bool) -> list[Row]:
     for kind in ("llama", "modernbert"):
         rows += training(kind, 1024 if quick else 8192, 1 if quick else 3)
     return rows + generation(1024 if quick else 16384, 8 if quick else 64)
+
+
+def indexed(quick: bool) -> list[Row]:
+    """Measures small models whose indexers choose 512 tokens or entries, beside eager attention."""
+    rows: list[Row] = []
+    for kind in INDEXED:
+        for length, rounds in ({256: 1} if quick else {2048: 3, 8192: 1}).items():
+            rows += prefill(kind, length, rounds)
+        rows += training(kind, 256 if quick else 2048, 1 if quick else 3)
+    return rows
 
 
 def prefill(kind: str, length: int, rounds: int) -> list[Row]:
@@ -112,7 +124,14 @@ def generation(length: int, new: int) -> list[Row]:
 
 def model_of(kind: str, name: str, length: int) -> Any:
     """Builds a small model of about 3M parameters, with equal weights for every `name`."""
-    from transformers import LlamaConfig, LlamaForCausalLM, ModernBertConfig, ModernBertModel
+    from transformers import (
+        AutoConfig,
+        AutoModelForCausalLM,
+        LlamaConfig,
+        LlamaForCausalLM,
+        ModernBertConfig,
+        ModernBertModel,
+    )
 
     from sparsering.integrations import transformers as hf
 
@@ -123,6 +142,9 @@ def model_of(kind: str, name: str, length: int) -> Any:
     model: Any
     if kind == "llama":
         model = LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=512, num_key_value_heads=2))
+    elif kind in INDEXED:
+        sizes |= _sizes_of_indexed(kind)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes))
     else:
         names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
         tokens = dict.fromkeys(names, 0)
@@ -139,7 +161,7 @@ def model_of(kind: str, name: str, length: int) -> Any:
 def forward(model: Any, kind: str, tokens: Tensor) -> Tensor:
     """Returns logits of the last 64 tokens, or the states of an encoder."""
     with torch.no_grad():
-        if kind == "llama":
+        if kind != "modernbert":
             out: Tensor = model(tokens, use_cache=False, logits_to_keep=64).logits
         else:
             out = model(tokens).last_hidden_state
@@ -149,11 +171,12 @@ def forward(model: Any, kind: str, tokens: Tensor) -> Tensor:
 def train_step(model: Any, kind: str, tokens: Tensor) -> float:
     """Runs forward and backward; returns the norm of all gradients."""
     model.zero_grad()
-    if kind == "llama":
+    if kind != "modernbert":
         model(tokens, labels=tokens, use_cache=False).loss.backward()
     else:
         model(tokens).last_hidden_state.square().mean().backward()
-    return float(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+    grads = [p.grad for p in model.parameters() if p.grad is not None]  # none of an indexer
+    return float(torch.nn.utils.get_total_norm(grads))
 
 
 def prefill_once(kind: str, name: str, length: int) -> Iterator[None]:
@@ -172,6 +195,23 @@ def train_once(kind: str, name: str, length: int) -> Iterator[None]:
     train_step(model, kind, tokens)
 
 
+def _sizes_of_indexed(kind: str) -> dict[str, Any]:
+    """Sizes of a model whose index is as wide as its heads; two layers, or one of each kind."""
+    sizes = {"intermediate_size": 512, "moe_intermediate_size": 128, "n_routed_experts": 4}
+    sizes |= {"num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 128}
+    sizes |= {"index_n_heads": 8, "index_head_dim": 64, "index_topk": 512, "pad_token_id": 0}
+    if kind != "deepseek_v4":
+        sizes |= {"kv_lora_rank": 128, "qk_nope_head_dim": 96, "qk_rope_head_dim": 32}
+        return sizes | {"v_head_dim": 128, "num_key_value_heads": 8, "num_hidden_layers": 2}
+    kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    return sizes | {
+        "head_dim": 128,
+        "o_lora_rank": 64,
+        "num_hidden_layers": 3,
+        "layer_types": kinds,
+    }
+
+
 def _override(kind: str) -> Pattern:
     if kind == "llama":
         return SlidingWindow(WINDOW - 1) | GlobalTokens(GLOBAL, rows=False)
@@ -180,6 +220,8 @@ def _override(kind: str) -> Pattern:
 
 def _names(kind: str, length: int) -> list[str]:
     """Names of the attentions whose masks fit in memory at a length."""
+    if kind in INDEXED:
+        return [OURS, "eager"]
     limits = {"sdpa": MOST[f"sdpa, {kind}"], "eager": MOST["eager"]}
     return [OURS, OVERRIDE, *(name for name in PEERS if length <= limits[name])]
 
@@ -190,7 +232,7 @@ def _tokens(length: int) -> Tensor:
 
 def _distances(name: str, outs: dict[str, Tensor]) -> Row:
     """Distance of an attention's results from the dense model's, relative to the largest."""
-    dense = outs.get("sdpa", outs[OURS])
+    dense = outs.get("sdpa", outs.get("eager", outs[OURS]))
     distance = distance_of([outs[name]], [dense])
     if name == OVERRIDE:
         return {"from_dense": distance}
