@@ -7,7 +7,14 @@ import pytest
 import torch
 from helpers.thinned import thinned
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaForCausalLM, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaForCausalLM,
+    LongformerConfig,
+    LongformerModel,
+    StaticCache,
+)
 from transformers.masking_utils import bidirectional_mask_function
 from transformers_models import DECODERS, assert_same, like, made, padded, result, tokens
 
@@ -242,6 +249,39 @@ def test_a_map_survives_saving(tmp_path):
     ).eval()
     with torch.no_grad():
         assert_same(result(again, input_ids=tokens()), result(model, input_ids=tokens()))
+
+
+@pytest.mark.parametrize("pattern", [LONGNET, {0: sr.SlidingWindow(2)}, None])
+def test_load_gives_a_saved_model_its_patterns(pattern, tmp_path):
+    model, ids = made("qwen2"), tokens()
+    if pattern is not None:
+        hf.apply(model, pattern)
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        wanted = result(model, input_ids=ids)
+        for cls in (AutoModelForCausalLM, type(model)):
+            again = hf.load(tmp_path, cls, dtype="auto").eval()
+            assert again.config._attn_implementation == "sparsering"
+            assert_same(result(again, input_ids=ids), wanted)
+
+
+def test_load_says_why_a_pattern_does_not_hold(tmp_path):
+    model = applied(made("qwen2"), {0: sr.SlidingWindow(2)})
+    model.config.sparsering = {"7": "SlidingWindow(2)"}
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"load needs layer indices \(0 to 1\) .* got 7"):
+        hf.load(tmp_path)
+    with pytest.raises(ValueError, match=r'load runs attn_implementation="sparsering", got \'sdpa'):
+        hf.load(tmp_path, attn_implementation="sdpa")
+    model.config.sparsering = "SlidingWindow("
+    model.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="SlidingWindow"):
+        hf.load(tmp_path)
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "attention_window": 8}
+    config = LongformerConfig(**sizes, num_attention_heads=4, intermediate_size=48)
+    LongformerModel(config).save_pretrained(tmp_path / "other")
+    with pytest.raises(NotImplementedError, match=r"or hf\.convert\(model\) \(Longformer, LED\)"):
+        hf.load(tmp_path / "other", LongformerModel)
 
 
 def test_a_model_without_a_pattern_loads_without_a_word(tmp_path):

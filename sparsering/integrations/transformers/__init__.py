@@ -6,6 +6,8 @@
     hf.apply(model, pattern)                # the pattern, within padding, documents and causality
     with hf.using(model, pattern):          # exactly the pattern, in this block
         model(**inputs)
+    model = hf.load(path)                   # a saved model, with the patterns of its config
+    hf.convert(model)                       # Longformer, LED, Chronos-2: their own patterns
     hf.parallelize(model, group)            # ranks share the tokens of each call
     model.generate(**inputs, past_key_values=hf.SparseCache(model))     # drops unneeded keys
     print(hf.explain(model))
@@ -26,8 +28,12 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 23
         f"{transformers.__version__}; pip install 'sparsering[hf]'"
     )
 
-from .apply import apply, explain, register, using
+from .apply import apply, explain, load, register, using
+from .converted import convert
 from .parallel import local_positions, parallelize
 from .sparse_cache import SparseCache
 
-__all__ = ["SparseCache", "apply", "explain", "local_positions", "parallelize", "register", "using"]
+__all__ = [
+    "SparseCache", "apply", "convert", "explain", "load", "local_positions", "parallelize",
+    "register", "using",
+]  # fmt: skip

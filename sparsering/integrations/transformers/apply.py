@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from ...checks import check_module, check_pattern
@@ -14,6 +14,7 @@ from ...distributed.plan import RingPlan
 from ...functional import explain as explain_call
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
+from ...patterns.expression import parse
 from ...patterns.packed_tree import PackedTree
 from ...patterns.positions import Full
 from ...patterns.tree import Tree
@@ -111,6 +112,38 @@ def apply(model: Any, pattern: Patterns) -> None:
         setattr(module.config, NAME, texts)
 
 
+def load(path: Any, cls: Any = AutoModelForCausalLM, **options: Any) -> Any:
+    """Loads a saved model with "sparsering" attention, and the patterns that `apply` gave it.
+
+    Args:
+        path: folder or name, as for `cls.from_pretrained`.
+        cls: the class that loads it, such as `AutoModel`.
+        options: further arguments of `cls.from_pretrained`.
+
+    Returns: the model, in eval mode.
+
+    Raises: ValueError for another attn_implementation, or a stored pattern that names no layer or
+        cannot be read; NotImplementedError if the model's layers would not follow it.
+
+    Example:
+        >>> apply(model, SlidingWindow(511) | GlobalTokens(4, rows=False))
+        >>> model.save_pretrained("tuned")
+        >>> model = load("tuned")
+    """
+    if (given := options.setdefault("attn_implementation", NAME)) != NAME:
+        raise ValueError(
+            f'load runs attn_implementation="{NAME}", got {given!r}; leave it out, or call '
+            f"{getattr(cls, '__name__', 'the class')}.from_pretrained"
+        )
+    register()
+    model = cls.from_pretrained(path, **options)
+    texts = stored_text(model.config)
+    pairs = texts.items() if isinstance(texts, Mapping) else []
+    patterns = {int(key) if key.isdigit() else key: parse(text) for key, text in pairs}
+    switch(model, _checked_modules(model, patterns, "load"), "load")
+    return model
+
+
 def _checked_modules(model: Any, pattern: Patterns, verb: str) -> list[Any]:
     """Returns a model's attention modules; raises for none, and for a key that names no layer."""
     check_module("model", model)
@@ -118,7 +151,7 @@ def _checked_modules(model: Any, pattern: Patterns, verb: str) -> list[Any]:
         raise NotImplementedError(
             f"{type(model).__name__} computes attention in its own classes and does not ask "
             "transformers' attention interface, so a pattern would have no effect; use a family "
-            "for which attn_implementation can be set"
+            "for which attn_implementation can be set, or hf.convert(model) (Longformer, LED)"
         )
     numbers = {getattr(module, "layer_idx", None) for module in modules}
     indices = [index for index in numbers if isinstance(index, int)]
