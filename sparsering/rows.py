@@ -24,6 +24,15 @@ def number_rows(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
     return group, first
 
 
+def first_in_row(numbers: Tensor, stop: int) -> Tensor:
+    """Marks the first of equal numbers in each row [..., k], if they are from 0 to stop - 1."""
+    ordered, order = numbers.sort(dim=-1, stable=True)
+    repeated = torch.zeros_like(ordered, dtype=torch.bool)
+    repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
+    repeated = torch.zeros_like(repeated).scatter(-1, order, repeated)
+    return (numbers >= 0) & (numbers < stop) & ~repeated
+
+
 def distinct_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the distinct rows of a byte matrix, and for each row its index among them."""
     words = rows.view(torch.int64) if rows.shape[1] % 8 == 0 else rows.long()

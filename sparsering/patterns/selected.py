@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..rows import expand_counts
+from ..rows import expand_counts, first_in_row
 from .algebra import Frame, Mask, Pattern, joined_masks
 from .arguments import freeze_integer
 from .blocks import BlockwiseMask, TensorMask
@@ -88,10 +88,9 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         """
         blocks, rows = -(-kv_len // self.block_size), max(1, queries // self.row_size)
         chosen = self.indices.view((1,) * (4 - self.indices.dim()) + self.indices.shape)
-        listed = torch.where((chosen >= 0) & (chosen < blocks), chosen, blocks)
-        whole = pad(listed, (0, 0, 0, -listed.shape[2] % rows), value=blocks)
+        whole = pad(chosen, (0, 0, 0, -chosen.shape[2] % rows), value=-1)
         tiles = whole.unflatten(2, (-1, rows))  # [B, H, tiles, rows, k]
-        in_union, in_rows = (_distinct(x, blocks) for x in (tiles.flatten(3), tiles))
+        in_union, in_rows = (first_in_row(x, blocks).sum(-1) for x in (tiles.flatten(3), tiles))
         used = (in_rows > 0).sum(-1).clamp(min=1)
         mean_of_rows = in_rows.sum(-1) / used
         return in_union.sum((0, 2)) / mean_of_rows.sum((0, 2)).clamp(min=1e-9)
@@ -153,14 +152,6 @@ class _ListedBlocks(TensorMask, BlockwiseMask):
         index, number = expand_counts(last - first)
         block = self.listed[first[index] + number] - begin[index]
         return index, block, block
-
-
-def _distinct(listed: Tensor, nothing: int) -> Tensor:
-    """Counts distinct block indices along the last dim; `nothing` stands for no block."""
-    ordered = listed.sort(-1).values
-    first = torch.ones_like(ordered, dtype=torch.bool)
-    first[..., 1:] = ordered[..., 1:] != ordered[..., :-1]
-    return (first & (ordered < nothing)).sum(-1)
 
 
 def selections_of(pattern: Pattern) -> list[SelectedBlocks]:

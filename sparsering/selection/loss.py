@@ -5,7 +5,8 @@ from torch import Tensor
 
 from ..checks import check_tensor
 from ..numerics import sum_dtype
-from .slots import checked_mass, checked_slots, first_slots
+from ..rows import first_in_row
+from .slots import checked_mass, checked_slots
 
 
 def selection_loss(
@@ -70,7 +71,7 @@ def selection_loss(
     listed = torch.ones_like(score, dtype=torch.bool)
     if indices is not None:
         indices = checked_slots(indices, mass.shape)
-        listed = first_slots(indices, blocks)
+        listed = first_in_row(indices, blocks)
         score = score.gather(3, torch.where(listed, indices, 0))
     listed = listed & (score != -torch.inf)
     log_share = torch.where(listed, score, torch.finfo(dtype).min).log_softmax(3)

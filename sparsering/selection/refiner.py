@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..checks import check_group, refuse_meta
 from ..patterns.arguments import checked_integer, digest_of, is_finite, shortened
-from .slots import checked_mass, checked_slots, first_slots
+from ..rows import first_in_row
+from .slots import checked_mass, checked_slots
 
 UNIT = 1 << 32
 """Mass is summed as integers in units of 1 / UNIT, so that the order of a sum does not matter."""
@@ -130,7 +131,7 @@ class PatternRefiner:
         indices = checked_slots(indices, mass.shape)
         refuse_meta(mass, indices, named="mass and indices")
         mass, indices = mass.cpu(), indices.cpu()
-        valid = first_slots(indices, blocks)
+        valid = first_in_row(indices, blocks)
         mass = torch.where(valid, mass, 0.0)
         if not bool((mass >= 0).all() & (mass < 1 << 20).all()):
             raise ValueError(

@@ -15,15 +15,6 @@ def listed_blocks(indices: Tensor, num_blocks: int) -> Tensor:
     return mask.scatter(3, torch.where(valid, indices, num_blocks), True)[..., :num_blocks]
 
 
-def first_slots(indices: Tensor, num_blocks: int) -> Tensor:
-    """Marks indices that name an existing block for the first time in their row: bool [..., k]."""
-    ordered, order = indices.sort(dim=-1, stable=True)
-    repeated = torch.zeros_like(ordered, dtype=torch.bool)
-    repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
-    repeated = torch.zeros_like(repeated).scatter(-1, order, repeated)
-    return (indices >= 0) & (indices < num_blocks) & ~repeated
-
-
 def checked_mass(mass: Tensor, heads: int, rows: int) -> Tensor:
     """Checks masses of slots [B, heads * G, rows, slots]; sums them over groups of G heads."""
     check_tensor("mass", mass, "[batch, heads, rows, slots]")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...layouts.bitmaps import unpack
 from ...layouts.layout import Pass, slots_of, tile_counts
-from ...rows import expand_counts, mix, number_rows
+from ...rows import expand_counts, first_in_row, mix, number_rows
 from ..lists import Lists
 from ..problem import Problem
 
@@ -282,10 +282,7 @@ def list_chunks(problem: Problem, lists: Lists, workspace: int, per_token: int) 
     for part in torch.arange(math.prod(shape), device=device).split(max(1, workspace // per_unit)):
         bat, hd, q = torch.unravel_index(part, shape)
         key = lists.keys.to(device)[bat * (batches > 1), hd * tables // heads, q].long()
-        ordered, order = key.sort(dim=1, stable=True)
-        repeats = torch.diff(ordered, dim=1, prepend=ordered[:, :1] - 1) == 0
-        cells = (key >= 0) & ~torch.zeros_like(repeats).scatter(1, order, repeats)
-        key = key.clamp(min=0)
+        cells, key = first_in_row(key, frame.kv_len), key.clamp(min=0)
         q_head = hd[:, None] * group + torch.arange(group, device=device)
         rows = (bat[:, None] * frame.num_heads + q_head) * frame.q_len + q[:, None]
         first = (bat * frame.num_kv_heads + hd * frame.num_kv_heads // heads) * frame.kv_len
