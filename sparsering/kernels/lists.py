@@ -17,7 +17,7 @@ from ..patterns.positions import GlobalTokens
 from ..patterns.selected import SelectedBlocks, has_lists
 from ..patterns.tree import Tree
 
-_MOST_CELLS = 1 << 20  # (query, key) pairs that are compared with a mask at a time
+_MOST_CELLS = 1 << 18  # (query, key) pairs that are compared with a mask at a time
 _Terms = list[tuple[SelectedBlocks | None, tuple[Mask, ...]]]
 
 
@@ -126,18 +126,18 @@ def _lists(
     rows, slots = table.shape[2:]
     position = torch.arange(frame.q_start, frame.q_start + frame.q_len, device=table.device)
     row = (position // selection.row_size - selection.first_row).clamp(0, max(0, rows - 1))
-    inside = torch.arange(size, device=table.device)
+    inside = torch.arange(size, dtype=torch.int32, device=table.device)
     shape = batches, heads, frame.q_len, slots * size
     keys = torch.empty(shape, dtype=torch.int32, device=table.device)
-    for part in torch.arange(frame.q_len).split(max(1, _MOST_CELLS // max(1, slots * size))):
-        listed = table[:, :, row[part], :, None].clamp(-1, frame.kv_len)
-        key, here = listed * size + inside, position[part][:, None]
-        real = (listed >= 0) & (key < frame.kv_len) & (here[..., None] >= 0)
-        each = torch.where(real, key, -1).int().flatten(-2)
-        keys[:, :, part] = each.repeat_interleave(heads // table.shape[1], 1)
+    step = max(1, _MOST_CELLS // max(1, slots * size))
+    parts = zip(row.split(step), position[:, None].split(step), keys.split(step, 2), strict=True)
+    for which, here, to in parts:
+        listed = table[:, :, which].clamp_(-1, -(-frame.kv_len // size)).int()
+        each = (listed[..., None] * size + inside).flatten(-2) if size > 1 else listed
+        each.masked_fill_((each < 0) | (each >= frame.kv_len) | (here < 0), -1)
+        to.copy_(each.repeat_interleave(heads // table.shape[1], 1))
         for (b, h, _), own in zip(entries, limits, strict=False):
-            listed = keys[b, h, part]
-            keys[b, h, part] = torch.where(own.holds(here, listed.long(), frame), listed, -1)
+            to[b, h].masked_fill_(~own.holds(here, to[b, h].long(), frame), -1)
     if beside is not None:
         every = torch.arange(frame.kv_len)
         more = [
