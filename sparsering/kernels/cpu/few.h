@@ -38,6 +38,14 @@ struct FewQueries {
     result.scores += key;
     return result;
   }
+  // Returns a copy without the first rows.
+  FewQueries without(int64_t rows) const {
+    FewQueries result = from(rows * ld);
+    result.count -= rows;
+    result.queries += rows * width;
+    result.sums += sums ? rows * value_width : 0;
+    return result;
+  }
 };
 
 // Rows of keys or values: row j begins at `first + j * stride`.
@@ -116,11 +124,35 @@ inline void score_rows(const FewQueries& x, int64_t row, const float* turned, in
   }
 }
 
+// Transposes kLanes rows of whole vectors.
+template <int W, typename Rows>
+void transpose_rows(const Rows& rows, int64_t width, float* to) {
+  decltype(rows[0]) row[kLanes];
+  for (int64_t i = 0; i < kLanes; ++i) {
+    row[i] = rows[i];
+  }
+  for (int64_t d = 0; d < width_or<W>(width); d += kLanes) {
+    Vec square[kLanes];
+#pragma GCC unroll 16
+    for (int64_t i = 0; i < kLanes; ++i) {
+      square[i] = load_lanes(row[i] + d);
+    }
+    transpose_square(square, to + d * kLanes, kLanes);
+  }
+}
+
 // Computes dot products of each query with `count` keys, kLanes at a time; prefetches the values.
 template <int W, typename Rows>
 void score_keys(const FewQueries& x, const Rows& keys, int64_t count, const Rows& values) {
   const int64_t in_fours = x.count / 4 * 4;  // four queries share the cost of transposing keys
+  float *block = x.spare, *turned = block + kLanes * x.width;
   const auto score = [&](const auto& from, int64_t first) {
+    if (in_fours) {
+      transpose_rows<W>(from, x.width, turned);
+    }
+    for (int64_t r = 0; r < in_fours; r += 4) {
+      score_rows(x, r, turned, first);
+    }
     for (int64_t r = in_fours; r < x.count; ++r) {
       const float* query = x.queries + r * x.width;
       const Vec score = width_or<W>(x.width) % (4 * kLanes) ? products<1, W>(query, from, x.width)
@@ -128,13 +160,12 @@ void score_keys(const FewQueries& x, const Rows& keys, int64_t count, const Rows
       score.store(x.scores + r * x.ld + first);
     }
   };
-  float *block = x.spare, *turned = block + kLanes * x.width;
   for (int64_t first = 0; first < count; first += kLanes) {
     const int64_t n = std::min(kLanes, count - first);
     for (int64_t j = 0; j < n; ++j) {
       prefetch<W>(values[first + j], x.value_width);
     }
-    if (!in_fours && n == kLanes && x.key_width == x.width) {
+    if (n == kLanes && x.key_width == x.width) {
       score(keys.from(first), first);
       continue;
     }
@@ -144,12 +175,6 @@ void score_keys(const FewQueries& x, const Rows& keys, int64_t count, const Rows
         copy_lanes(keys[first + j], block + j * x.width, size);
       }
       std::fill(block + j * x.width + size, block + (j + 1) * x.width, 0.f);
-    }
-    if (in_fours) {
-      transpose(block, kLanes, x.width, turned);
-    }
-    for (int64_t r = 0; r < in_fours; r += 4) {
-      score_rows(x, r, turned, first);
     }
     score(Strided<float>{block, x.width}, first);
   }

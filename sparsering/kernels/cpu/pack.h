@@ -98,19 +98,9 @@ const T* tile_rows(const Source& x, int64_t b, int64_t h, Tile tile, int64_t ste
   return spare;
 }
 
-// Transposes kLanes x kLanes values by log2(kLanes) shuffles of rows; multiplies by `factor` if
-// Scaled.
-template <bool Scaled = false>
-void transpose_square(const float* from, int64_t ld_from, float* to, int64_t ld_to,
-                      Vec factor = Vec(1.f)) {
-  Vec a[kLanes], b[kLanes];
-#pragma GCC unroll 16
-  for (int64_t i = 0; i < kLanes; ++i) {
-    a[i] = Vec::loadu(from + i * ld_from);
-    if constexpr (Scaled) {
-      a[i] = a[i] * factor;
-    }
-  }
+// Transposes kLanes rows of a square by log2(kLanes) shuffles of rows.
+inline void transpose_square(Vec (&a)[kLanes], float* to, int64_t ld_to) {
+  Vec b[kLanes];
 #pragma GCC unroll 4
   for (int64_t n = 1; n < kLanes; n *= 2) {
 #pragma GCC unroll 8
@@ -126,6 +116,20 @@ void transpose_square(const float* from, int64_t ld_from, float* to, int64_t ld_
   for (int64_t i = 0; i < kLanes; ++i) {
     a[i].store(to + i * ld_to);
   }
+}
+// Transposes kLanes x kLanes values; multiplies by `factor` if Scaled.
+template <bool Scaled = false>
+void transpose_square(const float* from, int64_t ld_from, float* to, int64_t ld_to,
+                      Vec factor = Vec(1.f)) {
+  Vec a[kLanes];
+#pragma GCC unroll 16
+  for (int64_t i = 0; i < kLanes; ++i) {
+    a[i] = Vec::loadu(from + i * ld_from);
+    if constexpr (Scaled) {
+      a[i] = a[i] * factor;
+    }
+  }
+  transpose_square(a, to, ld_to);
 }
 
 // Transposes [rows, width]. A value may be a pair of bfloat16, so its address may be unaligned.
