@@ -64,12 +64,12 @@ inline void add_products(float* to, int64_t width, const int32_t* keys, int64_t 
 
 struct BackwardScratch {
   explicit BackwardScratch(const Call& call)
-      : list(call.slots, call.x.Nk),
-        queries(call.group * call.width),
-        douts(call.group * call.width),
-        scores(call.group * kTile),
-        weights(call.group * kTile),
-        sums(call.group * call.x.D),
+      : list(call.slots, call.x.Nk, call.group, call.bias),
+        queries(call.rows * call.width),
+        douts(call.rows * call.width),
+        scores(call.rows * kTile),
+        weights(call.rows * kTile),
+        sums(call.rows * call.x.D),
         biases(kTile),
         slopes(kTile),
         spare(2 * kLanes * call.width) {}
@@ -92,7 +92,7 @@ class Backward {
   // Pieces of the queries of a kv head, so that all threads work.
   static int64_t pieces(const Problem& x) {
     const int64_t heads = std::max<int64_t>(1, x.B * x.Hkv);
-    return std::min({(num_threads() + heads - 1) / heads, kMostPieces, std::max<int64_t>(1, x.Nq)});
+    return std::min({(num_threads() + heads - 1) / heads, kMostPieces, parts(x)});
   }
 
   void run() const {
@@ -113,9 +113,13 @@ class Backward {
               float *dk = part(to_.dk, more_k, piece, x_.D) + kv * x_.Nk * x_.D,
                     *dv = part(to_.dv, more_v, piece, x_.Dv) + kv * x_.Nk * x_.Dv;
               for (int64_t unit = kv % x_.Hkv * units; unit < (kv % x_.Hkv + 1) * units; ++unit) {
-                for (int64_t query = x_.Nq * piece / pieces; query < x_.Nq * (piece + 1) / pieces;
-                     ++query) {
-                  run_query<width(), decltype(value)>(s, b, unit, query, piece, pieces, dk, dv);
+                for (int64_t n = parts(x_) * piece / pieces; n < parts(x_) * (piece + 1) / pieces;
+                     ++n) {
+                  const int64_t stop = std::min((n + 1) * kQueries, x_.Nq);
+                  for (int64_t query = n * kQueries; query < stop; query += s.list.size) {
+                    read_lists(s, b, unit, query, stop);
+                    run_queries<width(), decltype(value)>(s, b, unit, query, piece, pieces, dk, dv);
+                  }
                 }
               }
             });
@@ -128,6 +132,11 @@ class Backward {
   }
 
  private:
+  // Numbers of neighbouring queries whose lists may be merged: they do not depend on the threads.
+  static int64_t parts(const Problem& x) {
+    return std::max<int64_t>(1, (x.Nq + kQueries - 1) / kQueries);
+  }
+
   static void add(const float* from, int64_t size, float* to) {
     parallel_for(0, size, 1 << 16, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
@@ -136,53 +145,74 @@ class Backward {
     });
   }
 
-  template <int W, typename S>
-  void run_query(BackwardScratch& s, int64_t b, int64_t unit, int64_t query, int64_t piece,
-                 int64_t pieces, float* dk, float* dv) const {
-    const int64_t group = call_.group;
-    s.list.read(call_.list(b, unit, query), call_.slots);
-    std::fill_n(s.sums.get(), group * x_.D, 0.f);
-    if (s.list.count) {
-      call_.read_rows(x_.q, b, unit, query, s.queries.get());
-      call_.read_rows(dout_, b, unit, query, s.douts.get());
+  // Reads the lists of some queries. Reads one if a number is not finite: 0 times it would spoil
+  // gradients of queries and keys that do not see each other.
+  void read_lists(BackwardScratch& s, int64_t b, int64_t unit, int64_t query, int64_t stop) const {
+    s.list.read(call_.list(b, unit, query), stop - query);
+    bool finite = true;
+    for (int64_t i = 0; i < call_.group && s.list.size > 1; ++i) {
+      const int64_t row = call_.row(b, unit * call_.group + i, query);
+      for (int64_t j = row; j < row + s.list.size; ++j) {
+        finite = finite && std::isfinite(delta_[j]) && lse_[j] < kInf;
+      }
     }
-    const FewQueries few{
-        group,           x_.D,           x_.Dv,   kTile,        round_up(x_.D, kLanes),
-        s.queries.get(), s.scores.get(), nullptr, s.spare.get()};
-    const FewQueries by_value{
-        group,         x_.Dv,           x_.D,    kTile,        round_up(x_.Dv, kLanes),
-        s.douts.get(), s.weights.get(), nullptr, s.spare.get()};
+    if (!finite) {
+      s.list.read(call_.list(b, unit, query), 1);
+    }
+  }
+
+  template <int W, typename S>
+  void run_queries(BackwardScratch& s, int64_t b, int64_t unit, int64_t query, int64_t piece,
+                   int64_t pieces, float* dk, float* dv) const {
+    const int64_t group = call_.group, rows = s.list.size * group, width = round_up(x_.D, kLanes),
+                  value_width = round_up(x_.Dv, kLanes);
+    std::fill_n(s.sums.get(), rows * x_.D, 0.f);
+    if (s.list.count) {
+      call_.read_rows(x_.q, b, unit, query, s.list.size, s.queries.get());
+      call_.read_rows(dout_, b, unit, query, s.list.size, s.douts.get());
+    }
+    const FewQueries few{rows,           x_.D,    x_.Dv,        kTile, width, s.queries.get(),
+                         s.scores.get(), nullptr, s.spare.get()};
+    const FewQueries by_value{rows,          x_.Dv,           x_.D,    kTile,        value_width,
+                              s.douts.get(), s.weights.get(), nullptr, s.spare.get()};
     FewQueries by_key = few;
     by_key.value_width = x_.D, by_key.sums = s.sums.get();
     for (int64_t from = 0; from < s.list.count; from += kTile) {
       const int64_t count = std::min(kTile, s.list.count - from), next = from + count;
-      const auto keys = call_.rows<S>(x_.k, b, unit, s.list, from),
-                 values = call_.rows<S>(x_.v, b, unit, s.list, from);
-      score_keys<W>(few, keys, count, values);
-      score_keys<W>(by_value, values, count, keys);
-      for (int64_t i = 0; i < group; ++i) {
-        run_row(s, b, unit * group + i, query, from, count, piece, pieces, i);
+      const auto keys = call_.rows_of<S>(x_.k, b, unit, s.list, from),
+                 values = call_.rows_of<S>(x_.v, b, unit, s.list, from);
+      call_.for_steps(s.list, from, count, [&](int64_t j, int64_t n, int64_t first) {
+        score_keys<W>(few.without(first).from(j), keys.from(j), n, values.from(j));
+        score_keys<W>(by_value.without(first).from(j), values.from(j), n, keys.from(j));
+      });
+      for (int64_t r = call_.first_row(s.list, from); r < rows; ++r) {
+        run_row(s, b, unit * group + r % group, query, r / group, from, count, piece, pieces, r);
       }
-      add_values<W>(by_key, keys, count, keys.from(count), std::min(kTile, s.list.count - next));
-      const int32_t* of_tile = s.list.keys() + from;
-      add_products(dv, x_.Dv, of_tile, count, s.weights.get(), s.douts.get(), group);
-      add_products(dk, x_.D, of_tile, count, s.scores.get(), s.queries.get(), group);
+      call_.for_steps(s.list, from, count, [&](int64_t j, int64_t n, int64_t first) {
+        const FewQueries scores = by_key.without(first).from(j),
+                         weights = by_value.without(first).from(j);
+        const int32_t* of_step = s.list.keys() + from + j;
+        add_values<W>(scores, keys.from(j), n, keys.from(count + j),
+                      std::min(n, s.list.count - next - j));
+        add_products(dv, x_.Dv, of_step, n, weights.scores, weights.queries, weights.count);
+        add_products(dk, x_.D, of_step, n, scores.scores, scores.queries, scores.count);
+      });
     }
-    for (int64_t i = 0; i < group; ++i) {
-      std::copy_n(s.sums.get() + i * x_.D, x_.D,
-                  to_.dq + call_.row(b, unit * group + i, query) * x_.D);
+    for (int64_t r = 0; r < rows; ++r) {
+      std::copy_n(s.sums.get() + r * x_.D, x_.D,
+                  to_.dq + call_.row(b, unit * group + r % group, query + r / group) * x_.D);
     }
   }
 
   // Replaces a head's products with keys by the gradients dS of these products, and its products
-  // with values by the weights of the values.
-  void run_row(BackwardScratch& s, int64_t b, int64_t head, int64_t query, int64_t from,
-               int64_t count, int64_t piece, int64_t pieces, int64_t i) const {
-    float *scores = s.scores.get() + i * kTile, *weights = s.weights.get() + i * kTile,
+  // with values by the weights of the values. Its list is the `i`th that is read.
+  void run_row(BackwardScratch& s, int64_t b, int64_t head, int64_t first_query, int64_t i,
+               int64_t from, int64_t count, int64_t piece, int64_t pieces, int64_t r) const {
+    float *scores = s.scores.get() + r * kTile, *weights = s.weights.get() + r * kTile,
           *slopes = s.slopes.get();
-    const int64_t row = call_.row(b, head, query);
+    const int64_t query = first_query + i, row = call_.row(b, head, query);
     const bool capped = x_.extras.softcap > 0.f;
-    call_.adjust(b, head, query, s.list, from, count, s.biases.get(), scores,
+    call_.adjust(b, head, query, s.list, i, from, count, s.biases.get(), scores,
                  capped ? slopes : nullptr);
     if (x_.extras.drops()) {  // the products with values become gradients of weights
       call_.for_kept(b, head, query, s.list, from, count, [&](int64_t j, bool kept) {
@@ -203,14 +233,18 @@ class Backward {
     }
     if (to_.dbias) {
       for (int64_t j = 0; j < count; ++j) {
-        to_.dbias[row * call_.slots + s.list.slots()[from + j]] = scores[j];
+        if (s.list.has(i, from + j)) {
+          to_.dbias[row * call_.slots + s.list.slots(i)[from + j]] = scores[j];
+        }
       }
     }
     if (to_.dtable) {
       const int64_t width = 2 * x_.extras.radius + 1;
       double* table = to_.dtable + ((b * x_.Hq + head) * pieces + piece) * width;
       for (int64_t j = 0; j < count; ++j) {
-        table[call_.distance(s.list.keys()[from + j], query)] += scores[j];
+        if (s.list.has(i, from + j)) {
+          table[call_.distance(s.list.keys()[from + j], query)] += scores[j];
+        }
       }
     }
     for (int64_t j = 0; j < count; ++j) {

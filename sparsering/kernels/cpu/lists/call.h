@@ -3,12 +3,10 @@
 
 #pragma once
 
-#include "../few.h"
 #include "../scores.h"
+#include "distinct.h"
 
 namespace sparsering::cpu::lists {
-
-constexpr int64_t kTile = 128;  // keys of a softmax step: with their values they stay in a cache
 
 // Rows of keys or values that a list names.
 template <typename S>
@@ -24,42 +22,13 @@ struct Named {
   const int32_t* keys;
 };
 
-// A list without its repeats and without numbers that are no key: its keys, and the slot of each.
-class Distinct {
- public:
-  Distinct(int64_t slots, int64_t num_keys)
-      : keys_(slots), slots_(slots), turns_(Buffer<uint32_t>::zeros(num_keys)), size_(num_keys) {}
-
-  void read(const int32_t* list, int64_t slots) {
-    count = 0;
-    if (++turn_ == 0) {
-      std::fill_n(turns_.get(), size_, 0);
-      turn_ = 1;
-    }
-    for (int64_t slot = 0; slot < slots; ++slot) {
-      const int32_t key = list[slot];
-      if (key >= 0 && key < size_ && turns_.get()[key] != turn_) {
-        turns_.get()[key] = turn_;
-        keys_.get()[count] = key;
-        slots_.get()[count++] = static_cast<int32_t>(slot);
-      }
-    }
+inline bool all_finite(const float* x, int64_t size) {
+  Vec sum(0.f);
+  for (int64_t i = 0; i < size; i += kLanes) {
+    sum = at::vec::fmadd(Vec::loadu(x + i, std::min(kLanes, size - i)), Vec(0.f), sum);
   }
-  const int32_t* keys() const {
-    return keys_.get();
-  }
-  const int32_t* slots() const {
-    return slots_.get();
-  }
-
-  int64_t count = 0;
-
- private:
-  Buffer<int32_t> keys_, slots_;
-  Buffer<uint32_t> turns_;  // of each key: the last turn in which a list named it
-  int64_t size_;
-  uint32_t turn_ = 0;
-};
+  return sum_of_lanes(sum) == 0.f;
+}
 
 // Input of a call.
 struct Call {
@@ -74,6 +43,7 @@ struct Call {
         slots(keys_.size(3)),
         units(std::max(tables, x.Hkv)),
         group(units ? x.Hq / units : 0),
+        rows(group * most_lists(group)),
         branch(branch_),
         first(first_),
         bias(bias_ ? values_of<float>(*bias_) : nullptr),
@@ -95,26 +65,43 @@ struct Call {
     return unit * x.Hkv / units;
   }
   template <typename S>
-  Named<S> rows(const Source& source, int64_t b, int64_t unit, const Distinct& list,
-                int64_t from) const {
+  Named<S> rows_of(const Source& source, int64_t b, int64_t unit, const Distinct& list,
+                   int64_t from) const {
     return {source.rows<S>(b, kv_head(unit), 0), source.strides[2], list.keys() + from};
+  }
+  // Returns the first of the rows (queries of a unit's heads) that may list keys from `from` on.
+  // Earlier rows are added until they are in fours, as products take them.
+  int64_t first_row(const Distinct& list, int64_t from) const {
+    const int64_t all = list.size * group, listing = all - list.first_list(from) * group;
+    return std::max<int64_t>(0, all - round_up(listing, 4));
+  }
+  // Calls f(j, n, first) for n keys from the `j`th of a tile on, and the first row that may list
+  // one of them: if lists are merged, the last keys are those of few rows.
+  template <typename F>
+  void for_steps(const Distinct& list, int64_t from, int64_t count, const F& f) const {
+    const int64_t step = list.size > 1 ? kLanes : count;
+    for (int64_t j = 0; j < count; j += step) {
+      f(j, std::min(step, count - j), first_row(list, from + j));
+    }
   }
   // Index of a head's row among all rows of the query.
   int64_t row(int64_t b, int64_t head, int64_t query) const {
     return (b * x.Hq + head) * x.Nq + query;
   }
 
-  // Copies a query (or a gradient of its output) of each head of a unit, padded with zeros.
-  void read_rows(const Source& source, int64_t b, int64_t unit, int64_t query, float* to) const {
+  // Copies queries (or gradients of their outputs), padded with zeros: each of all heads of a unit.
+  void read_rows(const Source& source, int64_t b, int64_t unit, int64_t query, int64_t queries,
+                 float* to) const {
     const int64_t padded = round_up(source.width, kLanes);
-    for (int64_t i = 0; i < group; ++i) {
-      read_tile(source, b, unit * group + i, Tile{query, 1}, 1, 1, padded, to + i * padded);
+    for (int64_t r = 0; r < queries * group; ++r) {
+      const Tile tile{query + r / group, 1};
+      read_tile(source, b, unit * group + r % group, tile, 1, 1, padded, to + r * padded);
     }
   }
 
-  // Turns products of a head's query with `count` keys of a list, from `from` on, into scores. Sets
-  // `slope`, if it is not nullptr, to the derivative by the product.
-  void adjust(int64_t b, int64_t head, int64_t query, const Distinct& list, int64_t from,
+  // Turns products of a head's query, whose list is the `i`th of `list`, with `count` keys, from
+  // `from` on, into scores. Sets `slope`, if it is not nullptr, to the derivative by the product.
+  void adjust(int64_t b, int64_t head, int64_t query, const Distinct& list, int64_t i, int64_t from,
               int64_t count, float* biases, float* scores, float* slope) const {
     const float *table = x.extras.table(b, head),
                 *of_slots = bias ? bias + row(b, head, query) * slots : nullptr;
@@ -125,7 +112,8 @@ struct Call {
     if (table || of_slots) {
       for (int64_t j = 0; j < count; ++j) {
         const float far = table ? table[distance(list.keys()[from + j], query)] : 0.f;
-        biases[j] = far + (of_slots ? of_slots[list.slots()[from + j]] : 0.f);
+        const bool listed = of_slots && list.has(i, from + j);
+        biases[j] = far + (listed ? of_slots[list.slots(i)[from + j]] : 0.f);
       }
       cpu::adjust(scores, count, x.scale, cap, biases, slope);
     } else if (cap > 0.f) {
@@ -135,6 +123,7 @@ struct Call {
         scores[j] *= x.scale;
       }
     }
+    list.hide_others(i, from, count, scores);
   }
 
   // Index of a pair in a distance table.
@@ -156,7 +145,9 @@ struct Call {
 
   const Problem& x;
   const int32_t* lists;
-  int64_t batches, tables, slots, units, group, branch;
+  int64_t batches, tables, slots, units, group;
+  int64_t rows;  // the most queries of all heads of a unit at a time
+  int64_t branch;
   int64_t first;  // position of the first query
   const float* bias;
   int64_t width;  // of a padded row

@@ -8,17 +8,19 @@
 
 namespace sparsering::cpu::lists {
 
-constexpr int64_t kQueries = 8;  // neighbouring queries that a thread takes at a time
+// The slots of lists from which on merging them pays in a forward pass; a backward pass, which also
+// adds to the gradients of keys and values, gains from merging short lists too.
+constexpr int64_t kLeastSlots = 384;
 
 struct ForwardScratch {
   explicit ForwardScratch(const Call& call)
-      : list(call.slots, call.x.Nk),
-        queries(call.group * call.width),
-        scores(call.group * kTile),
-        sums(call.group * call.x.Dv),
+      : list(call.slots, call.x.Nk, call.group, call.bias),
+        queries(call.rows * call.width),
+        scores(call.rows * kTile),
+        sums(call.rows * call.x.Dv),
         biases(kTile),
-        highest(call.group),
-        total(call.group),
+        highest(call.rows),
+        total(call.rows),
         spare(2 * kLanes * call.width) {}
   Distinct list;
   Buffer<float> queries, scores, sums, biases, highest, total, spare;
@@ -48,44 +50,54 @@ struct Results {
   }
 };
 
-// Computes one query of the heads of a unit.
+// Computes the queries whose lists are read, for the heads of a unit. Returns false, and writes no
+// results, if a number is not finite: 0 times it would spoil rows that do not list its key.
 template <int W, typename S, typename O>
-void forward_query(const Call& call, ForwardScratch& s, int64_t b, int64_t unit, int64_t query,
-                   const Results<O>& results) {
+bool forward_queries(const Call& call, ForwardScratch& s, int64_t b, int64_t unit, int64_t query,
+                     const Results<O>& results) {
   const Problem& x = call.x;
-  s.list.read(call.list(b, unit, query), call.slots);
-  call.read_rows(x.q, b, unit, query, s.queries.get());
-  const FewQueries few{
-      call.group,     x.D,          x.Dv,         kTile, round_up(x.D, kLanes), s.queries.get(),
-      s.scores.get(), s.sums.get(), s.spare.get()};
-  std::fill_n(s.sums.get(), call.group * x.Dv, 0.f);
-  std::fill_n(s.highest.get(), call.group, -kInf);
-  std::fill_n(s.total.get(), call.group, 0.f);
+  const int64_t group = call.group, rows = s.list.size * group, width = round_up(x.D, kLanes);
+  call.read_rows(x.q, b, unit, query, s.list.size, s.queries.get());
+  std::fill_n(s.sums.get(), rows * x.Dv, 0.f);
+  std::fill_n(s.highest.get(), rows, -kInf);
+  std::fill_n(s.total.get(), rows, 0.f);
+  const FewQueries few{rows,           x.D,          x.Dv,         kTile, width, s.queries.get(),
+                       s.scores.get(), s.sums.get(), s.spare.get()};
   for (int64_t from = 0; from < s.list.count; from += kTile) {
     const int64_t count = std::min(kTile, s.list.count - from), next = from + count;
-    const auto keys = call.rows<S>(x.k, b, unit, s.list, from),
-               values = call.rows<S>(x.v, b, unit, s.list, from);
-    score_keys<W>(few, keys, count, values);
-    for (int64_t i = 0; i < call.group; ++i) {
-      float* scores = s.scores.get() + i * kTile;
-      const int64_t head = unit * call.group + i;
-      call.adjust(b, head, query, s.list, from, count, s.biases.get(), scores, nullptr);
-      weigh(few, i, count, s.highest.get()[i], s.total.get()[i]);
+    const auto keys = call.rows_of<S>(x.k, b, unit, s.list, from),
+               values = call.rows_of<S>(x.v, b, unit, s.list, from);
+    call.for_steps(s.list, from, count, [&](int64_t j, int64_t n, int64_t first) {
+      score_keys<W>(few.without(first).from(j), keys.from(j), n, values.from(j));
+    });
+    for (int64_t r = call.first_row(s.list, from); r < rows; ++r) {
+      float* scores = s.scores.get() + r * kTile;
+      const int64_t i = r / group, head = unit * group + r % group;
+      call.adjust(b, head, query + i, s.list, i, from, count, s.biases.get(), scores, nullptr);
+      weigh(few, r, count, s.highest.get()[r], s.total.get()[r]);
       if (x.extras.drops()) {
-        call.for_kept(b, head, query, s.list, from, count,
+        call.for_kept(b, head, query + i, s.list, from, count,
                       [&](int64_t j, bool kept) { scores[j] = kept ? scores[j] : 0.f; });
       }
     }
-    add_values<W>(few, values, count, keys.from(count), std::min(kTile, s.list.count - next));
+    call.for_steps(s.list, from, count, [&](int64_t j, int64_t n, int64_t first) {
+      add_values<W>(few.without(first).from(j), values.from(j), n, keys.from(count + j),
+                    std::min(n, s.list.count - next - j));
+    });
   }
-  for (int64_t i = 0; i < call.group; ++i) {
-    float factor, of_row, *sums = s.sums.get() + i * x.Dv;
-    finish(s.highest.get()[i], s.total.get()[i], factor, of_row);
+  if (s.list.size > 1 &&
+      !(all_finite(s.total.get(), rows) && all_finite(s.sums.get(), rows * x.Dv))) {
+    return false;
+  }
+  for (int64_t r = 0; r < rows; ++r) {
+    float factor, of_row, *sums = s.sums.get() + r * x.Dv;
+    finish(s.highest.get()[r], s.total.get()[r], factor, of_row);
     for (int64_t d = 0; d < x.Dv; ++d) {
       sums[d] *= factor * x.extras.factor;
     }
-    results.put(call.row(b, unit * call.group + i, query), sums, of_row, x.Dv);
+    results.put(call.row(b, unit * group + r % group, query + r / group), sums, of_row, x.Dv);
   }
+  return true;
 }
 
 // Computes all queries whose keys and values have type S.
@@ -93,13 +105,18 @@ template <typename S, typename O>
 void forward(const Call& call, const Results<O>& results) {
   const Problem& x = call.x;
   const int64_t parts = (x.Nq + kQueries - 1) / kQueries;
+  const bool merges = call.slots >= kLeastSlots;
   const auto make = [&] { return ForwardScratch(call); };
   with_width(x.D, x.Dv, [&](auto width) {
     share_out<ForwardScratch>(x.B * call.units * parts, 1, make, [&](ForwardScratch& s, int64_t i) {
       const int64_t b = i / parts / call.units, unit = i / parts % call.units,
                     first = i % parts * kQueries, stop = std::min(first + kQueries, x.Nq);
-      for (int64_t query = first; query < stop; ++query) {
-        forward_query<width(), S>(call, s, b, unit, query, results);
+      for (int64_t query = first; query < stop; query += s.list.size) {
+        s.list.read(call.list(b, unit, query), merges ? stop - query : 1);
+        if (!forward_queries<width(), S>(call, s, b, unit, query, results)) {
+          s.list.read(call.list(b, unit, query), 1);
+          forward_queries<width(), S>(call, s, b, unit, query, results);
+        }
       }
     });
   });

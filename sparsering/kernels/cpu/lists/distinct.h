@@ -1,0 +1,181 @@
+// Lists of neighbouring queries, merged: each key once.
+
+#pragma once
+
+#include "../few.h"
+
+namespace sparsering::cpu::lists {
+
+constexpr int64_t kTile = 128;     // keys of a softmax step: with their values they stay in a cache
+constexpr int64_t kQueries = 16;   // neighbouring queries that a thread takes at a time
+constexpr int64_t kMostRows = 64;  // queries of all heads that share products with keys
+constexpr int64_t kMostMerged = 4;  // bounds the merged keys, in lengths of a list
+
+// The most lists that are merged, for `heads` query heads that share a list.
+inline int64_t most_lists(int64_t heads) {
+  return std::clamp<int64_t>(kMostRows / std::max<int64_t>(heads, 1), 1, kQueries);
+}
+
+// Some lists without repeats and without numbers that are no key. Keys are in the order in which
+// the lists name them first: a key's first list and later ones may have it, earlier ones do not.
+class Distinct {
+ public:
+  Distinct(int64_t slots, int64_t num_keys, int64_t heads, bool has_bias)
+      : slots_(slots),
+        heads_(heads),
+        most_((most_lists(heads) > 1 ? kMostMerged : 1) * slots),
+        words_((most_ + 31) / 32 + kTile / 32),
+        num_keys_(num_keys),
+        keys_(most_),
+        slot_(has_bias ? most_lists(heads) * most_ : 0),
+        bits_(most_lists(heads) > 1 ? most_lists(heads) * words_ : 0),
+        marks_(Buffer<uint32_t>::zeros(num_keys)) {}
+
+  // Reads the list of the first query, and those of the next ones as long as sharing products is
+  // faster; of `most` queries at most. The lists follow each other in memory.
+  void read(const int32_t* list, int64_t most) {
+    begin();
+    add_first(list);
+    while (size < std::min(most, most_lists(heads_)) && is_near(list + size * slots_)) {
+      add(list + size * slots_);
+    }
+  }
+
+  const int32_t* keys() const {
+    return keys_.get();
+  }
+  // For each key, its slot in list i, if that has the key. Only with a bias.
+  const int32_t* slots(int64_t i) const {
+    return slot_.get() + i * most_;
+  }
+  bool has(int64_t i, int64_t place) const {
+    return size == 1 || (bits_.get()[i * words_ + place / 32] >> place % 32 & 1);
+  }
+  // Returns the first list that has one of the keys from `place` on.
+  int64_t first_list(int64_t place) const {
+    int64_t i = size - 1;
+    while (starts_[i] > place) {
+      --i;
+    }
+    return i;
+  }
+
+  // Sets those of `count` scores to -inf whose keys, from `place` on, are not in list i.
+  void hide_others(int64_t i, int64_t place, int64_t count, float* scores) const {
+    using Ints = at::vec::Vectorized<int32_t>;
+    if (size == 1) {
+      return;
+    }
+    int32_t powers[kLanes];
+    for (int64_t j = 0; j < kLanes; ++j) {
+      powers[j] = int32_t{1} << j;
+    }
+    const Ints power = Ints::loadu(powers);
+    for (int64_t j = 0; j < count; j += kLanes) {
+      const int64_t n = std::min(kLanes, count - j), at = place + j;
+      const uint32_t bits = bits_.get()[i * words_ + at / 32] >> at % 32;
+      const Vec none = at::vec::cast<float>((Ints(static_cast<int32_t>(bits)) & power) == Ints(0));
+      Vec::blendv(Vec::loadu(scores + j, n), Vec(-kInf), none).store(scores + j, n);
+    }
+  }
+
+  int64_t size = 0;   // number of lists
+  int64_t count = 0;  // number of keys
+
+ private:
+  void begin() {
+    base_ += static_cast<uint32_t>(count);
+    if (base_ > UINT32_MAX - static_cast<uint32_t>(most_)) {
+      std::fill_n(marks_.get(), num_keys_, 0);
+      base_ = 1;
+    }
+    size = count = 0;
+  }
+
+  // Several numbers are no key: -1, and those that no tensor has.
+  bool is_key(int32_t key) const {
+    return key >= 0 && key < num_keys_;
+  }
+  bool is_new(int32_t key) const {
+    return marks_.get()[key] < base_;
+  }
+  int64_t place(int32_t key) const {
+    return marks_.get()[key] - base_;
+  }
+  void append(int32_t key) {
+    marks_.get()[key] = base_ + static_cast<uint32_t>(count);
+    keys_.get()[count++] = key;
+  }
+
+  void add_first(const int32_t* list) {
+    for (int64_t slot = 0; slot < slots_; ++slot) {
+      if (is_key(list[slot]) && is_new(list[slot])) {
+        append(list[slot]);
+      }
+    }
+    finish(list, 0);
+  }
+
+  void add(const int32_t* list) {
+    if (size == 1) {  // a single list needs no bits
+      std::fill_n(bits_.get(), words_, 0);
+      for (int64_t place = 0; place < count; ++place) {
+        set_bit(0, place);
+      }
+    }
+    const int64_t start = count;
+    std::fill_n(bits_.get() + size * words_, words_, 0);
+    for (int64_t slot = 0; slot < slots_; ++slot) {
+      const int32_t key = list[slot];
+      if (is_key(key)) {
+        if (is_new(key)) {
+          append(key);
+        }
+        set_bit(size, place(key));
+      }
+    }
+    finish(list, start);
+  }
+  void set_bit(int64_t i, int64_t place) {
+    bits_.get()[i * words_ + place / 32] |= uint32_t{1} << place % 32;
+  }
+
+  void finish(const int32_t* list, int64_t start) {
+    for (int64_t slot = slots_; slot_.get() && slot-- > 0;) {  // the first slot of a key remains
+      if (is_key(list[slot])) {
+        slot_.get()[size * most_ + place(list[slot])] = static_cast<int32_t>(slot);
+      }
+    }
+    starts_[size++] = start;
+  }
+
+  // True if the next list has so many keys of those before that sharing products with all keys
+  // takes less time. A sample of the list decides. The unit of time is a product of a key and a
+  // row; beside it, packing a key takes 3, and reading it for fewer rows than are packed for 2.
+  // `python -m benchmarks bench --only neighbours` measures what the choice gains.
+  bool is_near(const int32_t* list) const {
+    constexpr int64_t kSamples = 16, kPacking = 3, kReading = 2;
+    if (count + slots_ > most_) {
+      return false;
+    }
+    const int64_t step = (slots_ + kSamples - 1) / kSamples;
+    int64_t keys = 0, fresh = 0;
+    for (int64_t slot = 0; slot < slots_; slot += step) {
+      if (is_key(list[slot])) {
+        keys += step;
+        fresh += is_new(list[slot]) ? step : 0;
+      }
+    }
+    const int64_t apart = (heads_ + (heads_ < 4 ? kReading : kPacking)) * keys;
+    return heads_ * (count + fresh) + kPacking * fresh <= apart;
+  }
+
+  int64_t slots_, heads_, most_, words_, num_keys_;
+  Buffer<int32_t> keys_, slot_;
+  Buffer<uint32_t> bits_;   // of each list, a bit for each key
+  Buffer<uint32_t> marks_;  // of each key: base_ + its place, or less if no list has it
+  uint32_t base_ = 1;
+  int64_t starts_[kQueries];  // place of the first key that each list has first
+};
+
+}  // namespace sparsering::cpu::lists
