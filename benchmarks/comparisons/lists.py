@@ -3,6 +3,10 @@
 A layer as DeepSeek's: 16 query heads of width 128 over one key head, one list of k keys for all
 heads of a query, drawn among its earlier keys. "with backward" counts 3.5 times the products of a
 forward. "attained" is the rate of torch's matrix product here, in GFLOP/s.
+
+`neighbours` has lists that neighbouring queries share in part, as an indexer's do. "halves in
+turns" gives the same queries in another order: between two neighbours comes one of the text's other
+half, so that the kernel does not merge their lists.
 """
 
 import time
@@ -21,13 +25,75 @@ CELLS = 1 << 21  # (query, key) pairs that the peer gathers at a time
 
 
 def lists(quick: bool) -> list[Row]:
-    """Measures k of 64, 512 and 2,048 keys at each length; calls take turns."""
+    """Measures k of 64, 512 and 2,048 keys at each length, then `neighbours`; calls take turns."""
     lengths = {512: 1} if quick else {4096: 3, 16384: 1, 65536: 1}
     rows, attained = [], _attained(256 if quick else 2048)
     for length, rounds in lengths.items():
         for k in (64, 512, 2048):
             if k < length:
                 rows += _rows(length, k, rounds, attained)
+    return rows + neighbours(quick)
+
+
+def neighbours(quick: bool) -> list[Row]:
+    """Measures lists that neighbouring queries share in part, for 1 to 16 heads of a list."""
+    length = 512 if quick else 4096
+    rows: list[Row] = []
+    for k in (64,) if quick else (64, 512):
+        for smoothed in (0, 16, 64, 256):
+            listed = _indexed(length, k, smoothed)
+            for heads in (1, 2, 4, 8, 16):
+                rows += _neighbours(listed, smoothed, heads, 1 if quick else 5)
+    return rows
+
+
+def _indexed(length: int, k: int, smoothed: int) -> Tensor:
+    """Lists of the last k / 8 tokens and of the earlier ones with the largest scores.
+
+    A score is the product of a key's random features with those of a query, which are sums of
+    `smoothed` random vectors in a row; without any, the tokens are drawn at random.
+    """
+    generator = torch.Generator().manual_seed(k)
+    steps = torch.randn(length + smoothed, 8, generator=generator).cumsum(0)
+    features = steps[smoothed:] - steps[:length]
+    keys = torch.randn(length, 8, generator=generator)
+    position, parts = torch.arange(length), []
+    for rows in position.split(512):
+        away = rows[:, None] - position
+        scores = (
+            features[rows] @ keys.T if smoothed else torch.rand(away.shape, generator=generator)
+        )
+        scores = scores.masked_fill((away >= 0) & (away < k // 8), torch.inf)
+        best = scores.masked_fill(away < 0, -torch.inf).topk(k)
+        parts.append(best.indices.where(best.values > -torch.inf, -1))
+    return torch.cat(parts)
+
+
+def _neighbours(listed: Tensor, smoothed: int, heads: int, rounds: int) -> list[Row]:
+    """Measures lists in the order of the text, and with the text's halves in turns."""
+    length, k = listed.shape
+    query, key, value = inputs_of(heads, length, WIDTH, kv_heads=1)
+    overlap = (listed[1:, :, None] == listed[:-1, None]).any(-1)[length // 2 :].double().mean()
+    turns = torch.arange(length).view(2, -1).T.flatten()
+    orders = {"ours": torch.arange(length), "halves in turns": turns}
+    rows: list[Row] = []
+    for backward in (False, True):
+        steps, errors = {}, {}
+        for name, order in orders.items():
+            inputs, own = (query[:, :, order], key, value), listed[order]
+            call = partial(sr.attention, pattern=sr.SelectedBlocks(own, 1), q_start=0)
+            errors[name] = error_of_rows(call(*inputs), partial(_exact_row, *inputs, own), 16)
+            steps[name] = _step(call, inputs, backward)
+        times = interleaved(steps, rounds)
+        rows += [
+            {
+                "case": "neighbours", "call": name, "tokens": length, "k": k, "heads": heads,
+                "kv_heads": 1, "head_dim": WIDTH, "backward": backward, "smoothed": smoothed,
+                "overlap": overlap.item(), "ms": ms, "times_ours": ms / times["ours"],
+                "error": errors[name],
+            }
+            for name, ms in times.items()
+        ]  # fmt: skip
     return rows
 
 
@@ -79,6 +145,7 @@ def _ones(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 def _exact_row(query: Tensor, key: Tensor, value: Tensor, listed: Tensor, row: int) -> Tensor:
     keys = listed[row].unique()
+    keys = keys[keys >= 0]
     score = query[:, :, row : row + 1].double() @ key[:, :, keys].double().mT * WIDTH**-0.5
     return torch.softmax(score, -1) @ value[:, :, keys].double()
 

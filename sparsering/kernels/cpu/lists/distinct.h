@@ -152,7 +152,7 @@ class Distinct {
   // True if the next list has so many keys of those before that sharing products with all keys
   // takes less time. A sample of the list decides. The unit of time is a product of a key and a
   // row; beside it, packing a key takes 3, and reading it for fewer rows than are packed for 2.
-  // `python -m benchmarks bench --only neighbours` measures what the choice gains.
+  // `python -m benchmarks bench --only lists` measures what the choice gains.
   bool is_near(const int32_t* list) const {
     constexpr int64_t kSamples = 16, kPacking = 3, kReading = 2;
     if (count + slots_ > most_) {
