@@ -254,7 +254,7 @@ def _prepare(
     ranks.agree("recipe, text and checkpoint", (recipe, text.fingerprint, step))
 
     model = recipe.build_model()
-    ranks.place(model)
+    model.to(ranks.device)
     if init is not None:
         ranks.together(partial(_start_from, model, recipe, init, checkpoint))
     optimizer = adamw(model, recipe)

@@ -3,8 +3,8 @@
     torchrun --nproc-per-node 8 -m sparsering train --sequence-parallel 4 --batch-size 2 --out out
 
 The mesh has two axes. Ranks along "sp" share each sequence and attend by `ring_attention`. Ranks
-along "dp" have different windows, and FSDP2 shards the parameters over them. Losses and gradients
-are summed, not averaged: each rank divides its part by the number of all targets.
+along "dp" have different windows. Every rank has all parameters; losses and gradients are summed,
+not averaged: each rank divides its part by the number of all targets.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
 
 from ..distributed import RingPlan, ring_attention, shard
 from ..distributed.plan import default_plan
@@ -142,18 +140,6 @@ class Ranks:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest) or None
 
-    def place(self, model: LongNetLM) -> None:
-        """Moves the model to this rank's device, and shards it with FSDP2 over the axis "dp"."""
-        model.to(self.device)
-        if self.mesh is None or self.size("dp") == 1:
-            return
-        modules: list[nn.Module] = [*model.blocks, model]
-        for module in modules:
-            fully_shard(module, mesh=self.mesh["dp"], reshard_after_forward=True)
-            module.set_gradient_divide_factor(1.0)  # type: ignore[operator]
-            module.set_force_sum_reduction_for_comms(True)  # type: ignore[operator]
-        register_fsdp_forward_method(model, "loss")
-
     def plan(self, model: LongNetLM, length: int) -> RingPlan:
         """Plans the model's ring attention over a sequence of `length` tokens."""
         options = {"num_heads": model.num_heads, "sharding": self.sharding}
@@ -203,20 +189,14 @@ class Ranks:
         return part.item()
 
     def clip_gradients(self, model: nn.Module, largest: float) -> float:
-        """Sums the gradients over "sp", clips their norm, and returns the norm before clipping.
-
-        FSDP's backward has already summed the gradients of sharded parameters over "dp".
-        """
-        if self.size("sp") > 1:
-            assert self.mesh is not None
+        """Sums the ranks' gradients, clips their norm, and returns the norm before clipping."""
+        if self.mesh is not None:
             grads = [p.grad for p in model.parameters() if p.grad is not None]
-            grads = [x.to_local() if isinstance(x, DTensor) else x for x in grads]
             joined = torch.cat([grad.flatten() for grad in grads])
-            dist.all_reduce(joined, group=self.mesh["sp"].get_group())
+            dist.all_reduce(joined)
             for grad, part in zip(grads, joined.split([g.numel() for g in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
-        norm = nn.utils.clip_grad_norm_(model.parameters(), largest)
-        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+        return nn.utils.clip_grad_norm_(model.parameters(), largest).item()
 
 
 ALONE = Ranks()

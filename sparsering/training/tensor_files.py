@@ -5,13 +5,10 @@
     index.verify(ranks)
     index.load(targets)
 
-A whole tensor is stored under its name. A tensor that FSDP2 shards is stored as ranges of rows,
-each under a name such as `model.norm.weight[64:128]`. So the files describe themselves, and any
-number of ranks can each read the rows that they need.
+Every rank has all tensors, and writes a part of them. Any number of ranks can read the files.
 """
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -21,7 +18,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Shard
 
 from ..files import file_size, replace_file
 from .ranks import Ranks
@@ -29,8 +25,6 @@ from .ranks import Ranks
 MOST_HEADER_BYTES = 16 << 20  # about 100,000 tensors; parsing needs ten times this memory
 
 Files = dict[str, dict[str, Any]]  # {file name: {"bytes": ..., "sha256": ...}}
-
-_ROWS = re.compile(r"(.*)\[([0-9]{1,18}):([0-9]{1,18})\]", re.DOTALL)
 
 
 class Kind(NamedTuple):
@@ -43,22 +37,12 @@ class Kind(NamedTuple):
         return f"{self.dtype} {list(self.shape)}"
 
 
-class StoredRows(NamedTuple):
-    """Locates rows `first:stop` of a tensor, stored in the file `path` under the name `key`."""
-
-    path: Path
-    key: str
-    first: int
-    stop: int
-    kind: Kind
-
-
 @dataclass(frozen=True, eq=False)
 class TensorIndex:
     """Index of the tensors in a checkpoint's files; their values are not loaded."""
 
-    kinds: dict[str, Kind]  # shape and dtype of each whole tensor, by name
-    rows: dict[str, list[StoredRows]]  # the stored rows of each tensor, in order
+    kinds: dict[str, Kind]  # shape and dtype of each tensor, by name
+    paths: dict[str, Path]  # the file of each tensor
     digests: dict[Path, str]  # sha256 of each file
 
     def verify(self, ranks: Ranks) -> None:
@@ -70,22 +54,11 @@ class TensorIndex:
                 raise ValueError(f"the sha256 of {path.name} is not the one in checkpoint.json")
 
     def load(self, targets: Mapping[str, Tensor]) -> None:
-        """Copies stored values into `targets`, by name; a sharded tensor gets this rank's rows."""
+        """Copies stored values into `targets`, by name."""
         with ExitStack() as stack:
             opened = cache(lambda path: stack.enter_context(_opened(path)))
             for name, x in targets.items():
-                local, start = _own_rows(x)
-                for rows in self.rows[name]:
-                    low = max(rows.first, start)
-                    high = min(rows.stop, start + (len(local) if local.shape else 1))
-                    if low >= high:
-                        continue
-                    file = opened(rows.path)
-                    if local.shape:
-                        values = file.get_slice(rows.key)[low - rows.first : high - rows.first]
-                        local[low - start : high - start].copy_(values)
-                    else:
-                        local.copy_(file.get_tensor(rows.key))
+                x.copy_(opened(self.paths[name]).get_tensor(name))
 
 
 def write_tensors(folder: Path, step: int, tensors: Mapping[str, Tensor], ranks: Ranks) -> Files:
@@ -105,76 +78,33 @@ def write_tensors(folder: Path, step: int, tensors: Mapping[str, Tensor], ranks:
 
 def read_index(folder: Path, files: Files) -> TensorIndex:
     """Reads the headers of files and indexes their tensors; ValueError if files are malformed."""
-    index: dict[str, list[StoredRows]] = {}
+    kinds: dict[str, Kind] = {}
+    paths: dict[str, Path] = {}
     for file_name, about in files.items():
         path = folder / file_name
         if (size := file_size(path)) != about["bytes"]:
             raise ValueError(f"{file_name} has {size} bytes, but {about['bytes']} were written")
         with _opened(path) as file:
-            for key in file.keys():  # noqa: SIM118 - the file is not a mapping
-                header = file.get_slice(key)
-                name, rows = _stored_rows(path, key, header.get_shape(), header.get_dtype())
-                index.setdefault(name, []).append(rows)
-    kinds = {name: _whole_kind(name, rows) for name, rows in index.items()}
+            for name in file.keys():  # noqa: SIM118 - the file is not a mapping
+                if name in paths:
+                    raise ValueError(f"{file_name} has {name!r}, which another file has too")
+                header = file.get_slice(name)
+                kinds[name] = Kind(tuple(header.get_shape()), header.get_dtype())
+                paths[name] = path
     digests = {folder / name: about["sha256"] for name, about in files.items()}
-    return TensorIndex(kinds, index, digests)
-
-
-def _stored_rows(path: Path, key: str, shape: list[int], dtype: str) -> tuple[str, StoredRows]:
-    kind = Kind(tuple(shape), dtype)
-    if (match := _ROWS.fullmatch(key)) is None:
-        return key, StoredRows(path, key, 0, shape[0] if shape else 1, kind)
-    first, stop = int(match[2]), int(match[3])
-    if not shape or stop - first != shape[0]:
-        raise ValueError(
-            f"{path.name} has {key!r} of shape {shape}, which has another number of rows"
-        )
-    return match[1], StoredRows(path, key, first, stop, kind)
-
-
-def _whole_kind(name: str, rows: list[StoredRows]) -> Kind:
-    """Sorts `rows`; returns the whole tensor's shape and dtype. ValueError for gaps or overlaps."""
-    rows.sort(key=lambda part: (part.first, part.stop))
-    kind, stop = rows[0].kind, 0
-    if len(rows) == 1 and rows[0].key == name:
-        return kind
-    for part in rows:
-        alike = (part.kind.shape[1:], part.kind.dtype) == (kind.shape[1:], kind.dtype)
-        if part.key == name or part.first != stop or not alike:
-            raise ValueError(f"{part.path.name} has {part.key!r}, which leaves a gap or overlaps")
-        stop = part.stop
-    return Kind((stop, *kind.shape[1:]), kind.dtype)
+    return TensorIndex(kinds, paths, digests)
 
 
 def _own_share(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Returns the tensors that this rank writes, by name: a part along "sp", rows along "dp"."""
+    """Returns the tensors that this rank writes, by name: about as many bytes on every rank."""
     share: dict[str, Tensor] = {}
-    share_bytes = [0] * ranks.size("sp")
+    share_bytes = [0] * ranks.world_size
     for name, x in tensors.items():
-        local, first = _own_rows(x)
-        if isinstance(x, DTensor):
-            name = f"{name}[{first}:{first + len(local)}]"
-        elif ranks.place_along("dp") > 0:
-            continue
-        if not local.numel():
-            continue
         writer = share_bytes.index(min(share_bytes))
-        share_bytes[writer] += local.nbytes
-        if writer == ranks.place_along("sp"):
-            share[name] = local.detach().contiguous()
+        share_bytes[writer] += x.nbytes
+        if writer == ranks.rank:
+            share[name] = x.detach().contiguous()
     return share
-
-
-def _own_rows(x: Tensor) -> tuple[Tensor, int]:
-    """Returns this rank's rows of a tensor, and the index of the first row."""
-    if not isinstance(x, DTensor):
-        return x, 0
-    assert tuple(x.placements) == (Shard(0),), x.placements
-    rows, local = len(x), x.to_local()
-    rows_per_rank = -(-rows // x.device_mesh.size())
-    first = min(rows_per_rank * x.device_mesh.get_local_rank(), rows)
-    assert len(local) == min(rows_per_rank, rows - first)
-    return local, first
 
 
 @contextmanager
