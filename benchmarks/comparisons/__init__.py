@@ -22,7 +22,7 @@ from .drafts import drafts
 from .extras import extras
 from .gigapath import gigapath
 from .lists import lists
-from .modules import hierarchical, modules
+from .modules import converted, hierarchical, modules
 from .prefill import prefill
 from .proposals import proposals
 from .rows import rows
@@ -43,6 +43,7 @@ CASES = {
     "lists": lists,
     "modules": modules,
     "hierarchical": hierarchical,
+    "converted": converted,
     "prefill": prefill,
     "proposals": proposals,
     "drafts": drafts,

@@ -1,7 +1,9 @@
-"""Modules: `nn.MultiheadAttention` over its parts, `nn.SelectedAttention` with pooled queries."""
+"""Modules beside their parts, or beside what they replace in other people's models."""
 
 import copy
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +15,7 @@ from sparsering.patterns.positions import Causal, SlidingWindow
 from sparsering.patterns.selected import SelectedBlocks
 from sparsering.selection import selection_report
 
-from ..measure import Row, distance_of, interleaved
+from ..measure import Row, distance_of, interleaved, peak_extra_bytes
 
 EMBED_DIM, HEADS = 512, 8
 
@@ -100,3 +102,140 @@ def hierarchical(quick: bool) -> list[Row]:
                 "density": float(report.density.mean()), "error": error,
             })  # fmt: skip
     return rows
+
+
+GROUPS = "chronos-2, one group attention"
+BASE = {"hidden_size": 768, "num_attention_heads": 12, "intermediate_size": 3072}
+
+
+def converted(quick: bool) -> list[Row]:
+    """Models that `hf.convert` changes, and ModernBERT under `hf.register`, beside themselves.
+
+    Widths of the base models, two layers (ModernBERT: three, one of them global), float32, random
+    weights. Chronos-2: series of 256 values in groups of 1 to 12 series, which `tokens` counts.
+    """
+    rows: list[Row] = []
+    cases = {("longformer", 512): 1, (GROUPS, 100): 1, ("modernbert", 512): 1}
+    if not quick:
+        cases = {("longformer", 4096): 5, (GROUPS, 1000): 3, (GROUPS, 4096): 1}
+        cases |= {("chronos-2", 1000): 1, ("modernbert", 8192): 3}
+    for (kind, size), rounds in cases.items():
+        for backward in (False,) if kind == "chronos-2" else (False, True):
+            rows += _converted_rows(kind, size, rounds, backward)
+    return rows
+
+
+def _converted_rows(kind: str, size: int, rounds: int, backward: bool) -> list[Row]:
+    peers = ("sdpa", "eager") if kind == "modernbert" else ("original",)
+    models = {name: model_of(kind, name, size) for name in ("sparsering", *peers)}
+    inputs = inputs_of_model(kind, size)
+    outs: dict[str, Tensor] = {}
+
+    def call(name: str) -> None:
+        outs[name] = step(models[name], inputs, backward)
+
+    ms = interleaved({name: partial(call, name) for name in models}, rounds)
+    error = distance_of([outs["sparsering"]], [outs[peers[0]]])
+    if error > 1e-4:
+        raise RuntimeError(f"{kind} of {size} is not what it was: {error}")
+    return [
+        {
+            "case": "converted", "model": kind, "attention": name, "tokens": size,
+            "backward": backward, "ms": time, "times_ours": time / ms["sparsering"],
+            "error": error if name == "sparsering" else None,
+            "peak_bytes": peak_extra_bytes(once, kind, name, size, backward),
+        }
+        for name, time in ms.items()
+    ]  # fmt: skip
+
+
+def model_of(kind: str, name: str, size: int) -> Any:
+    """Builds a model with the weights of its kind, converted or as it is."""
+    import transformers
+
+    from sparsering.integrations import transformers as hf
+
+    hf.register()
+    torch.manual_seed(0)
+    model: Any
+    if kind == "longformer":
+        sizes = {**BASE, "attention_window": 512, "max_position_embeddings": size + 2}
+        config = transformers.LongformerConfig(**sizes, num_hidden_layers=2, vocab_size=256)
+        model = transformers.LongformerModel(config, add_pooling_layer=False)
+    elif kind == "modernbert":
+        types = ["full_attention", "sliding_attention", "sliding_attention"]
+        sizes = {**BASE, "max_position_embeddings": size, "num_hidden_layers": 3}
+        names = ("pad_token_id", "bos_token_id", "eos_token_id", "cls_token_id", "sep_token_id")
+        sizes |= dict.fromkeys(names, 0) | {"intermediate_size": 1152, "layer_types": types}
+        model = transformers.ModernBertModel(transformers.ModernBertConfig(**sizes, vocab_size=256))
+        model.set_attn_implementation(name)
+    else:
+        from chronos.chronos2 import Chronos2Model
+        from chronos.chronos2.config import Chronos2CoreConfig
+
+        sizes = {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_heads": 12, "num_layers": 2}
+        core = Chronos2CoreConfig(**sizes)
+        core.chronos_config = {
+            **{"context_length": 256, "input_patch_size": 16, "input_patch_stride": 16},
+            **{"output_patch_size": 16, "quantiles": [0.1, 0.5, 0.9], "use_reg_token": True},
+            **{"use_arcsinh": True, "max_output_patches": 4, "time_encoding_scale": 256},
+        }
+        model = Chronos2Model(core)
+    if name == "sparsering" and kind != "modernbert":
+        hf.convert(model)
+    return (_GroupLayer(model.encoder) if kind == GROUPS else model).eval()
+
+
+class _GroupLayer(torch.nn.Module):
+    """The attention of one layer of Chronos-2 among the series of each group."""
+
+    def __init__(self, encoder: Any) -> None:
+        super().__init__()
+        self.mask, self.layer = (
+            encoder._construct_and_invert_group_time_mask,
+            encoder.block[0].layer[1],
+        )
+
+    def forward(self, states: Tensor, group_ids: Tensor) -> Tensor:
+        mask = self.mask(group_ids, torch.ones(states.shape[:2]), states.dtype)
+        out: Tensor = self.layer(states, attention_mask=mask)[0]
+        return out
+
+
+def inputs_of_model(kind: str, size: int) -> dict[str, Tensor]:
+    """Draws tokens, of which the first is global, or series in ragged groups."""
+    generator = torch.Generator().manual_seed(1)
+    if kind in ("chronos-2", GROUPS):
+        groups = torch.arange(size).repeat_interleave(
+            torch.randint(1, 13, (size,), generator=generator)
+        )[:size]
+        if kind == GROUPS:
+            states = torch.randn(size, 21, 768, generator=generator)
+            return {"states": states, "group_ids": groups}
+        return {"context": torch.randn(size, 256, generator=generator), "group_ids": groups}
+    tokens = torch.randint(3, 256, (1, size), generator=generator)
+    if kind == "modernbert":
+        return {"input_ids": tokens}
+    places = torch.zeros_like(tokens)
+    places[:, 0] = 1
+    return {"input_ids": tokens, "global_attention_mask": places}
+
+
+def step(model: Any, inputs: dict[str, Tensor], backward: bool) -> Tensor:
+    """Runs a model forward, and backward from the mean square; returns what it computed."""
+    model.zero_grad()
+    with torch.set_grad_enabled(backward):
+        out = model(**inputs)
+        if not isinstance(out, Tensor):
+            out = out.quantile_preds if "context" in inputs else out.last_hidden_state
+        if backward:
+            out.square().mean().backward()
+    return out.detach()
+
+
+def once(kind: str, name: str, size: int, backward: bool) -> Iterator[None]:
+    """Warms up, yields, and runs one step for `peak_extra_bytes`."""
+    model = model_of(kind, name, size)
+    step(model, inputs_of_model(kind, min(size, 64)), backward)
+    yield
+    step(model, inputs_of_model(kind, size), backward)
