@@ -4,10 +4,10 @@ transformers' indexers score all pairs, and some families then build a mask of a
 "sparsering" scores are computed for some queries at a time, and lists take the place of masks.
 """
 
-import functools
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial, wraps
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -129,8 +129,14 @@ class _InParts(TorchFunctionMode):
             query, key = args
             pairs = query[..., 0].numel() * key.shape[3]
             if key.shape[1] == 1 < query.shape[1] and pairs > _AT_A_TIME:
-                return Rows(lambda part: torch.matmul(query[:, part], key), query.shape[1])
+                return Rows(partial(_products, query, key[:, 0]), query.shape[1])
         return function(*args, **(options or {}))
+
+
+def _products(query: Tensor, key: Tensor, part: slice) -> Tensor:
+    """Multiplies some queries [B, N, H, D] with all keys [B, D, M], as one matrix of a batch."""
+    some = query[:, part]
+    return torch.matmul(some.flatten(1, 2), key).unflatten(1, some.shape[1:3])
 
 
 def watch(model: Any) -> None:
@@ -149,7 +155,7 @@ def watch(model: Any) -> None:
 
 
 def _under_our_name(own: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(own)
+    @wraps(own)
     def method(module: Any, *args: Any, **options: Any) -> Any:
         config = getattr(module, "_sparsering_config", None)
         if config is None or config._attn_implementation != NAME:
