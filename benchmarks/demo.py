@@ -6,6 +6,7 @@ Run as `python -m benchmarks demo --out runs/demo`, or by `make demo`.
 import math
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -15,15 +16,13 @@ from sparsering.cli.training import printable
 from sparsering.files import replace_file
 from sparsering.patterns.expression import parse
 from sparsering.patterns.positions import Causal
-from sparsering.plots import require_matplotlib
 from sparsering.training.data import SEPARATOR, Windows
 from sparsering.training.loop import Run, train
-from sparsering.training.measure import TimedTokens
 from sparsering.training.recipe import Recipe
 
 from .html import report_html, table
 from .measure import memory as peak
-from .plots import loss_png, patterns_png, speed_png
+from .plots import loss_png, patterns_png, require_matplotlib, speed_png
 from .step_times import StepTime, step_times
 
 RECIPE = Recipe(steps=300, num_layers=2)
@@ -127,6 +126,31 @@ def _training_rows(
     if memory is not None:
         rows.append(("peak memory of training (RSS)", f"{memory / 1e6:,.0f} MB"))
     return rows
+
+
+class TimedTokens:
+    """Iterates over tokens of `LongNetLM.generate`; times the first token and the later ones."""
+
+    def __init__(self, tokens: Iterable[Tensor]) -> None:
+        self.tokens = tokens
+        self.num_tokens = 0
+        self.prompt_seconds = 0.0  # from the start to the first token
+        self.seconds = 0.0  # from the first token to the last
+
+    def __iter__(self) -> Iterator[Tensor]:
+        began = time.perf_counter()
+        for token in self.tokens:
+            elapsed = time.perf_counter() - began
+            if self.num_tokens == 0:
+                self.prompt_seconds = elapsed
+            self.seconds = elapsed - self.prompt_seconds
+            self.num_tokens += 1
+            yield token
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second, without the first token; None for fewer than two tokens."""
+        return (self.num_tokens - 1) / self.seconds if self.num_tokens > 1 else None
 
 
 def _generation_rows(run: Run) -> list[tuple[str, str]]:

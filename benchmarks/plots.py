@@ -1,17 +1,19 @@
 """Draws pictures of the rows that benchmarks measure, as PNG bytes; needs matplotlib."""
 
+import io
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from sparsering.layouts.drawing import pair_shares
 from sparsering.layouts.layout import BlockLayout
 from sparsering.patterns.algebra import Pattern
-from sparsering.plots import draw_pattern
-from sparsering.plots.figure import DENSE, GREY, SPARSE, new_figure, png, short_count, wrapped
 
 from .measure import Row
 
+SPARSE, DENSE, GREY = "#1f6f8b", "#d1603d", "#8a8f98"
 _COLORS = (SPARSE, "#5aa469", "#8e6bbf", "#c99a2e", "#4a4e57", "#3aa6b9", "#b06f9c")
 _MARKS = "osv^Dpx"
 _LIVE, _DROPPED = torch.tensor([0.12, 0.44, 0.55]), torch.tensor([0.91, 0.92, 0.93])
@@ -21,6 +23,67 @@ _BACKENDS = (
 
 Points = Mapping[str, Sequence[tuple[float, float]]]
 """(tokens, value) of each line, by its label; labels of dense attention begin with "dense"."""
+
+
+def require_matplotlib() -> None:
+    """Raises ImportError, with the command to install it, if matplotlib is missing."""
+    try:
+        import matplotlib  # noqa: F401
+    except ImportError:
+        raise ImportError("drawings need matplotlib; pip install 'sparsering[plots]'") from None
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Returns an empty figure; `width` and `height` are inches."""
+    require_matplotlib()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def png(figure: Any) -> bytes:
+    """Converts a figure to the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=160, bbox_inches="tight", pad_inches=0.1)
+    return buffer.getvalue()
+
+
+def wrapped(text: str, width: int) -> str:
+    """Breaks a text between words into lines of about `width` characters."""
+    return textwrap.fill(text, width + 1, break_long_words=False, break_on_hyphens=False)
+
+
+def short_count(count: int) -> str:
+    """Formats a count in powers of 1024, such as 1.5K."""
+    for unit, letter in ((1 << 20, "M"), (1 << 10, "K")):
+        if count >= unit and count % (unit // 4) == 0:
+            return f"{count / unit:g}{letter}"
+    return f"{count:,}"
+
+
+def draw_pattern(axes: Any, layout: BlockLayout, *, head: int = 0, cells: int = 512) -> None:
+    """Draws one head of a layout on matplotlib axes, in at most cells x cells pixels."""
+    frame = layout.frame
+    step = max((p.step for p in layout.passes), default=1)
+    if frame.q_len > cells and frame.q_len // step >= 128:
+        cells = min(cells, frame.q_len // step)  # a pixel per `step` or more tokens: no moire
+    shares = pair_shares(layout, cells, head=head)
+    # a pixel with few pairs stays visible
+    shade = torch.where(shares > 0, 0.25 + 0.75 * shares.clamp(max=1).pow(0.4), 0)
+    extent = 0, frame.kv_len, frame.q_start + frame.q_len, frame.q_start
+    style = {"cmap": "Blues", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
+    axes.imshow(shade.numpy(), extent=extent, **style)
+    axes.set_xlabel("key position", fontsize=8)
+    axes.set_ylabel("query position", fontsize=8)
+    axes.tick_params(labelsize=7)
+    axes.spines[:].set_visible(False)  # they would hide pixels at the edges
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = sorted(axis.get_view_interval())
+        ticks = [round(low + i * (high - low) / 4) for i in range(5)]
+        axis.set_ticks(ticks, [short_count(tick) for tick in ticks])
 
 
 def lengths_png(rows: Sequence[Row], column: str) -> bytes:
@@ -295,7 +358,7 @@ def patterns_png(
 ) -> bytes:
     """Draws the first head of each (caption, pattern, length in tokens), in `columns` columns.
 
-    `pattern_png` lists the errors and the cost.
+    Cost: O(visited blocks) time, bounded memory.
     """
     rows = -(-len(panels) // columns)
     figure = new_figure(4.6 * columns, 5.0 * rows)

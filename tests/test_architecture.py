@@ -50,8 +50,7 @@ ROOMS = {
     "models": "checks nn functional decoding patterns numerics",
     "integrations": "distributed nn functional selection decoding checks patterns numerics",
     "planning": "dispatch distributed checks kernels layouts patterns files numerics",
-    "plots": "planning layouts patterns",
-    "training": "distributed models nn planning selection functional plots layouts patterns files",
+    "training": "distributed models nn planning selection functional layouts patterns files",
     "cli": "",  # the command line takes what a command needs
 }
 ANYTHING = ("cli", "__init__", "__main__")
@@ -68,7 +67,6 @@ KERNELS = ("gather", "cpu", "triton", "reference")
 OPTIONAL = {
     "transformers": "integrations/transformers",
     "triton": "kernels/triton",
-    "matplotlib": "plots",
     "safetensors": "training",
 }
 

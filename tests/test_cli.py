@@ -13,7 +13,6 @@ import torch
 
 import sparsering as sr
 from sparsering.cli import main
-from sparsering.cli.machine import numa_nodes
 from sparsering.training import Recipe, train
 
 
@@ -95,28 +94,9 @@ def test_info_tells_versions_threads_and_every_backend(capsys):
     assert states["gather"] == "usable"
 
 
-def test_info_tells_numa_nodes(tmp_path, capsys):
-    assert numa_nodes(tmp_path) == "unknown"
-    for node, processors, kilobytes in ((0, "0-31,64-95", 2_000_000), (10, "", 0), (2, "32", 10)):
-        folder = tmp_path / f"node{node}"
-        folder.mkdir()
-        (folder / "cpulist").write_text(f"{processors}\n")
-        (folder / "meminfo").write_text(
-            f"Node {node} MemTotal:   {kilobytes} kB\nNode 0 MemFree: 1 kB"
-        )
-    (tmp_path / "node7").mkdir()  # one that went offline between two looks
-    assert numa_nodes(tmp_path) == (
-        "3: 0 (processors 0-31,64-95, 2.05 GB); 2 (processors 32, 10.2 kB); "
-        "10 (processors none, 0 B)"
-    )
-    assert run("info") == 0
-    assert f"numa nodes      {numa_nodes()}\n" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("module", "argv", "extra"),
     [
-        ("matplotlib", ("plot", "Causal()", "--length", "8", "--out", "p.png"), "plots"),
         ("safetensors", ("train", "--out", "d"), "cli"),
     ],
 )

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from benchmarks.measure import of_ranks
+from benchmarks.plots import DENSE, GREY, SPARSE, new_figure, png
 from sparsering import Causal, SlidingWindow
 from sparsering.distributed import ring_attention
-from sparsering.plots.figure import DENSE, GREY, SPARSE, new_figure, png
 
 TOKENS = 32_768
 ROWS = {

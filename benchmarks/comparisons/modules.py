@@ -158,6 +158,7 @@ def model_of(kind: str, name: str, size: int) -> Any:
     hf.register()
     torch.manual_seed(0)
     model: Any
+    sizes: dict[str, Any]
     if kind == "longformer":
         sizes = {**BASE, "attention_window": 512, "max_position_embeddings": size + 2}
         config = transformers.LongformerConfig(**sizes, num_hidden_layers=2, vocab_size=256)
@@ -170,8 +171,8 @@ def model_of(kind: str, name: str, size: int) -> Any:
         model = transformers.ModernBertModel(transformers.ModernBertConfig(**sizes, vocab_size=256))
         model.set_attn_implementation(name)
     else:
-        from chronos.chronos2 import Chronos2Model
-        from chronos.chronos2.config import Chronos2CoreConfig
+        from chronos.chronos2 import Chronos2Model  # type: ignore[import-untyped]
+        from chronos.chronos2.config import Chronos2CoreConfig  # type: ignore[import-untyped]
 
         sizes = {"d_model": 768, "d_kv": 64, "d_ff": 3072, "num_heads": 12, "num_layers": 2}
         core = Chronos2CoreConfig(**sizes)

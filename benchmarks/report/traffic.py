@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from sparsering.plots.figure import new_figure, png, wrapped
+from ..plots import new_figure, png, wrapped
 
 
 def traffic_png(panels: Sequence[tuple[str, Tensor, int]], *, panel_width: float = 4.8) -> bytes:

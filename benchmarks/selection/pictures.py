@@ -9,9 +9,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from sparsering.plots.figure import DENSE, GREY, SPARSE, new_figure, png, short_count
-
 from ..measure import Row
+from ..plots import DENSE, GREY, SPARSE, new_figure, png, short_count
 
 GREEN, VIOLET, YELLOW, DARK = "#5aa469", "#8e6bbf", "#c99a2e", "#4a4e57"
 STYLES = {

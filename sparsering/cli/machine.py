@@ -1,13 +1,11 @@
 """The commands about this machine: `info`, `build`."""
 
 import argparse
-import re
 import sys
-from pathlib import Path
 
 from .argument_types import Commands
 
-EXTRAS = (("safetensors", "cli"), ("matplotlib", "plots"), ("triton", "triton"))
+EXTRAS = (("safetensors", "cli"), ("triton", "triton"))
 
 
 def add_commands(commands: Commands) -> None:
@@ -47,7 +45,6 @@ def _info(arguments: argparse.Namespace) -> int:
         ("torch", torch.__version__),
         *((name, installed(name, extra)) for name, extra in EXTRAS),
         ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"),
-        ("numa nodes", numa_nodes()),
         ("cpu", f"{features.get('cpu_name', platform.processor() or platform.machine())}"),
         ("cpu kernels", torch.backends.cpu.get_cpu_capability()),
         ("cpu features", ", ".join(filter(features.get, vector_features)) or "unknown"),
@@ -60,25 +57,6 @@ def _info(arguments: argparse.Namespace) -> int:
     for name, reasons in sparsering.backends().items():
         print(f"  {name:<13} {'; '.join(reasons) or 'usable'}")
     return 0
-
-
-def numa_nodes(folder: Path = Path("/sys/devices/system/node")) -> str:
-    """Describes Linux's NUMA nodes: how many, their processors and memory; "unknown" elsewhere.
-
-    A processor reads other nodes' memory more slowly; docs/planning.md says how to bind ranks.
-    """
-    from ..planning.sizes import show_bytes
-
-    nodes = []
-    for node in sorted(folder.glob("node[0-9]*"), key=lambda path: int(path.name[4:])):
-        try:
-            processors = (node / "cpulist").read_text().strip()
-            total = re.search(r"MemTotal:\s+(\d+) kB", (node / "meminfo").read_text())
-        except OSError:
-            continue
-        memory = f", {show_bytes(int(total[1]) * 1024)}" if total else ""
-        nodes.append(f"{node.name[4:]} (processors {processors or 'none'}{memory})")
-    return f"{len(nodes)}: {'; '.join(nodes)}" if nodes else "unknown"
 
 
 def _build(arguments: argparse.Namespace) -> int:

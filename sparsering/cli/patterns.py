@@ -36,16 +36,16 @@ def add_commands(commands: Commands) -> None:
 
 def _plot(arguments: argparse.Namespace) -> int:
     from ..files import replace_file
+    from ..layouts.drawing import picture
     from ..patterns.expression import parse
-    from ..plots import pattern_png
 
     if arguments.out.suffix.lower() != ".png":
         raise ValueError(f"--out must name a .png file, got {arguments.out}")
     options = {"num_heads": arguments.heads, "block_size": arguments.block_size}
-    pattern = parse(arguments.pattern)
-    png = pattern_png(pattern, arguments.length, **options, title=arguments.pattern)
-    replace_file(arguments.out, png)
-    print(f"Wrote {arguments.out}")
+    layout = parse(arguments.pattern).layout(arguments.length, **options)
+    replace_file(arguments.out, picture(layout, min(arguments.heads, 4)))
+    share = layout.num_pairs / arguments.length**2
+    print(f"Wrote {arguments.out}: queries downwards, keys to the right, {share:.2%} of all pairs")
     return 0
 
 

@@ -123,32 +123,32 @@ def _train(arguments: argparse.Namespace) -> int:
 def _generate(arguments: argparse.Namespace) -> int:
     import codecs
     import os
+    import time
 
     import torch
 
     from ..training.checkpoint import load_model
-    from ..training.measure import TimedTokens
 
     model = load_model(arguments.checkpoint)
     prompt = arguments.prompt.encode(errors="surrogateescape")  # the typed bytes, even if not UTF-8
     stop = None if arguments.stop is None else arguments.stop.encode(errors="surrogateescape")
     caches = model.caches(max_length=len(prompt) + arguments.num_bytes)
-    tokens = TimedTokens(
-        model.generate(
-            torch.tensor([list(prompt)], dtype=torch.int64),
-            arguments.num_bytes,
-            temperature=arguments.temperature,
-            top_k=arguments.top_k,
-            top_p=arguments.top_p,
-            stop=stop,
-            generator=torch.Generator().manual_seed(arguments.seed),
-            caches=caches,
-        )
+    tokens = model.generate(
+        torch.tensor([list(prompt)], dtype=torch.int64),
+        arguments.num_bytes,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        stop=stop,
+        generator=torch.Generator().manual_seed(arguments.seed),
+        caches=caches,
     )
+    times = [time.perf_counter()]  # of the start, and of each token
     text = codecs.getincrementaldecoder("utf-8")(errors="replace")
     try:
         print(printable(text.decode(prompt)), end="", flush=True)
         for token in tokens:
+            times.append(time.perf_counter())
             print(printable(text.decode(bytes(token.tolist()))), end="", flush=True)
         print(printable(text.decode(b"", final=True)), flush=True)
     except BrokenPipeError:  # a reader such as `head` ended; Python would flush again on exit
@@ -158,9 +158,10 @@ def _generate(arguments: argparse.Namespace) -> int:
         print(flush=True)  # the error message starts a new line
         raise
     live, full = model.cache_bytes(caches)
-    pace = f", then {tokens.tokens_per_s:,.0f} tokens/s" if tokens.tokens_per_s else ""
+    start, first, later = times[0], times[:2][-1], times[2:]
+    pace = f", then {len(later) / (later[-1] - first):,.0f} tokens/s" if later else ""
     print(
-        f"{len(prompt):,} bytes read in {tokens.prompt_seconds:.2f} s{pace}; keys and values of "
+        f"{len(prompt):,} bytes read in {first - start:.2f} s{pace}; keys and values of "
         f"{caches[0].length:,} bytes: {live:,} bytes held, {full:,} in a full cache",
         file=sys.stderr,
     )

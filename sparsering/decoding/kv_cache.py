@@ -7,17 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from .. import checks
 from ..call_recipe import Inputs, recipe_of
-from ..checks import (
-    autocast_inputs,
-    check_batch,
-    check_inputs,
-    check_pattern,
-    check_tensor,
-    checked_device,
-    checked_index,
-    refuse_tracers,
-)
 from ..extras import ANYWHERE, refuse_options
 from ..layouts.compile import BLOCK_SIZES
 from ..layouts.lifetimes import last_visits, own_length
@@ -88,7 +79,7 @@ class KVCache:
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        check_pattern(pattern)
+        checks.check_pattern(pattern)
         num_heads = num_kv_heads if num_heads is None else num_heads
         value_dim = head_dim if value_dim is None else value_dim
         batch_size = checked_integer("batch_size", batch_size, 0)
@@ -102,7 +93,7 @@ class KVCache:
                 "page_size must be a multiple of 16 from 16 to 256, got "
                 f"{shortened(repr(page_size))}; for example 128"
             )
-        check_batch(pattern, batch_size, "batch_size=")
+        checks.check_batch(pattern, batch_size, "batch_size=")
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
         last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises if a bound is missing
         none = torch.zeros(len(pattern.branches), num_kv_heads, 0, dtype=torch.int64)
@@ -113,7 +104,7 @@ class KVCache:
         self._state = CacheState(causal_pattern(pattern), *sizes, histories)
         if total is not None:
             check_fits(pattern, self._state.frame(0, 0))
-        self._first_kind = checked_dtype("dtype", dtype), checked_device(device)
+        self._first_kind = checked_dtype("dtype", dtype), checks.checked_device(device)
         self._clock = register(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -222,7 +213,7 @@ class KVCache:
                     "attend takes no lengths, stored, tree or return_lse inside torch.compile; "
                     "call it outside"
                 )
-            inputs = autocast_inputs(query, key, value)
+            inputs = checks.autocast_inputs(query, key, value)
             return attend_op(*inputs, self._clock, **operator_options(options))
         self._check_no_draft("attend")
         if tree is not None and (lengths is not None or not stored):
@@ -263,7 +254,7 @@ class KVCache:
         Raises: ValueError if an argument is invalid, or the cache is not empty.
         """
         self._check_no_draft("load")
-        check_tensor("key", key, "[batch, heads, tokens, head dim]")
+        checks.check_tensor("key", key, "[batch, heads, tokens, head dim]")
         n = key.shape[2] if key.dim() == 4 else 0
         if not self._takes_parts and (positions is not None or length not in (None, n)):
             raise ValueError(
@@ -272,11 +263,11 @@ class KVCache:
             )
         shape = len(self.lengths), self._state.heads, n, self._dims[0]
         query = torch.empty(shape, dtype=key.dtype, device=key.device)
-        check_inputs(query, key, value, self._state.pattern)
+        checks.check_inputs(query, key, value, self._state.pattern)
         self._check(query, key, value)
         places = torch.arange(n)
         if positions is not None:
-            places = checked_index("positions", positions, MOST_TOKENS)
+            places = checks.checked_index("positions", positions, MOST_TOKENS)
         end = int(places[-1]) + 1 if len(places) else 0
         length = end if length is None else checked_integer("length", length, end)
         if self.length:
@@ -386,7 +377,7 @@ class KVCache:
                 f"{name} cannot exchange batch entries, because they have different masks in the "
                 f"pattern {shortened(str(self.pattern))}; make a cache for each entry"
             )
-        entries = checked_index(name, index, len(self.lengths))
+        entries = checks.checked_index(name, index, len(self.lengths))
         if size not in (None, len(entries)):
             raise ValueError(
                 f"{name} needs an index of {size} entries, got {len(entries)}; select() takes an "
@@ -403,7 +394,7 @@ class KVCache:
             )
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        refuse_tracers(query, key, value)
+        checks.refuse_tracers(query, key, value)
         batch, new, (width, value_width) = len(self.lengths), query.shape[2], self._dims
         expected = (
             (batch, self._state.heads, new, width),

@@ -79,10 +79,6 @@ class TokenRanges:
     def count(self) -> Tensor:
         return (self.last - self.start) // self.step + 1
 
-    @property
-    def nbytes(self) -> int:
-        return self.number.nbytes + self.start.nbytes + self.last.nbytes
-
     def sizes(self, sets: int) -> Tensor:
         """Returns the number of tokens in each of the sets 0, 1, ..., sets - 1."""
         return torch.zeros(sets, dtype=torch.int64).index_add_(0, self.number, self.count)

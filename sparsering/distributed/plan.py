@@ -285,11 +285,6 @@ class RingPlan:
         return len({number for row in self.need_of for number in row}) == 1
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the tensors in `needs`."""
-        return sum(runs.nbytes for runs in self.needs)
-
-    @property
     def cost(self) -> float:
         """Cost of the busiest rank: its pairs per head plus 2,048 per received token; rounded."""
         received = self.tokens.sum(1) / len(self.need_of) / max(1, self.frame.num_kv_heads)

@@ -1,6 +1,8 @@
-"""Draws a layout as characters, or as a raster of the shares of (query, key) pairs that attend."""
+"""Draws a layout as characters, as a PNG picture, or as a raster of shares of pairs that attend."""
 
 import math
+import struct
+import zlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +22,35 @@ def drawing(layout: "BlockLayout", rows: int = 32, columns: int = 64) -> list[st
         return []
     shade = (shares / shares.max().clamp(min=1e-30) * (len(_SHADES) - 1)).ceil().long()
     return ["|" + "".join(_SHADES[x] for x in line) + "|" for line in shade.tolist()]
+
+
+def picture(layout: "BlockLayout", num_heads: int = 1, cells: int = 512) -> bytes:
+    """Draws heads of a layout side by side as a PNG file: darker where more pairs attend."""
+    frame = layout.frame
+    step = max((p.step for p in layout.passes), default=1)
+    if frame.q_len > cells and frame.q_len // step >= 128:
+        cells = min(cells, frame.q_len // step)  # a pixel per `step` or more tokens: no moire
+    zoom = max(1, cells // frame.q_len)
+    panels = []
+    for head in range(num_heads):
+        shares = pair_shares(layout, cells, head=head)
+        # a pixel with few pairs stays visible
+        shade = torch.where(shares > 0, 0.25 + 0.75 * shares.clamp(max=1).pow(0.4), 0)
+        shade = shade.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
+        panels.append(torch.nn.functional.pad(shade, (1, 1, 1, 1), value=0.5))  # a frame
+    shade = torch.cat(panels, 1)[..., None]
+    pixels = (255 - shade * (255 - torch.tensor([8, 48, 107]))).round().byte()
+    lines = torch.nn.functional.pad(pixels.flatten(1), (1, 0))  # a byte 0 begins each PNG line
+    parts = {
+        b"IHDR": struct.pack(">2I5B", pixels.shape[1], len(pixels), 8, 2, 0, 0, 0),
+        b"IDAT": zlib.compress(bytes(lines.flatten().tolist())),
+        b"IEND": b"",
+    }
+    chunks = (
+        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+        for name, data in parts.items()
+    )
+    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
 
 
 def pair_shares(

@@ -24,14 +24,8 @@ from ..decoding.cache_state import causal_pattern
 from ..functional import attention
 from ..nn.rope import rotary_table
 from ..nn.transformer import Attend, Block, checked_sizes
+from ..patterns import arguments
 from ..patterns.algebra import Pattern
-from ..patterns.arguments import (
-    checked_flag,
-    checked_integer,
-    checked_integers,
-    checked_number,
-    shortened,
-)
 from .next_token import Sampling
 
 READOUT_TOKENS = 4096  # `loss` computes the logits of this many tokens at a time
@@ -72,12 +66,12 @@ class LongNetLM(nn.Module):
         check_pattern(pattern)
         sizes = width, num_heads, num_layers, mlp_ratio
         width, num_heads, num_layers, mlp_ratio = checked_sizes(*sizes)
-        vocab_size = checked_integer("vocab_size", vocab_size, 1)
+        vocab_size = arguments.checked_integer("vocab_size", vocab_size, 1)
         self.pattern = causal_pattern(pattern)
         self.attend: Attend = partial(attention, pattern=self.pattern)
         self.num_heads = num_heads
-        self.rope_base = checked_number("rope_base", rope_base, 1)
-        self.checkpoint_layers = checked_flag("checkpoint_layers", checkpoint_layers)
+        self.rope_base = arguments.checked_number("rope_base", rope_base, 1)
+        self.checkpoint_layers = arguments.checked_flag("checkpoint_layers", checkpoint_layers)
         self.embedding = nn.Embedding(vocab_size, width)
         blocks = (Block(width, num_heads, mlp_ratio * width) for _ in range(num_layers))
         self.blocks = nn.ModuleList(blocks)
@@ -222,7 +216,7 @@ class LongNetLM(nn.Module):
             ...     print(chr(int(token)), end="", flush=True)
         """
         sampling = Sampling(temperature, top_k, top_p)
-        num_tokens = checked_integer("num_tokens", num_tokens, 0)
+        num_tokens = arguments.checked_integer("num_tokens", num_tokens, 0)
         check_tensor("tokens", tokens, "int64 [B, N]")
         if tokens.dim() != 2 or tokens.dtype != torch.int64 or tokens.shape[1] == 0:
             got = f"{str(tokens.dtype).removeprefix('torch.')} {list(tokens.shape)}"
@@ -238,18 +232,18 @@ class LongNetLM(nn.Module):
                 f"{int(tokens.max())}; construct the model with a larger vocab_size"
             )
         if stop is not None:
-            stop = checked_integers("stop", stop, 0, vocabulary - 1)
+            stop = arguments.checked_integers("stop", stop, 0, vocabulary - 1)
             if not stop:
                 raise ValueError("stop must have a token, got an empty sequence; or pass stop=None")
         on_cpu = isinstance(generator, torch.Generator) and generator.device.type == "cpu"
         if generator is not None and not on_cpu:
-            got = shortened(repr(getattr(generator, "device", generator)))
+            got = arguments.shortened(repr(getattr(generator, "device", generator)))
             raise ValueError(f"generator must be on the CPU, got {got}; pass torch.Generator()")
         if caches is None:
             caches = self.caches(tokens.shape[0], max_length=tokens.shape[1] + num_tokens)
         is_list = isinstance(caches, Sequence) and all(isinstance(x, KVCache) for x in caches)
         if not is_list or len(caches) != len(self.blocks):
-            got = str(len(caches)) if is_list else shortened(repr(caches))
+            got = str(len(caches)) if is_list else arguments.shortened(repr(caches))
             raise ValueError(
                 f"caches must be a KVCache list, one for each of {len(self.blocks)} blocks, got "
                 f"{got}; model.caches() makes them"

@@ -17,26 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..checks import (
-    DTYPES,
-    check_module,
-    check_pattern,
-    check_tensor,
-    checked_device,
-    checked_scale,
-    refuse_meta,
-)
+from .. import checks
 from ..functional import attention
 from ..kernels.reference import dense_softmax
 from ..numerics import autocasting, merge_attention, sum_dtype
+from ..patterns import arguments
 from ..patterns.algebra import Pattern
-from ..patterns.arguments import (
-    checked_dtype,
-    checked_flag,
-    checked_integer,
-    checked_number,
-    shortened,
-)
 from ..patterns.blocks import Dense
 from ..patterns.keys import KeyMask, KeyPadding
 from ..patterns.positions import Causal, Full
@@ -110,23 +96,23 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
     ) -> None:
         super().__init__(
             *checked_heads(embed_dim, num_heads),
-            checked_number("dropout", dropout, 0, 1),
-            checked_flag("bias", bias),
-            checked_flag("add_bias_kv", add_bias_kv),
-            checked_flag("add_zero_attn", add_zero_attn),
-            None if kdim is None else checked_integer("kdim", kdim, 0),
-            None if vdim is None else checked_integer("vdim", vdim, 0),
-            checked_flag("batch_first", batch_first),
-            checked_device(device),
-            checked_dtype("dtype", dtype),
+            arguments.checked_number("dropout", dropout, 0, 1),
+            arguments.checked_flag("bias", bias),
+            arguments.checked_flag("add_bias_kv", add_bias_kv),
+            arguments.checked_flag("add_zero_attn", add_zero_attn),
+            None if kdim is None else arguments.checked_integer("kdim", kdim, 0),
+            None if vdim is None else arguments.checked_integer("vdim", vdim, 0),
+            arguments.checked_flag("batch_first", batch_first),
+            checks.checked_device(device),
+            arguments.checked_dtype("dtype", dtype),
         )
         self._set_pattern(Full() if pattern is None else pattern, scale)
         self.sharding, self.group = sharding, group
 
     def _set_pattern(self, pattern: Pattern, scale: float | None) -> None:
-        check_pattern(pattern)
+        checks.check_pattern(pattern)
         self.pattern = pattern
-        self.scale = None if scale is None else checked_scale(scale, torch.empty(1))
+        self.scale = None if scale is None else checks.checked_scale(scale, torch.empty(1))
         self.register_forward_pre_hook(_called)  # makes torch's fused layers call this module
 
     def extra_repr(self) -> str:
@@ -179,10 +165,10 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         if not nested:
             for name, x in (("query", query), ("key", key), ("value", value)):
-                check_tensor(name, x, "[batch, tokens, width]")
-        need_weights = checked_flag("need_weights", need_weights)
-        average_attn_weights = checked_flag("average_attn_weights", average_attn_weights)
-        is_causal = checked_flag("is_causal", is_causal)
+                checks.check_tensor(name, x, "[batch, tokens, width]")
+        need_weights = arguments.checked_flag("need_weights", need_weights)
+        average_attn_weights = arguments.checked_flag("average_attn_weights", average_attn_weights)
+        is_causal = arguments.checked_flag("is_causal", is_causal)
         pattern, original, batched = self.pattern, query, nested or query.dim() == 3
         if nested:
             if attn_mask is not None or key_padding_mask is not None or not self.batch_first:
@@ -195,7 +181,7 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
         elif not batched:
             query, key, value = _each(lambda x: x[None], query, key, value)
             if key_padding_mask is not None:
-                check_tensor("key_padding_mask", key_padding_mask, "[keys]")
+                checks.check_tensor("key_padding_mask", key_padding_mask, "[keys]")
                 key_padding_mask = key_padding_mask[None]
         elif not self.batch_first:
             query, key, value = _each(lambda x: x.transpose(0, 1), query, key, value)
@@ -277,7 +263,7 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
             )
         own = self.out_proj.weight.dtype
         for name, x in (("query", query), ("key", key), ("value", value)):
-            if x.dtype not in DTYPES or not (x.dtype == own or autocasting(x)):
+            if x.dtype not in checks.DTYPES or not (x.dtype == own or autocasting(x)):
                 raise ValueError(f"{name} must be of {own}, got {x.dtype}; cast with .to()")
 
     def _attend_densely(
@@ -366,8 +352,8 @@ def convert(module: nn.Module, pattern: Pattern) -> list[str]:
     Example:
         >>> convert(model, SlidingWindow(255, 255) | GlobalTokens(1))
     """
-    check_pattern(pattern)
-    check_module("module", module)
+    checks.check_pattern(pattern)
+    checks.check_module("module", module)
     if type(module) is nn.MultiheadAttention:
         raise ValueError(
             "convert replaces modules below its argument, got a MultiheadAttention itself; "
@@ -414,17 +400,17 @@ def _each(change: Callable[[Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:
 
 
 def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
-    check_tensor(name, mask, "of bools, or floats that are added to scores")
+    checks.check_tensor(name, mask, "of bools, or floats that are added to scores")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
             f"{name} must be bool, True where a pair does not attend, or floats that are added to "
             f"scores, got {mask.dtype}; .bool() converts it"
         )
-    refuse_meta(mask, named=name)
+    checks.refuse_meta(mask, named=name)
     if tuple(mask.shape) not in shapes:
         raise ValueError(
             f"{name} must have shape {' or '.join(map(str, shapes))} here, got "
-            f"{shortened(str(tuple(mask.shape)))}; expand it"
+            f"{arguments.shortened(str(tuple(mask.shape)))}; expand it"
         )
 
 

@@ -49,7 +49,8 @@ def plan_of(name: str, world: int) -> tuple[int, int]:
     RingPlan.build(sr.Causal() & sr.SlidingWindow(10), 1 << 20, world)  # imports and warms up
     before = restart_peak()
     plan = RingPlan.build(PLANS[name], 1 << 20, world)
-    return plan.nbytes, memory("VmHWM") - before
+    tensors = (x for runs in plan.needs for x in (runs.number, runs.start, runs.last))
+    return sum(x.nbytes for x in tensors), memory("VmHWM") - before
 
 
 def plan_in_worker(rank: int, name: str) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import sparsering as sr
 from sparsering.integrations import transformers as hf
 from sparsering.integrations.transformers import attention, masks
 from sparsering.integrations.transformers.attention import attention_function
+from sparsering.integrations.transformers.indexers import Chosen
 
 
 class Module(torch.nn.Module):
@@ -48,7 +49,7 @@ def test_chosen_keys_in_a_compiled_static_cache_are_refused(monkeypatch):
     """Its length is on the device alone, so the mask there is only of keys that a query sees."""
     mask = masks.mask_interface(1, 1, 6, torch.tensor(3))
     inputs = torch.randn(1, 2, 1, 8), *torch.randn(2, 1, 2, 6, 8).unbind()
-    chosen = torch.zeros(1, 1, 1, 2, dtype=torch.int64), 1
+    chosen = Chosen(torch.zeros(1, 1, 1, 2, dtype=torch.int64))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(NotImplementedError, match="cannot be compiled with a static cache"):
         attention._attend_masked(Module(), inputs, mask, None, {}, chosen)

@@ -18,26 +18,8 @@ from ...patterns.expression import parse
 from ...patterns.packed_tree import PackedTree
 from ...patterns.positions import Full
 from ...patterns.tree import Tree
-from . import calls
+from . import calls, config
 from .attention import attention_function
-from .config import (
-    NAME,
-    Patterns,
-    Texts,
-    attention_modules,
-    decoder_config,
-    hold,
-    is_cross_attention,
-    layer_patterns,
-    of_layer,
-    parse_in_advance,
-    place_of,
-    release,
-    stored_text,
-    switch,
-    text_of,
-    types_of,
-)
 from .masks import mask_interface, watch_requests
 
 
@@ -53,11 +35,11 @@ def register() -> None:
         >>> register()
         >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sparsering")
     """
-    AttentionInterface.register(NAME, attention_function)
-    AttentionMaskInterface.register(NAME, mask_interface)
+    AttentionInterface.register(config.NAME, attention_function)
+    AttentionMaskInterface.register(config.NAME, mask_interface)
     watch_requests()
     check = PreTrainedModel._check_and_adjust_attn_implementation
-    if not hasattr(check, NAME):
+    if not hasattr(check, config.NAME):
         PreTrainedModel._check_and_adjust_attn_implementation = _with_warning(check)
 
 
@@ -66,24 +48,24 @@ def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(check)
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:
-        if (implementation := check(self, *arguments, **options)) == NAME:
+        if (implementation := check(self, *arguments, **options)) == config.NAME:
             calls.remember_positions(self)
-        if (texts := stored_text(self.config)) is not None:
-            parse_in_advance(texts)
-            if implementation != NAME:
+        if (texts := config.stored_text(self.config)) is not None:
+            config.parse_in_advance(texts)
+            if implementation != config.NAME:
                 warnings.warn(
                     f"the config of this {type(self).__name__} holds the pattern {_line(texts)}, "
                     f"which {implementation!r} attention does not follow; load it with "
-                    f'attn_implementation="{NAME}"',
+                    f'attn_implementation="{config.NAME}"',
                     stacklevel=4,
                 )
         return implementation
 
-    setattr(checked, NAME, True)
+    setattr(checked, config.NAME, True)
     return checked
 
 
-def apply(model: Any, pattern: Patterns) -> None:
+def apply(model: Any, pattern: config.Patterns) -> None:
     """Lets a model's layers attend over a pattern, in place of their own window or chunk.
 
     The model's mask still applies: causality, padding and documents. Positions count from each
@@ -104,12 +86,12 @@ def apply(model: Any, pattern: Patterns) -> None:
         >>> apply(model, Causal() & (SlidingWindow(511) | GlobalTokens(4, rows=False)))
     """
     modules = _checked_modules(model, pattern, "apply")
-    texts = text_of(pattern)
-    parse_in_advance(texts)
+    texts = config.text_of(pattern)
+    config.parse_in_advance(texts)
     register()
-    switch(model, modules, "apply")
+    config.switch(model, modules, "apply")
     for module in (model, *modules):
-        setattr(module.config, NAME, texts)
+        setattr(module.config, config.NAME, texts)
 
 
 def load(path: Any, cls: Any = AutoModelForCausalLM, **options: Any) -> Any:
@@ -130,24 +112,24 @@ def load(path: Any, cls: Any = AutoModelForCausalLM, **options: Any) -> Any:
         >>> model.save_pretrained("tuned")
         >>> model = load("tuned")
     """
-    if (given := options.setdefault("attn_implementation", NAME)) != NAME:
+    if (given := options.setdefault("attn_implementation", config.NAME)) != config.NAME:
         raise ValueError(
-            f'load runs attn_implementation="{NAME}", got {given!r}; leave it out, or call '
+            f'load runs attn_implementation="{config.NAME}", got {given!r}; leave it out, or call '
             f"{getattr(cls, '__name__', 'the class')}.from_pretrained"
         )
     register()
     model = cls.from_pretrained(path, **options)
-    texts = stored_text(model.config)
+    texts = config.stored_text(model.config)
     pairs = texts.items() if isinstance(texts, Mapping) else []
     patterns = {int(key) if key.isdigit() else key: parse(text) for key, text in pairs}
-    switch(model, _checked_modules(model, patterns, "load"), "load")
+    config.switch(model, _checked_modules(model, patterns, "load"), "load")
     return model
 
 
-def _checked_modules(model: Any, pattern: Patterns, verb: str) -> list[Any]:
+def _checked_modules(model: Any, pattern: config.Patterns, verb: str) -> list[Any]:
     """Returns a model's attention modules; raises for none, and for a key that names no layer."""
     check_module("model", model)
-    if not (modules := list(attention_modules(model))):
+    if not (modules := list(config.attention_modules(model))):
         raise NotImplementedError(
             f"{type(model).__name__} computes attention in its own classes and does not ask "
             "transformers' attention interface, so a pattern would have no effect; use a family "
@@ -155,7 +137,7 @@ def _checked_modules(model: Any, pattern: Patterns, verb: str) -> list[Any]:
         )
     numbers = {getattr(module, "layer_idx", None) for module in modules}
     indices = [index for index in numbers if isinstance(index, int)]
-    kinds = {kind for x in modules for kind in types_of(x.config) or ["full_attention"]}
+    kinds = {kind for x in modules for kind in config.types_of(x.config) or ["full_attention"]}
     for key in pattern if isinstance(pattern, Mapping) else ():
         if key not in (indices if type(key) is int else kinds):
             span = f"0 to {max(indices)}" if indices else "none, as this family has no layer_idx"
@@ -167,7 +149,7 @@ def _checked_modules(model: Any, pattern: Patterns, verb: str) -> list[Any]:
 
 
 @contextmanager
-def using(model: Any, pattern: Patterns | PackedTree) -> Iterator[None]:
+def using(model: Any, pattern: config.Patterns | PackedTree) -> Iterator[None]:
     """Lets a model's layers attend over exactly this pattern, for the calls in a `with` block.
 
     The pattern replaces the whole mask of these layers: causality, window, chunks, padding and
@@ -196,17 +178,17 @@ def using(model: Any, pattern: Patterns | PackedTree) -> Iterator[None]:
         ...     out = model(tokens, position_ids=positions)
     """
     if isinstance(pattern, PackedTree):
-        pattern = _along_paths(pattern, decoder_config(model))
+        pattern = _along_paths(pattern, config.decoder_config(model))
     modules = _checked_modules(model, pattern, "using")
     for part in pattern.values() if isinstance(pattern, Mapping) else [pattern]:
         check_pattern(part)
-    own = {id(x): x for x in modules if not is_cross_attention(x)}
-    found = {key: of_layer(pattern, *place_of(x)) for key, x in own.items()}
+    own = {id(x): x for x in modules if not config.is_cross_attention(x)}
+    found = {key: config.of_layer(pattern, *config.place_of(x)) for key, x in own.items()}
     patterns = {key: part for key, part in found.items() if part is not None}
     calls.used_modules.update(own.values())
     register()
     calls.remember_blocks(model)
-    held = hold(model, modules, "using")
+    held = config.hold(model, modules, "using")
     block = calls.UsingBlock(patterns, frozenset(own), calls.backward_task())
     calls.thread.blocks = (*calls.thread.blocks, block)
     try:
@@ -214,15 +196,15 @@ def using(model: Any, pattern: Patterns | PackedTree) -> Iterator[None]:
     finally:
         calls.thread.blocks = tuple(x for x in calls.thread.blocks if x is not block)
         if calls.runs_layers_again(model):
-            switch(model, modules, "using")
-        release(held)
+            config.switch(model, modules, "using")
+        config.release(held)
 
 
-def _along_paths(tree: PackedTree, config: Any) -> dict[int | str, Pattern]:
+def _along_paths(tree: PackedTree, decoder: Any) -> dict[int | str, Pattern]:
     """Returns what each layer sees along the paths of a tree: its own window counts depths."""
-    own = layer_patterns(config)
+    own = config.layer_patterns(decoder)
     if None in own:
-        kind = types_of(config)[own.index(None)]
+        kind = config.types_of(decoder)[own.index(None)]
         raise NotImplementedError(
             f"using takes a PackedTree where layers are full, windows or chunks, got {kind!r}; "
             "pass {layer type: Tree(lengths, parents, pattern)}"
@@ -242,16 +224,16 @@ def explain(model: Any) -> str:
     Returns: one line per layer. If the model has another attn_implementation, a single line names
         that implementation and any pattern that the model's config stores.
     """
-    config = decoder_config(model)
-    if (implementation := config._attn_implementation) != NAME:
-        texts = stored_text(config)
+    decoder = config.decoder_config(model)
+    if (implementation := decoder._attn_implementation) != config.NAME:
+        texts = config.stored_text(decoder)
         note = f"; the pattern {_line(texts)} in its config is not in force" if texts else ""
-        return f"{type(model).__name__} runs {implementation!r}, not {NAME!r}{note}"
+        return f"{type(model).__name__} runs {implementation!r}, not {config.NAME!r}{note}"
     causal = is_causal(model)
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    heads = decoder.num_attention_heads
+    kv_heads = getattr(decoder, "num_key_value_heads", None) or heads
     weight = next(model.parameters())
-    head_dim = getattr(config, "head_dim", None) or model.config.hidden_size // heads
+    head_dim = getattr(decoder, "head_dim", None) or model.config.hidden_size // heads
     query, key = (weight.new_zeros(1, n, 16, head_dim) for n in (heads, kv_heads))
     backend = explain_call(query, key, key, Full()).split(",")[0].removeprefix("runs: ")
     lines = []
@@ -285,25 +267,29 @@ def _traffic(shared: calls.SharedCall | None, index: int, pattern: Pattern | Non
 
 def is_causal(model: Any) -> bool:
     """Whether queries of the model's self-attention see only keys up to their own position."""
-    own = (module for module in attention_modules(model) if not is_cross_attention(module))
+    own = (
+        module
+        for module in config.attention_modules(model)
+        if not config.is_cross_attention(module)
+    )
     return any(getattr(module, "is_causal", True) for module in own)
 
 
 def patterns_of(model: Any) -> list[Pattern | None]:
     """Returns each layer's pattern, of an open `using` block first; None for an unknown mask."""
-    patterns = layer_patterns(decoder_config(model), is_causal(model))
+    patterns = config.layer_patterns(config.decoder_config(model), is_causal(model))
     used = _used_patterns(model)
     return [used.get(index, pattern) for index, pattern in enumerate(patterns)]
 
 
 def _used_patterns(model: Any) -> dict[int, Pattern]:
     patterns = {}
-    for number, module in enumerate(attention_modules(model)):
+    for number, module in enumerate(config.attention_modules(model)):
         index = getattr(module, "layer_idx", None)
         if (pattern := calls.used_pattern(module, calls.thread.blocks)) is not None:
             patterns[index if isinstance(index, int) else number] = pattern
     return patterns
 
 
-def _line(texts: Texts) -> str:
+def _line(texts: config.Texts) -> str:
     return texts if isinstance(texts, str) else ", ".join(f"{k}: {v}" for k, v in texts.items())

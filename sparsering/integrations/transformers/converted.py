@@ -50,18 +50,8 @@ def convert(model: Any) -> list[str]:
 class LocalAndGlobalAttention(nn.Module):
     """Attention of Longformer and of LED's encoder: a window, and global tokens."""
 
-    query: Any
-    key: Any
-    value: Any
-    query_global: Any
-    key_global: Any
-    value_global: Any
-    num_heads: int
-    one_sided_attn_window_size: int
-    dropout: float
-
     def forward(
-        self,
+        self: Any,  # the attributes are those of the original class
         hidden_states: Tensor,
         attention_mask: Tensor,
         is_index_masked: Tensor,
@@ -139,12 +129,8 @@ class Groups(NamedTuple):
 class GroupAttention(nn.Module):
     """Attention of Chronos-2 among the series of a group, at each time."""
 
-    self_attention: Any
-    layer_norm: Any
-    dropout: Any
-
     def forward(
-        self, hidden_states: Tensor, attention_mask: Groups, output_attentions: bool = False
+        self: Any, hidden_states: Tensor, attention_mask: Groups, output_attentions: bool = False
     ) -> Any:
         """Attends; hidden_states [B, T, E], a series in each batch entry."""
         if output_attentions:
