@@ -101,11 +101,13 @@ class Rows:
         if function.__name__ in _BY_ROW:
             return Rows(of, queries, cells)
         if function is Tensor.topk:
-            parts = [of(part) for part in args[0].parts()]
-            values, indices = (torch.cat(x, 1) for x in zip(*parts, strict=True))
-            return torch.return_types.topk((values, indices))
-        whole = (torch.cat([*map(x.of, x.parts())], 1) if isinstance(x, Rows) else x for x in args)
-        return function(*whole, **(options or {}))
+            one = of(slice(0, 1))  # results of parts, kept one by one, would fragment the heap
+            whole = [x.new_empty(len(x), queries, *x.shape[2:]) for x in one]
+            for part in args[0].parts():
+                for to, x in zip(whole, of(part), strict=True):
+                    to[:, part] = x
+            return torch.return_types.topk((whole[0], whole[1]))
+        return of(slice(0, queries))
 
     def parts(self) -> list[slice]:
         step = max(1, _AT_A_TIME // max(1, self.cells))
