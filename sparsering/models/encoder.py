@@ -17,8 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ..checks import check_pattern, check_tensor
 from ..functional import attention
-from ..nn.rope import rotary_table
-from ..nn.transformer import Attend, Block, checked_sizes
+from ..nn.transformer import Attend, Block, checked_sizes, rotary_table
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import checked_flag, checked_integer, checked_number
 

@@ -22,8 +22,7 @@ from ..checks import check_pattern, check_tensor, refuse_meta
 from ..decoding import KVCache
 from ..decoding.cache_state import causal_pattern
 from ..functional import attention
-from ..nn.rope import rotary_table
-from ..nn.transformer import Attend, Block, checked_sizes
+from ..nn.transformer import Attend, Block, checked_sizes, rotary_table
 from ..patterns import arguments
 from ..patterns.algebra import Pattern
 from .next_token import Sampling

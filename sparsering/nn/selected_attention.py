@@ -38,8 +38,7 @@ from ..selection.estimates import METHODS, checked_method
 from ..selection.query_rows import checked_blocks
 from .over_ranks import OverRanks, Ranks
 from .pooled import gated_pool, pooled_scores
-from .rope import check_rope, rotate
-from .transformer import checked_heads
+from .transformer import check_rope, checked_heads, rotate
 
 GATES = ("sigmoid", "zero")
 
@@ -258,7 +257,7 @@ class SelectedAttention(OverRanks, nn.Module):
         Args:
             x: [B, N, embed_dim], any N.
             rope: cosine and sine [N, D / 2] that rotate queries and keys, as
-                `sparsering.nn.rope.rotary_table` returns them; D is the head dim.
+                `sparsering.nn.transformer.rotary_table` returns them; D is the head dim.
             return_loss: also return the loss of a learned scorer. Its gradients reach the scorer
                 alone. The module does not store the loss, so activation checkpointing works.
 

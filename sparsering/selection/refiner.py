@@ -10,7 +10,7 @@ from torch import Tensor
 from ..checks import check_group, refuse_meta
 from ..patterns.arguments import checked_integer, digest_of, is_finite, shortened
 from ..rows import first_in_row
-from .slots import checked_mass, checked_slots
+from .loss import checked_mass, checked_slots
 
 UNIT = 1 << 32
 """Mass is summed as integers in units of 1 / UNIT, so that the order of a sum does not matter."""

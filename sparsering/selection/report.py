@@ -14,8 +14,8 @@ from ..patterns.algebra import And, Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer, shortened
 from ..patterns.positions import Causal
 from ..patterns.selected import SelectedBlocks
+from .loss import listed_blocks
 from .query_rows import num_rows
-from .slots import listed_blocks
 
 _AT_A_TIME = 1 << 23  # logits computed at a time, to bound memory
 _RISK = 1e-3  # probability that the mean of all rows lies outside `Captured.interval`

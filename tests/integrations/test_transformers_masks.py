@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from transformers import masking_utils as theirs
 
 from sparsering.integrations.transformers import attention as attention_module
+from sparsering.integrations.transformers import mask_kind
 from sparsering.integrations.transformers.masks import mask_interface
 
 ROWS = 2
@@ -106,3 +107,15 @@ def test_keys_that_a_static_cache_has_not_written_are_not_visited(monkeypatch):
     mask = mask_interface(batch_size=1, q_length=3, kv_length=500, q_offset=torch.tensor(4))
     attention_module.attention_function(torch.nn.Module(), query, key, key, mask)
     assert visited == [7]
+
+
+def test_blocks_of_images_change_no_mask_where_there_is_no_image():
+    blocks = torch.full((2, 9), -1)
+    causal = theirs.causal_mask_function
+    inner = theirs.or_masks(causal, theirs.blockwise_overlay(blocks))
+    function = theirs.and_masks(theirs.sliding_window_overlay(4), inner)
+    kind = mask_kind.recognise(function)
+    assert kind is not None and (kind.causal, kind.left, kind.right) == (True, 3, None)
+    blocks[0, 3:5] = 0
+    assert mask_kind.recognise(function) is None
+    assert mask_kind.recognise(theirs.or_masks(causal, causal)) is None

@@ -12,7 +12,7 @@ from helpers.ring_workers import Workers
 import sparsering as sr
 from sparsering.distributed import ring_attention, shard, simulate_ring, unshard
 from sparsering.models import LongNetEncoder
-from sparsering.nn.rope import rotary_table
+from sparsering.nn.transformer import rotary_table
 
 PATTERN = sr.LongNet((16, 128), (1, 4))
 

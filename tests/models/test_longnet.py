@@ -12,7 +12,7 @@ from helpers.thinned import thinned
 import sparsering as sr
 from sparsering.models import LongNetLM, longnet
 from sparsering.models.next_token import Sampling
-from sparsering.nn.rope import rotary_table, rotate
+from sparsering.nn.transformer import rotary_table, rotate
 
 PATTERN = sr.LongNet((16, 64), (1, 4))
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import sparsering as sr
 from sparsering.nn import SelectedAttention
 from sparsering.nn.pooled import pooled_scores
-from sparsering.nn.rope import rotary_table
+from sparsering.nn.transformer import rotary_table
 from sparsering.selection import block_scores, pool_blocks, select_blocks
 
 E, H, HKV, SIZE = 24, 4, 2, 16

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsering.distributed import RingMismatchError, shard, unshard
 from sparsering.nn import SelectedAttention
-from sparsering.nn.rope import rotary_table
+from sparsering.nn.transformer import rotary_table
 
 workers = workers_of(MAX_WORLD)
 

@@ -22,8 +22,10 @@ _NOTHING = torch.zeros(1, 1, dtype=torch.int64)
 
 # The code objects of the mask functions that transformers' factories make
 _AND = masking_utils.and_masks(_CAUSAL).__code__
+_OR = masking_utils.or_masks(_CAUSAL).__code__
 _WINDOW = masking_utils.sliding_window_overlay(1).__code__
 _BOTH_WAYS = masking_utils.sliding_window_bidirectional_overlay(1).__code__
+_BLOCKS = masking_utils.blockwise_overlay(_NOTHING).__code__
 _CHUNKS = masking_utils.chunked_overlay(1, _NOTHING[0]).__code__
 _PACKED = masking_utils.packed_sequence_mask_function(_NOTHING).__code__
 _REMAPPED = masking_utils.remap_positions_for_packed_sequence(_CAUSAL, _NOTHING).__code__
@@ -69,6 +71,9 @@ def _add(function: MaskFunction, positions: Tensor | None, kind: MaskKind) -> bo
     closure = {name: cell.cell_contents for name, cell in zip(names, cells, strict=False)}
     if code is _AND:
         return all(_add(part, positions, kind) for part in closure["mask_functions"])
+    if code is _OR:  # blocks of images, which see each other, and no image in this call
+        rest = [part for part in closure["mask_functions"] if not _has_no_blocks(part)]
+        return len(rest) == 1 and _add(rest[0], positions, kind)
     if code is _WINDOW and closure["sliding_window"] > 0:
         kind.narrow(closure["sliding_window"] - 1)
     elif code is _BOTH_WAYS:
@@ -82,6 +87,12 @@ def _add(function: MaskFunction, positions: Tensor | None, kind: MaskKind) -> bo
     else:
         return False
     return True
+
+
+def _has_no_blocks(function: MaskFunction) -> bool:
+    """Whether a function joins the tokens of each block, and there is no block (all are -1)."""
+    is_blocks = getattr(function, "__code__", None) is _BLOCKS
+    return is_blocks and bool((function.__closure__[0].cell_contents < 0).all())  # type: ignore
 
 
 def recognise_inside_compile(

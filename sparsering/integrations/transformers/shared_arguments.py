@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
 
 from ...patterns.arguments import shortened
 from .calls import SharedCall
@@ -195,8 +196,9 @@ def reason_against(model: Any, modules: list[Any]) -> str | None:
         return "its config does not say how many layers it has"
     if len(modules) < len(types):
         return f"only {len(modules)} of its {len(types)} layers use the attention interface"
+    towers = _towers(model, config)
     for path, module in model.named_modules():
-        if isinstance(module, _MIXERS):
+        if isinstance(module, _MIXERS) and not path.startswith(towers):
             return f"{path} ({type(module).__name__}) joins tokens without attention"
         if hasattr(module, "create_position_ids_from_input_ids"):
             return f"{path} ({type(module).__name__}) derives positions from the padding"
@@ -216,6 +218,13 @@ def reason_against(model: Any, modules: list[Any]) -> str | None:
     if "shared_kv_states" in parameters:
         return "it attends to keys of another model (shared_kv_states)"
     return None
+
+
+def _towers(model: Any, config: Any) -> tuple[str, ...]:
+    """Returns the names of encoders of images or sound, which calls with text alone do not use."""
+    inner = [(path, x) for path, x in model.named_modules() if path and hasattr(x, "config")]
+    own = [(path, x.config) for path, x in inner if isinstance(x, PreTrainedModel)]
+    return tuple(f"{p}." for p, x in own if x is not config and x.get_text_config(True) is x)
 
 
 def counts_padding(model: Any) -> str | None:
