@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from helpers.tensor_bytes import measure
 from sharing_families import InFloat64
 from torch import Tensor
 from transformers_families import tiny
@@ -118,6 +119,26 @@ def test_scores_of_some_queries_at_a_time_choose_the_same_keys(family, monkeypat
         got, _ = run(model, "sparsering", inputs)
         assert parts or family in ("minimax_m3_vl_text", "qwen4_exp_text")
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", BY_TOKEN)
+def test_memory_grows_with_the_tokens_not_with_their_pairs(family, monkeypatch):
+    monkeypatch.setattr(indexers, "_AT_A_TIME", 1 << 14)
+    model = tiny(family)
+    hf.register()
+    growth = {}
+    for implementation in ("eager", "sparsering"):
+        model.set_attn_implementation(implementation)
+        short, long = (
+            measure(lambda tokens=tokens: forward(model, tokens)).peak for tokens in (512, 1024)
+        )
+        growth[implementation] = long / short
+    assert growth["eager"] > 3.5 and growth["sparsering"] < 2.2, growth
+
+
+@torch.no_grad()
+def forward(model, tokens: int) -> Tensor:
+    return model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=False).logits
 
 
 @pytest.mark.parametrize("family", FAMILIES)

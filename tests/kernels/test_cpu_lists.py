@@ -99,8 +99,8 @@ def test_threads_do_not_change_what_a_query_gets(threads, overlap):
         assert all(map(torch.equal, again, results[0]))
 
 
-@pytest.mark.parametrize("spoiled", ["query", "key", "value", "gradient"])
-@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+@pytest.mark.parametrize("spoiled", ["query", "key", "value", "gradient", "a number of a key"])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_a_number_that_is_not_finite_reaches_no_neighbour(spoiled, number):
     """Query 40 alone lists key 3; all others list nearly the same keys, without it."""
     case = Case(1, 2, 1, 64, 64, 16, 16)
@@ -113,6 +113,7 @@ def test_a_number_that_is_not_finite_reaches_no_neighbour(spoiled, number):
         out = sr.attention(*args, pattern, backend="cpu")
         return [out, *torch.autograd.grad(out, args, sent)]
 
+    clean[0][:, :, 40, 0] = 1.0  # so that a key's -inf is a score of -inf, and lse stays finite
     sent = torch.ones(1, 2, 64, 16)
     expected = results(clean, sent)
     bad, bad_sent = [x.clone() for x in clean], sent.clone()
@@ -122,8 +123,11 @@ def test_a_number_that_is_not_finite_reaches_no_neighbour(spoiled, number):
         "value": (bad[2], 3),
         "gradient": (bad_sent, 40),
     }
-    tensor, row = place[spoiled]
-    tensor[:, :, row] = number
+    if spoiled == "a number of a key":
+        bad[1][:, :, 3, 0] = number
+    else:
+        tensor, row = place[spoiled]
+        tensor[:, :, row] = number
     got = results(bad, bad_sent)
     others = torch.arange(64) != 40  # rows of query 40, and of the keys that it lists, are spoiled
     unseen = torch.ones(64, dtype=torch.bool).index_fill(0, listed[40], False)

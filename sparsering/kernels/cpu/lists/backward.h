@@ -87,7 +87,13 @@ class Backward {
 
   Backward(const Call& call, const Tensor& grad_out, const float* lse, const float* delta,
            const To& to)
-      : call_(call), x_(call.x), dout_(grad_out), lse_(lse), delta_(delta), to_(to) {}
+      : call_(call),
+        x_(call.x),
+        dout_(grad_out),
+        lse_(lse),
+        delta_(delta),
+        to_(to),
+        finite_keys_(most_lists(call.group) == 1 || has_finite_keys()) {}
 
   // Pieces of the queries of a kv head, so that all threads work.
   static int64_t pieces(const Problem& x) {
@@ -145,10 +151,27 @@ class Backward {
     });
   }
 
+  // A key of -inf leaves lse and delta finite.
+  bool has_finite_keys() const {
+    std::atomic<bool> finite{true};
+    const int64_t heads = x_.B * x_.Hkv, padded = round_up(x_.D, kLanes);
+    parallel_for(0, heads * x_.Nk, 1 << 10, [&](int64_t begin, int64_t end) {
+      Buffer<float> key(padded);
+      for (int64_t i = begin; i < end && finite; ++i) {
+        const int64_t head = i / x_.Nk;
+        read_tile(x_.k, head / x_.Hkv, head % x_.Hkv, Tile{i % x_.Nk, 1}, 1, 1, padded, key.get());
+        if (!all_finite(key.get(), padded)) {
+          finite = false;
+        }
+      }
+    });
+    return finite;
+  }
+
   // Reads the lists of some queries. Reads one if a number is not finite: 0 times it would spoil
   // gradients of queries and keys that do not see each other.
   void read_lists(BackwardScratch& s, int64_t b, int64_t unit, int64_t query, int64_t stop) const {
-    s.list.read(call_.list(b, unit, query), stop - query);
+    s.list.read(call_.list(b, unit, query), finite_keys_ ? stop - query : 1);
     bool finite = true;
     for (int64_t i = 0; i < call_.group && s.list.size > 1; ++i) {
       const int64_t row = call_.row(b, unit * call_.group + i, query);
@@ -257,6 +280,7 @@ class Backward {
   const Source dout_;
   const float *lse_, *delta_;
   const To to_;
+  const bool finite_keys_;
 };
 
 }  // namespace sparsering::cpu::lists
