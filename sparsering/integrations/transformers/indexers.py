@@ -67,8 +67,7 @@ def chosen_keys(
 class Rows:
     """A tensor [B, N, ...] that is computed for some queries at a time.
 
-    Operations that keep queries apart give `Rows` again, and `topk` the whole result. Any other
-    operation first computes the whole tensor.
+    Operations that keep queries apart give `Rows`; `topk` and others give the whole result.
     """
 
     def __init__(self, of: Callable[[slice], Tensor], queries: int, cells: int = 0) -> None:
@@ -117,8 +116,7 @@ class Rows:
 def _rows(x: Any, part: slice, queries: int) -> Any:
     if isinstance(x, Rows):
         return x.of(part)
-    has_rows = isinstance(x, Tensor) and x.dim() > 2 and x.shape[1] == queries
-    return x[:, part] if has_rows else x
+    return x[:, part] if isinstance(x, Tensor) and x.dim() > 2 and x.shape[1] == queries else x
 
 
 class _InParts(TorchFunctionMode):
@@ -160,7 +158,7 @@ def _under_our_name(own: Callable[..., Any], wrap: Callable[..., Any]) -> Callab
     @wraps(own)
     def method(module: Any, *args: Any, **options: Any) -> Any:
         config = getattr(module, "_sparsering_config", None)
-        if config is None or config._attn_implementation != NAME:
+        if torch.compiler.is_compiling() or getattr(config, "_attn_implementation", "") != NAME:
             return own(module, *args, **options)
         return wrap(own, module, *args, **options)
 

@@ -177,10 +177,12 @@ class ModelMask:
             mask = mask & KeyMask(torch.nn.functional.pad(valid, (0, hidden)))
         return mask
 
-    def __getitem__(self, index: Any) -> "ModelMask | Rows":
+    def __getitem__(self, index: Any) -> "ModelMask | Rows | Tensor":
         """Returns the last queries' mask, for Gemma 4; or `mask[:, 0]`, in rows, for indexers."""
         whole = slice(None)
         if index in ((whole, 0), (whole, 0, whole, whole)):
+            if torch.compiler.is_compiling():
+                return self.dense()[:, 0]
             return Rows(lambda part: self.dense(part.start, part.stop)[:, 0], self.shape[2])
         rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
         if not isinstance(rows, slice) or index != (whole, whole, rows, whole):
