@@ -1,4 +1,4 @@
-"""Writes docs/parallel-families.md: which families of transformers run over ranks, and why not.
+"""Writes docs/families.md, and docs/parallel-families.md: which families run over ranks.
 
     .venv/bin/python tools/tabulate_families.py
 
@@ -13,11 +13,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "integratio
 
 if __name__ == "__main__":
     import transformers
+    from families_page import PAGE as FAMILIES
+    from families_page import families_page
     from helpers.ring_workers import Workers
     from sharing_families import PAGE, page, share
     from transformers_families import tabulated
 
     transformers.logging.set_verbosity_error()
+    FAMILIES.write_text(families_page(), encoding="utf-8")
     workers = Workers(2)
     rows = []
     for family in tabulated():
