@@ -144,10 +144,10 @@ class GroupAttention(nn.Module):
         dropout = own.dropout if self.training else 0.0
         out = attention(query, key, value, groups.pattern, scale=1.0, q_start=0, dropout_p=dropout)
         out = own.o(out.transpose(1, 2).flatten(2)).transpose(0, 1)[groups.place]
-        return _Out(hidden_states + self.dropout(out), None)
+        return _Attended(hidden_states + self.dropout(out), None)
 
 
-class _Out(NamedTuple):
+class _Attended(NamedTuple):
     hidden_states: Tensor
     attn_weights: None
 
