@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <atomic>
-#include <exception>
+#include <cstring>
+#include <new>
 #include <optional>
+#include <stdexcept>
 
 #include "products.h"
 
@@ -24,15 +26,20 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   struct Call {
     const Body& body;
     std::atomic<bool> failed = false;
-    std::exception_ptr failure;
+    bool out_of_memory = false;
+    char what[256] = "";  // not std::exception_ptr: older C++ libraries lack parts of it
   } call{body};
   const auto run = [](int64_t first, int64_t stop, void* of) {
     Call& call = *static_cast<Call*>(of);
     try {
       call.body(first, stop);
-    } catch (...) {
+    } catch (const std::bad_alloc&) {
       if (!call.failed.exchange(true)) {
-        call.failure = std::current_exception();
+        call.out_of_memory = true;
+      }
+    } catch (const std::exception& error) {
+      if (!call.failed.exchange(true)) {
+        std::strncpy(call.what, error.what(), sizeof(call.what) - 1);
       }
     }
   };
@@ -41,8 +48,11 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
 #else
   checked(torch_parallel_for(begin, end, grain, run, &call));
 #endif
+  if (call.out_of_memory) {
+    throw std::bad_alloc();
+  }
   if (call.failed) {
-    std::rethrow_exception(call.failure);
+    throw std::runtime_error(call.what);
   }
 }
 
