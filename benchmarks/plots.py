@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from sparsering.layouts.drawing import pair_shares
+from sparsering.layouts.drawing import shades
 from sparsering.layouts.layout import BlockLayout
 from sparsering.patterns.algebra import Pattern
 
@@ -67,12 +67,7 @@ def short_count(count: int) -> str:
 def draw_pattern(axes: Any, layout: BlockLayout, *, head: int = 0, cells: int = 512) -> None:
     """Draws one head of a layout on matplotlib axes, in at most cells x cells pixels."""
     frame = layout.frame
-    step = max((p.step for p in layout.passes), default=1)
-    if frame.q_len > cells and frame.q_len // step >= 128:
-        cells = min(cells, frame.q_len // step)  # a pixel per `step` or more tokens: no moire
-    shares = pair_shares(layout, cells, head=head)
-    # a pixel with few pairs stays visible
-    shade = torch.where(shares > 0, 0.25 + 0.75 * shares.clamp(max=1).pow(0.4), 0)
+    shade = shades(layout, cells, head=head)
     extent = 0, frame.kv_len, frame.q_start + frame.q_len, frame.q_start
     style = {"cmap": "Blues", "vmin": 0, "vmax": 1, "interpolation": "nearest"}
     axes.imshow(shade.numpy(), extent=extent, **style)

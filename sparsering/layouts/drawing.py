@@ -26,16 +26,10 @@ def drawing(layout: "BlockLayout", rows: int = 32, columns: int = 64) -> list[st
 
 def picture(layout: "BlockLayout", num_heads: int = 1, cells: int = 512) -> bytes:
     """Draws heads of a layout side by side as a PNG file: darker where more pairs attend."""
-    frame = layout.frame
-    step = max((p.step for p in layout.passes), default=1)
-    if frame.q_len > cells and frame.q_len // step >= 128:
-        cells = min(cells, frame.q_len // step)  # a pixel per `step` or more tokens: no moire
-    zoom = max(1, cells // frame.q_len)
     panels = []
     for head in range(num_heads):
-        shares = pair_shares(layout, cells, head=head)
-        # a pixel with few pairs stays visible
-        shade = torch.where(shares > 0, 0.25 + 0.75 * shares.clamp(max=1).pow(0.4), 0)
+        shade = shades(layout, cells, head=head)
+        zoom = max(1, cells // len(shade))
         shade = shade.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
         panels.append(torch.nn.functional.pad(shade, (1, 1, 1, 1), value=0.5))  # a frame
     shade = torch.cat(panels, 1)[..., None]
@@ -51,6 +45,15 @@ def picture(layout: "BlockLayout", num_heads: int = 1, cells: int = 512) -> byte
         for name, data in parts.items()
     )
     return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
+
+
+def shades(layout: "BlockLayout", cells: int, *, head: int = 0) -> Tensor:
+    """Returns how dark each pixel of a picture is, 0 to 1; one with few pairs stays visible."""
+    q_len, step = layout.frame.q_len, max((p.step for p in layout.passes), default=1)
+    if q_len > cells and q_len // step >= 128:
+        cells = min(cells, q_len // step)  # a pixel per `step` or more tokens: no moire
+    shares = pair_shares(layout, cells, head=head)
+    return torch.where(shares > 0, 0.25 + 0.75 * shares.clamp(max=1).pow(0.4), 0)
 
 
 def pair_shares(
