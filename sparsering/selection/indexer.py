@@ -115,8 +115,7 @@ def top_tokens(
         check_tensor("lengths", lengths)
     if lengths is not None and (lengths.shape != (batch,) or lengths.dtype != torch.int64):
         raise ValueError(f"lengths must be int64 [{batch}], got {lengths.dtype} {lengths.shape}")
-    bounds = {"first": first, "stop": stop}
-    for name, bound in bounds.items():
+    for name, bound in (("first", first), ("stop", stop)):
         if bound is None:
             continue
         check_tensor(name, bound)
@@ -126,12 +125,15 @@ def top_tokens(
                 f"{tuple(bound.shape)}; give each query a bound of its keys"
             )
     step = max(1, _AT_A_TIME // max(1, batch * heads * min(keys, _TILE)))
+    place = torch.arange(tokens, device=query.device)[None]
+    end = place + (start + 1) if causal else torch.full_like(place, keys)  # of a query's keys
+    for bound in (stop, None if lengths is None else lengths[:, None]):
+        end = end if bound is None else torch.minimum(end, bound)
     none = torch.iinfo(torch.int64).min
     found = torch.full((batch, tokens, k), none, device=query.device)
     query, key, weight = (x.float() for x in (query, key, weight))
     for begin in range(0, tokens, step):
         rows = slice(begin, min(begin + step, tokens))
-        position = start + torch.arange(rows.start, rows.stop, device=query.device)[:, None]
         best, visible = found[:, rows, :0], max(0, start + rows.stop) if causal else keys
         for tile in range(0, min(keys, visible), _TILE):
             here = torch.arange(tile, min(tile + _TILE, keys), device=query.device)
@@ -141,14 +143,9 @@ def top_tokens(
             bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
             bits = bits.masked_fill(scores.isnan(), -(1 << 31))
             ranked = bits * (1 << 32) + ((1 << 32) - 1 - here)  # equal scores: first position first
-            if causal:
-                ranked = ranked.masked_fill(here > position, none)
-            if lengths is not None:
-                ranked = ranked.masked_fill(here >= lengths[:, None, None], none)
+            ranked = ranked.masked_fill(here >= end[:, rows, None], none)
             if first is not None:
                 ranked = ranked.masked_fill(here < first[:, rows, None], none)
-            if stop is not None:
-                ranked = ranked.masked_fill(here >= stop[:, rows, None], none)
             best = torch.cat((best, ranked), 2)
             best = best.topk(min(k, best.shape[2])).values
         found[:, rows, : best.shape[2]] = best
