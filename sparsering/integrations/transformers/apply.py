@@ -14,7 +14,6 @@ from ...distributed.plan import RingPlan
 from ...functional import explain as explain_call
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
-from ...patterns.expression import parse
 from ...patterns.packed_tree import PackedTree
 from ...patterns.positions import Full
 from ...patterns.tree import Tree
@@ -121,8 +120,8 @@ def load(path: Any, cls: Any = AutoModelForCausalLM, **options: Any) -> Any:
     model = cls.from_pretrained(path, **options)
     texts = config.stored_text(model.config)
     pairs = texts.items() if isinstance(texts, Mapping) else []
-    patterns = {int(key) if key.isdigit() else key: parse(text) for key, text in pairs}
-    config.switch(model, _checked_modules(model, patterns, "load"), "load")
+    layers: Any = {int(key) if key.isdigit() else key: text for key, text in pairs}
+    config.switch(model, _checked_modules(model, layers, "load"), "load")
     return model
 
 

@@ -182,10 +182,8 @@ def _attend_masked(
     if pattern is not None:
         return attend_pattern(pattern, (query, key, value), mask, q_start, extras)
     kv_len = key.shape[2] - entries
-    own = ("own", kv_len, entries)
-    pattern = once(mask, own, lambda: mask.pattern(q_start, kv_len, entries))
-    if entries:
-        assert chosen is not None
+    pattern = once(mask, ("own", kv_len, entries), lambda: mask.pattern(q_start, kv_len, entries))
+    if chosen is not None and entries:
         pattern = pattern | chosen.mask(q_start, kv_len)
     elif chosen is not None:
         pattern = chosen.mask(q_start) & pattern

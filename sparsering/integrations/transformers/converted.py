@@ -83,9 +83,7 @@ class LocalAndGlobalAttention(nn.Module):
         out = attention(query, key, value, local, q_start=0, dropout_p=dropout)
         out = out.transpose(1, 2).flatten(2)
         if is_global_attn:
-            number = once(attention_mask, "most", lambda: int(is_index_global_attn.sum(1).max()))
-            order = is_index_global_attn.byte().argsort(dim=1, descending=True, stable=True)
-            rows = order[:, :number]  # a row with fewer global tokens has others at its end
+            rows = once(attention_mask, "rows", lambda: _global_rows(is_index_global_attn))
             entry = torch.arange(len(rows), device=rows.device)[:, None]
             query = self.query_global(hidden_states[entry, rows])
             query, key, value = (
@@ -107,6 +105,12 @@ def _patterns(size: int, masked: Tensor, is_global: Tensor) -> tuple[Pattern, Pa
         valid = KeyMask(~masked)
         local, everywhere = local & valid, valid
     return (local | KeyMask(is_global) if bool(is_global.any()) else local), everywhere
+
+
+def _global_rows(is_global: Tensor) -> Tensor:
+    """Returns places [B, most] of global tokens; a row with fewer has others at its end."""
+    order = is_global.byte().argsort(dim=1, descending=True, stable=True)
+    return order[:, : int(is_global.sum(1).max())]
 
 
 class Groups(NamedTuple):

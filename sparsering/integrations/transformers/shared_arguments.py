@@ -222,9 +222,8 @@ def reason_against(model: Any, modules: list[Any]) -> str | None:
 
 def _towers(model: Any, config: Any) -> tuple[str, ...]:
     """Returns the names of encoders of images or sound, which calls with text alone do not use."""
-    inner = [(path, x) for path, x in model.named_modules() if path and hasattr(x, "config")]
-    own = [(path, x.config) for path, x in inner if isinstance(x, PreTrainedModel)]
-    return tuple(f"{p}." for p, x in own if x is not config and x.get_text_config(True) is x)
+    own = [(p, x.config) for p, x in model.named_modules() if isinstance(x, PreTrainedModel)]
+    return tuple(f"{p}." for p, x in own if p and x is not config and x.get_text_config(True) is x)
 
 
 def counts_padding(model: Any) -> str | None:
