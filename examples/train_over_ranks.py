@@ -23,9 +23,8 @@ from sparsering.distributed.sharding import num_tokens
 from sparsering.patterns.positions import Full
 from sparsering.training.data import read_text
 from sparsering.training.loop import Run, adamw, autocast, train, training_step
-from sparsering.training.ranks import Ranks
+from sparsering.training.ranks import Ranks, ranks_of_torchrun
 from sparsering.training.recipe import DTYPES, Recipe
-from sparsering.training.torchrun import ranks_of_torchrun
 
 RECIPE = Recipe(steps=60, num_layers=2, dtype="float32")
 COMPARED_STEPS = 10

@@ -217,15 +217,6 @@ def test_generate_ends_quietly_where_nobody_reads_on(trained):
         assert process.wait(60) == 128 + 13
 
 
-@pytest.mark.parametrize("command", ["bench", "report"])
-def test_a_command_that_left_the_package_says_where_it_is(command, capsys):
-    with pytest.raises(SystemExit) as exit:
-        run(command, "--quick")
-    assert exit.value.code == 2
-    said = capsys.readouterr().err
-    assert f"`python -m benchmarks {command}`" in said and said.count("\n") == 1
-
-
 def test_build_prints_where_the_kernel_lies(capsys):
     assert run("build") == 0
     library = Path(capsys.readouterr().out.strip())

@@ -17,13 +17,6 @@ from . import machine, patterns, planning, training
 USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
 TOO_LARGE = (MemoryError, OverflowError, RecursionError)  # and torch's RuntimeError of memory
 LONGEST_LINE = 2000
-# Commands of 0.2.0, and what to write instead in a clone of the repository.
-MOVED = {
-    "bench": "python -m benchmarks bench",
-    "report": "python -m benchmarks report",
-    "demo": "make demo",
-    "demo-ring": "make demo-ring",
-}
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -58,14 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 2 for an error, 128 + n after signal n."""
-    parser, words = build_parser(), sys.argv[1:] if argv is None else argv
-    if words and words[0] in MOVED:
-        parser.exit(
-            2,
-            f"sparsering: the package no longer has {words[0]}; run `{MOVED[words[0]]}` in a "
-            "clone of the repository\n",
-        )
-    arguments = parser.parse_args(words)
+    arguments = build_parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
     except KeyboardInterrupt:

@@ -86,8 +86,8 @@ def _train(arguments: argparse.Namespace) -> int:
 
     from ..training.checkpoint import read_about
     from ..training.loop import train
+    from ..training.ranks import ranks_of_torchrun
     from ..training.recipe import Recipe
-    from ..training.torchrun import ranks_of_torchrun, starts_again
 
     settings = {f.name: getattr(arguments, f.name) for f in fields(Recipe) if f.name in arguments}
     if settings.get("data") is not None:
@@ -95,11 +95,11 @@ def _train(arguments: argparse.Namespace) -> int:
     with ranks_of_torchrun(
         arguments.sequence_parallel, sharding=arguments.sharding, timeout=arguments.timeout
     ) as ranks:
-        resume = arguments.resume or starts_again(ranks, arguments.out)
-        base = ranks.together(lambda: read_about(arguments.out).recipe) if resume else Recipe()
+        resume, out = arguments.resume, arguments.out
+        base = ranks.together(lambda: read_about(out).recipe) if resume else Recipe()
         run = train(
             replace(base, **settings),
-            arguments.out,
+            out,
             resume=resume,
             save_every=arguments.save_every,
             validate_every=arguments.validate_every,
@@ -115,7 +115,7 @@ def _train(arguments: argparse.Namespace) -> int:
             )
             if run.step < run.recipe.steps:
                 size = f" --micro-batch {arguments.micro_batch}" if arguments.micro_batch else ""
-                command = f"{ranks.start('train')} --out {arguments.out} --resume{size}"
+                command = f"{ranks.start('train')} --out {out} --resume{size}"
                 print(f"Stopped; to go on: {command}")
     return 0 if run.stopped_by is None else 128 + run.stopped_by
 

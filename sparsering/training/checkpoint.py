@@ -4,8 +4,8 @@
     checkpoint = load_checkpoint(folder)
 
 Saving first writes the tensors to files with new names, then renames the new `checkpoint.json`
-over the old one. A failure before the rename leaves the old checkpoint whole. Each process writes
-one file (`tensor_files`), and any number of processes can read them.
+over the old one. A failure before the rename leaves the old checkpoint whole. Rank 0 writes; runs
+of any number of processes can read it.
 
 A checkpoint may come from a stranger, so nothing in it is executed or unpickled. `checkpoint.json`
 is checked against the files' headers, and both against the recipe's model, before memory is
@@ -47,7 +47,6 @@ class About:
     command: str  # the subcommand that saved it, "train" or "demo"
     recipe: Recipe
     fingerprint: str  # hash of the text (`Text.fingerprint`)
-    launch: str | None  # `torchrun.launch()` of the run that saved it; None without torchrun
     files: Files  # size and hash of each safetensors file, by file name
 
 
@@ -82,32 +81,23 @@ def save_checkpoint(
     recipe: Recipe,
     fingerprint: str,
     command: str,
-    launch: str | None = None,
     selection: Selection | None = None,
     ranks: Ranks = ALONE,
 ) -> None:
     """Replaces the folder's checkpoint atomically; the arguments are as in `About`.
 
-    All ranks call this function, each writes a part of the tensors, and all must be able to read
-    `folder`. If a rank cannot write, all ranks raise OSError and the old checkpoint remains.
+    All ranks call this function and rank 0 writes. If it cannot, all ranks raise OSError and the
+    old checkpoint remains.
     """
     tensors = named_tensors(model, optimizer)
     if selection is not None:
         tensors |= {f"selection.{name}": x for name, x in selection.tensors().items()}
-    own: Files = {}
-    try:
-        ranks.together(lambda: own.update(write_tensors(folder, step, tensors, ranks)))
-    except Exception:  # raised on all ranks, so no checkpoint.json names the new files
-        _remove(folder, own.keys() - _named_files(folder))
-        raise
-    files = {name: file for share in ranks.gather(own) for name, file in share.items()}
     about = {
         "format": FORMAT, "command": command, "step": step, "recipe": asdict(recipe),
         "fingerprint": fingerprint, "torch": torch.__version__, "threads": torch.get_num_threads(),
-        "rng": "windows are drawn from (recipe.seed, step)", "launch": launch,
-        "tensors": {"files": files},
+        "rng": "windows are drawn from (recipe.seed, step)",
     }  # fmt: skip
-    ranks.together(lambda: _point_to(folder, files, about) if ranks.leads else None)
+    ranks.together(lambda: _write(folder, step, tensors, about) if ranks.leads else None)
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -120,8 +110,8 @@ def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> 
     return tensors
 
 
-def load_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Checkpoint:
-    """Reads and verifies a checkpoint but loads no tensors; each rank hashes some files.
+def load_checkpoint(folder: Path) -> Checkpoint:
+    """Reads and verifies a checkpoint but loads no tensors.
 
     Raises: FileNotFoundError if there is no checkpoint; ValueError if it is damaged or from another
     program; ImportError without safetensors.
@@ -130,7 +120,7 @@ def load_checkpoint(folder: Path, ranks: Ranks = ALONE) -> Checkpoint:
     try:
         tensors = read_index(folder, about.files)
         _check_kinds(about, tensors.kinds)
-        tensors.verify(ranks)
+        tensors.verify()
     except FileNotFoundError as error:
         missing = Path(error.filename or "file").name
         raise _damaged(folder, f"{missing}, which checkpoint.json names, is missing") from None
@@ -188,7 +178,6 @@ def _about(folder: Path, values: Any) -> About:
         _value(values, "command", str),
         recipe,
         _value(values, "fingerprint", str),
-        None if values.get("launch") is None else _value(values, "launch", str),
         files,
     )
 
@@ -245,8 +234,10 @@ def _check_names(expected: dict[str, Kind], kinds: dict[str, Kind]) -> None:
             raise ValueError(f"{name} is {kinds[name]}, and the recipe's model needs {kind}")
 
 
-def _point_to(folder: Path, files: Files, about: dict[str, Any]) -> None:
-    """Writes a `checkpoint.json` that names `files`; removes older files, or these if it fails."""
+def _write(folder: Path, step: int, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+    """Writes the tensors, and a `checkpoint.json` that names their file; removes older files."""
+    files = write_tensors(folder, step, tensors)
+    about["tensors"] = {"files": files}
     try:
         replace_file(folder / "checkpoint.json", json.dumps(about, indent=2).encode() + b"\n")
     except BaseException:

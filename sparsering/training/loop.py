@@ -39,7 +39,6 @@ from .micro_batches import (
 from .progress import Show, cut_metrics, progress_lines
 from .ranks import ALONE, Ranks
 from .recipe import DTYPES, Recipe, best_dtype
-from .torchrun import launch
 
 
 @dataclass(eq=False)
@@ -92,7 +91,6 @@ class Run:
             recipe=self.recipe,
             fingerprint=self.text.fingerprint,
             command=self.command,
-            launch=launch(),
             selection=self.selection,
             ranks=self.ranks,
         )
@@ -309,7 +307,7 @@ def _inputs(
     recipe: Recipe, out: Path, command: str, resume: bool, ranks: Ranks
 ) -> tuple[Recipe, Text, Checkpoint | None]:
     ranks.check(recipe)
-    checkpoint = load_checkpoint(out, ranks) if resume else None
+    checkpoint = load_checkpoint(out) if resume else None
     text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
     if checkpoint is not None:
         return _resumed_recipe(recipe, text, checkpoint), text, checkpoint

@@ -7,7 +7,9 @@ along "dp" have different windows. Every rank has all parameters; losses and gra
 not averaged: each rank divides its part by the number of all targets.
 """
 
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -225,3 +227,42 @@ def arrange(
     device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
     mesh = DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=("dp", "sp"))
     return Ranks(mesh, sharding, timeout)
+
+
+@contextmanager
+def ranks_of_torchrun(
+    sequence_parallel: int | None = None,
+    *,
+    sharding: str | None = None,
+    timeout: float | None = None,
+) -> Iterator[Ranks]:
+    """Joins the processes that torchrun started, with gloo on CPUs and NCCL on GPUs.
+
+    Without torchrun it yields `Ranks` of a single process.
+
+    Args:
+        sequence_parallel: number of ranks that share each sequence; default 1.
+        sharding: as for `RingPlan`; default "contiguous".
+        timeout: seconds that a rank waits for its peers; default TIMEOUT_S.
+    """
+    if not dist.is_torchelastic_launched():
+        if (sequence_parallel or 1) > 1 or sharding is not None or timeout is not None:
+            raise ValueError(
+                "--sequence-parallel, --sharding and --timeout need processes started by torchrun, "
+                "got a process started without it; begin the command with torchrun "
+                f"--nproc-per-node {sequence_parallel or 1} -m sparsering, or leave these out"
+            )
+        yield Ranks()
+        return
+    on_gpu = torch.cuda.device_count() >= int(os.environ["LOCAL_WORLD_SIZE"])
+    if on_gpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    seconds = TIMEOUT_S if timeout is None else timeout
+    if not seconds > 0:
+        raise ValueError(f"--timeout must be above 0 seconds, got {timeout}; leave it out for 60")
+    start = max(seconds, TIMEOUT_S)  # starting may take long even if the timeout is short
+    store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=start)))
+    limit, backend = timedelta(seconds=seconds), "nccl" if on_gpu else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
+    yield arrange(sequence_parallel or 1, sharding=sharding or "contiguous", timeout=seconds)
+    dist.destroy_process_group()  # not after an error, because peers may be dead

@@ -1,11 +1,11 @@
-"""Tensors of a checkpoint in safetensors files, one file per rank.
+"""Tensors of a checkpoint in a safetensors file.
 
-    files = write_tensors(folder, step, tensors, ranks)  # writes this rank's file
-    index = read_index(folder, files_of_all_ranks)  # reads the headers alone
-    index.verify(ranks)
+    files = write_tensors(folder, step, tensors)
+    index = read_index(folder, files)  # reads the headers alone
+    index.verify()
     index.load(targets)
 
-Every rank has all tensors, and writes a part of them. Any number of ranks can read the files.
+Older versions wrote several files, one for each rank, which are read too.
 """
 
 import hashlib
@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..files import file_size, replace_file
-from .ranks import Ranks
 
 MOST_HEADER_BYTES = 16 << 20  # about 100,000 tensors; parsing needs ten times this memory
 
@@ -45,12 +44,12 @@ class TensorIndex:
     paths: dict[str, Path]  # the file of each tensor
     digests: dict[Path, str]  # sha256 of each file
 
-    def verify(self, ranks: Ranks) -> None:
-        """Raises ValueError if a file has changed; each rank checks a share of the files."""
-        for path in sorted(self.digests)[ranks.rank :: ranks.world_size]:
+    def verify(self) -> None:
+        """Raises ValueError if a file has changed."""
+        for path, expected in self.digests.items():
             with open(path, "rb") as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != self.digests[path]:
+            if digest != expected:
                 raise ValueError(f"the sha256 of {path.name} is not the one in checkpoint.json")
 
     def load(self, targets: Mapping[str, Tensor]) -> None:
@@ -61,15 +60,9 @@ class TensorIndex:
                 x.copy_(opened(self.paths[name]).get_tensor(name))
 
 
-def write_tensors(folder: Path, step: int, tensors: Mapping[str, Tensor], ranks: Ranks) -> Files:
-    """Writes this rank's part of the tensors to one file, whose name contains its hash.
-
-    Returns: {file name: size and hash}; empty if this rank writes no tensors.
-    """
-    save = _safetensors().torch.save
-    if not (share := _own_share(tensors, ranks)):
-        return {}
-    content = save(share)
+def write_tensors(folder: Path, step: int, tensors: Mapping[str, Tensor]) -> Files:
+    """Writes the tensors to a file whose name contains its hash; returns its size and hash."""
+    content = _safetensors().torch.save({name: x.contiguous() for name, x in tensors.items()})
     digest = hashlib.sha256(content).hexdigest()
     name = f"checkpoint-{step:06d}-{digest[:12]}.safetensors"
     replace_file(folder / name, content)
@@ -93,18 +86,6 @@ def read_index(folder: Path, files: Files) -> TensorIndex:
                 paths[name] = path
     digests = {folder / name: about["sha256"] for name, about in files.items()}
     return TensorIndex(kinds, paths, digests)
-
-
-def _own_share(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, Tensor]:
-    """Returns the tensors that this rank writes, by name: about as many bytes on every rank."""
-    share: dict[str, Tensor] = {}
-    share_bytes = [0] * ranks.world_size
-    for name, x in tensors.items():
-        writer = share_bytes.index(min(share_bytes))
-        share_bytes[writer] += x.nbytes
-        if writer == ranks.rank:
-            share[name] = x.detach().contiguous()
-    return share
 
 
 @contextmanager

@@ -185,7 +185,6 @@ NOTES = {"torch", "threads", "rng"}  # for people; never read
 FREE = {  # any value of these types, as far as can be told without the text
     "command": [str],
     "fingerprint": [str],
-    "launch": [str, NoneType],
     "data": [str, NoneType],
     "glob": [str],
     "checkpoint_layers": [bool],

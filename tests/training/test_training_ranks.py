@@ -4,7 +4,6 @@ import dataclasses
 import errno
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -19,10 +18,8 @@ from helpers.ring_workers import Workers, workers_of
 from examples import train_over_ranks
 from sparsering.cli import main
 from sparsering.training import Recipe, load_model, loop, train
-from sparsering.training.checkpoint import load_checkpoint, save_checkpoint
-from sparsering.training.loop import adamw
+from sparsering.training.checkpoint import load_checkpoint
 from sparsering.training.ranks import arrange
-from sparsering.training.torchrun import starts_again
 
 RECIPE = Recipe(
     pattern="LongNet((16, 64), (1, 4))",
@@ -115,9 +112,8 @@ def test_a_run_goes_on_over_other_ranks_and_by_itself(two, four, recipe, tmp_pat
     run(two, recipe, out, 2, resume=True, stop_after=3)
     run(two, recipe, out, 1, resume=True, stop_after=4)
     train(recipe, out, resume=True, validate_every=4, stop_after=5)  # one process, one file
-    assert len(list(out.glob("checkpoint-*"))) == 1
     run(four, recipe, out, 2, resume=True, stop_after=6)
-    assert len(list(out.glob("checkpoint-*"))) == 4  # each rank writes a share
+    assert len(list(out.glob("checkpoint-*"))) == 1
     run(four, recipe, out, 4, resume=True)
     train(recipe, tmp_path / "whole", validate_every=4)
     assert figures(out) == pytest.approx(figures(tmp_path / "whole"), rel=TOLERANCE)
@@ -125,41 +121,6 @@ def test_a_run_goes_on_over_other_ranks_and_by_itself(two, four, recipe, tmp_pat
         load_model(out).parameters(), load_model(tmp_path / "whole").parameters(), strict=True
     )
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in pairs)
-
-
-def copy_checkpoint(rank: int, recipe: Recipe, source: Path, target: Path, sp: int) -> None:
-    """Reads a checkpoint and writes it."""
-    ranks = arrange(sp)
-    model = recipe.build_model()
-    optimizer = adamw(model, recipe)
-    about = load_checkpoint(source, ranks)
-    about.restore(model, optimizer)
-    save_checkpoint(
-        target, model, optimizer, step=about.step, recipe=recipe, fingerprint=about.fingerprint,
-        command="train", ranks=ranks,
-    )  # fmt: skip
-
-
-def stored(folder: Path) -> dict[str, torch.Tensor]:
-    """Loads all tensors of a checkpoint, whole."""
-    index = load_checkpoint(folder).tensors
-    room = {name: torch.zeros(kind.shape) for name, kind in index.kinds.items()}
-    index.load(room)
-    return room
-
-
-def test_each_rank_writes_a_share_of_the_tensors_exactly(two, four, recipe, tmp_path):
-    train(recipe, tmp_path / "one", stop_after=1)
-    expected, source = stored(tmp_path / "one"), tmp_path / "one"
-    for number, (workers, sp) in enumerate([(four, 1), (two, 1), (four, 2), (four, 4), (two, 2)]):
-        target = tmp_path / str(number)
-        workers.run(copy_checkpoint, recipe, source, target, sp)
-        sizes = [path.stat().st_size for path in target.glob("checkpoint-*")]
-        assert len(sizes) == len(workers.processes) and max(sizes) < 1.5 * min(sizes)
-        found = stored(target)
-        assert found.keys() == expected.keys()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-        source = target
 
 
 def test_a_resumed_run_over_the_same_ranks_is_the_same_bit_for_bit(two, recipe, tmp_path):
@@ -178,26 +139,24 @@ def refusal(rank: int, recipe: Recipe, out: Path) -> str:
     return "none"
 
 
-@pytest.mark.parametrize("file", [0, 1])
-def test_damage_that_one_rank_sees_stops_all(two, recipe, tmp_path, capsys, file):
+def test_damage_stops_all_ranks(two, recipe, tmp_path, capsys):
     run(two, recipe, tmp_path, 2, stop_after=1)
-    path = sorted(tmp_path.glob("checkpoint-*"))[file]
+    (path,) = tmp_path.glob("checkpoint-*")
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
     said = two.run(refusal, recipe, tmp_path)
     assert all(f"the sha256 of {path.name} is not" in line for line in said)
-    assert [line.startswith(f"rank {file}: ") for line in said] == [file == 1, file == 0]
     capsys.readouterr()
     assert main(["train", "--out", str(tmp_path), "--resume"]) == 2
     assert "damaged or foreign" in capsys.readouterr().err
 
 
 def train_on_a_full_disk(rank: int, recipe: Recipe, out: Path) -> str:
-    """The OSError of a rank, where it is only rank 1 that cannot write."""
+    """The OSError of a rank, where rank 0 cannot write."""
     ranks = arrange(2)
     fsync = os.fsync
-    if rank == 1:
+    if rank == 0:
 
         def full(number: int) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -216,10 +175,10 @@ def test_a_rank_without_space_leaves_the_checkpoint_whole(two, recipe, tmp_path)
     run(two, recipe, tmp_path, 2, stop_after=2)
     assert all("No space" in said for said in two.run(train_on_a_full_disk, recipe, tmp_path))
     assert load_checkpoint(tmp_path).step == 2
-    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
     run(two, recipe, tmp_path, 2, resume=True, stop_after=4)
     assert load_checkpoint(tmp_path).step == 4
-    assert len(list(tmp_path.glob("checkpoint-*"))) == 2
+    assert len(list(tmp_path.glob("checkpoint-*"))) == 1
 
 
 def train_with_a_signal(rank: int, recipe: Recipe, out: Path) -> tuple[int, int | None]:
@@ -244,9 +203,9 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(two, recipe, tmp_path):
     assert load_checkpoint(tmp_path).step == 4
 
 
-def torchrun(number: int, *words: object, restarts: int = 0) -> list[str]:
+def torchrun(number: int, *words: object) -> list[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", number, "--max-restarts", restarts, *words]
+    command += ["--nproc-per-node", number, *words]
     return [str(word) for word in command]
 
 
@@ -262,35 +221,24 @@ def train_words(recipe: Recipe, out: Path) -> list[object]:
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint(recipe, tmp_path):
     recipe, out = dataclasses.replace(recipe, steps=30), tmp_path / "run"
     words = [*train_words(recipe, out), "--sequence-parallel", 2, "--timeout", 30]
-    words += ["--save-every", 3, "--validate-every", 30]
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(
-            torchrun(2, *words, restarts=1),
-            stdout=log,
-            stderr=log,
-            env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
-        )
+    command = torchrun(2, *words, "--save-every", 3, "--validate-every", 30)
+    log, environment = tmp_path / "log", {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    with open(log, "w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
     try:
         while not (out / "metrics.jsonl").exists() or (10, "loss") not in figures(out):
-            assert process.poll() is None, (tmp_path / "log").read_text()
+            assert process.poll() is None, log.read_text()
             time.sleep(0.02)
-        saved, reached = load_about(out)["step"], max(step for step, _ in figures(out))
         os.kill(worker(process.pid, rank=1), signal.SIGKILL)
-        assert process.wait(timeout=60) == 0, (tmp_path / "log").read_text()
+        assert process.wait(timeout=60) != 0
     finally:
         process.terminate()
         process.wait()
-    _, _, printed = (tmp_path / "log").read_text().partition("exitcode: -9")
-    resumed = int(re.findall(r"^step +(\d+)/30", printed, re.MULTILINE)[0]) - 1
-    assert resumed % 3 == 0 and resumed >= saved and resumed >= reached - 3
+    assert load_checkpoint(out).step % 3 == 0 and load_checkpoint(out).step >= 9
+    subprocess.run([*command, "--resume"], check=True, timeout=120, env=environment)
     train(recipe, tmp_path / "alone", validate_every=30)
     assert figures(out) == pytest.approx(figures(tmp_path / "alone"), rel=TOLERANCE)
-    assert load_about(out)["step"] == 30
-
-
-def load_about(folder: Path) -> dict[str, Any]:
-    about: dict[str, Any] = json.loads((folder / "checkpoint.json").read_text())
-    return about
+    assert load_checkpoint(out).step == 30
 
 
 def worker(launcher: int, rank: int) -> int:
@@ -300,27 +248,6 @@ def worker(launcher: int, rank: int) -> int:
         if b"RANK=%d" % rank in environment:
             return int(child)
     raise AssertionError(f"no rank {rank} under {launcher}")
-
-
-def restart(rank: int, recipe: Recipe, out: Path, launch: str) -> bool:
-    """Whether processes that torchrun restarts in some launch resume by themselves."""
-    os.environ["TORCHELASTIC_RUN_ID"] = launch
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "1" if rank else "0"
-    try:
-        ranks = arrange(2)
-        again = starts_again(ranks, out)
-        if not again:
-            train(recipe, out, stop_after=1, ranks=ranks)
-        return again
-    finally:
-        del os.environ["TORCHELASTIC_RUN_ID"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-
-
-def test_only_the_same_launch_goes_on_by_itself(two, recipe, tmp_path):
-    assert two.run(restart, recipe, tmp_path, "a") == [False] * 2  # nothing is there yet
-    assert two.run(restart, recipe, tmp_path, "a") == [True] * 2
-    with pytest.raises(AssertionError, match="expected no checkpoint"):
-        two.run(restart, recipe, tmp_path, "b")
 
 
 def test_processes_that_torchrun_did_not_start_are_told(tmp_path, capsys):
