@@ -7,14 +7,12 @@ softmax and losses, of which a rank would else have other roundings.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-import transformers
-from helpers.ring_workers import groups
+from helpers.ring_workers import Workers, groups
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from transformers_families import NOT_BUILT, layer_types, tiny
@@ -22,7 +20,6 @@ from transformers_families import NOT_BUILT, layer_types, tiny
 from sparsering.integrations import transformers as hf
 from sparsering.integrations.transformers import attention
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "parallel-families.md"
 LENGTH, PADDING, DOCUMENT = 13, 8, 5  # tokens; 2 ranks have 7 and 6, or chunks of 4
 
 
@@ -75,6 +72,16 @@ def share(rank: int, family: str, world: int = 2, positions: bool = False) -> Ro
     if any(wrong):
         return Row(family, found, "wrong", "; ".join(x or "nothing differs" for x in wrong))
     return Row(family, found, "runs")
+
+
+def shared(workers: Workers, family: str) -> str:
+    """Returns "runs", the reason why not, or the last line of an error, from two ranks."""
+    try:
+        rows = workers.run(share, family)
+    except AssertionError as error:
+        return str(error).strip().splitlines()[-1]
+    assert len({x.result for x in rows}) == 1, rows
+    return rows[0].why or rows[0].result
 
 
 def _in_short(error: str) -> str:
@@ -181,45 +188,3 @@ def _recorded(masks: set[str]) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "attend_shared", attend)
         yield
-
-
-_TEXT = """# Families over ranks
-
-The table lists every causal family of transformers {version} that its own context parallelism
-refuses, and some that it runs. A tiny model of each family is shared by two ranks with
-`hf.parallelize`, and called with text:
-
-- "runs": the loss, the logits and all gradients are those of one process, within 1e-10 in float64,
-  for a padded and for a packed batch. Windows and chunks cross the border between the ranks.
-- "refused": `hf.parallelize`, or the model at its first call, raises NotImplementedError.
-- "not tried": the reason is in the last column.
-
-Of a family that runs, the second column names what its layers have; of another, their types. Some
-types mix tokens in other ways than by attention over a mask. "linear_attention" is linear
-attention or a state space, "conv" is a convolution, and "hybrid" layers have one of these beside
-attention. Layers of "indexed_attention" and "compressed_sparse_attention" choose keys by their
-content.
-
-Do not edit this page: `python tools/tabulate_families.py` writes it, and a test of `make test-all`
-compares it with the results.
-
-| family | masks, or types of layers | result | why not |
-| --- | --- | --- | --- |
-"""
-
-
-def page(rows: list[Row]) -> str:
-    """Returns the text of docs/parallel-families.md."""
-    cells = [(x.family, ", ".join(x.masks), x.result, x.why) for x in rows]
-    lines = [" ".join(["|", *(f"{x} |" if x else "|" for x in row)]) for row in cells]
-    return _TEXT.format(version=transformers.__version__) + "\n".join([*lines, ""])
-
-
-def rows_of_page() -> dict[str, Row]:
-    """Returns the rows of docs/parallel-families.md by family."""
-    rows = {}
-    for line in PAGE.read_text(encoding="utf-8").splitlines():
-        if line.startswith("| ") and not line.startswith(("| family", "| ---")):
-            family, masks, result, why = (x.strip() for x in line.strip("|").split("|"))
-            rows[family] = Row(family, tuple(masks.split(", ")) if masks else (), result, why)
-    return rows

@@ -7,7 +7,8 @@ import torch
 from helpers.thinned import thinned
 from torch import Tensor
 from transformers import DynamicCache
-from transformers_models import assert_same, made, padded, result, tokens
+from transformers_families import tiny
+from transformers_models import assert_same, like, made, padded, result, tokens
 
 import sparsering as sr
 from sparsering.integrations import transformers as hf
@@ -91,6 +92,15 @@ def test_a_model_that_caches_latents_is_refused_by_name():
     model = made("deepseek-v3", "sparsering")
     with pytest.raises(NotImplementedError, match=r"DeepSeek caches latents.*the default cache"):
         stepped(model, hf.SparseCache(model), tokens(), padded("left"))
+
+
+@pytest.mark.parametrize("family", ["gemma4_text", "diffllama"])
+def test_a_model_that_attends_twice_over_its_keys_is_refused_by_name(family):
+    """Layers of Gemma 4 share keys, those of DiffLlama attend in halves."""
+    hf.register()
+    model = like(tiny(family))
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=r"attends once.*default cache"):
+        model(input_ids=tokens(), past_key_values=hf.SparseCache(model))
 
 
 def test_it_holds_live_keys_and_a_page_at_most():

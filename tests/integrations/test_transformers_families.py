@@ -1,7 +1,6 @@
 """Families of transformers run over ranks as in one process, or are refused by name.
 
-`make test` tries some families. `make test-all` tries those of docs/parallel-families.md, all of
-them, and compares the page with the results.
+Some families with their masks, and refusals in full. test_families_page.py runs every type.
 """
 
 from collections.abc import Iterator
@@ -9,13 +8,12 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import transformers
 from helpers.ring_workers import Workers, workers_of
 from helpers.thinned import slow_except
-from sharing_families import PAGE, InFloat64, Row, batches, page, rows_of_page, share
+from sharing_families import InFloat64, Row, batches, share
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
-from transformers_families import tabulated, tiny
+from transformers_families import tiny
 
 from sparsering.integrations import transformers as hf
 from sparsering.integrations.transformers import masks, override, shared_arguments
@@ -47,14 +45,12 @@ def same_on_all(workers: Workers, family: str) -> Row:
 @pytest.mark.parametrize("family", slow_except(["gemma4_text", "llama4_text"], FAST))
 def test_a_family_runs_as_in_one_process(workers, family):
     assert same_on_all(workers, family) == Row(family, FAST[family], "runs")
-    assert rows_of_page()[family] == Row(family, FAST[family], "runs"), "the page is out of date"
 
 
 @pytest.mark.parametrize("family", REFUSED)
 def test_a_family_that_mixes_tokens_otherwise_is_refused(workers, family):
     row = same_on_all(workers, family)
     assert (row.result, row.why) == ("refused", REFUSED[family])
-    assert rows_of_page()[family] == row, "the page is out of date"
 
 
 @pytest.mark.parametrize(
@@ -147,14 +143,3 @@ def share_with(rank: int, family: str, defect: str) -> Row:
 def test_a_planted_defect_is_found(workers, family, defect):
     rows = workers.run(share_with, family, defect)
     assert [x.result for x in rows] == ["wrong", "wrong"], rows
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(transformers.__version__ != "5.23.0", reason="families change with versions")
-def test_the_page_holds_the_results(workers):
-    rows = [same_on_all(workers, family) for family in tabulated()]
-    assert not [x for x in rows if x.result == "wrong"]
-    text = PAGE.read_text(encoding="utf-8")
-    assert page(rows) == text, (
-        "docs/parallel-families.md is out of date: tools/tabulate_families.py"
-    )

@@ -8,6 +8,7 @@ import re
 from typing import Any
 
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as WITH_IMAGES,
@@ -18,7 +19,7 @@ HEADS, HEAD_DIM = 4, 8
 MASKED_LM = ("bert (masked LM)", "modernbert (masked LM)")
 
 # The first expression that matches a whole name gives its value, if the default is a number.
-_LAYERS = r"(num_)?(hidden_|encoder_|decoder_)?layers|n_layers?|num_blocks"
+_LAYERS = r"(num_)?(hidden_|encoder_|decoder_)?layers|n_layers?|num_blocks|depth"
 _SIZES: list[tuple[str, Any]] = [
     (r"pad_token_id|padding_idx", 0),
     (r"bos_token_id", 1),
@@ -40,7 +41,7 @@ _SIZES: list[tuple[str, Any]] = [
     (r"hidden_size_per_layer_input|altup_.*|d_rel|hc_lowrank", 4),
     (r".*(intermediate|ffn|feed_forward|mlp).*(size|dim)|(d_)?ffn?|dim_ff|dff|d_inner|n_inner", 24),
     (r"(n_routed|num|num_local|moe_num|num_routed)_experts", 4),
-    (r"n_group|topk_group", 1),
+    (r"(n|num)(_expert)?_group|topk_group|(mamba_)?n_groups", 1),
     (r"(num_)?(experts_per_tok|topk|top_k).*|moe_(topk|k|top_k)|top_k_experts", 2),
     (r"zero_expert_num", 2),
     (r"(sliding|attention|keep|local_attention)_window(_size|_len)?|sliding_window_size", 5),
@@ -53,11 +54,15 @@ _SIZES: list[tuple[str, Any]] = [
     (r"(original_)?max_position_embeddings|n_positions|n_ctx|max_seq_len|.*max_.*_positions", 64),
     (r"model_max_length|context_length", 64),
     (r"(encoder_|decoder_|linear_|mamba_|lru_|n_)?(hidden|embd|embedding|model)(_size|_dim)?", 32),
-    (r"d_model|n_embd|emb_dim|lru_width|.*_embed(ding)?_(size|dim)|.*_proj_dim", 32),
+    (r"d_model|n_embd|emb_dim|embed_dim|lru_width|.*_embed(ding)?_(size|dim)|.*_proj_dim", 32),
+    (r"projection_(size|dim)", 32),
     (r"attention_hidden_size|backbone_hidden_size|qkv_hidden_size", 32),
     (r".*(state_size|d_state|chunk_size|block_size)", 4),
 ]
 _RATES = re.compile(r".*(dropout|drop|pdrop|dropout_prob|layerdrop)")
+_SECTIONS_BY_CODE = re.compile(
+    r"(glm4|glm_(image|ocr)|paddleocr|qwen2.*(vl|omni)|glm46v|hunyuan_vl).*"
+)
 _BY_LAYER = ("layer_types", "mlp_layer_types", "layers_block_type", "attention_layers")
 _KEPT = {"transformers_version", "model_type", "architectures", "id2label", "label2id"}
 _WINDOWED = ["sliding_attention", "full_attention"]
@@ -76,7 +81,9 @@ _GEMMA3N = {
     "intermediate_size": [24] * 4,
     "activation_sparsity_pattern": [0.5, 0.5, 0.0, 0.0],
 }
+_SWIN = {"embed_dim": 24, "window_size": 4, "depths": [1], "num_heads": [3]}
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1]},
     "cohere_compass_text": {"rope_parameters": {x: {"rope_theta": 1e4} for x in _WINDOWED}},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}},
     "deepseek_v2": {"num_experts_per_tok": 2},
@@ -85,14 +92,24 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {"head_dim": 12, "per_layer_config": {"01": {"q_lora_rank": 4}}},
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse"]},
+    "diffusion_gemma_text": {"per_layer_config": {"01": {"head_dim": 16}}},
+    "embedding_gemma2_text": {"per_layer_config": {"01": {"head_dim": 16}}},
+    "esm": {"vocab_size": 61, "pad_token_id": 0, "mask_token_id": 3},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": _GEMMA3N,
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "glm5_next_text": {"index_kpool": 2, "index_topk": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "layoutlmv3": {"coordinate_size": 4, "shape_size": 8},
+    "led": {"attention_window": 4},
+    "lilt": {"hidden_size": 48},
+    "longformer": {"attention_window": 4},
     "laguna": {"num_attention_heads_per_layer": [HEADS] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "llama4_text": {"no_rope_layers": [1, 0], "moe_layers": [1]},
+    "mistral_large4_text": {"kv_source_layers": [0, 1]},
     "mamba2": {"head_dim": 16},
     "minimax_m3_vl_text": {
         **{"layer_types": ["minimax_m3_sparse", "full_attention"], "index_topk_blocks": 2},
@@ -103,14 +120,22 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         **{"indexer_budget": 4, "indexer_compress_ratio": 2},
     },
     "reformer": {"axial_pos_shape": [8, 8], "axial_pos_embds_dim": [16, 16]},
+    **dict.fromkeys(("swin", "donut-swin", "maskformer-swin"), _SWIN),
     "smollm3": {"no_rope_layers": [1, 0]},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {
+        **{"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+        **{"attention_hidden_size": 64, "attention_head_dim": 16},
+    },
+    "zamba2": {
+        **{"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+        **{"attention_hidden_size": 64, "attention_head_dim": 16, "mamba_headdim": 8},
+        "hybrid_layer_ids": [1, 3],
+    },
     "zaya": {"num_experts_per_tok": 1},
 }
 
 
-NAMED = ("llama", "qwen2", "qwen3", "smollm3", "phi3", "deepseek_v3", "gpt2", *MASKED_LM)
-"""Families that the table has although transformers does not refuse them."""
 NOT_BUILT = {
     "gemma3n": "its vision tower needs timm; gemma3n_text is its text model",
     "gemma4_assistant": "it attends to keys of the model that it drafts for",
@@ -121,23 +146,6 @@ NOT_BUILT = {
 def families() -> list[str]:
     """Lists the model types that `AutoModelForCausalLM` knows, and `MASKED_LM`."""
     return [*sorted(CAUSAL._model_mapping), *MASKED_LM]
-
-
-def tabulated() -> list[str]:
-    """Lists the families that transformers refuses to share over ranks, and `NAMED`."""
-    return [*filter(refused_by_transformers, sorted(CAUSAL._model_mapping)), *NAMED]
-
-
-def refused_by_transformers(family: str) -> bool:
-    """Whether a family's default config has `model.supports_context_parallel` False."""
-    if family in NOT_BUILT:
-        return True
-    if not _class_of(family, "_model_mapping")._supports_context_parallel:
-        return True
-    config = default_config(family).get_text_config()
-    if (types := getattr(config, "layer_types", None)) is not None:
-        return {*types} != {"full_attention"}
-    return getattr(config, "sliding_window", None) is not None
 
 
 def layer_types(family: str) -> tuple[str, ...]:
@@ -169,7 +177,10 @@ def shrunk(config: Any) -> dict[str, Any]:
     defaults = config.to_dict()
     for name, value in defaults.items():
         if name in type(config).sub_configs and isinstance(value, dict):
-            values[name] = shrunk(getattr(config, name))
+            part = getattr(config, name)
+            values[name] = shrunk(part)
+            if type(config).sub_configs[name] is not type(part):  # any model type may be there
+                values[name]["model_type"] = part.model_type
         elif name not in _KEPT:
             values[name] = _small(name, value)
     all_full = {*(values.get("layer_types") or ())} == {"full_attention"}
@@ -189,10 +200,25 @@ def shrunk(config: Any) -> dict[str, Any]:
         values["head_dim"] = HEAD_DIM
     if "is_decoder" in values and not config.is_encoder_decoder:
         values["is_decoder"] = True
+    values |= {x: None for x in ("out_features", "out_indices") if values.get(x)}
+    _fit_sections(config.model_type, values)
     values |= _SPECIAL.get(config.model_type, {})
     if defaults.get("num_kv_shared_layers", 0) == defaults.get("num_hidden_layers"):
         values["num_kv_shared_layers"] = 0  # all of them
     return values
+
+
+def _fit_sections(kind: str, values: dict[str, Any]) -> None:
+    """Makes the sections of rotary positions fit in the smaller head dim, in place."""
+    rope = values.get("rope_parameters")
+    if not isinstance(rope, dict):
+        return
+    by_code = _SECTIONS_BY_CODE.fullmatch(kind) is not None
+    for part in [rope, *(x for x in rope.values() if isinstance(x, dict))]:
+        if "mrope_section" in part or (by_code and part is rope):
+            share = part.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1
+            half = int((values.get("head_dim") or HEAD_DIM) * share) // 2
+            part["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
 
 
 def _small(name: str, value: Any) -> Any:
@@ -230,3 +256,15 @@ def tiny(family: str) -> Any:
             elif "embed" not in name:
                 parameter.mul_(4)
     return model
+
+
+def shared_name(kind: str) -> str:
+    """Returns the family whose model a type of docs/families.md shares over ranks, or ""."""
+    try:
+        if getattr(CONFIG_MAPPING[kind](), "is_encoder_decoder", False):
+            return ""
+    except ValueError:  # no config without arguments
+        pass
+    if kind in MASKED._model_mapping:
+        return f"{kind} (masked LM)"
+    return kind if kind in CAUSAL._model_mapping else ""

@@ -63,10 +63,11 @@ def attention_function(
     Returns: [B, Nq, Hq, Dv] as eager attention does, and None in place of attention weights.
     """
     _check_keywords(keywords)
+    sink = sinks if s_aux is None else s_aux
     extras: Options = {
         "scale": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         "softcap": softcap or None,
-        "sink": s_aux if s_aux is not None else sinks,
+        "sink": sink.squeeze(3) if sink is not None and sink.dim() == 4 else sink,  # of queries
         "dropout_p": float(dropout),
     }
     if position_bias is not None and _is_zero(position_bias):
@@ -264,13 +265,11 @@ def _check_keywords(keywords: dict[str, Any]) -> None:
                 f'"sparsering" attention does not support {name} ({_REFUSED[name]}); load the '
                 'model with attn_implementation="sdpa" or "eager"'
             )
-        if torch.compiler.is_compiling():
-            continue
+        text = f"does not know the keyword {name}, and leaves it out"
         if name == "output_attentions":
             text = "gives no attention weights; sparsering.attention_weights computes them"
-        else:
-            text = f"does not know the keyword {name}, and leaves it out"
-        warnings.warn(f'"sparsering" attention {text}', stacklevel=3)
+        if not torch.compiler.is_compiling():
+            warnings.warn(f'"sparsering" attention {text}', stacklevel=3)
 
 
 def _with_documents(
@@ -324,9 +323,8 @@ def _is_zero(bias: Tensor) -> bool:
 
 def _depends_on_distance(bias: Tensor, module: Any) -> bool:
     """Whether a bias depends only on key - query position (a learnt one: only if it is T5's)."""
-    if torch.compiler.is_compiling() or bias.dim() != 4 or bias.shape[0] != 1:
-        return False
-    if bias.requires_grad and not hasattr(module, "has_relative_attention_bias"):
+    learnt = bias.requires_grad and not hasattr(module, "has_relative_attention_bias")
+    if torch.compiler.is_compiling() or bias.dim() != 4 or bias.shape[0] != 1 or learnt:
         return False
     shifted = bias[..., 1:, 1:], bias[..., :-1, :-1]
     return once(bias, "distance", lambda: bool(torch.equal(*shifted)))

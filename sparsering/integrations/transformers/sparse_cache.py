@@ -21,10 +21,8 @@ _LAYER = "_sparsering_layer"  # attribute of new keys, whose value is their `Spa
 class SparseLayer(CacheLayerMixin):
     """Stores the keys and values of one layer that later queries can visit."""
 
-    is_sliding = False
-    is_compileable = False
+    is_sliding = is_compileable = supports_early_init = False
     is_croppable = True
-    supports_early_init = False
 
     def __init__(self, pattern: Pattern, rollback: int = 0) -> None:
         super().__init__()
@@ -32,9 +30,7 @@ class SparseLayer(CacheLayerMixin):
         self.rollback = rollback
         self.kv_cache: KVCache | None = None
         self.columns = 0  # number of tokens so far, including padding
-
-    def __repr__(self) -> str:
-        return f"SparseLayer({self.kv_cache if self.kv_cache is not None else self.pattern})"
+        self.attended = True  # whether the model has attended over the newest keys
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -43,29 +39,34 @@ class SparseLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Counts the new tokens; returns (keys, values), and attaches this layer to the keys."""
-        if self.columns and self.kv_cache is None:
-            raise NotImplementedError(
-                "a SparseCache needs a model that attends over the keys it gives to its cache; "
-                "this one makes other keys of them (DeepSeek caches latents); use the default cache"
-            )
+        self._alternate("makes other keys of them (DeepSeek caches latents)", False)
         self.lazy_initialization(key_states, value_states)
         self.columns += key_states.shape[2]
         key_states = key_states.view_as(key_states)
         setattr(key_states, _LAYER, self)
         return key_states, value_states
 
+    def _alternate(self, instead: str, attended: bool) -> None:
+        """Checks that each call of `update` is followed by one of `attend`."""
+        if self.attended is attended:
+            raise NotImplementedError(
+                "a SparseCache needs a model that attends once over the keys it gives to its cache;"
+                f" this one {instead}; use the default cache"
+            )
+        self.attended = attended
+
     def attend(self, inputs: Inputs, lengths: list[int] | None, extras: Options) -> Tensor:
         """Attends with the first `lengths[b]` new tokens of batch entry b; None means all."""
+        self._alternate("attends to them again, in other layers or in halves", True)
         query, key, value = inputs
         if self.kv_cache is None:
             sizes = len(key), key.shape[1], key.shape[3]
             others: dict[str, Any] = {"num_heads": query.shape[1], "value_dim": value.shape[3]}
             self.kv_cache = KVCache(self.pattern, *sizes, **others, rollback=self.rollback)
         # `KVCache` checks options at each step, so those with default values are left out.
-        options = {name: x for name, x in extras.items() if x is not None}
-        for name, default in (("scale", query.shape[3] ** -0.5), ("dropout_p", 0.0)):
-            if options[name] == default:
-                del options[name]
+        defaults = {"scale": query.shape[3] ** -0.5, "dropout_p": 0.0}
+        given = {name: x for name, x in extras.items() if x is not None}
+        options = {k: x for k, x in given.items() if k not in defaults or x != defaults[k]}
         return self.kv_cache.attend(query, key, value, lengths=lengths, **options)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -78,7 +79,7 @@ class SparseLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.kv_cache, self.columns = None, 0
+        self.kv_cache, self.columns, self.attended = None, 0, True
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.kv_cache is not None:
