@@ -1,6 +1,5 @@
 """Compares the costs that `sr.estimate` predicts with 60 measured calls on this machine.
 
-    sparsering calibrate
     python -m benchmarks.costs --out benchmarks/records
 
 `costs.json` has a row for each drawn case (pattern, length, heads, head dim, dtype, batch, with or

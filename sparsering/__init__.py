@@ -21,6 +21,7 @@ from .layouts.layout import BlockLayout
 from .numerics import merge_attention
 from .patterns import *  # noqa: F403
 from .patterns import __all__ as _patterns
+from .planning.comparison import Comparison, compare
 from .planning.estimate import Estimate, Figure, estimate
 from .planning.fit import choose_batch_size, longest_sequence
 from .varlen import attention_varlen
@@ -29,10 +30,10 @@ from .weights import BlockWeights, attention_weights, key_mass
 __version__ = "0.2.0"
 
 __all__ = [
-    *_patterns, "BlockLayout", "BlockWeights", "Estimate", "Figure", "KVCache", "SelectedCache",
-    "alibi", "attention", "attention_varlen", "attention_weights", "backends", "choose_batch_size",
-    "dropout_kept", "estimate", "explain", "key_mass", "layout_cache", "longest_sequence",
-    "merge_attention", "set_workspace",
+    *_patterns, "BlockLayout", "BlockWeights", "Comparison", "Estimate", "Figure", "KVCache",
+    "SelectedCache", "alibi", "attention", "attention_varlen", "attention_weights", "backends",
+    "choose_batch_size", "compare", "dropout_kept", "estimate", "explain", "key_mass",
+    "layout_cache", "longest_sequence", "merge_attention", "set_workspace",
 ]  # fmt: skip
 
 

@@ -49,7 +49,7 @@ ROOMS = {
     "nn": "distributed functional selection decoding checks kernels layouts patterns numerics",
     "models": "checks nn functional decoding patterns numerics",
     "integrations": "distributed nn functional selection decoding checks patterns numerics",
-    "planning": "dispatch distributed checks kernels layouts patterns files numerics",
+    "planning": "functional dispatch distributed checks kernels layouts patterns files numerics",
     "training": "distributed models nn planning selection functional layouts patterns files",
     "cli": "",  # the command line takes what a command needs
 }
@@ -65,7 +65,7 @@ EXCEPTIONS = {
 KERNELS = ("gather", "cpu", "triton", "reference")
 
 OPTIONAL = {
-    "transformers": "integrations/transformers",
+    "transformers": ("integrations/transformers", "cli/trying"),
     "triton": "kernels/triton",
     "safetensors": "training",
 }

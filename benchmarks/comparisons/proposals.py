@@ -5,7 +5,6 @@ from functools import partial
 import torch
 
 import sparsering as sr
-from sparsering.planning.calibrate import calibrate
 from sparsering.planning.proposals import candidates, propose
 
 from ..measure import Row, inputs_of, interleaved, sampled_error
@@ -14,11 +13,7 @@ _SHARES = (0.1, 0.2, 0.4, 0.7)  # of the time of dense attention: the budgets
 
 
 def proposals(quick: bool) -> list[Row]:
-    """Measures all candidates of five lengths, and compares them with proposals for four budgets.
-
-    This machine is calibrated first, since `propose` predicts by its rates.
-    """
-    calibration, _ = calibrate()
+    """Measures the candidates of five lengths, and compares them with proposals for four budgets."""
     rows = []
     for tokens in (1024, 2048) if quick else (2048, 4096, 8192, 16384, 32768):
         texts = {sr.parse(text): text for _, text in candidates(tokens, causal=True)}
@@ -43,6 +38,6 @@ def proposals(quick: bool) -> list[Row]:
                 "densest_measured": None if densest is None else texts[densest.pattern],
                 "its_density": None if densest is None else densest.density,
                 "fastest_ms": min(ms.values()), "dense_ms": ms["Causal()"],
-                "calibration_error": calibration.error, "threads": torch.get_num_threads(),
+                "threads": torch.get_num_threads(),
             })  # fmt: skip
     return rows

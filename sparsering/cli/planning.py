@@ -1,4 +1,4 @@
-"""The commands that predict costs before a run: `plan`, `calibrate`."""
+"""The command that predicts costs before a run: `plan`."""
 
 import argparse
 
@@ -6,7 +6,7 @@ from .argument_types import DTYPE, PATTERN, Commands, positive
 
 
 def add_commands(commands: Commands) -> None:
-    """Adds `plan` and `calibrate` to the command line's parser."""
+    """Adds `plan` to the command line's parser."""
     plan = commands.add_parser(
         "plan", help="what a pattern costs on a machine: time, memory, what fits, over ranks"
     )
@@ -32,11 +32,6 @@ def add_commands(commands: Commands) -> None:
     passes("--forward", dest="backward", action="store_false", help="without gradients (default)")
     add("--backend", help="default: the backend that would run")
     add("--block-size", type=positive, help="default: the block size that would run")
-
-    calibrate = commands.add_parser(
-        "calibrate", help="measure this machine for some seconds, for `plan` and `sr.estimate`"
-    )
-    calibrate.set_defaults(run=_calibrate)
 
 
 def _plan(arguments: argparse.Namespace) -> int:
@@ -73,16 +68,4 @@ def _plan(arguments: argparse.Namespace) -> int:
     )  # fmt: skip
     texts = {parse(text): text for _, text in candidates(tokens, not arguments.full)}
     print(proposal_screen(proposals, title_of(scenario), texts))
-    return 0
-
-
-def _calibrate(arguments: argparse.Namespace) -> int:
-    from ..planning.calibrate import calibrate
-
-    calibration, path = calibrate()
-    print(
-        f"calibrated for {calibration.threads} threads; half of the measured calls are estimated "
-        f"within {100 * calibration.error:.0f}%"
-    )
-    print(f"Wrote {path}")
     return 0

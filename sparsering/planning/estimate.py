@@ -2,8 +2,8 @@
 
     print(sr.estimate(sr.LongNet((2048, 32768), (1, 12)) & sr.Causal(), tokens=1 << 20, ranks=8))
 
-Counts and bytes are computed from the pattern. Seconds come from rates that `sparsering calibrate`
-measured on this machine, or from the published peaks of a named machine. `Figure.known` says which.
+Counts and bytes are computed from the pattern. Seconds come from short calls, measured on this
+machine, or from the published peaks of a named machine. `Figure.known` says which.
 """
 
 from dataclasses import dataclass
@@ -17,12 +17,11 @@ from ..kernels.cpu.build import build_failure
 from ..layouts.compile import default_block_size
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import checked_flag, checked_integer, shortened
-from .calibrate import calibrated, why_not
 from .machines import Machine, machine_of
 from .memory import MEMORY, Call, Memory
-from .seconds import default_seconds, seconds_of
+from .seconds import seconds_of
 from .sizes import show_bytes
-from .work import Work, flops, work_of
+from .work import flops, work_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STACKS = 4 << 20  # bytes of thread stacks, and of freed memory that the allocator keeps
@@ -34,8 +33,8 @@ class Figure(NamedTuple):
     Attributes:
         value: the number.
         known: "arithmetic" (counted), "measured here" (computed from rates measured on this
-            machine), "published" (computed from the peak rates that the maker publishes) or
-            "uncalibrated" (a guess). If some counts are extrapolated, the text ends by saying so.
+            machine) or "published" (computed from the peak rates that the maker publishes). If
+            some counts are extrapolated, the text ends by saying so.
     """
 
     value: float
@@ -111,7 +110,6 @@ class Estimate(Scenario):
         received_bytes: bytes that each rank receives, in the forward and the backward pass.
         link_seconds: transfer time of the rank that receives most; None for an unknown link.
         balance: pairs of the rank that has most, divided by the mean over ranks.
-        hint: how to get better figures, or "".
     """
 
     num_kv_heads: int
@@ -126,13 +124,13 @@ class Estimate(Scenario):
     received_bytes: tuple[int, ...]
     link_seconds: Figure | None
     balance: Figure
-    hint: str = ""
 
     def __repr__(self) -> str:
+        bound = self.seconds.known.startswith("published")
         lines = [
             f"Estimate of {shortened(str(self.pattern), 60)}, {self.tokens} tokens, backend "
             f"{self.backend}, blocks of {self.block_size}, density {self.density:.3g}",
-            f"  seconds  {self.seconds.value:.3g} ({self.seconds.known})",
+            f"  seconds  {'at least ' * bound}{self.seconds.value:.3g} ({self.seconds.known})",
             f"  peak     {show_bytes(self.peak_bytes.value)} ({self.peak_bytes.known}): "
             + ", ".join(f"{part} {show_bytes(x)}" for part, x in self.memory._asdict().items()),
             f"  FLOPs    {self.flops.value:.3g} ({self.flops.known}) on {self.pairs:.3g} pairs",
@@ -145,7 +143,7 @@ class Estimate(Scenario):
                 f"{show_bytes(max(self.received_bytes))} received{transfer}, balance "
                 f"{self.balance.value:.3g}"
             )
-        return "\n".join([*lines, f"  {self.hint}"] if self.hint else lines)
+        return "\n".join(lines)
 
 
 def estimate(
@@ -186,7 +184,8 @@ def estimate(
         backend whose costs are not known. ImportError, NotImplementedError as `attention`.
 
     Cost: building the layout, which `layout_cache` stores. For a layout of over two million blocks
-        only some query tiles are counted, which takes seconds. Nothing is measured.
+        only some query tiles are counted, which takes seconds. Without a named machine, the first
+        estimate of a backend, dtype and head dim measures three short calls, some 0.2 s.
 
     Example:
         >>> estimate(Causal(), tokens=4096, backward=True).peak_bytes
@@ -213,12 +212,11 @@ def estimate_of(scenario: Scenario) -> Estimate:
     memory = memory._replace(workspace=memory.workspace + max(received) + _STACKS)
     link = None
     if machine is None:
-        seconds, hint = _seconds_here(backend, work, call, scenario.backward)
+        seconds = Figure(seconds_of(backend, work, call, scenario.backward), "measured here")
     else:
         moved = memory.inputs + memory.results + memory.saved
         peak = machine.peak(str(scenario.dtype).removeprefix("torch."))
         seconds = Figure(max(products / peak, moved / machine.bandwidth), machine.known)
-        hint = "seconds are a bound by peaks: at least so long"
         if machine.link_bandwidth is not None and scenario.ranks > 1:
             link = Figure(max(received) / machine.link_bandwidth, machine.known)
     return Estimate(
@@ -232,7 +230,6 @@ def estimate_of(scenario: Scenario) -> Estimate:
         received_bytes=received,
         link_seconds=link,
         balance=Figure(balance, "arithmetic"),
-        hint=hint,
     )
 
 
@@ -276,13 +273,3 @@ def _shares(scenario: Scenario, frame: Frame, size: int) -> tuple[str, float, tu
         parts = (plan.bytes_received(rank, backward=x, **sizes) for x in {False, scenario.backward})
         received.append(int(scenario.batch_size * sum(parts)))
     return plan.sharding, float(plan.loads.max() / plan.loads.mean().clamp(min=1)), tuple(received)
-
-
-def _seconds_here(backend: str, work: Work, call: Call, backward: bool) -> tuple[Figure, str]:
-    """Predicts seconds on this machine; also returns a hint on how to get a better prediction."""
-    hint = f"the calibration of this machine has no rates for such calls of {backend}"
-    if (calibration := calibrated()) is None:
-        hint = why_not()
-    elif (seconds := seconds_of(backend, work, call, backward, calibration.rates)) is not None:
-        return Figure(seconds, "measured here"), ""
-    return Figure(default_seconds(work, call, backward), "uncalibrated"), hint

@@ -74,6 +74,6 @@ def named(name: str) -> Machine:
     if machine is None:
         raise ValueError(
             f"machine must be one of {', '.join(MACHINES)}, got {shortened(repr(name))}; leave it "
-            "out for this machine, which `sparsering calibrate` measures"
+            "out for this machine"
         )
     return machine

@@ -9,8 +9,9 @@ from dataclasses import replace
 from textwrap import wrap
 from typing import Any
 
-from ..patterns import Causal, Pattern
+from ..patterns import Pattern
 from ..patterns.arguments import shortened
+from .comparison import hides_later_keys
 from .estimate import Estimate, Scenario, estimate_of
 from .fit import about_largest, memory_of, most_that_fit, usable
 from .proposals import Proposal
@@ -39,7 +40,7 @@ def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
     machine, estimate = scenario.machine, estimate_of(scenario)
     has_limit = memory is not None or machine is None or machine.memory_bytes is not None
     limit = memory_of(machine, memory, scenario.backend) if has_limit else None
-    causal = _is_causal(scenario)
+    causal = hides_later_keys(scenario.pattern, scenario.tokens, scenario.num_heads)
     dense_name = "causal attention" if causal else "full attention"
     dense_pairs = scenario.tokens * (scenario.tokens + 1) / 2 if causal else scenario.tokens**2
     pairs = estimate.pairs / estimate.num_heads / estimate.batch_size
@@ -110,19 +111,6 @@ def _row(name: str, text: str) -> str:
     return f"{name:<9} {text}"
 
 
-def _is_causal(scenario: Scenario) -> bool:
-    """Whether no query sees a later key, tested on at most 2,048 tokens."""
-    length = min(scenario.tokens, 2048)
-    pattern: Any = scenario.pattern
-    try:
-        return bool(
-            pattern.layout(length, num_heads=scenario.num_heads).num_pairs
-            == (pattern & Causal()).layout(length, num_heads=scenario.num_heads).num_pairs
-        )
-    except (ValueError, TypeError):  # the pattern is for one length only, or `&` refuses it
-        return False
-
-
 def _times(factor: float) -> str:
     return f"{factor:,.0f} times" if factor >= 10 else f"{factor:.1f} times"
 
@@ -132,9 +120,7 @@ def _time(estimate: Estimate, of_rank: str) -> str:
     products, known = f"({estimate.flops.value:.3g} FLOP)", estimate.seconds.known
     if known.startswith("published"):
         return f"at least {seconds}: a bound by published peaks, unmeasured {products}"
-    if known.startswith("measured here"):
-        return f"{seconds}, by this machine's calibration {products}"
-    return f"roughly {seconds}: not calibrated; `sparsering calibrate` measures this machine once"
+    return f"{seconds}, from short calls that were measured here now {products}"
 
 
 def _capacity(scenario: Scenario, limit: int | None) -> str:
@@ -202,8 +188,6 @@ def _advice(estimate: Estimate, limit: int | None, saving: float, dense_name: st
         return "links bound it: fewer ranks, fewer kv heads, or segments that lie inside the shards"
     if balance > 1.1:
         return f"the busiest rank has {balance:.2f} of the mean: compare the shardings"
-    if seconds.known.startswith("uncalibrated"):
-        return "run `sparsering calibrate` once: times of this machine then hold"
     if estimate.ranks > 1 and limit is not None and peak * estimate.ranks < limit / 4:
         return "one device has room for it all: ranks save time alone; whole sequences move nothing"
     fits = "" if limit is None else ", and it fits"

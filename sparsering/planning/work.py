@@ -48,9 +48,7 @@ class PassWork(NamedTuple):
     key_tiles: int  # number of key tiles of each head
     longest: tuple[int, int]  # most tokens in a query tile, and in a key tile
     entries: float  # visited blocks: pairs of a query tile and a key tile
-    masked: float  # visited blocks that have a bitmap
     cells: float  # query x key tokens of visited blocks, both rounded up to 16
-    wide_cells: float  # the same sum with query tokens rounded up to 32
     rows: float  # queries in tiles that visit a block
     key_tiles_seen: float  # key tiles that any query head of a kv head visits; mean over kv heads
     ragged: float  # key tiles of a length that 16 does not divide, which kernels copy
@@ -128,17 +126,15 @@ def counted(layout: BlockLayout, *, cut: bool = False) -> Work:
 
 
 def _tally(
-    row: Tensor, first: Tensor, end: Tensor, masked: Tensor, queries: Tensor, before: Tensor
+    row: Tensor, first: Tensor, end: Tensor, queries: Tensor, before: Tensor
 ) -> tuple[int, ...]:
     """Counts the fields `entries` to `rows` of `PassWork` from visited runs of neighbouring tiles.
 
-    A run: its query tile `row`, its key tiles `first` to `end`, and `masked` if it has a bitmap.
-    `queries`: tokens of each query tile. `before`: result of `_tokens_before` for the key tiles.
+    A run: its query tile `row`, its key tiles `first` to `end`. `queries`: tokens of each query
+    tile. `before`: result of `_tokens_before` for the key tiles.
     """
-    tokens = before[end] - before[first]
-    cells, wide_cells = ((round_up(queries, size)[row] * tokens).sum() for size in (16, 32))
-    sums = ((end - first).sum(), masked.sum(), cells, wide_cells, queries[row.unique()].sum())
-    return tuple(int(x) for x in sums)
+    cells = (round_up(queries, 16)[row] * (before[end] - before[first])).sum()
+    return tuple(int(x) for x in ((end - first).sum(), cells, queries[row.unique()].sum()))
 
 
 def _tokens_before(keys: Tensor) -> Tensor:
@@ -167,19 +163,19 @@ def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassWork:
             table, axis = kind * tables // kinds, kind * axes // kinds
             count = int(p.num_entries[b, table])
             of_row = p.row_ptr[b, table].long().diff()
-            key, bitmap = (x[b, table, :count].long() for x in (p.key_tile, p.bitmap))
+            key = p.key_tile[b, table, :count].long()
             of_key = torch.bincount(key, minlength=keys.shape[1])
             row, before = torch.repeat_interleave(of_row), _tokens_before(keys[axis])
-            tallies.append(_tally(row, key, key + 1, bitmap >= 0, queries[axis], before))
+            tallies.append(_tally(row, key, key + 1, queries[axis], before))
             by_key[kind * groups // kinds] += of_key
             if cut:
                 pieces += library().pieces(of_row, False)
                 pieces_by_key += library().pieces(of_key, True)
         seen += float((by_key > 0).sum()) / groups / batches
-    entries, masked, cells, wide, rows = (sum(x) / len(tallies) for x in zip(*tallies, strict=True))
+    entries, cells, rows = (sum(x) / len(tallies) for x in zip(*tallies, strict=True))
     return PassWork(
-        p.step, queries.shape[1], keys.shape[1], _longest(queries, keys), entries, masked, cells,
-        wide, rows, seen, _ragged(keys), pieces / len(tallies), pieces_by_key / len(tallies),
+        p.step, queries.shape[1], keys.shape[1], _longest(queries, keys), entries, cells,
+        rows, seen, _ragged(keys), pieces / len(tallies), pieces_by_key / len(tallies),
         tables, batches,
     )  # fmt: skip
 
@@ -207,7 +203,7 @@ def _sampled(
         tables = mask.num_tables(frame)
         sampled_tables = sorted({i * tables // num_heads for i in range(num_heads)})
         shapes = []
-        sums = [0.0] * 5
+        sums = [0.0] * 3
         for table in sampled_tables:
             head = table * frame.num_heads // tables
             key = number, grid.offset_of(frame.kv_head(head), frame.num_kv_heads)
@@ -227,10 +223,10 @@ def _sampled(
                 shapes.append((tokens, tiles))
         tokens, tiles = shapes[0]
         key_tokens = tiles.keys.count.clamp(min=0)
-        entries, masked, cells, wide_cells, rows = sums
+        entries, cells, rows = sums
         passes.append(PassWork(
             grid.step, len(tiles.queries), len(key_tokens), _longest(tokens, key_tokens), entries,
-            masked, cells, wide_cells, rows, float(len(key_tokens)), _ragged(key_tokens), 0.0, 0.0,
+            cells, rows, float(len(key_tokens)), _ragged(key_tokens), 0.0, 0.0,
             tables, pattern.num_batches() or 1,
         ))  # fmt: skip
     size = sum(p.num_tables * (8 * p.entries + 4 * p.query_tiles) for p in passes)
@@ -241,8 +237,8 @@ def _sampled(
 
 def _runs(
     ground: Ground, mask: Mask, queries: Axis, tiles: _Tiles
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], int]:
-    """Finds visited runs (`row`, `first`, `end`, `masked` of `_tally`); counts their pairs."""
+) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
+    """Finds visited runs (`row`, `first`, `end` of `_tally`); counts their pairs."""
     rule, origin = condition(mask, ground.frame, ground.in_document), ground.origin(queries)
     keys, runs = tiles.keys, tiles.runs
     candidates = rule.candidates(queries, keys, origin)
@@ -258,7 +254,6 @@ def _runs(
         torch.cat((torch.repeat_interleave(table.row_ptr.diff()), row[full])),
         torch.cat((table.key_tile, first)),
         torch.cat((table.key_tile + 1, first + _RUN)),
-        torch.nn.functional.pad(table.bitmap >= 0, (0, len(first))),
     )
     return visits, table.num_pairs + int((pairs.q.count * pairs.k.count)[full].sum())
 

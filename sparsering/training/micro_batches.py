@@ -3,12 +3,12 @@
 import gc
 import re
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from ..patterns.arguments import index_of, shortened
-from ..planning.fit import gpu_memory, memory_here, numbers_in, usable
+from ..planning.comparison import peak_of
+from ..planning.fit import gpu_memory, memory_here, usable
 
 _TEXTS = re.compile("not enough memory|out of memory|bad_alloc|an't allocate memory")
 
@@ -40,7 +40,7 @@ def windows_that_fit(one_window: Callable[[], object], device: torch.device) -> 
     """Returns how many windows fit in the memory that is free, by the peak of a call with one."""
     on_gpu = device.type == "cuda"
     try:
-        peak = (_gpu_peak if on_gpu else _peak)(one_window)
+        peak = peak_of(one_window, device)
     except (RuntimeError, MemoryError) as error:
         if not ran_out_of_memory(error):
             raise
@@ -63,22 +63,3 @@ def forget_failure(optimizer: torch.optim.Optimizer) -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _gpu_peak(call: Callable[[], object]) -> int:
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    call()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def _peak(call: Callable[[], object]) -> int:
-    """Returns the most memory that a call adds; 0 where the system does not tell it."""
-    status = Path("/proc/self/status")
-    try:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
-        before = numbers_in(status)["VmRSS:"]
-    except (OSError, KeyError):
-        return 0
-    call()
-    return 1024 * (numbers_in(status)["VmHWM:"] - before)

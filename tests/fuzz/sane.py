@@ -444,6 +444,8 @@ SANE |= {
          "rope_base": 100.0, "checkpoint_layers": False}),
     # planning
     "estimate": lambda: (sr.estimate, {**planned(), "tokens": 64, "batch_size": B}),
+    "compare": lambda: (
+        lambda **given: sr.compare(**given).error, {**qkv(), "pattern": FIRST, "seconds": 0.1}),
     "choose_batch_size": lambda: (
         sr.choose_batch_size, {**planned(), "tokens": 64, "memory": "100MB", "share": 0.8}),
     "propose": lambda: (

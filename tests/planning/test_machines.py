@@ -97,4 +97,4 @@ def test_names_are_found_in_any_case_and_spacing(name, found):
 def test_an_unknown_machine_is_told_the_known_ones(name):
     with pytest.raises(ValueError, match=r"machine must be one of H200, .*Graviton4, got") as said:
         named(name)
-    assert "calibrate" in str(said.value)
+    assert "leave it out for this machine" in str(said.value)

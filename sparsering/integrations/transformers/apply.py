@@ -229,10 +229,8 @@ def explain(model: Any) -> str:
         note = f"; the pattern {_line(texts)} in its config is not in force" if texts else ""
         return f"{type(model).__name__} runs {implementation!r}, not {config.NAME!r}{note}"
     causal = is_causal(model)
-    heads = decoder.num_attention_heads
-    kv_heads = getattr(decoder, "num_key_value_heads", None) or heads
+    heads, kv_heads, head_dim = config.heads_of(decoder)
     weight = next(model.parameters())
-    head_dim = getattr(decoder, "head_dim", None) or model.config.hidden_size // heads
     query, key = (weight.new_zeros(1, n, 16, head_dim) for n in (heads, kv_heads))
     backend = explain_call(query, key, key, Full()).split(",")[0].removeprefix("runs: ")
     lines = []

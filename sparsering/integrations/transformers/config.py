@@ -138,6 +138,13 @@ def decoder_config(model: Any) -> Any:
     return model.config.get_text_config(decoder=True)
 
 
+def heads_of(config: Any) -> tuple[int, int, int]:
+    """Returns the numbers of query heads and of key heads, and the channels of a head."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads, width
+
+
 def types_of(config: Any) -> list[str]:
     """Returns each layer's type, such as "full_attention", by the rules of transformers' caches."""
     if (types := getattr(config, "layer_types", None)) is not None:

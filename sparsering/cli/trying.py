@@ -1,0 +1,113 @@
+"""The command that measures the reader's own model, before and after: `try`."""
+
+import argparse
+from copy import deepcopy
+from typing import Any
+
+from .argument_types import PATTERN, Commands, positive
+
+_VOCABULARY = 1024  # tokens of the tried model: its embedding costs no time here
+
+
+def add_commands(commands: Commands) -> None:
+    """Adds `try` to the command line's parser."""
+    tried = commands.add_parser(
+        "try", help="your model of transformers with and without sparsering: error, time, memory"
+    )
+    tried.set_defaults(run=_try)
+    add = tried.add_argument
+    add("--model", required=True, help="its folder, its config.json, or its name on the Hub")
+    add("--length", required=True, help="tokens of a sequence, such as 16384 or 16K")
+    add("--pattern", help=f"{PATTERN} (default: the model's own masks)")
+    add("--layers", type=positive, help="layers that run (default: until each type of layer does)")
+    add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights")
+    add("--seconds", type=float, default=60.0, help="about the most time for each measurement")
+
+
+def _try(arguments: argparse.Namespace) -> int:
+    import torch
+
+    try:
+        from transformers import AutoConfig, AutoModel
+
+        from ..integrations import transformers as hf
+    except ImportError as error:
+        raise ImportError("try needs transformers; pip install 'sparsering[hf]'") from error
+    from ..functional import attention
+    from ..integrations.transformers.apply import patterns_of
+    from ..integrations.transformers.config import heads_of
+    from ..patterns.expression import parse
+    from ..planning.comparison import beside, error_of, measured, timed
+    from ..planning.sizes import parse_tokens
+
+    tokens, dtype = parse_tokens(arguments.length, "--length"), getattr(torch, arguments.dtype)
+    pattern = parse(arguments.pattern) if arguments.pattern else None
+    config = AutoConfig.from_pretrained(arguments.model)
+    text = config.get_text_config()
+    layers = text.num_hidden_layers
+    _shorten(text, arguments.layers, tokens)
+    hf.register()
+    models: dict[str, Any] = {}
+    for name in ("sparsering", "sdpa"):
+        torch.manual_seed(0)
+        own = deepcopy(text)  # a config names the attention of its model
+        models[name] = AutoModel.from_config(own, attn_implementation=name, dtype=dtype).eval()
+    ids = torch.randint(_VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(0))
+
+    def run(name: str, length: int = tokens) -> Any:
+        return models[name](input_ids=ids[:, :length], use_cache=False).last_hidden_state
+
+    def train(name: str) -> None:
+        models[name].zero_grad()
+        run(name).float().square().mean().backward()
+
+    @torch.no_grad()
+    def forward(name: str, length: int = tokens) -> None:
+        run(name, length)
+
+    print(
+        f"{type(models['sdpa']).__name__}, {text.num_hidden_layers} of {layers} layers, weights at "
+        f"random; {tokens:,} tokens, {arguments.dtype}, {torch.get_num_threads()} threads"
+    )
+    some = min(tokens, 2048)
+    with torch.no_grad():
+        ours, theirs = (run(name, some).double() for name in models)
+    far = float((ours - theirs).abs().amax() / theirs.abs().amax())
+    print(f"equal     to sdpa on the model's own masks within {far:.0e} of the largest result")
+    if pattern is not None:
+        hf.apply(models["sparsering"], pattern)
+        heads, kv_heads, width = heads_of(text)
+        query, key, value = (torch.randn(1, n, tokens, width) for n in (heads, kv_heads, kv_heads))
+        within: Any = patterns_of(models["sparsering"])[0]
+        far = error_of(attention(query, key, value, within), query, key, value, within)
+        print(f"          to float64 softmax over the pattern within {far:.0e}, in its heads")
+    device, quarter = torch.device("cpu"), max(1, tokens // 4)
+    forward("sdpa", quarter)
+    expected = 16 * timed(lambda: forward("sdpa", quarter), device)
+    for title, call, factor in (("forward", forward, 1), ("training", train, 3)):
+        names = ["sparsering", *(["sdpa"] if factor * expected <= arguments.seconds else [])]
+        calls = {name: (lambda name=name, call=call: call(name)) for name in names}
+        found = measured(calls, device, arguments.seconds)
+        print(beside(title, found["sparsering"], found.get("sdpa"), "sdpa"), flush=True)
+    cls = (config.architectures or ["AutoModelForCausalLM"])[0]
+    print("write     from sparsering.integrations import transformers as hf")
+    print(f"          model = hf.load({arguments.model!r}, cls=transformers.{cls})")
+    if pattern is not None:
+        print(f"          hf.apply(model, {pattern})  # names of sparsering; then train or tune")
+    return 0
+
+
+def _shorten(config: Any, layers: int | None, tokens: int) -> None:
+    """Leaves a config the first layers, by default until each type of layer has come once."""
+    from ..integrations.transformers.config import types_of
+
+    number, types = config.num_hidden_layers, types_of(config)
+    kept = min(number, layers or max(2, *(types.index(kind) + 1 for kind in set(types)), 2))
+    for name, value in list(vars(config).items()):
+        if isinstance(value, list) and len(value) == number:
+            setattr(config, name, value[:kept])
+    config.num_hidden_layers = kept
+    config.vocab_size = _VOCABULARY
+    config.pad_token_id = None
+    if getattr(config, "max_position_embeddings", tokens) < tokens:
+        config.max_position_embeddings = tokens
