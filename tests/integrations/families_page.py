@@ -69,8 +69,8 @@ CAUSES = (  # of "no": what an error says, and the sentence of the page
     ),
     (
         "not of its decoder",
-        "The pattern reaches its encoder or nothing: the decoder's self-attention is made as cross "
-        "attention is, and keeps its own mask.",
+        "The pattern reaches its encoder alone: the decoder's self-attention is made as cross "
+        "attention is, and keeps its own mask. This is no error.",
     ),
     (
         "the model's mask is for \\d+ queries",
@@ -170,7 +170,7 @@ _NONE = "Made of other models, or without softmax attention"
 _PARTS = "Parts of other models"
 _PACKAGES = "Packages that are missing"
 _INPUTS = "Other inputs"
-_IDLE = "No attention in the small model"
+_IDLE = "No layer that asks"
 _SIZES = "No small model"
 LISTS = {
     _OWN: "They compute a softmax in their own classes and do not ask the interface, so `load`, "
@@ -183,8 +183,8 @@ LISTS = {
     "timm or scipy.",
     _INPUTS: "They ask the interface. The run does not make their inputs: boxes, masks and points, "
     "codes, series, grids of patches, or images of a fixed size.",
-    _IDLE: "They ask the interface in some layers, but the small model of the run has none of "
-    "these, or gives random results.",
+    _IDLE: "Their code asks the interface, but no layer of the small model did: it has none, "
+    "or attention of its own, and `apply` refuses it by name. vit_mae gives random results.",
     _SIZES: "They ask the interface. The run found no small config that their class accepts, or no "
     "small one is fast.",
 }
@@ -288,9 +288,10 @@ largest value:
 - **convert**: outputs, to those of the original.
 
 "no, 3" is an error whose cause is sentence 3 of [why not](#why-not). "-" was not tried, or means
-nothing for that type. **masks** are what the layers of the tiny model have: a window counts
-the query. In "a function of its own" the model joins masks itself, and "sparsering" computes all
-pairs. Speeds are of the longest recorded input, of a model with the family's shape.
+nothing for that type. **masks** are what the layers of the tiny model have: a window counts the
+query. With "a function of its own" or "a tensor of pairs" the model makes its mask itself, and
+"sparsering" may compute all pairs. Speeds are of the longest recorded input, of a model with the
+family's shape.
 
 {tables}
 ## Why not

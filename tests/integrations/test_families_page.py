@@ -22,8 +22,8 @@ PLACES = dict(LISTED)
 FAST = (
     *("afmoe", "albert", "bart", "bert", "bloom", "clip", "deepseek_v32", "diffllama", "doge"),
     *("gemma3_text", "gpt_oss", "gptj", "inkling2_text", "led", "llama", "longformer", "mamba"),
-    *("nllb-moe", "qwen2_5_vl", "sam_mask_decoder", "t5", "timm_backbone", "timesfm", "vit"),
-    "whisper",
+    *("nllb-moe", "pegasus_x", "qwen2_5_vl", "sam_mask_decoder", "t5", "timm_backbone", "timesfm"),
+    *("vit", "whisper"),
 )
 SHARED = ("granite", "roberta", "bamba")
 as_tabulated = pytest.mark.skipif(

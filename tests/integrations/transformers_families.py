@@ -101,6 +101,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "gemma4_text": _GEMMA4,
     "gemma4_unified_text": _GEMMA4,
     "glm5_next_text": {"index_kpool": 2, "index_topk": 8},
+    "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "layoutlmv3": {"coordinate_size": 4, "shape_size": 8},
     "led": {"attention_window": 4},

@@ -128,7 +128,8 @@ def load(path: Any, cls: Any = AutoModelForCausalLM, **options: Any) -> Any:
 def _checked_modules(model: Any, pattern: config.Patterns, verb: str) -> list[Any]:
     """Returns a model's attention modules; raises for none, and for a key that names no layer."""
     check_module("model", model)
-    if not (modules := list(config.attention_modules(model))):
+    modules = list(config.attention_modules(model))
+    if not [x for x in modules if verb == "load" or not config.is_cross_attention(x)]:
         raise NotImplementedError(
             f"{type(model).__name__} computes attention in its own classes and does not ask "
             "transformers' attention interface, so a pattern would have no effect; use a family "
