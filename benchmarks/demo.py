@@ -12,21 +12,22 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from sparsering.cli.training import printable
+from sparsering import __version__
 from sparsering.files import replace_file
 from sparsering.patterns.expression import parse
 from sparsering.patterns.positions import Causal
-from sparsering.training.data import SEPARATOR, Windows
+from sparsering.training.data import Windows
 from sparsering.training.loop import Run, train
 from sparsering.training.recipe import Recipe
 
 from .html import report_html, table
+from .measure import environment
 from .measure import memory as peak
 from .plots import loss_png, patterns_png, require_matplotlib, speed_png
 from .step_times import StepTime, step_times
 
 RECIPE = Recipe(steps=300, num_layers=2)
-PROMPT_BYTES, SAMPLE_BYTES = 200, 300
+GENERATED_BYTES = 300
 
 
 def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
@@ -64,31 +65,41 @@ def demo(out: Path, *, recipe: Recipe = RECIPE, resume: bool = False) -> int:
         "byte unigram": unigram_loss(run.text.train, run.windows),
         "byte bigram": bigram_loss(run.text.train, run.windows),
     }
-    prompt = bytes(run.text.validation[:PROMPT_BYTES].tolist()).split(SEPARATOR)[0] or b"\n"
-    tokens = run.model.generate(
-        torch.tensor([list(prompt)]), SAMPLE_BYTES, generator=torch.Generator().manual_seed(0)
-    )
-    prompt_text, sample = (
-        printable(text.decode("utf-8", errors="replace"))
-        for text in (prompt, bytes(int(token) for token in tokens))
-    )
     images = _images(run, times, baselines)
-    for name, png in zip(("loss", "speed", "patterns"), images.values(), strict=True):
+    for name, png in zip(
+        ("speed", "dense", "pattern", "start", "loss"), images.values(), strict=True
+    ):
         replace_file(out / f"{name}.png", png)
-    rows = _training_rows(run, times, baselines, memory) + _generation_rows(run)
+    generated, saving = _generation_rows(run)
+    rows = _training_rows(run, times, baselines, memory) + generated
     rows.append(("wall time of the demo", f"{time.perf_counter() - began:.0f} s"))
+    sparse, dense = times
+    attention = dense.attention_seconds / sparse.attention_seconds
+    numbers = [
+        (
+            f"{dense.seconds / sparse.seconds:.1f} x",
+            "faster training steps than with dense attention",
+        ),
+        (f"{attention:.1f} x", "faster attention, forward and backward"),
+        (f"{saving:.1f} x", "fewer bytes of keys and values while it generates"),
+    ]
     num_bytes = run.step * recipe.batch_size * recipe.context
     summary = (
         f"A byte-level LongNet language model read {num_bytes:,} bytes of "
         + (recipe.data or "Python's standard library")
         + f" in windows of {recipe.context:,}. Every figure below was measured in this run."
     )
-    texts = {"Prompt (validation text)": prompt_text, "The model goes on": sample}
-    page = report_html("A small LongNet, trained and measured", summary, rows, images, texts)
+    place = environment()
+    conditions = (
+        f"Measured {place['date'][:16].replace('T', ' ')} UTC on {place['processor']}, "
+        f"{place['threads']} threads; sparsering {__version__}, torch {place['torch']}. Pattern "
+        f"{recipe.pattern}, seed {recipe.seed}."
+    )
+    title = "A small LongNet, trained and measured"
+    page = report_html(title, summary, numbers, images, rows, conditions)
     replace_file(out / "report.html", page.encode())
     print(table(rows))
-    print(f"\nThe model continues {prompt[-60:].decode('utf-8', 'replace')!r}:\n{sample}\n")
-    print(f"Report: {out / 'report.html'}")
+    print(f"\nReport: {out / 'report.html'}")
     if not run.validation_loss < baselines["byte bigram"]:
         print(
             f"The model's validation loss {run.validation_loss:.3f} does not beat the bigram's "
@@ -153,19 +164,23 @@ class TimedTokens:
         return (self.num_tokens - 1) / self.seconds if self.num_tokens > 1 else None
 
 
-def _generation_rows(run: Run) -> list[tuple[str, str]]:
-    """Measures generation after a validation prompt; prompt and output fill one context."""
-    prompt = run.text.validation[: max(run.recipe.context - SAMPLE_BYTES, 1)].long()[None]
-    caches = run.model.caches(max_length=prompt.shape[1] + SAMPLE_BYTES)
-    tokens = TimedTokens(run.model.generate(prompt, SAMPLE_BYTES, caches=caches, temperature=0))
+def _generation_rows(run: Run) -> tuple[list[tuple[str, str]], float]:
+    """Measures generation after a validation prompt; prompt and output fill one context.
+
+    Returns: rows, and the bytes of full caches over those held.
+    """
+    prompt = run.text.validation[: max(run.recipe.context - GENERATED_BYTES, 1)].long()[None]
+    caches = run.model.caches(max_length=prompt.shape[1] + GENERATED_BYTES)
+    tokens = TimedTokens(run.model.generate(prompt, GENERATED_BYTES, caches=caches, temperature=0))
     most = max(run.model.cache_bytes(caches)[0] for _ in tokens)
     full = run.model.cache_bytes(caches)[1]
-    return [
+    rows = [
         (f"to read a prompt of {prompt.shape[1]:,} bytes", f"{tokens.prompt_seconds:.2f} s"),
         ("tokens/s, generating after it", f"{tokens.tokens_per_s:,.0f}"),
         ("keys and values held, at most", f"{most / 1e6:.2f} MB"),
         ("full caches would hold", f"{full / 1e6:.2f} MB, {full / most:.1f} x"),
     ]
+    return rows, full / most
 
 
 def _images(
@@ -174,25 +189,20 @@ def _images(
     sparse, dense = times
     pattern, length = parse(run.recipe.pattern), run.recipe.context
     start = max(length // 16, 1)
-    return {
-        "Loss": loss_png(run.metrics, baselines),
-        "One training step": speed_png(
-            {
-                "this pattern": (sparse.attention_seconds, sparse.seconds),
-                "dense": (dense.attention_seconds, dense.seconds),
-            },
-            title=f"{length:,} bytes of context, {run.recipe.dtype}, "
-            f"{torch.get_num_threads()} threads",
-        ),
-        "What each query sees": patterns_png(
-            [
-                ("dense attention: Causal()", Causal(), length),
-                (f"this model: {run.recipe.pattern}", pattern, length),
-                (f"the same, its first {start:,} bytes", pattern, start),
-            ],
-            num_heads=run.recipe.num_heads,
-        ),
+    seconds = {
+        "this pattern": (sparse.attention_seconds, sparse.seconds),
+        "dense": (dense.attention_seconds, dense.seconds),
     }
+    conditions = f"{length:,} bytes, {run.recipe.dtype}, {torch.get_num_threads()} threads"
+    images = {"One training step": speed_png(seconds, title=conditions)}
+    for caption, shown, tokens in (
+        ("What each query sees in dense attention", Causal(), length),
+        ("What each query sees in this model", pattern, length),
+        (f"The same, the first {start:,} bytes", pattern, start),
+    ):
+        panel = [(str(shown), shown, tokens)]
+        images[caption] = patterns_png(panel, num_heads=run.recipe.num_heads)
+    return images | {"Loss over the steps": loss_png(run.metrics, baselines)}
 
 
 def unigram_loss(train: Tensor, windows: Windows) -> float:

@@ -16,23 +16,46 @@ td { border-bottom: 1px solid #8884; padding: .35rem .5rem .35rem 0; vertical-al
      overflow-wrap: anywhere; }
 td:last-child { text-align: right; font-variant-numeric: tabular-nums; }
 img { max-width: 100%; height: auto; background: #fff; border-radius: 4px; }
-pre { white-space: pre-wrap; overflow-wrap: anywhere; font-size: .85rem; background: #8882;
-      padding: .75rem; border-radius: 4px; }
+@media (prefers-color-scheme: dark) { img { filter: invert(.9) hue-rotate(180deg); } }
+details { margin: 1.5rem 0; }
+summary { cursor: pointer; font-weight: 600; }
 """.strip()
 
 
+_GRIDS = """
+body { max-width: 70rem; }
+.numbers, .pictures { display: grid; gap: 1rem; margin: 1rem 0;
+  grid-template-columns: repeat(auto-fit, minmax(13rem, 1fr)); }
+.numbers p { margin: 0; }
+.numbers b { display: block; font-size: 2.4rem; line-height: 1.1; }
+.pictures { grid-template-columns: repeat(auto-fit, minmax(18rem, 1fr)); }
+.pictures figure { margin: 0; }
+figcaption, .where { font-size: .85rem; opacity: .8; }
+"""
+
+
 def report_html(
-    title: str, summary: str, rows: Rows, images: Mapping[str, bytes], texts: Mapping[str, str]
+    title: str,
+    summary: str,
+    numbers: Rows,
+    images: Mapping[str, bytes],
+    rows: Rows,
+    conditions: str,
 ) -> str:
-    """Builds the demo's page: a table of rows, PNGs by caption, and plain texts by caption."""
-    body = [f"<h1>{escape(title)}</h1>", f"<p>{escape(summary)}</p>", "<h2>Measured</h2>"]
-    body += ["<table>", *(f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in rows)]
-    body.append("</table>")
+    """Builds the demo's page: large numbers, PNGs by caption, and a folded table of rows.
+
+    `numbers`: figures, and what each is. `conditions`: where, when and of what they are.
+    """
+    body = [f"<h1>{escape(title)}</h1>", f"<p>{escape(summary)}</p>", '<div class="numbers">']
+    body += [f"<p><b>{escape(figure)}</b>{escape(what)}</p>" for figure, what in numbers]
+    body += ["</div>", '<div class="pictures">']
     for caption, png in images.items():
-        body += [f"<h2>{escape(caption)}</h2>", image_html(png, caption)]
-    for caption, text in texts.items():
-        body += [f"<h2>{escape(caption)}</h2>", f"<pre>{escape(text)}</pre>"]
-    return page_html(title, body)
+        caption_html = f"<figcaption>{escape(caption)}</figcaption>"
+        body.append(f"<figure>{image_html(png, caption)}{caption_html}</figure>")
+    body += ["</div>", f"<details><summary>All {len(rows)} figures of this run</summary><table>"]
+    body += [f"<tr><td>{escape(a)}</td><td>{escape(b)}</td></tr>" for a, b in rows]
+    body += ["</table></details>", f'<p class="where">{escape(conditions)}</p>']
+    return page_html(title, body, _GRIDS)
 
 
 def page_html(title: str, body: Sequence[str], style: str = "") -> str:

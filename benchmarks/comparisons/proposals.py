@@ -13,7 +13,7 @@ _SHARES = (0.1, 0.2, 0.4, 0.7)  # of the time of dense attention: the budgets
 
 
 def proposals(quick: bool) -> list[Row]:
-    """Measures the candidates of five lengths, and compares them with proposals for four budgets."""
+    """Measures the candidates of five lengths beside proposals for four budgets."""
     rows = []
     for tokens in (1024, 2048) if quick else (2048, 4096, 8192, 16384, 32768):
         texts = {sr.parse(text): text for _, text in candidates(tokens, causal=True)}

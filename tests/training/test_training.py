@@ -348,9 +348,12 @@ def test_a_demo_writes_a_self_contained_report_and_can_be_repeated(recipe, tmp_p
     first = losses(out)
     assert code == (0 if "does not beat" not in printed else 1)
     names = {"checkpoint.json", "metrics.jsonl", "report.html"}
-    assert names | {"loss.png", "patterns.png", "speed.png"} <= set(contents(out))
+    images = {"speed.png", "dense.png", "pattern.png", "start.png", "loss.png"}
+    assert names | images <= set(contents(out))
     page = (out / "report.html").read_text()
-    assert page.count("data:image/png;base64,") == 3
+    assert page.count("data:image/png;base64,") == 5
+    assert page.index("fewer bytes of keys") < page.index("<img") < page.index("<details>")
+    assert f"seed {recipe.seed}" in page and recipe.pattern in page
     assert 'name="viewport"' in page
     assert "http" not in page.replace("http-equiv", "")
     for name in ("byte unigram", "byte bigram", "tokens/s, sparse", "peak memory", "tokens/s, gen"):
