@@ -1,6 +1,7 @@
 """The command line: what it writes, and one clear line for every error."""
 
 import contextlib
+import dataclasses
 import io
 import re
 import runpy
@@ -247,3 +248,13 @@ def test_the_module_is_the_command(monkeypatch, capsys):
     assert exit.value.code == 2
     said = capsys.readouterr().err
     assert "COMMAND" in said and said.count("\n") == 1
+
+
+def test_the_help_of_train_shows_the_default_of_each_setting(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        run("train", "--help")
+    shown = " ".join(capsys.readouterr().out.split())
+    for setting in dataclasses.fields(Recipe):
+        line = re.search(rf"--{setting.name.replace('_', '-')} (?!\[)[^-].*?(?= --|$)", shown)
+        shows = setting.default in (None, False, "") or f"(default: {setting.default})" in shown
+        assert line and shows, setting.name

@@ -6,7 +6,7 @@ exit code is then 2.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
@@ -28,10 +28,15 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Prints an error in one line, without argparse's usage text."""
+    """Prints an error in one line; `add_later` adds arguments whose imports are slow, when used."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, add_later: Callable[[Any], None] = lambda _: None, **options: Any):
         super().__init__(formatter_class=_Help, **options)
+        self.add_later = add_later
+
+    def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
+        self.add_later(self)
+        return super().parse_known_args(*arguments, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, _in_one_line(f"{self.prog}: {message}; see {self.prog} --help") + "\n")

@@ -2,56 +2,23 @@
 
 import argparse
 import sys
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from .argument_types import Commands, positive
-
-_RECIPE_OPTIONS: tuple[tuple[str, type, str], ...] = (
-    ("pattern", str, "attention pattern, as a Python expression of the pattern names"),
-    ("data", str, "text file or folder (default: the Python standard library's sources)"),
-    ("glob", str, "names of the files to read in a folder, such as '*.txt'"),
-    ("context", int, "tokens per window"),
-    ("batch-size", int, "windows per step"),
-    ("steps", int, "optimizer steps"),
-    ("width", int, "channels of the model"),
-    ("num-layers", int, "transformer blocks"),
-    ("num-heads", int, "attention heads"),
-    ("learning-rate", float, "peak learning rate"),
-    ("warmup-steps", int, "steps of linear warm-up"),
-    ("weight-decay", float, "AdamW's decay of the weight matrices"),
-    ("clip-norm", float, "largest norm of the gradient"),
-    ("seed", int, "seed of weights, split and order"),
-    ("attention", str, "pattern, or selected: blocks of keys chosen by content, causal"),
-    ("blocks", int, "blocks that a row of queries chooses"),
-    ("block-size", int, "tokens of a block"),
-    ("schedule", str, "blocks by step, such as '0:dense, 200:64, 400:16'"),
-    ("gate", str, "the schedule goes on only after steps of such a loss: 'loss<=2.5'"),
-    ("refine", int, "steps between improvements of tables of blocks, which rows keep"),
-)
 
 
 def add_commands(commands: Commands) -> None:
     """Adds the commands that train and generate to the command line's parser."""
-    train = commands.add_parser("train", help="train a byte-level LongNet model on text")
+    train = commands.add_parser(
+        "train", help="train a byte-level LongNet model on text", add_later=_add_settings
+    )
     train.set_defaults(run=_train)
     add = train.add_argument
     add("--out", type=Path, required=True, help="folder of metrics and checkpoint")
     add("--resume", action="store_true", help="go on from --out's checkpoint, to --steps if given")
     add("--init", type=Path, metavar="RUN", help="begin with the weights of another run's folder")
-    for name, kind, text in _RECIPE_OPTIONS:
-        add(f"--{name}", type=kind, default=argparse.SUPPRESS, help=text)
-    add(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default=argparse.SUPPRESS,
-        help="auto: bfloat16 autocast where the CPU multiplies it in hardware",
-    )
-    add(
-        "--checkpoint-layers",
-        action="store_true",
-        default=argparse.SUPPRESS,
-        help="recompute each block in backward to save memory",
-    )
     add("--save-every", type=positive, default=50, help="steps between checkpoints")
     add("--validate-every", type=positive, default=50, help="steps between validations")
     add("--micro-batch", type=_micro_batch, metavar="N|auto", help="windows computed at once")
@@ -77,13 +44,28 @@ def add_commands(commands: Commands) -> None:
     add("--seed", type=int, default=0, help="seed of the draws")
 
 
+def _add_settings(train: argparse.ArgumentParser) -> None:
+    """Adds an option for each setting of a recipe; --resume keeps those that are not given."""
+    from ..training.recipe import Recipe
+
+    title = "settings of the recipe (with --resume, default: the checkpoint's)"
+    add = train.add_argument_group(title).add_argument
+    for setting in fields(Recipe):
+        default, (text,) = setting.default, setting.type.__metadata__  # type: ignore[union-attr]
+        options: dict[str, Any] = {"type": str if default is None else type(default)}
+        if default is False:
+            options = {"action": "store_true"}
+        elif "default" not in text:
+            text += f" (default: {default})"
+        name = setting.name.replace("_", "-")
+        add(f"--{name}", default=argparse.SUPPRESS, help=text, **options)
+
+
 def _micro_batch(text: str) -> int | str:
     return text if text == "auto" else positive(text)
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from dataclasses import fields, replace
-
     from ..training.checkpoint import read_about
     from ..training.loop import train
     from ..training.ranks import ranks_of_torchrun

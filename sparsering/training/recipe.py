@@ -3,8 +3,8 @@
 import math
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, get_type_hints
 
 import torch
 
@@ -32,30 +32,34 @@ _RANGES = {
 class Recipe:
     """Settings of a training run; its losses are bitwise reproducible on the same machine."""
 
-    # The pattern as a Python expression; `Causal()` is added if missing.
-    pattern: str = "LongNet((256, 1024, 4096, 16384), (1, 4, 16, 64)) & Causal()"
-    data: str | None = None  # a text file or folder; None for the standard library's sources
-    glob: str = "*"  # file names to read in a folder
-    context: int = 16384  # tokens per window
-    batch_size: int = 1  # windows per step
-    steps: int = 1000  # optimizer steps of the whole run
-    width: int = 128
-    num_layers: int = 4
-    num_heads: int = 2
-    learning_rate: float = 8e-3  # peak after the warm-up; then falls to a tenth by half a cosine
-    warmup_steps: int = 20  # steps in which the learning rate rises linearly
-    weight_decay: float = 0.1  # of AdamW, for the weight matrices only
-    clip_norm: float = 1.0  # a gradient of larger norm is scaled down to this norm
-    seed: int = 0  # decides initial weights, validation files and training windows
-    dtype: str = "auto"  # "float32", "bfloat16" (autocast), "auto" (`best_dtype`; GPU: bfloat16)
-    checkpoint_layers: bool = False  # saves memory by running each block's forward twice
+    # `sparsering train --help` shows these texts and defaults.
+    pattern: Annotated[str, "attention pattern, as a Python expression; Causal() is added"] = (
+        "LongNet((256, 1024, 4096, 16384), (1, 4, 16, 64)) & Causal()"
+    )
+    data: Annotated[str | None, "text file or folder (default: Python's standard library)"] = None
+    glob: Annotated[str, "names of the files to read in a folder, such as '*.txt'"] = "*"
+    context: Annotated[int, "tokens per window"] = 16384
+    batch_size: Annotated[int, "windows per step"] = 1
+    steps: Annotated[int, "optimizer steps of the whole run"] = 1000
+    width: Annotated[int, "channels of the model"] = 128
+    num_layers: Annotated[int, "transformer blocks"] = 4
+    num_heads: Annotated[int, "attention heads"] = 2
+    learning_rate: Annotated[float, "peak; then falls to a tenth by half a cosine"] = 8e-3
+    warmup_steps: Annotated[int, "steps in which the learning rate rises linearly"] = 20
+    weight_decay: Annotated[float, "of AdamW, for the weight matrices only"] = 0.1
+    clip_norm: Annotated[float, "a gradient of larger norm is scaled down to this norm"] = 1.0
+    seed: Annotated[int, "decides initial weights, validation files and windows"] = 0
+    dtype: Annotated[str, "float32, bfloat16 (autocast), or auto: what the device is best at"] = (
+        "auto"
+    )
+    checkpoint_layers: Annotated[bool, "recompute each block in backward to save memory"] = False
 
-    attention: str = "pattern"  # "selected": causal, blocks of keys chosen by content
-    blocks: int = 16  # blocks that each row of queries chooses
-    block_size: int = 64  # tokens in a block
-    schedule: str = ""  # blocks by step, such as "0:dense, 200:64"; "" for `blocks` at every step
-    gate: str = ""  # such as "loss<=2.5": the schedule goes on only after steps of such a loss
-    refine: int = 0  # steps between improvements of tables of blocks; 0: each token chooses
+    attention: Annotated[str, "pattern, or selected: causal, blocks chosen by content"] = "pattern"
+    blocks: Annotated[int, "blocks that each row of queries chooses"] = 16
+    block_size: Annotated[int, "tokens of a block"] = 64
+    schedule: Annotated[str, "blocks by step: '0:dense, 200:64' (default: always --blocks)"] = ""
+    gate: Annotated[str, "'loss<=2.5': the schedule waits for such a loss (default: none)"] = ""
+    refine: Annotated[int, "steps between improvements of tables of blocks; 0: no tables"] = 0
 
     def __post_init__(self) -> None:
         for name, (least, most) in _RANGES.items():
@@ -87,7 +91,7 @@ class Recipe:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Recipe":
         """Builds the recipe of a checkpoint; ValueError if names or types of values are wrong."""
-        kinds = {field.name: field.type for field in fields(cls)}
+        kinds = get_type_hints(cls)
         values = {name: getattr(cls, name) for name in _ADDED} | values
         if values.keys() != kinds.keys():
             odd = ", ".join(sorted(values.keys() ^ kinds.keys())[:3])
