@@ -1,6 +1,6 @@
 """Checkpoints: `checkpoint.json` names safetensors files in its folder, with their hashes.
 
-    save_checkpoint(folder, model, optimizer, step=100, recipe=recipe, ...)
+    save_checkpoint(About(folder, step=100, recipe=recipe, ...), model, optimizer, selection)
     checkpoint = load_checkpoint(folder)
 
 Saving first writes the tensors to files with new names, then renames the new `checkpoint.json`
@@ -30,7 +30,7 @@ from .adaptive import Selection, blocks_of
 from .micro_batches import make_moments
 from .ranks import ALONE, Ranks
 from .recipe import Recipe
-from .tensor_files import Files, Kind, TensorIndex, read_index, write_tensors
+from .tensor_files import Files, Index, Kind, load_tensors, read_index, write_tensors
 
 FORMAT = "sparsering checkpoint 2"
 MOST_JSON_BYTES = 16 << 20
@@ -54,7 +54,7 @@ class About:
 class Checkpoint(About):
     """Adds to `About` an index of the saved tensors: `model.*` weights, `optimizer.*` state."""
 
-    tensors: TensorIndex
+    tensors: Index
 
     def restore(
         self,
@@ -65,26 +65,21 @@ class Checkpoint(About):
         """Copies saved weights into a model of this recipe, and the states of the others."""
         if optimizer is not None and self.step:
             make_moments(optimizer)
-        self.tensors.load(named_tensors(model, optimizer))
+        load_tensors(self.tensors, named_tensors(model, optimizer))
         if selection is not None:
             state = selection.tensors()
-            self.tensors.load({f"selection.{name}": x for name, x in state.items()})
+            load_tensors(self.tensors, {f"selection.{name}": x for name, x in state.items()})
             selection.restore(state)
 
 
 def save_checkpoint(
-    folder: Path,
+    about: About,
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
-    *,
-    step: int,
-    recipe: Recipe,
-    fingerprint: str,
-    command: str,
-    selection: Selection | None = None,
+    selection: Selection | None,
     ranks: Ranks = ALONE,
 ) -> None:
-    """Replaces the folder's checkpoint atomically; the arguments are as in `About`.
+    """Replaces the checkpoint of `about.folder` atomically; `about.files` is not read.
 
     All ranks call this function and rank 0 writes. If it cannot, all ranks raise OSError and the
     old checkpoint remains.
@@ -92,12 +87,13 @@ def save_checkpoint(
     tensors = named_tensors(model, optimizer)
     if selection is not None:
         tensors |= {f"selection.{name}": x for name, x in selection.tensors().items()}
-    about = {
-        "format": FORMAT, "command": command, "step": step, "recipe": asdict(recipe),
-        "fingerprint": fingerprint, "torch": torch.__version__, "threads": torch.get_num_threads(),
+    values = {
+        "format": FORMAT, "command": about.command, "step": about.step,
+        "recipe": asdict(about.recipe), "fingerprint": about.fingerprint,
+        "torch": torch.__version__, "threads": torch.get_num_threads(),
         "rng": "windows are drawn from (recipe.seed, step)",
     }  # fmt: skip
-    ranks.together(lambda: _write(folder, step, tensors, about) if ranks.leads else None)
+    ranks.together(lambda: _write(about.folder, tensors, values) if ranks.leads else None)
 
 
 def named_tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
@@ -119,8 +115,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     about = read_about(folder)
     try:
         tensors = read_index(folder, about.files)
-        _check_kinds(about, tensors.kinds)
-        tensors.verify()
+        _check_kinds(about, {name: kind for name, (kind, _) in tensors.items()})
     except FileNotFoundError as error:
         missing = Path(error.filename or "file").name
         raise _damaged(folder, f"{missing}, which checkpoint.json names, is missing") from None
@@ -172,14 +167,8 @@ def _about(folder: Path, values: Any) -> About:
     step = _value(values, "step", int)
     if not 0 <= step <= recipe.steps:
         raise ValueError(f"step {step} is not from 0 to the recipe's {recipe.steps}")
-    return About(
-        folder,
-        step,
-        _value(values, "command", str),
-        recipe,
-        _value(values, "fingerprint", str),
-        files,
-    )
+    command, fingerprint = (_value(values, name, str) for name in ("command", "fingerprint"))
+    return About(folder, step, command, recipe, fingerprint, files)
 
 
 def _value(values: dict[str, Any], name: str, kind: type) -> Any:
@@ -191,27 +180,32 @@ def _value(values: dict[str, Any], name: str, kind: type) -> Any:
 
 def _check_kinds(about: About, kinds: dict[str, Kind]) -> None:
     """Raises ValueError if the tensors do not match the recipe's model and its optimizer."""
-    unexpected, of_selection = set(kinds), {}
-    if about.recipe.attention == "selected":
-        of_selection = dict(_selection_kinds(about.recipe))
-    _check_names(of_selection, kinds)
-    unexpected -= of_selection.keys()
-    for parameter, shape in about.recipe.parameter_shapes():
-        kind = Kind(tuple(shape))
-        expected = {f"model.{parameter}": kind}
-        if about.step:  # AdamW has no state before its first step
-            expected[f"optimizer.{parameter}.step"] = Kind(())
-            expected[f"optimizer.{parameter}.exp_avg"] = kind
-            expected[f"optimizer.{parameter}.exp_avg_sq"] = kind
-        _check_names(expected, kinds)
-        unexpected -= expected.keys()
+    unexpected = set(kinds)
+    for name, kind in _needed_kinds(about):
+        if name not in kinds:
+            raise ValueError(
+                f"the checkpoint lacks {name}, which its model needs; copy the missing file of its "
+                "rank"
+            )
+        if kinds[name] != kind:
+            raise ValueError(f"{name} is {kinds[name]}, and the recipe's model needs {kind}")
+        unexpected.discard(name)
     if unexpected:
         names = ", ".join(sorted(unexpected)[:3])
         raise ValueError(f"the files have tensors of another model ({names})")
 
 
-def _selection_kinds(recipe: Recipe) -> Iterator[tuple[str, Kind]]:
-    """Yields names and kinds of `Selection.tensors`, without building the selection."""
+def _needed_kinds(about: About) -> Iterator[tuple[str, Kind]]:
+    """Yields names and kinds of all tensors of a checkpoint, without building what has them."""
+    recipe = about.recipe
+    for parameter, shape in recipe.parameter_shapes():
+        yield f"model.{parameter}", Kind(tuple(shape))
+        if about.step:  # AdamW has no state before its first step
+            yield f"optimizer.{parameter}.step", Kind(())
+            yield f"optimizer.{parameter}.exp_avg", Kind(tuple(shape))
+            yield f"optimizer.{parameter}.exp_avg_sq", Kind(tuple(shape))
+    if recipe.attention != "selected":
+        return
     yield "selection.clock", Kind((), "I64")
     rows = recipe.num_heads, blocks_of(recipe)
     for layer in range(recipe.num_layers if recipe.refine else 0):
@@ -223,20 +217,9 @@ def _selection_kinds(recipe: Recipe) -> Iterator[tuple[str, Kind]]:
             yield f"selection.{layer}.{name}", Kind((*rows, rows[1]), "I64")
 
 
-def _check_names(expected: dict[str, Kind], kinds: dict[str, Kind]) -> None:
-    for name, kind in expected.items():
-        if name not in kinds:
-            raise ValueError(
-                f"the checkpoint lacks {name}, which its model needs; copy the missing file of its "
-                "rank"
-            )
-        if kinds[name] != kind:
-            raise ValueError(f"{name} is {kinds[name]}, and the recipe's model needs {kind}")
-
-
-def _write(folder: Path, step: int, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+def _write(folder: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
     """Writes the tensors, and a `checkpoint.json` that names their file; removes older files."""
-    files = write_tensors(folder, step, tensors)
+    files = write_tensors(folder, about["step"], tensors)
     about["tensors"] = {"files": files}
     try:
         replace_file(folder / "checkpoint.json", json.dumps(about, indent=2).encode() + b"\n")

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ..models.longnet import LongNetLM
 from ..nn.transformer import Attend
 from .adaptive import Selection
-from .checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import About, Checkpoint, load_checkpoint, save_checkpoint
 from .data import Text, Windows, read_text, training_window, validation_windows
 from .micro_batches import (
     checked_part,
@@ -83,17 +83,8 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint of the model and optimizer after the current step."""
-        save_checkpoint(
-            self.out,
-            self.model,
-            self.optimizer,
-            step=self.step,
-            recipe=self.recipe,
-            fingerprint=self.text.fingerprint,
-            command=self.command,
-            selection=self.selection,
-            ranks=self.ranks,
-        )
+        about = About(self.out, self.step, self.command, self.recipe, self.text.fingerprint, {})
+        save_checkpoint(about, self.model, self.optimizer, self.selection, self.ranks)
         self.saved_at = self.step
 
     @torch.no_grad()

@@ -1,9 +1,8 @@
 """Tensors of a checkpoint in a safetensors file.
 
     files = write_tensors(folder, step, tensors)
-    index = read_index(folder, files)  # reads the headers alone
-    index.verify()
-    index.load(targets)
+    index = read_index(folder, files)  # compares hashes, and reads the headers alone
+    load_tensors(index, targets)
 
 Older versions wrote several files, one for each rank, which are read too.
 """
@@ -11,7 +10,6 @@ Older versions wrote several files, one for each rank, which are read too.
 import hashlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -36,28 +34,15 @@ class Kind(NamedTuple):
         return f"{self.dtype} {list(self.shape)}"
 
 
-@dataclass(frozen=True, eq=False)
-class TensorIndex:
-    """Index of the tensors in a checkpoint's files; their values are not loaded."""
+Index = dict[str, tuple[Kind, Path]]  # kind and file of each tensor, by name
 
-    kinds: dict[str, Kind]  # shape and dtype of each tensor, by name
-    paths: dict[str, Path]  # the file of each tensor
-    digests: dict[Path, str]  # sha256 of each file
 
-    def verify(self) -> None:
-        """Raises ValueError if a file has changed."""
-        for path, expected in self.digests.items():
-            with open(path, "rb") as file:
-                digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != expected:
-                raise ValueError(f"the sha256 of {path.name} is not the one in checkpoint.json")
-
-    def load(self, targets: Mapping[str, Tensor]) -> None:
-        """Copies stored values into `targets`, by name."""
-        with ExitStack() as stack:
-            opened = cache(lambda path: stack.enter_context(_opened(path)))
-            for name, x in targets.items():
-                x.copy_(opened(self.paths[name]).get_tensor(name))
+def load_tensors(index: Index, targets: Mapping[str, Tensor]) -> None:
+    """Copies stored values into `targets`, by name."""
+    with ExitStack() as stack:
+        opened = cache(lambda path: stack.enter_context(_opened(path)))
+        for name, x in targets.items():
+            x.copy_(opened(index[name][1]).get_tensor(name))
 
 
 def write_tensors(folder: Path, step: int, tensors: Mapping[str, Tensor]) -> Files:
@@ -69,23 +54,23 @@ def write_tensors(folder: Path, step: int, tensors: Mapping[str, Tensor]) -> Fil
     return {name: {"bytes": len(content), "sha256": digest}}
 
 
-def read_index(folder: Path, files: Files) -> TensorIndex:
-    """Reads the headers of files and indexes their tensors; ValueError if files are malformed."""
-    kinds: dict[str, Kind] = {}
-    paths: dict[str, Path] = {}
+def read_index(folder: Path, files: Files) -> Index:
+    """Indexes the tensors of files by their headers; ValueError if files differ from `files`."""
+    index: Index = {}
     for file_name, about in files.items():
         path = folder / file_name
         if (size := file_size(path)) != about["bytes"]:
             raise ValueError(f"{file_name} has {size} bytes, but {about['bytes']} were written")
+        with open(path, "rb") as content:
+            if hashlib.file_digest(content, "sha256").hexdigest() != about["sha256"]:
+                raise ValueError(f"the sha256 of {file_name} is not the one in checkpoint.json")
         with _opened(path) as file:
             for name in file.keys():  # noqa: SIM118 - the file is not a mapping
-                if name in paths:
+                if name in index:
                     raise ValueError(f"{file_name} has {name!r}, which another file has too")
                 header = file.get_slice(name)
-                kinds[name] = Kind(tuple(header.get_shape()), header.get_dtype())
-                paths[name] = path
-    digests = {folder / name: about["sha256"] for name, about in files.items()}
-    return TensorIndex(kinds, paths, digests)
+                index[name] = Kind(tuple(header.get_shape()), header.get_dtype()), path
+    return index
 
 
 @contextmanager
