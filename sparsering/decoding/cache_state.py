@@ -24,6 +24,7 @@ from ..patterns.arguments import index_of, listed, shortened
 from ..patterns.positions import Causal
 from ..selection.summaries import BlockSummaries
 
+SIZES = ("heads", "kv_heads", "total", "rollback", "page_size")
 _LIFETIMES = 1024  # last queries are computed and cached for at least this many keys at once
 _POSITION_BITS, _MOST_BRANCHES = 40, 20  # bits of a sort key, which must fit in an int64
 
@@ -214,6 +215,33 @@ class CacheState(_Record):
             return taken
         at = entries.to(self.keys.device)
         return taken.changed(keys=self.keys[at], values=self.values[at])
+
+    def joined(self, other: "CacheState") -> "CacheState":
+        """Returns the state with the batch entries of another one behind its own."""
+        states = [x.evicted() if x.keys.shape[2] else x for x in (self, other)]
+        if not (full := [x for x in states if x.keys.shape[2]]):
+            return self.changed(histories=self.histories + other.histories)
+        start = max(x.page_start for x in full)
+        one, two = (x._widened(start, full[0]) for x in states)
+        keys, values = torch.cat((one.keys, two.keys)), torch.cat((one.values, two.values))
+        limit, histories = min(x.page_limit for x in full), one.histories + two.histories
+        return full[0].changed(histories=histories, keys=keys, values=values, page_limit=limit)
+
+    def _widened(self, start: int, like: "CacheState") -> "CacheState":
+        """Returns a state with an empty page and `start` slots before it, of zeros if new."""
+        room = start - max(0, self.page_start)
+        wider = {}
+        for history in self.distinct():
+            columns = history.positions, history.last
+            positions, last = (pad(x, (0, room), value=-1) for x in columns)
+            wider[id(history)] = history.changed(positions=positions, last=last)
+        keys, values = self.keys, self.values
+        if not keys.shape[2]:  # no token yet
+            size = len(self.histories), self.kv_heads, self.page_size
+            keys, values = (x.new_zeros(*size, x.shape[3]) for x in (like.keys, like.values))
+        keys, values = (pad(x, (0, 0, 0, room)) for x in (keys, values))
+        histories = [wider[id(x)] for x in self.histories]
+        return self.changed(histories=histories, keys=keys, values=values)
 
     def evicted(self, key: Tensor | None = None, value: Tensor | None = None) -> "CacheState":
         """Returns a state with only the keys that later queries visit, then an empty page.

@@ -21,7 +21,7 @@ from ..patterns.arguments import (
     index_of,
     shortened,
 )  # fmt: skip
-from .cache_state import CacheState, History, causal_pattern, ordinary_tensors
+from .cache_state import SIZES, CacheState, History, causal_pattern, ordinary_tensors
 from .compiled import attend_op, operator_options, register
 from .drafts import attend_draft, draft_of, kept
 from .steps import NewTokens, attend_page, attend_spans, empty_results, fits_page, page_layout
@@ -369,6 +369,35 @@ class KVCache:
     def select(self, index: Tensor | Sequence[int]) -> None:
         """Keeps only the batch entries that an index lists, in its order."""
         self._take("select", index)
+
+    def join(self, other: "KVCache") -> None:
+        """Adds copies of another cache's batch entries behind these, such as a new request.
+
+        Raises: ValueError if the other cache was not made with the same arguments, but for its
+            batch size, or the pattern depends on the batch entry; both are then unchanged.
+        """
+        if not isinstance(other, KVCache) or not self._is_like(other):
+            raise ValueError(
+                "join needs caches made with the same arguments but for the batch size, got "
+                f"{shortened(repr(other))} for {shortened(repr(self))}; make both alike"
+            )
+        for cache in (self, other):
+            cache._check_no_draft("join")
+        if self.pattern.num_batches() is not None or not self._takes_parts:
+            raise ValueError(
+                "join needs a KVCache whose entries all follow one pattern, got "
+                f"{shortened(repr(self))}; make a cache for each request"
+            )
+        with ordinary_tensors():
+            self._state = self._state.joined(other._state)
+
+    def _is_like(self, other: "KVCache") -> bool:
+        one, two = (
+            (type(x), x.pattern, x._dims, *(getattr(x._state, name) for name in SIZES))
+            for x in (self, other)
+        )
+        kinds = zip(self._kind, other._kind, strict=True)  # None: the first keys will decide
+        return one == two and all(None in pair or pair[0] == pair[1] for pair in kinds)
 
     def _take(self, name: str, index: Tensor | Sequence[int], size: int | None = None) -> None:
         self._check_no_draft(name)

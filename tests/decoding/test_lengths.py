@@ -146,3 +146,54 @@ def test_a_sink_of_each_query_of_unlike_lengths(backend, total):
         of_all[:, :, first:] = sink[b, :, :n]
         expected = sr.attention(*part, sr.SlidingWindow(20), sink=of_all, backend="reference")
         assert_close(got[b, :, :n].double(), expected[0, :, first:], 3e-6)
+
+
+@pytest.mark.parametrize("first", [0, 7, 40])
+@pytest.mark.parametrize(("name", "backend"), thinned(3, ALIKE, BACKENDS))
+def test_a_request_joins_whatever_the_lengths(name, backend, first):
+    """Caches of unlike lengths become one, which goes on as each would."""
+    dtype, tolerance = (torch.float32, 3e-6) if backend == "cpu" else (torch.float64, 1e-12)
+    x = sequence(dtype)
+    joined, other = (cache_of(ALIKE[name], rollback=3) for _ in range(2))
+    joined.select([0])
+    other.select([1])
+    for cache, b, done in ((joined, 0, first), (other, 1, 23)):
+        for part in (slice(0, done // 2), slice(done // 2, done)):
+            cache.attend(*(y[b : b + 1, :, part] for y in x), backend=backend)
+    joined.join(other)
+    assert joined.lengths == [first, 23] and other.lengths == [23]
+    check(joined, x, [([1, 1], 1)] * 20 + [([3, 9], 9), ([1, 1], 1)], tolerance, backend=backend)
+    joined.select([1])
+    joined.crop(joined.length - 2)
+
+
+def test_only_caches_that_were_made_alike_join():
+    x = sequence()
+    cache = cache_of(sr.Causal())
+    cache.attend(*(y[:, :, :5] for y in x))
+    before = cache.lengths, cache.nbytes
+    others = [
+        cache_of(sr.SlidingWindow(9)), cache_of(sr.Causal(), page_size=32),
+        cache_of(sr.Causal(), rollback=1), cache_of(sr.Causal(), max_length=50),
+        cache_of(sr.Causal(), dtype=torch.float32), sr.KVCache(sr.Causal(), 2, KV_HEADS, 16),
+    ]  # fmt: skip
+    for other in (*others, "a cache"):
+        with pytest.raises(ValueError, match="join needs caches made with the same arguments"):
+            cache.join(other)
+    masked = cache_of(OF_ENTRIES["key mask"])
+    with pytest.raises(ValueError, match="entries all follow one pattern"):
+        masked.join(masked)
+    chosen = sr.SelectedCache(1, 2, 8, k=2)
+    with pytest.raises(ValueError, match="entries all follow one pattern"):
+        chosen.join(sr.SelectedCache(1, 2, 8, k=2))
+    cache.attend(*(y[:, :, 5:7] for y in x), tree=[-1, 0])
+    for one, two in ((cache, cache_of(sr.Causal())), (cache_of(sr.Causal()), cache)):
+        with pytest.raises(ValueError, match="join needs a cache without a draft"):
+            one.join(two)
+    cache.keep([])
+    assert (cache.lengths, cache.nbytes) == before
+    empty = cache_of(sr.Causal())
+    empty.join(cache_of(sr.Causal()))
+    assert empty.lengths == [0] * 4
+    empty.join(cache)
+    assert empty.lengths == [0] * 4 + [5, 5]

@@ -179,9 +179,16 @@ class Run:
             index = [i % self.batch for i in listed]
             given = torch.tensor(index) if self.case.seed % 2 else index
         take = getattr(self.cache, kind)
-        if build(self.case.spec).num_batches() is not None:
+        if kind == "join":
+            index, given = list(range(self.batch)), copy.deepcopy(self.cache)
+        joins_none = kind == "join" and self.case.selection is not None
+        if joins_none or build(self.case.spec).num_batches() is not None:
             self.refusal = self._refused(lambda: take(given))
             return
+        if kind == "join":  # the first entries with the others
+            cut = numbers[0] % (self.batch + 1)
+            given.select(index[cut:])
+            self.cache.select(index[:cut])
         take(given)
         self.batch = len(index)
         self.rows = {name: x[index] for name, x in self.rows.items()}

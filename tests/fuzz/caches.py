@@ -17,7 +17,8 @@ from .calls import BACKENDS, DTYPES, HALF_ALONE, Call, Options, shared_options, 
 
 STEPS = (
     *("chunks", "single tokens", "no tokens", "unlike lengths", "fewer than given", "return_lse"),
-    *("stored=False", "crop", "reorder", "repeat", "select", "load", "copy", "refused step"),
+    *("stored=False", "crop", "reorder", "repeat", "select", "join", "load", "copy"),
+    "refused step",
     "draft",
 )
 OF_CACHE = ("page_size", "max_length", "rollback", "groups", "strides", "large scores", "autocast")
@@ -30,7 +31,7 @@ CELLS = [
     )
     if rest[2] != "float64" or option not in HALF_ALONE
 ]
-TAKES = ("reorder", "repeat", "select")
+TAKES = ("reorder", "repeat", "select", "join")
 WRONG = (
     *("lengths too large", "lengths of too few entries", "crop forwards", "crop too far"),
     *("keys of another dtype", "keys of another width", "more keys than queries"),

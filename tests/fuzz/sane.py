@@ -318,6 +318,8 @@ for _name, _kind in (("KVCache", sr.KVCache), ("SelectedCache", sr.SelectedCache
         "repeat": lambda: {"n": 2},
         "select": lambda: {"index": [1]},
     }
+    if _kind is sr.KVCache:
+        _steps["join"] = lambda: {"other": filled(sr.KVCache)}
     if _kind is sr.SelectedCache:
         _steps["attend"] = lambda: {
             **qkv(2, tokens=3), "lengths": None, "distance_bias": torch.randn(HQ, 7),
