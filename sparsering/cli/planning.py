@@ -16,6 +16,12 @@ def add_commands(commands: Commands) -> None:
     add("--tokens", required=True, help="tokens of a sequence, such as 65536, 64K or 1M")
     add("--memory", help="of one device: 24GB, total (default: what is free here)")
     add("--gpu", "--machine", dest="machine", help="such as H200 (default: this machine)")
+    add(
+        "--tflops",
+        type=float,
+        help="of another machine: dense products, with --bandwidth, --memory",
+    )
+    add("--bandwidth", type=float, metavar="GB/S", help="of its memory")
     add("--seconds", type=float, help="limit of a call, which proposals meet")
     add("--full", action="store_true", help="proposals see later keys too")
     add("--ranks", type=positive, default=1, help="devices that share each sequence")
@@ -40,12 +46,14 @@ def _plan(arguments: argparse.Namespace) -> int:
     from ..patterns.expression import parse
     from ..planning.estimate import Scenario
     from ..planning.fit import memory_of, usable
-    from ..planning.machines import machine_of
+    from ..planning.machines import described, machine_of
     from ..planning.proposals import candidates, default_dtype, propose
     from ..planning.screen import proposal_screen, screen, title_of
     from ..planning.sizes import parse_tokens
 
     machine = machine_of(arguments.machine)
+    if arguments.tflops or arguments.bandwidth:
+        machine = described(machine, arguments.tflops, arguments.bandwidth, arguments.memory)
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else default_dtype(machine)
     tokens, text = parse_tokens(arguments.tokens), arguments.pattern
     if text and (arguments.seconds is not None or arguments.full):

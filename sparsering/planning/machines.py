@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..patterns.arguments import shortened
+from ..patterns.arguments import checked_number, shortened
+from .sizes import parse_bytes
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,25 @@ _BY_PLAIN_NAME |= {row["also"]: MACHINES[row["name"]] for row in _ROWS if "also"
 def machine_of(machine: Machine | str | None) -> Machine | None:
     """Returns the machine of a name; a `Machine`, or None for this machine, is returned as is."""
     return machine if machine is None or isinstance(machine, Machine) else named(machine)
+
+
+def described(
+    machine: Machine | None, tflops: float | None, bandwidth: float | None, memory: object
+) -> Machine:
+    """Returns a GPU of these TFLOP/s (of any dtype), GB/s and memory, in place of a named one.
+
+    Raises: ValueError unless no machine is named, and all three are given and above 0.
+    """
+    if machine is not None or memory in (None, "total") or not (tflops and bandwidth):
+        raise ValueError(
+            "a described machine takes --tflops, --bandwidth and --memory, all above 0, and no "
+            f"--gpu, got {tflops}, {bandwidth} and {memory}; give all three"
+        )
+    rate = checked_number("--tflops", tflops, 0) * 1e12
+    peaks = dict.fromkeys(("float32", "bfloat16", "float16"), rate)
+    speed = checked_number("--bandwidth", bandwidth, 0) * 1e9
+    size = parse_bytes(memory)  # type: ignore[arg-type]
+    return Machine("a described GPU", "gpu", size, speed, peaks, None, "as described")
 
 
 def named(name: str) -> Machine:

@@ -4,7 +4,9 @@ import math
 
 import pytest
 
+from sparsering.cli import main
 from sparsering.planning.machines import MACHINES, named
+from sparsering.planning.sizes import show_seconds
 
 # As data sheets print them: GB, TB/s, TFLOP/s of float32, and of half precision *with* sparsity;
 # twice the dense figure for GPUs without sparsity (V100, T4, and GTX 1080 in float32).
@@ -98,3 +100,15 @@ def test_an_unknown_machine_is_told_the_known_ones(name):
     with pytest.raises(ValueError, match=r"machine must be one of H200, .*Graviton4, got") as said:
         named(name)
     assert "leave it out for this machine" in str(said.value)
+
+
+def test_a_machine_can_be_described(capsys):
+    words = ["plan", "Causal()", "--tokens", "64K", "--dtype", "bfloat16"]
+    described = ["--tflops", "150", "--bandwidth", "900", "--memory", "24GB"]
+    assert main([*words, *described]) == 0
+    said = capsys.readouterr().out
+    flops = 4 * 64 * 8 * (65536 * 65537 / 2)
+    assert f"at least {show_seconds(flops / 150e12)}" in said and "on a described GPU" in said
+    for missing in (described[:4], described[2:], [*described, "--gpu", "H200"]):
+        assert main([*words, *missing]) == 2
+        assert "takes --tflops, --bandwidth and --memory" in capsys.readouterr().err
