@@ -1,6 +1,6 @@
 """Ranks compare the arguments of a call before they send keys; a difference raises on every rank.
 
-Each sends all others a few integers: a digest, its shard's length, whether it failed, its seed.
+Each sends all others a few integers: a digest, whether it failed, its shard's length, its seed.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from .exchange import Exchange, RingMismatchError
 from .sharding import num_tokens, owned_ranges
 from .wire import FORMATS, wire_format
 
-_VERSION = 3  # version of the record; ranks with different versions raise an error
+_VERSION = 4  # version of the record; ranks with different versions raise an error
 _BUDGET = 0.01  # default error bound of compression="auto"
 
 SCHEMA = operator_schema(
@@ -85,14 +85,8 @@ _HASHED = ("pattern", "scale", "sharding", "compression", _TABLES)
 def agree_on_call(exchange: Exchange, backward: bool, call: RingCall) -> Agreement:
     """Checks that all ranks make the same call; chooses the wire format for compression="auto"."""
     fields = _fields(exchange.world_size, backward, call)
-    record = [_digest(list(fields.values())), call.query.shape[2], 0, call.seed]
-    digests, lengths, failures, seeds = zip(*exchange.agree(record), strict=True)
-    if any(failures):
-        rank = failures.index(1)
-        text = f"rank {rank} raised before the call began; its own error says why"
-        raise _mismatch(text, exchange.rank, rank)
-    if len(set(digests)) > 1:
-        _raise_difference(exchange, fields)
+    own = call.query.shape[2], call.seed
+    lengths, seeds = agree_on_batch(exchange, fields, own, hidden=_HASHED)
     compression, budget = call.compression, error_budget(call.compression)
     errors = [0.0] * len(FORMATS)  # 0 for formats that are not measured
     if budget is not None or not backward:
@@ -133,7 +127,7 @@ def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
 
 
 def _raise_difference(
-    exchange: Exchange, fields: dict[str, int], hidden: tuple[str, ...] = _HASHED
+    exchange: Exchange, fields: dict[str, int], hidden: tuple[str, ...]
 ) -> NoReturn:
     """Raises an error that names the first field that differs; hides values of `hidden` fields."""
     records = exchange.agree(list(fields.values()))
@@ -154,7 +148,7 @@ def report_failure(group: dist.ProcessGroup, timeout: float | None, query: objec
     """Tells the other ranks that this rank raised before the call began, so that they raise too."""
     device = query.device if isinstance(query, Tensor) else None
     with contextlib.suppress(RuntimeError):  # a RingError, or a CUDA graph is being captured
-        Exchange(group, timeout, device).agree([0, 0, 1, 0])
+        agree_on_batch(Exchange(group, timeout, device), None, (0, 0))
 
 
 def digests_of(values: dict[str, object]) -> dict[str, int]:
@@ -163,19 +157,25 @@ def digests_of(values: dict[str, object]) -> dict[str, int]:
 
 
 def agree_on_batch(
-    exchange: Exchange, digests: dict[str, int] | None, numbers: Sequence[int] = ()
+    exchange: Exchange,
+    digests: dict[str, int] | None,
+    numbers: Sequence[int] = (),
+    hidden: tuple[str, ...] | None = None,
 ) -> list[tuple[int, ...]]:
-    """Returns all ranks' `numbers`; RingMismatchError on all if digests differ, or are None."""
+    """Returns all ranks' `numbers`; RingMismatchError on all if digests differ, or are None.
+
+    `hidden`: names of digests that mean nothing to a reader; default all.
+    """
     own = list((digests or {}).values())
     records = exchange.agree([_digest(own), int(digests is None), *numbers])
     values, flags, *columns = zip(*records, strict=True)
     if any(flags):
         rank = flags.index(1)
         if digests is not None:
-            text = f"rank {rank} refused its batch; its own error says why"
+            text = f"rank {rank} refused its batch, or the call; its own error says why"
             raise _mismatch(text, exchange.rank, rank)
     elif digests is not None and len(set(values)) > 1:
-        _raise_difference(exchange, digests, hidden=tuple(digests))
+        _raise_difference(exchange, digests, tuple(digests) if hidden is None else hidden)
     return columns
 
 

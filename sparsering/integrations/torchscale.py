@@ -241,20 +241,15 @@ _INTEGERS = re.compile(rf"\s*(?:\[{_LIST}\]|\({_LIST}\)|{_LIST})\s*")
 
 def integers(sizes: object, name: str) -> tuple[int, ...]:
     """Reads ints from a sequence, an array, or text such as "[1024, 5792]", "[np.int64(1024)]"."""
-    if isinstance(sizes, str):
-        if len(sizes) > 1000 or not _INTEGERS.fullmatch(sizes):
-            raise ValueError(
-                f"args.{name} must be ints, or text of ints between brackets, got "
-                f"{shortened(repr(sizes))}; for example [1024, 4096]"
-            )
+    if isinstance(sizes, str) and len(sizes) <= 1000 and _INTEGERS.fullmatch(sizes):
         return tuple(int(x) for x in re.findall(r"(?<![\w.])\d+", sizes))
     sizes = sizes.tolist() if hasattr(sizes, "tolist") else sizes
     if isinstance(sizes, int):
         return (sizes,)
-    if not isinstance(sizes, Sequence):
+    if isinstance(sizes, str) or not isinstance(sizes, Sequence):
         raise ValueError(
-            f"args.{name} must be a sequence of ints, got {shortened(repr(sizes))}; for example "
-            "[1024, 4096]"
+            f"args.{name} must be ints, or text of ints between brackets, got "
+            f"{shortened(repr(sizes))}; for example [1024, 4096]"
         )
     return tuple(sizes)
 

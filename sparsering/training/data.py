@@ -90,13 +90,9 @@ def read_text(
     digest = hashlib.sha256(f"{train_files}{validation_files}".encode())
     digest.update(train)
     digest.update(validation)
-    return Text(
-        torch.frombuffer(bytearray(train), dtype=torch.uint8),
-        torch.frombuffer(bytearray(validation), dtype=torch.uint8),
-        tuple(train_files),
-        tuple(validation_files),
-        digest.hexdigest(),
-    )
+    sides = [torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (train, validation)]
+    train_names, validation_names = tuple(train_files), tuple(validation_files)
+    return Text(sides[0], sides[1], train_names, validation_names, digest.hexdigest())
 
 
 def training_window(

@@ -70,16 +70,16 @@ class Run:
     @property
     def validation_loss(self) -> float:
         """The last validation loss in nats per byte; NaN before the first validation."""
-        return self._validations()[-1][1]
+        return self._last_validation()[1]
 
     @property
     def validated_at(self) -> int:
         """The step of the last validation; 0 before the first."""
-        return self._validations()[-1][0]
+        return self._last_validation()[0]
 
-    def _validations(self) -> list[tuple[int, float]]:
-        of = "validation_loss"
-        return [(0, math.nan), *((r["step"], r[of]) for r in self.metrics if of in r)]
+    def _last_validation(self) -> tuple[int, float]:
+        records = (r for r in reversed(self.metrics) if "validation_loss" in r)
+        return next(((r["step"], r["validation_loss"]) for r in records), (0, math.nan))
 
     def save(self) -> None:
         """Writes a checkpoint of the model and optimizer after the current step."""
@@ -122,7 +122,7 @@ class Run:
         tokens = recipe.batch_size * recipe.context
         speed = {"tokens": tokens, "seconds": seconds}
         self._log(step=self.step, loss=loss, learning_rate=rate, grad_norm=norm, **speed)
-        show(self.step, loss, tokens / seconds, self._validations)
+        show(self.step, loss, tokens / seconds, self._last_validation)
 
     def _trained_step(self) -> tuple[float, float, float]:
         """Runs `training_step`, again with half a micro-batch where memory runs out."""

@@ -8,18 +8,18 @@ from typing import Any
 
 from ..files import read_file, replace_file
 
-Validations = Callable[[], list[tuple[int, float]]]  # (step, loss) of each
-Show = Callable[[int, float, float, Validations], None]
+Validation = Callable[[], tuple[int, float]]  # step and loss of the last one
+Show = Callable[[int, float, float, Validation], None]
 LINE_EVERY_S = 5.0
 MOST_METRICS_BYTES = 256 << 20
 
 
 def progress_lines(steps: int) -> Show:
-    """Returns `show(step, loss, tokens_per_s, validations)`, which the caller calls each step."""
+    """Returns `show(step, loss, tokens_per_s, validation)`, which the caller calls each step."""
     first: tuple[int, float] | None = None
     last = -LINE_EVERY_S
 
-    def show(step: int, loss: float, speed: float, validations: Validations) -> None:
+    def show(step: int, loss: float, speed: float, validation: Validation) -> None:
         nonlocal first, last
         now = time.monotonic()
         first = first or (step, now)
@@ -28,7 +28,7 @@ def progress_lines(steps: int) -> Show:
         last, num_steps = now, step - first[0]
         seconds = round((steps - step) * (now - first[1]) / max(num_steps, 1))
         left = f"{seconds // 60}:{seconds % 60:02d}" if num_steps else "?"
-        at, validated = validations()[-1]
+        at, validated = validation()
         line = f"step {step:>5}/{steps}  loss {loss:.3f} (validation {validated:.3f} at step {at})"
         print(f"{line}  {speed:,.0f} tokens/s  {left} left", flush=True)
 

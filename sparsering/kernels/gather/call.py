@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ...numerics import finite_or_zero, sum_dtype
+from ...numerics import merge_into, sum_dtype
 from ...patterns.arguments import checked_integer
 from ..problem import Gradients, Problem, sink_gradient
 from .chunk_extras import Extras
@@ -202,13 +202,10 @@ def _biased(score: Tensor, additive: Tensor | None, group: int) -> Tensor:
 
 def _merge_rows(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: Tensor) -> None:
     """Merges partial results into distinct rows of (out, lse), in place."""
-    old = lse[rows]
-    highest = finite_or_zero(torch.maximum(old, part_lse))
-    a, b = (old - highest).exp(), (part_lse - highest).exp()
-    total = torch.where(a + b == 0, 1.0, a + b)
-    merged = out.index_select(0, rows).mul_((a / total)[:, None])
-    out.index_copy_(0, rows, merged.addcmul_(part, (b / total)[:, None]))
-    lse.index_copy_(0, rows, highest + (a + b).log())
+    merged, merged_lse = out.index_select(0, rows), lse[rows]
+    merge_into(merged, merged_lse, part, part_lse)
+    out.index_copy_(0, rows, merged)
+    lse.index_copy_(0, rows, merged_lse)
 
 
 def _take(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
