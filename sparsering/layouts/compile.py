@@ -112,15 +112,11 @@ def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
         query_stop=torch.stack([axis.stop for axis in queries]) - frame.q_start,
         key_start=torch.stack([axis.start for axis in keys]),
         key_stop=torch.stack([axis.stop for axis in keys]),
-        row_ptr=stack("row_ptr", len(queries[0]) + 1),
-        key_tile=stack("key_tile", longest),
-        bitmap=stack("bitmap", longest),
-        bitmaps=compiled.bitmaps,
+        row_ptr=stack("row_ptr", len(queries[0]) + 1), key_tile=stack("key_tile", longest),
+        bitmap=stack("bitmap", longest), bitmaps=compiled.bitmaps,
         covers=(_cover(queries, block_size, frame.q_len), _cover(keys, block_size, frame.kv_len)),
-        longest=(max(of_query), max(of_key)),
-        branch=compiled.branch,
-        **compiled.origins,
-    )
+        longest=(max(of_query), max(of_key)), branch=compiled.branch, **compiled.origins,
+    )  # fmt: skip
 
 
 def _cover(axes: list[Axis], block_size: int, length: int) -> bool:

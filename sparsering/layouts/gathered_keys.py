@@ -84,19 +84,13 @@ def page_over(
         return x.int().view(every, heads, x.shape[1]).contiguous()
 
     p = Pass(
-        step=1,
-        query_start=zero,
-        query_stop=zero + queries,
-        key_start=start,
+        step=1, query_start=zero, query_stop=zero + queries, key_start=start,
         key_stop=(start + block_size).clamp(max=num_keys),
         row_ptr=table(torch.nn.functional.pad(count[:, None], (1, 0))),
         key_tile=table(torch.where(real, tile, 0)),
-        bitmap=table(torch.where(real, bitmap.gather(1, tile), 0)),
-        bitmaps=transposed(bitmaps),
-        covers=(True, True),
-        longest=(longest, min(longest, 1)),
-        branch=number,
-    )
+        bitmap=table(torch.where(real, bitmap.gather(1, tile), 0)), bitmaps=transposed(bitmaps),
+        covers=(True, True), longest=(longest, min(longest, 1)), branch=number,
+    )  # fmt: skip
     Pass.transposed_bitmaps.store(p, bitmaps)
     return p
 
