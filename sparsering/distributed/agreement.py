@@ -172,7 +172,8 @@ def agree_on_batch(
     if any(flags):
         rank = flags.index(1)
         if digests is not None:
-            text = f"rank {rank} refused its batch, or the call; its own error says why"
+            what = "refused its batch" if hidden is None else "raised before the call began"
+            text = f"rank {rank} {what}; its own error says why"
             raise _mismatch(text, exchange.rank, rank)
     elif digests is not None and len(set(values)) > 1:
         _raise_difference(exchange, digests, tuple(digests) if hidden is None else hidden)
