@@ -210,12 +210,9 @@ def terms_of(pattern: Pattern, ground: Ground) -> Iterator[tuple[int, Grid, Mask
 
 
 def compile_passes(
-    pattern: Pattern,
-    frame: Frame,
-    block_size: int,
-    queries: Ranges | None = None,
+    pattern: Pattern, frame: Frame, block_size: int, queries: Ranges | None = None,
     keys: Ranges | None = None,
-) -> list[CompiledPass]:
+) -> list[CompiledPass]:  # fmt: skip
     """Compiles passes for ranges of positions, default all; passes of one branch share no pair."""
     ground = ground_of(pattern, frame, block_size, queries, keys)
     return [_compile_pass(ground, *term) for term in terms_of(pattern, ground)]

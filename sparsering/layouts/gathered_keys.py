@@ -34,15 +34,9 @@ class _Rows(NamedTuple):
 
 
 def page_over(
-    number: int,
-    branch: Mask,
-    positions: Tensor,
-    live: Tensor,
-    starts: Tensor,
-    frame: Frame,
-    queries: int,
-    block_size: int,
-) -> Pass:
+    number: int, branch: Mask, positions: Tensor, live: Tensor, starts: Tensor, frame: Frame,
+    queries: int, block_size: int,
+) -> Pass:  # fmt: skip
     """Builds the pass of one mask of a mixture, for one tile of queries and keys in any order.
 
     Args:

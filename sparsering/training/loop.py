@@ -227,14 +227,9 @@ def train(
 
 
 def _prepare(
-    recipe: Recipe,
-    out: Path,
-    command: str,
-    resume: bool,
-    ranks: Ranks,
-    num_windows: int,
+    recipe: Recipe, out: Path, command: str, resume: bool, ranks: Ranks, num_windows: int,
     init: Path | None,
-) -> Run:
+) -> Run:  # fmt: skip
     recipe, text, checkpoint = ranks.together(partial(_inputs, recipe, out, command, resume, ranks))
     if recipe.dtype == "auto":  # rank 0 chooses for all ranks
         dtype = "bfloat16" if ranks.device.type == "cuda" else best_dtype()
@@ -312,16 +307,10 @@ def _inputs(
 
 
 def training_step(
-    model: LongNetLM,
-    optimizer: torch.optim.Optimizer,
-    recipe: Recipe,
-    step: int,
-    train: Tensor,
-    ranks: Ranks = ALONE,
-    *,
-    attend: Attend | Sequence[Attend] | None = None,
+    model: LongNetLM, optimizer: torch.optim.Optimizer, recipe: Recipe, step: int, train: Tensor,
+    ranks: Ranks = ALONE, *, attend: Attend | Sequence[Attend] | None = None,
     micro_batch: int | None = None,
-) -> tuple[float, float, float]:
+) -> tuple[float, float, float]:  # fmt: skip
     """Runs forward, backward and update on the step's windows of the training bytes.
 
     `micro_batch` windows are computed at a time, default all of them.
@@ -342,15 +331,9 @@ def training_step(
 
 
 def _gradients(
-    model: LongNetLM,
-    recipe: Recipe,
-    step: int,
-    train: Tensor,
-    ranks: Ranks,
-    size: int,
-    parts: int,
+    model: LongNetLM, recipe: Recipe, step: int, train: Tensor, ranks: Ranks, size: int, parts: int,
     attend: Attend | Sequence[Attend] | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Adds the gradients of the first `parts` micro-batches of a step; returns their loss."""
     tokens, targets = training_window(
         train, context=recipe.context, batch_size=recipe.batch_size, seed=recipe.seed, step=step
