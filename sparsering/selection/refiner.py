@@ -108,9 +108,8 @@ class PatternRefiner:
         self.table: Tensor = order[..., :k].contiguous()
         self._mass = torch.zeros(self.shape, dtype=torch.float64)
         self._observed = torch.zeros(self.shape, dtype=torch.bool)
-        self._sums = torch.zeros(self.shape, dtype=torch.int64)
-        self._counts = torch.zeros(self.shape, dtype=torch.int64)
-        self._barred_until = torch.zeros(self.shape, dtype=torch.int64)
+        zeros = (torch.zeros(self.shape, dtype=torch.int64) for _ in range(3))
+        self._sums, self._counts, self._barred_until = zeros
         self._updates = torch.zeros((), dtype=torch.int64)
 
     def observe(self, mass: Tensor, indices: Tensor) -> None:

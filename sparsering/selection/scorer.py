@@ -82,11 +82,9 @@ class BlockScorer(nn.Module):
 
     def extra_repr(self) -> str:
         """Lists the constructor's arguments for `repr`."""
-        return (
-            f"{self.head_dim}, {self.num_kv_heads}, {self.block_size}, "
-            f"index_dim={self.project_key.shape[1]}, query_block={self.query_block}, "
-            f"causal={self.causal}, detach={self.detach}"
-        )
+        sizes = f"{self.head_dim}, {self.num_kv_heads}, {self.block_size}"
+        parts = [f"{name}={getattr(self, name)}" for name in ("query_block", "causal", "detach")]
+        return ", ".join([sizes, f"index_dim={self.project_key.shape[1]}", *parts])
 
     def forward(self, query: Tensor, key: Tensor, *, q_start: int | None = None) -> Tensor:
         """Scores every key block for every row (group of `query_block` queries).

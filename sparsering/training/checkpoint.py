@@ -221,18 +221,14 @@ def _write(folder: Path, tensors: dict[str, Tensor], about: dict[str, Any]) -> N
     try:
         replace_file(folder / "checkpoint.json", json.dumps(about, indent=2).encode() + b"\n")
     except BaseException:
-        _remove(folder, files.keys() - _named_files(folder))
+        names = set(files)
+        with suppress(OSError, ValueError):  # the old checkpoint may name an equal file
+            names -= read_about(folder).files.keys()
+        _remove(folder, names)
         raise
     # Processes that were killed while they wrote a file leave it as `.checkpoint*.part`.
     on_disk = (*folder.glob("checkpoint-*.safetensors"), *folder.glob(".checkpoint*.part"))
     _remove(folder, {path.name for path in on_disk} - files.keys())
-
-
-def _named_files(folder: Path) -> set[str]:
-    try:
-        return set(read_about(folder).files)
-    except (OSError, ValueError):
-        return set()
 
 
 def _remove(folder: Path, names: set[str]) -> None:

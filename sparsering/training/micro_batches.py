@@ -38,14 +38,13 @@ def checked_part(size: object, windows: int, of_ranks: int, source: str) -> int:
 
 def windows_that_fit(one_window: Callable[[], object], device: torch.device) -> float:
     """Returns how many windows fit in the memory that is free, by the peak of a call with one."""
-    on_gpu = device.type == "cuda"
     try:
         peak = peak_of(one_window, device)
     except (RuntimeError, MemoryError) as error:
         if not ran_out_of_memory(error):
             raise
         return 1  # the step itself then says that not even one fits
-    free = gpu_memory(free=True) if on_gpu else memory_here(free=True)
+    free = (gpu_memory if device.type == "cuda" else memory_here)(free=True)
     return usable(free) / max(1, peak)
 
 
