@@ -23,9 +23,13 @@ _LIBRARY = torch.library.Library("sparsering", "FRAGMENT")  # its operators live
 
 
 def differentiable(
-    name: str, call: str, forward: Callable[..., tuple[Tensor, Tensor]],
-    backward: Callable[..., Sequence[Tensor | None]], *, refusal: str,
-) -> Callable[..., tuple[Tensor, Tensor]]:  # fmt: skip
+    name: str,
+    call: str,
+    forward: Callable[..., tuple[Tensor, Tensor]],
+    backward: Callable[..., Sequence[Tensor | None]],
+    *,
+    refusal: str,
+) -> Callable[..., tuple[Tensor, Tensor]]:
     """Registers the operator `sparsering::NAME`, and its backward.
 
     Args:

@@ -60,12 +60,19 @@ class BlockWeights:
 
 
 def attention_weights(
-    query: Tensor, key: Tensor, pattern: Pattern, *,
-    scale: float | None = None, q_start: int | None = None, block_size: int | None = None,
-    block_bias: Tensor | None = None, softcap: float | None = None,
-    distance_bias: Tensor | None = None, sink: Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    pattern: Pattern,
+    *,
+    scale: float | None = None,
+    q_start: int | None = None,
+    block_size: int | None = None,
+    block_bias: Tensor | None = None,
+    softcap: float | None = None,
+    distance_bias: Tensor | None = None,
+    sink: Tensor | None = None,
     **others: Never,
-) -> BlockWeights:  # fmt: skip
+) -> BlockWeights:
     """Computes the softmax weights of `attention`, on the visited blocks; differentiable.
 
     Args:
@@ -131,12 +138,21 @@ def _stacked(tables: list[Tensor], zeros: Tensor) -> Tensor:
 
 @torch.no_grad()
 def key_mass(
-    query: Tensor, key: Tensor, pattern: Pattern, lse: Tensor | None = None, *,
+    query: Tensor,
+    key: Tensor,
+    pattern: Pattern,
+    lse: Tensor | None = None,
+    *,
     weight: Tensor | None = None,
-    scale: float | None = None, q_start: int | None = None, block_size: int | None = None,
-    block_bias: Tensor | None = None, softcap: float | None = None,
-    distance_bias: Tensor | None = None, sink: Tensor | None = None, **others: Never,
-) -> Tensor:  # fmt: skip
+    scale: float | None = None,
+    q_start: int | None = None,
+    block_size: int | None = None,
+    block_bias: Tensor | None = None,
+    softcap: float | None = None,
+    distance_bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    **others: Never,
+) -> Tensor:
     """Computes the attention that each key receives: the softmax weights, summed over the queries.
 
     `mass_k = sum_q w_q m(q, k) e^{s_qk - lse_q}`, w is `weight`, m(q, k) the number of branches

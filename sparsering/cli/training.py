@@ -80,10 +80,16 @@ def _train(arguments: argparse.Namespace) -> int:
         resume, out = arguments.resume, arguments.out
         base = ranks.together(lambda: read_about(out).recipe) if resume else Recipe()
         run = train(
-            replace(base, **settings), out, resume=resume, save_every=arguments.save_every,
-            validate_every=arguments.validate_every, stop_after=arguments.stop_after,
-            micro_batch=arguments.micro_batch, init=arguments.init, ranks=ranks,
-        )  # fmt: skip
+            replace(base, **settings),
+            out,
+            resume=resume,
+            save_every=arguments.save_every,
+            validate_every=arguments.validate_every,
+            stop_after=arguments.stop_after,
+            micro_batch=arguments.micro_batch,
+            init=arguments.init,
+            ranks=ranks,
+        )
         if ranks.leads:
             print(
                 f"Step {run.step} of {run.recipe.steps}: validation loss {run.validation_loss:.4f} "
@@ -110,10 +116,15 @@ def _generate(arguments: argparse.Namespace) -> int:
     stop = None if arguments.stop is None else arguments.stop.encode(errors="surrogateescape")
     caches = model.caches(max_length=len(prompt) + arguments.num_bytes)
     tokens = model.generate(
-        torch.tensor([list(prompt)], dtype=torch.int64), arguments.num_bytes,
-        temperature=arguments.temperature, top_k=arguments.top_k, top_p=arguments.top_p, stop=stop,
-        generator=torch.Generator().manual_seed(arguments.seed), caches=caches,
-    )  # fmt: skip
+        torch.tensor([list(prompt)], dtype=torch.int64),
+        arguments.num_bytes,
+        temperature=arguments.temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        stop=stop,
+        generator=torch.Generator().manual_seed(arguments.seed),
+        caches=caches,
+    )
     times = [time.perf_counter()]  # of the start, and of each token
     text = codecs.getincrementaldecoder("utf-8")(errors="replace")
     try:

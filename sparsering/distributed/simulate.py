@@ -20,13 +20,23 @@ from .wire import wire_format
 
 
 def simulate_ring(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *,
-    world_size: int, sharding: str = "contiguous", offload: bool = False,
-    scale: float | None = None, softcap: float | None = None,
-    distance_bias: Tensor | None = None, sink: Tensor | None = None,
-    dropout_p: float = 0.0, dropout_seed: int | Tensor | None = None, return_lse: bool = False,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    world_size: int,
+    sharding: str = "contiguous",
+    offload: bool = False,
+    scale: float | None = None,
+    softcap: float | None = None,
+    distance_bias: Tensor | None = None,
+    sink: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    return_lse: bool = False,
     **others: Never,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+) -> Tensor | tuple[Tensor, Tensor]:
     """Computes `ring_attention` over `world_size` ranks in one process; differentiable.
 
     Results are bitwise equal to those of real ranks that have as many threads as this process.

@@ -48,9 +48,13 @@ def _global_rows(mask: Mask, length: int) -> list[tuple[int, int]]:
 
 
 def choose_travellers(
-    needs: list[TokenRanges], uses: list[int], candidates: list[tuple[int, Ranges]], frame: Frame,
-    world: int, most: int,
-) -> tuple[tuple[Traveller, ...], list[TokenRanges]]:  # fmt: skip
+    needs: list[TokenRanges],
+    uses: list[int],
+    candidates: list[tuple[int, Ranges]],
+    frame: Frame,
+    world: int,
+    most: int,
+) -> tuple[tuple[Traveller, ...], list[TokenRanges]]:
     """Chooses query rows for which sending the rows moves clearly fewer bytes than fetching keys.
 
     A sent row moves about as many bytes per query head, forward and backward, as fetching one key

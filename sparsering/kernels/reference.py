@@ -10,10 +10,17 @@ EXTRAS = frozenset({"block_bias", "softcap", "distance_bias", "sink", "dropout_p
 
 
 def reference_attention(
-    query: Tensor, key: Tensor, value: Tensor, log_counts: Tensor, scale: float, *,
-    softcap: float | None = None, distance_bias: Tensor | None = None, sink: Tensor | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_counts: Tensor,
+    scale: float,
+    *,
+    softcap: float | None = None,
+    distance_bias: Tensor | None = None,
+    sink: Tensor | None = None,
     dropout_factor: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Computes `p_k = m e^{s_k} / (e^{sink} + sum m e^{s})`, `s = scale * q.k`, over Nq x Nk pairs.
 
     It is as `Problem`, but these broadcast to [B, Hq, Nq, Nk]: `log_counts`, the log of the

@@ -36,10 +36,17 @@ AGREEMENT = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
 def tune(
-    backend: str, pattern: Pattern, *, tokens: int, num_heads: int, num_kv_heads: int,
-    head_dim: int, dtype: torch.dtype, block_sizes: Sequence[int],
+    backend: str,
+    pattern: Pattern,
+    *,
+    tokens: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    block_sizes: Sequence[int],
     say: Callable[[str], None] = print,
-) -> Path:  # fmt: skip
+) -> Path:
     """Measures candidates and saves the fastest to disk; returns the file.
 
     Args:

@@ -112,11 +112,15 @@ def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
         query_stop=torch.stack([axis.stop for axis in queries]) - frame.q_start,
         key_start=torch.stack([axis.start for axis in keys]),
         key_stop=torch.stack([axis.stop for axis in keys]),
-        row_ptr=stack("row_ptr", len(queries[0]) + 1), key_tile=stack("key_tile", longest),
-        bitmap=stack("bitmap", longest), bitmaps=compiled.bitmaps,
+        row_ptr=stack("row_ptr", len(queries[0]) + 1),
+        key_tile=stack("key_tile", longest),
+        bitmap=stack("bitmap", longest),
+        bitmaps=compiled.bitmaps,
         covers=(_cover(queries, block_size, frame.q_len), _cover(keys, block_size, frame.kv_len)),
-        longest=(max(of_query), max(of_key)), branch=compiled.branch, **compiled.origins,
-    )  # fmt: skip
+        longest=(max(of_query), max(of_key)),
+        branch=compiled.branch,
+        **compiled.origins,
+    )
 
 
 def _cover(axes: list[Axis], block_size: int, length: int) -> bool:
@@ -210,9 +214,12 @@ def terms_of(pattern: Pattern, ground: Ground) -> Iterator[tuple[int, Grid, Mask
 
 
 def compile_passes(
-    pattern: Pattern, frame: Frame, block_size: int, queries: Ranges | None = None,
+    pattern: Pattern,
+    frame: Frame,
+    block_size: int,
+    queries: Ranges | None = None,
     keys: Ranges | None = None,
-) -> list[CompiledPass]:  # fmt: skip
+) -> list[CompiledPass]:
     """Compiles passes for ranges of positions, default all; passes of one branch share no pair."""
     ground = ground_of(pattern, frame, block_size, queries, keys)
     return [_compile_pass(ground, *term) for term in terms_of(pattern, ground)]

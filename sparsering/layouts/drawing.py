@@ -57,9 +57,13 @@ def shades(layout: "BlockLayout", cells: int, *, head: int = 0) -> Tensor:
 
 
 def pair_shares(
-    layout: "BlockLayout", rows: int, columns: int | None = None, *, head: int = 0,
+    layout: "BlockLayout",
+    rows: int,
+    columns: int | None = None,
+    *,
+    head: int = 0,
     most_samples: int = 1 << 24,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Returns the share of (query, key) pairs that attend, by area of a raster [rows, columns].
 
     A share of 1 is dense; a mixture, which may count a pair several times, may exceed 1. In large

@@ -34,9 +34,15 @@ class _Rows(NamedTuple):
 
 
 def page_over(
-    number: int, branch: Mask, positions: Tensor, live: Tensor, starts: Tensor, frame: Frame,
-    queries: int, block_size: int,
-) -> Pass:  # fmt: skip
+    number: int,
+    branch: Mask,
+    positions: Tensor,
+    live: Tensor,
+    starts: Tensor,
+    frame: Frame,
+    queries: int,
+    block_size: int,
+) -> Pass:
     """Builds the pass of one mask of a mixture, for one tile of queries and keys in any order.
 
     Args:
@@ -78,13 +84,19 @@ def page_over(
         return x.int().view(every, heads, x.shape[1]).contiguous()
 
     p = Pass(
-        step=1, query_start=zero, query_stop=zero + queries, key_start=start,
+        step=1,
+        query_start=zero,
+        query_stop=zero + queries,
+        key_start=start,
         key_stop=(start + block_size).clamp(max=num_keys),
         row_ptr=table(torch.nn.functional.pad(count[:, None], (1, 0))),
         key_tile=table(torch.where(real, tile, 0)),
-        bitmap=table(torch.where(real, bitmap.gather(1, tile), 0)), bitmaps=transposed(bitmaps),
-        covers=(True, True), longest=(longest, min(longest, 1)), branch=number,
-    )  # fmt: skip
+        bitmap=table(torch.where(real, bitmap.gather(1, tile), 0)),
+        bitmaps=transposed(bitmaps),
+        covers=(True, True),
+        longest=(longest, min(longest, 1)),
+        branch=number,
+    )
     Pass.transposed_bitmaps.store(p, bitmaps)
     return p
 

@@ -35,9 +35,14 @@ _MOST_SHIFT = 1 << 26  # most positions that `cache_bound` examines in an endles
 
 @one_thread()
 def last_visits(
-    pattern: Pattern, start: int, stop: int, *, num_heads: int = 1, num_kv_heads: int | None = None,
+    pattern: Pattern,
+    start: int,
+    stop: int,
+    *,
+    num_heads: int = 1,
+    num_kv_heads: int | None = None,
     max_length: int | None = None,
-) -> list[Tensor]:  # fmt: skip
+) -> list[Tensor]:
     """Returns the last query position at `start` or later that visits each key in [start, stop).
 
     It is the last visit by any query head of the kv head, in any branch or batch entry.

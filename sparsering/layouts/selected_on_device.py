@@ -64,12 +64,19 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
     key_start = torch.arange(keys, device=device) * block_size
     key_tile, bitmap, slot = _packed(nothing, key, bitmap, slot)
     p = Pass(
-        step=1, query_start=(first - frame.q_start)[None],
-        query_stop=(last + 1 - frame.q_start)[None], key_start=key_start[None],
+        step=1,
+        query_start=(first - frame.q_start)[None],
+        query_stop=(last + 1 - frame.q_start)[None],
+        key_start=key_start[None],
         key_stop=(key_start + block_size).clamp(max=frame.kv_len)[None],
-        row_ptr=pad(count.cumsum(-1), (1, 0)).int(), key_tile=key_tile.clamp(min=0), bitmap=bitmap,
-        bitmaps=pack(diagonals), covers=(True, True), longest=(slots * parts, len(tile)), slot=slot,
-    )  # fmt: skip
+        row_ptr=pad(count.cumsum(-1), (1, 0)).int(),
+        key_tile=key_tile.clamp(min=0),
+        bitmap=bitmap,
+        bitmaps=pack(diagonals),
+        covers=(True, True),
+        longest=(slots * parts, len(tile)),
+        slot=slot,
+    )
     mean = pairs.sum().to(long_sum_dtype(pairs.device)) / max(1, pairs.shape[:2].numel())
     return BlockLayout(frame, block_size, (p,), mean)
 

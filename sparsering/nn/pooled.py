@@ -28,9 +28,16 @@ def gated_pool(gate: Tensor, x: Tensor, size: int, stride: int) -> Tensor:
 
 @torch.no_grad()
 def pooled_scores(
-    query: Tensor, pooled_key: Tensor, block_size: int, pooled: tuple[int, int], kv_len: int, *,
-    query_block: int, causal: bool, q_start: int = 0,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    pooled_key: Tensor,
+    block_size: int,
+    pooled: tuple[int, int],
+    kv_len: int,
+    *,
+    query_block: int,
+    causal: bool,
+    q_start: int = 0,
+) -> Tensor:
     """Returns scores [B, Hkv, R, Nb] of Nb blocks of keys for R rows (`query_block` queries each).
 
     `score[r, b] = log sum_i sum_c p_i[c] shared(c, b) / size`: i runs over the queries of row r in

@@ -114,9 +114,12 @@ class Tree(_InDocuments):
     length: int | None = None
 
     def __new__(
-        cls, lengths: Lengths, parents: Parents, pattern: Pattern | None = None,
+        cls,
+        lengths: Lengths,
+        parents: Parents,
+        pattern: Pattern | None = None,
         length: int | None = None,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         if isinstance(pattern, Mixture):  # Tree of a mixture is a mixture
             return Mixture(tuple(cls(lengths, parents, mask, length) for mask in pattern.branches))
         return super().__new__(cls)

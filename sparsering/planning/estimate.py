@@ -221,12 +221,16 @@ def estimate_of(scenario: Scenario) -> Estimate:
             link = Figure(max(received) / machine.link_bandwidth, machine.known)
     return Estimate(
         **vars(scenario) | {"sharding": sharding, "backend": backend, "block_size": block_size},
-        density=work.density, pairs=pairs,
+        density=work.density,
+        pairs=pairs,
         seconds=Figure(seconds.value * (balance / scenario.ranks), seconds.known + extrapolated),
-        peak_bytes=Figure(memory.peak, "arithmetic" + extrapolated), memory=memory,
-        flops=Figure(products, "arithmetic" + extrapolated), received_bytes=received,
-        link_seconds=link, balance=Figure(balance, "arithmetic"),
-    )  # fmt: skip
+        peak_bytes=Figure(memory.peak, "arithmetic" + extrapolated),
+        memory=memory,
+        flops=Figure(products, "arithmetic" + extrapolated),
+        received_bytes=received,
+        link_seconds=link,
+        balance=Figure(balance, "arithmetic"),
+    )
 
 
 def _backend_and_block_size(scenario: Scenario, frame: Frame) -> tuple[str, int]:

@@ -35,12 +35,22 @@ _FIRST_TOKENS = 4096  # tokens with which `longest_sequence` begins its search
 
 
 def choose_batch_size(
-    pattern: Pattern, *, tokens: int | str, memory: int | str | None = None, share: float = SHARE,
-    num_heads: int = 8, num_kv_heads: int | None = None, head_dim: int = 64,
-    dtype: torch.dtype = torch.float32, backward: bool = False,
-    machine: Machine | str | None = None, ranks: int = 1, sharding: str = "auto",
-    backend: str | None = None, block_size: int | None = None,
-) -> int:  # fmt: skip
+    pattern: Pattern,
+    *,
+    tokens: int | str,
+    memory: int | str | None = None,
+    share: float = SHARE,
+    num_heads: int = 8,
+    num_kv_heads: int | None = None,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    backward: bool = False,
+    machine: Machine | str | None = None,
+    ranks: int = 1,
+    sharding: str = "auto",
+    backend: str | None = None,
+    block_size: int | None = None,
+) -> int:
     """Returns the largest batch of one attention call that fits in memory.
 
     It fits if the peak that `estimate` predicts is at most `share` of the memory.
@@ -78,13 +88,23 @@ def choose_batch_size(
 
 
 def longest_sequence(
-    pattern: Pattern, *, memory: int | str | None = None, share: float = SHARE,
-    batch_size: int = 1, multiple_of: int = 128,
-    num_heads: int = 8, num_kv_heads: int | None = None, head_dim: int = 64,
-    dtype: torch.dtype = torch.float32, backward: bool = False,
-    machine: Machine | str | None = None, ranks: int = 1, sharding: str = "auto",
-    backend: str | None = None, block_size: int | None = None,
-) -> int:  # fmt: skip
+    pattern: Pattern,
+    *,
+    memory: int | str | None = None,
+    share: float = SHARE,
+    batch_size: int = 1,
+    multiple_of: int = 128,
+    num_heads: int = 8,
+    num_kv_heads: int | None = None,
+    head_dim: int = 64,
+    dtype: torch.dtype = torch.float32,
+    backward: bool = False,
+    machine: Machine | str | None = None,
+    ranks: int = 1,
+    sharding: str = "auto",
+    backend: str | None = None,
+    block_size: int | None = None,
+) -> int:
     """Returns the longest sequence for which one attention call fits in memory.
 
     It fits if the peak that `estimate` predicts is at most `share` of the memory.

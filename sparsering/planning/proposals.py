@@ -64,12 +64,20 @@ class Proposal:
 
 
 def propose(
-    seq_len: int | str, *, num_heads: int = 8, num_kv_heads: int | None = None, head_dim: int = 64,
-    batch_size: int = 1, dtype: torch.dtype | None = None,
-    machine: Machine | str | None = None, ranks: int = 1,
-    seconds: float | None = None, memory: int | str | None = None,
-    causal: bool = True, backward: bool = False,
-) -> list[Proposal]:  # fmt: skip
+    seq_len: int | str,
+    *,
+    num_heads: int = 8,
+    num_kv_heads: int | None = None,
+    head_dim: int = 64,
+    batch_size: int = 1,
+    dtype: torch.dtype | None = None,
+    machine: Machine | str | None = None,
+    ranks: int = 1,
+    seconds: float | None = None,
+    memory: int | str | None = None,
+    causal: bool = True,
+    backward: bool = False,
+) -> list[Proposal]:
     """Proposes patterns for a sequence length; the first is recommended.
 
     Recommended is the densest candidate that meets both limits. If none does, it is the one that

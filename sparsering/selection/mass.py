@@ -13,9 +13,15 @@ from ..patterns.selected import selections_of
 
 @torch.no_grad()
 def block_mass(
-    query: Tensor, key: Tensor, pattern: Pattern, lse: Tensor | None = None, *,
-    weight: Tensor | None = None, scale: float | None = None, q_start: int | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    pattern: Pattern,
+    lse: Tensor | None = None,
+    *,
+    weight: Tensor | None = None,
+    scale: float | None = None,
+    q_start: int | None = None,
+) -> Tensor:
     """Computes the exact softmax mass of each chosen block, summed over the queries that chose it.
 
     `mass[r, i] = sum_{q in row r} w_q sum_{k in block indices[r, i]} e^{score_qk - lse_q}`, over

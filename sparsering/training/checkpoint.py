@@ -73,9 +73,12 @@ class Checkpoint(About):
 
 
 def save_checkpoint(
-    about: About, model: nn.Module, optimizer: torch.optim.Optimizer, selection: Selection | None,
+    about: About,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    selection: Selection | None,
     ranks: Ranks = ALONE,
-) -> None:  # fmt: skip
+) -> None:
     """Replaces the checkpoint of `about.folder` atomically; `about.files` is not read.
 
     All ranks call this function and rank 0 writes. If it cannot, all ranks raise OSError and the

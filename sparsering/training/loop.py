@@ -227,9 +227,14 @@ def train(
 
 
 def _prepare(
-    recipe: Recipe, out: Path, command: str, resume: bool, ranks: Ranks, num_windows: int,
+    recipe: Recipe,
+    out: Path,
+    command: str,
+    resume: bool,
+    ranks: Ranks,
+    num_windows: int,
     init: Path | None,
-) -> Run:  # fmt: skip
+) -> Run:
     recipe, text, checkpoint = ranks.together(partial(_inputs, recipe, out, command, resume, ranks))
     if recipe.dtype == "auto":  # rank 0 chooses for all ranks
         dtype = "bfloat16" if ranks.device.type == "cuda" else best_dtype()
@@ -307,10 +312,16 @@ def _inputs(
 
 
 def training_step(
-    model: LongNetLM, optimizer: torch.optim.Optimizer, recipe: Recipe, step: int, train: Tensor,
-    ranks: Ranks = ALONE, *, attend: Attend | Sequence[Attend] | None = None,
+    model: LongNetLM,
+    optimizer: torch.optim.Optimizer,
+    recipe: Recipe,
+    step: int,
+    train: Tensor,
+    ranks: Ranks = ALONE,
+    *,
+    attend: Attend | Sequence[Attend] | None = None,
     micro_batch: int | None = None,
-) -> tuple[float, float, float]:  # fmt: skip
+) -> tuple[float, float, float]:
     """Runs forward, backward and update on the step's windows of the training bytes.
 
     `micro_batch` windows are computed at a time, default all of them.
@@ -331,9 +342,15 @@ def training_step(
 
 
 def _gradients(
-    model: LongNetLM, recipe: Recipe, step: int, train: Tensor, ranks: Ranks, size: int, parts: int,
+    model: LongNetLM,
+    recipe: Recipe,
+    step: int,
+    train: Tensor,
+    ranks: Ranks,
+    size: int,
+    parts: int,
     attend: Attend | Sequence[Attend] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Adds the gradients of the first `parts` micro-batches of a step; returns their loss."""
     tokens, targets = training_window(
         train, context=recipe.context, batch_size=recipe.batch_size, seed=recipe.seed, step=step

@@ -148,9 +148,13 @@ class Ranks:
         return default_plan(model.pattern, length, self.size("sp"), **options)
 
     def loss(
-        self, model: LongNetLM, tokens: Tensor, targets: Tensor,
-        attend: Attend | Sequence[Attend] | None = None, num_targets: int | None = None,
-    ) -> Tensor:  # fmt: skip
+        self,
+        model: LongNetLM,
+        tokens: Tensor,
+        targets: Tensor,
+        attend: Attend | Sequence[Attend] | None = None,
+        num_targets: int | None = None,
+    ) -> Tensor:
         """Computes this rank's part of the mean loss over windows [B, N] of all ranks.
 
         `num_targets`: divisor of the summed loss, default the number of `targets`.

@@ -126,12 +126,17 @@ def _list_arguments(problem: Problem, lists: Lists) -> tuple[Any, ...]:
     """Returns the arguments that the operators of lists share."""
     bias, table, seeds = problem.block_bias, problem.distance_bias, problem.dropout_seed
     return (
-        *(dense_rows(x) for x in (problem.query, problem.key, problem.value)), lists.keys,
-        None if bias is None else bias.float().contiguous(), lists.branch,
-        problem.layout.frame.q_start, problem.scale, problem.softcap or 0.0,
-        None if table is None else dense_rows(table.float()), problem.dropout_p or 0.0,
+        *(dense_rows(x) for x in (problem.query, problem.key, problem.value)),
+        lists.keys,
+        None if bias is None else bias.float().contiguous(),
+        lists.branch,
+        problem.layout.frame.q_start,
+        problem.scale,
+        problem.softcap or 0.0,
+        None if table is None else dense_rows(table.float()),
+        problem.dropout_p or 0.0,
         None if seeds is None else seeds.contiguous(),
-    )  # fmt: skip
+    )
 
 
 def takes_whole_heads(kv_heads: int, threads: int) -> bool:
@@ -171,18 +176,26 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
     layout, bias, table = problem.layout, problem.block_bias, problem.distance_bias
     mask, passes, by_query = problem.key_mask, layout.passes, _needs_query_walk(problem)
     return (
-        problem.query, problem.key, problem.value,
+        problem.query,
+        problem.key,
+        problem.value,
         None if bias is None else bias.float().contiguous(),
         _no_entries(len(passes)) if bias is None else layout.first_entry.contiguous(),
         [x for p in passes for x in _tables(p)],
         [x for p in passes for x in _places(p, layout.frame.q_start)] if by_query else [],
-        [p.step for p in passes], [p.branch for p in passes], bool(passes) and passes[0].covers[0],
-        layout.block_size, problem.scale, problem.softcap or 0.0,
-        None if table is None else dense_rows(table.float()), problem.dropout_p or 0.0,
+        [p.step for p in passes],
+        [p.branch for p in passes],
+        bool(passes) and passes[0].covers[0],
+        layout.block_size,
+        problem.scale,
+        problem.softcap or 0.0,
+        None if table is None else dense_rows(table.float()),
+        problem.dropout_p or 0.0,
         None if problem.dropout_seed is None else problem.dropout_seed.contiguous(),
-        None if mask is None else mask.contiguous(), problem.in_float32,
+        None if mask is None else mask.contiguous(),
+        problem.in_float32,
         [_is_walked(problem, p) for p in passes],
-    )  # fmt: skip
+    )
 
 
 def _is_walked(problem: Problem, p: Pass) -> int:

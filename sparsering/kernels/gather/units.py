@@ -104,12 +104,16 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
                 fresh = not written[tile_rows].any()
                 written[tile_rows] = True
                 yield Units(
-                    batch=table[entries[part, 0]] // heads, head=table[entries[part, 0]] % heads,
-                    query_tiles=tile_rows % tiles, key_tiles=key[entries[part]],
-                    entries=entry[entries[part]], bitmaps=bitmaps,
-                    num_queries=int(num_queries[group[0]]), num_keys=int(num_keys[group[0]]),
+                    batch=table[entries[part, 0]] // heads,
+                    head=table[entries[part, 0]] % heads,
+                    query_tiles=tile_rows % tiles,
+                    key_tiles=key[entries[part]],
+                    entries=entry[entries[part]],
+                    bitmaps=bitmaps,
+                    num_queries=int(num_queries[group[0]]),
+                    num_keys=int(num_keys[group[0]]),
                     fresh=fresh,
-                )  # fmt: skip
+                )
 
 
 def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
