@@ -44,7 +44,7 @@ class Cost(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Comparison:
-    """What `compare` measured; `print` shows it in four lines.
+    """Holds what `compare` measured; `print` shows it in four lines.
 
     Attributes:
         pattern: the pattern.
