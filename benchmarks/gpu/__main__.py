@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu --out DIR            # writes DIR/gpu.json and DIR/gpu.png
     python -m benchmarks.gpu --out DIR --table    # prints the record as lines for README and docs
+    python -m benchmarks.gpu --call first         # the parts of one call of the first half hour
     python -m benchmarks.gpu --list               # the parts, in order, with seconds
 
 Repeating the call measures what is missing. Without a GPU, TRITON_INTERPRET=1 rehearses all parts
@@ -78,10 +79,14 @@ def _summary(session: running.Session, only: list[str]) -> int:
 
 
 def _listed() -> Iterator[str]:
-    for name, part in parts.PARTS.items():
-        kind = "timed" if part.timed else "shared"
-        line = f"{part.seconds:4.0f} s (bound {part.bound:3.0f})  {kind:6}  {name}"
-        yield f"{line}: {len(part.cases)} cases"
+    for call, names in parts.CALLS.items():
+        seconds = sum(parts.PARTS[name].seconds for name in names)
+        yield f"{seconds:4.0f} s  --call {call}, estimated:"
+        for name in names:
+            part = parts.PARTS[name]
+            kind = "timed" if part.timed else "shared"
+            line = f"{part.seconds:6.0f} s (bound {part.bound:3.0f})  {kind:6}  {name}"
+            yield f"{line}: {len(part.cases)} cases"
     yield f"{sum(part.seconds for part in parts.PARTS.values()):4.0f} s in all, estimated"
 
 
@@ -105,6 +110,11 @@ def _arguments() -> argparse.Namespace:
         help="run only these parts",
     )
     add(
+        "--call",
+        choices=list(parts.CALLS),
+        help="run only the parts of one call of the first half hour",
+    )
+    add(
         "--budget",
         type=float,
         default=500,
@@ -125,6 +135,7 @@ def _arguments() -> argparse.Namespace:
     add("--table", action="store_true", help="print the record as Markdown, and draw it")
     add("--list", action="store_true", help="print the parts in order, with their estimated times")
     arguments = parser.parse_args()  # fmt: skip
+    arguments.only += parts.CALLS.get(arguments.call, ())
     if not re.fullmatch(r"[0-9a-f]{7,40}|", arguments.commit):
         parser.error(f"--commit must be the digits of a commit, got {arguments.commit!r}")
     return arguments

@@ -82,6 +82,8 @@ BARS = [
         _worst("founding table", "ms", backend="ours", case="forward"), at_most=True),
     Bar("overhead of a call on the host", "us", 60, None,
         _worst("overhead", "us", backend="ours", case="forward"), at_most=True),
+    Bar("from new indices of blocks to the first tile", "ms", 1.3, 0.15,  # 1.3: FlashInfer's plan
+        _worst("new masks", "first_tile_ms", backend="ours, indices"), at_most=True),
 ]  # fmt: skip
 """The bars. The main shape: 10% random blocks of 128, 16 heads of 128, 32768 tokens, bfloat16."""
 

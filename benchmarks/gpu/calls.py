@@ -17,7 +17,17 @@ from sparsering.selection import block_scores, select_blocks
 
 from ..measure import Row
 from .correctness import DTYPES, TF32, checked, products_of
-from .device import DEVICE, GPU, HALF, captured, inputs, sized, synchronize, waits_are_errors
+from .device import (
+    DEVICE,
+    GPU,
+    HALF,
+    captured,
+    inputs,
+    refuse,
+    sized,
+    synchronize,
+    waits_are_errors,
+)
 from .timing import largest, relative
 
 BOUND = 0.02 if GPU else 1e-5  # largest error in half precision, relative to the norm
@@ -166,7 +176,7 @@ def without_waiting() -> Iterator[Row]:
                 out.sum().backward()
         synchronize()
         if not bool(out.isfinite().all() and args[0].grad.isfinite().all()):
-            raise RuntimeError(f"{name} without waiting is no number")
+            refuse(f"{name} without waiting is no number")
         yield {"pattern": name, "case": "forward+backward", "waits": 0 if GPU else None}
 
 
@@ -225,7 +235,7 @@ def _error_of_extras(args: list[Tensor], pattern: sr.Pattern, extras: dict[str, 
         for a, b in zip(got, exact, strict=True):
             finite = b.isfinite()
             if not torch.equal(a.isfinite(), finite):
-                raise RuntimeError("not finite in the same places")
+                refuse("not finite in the same places")
             difference = (a.double() - b.double())[finite].abs().max()
             errors.append(float(difference / b[finite].abs().max().clamp(min=1.0)))
 

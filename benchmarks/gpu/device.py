@@ -1,7 +1,9 @@
-"""The measured device: a GPU, or the CPU under TRITON_INTERPRET=1 for a rehearsal.
+"""The measured device: a GPU, or in a rehearsal the CPU (TRITON_INTERPRET=1) or a stub of a GPU.
 
 GPU features (graphs, events, memory statistics, errors on waits) are wrapped here. Each has a
-substitute without a GPU, so that a rehearsal runs every part to its end.
+substitute without a GPU, so that a rehearsal runs every part to its end. On the stub
+(`tests/gpu_stub`) calls take a GPU's path to each launch, but kernels write nothing: wrong results
+are accepted there.
 """
 
 import contextlib
@@ -17,6 +19,7 @@ from torch import Tensor
 from sparsering.kernels import triton
 
 GPU = torch.cuda.is_available() and not triton.interpreting()
+STUB = GPU and torch.cuda.get_device_name().startswith("stub of")
 DEVICE = "cuda" if GPU else "cpu"
 HALF = torch.bfloat16 if GPU else torch.float32  # the interpreter gets bfloat16 products wrong
 
@@ -25,7 +28,13 @@ Size = TypeVar("Size")
 
 def sized(on_gpu: Size, rehearsed: Size) -> Size:
     """Returns the size for a GPU, or the size for a rehearsal."""
-    return on_gpu if GPU else rehearsed
+    return on_gpu if GPU and not STUB else rehearsed
+
+
+def refuse(fault: str) -> None:
+    """Raises RuntimeError for a wrong result; returns on the stub, whose kernels write nothing."""
+    if not STUB:
+        raise RuntimeError(fault)
 
 
 def inputs(
@@ -37,10 +46,11 @@ def inputs(
     seed: int = 0,
 ) -> list[Tensor]:
     """Draws query, key and value of one batch entry, the same at every call."""
-    generator = torch.Generator(DEVICE).manual_seed(seed)
+    place = "cpu" if STUB else DEVICE
+    generator = torch.Generator(place).manual_seed(seed)
     own = (heads, kv_heads or heads, kv_heads or heads)
     return [
-        torch.randn(1, h, length, width, generator=generator, device=DEVICE, dtype=dtype)
+        torch.randn(1, h, length, width, generator=generator, device=place, dtype=dtype).to(DEVICE)
         for h in own
     ]
 
@@ -86,7 +96,7 @@ def poisoned() -> Iterator[None]:
     with NaN before.
     """
     if GPU:
-        room = min(1 << 30, torch.cuda.mem_get_info()[0] // 4)
+        room = min(sized(1 << 30, 1 << 16), torch.cuda.mem_get_info()[0] // 4)
         del_later = [torch.full((room // 4,), torch.nan, device=DEVICE)]
         del_later += [torch.full((1 << 16,), torch.nan, device=DEVICE) for _ in range(64)]
         del del_later
@@ -156,7 +166,7 @@ def peak_beyond(call: Callable[[], object]) -> int:
 
 def spin_up(seconds: float = 0.3) -> None:
     """Runs matrix products for a while, so that the GPU leaves its idle clock."""
-    if not GPU:
+    if not GPU or STUB:
         return
     x = torch.randn(4096, 4096, device=DEVICE, dtype=HALF)
     end = time.perf_counter() + seconds

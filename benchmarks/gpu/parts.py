@@ -2,7 +2,8 @@
 
 `seconds` are estimates for an H100: a Triton kernel compiles in 1.5 s, FlexAttention in 8 s forward
 and 10 s with backward; a timed call takes 0.3 s (5 turns of 60 ms), the start of a process 5 s.
-Parts that are not timed run in six processes at once.
+Parts that are not timed run in six processes at once. `CALLS` groups the parts: four calls fill the
+first half hour of a GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,8 +11,8 @@ from functools import partial
 from typing import NamedTuple
 
 from ..measure import Row
-from . import calls, correctness, shapes, speed, tuned
-from .device import sized
+from . import calls, correctness, programs, shapes, speed, stages, tuned
+from .device import STUB, sized
 
 Case = Callable[[], Iterator[Row]]
 
@@ -42,7 +43,8 @@ class Part(NamedTuple):
 
 MAIN = [(128, 128), (64, 128), (128, 64), (64, 64)]
 if sized(False, True):
-    MAIN = [(16, 32)]
+    MAIN = [(64, 64)] if STUB else [(16, 32)]
+NEW_MASKS = sized((128, 64), (32,))
 
 
 def _named(width: int, block: int, *more: str) -> str:
@@ -82,6 +84,17 @@ PARTS: dict[str, Part] = {
         "choice of blocks, which is the CPU's. If it fails, its error is the record.",
         {"one call": correctness.smoke, "choice of blocks": correctness.choice}, 40, 90,
     ),
+    "kernel tests are right": Part(
+        "The tests of the kernels, on this GPU: each case twice, with equal bits, and with "
+        "pipelines of one stage.",
+        {name: partial(programs.kernel_tests, name) for name in programs.TESTS},
+        95, 120, timed=False,
+    ),
+    "memory and races are right": Part(
+        "The smoke under compute-sanitizer: accesses beyond a tensor, races in shared memory.",
+        {tool: partial(programs.sanitized, tool) for tool in ("memcheck", "racecheck")},
+        60, 110, timed=False,
+    ),
     "main shapes are right": Part(
         "Random blocks, a window and LongNet at the shapes that are measured below, bfloat16: out, "
         "lse and gradients through both against float64; an error may be twice that of dense "
@@ -99,14 +112,42 @@ PARTS: dict[str, Part] = {
         },
         30, 90, timed=False,
     ),
+    "stages, compiled": Part(
+        "Every config of the next part, compiled: registers, spilled registers, shared memory, or "
+        "why it cannot be.",
+        {
+            _named(*shape, f"share {n + 1} of 3"): partial(stages.compile_ahead, *shape, n, 3)
+            for shape in MAIN for n in range(sized(3, 1))
+        },
+        45, 110, timed=False,
+    ),
     "ceilings": Part(
         "A bfloat16 matrix product of 8192 and a copy of 2 GB, both ways counted, on random "
         "numbers.",
         {"matmul and copy": speed.ceilings}, 5, 30,
     ),
+    "stages and tiles": Part(
+        "The forward, dQ, and dK with dV, each launched alone with 2, 3 and 4 stages and several "
+        "streamed tiles: time, error, and whether the bits are those of the default.",
+        {_named(*shape): partial(stages.measured, *shape) for shape in MAIN}, 80, 160,
+    ),
+    "profiles": Part(
+        "One forward and one dK and dV at the main shape under ncu: tensor cores, L2, stalls.",
+        {kernel: partial(programs.profiled, kernel) for kernel in ("forward", "key")}, 50, 100,
+    ),
     "main shapes": Part(
         "10% random blocks, 16 heads, 32768 tokens, bfloat16. Rates count visited blocks.",
         {_named(*shape): partial(speed.main_shape, *shape) for shape in MAIN}, 180, 240,
+    ),
+    "share of dense": Part(
+        "10% random blocks beside our own dense attention, cudnn-frontend's block-sparse kernels "
+        "and FlashInfer's: the rate of a visited pair, as a share of the rate of our Full().",
+        {_named(*shape): partial(shapes.share_of_dense, *shape) for shape in MAIN}, 60, 120,
+    ),
+    "new masks": Part(
+        "From a new choice of blocks on the GPU to the launch of its first tile, beside "
+        "FlashInfer's plan().",
+        {f"blocks of {block}": partial(shapes.new_masks, block) for block in NEW_MASKS}, 20, 60,
     ),
     "founding table": Part(
         "4096 tokens, 8 heads of 64, float16, a window of blocks that leaves out 90%: called from "
@@ -125,6 +166,26 @@ PARTS: dict[str, Part] = {
     "longnet": Part(
         "LongNet of five branches, a million tokens, 16 heads of 64; dense attention at 32768.",
         {"2^20 tokens": speed.longnet}, 25, 60,
+    ),
+    "windows": Part(
+        "Causal windows at 65536 tokens, 16 heads of 128, beside FlexAttention and, where it is "
+        "installed, FlashAttention-3. Rates count exact pairs.",
+        {f"{size} keys": partial(shapes.window, size) for size in sized((4096, 1024, 256), (40,))},
+        75, 150,
+    ),
+    "documents": Part(
+        "Packed documents of ragged lengths, causal, 65536 tokens, 16 heads of 128.",
+        {"65536 tokens": shapes.documents}, 25, 60,
+    ),
+    "selected blocks": Part(
+        "10% of the blocks, chosen for each row and head, beside random blocks: laid out once, and "
+        "anew at each call.",
+        {"main shape": shapes.selected}, 15, 45,
+    ),
+    "decoding": Part(
+        "One query of 32 heads against 131072 keys of 8, beside dense attention, FlexAttention and "
+        "reading the keys; and a token of a KVCache.",
+        {"131072 keys": shapes.decoding}, 25, 60,
     ),
     "every pattern is right": Part(
         "The patterns of the tests, 450 tokens, 4 heads of 128 on 2, against float64.",
@@ -183,34 +244,14 @@ PARTS: dict[str, Part] = {
         "The main shapes with the defaults and with the choices, in turns.",
         {_named(*shape): partial(tuned.beside_default, *shape) for shape in MAIN}, 20, 60,
     ),
-    "windows": Part(
-        "Causal windows at 65536 tokens, 16 heads of 128, beside FlexAttention and, where it is "
-        "installed, FlashAttention-3. Rates count exact pairs.",
-        {f"{size} keys": partial(shapes.window, size) for size in sized((4096, 1024, 256), (40,))},
-        75, 150,
-    ),
-    "documents": Part(
-        "Packed documents of ragged lengths, causal, 65536 tokens, 16 heads of 128.",
-        {"65536 tokens": shapes.documents}, 25, 60,
-    ),
-    "selected blocks": Part(
-        "10% of the blocks, chosen for each row and head, beside random blocks: laid out once, and "
-        "anew at each call.",
-        {"main shape": shapes.selected}, 15, 45,
-    ),
-    "decoding": Part(
-        "One query of 32 heads against 131072 keys of 8, beside dense attention, FlexAttention and "
-        "reading the keys; and a token of a KVCache.",
-        {"131072 keys": shapes.decoding}, 25, 60,
-    ),
-    "beside tuned FlexAttention": Part(
-        "The main shape beside FlexAttention's own search for the fastest kernel.",
-        {_named(*shape): partial(speed.beside_tuned_flex, *shape) for shape in MAIN[:1]}, 90, 120,
-    ),
     "memory": Part(
         "Peak memory of a call at a million tokens, 16 heads of 64, beyond its arguments and "
         "result.",
         {"2^20 tokens": speed.memory}, 10, 40,
+    ),
+    "beside tuned FlexAttention": Part(
+        "The main shape beside FlexAttention's own search for the fastest kernel.",
+        {_named(*shape): partial(speed.beside_tuned_flex, *shape) for shape in MAIN[:1]}, 90, 120,
     ),
     "grid, 32K tokens": Part(
         "Random blocks of 2 to 50%.", _grid(sized(32768, 128), True), 100, 110,
@@ -227,3 +268,24 @@ PARTS: dict[str, Part] = {
     ),
 }  # fmt: skip
 """Parts by name, in the order in which they run."""
+
+CALLS: dict[str, tuple[str, ...]] = {
+    "first": (SMOKE, "kernel tests are right", "memory and races are right"),
+    "stages": (
+        "main shapes are right", "calls are right", "stages, compiled", "ceilings",
+        "stages and tiles", "profiles",
+    ),
+    "peers": (
+        "main shapes", "share of dense", "new masks", "founding table", "overhead", "layouts",
+        "longnet", "windows", "documents", "selected blocks", "decoding",
+    ),
+    "rest": (
+        "every pattern is right", "shapes are right", "extras are right", "other calls are right",
+        "backends are right", "tuning, compiled", "tuning", "tuned shapes", "memory",
+    ),
+    "later": (
+        "beside tuned FlexAttention", "grid, 32K tokens", "grid, 8K tokens", "grid, 128K tokens",
+        "grid, 1M tokens",
+    ),
+}  # fmt: skip
+"""Names of the parts of each call; all calls but the last fill the first half hour."""

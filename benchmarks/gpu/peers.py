@@ -15,7 +15,7 @@ import sparsering as sr
 from sparsering.kernels.problem import Problem
 
 from ..flex import block_mask, kernel_options
-from . import flash
+from . import block_sparse
 from .device import DEVICE, GPU, poisoned
 from .timing import Call
 
@@ -64,12 +64,12 @@ def sparse(
         name: flex.call(args, partial(block_mask, args[0], pattern, block), block)
         for name, flex in flexes.items()
     }
-    if not flash.reasons(*args[:3]):
+    if not block_sparse.flash_reasons(*args[:3]):
         heads = {"num_heads": args[0].shape[1], "num_kv_heads": args[1].shape[1]}
         sizes = args[0].shape[2], args[1].shape[2]
         layout = pattern.layout(*sizes, **heads, block_size=block, device=args[0].device)
         problem = Problem(layout, *args[:3], args[0].shape[3] ** -0.5)
-        calls["flash-attn-4"] = lambda: flash.forward(problem)[0]
+        calls["flash-attn-4"] = lambda: block_sparse.flash_forward(problem)[0]
     return calls
 
 

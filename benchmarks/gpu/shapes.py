@@ -1,20 +1,25 @@
-"""Timed parts: windows, packed documents, selected blocks and decoding, beside their peers.
+"""Timed parts: windows, packed documents, blocks, selections and decoding, beside their peers.
 
 Calls take turns. Each row has the density and an error against float64; wrong results raise before
 timing.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import sparsering as sr
+from sparsering.kernels.triton.launch import Launch
+from sparsering.selection import select_blocks
 
 from ..flex import causal_window
-from ..measure import Row
+from ..measure import Row, spread_of
+from . import block_sparse
 from .device import DEVICE, GPU, HALF, inputs, sized, synchronize
 from .peers import Flex, checked, dense, flash_3, flops, ours
 from .speed import HEADS, MAIN_TOKENS, sums
@@ -91,6 +96,126 @@ def selected() -> Iterator[Row]:
         yield {"backend": name, "case": "forward", "dtype": str(HALF)[6:], "tokens": length,
                "heads": HEADS, "head_dim": width, "block_size": block, "density": density,
                **time, "tflops": work / time["ms"] / 1e9, "error": errors[name]}  # fmt: skip
+
+
+def share_of_dense(width: int, block: int) -> Iterator[Row]:
+    """Times 10% random blocks beside our own dense attention and the kernels made for blocks.
+
+    `share_of_dense` is the rate of a visited pair over that of `Full()` by our kernels.
+    """
+    length = MAIN_TOKENS
+    pattern, args = sr.RandomBlocks(0.1, block), inputs(HEADS, length, width)
+    grad = torch.randn_like(args[0])
+    layout = pattern.layout(length, num_heads=HEADS, block_size=block, device=DEVICE)
+    calls: dict[str, Callable[[], Tensor]] = {
+        "ours, dense": ours(args, sr.Full(), block), "ours": ours(args, pattern, block),
+        block_sparse.CUDNN: block_sparse.cudnn(args, layout),
+        block_sparse.FLASHINFER: block_sparse.FlashInfer(args, block).call(layout),
+    }  # fmt: skip
+    for backward in (False, True):
+        case, errors = "forward+backward" if backward else "forward", dict[str, float]()
+        if backward:
+            del calls[block_sparse.FLASHINFER]
+            yield {"backend": block_sparse.FLASHINFER, "case": case, "left_out": "no backward"}
+
+        def right(name: str, call: Any, backward: bool = backward, errors: Any = errors) -> Call:
+            own = sr.Full() if name == "ours, dense" else pattern
+            if not backward:
+                of_rows = partial(error_of_rows, args=args, pattern=own)
+                return checked(name, call, of_rows, errors)
+
+            def error(got: Sequence[Tensor]) -> float:
+                return largest([sums(args, grad, got, call)], 0.05, f"the gradient of {name}")
+
+            return checked(name, with_gradients(call, args, grad), error, errors)
+
+        running, failed = prepared(dict(calls), right)
+        yield from ({**row, "case": case} for row in failed)
+        times, dense_rate = taken(running), 0.0
+        for name, time in times.items():
+            density = 1.0 if name == "ours, dense" else layout.density
+            rate = flops(HEADS, density * length**2, width, backward) / time["ms"] / 1e9
+            dense_rate = dense_rate or rate  # of the first call
+            yield {"backend": name, "case": case, "dtype": str(HALF)[6:], "tokens": length,
+                   "heads": HEADS, "head_dim": width, "block_size": block, "density": density,
+                   **time, "tflops": rate, "share_of_dense": rate / dense_rate,
+                   "error": errors[name]}  # fmt: skip
+
+
+def new_masks(block: int) -> Iterator[Row]:
+    """Times from a new choice of blocks on the GPU to the launch of the first tile.
+
+    `ms` is the host's time until it has launched the attention kernel, `first_tile_ms` the time
+    between events until the GPU can start it. FlashInfer's plan() gets its compressed rows ready;
+    ours get a bool mask, indices, or scores. The choice differs each time; nothing is cached.
+    """
+    length, width, turns = MAIN_TOKENS, sized(128, 16), sized(30, 3)
+    blocks, args = length // block, inputs(HEADS, length, width)
+    many = max(1, blocks // 10)
+    scores = [torch.rand(1, HEADS, blocks, blocks, device=DEVICE) for _ in range(turns + 3)]
+    picked = [x.topk(many, -1).indices for x in scores]
+    masks = [torch.zeros_like(x, dtype=torch.bool).scatter_(3, i, True)
+             for x, i in zip(scores, picked, strict=True)]  # fmt: skip
+    options: dict[str, Any] = {"block_size": block, "query_block": block, "sink": 0, "local": 0}
+
+    def attend(pattern: sr.Pattern) -> None:
+        sr.attention(*args, pattern, block_size=block, backend="triton")
+
+    ways: dict[str, tuple[list[Tensor], Callable[[Tensor], None]]] = {
+        "ours, indices": (picked, lambda x: attend(sr.SelectedBlocks(x, block))),
+        "ours, scores": (scores, lambda x: attend(sr.SelectedBlocks(
+            select_blocks(x, many, causal=False, **options), block))),
+        "ours, bool mask": (masks, lambda x: attend(sr.Blocks(x, block))),
+    }  # fmt: skip
+    shape = {"case": "new mask", "tokens": length, "heads": HEADS, "block_size": block,
+             "density": many / blocks}  # fmt: skip
+    for name, (choices, start) in ways.items():
+        taken_ms = [_until_launched(partial(start, x)) for x in choices][3:]
+        times = spread_of([host for host, _ in taken_ms])
+        first = sorted(ms for _, ms in taken_ms)[len(taken_ms) // 2]
+        yield {"backend": name, **shape, **times, "first_tile_ms": first}
+    row_ptr = torch.arange(blocks + 1, dtype=torch.int32, device=DEVICE) * many
+    rows = [x[0, 0].sort(-1).values.int().flatten() for x in picked]
+    peer, number = block_sparse.FlashInfer(args, block), itertools.count()
+
+    def plan() -> Tensor:
+        peer.plan(row_ptr, rows[next(number) % len(rows)])
+        return row_ptr
+
+    calls, failed = prepared({f"{block_sparse.FLASHINFER}, plan": plan}, lambda name, call: call)
+    yield from ({**row, **shape} for row in failed)
+    for name, call in calls.items():
+        yield {"backend": name, **shape, **on_the_host(call, calls=1, rounds=turns)}
+
+
+def _until_launched(start: Callable[[], None]) -> tuple[float, float]:
+    """Milliseconds from an idle GPU to the first kernel of attention: the host's, and the GPU's."""
+    run, seen = Launch.run, list[tuple[float, Any]]()
+
+    def watched(launch: Launch, of_call: Any) -> None:
+        first = launch.config is not None and not seen  # other kernels have no config
+        event = torch.cuda.Event(enable_timing=True) if GPU and first else None
+        if event is not None:
+            event.record()
+        run(launch, of_call)
+        if first:
+            seen.append((perf_counter(), event))
+
+    sr.layout_cache.clear()
+    synchronize()
+    Launch.run = watched
+    try:
+        began = torch.cuda.Event(enable_timing=True) if GPU else None
+        if began is not None:
+            began.record()
+        begin = perf_counter()
+        start()
+    finally:
+        Launch.run = run
+    synchronize()
+    end, event = seen[0]
+    host = 1e3 * (end - begin)
+    return host, host if began is None else float(began.elapsed_time(event))
 
 
 def decoding() -> Iterator[Row]:

@@ -22,6 +22,7 @@ from .device import (
     inputs,
     peak_beyond,
     poisoned,
+    refuse,
     sized,
     synchronize,
 )
@@ -59,7 +60,7 @@ def ceilings() -> Iterator[Row]:
             assert isinstance(got, Tensor)
             largest([relative(got[:16], a[:16].double() @ b.double())], 0.02, "the product")
         elif not torch.equal(target, source):
-            raise RuntimeError("the copy is none")
+            refuse("the copy is none")
         return call
 
     calls, _ = prepared(calls, right)
@@ -88,7 +89,7 @@ def grid(width: int, block: int, tokens: int, with_flex: bool) -> Iterator[Row]:
     """
     sr.layout_cache.set_limit(2 << 30)  # tables of many tokens exceed the default limit
     flexes = {"flex": Flex()} if with_flex else {}
-    for number, share in enumerate(DENSITIES if GPU else DENSITIES[:2]):
+    for number, share in enumerate(sized(DENSITIES, DENSITIES[:2])):
         if flops(HEADS, share * tokens**2, width, False) > 2e14:
             yield {"backend": "ours", "tokens": tokens, "head_dim": width, "block_size": block,
                    "density": share, "left_out": "seconds a call"}  # fmt: skip
@@ -219,7 +220,7 @@ def longnet() -> Iterator[Row]:
     del out
     second = both()
     if not all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
-        raise RuntimeError("gradients are not the same bits twice")
+        refuse("gradients are not the same bits twice")
     del first, second
     short = inputs(heads, MAIN_TOKENS, width)
     short_grad = torch.randn_like(short[0])

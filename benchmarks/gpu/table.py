@@ -7,6 +7,7 @@ from typing import Any
 from .bars import rows_of
 
 Record = dict[str, Any]
+_OF_SETTINGS = ("tuned shapes", "windows", "share of dense", "new masks", "stages and tiles")
 
 
 def markdown(record: Record) -> Iterator[str]:
@@ -73,16 +74,19 @@ def _main(record: Record) -> Iterator[str]:
 
 def _others(record: Record) -> Iterator[str]:
     yield from ("| what | ours | rate, error |", "|---|---|---|")
-    for part in ("founding table", "longnet", "windows", "documents", "selected blocks",
-                 "decoding", "beside tuned FlexAttention", "overhead", "layouts", "tuned shapes",
+    for part in ("share of dense", "new masks", "stages and tiles", "founding table", "longnet",
+                 "windows", "documents", "selected blocks", "decoding",
+                 "beside tuned FlexAttention", "overhead", "layouts", "tuned shapes",
                  "ceilings"):  # fmt: skip
         for row in rows_of(record, part):
             if str(row.get("backend", "ours")).startswith("dense"):
                 continue
             named = [part, row.get("backend"), row.get("pattern"), row.get("case")]
-            named += [row["setting"]] if part in ("tuned shapes", "windows") else []
+            named += [row.get("kernel")]
+            named += [row.get("setting")] if part in _OF_SETTINGS else []
             figures = [f"{row[key]:.3g} {unit}" for key, unit in
-                    (("tflops", "TFLOP/s"), ("gb_per_s", "GB/s"), ("density", "dense"))
+                    (("tflops", "TFLOP/s"), ("gb_per_s", "GB/s"), ("density", "dense"),
+                     ("share_of_dense", "of the dense rate"), ("first_tile_ms", "ms to a tile"))
                     if row.get(key) is not None]  # fmt: skip
             figures += [f"{row['error']:.0e}"] if row.get("error") is not None else []
             name = ", ".join(str(x) for x in named if x and x != "ours")

@@ -10,7 +10,7 @@ from oracles.attention_oracle import Case, assert_close, attend_by_rows, inputs
 from torch import Tensor
 
 import sparsering as sr
-from benchmarks.gpu import flash
+from benchmarks.gpu import block_sparse
 from sparsering.kernels.problem import Problem
 
 
@@ -75,7 +75,7 @@ def test_flash_is_told_the_blocks_of_the_layout(pattern, scale):
     case = Case(1, 2, 1, 384, 384, 4, 4, 128)
     args = inputs(case, torch.float32, requires_grad=False)
     layout = pattern.layout(**case.heads, block_size=128)
-    out, lse = flash.forward(Problem(layout, *args, scale))
+    out, lse = block_sparse.flash_forward(Problem(layout, *args, scale))
     exact = sr.attention(
         *args, pattern, scale=scale, block_size=128, backend="reference", return_lse=True
     )
@@ -96,4 +96,4 @@ def test_flash_refuses_what_it_cannot_do_and_says_why():
     ):
         layout = pattern.layout(200, num_heads=2, num_kv_heads=1, block_size=size)
         with pytest.raises(NotImplementedError, match=f"flash: .*{told}.*pass another backend"):
-            flash.forward(Problem(layout, *args, 1.0))
+            block_sparse.flash_forward(Problem(layout, *args, 1.0))

@@ -72,6 +72,7 @@ class Counts:
 
 _open: list[Counts] = []
 _capture: list[Counts] = []
+_forbidden: list[bool] = []  # of `torch.cuda.set_sync_debug_mode("error")`
 
 
 @contextlib.contextmanager
@@ -101,6 +102,11 @@ def capturing() -> Iterator[Counts]:
 
 def is_capturing() -> bool:
     return bool(_capture)
+
+
+def waits_raise(forbidden: bool) -> None:
+    """Makes a wait for the device an error, or permits it again."""
+    _forbidden[:] = [True] if forbidden else []
 
 
 def place() -> str:
@@ -137,6 +143,8 @@ def note_memory(x: Tensor) -> None:
 def note_sync(what: str) -> None:
     if _capture:
         raise RuntimeError(f"operation not permitted when stream is capturing: {what} at {place()}")
+    if _forbidden:
+        raise RuntimeError(f"called a synchronizing CUDA operation: {what} at {place()}")
     for counts in _open:
         counts.syncs.append(f"{what} at {place()}")
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,7 +18,15 @@ import torch
 from torch import Tensor
 
 from . import tensors
-from .counts import Launch, is_capturing, note_compile, note_launch, note_sync
+from .counts import (
+    Launch,
+    capturing,
+    is_capturing,
+    note_compile,
+    note_launch,
+    note_sync,
+    waits_raise,
+)
 
 # Multiprocessors and bytes of shared memory of a block, by compute capability. The device's number
 # is its place in this list; `driver.c` and `torch_devices.cpp` know the same devices.
@@ -143,10 +152,17 @@ class _Device:
 
 
 class Event:
-    """An event of a stream: passed at once."""
+    """An event of a stream: passed at once. Between two, the host's time passes."""
 
-    def __init__(self, **options: Any) -> None: ...
-    def record(self, stream: Any = None) -> None: ...
+    def __init__(self, **options: Any) -> None:
+        self.recorded = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self.recorded = time.perf_counter()
+
+    def elapsed_time(self, end: "Event") -> float:
+        return max(1e-3, (end.recorded - self.recorded) * 1e3)
+
     def wait(self, stream: Any = None) -> None: ...
     def query(self) -> bool:
         return True
@@ -170,6 +186,18 @@ class Stream:
     def wait_stream(self, stream: "Stream") -> None: ...
     def synchronize(self) -> None:
         note_sync("Stream.synchronize")
+
+
+class Graph:
+    """A CUDA graph: nothing runs, so that a replay does nothing."""
+
+    def replay(self) -> None: ...
+
+
+@contextlib.contextmanager
+def _capture(graph: Graph, **options: Any) -> Iterator[None]:
+    with capturing():
+        yield
 
 
 _streams: dict[int, list[Stream]] = {}
@@ -214,7 +242,10 @@ def _patches() -> Iterator[tuple[Any, str, Any]]:
         "get_device_name": lambda d=None: _properties(d).name,
         "Stream": Stream, "Event": Event, "stream": _use, "current_stream": _stream_of,
         "synchronize": lambda d=None: note_sync("torch.cuda.synchronize"),
-        "is_current_stream_capturing": is_capturing,
+        "is_current_stream_capturing": is_capturing, "CUDAGraph": Graph, "graph": _capture,
+        "set_sync_debug_mode": lambda mode: waits_raise(mode == "error"),
+        "memory_allocated": lambda d=None: 0, "max_memory_allocated": lambda d=None: 0,
+        "reset_peak_memory_stats": lambda d=None: None,
         "mem_get_info": lambda d=None: (80 << 30, 80 << 30),
         "empty_cache": lambda: None, "is_bf16_supported": lambda *a: True,
         "get_rng_state": lambda d=None: torch.zeros(16, dtype=torch.uint8),
@@ -286,6 +317,9 @@ def _driver(stub: ctypes.CDLL) -> Any:
 
         def get_current_target(self) -> Any:
             return GPUTarget("cuda", CAPABILITIES[_current()], 32)
+
+        def get_empty_cache_for_benchmark(self) -> Tensor:
+            return torch.empty(256, dtype=torch.int, device="cuda")  # there is no L2 cache to empty
 
         @staticmethod
         def is_active() -> bool:

@@ -1,0 +1,220 @@
+"""Peers made for blocks: FlashAttention-4, NVIDIA's kernels (cudnn-frontend) and FlashInfer's.
+
+All are optional. FlashAttention-4 computes the forward only, because its block-sparse backward was
+wrong on Hopper for some head dims (flash-attention #2623, #2896). Its layouts must have whole
+blocks of 128: it takes masks inside a block as CuTe programs only.
+
+A call of one of the other packages raises ImportError with the package's name if it is missing; the
+record shows it. The signatures are those of nvidia-cudnn-frontend 1.27 (`cudnn.BSA`, an
+experimental API) and flashinfer-python 0.7 (`BlockSparseAttentionWrapper`).
+"""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sparsering.kernels.problem import Problem
+from sparsering.layouts.layout import BlockLayout, Pass
+
+from .device import sized
+
+CUDNN, FLASHINFER = "cudnn block-sparse", "flashinfer"
+_PACKAGES = {"cudnn": "nvidia-cudnn-frontend[cutedsl]", "flashinfer": "flashinfer-python"}
+_WORKSPACE = sized(128 << 20, 1 << 10)  # bytes that FlashInfer recommends
+_FLASH_BLOCK = 128
+_FLASH_HEAD_DIMS = (64, 128)
+
+
+def key_blocks(p: Pass, num_heads: int) -> tuple[Tensor, Tensor]:
+    """Lists the key blocks of each row: counts int32 [B, H, rows], blocks [B, H, rows, columns].
+
+    Blocks beyond a row's count are 0. A table that all heads share stays one, with H = 1.
+    """
+    rows, columns = p.query_start.shape[1], p.key_start.shape[1]
+    counts = p.row_ptr.diff().int()
+    heads = 1 if counts.shape[1] == 1 else num_heads
+    slot = torch.arange(columns, device=counts.device)
+    place = p.row_ptr[..., :-1, None].long() + slot  # index in `key_tile` of each slot
+    place = place.clamp(max=p.key_tile.shape[2] - 1).flatten(2)
+    index = p.key_tile.gather(2, place).unflatten(2, (rows, columns))
+    index = torch.where(slot < counts[..., None], index, 0)
+    return counts.repeat_interleave(heads // counts.shape[1], 1), index.repeat_interleave(
+        heads // index.shape[1], 1
+    )
+
+
+@cache
+def _has_flash() -> bool:
+    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
+
+
+def flash_reasons(*tensors: Tensor) -> list[str]:
+    """Returns why FlashAttention-4 cannot run on these tensors or on this machine; [] if it can."""
+    faults = [] if _has_flash() else ["the package flash-attn-4 is missing"]
+    gpus: set[int | None] = {x.device.index for x in tensors if x.is_cuda} or {None}
+    capability = torch.cuda.get_device_capability
+    if not torch.cuda.is_available() or any(capability(x)[0] not in (9, 10) for x in gpus):
+        faults.append("it needs a Hopper or Blackwell GPU")
+    if any(x.device.type != "cuda" for x in tensors):
+        faults.append("it runs on cuda tensors")
+    if any(x.dtype not in (torch.bfloat16, torch.float16) for x in tensors):
+        faults.append("it computes in bfloat16 and float16")
+    if any(x.dim() and x.shape[-1] not in _FLASH_HEAD_DIMS for x in tensors):
+        faults.append(f"it is tested for head dims {' and '.join(map(str, _FLASH_HEAD_DIMS))} only")
+    return faults
+
+
+def flash_forward(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Computes attention over a layout of whole blocks by FlashAttention-4; lse is float32.
+
+    Raises: NotImplementedError for any other layout; the message has the reasons.
+    """
+    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
+    from flash_attn.cute.interface import flash_attn_func
+
+    layout, frame, faults = problem.layout, problem.layout.frame, []
+    if (
+        layout.block_size != _FLASH_BLOCK
+        or frame.q_len % _FLASH_BLOCK
+        or frame.kv_len % _FLASH_BLOCK
+    ):
+        faults.append(
+            f"it needs blocks of {_FLASH_BLOCK}, and lengths that are multiples of {_FLASH_BLOCK}"
+        )
+    if len(layout.passes) != 1:
+        faults.append(f"it runs one pass, this layout has {len(layout.passes)}")
+    elif not (layout.passes[0].step == 1 and all(layout.passes[0].covers)):
+        faults.append("it needs tiles of adjacent tokens, this layout has strided ones")
+    if any(len(p.bitmaps) for p in layout.passes):
+        faults.append("it needs blocks with all pairs, this layout has masks inside some")
+    if faults:
+        raise NotImplementedError(f"flash: {'; '.join(faults)}; pass another backend, or None")
+    _, query, key, value, scale, *_ = problem.with_positive_scale().with_dense_rows()
+    p = layout.passes[0]
+    if not p.key_tile.shape[2]:
+        lse = torch.full(query.shape[:3], -torch.inf, device=query.device)
+        return query.new_zeros(*query.shape[:3], value.shape[3]), lse
+    counts, index = key_blocks(p, query.shape[1])
+    blocks = BlockSparseTensorsTorch(
+        mask_block_cnt=torch.zeros_like(counts),
+        mask_block_idx=torch.zeros_like(index),
+        full_block_cnt=counts.contiguous(),
+        full_block_idx=index.int().contiguous(),
+        block_size=(_FLASH_BLOCK, _FLASH_BLOCK),
+    )
+    out, lse = flash_attn_func(
+        *(x.transpose(1, 2) for x in (query, key, value)),
+        softmax_scale=scale,
+        block_sparse_tensors=blocks,
+        return_lse=True,
+    )
+    empty = (counts == 0).repeat_interleave(_FLASH_BLOCK, -1).expand(*query.shape[:3])
+    out = torch.where(empty[..., None], 0.0, out.transpose(1, 2)).contiguous()
+    return out, torch.where(empty, -torch.inf, lse)
+
+
+def _needs(module: str) -> None:
+    if find_spec(module) is None:
+        raise ImportError(f"the package {_PACKAGES[module]} is not installed")
+
+
+def cudnn(args: Sequence[Tensor], layout: BlockLayout) -> Callable[[], Tensor]:
+    """Builds a call of cudnn-frontend's block-sparse attention, which has a backward.
+
+    The layout must be one pass of whole blocks of 64 or 128. Which of them a GPU supports depends
+    on the package's version; its own error says so.
+    """
+    tables: list[Tensor] = []
+
+    def run() -> Tensor:
+        _needs("cudnn")
+        if not tables:  # once, before anything is timed
+            heads = args[0].shape[1]
+            counts, index = key_blocks(layout.passes[0], heads)
+            counts, index = (x.int().expand(-1, heads, *x.shape[2:]) for x in (counts, index))
+            tables.extend((counts.contiguous(), index[..., : int(counts.max())].contiguous()))
+        out: Tensor = _Cudnn.apply(*args, *tables, layout.block_size)
+        return out
+
+    return run
+
+
+class _Cudnn(torch.autograd.Function):
+    """The package's forward and backward, which are functions apart, as one of torch's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, counts: Tensor, index: Tensor,
+        block: int,
+    ) -> Tensor:  # fmt: skip
+        from cudnn import BSA
+
+        options = {"q2k_block_nums": counts, "sparse_block_size": block}
+        out, lse = BSA.block_sparse_attention_forward(query, key, value, index, **options)
+        ctx.save_for_backward(query, key, value, out, lse, counts, index)
+        ctx.block = block
+        result: Tensor = out
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        from cudnn import BSA
+
+        *tensors, counts, index = ctx.saved_tensors
+        options = {"q2k_block_nums": counts, "sparse_block_size": ctx.block}
+        grads = BSA.block_sparse_attention_backward(grad.contiguous(), *tensors, index, **options)
+        return *grads, None, None, None
+
+
+class FlashInfer:
+    """FlashInfer's block-sparse attention, forward only; all heads share one list of blocks.
+
+    Args:
+        args: query, key and value [1, H, N, D]; copied to its order [N, H, D].
+        block: rows and columns of a block.
+    """
+
+    def __init__(self, args: Sequence[Tensor], block: int) -> None:
+        self._args, self._block = args, block
+        self._ordered: list[Tensor] = []
+        self._wrapper: Any = None
+
+    def plan(self, row_ptr: Tensor, blocks: Tensor) -> None:
+        """Prepares calls over a new choice of blocks, as compressed sparse rows on the GPU."""
+        if self._wrapper is None:
+            _needs("flashinfer")
+            from flashinfer import BlockSparseAttentionWrapper
+
+            query = self._args[0]
+            room = torch.empty(_WORKSPACE, dtype=torch.uint8, device=query.device)
+            self._wrapper = BlockSparseAttentionWrapper(room)
+        query, key, _ = self._args
+        types = dict.fromkeys(("q_data_type", "kv_data_type", "o_data_type"), query.dtype)
+        self._wrapper.plan(
+            row_ptr, blocks, query.shape[2], key.shape[2], self._block, self._block,
+            query.shape[1], key.shape[1], query.shape[3], **types,
+        )  # fmt: skip
+
+    def call(self, layout: BlockLayout) -> Callable[[], Tensor]:
+        """Builds a call over the layout's blocks; its first run plans, before anything is timed."""
+
+        def run() -> Tensor:
+            if not self._ordered:
+                self.plan(*sparse_rows(layout))
+                self._ordered += [x.detach()[0].transpose(0, 1).contiguous() for x in self._args]
+            out: Tensor = self._wrapper.run(*self._ordered)
+            return out.transpose(0, 1)[None]
+
+        return run
+
+
+def sparse_rows(layout: BlockLayout) -> tuple[Tensor, Tensor]:
+    """Returns (row_ptr, blocks), int32, of a layout of one pass whose heads share a table."""
+    counts, index = (x[0, 0] for x in key_blocks(layout.passes[0], 1))
+    listed = torch.arange(index.shape[1], device=index.device) < counts[:, None]
+    row_ptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
+    return row_ptr, index[listed].int()
