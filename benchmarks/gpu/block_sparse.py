@@ -213,8 +213,12 @@ class FlashInfer:
 
 
 def sparse_rows(layout: BlockLayout) -> tuple[Tensor, Tensor]:
-    """Returns (row_ptr, blocks), int32, of a layout of one pass whose heads share a table."""
-    counts, index = (x[0, 0] for x in key_blocks(layout.passes[0], 1))
+    """Returns (row_ptr, blocks), int32, of a layout of one pass whose heads see equal blocks."""
+    p = layout.passes[0]
+    counts, index = key_blocks(p, p.row_ptr.shape[1])
+    if not bool((counts == counts[:, :1]).all() and (index == index[:, :1]).all()):
+        raise NotImplementedError("FlashInfer has one list of blocks for all heads")
+    counts, index = counts[0, 0], index[0, 0]
     listed = torch.arange(index.shape[1], device=index.device) < counts[:, None]
     row_ptr = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).int()
     return row_ptr, index[listed].int()

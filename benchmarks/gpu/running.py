@@ -31,7 +31,8 @@ Record = dict[str, Any]
 
 LONGEST_CASE = device.sized(120.0, 300.0)  # seconds after which a case counts as hanging
 _START = 120.0  # seconds that a process may take to start
-_SHARED = ("__init__", "device", "timing", "peers", "parts")  # modules that affect every figure
+# modules that affect every figure
+_SHARED = ("__init__", "device", "timing", "peers", "block_sparse", "parts")
 
 
 def work(connection: Connection, folder: str) -> None:

@@ -104,7 +104,8 @@ def share_of_dense(width: int, block: int) -> Iterator[Row]:
     `share_of_dense` is the rate of a visited pair over that of `Full()` by our kernels.
     """
     length = MAIN_TOKENS
-    pattern, args = sr.RandomBlocks(0.1, block), inputs(HEADS, length, width)
+    pattern = sr.RandomBlocks(0.1, block, per_head=False)  # FlashInfer has one list for all heads
+    args = inputs(HEADS, length, width)
     grad = torch.randn_like(args[0])
     layout = pattern.layout(length, num_heads=HEADS, block_size=block, device=DEVICE)
     calls: dict[str, Callable[[], Tensor]] = {

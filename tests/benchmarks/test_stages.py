@@ -88,6 +88,36 @@ def test_what_is_wrong_or_does_not_compile_is_named_and_not_timed(monkeypatch):
 
 
 @pytest.mark.usefixtures("quick")
+def test_one_result_that_is_no_number_is_not_timed(monkeypatch):
+    usual = call.backward
+
+    def planted(*args):
+        dq, dk, dv, *rest = usual(*args)
+        return dq, dk, dv * torch.nan, *rest
+
+    monkeypatch.setattr(call, "backward", planted)
+    monkeypatch.setattr(stages, "KERNELS", ("query", "key"))
+    monkeypatch.setattr(stages, "patterns", lambda block: {"dense": stages.sr.Full()})
+    query, _, key, _ = stages.measured(16, 16)
+    assert query["ms"] > 0 and query["as_default"]
+    assert key["left_out"] == "its error is nan" and "ms" not in key
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_broken_gpu_ends_the_case(monkeypatch):
+    def planted(problem):
+        if stages.configs.measured.choices(problem.query.device)["configs"]:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return usual(problem)
+
+    usual = call.forward
+    monkeypatch.setattr(call, "forward", planted)
+    monkeypatch.setattr(stages, "is_alive", lambda: False)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        list(stages.measured(16, 16))
+
+
+@pytest.mark.usefixtures("quick")
 def test_configs_beyond_the_budget_are_named(monkeypatch):
     monkeypatch.setattr(stages, "SECONDS", -1.0)
     rows = list(stages.measured(16, 16))

@@ -40,7 +40,12 @@ def test_steady_calls_launch_little_and_wait_for_nothing(part):
 
 @pytest.mark.slow
 def test_more_of_such_calls():
-    run("-m", "slow", "-k", "not sm")
+    run("-m", "slow", "-k", "not sm and not test_benchmarks")
+
+
+@pytest.mark.slow
+def test_every_part_of_the_benchmark_runs_to_its_end():
+    run("-m", "slow", tests=TESTS / "test_benchmarks.py")
 
 
 @pytest.mark.slow
