@@ -91,12 +91,13 @@ class Attend {
         }
         at += part.padded * queries;
       }
+      Ahead ahead = far_tiles(pass, item, entry, tiles.size, operands);
       int64_t c = 0;
       for (constexpr int W = 4; c + W * kLanes <= queries; c += W * kLanes) {
-        step<W>(s, tiles, scores, weights, queries, c);
+        step<W>(s, tiles, scores, weights, queries, c, ahead);
       }
       for (constexpr int W = kPaired<T> ? 2 : 1; c < queries; c += W * kLanes) {
-        step<W>(s, tiles, scores, weights, queries, c);
+        step<W>(s, tiles, scores, weights, queries, c, ahead);
       }
       if (any) {
         multiply_sums(s, queries);
@@ -228,6 +229,24 @@ class Attend {
     return result;
   }
 
+  // Finds the keys and values of up to `most` entries from `entry` on that do not lie behind those
+  // of the entry before. Smaller tiles, and tiles of half precision, gained nothing by it.
+  Ahead far_tiles(const Pass& pass, const Item& item, int64_t entry, int64_t most,
+                  const Operands* operands) const {
+    Ahead ahead;
+    if (kPaired<T> || x_.block < 128) {
+      return ahead;
+    }
+    const auto* keys = pass.keys(pass.table(item.batch, item.head, x_.Hq));
+    for (const int64_t stop = std::min(item.end, entry + most); entry < stop; ++entry) {
+      if (const int64_t column = keys[entry]; column != keys[entry - 1] + 1) {
+        ahead.add(operands[column].k, x_.block * width_ * sizeof(T));
+        ahead.add(operands[column].v, x_.block * x_.Dv * sizeof(T));
+      }
+    }
+    return ahead;
+  }
+
   // True if bitmap `number` has a pair with one of the call's queries. Decoding builds one layout
   // for a range of queries, of which a call has a few: an entry may have no pair with these few.
   bool visited(const Pass& pass, int64_t number, int64_t queries, int64_t keys) const {
@@ -262,11 +281,11 @@ class Attend {
   }
 
   template <int W>
-  void step(Scratch& s, const Stack& tiles, float* scores, T* weights, int64_t ld,
-            int64_t c) const {
+  void step(Scratch& s, const Stack& tiles, float* scores, T* weights, int64_t ld, int64_t c,
+            Ahead& ahead) const {
     softmax_step<T, W>(tiles, scores + c, weights + (kPaired<T> ? 2 : 1) * c, ld,
                        x_.rest_of_scale(), s.highest.get() + c, s.total.get() + c,
-                       s.factor.get() + c);
+                       s.factor.get() + c, ahead);
   }
 
   // Multiplies the sums O^T [Dv, queries] by a factor of each query.

@@ -51,11 +51,39 @@ struct Stack {
   int64_t size = 0, padded = 0;
 };
 
+// Memory that the next products read, fetched some cache lines at a time while exponentials are
+// computed: a processor fetches neighbours by itself, but not what lies far away.
+class Ahead {
+ public:
+  void add(const void* from, int64_t bytes) {
+    parts_[size_++] = {static_cast<const char*>(from), static_cast<const char*>(from) + bytes};
+  }
+
+  void fetch() {
+    if (place_ == size_) {
+      return;
+    }
+    Part& part = parts_[place_];
+    for (int64_t i = 0; i < kLines && part.at < part.end; ++i, part.at += kLine) {
+      __builtin_prefetch(part.at, 0, 2);
+    }
+    place_ += part.at >= part.end;
+  }
+
+ private:
+  static constexpr int64_t kLines = 16, kLine = 64;
+  struct Part {
+    const char *at, *end;
+  };
+  Part parts_[2 * kMostTiles];
+  int64_t size_ = 0, place_ = 0;
+};
+
 // One softmax step for W * kLanes queries: replaces scores by weights exp(score - highest), updates
 // the running (highest, total), and sets `factor`, by which older sums must be multiplied.
 template <typename T, int W>
 void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, float scale,
-                  float* highest, float* total, float* factor) {
+                  float* highest, float* total, float* factor, Ahead& ahead) {
   Vec top[W], base[W], sum[W];
   for (int w = 0; w < W; ++w) {
     top[w] = Vec::loadu(highest + w * kLanes);
@@ -92,6 +120,7 @@ void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, flo
       return exp_of(at::vec::fmadd(score, Vec(scale), Vec(part.bias)) + base[w]);
     };
     for (int64_t j = 0; j < part.padded; j += 2) {
+      ahead.fetch();
       for (int w = 0; w < W; ++w) {
         const Vec even = j < part.rows ? weight(j, w) : Vec(0.f);
         const Vec odd = j + 1 < part.rows ? weight(j + 1, w) : Vec(0.f);
