@@ -47,12 +47,15 @@ def _try(arguments: argparse.Namespace) -> int:
     layers = text.num_hidden_layers
     _shorten(text, arguments.layers, tokens)
     hf.register()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     models: dict[str, Any] = {}
     for name in ("sparsering", "sdpa"):
         torch.manual_seed(0)
         own = deepcopy(text)  # a config names the attention of its model
-        models[name] = AutoModel.from_config(own, attn_implementation=name, dtype=dtype).eval()
+        model = AutoModel.from_config(own, attn_implementation=name, dtype=dtype)
+        models[name] = model.to(device).eval()
     ids = torch.randint(_VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(0))
+    ids = ids.to(device)
 
     def run(name: str, length: int = tokens) -> Any:
         return models[name](input_ids=ids[:, :length], use_cache=False).last_hidden_state
@@ -67,7 +70,8 @@ def _try(arguments: argparse.Namespace) -> int:
 
     print(
         f"{type(models['sdpa']).__name__}, {text.num_hidden_layers} of {layers} layers, weights at "
-        f"random; {tokens:,} tokens, {arguments.dtype}, {torch.get_num_threads()} threads"
+        f"random; {tokens:,} tokens, {arguments.dtype}, {device.type}, "
+        f"{torch.get_num_threads()} threads"
     )
     some = min(tokens, 2048)
     with torch.no_grad():
@@ -77,11 +81,14 @@ def _try(arguments: argparse.Namespace) -> int:
     if pattern is not None:
         hf.apply(models["sparsering"], pattern)
         heads, kv_heads, width = heads_of(text)
-        query, key, value = (torch.randn(1, n, tokens, width) for n in (heads, kv_heads, kv_heads))
+        query, key, value = (
+            torch.randn(1, n, tokens, width, dtype=dtype, device=device)
+            for n in (heads, kv_heads, kv_heads)
+        )
         within: Any = patterns_of(models["sparsering"])[0]
         far = error_of(attention(query, key, value, within), query, key, value, within)
         print(f"          to float64 softmax over the pattern within {far:.0e}, in its heads")
-    device, quarter = torch.device("cpu"), max(1, tokens // 4)
+    quarter = max(1, tokens // 4)
     forward("sdpa", quarter)
     expected = 16 * timed(lambda: forward("sdpa", quarter), device)
     for title, call, factor in (("forward", forward, 1), ("training", train, 3)):
