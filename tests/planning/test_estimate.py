@@ -132,6 +132,15 @@ def test_seconds_of_this_machine_come_from_calls_of_their_kind():
     assert predicted._rates.cache_info().misses == 2
 
 
+def test_an_estimate_draws_no_random_numbers_and_may_be_asked_for_anywhere():
+    predicted._rates.cache_clear()
+    state = torch.get_rng_state()
+    with torch.inference_mode():
+        told = sr.estimate(sr.Causal(), tokens=256, backend="gather", backward=True)
+    assert told.seconds.value > 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 def test_rates_give_back_the_calls_that_they_come_from(monkeypatch):
     predicted._rates.cache_clear()
     times = iter([1e-4] * 5 + [2e-2] * 5 + [1e-2] * 5)
