@@ -31,6 +31,7 @@ from .timing import (
     prepared,
     replayed,
     taken,
+    watching,
     with_gradients,
 )
 
@@ -191,28 +192,25 @@ def new_masks(block: int) -> Iterator[Row]:
 
 def _until_launched(start: Callable[[], None]) -> tuple[float, float]:
     """Milliseconds from an idle GPU to the first kernel of attention: the host's, and the GPU's."""
-    run, seen = Launch.run, list[tuple[float, Any]]()
+    seen: list[tuple[float, Any]] = []
 
-    def watched(launch: Launch, of_call: Any) -> None:
+    def watch(run: Callable[[], None], launch: Launch, _: Any) -> None:
         first = launch.config is not None and not seen  # other kernels have no config
         event = torch.cuda.Event(enable_timing=True) if GPU and first else None
         if event is not None:
             event.record()
-        run(launch, of_call)
+        run()
         if first:
             seen.append((perf_counter(), event))
 
     sr.layout_cache.clear()
     synchronize()
-    Launch.run = watched
-    try:
+    with watching(watch):
         began = torch.cuda.Event(enable_timing=True) if GPU else None
         if began is not None:
             began.record()
         begin = perf_counter()
         start()
-    finally:
-        Launch.run = run
     synchronize()
     end, event = seen[0]
     host = 1e3 * (end - begin)

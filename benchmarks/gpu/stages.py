@@ -9,8 +9,7 @@ does not compile, does not fit or computes wrong numbers is named with the reaso
 """
 
 import argparse
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +34,7 @@ from .device import (
     spin_up,
     synchronize,
 )
-from .timing import exact_gradients, relative, taken
+from .timing import exact_gradients, relative, taken, watching
 
 STAGES = (2, 3, 4)
 TOKENS, HEADS = sized(32768, 256), sized(16, 2)
@@ -130,7 +129,12 @@ class _Kernels:
         query = self.args[0]
         key = configs.config_key(name, query.dtype, query.shape[3], self.problem.layout.block_size)
         caught: list[tuple[Launch, Any]] = []
-        with configs.trial({key: config}, query.device), _noted(caught), poisoned():
+
+        def note(run: Callable[[], None], launch: Launch, of_call: Any) -> None:
+            run()
+            caught.append((launch, of_call))
+
+        with configs.trial({key: config}, query.device), watching(note), poisoned():
             try:
                 results = self._run(name)
                 synchronize()
@@ -179,22 +183,6 @@ class _Kernels:
             "default": config == usual, **time, "tflops": work / time["ms"] / 1e9,
             "bits_after": digest(results) == row["bits"],
         }  # fmt: skip
-
-
-@contextlib.contextmanager
-def _noted(caught: list[tuple[Launch, Any]]) -> Iterator[None]:
-    """Collects launches inside the block, with the tensors of their call."""
-    run = Launch.run
-
-    def note(launch: Launch, of_call: Any) -> None:
-        run(launch, of_call)
-        caught.append((launch, of_call))
-
-    Launch.run = note
-    try:
-        yield
-    finally:
-        Launch.run = run
 
 
 def _resources(made: Any) -> Row:

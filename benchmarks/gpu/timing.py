@@ -1,13 +1,16 @@
 """Timing of interleaved calls (median and spread), and checks of their results."""
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import sparsering as sr
+from sparsering.kernels.triton.launch import Launch
 
 from ..measure import Row, interleaved_times, milliseconds, sampled_error, spread_of
 from .device import GPU, STUB, refuse, sized, spin_up, synchronize
@@ -42,6 +45,20 @@ def _turn(call: Call) -> float:
     if once >= 20:
         return once
     return float(do_bench(call, warmup=10, rep=_MS_OF_A_TURN, return_mode="median"))
+
+
+@contextlib.contextmanager
+def watching(watch: Callable[[Callable[[], None], Launch, Any], None]) -> Iterator[None]:
+    """Hands each launch of ours in the block to `watch(run, launch, of_call)`, which calls `run`.
+
+    `of_call`: the tensors of the launch.
+    """
+    run = Launch.run
+    Launch.run = lambda launch, of_call: watch(lambda: run(launch, of_call), launch, of_call)
+    try:
+        yield
+    finally:
+        Launch.run = run
 
 
 def replayed(calls: Sequence[Call], rounds: int = ROUNDS) -> Row:
