@@ -355,8 +355,9 @@ class Backward {
       }
       const std::span<const Pair> pairs(room, size);
       pairs_.multiply_keys(s, queries, pairs);
+      Ahead ahead = pairs_.later_operands(pairs, dk, dv);
       for (const Pair& pair : pairs) {
-        const float sum = pairs_.differentiate(s, pass, queries, tile, pair);
+        const float sum = pairs_.differentiate(s, pass, queries, tile, pair, ahead);
         if (dbias_) {
           dbias_[x_.bias_of(number, b, head) + pair.entry] = sum;
         }
@@ -407,7 +408,8 @@ class Backward {
         const float bias = x_.bias_at(number, b, head, entry);
         const Pair pair{b, head, row, column, entry, bitmap, bias, nullptr, keys, padded};
         pairs_.multiply_keys(s, queries, {&pair, 1});
-        pairs_.differentiate(s, pass, queries, tile, pair);
+        Ahead none;
+        pairs_.differentiate(s, pass, queries, tile, pair, none);
         pairs_.add_to_values(s, queries, pair, s.dv.get());
         pairs_.add_to_keys(s, queries, pair, s.dk.get());
       }

@@ -151,10 +151,32 @@ class Pairs {
     }
   }
 
+  // Finds what the products after `differentiate` read: K^T of some pairs' key tiles, and their
+  // tiles of `dv` and `dk`. Fetching them ahead gained nothing for smaller tiles, nor with AVX-512.
+  Ahead later_operands(std::span<const Pair> pairs, const float* dk, const float* dv) const {
+    Ahead ahead;
+    if (kLanes > 8 || x_.block * width_ < 128 * 64) {
+      return ahead;
+    }
+    const auto add = [&](const void* from, int64_t width, int64_t item) {
+      ahead.add(from, x_.block * width * item);
+    };
+    for (const Pair& x : pairs) {
+      add(x.keys.kt, width_, sizeof(T));
+    }
+    for (int64_t i = 0; dv && i < std::ssize(pairs); ++i) {
+      add(dv + pairs[i].column * x_.block * value_width_, value_width_, sizeof(float));
+    }
+    for (int64_t i = 0; dk && i < std::ssize(pairs); ++i) {
+      add(dk + pairs[i].column * x_.block * width_, width_, sizeof(float));
+    }
+    return ahead;
+  }
+
   // Computes P^T and dS^T of a multiplied pair as left operands, and dS^T also as a right operand.
   // Returns the sum of dS. dS uses P before dropout, the stored P^T is after dropout.
-  float differentiate(Scratch& s, const Pass& pass, const Queries& q, Tile tile,
-                      const Pair& pair) const {
+  float differentiate(Scratch& s, const Pass& pass, const Queries& q, Tile tile, const Pair& pair,
+                      Ahead& ahead) const {
     const int64_t axis = pair.head * pass.axes / x_.Hq;
     const Tile key_tile = pass.key_tile(axis, pair.column);
     const int64_t keys = key_tile.count, queries = q.count;
@@ -169,8 +191,8 @@ class Pairs {
     if (pair.bitmap >= 0) {
       apply_mask(pass.bitmap(pair.bitmap), x_.block, keys, tile.count, scores, queries);
     }
-    const float total =
-        extras ? weights<true>(s, keys, queries, pair) : weights<false>(s, keys, queries, pair);
+    const float total = extras ? weights<true>(s, keys, queries, pair, ahead)
+                               : weights<false>(s, keys, queries, pair, ahead);
     if (pair.dtable) {
       add_distances(pair.dtable, x_.extras.radius, distance, -pass.step, keys - 1 + tile.count,
                     s.dbiases.get());
@@ -219,8 +241,8 @@ class Pairs {
 
   // Computes P and dS from scores and dP, as operands of later products. Returns the sum of dS.
   template <bool kExtras>
-  float weights(Scratch& s, int64_t keys, int64_t queries, const Pair& pair) const {
-    constexpr int W = kPaired<T> ? 2 : 1;
+  float weights(Scratch& s, int64_t keys, int64_t queries, const Pair& pair, Ahead& ahead) const {
+    constexpr int W = kPaired<T> ? 2 : kQueryUnit<T> / kLanes;
     const int64_t offset = pair.first * queries;
     float *scores = s.scores.get() + offset, *dscores = s.dscores.get() + offset;
     T *p_of = s.p.get() + offset, *ds_of = s.ds.get() + offset,
@@ -230,48 +252,56 @@ class Pairs {
     Vec total(0.f);
     for (int64_t j = 0; j < round_up(keys, 16); j += 2) {
       for (int64_t c = 0; c < queries; c += W * kLanes) {
-        Vec p[2][W], ds[2][W];
-        for (int row = 0; row < 2; ++row) {
-          for (int w = 0; w < W; ++w) {
-            const int64_t i = c + w * kLanes, at = (j + row) * queries + i;
-            p[row][w] = ds[row][w] = Vec(0.f);
-            if (j + row < keys) {
-              Vec dp = Vec::loadu(dscores + at);
-              // P is at most 1 but for the rounding of a large lse; the clamp avoids an overflow.
-              const Vec x = at::vec::fmadd(Vec::loadu(scores + at), scale,
-                                           shift - Vec::loadu(s.lse.get() + i));
-              p[row][w] = exp_of(at::vec::clamp_max(x, Vec(44.f)));
-              if (drops) {
-                dp = dp * Vec::loadu(s.kept.get() + at);
-              }
-              ds[row][w] = p[row][w] * (dp - Vec::loadu(s.delta.get() + i));
-              total = total + ds[row][w];
-              if (kExtras && pair.dtable) {
-                float* of_distance = s.dbiases.get() + keys - 1 - (j + row) + i;
-                (Vec::loadu(of_distance) + ds[row][w]).store(of_distance);
-              }
-              if (capped) {
-                ds[row][w] = ds[row][w] * Vec::loadu(s.slope.get() + at);
-              }
-              if (drops) {
-                p[row][w] = p[row][w] * Vec::loadu(s.kept.get() + at);
-              }
-            }
+        ahead.fetch();
+        Vec p[2 * W], ds[2 * W];  // of two keys, W vectors each
+#pragma GCC unroll 8
+        for (int n = 0; n < 2 * W; ++n) {
+          const int64_t i = c + n % W * kLanes, at = (j + n / W) * queries + i;
+          // P is at most 1 but for the rounding of a large lse; the clamp avoids an overflow.
+          const Vec x =
+              at::vec::fmadd(Vec::loadu(scores + at), scale, shift - Vec::loadu(s.lse.get() + i));
+          p[n] = at::vec::clamp_max(x, Vec(44.f));
+        }
+        exponentiate(p);
+#pragma GCC unroll 8
+        for (int n = 0; n < 2 * W; ++n) {
+          const int64_t key = j + n / W, i = c + n % W * kLanes, at = key * queries + i;
+          if (key >= keys) {
+            p[n] = ds[n] = Vec(0.f);
+            continue;
+          }
+          Vec dp = Vec::loadu(dscores + at);
+          if (drops) {
+            dp = dp * Vec::loadu(s.kept.get() + at);
+          }
+          ds[n] = p[n] * (dp - Vec::loadu(s.delta.get() + i));
+          total = total + ds[n];
+          if (kExtras && pair.dtable) {
+            float* of_distance = s.dbiases.get() + keys - 1 - key + i;
+            (Vec::loadu(of_distance) + ds[n]).store(of_distance);
+          }
+          if (capped) {
+            ds[n] = ds[n] * Vec::loadu(s.slope.get() + at);
+          }
+          if (drops) {
+            p[n] = p[n] * Vec::loadu(s.kept.get() + at);
           }
         }
         for (int row = 0; row < 2; ++row) {
           const int64_t at = (j + row) * queries + c;
           if constexpr (kPaired<T>) {
-            at::vec::convert_float_bfloat16(p[row][0], p[row][1]).store(p_of + at);
-            at::vec::convert_float_bfloat16(ds[row][0], ds[row][1]).store(ds_of + at);
+            at::vec::convert_float_bfloat16(p[row * W], p[row * W + 1]).store(p_of + at);
+            at::vec::convert_float_bfloat16(ds[row * W], ds[row * W + 1]).store(ds_of + at);
           } else {
-            p[row][0].store(scores + at);
-            ds[row][0].store(dscores + at);
+            for (int w = 0; w < W; ++w) {
+              p[row * W + w].store(scores + at + w * kLanes);
+              ds[row * W + w].store(dscores + at + w * kLanes);
+            }
           }
         }
         if constexpr (kPaired<T>) {
           for (int w = 0; w < W; ++w) {
-            store_pair(ds_paired + j * queries + 2 * (c + w * kLanes), ds[0][w], ds[1][w]);
+            store_pair(ds_paired + j * queries + 2 * (c + w * kLanes), ds[w], ds[W + w]);
           }
         }
       }

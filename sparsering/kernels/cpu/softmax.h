@@ -10,20 +10,36 @@ namespace sparsering::cpu {
 
 constexpr float kLog2E = 1.44269504f;
 
-// Returns e^x for x <= 88 with relative error 3e-7; 0 below -87, NaN for NaN. e^x = 2^(n + rest):
-// adding a large number rounds to n, in the low bits of the sum; 2^rest is a polynomial.
+// Replaces N vectors x by e^x for x <= 88, with relative error 3e-7; 0 below -88, NaN for NaN.
+// e^x = 2^(n + rest): adding a large number rounds to n, in the low bits of the sum; 2^rest is a
+// polynomial. Each line is done for all vectors before the next: they do not wait for one another.
+template <int N>
+inline void exponentiate(Vec (&x)[N]) {
+  const Vec large(12582912.f + 127.f);  // 1.5 * 2^23 + 127
+  Vec moved[N], p[N];
+  const auto each = [](auto&& line) {
+#pragma GCC unroll 16
+    for (int i = 0; i < N; ++i) {
+      line(i);
+    }
+  };
+  each([&](int i) { x[i] = at::vec::clamp_min(x[i] * Vec(kLog2E), Vec(-127.f)); });
+  each([&](int i) { moved[i] = x[i] + large; });
+  each([&](int i) { x[i] = x[i] - (moved[i] - large); });  // in [-1/2, 1/2]
+  each([&](int i) { p[i] = at::vec::fmadd(Vec(1.3276474e-3f), x[i], Vec(9.675543e-3f)); });
+  each([&](int i) { p[i] = at::vec::fmadd(p[i], x[i], Vec(5.5507135e-2f)); });
+  each([&](int i) { p[i] = at::vec::fmadd(p[i], x[i], Vec(2.402212e-1f)); });
+  each([&](int i) { p[i] = at::vec::fmadd(p[i], x[i], Vec(6.9314694e-1f)) * x[i]; });
+  each([&](int i) {  // the exponent's bits of n = -127 are 0, so is 2^n
+    const auto bits = at::vec::cast<int32_t>(moved[i]) << at::vec::Vectorized<int32_t>(23);
+    const Vec power = at::vec::cast<float>(bits);
+    x[i] = at::vec::fmadd(p[i], power, power);
+  });
+}
 inline Vec exp_of(Vec x) {
-  const Vec large(12582912.f + 127.f), smallest(1.17549435e-38f);  // 1.5 * 2^23, 2^-126
-  const Vec bounded = at::vec::clamp_min(x * Vec(kLog2E), Vec(-126.f));
-  const Vec moved = bounded + large, rest = bounded - (moved - large);  // in [-1/2, 1/2]
-  Vec p(1.3276474e-3f);
-  p = at::vec::fmadd(p, rest, Vec(9.675543e-3f));
-  p = at::vec::fmadd(p, rest, Vec(5.5507135e-2f));
-  p = at::vec::fmadd(p, rest, Vec(2.402212e-1f));
-  p = at::vec::fmadd(p, rest, Vec(6.9314694e-1f));
-  const auto bits = at::vec::cast<int32_t>(moved) << at::vec::Vectorized<int32_t>(23);
-  const Vec power = at::vec::cast<float>(bits);
-  return at::vec::fmadd(p * rest, power, power) - smallest;
+  Vec one[1] = {x};
+  exponentiate(one);
+  return one[0];
 }
 
 inline Vec rounded_to_bfloat16(Vec x) {
@@ -75,7 +91,7 @@ class Ahead {
   struct Part {
     const char *at, *end;
   };
-  Part parts_[2 * kMostTiles];
+  Part parts_[3 * kMostTiles];  // keys and values, or (backward) K^T, dV and dK
   int64_t size_ = 0, place_ = 0;
 };
 
@@ -115,21 +131,33 @@ void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, flo
   float* row = scores;
   for (int64_t i = 0; i < stack.size; ++i) {
     const auto& part = stack.parts[i];
-    const auto weight = [&](int64_t j, int w) {  // at most 1: the maximum has the same rounding
-      const Vec score = Vec::loadu(row + j * ld + w * kLanes);
-      return exp_of(at::vec::fmadd(score, Vec(scale), Vec(part.bias)) + base[w]);
+    const auto weigh = [&](int64_t j, Vec(&x)[W]) {  // at most 1: the maximum is rounded alike
+#pragma GCC unroll 4
+      for (int w = 0; w < W; ++w) {
+        const Vec score = Vec::loadu(row + j * ld + w * kLanes);
+        x[w] = at::vec::fmadd(score, Vec(scale), Vec(part.bias)) + base[w];
+      }
+      exponentiate(x);
     };
     for (int64_t j = 0; j < part.padded; j += 2) {
       ahead.fetch();
+      Vec even[W], odd[W];
+      std::fill_n(even, W, Vec(0.f));
+      std::fill_n(odd, W, Vec(0.f));
+      if (j < part.rows) {
+        weigh(j, even);
+      }
+      if (j + 1 < part.rows) {
+        weigh(j + 1, odd);
+      }
+#pragma GCC unroll 4
       for (int w = 0; w < W; ++w) {
-        const Vec even = j < part.rows ? weight(j, w) : Vec(0.f);
-        const Vec odd = j + 1 < part.rows ? weight(j + 1, w) : Vec(0.f);
-        sum[w] = sum[w] + (even + odd);
+        sum[w] = sum[w] + (even[w] + odd[w]);
         if constexpr (kPaired<T>) {
-          store_pair(weights + (row - scores) + j * ld + 2 * w * kLanes, even, odd);
+          store_pair(weights + (row - scores) + j * ld + 2 * w * kLanes, even[w], odd[w]);
         } else {
-          even.store(weights + (row - scores) + j * ld + w * kLanes);
-          odd.store(weights + (row - scores) + (j + 1) * ld + w * kLanes);
+          even[w].store(weights + (row - scores) + j * ld + w * kLanes);
+          odd[w].store(weights + (row - scores) + (j + 1) * ld + w * kLanes);
         }
       }
     }
