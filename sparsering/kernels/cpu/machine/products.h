@@ -78,57 +78,69 @@ inline void release_products() {
   }
 }
 
-// Computes `R` rows of C = A B, or C + A B if `add`: 2 vectors of columns at a time.
-template <int R>
-void multiply_rows(int64_t N, int64_t K, const float* A, int64_t lda, const float* B, int64_t ldb,
-                   float* C, int64_t ldc, bool add) {
+// Computes R rows and W vectors of columns of C = A B, or C + A B if `add`.
+template <int R, int W>
+inline void multiply_registers(int64_t K, const float* A, int64_t lda, const float* B, int64_t ldb,
+                               float* C, int64_t ldc, bool add) {
   using Floats = at::vec::Vectorized<float>;
   constexpr int64_t lanes = Floats::size();
-  int64_t j = 0;
-  for (; j + 2 * lanes <= N; j += 2 * lanes) {
-    Floats sum[R][2];
-    for (int r = 0; r < R; ++r) {
-      for (int w = 0; w < 2; ++w) {
-        sum[r][w] = add ? Floats::loadu(C + r * ldc + j + w * lanes) : Floats(0.f);
-      }
+  Floats sum[R * W], columns[W];
+#pragma GCC unroll 16
+  for (int i = 0; i < R * W; ++i) {
+    sum[i] = add ? Floats::loadu(C + i / W * ldc + i % W * lanes) : Floats(0.f);
+  }
+  for (int64_t k = 0; k < K; ++k) {
+#pragma GCC unroll 16
+    for (int w = 0; w < W; ++w) {
+      columns[w] = Floats::loadu(B + k * ldb + w * lanes);
     }
-    for (int64_t k = 0; k < K; ++k) {
-      const Floats low = Floats::loadu(B + k * ldb + j),
-                   high = Floats::loadu(B + k * ldb + j + lanes);
-      for (int r = 0; r < R; ++r) {
-        const Floats a(A[r * lda + k]);
-        sum[r][0] = at::vec::fmadd(a, low, sum[r][0]);
-        sum[r][1] = at::vec::fmadd(a, high, sum[r][1]);
-      }
-    }
-    for (int r = 0; r < R; ++r) {
-      sum[r][0].store(C + r * ldc + j);
-      sum[r][1].store(C + r * ldc + j + lanes);
+#pragma GCC unroll 16
+    for (int i = 0; i < R * W; ++i) {
+      sum[i] = at::vec::fmadd(Floats(A[i / W * lda + k]), columns[i % W], sum[i]);
     }
   }
-  for (; j < N; ++j) {
-    for (int r = 0; r < R; ++r) {
-      float sum = add ? C[r * ldc + j] : 0.f;
-      for (int64_t k = 0; k < K; ++k) {
-        sum += A[r * lda + k] * B[k * ldb + j];
-      }
-      C[r * ldc + j] = sum;
-    }
+#pragma GCC unroll 16
+  for (int i = 0; i < R * W; ++i) {
+    sum[i].store(C + i / W * ldc + i % W * lanes);
+  }
+}
+
+// Computes W vectors of columns of C = A B, or C + A B if `add`.
+template <int W>
+inline void multiply_columns(int64_t M, int64_t K, const float* A, int64_t lda, const float* B,
+                             int64_t ldb, float* C, int64_t ldc, bool add) {
+  int64_t i = 0;
+  for (; i + 4 <= M; i += 4) {
+    multiply_registers<4, W>(K, A + i * lda, lda, B, ldb, C + i * ldc, ldc, add);
+  }
+  for (; i < M; ++i) {
+    multiply_registers<1, W>(K, A + i * lda, lda, B, ldb, C + i * ldc, ldc, add);
   }
 }
 
 inline void multiply_blocks(int64_t M, int64_t N, int64_t K, const float* A, int64_t lda,
                             const float* B, int64_t ldb, float* C, int64_t ldc, bool add) {
-  if (found().multiply) {
+  constexpr int64_t lanes = at::vec::Vectorized<float>::size();
+  const bool small = lanes == 8 && M * N * K <= 16 * 16 * 128;  // torch is slower with these
+  if (found().multiply && !small) {
     found().multiply(M, N, K, lda, ldb, ldc, add, A, B, C, false);
     return;
   }
-  int64_t i = 0;
-  for (; i + 4 <= M; i += 4) {
-    multiply_rows<4>(N, K, A + i * lda, lda, B, ldb, C + i * ldc, ldc, add);
+  int64_t j = 0;
+  for (; j + 2 * lanes <= N; j += 2 * lanes) {
+    multiply_columns<2>(M, K, A, lda, B + j, ldb, C + j, ldc, add);
   }
-  for (; i < M; ++i) {
-    multiply_rows<1>(N, K, A + i * lda, lda, B, ldb, C + i * ldc, ldc, add);
+  for (; j + lanes <= N; j += lanes) {
+    multiply_columns<1>(M, K, A, lda, B + j, ldb, C + j, ldc, add);
+  }
+  for (; j < N; ++j) {
+    for (int64_t i = 0; i < M; ++i) {
+      float sum = add ? C[i * ldc + j] : 0.f;
+      for (int64_t k = 0; k < K; ++k) {
+        sum += A[i * lda + k] * B[k * ldb + j];
+      }
+      C[i * ldc + j] = sum;
+    }
   }
 }
 inline void multiply_blocks(int64_t M, int64_t N, int64_t K, const BFloat16* A, int64_t lda,
