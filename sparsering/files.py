@@ -46,19 +46,13 @@ def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return values
 
 
-def file_size(path: Path) -> int:
-    """Returns the bytes of a plain file; ValueError for a folder, a link, a pipe or a device."""
+def check_file(path: Path, most: int | None = None) -> None:
+    """Raises ValueError for a folder, a link, a pipe, a device, or a file above `most` bytes."""
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path.name} is a folder, link, pipe or device, not a file")
-    return status.st_size
-
-
-def read_file(path: Path, most: int) -> bytes:
-    """Returns the content of a plain file of at most `most` bytes. Raises as `file_size`."""
-    if (size := file_size(path)) > most:
-        raise ValueError(f"{path.name} has {size} bytes, more than the limit of {most}")
-    return path.read_bytes()
+    if most is not None and status.st_size > most:
+        raise ValueError(f"{path.name} has {status.st_size} bytes, over the limit of {most}")
 
 
 @contextlib.contextmanager

@@ -66,7 +66,7 @@ def _micro_batch(text: str) -> int | str:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from ..training.checkpoint import read_about
+    from ..training.checkpoint import load_checkpoint
     from ..training.loop import train
     from ..training.ranks import ranks_of_torchrun
     from ..training.recipe import Recipe
@@ -78,7 +78,7 @@ def _train(arguments: argparse.Namespace) -> int:
         arguments.sequence_parallel, sharding=arguments.sharding, timeout=arguments.timeout
     ) as ranks:
         resume, out = arguments.resume, arguments.out
-        base = ranks.together(lambda: read_about(out).recipe) if resume else Recipe()
+        base = ranks.together(lambda: load_checkpoint(out).recipe) if resume else Recipe()
         run = train(
             replace(base, **settings),
             out,

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from ..models.longnet import LongNetLM
 from ..nn.transformer import Attend
 from .adaptive import Selection
-from .checkpoint import About, Checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import Checkpoint, has_checkpoint, load_checkpoint
 from .data import Text, Windows, read_text, training_window, validation_windows
 from .micro_batches import (
     checked_part,
@@ -83,8 +83,8 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint of the model and optimizer after the current step."""
-        about = About(self.out, self.step, self.command, self.recipe, self.text.fingerprint, {})
-        save_checkpoint(about, self.model, self.optimizer, self.selection, self.ranks)
+        run = self.out, self.step, self.command, self.recipe, self.text.fingerprint
+        Checkpoint(*run).save(self.model, self.optimizer, self.selection, self.ranks)
         self.saved_at = self.step
 
     @torch.no_grad()
@@ -302,8 +302,7 @@ def _inputs(
     text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
     if checkpoint is not None:
         return _resumed_recipe(recipe, text, checkpoint), text, checkpoint
-    exists = (out / "checkpoint.json").exists()
-    if exists and not (command == "demo" and load_checkpoint(out).command == "demo"):
+    if has_checkpoint(out) and not (command == "demo" and load_checkpoint(out).command == "demo"):
         raise FileExistsError(
             f"expected no checkpoint in {out}, found one; add --resume to go on, or choose another "
             "--out"

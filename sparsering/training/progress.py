@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from ..files import read_file, replace_file
+from ..files import check_file, replace_file
 
 Validation = Callable[[], tuple[int, float]]  # step and loss of the last one
 Show = Callable[[int, float, float, Validation], None]
@@ -40,8 +40,10 @@ def cut_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
     path = out / "metrics.jsonl"
     records: list[dict[str, Any]] = []
     try:
-        lines = [] if step is None else read_file(path, MOST_METRICS_BYTES).splitlines()
-        records = [r for r in _records(lines) if r["step"] <= step]
+        if step is not None:
+            check_file(path, MOST_METRICS_BYTES)
+            lines = path.read_bytes().splitlines()
+            records = [r for r in _records(lines) if r["step"] <= step]
     except FileNotFoundError:
         pass
     except ValueError as error:

@@ -1,7 +1,6 @@
 """Changes to a checkpoint, as a stranger would make them, and what the command line says of it.
 
-Files are sealed again after a change, as their author would: the hashes in `checkpoint.json` are
-right.
+Tensors are sealed again after a change, as their author would: their hashes are right.
 """
 
 import contextlib
@@ -15,6 +14,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from safetensors.torch import save
+from torch import Tensor
 
 from sparsering.cli import main
 from sparsering.training import Recipe
@@ -42,31 +44,41 @@ def note_unpickling(event: str, arguments: tuple[object, ...]) -> None:
 sys.addaudithook(note_unpickling)
 
 
+def tensor_file(run: Path) -> Path:
+    return run / "checkpoint.safetensors"
+
+
 def about(run: Path) -> Any:
-    return json.loads((run / "checkpoint.json").read_text())
+    """The description of a checkpoint."""
+    head, _ = header(tensor_file(run).read_bytes())
+    return json.loads(head["__metadata__"]["sparsering"])
+
+
+def describe(run: Path, text: bytes) -> None:
+    """Puts a text in place of the description, also one that is not UTF-8."""
+    head, data = header(tensor_file(run).read_bytes())
+    head["__metadata__"] = {"sparsering": text.decode(errors="surrogateescape")}
+    new = json.dumps(head, ensure_ascii=False).encode(errors="surrogateescape")
+    tensor_file(run).write_bytes(with_header(new, data))
 
 
 def write_about(run: Path, values: object) -> None:
-    (run / "checkpoint.json").write_text(json.dumps(values))
+    describe(run, json.dumps(values).encode())
 
 
-def tensor_file(run: Path) -> Path:
-    (path,) = run.glob("checkpoint-*.safetensors")
-    return path
+def sealed(content: bytes) -> bytes:
+    """A file with the hashes of the tensors that it has."""
+    head, data = header(content)
+    values = json.loads(head["__metadata__"]["sparsering"])
+    spans = {n: slice(*x["data_offsets"]) for n, x in head.items() if n != "__metadata__"}
+    values["sha256"] = {n: hashlib.sha256(data[span]).hexdigest() for n, span in spans.items()}
+    return with_header({**head, "__metadata__": {"sparsering": json.dumps(values)}}, data)
 
 
-def seal(run: Path, *contents: bytes) -> None:
-    """Puts files with these contents in place of the checkpoint's."""
-    values = about(run)
-    for name in values["tensors"]["files"]:
-        (run / name).unlink()
-    values["tensors"]["files"] = {}
-    for content in contents:
-        digest = hashlib.sha256(content).hexdigest()
-        name = f"checkpoint-000001-{digest[:12]}.safetensors"
-        (run / name).write_bytes(content)
-        values["tensors"]["files"][name] = {"bytes": len(content), "sha256": digest}
-    write_about(run, values)
+def seal(run: Path, tensors: dict[str, Tensor]) -> None:
+    """Puts these tensors in place of the checkpoint's."""
+    description = {"sparsering": json.dumps(about(run))}
+    tensor_file(run).write_bytes(sealed(save(tensors, description)))
 
 
 def command(*argv: object) -> tuple[int, str]:

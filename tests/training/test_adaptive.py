@@ -1,11 +1,11 @@
 """Adaptive training: schedules, gates and refined tables, resumed with the same bits."""
 
 import dataclasses
-import json
 
 import pytest
 import torch
 from helpers.ring_workers import workers_of
+from stranger import about, put, write_about
 
 import sparsering as sr
 from sparsering.cli import main
@@ -136,20 +136,19 @@ def _along_the_sequence(rank, recipe, out):
 def test_a_checkpoint_without_these_settings_goes_on(data, tmp_path):
     recipe = dataclasses.replace(RECIPE, data=data)
     train(recipe, tmp_path, stop_after=2)
-    about = json.loads((tmp_path / "checkpoint.json").read_text())
+    values = about(tmp_path)
     for name in ("attention", "blocks", "block_size", "schedule", "gate", "refine"):
-        del about["recipe"][name]
-    (tmp_path / "checkpoint.json").write_text(json.dumps(about))
+        del values["recipe"][name]
+    write_about(tmp_path, values)
     assert train(recipe, tmp_path, resume=True).step == 8
 
 
 def test_a_foreign_state_is_refused_before_it_is_built(data, tmp_path):
     recipe = dataclasses.replace(CHOSEN, data=data, refine=2)
     train(recipe, tmp_path, stop_after=1)
-    about = json.loads((tmp_path / "checkpoint.json").read_text())
+    values = about(tmp_path)
     for name, value in (("context", 1 << 39), ("blocks", 2), ("refine", 0), ("block_size", 16)):
-        changed = {**about, "recipe": {**about["recipe"], name: value}}
-        (tmp_path / "checkpoint.json").write_text(json.dumps(changed))
+        write_about(tmp_path, put(values, ("recipe", name), value))
         with pytest.raises(ValueError, match="damaged or foreign"):
             load_checkpoint(tmp_path)
 

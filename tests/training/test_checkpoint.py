@@ -4,14 +4,13 @@ Each test changes a copy of a whole checkpoint and gives it to the command line.
 """
 
 import ast
-import contextlib
 import dataclasses
 import hashlib
 import io
+import json
 import os
 import pickle
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,10 +25,11 @@ from stranger import (
     assert_one_line,
     assert_refused,
     command,
+    describe,
     generate,
     places,
     put,
-    seal,
+    tensor_file,
     unpickled,
     write_about,
 )
@@ -76,13 +76,13 @@ def test_the_payload_would_run(tmp_path):
 
 
 @pytest.mark.parametrize("dump", [pickled, zipped])
-@pytest.mark.parametrize("place", ["tensors", "checkpoint.json", "metrics.jsonl"])
+@pytest.mark.parametrize("place", ["file", "description", "metrics.jsonl"])
 def test_a_planted_pickle_does_not_run(run, tmp_path, dump, place):
     content = dump(tmp_path / "owned")
-    if place == "tensors":
-        seal(run, content)
+    if place == "description":
+        describe(run, content)
     else:
-        (run / place).write_bytes(content)
+        (tensor_file(run) if place == "file" else run / place).write_bytes(content)
     if place == "metrics.jsonl":  # which has torn lines after a crash
         assert command("train", "--out", run, "--resume") == (0, "")
     else:
@@ -99,8 +99,9 @@ def test_a_folder_written_through_pickle_is_never_read(run, tmp_path):
         (parts / name).write_bytes(content)
         files[name] = hashlib.sha256(content).hexdigest()
     tensors = {"folder": parts.name, "files": files}
-    write_about(run, about(run) | {"tensors": tensors})
-    assert_refused(run, "start a new run with another --out")
+    (run / "checkpoint.json").write_text(json.dumps(about(run) | {"tensors": tensors}))
+    tensor_file(run).unlink()
+    assert_refused(run, "found checkpoint.json of an older version; CHANGELOG.md has the lines")
     assert not (tmp_path / "owned").exists()
 
 
@@ -174,14 +175,14 @@ def test_such_a_module_would_be_found(source):
     assert code_readers(source)
 
 
-# checkpoint.json
+# The description
 
 
 NESTED: Any = []
 for _ in range(200):
     NESTED = [NESTED]
 STRANGE = [None, True, -1, 1.5, 10**40, "", "x\x1b]0;\x07\u2028y", [], {}, NESTED, {"a": [1]}]
-NOTES = {"torch", "threads", "rng"}  # for people; never read
+NOTES = {"torch"}  # for people; never read
 FREE = {  # any value of these types, as far as can be told without the text
     "command": [str],
     "fingerprint": [str],
@@ -205,7 +206,12 @@ def test_a_value_of_another_kind_is_refused_at_every_place(run, share):
             code, said = generate(run)
             if isinstance(old, float) and type(new) in (int, float):
                 assert code == 0 or assert_one_line(code, said) is None  # as good as any, or not
-            elif type(new) in FREE.get(name, []) or (name, new) == ("seed", -1):
+            elif (
+                type(new) in FREE.get(name, [])
+                or (name, new) == ("seed", -1)
+                or (type(new) is type(old) and new == old)
+                or (at[:1] == ("sha256",) and name.startswith("optimizer."))  # which is not loaded
+            ):
                 assert code == 0
                 assert re.fullmatch(r"1 bytes read in .* in a full cache\n", said), said
             else:
@@ -213,7 +219,7 @@ def test_a_value_of_another_kind_is_refused_at_every_place(run, share):
                 assert_one_line(code, said)
 
 
-@pytest.mark.parametrize("missing", [("format",), ("step",), ("recipe", "width"), ("tensors",)])
+@pytest.mark.parametrize("missing", [("format",), ("step",), ("recipe", "width"), ("sha256",)])
 def test_a_missing_name_is_refused(run, missing):
     values = about(run)
     inner = values
@@ -250,10 +256,9 @@ def test_a_missing_name_is_refused(run, missing):
     ],
 )
 def test_json_that_is_not_as_we_write_it_is_refused(run, change):
-    path = run / "checkpoint.json"
-    text = path.read_bytes()
-    path.write_bytes(change(text))
-    assert path.read_bytes() != text
+    text = json.dumps(about(run)).encode()
+    assert change(text) != text
+    describe(run, change(text))
     assert_refused(run)
 
 
@@ -264,26 +269,6 @@ def test_the_message_of_a_name_from_a_file_has_no_control_characters(run):
     with pytest.raises(ValueError, match=r"unknown ones: \\x1b\[31mred\\x07") as caught:
         load_model(run)
     assert str(caught.value).isprintable()
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("", ".", "..", "/", "/etc/passwd", "../outside.safetensors", "a/../b.safetensors"),
-        *("checkpoint-1.safetensors\0", "checkpoint-\u00e9.safetensors"),
-        "checkpoint-1.safetensors\n",
-        *("checkpoint-/x.safetensors", "checkpoint-1.pt", "outside.safetensors", "\ud800", "C:x"),
-        "checkpoint-" + "0" * 4000 + ".safetensors",
-    ],
-)
-def test_a_name_that_leads_elsewhere_is_refused(run, name):
-    """Also where the file is there, and is the right one."""
-    values = about(run)
-    ((old, sealed),) = values["tensors"]["files"].items()
-    with contextlib.suppress(OSError, ValueError):
-        shutil.copy(run / old, run / name)
-    write_about(run, values | {"tensors": {"files": {name: sealed}}})
-    assert_refused(run)
 
 
 HOSTILE_PATTERNS = [
