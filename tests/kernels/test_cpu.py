@@ -153,6 +153,21 @@ def test_rows_that_are_cut_into_pieces(q_len, num_heads):
     assert_is_exact(sr.KeyPadding((700, 0)), case)
 
 
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize("block_size", slow_except([128, 160], [128, 160, 192, 256]))
+def test_large_tiles_whose_queries_see_few_keys(block_size, extras, sweep):
+    """Where vectors are narrow, 32 queries at a time are multiplied with the keys they see."""
+    length = 2 * block_size
+    mask = torch.zeros(length, length, dtype=torch.bool)
+    mask[:32, 40:57] = True  # and 32 queries without keys, then others in odd places
+    mask[64:100, length - 70 : length - 3] = True
+    mask[101, 5] = mask[110, block_size - 1] = mask[block_size - 1, block_size] = True
+    mask[block_size:, :] = torch.ones(block_size, length).tril(17)
+    options = {"softcap": 3.0, "distance_bias": torch.randn(2, 41)} if extras else {}
+    case = Case(1, 2, 1, length, length, 24, 16, block_size)
+    assert_is_exact(sr.Dense(mask), case, **options)
+
+
 def test_one_heavy_row_among_light_ones(sweep):
     pattern = sr.Causal() & sr.SlidingWindow(16) | sr.GlobalTokens(2)
     assert_is_exact(pattern, Case(1, 2, 1, 900, 900, 16, 16, 16))

@@ -348,8 +348,9 @@ class Backward {
         if (key_tile.count && x_.extras.sees(b, key_tile, pass.step)) {
           const int64_t bitmap = pass.bitmap_numbers(table)[entry];
           const float bias = x_.bias_at(number, b, head, entry);
-          room[size++] = {b,    head,   item.tile,    column, entry, bitmap,
-                          bias, dtable, keys[column], padded, rows};
+          room[size++] = {
+              b,    head,   item.tile,    column, entry, bitmap,
+              bias, dtable, keys[column], padded, rows,  apart<T>(pass, bitmap, tile.count)};
           rows += padded;
         }
       }
@@ -406,7 +407,8 @@ class Backward {
         const Queries queries = pairs_.pack_queries(s, pass, b, head, tile);
         const int64_t bitmap = pass.bitmap_numbers(table)[entry];
         const float bias = x_.bias_at(number, b, head, entry);
-        const Pair pair{b, head, row, column, entry, bitmap, bias, nullptr, keys, padded};
+        const Pair pair{b,    head,    row,  column, entry, bitmap,
+                        bias, nullptr, keys, padded, 0,     apart<T>(pass, bitmap, tile.count)};
         pairs_.multiply_keys(s, queries, {&pair, 1});
         Ahead none;
         pairs_.differentiate(s, pass, queries, tile, pair, none);

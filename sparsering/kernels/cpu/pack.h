@@ -275,4 +275,39 @@ inline void apply_mask(const uint8_t* bitmap, int64_t block, int64_t keys, int64
   }
 }
 
+// So many queries of a masked tile are multiplied apart, with the keys that one of them sees.
+constexpr int64_t kApart = 32;
+
+// Returns bitmap `number` if the tile's queries are multiplied apart, else nullptr: it gains
+// nothing for fewer queries, and was not measured with AVX-512.
+template <typename T>
+const uint8_t* apart(const Pass& pass, int64_t number, int64_t queries) {
+  const bool gains = !kPaired<T> && kLanes <= 8 && queries >= 128 && queries % kApart == 0;
+  return gains && number >= 0 ? pass.bitmap(number) : nullptr;
+}
+
+// Calls f(query, first key, number of keys) for each kApart queries of a tile that see keys; the
+// keys between the first and the last that they see, in sixteens.
+template <typename F>
+void for_seen(const uint8_t* bitmap, int64_t block, int64_t keys, int64_t queries, const F& f) {
+  for (int64_t i = 0; i < queries; i += kApart) {
+    const auto seen = [&](int64_t j) {
+      uint32_t bits;
+      std::memcpy(&bits, bitmap + (j * block + i) / 8, sizeof(bits));
+      return bits != 0;
+    };
+    int64_t first = 0, stop = keys;
+    while (first < stop && !seen(first)) {
+      ++first;
+    }
+    while (first < stop && !seen(stop - 1)) {
+      --stop;
+    }
+    if (first < stop) {
+      first = first / 16 * 16;
+      f(i, first, round_up(stop, 16) - first);
+    }
+  }
+}
+
 }  // namespace sparsering::cpu

@@ -72,8 +72,9 @@ class Pairs {
     float bias;
     double* dtable;  // gradient of the distance table, to be added to; or nullptr
     Keys keys;
-    int64_t padded;     // keys of the tile, padded
-    int64_t first = 0;  // row of its first key in the scratch, which has room for most_keys
+    int64_t padded;       // keys of the tile, padded
+    int64_t first;        // row of its first key in the scratch, which has room for most_keys
+    const uint8_t* seen;  // the bitmap, if parts of the pair are multiplied apart
   };
 
   int64_t width() const {
@@ -141,13 +142,22 @@ class Pairs {
   // Computes S^T and dP^T of some pairs of one query tile. Products of one shape follow each other,
   // here and below, because a new shape costs a set-up of the processor's tiles.
   void multiply_keys(Scratch& s, const Queries& q, std::span<const Pair> pairs) const {
+    const auto products = [&](const Pair& x, const T* keys, int64_t width, const T* queries,
+                              float* to) {
+      to += x.first * q.count;
+      if (x.seen) {  // pairs that are left out are read, too
+        std::fill_n(to, x.padded * q.count, 0.f);
+      }
+      for_parts(q, x, [&](int64_t i, int64_t size, int64_t first, int64_t count) {
+        multiply(count, size, width, keys + first * width, width, queries + i, q.count,
+                 to + first * q.count + i, q.count, false);
+      });
+    };
     for (const Pair& x : pairs) {
-      multiply(x.padded, q.count, width_, x.keys.k, width_, q.qt,
-               s.scores.get() + x.first * q.count, false);
+      products(x, x.keys.k, width_, q.qt, s.scores.get());
     }
     for (const Pair& x : pairs) {
-      multiply(x.padded, q.count, value_width_, x.keys.v, value_width_, q.dout_t,
-               s.dscores.get() + x.first * q.count, false);
+      products(x, x.keys.v, value_width_, q.dout_t, s.dscores.get());
     }
   }
 
@@ -202,20 +212,43 @@ class Pairs {
 
   // Adds dQ^T of a differentiated pair to `dq`.
   void add_to_queries(Scratch& s, const Queries& q, const Pair& x, float* dq) const {
-    multiply(width_, q.count, x.padded, x.keys.kt, x.padded, std::get<2>(operands(s, q, x)), dq,
-             true);
+    const T* ds = std::get<2>(operands(s, q, x));
+    for_parts(q, x, [&](int64_t i, int64_t size, int64_t first, int64_t count) {
+      multiply(width_, size, count, x.keys.kt + first, x.padded, ds + first * q.count + i, q.count,
+               dq + i, q.count, true);
+    });
   }
 
   // Adds dV, or dK, of a differentiated pair.
   void add_to_values(Scratch& s, const Queries& q, const Pair& x, float* dv) const {
-    multiply(x.padded, value_width_, q.count, std::get<0>(operands(s, q, x)), q.count, q.dout, dv,
-             true);
+    add_to_rows(q, x, std::get<0>(operands(s, q, x)), q.dout, value_width_, dv);
   }
   void add_to_keys(Scratch& s, const Queries& q, const Pair& x, float* dk) const {
-    multiply(x.padded, width_, q.count, std::get<1>(operands(s, q, x)), q.count, q.q, dk, true);
+    add_to_rows(q, x, std::get<1>(operands(s, q, x)), q.q, width_, dk);
   }
 
  private:
+  // Calls f(first query, number of queries, first key, number of keys) for each part of a pair that
+  // is multiplied: the whole pair, or the parts of a masked one that have pairs.
+  template <typename F>
+  void for_parts(const Queries& q, const Pair& x, const F& f) const {
+    if (!x.seen) {
+      f(0, q.count, 0, x.padded);
+      return;
+    }
+    for_seen(x.seen, x_.block, x.padded, q.count,
+             [&](int64_t i, int64_t first, int64_t count) { f(i, kApart, first, count); });
+  }
+
+  // Adds a product [keys, queries] [queries, width] to `to`.
+  void add_to_rows(const Queries& q, const Pair& x, const T* weights, const T* rows, int64_t width,
+                   float* to) const {
+    for_parts(q, x, [&](int64_t i, int64_t size, int64_t first, int64_t count) {
+      multiply(count, width, size, weights + first * q.count + i, q.count, rows + i * width, width,
+               to + first * width, width, true);
+    });
+  }
+
   void prepare_extras(Scratch& s, const Pass& pass, const Pair& pair, int64_t axis, int64_t keys,
                       int64_t queries, int64_t distance) const {
     const auto& extras = x_.extras;
