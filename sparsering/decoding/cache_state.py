@@ -23,6 +23,7 @@ from ..patterns.algebra import And, Frame, Mask, Pattern
 from ..patterns.arguments import index_of, listed, shortened
 from ..patterns.positions import Causal
 from ..selection.summaries import BlockSummaries
+from ..streams import moved
 
 SIZES = ("heads", "kv_heads", "total", "rollback", "page_size")
 _LIFETIMES = 1024  # last queries are computed and cached for at least this many keys at once
@@ -338,8 +339,14 @@ def _gathered(source: Tensor, slots: Tensor, page_size: int) -> Tensor:
     (batch, heads, _, width), most = source.shape, slots.shape[2]
     result = source.new_empty(batch, heads, most + page_size, width)
     counts = (slots >= 0).sum(2).expand(batch, -1).tolist()
-    slots = slots.to(source.device).expand(batch, -1, -1)
+    slots = moved(slots, source.device).expand(batch, -1, -1)
     result[:, :, most:] = 0
+    if source.device.type != "cpu":  # few launches, however many heads there are
+        index = slots.clamp(min=0)[..., None].expand(-1, -1, -1, width)
+        torch.gather(source, 2, index, out=result[:, :, :most])
+        if min(map(min, counts), default=most) < most:
+            result[:, :, :most].masked_fill_(slots[..., None] < 0, 0)
+        return result
     for b, h in itertools.product(range(batch), range(heads)):
         n = counts[b][h]
         torch.index_select(source[b, h], 0, slots[b, h, :n], out=result[b, h, :n])

@@ -74,6 +74,8 @@ def page_layout(state: CacheState, queries: int) -> BlockLayout:
         whole = layouts[state.page_size]
         stops = (torch.full_like(p.query_stop, queries) for p in whole.passes)
         passes = tuple(p.like(query_stop=x) for p, x in zip(whole.passes, stops, strict=True))
+        for p, other in zip(whole.passes, passes, strict=True):
+            other.memo["host"] = p.memo.get("host")  # walks do not read `query_stop`
         layouts[queries] = replace(whole, frame=whole.frame._replace(q_len=queries), passes=passes)
     return layouts[queries]
 
@@ -92,18 +94,20 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
         frame = state.frame(page_size, int(starts.max()))
         rest = starts, frame, page_size, block
         branches = enumerate(state.pattern.branches)
-        passes = tuple(page_over(n, x, positions, live[n], *rest).to(device) for n, x in branches)
-        if device == _CPU:
-            for p in passes:
-                _ = p.transposed_bitmaps  # computed now and cached for all steps of the page
+        passes = tuple(page_over(n, x, positions, live[n], *rest) for n, x in branches)
         frame = Frame(page_size, slots, state.heads, state.kv_heads, slots - page_size)
-        return BlockLayout(frame, block, passes, math.nan)
+        layout = BlockLayout(frame, block, passes, math.nan)
+        if device != _CPU:
+            return layout.on_gpu(device)
+        for p in passes:
+            _ = p.transposed_bitmaps  # computed now and cached for all steps of the page
+        return layout
 
     if len(histories) > 1 or not histories[0].exact:
         return build()
     base = histories[0].base
     key = (state.pattern, state.frame(0, base), base, state.rollback, page_size, slots, device)
-    return layout_cache.keep((*key, "page"), lambda: build().shared(device)).ready()
+    return layout_cache.keep((*key, "page"), build).ready()
 
 
 def attend_page(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..patterns.algebra import Frame, Pattern
-from ..streams import Built, capturing
+from ..streams import Built, capturing, moved_together
 from .cache import layout_cache
 from .layout import BlockLayout, Pass
 
@@ -32,7 +32,8 @@ def last_query_layout(
     of_page = Frame(PAGE, first + PAGE, frame.num_heads, frame.num_kv_heads, first)
 
     def build() -> _Page:
-        return _Page.of(layout_cache.layout(pattern, of_page, block_size, device))
+        page = _Page.of(layout_cache.layout(pattern, of_page, block_size, torch.device("cpu")))
+        return page if device.type == "cpu" else page.on_gpu(device)
 
     return layout_cache.keep((pattern, of_page, block_size, device, "page"), build).query(frame)
 
@@ -45,7 +46,7 @@ def _positions_decide(pattern: Pattern) -> bool:
 
 @dataclass(eq=False)
 class _Page:
-    """The layout of a page (1,024 queries), and the query tile that has each query.
+    """The layout of a page (1,024 queries) on the host, and the query tile that has each query.
 
     `rows[pass][query tile]` is a pass with this tile alone, and a pass from which kernels take the
     order of key tiles (`Pass.walked_as`). `latest` is the latest result of `query`: all layers of a
@@ -59,13 +60,13 @@ class _Page:
     stops: list[Tensor]  # per pass [queries, sets of tiles, 1]: 1 if the set has the query, else 0
     latest: tuple[Frame, tuple[BlockLayout, tuple[int, ...]], Built | None] | None = None
     launches: dict[tuple[int, ...], dict[Hashable, Any]] = field(default_factory=dict)
+    built: Built | None = None  # where other CUDA streams must wait for `rows` and `stops`
 
     @classmethod
     def of(cls, layout: BlockLayout) -> "_Page":
         rows, row_of, slot_of, stops = [], [], [], []
         for p in layout.passes:
-            if p.bitmaps.device.type == "cpu":
-                _ = p.transposed_bitmaps  # built once; the passes in `rows` share them
+            _ = p.transposed_bitmaps  # built once; the passes in `rows` share them
             tile, slot, in_axis = _places(p, layout.block_size)
             row_of.append(tile)
             slot_of.append(slot)
@@ -74,11 +75,20 @@ class _Page:
             rows.append([(x, _walked(x, p, n, layout)) for n, x in enumerate(each)])
         return cls(layout, rows, row_of, slot_of, stops)
 
+    def on_gpu(self, device: torch.device) -> "_Page":
+        passes = tuple(p for rows in self.rows for pair in rows for p in pair)
+        each = iter(replace(self.layout, passes=passes).on_gpu(device).passes)
+        rows = [[(next(each), next(each)) for _ in rows] for rows in self.rows]
+        stops = list(moved_together(dict(enumerate(self.stops)), device).values())
+        return replace(self, rows=rows, stops=stops, built=Built.now(device))
+
     def query(self, frame: Frame) -> tuple[BlockLayout, tuple[int, ...]]:
         if (latest := self.latest) is not None and latest[0] == frame:
             if latest[2] is not None:
                 latest[2].wait(x.key_stop for x in latest[1][0].passes)
             return latest[1]
+        if self.built is not None:
+            self.built.wait((*self.stops, *(pair[1].key_tile for x in self.rows for pair in x)))
         index = frame.q_start - self.layout.frame.q_start
         passes, slots = [], []
         for number, rows in enumerate(self.rows):

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..patterns.algebra import Frame
 from ..patterns.arguments import checked_integer
 from ..patterns.once import once
-from ..streams import Built, moved
+from ..streams import Built, moved, moved_together
 from .bitmaps import transposed, unpack
 from .drawing import drawing
 
@@ -194,6 +194,27 @@ class BlockLayout:
         copy = replace(self, built=Built.now(device))
         BlockLayout.entry_counts.store(copy, counts)
         BlockLayout.first_entry.store(copy, first)
+        return copy
+
+    def on_gpu(self, device: torch.device) -> "BlockLayout":
+        """Returns a copy on a GPU, by one transfer, safe to share across CUDA streams.
+
+        The memo of each pass has the pass on the host, so that walks are built there.
+        """
+        tables: dict[Any, Tensor] = {"counts": self.entry_counts, "first": self.first_entry}
+        for number, p in enumerate(self.passes):
+            found = {x.name: getattr(p, x.name) for x in fields(p)}
+            tables |= {(number, k): x for k, x in found.items() if isinstance(x, Tensor)}
+        tables = moved_together(tables, device)
+        passes = []
+        for number, p in enumerate(self.passes):
+            names = [x.name for x in fields(p) if (number, x.name) in tables]
+            own: dict[str, Any] = {name: tables[number, name] for name in names}
+            passes.append(replace(p, **own))
+            passes[-1].memo["host"] = p
+        copy = replace(self, passes=tuple(passes), built=Built.now(device))
+        BlockLayout.entry_counts.store(copy, tables["counts"])
+        BlockLayout.first_entry.store(copy, tables["first"])
         return copy
 
     def ready(self) -> "BlockLayout":

@@ -1,5 +1,6 @@
 """Steady calls launch few kernels; tests notice a call that asks more of a device."""
 
+from dataclasses import fields
 from types import SimpleNamespace
 
 import pytest
@@ -11,12 +12,16 @@ from gpu_stub import capturing, counted, gpu
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import sparsering as sr
+from sparsering.decoding.steps import page_layout
 from sparsering.distributed import exchange
 from sparsering.distributed.agreement import report_failure
 from sparsering.kernels.triton import call as backend
 from sparsering.kernels.triton import launch as triton_launch
 from sparsering.kernels.triton import operands
 from sparsering.kernels.triton.configs import Config, candidates, default
+from sparsering.kernels.triton.walk import walk
+from sparsering.layouts.last_query import last_query_layout
+from sparsering.patterns.algebra import Frame
 
 EITHER = [
     pytest.param(WINDOW, id="window"),
@@ -210,6 +215,88 @@ def test_one_query_behind_a_growing_sequence(hopper, pattern):
 
     with torch.no_grad():
         steady(step, triton=6, torch=8)
+
+
+@pytest.mark.parametrize("pattern", EITHER)
+def test_the_first_tokens_of_pages_of_a_cache(hopper, pattern):
+    """Neither the eviction, nor the layout of the next page, nor its walks wait or launch much."""
+    cache = sr.KVCache(pattern, 1, 8, 64, num_heads=8, dtype=torch.bfloat16)
+    prompt, token = rows(8, tokens=600), rows(8, tokens=1)
+    with torch.no_grad():
+        cache.attend(prompt, prompt, prompt)
+        launched = []
+        for _ in range(130):
+            with counted() as counts:
+                cache.attend(token, token, token)
+            assert not counts.syncs, counts
+            launched.append(counts.torch)
+    usual = launched[1]
+    assert max(launched[2:127]) == usual and launched[129] == usual
+    assert launched[0] == launched[128] <= usual + 5  # the first of a page
+    assert launched[127] <= usual + 8  # evicts
+
+
+BOTH = pytest.mark.parametrize("pattern", [WINDOW, LONGNET], ids=["window", "two branches"])
+
+
+def assert_same_tables(of_host: sr.BlockLayout, copied: sr.BlockLayout) -> None:
+    """Operators of torch compute on the stub, so that tables and walks can be compared."""
+    assert len(of_host.passes) == len(copied.passes)
+    for number, (p, other) in enumerate(zip(of_host.passes, copied.passes, strict=True)):
+        values = {x.name: (getattr(p, x.name), getattr(other, x.name)) for x in fields(p)}
+        del values["memo"]
+        for limits in ((1, 1), (1_000_000, 1)):  # without pieces, and in many
+            walks = [
+                walk(x, number, by_key=False, programs=limits[0], processors=limits[1])
+                for x in (of_host, copied)
+            ]
+            assert "host" in other.walked_as.memo
+            pairs = [*values.values(), *zip(*walks, strict=True)]
+            for one, two in pairs:
+                if isinstance(one, torch.Tensor):
+                    assert two.device.type == "cuda" and two.dtype == one.dtype
+                    assert torch.equal(one, two.cpu())
+
+
+@BOTH
+def test_tables_of_a_page_are_those_of_the_host(hopper, pattern):
+    for query in (1024, 1100, 1200, 2000):
+        frame = Frame(1, query + 1, 8, 8, query)
+        (of_host, slots), (copied, others) = (
+            last_query_layout(pattern, frame, 128, x) for x in (torch.device("cpu"), hopper)
+        )
+        assert slots == others
+        assert_same_tables(of_host, copied)
+
+
+@BOTH
+def test_an_eviction_keeps_what_it_keeps_on_the_host(hopper, pattern):
+    keys = rows(8, tokens=700, dtype=torch.float32)
+    caches = [sr.KVCache(pattern, 1, 8, 64, num_heads=8, device=x) for x in ("cpu", hopper)]
+    for cache, device in zip(caches, ("cpu", hopper), strict=True):
+        with torch.no_grad():
+            cache.attend(*(keys.to(device),) * 3)
+    of_host, copied = (x._state for x in caches)
+    assert torch.equal(of_host.keys, copied.keys.cpu())
+    assert torch.equal(of_host.values, copied.values.cpu())
+    for queries in (1, 7):
+        assert_same_tables(page_layout(of_host, queries), page_layout(copied, queries))
+
+
+@pytest.mark.parametrize("pattern", EITHER)
+def test_the_first_query_of_a_page_behind_a_growing_sequence(hopper, pattern):
+    keys, query = rows(tokens=1300), rows(tokens=1)
+
+    def step(length: int) -> None:
+        sr.attention(query, keys[:, :, :length], keys[:, :, :length], pattern)
+
+    with torch.no_grad():
+        for length in (1010, 1018):
+            step(length)
+        usual = steady(lambda: step(1022), triton=2, torch=5, warm=0).torch
+        for first, more in ((1025, 4), (1153, 2)):  # of a page, and of its second query tile
+            steady(lambda n=first: step(n), triton=2, torch=usual + more, warm=0, transfers=4)
+        steady(lambda: step(1154), triton=2, torch=5, warm=0)
 
 
 # ---- No call waits for the device. -----------------------------------------

@@ -7,14 +7,14 @@ combined. A walk is all units of a pass, the longest first. The host never waits
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
 from ...layouts.layout import BlockLayout, Pass, stretched, tile_counts
-from ...streams import Built, capturing
+from ...streams import Built, capturing, moved_together
 
 UNIT, CUT = 5, 3  # how many int32 numbers describe a unit, and a cut tile
 _LEAST_ENTRIES = 8  # shorter pieces cost more to combine than they save
@@ -83,7 +83,15 @@ def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, proce
         return _walk(layout, number, by_key, limit)
     for other in list(walks.values()):  # another stream may still be building the transpose
         _wait(p, other)
-    made = builders[by_key](limit) if builders else _walk(layout, number, by_key, limit)
+    hosts: Any = tuple(x.walked_as.memo.get("host") for x in layout.passes)
+    if builders is None and not by_key and all(hosts):  # many small operators, better on the host
+        made = _walk(replace(layout, passes=hosts), number, False, limit)
+        tables: dict[str, Any] = {k: x for k, x in made._asdict().items() if isinstance(x, Tensor)}
+        del tables["bitmaps"]  # the pass has them on the GPU
+        tables |= moved_together(tables, p.bitmaps.device)
+        made = made._replace(**tables, bitmaps=p.bitmaps)
+    else:
+        made = builders[by_key](limit) if builders else _walk(layout, number, by_key, limit)
     walks[kind] = made = made._replace(built=Built.now(p.key_tile.device))
     return made
 
