@@ -65,7 +65,7 @@ def _patterns(dtype: str, shares: int) -> dict[str, Case]:
     }
 
 
-HEAD_DIMS = sized((256, 32, 48, 64, 72, 80, 96, 128, 192, 16), (24, 40))
+HEAD_DIMS = sized((256, 512, 32, 48, 64, 72, 80, 96, 128, 192, 16), (24, 40))
 BLOCKS = sized((16, 32, 48, 96, 160, 256), (48,))
 EXTRAS = {
     "bfloat16": calls.EXTRAS,

@@ -124,12 +124,17 @@ def first_fast(names: str, fast: list, slow: list) -> pytest.MarkDecorator:
 
 @first_fast(
     "widths",
-    [(48, 48), (64, 80), (192, 128), (1, 1)],
-    [(16, 16), (72, 72), (80, 16), (96, 96), (256, 256)],
+    [(48, 48), (64, 80), (192, 128), (1, 1), (320, 512)],
+    [(16, 16), (72, 72), (80, 16), (96, 96), (256, 256), (512, 512), (512, 64), (64, 512)],
 )
 def test_head_dims(widths):
     case = Case(1, 2, 1, 40, 40, *widths, 32)
     assert_is_the_reference(sr.Causal(), case)
+
+
+def test_head_dims_above_512_are_refused():
+    with pytest.raises(NotImplementedError, match="head dims up to 512"):
+        attend(*inputs(Case(1, 1, 1, 4, 4, 513, 16), torch.float32), sr.Causal())
 
 
 @first_fast("block_size", [48], [16, 80, 96, 112, 160, 208, 256])

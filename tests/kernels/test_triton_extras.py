@@ -189,6 +189,13 @@ def test_all_extras_of_steps_over_part_of_a_tile_follow_their_formulas(tma, monk
         assert_follows_the_formulas(sr.SlidingWindow(30, 9), case, EVERY)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_all_extras_of_wide_grouped_heads_follow_their_formulas(dtype):
+    case = Case(1, 2, 1, 20, 36, 320, 512)
+    bound = 4e-6 if dtype == torch.float32 else 4e-3
+    assert_follows_the_formulas(sr.Causal(), case, EVERY, dtype=dtype, bound=bound)
+
+
 def test_few_tokens_of_a_packed_group_have_extras():
     case = Case(1, 5, 1, 3, 40, 8, 8, 32)
     assert_follows_the_formulas(sr.Causal(), case, EVERY)

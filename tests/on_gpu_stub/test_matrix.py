@@ -122,10 +122,21 @@ def test_masks_of_keys_and_all_extras_together(capability):
 
 @sizes
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
-@pytest.mark.parametrize("width", [16, 32, 64, 72, 80, 96, 128, 192, 256])
+@pytest.mark.parametrize("width", [16, 32, 64, 72, 80, 96, 128, 192, 256, 320, 512])
 def test_head_dims_and_dtypes(capability, width, dtype):
     with gpu(capability):
         run(WINDOW, inputs(width=width, dtype=dtype))
+
+
+@sizes
+def test_extras_of_the_widest_heads(capability):
+    with gpu(capability):
+        valid = torch.arange(300, device="cuda") < 280
+        run(sr.Causal() & sr.KeyMask(valid), inputs(width=512))
+        given = {k: x for name in ("softcap", "sink", "dropout") for k, x in EXTRAS[name]().items()}
+        run(sr.Causal(), inputs(width=512), **given)
+        given |= EXTRAS["distance bias"]()
+        run(sr.Causal() & sr.KeyMask(valid), inputs(width=512), **given)
 
 
 @sizes
@@ -205,11 +216,12 @@ def test_small_cards_take_the_tiles_of_an_a100_wherever_they_fit(capability):
         return [config_for(kernel, like, width, 128)[:4] for kernel in ("forward", "query", "key")]
 
     with gpu(80):
-        large = {width: configs(width) for width in (64, 128, 256)}
+        large = {width: configs(width) for width in (64, 128, 256, 512)}
     with gpu(capability):
         assert configs(64) == large[64]
         assert configs(128) == [large[128][0], (64, 64, 8, 2), (64, 64, 8, 2)]
         assert configs(256) == [large[256][0], (64, 16, 8, 2), (64, 16, 8, 2)]
+        assert configs(512) == 3 * [(16, 32, 8, 2)] != large[512]
 
 
 def test_such_a_tile_is_launched():
@@ -217,3 +229,9 @@ def test_such_a_tile_is_launched():
         sr.attention(*inputs(width=128), WINDOW)
     (launch,) = counts.launches
     assert 64 << 10 <= launch.shared <= 99 << 10
+
+
+def test_the_widest_heads_of_such_a_card_and_of_hopper_are_launched():
+    for capability in (89, 90):
+        with gpu(capability):
+            run(WINDOW, inputs(heads=1, kv_heads=1, width=512))

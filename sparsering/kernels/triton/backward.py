@@ -23,7 +23,7 @@ from .device import (
     visible,
 )
 from .distances import store_diagonals
-from .tile_scores import apart, bias_at, capped, kept_pairs, words_of
+from .tile_scores import apart, bias_at, capped, kept_pairs, products, words_of
 from .walk import UNIT
 
 _UNIT = tl.constexpr(UNIT)
@@ -166,7 +166,11 @@ def query_kernel(
                 VALUE_DIM, PADDED_VALUE_DIM, not (masked_entries or GAPS),
                 TMA and not masked_entries, WIDE,
             )
-            score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            of_rows = token + tl.arange(0, SIZE) * step
+            score = products(
+                q, k, query + from_row, key + k_offset + of_rows * k_token, real, in_tile,
+                HEAD_DIM, PRECISION,
+            )
             if BIASED:
                 of_entry = bias + heads * bias_head + tl.load(entry + e)
                 base = (sums_to - tl.load(of_entry, mask=real, other=0.0)) * _LOG2_E
@@ -192,7 +196,10 @@ def query_kernel(
             elif GAPS:
                 power = tl.where(in_tile[None, :], power, float("-inf"))
             weight = weight_of(power)
-            dweight = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+            dweight = products(
+                do, v, grad_out + from_grad, value + v_offset + of_rows * v_token, real, in_tile,
+                VALUE_DIM, PRECISION,
+            )
             if DROPPING:
                 kept_keys = (first_key + along_key)[None, :]
                 stays = kept_pairs(a[:, None], b[:, None], kept_keys, least)
@@ -345,7 +352,10 @@ def key_kernel(
                     base = row_lse_tiles.load([(of_head + token).to(tl.int32)])
                 else:
                     base = tl.load(row_lse + of_row, mask=in_tile, other=float("inf"))
-                score = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+                score = products(
+                    k, q, key + from_key, query + q_offset + (token + along) * q_token, real,
+                    in_tile, HEAD_DIM, PRECISION,
+                )
                 if BIASED:
                     of_head_bias = bias + batch * bias_batch + h * elements(bias_head, 1)
                     base -= tl.load(of_head_bias + tl.load(entry + in_table + e))
@@ -383,7 +393,10 @@ def key_kernel(
                 else:
                     given = weight.to(do.dtype)
                 dv = tl.dot(given, do, dv, input_precision=PRECISION)
-                dweight = tl.dot(v, tl.trans(do), input_precision=PRECISION)
+                dweight = products(
+                    v, do, value + from_value, grad_out + g_offset + (token + along) * g_token,
+                    real, in_tile, VALUE_DIM, PRECISION,
+                )
                 # delta is loaded as late as possible, to save registers
                 if TMA and not masked_entries:
                     d = delta_tiles.load([(of_head + token).to(tl.int32)])

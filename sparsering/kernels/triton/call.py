@@ -30,7 +30,7 @@ EXTRAS = frozenset(
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WRONG_INTERPRETED = (torch.bfloat16,)  # dtypes that Triton's interpreter multiplies wrongly
 _LEAST_PROGRAMS = 8  # programs per multiprocessor that fill the device
-_ROWS = 64  # rows per program of the kernel that prepares
+_ROWS = 64  # rows per program of the kernel that prepares; fewer for head dims above 256
 _COMBINED = 256  # numbers of a result per program of the kernels that combine 8 pieces at a time
 _ALIGNED = 4  # float32 values in 16 bytes, the alignment that a descriptor needs
 _Build = Callable[[Walk, dict[str, Any]], list[Launch]]
@@ -290,12 +290,13 @@ def _prepared(
     }  # fmt: skip
 
     def build() -> list[Launch]:
+        rows = min(_ROWS, _ROWS * 256 // padded(out))
         arguments = {
             **strides(g=grad_out, o=tensors["out"]), "row_head": apart,
             "unit": unit, "num_heads": heads, "q_len": q_len,
-            "ROWS": _ROWS, "VALUE_DIM": out.shape[3], "PADDED_VALUE_DIM": padded(out),
+            "ROWS": rows, "VALUE_DIM": out.shape[3], "PADDED_VALUE_DIM": padded(out),
         }  # fmt: skip
-        return [Launch(prepare_kernel, batch * heads * -(-q_len // _ROWS), None, arguments)]
+        return [Launch(prepare_kernel, batch * heads * -(-q_len // rows), None, arguments)]
 
     kind = out.device, unit, *kind_of(*tensors.values())
     launch(kept(kind, build, out.device), tensors, out.device)
@@ -400,5 +401,7 @@ def _blank(
 def _config_for(kernel: str, problem: Problem) -> Config:
     head_dim = max(problem.query.shape[3], problem.value.shape[3])
     config = config_for(kernel, problem.query, head_dim, problem.layout.block_size)
+    # where loads wait for a key mask, Triton keeps another step, for which wide heads leave no room
+    halve = head_dim > 256 and problem.key_mask is not None and kernel != "key"
     more = bool(problem.dropout_p) or problem.softcap is not None
-    return with_extras(config, kernel, problem.distance_bias is not None, more)
+    return with_extras(config, kernel, halve or problem.distance_bias is not None, more)

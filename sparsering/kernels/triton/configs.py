@@ -44,6 +44,14 @@ _HALF = {
     (100, "query"): ((128, 128, 8, 2), (128, 64, 8, 2), (128, 32, 8, 2)),
     (100, "key"): ((128, 64, 8, 3), (64, 64, 8, 2), (64, 32, 8, 2)),
 }
+_WIDE = {  # for head dims up to 512: sums for 64 rows would leave too few registers
+    (80, "forward"): (32, 32, 8, 2),
+    (80, "query"): (32, 32, 8, 2),
+    (80, "key"): (16, 32, 8, 3),
+    (90, "forward"): (32, 64, 8, 2, 32),
+    (90, "query"): (32, 64, 8, 2),
+    (90, "key"): (16, 64, 8, 2, 32),
+}
 _SINGLE = {  # for float32, by generation, for every kernel; products use tf32x3
     80: ((32, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2)),
     90: ((64, 32, 8, 2), (32, 16, 8, 2), (16, 16, 8, 2)),
@@ -58,9 +66,12 @@ def config_for(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
     return default(kernel, like.dtype, like.device, head_dim, tile)
 
 
-def with_extras(config: Config, kernel: str, distances: bool, more: bool) -> Config:
-    """Adapts a config to extras that take registers; `more`: the call has softcap or dropout."""
-    if distances:
+def with_extras(config: Config, kernel: str, halve: bool, more: bool) -> Config:
+    """Adapts a config to extras that take registers or shared memory.
+
+    `halve`: the call has a distance bias, or a key mask and wide heads. `more`: softcap or dropout.
+    """
+    if halve:
         return config._replace(streamed=max(16, config.streamed // 2), masked=0)
     if more and kernel == "forward":
         return config._replace(streamed=min(64, config.streamed), masked=min(32, config.masked))
@@ -71,14 +82,17 @@ def with_extras(config: Config, kernel: str, distances: bool, more: bool) -> Con
 def default(
     kernel: str, dtype: torch.dtype, device: torch.device, head_dim: int, tile: int
 ) -> Config:
-    """Returns the default config, from `_HALF` or `_SINGLE`, for use if none was measured."""
-    size = 0 if head_dim <= 64 else 1 if head_dim <= 128 else 2
+    """Returns the default config, from the tables above, for use if none was measured."""
+    size = sum(head_dim > most for most in (64, 128, 256))
     gpu = generation(device)
-    table = _SINGLE[80 if gpu < 90 else 90] if dtype.itemsize == 4 else _HALF[gpu, kernel]
-    rows, streamed, warps, stages, *masked = table[size]
+    if dtype.itemsize == 4:
+        shape: tuple[int, ...] = _SINGLE[min(gpu, 90)][min(size, 2)]
+    else:
+        shape = _HALF[gpu, kernel][size] if size < 3 else _WIDE[min(gpu, 90), kernel]
+    rows, streamed, warps, stages, *masked = shape
     if gpu == 90 and kernel == "forward" and head_dim & (head_dim - 1):
         streamed = min(streamed, 64)  # TMA needs a power of two; pointers take more registers
-    tma = gpu >= 90 and dtype.itemsize < 4
+    tma = gpu >= 90 and dtype.itemsize < 4 and size < 3  # pointers spill less for wide heads
     chosen = Config(rows, streamed, warps, stages, tma, masked=masked[0] if masked else 0)
     return _fitted(kernel, chosen, dtype, device, head_dim, tile)
 
@@ -149,6 +163,8 @@ def _fitted(
             return chosen
         if chosen.stages > 2:
             chosen = chosen._replace(stages=chosen.stages - 1)
+        elif head_dim > 256 and chosen.rows > 16:
+            chosen = chosen._replace(rows=chosen.rows // 2)
         else:
             chosen = chosen._replace(streamed=chosen.streamed // 2)
 
@@ -156,7 +172,7 @@ def _fitted(
 def _shared_bytes(kernel: str, config: Config, gpu: int, width: int) -> int:
     """Returns an upper bound of the numbers that a compiled kernel keeps in shared memory."""
     tensors = 1 if kernel == "forward" and gpu <= 90 else 2
-    if gpu >= 90:
+    if gpu >= 90 and config.rows >= 64:  # fewer rows are multiplied by the instructions of 8.0
         return (tensors * config.rows + 2 * config.stages * config.streamed) * width
     # `stages - 1` steps of two streamed tensors, and one step's weights; 8.0 keeps up to 12% less
     tokens = tensors * config.rows + 2 * (config.stages - 1) * config.streamed

@@ -23,7 +23,7 @@ from .device import (
     unit_at,
     visible,
 )
-from .tile_scores import apart, bias_at, capped, kept_pairs, words_of
+from .tile_scores import apart, bias_at, capped, kept_pairs, products, words_of
 from .walk import UNIT
 
 _UNIT = tl.constexpr(UNIT)
@@ -191,7 +191,10 @@ def forward_kernel(
                 added = tl.load(of_entry, mask=real, other=0.0)
             else:
                 added = 0.0
-            score = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            of_rows = (token + tl.arange(0, SIZE) * step) * k_token
+            score = products(
+                q, k, query + from_row, key + k_offset + of_rows, real, in_tile, HEAD_DIM, PRECISION
+            )
             if DISTANCES or DROPPING:
                 along_key = tl.arange(0, SIZE) * step
                 first_key = tl.load(origin + e).to(tl.int64) + origin_shift + first_slot * step

@@ -16,7 +16,7 @@ from .configs import Config
 from .launch import line, matrix, padded, precision
 from .walk import Walk
 
-MOST_HEAD_DIM = 256
+MOST_HEAD_DIM = 512
 
 
 class Part(NamedTuple):

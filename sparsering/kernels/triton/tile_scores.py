@@ -11,11 +11,31 @@ from ...dropout import ADDENDS, KEY_MULTIPLIER, MULTIPLIERS
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _FAR = tl.constexpr(1 << 30)
+_PART = tl.constexpr(64)  # numbers of a row in a part of `products`
 _OF_KEY = tl.constexpr(KEY_MULTIPLIER % 2**32)
 _MULTIPLIER_1 = tl.constexpr(MULTIPLIERS[0] % 2**32)
 _MULTIPLIER_2 = tl.constexpr(MULTIPLIERS[1] % 2**32)
 _ADDEND_A = tl.constexpr(ADDENDS[0] % 2**32)
 _ADDEND_B = tl.constexpr(ADDENDS[1] % 2**32)
+
+
+@triton.jit
+def products(x, y, x_rows, y_rows, x_real, y_real, HEAD_DIM: tl.constexpr, PRECISION: tl.constexpr):
+    """Returns the products of rows, `x @ y.T`; of wide float32 rows, as a sum over parts of them.
+
+    Both operands are then in registers, and 512 numbers of each row do not fit. A part is read
+    again, from the pointers `x_rows` and `y_rows` to the first numbers of all rows that are `real`.
+    """
+    if x.dtype != tl.float32 or HEAD_DIM <= 256:
+        return tl.dot(x, tl.trans(y), input_precision=PRECISION)
+    else:
+        score = tl.zeros([x.shape[0], y.shape[0]], tl.float32)
+        for first in tl.range(0, HEAD_DIM, _PART, num_stages=1):
+            dim = first + tl.arange(0, _PART)[None, :]
+            a = tl.load(x_rows[:, None] + dim, mask=x_real[:, None] & (dim < HEAD_DIM), other=0.0)
+            b = tl.load(y_rows[:, None] + dim, mask=y_real[:, None] & (dim < HEAD_DIM), other=0.0)
+            score = tl.dot(a, tl.trans(b), score, input_precision=PRECISION)
+        return score
 
 
 @triton.jit
