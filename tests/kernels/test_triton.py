@@ -539,7 +539,7 @@ def test_reasons_name_what_is_wrong():
     half, double = torch.zeros(1, 1, 4, 16).bfloat16(), torch.zeros(1, 1, 4, 16).double()
     assert backend.reasons() == []
     assert backend.reasons(half.float(), half.float(), half.float()) == []
-    for bad, told in ((half, "bfloat16"), (double, "float64"), (torch.zeros(1, 1, 4, 257), "256")):
+    for bad, told in ((half, "bfloat16"), (double, "float64"), (torch.zeros(1, 1, 4, 513), "512")):
         assert any(told in reason for reason in backend.reasons(bad))
         with pytest.raises(NotImplementedError, match="triton"):
             sr.attention(bad, bad, bad, sr.Full(), backend="triton")
