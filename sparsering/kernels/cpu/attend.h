@@ -80,14 +80,13 @@ class Attend {
       for (int64_t i = 0; i < tiles.size; ++i) {
         const auto& part = tiles.parts[i];
         const T* key = operands[part.column].k;
-        if (const uint8_t* bits = apart<T>(pass, numbers[part.entry], tile.count)) {
-          for_seen(bits, block, part.rows, queries, [&](int64_t i, int64_t first, int64_t count) {
-            multiply(count, kApart, width_, key + first * width_, width_, s.packed.get() + i,
-                     queries, at + first * queries + i, queries, false);
-          });
-        } else {
-          multiply(part.padded, queries, width_, key, width_, s.packed.get(), at, false);
-        }
+        const uint8_t* bits = apart<T>(pass, numbers[part.entry], tile.count);
+        for_parts(bits, block, part.padded, queries,
+                  [&](int64_t query, int64_t size, int64_t first, int64_t count) {
+                    multiply(count, size, width_, key + first * width_, width_,
+                             s.packed.get() + query, queries, at + first * queries + query, queries,
+                             false);
+                  });
         if (x_.extras.adjusts()) {
           adjust_tiles(pass, item, part, queries, s.biases.get(), at);
         }
@@ -117,14 +116,13 @@ class Attend {
           drop(w, part.padded, queries, dropout(s, pass, axis, part.column));
         }
         const T* value = operands[part.column].v;
-        if (const uint8_t* bits = apart<T>(pass, numbers[part.entry], tile.count)) {
-          for_seen(bits, block, part.rows, queries, [&](int64_t i, int64_t first, int64_t count) {
-            multiply(x_.Dv, kApart, count, value + first, part.padded, w + first * queries + i,
-                     queries, s.sums.get() + i, queries, true);
-          });
-        } else {
-          multiply(x_.Dv, queries, part.padded, value, part.padded, w, s.sums.get(), true);
-        }
+        const uint8_t* bits = apart<T>(pass, numbers[part.entry], tile.count);
+        for_parts(bits, block, part.padded, queries,
+                  [&](int64_t query, int64_t size, int64_t first, int64_t count) {
+                    multiply(x_.Dv, size, count, value + first, part.padded,
+                             w + first * queries + query, queries, s.sums.get() + query, queries,
+                             true);
+                  });
         w += part.padded * queries;
       }
     }

@@ -286,10 +286,15 @@ const uint8_t* apart(const Pass& pass, int64_t number, int64_t queries) {
   return gains && number >= 0 ? pass.bitmap(number) : nullptr;
 }
 
-// Calls f(query, first key, number of keys) for each kApart queries of a tile that see keys; the
-// keys between the first and the last that they see, in sixteens.
+// Calls f(first query, number of queries, first key, number of keys) for each part of a pair of
+// tiles that is multiplied. With a bitmap of `apart`, a part has kApart queries that see keys, and
+// the keys between the first and the last that they see, in sixteens; without one it is the pair.
 template <typename F>
-void for_seen(const uint8_t* bitmap, int64_t block, int64_t keys, int64_t queries, const F& f) {
+void for_parts(const uint8_t* bitmap, int64_t block, int64_t keys, int64_t queries, const F& f) {
+  if (!bitmap) {
+    f(0, queries, 0, keys);
+    return;
+  }
   for (int64_t i = 0; i < queries; i += kApart) {
     const auto seen = [&](int64_t j) {
       uint32_t bits;
@@ -305,7 +310,7 @@ void for_seen(const uint8_t* bitmap, int64_t block, int64_t keys, int64_t querie
     }
     if (first < stop) {
       first = first / 16 * 16;
-      f(i, first, round_up(stop, 16) - first);
+      f(i, kApart, first, round_up(stop, 16) - first);
     }
   }
 }

@@ -148,10 +148,11 @@ class Pairs {
       if (x.seen) {  // pairs that are left out are read, too
         std::fill_n(to, x.padded * q.count, 0.f);
       }
-      for_parts(q, x, [&](int64_t i, int64_t size, int64_t first, int64_t count) {
-        multiply(count, size, width, keys + first * width, width, queries + i, q.count,
-                 to + first * q.count + i, q.count, false);
-      });
+      for_parts(x.seen, x_.block, x.padded, q.count,
+                [&](int64_t i, int64_t size, int64_t first, int64_t count) {
+                  multiply(count, size, width, keys + first * width, width, queries + i, q.count,
+                           to + first * q.count + i, q.count, false);
+                });
     };
     for (const Pair& x : pairs) {
       products(x, x.keys.k, width_, q.qt, s.scores.get());
@@ -213,10 +214,11 @@ class Pairs {
   // Adds dQ^T of a differentiated pair to `dq`.
   void add_to_queries(Scratch& s, const Queries& q, const Pair& x, float* dq) const {
     const T* ds = std::get<2>(operands(s, q, x));
-    for_parts(q, x, [&](int64_t i, int64_t size, int64_t first, int64_t count) {
-      multiply(width_, size, count, x.keys.kt + first, x.padded, ds + first * q.count + i, q.count,
-               dq + i, q.count, true);
-    });
+    for_parts(x.seen, x_.block, x.padded, q.count,
+              [&](int64_t i, int64_t size, int64_t first, int64_t count) {
+                multiply(width_, size, count, x.keys.kt + first, x.padded, ds + first * q.count + i,
+                         q.count, dq + i, q.count, true);
+              });
   }
 
   // Adds dV, or dK, of a differentiated pair.
@@ -228,25 +230,14 @@ class Pairs {
   }
 
  private:
-  // Calls f(first query, number of queries, first key, number of keys) for each part of a pair that
-  // is multiplied: the whole pair, or the parts of a masked one that have pairs.
-  template <typename F>
-  void for_parts(const Queries& q, const Pair& x, const F& f) const {
-    if (!x.seen) {
-      f(0, q.count, 0, x.padded);
-      return;
-    }
-    for_seen(x.seen, x_.block, x.padded, q.count,
-             [&](int64_t i, int64_t first, int64_t count) { f(i, kApart, first, count); });
-  }
-
   // Adds a product [keys, queries] [queries, width] to `to`.
   void add_to_rows(const Queries& q, const Pair& x, const T* weights, const T* rows, int64_t width,
                    float* to) const {
-    for_parts(q, x, [&](int64_t i, int64_t size, int64_t first, int64_t count) {
-      multiply(count, width, size, weights + first * q.count + i, q.count, rows + i * width, width,
-               to + first * width, width, true);
-    });
+    for_parts(x.seen, x_.block, x.padded, q.count,
+              [&](int64_t i, int64_t size, int64_t first, int64_t count) {
+                multiply(count, width, size, weights + first * q.count + i, q.count,
+                         rows + i * width, width, to + first * width, width, true);
+              });
   }
 
   void prepare_extras(Scratch& s, const Pass& pass, const Pair& pair, int64_t axis, int64_t keys,
