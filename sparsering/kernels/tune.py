@@ -103,8 +103,9 @@ def _choose_configs(
             return tuple(triton.backward(problem, out, lse, grad, no_grad)[:3])
 
     for kernel in configs.KERNELS:
-        key = configs.config_key(kernel, query.dtype, query.shape[3], size)
-        candidates = configs.candidates(kernel, query, query.shape[3], size)
+        shape = query.shape[3], size, triton.packed_rows(kernel, problem)
+        key = configs.config_key(kernel, query.dtype, *shape)
+        candidates = configs.candidates(kernel, query, *shape)
         runs = {config: partial(run, kernel, key, config) for config in candidates}
         chosen[key] = _fastest(key, runs, query.device, say)
 

@@ -309,6 +309,39 @@ def test_few_tokens_of_a_group_of_heads_are_packed(group):
     assert_is_the_reference(sr.Causal(), case)
 
 
+def rows_of(pattern: sr.Pattern, case: Case, dtype=torch.float16, kernel="forward") -> dict:
+    """How a program's rows are tokens and heads, for a case."""
+    layout = pattern.layout(**case.heads, block_size=case.block_size)
+    args = inputs(case, dtype, requires_grad=False)
+    (part,) = backend._parts(Problem(layout, *args, 1.0), False)
+    return backend._rows(part.problem, 0, backend._config_for(kernel, part.problem))
+
+
+@pytest.mark.parametrize("kernel", ["forward", "query"])
+@pytest.mark.parametrize(
+    ("group", "block_size", "pack"),
+    [
+        *(
+            (8, size, pack)
+            for size, pack in ((16, 8), (32, 4), (48, 2), (64, 2), (128, 1), (192, 1))
+        ),
+        *((2, 16, 2), (6, 32, 2), (3, 64, 1), (1, 16, 1)),
+    ],
+)
+def test_whole_tiles_of_a_group_fill_128_rows_and_lack_no_head(kernel, group, block_size, pack):
+    case = Case(1, 2 * group, 2, 200, 200, 16, 16, block_size)
+    rows = rows_of(sr.Causal(), case, kernel=kernel)
+    tokens = 64 if block_size == 192 else -(-block_size // 16) * 16
+    assert (rows["TOKENS"], rows["PACK"]) == (1 << (tokens - 1).bit_length(), pack)
+    assert rows["programs"] == 2 * group // pack * -(-block_size // rows["TOKENS"])
+
+
+def test_heads_with_tables_of_their_own_are_not_packed():
+    case = Case(1, 8, 2, 200, 200, 16, 16, 64)
+    assert rows_of(PATTERNS["blocks of each head"](case), case)["PACK"] == 1
+    assert rows_of(sr.Causal(), case)["PACK"] == 2
+
+
 def test_heads_in_turn_give_the_bits_of_all_at_once(launched, monkeypatch):
     case = Case(1, 2, 2, 40, 40, 16, 16)
     pattern = sr.LongNet((16, 64), (1, 2)) & sr.Causal()
@@ -527,7 +560,8 @@ def test_tune_keeps_the_fastest_that_is_right(tmp_path, monkeypatch):
     )  # fmt: skip
     assert path.parent == tmp_path
     like = torch.zeros(1, 1, 1, 16)
-    assert configs.config_for("forward", like, 16, 32) == good
+    assert configs.config_for("forward", like, 16, 32, 64) == good  # two heads share a program
+    assert configs.config_for("forward", like, 16, 32).rows == 32  # not for single heads
     assert configs.measured.block_size(sr.Causal().expression, like) in (32, 48)
     assert any("its results differ by 0.01" in line for line in said)
     assert any("RuntimeError: out of shared memory" in line for line in said)

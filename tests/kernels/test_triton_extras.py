@@ -201,6 +201,21 @@ def test_few_tokens_of_a_packed_group_have_extras():
     assert_follows_the_formulas(sr.Causal(), case, EVERY)
 
 
+@pytest.mark.parametrize("block_size", slow_except([64], [16, 32, 64]))
+def test_all_extras_of_a_packed_group_follow_their_formulas(block_size, monkeypatch):
+    config, rows, packs = Config(128, 32, 4, 2), backend._rows, set()
+    monkeypatch.setattr(backend, "config_for", lambda *rest: config)
+    monkeypatch.setattr(backend, "_rows", lambda *x: packs.add((y := rows(*x))["PACK"]) or y)
+    case = Case(1, 4, 1, 70, 72, 8, 12, block_size)
+    assert_follows_the_formulas(sr.SlidingWindow(60, 5), case, EVERY)
+    assert packs == {min(4, 128 // block_size)}
+
+
+def test_extras_of_a_packed_group_in_half_precision_follow_their_formulas():
+    case = Case(1, 4, 1, 40, 40, 16, 16, 32)
+    assert_follows_the_formulas(sr.Causal(), case, EVERY, dtype=torch.float16, bound=4e-3)
+
+
 @pytest.mark.parametrize(("dtype", "bound"), [(torch.float16, 4e-3), (torch.bfloat16, 3e-2)])
 @pytest.mark.usefixtures("bfloat16_products")
 def test_extras_in_half_precision_follow_their_formulas(dtype, bound):

@@ -154,11 +154,27 @@ def test_strides_and_offsets(capability, arranged):
         run(LONGNET, [arranged(x) for x in inputs()])
 
 
+@pytest.mark.parametrize("capability", [pytest.param(89, marks=pytest.mark.slow), 90])
+def test_two_grouped_heads_of_a_block_of_64_share_a_program(capability):
+    def forward(kv_heads: int) -> tuple[int, int]:
+        with counted() as counts:
+            sr.attention(*inputs(heads=4, kv_heads=kv_heads, width=128), WINDOW, block_size=64)
+        (launch,) = counts.launches
+        return launch.programs, launch.warps
+
+    with gpu(capability):
+        programs, warps = forward(4)
+        assert forward(2) == (programs // 2, 8) == forward(1)
+        assert warps == (4 if capability == 90 else 8)
+
+
 @sizes
 def test_heads_and_lengths(capability):
     with gpu(capability):
         run(WINDOW, inputs(heads=4, kv_heads=2))
         run(WINDOW, inputs(heads=8, kv_heads=1, width=128))
+        run(WINDOW, inputs(heads=4, kv_heads=1, width=128), block_size=64)
+        run(WINDOW, inputs(heads=4, kv_heads=2, width=256), block_size=16)
         run(WINDOW, inputs(width=192, value_width=128))
         run(sr.Causal(), inputs(queries=1))
         run(sr.Causal(), inputs(queries=1, heads=8, kv_heads=1))

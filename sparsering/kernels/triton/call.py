@@ -17,7 +17,7 @@ from torch import Tensor
 from ...numerics import power_of_2
 from ..problem import Gradients, Problem, constant_in_graphs, dense_rows, sink_gradient
 from . import extra_arguments
-from .configs import Config, config_for, with_extras
+from .configs import Config, config_for
 from .launch import Launch, kept, kind_of, kinds, launch, padded, precision, processors, strides
 from .operands import MOST_HEAD_DIM, Part, of_call, of_inputs, of_tiles, streamed
 from .walk import Walk, use, walk
@@ -362,6 +362,14 @@ def _heads_at_a_time(problem: Problem) -> int:
     return -(-group // shares)
 
 
+def packed_rows(kernel: str, problem: Problem) -> int:
+    """Returns how many rows of heads that share keys and table a program may compute, to 128."""
+    if kernel == "key" or (group := problem.group) == 1 or _by_query_head(problem):
+        return 0
+    tokens = power_of_2(min(problem.layout.block_size, problem.query.shape[2]))
+    return min(128, tokens * (group & -group))  # a divisor of the group: no program lacks a head
+
+
 def _by_query_head(problem: Problem) -> bool:
     return problem.group > 1 and problem.layout.table_shape[1] > problem.layout.frame.num_kv_heads
 
@@ -400,8 +408,12 @@ def _blank(
 
 def _config_for(kernel: str, problem: Problem) -> Config:
     head_dim = max(problem.query.shape[3], problem.value.shape[3])
-    config = config_for(kernel, problem.query, head_dim, problem.layout.block_size)
+    size, packed = problem.layout.block_size, packed_rows(kernel, problem)
+    config = config_for(kernel, problem.query, head_dim, size, packed)
     # where loads wait for a key mask, Triton keeps another step, for which wide heads leave no room
-    halve = head_dim > 256 and problem.key_mask is not None and kernel != "key"
-    more = bool(problem.dropout_p) or problem.softcap is not None
-    return with_extras(config, kernel, halve or problem.distance_bias is not None, more)
+    waits = head_dim > 256 and problem.key_mask is not None and kernel != "key"
+    if waits or problem.distance_bias is not None:
+        return config._replace(streamed=max(16, config.streamed // 2), masked=0)
+    if kernel == "forward" and (problem.dropout_p or problem.softcap is not None):
+        return config._replace(streamed=min(64, config.streamed), masked=min(32, config.masked))
+    return config

@@ -58,29 +58,18 @@ _SINGLE = {  # for float32, by generation, for every kernel; products use tf32x3
 }
 
 
-def config_for(kernel: str, like: Tensor, head_dim: int, tile: int) -> Config:
-    """Returns the measured or default config of a kernel; `head_dim` is the larger of D and Dv."""
+def config_for(kernel: str, like: Tensor, head_dim: int, tile: int, packed: int = 0) -> Config:
+    """Returns the measured or default config for max(D, Dv), a tile and `call.packed_rows`."""
     tuned = measured.choices(like.device)["configs"]
-    if tuned and (found := tuned.get(config_key(kernel, like.dtype, head_dim, tile))) is not None:
+    key = config_key(kernel, like.dtype, head_dim, tile, packed) if tuned else ""
+    if (found := tuned.get(key)) is not None:
         return Config(*found)
-    return default(kernel, like.dtype, like.device, head_dim, tile)
-
-
-def with_extras(config: Config, kernel: str, halve: bool, more: bool) -> Config:
-    """Adapts a config to extras that take registers or shared memory.
-
-    `halve`: the call has a distance bias, or a key mask and wide heads. `more`: softcap or dropout.
-    """
-    if halve:
-        return config._replace(streamed=max(16, config.streamed // 2), masked=0)
-    if more and kernel == "forward":
-        return config._replace(streamed=min(64, config.streamed), masked=min(32, config.masked))
-    return config
+    return default(kernel, like.dtype, like.device, head_dim, tile, packed)
 
 
 @cache
 def default(
-    kernel: str, dtype: torch.dtype, device: torch.device, head_dim: int, tile: int
+    kernel: str, dtype: torch.dtype, device: torch.device, head_dim: int, tile: int, packed: int = 0
 ) -> Config:
     """Returns the default config, from the tables above, for use if none was measured."""
     size = sum(head_dim > most for most in (64, 128, 256))
@@ -94,12 +83,14 @@ def default(
         streamed = min(streamed, 64)  # TMA needs a power of two; pointers take more registers
     tma = gpu >= 90 and dtype.itemsize < 4 and size < 3  # pointers spill less for wide heads
     chosen = Config(rows, streamed, warps, stages, tma, masked=masked[0] if masked else 0)
-    return _fitted(kernel, chosen, dtype, device, head_dim, tile)
+    return _fitted(kernel, chosen, dtype, device, head_dim, tile, packed)
 
 
-def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[Config]:
+def candidates(
+    kernel: str, like: Tensor, head_dim: int, tile: int, packed: int = 0
+) -> Iterator[Config]:
     """Yields the default config and similar ones, for `tune` to measure."""
-    base = default(kernel, like.dtype, like.device, head_dim, tile)
+    base = default(kernel, like.dtype, like.device, head_dim, tile, packed)
     near = [
         base,
         base._replace(streamed=base.streamed * 2),
@@ -116,8 +107,8 @@ def candidates(kernel: str, like: Tensor, head_dim: int, tile: int) -> Iterator[
     if generation(like.device) == 100 and kernel == "forward":
         near.append(base._replace(warps=4, warp_specialize=True))
     large = (c for c in near if c.streamed >= 16 and c.rows >= 16)
-    fitting = (_fitted(kernel, c, like.dtype, like.device, head_dim, tile) for c in large)
-    yield from dict.fromkeys(fitting)
+    shape = like.dtype, like.device, head_dim, tile, packed
+    yield from dict.fromkeys(_fitted(kernel, c, *shape) for c in large)
 
 
 @contextlib.contextmanager
@@ -142,19 +133,20 @@ def generation(device: torch.device) -> int:
 
 
 def _fitted(
-    kernel: str, chosen: Config, dtype: torch.dtype, device: torch.device, head_dim: int, tile: int
-) -> Config:
+    kernel: str, chosen: Config, dtype: torch.dtype, device: torch.device, head_dim: int, tile: int,
+    packed: int,
+) -> Config:  # fmt: skip
     """Shrinks a config to the size of a tile and to the shared memory of the device."""
     most = max(16, power_of_2(tile))
     if most - tile >= 64:  # 160 or 192 tokens take three steps of 64, not one of 256
-        most = 64
-    rows, streamed = min(chosen.rows, most), min(chosen.streamed, most)
+        most = packed = 64
+    rows, streamed = min(chosen.rows, max(most, packed)), min(chosen.streamed, most)
     masked = min(chosen.masked, streamed // 2)
     masked = masked if masked >= 16 else 0
     chosen = chosen._replace(rows=rows, streamed=streamed, masked=masked)
     # largest head dim that 4 warps compute; Hopper multiplies with 4 warps at once (a warpgroup)
     narrow = 128 if generation(device) == 90 else 64
-    if rows * streamed <= 64 * 64 and dtype.itemsize < 4 and head_dim <= narrow:
+    if rows <= 64 and rows * streamed <= 64 * 64 and dtype.itemsize < 4 and head_dim <= narrow:
         chosen = chosen._replace(warps=min(4, chosen.warps))
     while True:
         width = max(16, power_of_2(head_dim))
@@ -188,9 +180,10 @@ def _shared_memory(device: torch.device) -> int:
     return int(getattr(found, "shared_memory_per_block_optin", 0) or 64 << 10) - (2 << 10)
 
 
-def config_key(kernel: str, dtype: torch.dtype, head_dim: int, tile: int) -> str:
+def config_key(kernel: str, dtype: torch.dtype, head_dim: int, tile: int, packed: int = 0) -> str:
     """Returns the key of a measured config in the tuning file."""
-    return f"{kernel} {str(dtype).removeprefix('torch.')} head dim {head_dim} block {tile}"
+    key = f"{kernel} {str(dtype).removeprefix('torch.')} head dim {head_dim} block {tile}"
+    return key + f" packed {packed}" * (packed > tile)
 
 
 def _path(device: torch.device) -> Path:

@@ -26,13 +26,9 @@ class Launch:
     """
 
     def __init__(
-        self,
-        kernel: Any,
-        programs: int,
-        config: Config | None,
-        arguments: Mapping[str, Any],
+        self, kernel: Any, programs: int, config: Config | None, arguments: Mapping[str, Any],
         **names: str,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.kernel, self.grid, self.config = kernel, (programs, 1, 1), config
         self.fixed = [arguments.get(name) for name in kernel.arg_names]
         self.places: list[tuple[int, str, Any, int]] = []
@@ -129,9 +125,8 @@ def matrix(x: Tensor, rows: int) -> Matrix | None:
     below = of_head % of_token == 0
     if not below and (heads - 1) * of_head + head_dim > of_token:
         return None
-    apart = {"batch": of_batch // of_token, "head": 0, "side": of_head}
-    if below:
-        apart |= {"head": of_head // of_token, "side": 0}
+    apart = {"batch": of_batch // of_token, "head": of_head // of_token * below}
+    apart["side"] = of_head * (not below)
     last = (batch - 1) * apart["batch"] + (heads - 1) * apart["head"]
     tiles = TensorDescriptor(x, [last + tokens, of_token], [of_token, 1], [rows, head_dim])
     return Matrix(tiles, apart)
