@@ -4,6 +4,7 @@ The oracles are torch's: `select_blocks` on a CPU, the layout of `layouts.select
 the walks over it. All tables are equal bit for bit.
 """
 
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -64,6 +65,35 @@ def test_many_blocks_are_ranked_in_parts(monkeypatch):
     monkeypatch.setattr(selected, "_LANES", 16)  # 8 blocks at a time
     check_ranks(ties(2, 1, 5, 70), 6, query_block=16, q_start=66 * 16)
     check_ranks(torch.randn(2, 1, 5, 70), 16, sink=3, local=4, causal=False)
+
+
+@pytest.fixture
+def networks(monkeypatch) -> list[tuple[str, int]]:
+    """Triton's own sorting networks, in whose place the tests put NumPy; notes what they sort."""
+    from triton import language
+
+    ran = []
+
+    def noted(name: str, *given: object) -> object:
+        ran.append((name, int(given[0].shape[-1])))
+        return getattr(language.standard, name)(*given)
+
+    for name in ("topk", "sort"):
+        monkeypatch.setattr(language, name, functools.partial(noted, name))
+    return ran
+
+
+@pytest.mark.parametrize(
+    ("k", "sizes"),
+    [(1, {4, 8}), (7, {8, 16}), pytest.param(40, {128, 256}, marks=pytest.mark.slow)],
+)
+def test_the_network_of_triton_ranks_as_torch(k, sizes, networks, monkeypatch):
+    monkeypatch.setattr(selected, "_LANES", 16)  # 8 blocks at a time
+    local = int(k > 1)
+    blocks, last = 3 * k + 17, 16 * (3 * k + 14)
+    check_ranks(ties(2, 1, 3, blocks), k, sink=0, local=local, query_block=16, q_start=last)
+    check_ranks(torch.randn(2, 2, blocks), k, sink=local, local=local, causal=False)
+    assert {size for _, size in networks} == sizes
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
@@ -164,6 +194,14 @@ def test_tables_are_those_of_torch(name, causal, short_runs):
 def test_a_tile_of_many_entries_is_cut_as_by_torch(short_runs):
     sink = torch.cat((torch.zeros(1, 2, 40, 1, dtype=torch.int64), chosen(1, 2, 40, 2)), -1)
     check_tables(sink, (16, 1, 16), (40, 150, 0), True, limits=(1, 2, 7, 16))
+
+
+@pytest.mark.parametrize("lanes", [32, pytest.param(256, marks=pytest.mark.slow)])
+def test_the_network_of_triton_sorts_entries_as_torch(lanes, networks, monkeypatch):
+    monkeypatch.setattr(selected, "_LANES", lanes)
+    monkeypatch.setattr(selected, "_BINS", 16)
+    check_tables(chosen(5, 3), (16, 16, 16), (75, 75, None), True, limits=())
+    assert ("sort", lanes) in networks
 
 
 @pytest.mark.slow
