@@ -15,6 +15,7 @@ import sparsering as sr
 from sparsering.decoding.steps import page_layout
 from sparsering.distributed import exchange
 from sparsering.distributed.agreement import report_failure
+from sparsering.kernels.problem import Problem
 from sparsering.kernels.triton import call as backend
 from sparsering.kernels.triton import launch as triton_launch
 from sparsering.kernels.triton import operands
@@ -429,6 +430,62 @@ def test_other_streams_wait_for_a_page_that_is_shared(hopper, monkeypatch):
                 call()
             assert len(waits) >= 2  # for the page, and for its walk
             waits.clear()
+
+
+TABLES = {"units", "start", "tokens", "bitmap", "entry", "words", "cuts", "tile_start", "tile_stop"}
+
+
+@pytest.mark.parametrize("pattern", EITHER)
+def test_another_stream_waits_before_it_launches_what_reads_shared_tables(
+    hopper, monkeypatch, pattern
+):
+    """Each launch of its forward and backward reads tables that are complete and not freed."""
+    events, log, held, read = {}, [], set(), []
+
+    def record(stream: torch.cuda.Stream) -> torch.cuda.Event:
+        events[event := torch.cuda.Event()] = stream
+        return event
+
+    def note(launch: triton_launch.Launch, of_call: dict, run=triton_launch.Launch.run) -> None:
+        named = zip(launch.kernel.arg_names, launch.arguments(of_call), strict=True)
+        used = {id(x.untyped_storage()._cdata): x for name, x in named if name in TABLES}
+        log.append(launch.kernel.fn.__name__)
+        read.append([x.untyped_storage().data_ptr() for x in used.values()])
+        run(launch, of_call)
+
+    monkeypatch.setattr(torch.cuda.Stream, "record_event", record)
+    monkeypatch.setattr(
+        torch.cuda.Stream, "wait_event", lambda self, event: log.append((self, events[event]))
+    )
+    monkeypatch.setattr(
+        torch.Tensor,
+        "record_stream",
+        lambda x, stream: held.add((stream, x.untyped_storage().data_ptr())),
+    )
+    monkeypatch.setattr(triton_launch.Launch, "run", note)
+    query, key, value = (rows() for _ in range(3))
+
+    def call() -> None:
+        layout = pattern.layout(512, num_heads=2, device=hopper)
+        problem = Problem(layout, query, key, value, 0.1)
+        out, lse = backend.forward(problem)
+        backend.backward(problem, out, lse, query, torch.zeros_like(lse))
+
+    first = torch.cuda.current_stream()
+    call()
+    assert all(isinstance(x, str) for x in log) and not held
+    kernels, built = list(log), {x for of_launch in read for x in of_launch}
+    log.clear()
+    read.clear()
+    with torch.cuda.stream(second := torch.cuda.Stream()):
+        call()
+    assert [x for x in log if isinstance(x, str)] == kernels
+    waits = [i for i, x in enumerate(log) if not isinstance(x, str)]
+    assert {log[i] for i in waits} == {(second, first)}
+    # for the layout and the walk over query tiles, then for the walk over key tiles
+    assert waits[:2] == [0, 1] and log.index("key_kernel") - 1 in waits
+    assert {x for of_launch in read for x in of_launch} == built
+    assert {(second, x) for x in built} <= held
 
 
 def test_three_stages_of_the_main_forward_fit(hopper):
