@@ -246,7 +246,7 @@ class Attend {
   Ahead far_tiles(const Pass& pass, const Item& item, int64_t entry, int64_t most,
                   const Operands* operands) const {
     Ahead ahead;
-    if (kPaired<T> || x_.block < 128) {
+    if (kPaired<T> || x_.block < (kLanes <= 8 ? 32 : 128)) {
       return ahead;
     }
     const auto* keys = pass.keys(pass.table(item.batch, item.head, x_.Hq));

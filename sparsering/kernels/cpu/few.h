@@ -109,17 +109,20 @@ Vec products(const float* query, const Rows& keys, int64_t width) {
   return sums_of_lanes(sum);
 }
 
-// Computes dot products of four queries, from `row` on, with kLanes keys that are transposed.
-inline void score_rows(const FewQueries& x, int64_t row, const float* turned, int64_t first) {
+// Computes dot products of R queries, from `row` on, with kLanes keys that are transposed.
+template <int R>
+void score_rows(const FewQueries& x, int64_t row, const float* turned, int64_t first) {
   const float* query = x.queries + row * x.width;
-  Vec sum[4] = {Vec(0.f), Vec(0.f), Vec(0.f), Vec(0.f)};
+  Vec sum[R];
+  std::fill_n(sum, R, Vec(0.f));
   for (int64_t d = 0; d < x.key_width; ++d) {
     const Vec keys = Vec::loadu(turned + d * kLanes);
-    for (int r = 0; r < 4; ++r) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
       sum[r] = at::vec::fmadd(Vec(query[r * x.width + d]), keys, sum[r]);
     }
   }
-  for (int r = 0; r < 4; ++r) {
+  for (int r = 0; r < R; ++r) {
     sum[r].store(x.scores + (row + r) * x.ld + first);
   }
 }
@@ -150,8 +153,12 @@ void score_keys(const FewQueries& x, const Rows& keys, int64_t count, const Rows
     if (in_fours) {
       transpose_rows<W>(from, x.width, turned);
     }
-    for (int64_t r = 0; r < in_fours; r += 4) {
-      score_rows(x, r, turned, first);
+    int64_t row = 0;
+    for (; row + 8 <= in_fours; row += 8) {  // eight sums do not wait for one another
+      score_rows<8>(x, row, turned, first);
+    }
+    if (row < in_fours) {
+      score_rows<4>(x, row, turned, first);
     }
     for (int64_t r = in_fours; r < x.count; ++r) {
       const float* query = x.queries + r * x.width;
@@ -212,7 +219,7 @@ inline void weigh(const FewQueries& x, int64_t row, int64_t count, float& highes
 
 template <int R, int Width, typename Rows>
 void add_to_rows(const FewQueries& x, int64_t row, const Rows& values, int64_t count) {
-  constexpr int W = 4;
+  constexpr int W = R > 1 && kLanes <= 8 ? 2 : 4;  // AVX2 has 16 registers
   const int64_t width = width_or<Width>(x.value_width);
   const float* weights = x.scores + row * x.ld;
   float* sums = x.sums + row * x.value_width;

@@ -98,6 +98,29 @@ const T* tile_rows(const Source& x, int64_t b, int64_t h, Tile tile, int64_t ste
   return spare;
 }
 
+#if defined(CPU_CAPABILITY_AVX2)
+// Transposes a square of 8 x 8: halves of registers change places last, as AVX2 shuffles quickest
+// within halves.
+inline void transpose_square(Vec (&a)[kLanes], float* to, int64_t ld_to) {
+  __m256 b[8], c[8];
+#pragma GCC unroll 4
+  for (int i = 0; i < 8; i += 2) {
+    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {  // rows i / 2 * 4 to + 3 of columns i % 2 * 2, + 1
+    const int at = i / 2 * 4 + i % 2;
+    c[2 * i] = _mm256_shuffle_ps(b[at], b[at + 2], 0x44);
+    c[2 * i + 1] = _mm256_shuffle_ps(b[at], b[at + 2], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(to + i * ld_to, _mm256_permute2f128_ps(c[i], c[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * ld_to, _mm256_permute2f128_ps(c[i], c[i + 4], 0x31));
+  }
+}
+#else
 // Transposes kLanes rows of a square by log2(kLanes) shuffles of rows.
 inline void transpose_square(Vec (&a)[kLanes], float* to, int64_t ld_to) {
   Vec b[kLanes];
@@ -117,6 +140,7 @@ inline void transpose_square(Vec (&a)[kLanes], float* to, int64_t ld_to) {
     a[i].store(to + i * ld_to);
   }
 }
+#endif
 // Transposes kLanes x kLanes values; multiplies by `factor` if Scaled.
 template <bool Scaled = false>
 void transpose_square(const float* from, int64_t ld_from, float* to, int64_t ld_to,

@@ -87,7 +87,8 @@ class Ahead {
   }
 
  private:
-  static constexpr int64_t kLines = 16, kLine = 64;
+  // with AVX2, enough for tiles of 32 queries and D 128
+  static constexpr int64_t kLines = kLanes <= 8 ? 32 : 16, kLine = 64;
   struct Part {
     const char *at, *end;
   };
