@@ -62,10 +62,12 @@ def test_the_main_shapes_spill_no_register(capability):
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_packed_heads_of_blocks_of_64_spill_no_register_in_a_loop(capability):
+    """Where keys are many, dK and dV loop over the heads of a group, and spill some, as at 128."""
+    many = {"heads": 8, "tokens": 24576, "pattern": "SlidingWindow(300)"}
     shapes = [
-        {"head_dim": width, "block_size": 64, "heads": heads, "kv_heads": 2}
+        {"head_dim": width, "block_size": 64, "kv_heads": 2, **heads}
         for width in (64, 128)
-        for heads in (4, 16)
+        for heads in ({"heads": 4}, many)
     ]
     made = [x for x in run(str(capability), *shapes) if x["kernel"] in MAIN_KERNELS]
     for x in made:
@@ -74,7 +76,9 @@ def test_packed_heads_of_blocks_of_64_spill_no_register_in_a_loop(capability):
         packed = {"forward_kernel": 128, "query_kernel": 64 if narrow else 128, "key_kernel": 64}
         assert x["rows"] == packed[x["kernel"]], x
         # two registers wait in memory while the loops of 8.0 run
-        assert x["spilled"] <= (16 if narrow and x["kernel"] == "forward_kernel" else 0), x
+        allowed = 16 if narrow and x["kernel"] == "forward_kernel" else 0
+        loops = x["kernel"] == "key_kernel" and x["case"]["heads"] == 8
+        assert x["spilled"] <= (408 if loops else allowed), x
     assert {x["kernel"] for x in made} == MAIN_KERNELS
 
 
