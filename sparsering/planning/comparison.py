@@ -171,7 +171,7 @@ def measured(calls: Calls, device: torch.device, seconds: float) -> dict[str, Co
 
 
 def peak_of(call: Callable[[], object], device: torch.device) -> int:
-    """Returns the most memory that a call adds; 0 where the system does not tell it."""
+    """Returns the most memory that a call adds; 0 where the system does not tell it, or late."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -182,7 +182,7 @@ def peak_of(call: Callable[[], object], device: torch.device) -> int:
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here
         before = numbers_in(status)["VmRSS:"]
     call()
-    return 1024 * (numbers_in(status)["VmHWM:"] - before) if before else 0
+    return 1024 * max(0, numbers_in(status)["VmHWM:"] - before) if before else 0
 
 
 def beside(name: str, ours: Cost, theirs: Cost | None, peer: str) -> str:
