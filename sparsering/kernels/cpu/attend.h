@@ -51,8 +51,9 @@ class Attend {
     Buffer<T> tile, packed, weights;
   };
 
-  Tile many_queries(Scratch& s, const Pass& pass, const Item& item, int64_t number,
-                    const Operands* operands) const {
+  // `later`: an item of the same head that this thread will probably compute next, or nullptr.
+  Tile many_queries(Scratch& s, const Pass& pass, const Item& item, const Item* later,
+                    int64_t number, const Operands* operands) const {
     const int64_t axis = item.head * pass.axes / x_.Hq, block = x_.block;
     const Tile tile = pass.query_tile(axis, item.row);
     const int64_t queries = round_up(tile.count, kQueryUnit<T>);
@@ -97,7 +98,7 @@ class Attend {
         }
         at += part.padded * queries;
       }
-      Ahead ahead = far_tiles(pass, item, entry, tiles.size, operands);
+      Ahead ahead = far_tiles(pass, item, later, entry, tiles.size, operands);
       int64_t c = 0;
       for (constexpr int W = 4; c + W * kLanes <= queries; c += W * kLanes) {
         step<W>(s, tiles, scores, weights, queries, c, ahead);
@@ -242,15 +243,20 @@ class Attend {
   }
 
   // Finds the keys and values of up to `most` entries from `entry` on that do not lie behind those
-  // of the entry before. Smaller tiles, and tiles of half precision, gained nothing by it.
-  Ahead far_tiles(const Pass& pass, const Item& item, int64_t entry, int64_t most,
-                  const Operands* operands) const {
+  // of the entry before; at the end of an item, those of `later`. Smaller tiles, and tiles of half
+  // precision, gained nothing by it.
+  Ahead far_tiles(const Pass& pass, const Item& item, const Item* later, int64_t entry,
+                  int64_t most, const Operands* operands) const {
     Ahead ahead;
     if (kPaired<T> || x_.block < (kLanes <= 8 ? 32 : 128)) {
       return ahead;
     }
+    int64_t end = item.end;
+    if (entry == end && later) {
+      entry = later->begin, end = later->end;
+    }
     const auto* keys = pass.keys(pass.table(item.batch, item.head, x_.Hq));
-    for (const int64_t stop = std::min(item.end, entry + most); entry < stop; ++entry) {
+    for (const int64_t stop = std::min(end, entry + most); entry < stop; ++entry) {
       if (const int64_t column = keys[entry]; column != keys[entry - 1] + 1) {
         ahead.add(operands[column].k, x_.block * width_ * sizeof(T));
         ahead.add(operands[column].v, x_.block * x_.Dv * sizeof(T));
