@@ -137,6 +137,9 @@ def _encode(rule: Condition, numbers: list[int], tensors: list[Tensor]) -> bool:
         case InBlocks(blocks._RandomBlocksOfHead() as mask, None, int() as length):
             numbers += (12, mask.block_size, mask.block_size, mask.key)
             numbers += map(int, mask.counts(length))
+        case InBlocks(blocks.Blocks(active, n)) if len(listed := active.flatten().nonzero()):
+            numbers += (13, n, n, active.shape[1])
+            tensors.append(listed[:, 0])
         case _:
             return False
     return all(_encode(part, numbers, tensors) for part in parts)

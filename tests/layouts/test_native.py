@@ -66,6 +66,7 @@ def named(length: int) -> dict[str, sr.Pattern]:
     cuts = torch.randperm(length, generator=generator)[: length // 9].sort().values.tolist()
     many = tuple(b - a for a, b in zip([0, *cuts], [*cuts, length], strict=True))
     few = (length // 3, 0, length // 4, length - length // 3 - length // 4)
+    table = torch.rand(length // 13 + 1, length // 13 + 65, generator=generator) < 0.3
     return {
         "window and sinks": (sr.SlidingWindow(90) | sr.GlobalTokens(4)) & sr.Causal(),
         "strided": sr.SlidingWindow(6, 2) | sr.SlidingWindow(200, 50, 4),
@@ -85,6 +86,11 @@ def named(length: int) -> dict[str, sr.Pattern]:
         "random blocks": sr.RandomBlocks(0.2, 32),
         "random small blocks": sr.RandomBlocks(0.4, 13, per_head=False) & sr.SlidingWindow(150),
         "random blocks of strides": sr.RandomBlocks(0.3, 30) & sr.SlidingWindow(None, None, 3),
+        "a large table of blocks": sr.Blocks(torch.rand(300, 400, generator=generator) < 0.2, 16),
+        "a table of small blocks": sr.Blocks(table, 13) & sr.SlidingWindow(150, 90),
+        "a table of one block": sr.Blocks(torch.ones(1, 1, dtype=torch.bool), 4096) & sr.Causal(),
+        "packed tables": sr.Packed(few, sr.Blocks(table, 24) | sr.SlidingWindow(9)),
+        "all but a table": sr.Causal() - sr.Blocks(table.flip(0), 40),
         "hierarchical": sr.Hierarchical(((16, 64), (64, None)), 16),
         "hierarchical and more": sr.Hierarchical(((20, 80), (60, 300)), 20) & sr.Causal(),
         "blocks at rates": sr.BlockDilated((1, 3, 5), 24) | sr.GlobalTokens(3),

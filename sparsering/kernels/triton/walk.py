@@ -143,7 +143,8 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
     first = stretched(layout.first_entry[number].to(entry.device), batch, heads)
 
     rows = row_ptr.shape[-1] - 1
-    row = torch.searchsorted(row_ptr[..., 1:].contiguous(), _positions(other), right=True)
+    place = torch.arange(other.shape[-1], device=other.device).expand_as(other).contiguous()
+    row = torch.searchsorted(row_ptr[..., 1:].contiguous(), place, right=True)
     needs_mask = (bitmap >= 0) | (tokens < layout.block_size)
     place, order = (2 * row + needs_mask).sort(dim=-1, stable=True)
     edges = torch.arange(2 * rows + 1, device=row.device).expand(batch, heads, -1).contiguous()
@@ -191,7 +192,3 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
         units.int().contiguous(), start, tokens, bitmap, entry, cuts.int().contiguous(), slots_used,
         p.transposed_bitmaps if by_key else p.bitmaps, origin, stream, shift,
     )  # fmt: skip
-
-
-def _positions(like: Tensor) -> Tensor:
-    return torch.arange(like.shape[-1], device=like.device).expand_as(like).contiguous()

@@ -1,8 +1,10 @@
-// The key blocks that `RandomBlocks` draws for one kv head: patterns/blocks.py has the rule, and
-// rows.py the hash and the permutation, which are the same here bit for bit.
+// The key blocks that each query block sees: a list of them, or those that `RandomBlocks` draws for
+// one kv head. patterns/blocks.py has the rule of these, and rows.py the hash and the permutation,
+// which are the same here bit for bit.
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cstdint>
 #include <unordered_map>
 #include <vector>
@@ -20,24 +22,48 @@ inline uint64_t shifted_down(uint64_t x, int by) {
   return static_cast<uint64_t>(static_cast<int64_t>(x) >> by);
 }
 
-class RandomBlocks {
+class BlockRows {
  public:
-  RandomBlocks() = default;
-  // A query block sees `count` of `blocks` key blocks.
-  RandomBlocks(int64_t key, int64_t blocks, int64_t count)
+  BlockRows() = default;
+  // A query block sees `count` of `blocks` key blocks, drawn at random.
+  BlockRows(int64_t key, int64_t blocks, int64_t count)
       : key_(key), blocks_(blocks), count_(count) {
     SPARSERING_CHECK(count >= 0 && count <= blocks, "sparsering: malformed random blocks");
+  }
+  // Query block i sees key block j < blocks if i * blocks + j is in `listed`, which ascends from 0.
+  BlockRows(Ints listed, int64_t blocks) : blocks_(blocks), words_((blocks + 63) / 64) {
+    SPARSERING_CHECK(blocks > 0 && listed[0] >= 0, "sparsering: malformed list of blocks");
+    bits_.resize((listed.back() / blocks + 1) * words_);
+    for (const int64_t i : listed) {
+      bits_[i / blocks * words_ + i % blocks / 64] |= uint64_t{1} << i % blocks % 64;
+    }
   }
 
   // Returns how many key blocks from keys.first to keys.last a query block sees.
   int64_t count(int64_t query, const Side& keys) const {
     if (query < 0) return 0;
+    if (words_) {
+      return ones(query, std::max<int64_t>(keys.first, 0), std::min(keys.last, blocks_ - 1));
+    }
     const std::vector<int64_t>& row = row_of(query);
     return std::upper_bound(row.begin(), row.end(), keys.last) -
            std::lower_bound(row.begin(), row.end(), keys.first);
   }
 
  private:
+  // Counts the bits from `first` to `last` of a row of `bits_`.
+  int64_t ones(int64_t row, int64_t first, int64_t last) const {
+    int64_t count = 0;
+    const uint64_t* word = bits_.data() + row * words_;
+    for (int64_t at = first / 64; first <= last && at <= last / 64; ++at) {
+      uint64_t bits = (row + 1) * words_ <= std::ssize(bits_) ? word[at] : 0;
+      if (at == first / 64) bits &= ~uint64_t{0} << first % 64;
+      if (at == last / 64) bits &= ~uint64_t{0} >> (63 - last % 64);
+      count += std::popcount(bits);
+    }
+    return count;
+  }
+
   const std::vector<int64_t>& row_of(int64_t query) const {
     const auto [found, is_new] = rows_.try_emplace(query);
     std::vector<int64_t>& row = found->second;
@@ -92,6 +118,8 @@ class RandomBlocks {
   }
 
   int64_t key_ = 0, blocks_ = 0, count_ = 0;
+  int64_t words_ = 0;  // of a row of `bits_`; 0 if blocks are drawn
+  std::vector<uint64_t> bits_;
   mutable std::unordered_map<int64_t, std::vector<int64_t>> rows_;
 };
 

@@ -32,27 +32,28 @@ enum Kind : int64_t {
   kPerDocument,
   kOnPath,
   kInBlocks,
-  kRandomBlocks
+  kBlockRows,    // of `RandomBlocks`
+  kListedBlocks  // once read, it is kBlockRows too
 };
 
 class Condition {
  public:
   explicit Condition(Reader& in) : kind_(in.next()) {
-    SPARSERING_CHECK(kind_ >= kLinear && kind_ <= kRandomBlocks, "sparsering: unknown condition");
-    static constexpr int kNumbers[] = {3, 0, 1, 4, 1, 0, 0, 0, 0, 0, 0, 2, 5};
+    SPARSERING_CHECK(kind_ >= kLinear && kind_ <= kListedBlocks, "sparsering: unknown condition");
+    static constexpr int kNumbers[] = {3, 0, 1, 4, 1, 0, 0, 0, 0, 0, 0, 2, 5, 3};
     for (int i = 0; i < kNumbers[kind_]; ++i) c_[i] = in.next();
-    if (kind_ == kInKeys || kind_ == kSameDocument || kind_ == kPerDocument) {
-      held_.push_back(in.next_tensor());
-    } else if (kind_ == kOnPath) {
-      for (int i = 0; i < 4; ++i) held_.push_back(in.next_tensor());
-    }
+    static constexpr int kTensors[] = {0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 4, 0, 0, 1};
+    for (int i = 0; i < kTensors[kind_]; ++i) held_.push_back(in.next_tensor());
     for (const Tensor& x : held_) data_.push_back(values_of<int64_t>(x));
     if (kind_ == kSameDocument || kind_ == kPerDocument || kind_ == kOnPath) index_ranges();
     if (kind_ == kOnPath) index_nodes();
     const bool joint = kind_ == kAllOf || kind_ == kAnyOf;
-    if (kind_ == kRandomBlocks) random_ = RandomBlocks(c_[2], c_[3], c_[4]);
+    if (kind_ == kBlockRows) rows_ = BlockRows(c_[2], c_[3], c_[4]);
+    if (kind_ == kListedBlocks) {
+      rows_ = BlockRows(Ints(data_[0], held_[0].numel()), c_[2]), kind_ = kBlockRows;
+    }
     SPARSERING_CHECK(kind_ < kInBlocks || std::min(c_[0], c_[1]) > 0, "sparsering: empty blocks");
-    const int64_t parts = joint ? in.next() : kind_ >= kNegated && kind_ != kRandomBlocks;
+    const int64_t parts = joint ? in.next() : kind_ >= kNegated && kind_ != kBlockRows;
     for (int64_t i = 0; i < parts; ++i) parts_.emplace_back(in);
   }
 
@@ -106,7 +107,7 @@ class Condition {
         return number < 0 ? same_range(x) : parts_[0].status(x.shifted(-starts()[number]));
       }
       case kInBlocks:
-      case kRandomBlocks:
+      case kBlockRows:
         return status_of_blocks(x.q.blocks(c_[0]), x.k.blocks(c_[1]));
       default: {
         const Path query(*this, x.q), key(*this, x.k);
@@ -197,7 +198,7 @@ class Condition {
         break;
       }
       case kInBlocks:
-      case kRandomBlocks: {  // where blocks begin in both tiles, and which pairs of them attend
+      case kBlockRows: {  // where blocks begin in both tiles, and which pairs of them attend
         const Side q = x.q.blocks(c_[0]), k = x.k.blocks(c_[1]);
         out.insert(out.end(), {remainder(x.q.first, c_[0]), remainder(x.k.first, c_[1])});
         for (int64_t i = q.first; i <= q.last; ++i) {
@@ -266,7 +267,7 @@ class Condition {
       case kNegated:
         return ~parts_[0].row_past(p, k);
       case kInBlocks:
-      case kRandomBlocks: {
+      case kBlockRows: {
         Bits bits;
         const Side blocks = k.blocks(c_[1]);
         for (int64_t j = blocks.first; j <= blocks.last; ++j) {
@@ -297,16 +298,16 @@ class Condition {
   }
 
   bool blocks_hold(int64_t query, int64_t key) const {
-    return kind_ == kRandomBlocks ? random_.count(query, {key, key, 1}) > 0
-                                  : parts_[0].status({{query, query, 1}, {key, key, 1}}) == kFull;
+    return kind_ == kBlockRows ? rows_.count(query, {key, key, 1}) > 0
+                               : parts_[0].status({{query, query, 1}, {key, key, 1}}) == kFull;
   }
 
   // Status of ranges of blocks: exact unless there are many pairs of them.
   int status_of_blocks(const Side& q, const Side& k) const {
     const int64_t width = k.last - k.first + 1, most = (q.last - q.first + 1) * width;
     int64_t seen = 0;
-    if (kind_ == kRandomBlocks) {
-      for (int64_t i = q.first; i <= q.last; ++i) seen += random_.count(i, k);
+    if (kind_ == kBlockRows) {
+      for (int64_t i = q.first; i <= q.last; ++i) seen += rows_.count(i, k);
       return (seen > 0) + (seen == most);
     }
     const int status = parts_[0].status({q, k});
@@ -435,7 +436,7 @@ class Condition {
 
   int64_t kind_;
   int64_t c_[5] = {};
-  RandomBlocks random_;
+  BlockRows rows_;
   std::vector<Tensor> held_;
   std::vector<const int64_t*> data_;  // of the tensors in `held_`
   std::vector<Condition> parts_;
