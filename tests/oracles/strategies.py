@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from oracles.patterns_oracle import MASK_MODS, Spec
+from oracles.patterns_oracle import MASK_MODS, Spec, is_mixture
 
 LAYOUT_BLOCK_SIZES = (16, 32, 64, 128)
 HEADS = ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (6, 3))  # (query heads, kv heads)
@@ -281,7 +281,8 @@ def packed(draw: st.DrawFn, scene: Scene, inner: Any) -> Spec:
     if scene.kv_len and scene.kv_len % 2 == 0 and draw(st.integers(0, 4)) == 0:
         half = scene.kv_len // 2
         halves = replace(scene, q_len=half, kv_len=half, q_start=0)
-        nested = [documents(halves), key_masks(halves), packed(halves, inner), trees(halves)]
+        tree = trees(halves).filter(lambda spec: not is_mixture(spec))
+        nested = [documents(halves), key_masks(halves), packed(halves, inner), tree]
         return ("Packed", (half, half), draw(st.one_of(nested)))
     return ("Packed", lengths, draw(inner(inside)))
 
