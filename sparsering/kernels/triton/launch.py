@@ -125,8 +125,8 @@ def matrix(x: Tensor, rows: int) -> Matrix | None:
     below = of_head % of_token == 0
     if not below and (heads - 1) * of_head + head_dim > of_token:
         return None
-    apart = {"batch": of_batch // of_token, "head": of_head // of_token * below}
-    apart["side"] = of_head * (not below)
+    head, side = (of_head // of_token, 0) if below else (0, of_head)
+    apart = {"batch": of_batch // of_token, "head": head, "side": side}
     last = (batch - 1) * apart["batch"] + (heads - 1) * apart["head"]
     tiles = TensorDescriptor(x, [last + tokens, of_token], [of_token, 1], [rows, head_dim])
     return Matrix(tiles, apart)

@@ -143,8 +143,8 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
     first = stretched(layout.first_entry[number].to(entry.device), batch, heads)
 
     rows = row_ptr.shape[-1] - 1
-    place = torch.arange(other.shape[-1], device=other.device).expand_as(other).contiguous()
-    row = torch.searchsorted(row_ptr[..., 1:].contiguous(), place, right=True)
+    number_of = torch.arange(other.shape[-1], device=other.device).expand_as(other).contiguous()
+    row = torch.searchsorted(row_ptr[..., 1:].contiguous(), number_of, right=True)
     needs_mask = (bitmap >= 0) | (tokens < layout.block_size)
     place, order = (2 * row + needs_mask).sort(dim=-1, stable=True)
     edges = torch.arange(2 * rows + 1, device=row.device).expand(batch, heads, -1).contiguous()
