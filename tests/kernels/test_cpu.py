@@ -189,6 +189,16 @@ def test_few_queries_of_any_number_and_width(num_heads, width):
     assert_is_exact(sr.Causal() & sr.SlidingWindow(131), case)
 
 
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize(("q_len", "group"), [(1, 12), (1, 17), (3, 7), (5, 4), (8, 3)])
+def test_few_queries_of_more_heads_than_are_computed_at_once(q_len, group, extras):
+    """At most eight rows share a turn; long rows are also cut into pieces."""
+    case = Case(2, 2 * group, 2, q_len, 2000, 24, 16, 16)
+    pattern = sr.Causal() & sr.SlidingWindow(1900) & sr.KeyPadding((2000, 1500))
+    options = {"softcap": 3.0, "distance_bias": torch.randn(2 * group, 41)} if extras else {}
+    assert_is_exact(pattern, case, **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("q_len", [1, 100])
 def test_half_precision_widths_that_no_vector_fits(dtype, q_len, sweep):

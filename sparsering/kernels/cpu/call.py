@@ -21,7 +21,7 @@ EXTRAS = frozenset(
 _BY_KEY = {"block_bias", "sink", "key_mask"}  # extras that a loop over key tiles computes too
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# must equal kFewQueries of layout.h; with more query rows per kv head, the kernel ignores `slots`
+# must equal kFewQueries of layout.h; with more queries, the kernel has no use for `slots`
 _FEW_QUERIES = 8
 # limits in `is_walked_shape`: most queries of a tile (floats in a vector register), fewest queries
 # of a pass, fewest query rows that visit a key tile
@@ -45,7 +45,7 @@ def forward(
     """Computes (out, lse) over a layout; first stores `new`: (keys, values, their first row)."""
     if problem.lists:
         return _forward_of_lists(problem)
-    if problem.slots and problem.query.shape[2] * problem.group > _FEW_QUERIES:
+    if problem.slots and problem.query.shape[2] > _FEW_QUERIES:
         problem = problem.in_first_slots()
     x = problem.with_positive_scale()
     kernels, new_rows = library(), () if new is None else new

@@ -23,7 +23,8 @@ class Forward {
         attend_(problem),
         width_(round_up(std::max<int64_t>(problem.D, 1), 2)) {
     for (const Pass& pass : passes) {
-      few_.push_back(!pass.walked && most_queries(pass) * x_.group <= kFewQueries);
+      const int64_t queries = pass.walked ? kFewQueries + 1 : most_queries(pass);
+      few_.push_back(kFewQueries / std::max<int64_t>(queries, 1));
       if (!few_.back() && !pass.walked) {
         columns_ = std::max(columns_, pass.columns);
         rows_ = std::max(rows_, pass.rows * x_.group);
@@ -51,7 +52,7 @@ class Forward {
   // Returns the bytes of all buffers, for a plan. `out` has the result's shape and type.
   int64_t workspace(const std::vector<Counts>& counts, const Tensor& out) const {
     const int64_t threads = num_threads(), heads = alone() ? 1 : wave();
-    const bool any_few = std::find(few_.begin(), few_.end(), true) != few_.end();
+    const bool any_few = std::any_of(few_.begin(), few_.end(), [](int64_t n) { return n; });
     int64_t items = 0, parts = 0, scratch = 0;
     Wave w{alone()};
     const int64_t of_wave = bytes_of([&] {
@@ -156,7 +157,7 @@ class Forward {
   }
 
   void run_pass(Wave& w, const Pass& pass, int64_t number, bool fresh, Output& out) const {
-    const bool few = few_[number];
+    const bool few = few_[number] > 0;
     if (pass.walked) {
       walk_pass(w, pass, number, fresh, out);
       return;
@@ -170,14 +171,15 @@ class Forward {
     for (int64_t kv = w.first; kv < w.first + w.count; ++kv) {
       const int64_t b = kv / x_.Hkv, head = kv % x_.Hkv * x_.group;
       const bool same = pass.table(b, head, x_.Hq) == pass.table(b, head + x_.group - 1, x_.Hq);
-      const int64_t heads = few && same ? x_.group : 1;
+      const int64_t heads = few && same ? few_[number] : 1;
       for (int64_t i = 0; i < x_.group; i += heads) {
-        pieces = list_items(pass, b, head + i, heads, fresh, pieces, w.items, w.splits);
+        pieces = list_items(pass, b, head + i, std::min(heads, x_.group - i), fresh, pieces,
+                            w.items, w.splits);
       }
     }
     const Parts parts(x_, pieces);
     // A thread that works alone uses one scratch for all passes.
-    const bool any_few = std::find(few_.begin(), few_.end(), true) != few_.end();
+    const bool any_few = std::any_of(few_.begin(), few_.end(), [](int64_t n) { return n; });
     const auto make = [&] { return Scratch(attend_, w.alone || !few, w.alone ? any_few : few); };
     share_out(w.alone ? &w.scratch : nullptr, w.items.size(), 1, make, [&](Scratch& s, int64_t i) {
       const Item& item = w.items[i];
@@ -228,7 +230,7 @@ class Forward {
     }
     int64_t most = 0;
     for (int64_t axis = 0; axis < pass.axes; ++axis) {
-      for (int64_t row = 0; row < pass.rows && most * x_.group <= kFewQueries; ++row) {
+      for (int64_t row = 0; row < pass.rows && most <= kFewQueries; ++row) {
         most = std::max(most, pass.query_tile(axis, row).count);
       }
     }
@@ -345,7 +347,7 @@ class Forward {
   const std::vector<Pass>& passes_;
   const Attend<T> attend_;
   const int64_t width_;
-  std::vector<bool> few_;           // per pass: true if few.h computes it
+  std::vector<int64_t> few_;        // per pass: heads that few.h computes at once; 0 if it does not
   int64_t columns_ = 0, rows_ = 0;  // largest numbers of tiles in a pass with packed keys
 };
 
