@@ -259,14 +259,15 @@ def decode(quick: bool) -> list[Row]:
         & (SlidingWindow(4096) | GlobalTokens(64, rows=False)),
         "all": Causal(),
     }
-    for dtype, kv_heads in itertools.product((torch.float32, torch.bfloat16), (8, 1)):
-        query = inputs_of(8, 1, 64, dtype)[0]
+    shapes = (8, 8), (8, 1), (16, 1)
+    for dtype, (heads, kv_heads) in itertools.product((torch.float32, torch.bfloat16), shapes):
+        query = inputs_of(heads, 1, 64, dtype)[0]
         num_caches = 4 if kv_heads == 8 else 32
         caches = [
             torch.randn(2, 1, kv_heads, length, 64).to(dtype).unbind() for _ in range(num_caches)
         ]
         for name, pattern in patterns.items():
-            layout = pattern.layout(1, length, num_heads=8, num_kv_heads=kv_heads)
+            layout = pattern.layout(1, length, num_heads=heads, num_kv_heads=kv_heads)
             first = max(0, length - 4097) if name != "all" else 0
             visited = [x[..., first:, :].view(torch.int32) for cache in caches for x in cache]
             calls = [ours([query, *cache], pattern) for cache in caches]
@@ -276,7 +277,7 @@ def decode(quick: bool) -> list[Row]:
             )
             key, value = caches[0]
             rows.append({
-                "pattern": name, "dtype": str(dtype)[6:], "tokens": length, "heads": 8,
+                "pattern": name, "dtype": str(dtype)[6:], "tokens": length, "heads": heads,
                 "kv_heads": kv_heads, "keys": int(layout.num_pairs),
                 "ms": ms["cpu"] / num_caches, "read_ms": ms["read"] / num_caches,
                 "error": sampled_error(calls[0](), query, key, value, pattern, rows=1),
