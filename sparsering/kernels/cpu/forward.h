@@ -52,7 +52,6 @@ class Forward {
   // Returns the bytes of all buffers, for a plan. `out` has the result's shape and type.
   int64_t workspace(const std::vector<Counts>& counts, const Tensor& out) const {
     const int64_t threads = num_threads(), heads = alone() ? 1 : wave();
-    const bool any_few = std::any_of(few_.begin(), few_.end(), [](int64_t n) { return n; });
     int64_t items = 0, parts = 0, scratch = 0;
     Wave w{alone()};
     const int64_t of_wave = bytes_of([&] {
@@ -78,7 +77,7 @@ class Forward {
                                              heads * pass.columns * sizeof(Operands));
         parts = std::max(parts, bytes_of([&] { Parts(x_, number(counts[i].pieces * x_.group)); }));
         scratch = std::max(scratch, bytes_of([&] {
-                             Scratch(attend_, w.alone || !few_[i], w.alone ? any_few : few_[i]);
+                             Scratch(attend_, w.alone || !few_[i], w.alone ? any_few() : few_[i]);
                            }));
       }
     });
@@ -179,8 +178,7 @@ class Forward {
     }
     const Parts parts(x_, pieces);
     // A thread that works alone uses one scratch for all passes.
-    const bool any_few = std::any_of(few_.begin(), few_.end(), [](int64_t n) { return n; });
-    const auto make = [&] { return Scratch(attend_, w.alone || !few, w.alone ? any_few : few); };
+    const auto make = [&] { return Scratch(attend_, w.alone || !few, w.alone ? any_few() : few); };
     share_out(w.alone ? &w.scratch : nullptr, w.items.size(), 1, make, [&](Scratch& s, int64_t i) {
       const Item& item = w.items[i];
       const int64_t local = item.batch * x_.Hkv + item.head / x_.group - w.first;
@@ -222,6 +220,11 @@ class Forward {
     }
     const Item &item = w.items[i], &found = w.items[next];
     return found.batch == item.batch && found.head == item.head ? &found : nullptr;
+  }
+
+  // True if few.h computes any pass.
+  bool any_few() const {
+    return std::any_of(few_.begin(), few_.end(), [](int64_t heads) { return heads > 0; });
   }
 
   int64_t most_queries(const Pass& pass) const {

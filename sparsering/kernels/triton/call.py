@@ -364,10 +364,10 @@ def _heads_at_a_time(problem: Problem) -> int:
 
 def packed_rows(kernel: str, problem: Problem) -> int:
     """Returns how many rows of heads that share keys and table a program may compute, to 128."""
-    if kernel == "key" or (group := problem.group) == 1 or _by_query_head(problem):
+    heads = problem.group & -problem.group  # a divisor of the group: no program lacks a head
+    if kernel == "key" or heads == 1 or _by_query_head(problem):
         return 0
-    tokens = power_of_2(min(problem.layout.block_size, problem.query.shape[2]))
-    return min(128, tokens * (group & -group))  # a divisor of the group: no program lacks a head
+    return min(128, heads * power_of_2(min(problem.layout.block_size, problem.query.shape[2])))
 
 
 def _by_query_head(problem: Problem) -> bool:

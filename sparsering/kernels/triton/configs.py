@@ -60,11 +60,10 @@ _SINGLE = {  # for float32, by generation, for every kernel; products use tf32x3
 
 def config_for(kernel: str, like: Tensor, head_dim: int, tile: int, packed: int = 0) -> Config:
     """Returns the measured or default config for max(D, Dv), a tile and `call.packed_rows`."""
-    tuned = measured.choices(like.device)["configs"]
-    key = config_key(kernel, like.dtype, head_dim, tile, packed) if tuned else ""
-    if (found := tuned.get(key)) is not None:
+    tuned, shape = measured.choices(like.device)["configs"], (head_dim, tile, packed)
+    if tuned and (found := tuned.get(config_key(kernel, like.dtype, *shape))) is not None:
         return Config(*found)
-    return default(kernel, like.dtype, like.device, head_dim, tile, packed)
+    return default(kernel, like.dtype, like.device, *shape)
 
 
 @cache

@@ -43,6 +43,7 @@ class BlockRows {
   int64_t count(int64_t query, const Side& keys) const {
     if (query < 0) return 0;
     if (words_) {
+      if (query * words_ >= std::ssize(bits_)) return 0;  // past the last row with a block
       return ones(query, std::max<int64_t>(keys.first, 0), std::min(keys.last, blocks_ - 1));
     }
     const std::vector<int64_t>& row = row_of(query);
@@ -56,7 +57,7 @@ class BlockRows {
     int64_t count = 0;
     const uint64_t* word = bits_.data() + row * words_;
     for (int64_t at = first / 64; first <= last && at <= last / 64; ++at) {
-      uint64_t bits = (row + 1) * words_ <= std::ssize(bits_) ? word[at] : 0;
+      uint64_t bits = word[at];
       if (at == first / 64) bits &= ~uint64_t{0} << first % 64;
       if (at == last / 64) bits &= ~uint64_t{0} >> (63 - last % 64);
       count += std::popcount(bits);
