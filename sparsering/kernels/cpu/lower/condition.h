@@ -229,17 +229,16 @@ class Condition {
         return keys_from(k, k.first, floor_div(-rest, -c_[1]) + 1);
       }
       case kInKeys: {
-        if (k == latest_tile_) return latest_bits_;  // it is the same for all queries
         const int64_t *below = data_[0], most = held_[0].numel() - 1;
-        latest_tile_ = k;
-        return latest_bits_ = keys_where(
-                   k, [&](int64_t x) { return x >= 0 && x < most && below[x + 1] > below[x]; });
+        return same_keys(k,
+                         [&](int64_t x) { return x >= 0 && x < most && below[x + 1] > below[x]; });
       }
       case kCongruent:
+        if (k.step % c_[0] == 0) return Bits::all_or_none((p - k.first) % c_[0] == 0);
         return keys_where(k, [&](int64_t x) { return (p - x) % c_[0] == 0; });
       case kOnGrid: {
         const auto holds = [&](int64_t x) { return remainder(x, c_[1]) % c_[2] == c_[3]; };
-        return c_[0] ? Bits::all_or_none(holds(p)) : keys_where(k, holds);
+        return c_[0] ? Bits::all_or_none(holds(p)) : same_keys(k, holds);
       }
       case kSameSegment: {
         const int64_t begin = p - remainder(p, c_[0]);
@@ -319,18 +318,12 @@ class Condition {
     return seen ? kFull : kEmpty;
   }
 
-  // The keys of a tile at positions from `begin` up to `end`, exclusive.
-  static Bits keys_from(const Side& k, int64_t begin, int64_t end) {
-    return Bits::range(-floor_div(k.first - begin, k.step), -floor_div(k.first - end, k.step));
-  }
-
+  // As `keys_where`, for a rule that asks nothing of the query: keeps the bits of the latest tile.
   template <typename Holds>
-  static Bits keys_where(const Side& k, Holds holds) {
-    Bits bits;
-    for (int64_t i = 0, x = k.first; x <= k.last; ++i, x += k.step) {
-      if (holds(x)) bits.set(i);
-    }
-    return bits;
+  Bits same_keys(const Side& k, Holds holds) const {
+    if (!(k == latest_tile_)) latest_bits_ = keys_where(k, holds);
+    latest_tile_ = k;
+    return latest_bits_;
   }
 
   // The tokens of a tile in a tree: its nodes `first` to `last`, and bounds of depths.

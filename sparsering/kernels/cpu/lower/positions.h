@@ -81,6 +81,21 @@ inline const std::array<Bits, 257> Bits::kPrefix = [] {
   return x;
 }();
 
+// The keys of a tile at positions from `begin` up to `end`, exclusive.
+inline Bits keys_from(const Side& k, int64_t begin, int64_t end) {
+  return Bits::range(-floor_div(k.first - begin, k.step), -floor_div(k.first - end, k.step));
+}
+
+// The keys of a tile at positions of which `holds` is true.
+template <typename Holds>
+Bits keys_where(const Side& k, Holds holds) {
+  Bits bits;
+  for (int64_t i = 0, x = k.first; x <= k.last; ++i, x += k.step) {
+    if (holds(x)) bits.set(i);
+  }
+  return bits;
+}
+
 struct Pair {
   Side q, k;
 
