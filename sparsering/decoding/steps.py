@@ -221,7 +221,7 @@ class _Group(NamedTuple):
         def build() -> BlockLayout:
             compiled = compile_passes(pattern, frame, size, queries=[(begin, begin + queries)])
             rows = frame._replace(q_start=begin, q_len=queries)
-            passes = tuple(assemble(c, rows, size) for c in compiled)
+            passes = tuple(assemble(c, rows) for c in compiled)
             return BlockLayout(rows, size, passes, math.nan)
 
         return layout_cache.keep((pattern, frame, size, begin, queries, "rows"), build), ()

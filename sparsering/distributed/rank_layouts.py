@@ -120,7 +120,7 @@ def _passes(plan: RingPlan, queries: Ranges, keys: Ranges) -> list[Pass]:
     if not (queries and keys and plan.frame.num_heads and plan.pattern.num_batches() != 0):
         return []
     compiled = compile_passes(plan.pattern, plan.frame, plan.block_size, queries, keys)
-    passes = [assemble(c, plan.frame, plan.block_size) for c in compiled]
+    passes = [assemble(c, plan.frame) for c in compiled]
     filled = (p for p in passes if p.key_tile.shape[-1])
     return [replace(p, query_origin=p.query_start, key_origin=p.key_start) for p in filled]
 

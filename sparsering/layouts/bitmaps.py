@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ..rows import distinct_rows
+from .tiles import kernel_operators
 
 _GATHER = 0x0102040810204080  # factor that packs 8 bytes of 0 or 1 into a word's top byte
 _BITS = (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F)  # bit masks of `_ones`
@@ -39,6 +40,8 @@ def unpack(bitmaps: Tensor, block_size: int) -> Tensor:
 
 def transposed(bitmaps: Tensor) -> Tensor:
     """Transposes bitmaps of b x b bits; works on 64-bit words that hold 8 x 8 bits each."""
+    if bitmaps.device.type == "cpu" and (kernel := kernel_operators()) is not None:
+        return kernel.transposed(bitmaps)
     num, nbytes = bitmaps.shape
     size = math.isqrt(8 * nbytes) // 8
     x = bitmaps.view(num, size, 8, size).permute(0, 3, 1, 2)
@@ -79,9 +82,9 @@ def share_tables(
     tables: list[tuple[Table, Tensor]], rows: list[list[int]]
 ) -> tuple[Tensor, list[list[Table]]]:
     """Returns (bitmaps, tables [batch][head]); a list has one item if all would be equal."""
-    if len(tables) == 1:
-        return tables[0][1], [[tables[0][0]]]
-    bitmaps, distinct = share_bitmaps(tables)
+    bitmaps, distinct = tables[0][1], [table for table, _ in tables]
+    if not all(torch.equal(bitmaps, other) for _, other in tables[1:]):
+        bitmaps, distinct = share_bitmaps(tables)
     shared = [[distinct[number] for number in row] for row in rows]
     if all(_equal(table, row[0]) for row in shared for table in row):
         shared = [row[:1] for row in shared]

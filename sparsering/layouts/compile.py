@@ -73,7 +73,7 @@ def build_layout(pattern: Pattern, frame: Frame, size: int, device: torch.device
     compiled = compile_passes(pattern, frame, size) if has_tables else []
     passes, branches = [], [part.branch for part in compiled]
     for part in compiled:
-        p, branch = assemble(part, frame, size), pattern.branches[part.branch]
+        p, branch = assemble(part, frame), pattern.branches[part.branch]
         alone = branches.count(part.branch) == 1
         passes.append(with_slots(p, branch, frame, size, alone).to(device))
     return BlockLayout(frame, size, tuple(passes), sum(c.num_pairs for c in compiled))
@@ -89,7 +89,7 @@ def checked_block_size(block_size: object) -> int:
     return size
 
 
-def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
+def assemble(compiled: CompiledPass, frame: Frame) -> Pass:
     """Stacks the tables of a compiled pass to tensors; pads shorter tables with 0."""
     tables = compiled.tables
     longest = max(len(t.key_tile) for row in tables for t in row)
@@ -106,7 +106,9 @@ def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
         return padded
 
     queries, keys = compiled.queries, compiled.keys
-    return Pass(
+    all_queries = all(x.tokens[0] == frame.q_len for x in queries)
+    all_keys = all(x.tokens[0] == frame.kv_len for x in keys)
+    found = Pass(
         step=queries[0].step,
         query_start=torch.stack([axis.start for axis in queries]) - frame.q_start,
         query_stop=torch.stack([axis.stop for axis in queries]) - frame.q_start,
@@ -116,20 +118,13 @@ def assemble(compiled: CompiledPass, frame: Frame, block_size: int) -> Pass:
         key_tile=stack("key_tile", longest),
         bitmap=stack("bitmap", longest),
         bitmaps=compiled.bitmaps,
-        covers=(_cover(queries, block_size, frame.q_len), _cover(keys, block_size, frame.kv_len)),
+        covers=(all_queries, all_keys),
         longest=(max(of_query), max(of_key)),
         branch=compiled.branch,
         **compiled.origins,
     )
-
-
-def _cover(axes: list[Axis], block_size: int, length: int) -> bool:
-    """Whether the tiles of each axis in `axes` have `length` positions in total."""
-    return all(int(axis.count.clamp(0, block_size).sum()) == length for axis in axes)
-
-
-def _most(counts: Tensor) -> int:
-    return int(counts.max()) if len(counts) else 0
+    found.memo["most tokens"] = tuple(max(x.tokens[1] for x in axes) for axes in (queries, keys))
+    return found
 
 
 def default_block_size(pattern: Pattern, kv_len: int) -> int:
@@ -190,7 +185,7 @@ def _pairs_in_tiles(pattern: Pattern, frame: Frame, size: int, queries: tuple[in
     total, ground = 0.0, ground_of(pattern, frame, size, [queries], None)
     for _, grid, mask in terms_of(pattern, ground):
         term = _Term.of(ground, grid, mask)
-        count = {x: _count_in_tiles(ground, x, *term.tiles(i)) for x, i in term.axis_of.items()}
+        count = {x: _count_in_tiles(ground, x, *tiles) for x, tiles in term.tiles_of.items()}
         total += sum(count[own] for row in term.rows for own in row) / term.num_tables
     return total / (queries[1] - queries[0])
 
@@ -231,7 +226,7 @@ class _Term(NamedTuple):
     queries: list[Axis]  # query tiles of each kv head, or one Axis for all heads
     keys: list[Axis]  # key tiles of each kv head, or one Axis for all heads
     rows: list[list[Mask]]  # [batch][head]; one item if all are equal
-    axis_of: dict[Mask, int]  # of each distinct mask, the index of its tiles
+    tiles_of: dict[Mask, tuple[Axis, Axis]]  # query tiles and key tiles of each distinct mask
 
     @classmethod
     def of(cls, ground: Ground, grid: Grid, mask: Mask) -> "_Term":
@@ -242,26 +237,23 @@ class _Term(NamedTuple):
         queries, keys = [tiles for tiles, _ in axes], [tiles for _, tiles in axes]
         num_tables = mask.num_tables(frame)
         rows: list[list[Mask]] = []
-        axis_of: dict[Mask, int] = {}
+        tiles_of: dict[Mask, tuple[Axis, Axis]] = {}
         for batch in range(mask.num_batches() or 1):
             heads = [table * frame.num_heads // num_tables for table in range(num_tables)]
             rows.append([mask.at(batch, head, frame) for head in heads])
             for head, own in zip(heads, rows[-1], strict=True):
-                axis_of.setdefault(own, frame.kv_head(head) if num_axes > 1 else 0)
-        return cls(queries, keys, rows, axis_of)
+                tiles_of.setdefault(own, axes[frame.kv_head(head) if num_axes > 1 else 0])
+        return cls(queries, keys, rows, tiles_of)
 
     @property
     def num_tables(self) -> int:
         return len(self.rows) * len(self.rows[0])
 
-    def tiles(self, axis: int) -> tuple[Axis, Axis]:
-        return self.queries[axis], self.keys[axis]
-
 
 def _compile_pass(ground: Ground, branch: int, grid: Grid, mask: Mask) -> CompiledPass:
     term = _Term.of(ground, grid, mask)
-    tables = [compile_table(ground, x, *term.tiles(axis)) for x, axis in term.axis_of.items()]
-    number = {own: index for index, own in enumerate(term.axis_of)}
+    tables = [compile_table(ground, x, *tiles) for x, tiles in term.tiles_of.items()]
+    number = {own: index for index, own in enumerate(term.tiles_of)}
     rows = [[number[own] for own in row] for row in term.rows]
     # Equal tables of two heads may count different numbers of pairs, as their tiles may differ.
     mean = sum(tables[index][0].num_pairs for row in rows for index in row) / term.num_tables
@@ -309,9 +301,10 @@ def compile_table(
     visited = num_pairs > 0
     row_ptr = torch.zeros(len(queries) + 1, dtype=torch.int32)
     row_ptr[1:] = torch.bincount(row[visited], minlength=len(queries)).cumsum(0)
-    longest = _most(row_ptr.diff()), _most(column[visited].bincount())
-    total = int(num_pairs.sum())
-    table = Table(row_ptr, column[visited].int(), number[visited].int(), total, longest)
+    key_tile, of_tile = column[visited], (row_ptr.diff(), column[visited].bincount())
+    of_query, of_key = (max(x.tolist(), default=0) for x in of_tile)
+    tables = row_ptr, key_tile.int(), number[visited].int()
+    table = Table(*tables, int(num_pairs.sum()), (of_query, of_key))
     distinct, (table,) = share_bitmaps([(table, bitmaps)])
     return table, distinct
 

@@ -155,10 +155,12 @@ class Pass:
         return replace(self, bitmaps=rows.reshape(self.bitmaps.shape))
 
     def to(self, device: torch.device) -> "Pass":
-        """Returns a copy on a device; the host does not wait for a GPU."""
-        values: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(self) if x.init}
-        tensors = {name: x for name, x in values.items() if isinstance(x, Tensor)}
-        return Pass(**values | {name: moved(x, device) for name, x in tensors.items()})
+        """Returns this pass, or a copy on another device; the host does not wait for a GPU."""
+        if device == self.row_ptr.device:
+            return self
+        own: dict[str, Any] = {x.name: getattr(self, x.name) for x in fields(self)}
+        own = {name: moved(x, device) for name, x in own.items() if isinstance(x, Tensor)}
+        return replace(self, **own)
 
 
 @dataclass(frozen=True, eq=False, repr=False)

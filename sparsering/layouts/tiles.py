@@ -57,7 +57,8 @@ class Grid:
             cut = self.step, self.segment, self.residues, block_size, offset
             edges = [edge for pair in ranges for edge in pair]
             documents = (0,) if self.documents == () else self.documents or ()  # (): no documents
-            return Axis(self.step, *kernel.tiles(*cut, edges, documents, self.depths or ()))
+            a, b, c, d, tokens = kernel.tiles(*cut, edges, documents, self.depths or ())
+            return Axis(self.step, a, b, c, d, tuple(tokens.tolist()))
         lows, highs = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).T.contiguous()
         first, stop = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
         begin, end, least = self._segments(first, stop) if ranges else (lows, highs, lows)
@@ -108,8 +109,9 @@ class Grid:
         """Returns a tile of each residue class in each piece; it omits positions below `low`."""
         start = start + (low - start).clamp(min=0).add(self.step - 1) // self.step * self.step
         start, stop = start.flatten(), stop.repeat(len(start))
-        last = start + ((stop - 1 - start).clamp(min=-1) // self.step) * self.step
-        return Axis(self.step, residue.flatten(), start, stop, last)
+        steps = (stop - 1 - start).clamp(min=-1) // self.step
+        tokens = int((steps + 1).sum()), 1 + max(steps.tolist(), default=-1)
+        return Axis(self.step, residue.flatten(), start, stop, start + steps * self.step, tokens)
 
     def _residues(self, ranges: Ranges, longest: int) -> Tensor:
         """Returns the residue classes in `ranges`; `longest`: tokens of the longest segment."""
@@ -146,6 +148,7 @@ class Axis:
     start: Tensor  # first position
     stop: Tensor  # exclusive end
     last: Tensor  # last position; below `start` for a tile without positions
+    tokens: tuple[int, int] = (0, 0)  # number of positions in all tiles that a `Grid` cut; in one
 
     def __len__(self) -> int:
         return len(self.start)
@@ -155,8 +158,8 @@ class Axis:
         return (self.last - self.start) // self.step + 1
 
     def __getitem__(self, index: Tensor) -> "Axis":
-        tensors = self.residue, self.start, self.stop, self.last
-        return Axis(self.step, *(x[index] for x in tensors))
+        residue, start, stop, last = self.residue, self.start, self.stop, self.last
+        return Axis(self.step, residue[index], start[index], stop[index], last[index])
 
     def runs(self, size: int) -> tuple["Axis", Tensor]:
         """Joins each `size` neighbouring tiles; returns (joined tiles, which have no gap)."""

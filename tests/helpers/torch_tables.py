@@ -8,15 +8,15 @@ import pytest
 from torch import Tensor
 
 import sparsering as sr
+from sparsering.layouts import bitmaps, lower, tiles
 from sparsering.layouts import compile as compiler
-from sparsering.layouts import lower, tiles
 
 
 @contextmanager
 def only_torch() -> Iterator[None]:
     """Hides the compiled kernel from the layouts that are built in the block."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (tiles, lower):
+        for module in (bitmaps, tiles, lower):
             patch.setattr(module, "kernel_operators", lambda: None)
         yield
 

@@ -14,7 +14,7 @@ import sparsering as sr
 from sparsering.kernels.cpu.build import library
 from sparsering.layouts import compile as compiler
 from sparsering.layouts import lower
-from sparsering.layouts.layout import BlockLayout
+from sparsering.layouts.layout import BlockLayout, tile_counts
 from sparsering.layouts.leaves import Linear
 from sparsering.patterns.algebra import Frame
 from sparsering.patterns.varlen_mask import Varlen
@@ -26,7 +26,11 @@ FIELDS = ("query_start", "query_stop", "key_start", "key_stop", "row_ptr", "key_
 def assert_equal(a: BlockLayout, b: BlockLayout) -> None:
     assert (len(a.passes), a.pairs) == (len(b.passes), b.pairs)
     for p, q in zip(a.passes, b.passes, strict=True):
-        for name in (*FIELDS, "bitmaps"):
+        sides = (p.query_start, p.query_stop), (p.key_start, p.key_stop)
+        counts = [tile_counts(*side, p.step, a.block_size) for side in sides]
+        most = tuple(max(x.flatten().tolist(), default=0) for x in counts)
+        assert p.memo.get("most tokens", most) == q.memo.get("most tokens", most) == most
+        for name in (*FIELDS, "bitmaps", "transposed_bitmaps"):
             x, y = getattr(p, name), getattr(q, name)
             assert x.dtype == y.dtype and torch.equal(x, y), (name, x, y)
         facts = [(x.step, x.covers, x.longest, x.branch) for x in (p, q)]
@@ -36,6 +40,7 @@ def assert_equal(a: BlockLayout, b: BlockLayout) -> None:
 def check(pattern: sr.Pattern, frame: Frame, block_size: int) -> None:
     library()
     native = compiler.build_layout(pattern, frame, block_size, CPU)
+    _ = [p.transposed_bitmaps for p in native.passes]  # by the kernel, and stored
     size = compiler.chosen_block_size(pattern, frame, CPU)
     compiler._by_density.cache_clear()
     with only_torch():
@@ -196,6 +201,12 @@ def test_a_malformed_program_is_refused(
     axis = [torch.arange(2), torch.arange(2), torch.arange(2)]
     with pytest.raises(RuntimeError, match=message):
         library().table(numbers, tensors, axis, axis, 1, 16, False)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (2, 18), (32,), (0, 8, 4)])
+def test_malformed_bitmaps_are_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(RuntimeError, match="malformed bitmaps"):
+        library().transposed(torch.zeros(shape, dtype=torch.uint8))
 
 
 def test_a_row_taken_for_its_shifted_neighbour_is_noticed(monkeypatch: Any) -> None:

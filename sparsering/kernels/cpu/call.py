@@ -204,12 +204,12 @@ def _is_walked(problem: Problem, p: Pass) -> int:
         return 0
     shape: tuple[tuple[int, int], float] | None = p.memo.get("walked shape")
     if shape is None:
-        queries, keys = (
+        queries, keys = p.memo.get("most tokens") or (
             int(tile_counts(start, stop, p.step, problem.layout.block_size).max())
             for start, stop in ((p.query_start, p.query_stop), (p.key_start, p.key_stop))
         )
-        shape = (queries, keys), float(p.num_entries.double().mean())
-        p.memo["walked shape"] = shape
+        mean = float(p.num_entries.double().mean()) if queries <= _MOST_WALKED_QUERIES else 0.0
+        shape = p.memo["walked shape"] = (queries, keys), mean
     longest, entries = shape
     tiles, frame = (p.query_start.shape[1], p.key_start.shape[1]), problem.layout.frame
     group = frame.num_heads / max(1, frame.num_kv_heads)

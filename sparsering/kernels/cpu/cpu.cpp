@@ -341,6 +341,19 @@ std::vector<Tensor> table(Ints program, Tensors constants, Tensors queries, Tens
   return compiler.table();
 }
 
+// Bitmaps with the other side along the bits: `transposed` in layouts/bitmaps.py.
+Tensor transposed(const Tensor& bitmaps) {
+  const Tensor rows = contiguous(bitmaps);
+  const int64_t bytes = rows.dim() == 2 ? rows.size(1) : 0;
+  const auto size = static_cast<int64_t>(std::lround(std::sqrt(8. * bytes)));
+  SPARSERING_CHECK(rows.dtype() == kByte && bytes > 0 && size % 8 == 0 && size * size == 8 * bytes,
+                   "sparsering cpu: malformed bitmaps");
+  Tensor out = empty({rows.size(0), bytes}, kByte);
+  lower::transpose_bits(values_of<uint8_t>(rows), rows.size(0), size,
+                        out.mutable_data_ptr<uint8_t>());
+  return out;
+}
+
 }  // namespace
 
 #define SPARSERING_SCHEMA(key, value)                                                        \
@@ -389,6 +402,7 @@ const bool registered = [] {
   m.define<table>(
       "table(int[] program, Tensor[] constants, Tensor[] queries, Tensor[] keys, int step, "
       "int block, bool count) -> Tensor[]");
+  m.define<transposed>("transposed(Tensor bitmaps) -> Tensor");
   m.define<pieces>("pieces(Tensor entries, bool by_key) -> int");
   m.define<shares>(
       "shares(Tensor query, Tensor feature, Tensor key, Tensor? last, Tensor(a!) out, int kind, "

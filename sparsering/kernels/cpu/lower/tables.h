@@ -38,6 +38,31 @@ struct Tiles {
   const int64_t *residue, *start, *last;
 };
 
+// Transposes bitmaps of `size` x `size` bits, in squares of 8 x 8 bits.
+inline void transpose_bits(const uint8_t* from, int64_t count, int64_t size, uint8_t* to) {
+  const int64_t bytes = size / 8;
+  for (int64_t i = 0; i < count * size * bytes; i += size * bytes) {
+    for (int64_t row = 0; row < bytes; ++row) {
+      for (int64_t column = 0; column < bytes; ++column) {
+        uint64_t x = 0;
+        for (int64_t j = 0; j < 8; ++j) {
+          x |= uint64_t{from[i + (8 * row + j) * bytes + column]} << 8 * j;
+        }
+        // swaps bits above and below the diagonal of squares of 2, 4 and 8 bits
+        for (const auto& [shift, above] : {std::pair{7, uint64_t{0x00AA00AA00AA00AA}},
+                                           {14, uint64_t{0x0000CCCC0000CCCC}},
+                                           {28, uint64_t{0x00000000F0F0F0F0}}}) {
+          const uint64_t changed = (x ^ x >> shift) & above;
+          x ^= changed ^ changed << shift;
+        }
+        for (int64_t j = 0; j < 8; ++j) {
+          to[i + (8 * column + j) * bytes + row] = static_cast<uint8_t>(x >> 8 * j);
+        }
+      }
+    }
+  }
+}
+
 struct Hash {
   size_t operator()(const std::vector<int64_t>& x) const {
     uint64_t h = x.size();
@@ -75,7 +100,8 @@ struct Grid {
     return found;
   }
 
-  // Residue class, start, stop and last position of each tile of the positions in `ranges`.
+  // Residue class, start, stop and last position of each tile of the positions in `ranges`; then
+  // how many positions all tiles have, and one at most.
   std::vector<Tensor> tiles(Ints ranges, Ints documents, Ints depths) const {
     struct Piece {
       int64_t start, least, end;
@@ -100,21 +126,26 @@ struct Grid {
         classes_of(first, stop, longest, documents.empty() && count);
     const int64_t size = classes.size() * pieces.size();
     std::vector<Tensor> out;
-    int64_t* columns[4];
+    int64_t* columns[5];
     for (int64_t*& column : columns) {
-      out.push_back(empty({size}, kLong));
+      out.push_back(empty({out.size() < 4 ? size : 2}, kLong));
       column = out.back().mutable_data_ptr<int64_t>();
     }
+    int64_t total = 0, most = 0;
     for (const int64_t residue : classes) {
       for (const Piece& x : pieces) {
         int64_t start = x.start + residue + offset;
         start += (std::max<int64_t>(x.least - start, 0) + step - 1) / step * step;
+        const int64_t steps = floor_div(std::max<int64_t>(x.end - 1 - start, -1), step);
         *columns[0]++ = residue;
         *columns[1]++ = start;
         *columns[2]++ = x.end;
-        *columns[3]++ = start + floor_div(std::max<int64_t>(x.end - 1 - start, -1), step) * step;
+        *columns[3]++ = start + steps * step;
+        total += steps + 1;
+        most = std::max(most, steps + 1);
       }
     }
+    columns[4][0] = total, columns[4][1] = most;
     return out;
   }
 
