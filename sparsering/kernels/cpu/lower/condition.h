@@ -57,7 +57,8 @@ class Condition {
     for (int64_t i = 0; i < parts; ++i) parts_.emplace_back(in);
   }
 
-  int status(const Pair& x) const {
+  // `exact` for a pair of tiles; for several, kVaries may hide that none or all meet the condition.
+  int status(const Pair& x, bool exact = true) const {
     switch (kind_) {
       case kLinear: {
         const auto [a, b, c] = std::tuple(c_[0], c_[1], c_[2]);
@@ -89,26 +90,26 @@ class Condition {
       case kAllOf: {
         int status = kFull;
         for (const Condition& part : parts_) {
-          if ((status = std::min(status, part.status(x))) == kEmpty) break;
+          if ((status = std::min(status, part.status(x, exact))) == kEmpty) break;
         }
         return status;
       }
       case kAnyOf: {
         int status = kEmpty;
         for (const Condition& part : parts_) {
-          if ((status = std::max(status, part.status(x))) == kFull) break;
+          if ((status = std::max(status, part.status(x, exact))) == kFull) break;
         }
         return status;
       }
       case kNegated:
-        return kFull - parts_[0].status(x);
+        return kFull - parts_[0].status(x, exact);
       case kPerDocument: {
         const int64_t number = common_range(x);
-        return number < 0 ? same_range(x) : parts_[0].status(x.shifted(-starts()[number]));
+        return number < 0 ? same_range(x) : parts_[0].status(x.shifted(-starts()[number]), exact);
       }
       case kInBlocks:
       case kBlockRows:
-        return status_of_blocks(x.q.blocks(c_[0]), x.k.blocks(c_[1]));
+        return status_of_blocks(x.q.blocks(c_[0]), x.k.blocks(c_[1]), exact);
       default: {
         const Path query(*this, x.q), key(*this, x.k);
         if (!query.touches || !key.touches) return kEmpty;
@@ -117,7 +118,8 @@ class Condition {
         const auto [soonest, latest] = key.bounds(leave_);
         if (least > last || latest <= first) return kEmpty;
         const bool every = most <= first && last < soonest && query.inside && key.inside;
-        const int inner = parts_[0].status(depths(query, key, query.several || key.several));
+        const bool several = query.several || key.several;
+        const int inner = parts_[0].status(depths(query, key, several), exact);
         return std::min<int>(every ? kFull : kVaries, inner);
       }
     }
@@ -301,8 +303,8 @@ class Condition {
                                : parts_[0].status({{query, query, 1}, {key, key, 1}}) == kFull;
   }
 
-  // Status of ranges of blocks: exact unless there are many pairs of them.
-  int status_of_blocks(const Side& q, const Side& k) const {
+  // Status of ranges of blocks: looks up each pair of them for `exact`, unless there are many.
+  int status_of_blocks(const Side& q, const Side& k, bool exact) const {
     const int64_t width = k.last - k.first + 1, most = (q.last - q.first + 1) * width;
     int64_t seen = 0;
     if (kind_ == kBlockRows) {
@@ -310,7 +312,7 @@ class Condition {
       return (seen > 0) + (seen == most);
     }
     const int status = parts_[0].status({q, k});
-    if (status != kVaries || most > kMostBlocks) return status;
+    if (status != kVaries || most > kMostBlocks || !exact) return status;
     for (int64_t i = 0; i < most; ++i) {
       seen += blocks_hold(q.first + i / width, k.first + i % width);
       if (seen > 0 && seen <= i) return kVaries;

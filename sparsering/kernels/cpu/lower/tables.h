@@ -292,7 +292,7 @@ class Compiler {
     Run run{q, low, high};
     Pair x = pair(run);
     if (high - low > 1 && !regular_) x.k.step = 1;
-    const int status = rule_.status(x);
+    const int status = rule_.status(x, high - low == 1);
     if (status == kEmpty) return;
     if (status == kVaries && high - low > 1) {
       const size_t middle = low + (high - low) / 2;
