@@ -301,8 +301,8 @@ def compile_table(
     visited = num_pairs > 0
     row_ptr = torch.zeros(len(queries) + 1, dtype=torch.int32)
     row_ptr[1:] = torch.bincount(row[visited], minlength=len(queries)).cumsum(0)
-    key_tile, of_tile = column[visited], (row_ptr.diff(), column[visited].bincount())
-    of_query, of_key = (max(x.tolist(), default=0) for x in of_tile)
+    key_tile = column[visited]
+    of_query, of_key = (max(x.tolist(), default=0) for x in (row_ptr.diff(), key_tile.bincount()))
     tables = row_ptr, key_tile.int(), number[visited].int()
     table = Table(*tables, int(num_pairs.sum()), (of_query, of_key))
     distinct, (table,) = share_bitmaps([(table, bitmaps)])

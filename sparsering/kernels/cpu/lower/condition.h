@@ -1,4 +1,4 @@
-// Conditions on a query and a key position, read from the program that layouts/program.py writes.
+// Conditions on a query and a key position, read from the program that layouts/lower.py writes.
 //
 // `Condition::status` decides for a pair of tiles whether no position pair, some or all meet the
 // condition; `signature` writes integers, and varying pairs of tiles with equal ones have equal

@@ -126,9 +126,9 @@ struct Grid {
         classes_of(first, stop, longest, documents.empty() && count);
     const int64_t size = classes.size() * pieces.size();
     std::vector<Tensor> out;
-    int64_t* columns[5];
+    int64_t* columns[4];
     for (int64_t*& column : columns) {
-      out.push_back(empty({out.size() < 4 ? size : 2}, kLong));
+      out.push_back(empty({size}, kLong));
       column = out.back().mutable_data_ptr<int64_t>();
     }
     int64_t total = 0, most = 0;
@@ -145,7 +145,9 @@ struct Grid {
         most = std::max(most, steps + 1);
       }
     }
-    columns[4][0] = total, columns[4][1] = most;
+    out.push_back(empty({2}, kLong));
+    int64_t* tokens = out.back().mutable_data_ptr<int64_t>();
+    tokens[0] = total, tokens[1] = most;
     return out;
   }
 
