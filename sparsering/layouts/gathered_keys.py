@@ -5,32 +5,22 @@
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial, reduce
-from typing import NamedTuple, cast
+from functools import reduce
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from ..patterns.algebra import And, Frame, Mask, Or
-from ..patterns.arguments import MOST_TOKENS
-from ..patterns.positions import Causal, Dilated, intersection
+from ..patterns.positions import Dilated
 from .bitmaps import pack, transposed
 from .layout import BlockLayout, Pass
-from .leaves import EMPTY, FULL, VARIES
-from .lower import condition
-from .tiles import Axis, Spans, TilePairs
+from .lower import native_page
+from .tiles import Spans
 
 _MOST_CELLS = 1 << 21  # (query, key) pairs evaluated at a time, to bound memory
-
-
-class _Rows(NamedTuple):
-    """Mask, first query and keys of each row; a row is one head of one batch entry."""
-
-    masks: list[Mask]  # mask of each row; only one if all rows have the same mask
-    first: Tensor  # [rows] position of the first query
-    keys: Tensor  # [rows, keys] positions, -1 for no key
 
 
 def page_over(
@@ -46,15 +36,13 @@ def page_over(
     """Builds the pass of one mask of a mixture, for one tile of queries and keys in any order.
 
     Args:
-        number, branch: index of the mask in the mixture, and the mask, which is causal.
-        positions: [B or 1, Hkv, keys] int64 position of each key, -1 for no key. The last `queries`
-            keys are at the positions of the queries; all other keys precede the queries.
+        number, branch: index of the mask in the mixture, and the mask.
+        positions: [B or 1, Hkv, keys] int64 position of each key, -1 for no key.
         live: [B or 1, Hkv, keys] bool, False if by this mask no query visits the key.
         starts: [B or 1] position of the first query.
         queries: number of queries, at most `block_size`.
 
-    Cost: O(queries keys) for each head and batch entry that differs in keys or mask. A mask that
-        all share is evaluated only on tiles in which some, but not all, pairs may attend.
+    Cost: O(queries keys) for each head and batch entry that differs in keys or mask.
     """
     keys = torch.where(live, positions, -1)
     entries, kv_heads, num_keys = keys.shape
@@ -70,93 +58,56 @@ def page_over(
     masks = [branch.at(b if batches else 0, h, frame) for b in range(every) for h in numbers]
     if tables == 1 and not batches:
         masks = masks[:1]
-    rows = _Rows(masks, starts.repeat_interleave(heads), keys)
-    find = _by_tiles if len(masks) == 1 else _by_keys
-    visited, bitmap, bitmaps = find(rows, frame, queries, block_size)
-    count = visited.sum(1)
-    longest = int(count.max()) if count.numel() else 0
-    tile = (~visited).to(torch.int8).argsort(dim=1, stable=True)[:, :longest]
-    real = torch.arange(longest) < count[:, None]
+    rows = masks, frame, starts.repeat_interleave(heads), keys, queries, block_size
+    *table, bitmaps = native_page(*rows) or _page_in_torch(*rows)
+    row_ptr, key_tile, bitmap = (x.view(every, heads, x.shape[1]) for x in table)
+    longest = key_tile.shape[2]
     start = torch.arange(0, num_keys, block_size)[None]
     zero = torch.zeros(1, 1, dtype=torch.int64)
-
-    def table(x: Tensor) -> Tensor:
-        return x.int().view(every, heads, x.shape[1]).contiguous()
-
-    p = Pass(
+    return Pass(
         step=1,
         query_start=zero,
         query_stop=zero + queries,
         key_start=start,
         key_stop=(start + block_size).clamp(max=num_keys),
-        row_ptr=table(torch.nn.functional.pad(count[:, None], (1, 0))),
-        key_tile=table(torch.where(real, tile, 0)),
-        bitmap=table(torch.where(real, bitmap.gather(1, tile), 0)),
-        bitmaps=transposed(bitmaps),
+        row_ptr=row_ptr,
+        key_tile=key_tile,
+        bitmap=bitmap,
+        bitmaps=bitmaps,
         covers=(True, True),
         longest=(longest, min(longest, 1)),
         branch=number,
     )
-    Pass.transposed_bitmaps.store(p, bitmaps)
-    return p
 
 
-def _by_tiles(rows: _Rows, frame: Frame, queries: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Finds the key tiles that each row visits, for rows (heads of a batch entry) of one mask.
-
-    Returns: [rows, tiles] whether a tile is visited; [rows, tiles] index of its bitmap, or -1 if
-        all pairs attend; the bitmaps, with queries along the bits.
-    """
-    (mask,), (count, keys) = rows.masks, rows.keys.shape
-    tiles = -(-keys // size)
-    k = torch.nn.functional.pad(rows.keys, (0, tiles * size - keys), value=-1)
-    k, p = k.view(count * tiles, size), rows.first.repeat_interleave(tiles)
-    status = _status(mask, p, p + queries - 1, k, frame)
-    varies = torch.nonzero(status == VARIES)[:, 0]
-    bitmaps = torch.zeros(len(varies), size, size // 8, dtype=torch.uint8)
-    for part in torch.arange(len(varies)).split(max(1, _MOST_CELLS // size**2)):
-        which = varies[part]
-        query = (p[which, None] + torch.arange(queries))[:, None]
-        bitmaps[part, :, : queries // 8] = _bits(mask.holds, query, k[which], frame)
-    bitmaps = bitmaps.flatten(1)
-    status[varies[~(bitmaps != 0).any(1)]] = EMPTY
-    number = torch.full_like(status, -1, dtype=torch.int64)
-    number[varies] = torch.arange(len(varies))
-    return (status != EMPTY).view(count, tiles), number.view(count, tiles), bitmaps
-
-
-def _by_keys(rows: _Rows, frame: Frame, queries: int, size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what `_by_tiles` does, for rows of different masks; evaluates them on every key."""
-    count, keys = rows.keys.shape
-    tiles, old = -(-keys // size), max(0, keys - queries)  # `old` keys precede all queries
-    query = (rows.first[:, None] + torch.arange(queries))[:, None]
-    bits = torch.zeros(count, tiles * size, size // 8, dtype=torch.uint8)
-    past = [_without_causal(mask) for mask in rows.masks]
-    for begin, end, masks in ((0, old, past), (old, keys, rows.masks)):
-        real = rows.keys[:, begin:end] >= 0
-        most = int(real.sum(1).max()) if real.numel() else 0
-        slot = (~real).to(torch.int8).argsort(dim=1, stable=True)[:, :most] + begin
-        for part in slot.split(max(1, _MOST_CELLS // max(1, count * queries)), 1):
-            part_bits = _bits(partial(_hold, masks), query, rows.keys.gather(1, part), frame)
-            bits[..., : queries // 8].scatter_(1, part[..., None].expand_as(part_bits), part_bits)
-    bits = bits.view(count * tiles, size**2 // 8)
-    visited = (bits.view(torch.int64) != 0).any(1)
-    return visited.view(count, tiles), (visited.cumsum(0) - 1).view(count, tiles), bits[visited]
-
-
-def _bits(holds: Callable[..., Tensor], query: Tensor, key: Tensor, frame: Frame) -> Tensor:
-    """Returns bits [rows, keys, queries / 8]: 1 if `query` [rows, 1, queries] sees `key`."""
-    real, shape = key >= 0, (*key.shape, query.shape[2])
-    pairs = holds(query, key.clamp(min=0)[:, :, None], frame)
-    pairs = pairs & real[:, :, None] if not bool(real.all()) else pairs
-    return pack(pairs.expand(shape).reshape(-1, shape[2])).view(*key.shape, shape[2] // 8)
-
-
-def _without_causal(mask: Mask) -> Mask:
-    """Drops `Causal` from a mask, for keys before all queries: there `Causal` always holds."""
-    if not isinstance(mask, And):
-        return mask
-    return intersection([part for part in mask.masks if part != Causal()])
+def _page_in_torch(
+    masks: Sequence[Mask], frame: Frame, first: Tensor, keys: Tensor, queries: int, block_size: int
+) -> list[Tensor]:
+    """Returns what `native_page` does; evaluates the masks on every key."""
+    rows, tiles = len(keys), -(-keys.shape[1] // block_size)
+    query = (first[:, None] + torch.arange(queries))[:, None]
+    bits = torch.zeros(rows, tiles * block_size, block_size // 8, dtype=torch.uint8)
+    real = keys >= 0
+    most = int(real.sum(1).max()) if real.numel() else 0
+    slot = (~real).to(torch.int8).argsort(dim=1, stable=True)[:, :most]
+    for part in slot.split(max(1, _MOST_CELLS // max(1, rows * queries)), 1):
+        key = keys.gather(1, part)[:, :, None]
+        pairs = _hold(masks, query, key.clamp(min=0), frame) & (key >= 0)
+        cells = pairs.expand(*part.shape, queries).reshape(-1, queries)
+        part_bits = pack(cells).view(*part.shape, queries // 8)
+        bits[..., : queries // 8].scatter_(1, part[..., None].expand_as(part_bits), part_bits)
+    bits = bits.view(rows, tiles, block_size, block_size // 8)
+    visited = (bits != 0).flatten(2).any(2)
+    varies = visited & (bits[..., : queries // 8] != 255).flatten(2).any(2)
+    index = torch.full((rows, tiles), -1)
+    index[varies] = torch.arange(int(varies.sum()))
+    count = visited.sum(1)
+    longest = int(count.max()) if count.numel() else 0
+    tile = (~visited).to(torch.int8).argsort(dim=1, stable=True)[:, :longest]
+    real = torch.arange(longest) < count[:, None]
+    row_ptr = torch.nn.functional.pad(count[:, None], (1, 0))
+    listed = (torch.where(real, x, 0) for x in (tile, index.gather(1, tile)))
+    return [*(x.int() for x in (row_ptr, *listed)), transposed(bits[varies].flatten(1))]
 
 
 def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
@@ -178,20 +129,6 @@ def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
     shape = torch.broadcast_shapes(p.shape, k.shape)[1:]
     pairs = (mask.holds(p[i], k[i], frame) for mask, i in zip(masks, rows, strict=True))
     return torch.cat([x.expand(1, *shape) for x in pairs])
-
-
-def _status(mask: Mask, first: Tensor, last: Tensor, k: Tensor, frame: Frame) -> Tensor:
-    """Returns EMPTY, VARIES or FULL for each tile: keys k[i], queries first[i] to last[i]."""
-    real = k >= 0
-    some = torch.nonzero(real.any(1))[:, 0]
-    low, high = torch.where(real, k, MOST_TOKENS).amin(1)[some], k.amax(1)[some]
-    none, first, last = torch.zeros_like(some), first[some], last[some]
-    queries = Axis(1, none, first, last + 1, last)
-    keys = Axis(1, none, low, high + 1, high)
-    pairs = TilePairs.of_sequence(queries, keys, frame.kv_len)
-    status = torch.full((len(k),), EMPTY, dtype=torch.int8)
-    status[some] = condition(mask, frame).status(pairs).to(torch.int8)
-    return torch.where((status == FULL) & ~real.all(1), VARIES, status)
 
 
 @dataclass(frozen=True, eq=False)

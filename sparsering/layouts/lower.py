@@ -4,7 +4,8 @@ Conditions of most kinds also become programs of the compiled kernel (`kernels/c
 makes equal tables in a fraction of the time. Without it, `compile` evaluates them with torch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.nn.functional import pad
@@ -95,13 +96,29 @@ def native_table(
     Returns: row pointers, key tiles, bitmap indices, bitmaps, and int64 (pairs, most entries of a
         query tile, most of a key tile). With `count`, the number of pairs in visited tiles alone.
     """
-    kernel = kernel_operators()
-    numbers: list[int] = []
-    tensors: list[Tensor] = []
-    if kernel is None or not _encode(rule, numbers, tensors):
-        return None
     tiles = ([x.residue, x.start, x.last] for x in (queries, keys))
-    return kernel.table(numbers, tensors, *tiles, keys.step, block_size, count) or None
+    return _native("table", [rule], *tiles, keys.step, block_size, count)
+
+
+def native_page(
+    masks: Sequence[Mask], frame: Frame, first: Tensor, keys: Tensor, queries: int, block_size: int
+) -> list[Tensor] | None:
+    """Finds in the kernel what a tile of queries sees (gathered_keys.py); None if it cannot.
+
+    Returns: int32 [rows, 2] row pointers; [rows, most visited tiles] key tiles, and bitmap indices
+        (-1: all pairs attend), 0 behind the last of a row; the bitmaps.
+    """
+    rules = (condition(mask, frame) for mask in masks)
+    return _native("page", rules, first, keys, queries, block_size)
+
+
+def _native(name: str, rules: Iterable[Condition], *rest: Any) -> list[Tensor] | None:
+    """Calls an operator of the kernel on programs of conditions; returns None if it cannot."""
+    kernel = kernel_operators()
+    program: tuple[list[int], list[Tensor]] = [], []
+    if kernel is None or not all(_encode(rule, *program) for rule in rules):
+        return None
+    return getattr(kernel, name)(*program, *rest) or None
 
 
 def _encode(rule: Condition, numbers: list[int], tensors: list[Tensor]) -> bool:

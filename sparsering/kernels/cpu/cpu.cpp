@@ -26,7 +26,7 @@
 #include "forward.h"
 #include "laid.h"
 #include "lists/operators.h"
-#include "lower/tables.h"
+#include "lower/operators.h"
 #include "machine/operators.h"
 #include "plan/workspace.h"
 #include "selection/shares.h"
@@ -310,50 +310,6 @@ bool shares(const Tensor& query, const Tensor& feature, const Tensor& key,
   return block_shares(x, out);
 }
 
-// Residue class, start, stop and last position of the tiles of ranges of positions.
-std::vector<Tensor> tiles(int64_t step, int64_t segment, int64_t residues, int64_t block,
-                          int64_t offset, Ints ranges, Ints documents, Ints depths) {
-  SPARSERING_CHECK(step > 0 && segment > 0 && residues > 0 && block > 0 && ranges.size() % 2 == 0 &&
-                       (depths.empty() || depths.size() == documents.size()),
-                   "sparsering cpu: malformed grid");
-  return lower::Grid{step, segment, residues, block, offset}.tiles(ranges, documents, depths);
-}
-
-// The table of a pass and what a layout stores beside it; with `count`, the pairs in its tiles
-// alone; nothing if a pair of tiles may have too many pairs of blocks.
-std::vector<Tensor> table(Ints program, Tensors constants, Tensors queries, Tensors keys,
-                          int64_t step, int64_t block, bool count) {
-  lower::Reader in{program, constants};
-  const lower::Condition rule(in);
-  SPARSERING_CHECK(queries.size() == 3 && keys.size() == 3 && step > 0 && block > 0 &&
-                       block % 8 == 0 && block <= 256,
-                   "sparsering cpu: malformed tiles");
-  const lower::Tiles rows(queries, step), columns(keys, step);
-  if (!rule.fits(rows.longest_span(), columns.longest_span())) {
-    return {};
-  }
-  lower::Compiler compiler(rule, rows, columns, block);
-  if (count) {
-    Tensor pairs = empty({1}, kLong);
-    *pairs.mutable_data_ptr<int64_t>() = compiler.pairs_in_tiles();
-    return {pairs};
-  }
-  return compiler.table();
-}
-
-// Bitmaps with the other side along the bits: `transposed` in layouts/bitmaps.py.
-Tensor transposed(const Tensor& bitmaps) {
-  const Tensor rows = contiguous(bitmaps);
-  const int64_t bytes = rows.dim() == 2 ? rows.size(1) : 0;
-  const auto size = static_cast<int64_t>(std::lround(std::sqrt(8. * bytes)));
-  SPARSERING_CHECK(rows.dtype() == kByte && bytes > 0 && size % 8 == 0 && size * size == 8 * bytes,
-                   "sparsering cpu: malformed bitmaps");
-  Tensor out = empty({rows.size(0), bytes}, kByte);
-  lower::transpose_bits(values_of<uint8_t>(rows), rows.size(0), size,
-                        out.mutable_data_ptr<uint8_t>());
-  return out;
-}
-
 }  // namespace
 
 #define SPARSERING_SCHEMA(key, value)                                                        \
@@ -396,13 +352,16 @@ const bool registered = [] {
   m.define<workspace_bytes>(
       "workspace_bytes(Tensor query, Tensor key, Tensor value, int block, float[] counts, "
       "bool backward, bool by_head) -> int");
-  m.define<tiles>(
+  m.define<lower::tiles>(
       "tiles(int step, int segment, int residues, int block, int offset, int[] ranges, "
       "int[] documents, int[] depths) -> Tensor[]");
-  m.define<table>(
+  m.define<lower::table>(
       "table(int[] program, Tensor[] constants, Tensor[] queries, Tensor[] keys, int step, "
       "int block, bool count) -> Tensor[]");
-  m.define<transposed>("transposed(Tensor bitmaps) -> Tensor");
+  m.define<lower::page>(
+      "page(int[] programs, Tensor[] constants, Tensor first, Tensor keys, int queries, "
+      "int block) -> Tensor[]");
+  m.define<lower::transposed>("transposed(Tensor bitmaps) -> Tensor");
   m.define<pieces>("pieces(Tensor entries, bool by_key) -> int");
   m.define<shares>(
       "shares(Tensor query, Tensor feature, Tensor key, Tensor? last, Tensor(a!) out, int kind, "

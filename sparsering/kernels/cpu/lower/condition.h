@@ -17,8 +17,6 @@
 
 namespace sparsering::cpu::lower {
 
-enum Status : int { kEmpty = 0, kVaries = 1, kFull = 2 };
-
 enum Kind : int64_t {
   kLinear,
   kInKeys,
@@ -136,6 +134,14 @@ class Condition {
     });
   }
 
+  // Appends the parts that decide whether a pair of `x`, which varies, meets the condition.
+  void deciding(const Pair& x, std::vector<const Condition*>& out) const {
+    if (kind_ != kAllOf) out.push_back(this);
+    for (const Condition& part : parts_) {
+      if (kind_ == kAllOf && part.status(x) == kVaries) part.deciding(x, out);
+    }
+  }
+
   // The keys of a tile, at most 256, that the query at position p sees; bits past them are 0.
   Bits row(int64_t p, const Side& k) const {
     Bits bits = row_past(p, k);
@@ -220,7 +226,6 @@ class Condition {
     }
   }
 
- private:
   // As `row`, with any bits past the last key.
   Bits row_past(int64_t p, const Side& k) const {
     switch (kind_) {
@@ -298,6 +303,7 @@ class Condition {
     }
   }
 
+ private:
   bool blocks_hold(int64_t query, int64_t key) const {
     return kind_ == kBlockRows ? rows_.count(query, {key, key, 1}) > 0
                                : parts_[0].status({{query, query, 1}, {key, key, 1}}) == kFull;
@@ -359,11 +365,6 @@ class Condition {
   static Pair depths(const Path& query, const Path& key, bool loose) {
     return {{query.low, query.high, loose ? 1 : query.step},
             {key.low, key.high, loose ? 1 : key.step}};
-  }
-
-  static int overlap(int64_t q0, int64_t q1, int64_t k0, int64_t k1) {
-    if (q0 > k1 || k0 > q1) return kEmpty;
-    return q0 == q1 && k0 == k1 ? kFull : kVaries;
   }
 
   const Side& side(const Pair& x) const {

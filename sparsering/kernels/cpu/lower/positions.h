@@ -10,6 +10,14 @@
 
 namespace sparsering::cpu::lower {
 
+enum Status : int { kEmpty = 0, kVaries = 1, kFull = 2 };
+
+// Whether all or some numbers from q0 to q1 equal those from k0 to k1.
+inline int overlap(int64_t q0, int64_t q1, int64_t k0, int64_t k1) {
+  if (q0 > k1 || k0 > q1) return kEmpty;
+  return q0 == q1 && k0 == k1 ? kFull : kVaries;
+}
+
 // Floor division and its remainder, as Python has them; `b` > 0.
 inline int64_t floor_div(int64_t a, int64_t b) {
   return a / b - (a % b < 0);
@@ -63,6 +71,7 @@ struct Bits {
   Bits operator~() const {
     return {{~words[0], ~words[1], ~words[2], ~words[3]}};
   }
+  bool operator==(const Bits&) const = default;
   int64_t count() const {
     int64_t sum = 0;
     for (const uint64_t x : words) sum += std::popcount(x);
