@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsering.functional import attention
+from sparsering.kernels.cpu.build import library
 from sparsering.layouts.cache import layout_cache
 from sparsering.layouts.layout import BlockLayout
 from sparsering.numerics import merge_attention
@@ -40,7 +41,11 @@ LONGNET = ((2048, 4096, 8192), (1, 2, 4))
 
 
 def layouts(quick: bool) -> list[Row]:
-    """Times compiling patterns at 2^20 tokens (with memory), and FlexAttention's mask at 16K."""
+    """Times compiling patterns at 2^20 tokens (with memory), and FlexAttention's mask at 16K.
+
+    The kernel is loaded before, as it is after the first call of a process.
+    """
+    library()
     length = 1 << (14 if quick else 20)
     cases: dict[str, tuple[Pattern, int]] = {
         "SlidingWindow(4096)": (SlidingWindow(4096), length),
