@@ -34,7 +34,7 @@ from .terms import disjoint_terms, terms, typical
 from .tiles import Axis, Grid, Origin, Ranges, Spans, TilePairs
 
 BLOCK_SIZES = range(16, 257, 16)
-_MOST_CELLS = 1 << 21  # (query, key) pairs evaluated at a time, to bound memory
+_MOST_CELLS = 1 << 20  # (query, key) pairs evaluated at a time, to bound memory; measured
 _MOST_BITMAPS = 1 << 12  # bitmaps collected before equal ones are merged
 
 _SAMPLE = 2048  # number of query positions in the sample
@@ -360,7 +360,7 @@ def evaluate(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> Ten
     """Evaluates a mask on pairs of tiles, packed [pairs, block_size ** 2 / 8]."""
     bitmaps = [torch.zeros(0, block_size**2 // 8, dtype=torch.uint8)]
     for part in torch.arange(len(pairs)).split(max(1, _MOST_CELLS // block_size**2)):
-        p, k = (tiles.positions(block_size)[part] for tiles in (pairs.q, pairs.k))
+        p, k = (tiles[part].positions(block_size) for tiles in (pairs.q, pairs.k))
         cells = mask.holds(p[:, :, None], k[:, None, :], frame)
         bitmaps.append(pack(cells.expand(len(part), block_size, block_size)))
     return torch.cat(bitmaps)

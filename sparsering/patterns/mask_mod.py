@@ -5,11 +5,13 @@
 In the text of a pattern, a name stands for the function; it is valid in this process alone.
 """
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,6 +22,7 @@ from .arguments import checked_integer, kind_of, shortened
 from .expression import add_constructor
 from .frame import MOST_HEADS
 from .function_state import Reads
+from .once import one_thread
 
 MaskModFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
@@ -89,7 +92,7 @@ def _check_function(mask_mod: MaskModFunction) -> None:
             f"{kind_of(result)}; combine comparisons with & and | (not `and`, `or`)"
         )
     try:
-        torch.vmap(mask_mod, in_dims=(None, None, 0, 0))(zero, zero, zero[None], zero[None])
+        _over_pairs(mask_mod, (zero, zero), zero[None], zero[None])
     except RuntimeError as error:
         raise ValueError(
             f"mask_mod must work under torch.vmap, got: {error} Combine comparisons with & and | "
@@ -133,18 +136,17 @@ class MaskMod(Mask):
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         p, k = frame.inside(p, k)
-        row, column = torch.broadcast_tensors(p - frame.q_start, k)
-        if not row.numel():
-            return torch.zeros(row.shape, dtype=torch.bool)
+        shape = torch.broadcast_shapes(p.shape, k.shape)
+        if not math.prod(shape):
+            return torch.zeros(shape, dtype=torch.bool)
         entry: _Entry = self._entry  # type: ignore[attr-defined]
-        over_pairs = torch.vmap(entry.function, in_dims=(None, None, 0, 0))
-        batch, head = torch.tensor(self.batch), torch.tensor(self.head)
+        at = torch.tensor(self.batch), torch.tensor(self.head)
         try:
             # torch.compile sets modes in this thread, so another thread evaluates the function.
             with ThreadPoolExecutor(1) as thread:
                 thread.submit(entry.check).result()
-                pairs = thread.submit(over_pairs, batch, head, row.flatten(), column.flatten())
-                result: Tensor = pairs.result().view(row.shape)
+                pairs = thread.submit(_over_pairs, entry.function, at, p - frame.q_start, k)
+                result: Tensor = pairs.result()
                 thread.submit(entry.accept).result()
                 return result
         except IndexError as error:
@@ -153,6 +155,22 @@ class MaskMod(Mask):
                 f"{frame.q_len - 1} and key indices up to {frame.kv_len - 1}, got: {error}; the "
                 "tensors that it reads must reach that far"
             ) from error
+
+
+@one_thread()
+def _over_pairs(
+    function: MaskModFunction, at: tuple[Tensor, Tensor], row: Tensor, column: Tensor
+) -> Tensor:
+    """Evaluates a mask_mod on indices that broadcast, without a copy of them for each pair."""
+    dims = max(row.dim(), column.dim())
+    row, column = (x[(None,) * (dims - x.dim())] for x in (row, column))
+    outer, over = range(dims), cast(MaskModFunction, partial(function, *at))
+    for sizes in zip(row.shape[::-1], column.shape[::-1], strict=True):
+        over = torch.vmap(over, tuple(None if n < max(sizes) else 0 for n in sizes))
+    return over(
+        row.squeeze([d for d in outer if row.shape[d] < column.shape[d]]),
+        column.squeeze([d for d in outer if column.shape[d] < row.shape[d]]),
+    )
 
 
 def _of_function(function: MaskModFunction, name: str, *arguments: Any) -> MaskMod:

@@ -15,6 +15,7 @@ import sparsering as sr
 from sparsering.distributed import RingPlan, simulate_ring
 from sparsering.layouts.leaves import FULL
 from sparsering.patterns import mask_mod as mask_mods
+from sparsering.patterns.algebra import Frame
 from sparsering.patterns.varlen_mask import Varlen
 
 
@@ -483,6 +484,36 @@ def test_flex_attentions_own_combinators_look_at_neither():
         assert (pattern.num_batches(), pattern.layout(75, num_heads=4).table_shape[1]) == (None, 1)
     table = torch.tensor([3, 9])
     assert sr.from_mask_mod(lambda b, h, q, k: q - k < table[h]).by_head
+
+
+DOCUMENTS, TABLE = torch.arange(40) // 7, torch.arange(40 * 40).view(40, 40) % 3 == 0
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [((), ()), ((4,), (4,)), ((9, 1), (8,)), ((1, 1), (1, 6)), ((3, 5, 1), (3, 1, 6)),
+     ((2, 1, 4), (2, 3, 4)), ((1, 6), (4, 1)), ((0, 4, 1), (0, 1, 4))],
+)  # fmt: skip
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda b, h, q, k: torch.tensor(True),
+        lambda b, h, q, k: k % 3 == 1,
+        lambda b, h, q, k: (DOCUMENTS[q] == DOCUMENTS[k]) & (q >= k),
+        lambda b, h, q, k: TABLE[q, k],
+        lambda b, h, q, k: torch.stack([q > k + 3, k > q]).any(0),
+        lambda b, h, q, k: TABLE[q].gather(0, k.unsqueeze(0))[0],
+    ],
+)
+def test_a_mask_mod_gets_every_pair_of_indices_that_broadcast(function, shapes):
+    generator = torch.Generator().manual_seed(1)
+    p, k = (torch.randint(0, 40, shape, generator=generator) for shape in shapes)
+    got = sr.from_mask_mod(function).holds(p, k, Frame.build(40, None, 1, 1, None))
+    pairs = zip(*(x.flatten() for x in torch.broadcast_tensors(p, k)), strict=True)
+    zero = torch.tensor(0)
+    expected = [bool(function(zero, zero, *pair)) for pair in pairs]
+    assert got.flatten().tolist() == expected
+    assert got.shape == torch.broadcast_shapes(*shapes)
 
 
 class Within:
