@@ -164,7 +164,7 @@ def _over_pairs(
     """Evaluates a mask_mod on indices that broadcast, without a copy of them for each pair."""
     dims = max(row.dim(), column.dim())
     row, column = (x[(None,) * (dims - x.dim())] for x in (row, column))
-    outer, over = range(dims), cast(MaskModFunction, partial(function, *at))
+    outer, over = range(dims), cast(Callable[..., Tensor], partial(function, *at))
     for sizes in zip(row.shape[::-1], column.shape[::-1], strict=True):
         over = torch.vmap(over, tuple(None if n < max(sizes) else 0 for n in sizes))
     return over(
