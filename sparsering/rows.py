@@ -1,5 +1,7 @@
 """Operations on rows of integers: expanding counts, numbering distinct rows, hashing."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -49,14 +51,19 @@ def distinct_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 def mix(*parts: int | Tensor) -> Tensor:
     """Hashes a tuple of ints or broadcastable integer tensors to int64 in [0, 2^62)."""
-    state: int | Tensor = 0
+    plain = all(type(part) is int for part in parts)  # numbers of Python cost a tenth of tensors
+
+    def wrapped(x: Any) -> Any:
+        return (x + 2**63) % 2**64 - 2**63 if plain else x
+
+    state: Any = 0
     for part in parts:
-        number = part if isinstance(part, Tensor) else torch.tensor(part, dtype=torch.int64)
+        number: Any = part if plain else torch.as_tensor(part).long()
         if isinstance(state, Tensor) and state.is_cuda and number.dim():
             state = state.to(number.device)  # torch itself moves only CPU scalars
-        state = number.long() + state * 31 + 0x9E3779B9
+        state = wrapped(number + state * 31 + 0x9E3779B9)
         for multiplier, shift in zip(SPLITMIX, (30, 27), strict=True):
-            state = (state ^ (state >> shift)) * multiplier
+            state = wrapped((state ^ (state >> shift)) * multiplier)
         state = state ^ (state >> 31)
     return torch.as_tensor(state) & (2**62 - 1)
 

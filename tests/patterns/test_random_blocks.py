@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
+from sparsering.rows import mix
 
 
 def chosen_blocks(pattern: Any, blocks: int, block_size: int = 2, **arguments: Any) -> Tensor:
@@ -142,3 +143,12 @@ def test_random_choice_does_not_depend_on_the_global_seed() -> None:
     first = sr.RandomBlocks(0.3, 2, seed=4).to_dense(32, num_heads=2)
     torch.manual_seed(2)
     assert torch.equal(sr.RandomBlocks(0.3, 2, seed=4).to_dense(32, num_heads=2), first)
+
+
+def test_hashes_of_ints_are_those_of_tensors():
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randint(-(2**62), 2**62, (200, 3), generator=generator)
+    edges = torch.tensor([[2**63 - 1, -(2**63), 0], [-1, 1, 2**63 - 1], [-(2**63), -1, -1]])
+    for parts in torch.cat((drawn, edges)):
+        numbers = [int(part) for part in parts]
+        assert int(mix(*numbers)) == int(mix(*parts)) == int(mix(parts[0], *numbers[1:]))
