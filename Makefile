@@ -85,7 +85,7 @@ ASAN := $(ASAN_FLAGS) LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -pr
 	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1:max_malloc_fill_size=268435456:malloc_fill_byte=255 \
 	UBSAN_OPTIONS=print_stacktrace=1
 ASAN_TESTS := $(addprefix tests/,kernels/test_cpu.py kernels/test_cpu_rows.py kernels/test_cpu_threads.py \
-	layouts/test_native.py attention/test_extras.py \
+	layouts/test_native.py layouts/test_page.py attention/test_extras.py \
 	attention/test_extras_in_torch.py attention/test_key_masks.py attention/test_selected_blocks.py \
 	attention/test_key_mass.py decoding/test_decoding_selected.py selection/test_scores.py)
 
