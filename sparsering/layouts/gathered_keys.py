@@ -55,9 +55,8 @@ def page_over(
     every = max(entries, batches or 1)
     keys, starts = keys.expand(every, -1, -1).flatten(0, 1), starts.expand(every)
     numbers = [head * (frame.num_heads // heads) for head in range(heads)]
-    masks = [branch.at(b if batches else 0, h, frame) for b in range(every) for h in numbers]
-    if tables == 1 and not batches:
-        masks = masks[:1]
+    numbers = numbers[:1] if tables == 1 and not batches else numbers
+    masks = [branch.at(b, h, frame) for b in range(batches or 1) for h in numbers]
     rows = masks, frame, starts.repeat_interleave(heads), keys, queries, block_size
     *table, bitmaps = native_page(*rows) or _page_in_torch(*rows)
     row_ptr, key_tile, bitmap = (x.view(every, heads, x.shape[1]) for x in table)
@@ -85,6 +84,7 @@ def _page_in_torch(
 ) -> list[Tensor]:
     """Returns what `native_page` does; evaluates the masks on every key."""
     rows, tiles = len(keys), -(-keys.shape[1] // block_size)
+    of_rows = [*masks] * (rows // len(masks)) if len(masks) > 1 else masks
     query = (first[:, None] + torch.arange(queries))[:, None]
     bits = torch.zeros(rows, tiles * block_size, block_size // 8, dtype=torch.uint8)
     real = keys >= 0
@@ -92,7 +92,7 @@ def _page_in_torch(
     slot = (~real).to(torch.int8).argsort(dim=1, stable=True)[:, :most]
     for part in slot.split(max(1, _MOST_CELLS // max(1, rows * queries)), 1):
         key = keys.gather(1, part)[:, :, None]
-        pairs = _hold(masks, query, key.clamp(min=0), frame) & (key >= 0)
+        pairs = _hold(of_rows, query, key.clamp(min=0), frame) & (key >= 0)
         cells = pairs.expand(*part.shape, queries).reshape(-1, queries)
         part_bits = pack(cells).view(*part.shape, queries // 8)
         bits[..., : queries // 8].scatter_(1, part[..., None].expand_as(part_bits), part_bits)

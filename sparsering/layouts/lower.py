@@ -105,6 +105,8 @@ def native_page(
 ) -> list[Tensor] | None:
     """Finds in the kernel what a tile of queries sees (gathered_keys.py); None if it cannot.
 
+    Row i of `first` and `keys` has mask i modulo the number of masks.
+
     Returns: int32 [rows, 2] row pointers; [rows, most visited tiles] key tiles, and bitmap indices
         (-1: all pairs attend), 0 behind the last of a row; the bitmaps.
     """

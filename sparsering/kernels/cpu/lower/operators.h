@@ -40,8 +40,8 @@ inline std::vector<Tensor> table(Ints program, Tensors constants, Tensors querie
 }
 
 // The table of a tile of queries and of rows of keys (positions, -1 for none): `native_page` in
-// layouts/lower.py. A row has a rule of its own, unless all share one; nothing if a rule asks for
-// too many pairs of blocks.
+// layouts/lower.py. The rows take the rules in turns; nothing if a rule asks for too many pairs of
+// blocks.
 inline std::vector<Tensor> page(Ints programs, Tensors constants, const Tensor& first,
                                 const Tensor& keys, int64_t queries, int64_t block) {
   SPARSERING_CHECK(first.dtype() == kLong && keys.dtype() == kLong && keys.dim() == 2 &&
@@ -57,11 +57,11 @@ inline std::vector<Tensor> page(Ints programs, Tensors constants, const Tensor& 
   }
   const Tensor starts = contiguous(first), positions = contiguous(keys);
   const int64_t rows = keys.size(0), width = keys.size(1);
-  SPARSERING_CHECK(std::ssize(rules) == 1 || std::ssize(rules) == rows,
-                   "sparsering cpu: a page needs a rule for each row, or one");
+  SPARSERING_CHECK(rows == 0 || (!rules.empty() && rows % std::ssize(rules) == 0),
+                   "sparsering cpu: the rules of a page need equally many rows");
   Page page(queries, block);
   for (int64_t row = 0; row < rows; ++row) {
-    page.add_row(rules[rules.size() > 1 ? row : 0], values_of<int64_t>(starts)[row],
+    page.add_row(rules[row % rules.size()], values_of<int64_t>(starts)[row],
                  Ints(values_of<int64_t>(positions) + row * width, width));
   }
   return page.table();
