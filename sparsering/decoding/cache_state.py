@@ -6,11 +6,10 @@ is for the i-th token after that eviction. The last query of a key is the last t
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, NamedTuple, Self, TypeVar, cast
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor
@@ -25,8 +24,6 @@ from ..patterns.arguments import index_of, listed, shortened
 from ..patterns.positions import Causal
 from ..selection.summaries import BlockSummaries
 from ..streams import moved
-
-Value = TypeVar("Value")
 
 SIZES = ("heads", "kv_heads", "total", "rollback", "page_size")
 _LIFETIMES = 1024  # last queries are computed and cached for at least this many keys at once
@@ -252,8 +249,7 @@ class CacheState(_Record):
 
         `key`, `value`: the latest tokens, if they are not in the page; they may end with padding.
         """
-        distinct = self.distinct()
-        survivors = {id(x): self._shared("survivors", self._survivors, x) for x in distinct}
+        survivors = {id(history): self._survivors(history) for history in self.distinct()}
         most = max((slots.shape[1] for _, slots in survivors.values()), default=0)
         for number, (history, slots) in survivors.items():
             room = (0, most - slots.shape[1])
@@ -269,18 +265,9 @@ class CacheState(_Record):
         pairs = (self.keys, key), (self.values, value)
         keys, values = (_gathered(self.with_new(*x), slots, self.page_size) for x in pairs)
         widest = [x for x, _ in survivors.values() if x.num_keys + self.page_size > most]
-        limits = (self._shared("page limit", self._page_limit, x) for x in widest)
-        limit = min(limits, default=self.page_size)
+        limit = min(map(self._page_limit, widest), default=self.page_size)
         stored = {"histories": [x for x, _ in of_entries], "keys": keys, "values": values}
         return self.changed(**stored, page_length=0, page_limit=limit, remote=(), page=Page())
-
-    def _shared(self, name: str, of: Callable[[History], Value], history: History) -> Value:
-        """Returns `of(history)`; the caches of a model's layers compute it once."""
-        if self.remote or not history.exact:
-            return of(history)
-        slots, sizes = history.positions.shape[1], (getattr(self, size) for size in SIZES)
-        key = (*sizes, slots, history.base, history.length, history.oldest, name)
-        return layout_cache.keep((self.pattern, *key), partial(of, history))
 
     def _survivors(self, history: History) -> tuple[History, Tensor]:
         """Returns (history after an eviction, slots [Hkv, keys] of its keys; -1 for no key)."""

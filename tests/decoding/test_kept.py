@@ -1,14 +1,12 @@
 """A `KVCache` holds at most its live keys and one page."""
 
 import copy
-import itertools
 import pickle
 
 import pytest
 import torch
 
 import sparsering as sr
-from sparsering.decoding.cache_state import CacheState
 
 
 @pytest.mark.parametrize("pattern", [sr.Dilated(16, 4, 1), sr.KeyMask(torch.arange(200) % 5 == 0)])
@@ -21,26 +19,6 @@ def test_rollback_beyond_the_first_token_keeps_no_key_that_nobody_visits(pattern
         held = cache.positions(0)
         assert cache.kept <= int(visited[:length].sum()) + 16
         assert visited[held[held < length - 16]].all()
-
-
-def test_the_layers_of_a_model_choose_once_which_keys_to_keep(monkeypatch):
-    chosen, choose = [], CacheState._survivors
-    monkeypatch.setattr(CacheState, "_survivors", lambda *x: chosen.append(1) or choose(*x))
-    pattern = sr.LongNet((12, 60), (1, 4)) & sr.Causal()
-    layers = [torch.randn(3, 1, 2, 100, 4, dtype=torch.float64) for _ in range(3)]
-    counts = []
-    for x in layers:
-        cache = sr.KVCache(pattern, 1, 2, 4, page_size=16)
-        cuts = [0, 30, *range(31, 101)]
-        parts = [x[:, :, :, a:b] for a, b in itertools.pairwise(cuts)]
-        out = torch.cat([cache.attend(*part) for part in parts], 2)
-        assert (out - sr.attention(*x, pattern, backend="reference")).abs().max() <= 1e-12
-        counts.append(len(chosen))
-    assert counts[0] >= 4
-    assert counts == counts[:1] * 3
-    longer = sr.KVCache(pattern, 1, 2, 4, page_size=16, rollback=20)
-    longer.attend(*layers[0])
-    assert len(chosen) == counts[0] + 1  # it keeps others
 
 
 @pytest.mark.parametrize("backend", ["gather", "cpu"])
