@@ -104,7 +104,7 @@ def test_pages_of_named_patterns(name: str) -> None:
 
 @pytest.mark.parametrize("name", named(130))
 def test_the_kernel_builds_pages_of_each_named_pattern(name: str, monkeypatch: Any) -> None:
-    """None falls back to torch's operators without being noticed, but blocks below a tree."""
+    """None of them falls back to torch's operators without being noticed."""
     calls = []
     monkeypatch.setattr(
         gathered_keys, "_page_in_torch", lambda *x: calls.append(x) or torch_page(*x)
