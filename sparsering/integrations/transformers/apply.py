@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -231,8 +232,9 @@ def explain(model: Any) -> str:
         return f"{type(model).__name__} runs {implementation!r}, not {config.NAME!r}{note}"
     causal = is_causal(model)
     heads, kv_heads, head_dim = config.heads_of(decoder)
-    weight = next(model.parameters())
-    query, key = (weight.new_zeros(1, n, 16, head_dim) for n in (heads, kv_heads))
+    weight = next(model.parameters())  # a DTensor under FSDP2, so only its kind is asked
+    like = {"dtype": weight.dtype, "device": weight.device}
+    query, key = (torch.zeros(1, n, 16, head_dim, **like) for n in (heads, kv_heads))
     backend = explain_call(query, key, key, Full()).split(",")[0].removeprefix("runs: ")
     lines = []
     used = _used_patterns(model)
