@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from sparsering.commands import install
 from sparsering.layouts.drawing import shades
 from sparsering.layouts.layout import BlockLayout
 from sparsering.patterns.algebra import Pattern
@@ -30,7 +31,7 @@ def require_matplotlib() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
-        raise ImportError("drawings need matplotlib; pip install 'sparsering[plots]'") from None
+        raise ImportError(f"drawings need matplotlib; {install('plots')}") from None
 
 
 def new_figure(width: float, height: float) -> Any:

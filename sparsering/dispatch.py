@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .commands import install
 from .kernels import cpu, gather, reference, triton
 from .kernels.problem import Gradients, Problem
 from .kernels.triton import configs
@@ -93,9 +94,7 @@ def choose(
             return name
         refused.append(f"{name}: {', '.join(reasons)}")
     if backend is not None and (package := BACKENDS[backend].package) and not find_spec(package):
-        raise ImportError(
-            f"backend {backend!r} needs the package {package}: pip install 'sparsering[{backend}]'"
-        )
+        raise ImportError(f"backend {backend!r} needs the package {package}: {install(backend)}")
     raise NotImplementedError("; ".join(refused))
 
 

@@ -20,6 +20,7 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 # A room (a file, or a folder) and the rooms that it may import. Rooms without files are those that
 # the next parts go to.
 ROOMS = {
+    "commands": "",
     "files": "",
     "numerics": "",
     "rows": "",
@@ -28,8 +29,8 @@ ROOMS = {
     "layouts": "patterns numerics rows streams",
     "dropout": "patterns rows",
     "data": "patterns rows",
-    "kernels": "layouts patterns dropout numerics files rows streams",
-    "dispatch": "kernels layouts patterns",
+    "kernels": "layouts patterns dropout numerics files commands rows streams",
+    "dispatch": "kernels layouts patterns commands",
     "checks": "layouts patterns numerics",
     "extras": "checks dropout patterns",
     "differentiable": "checks patterns numerics streams",
@@ -48,9 +49,12 @@ ROOMS = {
     "patterns numerics rows streams",
     "nn": "distributed functional selection decoding checks kernels layouts patterns numerics",
     "models": "checks nn functional decoding patterns numerics",
-    "integrations": "distributed nn functional selection decoding checks patterns numerics",
-    "planning": "functional dispatch distributed checks kernels layouts patterns files numerics",
-    "training": "distributed models nn planning selection functional layouts patterns files",
+    "integrations": "distributed nn functional selection decoding checks patterns numerics "
+    "commands",
+    "planning": "functional dispatch distributed checks kernels layouts patterns files numerics "
+    "commands",
+    "training": "distributed models nn planning selection functional layouts patterns files "
+    "commands",
     "cli": "",  # the command line takes what a command needs
 }
 ANYTHING = ("cli", "__init__", "__main__")

@@ -27,13 +27,14 @@ def _info(arguments: argparse.Namespace) -> int:
 
     import sparsering
 
+    from ..commands import install
     from ..training.recipe import best_dtype
 
     def installed(name: str, extra: str) -> str:
         try:
             return version(name)
         except PackageNotFoundError:
-            return f"not installed (pip install 'sparsering[{extra}]')"
+            return f"not installed ({install(extra)})"
 
     features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     vector_features = (

@@ -4,6 +4,7 @@ import argparse
 from copy import deepcopy
 from typing import Any
 
+from ..commands import install
 from .argument_types import PATTERN, Commands, positive
 
 _VOCABULARY = 1024  # tokens of the tried model: its embedding costs no time here
@@ -32,7 +33,7 @@ def _try(arguments: argparse.Namespace) -> int:
 
         from ..integrations import transformers as hf
     except ImportError as error:
-        raise ImportError("try needs transformers; pip install 'sparsering[hf]'") from error
+        raise ImportError(f"try needs transformers; {install('hf')}") from error
     from ..functional import attention
     from ..integrations.transformers.apply import patterns_of
     from ..integrations.transformers.config import heads_of

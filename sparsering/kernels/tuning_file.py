@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..commands import sparsering
 from ..files import cache_folder, opened, replace_file, unique_pairs
 from ..layouts.compile import checked_block_size
 from ..patterns.arguments import shortened
@@ -79,8 +80,8 @@ def read(path: Path) -> Choices:
                 return _checked(json.loads(file.read(), object_pairs_hook=unique_pairs))
     except (OSError, ValueError, RecursionError) as error:
         warnings.warn(
-            f"sparsering ignores {path}: `sparsering tune` did not write this content "
-            f"({shortened(str(error))}); delete it, or run `sparsering tune` again",
+            f"sparsering ignores {path}: tuning did not write this content "
+            f"({shortened(str(error))}); delete it, or run `{sparsering('tune')}` again",
             stacklevel=2,
         )
     return {"configs": {}, "block_sizes": {}}

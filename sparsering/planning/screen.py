@@ -9,6 +9,7 @@ from dataclasses import replace
 from textwrap import wrap
 from typing import Any
 
+from ..commands import sparsering
 from ..patterns import Pattern
 from ..patterns.arguments import shortened
 from .comparison import hides_later_keys
@@ -102,7 +103,7 @@ def proposal_screen(proposals: list[Proposal], title: str, texts: Mapping[Patter
         "",
         "time: on a named machine at least so long, by its peaks; pairs: of dense attention's",
         "sees: keys of the last query; layers: until it depends on all, with residual paths",
-        "next: sparsering plan 'PATTERN' with the same options tells more of one pattern",
+        f"next: {sparsering('plan')} 'PATTERN' with the same options tells more of one pattern",
     ]
     return "\n".join(line for text in lines for line in wrap(text, WIDTH, **_WRAPPED) or [""])
 

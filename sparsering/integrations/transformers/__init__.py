@@ -15,17 +15,19 @@
 docs/transformers.md explains the rules.
 """
 
+from ...commands import install
+
 try:
     import transformers
 except ImportError as error:
     raise ImportError(
-        "sparsering.integrations.transformers needs transformers; pip install 'sparsering[hf]'"
+        f"sparsering.integrations.transformers needs transformers; {install('hf')}"
     ) from error
 
 if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 23):
     raise ImportError(
         "sparsering.integrations.transformers needs transformers 5.23 or newer, got "
-        f"{transformers.__version__}; pip install 'sparsering[hf]'"
+        f"{transformers.__version__}; {install('hf')}"
     )
 
 from .apply import apply, explain, load, register, using

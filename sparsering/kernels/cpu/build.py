@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 
+from ...commands import sparsering
 from ...files import cache_folder, opened
 from ..problem import constant_in_graphs
 
@@ -89,7 +90,7 @@ def _compile(library: Path) -> None:
         if run.returncode:
             lines = run.stderr.splitlines()
             errors = [line for line in lines if "error" in line] + lines[-1:] + ["it said nothing"]
-            told = f"{command[0]} failed: {errors[0]}; `sparsering build` shows all"
+            told = f"{command[0]} failed: {errors[0]}; `{sparsering('build')}` shows all"
             raise RuntimeError(f"{told}\n{run.stderr}")
         content = output.read_bytes()
         output.write_bytes(content + hashlib.sha256(content).digest())

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...commands import program
 from ...numerics import power_of_2
 from ..problem import Gradients, Problem, constant_in_graphs, dense_rows, sink_gradient
 from . import extra_arguments
@@ -53,7 +54,11 @@ def reasons(*tensors: Tensor) -> list[str]:
 
 @constant_in_graphs
 def _machine_reasons(gpus: tuple[int | None, ...]) -> list[str]:
-    found = [] if find_spec("triton") else ["the package triton is missing (pip install triton)"]
+    found = (
+        []
+        if find_spec("triton")
+        else [f"the package triton is missing ({program('pip', 'pip')} install triton)"]
+    )
     if interpreting():
         return found
     if not torch.cuda.is_available():
