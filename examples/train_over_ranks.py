@@ -12,21 +12,29 @@ import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from sparsering.commands import program
 from sparsering.distributed import RingPlan, last_traffic
 from sparsering.distributed.sharding import num_tokens
+from sparsering.files import replace_file
 from sparsering.patterns.positions import Full
+from sparsering.training.checkpoint import has_checkpoint
 from sparsering.training.data import read_text
 from sparsering.training.loop import Run, adamw, autocast, train, training_step
 from sparsering.training.ranks import Ranks, ranks_of_torchrun
 from sparsering.training.recipe import DTYPES, Recipe
 
 RECIPE = Recipe(steps=60, num_layers=2, dtype="float32")
+QUICK = replace(
+    RECIPE, context=256, pattern="LongNet((64, 256), (1, 4)) & Causal()", width=32, steps=4
+)  # tiny sizes, which show that everything runs
 COMPARED_STEPS = 10
 TOLERANCE = 1e-4  # allowed relative difference of losses: one process sums in another order
 TIMEOUT_S = 300.0  # the other ranks wait while rank 0 trains alone for the comparison
@@ -46,17 +54,21 @@ class RankFigures(NamedTuple):
 def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
     """Trains with each window's tokens sharded over all ranks; compares losses with one process.
 
-    It takes about a minute with four ranks on two cores, and replaces the files of an earlier demo.
+    It takes about a minute with four ranks on two cores. A demo that was stopped goes on;
+    `report.txt`, which is written last, says that a demo is finished.
 
-    Returns: 0; 1 if losses or bytes are not as expected; 128 + n if signal n stopped it.
+    Returns: 0; 1 if losses or bytes are not as expected; 128 + n if signal n stopped it. Raises
+    FileExistsError for a folder with a finished demo or another run.
     """
     if not dist.is_torchelastic_launched():
         raise ValueError(
             "expected processes started by torchrun, got a single process; run make demo-ring, or "
-            "torchrun --standalone --nproc-per-node 4 examples/train_over_ranks.py"
+            f"{program('torchrun', 'torch.distributed.run')} --standalone --nproc-per-node 4 "
+            "examples/train_over_ranks.py"
         )
     began = time.perf_counter()
     with ranks_of_torchrun(int(os.environ["WORLD_SIZE"]), timeout=TIMEOUT_S) as ranks:
+        ranks.together(partial(_check_unfinished, out))
         if ranks.leads:
             print(
                 f"Training {recipe.num_layers} layers of width {recipe.width}: {recipe.context:,} "
@@ -66,16 +78,35 @@ def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
             )
         every = recipe.steps  # saves and validates only at the end
         run = train(
-            recipe, out, command="demo", save_every=every, validate_every=every, ranks=ranks
+            recipe,
+            out,
+            resume=ranks.from_leader(has_checkpoint(out)),
+            command="demo-ring",
+            save_every=every,
+            validate_every=every,
+            ranks=ranks,
         )
         if run.stopped_by is not None:
             return 128 + run.stopped_by
         plan = ranks.plan(run.model, recipe.context)
         figures = ranks.gather(_figures(ranks, plan, run))
-        code = _report(out, run, plan, figures) if ranks.leads else 0
+        code = 0
         if ranks.leads:
+            print("Training the first steps again in one process ...", flush=True)
+            lines, code = _report(run, plan, figures)
+            print(*lines, sep="\n")
+            replace_file(out / "report.txt", "".join(f"{line}\n" for line in lines).encode())
             print(f"The demo took {time.perf_counter() - began:.0f} s. Written: {out}")
         return ranks.from_leader(code)
+
+
+def _check_unfinished(out: Path) -> None:
+    """Raises FileExistsError if the folder has the report of a finished demo."""
+    if (report := out / "report.txt").exists():
+        raise FileExistsError(
+            f"{out} has a finished demo, which is not overwritten; read {report}, or choose "
+            "another --out"
+        )
 
 
 def _figures(ranks: Ranks, plan: RingPlan, run: Run) -> RankFigures:
@@ -105,9 +136,10 @@ def _full_ring(plan: RingPlan) -> RingPlan:
     )
 
 
-def _report(out: Path, run: Run, plan: RingPlan, figures: list[RankFigures]) -> int:
-    """Prints and draws the ranks' figures; returns 1 if losses or bytes are not as expected."""
-    print("Training the first steps again in one process ...", flush=True)
+def _report(run: Run, plan: RingPlan, figures: list[RankFigures]) -> tuple[list[str], int]:
+    """Returns the lines of the report, and 1 if losses or bytes are not as expected, else 0."""
+    lines: list[str] = []
+    say = lines.append
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         alone, peak = pool.submit(_losses_alone, run.recipe).result()
     losses = [record["loss"] for record in run.metrics if "loss" in record]
@@ -115,33 +147,34 @@ def _report(out: Path, run: Run, plan: RingPlan, figures: list[RankFigures]) -> 
     largest = max(abs(a - b) / abs(b) for a, b in pairs)
 
     widths: tuple[int, ...] = (4, 16, 16, 14)
-    _print_row(widths, "step", f"{plan.world_size} processes", "one process", "difference")
+    say(_row(widths, "step", f"{plan.world_size} processes", "one process", "difference"))
     for step, (a, b) in enumerate(pairs, 1):
-        _print_row(widths, step, f"{a:.7f}", f"{b:.7f}", f"{abs(a - b):.1e}")
-    print(f"Largest relative difference of the losses: {largest:.1e} (at most {TOLERANCE:g}).\n")
+        say(_row(widths, step, f"{a:.7f}", f"{b:.7f}", f"{abs(a - b):.1e}"))
+    say(f"Largest relative difference of the losses: {largest:.1e} (at most {TOLERANCE:g}).")
+    say("")
 
     widths = (4, 8, 14, 11, 11, 13, 11, 11, 13, 13)
-    print(f"{'':37}received, one layer forward        received, one layer backward")
+    say(f"{'':37}received, one layer forward        received, one layer backward")
     headings = ("counted", "planned", "full ring")
-    _print_row(widths, "rank", "tokens", "pairs", *headings, *headings, "peak memory")
+    say(_row(widths, "rank", "tokens", "pairs", *headings, *headings, "peak memory"))
     for rank, row in enumerate(figures):
         sizes = map(_size, (*row.received, row.peak_bytes))
-        _print_row(widths, rank, f"{row.tokens:,}", f"{row.pairs:,}", *sizes)
+        say(_row(widths, rank, f"{row.tokens:,}", f"{row.pairs:,}", *sizes))
     loads = [row.pairs for row in figures]
-    print(f"Load: the busiest rank has {max(loads) / (sum(loads) / len(loads)):.3f} x the mean.")
+    say(f"Load: the busiest rank has {max(loads) / (sum(loads) / len(loads)):.3f} x the mean.")
     counted, planned, full = (
         [size for row in figures for size in row.received[i::3]] for i in range(3)
     )
     share = f"{sum(counted) / sum(full):.3%}" if sum(full) else "all"
-    print(f"Attention moved {share} of what a full ring of the same shards does.")
+    say(f"Attention moved {share} of what a full ring of the same shards does.")
     parameters = sum(p.nbytes for p in run.model.parameters())
-    print(f"Beside it, each step sums gradients of {_size(parameters)} over the ranks.")
-    print(f"Peak memory of the one process: {_size(peak)}.")
+    say(f"Beside it, each step sums gradients of {_size(parameters)} over the ranks.")
+    say(f"Peak memory of the one process: {_size(peak)}.")
     if counted != planned:
-        print("The counted bytes differ from the plan.")
+        say("The counted bytes differ from the plan.")
     if not largest <= TOLERANCE:
-        print("The losses differ from the losses of one process.")
-    return int(counted != planned or not largest <= TOLERANCE)
+        say("The losses differ from the losses of one process.")
+    return lines, int(counted != planned or not largest <= TOLERANCE)
 
 
 def _losses_alone(recipe: Recipe) -> tuple[list[float], int | None]:
@@ -171,9 +204,9 @@ def peak_memory_bytes() -> int | None:
     return peak if sys.platform == "darwin" else peak * 1024
 
 
-def _print_row(widths: tuple[int, ...], *cells: object) -> None:
+def _row(widths: tuple[int, ...], *cells: object) -> str:
     line = "".join(f"{cell!s:>{width}}" for cell, width in zip(cells, widths, strict=True))
-    print(f"  {line}")
+    return f"  {line}"
 
 
 def _size(number: float | None) -> str:
@@ -188,7 +221,9 @@ def _size(number: float | None) -> str:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/demo-ring"), help="folder to write")
+    parser.add_argument("--quick", action="store_true", help="tiny sizes, to try it out")
+    arguments = parser.parse_args()
     try:
-        sys.exit(demo_ring(parser.parse_args().out))
-    except ValueError as error:
-        sys.exit(f"train_over_ranks: {error}")
+        sys.exit(demo_ring(arguments.out, recipe=QUICK if arguments.quick else RECIPE))
+    except (ValueError, OSError) as error:
+        sys.exit(f"train_over_ranks: {error}" if os.environ.get("RANK", "0") == "0" else 1)

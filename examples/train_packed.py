@@ -7,7 +7,8 @@
 By default the documents are the functions and classes of Python's standard library, read as bytes,
 and the model is this package's LongNet; `--model qwen3` is a small Qwen 3 of transformers. So
 nothing is downloaded. Each document sees only itself. After a kill, start the same command again:
-it goes on from the last checkpoint in --out, with the same rows.
+it goes on from the last checkpoint in --out, with the same rows. A finished run is not overwritten:
+more --steps go on with it.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from tqdm import tqdm
 
 import sparsering as sr
 from sparsering.data import PackedRows, pack
+from sparsering.files import replace_file
 from sparsering.models import LongNetLM
 
 SAME_WHEN_RESUMED = ("text", "model", "length", "batch", "seed")  # else losses would change
@@ -124,6 +126,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> dict[str, Any]:
     """Trains, and returns the losses by step, in nats a token, and the number of graphs."""
     args = parse(argv)
+    finished = args.out / "losses.json"
+    if finished.exists() and args.steps <= (done := len(json.loads(finished.read_text()))):
+        raise SystemExit(
+            f"{args.out} has a finished run of {done} steps, which is not overwritten; pass "
+            f"--steps above {done} to go on with it, or another --out"
+        )
     torch.manual_seed(args.seed)
     documents = read_documents(args.text)
     rows = pack(documents, args.length, seed=args.seed)
@@ -163,9 +171,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
             torch.save({**state, "losses": losses, "settings": settings}, file.with_suffix(".tmp"))
             os.replace(file.with_suffix(".tmp"), file)
+            finished.unlink(missing_ok=True)  # of fewer steps
     graphs = counters["stats"]["unique_graphs"]
-    (args.out / "losses.json").write_text(json.dumps(losses))
-    print(f"{len(losses)} steps, graphs compiled: {graphs}; losses in {args.out / 'losses.json'}")
+    replace_file(finished, json.dumps(losses).encode())
+    print(f"{len(losses)} steps, graphs compiled: {graphs}; losses in {finished}")
     return {"losses": losses, "graphs": graphs, "padding": padding}
 
 

@@ -195,7 +195,7 @@ def test_packed_training_is_one_graph_and_goes_on_after_a_kill(tmp_path, model, 
     assert (
         example.main([*arguments, "--out", str(tmp_path / "killed")])["losses"] == whole["losses"]
     )
-    with pytest.raises(SystemExit, match="give another --out"):
+    with pytest.raises(SystemExit, match="another --out"):
         example.main([*arguments, "--seed", "1", "--out", str(tmp_path / "killed")])
 
 

@@ -36,15 +36,16 @@ def measure_tables(
     out: Path,
     *,
     quick: bool = False,
-    resume: bool = False,
     seconds: float = 480.0,
     say: Callable[[str], object] = print,
 ) -> dict[str, dict[str, Any]]:
     """Measures every table and writes `out/NAME.json` for each as it is done.
 
+    A table that is in `out` from a run that was stopped is not measured again. It may be of any
+    commit: its record names the commit.
+
     Args:
         quick: tiny sizes, to try everything out; the figures mean nothing.
-        resume: reuse a table that is already in `out`, of any commit: its record names the commit.
         seconds: time for all tables; calls that do not fit are left out, and their rows say so.
         say: called with a line for each table.
 
@@ -54,7 +55,7 @@ def measure_tables(
     records: dict[str, dict[str, Any]] = {}
     for name, (measure, share) in TABLES.items():
         path = out / f"{name}.json"
-        if resume and (earlier := _on_record(path, quick)) is not None:
+        if (earlier := _on_record(path, quick)) is not None:
             records[name] = earlier
             say(f"{name}: on record")
             continue
@@ -71,10 +72,20 @@ def measure_tables(
     return records
 
 
+def failed(out: Path) -> list[str]:
+    """Names the tables that a run could not measure."""
+    return [name for name in TABLES if "rows" not in (_record(out / f"{name}.json") or {})]
+
+
 def _on_record(path: Path, quick: bool) -> dict[str, Any] | None:
     """Reads a table's record of an earlier run; None if it is missing or incomplete."""
+    record = _record(path) or {}
+    return record if record.get("quick") == quick and "rows" in record else None
+
+
+def _record(path: Path) -> dict[str, Any] | None:
     try:
         record: dict[str, Any] = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return record if record.get("quick") == quick and "rows" in record else None
+    return record

@@ -1,6 +1,7 @@
 """The commands that train and generate: `train`, `generate`."""
 
 import argparse
+import shlex
 import sys
 from dataclasses import fields, replace
 from pathlib import Path
@@ -17,7 +18,7 @@ def add_commands(commands: Commands) -> None:
     train.set_defaults(run=_train)
     add = train.add_argument
     add("--out", type=Path, required=True, help="folder of metrics and checkpoint")
-    add("--resume", action="store_true", help="go on from --out's checkpoint, to --steps if given")
+    add("--resume", action="store_true", help="go on with --out's run and its settings")
     add("--init", type=Path, metavar="RUN", help="begin with the weights of another run's folder")
     add("--save-every", type=positive, default=50, help="steps between checkpoints")
     add("--validate-every", type=positive, default=50, help="steps between validations")
@@ -97,7 +98,7 @@ def _train(arguments: argparse.Namespace) -> int:
             )
             if run.step < run.recipe.steps:
                 size = f" --micro-batch {arguments.micro_batch}" if arguments.micro_batch else ""
-                command = f"{ranks.start('train')} --out {out} --resume{size}"
+                command = f"{ranks.start('train')} --out {shlex.quote(str(out))} --resume{size}"
                 print(f"Stopped; to go on: {command}")
     return 0 if run.stopped_by is None else 128 + run.stopped_by
 

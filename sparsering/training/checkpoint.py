@@ -13,6 +13,7 @@ not forgery.
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..commands import install
 from ..files import check_file, replace_file, unique_pairs
 from ..models.longnet import LongNetLM
 from ..patterns.arguments import escaped
@@ -43,10 +45,21 @@ class Checkpoint:
 
     folder: Path
     step: int
-    command: str  # the subcommand that saved it, "train" or "demo"
+    command: str  # what saved it: "train", "demo" or "demo-ring"
     recipe: Recipe
     fingerprint: str  # hash of the text (`Text.fingerprint`)
+    init: str = ""  # digest of the checkpoint whose weights the run began with; "" for none
     hashes: Mapping[str, str] = field(default_factory=dict)  # sha256 of each saved tensor, by name
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps of the recipe are done."""
+        return self.step == self.recipe.steps
+
+    @property
+    def digest(self) -> str:
+        """A hash of all saved tensors."""
+        return hashlib.sha256(json.dumps(sorted(self.hashes.items())).encode()).hexdigest()
 
     def save(
         self,
@@ -61,7 +74,7 @@ class Checkpoint:
         the old checkpoint remains.
         """
         facts = {"command": self.command, "step": self.step, "recipe": asdict(self.recipe)}
-        facts |= {"fingerprint": self.fingerprint, "torch": torch.__version__}
+        facts |= {"fingerprint": self.fingerprint, "torch": torch.__version__, "init": self.init}
         state = {} if selection is None else selection.tensors()
         tensors = _named_tensors(model, optimizer, state)
         ranks.together(lambda: write(self.folder, tensors, facts) if ranks.leads else None)
@@ -166,15 +179,32 @@ def _opened(folder: Path) -> Iterator[Any]:
 def _described(folder: Path, facts: Any) -> Checkpoint:
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise ValueError(f"the format is not {FORMAT!r}")
-    kinds = {"step": int, "command": str, "recipe": dict, "fingerprint": str, "sha256": dict}
+    facts = {"init": "", **facts}  # which checkpoints of 0.2.0 do not have
+    kinds = {
+        "init": str,
+        "step": int,
+        "command": str,
+        "recipe": dict,
+        "fingerprint": str,
+        "sha256": dict,
+    }
     for name, kind in kinds.items():
         if type(facts.get(name)) is not kind:
             raise ValueError(f"{name!r} is no {kind.__name__}")
-    step, command, values, fingerprint, hashes = (facts[name] for name in kinds)
-    recipe = Recipe.from_json(values)
-    if not 0 <= step <= recipe.steps:
+    recipe = Recipe.from_json(facts["recipe"])
+    if not 0 <= (step := facts["step"]) <= recipe.steps:
         raise ValueError(f"step {step} is not from 0 to the recipe's {recipe.steps}")
-    return Checkpoint(folder, step, command, recipe, fingerprint, hashes)
+    if not re.fullmatch(r"[0-9a-f]{64}|", facts["init"]):
+        raise ValueError("'init' is no sha256")
+    return Checkpoint(
+        folder=folder,
+        step=step,
+        command=facts["command"],
+        recipe=recipe,
+        fingerprint=facts["fingerprint"],
+        init=facts["init"],
+        hashes=facts["sha256"],
+    )
 
 
 def _check_kinds(checkpoint: Checkpoint, kinds: Mapping[str, str]) -> None:
@@ -235,5 +265,5 @@ def _safetensors() -> ModuleType:
     try:
         import safetensors.torch
     except ImportError:
-        raise ImportError("checkpoints need safetensors; pip install 'sparsering[cli]'") from None
+        raise ImportError(f"checkpoints need safetensors; {install('cli')}") from None
     return safetensors

@@ -57,6 +57,7 @@ class Run:
     saved_at: int  # step of the last checkpoint
     metrics: list[dict[str, Any]]  # the records of `metrics.jsonl`
     micro_batch: int  # windows of all ranks that are computed at once; a divisor of the batch size
+    init: str = ""  # digest of the checkpoint whose weights the run began with
     selection: Selection | None = None  # what decides the blocks of attention "selected"
     halves: bool = False  # whether the micro-batch is halved where memory runs out
     stopped_by: int | None = None  # number of the signal that stopped the run
@@ -83,8 +84,15 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint of the model and optimizer after the current step."""
-        run = self.out, self.step, self.command, self.recipe, self.text.fingerprint
-        Checkpoint(*run).save(self.model, self.optimizer, self.selection, self.ranks)
+        checkpoint = Checkpoint(
+            folder=self.out,
+            step=self.step,
+            command=self.command,
+            recipe=self.recipe,
+            fingerprint=self.text.fingerprint,
+            init=self.init,
+        )
+        checkpoint.save(self.model, self.optimizer, self.selection, self.ranks)
         self.saved_at = self.step
 
     @torch.no_grad()
@@ -175,13 +183,16 @@ def train(
 ) -> Run:
     """Trains a byte-level LongNet model and writes `metrics.jsonl` and checkpoints to a folder.
 
+    A folder with an unfinished run of these settings is continued from its last checkpoint, and
+    records of later steps are removed from `metrics.jsonl`. Only `steps` may differ from the
+    checkpoint's recipe. A finished run is never overwritten.
+
     Args:
         recipe: the settings that the losses depend on.
-        out: the output folder. Without `resume` it must not contain a checkpoint, except that a
-            demo may replace the checkpoint of an earlier demo.
-        resume: continue from the folder's checkpoint, and remove the records of later steps from
-            `metrics.jsonl`. Only `steps` may differ from the checkpoint's recipe.
-        command: "train" or "demo", stored in the checkpoint.
+        out: the output folder.
+        resume: the folder must have a checkpoint. If its run is finished, nothing is done.
+        command: "train", "demo" or "demo-ring", stored in the checkpoint. A run is continued only
+            by the command that began it, since a demo's report describes its own checkpoint.
         save_every, validate_every: intervals in steps. A run also saves whenever it ends or stops,
             and validates after the last step of the recipe.
         num_validation_windows: number of disjoint windows of the validation bytes.
@@ -189,21 +200,31 @@ def train(
         micro_batch: windows of all ranks that are computed at once, an equal part of the batch;
             default all. "auto": as many as fit in the memory that is free, and half as many where
             it runs out all the same. Over ranks it only chooses: running out is an error there.
-        init: folder of a checkpoint whose weights a new run begins with, on other text too.
+        init: folder of a checkpoint whose weights a new run begins with, on other text too. A run
+            that is continued must have begun with the same weights.
         ranks: the processes that train together, each of which calls this function. Only rank 0
             prints and writes metrics. A signal to one rank stops all ranks at the same step.
 
     Returns: the run, finished or stopped early.
 
     Raises:
-        FileExistsError: the folder contains a checkpoint and `resume` is false.
+        FileExistsError: the folder contains a finished run and `resume` is false, or a run of
+            another command.
         FileNotFoundError, ValueError: the text or checkpoint is missing or unusable.
         OSError: a file could not be written; the last checkpoint is whole.
         FloatingPointError: the loss is not finite.
         MemoryError: memory ran out, and the micro-batch is fixed or a single window.
         RingError, RuntimeError: another rank died or does not answer.
     """
-    run = _prepare(recipe, out, command, resume, ranks, num_validation_windows, init)
+    run = _prepare(
+        recipe,
+        out,
+        command=command,
+        resume=resume,
+        ranks=ranks,
+        num_windows=num_validation_windows,
+        init=init,
+    )
     last = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
     leads = ranks.leads
     show: Show = progress_lines(recipe.steps) if leads else lambda *_: None
@@ -229,6 +250,7 @@ def train(
 def _prepare(
     recipe: Recipe,
     out: Path,
+    *,
     command: str,
     resume: bool,
     ranks: Ranks,
@@ -236,6 +258,8 @@ def _prepare(
     init: Path | None,
 ) -> Run:
     recipe, text, checkpoint = ranks.together(partial(_inputs, recipe, out, command, resume, ranks))
+    if checkpoint is not None and ranks.leads and not resume:
+        print(f"Going on after step {checkpoint.step} of the run in {out}", flush=True)
     if recipe.dtype == "auto":  # rank 0 chooses for all ranks
         dtype = "bfloat16" if ranks.device.type == "cuda" else best_dtype()
         recipe = replace(recipe, dtype=ranks.from_leader(dtype))
@@ -244,16 +268,31 @@ def _prepare(
 
     model = recipe.build_model()
     model.to(ranks.device)
+    begun_with = "" if checkpoint is None else checkpoint.init
     if init is not None:
-        ranks.together(partial(_start_from, model, recipe, init, checkpoint))
+        begun_with = ranks.together(partial(_start_from, model, recipe, init, checkpoint))
     optimizer = adamw(model, recipe)
     group = None if ranks.mesh is None else ranks.mesh["dp"].get_group()
     selection = Selection(recipe, group) if recipe.attention == "selected" else None
     if checkpoint is not None:
         ranks.together(partial(checkpoint.restore, model, optimizer, selection))
     windows = validation_windows(text.validation, context=recipe.context, count=num_windows)
-    state = recipe, text, windows, model, optimizer
-    run = Run(*state, out, command, ranks, step, step, [], recipe.batch_size, selection)
+    run = Run(
+        recipe=recipe,
+        text=text,
+        windows=windows,
+        model=model,
+        optimizer=optimizer,
+        out=out,
+        command=command,
+        ranks=ranks,
+        step=step,
+        saved_at=step,
+        metrics=[],
+        micro_batch=recipe.batch_size,
+        init=begun_with,
+        selection=selection,
+    )
     if checkpoint is None:
         run.save()  # fails now, before the training, if the folder cannot be written
     last = None if checkpoint is None else step
@@ -262,17 +301,25 @@ def _prepare(
     return run
 
 
-def _start_from(model: LongNetLM, recipe: Recipe, init: Path, resumed: Checkpoint | None) -> None:
-    """Copies the weights of a checkpoint into the model of a new run."""
+def _start_from(model: LongNetLM, recipe: Recipe, init: Path, resumed: Checkpoint | None) -> str:
+    """Copies the weights of a checkpoint into the model of a new run; returns their digest."""
     checkpoint = load_checkpoint(init)
+    if resumed is not None:
+        if resumed.init != checkpoint.digest:
+            raise ValueError(
+                f"expected the run in {resumed.folder} to have begun with the weights that "
+                f"--init {init} has now, got a run of other weights; leave --init out to go on "
+                "with that run, or choose another --out"
+            )
+        return resumed.init
     sizes = {field: getattr(recipe, field) for field in ("width", "num_layers", "num_heads")}
     theirs = {field: getattr(checkpoint.recipe, field) for field in sizes}
-    if resumed is not None or sizes != theirs:
+    if sizes != theirs:
         raise ValueError(
-            f"init begins a new run of the checkpoint's sizes, {theirs}, got {sizes} and "
-            f"resume={resumed is not None}; pass these sizes and another --out"
+            f"init begins a run of the checkpoint's sizes, {theirs}, got {sizes}; pass these sizes"
         )
     checkpoint.restore(model)
+    return checkpoint.digest
 
 
 def _choose_micro_batch(run: Run, chosen: int | Literal["auto"] | None) -> None:
@@ -298,16 +345,29 @@ def _inputs(
     recipe: Recipe, out: Path, command: str, resume: bool, ranks: Ranks
 ) -> tuple[Recipe, Text, Checkpoint | None]:
     ranks.check(recipe)
-    checkpoint = load_checkpoint(out) if resume else None
+    checkpoint = load_checkpoint(out) if resume or has_checkpoint(out) else None
+    if checkpoint is not None:
+        _check_may_go_on(checkpoint, recipe, command, resume)
     text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
     if checkpoint is not None:
-        return _resumed_recipe(recipe, text, checkpoint), text, checkpoint
-    if has_checkpoint(out) and not (command == "demo" and load_checkpoint(out).command == "demo"):
+        recipe = _resumed_recipe(recipe, text, checkpoint)
+    return recipe, text, checkpoint
+
+
+def _check_may_go_on(checkpoint: Checkpoint, recipe: Recipe, command: str, resume: bool) -> None:
+    """Raises FileExistsError for a run of another command, and a finished one without `resume`."""
+    folder, steps = checkpoint.folder, checkpoint.step
+    if checkpoint.command != command:
+        begin = f"--init {folder} begins a run with its weights in "
         raise FileExistsError(
-            f"expected no checkpoint in {out}, found one; add --resume to go on, or choose another "
-            "--out"
+            f"expected no run in {folder}, or one of {command}, found one of {checkpoint.command}; "
+            f"{begin if command == 'train' else 'choose '}another --out"
         )
-    return recipe, text, None
+    if not resume and checkpoint.finished and recipe.steps <= steps:
+        raise FileExistsError(
+            f"{folder} has a finished run of {steps} steps, which is not overwritten; go on with "
+            f"it by --steps above {steps}, or choose another --out"
+        )
 
 
 def training_step(
@@ -424,8 +484,8 @@ def _resumed_recipe(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recip
     if differences := [f"{name} {theirs[name]!r}" for name in ours if ours[name] != theirs[name]]:
         raise ValueError(
             f"the options differ from those of the checkpoint in {checkpoint.folder}, which was "
-            f"trained with {', '.join(differences)}; leave these options out to resume, or start a "
-            "new run with another --out"
+            f"trained with {', '.join(differences)}; pass --resume without these options to go on, "
+            "or start a new run with another --out"
         )
     if text.fingerprint != checkpoint.fingerprint:
         raise ValueError(

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..commands import program, sparsering
 from ..distributed import RingPlan, ring_attention, shard
 from ..distributed.plan import default_plan
 from ..models.longnet import LongNetLM
@@ -58,9 +59,11 @@ class Ranks:
     def start(self, command: str) -> str:
         """Returns the shell command that runs `sparsering COMMAND` on this many processes."""
         if self.mesh is None:
-            return f"sparsering {command}"
-        torchrun = f"torchrun --nproc-per-node {self.world_size} -m sparsering {command}"
-        return f"{torchrun} --sequence-parallel {self.size('sp')}"
+            return sparsering(command)
+        torchrun = program("torchrun", "torch.distributed.run")
+        ranks = f"--nproc-per-node {self.world_size}"
+        shared = f"--sequence-parallel {self.size('sp')}"
+        return f"{torchrun} {ranks} -m sparsering {command} {shared}"
 
     @property
     def device(self) -> torch.device:
@@ -247,9 +250,10 @@ def ranks_of_torchrun(
     """
     if not dist.is_torchelastic_launched():
         if (sequence_parallel or 1) > 1 or sharding is not None or timeout is not None:
+            torchrun = program("torchrun", "torch.distributed.run")
             raise ValueError(
                 "--sequence-parallel, --sharding and --timeout need processes started by torchrun, "
-                "got a process started without it; begin the command with torchrun "
+                f"got a process started without it; begin the command with {torchrun} "
                 f"--nproc-per-node {sequence_parallel or 1} -m sparsering, or leave these out"
             )
         yield Ranks()

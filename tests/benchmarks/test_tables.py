@@ -103,12 +103,12 @@ def test_a_failed_table_is_recorded_and_tried_again_and_a_whole_one_is_kept(monk
     found = measure_tables(tmp_path, quick=True, say=said.append)
     assert found["two"]["failed"] == "RuntimeError: the timed function returned zeros"
     assert "rows" not in json.loads((tmp_path / "two.json").read_text())
-    again = measure_tables(tmp_path, quick=True, resume=True, say=said.append)
+    again = measure_tables(tmp_path, quick=True, say=said.append)
     assert again["one"] == found["one"] and again["two"]["rows"] == [{"call": "a", "run": 3}]
     assert again["one"]["environment"]["commit"] and said[2] == "one: on record"
     (tmp_path / "one.json").write_text("{")
-    measure_tables(tmp_path, quick=True, resume=True, say=said.append)
-    measure_tables(tmp_path, resume=True, say=said.append)  # a trial run is no record of a true one
+    measure_tables(tmp_path, quick=True, say=said.append)
+    measure_tables(tmp_path, say=said.append)  # a trial run is no record of a true one
     assert runs == [True] * 4 + [False] * 2
 
 
@@ -129,7 +129,9 @@ def test_a_trial_run_of_the_whole_report(tmp_path):
     page = (tmp_path / "index.html").read_text()
     assert "its figures mean nothing" in page and page.count("<img ") > 12
     before = {name: (tmp_path / f"{name}.json").stat().st_mtime_ns for name in TABLES}
-    assert main(["report", "--quick", "--resume", "--out", str(tmp_path)]) == 0
+    assert main(["report", "--quick", "--out", str(tmp_path)]) == 2  # it is finished
+    (tmp_path / "index.html").unlink()
+    assert main(["report", "--quick", "--out", str(tmp_path)]) == 0
     assert before == {name: (tmp_path / f"{name}.json").stat().st_mtime_ns for name in TABLES}
 
 

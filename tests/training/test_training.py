@@ -163,7 +163,7 @@ def test_resuming_needs_a_checkpoint_the_same_recipe_and_the_same_text(recipe, t
     train(recipe, out, stop_after=2)
     before = contents(out)
     line = fails(capsys, "train", "--out", out, "--data", recipe.data, "--context", 64)
-    assert "expected no checkpoint" in line
+    assert "width 16" in line and "pass --resume without these options" in line
     assert "width 16" in fails(capsys, "train", "--out", out, "--resume", "--width", 32)
     (Path(recipe.data) / "00.txt").write_text("changed " * 99)
     assert "got another" in fails(capsys, "train", "--out", out, "--resume")
@@ -339,11 +339,10 @@ def test_the_learning_rate_warms_up_and_falls_to_a_tenth():
     assert rates[100] == pytest.approx(0.1)
 
 
-def test_a_demo_writes_a_self_contained_report_and_can_be_repeated(recipe, tmp_path, capsys):
+def test_a_demo_writes_a_self_contained_report_and_is_not_overwritten(recipe, tmp_path, capsys):
     out = tmp_path / "demo"
     code = demo(out, recipe=recipe)
     printed = capsys.readouterr().out
-    first = losses(out)
     assert code == (0 if "does not beat" not in printed else 1)
     names = {"checkpoint.safetensors", "metrics.jsonl", "report.html"}
     images = {"speed.png", "dense.png", "pattern.png", "start.png", "loss.png"}
@@ -357,17 +356,56 @@ def test_a_demo_writes_a_self_contained_report_and_can_be_repeated(recipe, tmp_p
     for name in ("byte unigram", "byte bigram", "tokens/s, sparse", "peak memory", "tokens/s, gen"):
         assert name in printed and name in page
     assert "full caches would hold" in printed and "0.04 MB, " in page  # 300 x 2 x 16 x 4 bytes
+    before = contents(out)
+    with pytest.raises(FileExistsError, match=r"finished demo.*open .*report.html, or .* --out"):
+        demo(out, recipe=recipe)
+    assert contents(out) == before
+    with pytest.raises(FileExistsError, match=r"found one of demo; --init .* begins"):
+        train(recipe, out, resume=True)  # its report would be of another checkpoint
+    assert contents(out) == before
+
+
+def test_a_demo_that_was_stopped_goes_on(recipe, tmp_path, capsys, monkeypatch):
+    """Whether it was stopped in its training or while it measured."""
+    out = tmp_path / "demo"
+    train(recipe, out, command="demo", stop_after=3)
+
+    def stop(run: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.demo.step_times", stop)
+    with pytest.raises(KeyboardInterrupt):
+        demo(out, recipe=recipe)
+    assert load_checkpoint(out).step == recipe.steps and not (out / "report.html").exists()
+    monkeypatch.undo()
+    assert demo(out, recipe=recipe) in (0, 1)
+    whole = train(recipe, tmp_path / "whole")
     tokens = torch.tensor([list(b"file")])
-    logits = load_model(out)(tokens)
-    assert demo(out, recipe=recipe) == code  # an earlier demo's folder is used again
-    assert losses(out) == first
-    assert torch.equal(load_model(out)(tokens), logits)
+    assert torch.equal(load_model(out)(tokens), whole.model.eval()(tokens))
+    assert (out / "report.html").exists()
+
+
+def test_a_run_goes_on_by_itself_and_a_finished_one_is_refused(recipe, tmp_path, capsys):
+    out = tmp_path / "run"
+    train(recipe, out, stop_after=3)
+    capsys.readouterr()
+    assert train(recipe, out).step == recipe.steps
+    assert "Going on after step 3" in capsys.readouterr().out
+    before = contents(out)
+    with pytest.raises(
+        FileExistsError, match=r"finished run of 8 steps.*--steps above 8, or .*out"
+    ):
+        train(recipe, out)
+    assert contents(out) == before
+    assert train(dataclasses.replace(recipe, steps=9), out).step == 9
 
 
 def test_a_demo_leaves_another_run_alone(recipe, tmp_path):
     train(recipe, tmp_path / "run", stop_after=2)
     before = hashlib.sha256(repr(sorted(contents(tmp_path / "run").items())).encode()).digest()
-    with pytest.raises(FileExistsError, match="expected no checkpoint"):
+    with pytest.raises(
+        FileExistsError, match=r"expected no run in .*, or one of demo, found one of train; choose"
+    ):
         demo(tmp_path / "run")
     after = hashlib.sha256(repr(sorted(contents(tmp_path / "run").items())).encode()).digest()
     assert before == after
@@ -392,8 +430,11 @@ def test_a_run_begins_with_the_weights_of_another(recipe, tmp_path, capsys):
         assert torch.equal(a, b)
     assert not any(run.optimizer.state.values()) and run.step == 0
     assert train(other, tmp_path / "second", resume=True).step == 8
-    with pytest.raises(ValueError, match="init begins a new run of the checkpoint's sizes"):
-        train(other, tmp_path / "second", resume=True, init=tmp_path / "first")
+    # The same command goes on, unless the weights of --init are others now.
+    longer = dataclasses.replace(other, steps=9)
+    assert train(longer, tmp_path / "second", init=tmp_path / "first").step == 9
+    with pytest.raises(ValueError, match="got a run of other weights; leave --init out"):
+        train(longer, tmp_path / "second", resume=True, init=tmp_path / "second")
     wider = dataclasses.replace(other, width=32)
     with pytest.raises(ValueError, match=r"'width': 16.*got \{'width': 32"):
         train(wider, tmp_path / "third", init=tmp_path / "first")

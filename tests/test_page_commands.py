@@ -1,0 +1,215 @@
+"""Every command of README.md and docs/ is run as it is typed, to its saved result, and repeated.
+
+The commands are read from the pages, so a new one that `COMMANDS` does not know is a failure. Each
+runs in a folder that links to the checkout. What is appended makes it small.
+"""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from test_docs import PAGES, ROOT, SHELLS, blocks
+
+BIN = Path(sys.executable).parent
+FINISHED = "which is not overwritten"
+
+
+class Command(NamedTuple):
+    """A kind of command, and how a test runs it."""
+
+    pattern: str  # of the whole command
+    small: str = ""  # options that are appended
+    writes: str = ""  # a file that it leaves
+    again: str = ""  # the message that refuses its repetition; "" if it can be repeated
+    not_run: str = ""  # why it is not run, or where else
+
+
+TINY = "--context 256 --width 32 --num-layers 1 --steps 2"
+COMMANDS = [
+    Command(r".*--help"),
+    Command(
+        r"torchrun --nproc-per-node 2 examples/finetune_long_context\.py",
+        "--length 256 --steps 2",
+        "runs/long-context/model/model.safetensors",
+        FINISHED,
+    ),
+    Command(r"make demo", "ARGS=--quick", "runs/demo/report.html", FINISHED),
+    Command(r"make demo-ring", "ARGS=--quick", "runs/demo-ring/report.txt", FINISHED),
+    Command(r"sparsering build"),
+    Command(r"sparsering info"),
+    Command(r"sparsering plan .*"),
+    Command(r"sparsering train .*--out runs/mine .*", TINY, "runs/mine/metrics.jsonl", FINISHED),
+    Command(
+        r"sparsering train --out runs/chosen .*",
+        f"{TINY} --schedule 0:dense,1:2 --blocks 2",
+        "runs/chosen/metrics.jsonl",
+        FINISHED,
+    ),
+    Command(
+        r"torchrun .*-m sparsering train --sequence-parallel 4 --out runs/ranks",
+        TINY,
+        "runs/ranks/metrics.jsonl",
+        FINISHED,
+    ),
+    Command(r"sparsering generate .*"),
+    Command(r"sparsering plot .*", writes="window.png"),
+    Command(r"sparsering try .*", "--length 256 --seconds 1"),
+    Command(
+        r"python examples/train_packed\.py --steps 100",
+        "--steps 2 --length 64 --compiler aot_eager",
+        "runs/packed/losses.json",
+        FINISHED,
+    ),
+    Command(
+        r"python examples/train_packed\.py --model qwen3 .*",
+        "--steps 2 --length 64 --compiler aot_eager",
+        "runs/packed-qwen3/losses.json",
+        FINISHED,
+    ),
+    Command(r"python examples/train_answers\.py", "--steps 1 --groups 1"),
+    Command(r"python examples/plan_training_step\.py .*"),
+    Command(r"pip install .*", not_run="see test_extras_that_pages_install_exist"),
+    Command(
+        r"make report|python -m benchmarks report .*",
+        not_run="a minute of tiny sizes: tests/benchmarks/test_tables.py, slow",
+    ),
+    Command(r"make (test|fuzz)( SECONDS=3600)?", not_run="these are the tests"),
+    Command(r"python -m benchmarks\.gpu.*", not_run="tests/benchmarks/test_gpu.py"),
+    Command(
+        r"python tests/kernels/compile_triton\.py .*",
+        not_run="tests/kernels/test_triton_compile.py compiles",
+    ),
+    Command(r"(torchrun .*|python )train_long\.py", not_run="tests/test_parallel_page.py"),
+    Command(r"torchrun --nproc-per-node 4 train\.py", not_run="the page's block, tests/test_docs"),
+    Command(
+        r"torchrun (--numa-binding|--nproc-per-node 2 --no-python) .*",
+        not_run="tests/distributed/test_numa_binding.py",
+    ),
+]
+
+
+def commands_of(script: str) -> Iterator[tuple[dict[str, str], str]]:
+    """Yields (variables, command) of each line of a shell block, joined lines as one."""
+    for line in script.replace("\\\n", " ").splitlines():
+        words = shlex.split(line.removeprefix("$ "), comments=True)
+        variables = {}
+        while words and re.match(r"(\w+)=", words[0]):
+            name, value = words.pop(0).split("=", 1)
+            variables[name] = value
+        if words and words[0] != "export":
+            yield variables, shlex.join(words)
+
+
+def known(command: str) -> Command | None:
+    """The first entry of `COMMANDS` for a command as it is printed on the page."""
+    plain = " ".join(shlex.split(command))
+    return next((x for x in COMMANDS if re.fullmatch(x.pattern, plain)), None)
+
+
+def page_commands() -> dict[Path, list[tuple[dict[str, str], str]]]:
+    found = {}
+    for page in PAGES:
+        shells = [x for x in blocks(page.read_text(encoding="utf-8")) if x.language in SHELLS]
+        found[page] = [pair for x in shells for pair in commands_of(x.code)]
+    return found
+
+
+ALL = page_commands()
+
+
+def test_every_command_of_the_pages_is_known():
+    unknown = [(page.name, y) for page, found in ALL.items() for _, y in found if not known(y)]
+    assert not unknown, f"add them to COMMANDS: {unknown}"
+    typed = [known(command) for found in ALL.values() for _, command in found]
+    assert not [x.pattern for x in COMMANDS if x not in typed], "no page has these any more"
+
+
+def test_extras_that_pages_install_exist():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = extras["optional-dependencies"]
+    installs = [y for found in ALL.values() for _, y in found if y.startswith("pip install")]
+    named = [name for y in installs for x in re.findall(r"\[(.*?)\]", y) for name in x.split(",")]
+    assert named and not set(named) - set(extras)
+
+
+def checkout(folder: Path) -> Path:
+    """Makes a folder in which commands find the checkout's files and write their own."""
+    for path in ROOT.iterdir():
+        if path.name not in ("runs", ".git", "docs"):
+            (folder / path.name).symlink_to(path)
+    (folder / "my_texts").mkdir()
+    (folder / "my_texts" / "text.txt").write_text("a text to learn from. " * 400)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 256}
+    config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes, **heads}
+    (folder / "path" / "or").mkdir(parents=True)
+    (folder / "path" / "or" / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def run(folder: Path, command: str, variables: dict[str, str]) -> Any:
+    own = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, **own, **variables, "GLOO_SOCKET_IFNAME": "lo"}
+    environment.pop("TRITON_INTERPRET", None)
+    done = subprocess.run(
+        command,
+        shell=True,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def to_run() -> dict[Path, list[tuple[dict[str, str], str, Command]]]:
+    """The commands of each page that no page before it has."""
+    chosen: dict[Path, list[tuple[dict[str, str], str, Command]]] = {}
+    seen: set[str] = set()
+    for page, found in ALL.items():
+        for variables, command in found:
+            kind = known(command)
+            if command not in seen and kind is not None and not kind.not_run:
+                chosen.setdefault(page, []).append((variables, command, kind))
+            seen.add(command)
+    return chosen
+
+
+RUN = to_run()
+
+
+@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+def test_commands_of_a_page_run_to_their_result_and_again(page, tmp_path):
+    folder = checkout(tmp_path)
+    for variables, command, kind in RUN[page]:
+        code, said = run(folder, f"{command} {kind.small}", variables)
+        assert code == 0, f"{command}\n{said}"
+        assert not kind.writes or (folder / kind.writes).stat().st_size, command
+    before = contents(folder)
+    for variables, command, kind in RUN[page]:
+        if not kind.writes:
+            continue
+        code, said = run(folder, f"{command} {kind.small}", variables)
+        assert (code != 0) == bool(kind.again) and kind.again in said, f"{command}\n{said}"
+    assert contents(folder) == before, "a refused repetition has changed files"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The files of all runs."""
+    return {str(x): x.read_bytes() for x in folder.rglob("runs/**/*") if x.is_file()}
+
+
+def test_commands_of_a_block():
+    script = '# a comment\nexport A=1\nB=2 sparsering plan "Causal() & x" \\\n  --tokens 4 # so\n'
+    assert list(commands_of(script)) == [({"B": "2"}, "sparsering plan 'Causal() & x' --tokens 4")]
+    assert known("sparsering conquer") is None
+    assert known("make demo") is not known("make demo-ring")
