@@ -390,7 +390,7 @@ def test_a_tree_itself_keeps_each_layers_window():
             alone = model(sequence[None]).logits[0]
             assert (found[path] - alone).abs().max() < 1e-10
     assert (without_windows - found).abs().max() > 1e-4
-    config.layer_types = ["linear_attention", "full_attention"]
+    model.config.layer_types = ["linear_attention", "full_attention"]
     refused = pytest.raises(NotImplementedError, match="got 'linear_attention'; pass")
     with refused, hf.using(model, tree):
         pass

@@ -29,7 +29,7 @@ def register() -> None:
     A model with this implementation attends over its own mask and skips tiles that the mask hides.
     It supports windows, chunks, padding on any side, packed documents, caches, softcap, sinks, T5's
     biases and dropout. After registration transformers also warns if a model ignores the pattern
-    that `apply` stored in its config.
+    that `apply` stored in its config. `set_attn_implementation` gives a model a config of its own.
 
     Example:
         >>> register()
@@ -48,8 +48,13 @@ def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(check)
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:
+        is_built = bool(self._modules)
+        if not is_built:
+            config.notice_new_model(self.config)
         if (implementation := check(self, *arguments, **options)) == config.NAME:
             calls.remember_positions(self)
+            if is_built:
+                config.separate(self)
         if (texts := config.stored_text(self.config)) is not None:
             config.parse_in_advance(texts)
             if implementation != config.NAME:
@@ -71,7 +76,10 @@ def apply(model: Any, pattern: config.Patterns) -> None:
     The model's mask still applies: causality, padding and documents. Positions count from each
     row's first token that is not padding, and restart in each document. Cross attention does not
     change. The config stores the pattern as text. So copies of the model keep the pattern, and so
-    does a model that is saved and loaded again with `attn_implementation="sparsering"`.
+    does a model that is saved and loaded again with `attn_implementation="sparsering"`. The model
+    gets a config of its own first: other models of the config object that it was made of, and that
+    object, do not change (`model.config` is then another object). `using` and `parallelize` do so
+    too.
 
     Args:
         model: a model whose family uses transformers' attention interface.

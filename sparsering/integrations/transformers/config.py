@@ -4,7 +4,8 @@
 type, as text, to the text of its pattern. A config is saved and copied with its model.
 
 The config names the attention that a model runs: `apply` sets it, `using` and `parallelize` hold it
-    for a time. Holds are counted by config: models may share one, and holds may end in any order.
+for a time. Both give the model a config of its own first. Holds are counted by config: blocks of
+one model may be nested, and end in any order.
 """
 
 import inspect
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from threading import RLock
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...checks import check_module, check_pattern
 from ...patterns.algebra import Pattern, parts_of
@@ -22,6 +23,7 @@ from ...patterns.expression import parse
 from ...patterns.mask_mod import MaskMod
 from ...patterns.positions import Causal, Dilated, Full, SlidingWindow
 from ...patterns.selected import selections_of
+from .own_config import forget_own_config, give_own_config
 
 NAME = "sparsering"
 """Name of the attn_implementation, and of the config attribute that holds patterns."""
@@ -212,7 +214,23 @@ def release(held: list[Hold]) -> None:
                     each.config._attn_implementation_internal = each.before
 
 
+def separate(model: Any) -> None:
+    """Gives a model a config of its own, with the attention that it had outside of all holds."""
+    with _lock:
+        for before, own in give_own_config(model).items():
+            if before in _holds and isinstance(own, PreTrainedConfig):
+                own._attn_implementation_internal = _holds[before].before
+
+
+def notice_new_model(config: Any) -> None:
+    """Notes that a model is being made of a config, which another model may have as its own."""
+    with _lock:
+        if id(config) not in _holds:  # else the holder's next calls must find its own config
+            forget_own_config(config)
+
+
 def _set(model: Any, modules: list[Any], verb: str) -> list[Hold]:
+    separate(model)
     holds = [Hold(config, config._attn_implementation) for config in _configs(model)]
     model.set_attn_implementation(NAME)
     if unchanged := {type(x).__name__ for x in modules if x.config._attn_implementation != NAME}:
