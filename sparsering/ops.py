@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .call_recipe import CallRecipe, Inputs, layout_key_of
-from .checks import check_bias, needs_operator, refuse_forward_mode
+from .checks import check_batch, check_bias, needs_operator, refuse_forward_mode
 from .differentiable import differentiable
 from .dispatch import BACKENDS, Backend, block_size_of
 from .extras import OPTIONS, Extras, operator_schema
@@ -168,6 +168,7 @@ def _problem(recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extra
     (query, key, _), options = inputs, dict(extras.in_use)
     slot_bias = options.pop("slot_bias", None)
     if pattern.tensors and BACKENDS[recipe.backend].runs_lists:
+        check_batch(pattern, query.shape[0])
         check_fits(pattern, frame := frame_of(query, key, recipe.q_start))
         if (split := split_lists(pattern, frame, extras.in_use)) is not None:
             pattern, lists = split

@@ -190,3 +190,27 @@ def test_a_backend_that_needs_a_layout_for_lists_is_no_default(monkeypatch):
     assert is_default("gather", CHOSEN) and is_default("cpu", CHOSEN)
     told = sr.explain(*(y.detach() for y in drawn()), CHOSEN)
     assert told.startswith("runs: cpu, blocks of 128 and lists of keys; batch 1, 4 heads")
+
+
+def listed(batch: int) -> sr.SelectedBlocks:
+    return sr.SelectedBlocks(torch.zeros(batch, 1, 8, 2, dtype=torch.int64), 1)
+
+
+@pytest.mark.parametrize("backend", [None, "cpu", "gather", "reference"])
+@pytest.mark.parametrize(
+    ("pattern", "batch"),
+    [
+        (listed(3), 2),
+        (listed(2), 1),
+        (listed(3) & sr.Causal(), 2),
+        (listed(3) | sr.SlidingWindow(2), 2),
+        (listed(2) + listed(3), 2),
+        (listed(3) & sr.KeyMask(torch.ones(2, 8, dtype=torch.bool)), 2),
+        (listed(2) & sr.KeyMask(torch.ones(3, 8, dtype=torch.bool)), 2),
+    ],
+)
+def test_lists_for_another_number_of_batch_entries_are_refused(pattern, batch, backend):
+    query = torch.randn(batch, 2, 8, 16)
+    for call in (sr.attention, torch.compile(sr.attention, backend="eager")):
+        with pytest.raises(ValueError, match=r"batch (entries|size), got"):
+            call(query, query, query, pattern, q_start=0, backend=backend)

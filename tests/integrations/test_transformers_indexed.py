@@ -1,5 +1,7 @@
 """Models whose indexers choose keys for each query: exact under "sparsering", as under eager."""
 
+import warnings
+
 import pytest
 import torch
 from helpers.tensor_bytes import measure
@@ -10,6 +12,8 @@ from transformers_families import tiny
 import sparsering as sr
 from sparsering.integrations import transformers as hf
 from sparsering.integrations.transformers import indexers
+from sparsering.integrations.transformers.attention import attention_function
+from sparsering.integrations.transformers.masks import mask_interface
 
 BY_TOKEN = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
 BY_ENTRY = ("deepseek_v4", "glm5_next", "qwen4_exp_text")
@@ -167,3 +171,32 @@ def test_what_a_choice_of_keys_does_not_go_with_is_refused():
             pytest.raises(NotImplementedError, match="indexer chooses keys needs the model's own"),
         ):
             model(**batch(), use_cache=False)
+
+
+def test_the_text_model_of_glm5_next_gives_no_warning_of_input_ids():
+    with InFloat64(), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = tiny("glm5_next").eval()
+        hf.register()
+        model.set_attn_implementation("sparsering")
+        model.model.language_model(batch()["input_ids"])
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"), [("indices", (2, 8, 2)), ("block_indices", (2, 1, 8, 2))]
+)
+def test_lists_for_a_layer_without_an_indexer_are_refused_by_name(name, shape):
+    layer = tiny("llama").model.layers[0].self_attn
+    states = torch.randn(2, 4, 8, 8)
+    mask = mask_interface(2, 8, 8)
+    given = {name: torch.zeros(shape, dtype=torch.int64)}
+    with pytest.raises(NotImplementedError, match=f"takes {name} from a layer with an indexer"):
+        attention_function(layer, states, states, states, mask, **given)
+
+
+def test_lists_for_another_number_of_rows_are_refused():
+    layer = tiny("deepseek_v32").model.layers[0].self_attn
+    states = torch.randn(2, 4, 8, 8)
+    lists = torch.zeros(3, 8, 2, dtype=torch.int64)
+    with pytest.raises(ValueError, match="pattern is for 3 batch entries, got a query of 2"):
+        attention_function(layer, states, states, states, mask_interface(2, 8, 8), indices=lists)

@@ -23,7 +23,7 @@ _HARMLESS = {
     *("use_cache", "output_router_logits", "output_hidden_states", "return_dict", "deterministic"),
     *("sliding_window", "cache_position", "num_items_in_batch", "max_length_q", "max_length_k"),
     *("logits_to_keep", "labels", "shift_labels", "is_training", "position_embeddings"),
-    "layer_idx",
+    *("layer_idx", "input_ids"),
 }
 _REFUSED = {
     "topk_indices": "keys chosen for each query",

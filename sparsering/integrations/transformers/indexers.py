@@ -54,6 +54,13 @@ def chosen_keys(
     """Returns the keys that a layer's indexer or compressor has chosen in this call, or None."""
     if isinstance(mask, Chosen):
         return mask
+    for name, listed in (("indices", indices), ("block_indices", block_indices)):
+        if listed is not None and not hasattr(module, "indexer"):
+            raise NotImplementedError(
+                f'"sparsering" attention takes {name} from a layer with an indexer, got them for '
+                f"{type(module).__name__}, which has none; write them as a pattern for hf.using, "
+                "such as SelectedBlocks(indices, block_size)"
+            )
     if indices is not None:
         return Chosen(indices[:, None])
     if block_indices is not None:
