@@ -277,7 +277,8 @@ Each line is a run, and a test. A tiny model of the type with random weights is 
 with padded text (or with an image, a sound, or patches). These are equal, within 1e-9 of the
 largest value:
 
-- **register**: outputs and gradients, to those of eager attention.
+- **register**: outputs and gradients, to those of eager attention (minimax_m3_vl without padding:
+  [indexed.md](indexed.md#models-of-transformers) says why).
 - **apply**, **using**: outputs, to dense attention over the same pattern (a window and a global
   token).
 - **cache**: the logits of a prompt and of single tokens, to eager without a cache. "own" is the

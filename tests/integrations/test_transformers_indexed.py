@@ -1,6 +1,7 @@
 """Models whose indexers choose keys for each query: exact under "sparsering", as under eager."""
 
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -17,7 +18,8 @@ from sparsering.integrations.transformers.masks import mask_interface
 
 BY_TOKEN = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
 BY_ENTRY = ("deepseek_v4", "glm5_next", "qwen4_exp_text")
-FAMILIES = (*BY_TOKEN, *BY_ENTRY, "minimax_m3_vl_text")
+MINIMAX = "minimax_m3_vl_text"
+FAMILIES = (*BY_TOKEN, *BY_ENTRY, MINIMAX)
 TOKENS = 24
 PADDED = {
     "no padding": slice(0, 0),
@@ -68,8 +70,10 @@ def run(model, implementation: str, inputs: dict[str, Tensor]) -> tuple[Tensor, 
     return logits.detach(), [torch.zeros(()) if x is None else x for x in grads]
 
 
-@pytest.mark.parametrize("padding", PADDED)
-@pytest.mark.parametrize("family", FAMILIES)
+AS_EAGER = set(product(FAMILIES, PADDED)) - {(MINIMAX, "left padding")}  # see `assert_rows_alone`
+
+
+@pytest.mark.parametrize(("family", "padding"), sorted(AS_EAGER))
 def test_logits_and_gradients_are_those_of_eager(family, padding, chosen):
     with InFloat64():
         model = tiny(family).train(False)
@@ -83,7 +87,7 @@ def test_logits_and_gradients_are_those_of_eager(family, padding, chosen):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("family", (*BY_TOKEN, *BY_ENTRY))  # MiniMax-M3: as with left padding
+@pytest.mark.parametrize("family", (*BY_TOKEN, *BY_ENTRY))  # MiniMax-M3: see below
 def test_packed_documents_are_those_of_eager(family):
     with InFloat64():
         model = tiny(family)
@@ -117,11 +121,11 @@ def test_scores_of_some_queries_at_a_time_choose_the_same_keys(family, monkeypat
     monkeypatch.setattr(indexers, "_AT_A_TIME", 150)
     with InFloat64():
         model = tiny(family).train(False)
-        inputs = batch("left padding")
+        inputs = batch("no padding" if family == MINIMAX else "left padding")
         wanted, _ = run(model, "eager", inputs)
         assert not parts  # eager attention has the model's own code
         got, _ = run(model, "sparsering", inputs)
-        assert parts or family in ("minimax_m3_vl_text", "qwen4_exp_text")
+        assert parts or family in (MINIMAX, "qwen4_exp_text")
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
 
 
@@ -147,8 +151,6 @@ def forward(model, tokens: int) -> Tensor:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_decoding_with_the_family_s_own_cache(family):
-    # MiniMax-M3 compares positions, which skip padding, with places of keys: a query behind padding
-    # may choose padding alone, and eager then averages all keys
     padding = "left padding" if family in BY_TOKEN else "no padding"
     with InFloat64(), torch.no_grad():
         model = tiny(family).eval()
@@ -159,6 +161,100 @@ def test_decoding_with_the_family_s_own_cache(family):
             inputs = batch(padding)
             tokens[implementation] = model.generate(**inputs, max_new_tokens=6, do_sample=False)
         assert torch.equal(*tokens.values())
+
+
+def rows_alone(model, rows: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns eager's logits of each row alone, and the sum of the gradients of `run`."""
+    outcomes = [run(model, "eager", {"input_ids": row[None]}) for row in rows]
+    grads = [sum(parts) for parts in zip(*(x[1] for x in outcomes), strict=True)]
+    return [logits[0] for logits, _ in outcomes], grads
+
+
+def assert_rows_alone(model, inputs: dict[str, Tensor], rows: list[Tensor]) -> None:
+    """Compares with eager's rows alone: MiniMax-M3's blocks are places of a row under eager."""
+    wanted, by_eager = rows_alone(model, rows)
+    got, grads = run(model, "sparsering", inputs)
+    got = got.flatten(0, -2)
+    torch.testing.assert_close(got, torch.cat(wanted), rtol=0, atol=1e-10)
+    for a, b in zip(grads, by_eager, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("at_a_time", [1 << 22, 150])
+@pytest.mark.parametrize("positions", ["places", "skip padding"])
+@pytest.mark.parametrize("padding", [1, 4, 7, 15])  # blocks are of 4 tokens
+def test_minimax_behind_padding_is_the_row_alone(padding, positions, at_a_time, monkeypatch):
+    monkeypatch.setattr(indexers, "_AT_A_TIME", at_a_time)
+    with InFloat64():
+        model = tiny(MINIMAX).train(False)
+        assert model.model.layers[0].self_attn.indexer.block_size == 4
+        inputs = batch()
+        inputs["attention_mask"][1, :padding] = 0
+        if positions == "skip padding":
+            inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        first, second = inputs["input_ids"]
+        assert_rows_alone(model, inputs, [first, second[padding:]])
+
+
+def test_minimax_with_a_hole_in_a_row_is_the_row_without_it():
+    with InFloat64():
+        model = tiny(MINIMAX).train(False)
+        inputs = batch()
+        mask = inputs["attention_mask"]
+        mask[0, 6:9] = mask[1, 20:] = 0
+        inputs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+        rows = [
+            tokens[real.bool()] for tokens, real in zip(*list(inputs.values())[:2], strict=True)
+        ]
+        assert_rows_alone(model, inputs, rows)
+
+
+@pytest.mark.parametrize("lengths", [(9, 15), (4, 20), (5, 1, 11, 7)])
+@pytest.mark.parametrize("by", ["position_ids", "cu_seq_lens"])
+def test_minimax_of_packed_documents_is_each_document_alone(lengths, by):
+    with InFloat64():
+        model = tiny(MINIMAX).train(False)
+        row = batch()["input_ids"][:1]
+        ids = torch.cat([torch.arange(n) for n in lengths])[None]
+        ends = torch.tensor([0, *lengths]).cumsum(0).int()
+        inputs = {"input_ids": row, "position_ids": ids}
+        if by == "cu_seq_lens":  # the mask of transformers does not know them
+            inputs |= {"attention_mask": torch.ones_like(row)}
+            inputs |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        assert_rows_alone(model, inputs, list(row[0].split(lengths)))
+
+
+@pytest.mark.parametrize("family", ("deepseek_v32", "glm_moe_dsa"))
+def test_documents_that_an_indexer_does_not_know_are_refused(family):
+    with InFloat64(), torch.no_grad():
+        model = tiny(family).eval()
+        hf.register()
+        model.set_attn_implementation("sparsering")
+        ends = torch.tensor([0, 9, TOKENS]).int()
+        inputs = {
+            "input_ids": batch()["input_ids"][:1],
+            "cu_seq_lens_q": ends,
+            "cu_seq_lens_k": ends,
+        }
+        with pytest.raises(NotImplementedError, match="needs position_ids that restart in each"):
+            model(**inputs, use_cache=False)
+        ids = torch.cat((torch.arange(9), torch.arange(TOKENS - 9)))[None]
+        alone = model(input_ids=inputs["input_ids"], position_ids=ids, use_cache=False).logits
+        both = model(**inputs, position_ids=ids, use_cache=False).logits
+        torch.testing.assert_close(both, alone, rtol=0, atol=1e-12)
+
+
+def test_minimax_in_a_graph_refuses_padding(monkeypatch):
+    layer = tiny(MINIMAX).model.layers[0].self_attn
+    states = torch.randn(1, 4, 8, 8)
+    real = torch.ones(1, 8, dtype=torch.int64)
+    real[:, :3] = 0
+    lists = torch.zeros(1, 2, 8, 2, dtype=torch.int64)  # as the model's own indexer makes
+    with pytest.raises(NotImplementedError, match="counts blocks from a row's first place"):
+        attention_function(
+            layer, states, states[:, :2], states[:, :2],
+            mask_interface(1, 8, 8, attention_mask=real), block_indices=lists,
+        )  # fmt: skip
 
 
 def test_what_a_choice_of_keys_does_not_go_with_is_refused():

@@ -114,7 +114,8 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "mamba2": {"head_dim": 16},
     "minimax_m3_vl_text": {
         **{"layer_types": ["minimax_m3_sparse", "full_attention"], "index_topk_blocks": 2},
-        "index_n_heads": 2,
+        # An indexer narrower than its rotary positions would cut them, which are then not relative.
+        **{"index_n_heads": 2, "index_head_dim": HEAD_DIM},
     },
     "qwen4_exp_text": {
         **{"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8},

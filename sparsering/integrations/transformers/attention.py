@@ -13,8 +13,9 @@ from ...patterns.algebra import Pattern
 from ...patterns.keys import KeyMask
 from .calls import call_state, is_in_block, thread, used_modules, used_pattern
 from .config import pattern_of
-from .indexers import Chosen, chosen_keys
-from .masks import Inputs, ModelMask, Options, mask_interface, once
+from .indexers import BlockScorer, Chosen, chosen_keys
+from .masks import Inputs, ModelMask, Options, mask_interface
+from .once import once
 from .override import attend_pattern, attend_shared
 from .sparse_cache import attend_cached, cache_layer_of
 
@@ -55,7 +56,7 @@ def attention_function(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     indices: Tensor | None = None,
-    block_indices: Tensor | None = None,
+    block_indices: Tensor | BlockScorer | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention over the layer's pattern or, without one, over the model's mask.
@@ -82,23 +83,15 @@ def attention_function(
             "forward pass; open the block inside the function that is checkpointed, or turn on "
             "the model's own gradient checkpointing before the block"
         )
+    documents = getattr(attention_mask, "documents", None)
     if used is None and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
         attention_mask = _with_documents(attention_mask, cu_seq_lens_q, cu_seq_lens_k, len(query))
     if used is None and isinstance(attention_mask, ModelMask):
         _warn_of_packing(attention_mask, position_ids)
     if chosen is not None:
-        others = used, state.shared, cache_layer_of(key), pattern_of(module), position_bias
-        if isinstance(attention_mask, ModelMask) and attention_mask.kind is None:
-            attention_mask = None
-        if not isinstance(attention_mask, ModelMask | Chosen) or any(x is not None for x in others):
-            raise NotImplementedError(
-                "a layer whose indexer chooses keys needs the model's own mask alone, got a "
-                "pattern, a SparseCache, ranks, a bias or a mask of all pairs; leave these out"
-            )
-        if isinstance(attention_mask, Chosen):
-            out = attention(*inputs, chosen.mask(0), q_start=0, **extras)
-        else:
-            out = _attend_masked(module, inputs, attention_mask, None, extras, chosen)
+        _check_documents(attention_mask, chosen, cu_seq_lens_q, documents)
+        others = used, state.shared, position_bias
+        out = _attend_chosen(module, inputs, attention_mask, chosen, others, extras)
         return out.transpose(1, 2).contiguous(), None
     assert not isinstance(attention_mask, Chosen)
     if state.shared is not None:
@@ -132,6 +125,30 @@ def attention_function(
             attention_mask = _mask_by_default(module, query, key, is_causal)
         out = _attend_masked(module, inputs, attention_mask, position_bias, extras)
     return out.transpose(1, 2).contiguous(), None
+
+
+def _attend_chosen(
+    module: Any,
+    inputs: Inputs,
+    mask: ModelMask | Chosen | Tensor | None,
+    chosen: Chosen | BlockScorer,
+    others: tuple[Any, ...],
+    extras: Options,
+) -> Tensor:
+    """Attends over the keys that an indexer chose, within the model's mask; refuses `others`."""
+    others = *others, cache_layer_of(inputs[1]), pattern_of(module)
+    is_unknown = isinstance(mask, ModelMask) and mask.kind is None
+    if not isinstance(mask, ModelMask | Chosen) or is_unknown or any(x is not None for x in others):
+        raise NotImplementedError(
+            "a layer whose indexer chooses keys needs the model's own mask alone, got a "
+            "pattern, a SparseCache, ranks, a bias or a mask of all pairs; leave these out"
+        )
+    if isinstance(chosen, BlockScorer):
+        assert isinstance(mask, ModelMask)
+        chosen = chosen.choose(mask)
+    if isinstance(mask, Chosen):
+        return attention(*inputs, chosen.mask(0), q_start=0, **extras)
+    return _attend_masked(module, inputs, mask, None, extras, chosen)
 
 
 def _attend_masked(
@@ -287,6 +304,32 @@ def _with_documents(
         '"sparsering" attention takes equal cu_seq_lens_q and cu_seq_lens_k for a single row of '
         "whole documents, without a cache; else pass position_ids that restart in each document"
     )
+
+
+def _check_documents(
+    mask: ModelMask | Chosen | Tensor | None,
+    chosen: Chosen | BlockScorer,
+    cu_seq_lens: Tensor | None,
+    known: Tensor | None,
+) -> None:
+    """Raises NotImplementedError if an indexer chose keys without the documents of `cu_seq_lens`.
+
+    `known` are the documents [B or 1, Nk] of the mask that the indexer got, if any.
+    """
+    if cu_seq_lens is None or isinstance(chosen, BlockScorer) or not isinstance(mask, ModelMask):
+        return
+    before = torch.zeros(1, 1, dtype=torch.bool) if known is None else known.diff(dim=1) != 0
+    after = (
+        torch.zeros(1, 1, dtype=torch.bool)
+        if mask.documents is None
+        else mask.documents.diff(dim=1) != 0
+    )
+    if torch.compiler.is_compiling() or bool((after & ~before).any()):
+        raise NotImplementedError(
+            "a layer whose indexer chooses keys needs position_ids that restart in each document, "
+            "got cu_seq_lens_q and cu_seq_lens_k, of which the indexer does not know; pass "
+            "position_ids, use_cache=False and no attention_mask"
+        )
 
 
 def _warn_of_packing(mask: ModelMask, position_ids: Tensor | None) -> None:

@@ -10,7 +10,7 @@ from ...functional import attention
 from ...patterns.algebra import Mask, Pattern
 from ...patterns.keys import KeyMask
 from ...patterns.positions import Documents, Full, SlidingWindow
-from .masks import once
+from .once import once
 
 
 def convert(model: Any) -> list[str]:

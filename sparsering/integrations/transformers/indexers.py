@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ...patterns.selected import SelectedBlocks
 from ...selection.indexer import top_tokens
 from .config import NAME
+from .content_blocks import best_blocks, content_blocks
 
 _AT_A_TIME = 1 << 22  # scores in memory at a time
 _watched: WeakSet[Any] = WeakSet()
@@ -48,10 +49,25 @@ class Chosen(NamedTuple):
         return SelectedBlocks(blocks, self.block_size, 1, q_start)
 
 
+class BlockScorer(NamedTuple):
+    """Queries and keys of MiniMax-M3's indexer, which does not get the model's mask to choose."""
+
+    indexer: Any
+    query: Tensor  # [B, H, N, D]
+    key: Tensor  # [B, 1, M, D]
+
+    def choose(self, mask: Any) -> Chosen:
+        """Returns the best blocks of visible keys; blocks begin at a document's first token."""
+        (batch, _, queries, _), size = self.query.shape, int(self.indexer.block_size)
+        found = content_blocks(mask, batch, queries, size, self.query.device)
+        counts = self.indexer.topk_blocks, self.indexer.local_blocks, _AT_A_TIME
+        return Chosen(*best_blocks(self.query, self.key[:, 0], found, *counts))
+
+
 def chosen_keys(
-    module: Any, mask: Any, indices: Tensor | None, block_indices: Tensor | None
-) -> Chosen | None:
-    """Returns the keys that a layer's indexer or compressor has chosen in this call, or None."""
+    module: Any, mask: Any, indices: Tensor | None, block_indices: Tensor | BlockScorer | None
+) -> Chosen | BlockScorer | None:
+    """Returns what a layer's indexer or compressor has chosen in this call, or None."""
     if isinstance(mask, Chosen):
         return mask
     for name, listed in (("indices", indices), ("block_indices", block_indices)):
@@ -63,7 +79,18 @@ def chosen_keys(
             )
     if indices is not None:
         return Chosen(indices[:, None])
+    if isinstance(block_indices, BlockScorer):
+        return block_indices
     if block_indices is not None:
+        if (
+            getattr(mask, "valid_keys", None) is not None
+            or getattr(mask, "documents", None) is not None
+        ):
+            raise NotImplementedError(
+                f"{type(module).__name__} inside torch.compile counts blocks from a row's first "
+                "place, got a mask with padding or documents; leave attention_mask and "
+                "position_ids out where nothing is padded, or call the model without compile"
+            )
         return Chosen(block_indices, int(module.indexer.block_size))
     if getattr(module, "compressor", None) is None:
         return None
@@ -226,35 +253,17 @@ def _pooled(
     query = rotate(query, cos=cos[:, -queries:], sin=sin[:, -queries:], unsqueeze_dim=2)
     if past_key_values is not None:
         key = past_key_values.update_indexer(key, indexer.layer_idx)
-    length = attention_mask.shape[3]
-    valid = attention_mask.valid(length)
-    valid = key.new_ones(batch, length).bool() if valid is None else valid.bool()
-    documents = attention_mask.documents
-    begins = torch.zeros_like(valid)
-    if documents is not None:
-        begins[:, 1:] = documents.diff(dim=1) != 0
-
-    def count(x: Tensor) -> tuple[Tensor, Tensor]:
-        """Counts marks before each token, and those before its document."""
-        before = x.cumsum(1) - x.long()
-        return before, torch.where(begins, before, 0).cummax(1).values
-
-    place, outside = count(valid)
-    is_first = valid & ((place - outside) % size == 0)
-    _, blocks_outside = count(is_first)
-    blocks = max(1, int(is_first.sum(1).max()))
-    in_order = (~valid).byte().argsort(dim=1, stable=True)  # visible tokens, then the others
-    starts = (~is_first).byte().argsort(dim=1, stable=True)[:, :blocks]
-    inside = torch.arange(size, device=key.device)
-    tokens = place.gather(1, starts)[..., None] + inside
-    tokens = in_order.gather(1, tokens.flatten(1).clamp(max=length - 1)).view(batch, blocks, size)
+    found = content_blocks(attention_mask, batch, queries, size, key.device)
+    valid, place, outside = found.valid, found.place, found.outside
+    in_order, tokens, starts = found.in_order, found.tokens, found.starts
+    length, inside = valid.shape[1], torch.arange(size, device=key.device)
     entry = torch.arange(batch, device=key.device)[:, None, None]
     pooled = indexer.k_layernorm(key[entry, tokens].float().mean(2).to(key.dtype))
     cos, sin = (x.expand(batch, -1, -1)[entry[..., 0], starts] for x in (cos, sin))
     pooled = rotate(pooled[:, :, None], cos=cos, sin=sin, unsqueeze_dim=2)[:, :, 0]
-    own = slice(begin := int(attention_mask.q_start), begin + queries)
+    own = slice(length - queries, length)
     seen = (place - outside + valid)[:, own]
-    whole, first = seen // size, blocks_outside[:, own]
+    whole, first = seen // size, found.blocks_outside[:, own]
     weight = query.new_ones(batch, queries, heads)
     listed = top_tokens(
         query.transpose(1, 2), pooled, weight, indexer.block_topk,
@@ -267,9 +276,31 @@ def _pooled(
     return Chosen(torch.cat((listed, tail), 2)[:, None])
 
 
+@torch.no_grad()
+def _not_yet_chosen(
+    _: Any,
+    indexer: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    past_key_values: Any,
+    __: Tensor,
+) -> BlockScorer:
+    """Computes the queries and keys of MiniMax-M3's indexer."""
+    rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+    query, key = (
+        norm(layer(hidden_states).unflatten(-1, (-1, indexer.head_dim))).transpose(1, 2)
+        for layer, norm in ((indexer.q_proj, indexer.q_norm), (indexer.k_proj, indexer.k_norm))
+    )
+    query, key = rotate(query, key, *(x[..., : indexer.head_dim] for x in position_embeddings))
+    if past_key_values is not None:
+        key = past_key_values.layers[indexer.layer_idx].update_index(key)
+    return BlockScorer(indexer, query, key)
+
+
 _WRAPPED: dict[str, tuple[str, Callable[..., Any]]] = {
     # by the end of a class name: its method, and what runs in its place
     "QSAIndexer": ("forward", _pooled),
+    "M3VLIndexer": ("forward", _not_yet_chosen),
     "Indexer": ("forward", _in_parts),
     "CSACompressor": ("forward", _compress),
     "HCACompressor": ("forward", _compress),

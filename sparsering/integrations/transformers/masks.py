@@ -31,16 +31,6 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value
 Options = dict[str, Any]  # of a call of `attention`
 
 
-def once(shared: Any, name: Any, compute: Callable[[], Any]) -> Any:
-    """Returns `compute()`, and stores it on `shared` (a mask or a bias) for the other layers."""
-    if torch.compiler.is_compiling():
-        return compute()
-    results = vars(shared).setdefault("_sparsering_results", {})
-    if name not in results:
-        results[name] = compute()
-    return results[name]
-
-
 @dataclass(frozen=True, repr=False, eq=False)
 class SameRun(TensorMask):
     """Lets a query see the keys of its own run, that is, document or chunk."""

@@ -19,7 +19,8 @@ from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Full, SlidingWindow
 from .calls import SharedCall
 from .config import pattern_of
-from .masks import Inputs, InRuns, ModelMask, Options, SameRun, once, several_runs
+from .masks import Inputs, InRuns, ModelMask, Options, SameRun, several_runs
+from .once import once
 
 
 def attend_pattern(

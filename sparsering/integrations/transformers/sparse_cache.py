@@ -12,7 +12,8 @@ from ...decoding import KVCache
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
 from .config import NAME, decoder_config, layer_patterns, types_of
-from .masks import Inputs, ModelMask, Options, once
+from .masks import Inputs, ModelMask, Options
+from .once import once
 from .override import looking_back
 
 _LAYER = "_sparsering_layer"  # attribute of new keys, whose value is their `SparseLayer`

@@ -1,0 +1,109 @@
+"""Blocks of visible tokens, which begin anew in each document, and a choice among them.
+
+A row has the same blocks alone, behind padding and packed with others. Qwen 4's indexer means them
+so; MiniMax-M3's counts places of a row in transformers, and is right only without either.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .once import once
+
+
+class ContentBlocks(NamedTuple):
+    """Blocks of the keys up to the last query of a call."""
+
+    valid: Tensor  # bool [B, L], False for padding
+    place: Tensor  # [B, L] number of visible tokens before each key
+    outside: Tensor  # [B, L] number of them before the key's document
+    block: Tensor  # [B, L] the block of each visible token
+    blocks_outside: Tensor  # [B, L] number of blocks before the key's document
+    in_order: Tensor  # [B, L] visible tokens, then the others
+    starts: Tensor  # [B, blocks] first token of each block
+    tokens: Tensor  # [B, blocks, size] tokens of each block; behind its last, any others
+    real: Tensor  # bool [B, blocks, size], False for these others
+
+
+def content_blocks(mask: Any, batch: int, queries: int, size: int, device: Any) -> ContentBlocks:
+    """Returns the blocks of `size` visible tokens of a model's mask, the same for all layers."""
+    return once(mask, ("blocks", size), lambda: _content_blocks(mask, batch, queries, size, device))
+
+
+def _content_blocks(mask: Any, batch: int, queries: int, size: int, device: Any) -> ContentBlocks:
+    length = int(mask.q_start) + queries  # a static cache is empty from there on
+    valid = mask.valid(length)
+    every = torch.ones(batch, length, dtype=torch.bool, device=device)
+    valid = every if valid is None else valid.bool().expand(batch, length)
+    begins = torch.zeros_like(valid)
+    if mask.documents is not None:
+        begins[:, 1:] = mask.documents[:, :length].diff(dim=1) != 0
+
+    def count(x: Tensor) -> tuple[Tensor, Tensor]:
+        """Counts marks before each token, and those before its document."""
+        before = x.cumsum(1) - x.long()
+        return before, torch.where(begins, before, 0).cummax(1).values
+
+    place, outside = count(valid)
+    is_first = valid & ((place - outside) % size == 0)
+    block, blocks_outside = is_first.cumsum(1) - 1, count(is_first)[1]
+    blocks = max(1, int(is_first.sum(1).max()))
+    in_order = (~valid).byte().argsort(dim=1, stable=True)
+    starts = (~is_first).byte().argsort(dim=1, stable=True)[:, :blocks]
+    tokens = place.gather(1, starts)[..., None] + torch.arange(size, device=device)
+    inside = (tokens < length).flatten(1)
+    tokens = in_order.gather(1, tokens.flatten(1).clamp(max=length - 1))
+    number = torch.arange(blocks, device=device).repeat_interleave(size)
+    real = inside & valid.gather(1, tokens) & (block.gather(1, tokens) == number)
+    return ContentBlocks(
+        valid=valid, place=place, outside=outside, block=block, blocks_outside=blocks_outside,
+        in_order=in_order, starts=starts, tokens=tokens.unflatten(1, (blocks, size)),
+        real=real.unflatten(1, (blocks, size)),
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def best_blocks(
+    query: Tensor, key: Tensor, found: ContentBlocks, most: int, local: int, at_a_time: int
+) -> tuple[Tensor, int]:
+    """Lists blocks for each query by the best score of a visible key in each, as MiniMax-M3 does.
+
+    Args:
+        query: [B, H, N, D] of the last N tokens.
+        key: [B, M, D], M at least the tokens of `found`.
+        most: number of blocks that a query lists.
+        local: number of blocks, the query's own and those before it, that are always listed.
+        at_a_time: scores in memory at a time.
+
+    Returns: (int64 [B, H, N, k], size): blocks of keys, or single tokens (size 1) if blocks do not
+        begin at multiples of their size; -1 for none.
+    """
+    batch, heads, queries, _ = query.shape
+    blocks, size = found.tokens.shape[1:]
+    length, device = found.valid.shape[1], query.device
+    entry = torch.arange(batch, device=device)[:, None]
+    key = key.float()[entry, found.tokens.flatten(1)][:, None].mT  # [B, 1, D, blocks * size]
+    tokens = torch.where(found.real, found.tokens, -1)  # [B, blocks, size]
+    number = torch.arange(blocks, device=device)
+    places = torch.arange(length - queries, length, device=device)
+    step = max(1, at_a_time // max(1, batch * heads * blocks * size))
+    lists = []
+    for part, here in zip(query.float().split(step, 2), places.split(step), strict=True):
+        own, first = found.block[:, here, None], found.blocks_outside[:, here, None]
+        of_document = (number >= first) & (number <= own)  # [B, n, blocks]
+        hidden = (
+            ~of_document[..., None] | ~found.real[:, None] | (tokens[:, None] > here[:, None, None])
+        )
+        scores = (part @ key).unflatten(3, (blocks, size))
+        scores = scores.masked_fill(hidden[:, None], -torch.inf).amax(-1)
+        nearest = of_document & (number > own - local)
+        scores = scores.masked_fill(nearest[:, None], torch.inf)
+        best, listed = scores.topk(min(most, blocks), dim=-1)
+        lists.append(listed.masked_fill(best == -torch.inf, -1))
+    listed = torch.cat(lists, 2)
+    aligned = torch.arange(blocks * size, device=device).view(blocks, size)
+    if not bool((found.real & (found.tokens != aligned)).any()):
+        return listed, size
+    of_row = tokens[entry[..., None, None], listed.clamp(min=0)]  # [B, H, N, k, size]
+    return torch.where(listed[..., None] < 0, -1, of_row).flatten(3), 1
