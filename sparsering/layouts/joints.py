@@ -126,7 +126,8 @@ class InBlocks(Condition):
     mask: BlockwiseMask
     rule: Condition | None = None  # condition on block indices; None for tables and random blocks
     length: int | None = None  # number of keys; None where positions restart in each document
-    _listed: dict[int, Tensor] = field(default_factory=dict)  # attending block pairs, by kv_len
+    # attending block pairs, by kv_len
+    _listed: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     def _sides(self, pairs: TilePairs) -> list[tuple[Tensor, Tensor, int]]:
         """Returns (first position, last position, block size), for queries and for keys."""

@@ -8,6 +8,7 @@ In a sequence without end, visits to a key become periodic in the query position
 
 import itertools
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import reduce
 from typing import NamedTuple
 
@@ -19,6 +20,7 @@ from ..patterns.arguments import MOST_TOKENS, checked_integer, shortened
 from ..patterns.once import one_thread
 from ..patterns.positions import Full, Packed
 from ..patterns.selected import SelectedBlocks
+from ..patterns.tree import Tree
 from .joints import AnyOf
 from .leaves import EMPTY, Condition, Repeats
 from .leaves import FOREVER as FOREVER
@@ -233,8 +235,8 @@ def _without_selection(pattern: Pattern) -> Pattern:
             return Full()
         case And(masks) | Or(masks) | Mixture(masks):
             return type(pattern)(tuple(map(_without_selection, masks)))  # type: ignore[arg-type]
-        case Packed(lengths, inner):
-            return Packed(lengths, _without_selection(inner))  # type: ignore[arg-type]
+        case Packed(_, inner) | Tree(_, _, inner, _):
+            return replace(pattern, pattern=_without_selection(inner))  # type: ignore[arg-type]
     return pattern
 
 

@@ -46,7 +46,7 @@ def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
         case positions.Packed(_, inner):
             same = SameDocument(pad(mask.ends(), (1, 0)))
             return PerDocument(same, condition(inner, frame, True), inner.asks_frame)
-        case Tree(_, _, inner):
+        case Tree(_, _, inner, _):
             return OnPath(mask.nodes, condition(inner, frame, True))
         case And(masks):
             return AllOf(condition(part, frame, in_document) for part in masks)
@@ -142,7 +142,7 @@ def _encode(rule: Condition, numbers: list[int], tensors: list[Tensor]) -> bool:
         case Negated(part):
             parts = (part,)
             numbers.append(8)
-        case PerDocument(same, inner):
+        case PerDocument(same, inner, _):
             parts = (inner,)
             numbers.append(9)
             tensors.append(same.starts)
@@ -150,13 +150,13 @@ def _encode(rule: Condition, numbers: list[int], tensors: list[Tensor]) -> bool:
             parts = (inner,)
             numbers.append(10)
             tensors += (nodes.start, nodes.depth, nodes.enter, nodes.leave)
-        case InBlocks(mask, Condition() as inner):
+        case InBlocks(mask, Condition() as inner, _):
             parts = (inner,)
             numbers += (11, mask.row_size, mask.block_size)
         case InBlocks(blocks._RandomBlocksOfHead() as mask, None, int() as length):
             numbers += (12, mask.block_size, mask.block_size, mask.key)
             numbers += map(int, mask.counts(length))
-        case InBlocks(blocks.Blocks(active, n)) if len(listed := active.flatten().nonzero()):
+        case InBlocks(blocks.Blocks(active, n), _, _) if len(listed := active.flatten().nonzero()):
             numbers += (13, n, n, active.shape[1])
             tensors.append(listed[:, 0])
         case _:

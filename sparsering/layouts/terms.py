@@ -58,10 +58,13 @@ def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
             return [(_dilated_grid(mask, block_size), mask)]
         case SlidingWindow(_, _, dilation) if dilation > 1:
             return [(Grid(dilation, dilation * block_size, residues=dilation), mask)]
-        case Packed(lengths, inner) if (documents := mask.common_lengths) is not None:
+        case Packed(_, inner) if (documents := mask.common_lengths) is not None:
             of_inner = _split(inner, block_size)
-            return [(_in_documents(grid, documents), Packed(lengths, x)) for grid, x in of_inner]
-        case Tree(_, _, inner) if mask._own_batches() is None:
+            return [
+                (_in_documents(grid, documents), replace(mask, pattern=part))
+                for grid, part in of_inner
+            ]
+        case Tree(_, _, inner, _) if mask._own_batches() is None:
             sizes, depths = mask.nodes.start.diff().tolist(), mask.nodes.depth.tolist()
             in_nodes = partial(replace, documents=tuple(sizes), depths=tuple(depths))
             of_inner = _split(inner, block_size)
@@ -141,18 +144,26 @@ def _typical(mask: Mask, length: int) -> Mask | None:
             return GlobalTokens(_rounded(count), rows, columns)
         case Dilated(segment_length, rate, offset):
             return Dilated(_rounded(segment_length), rate, offset)
-        case Documents() | Packed():
-            number = _rounded(max(sum(n > 0 for n in lengths) for lengths in mask.entries))
-            inner = _typical(mask.pattern, length) if isinstance(mask, Packed) else positions.Full()
-            kind = type(mask).__name__
-            return None if inner is None else _documents(number, length, inner, kind, 0)
-        case Tree(lengths, parents, pattern) if mask._own_batches() is None:
+        case Documents(_):
+            return Documents(_lengths(_most_documents(mask), length))
+        case Packed(_, pattern):
+            if pattern.own_length is not None:
+                return None  # a typical document would have another length than the pattern needs
+            inner = _typical(pattern, length)
+            if inner is None:
+                return None
+            return Packed(_lengths(_most_documents(mask), length), inner)
+        case Tree(lengths, parents, pattern, own_length) if mask._own_batches() is None:
             edges = [0] * (len(lengths) + 1)  # of each node's path from its root; -1: above a root
             for node, parent in enumerate(parents):
                 edges[node] = edges[parent] + 1
-            number, inner = _rounded(len(lengths)), _typical(pattern, length)
+            number = _rounded(len(lengths))
             children = _rounded(round(number ** (1 / max(1, max(edges) - 1))))
-            return None if inner is None else _documents(number, length, inner, "Tree", children)
+            tree = _tree(number, length, children)
+            if own_length is not None:
+                length = own_length = max(_rounded(own_length), tree.nodes.longest)
+            inner = _typical(pattern, length)
+            return None if inner is None else replace(tree, pattern=inner, length=own_length)
     simple = positions.Full, positions.Causal, positions.PooledCausal
     return mask if type(mask) in simple else None
 
@@ -163,15 +174,24 @@ def _rounded(size: int) -> int:
     return (size + step // 2) // step * step
 
 
+def _most_documents(mask: Documents | Packed) -> int:
+    """Returns the most documents with tokens of a batch entry, rounded."""
+    return _rounded(max(sum(n > 0 for n in lengths) for lengths in mask.entries))
+
+
 @lru_cache(256)
-def _documents(number: int, length: int, inner: Mask, kind: str, children: int) -> Mask:
-    """Returns documents, or nodes of a tree, of many lengths, from short to twice the mean."""
+def _lengths(number: int, length: int) -> tuple[int, ...]:
+    """Returns many lengths, from short to twice the mean, which sum to `length`."""
     ends = [length * i * i // number**2 for i in range(number + 1)] if number else [0, length]
-    lengths = tuple(map(int.__sub__, ends[1:], ends))
-    if kind == "Tree":
-        parents = ((node - 1) // children if node else -1 for node in range(len(lengths)))
-        return Tree(lengths, tuple(parents), inner)
-    return Packed(lengths, inner) if kind == "Packed" else Documents(lengths)
+    return tuple(map(int.__sub__, ends[1:], ends))
+
+
+@lru_cache(256)
+def _tree(number: int, length: int, children: int) -> Tree:
+    """Returns a tree of `number` nodes, in which each node has `children` nodes below it."""
+    lengths = _lengths(number, length)
+    parents = ((node - 1) // children if node else -1 for node in range(len(lengths)))
+    return Tree(lengths, tuple(parents))
 
 
 def distinct_heads(pattern: Pattern, frame: Frame) -> Heads:

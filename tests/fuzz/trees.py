@@ -74,6 +74,9 @@ def trees(draw: st.DrawFn, scene: Scene, shape: str) -> Spec:
         lengths, parents = (tuple(x) for x in zip(*both, strict=True))
     else:
         lengths, parents = draw(forests(scene.kv_len, shape))
+    if draw(st.integers(0, 3)) == 0:
+        length, bound = draw(drawn.bound_masks(scene, lengths, parents))
+        return ("Tree", lengths, parents, length, ("&", bound, ("Causal",)))
     return ("Tree", lengths, parents, draw(INNER))
 
 

@@ -122,3 +122,44 @@ def test_a_choice_of_another_kind_is_noticed(monkeypatch):
     frame = Frame.build(4096, 4096, 1, 1, None)
     monkeypatch.setattr(compiler, "typical", lambda *_: (sr.SlidingWindow(9), frame))
     assert [chosen(sr.SlidingWindow(x), 4096) for x in (9, 2000)] != right
+
+
+_DRAFT = ((150, 1, 1), (-1, 0, 0))
+_NODES = ((600, 300, 0, 400), (-1, 0, 0, 2))
+_TREES = {
+    "documents": sr.Tree(*_DRAFT, sr.Documents((100, 60)) & sr.Causal(), length=160),
+    "tensor lengths": sr.Tree(*_DRAFT, sr.Documents(torch.tensor([100, 60])), length=160),
+    "key mask": sr.Tree(*_DRAFT, sr.KeyMask(torch.arange(160) % 3 > 0), length=160),
+    "packed": sr.Tree(*_NODES, sr.Packed((900, 500), sr.SlidingWindow(15)), length=1400),
+    "random blocks": sr.Tree(*_NODES, sr.RandomBlocks(0.2, 16), length=1200),
+    "tree in a tree": sr.Tree(*_NODES, sr.Tree((500, 500, 400), (-1, 0, 1)), length=1400),
+    "window": sr.Tree(*_NODES, sr.SlidingWindow(15), length=1400),
+    "documents in documents": sr.Packed((650, 650), sr.Documents((50, 600))),
+    "tree in documents": sr.Packed((650, 650), sr.Tree((50, 600), (-1, 0))),
+    "joined": sr.Tree(*_NODES) & sr.Tree(*_NODES, sr.Documents((900, 500)), length=1400),
+}
+
+
+@pytest.mark.parametrize("name", _TREES)
+def test_patterns_bound_to_a_length_have_a_default_block_size(name):
+    """Trees of such patterns raised, since the rounded tree was built without its length."""
+    pattern = _TREES[name]
+    length = pattern.own_length
+    size = chosen(pattern, length)
+    assert size in (32, 64, 128)
+    assert pattern.layout(length, num_heads=2).block_size == size
+    query, key, value = torch.randn(3, 1, 2, length, 8, dtype=torch.float64)
+    dense = sr.attention(query, key, value, pattern, backend="reference")
+    out = sr.attention(query, key, value, pattern)
+    assert (out - dense).abs().max() < 1e-12
+    out = sr.attention(*(x.float() for x in (query, key, value)), pattern)
+    assert (out - dense).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", [name for name in _TREES if name.startswith(("doc", "pack", "w"))])
+def test_typical_patterns_fit_their_length(name):
+    pattern, length = _TREES[name], _TREES[name].own_length
+    alike, frame = typical(pattern, Frame.build(length, length, 1, 1, None))
+    alike.check(frame)
+    if name == "documents":
+        assert alike.length == 192 and alike.pattern.masks[0].lengths == (48, 144)

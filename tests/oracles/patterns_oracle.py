@@ -7,7 +7,7 @@ of the contract, not from the library's code.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -182,13 +182,15 @@ def depth_in_tree(x: int, lengths: tuple[int, ...], parents: tuple[int, ...]) ->
     return sum(lengths[i] for i in path_of(node, parents)[:-1]) + x - first
 
 
-def tree(at: Place, p: int, k: int, lengths: tuple, parents: tuple, inner: Spec) -> int:
+def tree(at: Place, p: int, k: int, lengths: tuple, parents: tuple, *rest: Any) -> int:
+    """Reads `("Tree", lengths, parents, inner)`, or with the length of `inner` before it."""
+    *length, inner = rest
     lengths, parents = documents_of(at, lengths), documents_of(at, parents)
     found = document_of(p, lengths), document_of(k, lengths)
     if None in found or found[1][0] not in path_of(found[0][0], parents):
         return 0
     depths = (depth_in_tree(x, lengths, parents) for x in (p, k))
-    return pair_count(inner, at, *depths)
+    return pair_count(inner, replace(at, kv_len=length[0]) if length else at, *depths)
 
 
 def key_padding(at: Place, p: int, k: int, lengths: tuple[int, ...]) -> int:
@@ -359,7 +361,10 @@ def build(spec: Spec) -> Any:
     if name == "-":
         return build(args[0]) - build(args[1])
     if name in ("Packed", "Tree"):
-        return getattr(sr, name)(*args[:-1], build(args[-1]))
+        lengths, *between, inner = args
+        if len(between) == 2:  # the length for which the pattern of a `Tree` holds
+            return sr.Tree(lengths, between[0], build(inner), length=between[1])
+        return getattr(sr, name)(lengths, *between, build(inner))
     if name in ("Blocks", "Dense", "KeyMask"):
         args[0] = torch.tensor(args[0], dtype=torch.bool)
     if name == "SelectedBlocks":

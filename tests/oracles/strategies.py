@@ -15,7 +15,7 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, given, settings
 
-from oracles.patterns_oracle import MASK_MODS, Spec, is_mixture
+from oracles.patterns_oracle import MASK_MODS, Spec, is_mixture, path_of
 
 LAYOUT_BLOCK_SIZES = (16, 32, 64, 128)
 HEADS = ((1, 1), (2, 2), (2, 1), (3, 3), (4, 2), (6, 3))  # (query heads, kv heads)
@@ -306,7 +306,35 @@ def trees(draw: st.DrawFn, scene: Scene, inner: Any = None) -> Spec:
     mask = st.one_of(fixed, *(kind(scene) for kind in (*kinds, key_paddings)))
     joined = st.tuples(st.sampled_from(("&", "&", "|", "-")), mask, mask)
     summed = st.tuples(st.just("+"), mask, mask)
+    if draw(st.integers(0, 2)) == 0:
+        length, bound = draw(bound_masks(scene, lengths, above))
+        some = st.one_of(
+            st.just(bound),
+            st.tuples(st.sampled_from("&|-"), mask, st.just(bound)),
+            st.tuples(st.sampled_from("&&|+"), st.just(bound), mask),
+        )
+        return ("Tree", lengths, above, length, draw(some))
     return ("Tree", lengths, above, draw(st.one_of(mask, mask, joined, summed, longnets(scene))))
+
+
+def longest_path(lengths: tuple[int, ...], parents: tuple[int, ...]) -> int:
+    """Returns the most tokens on a path of a tree."""
+    paths = (path_of(node, parents) for node in range(len(lengths)))
+    return max((sum(lengths[i] for i in path) for path in paths), default=0)
+
+
+@st.composite
+def bound_masks(draw: st.DrawFn, scene: Scene, lengths: Any, parents: Any) -> tuple[int, Spec]:
+    """Draws a length of at least a tree's longest path, and a mask that is bound to this length."""
+    nested = bool(lengths) and isinstance(lengths[0], tuple)
+    entries = zip(lengths, parents, strict=True) if nested else [(lengths, parents)]
+    longest = max(longest_path(*entry) for entry in entries)
+    length = longest + draw(st.sampled_from((0, 0, 1, 9)))
+    inside = replace(scene, q_len=length, kv_len=length, q_start=0)
+    packed_causal = packed(inside, lambda _: st.sampled_from((("Full",), ("Causal",))))
+    kinds = [documents(inside), documents(inside), packed_causal]
+    kinds += [key_masks(inside)] if length <= 200 else []  # source of a number per key
+    return length, draw(st.one_of(kinds))
 
 
 def leaf_masks(scene: Scene, with_random: bool) -> st.SearchStrategy[Spec]:
