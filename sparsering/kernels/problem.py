@@ -138,6 +138,9 @@ def _is_zero(scale: float) -> bool:
 
 
 def constant_in_graphs(function: F) -> F:
-    """Lets torch.compile treat results as constants, without the slow import of torch._dynamo."""
+    """Lets torch.compile treat results as constants, without the slow import of torch._dynamo.
+
+    A result must be immutable: a graph shares it, and refuses code that changes it.
+    """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

@@ -70,7 +70,7 @@ def test_the_kernel_announces_the_buffers_that_it_allocates(pattern, head_dim, t
 
 
 def test_without_a_compiler_the_bytes_are_those_of_gather(monkeypatch):
-    monkeypatch.setattr(module, "build_failure", lambda: ["no C++ compiler found"])
+    monkeypatch.setattr(module, "build_failure", lambda: ("no C++ compiler found",))
     work = counted(sr.Causal().layout(512, num_heads=2))
     for backward in (False, True):
         call = Call(1, 64, torch.float32)

@@ -137,9 +137,9 @@ def _standard() -> int:
 
 
 @constant_in_graphs
-def build_failure() -> list[str]:
-    """Returns why the library cannot be loaded; [] if it is loaded."""
-    return [reason] if (reason := _load()) else []
+def build_failure() -> tuple[str, ...]:
+    """Returns why the library cannot be loaded; () if it is loaded."""
+    return (reason,) if (reason := _load()) else ()
 
 
 def library() -> Any:

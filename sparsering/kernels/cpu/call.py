@@ -36,7 +36,7 @@ def reasons(*tensors: Tensor) -> list[str]:
         faults.append("it runs on the CPU alone")
     if any(x.dtype not in _DTYPES for x in tensors):
         faults.append("it computes in float32; float64 stays with gather")
-    return faults or build_failure()
+    return faults or list(build_failure())
 
 
 def forward(

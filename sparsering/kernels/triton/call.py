@@ -39,7 +39,7 @@ _Build = Callable[[Walk, dict[str, Any]], list[Launch]]
 
 def reasons(*tensors: Tensor) -> list[str]:
     """Lists why the kernels cannot run on these tensors, or on this machine."""
-    found = _machine_reasons(tuple({x.device.index for x in tensors if x.is_cuda}) or (None,))
+    found = [*_machine_reasons(tuple({x.device.index for x in tensors if x.is_cuda}) or (None,))]
     wanted = "cpu" if interpreting() else "cuda"
     if any(x.device.type != wanted for x in tensors):
         found.append(f"it runs on {wanted} tensors" + " under TRITON_INTERPRET=1" * interpreting())
@@ -53,18 +53,15 @@ def reasons(*tensors: Tensor) -> list[str]:
 
 
 @constant_in_graphs
-def _machine_reasons(gpus: tuple[int | None, ...]) -> list[str]:
-    found = (
-        []
-        if find_spec("triton")
-        else [f"the package triton is missing ({program('pip', 'pip')} install triton)"]
-    )
+def _machine_reasons(gpus: tuple[int | None, ...]) -> tuple[str, ...]:
+    missing = f"the package triton is missing ({program('pip', 'pip')} install triton)"
+    found = () if find_spec("triton") else (missing,)
     if interpreting():
         return found
     if not torch.cuda.is_available():
-        return [*found, "it needs a GPU (TRITON_INTERPRET=1 tries its kernels without one)"]
+        return (*found, "it needs a GPU (TRITON_INTERPRET=1 tries its kernels without one)")
     old = not torch.version.hip and min(map(torch.cuda.get_device_capability, gpus)) < (8, 0)
-    return [*found, "it needs compute capability 8.0"] if old else found
+    return (*found, "it needs compute capability 8.0") if old else found
 
 
 @constant_in_graphs
