@@ -2,7 +2,7 @@
 
     .venv/bin/python tools/tabulate_families.py
 
-It runs each type in one process, then text models over two, which takes about 6 minutes on 2 cores.
+It runs each type in one process, then text models over two, which takes about 7 minutes on 2 cores.
 """
 
 import multiprocessing
@@ -17,8 +17,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "integratio
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"
     import transformers
-    from families_page import PAGE, page, place
+    from families_page import PAGE, page, place, ways_cell
     from helpers.ring_workers import Workers
+    from indexed_caches import CACHES, FAMILIES, ways
     from running_families import run
     from sharing_families import shared
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
@@ -37,4 +38,5 @@ if __name__ == "__main__":
     workers.close()
     print(f"{len(ranks)} were shared after {time.monotonic() - begin:.0f} s", flush=True)
     places = {kind: place(x, ranks.get(kind, "")) for kind, x in runs.items()}
-    PAGE.write_text(page(places), encoding="utf-8")
+    caches = {(x, y): ways_cell(ways(x, y)) for x in FAMILIES for y in CACHES}
+    PAGE.write_text(page(places, caches), encoding="utf-8")

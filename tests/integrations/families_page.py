@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import transformers
+from indexed_caches import CACHES, FAMILIES, WAYS
 from running_families import INPUTS, Run
 from transformers.models.auto.configuration_auto import (
     CONFIG_MAPPING_NAMES,
@@ -295,6 +296,16 @@ query. With "a function of its own" or "a tensor of pairs" the model makes its m
 family's shape.
 
 {tables}
+### Caches of indexed families
+
+Where an indexer chooses keys, `generate` gives the tokens and logits of eager attention under
+"sparsering" in these ways: greedy, beams, assisted (`prompt_lookup_num_tokens`) and a prompt in
+chunks (`prefill_chunk_size`), with padding on the left and without. MiniMax-M3 behind padding is
+equal to eager on the row alone. transformers refuses the ways that are not named, under eager too
+("-": all four). Columns are values of `cache_implementation`; sliding layers (dots3_note) are part
+of them. "quantized" is fp8 here. Offloaded caches ran on a CPU, where nothing moves, and on no GPU.
+
+{caches}
 ## Why not
 
 {causes}
@@ -302,13 +313,18 @@ family's shape.
 ## Types without a line
 
 {lists}
-Do not edit this page: `python tools/tabulate_families.py` writes it from the runs, in about 6
+Do not edit this page: `python tools/tabulate_families.py` writes it from the runs, in about 7
 minutes on 2 cores. `make test` runs some of its lines again, `make test-all` all of them.
 """
 
 
-def page(places: dict[str, Line | str]) -> str:
-    """Returns the text of docs/families.md."""
+def ways_cell(found: list[str]) -> str:
+    """Returns the cell of a cache in which these ways to generate are equal to eager's."""
+    return "all" if found == [*WAYS] else ", ".join(found) or "-"
+
+
+def page(places: dict[str, Line | str], caches: dict[tuple[str, str], str]) -> str:
+    """Returns the text of docs/families.md; `caches` has a cell for each (family, cache)."""
     lines = {kind: x for kind, x in places.items() if isinstance(x, Line)}
     tables = []
     for table in INPUTS:
@@ -322,13 +338,28 @@ def page(places: dict[str, Line | str]) -> str:
         names = ", ".join(f"`{kind}`" for kind in kinds)
         folded = f"<details>\n<summary>{len(kinds)} types</summary>\n\n{names}\n\n</details>\n"
         lists.append(f"### {name}\n\n{sentence}\n\n{folded}")
+    head = [("model type", *(f"`{x}`" for x in CACHES)), ("---",) * (len(CACHES) + 1)]
+    rows = [(f"`{x}`", *(caches[x, y] for y in CACHES)) for x in FAMILIES]
+    of_caches = "".join("| " + " | ".join(row) + " |\n" for row in [*head, *rows])
     return _TEXT.format(
+        caches=of_caches,
         total=len(places),
         version=transformers.__version__,
         tables="\n".join(tables),
         causes="\n".join(f"{i}. {sentence}" for i, (_, sentence) in enumerate(CAUSES, 1)),
         lists="\n".join(lists),
     )
+
+
+def caches_of_page() -> dict[tuple[str, str], str]:
+    """Reads the cells of the table of caches in docs/families.md, by (family, cache)."""
+    text = PAGE.read_text(encoding="utf-8").split("### Caches of indexed families")[1]
+    found = {}
+    for line in text.split("## Why not")[0].splitlines():
+        if line.startswith("| `"):
+            kind, *cells = (x.strip() for x in line.strip("|").split(" | "))
+            found |= {(kind.strip("`"), x): cell for x, cell in zip(CACHES, cells, strict=True)}
+    return found
 
 
 def places_of_page() -> list[tuple[str, Line | str]]:

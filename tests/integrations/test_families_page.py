@@ -5,9 +5,20 @@
 
 import pytest
 import transformers
-from families_page import PAGE, Line, cell, page, place, places_of_page, section
+from families_page import (
+    PAGE,
+    Line,
+    caches_of_page,
+    cell,
+    page,
+    place,
+    places_of_page,
+    section,
+    ways_cell,
+)
 from helpers.ring_workers import workers_of
 from helpers.thinned import slow_except
+from indexed_caches import CACHES, FAMILIES, MINIMAX, ways
 from running_families import run
 from sharing_families import shared
 from transformers import LongformerConfig, LongformerModel
@@ -26,6 +37,11 @@ FAST = (
     *("vit", "whisper"),
 )
 SHARED = ("granite", "roberta", "bamba")
+FAST_CACHES = {
+    *((MINIMAX, cache) for cache in CACHES),
+    *(("qwen4_exp_text", "dynamic"), ("qwen4_exp_text", "static"), ("deepseek_v32", "static")),
+    *(("deepseek_v4", "dynamic"), ("dots3_note_text", "static"), ("glm5_next", "offloaded")),
+}
 as_tabulated = pytest.mark.skipif(
     transformers.__version__ != "5.23.0", reason="families change with versions"
 )
@@ -38,7 +54,7 @@ def test_every_type_of_transformers_is_on_the_page_once():
 
 @as_tabulated
 def test_the_page_is_what_its_places_say():
-    assert PAGE.read_text(encoding="utf-8") == page(PLACES)
+    assert PAGE.read_text(encoding="utf-8") == page(PLACES, caches_of_page())
 
 
 @as_tabulated
@@ -58,6 +74,12 @@ def test_a_type_runs_over_ranks_as_the_page_says(workers, kind):
     listed = PLACES[kind]
     assert isinstance(listed, Line)
     assert cell(shared(workers, shared_name(kind))) == listed.ranks
+
+
+@as_tabulated
+@pytest.mark.parametrize(("family", "cache"), slow_except(FAST_CACHES, FAMILIES, CACHES))
+def test_ways_to_generate_are_those_of_the_page(family, cache):
+    assert ways_cell(ways(family, cache)) == caches_of_page()[family, cache]
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,14 @@ from itertools import product
 import pytest
 import torch
 from helpers.tensor_bytes import measure
+from indexed_caches import (
+    BY_ENTRY,
+    BY_TOKEN,
+    FAMILIES,
+    MINIMAX,
+    TOKENS,
+    choices_in_float32,
+)
 from sharing_families import InFloat64
 from torch import Tensor
 from transformers_families import tiny
@@ -16,11 +24,6 @@ from sparsering.integrations.transformers import indexers
 from sparsering.integrations.transformers.attention import attention_function
 from sparsering.integrations.transformers.masks import mask_interface
 
-BY_TOKEN = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
-BY_ENTRY = ("deepseek_v4", "glm5_next", "qwen4_exp_text")
-MINIMAX = "minimax_m3_vl_text"
-FAMILIES = (*BY_TOKEN, *BY_ENTRY, MINIMAX)
-TOKENS = 24
 PADDED = {
     "no padding": slice(0, 0),
     "left padding": slice(0, 7),
@@ -37,15 +40,9 @@ def batch(padding: str = "no padding") -> dict[str, Tensor]:
 
 
 @pytest.fixture(autouse=True)
-def choices_in_float32(monkeypatch):
-    """Lets `top_tokens` convert scores to float32, which `InFloat64` would undo."""
-    best = indexers.top_tokens
-
-    def in_float32(*args, **options):
-        with torch._C.DisableTorchFunction():
-            return best(*args, **options)
-
-    monkeypatch.setattr(indexers, "top_tokens", in_float32)
+def _choices_in_float32():
+    with choices_in_float32():
+        yield
 
 
 @pytest.fixture
