@@ -69,11 +69,6 @@ CAUSES = (  # of "no": what an error says, and the sentence of the page
         "`{index: pattern}`.",
     ),
     (
-        "not of its decoder",
-        "The pattern reaches its encoder alone: the decoder's self-attention is made as cross "
-        "attention is, and keeps its own mask. This is no error.",
-    ),
-    (
         "the model's mask is for \\d+ queries",
         "The model calls attention for other shapes than those of its mask.",
     ),

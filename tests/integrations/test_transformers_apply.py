@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 from helpers.thinned import thinned
+from running_families import model_of
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -406,3 +407,25 @@ def test_explain_of_an_encoder_has_no_cache():
 @pytest.mark.parametrize("family", DECODERS)
 def test_explain_of_every_decoder(family):
     assert len(hf.explain(made(family, "sparsering")).splitlines()) == 2
+
+
+@pytest.mark.parametrize("kind", ["nllb-moe", "pegasus_x"])
+def test_a_decoder_that_makes_both_attentions_alike_follows_a_pattern(kind):
+    """Its self-attention is told from cross attention by its causal mask, in steps too."""
+    model = model_of(kind)
+    ids, answer = tokens(2, 9), tokens(2, 11, seed=1)
+    window = sr.SlidingWindow(2)
+    with torch.no_grad():
+        plain = result(model, input_ids=ids, decoder_input_ids=answer)
+        with hf.using(model, window & sr.Causal()):
+            whole = result(model, input_ids=ids, decoder_input_ids=answer, use_cache=False)
+        assert (whole - plain).abs().max() > 1e-4
+        hf.apply(model, {"full_attention": window})
+        steps, cache = [], None
+        for token in answer.split(1, 1):
+            out = model(input_ids=ids, decoder_input_ids=token, past_key_values=cache)
+            states = out.logits if hasattr(out, "logits") else out.last_hidden_state
+            steps, cache = [*steps, states], out.past_key_values
+        at_once = result(model, input_ids=ids, decoder_input_ids=answer)
+    torch.testing.assert_close(torch.cat(steps, 1), at_once, rtol=0, atol=1e-10)
+    assert (at_once - plain).abs().max() > 1e-4

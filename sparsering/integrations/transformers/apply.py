@@ -138,7 +138,7 @@ def _checked_modules(model: Any, pattern: config.Patterns, verb: str) -> list[An
     """Returns a model's attention modules; raises for none, and for a key that names no layer."""
     check_module("model", model)
     modules = list(config.attention_modules(model))
-    if not [x for x in modules if verb == "load" or not config.is_cross_attention(x)]:
+    if not [x for x in modules if verb == "load" or config.may_be_self_attention(x)]:
         raise NotImplementedError(
             f"{type(model).__name__} computes attention in its own classes and does not ask "
             "transformers' attention interface, so a pattern would have no effect; use a family "
@@ -191,7 +191,7 @@ def using(model: Any, pattern: config.Patterns | PackedTree) -> Iterator[None]:
     modules = _checked_modules(model, pattern, "using")
     for part in pattern.values() if isinstance(pattern, Mapping) else [pattern]:
         check_pattern(part)
-    own = {id(x): x for x in modules if not config.is_cross_attention(x)}
+    own = {id(x): x for x in modules if config.may_be_self_attention(x)}
     found = {key: config.of_layer(pattern, *config.place_of(x)) for key, x in own.items()}
     patterns = {key: part for key, part in found.items() if part is not None}
     calls.used_modules.update(own.values())
@@ -275,12 +275,8 @@ def _traffic(shared: calls.SharedCall | None, index: int, pattern: Pattern | Non
 
 def is_causal(model: Any) -> bool:
     """Whether queries of the model's self-attention see only keys up to their own position."""
-    own = (
-        module
-        for module in config.attention_modules(model)
-        if not config.is_cross_attention(module)
-    )
-    return any(getattr(module, "is_causal", True) for module in own)
+    own = filter(config.may_be_self_attention, config.attention_modules(model))
+    return any(getattr(x, "is_causal", True) or getattr(x, "is_decoder", False) for x in own)
 
 
 def patterns_of(model: Any) -> list[Pattern | None]:

@@ -12,7 +12,7 @@ from ...numerics import capped, sum_dtype
 from ...patterns.algebra import Pattern
 from ...patterns.keys import KeyMask
 from .calls import call_state, is_in_block, thread, used_modules, used_pattern
-from .config import pattern_of
+from .config import is_cross_attention, pattern_of
 from .indexers import BlockScorer, Chosen, chosen_keys
 from .masks import Inputs, ModelMask, Options, mask_interface
 from .once import once
@@ -77,6 +77,8 @@ def attention_function(
     chosen = chosen_keys(module, attention_mask, indices, block_indices)
     state = attention_mask.state if isinstance(attention_mask, ModelMask) else call_state()
     used = used_pattern(module, state.blocks)
+    if used is not None and is_cross_attention(module, attention_mask):
+        used = None
     if state.in_backward and module in used_modules and not is_in_block(module, state.blocks):
         raise RuntimeError(
             "a backward pass runs this model again, and does not know the hf.using block of its "
@@ -111,7 +113,7 @@ def attention_function(
                 "a SparseCache needs attention_mask [batch, tokens] or None, got a mask of all "
                 "pairs, or a layer without a mask; use the default cache"
             )
-        pattern = pattern_of(module)
+        pattern = pattern_of(module, attention_mask)
         out = attend_cached(layer, pattern, inputs, attention_mask, position_bias, extras)
     elif isinstance(attention_mask, Tensor):
         if pattern_of(module) is not None:
@@ -136,7 +138,7 @@ def _attend_chosen(
     extras: Options,
 ) -> Tensor:
     """Attends over the keys that an indexer chose, within the model's mask; refuses `others`."""
-    others = *others, cache_layer_of(inputs[1]), pattern_of(module)
+    others = *others, cache_layer_of(inputs[1]), pattern_of(module, mask)
     is_unknown = isinstance(mask, ModelMask) and mask.kind is None
     if not isinstance(mask, ModelMask | Chosen) or is_unknown or any(x is not None for x in others):
         raise NotImplementedError(
@@ -169,7 +171,7 @@ def _attend_masked(
             f"{key.shape[2]}; a model that adds keys of its own, such as compressed entries, needs "
             'attn_implementation="sdpa", and a cache as many keys as its get_mask_sizes announces'
         )
-    pattern = pattern_of(module)
+    pattern = pattern_of(module, mask)
     compiling = torch.compiler.is_compiling()
     if compiling and isinstance(mask.q_start, Tensor):
         if pattern is not None or chosen is not None:

@@ -78,10 +78,10 @@ def stored_text(config: Any) -> Texts | None:
     return texts or None
 
 
-def pattern_of(module: Any) -> Pattern | None:
-    """Returns the pattern that `apply` stored for an attention module, or None."""
+def pattern_of(module: Any, mask: Any = None) -> Pattern | None:
+    """Returns the pattern that `apply` stored for a module, which gets this mask, or None."""
     texts = stored_text(getattr(module, "config", None))
-    if texts is None or is_cross_attention(module):
+    if texts is None or is_cross_attention(module, mask):
         return None
     index, kind = place_of(module)
     if (text := of_layer(texts, str(index), kind)) is None:
@@ -159,10 +159,21 @@ def types_of(config: Any) -> list[str]:
     return [kind] * (getattr(config, "num_hidden_layers", 0) or 0)
 
 
-def is_cross_attention(module: Any) -> bool:
-    """Whether a module's keys come from another sequence, for example from the encoder."""
+def is_cross_attention(module: Any, mask: Any = None) -> bool:
+    """Whether a module's keys come from another sequence, for example from the encoder.
+
+    NLLB-MoE and Pegasus-X make both attentions of a decoder alike: there a causal mask, if one is
+    given, says that this is self-attention.
+    """
+    if not may_be_self_attention(module):
+        return True
     decodes = getattr(module, "is_decoder", False) and getattr(module, "is_causal", None) is False
-    return bool(getattr(module, "is_cross_attention", False) or decodes)
+    return bool(decodes) and not getattr(getattr(mask, "kind", None), "causal", False)
+
+
+def may_be_self_attention(module: Any) -> bool:
+    """Whether a module is not known to be cross attention before it is called."""
+    return not getattr(module, "is_cross_attention", False)
 
 
 def attention_modules(model: Any) -> Iterator[Any]:

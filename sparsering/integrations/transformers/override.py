@@ -177,7 +177,7 @@ def _whole_pattern(module: Any, mask: ModelMask | Tensor) -> Pattern:
             f"padding, got {got}; run it with hf.parallelize(model, False), or write the mask as "
             "a pattern for hf.using"
         )
-    length, pattern = mask.shape[3], pattern_of(module)
+    length, pattern = mask.shape[3], pattern_of(module, mask)
     if pattern is None:
         return once(mask, ("own", length), lambda: mask.pattern(0, length))
     if mask.kind.causal:
