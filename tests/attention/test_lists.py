@@ -15,6 +15,7 @@ from sparsering.dispatch import is_default
 from sparsering.kernels.lists import split_lists
 from sparsering.layouts.compile import build_layout
 from sparsering.patterns.algebra import Frame
+from sparsering.selection import block_mass
 
 LISTED = torch.randint(-1, 90, (2, 90, 12), generator=torch.Generator().manual_seed(0))
 CHOSEN = sr.SelectedBlocks(LISTED, 1)
@@ -52,8 +53,9 @@ def test_a_list_beside_a_mask_has_none_of_its_pairs():
     assert lists.keys.shape == (1, 2, 90, 12) and lists.branch == 0
     listed = torch.where((key >= 0) & (key < 90), query - key, 0)
     assert not ((key >= 0) & ((listed < 0) | (listed <= 7))).any()
-    kept = (LISTED >= 0) & (query >= LISTED) & ((query - LISTED) > 7)
-    assert torch.equal((key >= 0)[0], kept)
+    ordered = LISTED.sort().values
+    kept = (ordered >= 0) & (query >= ordered) & ((query - ordered) > 7)
+    assert torch.equal(key[0], torch.where(kept, ordered, -1))
 
 
 @pytest.mark.parametrize(
@@ -214,3 +216,60 @@ def test_lists_for_another_number_of_batch_entries_are_refused(pattern, batch, b
     for call in (sr.attention, torch.compile(sr.attention, backend="eager")):
         with pytest.raises(ValueError, match=r"batch (entries|size), got"):
             call(query, query, query, pattern, q_start=0, backend=backend)
+
+
+_SIZES = {1: 90, 4: 23, 16: 6, 32: 3}  # blocks of 90 keys, by their size
+_FORMS = {
+    "alone": lambda chosen: chosen & sr.Causal(),
+    "beside a window": lambda chosen: (chosen | WINDOW) & sr.Causal(),
+    "beside a mixture": lambda chosen: chosen + WINDOW,
+}
+
+
+@pytest.mark.parametrize("form", _FORMS)
+@pytest.mark.parametrize("size", _SIZES)
+@pytest.mark.parametrize("backend", ["cpu", "gather", "reference"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_order_of_slots_changes_no_bit(form, size, backend, biased):
+    """Lists that repeat keys and have empty slots; the bias of a slot moves along with it."""
+    generator = torch.Generator().manual_seed(size)
+    blocks = _SIZES[size]
+    listed = torch.randint(-1, blocks + 1, (2, 90, min(12, blocks)), generator=generator)
+    order = torch.rand(listed.shape, generator=generator).argsort(-1)
+    if biased:  # a stable order of repeated blocks: the first slot's bias counts
+        keyed = torch.rand(1, 1, blocks + 2, generator=generator).expand(2, 90, -1)
+        order = keyed.gather(-1, listed + 1).sort(stable=True).indices
+    orders = torch.arange(listed.shape[-1]).expand_as(order), order
+    results = []
+    for of_slots in orders:
+        query, key, value = drawn()
+        given = {}
+        if biased:
+            bias = torch.randn(1, 4, *listed.shape[1:], generator=torch.Generator().manual_seed(3))
+            of_heads = of_slots.repeat_interleave(2, 0)[None]
+            given["slot_bias"] = bias.gather(-1, of_heads).requires_grad_()
+        pattern = _FORMS[form](sr.SelectedBlocks(listed.gather(-1, of_slots), size, 1))
+        out, lse = sr.attention(
+            query, key, value, pattern, backend=backend, return_lse=True, block_size=16, **given
+        )
+        wanted = [query, key, value, *given.values()]
+        grads = torch.autograd.grad(out.pow(2).sum() + lse.clamp(min=-9).sum(), wanted)
+        if biased:
+            grads = (*grads[:3], torch.empty_like(grads[3]).scatter_(-1, of_heads, grads[3]))
+        results.append((out, lse, *grads))
+    for first, second in zip(*results, strict=True):
+        assert torch.equal(first, second)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_mass_of_slots_in_any_order(dtype):
+    """`block_mass` keeps the caller's order of slots."""
+    query, key, _ = (x.detach() for x in drawn(dtype=dtype))
+    listed = torch.stack([torch.randperm(90)[:12] for _ in range(90)])[None].expand(2, -1, -1)
+    order = torch.rand(listed.shape).argsort(-1)
+    masses = []
+    for table in (listed, listed.gather(-1, order)):
+        pattern = sr.SelectedBlocks(table, 1) & sr.Causal()
+        masses.append(block_mass(query, key, pattern))
+    moved = masses[0].gather(-1, order.repeat_interleave(2, 0)[None])
+    assert torch.equal(moved, masses[1]) and moved.any()

@@ -128,6 +128,7 @@ def _list_arguments(problem: Problem, lists: Lists) -> tuple[Any, ...]:
     return (
         *(dense_rows(x) for x in (problem.query, problem.key, problem.value)),
         lists.keys,
+        lists.place,
         None if bias is None else bias.float().contiguous(),
         lists.branch,
         problem.layout.frame.q_start,

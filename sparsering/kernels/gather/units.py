@@ -286,10 +286,11 @@ def list_chunks(problem: Problem, lists: Lists, workspace: int, per_token: int) 
         q_head = hd[:, None] * group + torch.arange(group, device=device)
         rows = (bat[:, None] * frame.num_heads + q_head) * frame.q_len + q[:, None]
         first = (bat * frame.num_kv_heads + hd * frame.num_kv_heads // heads) * frame.kv_len
-        slots = torch.arange(n, device=device)
         bias = None
         if problem.block_bias is not None:
-            bias = (rows[..., None] * n + slots, slots.expand(len(part), n))
+            assert lists.place is not None
+            place = lists.place.to(device)[bat * (batches > 1), hd * tables // heads, q].long()
+            bias = (rows[..., None] * n + torch.arange(n, device=device), place)
         position = q[:, None] + frame.q_start
         stream = torch.zeros_like(position)
         places = Places(bat, q_head, lists.branch, position, key, stream, (position, key))

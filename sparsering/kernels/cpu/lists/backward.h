@@ -171,7 +171,7 @@ class Backward {
   // Reads the lists of some queries. Reads one if a number is not finite: 0 times it would spoil
   // gradients of queries and keys that do not see each other.
   void read_lists(BackwardScratch& s, int64_t b, int64_t unit, int64_t query, int64_t stop) const {
-    s.list.read(call_.list(b, unit, query), finite_keys_ ? stop - query : 1);
+    call_.read(s.list, b, unit, query, finite_keys_ ? stop - query : 1);
     bool finite = true;
     for (int64_t i = 0; i < call_.group && s.list.size > 1; ++i) {
       const int64_t row = call_.row(b, unit * call_.group + i, query);
@@ -180,7 +180,7 @@ class Backward {
       }
     }
     if (!finite) {
-      s.list.read(call_.list(b, unit, query), 1);
+      call_.read(s.list, b, unit, query, 1);
     }
   }
 
@@ -257,7 +257,7 @@ class Backward {
     if (to_.dbias) {
       for (int64_t j = 0; j < count; ++j) {
         if (s.list.has(i, from + j)) {
-          to_.dbias[row * call_.slots + s.list.slots(i)[from + j]] = scores[j];
+          to_.dbias[row * call_.slots + s.list.places(i)[from + j]] = scores[j];
         }
       }
     }

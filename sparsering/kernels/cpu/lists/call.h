@@ -33,9 +33,10 @@ inline bool all_finite(const float* x, int64_t size) {
 // Input of a call.
 struct Call {
   // keys: int32 [B or 1, H, Nq, slots], where H divides the kv heads, or is a multiple of them that
-  // divides the query heads. bias: [B, Hq, Nq, slots], added to the scores of a slot's key.
-  Call(const Problem& problem, const Tensor& keys_, const std::optional<Tensor>& bias_,
-       int64_t branch_, int64_t first_)
+  // divides the query heads. bias: [B, Hq, Nq, slots], added to the scores of a slot's key; places:
+  // like keys, where in the bias each slot has its number.
+  Call(const Problem& problem, const Tensor& keys_, const std::optional<Tensor>& places_,
+       const std::optional<Tensor>& bias_, int64_t branch_, int64_t first_)
       : x(problem),
         lists(values_of<int32_t>(keys_)),
         batches(keys_.size(0)),
@@ -46,6 +47,7 @@ struct Call {
         rows(group * most_lists(group)),
         branch(branch_),
         first(first_),
+        places(bias_ && places_ ? values_of<int32_t>(*places_) : nullptr),
         bias(bias_ ? values_of<float>(*bias_) : nullptr),
         width(round_up(std::max(x.D, x.Dv), kLanes)) {
     SPARSERING_CHECK(keys_.is_contiguous() && keys_.has_sizes({batches, tables, x.Nq, slots}) &&
@@ -55,11 +57,16 @@ struct Call {
     SPARSERING_CHECK(
         !bias_ || (bias_->is_contiguous() && bias_->has_sizes({x.B, x.Hq, x.Nq, slots})),
         "sparsering cpu: a bias has a number for each slot of a list");
+    SPARSERING_CHECK(!bias_ || (places_ && places_->is_contiguous() &&
+                                places_->has_sizes({batches, tables, x.Nq, slots})),
+                     "sparsering cpu: a bias needs a place for each slot of a list");
   }
 
-  const int32_t* list(int64_t b, int64_t unit, int64_t query) const {
-    const int64_t table = (batches > 1 ? b * tables : 0) + unit * tables / units;
-    return lists + (table * x.Nq + query) * slots;
+  // Reads the lists of at most `most` queries, see `Distinct`.
+  void read(Distinct& to, int64_t b, int64_t unit, int64_t query, int64_t most) const {
+    const int64_t table = (batches > 1 ? b * tables : 0) + unit * tables / units,
+                  at = (table * x.Nq + query) * slots;
+    to.read(lists + at, places ? places + at : nullptr, most);
   }
   int64_t kv_head(int64_t unit) const {
     return unit * x.Hkv / units;
@@ -113,7 +120,7 @@ struct Call {
       for (int64_t j = 0; j < count; ++j) {
         const float far = table ? table[distance(list.keys()[from + j], query)] : 0.f;
         const bool listed = of_slots && list.has(i, from + j);
-        biases[j] = far + (listed ? of_slots[list.slots(i)[from + j]] : 0.f);
+        biases[j] = far + (listed ? of_slots[list.places(i)[from + j]] : 0.f);
       }
       cpu::adjust(scores, count, x.scale, cap, biases, slope);
     } else if (cap > 0.f) {
@@ -149,6 +156,7 @@ struct Call {
   int64_t rows;  // the most queries of all heads of a unit at a time
   int64_t branch;
   int64_t first;  // position of the first query
+  const int32_t* places;
   const float* bias;
   int64_t width;  // of a padded row
 };

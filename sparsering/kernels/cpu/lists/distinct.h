@@ -27,14 +27,16 @@ class Distinct {
         words_((most_ + 31) / 32 + kTile / 32),
         num_keys_(num_keys),
         keys_(most_),
-        slot_(has_bias ? most_lists(heads) * most_ : 0),
+        place_(has_bias ? most_lists(heads) * most_ : 0),
         bits_(most_lists(heads) > 1 ? most_lists(heads) * words_ : 0),
         marks_(Buffer<uint32_t>::zeros(num_keys)) {}
 
   // Reads the list of the first query, and those of the next ones as long as sharing products is
-  // faster; of `most` queries at most. The lists follow each other in memory.
-  void read(const int32_t* list, int64_t most) {
+  // faster; of `most` queries at most. The lists follow each other in memory, and with a bias their
+  // places in it.
+  void read(const int32_t* list, const int32_t* places, int64_t most) {
     begin();
+    places_ = places;
     add_first(list);
     while (size < std::min(most, most_lists(heads_)) && is_near(list + size * slots_)) {
       add(list + size * slots_);
@@ -44,9 +46,9 @@ class Distinct {
   const int32_t* keys() const {
     return keys_.get();
   }
-  // For each key, its slot in list i, if that has the key. Only with a bias.
-  const int32_t* slots(int64_t i) const {
-    return slot_.get() + i * most_;
+  // For each key, its place in the bias of list i, if that has the key. Only with a bias.
+  const int32_t* places(int64_t i) const {
+    return place_.get() + i * most_;
   }
   bool has(int64_t i, int64_t place) const {
     return size == 1 || (bits_.get()[i * words_ + place / 32] >> place % 32 & 1);
@@ -141,9 +143,10 @@ class Distinct {
   }
 
   void finish(const int32_t* list, int64_t start) {
-    for (int64_t slot = slots_; slot_.get() && slot-- > 0;) {  // the first slot of a key remains
+    const int32_t* places = places_ ? places_ + size * slots_ : nullptr;
+    for (int64_t slot = slots_; places && slot-- > 0;) {  // the first slot of a key remains
       if (is_key(list[slot])) {
-        slot_.get()[size * most_ + place(list[slot])] = static_cast<int32_t>(slot);
+        place_.get()[size * most_ + place(list[slot])] = places[slot];
       }
     }
     starts_[size++] = start;
@@ -171,9 +174,10 @@ class Distinct {
   }
 
   int64_t slots_, heads_, most_, words_, num_keys_;
-  Buffer<int32_t> keys_, slot_;
-  Buffer<uint32_t> bits_;   // of each list, a bit for each key
-  Buffer<uint32_t> marks_;  // of each key: base_ + its place, or less if no list has it
+  Buffer<int32_t> keys_, place_;
+  const int32_t* places_ = nullptr;  // of the slots of the lists
+  Buffer<uint32_t> bits_;            // of each list, a bit for each key
+  Buffer<uint32_t> marks_;           // of each key: base_ + its place, or less if no list has it
   uint32_t base_ = 1;
   int64_t starts_[kQueries];  // place of the first key that each list has first
 };

@@ -112,9 +112,9 @@ void forward(const Call& call, const Results<O>& results) {
       const int64_t b = i / parts / call.units, unit = i / parts % call.units,
                     first = i % parts * kQueries, stop = std::min(first + kQueries, x.Nq);
       for (int64_t query = first; query < stop; query += s.list.size) {
-        s.list.read(call.list(b, unit, query), merges ? stop - query : 1);
+        call.read(s.list, b, unit, query, merges ? stop - query : 1);
         if (!forward_queries<width(), S>(call, s, b, unit, query, results)) {
-          s.list.read(call.list(b, unit, query), 1);
+          call.read(s.list, b, unit, query, 1);
           forward_queries<width(), S>(call, s, b, unit, query, results);
         }
       }
