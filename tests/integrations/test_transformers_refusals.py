@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM, GPTNeoConfig, GPTNeoForCausalLM
+from transformers_families import tiny
 from transformers_models import assert_same, like, made, padded, pair, result, tokens
 
 import sparsering as sr
@@ -332,3 +333,20 @@ def test_a_config_that_holds_no_text_of_a_pattern_is_refused_with_a_way_out(stor
     model.config.sparsering = stored
     with pytest.raises(ValueError, match=r"config\.sparsering must be the text .* apply\("):
         hf.explain(model)
+
+
+def test_a_sparse_cache_of_a_model_whose_config_names_other_masks_says_so():
+    model = tiny("moshi")
+    hf.register()
+    model.set_attn_implementation("sparsering")
+    refused = pytest.raises(ValueError, match=r"config names other masks .* use the default cache")
+    with torch.no_grad(), refused:
+        model(torch.randint(4, 61, (1, 8)), past_key_values=hf.SparseCache(model))
+
+
+def test_a_sparse_cache_of_a_model_with_cross_attention_is_refused_by_its_layers():
+    model = tiny("mllama")
+    hf.register()
+    model.set_attn_implementation("sparsering")
+    with pytest.raises(NotImplementedError, match="got cross attention in the layers"):
+        hf.SparseCache(model)

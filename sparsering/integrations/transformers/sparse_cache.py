@@ -128,9 +128,15 @@ def attend_cached(
         )
     expected = mask.own_causal() if pattern is None else looking_back(pattern)
     if layer.pattern != expected:
+        way_out = "make another cache after apply"
+        if pattern is None:
+            way_out = (
+                "the model's config names other masks than the model makes (Moshi's windows), or "
+                "its pattern has changed; use the default cache, or make another one"
+            )
         raise ValueError(
             f"the SparseCache stores keys for {shortened(str(layer.pattern))}, but the layer now "
-            f"has {shortened(str(expected))}; make another cache after apply"
+            f"has {shortened(str(expected))}; {way_out}"
         )
     n = inputs[0].shape[2]
     sorted_tokens = once(mask, "sorted_tokens", lambda: _padding_last(mask, n))
@@ -193,6 +199,11 @@ class SparseCache(Cache):
                 f'a SparseCache needs a model that runs "{NAME}", got '
                 f"{config._attn_implementation!r}; call apply(model, pattern), or "
                 f'model.set_attn_implementation("{NAME}") for the model\'s own windows'
+            )
+        if crossing := getattr(config, "cross_attention_layers", None):
+            raise NotImplementedError(
+                "a SparseCache needs a pattern for each layer, got cross attention in the layers "
+                f"{shortened(str(list(crossing)))} of {type(model).__name__}; use the default cache"
             )
         layers = []
         for kind, pattern in zip(types_of(config), layer_patterns(config), strict=True):
