@@ -40,7 +40,7 @@ class Model(nn.Module):
         self.tokens = nn.Embedding(VOCABULARY, WIDTH)
         self.positions = nn.Embedding(length, WIDTH)
         self.layers = nn.ModuleList(Layer() for _ in range(3))
-        self.pattern = sr.SlidingWindow(255) | sr.GlobalTokens(4, rows=False)
+        self.pattern = sr.Causal() & (sr.SlidingWindow(255) | sr.GlobalTokens(4, rows=False))
 
     def caches(self) -> list[sr.KVCache]:
         """Empty caches of all layers."""

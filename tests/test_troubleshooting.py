@@ -142,6 +142,8 @@ PROVOKED: dict[str, Callable[[], object]] = {
     "attend keeps no gradients": lambda: cache().attend(
         *torch.randn(3, 1, 2, 1, 8, requires_grad=True)
     ),
+    "sees key ..., which has not come": lambda: cache(pattern=sr.BlockCausal(12)),
+    "which token ... has seen": lambda: cache(pattern=sr.BlockCausal(4), rollback=4).crop(14),
     "crop takes a length from ... to": lambda: cache(pattern=sr.SlidingWindow(3)).crop(4),
     "expected a pattern with a short period": lambda: cache(pattern=sr.RandomBlocks(0.5, 16)),
     "the cache is for ... tokens, got ... more": lambda: cache(max_length=8),

@@ -31,7 +31,7 @@ def drafts(quick: bool) -> list[Row]:
     for name, pattern in PATTERNS.items():
         prompt = [torch.randn(1, HEADS, tokens, WIDTH) for _ in range(3)]
         new = [torch.randn(1, HEADS, GUESSES, WIDTH) for _ in range(3)]
-        cache = sr.KVCache(pattern, 1, HEADS, WIDTH, rollback=GUESSES)
+        cache = sr.KVCache(pattern & sr.Causal(), 1, HEADS, WIDTH, rollback=GUESSES)
         cache.attend(*prompt)
         numbers = itertools.count()
         calls: dict[str, Callable[[], object]] = {
@@ -75,7 +75,7 @@ def error_of(pattern: sr.Pattern, prompt: list[Tensor], new: list[Tensor]) -> fl
     for token, parent in enumerate(tree):
         paths[token] = [*paths[parent], token]
     path = max(paths.values(), key=len)
-    cache, exact = (sr.KVCache(pattern, 1, HEADS, WIDTH) for _ in range(2))
+    cache, exact = (sr.KVCache(pattern & sr.Causal(), 1, HEADS, WIDTH) for _ in range(2))
     cache.attend(*prompt)
     exact.attend(*(x.double() for x in prompt))
     out = copy.deepcopy(cache).attend(*new, tree=tree)

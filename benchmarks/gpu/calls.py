@@ -274,9 +274,10 @@ def decoding() -> Iterator[Row]:
         "causal": sr.Causal(),
     }.items():
         args = inputs(heads, length, width, kv_heads=kv_heads)
+        pattern = pattern & sr.Causal()
         cache = sr.KVCache(pattern, 1, kv_heads, width, num_heads=heads, page_size=64)
         out = _step_by_step(cache, args, prompt)
-        want = sr.attention(*(x.double() for x in args), pattern & sr.Causal(), backend="reference")
+        want = sr.attention(*(x.double() for x in args), pattern, backend="reference")
         yield {"pattern": name, "tokens": length, "kept": cache.kept,
                "error": largest([relative(out, want)], BOUND, f"decoding of {name}")}  # fmt: skip
     args = inputs(heads, length, width, kv_heads=kv_heads)

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -19,9 +19,8 @@ from ..call_recipe import CallRecipe
 from ..layouts.cache import layout_cache
 from ..layouts.layout import BlockLayout
 from ..layouts.lifetimes import FOREVER, last_visits
-from ..patterns.algebra import And, Frame, Mask, Pattern
+from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import index_of, listed, shortened
-from ..patterns.positions import Causal
 from ..selection.summaries import BlockSummaries
 from ..streams import moved
 
@@ -98,7 +97,7 @@ class CacheState(_Record):
     entry that has almost as many keys as the largest.
     """
 
-    pattern: Pattern  # the cache's pattern & `Causal()`
+    pattern: Pattern
     heads: int
     kv_heads: int
     total: int | None  # upper bound of a sequence's tokens; None if there is no bound
@@ -353,11 +352,3 @@ def _gathered(source: Tensor, slots: Tensor, page_size: int) -> Tensor:
         if n < most:
             result[b, h, n:most] = 0
     return result
-
-
-def causal_pattern(pattern: Pattern) -> Pattern:
-    """Returns `pattern & Causal()`, or the pattern itself if all its branches contain that mask."""
-    for branch in pattern.branches:
-        if Causal() not in (branch.masks if isinstance(branch, And) else (branch,)):
-            return cast(Mask, pattern) & Causal()
-    return pattern

@@ -12,6 +12,7 @@ from ..call_recipe import Inputs, recipe_of
 from ..extras import ANYWHERE, refuse_options
 from ..layouts.compile import BLOCK_SIZES
 from ..layouts.lifetimes import last_visits, own_length
+from ..layouts.lookahead import Tokens, first_ahead, hides_later_keys, next_end
 from ..patterns.algebra import Pattern, check_fits
 from ..patterns.arguments import (
     MOST_TOKENS,
@@ -21,7 +22,7 @@ from ..patterns.arguments import (
     index_of,
     shortened,
 )  # fmt: skip
-from .cache_state import SIZES, CacheState, History, causal_pattern, ordinary_tensors
+from .cache_state import SIZES, CacheState, History, ordinary_tensors
 from .compiled import attend_op, operator_options, register
 from .drafts import attend_draft, draft_of, kept
 from .steps import NewTokens, attend_page, attend_spans, empty_results, fits_page, page_layout
@@ -38,7 +39,9 @@ class KVCache:
     """Stores keys and values for decoding, as long as later queries can visit them.
 
     Args:
-        pattern: pattern of the whole sequence; the cache removes pairs with k > p (`& Causal()`).
+        pattern: pattern of the whole sequence. Where it lets tokens see later ones, a call must
+            bring all keys that its tokens see: `BlockCausal(8)` is decoded by whole blocks. Write
+            `& Causal()` to leave later keys out.
         batch_size, num_kv_heads, head_dim: sizes of the keys.
         num_heads: query heads, default `num_kv_heads`.
         value_dim: head dim of the values, default `head_dim`.
@@ -101,7 +104,8 @@ class KVCache:
         total = own_length(pattern, max_length)
         sizes = num_heads, num_kv_heads, total, rollback, page
         self.pattern = pattern
-        self._state = CacheState(causal_pattern(pattern), *sizes, histories)
+        self._state = CacheState(pattern, *sizes, histories)
+        self._looks_back = hides_later_keys(pattern)
         if total is not None:
             check_fits(pattern, self._state.frame(0, 0))
         self._first_kind = checked_dtype("dtype", dtype), checks.checked_device(device)
@@ -179,7 +183,8 @@ class KVCache:
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attends from new tokens to all visible tokens, old and new; then may evict keys.
 
-        The result equals the same rows of one call of `attention` on the whole sequence.
+        The result equals the same rows of one call of `attention` on the whole sequence. The new
+        tokens see each other, backwards and forwards, where the pattern says so.
 
         Args:
             query, key, value: the new tokens, [B, H, n, D] as in `attention`.
@@ -195,7 +200,8 @@ class KVCache:
 
         Returns: [B, Hq, n, Dv]; rows of padding have out 0 and lse -inf.
 
-        Raises: ValueError if an argument is invalid; the cache is then unchanged.
+        Raises: ValueError if an argument is invalid, or a new token sees a key that comes after
+            this call; the cache is then unchanged.
         """
         stored, return_lse = checked_flag("stored", stored), checked_flag("return_lse", return_lse)
         if options:
@@ -275,13 +281,15 @@ class KVCache:
                 f"load needs an empty cache, got one that has seen {self.length} tokens; make "
                 "another KVCache"
             )
-        self._state.new_tokens([length] * len(self.lengths), length)
+        new = self._state.new_tokens([length] * len(self.lengths), length)
         rising = bool((places.diff() > 0).all()) and bool((places[:1] >= 0).all())
         if len(places) != key.shape[2] or not rising:
             raise ValueError(
                 f"positions must be {key.shape[2]} ascending ints, one per key, got "
                 f"{shortened(str(places.tolist()))}; sort positions and keys together"
             )
+        if not self._looks_back:
+            self._check_later_keys(new)
         with ordinary_tensors():
             self._state = self._state.loaded(key, value, places, length)
 
@@ -312,6 +320,8 @@ class KVCache:
             )
         if most == 0:
             return empty_results(inputs[0], self._dims[1])
+        if not self._looks_back:
+            self._check_later_keys(new)
         if not stored:
             state = state.changed(remote=(*state.remote, *range(self.length, self.length + most)))
         tokens = tokens if most == n else tokens.first(most)
@@ -337,8 +347,9 @@ class KVCache:
     def crop(self, length: int) -> None:
         """Removes the tokens from `length` on, such as wrong guesses of speculative decoding.
 
-        Raises: ValueError if it would remove more than `rollback` tokens, or `length` is beyond the
-            length of the cache; the cache is then unchanged.
+        Raises: ValueError if it would remove more than `rollback` tokens, or keys that a token
+            before them has seen, or `length` is beyond the length of the cache; the cache is then
+            unchanged.
         """
         self._check_no_draft("crop")
         length = checked_integer("length", length, 0)
@@ -354,6 +365,8 @@ class KVCache:
                 f"crop takes a length from {least} to {self.length}, got {length}: the cache has "
                 f"{self.length} tokens and rollback={self._state.rollback}; use a larger rollback"
             )
+        if not self._looks_back and length < self.length:
+            self._check_crop(length)
         with ordinary_tensors():
             self._state = self._state.cropped(length)
 
@@ -414,6 +427,50 @@ class KVCache:
             )
         with ordinary_tensors():
             self._state = self._state.of_entries(entries.clone())  # a clone is no inference tensor
+
+    def _tokens(self, entry: int) -> Tokens:
+        state = self._state
+        entry = entry if state.pattern.num_batches() is not None else 0
+        return Tokens(state.total, state.heads, state.kv_heads, entry)
+
+    def _check_later_keys(self, new: list[int]) -> None:
+        """Raises ValueError if one of `new[i]` more tokens of entry i sees a key after them."""
+        for entry, (begin, n) in enumerate(zip(self.lengths, new, strict=True)):
+            tokens, end = self._tokens(entry), begin + n
+            if not (pair := first_ahead(self.pattern, begin, end, tokens)):
+                continue
+            way_out = "give the cache max_length, and let the call end there"
+            if (later := self._next_end(entry, begin, end)) is not None:
+                way_out = f"let the call end at {later} tokens"
+            raise ValueError(
+                f"token {pair[0]} sees key {pair[1]}, which has not come: the call ends at {end} "
+                f"tokens; {way_out}, or write & Causal() to leave out later keys, in "
+                f"{shortened(str(self.pattern))}"
+            )
+
+    def _next_end(self, entry: int, begin: int, end: int) -> int | None:
+        """Returns where a call may end: for all entries if they are equally long, else for one."""
+        alike, least = len(set(self.lengths)) == 1, end
+        while True:
+            for number in range(len(self.lengths)) if alike else [entry]:
+                later = next_end(self.pattern, begin, end, self._tokens(number))
+                if later is None:
+                    return None
+                end = max(end, later)
+            if end == least:
+                return end
+            least = end
+
+    def _check_crop(self, length: int) -> None:
+        """Raises ValueError if a token below `length` has seen a key that would be removed."""
+        for entry in range(len(self.lengths)):
+            tokens = self._tokens(entry)
+            if pair := first_ahead(self.pattern, 0, length, tokens):
+                later = next_end(self.pattern, 0, length, tokens)
+                raise ValueError(
+                    f"crop would remove key {pair[1]}, which token {pair[0]} has seen, got length "
+                    f"{length}; crop to {later}, and give the tokens from there on again"
+                )
 
     def _check_no_draft(self, what: str) -> None:
         if self._state.draft is not None:

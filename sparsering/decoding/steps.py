@@ -88,6 +88,8 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
     def build() -> BlockLayout:
         block = max(page_size, 128)
         positions = torch.stack([x.positions_with(page_size) for x in histories])
+        if state.total is not None:  # the page may be longer than what is left of the sequence
+            positions = positions.masked_fill(positions >= state.total, -1)
         alive = [pad(x.last >= x.base, (0, page_size), value=True) for x in histories]
         live = torch.stack(alive, 1)  # [branches, entries, Hkv, keys], False for dead keys
         starts = torch.tensor([x.base for x in histories])

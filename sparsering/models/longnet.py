@@ -12,6 +12,7 @@ with squared ReLU, and one table of embeddings for inputs and logits.
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -20,11 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 from ..checks import check_pattern, check_tensor, refuse_meta
 from ..decoding import KVCache
-from ..decoding.cache_state import causal_pattern
 from ..functional import attention
 from ..nn.transformer import Attend, Block, checked_sizes, rotary_table
 from ..patterns import arguments
-from ..patterns.algebra import Pattern
+from ..patterns.algebra import And, Mask, Pattern
+from ..patterns.positions import Causal
 from .next_token import Sampling
 
 READOUT_TOKENS = 4096  # `loss` computes the logits of this many tokens at a time
@@ -66,7 +67,7 @@ class LongNetLM(nn.Module):
         sizes = width, num_heads, num_layers, mlp_ratio
         width, num_heads, num_layers, mlp_ratio = checked_sizes(*sizes)
         vocab_size = arguments.checked_integer("vocab_size", vocab_size, 1)
-        self.pattern = causal_pattern(pattern)
+        self.pattern = _causal(pattern)
         self.attend: Attend = partial(attention, pattern=self.pattern)
         self.num_heads = num_heads
         self.rope_base = arguments.checked_number("rope_base", rope_base, 1)
@@ -265,3 +266,11 @@ class LongNetLM(nn.Module):
                         return
 
         return new_tokens()
+
+
+def _causal(pattern: Pattern) -> Pattern:
+    """Returns `pattern & Causal()`, or the pattern itself if all its branches contain that mask."""
+    for branch in pattern.branches:
+        if Causal() not in (branch.masks if isinstance(branch, And) else (branch,)):
+            return cast(Mask, pattern) & Causal()
+    return pattern

@@ -22,7 +22,7 @@ NEEDS_LENGTH = ("random blocks", "hierarchical")
 
 def cache_of(pattern: sr.Pattern, case: Case = CASE, **options: Any) -> sr.KVCache:
     return sr.KVCache(
-        pattern,
+        pattern & sr.Causal(),
         case.batch,
         case.num_kv_heads,
         case.head_dim,
@@ -296,7 +296,7 @@ def test_a_length_that_is_passed_or_missing():
     with pytest.raises(ValueError, match="rollback must be"):
         cache_of(sr.Causal(), rollback=-1)
     with pytest.raises(TypeError, match="pattern must be"):
-        cache_of(8)
+        sr.KVCache(8, 2, 1, 8)
     with pytest.raises(ValueError, match="2 batch entries, got batch_size=3"):
         sr.KVCache(sr.KeyPadding((7, 5)), 3, 1, 8)
 

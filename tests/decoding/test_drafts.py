@@ -42,7 +42,7 @@ def rows(n: int, seed: int, dtype=torch.float64) -> list[torch.Tensor]:
 
 def cache_of(pattern: sr.Pattern, **options) -> sr.KVCache:
     sizes = {"num_heads": HEADS, "value_dim": 6, "max_length": TOTAL, "page_size": 32}
-    return sr.KVCache(pattern, 2, KV_HEADS, 8, **(sizes | options))
+    return sr.KVCache(pattern & sr.Causal(), 2, KV_HEADS, 8, **(sizes | options))
 
 
 def path_to(tree: list[int], token: int) -> list[int]:

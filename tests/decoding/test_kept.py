@@ -11,7 +11,7 @@ import sparsering as sr
 
 @pytest.mark.parametrize("pattern", [sr.Dilated(16, 4, 1), sr.KeyMask(torch.arange(200) % 5 == 0)])
 def test_rollback_beyond_the_first_token_keeps_no_key_that_nobody_visits(pattern):
-    cache = sr.KVCache(pattern, 1, 1, 4, rollback=300, page_size=16)
+    cache = sr.KVCache(pattern & sr.Causal(), 1, 1, 4, rollback=300, page_size=16)
     for length in (64, 96, 97, 112, 120):
         new = torch.randn(1, 1, length - cache.length, 4)
         cache.attend(new, new, new)
@@ -111,7 +111,8 @@ def test_an_index_of_nothing_may_be_of_any_dtype(nothing):
 @pytest.mark.parametrize("backend", ["cpu", "gather", "reference"])
 def test_a_step_of_an_entry_that_holds_no_key_gives_zeros(backend):
     listed = torch.tensor([[[[0], [3], [-1]]], [[[4], [2], [0]]]])  # row 2 of entry 0 lists nothing
-    cache = sr.KVCache(sr.SelectedBlocks(listed, 2, query_block=1), 2, 1, 8, page_size=16)
+    pattern = sr.SelectedBlocks(listed, 2, query_block=1) & sr.Causal()
+    cache = sr.KVCache(pattern, 2, 1, 8, page_size=16)
     x = torch.randn(3, 2, 1, 3, 8)
     cache.attend(*x[..., :2, :], backend=backend)
     assert not cache.attend(*x[..., 2:, :], lengths=[1, 0], backend=backend).any()

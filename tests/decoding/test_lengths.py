@@ -43,6 +43,7 @@ def sequence(dtype: torch.dtype = torch.float64) -> list[Tensor]:
 
 def cache_of(pattern: sr.Pattern, **options: Any) -> sr.KVCache:
     options = {"page_size": 16, "max_length": LENGTH, **options}
+    pattern = pattern & sr.Causal()
     return sr.KVCache(pattern, BATCH, KV_HEADS, 8, num_heads=HEADS, value_dim=6, **options)
 
 

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+import re
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -79,6 +80,12 @@ class Run:
         if refused:
             self.refusal = self._refused(lambda: self._call(inputs, **given, **options))
             return
+        if not self._ends_well(new):
+            message = self._refused(lambda: self._call(inputs, **given, **options))
+            self._check_names_a_pair(message, new)
+            if cut is None and (longer := self._next_length()) is not None:
+                self._attend(longer - self.lengths[0], None, stored, plain, with_lse)
+            return
         out, lse = self._call(inputs, **given, **options, with_lse=with_lse)
         for b, (length, m) in enumerate(zip(self.lengths, new, strict=True)):
             found = {"out": out, "lse": lse, "sink": sink, **inputs}
@@ -115,6 +122,8 @@ class Run:
             return
         inputs, (options, sink) = self._inputs(n), self._options(n, plain)
         tree: Any = torch.tensor(parents) if case.seed % 2 else parents
+        if case.looks_ahead:  # within causality, which the oracle's rows are not
+            return
         if case.selection is not None or any(name == "Tree" for name, *_ in leaves(case.spec)):
             self.refusal = self._refused(lambda: self._call(inputs, tree=tree, **options))
             return
@@ -135,6 +144,42 @@ class Run:
         self.highest = [max(x) for x in zip(self.highest, self.lengths, strict=True)]
         self._did("draft", path)
 
+    def _ahead(self, entry: int, begin: int, end: int) -> np.ndarray:
+        """[tokens of a call, keys after it] whether a query of the call sees the key."""
+        if not self.case.looks_ahead:
+            return np.zeros((0, 0), bool)
+        scene = self.case.scene  # entries that were added have the masks of all
+        pairs = present_pairs(self.case.whole, scene)[:, entry if entry < scene.batch else 0]
+        return pairs[..., begin:end, end:].any((0, 1))
+
+    def _ends_well(self, new: Sequence[int]) -> bool:
+        """Whether no token of a call sees a key that comes after it."""
+        calls = enumerate(zip(self.lengths, new, strict=True))
+        return not any(self._ahead(b, begin, begin + n).any() for b, (begin, n) in calls)
+
+    def _next_length(self) -> int | None:
+        """The smallest length at which all entries may end a call; None if they differ."""
+        if len(set(self.lengths)) != 1:
+            return None
+        begin, most = self.lengths[0], self.case.total
+        ends = (n for n in range(begin + 1, most + 1) if self._ends_well([n - begin] * self.batch))
+        return next(ends, None)
+
+    def _check_names_a_pair(self, message: str, new: Sequence[int]) -> None:
+        """Checks the token, the key and the end that an error names."""
+        found = re.match(r"token (\d+) sees key (\d+), which has not come: the call ends", message)
+        assert found, message
+        query, key = map(int, found.groups())
+        named = False
+        for b, (begin, n) in enumerate(zip(self.lengths, new, strict=True)):
+            ahead, end = self._ahead(b, begin, begin + n), begin + n
+            if begin <= query < end <= key and ahead[query - begin, key - end]:
+                named = True
+                later = re.search(r"let the call end at (\d+) tokens", message)
+                assert later and not self._ahead(b, begin, int(later[1])).any(), message
+        assert named, f"no token sees that key: {message}"
+        self._did("looks ahead", True)
+
     def _tokens(self, count: int, plain: bool, with_lse: bool) -> None:
         for _ in range(count):
             before = list(self.lengths)
@@ -151,6 +196,10 @@ class Run:
         if target < length - case.rollback:
             self._refused(lambda: self.cache.crop(target))
             self._did("refused step", True)
+            return
+        if any(self._ahead(b, 0, target).any() for b in range(self.batch)):
+            message = self._refused(lambda: self.cache.crop(target))
+            assert "has seen" in message or "crop takes" in message, message
             return
         if target < max(self.highest) - case.rollback:  # the contract allows either outcome
             before = self._state()
@@ -209,6 +258,10 @@ class Run:
             load = lambda: self.cache.load(key[:, :, here], value[:, :, here], here, length=length)  # noqa: E731
             self.refusal = self._refused(load)
             return
+        if not self._ends_well([length] * self.batch):
+            message = self._refused(lambda: self.cache.load(key[:, :, :length], value))
+            self._check_names_a_pair(message, [length] * self.batch)
+            return
         if len(here) == length:
             self.cache.load(key, value)
         else:
@@ -226,7 +279,8 @@ class Run:
         self.cache = pickle.loads(pickle.dumps(first)) if by_pickle else copy.deepcopy(first)
         before = self._state()
         n = min([3, *(self.case.total - length for length in self.lengths)])
-        self._call(self._inputs(n), cache=first)
+        if self._ends_well([n] * self.batch):
+            self._call(self._inputs(n), cache=first)
         assert self._state() == before, "a copy shares its state"
         self._did("copy", True)
 
@@ -415,7 +469,7 @@ class Run:
         if case.selection is not None:
             return list(range(length)) if length < case.total else []
         group = case.num_heads // case.num_kv_heads
-        present = present_pairs(case.causal, case.scene)[:, :, head * group : (head + 1) * group]
+        present = present_pairs(case.whole, case.scene)[:, :, head * group : (head + 1) * group]
         return np.nonzero(present[..., length:, :length].any((0, 1, 2, 3)))[0].tolist()
 
     def _most_live(self, length: int) -> int:
@@ -438,7 +492,7 @@ class Run:
             asked = (fresh == variant[0]) | (fresh == variant[1])
             if not asked.any():
                 continue
-            spec = case.causal
+            spec = case.whole
             scale = case.scale if with_options else None
             if case.selection is not None:
                 spec, stable = self._selected(scale)

@@ -22,14 +22,15 @@ STEPS = (
     "draft",
 )
 OF_CACHE = ("page_size", "max_length", "rollback", "groups", "strides", "large scores", "autocast")
+AHEAD = "looks ahead"  # the pattern as it is drawn, not & Causal()
 EXTRAS = ("scale", "block_size", "softcap", "distance_bias", "sink", "dropout", "half tables")
 SELECTED = "SelectedCache"  # takes the place of a class of patterns in a cell
 CELLS = [
     Cell(option, *rest)
     for option, *rest in product(
-        (*STEPS, *OF_CACHE, *EXTRAS), (*specs.CLASSES, SELECTED), BACKENDS, DTYPES
+        (*STEPS, *OF_CACHE, AHEAD, *EXTRAS), (*specs.CLASSES, SELECTED), BACKENDS, DTYPES
     )
-    if rest[2] != "float64" or option not in HALF_ALONE
+    if (rest[2] != "float64" or option not in HALF_ALONE) and (option, rest[0]) != (AHEAD, SELECTED)
 ]
 TAKES = ("reorder", "repeat", "select", "join")
 WRONG = (
@@ -73,6 +74,7 @@ class Decoding(Options):
     page_size: int = 16
     rollback: int = 0
     has_max_length: bool = False
+    looks_ahead: bool = False
     selection: Selection | None = None
     done: set[str] = field(default_factory=set, compare=False, repr=False)  # steps that ran
 
@@ -81,8 +83,9 @@ class Decoding(Options):
         return Scene(self.total, self.total, self.num_heads, self.num_kv_heads, 0, self.batch)
 
     @property
-    def causal(self) -> Spec:
-        return ("&", self.spec, ("Causal",))
+    def whole(self) -> Spec:
+        """The pattern of the cache."""
+        return self.spec if self.looks_ahead else ("&", self.spec, ("Causal",))
 
     def cells(self) -> list[Cell]:
         used = self.used() | {
@@ -90,6 +93,7 @@ class Decoding(Options):
             "max_length": self.has_max_length,
             "rollback": self.rollback > 0,
             "groups": self.num_heads != self.num_kv_heads,
+            AHEAD: self.looks_ahead,
         }
         options = [*sorted(self.done), *(name for name, is_used in used.items() if is_used)]
         classes = [SELECTED] if self.selection else specs.classes_of(self.spec)
@@ -99,7 +103,7 @@ class Decoding(Options):
         keywords = self.keywords()
         if self.selection is None:
             heads = self.batch, self.num_kv_heads, self.head_dim
-            return sr.KVCache(build(self.spec), *heads, **keywords)
+            return sr.KVCache(build(self.whole), *heads, **keywords)
         return sr.SelectedCache(
             self.batch, self.num_kv_heads, self.head_dim, **vars(self.selection), **keywords
         )
@@ -226,6 +230,9 @@ def cases(draw: st.DrawFn, cell: Cell) -> Decoding:
     names_used = {leaf[0] for leaf in leaves(spec)}
     needs = bool(names_used & {"RandomBlocks", "MaskMod", "Hierarchical"})
     needs |= names_used >= {"Blocks", "SelectedBlocks"}  # their own lengths are rounded up
+    if cell.pattern != SELECTED:
+        given["looks_ahead"] = used(AHEAD)
+    needs |= given.get("looks_ahead", False)  # so that the oracle knows all keys that may come
     given["has_max_length"] = needs or option == "max_length" or draw(st.booleans())
     if option in ("crop", "rollback") or draw(st.booleans()):
         given["rollback"] = draw(st.sampled_from((1, 4, 20)))
