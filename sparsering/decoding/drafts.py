@@ -52,7 +52,8 @@ def draft_of(state: CacheState, tokens: NewTokens, tree: Sequence[int] | Tensor)
             "a draft needs a cache whose pattern has no Tree, with all keys of its page, got "
             f"{shortened(str(state.pattern))}; call attend without tree="
         )
-    return Draft(tokens.key, tokens.value, parents, deepest)
+    key, value = tokens.key.clone(), tokens.value.clone()  # the caller may overwrite its own
+    return Draft(key=key, value=value, parents=parents, depth=deepest)
 
 
 def attend_draft(
