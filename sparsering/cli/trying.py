@@ -39,13 +39,19 @@ def _try(arguments: argparse.Namespace) -> int:
     from ..integrations.transformers.config import heads_of
     from ..patterns.expression import parse
     from ..planning.comparison import beside, error_of, measured, timed
-    from ..planning.sizes import parse_tokens
+    from ..planning.fit import memory_here
+    from ..planning.sizes import parse_tokens, show_bytes
 
     tokens, dtype = parse_tokens(arguments.length, "--length"), getattr(torch, arguments.dtype)
     pattern = parse(arguments.pattern) if arguments.pattern else None
     config = AutoConfig.from_pretrained(arguments.model)
     text = config.get_text_config()
-    layers = text.num_hidden_layers
+    layers, room = text.num_hidden_layers, memory_here(free=True)
+    if (hidden := tokens * text.hidden_size * dtype.itemsize) > room:
+        raise ValueError(
+            f"--length must fit in memory: the hidden states of {tokens:,} tokens take "
+            f"{show_bytes(hidden)}, got {show_bytes(room)}; pass fewer tokens"
+        )
     _shorten(text, arguments.layers, tokens)
     hf.register()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -37,6 +37,10 @@ BLOCK_SIZES = range(16, 257, 16)
 _MOST_CELLS = 1 << 20  # (query, key) pairs evaluated at a time, to bound memory; measured
 _MOST_BITMAPS = 1 << 12  # bitmaps collected before equal ones are merged
 
+_MOST_PAIRS_OF_TILES = 1 << 35  # more take an hour, and a table of 256 GB
+_TILES_OF_SAMPLE = 8
+_PARTS = 1024  # of the keys, which `check_not_dense` looks at
+
 _SAMPLE = 2048  # number of query positions in the sample
 _LEAST_KEYS = 128  # a shorter sequence has too few tiles for a choice to matter
 _MOST_KEYS = 2048  # with more keys per query, smaller tiles save little
@@ -67,6 +71,7 @@ def build_layout(pattern: Pattern, frame: Frame, size: int, device: torch.device
     """Compiles a pattern to a layout, not cached; the host does not wait for copies to a GPU."""
     size = checked_block_size(size)
     check_fits(pattern, frame)
+    check_not_dense(pattern, frame, size)
     if (selected := selected_layout(pattern, frame, size)) is not None:
         return replace(selected, passes=tuple(p.to(device) for p in selected.passes))
     has_tables = frame.num_heads and pattern.num_batches() != 0
@@ -77,6 +82,32 @@ def build_layout(pattern: Pattern, frame: Frame, size: int, device: torch.device
         alone = branches.count(part.branch) == 1
         passes.append(with_slots(p, branch, frame, size, alone).to(device))
     return BlockLayout(frame, size, tuple(passes), sum(c.num_pairs for c in compiled))
+
+
+def check_not_dense(pattern: Pattern, frame: Frame, size: int) -> None:
+    """Raises ValueError if large parts of a long sequence attend whole: a layout takes an hour.
+
+    Cost: some milliseconds at any length, before any tile is listed.
+    """
+    most = (frame.q_len // size) * (frame.kv_len // size)
+    if most <= _MOST_PAIRS_OF_TILES or pattern.restarts is not None or not frame.num_heads:
+        return
+    part, rows = -(-frame.kv_len // _PARTS), frame.q_len // size
+    step = -(-frame.q_len // _TILES_OF_SAMPLE)
+    query = torch.arange(step // 2, frame.q_len, step) + frame.q_start
+    first, key = (
+        x.flatten() for x in torch.meshgrid(query, torch.arange(_PARTS) * part, indexing="ij")
+    )
+    of_query = Axis(1, key * 0, first, first + 1, first)
+    of_key = Axis(1, key * 0, key, key + part, key + part - 1)
+    tiles = TilePairs.of_sequence(of_query, of_key, frame.kv_len)
+    pairs = 0
+    for branch in pattern.branches:
+        status = condition(branch.at(0, 0, frame), frame).status(tiles)
+        whole = int(((status == FULL) & (key + part <= frame.kv_len)).sum())
+        pairs += whole * (part // size) * rows // len(query)
+    if pairs > _MOST_PAIRS_OF_TILES:
+        raise _too_many(pairs, frame)
 
 
 def checked_block_size(block_size: object) -> int:
@@ -277,6 +308,8 @@ def compile_table(
 ) -> tuple[Table, Tensor]:
     """Compiles the table and bitmaps of one mask, for all pairs of tiles or those in `among`."""
     rule, block_size = condition(mask, ground.frame, ground.in_document), ground.block_size
+    if among is None:
+        _check_size(ground, rule, queries, keys)
     native = native_table(rule, queries, keys, block_size) if among is None else None
     if native is not None:
         row_ptr, key_tile, bitmap, bitmaps, counts = native
@@ -307,6 +340,26 @@ def compile_table(
     table = Table(*tables, int(num_pairs.sum()), (of_query, of_key))
     distinct, (table,) = share_bitmaps([(table, bitmaps)])
     return table, distinct
+
+
+def _check_size(ground: Ground, rule: Condition, queries: Axis, keys: Axis) -> None:
+    """Raises ValueError if a table would take an hour; some query tiles of a large one say so."""
+    if len(queries) * len(keys) <= _MOST_PAIRS_OF_TILES:
+        return
+    step = -(-len(queries) // _TILES_OF_SAMPLE)
+    some = queries[torch.arange(step // 2, len(queries), step)]
+    candidates = rule.candidates(some, keys, ground.origin(some))
+    pairs = int((candidates.end - candidates.begin).sum()) * len(queries) // len(some)
+    if pairs > _MOST_PAIRS_OF_TILES:
+        raise _too_many(pairs, ground.frame)
+
+
+def _too_many(pairs: int, frame: Frame) -> ValueError:
+    return ValueError(
+        f"a layout has at most {_MOST_PAIRS_OF_TILES:,} pairs of tiles, got about {pairs:,} of "
+        f"{frame.q_len:,} queries and {frame.kv_len:,} keys; pass fewer tokens, a larger "
+        "block_size, or a sparser pattern"
+    )
 
 
 def _cells(

@@ -31,6 +31,7 @@ from .tiles import Axis, TilePairs
 _KEYS_AT_A_TIME = 1 << 16
 _TILE, _SPLIT = 1 << 10, 1 << 10  # keys in the smallest tile; parts of each larger tile
 _MOST_POSITION = 1 << 60
+_MOST_KEYS = 1 << 32  # that are looked at one by one: 32 GB of positions
 _MOST_PERIOD = 1 << 40  # longest period of a pattern, in queries
 _MOST_SHIFT = 1 << 26  # most positions that `cache_bound` examines in an endless sequence
 
@@ -122,8 +123,21 @@ class _Sequence(NamedTuple):
             f"pass max_length, the most tokens of the sequence, for {shortened(str(self.pattern))}"
         )
 
+    def too_many(self, of: str, length: int, way_out: str = "") -> ValueError:
+        """Returns the error for keys that would take an hour to look at."""
+        return ValueError(
+            f"expected {of} in which at most {_MOST_KEYS:,} keys are looked at, got {length:,} "
+            f"tokens of {shortened(str(self.pattern))}; pass fewer tokens{way_out}"
+        )
+
     def last(self, rule: Condition, start: int, stop: int) -> Tensor:
         """Returns the last query from `start` on that visits each key in [start, stop), or -1."""
+        if stop - start > _MOST_KEYS:
+            raise self.too_many(
+                "a sequence",
+                stop - start,
+                "; without max_length, a pattern that repeats is answered for every length",
+            )
         keys = torch.arange(start, stop)
         for part in keys.split(_KEYS_AT_A_TIME) if len(keys) else ():
             part.copy_(self.last_of(rule, part, start))
@@ -161,6 +175,8 @@ class _Sequence(NamedTuple):
         while size < length:
             size *= _SPLIT
         while size > _TILE and len(begin):
+            if len(begin) * _SPLIT * _TILE > _MOST_KEYS:
+                raise self.too_many("a length", length)
             size //= _SPLIT
             begin = (begin[:, None] + size * torch.arange(_SPLIT)).flatten()
             begin = begin[begin < length]

@@ -19,6 +19,9 @@ from ..rows import expand_counts, number_rows
 Ranges = Sequence[tuple[int, int]]
 """Ranges of positions (first, exclusive end), ascending and disjoint."""
 
+MOST_TILES = 1 << 25
+"""Most tiles of queries, or of keys, that are listed: 2^32 tokens in tiles of 128, some GB."""
+
 
 def kernel_operators() -> Any:
     """Returns the operators of the compiled kernel; None under a mode, or if no call loaded it."""
@@ -53,6 +56,7 @@ class Grid:
 
     def axis(self, ranges: Ranges, block_size: int, offset: int) -> "Axis":
         """Returns tiles of the positions in `ranges`; no tile crosses the end of a range."""
+        self._check_number(sum(high - low for low, high in ranges), block_size)
         if (kernel := kernel_operators()) is not None:
             cut = self.step, self.segment, self.residues, block_size, offset
             edges = [edge for pair in ranges for edge in pair]
@@ -79,6 +83,7 @@ class Grid:
         With n documents, a tile of residue class r in document d has `residue` r * n + d. A query
         tile visits only key tiles of equal `residue`, so only those of its own document.
         """
+        self._check_number(int((high - low).clamp(min=0).sum()), block_size)
         documents, first = len(low), low // self.segment
         count = torch.where(high > low, -(-high // self.segment) - first, 0)
         document, number = expand_counts(count)
@@ -89,6 +94,17 @@ class Grid:
         residue = torch.arange(min(self.residues, max(1, longest)))[:, None]
         number = residue * documents + document[segment]
         return self._tiles(number, start + residue + offset, low[segment], stop)
+
+    def _check_number(self, tokens: int, block_size: int) -> None:
+        """Raises ValueError, before any work, if positions would make more than `MOST_TILES`."""
+        in_tile = min(block_size * self.step, self.segment)  # positions of a segment in a tile
+        tiles = tokens * self.residues // in_tile
+        if tiles > MOST_TILES:
+            raise ValueError(
+                f"a layout lists at most {MOST_TILES:,} tiles of queries or keys, got about "
+                f"{tokens:,} tokens, which make at least {tiles:,}; pass fewer tokens, or a larger "
+                "block_size"
+            )
 
     def _pieces(
         self, begin: Tensor, end: Tensor, low: Tensor, high: Tensor, block_size: int

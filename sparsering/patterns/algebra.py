@@ -102,16 +102,20 @@ class Pattern(WrittenValue):
                 chooses on a machine where `sparsering tune` has not run.
             device: device of the tables.
 
-        Raises: ValueError if the pattern requires other lengths or heads.
+        Raises: ValueError if the pattern requires other lengths or heads, or for more than 2^25
+            tiles or 2^35 pairs of tiles.
 
         Cost: O(visited blocks) time and memory.
         """
         # Layouts import patterns, so patterns can import layouts only inside functions.
         from ..layouts.cache import layout_cache, place_of
-        from ..layouts.compile import chosen_block_size
+        from ..layouts.compile import BLOCK_SIZES, check_not_dense, chosen_block_size
 
         frame = Frame.build(q_len, kv_len, num_heads, num_kv_heads, q_start)
         place = place_of(device)
+        if block_size is None:
+            check_fits(self, frame)
+            check_not_dense(self, frame, BLOCK_SIZES[-1])
         size = chosen_block_size(self, frame, place) if block_size is None else block_size
         return layout_cache.layout(self, frame, size, place)
 
