@@ -41,12 +41,12 @@ ROOMS = {
     "functional": "ops call_recipe dispatch extras checks patterns",
     "varlen": "functional extras checks patterns",
     "weights": "ops call_recipe dispatch extras checks layouts patterns numerics",
-    "selection": "weights functional ops call_recipe dispatch checks kernels layouts patterns "
-    "numerics rows",
-    "decoding": "selection functional ops call_recipe dispatch extras checks kernels layouts "
-    "patterns numerics streams",
     "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
     "patterns numerics rows streams",
+    "selection": "distributed weights functional ops call_recipe dispatch checks kernels layouts "
+    "patterns numerics rows",
+    "decoding": "selection functional ops call_recipe dispatch extras checks kernels layouts "
+    "patterns numerics streams",
     "nn": "distributed functional selection decoding checks kernels layouts patterns numerics",
     "models": "checks nn functional decoding patterns numerics",
     "integrations": "distributed nn functional selection decoding checks patterns numerics "

@@ -1,6 +1,8 @@
 """Ranks compare the arguments of a call before they send keys; a difference raises on every rank.
 
-Each sends all others a few integers: a digest, whether it failed, its shard's length, its seed.
+Each sends all others a few integers: digests of the call's kind and arguments, whether it failed,
+its shard's length, its seed. Every collective of the library begins so, also in a backward pass: a
+rank that is in another call is then named, where gloo would abort the process.
 """
 
 import contextlib
@@ -21,7 +23,7 @@ from .exchange import Exchange, RingMismatchError
 from .sharding import num_tokens, owned_ranges
 from .wire import FORMATS, wire_format
 
-_VERSION = 4  # version of the record; ranks with different versions raise an error
+_VERSION = 5  # version of the record; ranks with different versions raise an error
 _BUDGET = 0.01  # default error bound of compression="auto"
 
 SCHEMA = operator_schema(
@@ -86,7 +88,7 @@ def agree_on_call(exchange: Exchange, backward: bool, call: RingCall) -> Agreeme
     """Checks that all ranks make the same call; chooses the wire format for compression="auto"."""
     fields = _fields(exchange.world_size, backward, call)
     own = call.query.shape[2], call.seed
-    lengths, seeds = agree_on_batch(exchange, fields, own, hidden=_HASHED)
+    lengths, seeds = agree_on_batch(exchange, "ring_attention", fields, own, hidden=_HASHED)
     compression, budget = call.compression, error_budget(call.compression)
     errors = [0.0] * len(FORMATS)  # 0 for formats that are not measured
     if budget is not None or not backward:
@@ -130,8 +132,12 @@ def _raise_difference(
     exchange: Exchange, fields: dict[str, int], hidden: tuple[str, ...]
 ) -> NoReturn:
     """Raises an error that names the first field that differs; hides values of `hidden` fields."""
-    records = exchange.agree(list(fields.values()))
-    for name, values in zip(fields, zip(*records, strict=True), strict=True):
+    names, *columns = zip(*exchange.agree([_digest(*fields), *fields.values()]), strict=True)
+    if len(set(names)) > 1:
+        other = next(rank for rank, x in enumerate(names) if x != names[exchange.rank])
+        text = "ranks must pass the same arguments by name; pass equal arguments on every rank"
+        raise _mismatch(text, exchange.rank, other)
+    for name, values in zip(fields, columns, strict=True):
         if len(set(values)) > 1:
             other = next(rank for rank, v in enumerate(values) if v != values[0])
             got = "" if name in hidden else f": {values[0]} and {values[other]}"
@@ -148,7 +154,7 @@ def report_failure(group: dist.ProcessGroup, timeout: float | None, query: objec
     """Tells the other ranks that this rank raised before the call began, so that they raise too."""
     device = query.device if isinstance(query, Tensor) else None
     with contextlib.suppress(RuntimeError):  # a RingError, or a CUDA graph is being captured
-        agree_on_batch(Exchange(group, timeout, device), None, (0, 0))
+        agree_on_batch(Exchange(group, timeout, device), "", None)
 
 
 def digests_of(values: dict[str, object]) -> dict[str, int]:
@@ -158,34 +164,60 @@ def digests_of(values: dict[str, object]) -> dict[str, int]:
 
 def agree_on_batch(
     exchange: Exchange,
+    call: str,
     digests: dict[str, int] | None,
     numbers: Sequence[int] = (),
     hidden: tuple[str, ...] | None = None,
 ) -> list[tuple[int, ...]]:
     """Returns all ranks' `numbers`; RingMismatchError on all if digests differ, or are None.
 
-    `hidden`: names of digests that mean nothing to a reader; default all.
+    Args:
+        call: what this rank is in, such as "ring_attention"; a rank in another call is an error.
+        digests: what must be equal, by name; None says that this rank raised before the call.
+        numbers: what all ranks may know.
+        hidden: names of digests that mean nothing to a reader; default all.
     """
-    own = list((digests or {}).values())
-    records = exchange.agree([_digest(own), int(digests is None), *numbers])
-    values, flags, *columns = zip(*records, strict=True)
+    kind, digest = _digest(call), _digest(list((digests or {}).values()))
+    records = exchange.agree([kind, digest, int(digests is None), *numbers])
+    kinds, values, flags, *columns = zip(*records, strict=True)
     if any(flags):
         rank = flags.index(1)
         if digests is not None:
             what = "refused its batch" if hidden is None else "raised before the call began"
             text = f"rank {rank} {what}; its own error says why"
             raise _mismatch(text, exchange.rank, rank)
+    elif len(set(kinds)) > 1:
+        other = next(rank for rank, x in enumerate(kinds) if x != kind)
+        text = (
+            f"this rank is in {call}, and rank {other} in another call; all ranks must make the "
+            "same calls in the same order, so a rank that meets an error between calls must tell "
+            "the others"
+        )
+        raise _mismatch(text, exchange.rank, other)
     elif digests is not None and len(set(values)) > 1:
         _raise_difference(exchange, digests, tuple(digests) if hidden is None else hidden)
     return columns
 
 
+def agree_to_begin(
+    group: dist.ProcessGroup, call: str, like: Tensor | None = None, **equal: object
+) -> None:
+    """Waits until all ranks are in the same call with equal values; else RingMismatchError on all.
+
+    `like`: a tensor on the device of the messages; it is needed by groups without a CPU backend.
+    """
+    exchange = Exchange(group, None, None if like is None else like.device)
+    with exchange.break_on_error():
+        agree_on_batch(exchange, call, digests_of(equal))
+
+
 def agree_on_shards(
-    exchange: Exchange, sharding: str, lengths: Sequence[int], common: dict[str, object]
+    exchange: Exchange, call: str, sharding: str, lengths: Sequence[int], common: dict[str, object]
 ) -> list[tuple[Ranges, ...]]:
     """Returns all ranks' ranges for each length; RingMismatchError on all if ranks do not fit."""
+    digests = digests_of(common | {"sharding": sharding})
     with exchange.break_on_error():
-        counts = agree_on_batch(exchange, digests_of(common | {"sharding": sharding}), lengths)
+        counts = agree_on_batch(exchange, call, digests, lengths)
     shards = [owned_ranges(sharding, sum(count), len(count)) for count in counts]
     for ranges, count in zip(shards, counts, strict=True):
         check_lengths(sharding, ranges, count, exchange.rank)

@@ -18,6 +18,8 @@ from torch.profiler import record_function
 
 from ..streams import capturing
 
+_RECORD = 32  # integers in the first message of an agreement
+
 
 class RingError(RuntimeError):
     """A ring call failed: `rank` raised this at `step`, because of `peer` (None if unknown).
@@ -92,12 +94,26 @@ class Exchange:
             raise
 
     def agree(self, record: Sequence[int]) -> list[list[int]]:
-        """Sends a record of integers to all ranks, and returns the records of all ranks."""
+        """Sends a record of integers to all ranks, and returns the records of all ranks.
+
+        The first message has one size in every call of the library, so that ranks in different
+        calls learn of it: gloo aborts a process that expects another size. A peer's record is cut,
+        or filled with zeros, to the length of this rank's own.
+        """
+        first = [len(record), *record[: _RECORD - 1]]
+        rows = self._records(first + [0] * (_RECORD - len(first)))
+        counts, found = [row[0] for row in rows], [row[1:] for row in rows]
+        if len(record) >= _RECORD and len(set(counts)) == 1:
+            rest = self._records(record[_RECORD - 1 :])
+            found = [one + two for one, two in zip(found, rest, strict=True)]
+        return [row[: len(record)] + [0] * (len(record) - len(row)) for row in found]
+
+    def _records(self, record: Sequence[int]) -> list[list[int]]:
         kinds = {kind.type for kind in self.group._device_types}
         device: torch.device | str = "cpu" if "cpu" in kinds or not kinds else min(kinds)
         if device != "cpu" and self.device is not None and self.device.type in kinds:
             device = self.device  # "cuda" alone could be the GPU of another rank
-        own = torch.tensor(record, dtype=torch.int64, device=device)
+        own = torch.tensor(list(record), dtype=torch.int64, device=device)
         others = {p: torch.empty_like(own) for p in range(self.world_size) if p != self.rank}
         self.start("agreement", dict.fromkeys(others, own), others).wait()
         records = {**others, self.rank: own}

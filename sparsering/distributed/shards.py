@@ -11,7 +11,7 @@ from ..checks import check_tensor
 from ..differentiable import for_each_gradient, is_batch
 from ..layouts.tiles import Ranges
 from ..patterns.arguments import checked_integer, index_of, shortened
-from .agreement import agree_on_shards
+from .agreement import agree_on_shards, agree_to_begin
 from .exchange import Exchange
 from .ring import resolve_group
 from .sharding import num_tokens, owned_ranges
@@ -73,7 +73,7 @@ def unshard(
         rest = [*tensor.shape[:dim], *tensor.shape[dim + 1 :]]
         common = {"dim": dim, "dtype": tensor.dtype, "sizes of other dims": rest}
         exchange = Exchange(group, None, tensor.device)
-        (ranges,) = agree_on_shards(exchange, sharding, [tensor.shape[dim]], common)
+        (ranges,) = agree_on_shards(exchange, "unshard", sharding, [tensor.shape[dim]], common)
     total = sum(map(num_tokens, ranges))
     if length is not None and checked_integer("length", length, 0) != total:
         raise ValueError(f"length must be the sum of shards, {total}, got {length}; leave it out")
@@ -109,6 +109,8 @@ class _Gather(torch.autograd.Function):
 
         def run(grad: Tensor) -> tuple[Tensor]:
             grad = grad.contiguous().clone()
+            sizes = {"dtype": grad.dtype, "sizes": tuple(grad.shape)}
+            agree_to_begin(group, "the backward pass of unshard", grad, **sizes)
             dist.all_reduce(grad, group=group)
             return (_cut(grad, dim, ranges[group.rank()]),)
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
 
 from ..checks import check_group
-from ..distributed.agreement import agree_on_batch, agree_on_shards
+from ..distributed.agreement import agree_on_batch, agree_on_shards, agree_to_begin
 from ..distributed.exchange import Exchange
 from ..distributed.ring import resolve_group, ring_attention
 from ..distributed.sharding import chunk_owners, local_index, num_tokens, overlap
@@ -66,7 +66,7 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None and not self.has_agreed:
             with contextlib.suppress(RuntimeError):
-                agree_on_batch(self.exchange, None, (0, 0))
+                agree_on_batch(self.exchange, "", None)
 
     @torch.compiler.disable
     def attend(
@@ -84,7 +84,8 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
             "gradients": [torch.is_grad_enabled() and x.requires_grad for x in inputs],
         }  # fmt: skip
         self.has_agreed, lengths = True, [query.shape[2], key.shape[2]]
-        to, of = agree_on_shards(self.exchange, self.sharding, lengths, common)
+        call = "the attention of a module"
+        to, of = agree_on_shards(self.exchange, call, self.sharding, lengths, common)
         length, keys = (sum(map(num_tokens, owned)) for owned in (to, of))
         by_length = pattern.own_length is not None or pattern.restarts is not None
         if length != keys and (by_length or any(x.asks_frame for x in pattern.branches)):
@@ -112,7 +113,8 @@ class Ranks(contextlib.AbstractContextManager["Ranks"]):
         learns = [torch.is_grad_enabled() and x.requires_grad for x in inputs]
         common: dict[str, Any] = {"options": options, "inputs": (len(query), query.dtype, learns)}
         self.has_agreed, lengths = True, [query.shape[2]] * 2
-        ranges = agree_on_shards(self.exchange, self.sharding, lengths, common)[0]
+        call = "the attention of a module to all keys"
+        ranges = agree_on_shards(self.exchange, call, self.sharding, lengths, common)[0]
         if cuts := [start for owned in ranges for start, _ in owned if start % step]:
             raise ValueError(
                 f"shards must begin at multiples of query_block, {step}, got {cuts[0]}; pad the "
@@ -151,4 +153,6 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         exchange, source, target = ctx.options
+        call = "the backward pass of cross attention"
+        agree_to_begin(exchange.group, call, grad, batch=len(grad), dtype=grad.dtype)
         return _Moved.apply(grad, exchange, target, source), None, None, None

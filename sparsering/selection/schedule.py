@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ..checks import check_group
+from ..distributed.agreement import agree_to_begin
 from ..patterns.arguments import as_float, checked_integer, is_finite, shortened
 
 KINDS = ("linear", "cosine", "step")
@@ -122,6 +123,7 @@ class GatedSchedule:
         if group is not None:
             device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
             total = torch.tensor(metric, dtype=torch.float64, device=device)
+            agree_to_begin(group, "GatedSchedule.step", total)
             dist.all_reduce(total, group=group)
             metric = total.item() / dist.get_world_size(group)
         self.clock += metric >= self.bar

@@ -235,7 +235,7 @@ def _agreed(
         assert parallel.group is not None
         exchange = Exchange(parallel.group, None, None if first is None else first.device)
         with exchange.break_on_error():
-            agree_on_batch(exchange, digests)
+            agree_on_batch(exchange, "a model that ranks share", digests)
     if error is not None:
         raise error
     assert first is not None
