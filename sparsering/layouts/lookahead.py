@@ -42,13 +42,13 @@ class Tokens(NamedTuple):
 def hides_later_keys(pattern: Pattern) -> bool:
     """Whether the parts of a pattern show that no query sees a later key; no pair is evaluated."""
     match pattern:
-        case Causal() | SlidingWindow(right=0):
+        case Causal() | SlidingWindow(_, 0, _):
             return True
         case And(masks=masks):
             return any(map(hides_later_keys, masks))
         case Or(masks=masks) | Mixture(masks=masks):
             return all(map(hides_later_keys, masks))
-        case Packed(pattern=inner) | Tree(pattern=inner):
+        case Packed(_, inner) | Tree(_, _, inner, _):
             return hides_later_keys(inner)
     return False
 
