@@ -72,6 +72,10 @@ class OnPath(Condition):
         enter, leave = key.bounds(self.nodes.enter), key.bounds(self.nodes.leave)
         every = (enter[1] <= first) & (last < leave[0]) & query.inside & key.inside
         none = (enter[0] > last) | (leave[1] <= first) | ~query.touches | ~key.touches
+        # Bounds of numbers say little of nodes that are in no order; ancestors of one node do.
+        alone = torch.nonzero(~none & ~query.several)[:, 0]
+        above = self.nodes.nearest(query.first[alone], key.last[alone])
+        none[alone] = above < key.first[alone]
         return torch.where(none, EMPTY, torch.where(every, FULL, VARIES)).to(torch.int8)
 
     def _depth_pairs(self, query: _Side, key: _Side, q_step: int, k_step: int) -> TilePairs:

@@ -32,6 +32,8 @@ class Nodes(NamedTuple):
     leave: Tensor  # exclusive end of the numbers of the node and its descendants
     last: Tensor  # largest index of the node and its descendants
     longest: int  # most tokens on any path
+    parent: Tensor  # the parent, which comes before its node; -1 for a root
+    jump: Tensor  # some ancestor, so that O(log nodes) of them lead to any ancestor; -1: none
 
     @classmethod
     def of(cls, lengths: Sequence[int], parents: Sequence[int], causal: bool) -> "Nodes":
@@ -68,9 +70,27 @@ class Nodes(NamedTuple):
             free[i] = enter[i] + 1
         longest = max(map(int.__add__, depth, size), default=0)
         start = torch.tensor([0, *size]).cumsum(0)
-        columns = (depth, enter, list(map(int.__add__, enter, count)), last)
-        a, b, c, d = (torch.tensor(x, dtype=torch.int64) for x in columns)
-        return cls(start, a, b, c, d, longest)
+        level, jump = [-1], [-1]  # of each node; first of what stands above roots
+        for place in parent_of:
+            far = jump[place + 1]
+            farther = jump[far + 1]
+            equal = level[place + 1] - level[far + 1] == level[far + 1] - level[farther + 1]
+            jump.append(farther if equal else place)
+            level.append(level[place + 1] + 1)
+        columns = (depth, enter, list(map(int.__add__, enter, count)), last, parent_of, jump[1:])
+        depths, enters, leaves, lasts, parents_of, jumps = (
+            torch.tensor(x, dtype=torch.int64) for x in columns
+        )
+        return cls(
+            start=start,
+            depth=depths,
+            enter=enters,
+            leave=leaves,
+            last=lasts,
+            longest=longest,
+            parent=parents_of,
+            jump=jumps,
+        )
 
     def of_token(self, token: Tensor) -> Tensor:
         """Returns the node of each token; the first or last node for tokens outside the tree."""
@@ -80,6 +100,17 @@ class Nodes(NamedTuple):
     def depth_of(self, token: Tensor) -> Tensor:
         """Returns the number of tokens before each token on its path from the root."""
         return token + (self.depth - self.start[:-1])[self.of_token(token)]
+
+    def nearest(self, node: Tensor, most: Tensor) -> Tensor:
+        """Returns the nearest of each node and its ancestors that is at most `most`, or -1."""
+        node = node.clone()
+        pending = torch.nonzero(node > most)[:, 0]
+        while len(pending):
+            here, bound = node[pending], most[pending]
+            far = self.jump[here]
+            node[pending] = here = torch.where(far > bound, far, self.parent[here])
+            pending = pending[here > bound]
+        return node
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
         """Whether node `key` is node `query` or one of its ancestors."""

@@ -114,7 +114,7 @@ class Condition {
         const auto [first, last] = query.bounds(enter_);
         const auto [least, most] = key.bounds(enter_);
         const auto [soonest, latest] = key.bounds(leave_);
-        if (least > last || latest <= first) return kEmpty;
+        if (least > last || latest <= first || !sees_any(query, key)) return kEmpty;
         const bool every = most <= first && last < soonest && query.inside && key.inside;
         const bool several = query.several || key.several;
         const int inner = parts_[0].status(depths(query, key, several), exact);
@@ -362,6 +362,18 @@ class Condition {
     bool inside, touches, several;
   };
 
+  // Whether a key's node is the node of a query or one of its ancestors; true if unknown, for many
+  // nodes of queries. Bounds of numbers say little of nodes that are in no order.
+  bool sees_any(const Path& query, const Path& key) const {
+    if (query.last - query.first >= kMostNodes) return true;
+    for (int64_t node = query.first; node <= query.last; ++node) {
+      int64_t above = node;  // the nearest ancestor, or the node, that is at most `key.last`
+      while (above > key.last) above = jump_[above] > key.last ? jump_[above] : parent_[above];
+      if (above >= key.first) return true;
+    }
+    return false;
+  }
+
   static Pair depths(const Path& query, const Path& key, bool loose) {
     return {{query.low, query.high, loose ? 1 : query.step},
             {key.low, key.high, loose ? 1 : key.step}};
@@ -426,8 +438,33 @@ class Condition {
       enter_[sign > 0] = RangeMax(ranges(), [&](int64_t i) { return sign * enter[i]; });
       leave_[sign > 0] = RangeMax(ranges(), [&](int64_t i) { return sign * leave[i]; });
     }
+    index_ancestors();
   }
 
+  // Finds each node's parent, which comes before it, and an ancestor to jump to: of a chain of
+  // ancestors, O(log nodes) are visited.
+  void index_ancestors() {
+    const int64_t nodes = ranges(), *enter = data_[2], *leave = data_[3];
+    std::vector<int64_t> in_order(nodes), level(nodes);
+    for (int64_t i = 0; i < nodes; ++i) {
+      SPARSERING_CHECK(enter[i] >= 0 && enter[i] < nodes, "sparsering: malformed tree");
+      in_order[enter[i]] = i;
+    }
+    parent_.assign(nodes, -1), jump_.assign(nodes, -1);
+    const auto level_of = [&](int64_t i) { return i < 0 ? -1 : level[i]; };
+    const auto jump_of = [&](int64_t i) { return i < 0 ? -1 : jump_[i]; };
+    std::vector<int64_t> path;  // from the root to the latest node
+    for (const int64_t i : in_order) {
+      while (!path.empty() && leave[path.back()] <= enter[i]) path.pop_back();
+      const int64_t up = path.empty() ? -1 : path.back();
+      const int64_t far = jump_of(up), farther = jump_of(far);
+      const bool equal = level_of(up) - level_of(far) == level_of(far) - level_of(farther);
+      parent_[i] = up, jump_[i] = equal ? farther : up, level[i] = level_of(up) + 1;
+      path.push_back(i);
+    }
+  }
+
+  static constexpr int64_t kMostNodes = 16;  // of a tile of queries, whose ancestors are looked up
   static constexpr int64_t kMostIndexed = 1 << 22;  // a longer sequence is searched
 
   int64_t kind_;
@@ -438,9 +475,10 @@ class Condition {
   std::vector<Condition> parts_;
   mutable Side latest_tile_{0, -1, 1};  // of kInKeys, with its bits
   mutable Bits latest_bits_;
-  std::vector<int32_t> number_of_;  // document or node of each position, if there are few
-  RangeMax depth_, end_;            // of nodes: -depth, depth of the end
-  RangeMax enter_[2], leave_[2];    // of nodes: of the negative number, of the number
+  std::vector<int32_t> number_of_;      // document or node of each position, if there are few
+  RangeMax depth_, end_;                // of nodes: -depth, depth of the end
+  std::vector<int64_t> parent_, jump_;  // of nodes: the parent, and some ancestor; -1: none
+  RangeMax enter_[2], leave_[2];        // of nodes: of the negative number, of the number
 };
 
 }  // namespace sparsering::cpu::lower
