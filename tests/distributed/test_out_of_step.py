@@ -67,7 +67,7 @@ def calls() -> dict[str, Callable[[], Callable[[], object]]]:
 
 
 def run(rank: int, names: tuple[str, str]) -> str:
-    """What a rank's call raises where the other makes another call; then both make the first."""
+    """Returns what a rank raises where the other makes another call; then both make the first."""
     torch.manual_seed(0)
     prepared = [calls()[name]() for name in names]  # in the same order on both ranks
     try:

@@ -262,10 +262,12 @@ class Run:
             message = self._refused(lambda: self.cache.load(key[:, :, :length], value))
             self._check_names_a_pair(message, [length] * self.batch)
             return
+        passed: list[Tensor] = [x[:, :, here].clone() for x in (key, value)]
         if len(here) == length:
-            self.cache.load(key, value)
+            self.cache.load(*passed)
         else:
-            self.cache.load(key[:, :, here], value[:, :, here], torch.tensor(here), length=length)
+            self.cache.load(*passed, torch.tensor(here), length=length)
+        _overwrite(*passed)
         for name, x in inputs.items():
             self.rows[name][:, :, :length] = x.to(self.rows[name].dtype)
         self.here = [i in here or i >= length for i in range(case.total)]
@@ -398,15 +400,18 @@ class Run:
             options["backend"] = case.backend
         if with_lse:
             options["return_lse"] = True
-        before = self._state()
+        before, own = self._state(), {name: x.clone() for name, x in inputs.items()}
+        passed, options = list(inputs.values()), {n: _copied(x) for n, x in options.items()}
+        inputs.update(own)
         try:
             with torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
-                found = cache.attend(*inputs.values(), **options)
+                found = cache.attend(*passed, **options)
         except (NotImplementedError, ImportError) as refusal:
             assert self._state() == before, "a refused step changed the cache"
             missing = isinstance(refusal, ImportError)
             assert case.backend not in ("default", "reference") or missing, refusal
             raise Refused(str(refusal)) from None
+        _overwrite(*passed, *options.values())  # what the caller does to its tensors is its own
         out, lse = found if with_lse else (found, None)
         n = inputs["query"].shape[2]
         assert out.dtype == case.precision(), out.dtype
@@ -533,6 +538,18 @@ class Run:
         stable = torch.stack([(x == sets[0]).all(-1).all(1) for x in sets]).all(0)
         table = _tuples(found[0])
         return ("&", ("SelectedBlocks", table, chosen.block_size, 1, 0), ("Causal",)), stable
+
+
+def _copied(x: Any) -> Any:
+    return x.clone() if isinstance(x, Tensor) else x
+
+
+def _overwrite(*tensors: Any) -> None:
+    """Fills the memory of tensors, also of those whose elements share it."""
+    for x in tensors:
+        if isinstance(x, Tensor) and x.numel():
+            whole = torch.empty(0, dtype=x.dtype).set_(x.untyped_storage())
+            whole.fill_(torch.nan if x.is_floating_point() else 0)
 
 
 def _tuples(x: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Tiny models of transformers: `register`, `apply`, `using`, `SparseCache` against eager.
+"""Tiny models of transformers: `register`, `apply`, `using`, and their caches, against eager.
 
 Rows are padded on either side, or hold documents whose position_ids restart. Each document is
 compared with its tokens alone, on eager with a mask of all pairs; gradients of weights too.
@@ -20,6 +20,7 @@ from oracles import strategies as drawn
 from oracles.patterns_oracle import Spec, build, counts
 from oracles.strategies import Scene
 from torch import Tensor
+from transformers import StaticCache
 
 from .attack import Cell, Refused
 
@@ -44,13 +45,14 @@ SIZES: dict[str, dict[str, tuple]] = {  # configs to draw from
     "bert": {},
     "modernbert": {"local_attention": (4, 6, 10)},
 }
-WAYS = ("register", "apply", "using", "SparseCache")
+WAYS = ("register", "apply", "using", "SparseCache", "StaticCache")
+CACHES = ("SparseCache", "StaticCache")
 ROWS = ("whole", "left", "right", "both sides", "packed")
-FIT = {"using": ROWS[:1], "SparseCache": ROWS[:2]}
+FIT = {"using": ROWS[:1], "SparseCache": ROWS[:2], "StaticCache": ROWS[:2]}
 CELLS = [
     Cell(way, rows, family, "float64")
     for way, rows, family in product(WAYS, ROWS, SIZES)
-    if rows in FIT.get(way, ROWS) and (way != "SparseCache" or family not in ENCODERS)
+    if rows in FIT.get(way, ROWS) and (way not in CACHES or family not in ENCODERS)
 ]
 
 
@@ -99,7 +101,7 @@ class Calls:
         if patterns and self.way != "using":
             hf.apply(model, patterns)
         inputs = self.inputs()
-        cached = self.way == "SparseCache"
+        cached = self.way in CACHES
         off = {} if self.family in ENCODERS else {"use_cache": False}
         block = hf.using(model, patterns) if self.way == "using" else nullcontext()
         with warnings.catch_warnings(), full_precision(), torch.set_grad_enabled(not cached):
@@ -130,7 +132,11 @@ class Calls:
                 near(x.grad, named[name].grad, f"gradient of {name}", 1e-3 * largest)
 
     def steps(self, model: Any, inputs: dict[str, Tensor]) -> Tensor:
-        cache, parts, start = hf.SparseCache(model, rollback=self.cropped), [], 0
+        parts, start = [], 0
+        cache: Any = hf.SparseCache(model, rollback=self.cropped)
+        if self.way == "StaticCache":
+            room = inputs["input_ids"].shape[1] + self.seed % 3
+            cache = StaticCache(config=model.config, max_cache_len=room)
 
         def step(ids: Tensor, places: Tensor, real: Tensor) -> Tensor:
             some = {"input_ids": ids, "position_ids": places, "attention_mask": real}
@@ -204,7 +210,7 @@ def cases(draw: st.DrawFn, cell: Cell) -> Calls:
     way, kind, family, _ = cell
     config = tuple((name, draw(st.sampled_from(x))) for name, x in SIZES[family].items())
     specs: tuple[Spec | None, ...] = (None, None)
-    if way in ("apply", "using") or (way == "SparseCache" and draw(st.booleans())):
+    if way in ("apply", "using") or (way in CACHES and draw(st.booleans())):
         spec = draw(layer_specs())
         specs = draw(st.sampled_from(((spec, spec), (spec, None), (None, spec))))
     size = st.integers(1, 8)
@@ -222,7 +228,8 @@ def cases(draw: st.DrawFn, cell: Cell) -> Calls:
             left = total - short if has_left else 0
             rows += ((left, (draw(st.integers(1, short)) if has_right else short,)),)
     given: dict[str, Any] = {}
-    if way == "SparseCache":
+    if way in CACHES:
         given["stops"] = tuple(draw(st.lists(st.integers(1, 20), min_size=1, max_size=5)))
-        given["cropped"] = draw(st.sampled_from((0, 0, 1, 2))) if kind == "whole" else 0
+        crops = kind == "whole" and way == "SparseCache"
+        given["cropped"] = draw(st.sampled_from((0, 0, 1, 2))) if crops else 0
     return Calls(family, config, way, kind, specs, rows, **given, seed=draw(st.integers(0, 9)))

@@ -88,7 +88,7 @@ SHORT += [("hostile", 5, 64)]  # refusals that no other test sees
 SHORT += [("trees", 1, 60), ("long", 1, 16), ("ways", 1, 24), ("models", 1, 20)]
 LONG = [("calls", 6, 64), ("caches", 2, 64), ("selections", 5, 64), ("rings", 2, 64)]
 LONG += [("trees", 6, 64), ("long", 2, 64), ("ways", 5, 64), ("layouts", 6, 64)]
-LONG += [("models", 5, 64), ("ranks", 1, 64)]
+LONG += [("models", 5, 64), ("ranks", 1, 64), ("steps", 2, 64)]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own kernels warn, once in a process

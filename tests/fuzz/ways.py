@@ -1,4 +1,4 @@
-"""Calls made in other ways: a batch of gradients, four threads at once, forked, compiled.
+"""Calls made in other ways: a batch of gradients, four threads, forked, compiled, recomputed.
 
 A compiled call has its lengths as tensors; its graph first runs with the lengths turned around.
 """
@@ -18,6 +18,7 @@ import torch
 from oracles.patterns_oracle import build
 from torch import Tensor
 from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
 
 import sparsering as sr
 
@@ -25,6 +26,7 @@ from . import calls, specs
 from .attack import Cell, Refused
 
 WAYS = ("batch of gradients", "four threads", "forked process", "one compiled graph")
+WAYS += ("checkpoint in a graph",)
 BACKENDS = ("default", "cpu", "gather", "reference")
 CELLS = [Cell(*cell) for cell in product(WAYS, specs.CLASSES, BACKENDS, calls.DTYPES)]
 SECONDS = 20  # in which a forked process ends
@@ -48,7 +50,7 @@ class Way(calls.Call):
         if self.way == "batch of gradients":
             self.check_batch(tensors)
             return
-        if self.way == "one compiled graph":
+        if self.way in ("one compiled graph", "checkpoint in a graph"):
             self.check_compiled(tensors, results)
             return
         sr.layout_cache.clear()  # the layout is built by four threads, or in the forked process
@@ -104,9 +106,14 @@ class Way(calls.Call):
         torch._dynamo.reset()
         counters.clear()
 
-        def call(pattern: sr.Pattern) -> list:
+        def plain(pattern: sr.Pattern) -> list:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
                 return list(self.attend(tensors, pattern))
+
+        def recomputed(pattern: sr.Pattern) -> list:
+            return list(checkpoint(lambda: tuple(plain(pattern)), use_reentrant=False))
+
+        call = plain if self.way == "one compiled graph" else recomputed
 
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
         of_blocks = self.block_bias is not None  # their number is that of these lengths alone
