@@ -212,6 +212,68 @@ DEFECTS = {
         'arguments["position_ids"] = ids',
         'arguments["position_ids"] = ids - ids[:, tokens[:1]]',
     ),
+    "a cache attends before all keys have come": (
+        "caches",
+        "layouts/lookahead.py",
+        "if begin >= end or end >= sequence.frame.kv_len:",
+        "if begin >= 0:",
+    ),
+    "later keys are looked for behind a page alone": (
+        "caches",
+        "layouts/lookahead.py",
+        "search.lowest(begin, end, begin + 1)",
+        "search.lowest(begin, end, end)",
+    ),
+    "a page has keys past the end of its sequence": (
+        "caches",
+        "decoding/steps.py",
+        "positions = positions.masked_fill(positions >= state.total, -1)",
+        "positions = positions.clone()",
+    ),
+    "a draft holds the tensors of its caller": (
+        "caches",
+        "decoding/drafts.py",
+        "key, value = tokens.key.clone(), tokens.value.clone()",
+        "key, value = tokens.key, tokens.value",
+    ),
+    "a crop cuts a block of which tokens have seen all": (
+        "caches",
+        "decoding/kv_cache.py",
+        "if pair := first_ahead(self.pattern, 0, length, tokens):",
+        "if pair := first_ahead(self.pattern, 0, 0, tokens):",
+    ),
+    "gradients of joined shards are summed before ranks agree": (
+        "steps",
+        "distributed/shards.py",
+        'agree_to_begin(group, "the backward pass of unshard", grad, **sizes)',
+        "pass",
+    ),
+    "rows of cross attention go back before ranks agree": (
+        "steps",
+        "nn/over_ranks.py",
+        "agree_to_begin(exchange.group, call, grad, batch=len(grad), dtype=grad.dtype)",
+        "pass",
+    ),
+    "a constant of graphs is a list": (
+        "ways",
+        "kernels/triton/call.py",
+        "found = () if find_spec",
+        "found: Any = [] if find_spec",
+        "found = [*_machine_reasons(tuple({x.device.index for x in tensors if x.is_cuda}) or (None,))]",  # noqa: E501
+        "found: Any = _machine_reasons((None,))",
+    ),
+    "typical trees lose the length that they are for": (
+        "calls",
+        "layouts/terms.py",
+        "replace(tree, pattern=inner, length=own_length)",
+        "replace(tree, pattern=inner)",
+    ),
+    "queries of a static cache stand at the end of its room": (
+        "models",
+        "integrations/transformers/attention.py",
+        "    q_start = int(mask.q_start)\n    if bias is not None and _depends_on",
+        "    q_start = key.shape[2] - q_len\n    if bias is not None and _depends_on",
+    ),
 }
 
 
