@@ -32,7 +32,7 @@ VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["
 # Beside the package, what its tests read; a sample of each folder.
 WANTED = (
     "pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", "SECURITY.md", "CITATION.cff",
-    "Makefile", "tests/conftest.py", "docs/architecture.md", "tools/line_budget.py",
+    "Makefile", "tests/conftest.py", "docs/architecture.md", "tools/docstring_openings.py",
     "benchmarks/measure.py",
     "benchmarks/records/window.json",
 )  # fmt: skip
