@@ -120,8 +120,15 @@ def attention(
     unused = block_bias is slot_bias is distance_bias is sink is None
     unused = unused and softcap is dropout_seed is None
     if not (unused and type(dropout_p) is float and dropout_p == 0.0):
-        values = block_bias, slot_bias, softcap, distance_bias, sink, dropout_p, dropout_seed
-        extras = dict(zip(OPTIONS, values, strict=True))
+        extras = {
+            "block_bias": block_bias,
+            "slot_bias": slot_bias,
+            "softcap": softcap,
+            "distance_bias": distance_bias,
+            "sink": sink,
+            "dropout_p": dropout_p,
+            "dropout_seed": dropout_seed,
+        }
     choices = backend, scale, q_start, block_size
     recipe, inputs, checked = recipe_of((query, key, value), pattern, choices, extras, False)
     out, lse = attend(recipe, inputs, pattern, checked)

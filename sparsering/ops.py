@@ -59,12 +59,19 @@ def attend(
             tensors += inputs
             refuse_forward_mode(*tensors)
         if recipe.learns or (tensors and needs_operator(*tensors)):
+            query, key, value = inputs
             return _attention(
-                **dict(zip(_NAMES[:3], inputs, strict=True)), tensors=operands, pattern=text,
-                scale=recipe.scale, q_start=recipe.q_start,
-                block_size=recipe.block_size, backend=recipe.backend,
+                query=query,
+                key=key,
+                value=value,
+                tensors=operands,
+                pattern=text,
+                scale=recipe.scale,
+                q_start=recipe.q_start,
+                block_size=recipe.block_size,
+                backend=recipe.backend,
                 **{**_UNUSED, **extras.in_use},
-            )  # fmt: skip
+            )
     with without_autocast(query):
         if backend.forward is None:
             return _reference(recipe, inputs, pattern, extras)
@@ -111,7 +118,8 @@ def slot_mass(
     """Sums `weight exp(s - lse)` over the pairs of each listed block: [B, Hq, R * k]."""
     value = parse_owned(pattern, tensors)
     slots = lse.new_zeros(*query.shape[:2], _num_slots(value))
-    recipe, extras = CallRecipe(backend, scale, q_start), Extras({"slot_bias": slots})
+    recipe = CallRecipe(backend=backend, scale=scale, q_start=q_start)
+    extras = Extras({"slot_bias": slots})
     problem = _problem(recipe, (query, key, key), value, extras)
     kernels = BACKENDS[backend]
     with without_autocast(query):
@@ -151,7 +159,12 @@ def _parsed_call(arguments: Sequence[Any]) -> tuple[CallRecipe, Pattern, Extras]
     """Converts the operator's arguments after query, key, value to (recipe, pattern, extras)."""
     call = dict(zip(_NAMES[3:], arguments[3:], strict=True))
     pattern = parse_owned(call.pop("pattern"), call.pop("tensors"))
-    recipe = CallRecipe(*(call.pop(name) for name in ("backend", "scale", "q_start", "block_size")))
+    recipe = CallRecipe(
+        backend=call.pop("backend"),
+        scale=call.pop("scale"),
+        q_start=call.pop("q_start"),
+        block_size=call.pop("block_size"),
+    )
     if call["distance_bias"] is not None:
         check_distances(pattern)
     return recipe, pattern, Extras({name: x for name, x in call.items() if x is not None})

@@ -180,7 +180,9 @@ class _Group(NamedTuple):
         frame = state.frame(query.shape[2], begin)
         apart = self.entries is not None and state.pattern.num_batches() is not None
         if begin == 0 and frame.kv_len == query.shape[2] and not state.remote and not apart:
-            prompt = CallRecipe(recipe.backend, recipe.scale, 0, recipe.block_size)
+            prompt = CallRecipe(
+                backend=recipe.backend, scale=recipe.scale, q_start=0, block_size=recipe.block_size
+            )
             return attend(prompt, self.tokens[:3], state.pattern, extras)
         if not _runs_spans(state, recipe.backend):
             return self._attend_whole(frame)
@@ -260,7 +262,12 @@ class _Group(NamedTuple):
         extras = self.tokens.extras.mapped(lambda x: pad(x, (first, rest)), by="query")
         if (mask := self._stored(everything)) is not None:
             pattern = cast(Mask, pattern) & KeyMask(mask[0])
-        call = CallRecipe(recipe.backend, recipe.scale, frame.q_start, recipe.block_size)
+        call = CallRecipe(
+            backend=recipe.backend,
+            scale=recipe.scale,
+            q_start=frame.q_start,
+            block_size=recipe.block_size,
+        )
         out, lse = attend(call, (query, keys, values), pattern, extras)
         return out[:, :, first : first + n], lse[:, :, first : first + n]
 

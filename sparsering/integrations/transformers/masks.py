@@ -260,13 +260,21 @@ def mask_interface(
         q_offset = q_offset.clone()  # a static cache changes it in place before the layer attends
     valid_keys = _valid_keys(attention_mask, kv_length + kv_offset)
     keys = {"batch_size": batch_size, "kv_length": kv_length, "kv_offset": kv_offset}
-    masks = {"mask_function": mask_function, "attention_mask": attention_mask, "device": device}
-    ways = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    ways["use_vmap"] = keywords.get("use_vmap", False)
 
     def dense(first: int = 0, stop: int | None = None) -> Tensor:
-        queries = {"q_length": (stop or q_length) - first, "q_offset": q_offset + first}
-        return masking_utils.sdpa_mask(**keys, **queries, **masks, **ways)
+        return masking_utils.sdpa_mask(
+            batch_size=batch_size,
+            q_length=(stop or q_length) - first,
+            kv_length=kv_length,
+            q_offset=q_offset + first,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            allow_is_causal_skip=False,
+            allow_is_bidirectional_skip=False,
+            use_vmap=keywords.get("use_vmap", False),
+            device=device,
+        )
 
     visible = dense()[:, 0, 0] if isinstance(q_offset, Tensor) and q_length == 1 else None
     if torch.compiler.is_compiling():
@@ -281,10 +289,20 @@ def mask_interface(
     else:
         kind = recognise(mask_function)
         documents, runs = (None, None) if kind is None else _runs(kind, **keys, device=device)
-    shape = (batch_size, 1, q_length, kv_length)
-    place, pairs = (shape, q_offset - kv_offset, kv_offset), (valid_keys, dense, visible)
-    rest = request.position_ids, request.is_cross, call_state()
-    return ModelMask(*place, kind, documents, runs, *pairs, *rest)
+    return ModelMask(
+        shape=(batch_size, 1, q_length, kv_length),
+        q_start=q_offset - kv_offset,
+        kv_start=kv_offset,
+        kind=kind,
+        documents=documents,
+        runs=runs,
+        valid_keys=valid_keys,
+        dense=dense,
+        visible=visible,
+        position_ids=request.position_ids,
+        packing_checked=request.is_cross,  # cross attention has no packed documents to warn of
+        state=call_state(),
+    )
 
 
 def _within_documents(ids: Tensor | None, batch: int, device: Any) -> Callable[..., Any] | None:

@@ -119,10 +119,16 @@ def parallelize(
         )
     _undo(model)
     _share_restarts()
-    forward, scale = type(model).forward, float(ranks) if loss == "mean" else 1.0
-    own_loss = "loss_function" not in inspect.unwrap(forward).__code__.co_names
-    before = model.config._attn_implementation, vars(model).get("_loss_function")
-    parallel = Parallel(resolved, sharding, scale, inspect.signature(forward), own_loss, *before)
+    forward = type(model).forward
+    parallel = Parallel(
+        group=resolved,
+        sharding=sharding,
+        scale=float(ranks) if loss == "mean" else 1.0,
+        signature=inspect.signature(forward),
+        own_loss="loss_function" not in inspect.unwrap(forward).__code__.co_names,
+        implementation=model.config._attn_implementation,
+        loss_function=vars(model).get("_loss_function"),
+    )
     register()
     _held[model] = hold(model, modules, "parallelize")
     if not parallel.own_loss:

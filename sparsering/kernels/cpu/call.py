@@ -241,11 +241,15 @@ def _checked_layout(problem: Problem) -> Tensor:
     cached: tuple[float, Tensor] | None = layout.memo.get("checked layout")
     if cached is None or cached[0] != scale:
         passes = layout.passes
-        tables = [x for p in passes for x in _tables(p)]
-        steps, branches = [p.step for p in passes], [p.branch for p in passes]
-        of_layout = bool(passes) and passes[0].covers[0], layout.block_size, scale
-        walked = [_is_walked(problem, p) for p in passes]
-        checked = library().lay(tables, steps, branches, *of_layout, walked)
+        checked = library().lay(
+            [x for p in passes for x in _tables(p)],
+            [p.step for p in passes],
+            [p.branch for p in passes],
+            bool(passes) and passes[0].covers[0],  # whether each query is in a tile of the first
+            layout.block_size,
+            scale,
+            [_is_walked(problem, p) for p in passes],
+        )
         cached = layout.memo["checked layout"] = scale, checked
     return cached[1]
 
