@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import check_group, refuse_meta
-from ..distributed.agreement import agree_to_begin
 from ..patterns.arguments import checked_integer, digest_of, is_finite, shortened
 from ..rows import first_in_row
 from .loss import checked_mass, checked_slots
@@ -216,6 +215,8 @@ class PatternRefiner:
         state = settings, self._protected, *(getattr(self, name) for name in names)
         own = torch.tensor([_digest(x) for x in state])
         extremes = torch.cat((own, ~own)).to(device)  # ~ reverses the order: MAX of ~x is ~MIN of x
+        from ..distributed.agreement import agree_to_begin  # only where there are ranks
+
         agree_to_begin(group, "PatternRefiner.update", extremes, sizes=tuple(self._sums.shape))
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
         most, least = extremes.cpu().chunk(2)

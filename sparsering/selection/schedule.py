@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from ..checks import check_group
-from ..distributed.agreement import agree_to_begin
 from ..patterns.arguments import as_float, checked_integer, is_finite, shortened
 
 KINDS = ("linear", "cosine", "step")
@@ -123,6 +122,8 @@ class GatedSchedule:
         if group is not None:
             device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
             total = torch.tensor(metric, dtype=torch.float64, device=device)
+            from ..distributed.agreement import agree_to_begin  # only where there are ranks
+
             agree_to_begin(group, "GatedSchedule.step", total)
             dist.all_reduce(total, group=group)
             metric = total.item() / dist.get_world_size(group)
