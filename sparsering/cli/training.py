@@ -67,9 +67,9 @@ def _micro_batch(text: str) -> int | str:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from ..training.checkpoint import load_checkpoint
+    from ..training.checkpoint import has_checkpoint, load_checkpoint
     from ..training.loop import train
-    from ..training.ranks import ranks_of_torchrun
+    from ..training.ranks import ranks_of_torchrun, was_restarted
     from ..training.recipe import Recipe
 
     settings = {f.name: getattr(arguments, f.name) for f in fields(Recipe) if f.name in arguments}
@@ -78,7 +78,8 @@ def _train(arguments: argparse.Namespace) -> int:
     with ranks_of_torchrun(
         arguments.sequence_parallel, sharding=arguments.sharding, timeout=arguments.timeout
     ) as ranks:
-        resume, out = arguments.resume, arguments.out
+        out = arguments.out
+        resume = arguments.resume or (was_restarted() and ranks.from_leader(has_checkpoint(out)))
         base = ranks.together(lambda: load_checkpoint(out).recipe) if resume else Recipe()
         run = train(
             replace(base, **settings),

@@ -232,6 +232,15 @@ def arrange(
     return Ranks(mesh, sharding, timeout)
 
 
+def was_restarted() -> bool:
+    """Whether `torchrun --max-restarts` has started this process again after a failure."""
+    return _restarts() > 0
+
+
+def _restarts() -> int:
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
 @contextmanager
 def ranks_of_torchrun(
     sequence_parallel: int | None = None,
@@ -266,6 +275,8 @@ def ranks_of_torchrun(
         raise ValueError(f"--timeout must be above 0 seconds, got {timeout}; leave it out for 60")
     start = max(seconds, TIMEOUT_S)  # starting may take long even if the timeout is short
     store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=start)))
+    # The store outlives a restart, and so do the addresses in it, of processes that are gone.
+    store = dist.PrefixStore(f"start {_restarts()}", store)
     limit, backend = timedelta(seconds=seconds), "nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     yield arrange(sequence_parallel or 1, sharding=sharding or "contiguous", timeout=seconds)

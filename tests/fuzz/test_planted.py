@@ -263,7 +263,7 @@ DEFECTS = {
         "found: Any = _machine_reasons((None,))",
     ),
     "typical trees lose the length that they are for": (
-        "calls",
+        "trees",
         "layouts/terms.py",
         "replace(tree, pattern=inner, length=own_length)",
         "replace(tree, pattern=inner)",

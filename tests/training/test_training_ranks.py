@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +238,51 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(recipe, tmp_path):
     train(recipe, tmp_path / "alone", validate_every=30)
     assert figures(out) == pytest.approx(figures(tmp_path / "alone"), rel=TOLERANCE)
     assert load_checkpoint(out).step == 30
+
+
+def has_reached(out: Path, step: int) -> bool:
+    return (out / "metrics.jsonl").exists() and (step, "loss") in figures(out)
+
+
+def watch(process: subprocess.Popen, log: Path, is_there: Callable[[], bool]) -> None:
+    while not is_there():
+        assert process.poll() is None, log.read_text()
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("instants", [(4, 14), (11, 29)])
+def test_torchrun_goes_on_by_itself_after_each_kill(recipe, tmp_path, instants):
+    """Rank 1 is killed twice; the losses are those of an undisturbed run, bit for bit."""
+    recipe, out = dataclasses.replace(recipe, steps=30), tmp_path / "run"
+    log, environment = tmp_path / "log", {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+
+    def command(folder: Path) -> list[str]:
+        words = [*train_words(recipe, folder), "--sequence-parallel", 2, "--timeout", 30]
+        return torchrun(2, "--max-restarts", 3, *words, "--save-every", 3, "--validate-every", 30)
+
+    with open(log, "w") as file:
+        process = subprocess.Popen(command(out), stdout=file, stderr=file, env=environment)
+    try:
+        for instant in instants:
+            watch(process, log, lambda n=instant: has_reached(out, n))
+            os.kill(worker(process.pid, rank=1), signal.SIGKILL)
+        assert process.wait(timeout=120) == 0, log.read_text()
+    finally:
+        process.terminate()
+        process.wait()
+    subprocess.run(command(tmp_path / "undisturbed"), check=True, timeout=120, env=environment)
+    assert figures(out) == figures(tmp_path / "undisturbed")
+    assert load_checkpoint(out).step == 30
+
+
+def test_a_restart_that_comes_after_the_end_is_no_error(recipe, tmp_path, monkeypatch):
+    """Where one rank dies after the last checkpoint, torchrun restarts all of them."""
+    words = [str(word) for word in train_words(recipe, tmp_path)[2:]]
+    assert main(words) == 0
+    assert main(words) == 2
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert main(words) == 0
 
 
 def worker(launcher: int, rank: int) -> int:
