@@ -297,7 +297,10 @@ def needs_operator(*tensors: Tensor) -> bool:
 
 
 def observed(*values: object) -> bool:
-    """True if a compiler, tracer or mode must see the call, or kernels cannot read a tensor."""
+    """True if a compiler, tracer or mode must see the call, or kernels cannot read a tensor.
+
+    They cannot read subclasses, meta tensors, and tensors that torch negates or zeroes lazily.
+    """
     return _is_observed_call() or not all(_is_plain(x) for x in values if isinstance(x, Tensor))
 
 

@@ -43,7 +43,15 @@ def drawn_seed(like: Tensor) -> Tensor:
 def kept_pairs(
     seed: Tensor, p: float, head: Tensor | int, query: Tensor, key: Tensor, branch: Tensor | int = 0
 ) -> Tensor:
-    """Returns bool, True where dropout keeps the pair of positions; arguments but p broadcast."""
+    """Returns bool, True where dropout keeps the weight of a pair; all arguments but p broadcast.
+
+    Args:
+        seed: int64, of the batch entry.
+        p: probability that a weight is dropped.
+        head: query head.
+        query, key: int64 absolute positions, under `Packed` too.
+        branch: index of the mask in a mixture.
+    """
     a, b = _words(seed, head, branch, query)
     x = key.int() * KEY_MULTIPLIER ^ a
     x = (x ^ _shifted(x, 16)) * MULTIPLIERS[0]

@@ -57,7 +57,11 @@ def check_file(path: Path, most: int | None = None) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
-    """Opens a plain file, or a link to one, without blocking; ValueError above `most` bytes."""
+    """Opens a plain file, or a link to one, to read bytes, without blocking.
+
+    Raises: OSError if it cannot be opened; ValueError for a folder, pipe or device, or above `most`
+        bytes.
+    """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
         status = os.fstat(file.fileno())

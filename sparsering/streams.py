@@ -67,7 +67,7 @@ def moved(x: Tensor, device: torch.device) -> Tensor:
 
 
 def moved_together(tensors: dict[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
-    """Returns copies of tensors of the CPU, as views of one block that `moved` copies at once."""
+    """Packs CPU tensors into one buffer, so that one copy takes all to the GPU; returns views."""
     distinct = {id(x): x for x in tensors.values()}
     parts = [x.contiguous().flatten().view(torch.uint8) for x in distinct.values()]
     parts = [pad(x, (0, -len(x) % 16)) for x in parts]  # kernels load faster from such addresses

@@ -137,7 +137,10 @@ def attend_page(
 def attend_spans(
     state: CacheState, recipe: CallRecipe, tokens: NewTokens, new: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Attends from the first `new[i]` tokens of batch entry i; groups entries by their history."""
+    """Attends from the first `new[i]` tokens of batch entry i.
+
+    Entries with equal cached positions are computed in one call.
+    """
     groups: dict[tuple[int, int], list[int]] = {}
     for entry, (history, n) in enumerate(zip(state.histories, new, strict=True)):
         groups.setdefault((id(history), n), []).append(entry)

@@ -26,6 +26,10 @@ def reference_attention(
     It is as `Problem`, but these broadcast to [B, Hq, Nq, Nk]: `log_counts`, the log of the
     multiplicity m of each pair plus its block bias, -inf where there is no pair; `distance_bias`,
     of each pair; `dropout_factor` of p: 0, or 1 / (1 - dropout_p).
+
+    Returns: out [B, Hq, Nq, Dv] in the query's dtype, lse [B, Hq, Nq] in float32 (float64).
+
+    Cost: O(B Hq Nq Nk) time and memory.
     """
     dtype = sum_dtype(query)
     group = query.shape[1] // max(1, key.shape[1])

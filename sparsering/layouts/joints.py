@@ -121,7 +121,7 @@ class Negated(Condition):
 
 @dataclass(frozen=True, eq=False)
 class InBlocks(Condition):
-    """Condition of a blockwise mask, looked up for the pairs of blocks in a pair of tiles."""
+    """Condition that a mask has the pair of blocks of a pair of tokens; read from a table."""
 
     mask: BlockwiseMask
     rule: Condition | None = None  # condition on block indices; None for tables and random blocks
@@ -271,7 +271,7 @@ class PerDocument(Condition):
 
 @dataclass(frozen=True, eq=False)
 class Declared(Condition):
-    """Condition of a custom mask: evaluates pairs that its `status` and `candidates` leave open."""
+    """Condition of a custom mask: calls `holds` where `status` and `candidates` did not decide."""
 
     mask: Mask
     frame: Frame

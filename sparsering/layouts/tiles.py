@@ -24,7 +24,10 @@ MOST_TILES = 1 << 25
 
 
 def kernel_operators() -> Any:
-    """Returns the operators of the compiled kernel; None under a mode, or if no call loaded it."""
+    """Returns the operators of the compiled kernel.
+
+    None if the kernel is not loaded yet, or a torch mode (tracing, fake tensors) is active.
+    """
     # Attributes of `torch.ops` take a lock, which a forked process may inherit held.
     operators = vars(torch.ops).get("sparsering_cpu")
     loaded = operators is not None and "table" in vars(operators)

@@ -49,7 +49,12 @@ class Sampling:
         return torch.zeros_like(chances).scatter_(1, token, chances)
 
     def draw(self, logits: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Draws a token for each text from logits [B, vocab_size], which must be finite."""
+        """Draws a token for each text from logits [B, vocab_size].
+
+        Returns: int64 [B].
+
+        Raises: FloatingPointError if a logit is infinite or NaN.
+        """
         logits = logits.cpu().double()
         if not math.isfinite(logits.sum()):
             raise FloatingPointError(

@@ -255,7 +255,8 @@ def memory_here(free: bool, system: Path = Path("/")) -> int:
     with suppress(OSError, KeyError):  # not Linux
         size = 1024 * numbers_in(system / "proc/meminfo")["MemAvailable:" if free else "MemTotal:"]
     for folder, limit, used, files in _control_groups(system):
-        with suppress(OSError, ValueError):  # no limit, or the text "max"
+        # The container has no memory limit if the file is missing, or says "max".
+        with suppress(OSError, ValueError):
             room = int((folder / limit).read_text())
             with suppress(OSError, ValueError):
                 cached = numbers_in(folder / "memory.stat").get(files, 0)

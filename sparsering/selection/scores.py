@@ -176,7 +176,7 @@ def _cut(span: Span, heads: int, estimate: BlockEstimate, causal: bool) -> Itera
     while done < span.blocks:
         block = span.block + done
         if causal and block + math.isqrt(room) < blocks:
-            # `count` blocks of queries see block + count key blocks: count * (block + count) = room
+            # largest count with count * (block + count) <= room, the scores that fit in memory
             count = (math.isqrt(block * block + 4 * room) - block) // 2
         else:
             count = room // blocks

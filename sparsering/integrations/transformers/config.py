@@ -4,8 +4,9 @@
 type, as text, to the text of its pattern. A config is saved and copied with its model.
 
 The config names the attention that a model runs: `apply` sets it, `using` and `parallelize` hold it
-for a time. Both give the model a config of its own first. Holds are counted by config: blocks of
-one model may be nested, and end in any order.
+for a time. Both give the model a config of its own first. Each `using` and `parallelize` adds one
+to a counter of the config; the attention's name returns when the counter is 0. So blocks of one
+model may be nested, and end in any order.
 """
 
 import inspect

@@ -152,7 +152,10 @@ def attend_shared(
     shared: SharedCall,
     extras: Options,
 ) -> Tensor:
-    """Attends with this rank's tokens over the batch's mask or the pattern of a `using` block."""
+    """Attends with this rank's tokens over the batch's mask or the pattern of a `using` block.
+
+    Returns: [B, Hq, n, Dv]; rows behind those of the rank's own tokens are 0.
+    """
     if used is None:
         used = _whole_pattern(module, mask)
     query, key, value = (x[:, :, : shared.num_tokens] for x in inputs)

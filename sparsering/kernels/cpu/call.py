@@ -146,9 +146,18 @@ def takes_whole_heads(kv_heads: int, threads: int) -> bool:
 
 
 def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> Tensor:
-    """Sums `weight_i exp(s_ij - lse_i)` over the pairs (i, j) of each entry, [B, Hq, num_blocks].
+    """Sums `weight_i exp(s_ij - lse_i)` over the pairs (i, j) of each entry.
 
-    `lse`, `weight` (None: 1): [B, Hq, Nq]; lse may be over more keys. Padding has mass 0.
+    Args:
+        problem: the call; a sink is in `lse` already.
+        lse: float32 [B, Hq, Nq], of these keys or of more; -inf for rows without keys, whose mass
+            is 0.
+        weight: float32 [B, Hq, Nq], a factor of each query; default 1.
+
+    Returns: float32 [B, Hq, num_blocks], in the order of the layout's entries; tables of fewer
+        entries have mass 0 behind them.
+
+    Raises: NotImplementedError with softcap, distance bias or dropout.
     """
     if _needs_query_walk(problem):
         raise NotImplementedError("cpu: entry_mass takes no softcap, distance_bias or dropout")

@@ -208,7 +208,12 @@ class Chunk:
 def chunks(
     problem: Problem, number: int, units: Units, workspace: int, per_token: int, per_pair: int
 ) -> Iterator[Chunk]:
-    """Cuts units of pass `number` into chunks of at most `workspace` bytes, by token and pair."""
+    """Cuts the units of pass `number` into chunks whose buffers take at most `workspace` bytes.
+
+    Args:
+        per_token: bytes of a gathered token: its query, key, value and results.
+        per_pair: bytes of a pair of query and key: its score, bias and mask.
+    """
     layout, batch = problem.layout, len(problem.query)
     p, frame, b = layout.passes[number], layout.frame, layout.block_size
     batch_tables, heads = len(p.row_ptr), max(p.row_ptr.shape[1], len(p.query_start))
