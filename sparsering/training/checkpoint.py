@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..commands import install
-from ..files import check_file, replace_file, unique_pairs
+from ..files import check_file, opened, replace_file, unique_pairs
 from ..models.longnet import LongNetLM
 from ..patterns.arguments import escaped
 from .adaptive import Selection, blocks_of
@@ -37,6 +37,7 @@ FORMAT = "sparsering checkpoint 3"
 MOST_HEADER_BYTES = 16 << 20  # about 50,000 tensors; parsing needs ten times this memory
 
 _FILE, _OLD_FILE = "checkpoint.safetensors", "checkpoint.json"
+_OLD_FORMAT = "sparsering checkpoint 2"
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,9 +123,13 @@ def has_checkpoint(folder: Path) -> bool:
 def load_checkpoint(folder: Path) -> Checkpoint:
     """Reads and verifies a checkpoint's header but loads no tensors.
 
+    A checkpoint of 0.2.0, `checkpoint.json` with its files, is first written anew as one file.
+
     Raises: FileNotFoundError if there is no checkpoint; ValueError if it is damaged or from another
     program or version; ImportError without safetensors.
     """
+    if not (folder / _FILE).exists() and (folder / _OLD_FILE).exists():
+        _convert(folder)
     with _opened(folder) as file:
         text = (file.metadata() or {}).get("sparsering", "")
         kinds = {}
@@ -148,6 +153,34 @@ def load_model(folder: str | Path) -> LongNetLM:
     return model.eval()
 
 
+def _convert(folder: Path) -> None:
+    """Writes the checkpoint of version 0.2.0 as one file, beside its own files."""
+    safetensors = _safetensors()
+    try:
+        with opened(folder / _OLD_FILE, MOST_HEADER_BYTES) as file:
+            facts = json.loads(file.read(), object_pairs_hook=unique_pairs)
+        if not isinstance(facts, dict) or facts.get("format") != _OLD_FORMAT:
+            raise ValueError(f"the format is not {_OLD_FORMAT!r}")
+        tensors: dict[str, Tensor] = {}
+        for name, about in facts.pop("tensors")["files"].items():
+            if not re.fullmatch(r"checkpoint-\d+-[0-9a-f]{12}\.safetensors", name):
+                raise ValueError(f"{name!r} is no name of a file of tensors")
+            with opened(folder / name, int(about["bytes"])) as file:
+                content = file.read()
+            if hashlib.sha256(content).hexdigest() != about["sha256"]:
+                raise ValueError(f"the sha256 of {name} is not the one that was written")
+            tensors |= safetensors.torch.load(content)
+    except (
+        *(OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError),
+        safetensors.SafetensorError,
+    ) as error:
+        raise ValueError(
+            f"expected a checkpoint of version 0.2.0 in {folder}, got a damaged or foreign one: "
+            f"{escaped(str(error))}; start a new run with another --out"
+        ) from None
+    write(folder, tensors, facts)
+
+
 @contextmanager
 def _opened(folder: Path) -> Iterator[Any]:
     """Opens a checkpoint's file without loading tensors, and names the folder in ValueErrors."""
@@ -160,11 +193,6 @@ def _opened(folder: Path) -> Iterator[Any]:
         with safetensors.safe_open(path, framework="pt") as file:
             yield file
     except (FileNotFoundError, NotADirectoryError):
-        if (folder / _OLD_FILE).exists():
-            raise ValueError(
-                f"expected {_FILE} in {folder}, found {_OLD_FILE} of an older version; "
-                "CHANGELOG.md has the lines that convert it"
-            ) from None
         raise FileNotFoundError(
             f"expected a checkpoint in {folder}, found no {_FILE}; name a folder that train or "
             "demo wrote"

@@ -37,7 +37,7 @@ SPECS: tuple[Spec, ...] = (("Causal",), ("SlidingWindow", 5, 3, 1), ("Full",), (
 
 @dataclass(frozen=True)
 class OutOfStep:
-    """What each rank does: a call, or its backward pass, and its pattern."""
+    """One call or backward pass of each rank, and its pattern."""
 
     steps: tuple[tuple[str, str], ...]
     specs: tuple[Spec, ...]

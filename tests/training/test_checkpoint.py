@@ -101,7 +101,7 @@ def test_a_folder_written_through_pickle_is_never_read(run, tmp_path):
     tensors = {"folder": parts.name, "files": files}
     (run / "checkpoint.json").write_text(json.dumps(about(run) | {"tensors": tensors}))
     tensor_file(run).unlink()
-    assert_refused(run, "found checkpoint.json of an older version; CHANGELOG.md has the lines")
+    assert_refused(run, "a checkpoint of version 0.2.0")
     assert not (tmp_path / "owned").exists()
 
 
