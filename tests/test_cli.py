@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import io
+import os
 import re
 import runpy
 import subprocess
@@ -14,6 +15,7 @@ import torch
 
 import sparsering as sr
 from sparsering.cli import main
+from sparsering.cli.machine import numa_nodes
 from sparsering.training import Recipe, train
 
 
@@ -84,11 +86,24 @@ def test_no_control_character_of_an_argument_reaches_the_terminal(capsys, argv):
     assert "\\x1b[31mred" in line and line[:-1].isprintable()
 
 
+def test_numa_nodes_and_the_processors_of_the_process(tmp_path, monkeypatch):
+    for number, processors in ((0, "0-3,8-11"), (1, "4-7")):
+        (tmp_path / f"node{number}").mkdir()
+        (tmp_path / f"node{number}" / "cpulist").write_text(f"{processors}\n")
+    (tmp_path / "node10").mkdir()  # without a list
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {8, 0, 1, 2}, raising=False)
+    told = "0: processors 0-3,8-11; 1: processors 4-7; 10: processors unknown"
+    assert numa_nodes(tmp_path) == f"{told}; this process runs on 0-2,8"
+    monkeypatch.delattr(os, "sched_getaffinity")
+    assert numa_nodes(tmp_path / "none") == "unknown"
+
+
 def test_info_tells_versions_threads_and_every_backend(capsys):
     assert run("info") == 0
     printed = capsys.readouterr().out
     assert torch.__version__ in printed and sr.__version__ in printed
     assert f"{torch.get_num_threads()} of" in printed
+    assert "numa nodes" in printed
     lines = printed[printed.index("backends") :].splitlines()[1:]
     states = dict(line.split(maxsplit=1) for line in lines)
     assert states.keys() == sr.backends().keys()

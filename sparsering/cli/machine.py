@@ -1,7 +1,9 @@
 """The commands about this machine: `info`, `build`."""
 
 import argparse
+import os
 import sys
+from pathlib import Path
 
 from .argument_types import Commands
 
@@ -19,7 +21,6 @@ def add_commands(commands: Commands) -> None:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    import os
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
@@ -46,6 +47,7 @@ def _info(arguments: argparse.Namespace) -> int:
         ("torch", torch.__version__),
         *((name, installed(name, extra)) for name, extra in EXTRAS),
         ("threads", f"{torch.get_num_threads()} of {os.cpu_count()} processors"),
+        ("numa nodes", numa_nodes()),
         ("cpu", f"{features.get('cpu_name', platform.processor() or platform.machine())}"),
         ("cpu kernels", torch.backends.cpu.get_cpu_capability()),
         ("cpu features", ", ".join(filter(features.get, vector_features)) or "unknown"),
@@ -78,3 +80,32 @@ def _build(arguments: argparse.Namespace) -> int:
         print(f"sparsering: {escaped(str(error))}", file=sys.stderr)
         return 2
     return 0
+
+
+def numa_nodes(system: Path = Path("/sys/devices/system/node")) -> str:
+    """Describes the memory nodes of this machine, and which processors this process may use."""
+    numbers = sorted(int(path.name[4:]) for path in system.glob("node[0-9]*"))
+    nodes = [f"{n}: processors {_text(system / f'node{n}' / 'cpulist')}" for n in numbers]
+    bound = ""
+    if hasattr(os, "sched_getaffinity"):
+        mine = sorted(os.sched_getaffinity(0))
+        bound = f"; this process runs on {_ranges(mine)}"
+    return ("; ".join(nodes) or "unknown") + bound
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return "unknown"
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Writes ascending numbers as ranges, such as 0-3,8."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
