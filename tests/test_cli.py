@@ -157,6 +157,11 @@ def test_generate_continues_the_prompt_and_says_its_pace(trained, tmp_path, caps
         printed.err,
     )
     assert said and int(said[1].replace(",", "")) > 0
+    for draft in ("ngram", trained):
+        assert run("generate", trained, "--prompt", "abcab", *greedy, "--draft", draft) == 0
+        drafted = capsys.readouterr()
+        assert drafted.out == printed.out
+        assert re.search(r"then [0-9,]+ tokens/s \([1-6]\.[0-9] tokens a pass\); keys", drafted.err)
     long = "abc" * 2000  # what is held does not grow with the prompt
     assert run("generate", trained, "--prompt", long, *greedy) == 0
     printed = capsys.readouterr()

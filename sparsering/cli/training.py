@@ -43,6 +43,12 @@ def add_commands(commands: Commands) -> None:
     add("--top-k", type=int, metavar="K", help="draw from the K likeliest bytes")
     add("--top-p", type=float, metavar="P", help="draw from the likeliest bytes that sum to P")
     add("--seed", type=int, default=0, help="seed of the draws")
+    add(
+        "--draft",
+        default="none",
+        metavar="ngram|FOLDER|none",
+        help="guess from the text so far, or by a smaller model, and verify: the same text, sooner",
+    )
 
 
 def _add_settings(train: argparse.ArgumentParser) -> None:
@@ -117,6 +123,9 @@ def _generate(arguments: argparse.Namespace) -> int:
     prompt = arguments.prompt.encode(errors="surrogateescape")  # the typed bytes, even if not UTF-8
     stop = None if arguments.stop is None else arguments.stop.encode(errors="surrogateescape")
     caches = model.caches(max_length=len(prompt) + arguments.num_bytes)
+    draft = arguments.draft if arguments.draft in ("none", "ngram") else load_model(arguments.draft)
+    passes: list[None] = []
+    model.norm.register_forward_hook(lambda *_: passes.append(None))
     tokens = model.generate(
         torch.tensor([list(prompt)], dtype=torch.int64),
         arguments.num_bytes,
@@ -126,6 +135,7 @@ def _generate(arguments: argparse.Namespace) -> int:
         stop=stop,
         generator=torch.Generator().manual_seed(arguments.seed),
         caches=caches,
+        draft=None if draft == "none" else draft,
     )
     times = [time.perf_counter()]  # of the start, and of each token
     text = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -144,6 +154,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     live, full = model.cache_bytes(caches)
     start, first, later = times[0], times[:2][-1], times[2:]
     pace = f", then {len(later) / (later[-1] - first):,.0f} tokens/s" if later else ""
+    if draft != "none" and passes:
+        pace += f" ({(len(times) - 1) / len(passes):.1f} tokens a pass)"
     print(
         f"{len(prompt):,} bytes read in {first - start:.2f} s{pace}; keys and values of "
         f"{caches[0].length:,} bytes: {live:,} bytes held, {full:,} in a full cache",

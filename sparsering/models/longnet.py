@@ -9,10 +9,10 @@ It is a plain pre-norm transformer: RMSNorm, rotary positions, normalised querie
 with squared ReLU, and one table of embeddings for inputs and logits.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, suppress
 from functools import partial
-from typing import cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +27,7 @@ from ..patterns import arguments
 from ..patterns.algebra import And, Mask, Pattern
 from ..patterns.positions import Causal
 from .next_token import Sampling
+from .speculation import from_model, from_text, verified
 
 READOUT_TOKENS = 4096  # `loss` computes the logits of this many tokens at a time
 
@@ -145,16 +146,19 @@ class LongNetLM(nn.Module):
         sums = [checkpoint(summed_loss, x, y, use_reentrant=False) for x, y in pairs]
         return torch.stack(sums).sum() / (num_targets or targets.numel())
 
-    def caches(self, batch_size: int = 1, *, max_length: int | None = None) -> list[KVCache]:
+    def caches(
+        self, batch_size: int = 1, *, max_length: int | None = None, rollback: int = 0
+    ) -> list[KVCache]:
         """Returns an empty `KVCache` for each block, for `batch_size` texts.
 
-        `max_length`: tokens of the sequence, if the pattern needs them.
+        `max_length`: tokens of the sequence, if the pattern needs them. `rollback`: as `KVCache`.
         """
         with suppress(ValueError):  # raised for patterns that depend on the sequence's length
             self.pattern.live_keys(1, num_heads=self.num_heads)
             max_length = None
         sizes = batch_size, self.num_heads, self.embedding.embedding_dim // self.num_heads
-        return [KVCache(self.pattern, *sizes, max_length=max_length) for _ in self.blocks]
+        limits: dict[str, Any] = {"max_length": max_length, "rollback": rollback}
+        return [KVCache(self.pattern, *sizes, **limits) for _ in self.blocks]
 
     def cache_bytes(self, caches: Sequence[KVCache]) -> tuple[int, int]:
         """Returns the caches' bytes, and the bytes of all keys and values if none were evicted."""
@@ -164,18 +168,24 @@ class LongNetLM(nn.Module):
         return sum(cache.nbytes for cache in caches), full
 
     @torch.no_grad()
-    def next_logits(self, tokens: Tensor, caches: Sequence[KVCache]) -> Tensor:
+    def next_logits(
+        self, tokens: Tensor, caches: Sequence[KVCache], *, tree: Sequence[int] | None = None
+    ) -> Tensor:
         """Adds tokens int64 [B, N] to the caches, and scores the next token: [B, vocab_size].
 
-        The tokens follow the tokens that the caches hold. `self.caches` makes caches.
+        The tokens follow the tokens that the caches hold. `self.caches` makes caches. With `tree`,
+        they are one text's draft, as in `KVCache.attend`: scores of what follows each, [N, ...].
 
         Cost: attention to the keys that the N tokens visit.
         """
+        depths = list(range(tokens.shape[1])) if tree is None else [-1]
+        for parent in tree or ():  # behind the depth of the text's end, which parent -1 names
+            depths.insert(-1, depths[parent] + 1)
+        positions = (caches[0].length if caches else 0) + torch.tensor(depths[: tokens.shape[1]])
+        attends: list[Any] = [partial(cache.attend, tree=tree) for cache in caches]
         tokens = tokens.to(self.embedding.weight.device)
-        first = caches[0].length if caches else 0
-        positions = torch.arange(first, first + tokens.shape[1])
-        x = self.hidden(tokens, attend=[cache.attend for cache in caches], positions=positions)
-        return F.linear(x[:, -1], self.embedding.weight)
+        x = self.hidden(tokens, attend=attends, positions=positions)
+        return F.linear(x[:, -1] if tree is None else x[0], self.embedding.weight)
 
     def generate(
         self,
@@ -188,6 +198,7 @@ class LongNetLM(nn.Module):
         stop: Sequence[int] | None = None,
         generator: torch.Generator | None = None,
         caches: Sequence[KVCache] | None = None,
+        draft: "Literal['ngram'] | LongNetLM | None" = None,
     ) -> Iterator[Tensor]:
         """Continues texts token by token, drawing each token from the model's scores.
 
@@ -205,6 +216,8 @@ class LongNetLM(nn.Module):
             generator: random generator on the CPU, for drawing tokens; default torch's global one.
             caches: as returned by `caches`, to inspect or to continue from; they do not contain the
                 last token that was returned. Default: empty, with max_length N + num_tokens.
+            draft: how the next tokens of one text are guessed, which one pass then verifies: from
+                the text so far ("ngram"), or by a smaller model. The tokens stay the same.
 
         Returns: an iterator of int64 [B], on the CPU: the next token of each text, -1 for texts
             that have ended; it stops once all texts have ended.
@@ -248,24 +261,41 @@ class LongNetLM(nn.Module):
                 f"caches must be a KVCache list, one for each of {len(self.blocks)} blocks, got "
                 f"{got}; model.caches() makes them"
             )
-        layer_caches: Sequence[KVCache] = caches
+        if draft is None:
+            scores = self._scores(tokens, caches)
+        else:
+            smaller = isinstance(draft, LongNetLM) and draft.embedding.num_embeddings == vocabulary
+            if not (smaller or draft == "ngram") or tokens.shape[0] != 1:
+                got = arguments.shortened(repr(draft))
+                raise ValueError(
+                    "draft must be None, 'ngram' or a LongNetLM of the same vocab_size, for one "
+                    f"text, got {got} for {tokens.shape[0]}; pass draft=None"
+                )
+            end = tokens.shape[1] + num_tokens
+            guess = from_model(draft, end) if isinstance(draft, LongNetLM) else from_text()
+            scores = verified(self, tokens, caches, guess, num_tokens)
 
         def new_tokens() -> Iterator[Tensor]:
             active = torch.ones(tokens.shape[0], dtype=torch.bool)
             last: list[Tensor] = []
-            fed = tokens
-            for _ in range(num_tokens):
-                token = sampling.draw(self.next_logits(fed, layer_caches), generator)
-                yield token.where(active, -1)
-                fed = token[:, None]
-                if stop is not None:
-                    last = [*last, token][-len(stop) :]
-                    if len(last) == len(stop):
-                        active &= (torch.stack(last, 1) != torch.tensor(stop)).any(1)
-                    if not active.any():
-                        return
+            token = None
+            with closing(scores):
+                for _ in range(num_tokens):
+                    token = sampling.draw(scores.send(token), generator)
+                    yield token.where(active, -1)
+                    if stop is not None:
+                        last = [*last, token][-len(stop) :]
+                        if len(last) == len(stop):
+                            active &= (torch.stack(last, 1) != torch.tensor(stop)).any(1)
+                        if not active.any():
+                            return
 
         return new_tokens()
+
+    def _scores(self, tokens: Tensor, caches: Sequence[KVCache]) -> Generator[Tensor, Any, None]:
+        """Yields the scores of each next token, [B, vocab_size]; is sent the token [B] drawn."""
+        while True:
+            tokens = (yield self.next_logits(tokens, caches))[:, None]
 
 
 def _causal(pattern: Pattern) -> Pattern:
