@@ -20,6 +20,7 @@ from .cases import (
 from .decoding import batches, decoding
 from .drafts import drafts
 from .extras import extras
+from .generated import generated
 from .gigapath import gigapath
 from .lists import lists
 from .modules import converted, hierarchical, modules
@@ -47,6 +48,7 @@ CASES = {
     "prefill": prefill,
     "proposals": proposals,
     "drafts": drafts,
+    "generated": generated,
     "extras": extras,
     "selection": selection,
     "selection-decoding": selection_decoding,
