@@ -54,7 +54,8 @@ def generated(quick: bool) -> list[Row]:
         rows.append({
             "draft": name, "temperature": temperature, "prompt": len(prompt), "new": _NEW,
             "loss": run.validation_loss, "bytes_per_pass": _NEW / counts[name, temperature],
-            "bytes_per_s": _NEW / sorted(seconds)[len(seconds) // 2], **spread_of([1000 * x for x in seconds]),
+            "bytes_per_s": _NEW / sorted(seconds)[len(seconds) // 2],
+            **spread_of([1000 * x for x in seconds]),
             "same": texts[name, temperature] == plain,
         })  # fmt: skip
     return rows
