@@ -76,7 +76,8 @@ def refuse_options(
 ) -> None:
     """Raises ValueError, TypeError for a name of no option, if `others` are not among `options`.
 
-    `reasons`: why `verb` does not take other options of `attention`, by name or by `Option.by`.
+    `reasons`: why `verb` does not take other options of `attention`, by name or by `Option.by`, and
+    what to do, after a semicolon, where leaving the option out would change the result.
     """
     for name in others:
         if name in options:
@@ -84,7 +85,8 @@ def refuse_options(
         by = OPTIONS[name].by if name in OPTIONS else ""
         if by or name in reasons:
             why = reasons.get(name) or reasons.get(by) or f"it has a number for each {by}"
-            raise ValueError(f"{verb} takes no {name}: {why}; leave it out")
+            way_out = "" if ";" in why else "; leave it out"
+            raise ValueError(f"{verb} takes no {name}: {why}{way_out}")
         names = ", ".join(options)
         raise TypeError(f"{verb} has no option {shortened(name)}; its options are {names}")
 

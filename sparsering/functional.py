@@ -13,13 +13,17 @@ from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.arguments import checked_flag
 from .patterns.selected import has_lists, selections_of
 
-_ELSEWHERE = {  # what stands here for options of other libraries
-    "attn_mask": "the pattern says which pairs attend, such as Dense(mask)",
-    "block_mask": "the pattern says which blocks attend, such as Blocks(active, 128)",
-    "is_causal": "Causal() is a pattern",
-    "window_size": "SlidingWindow(left, right) is a pattern",
-    "score_mod": "softcap, distance_bias and block_bias change scores",
-    "dropout": "its name is dropout_p",
+_ELSEWHERE = {  # what to write here for options of other libraries
+    "attn_mask": "the pattern says which pairs attend; pass pattern=Dense(mask) for a bool mask, "
+    "and distance_bias for a bias by distance",
+    "block_mask": "the pattern says which pairs attend; pass pattern=from_mask_mod(mask_mod), or "
+    "Blocks(active, 128) for whole blocks",
+    "is_causal": "causality is a pattern; pass pattern=Causal(), or pattern & Causal()",
+    "window_size": "a window is a pattern; pass pattern=SlidingWindow(left, right)",
+    "score_mod": "functions of scores are not supported; softcap, distance_bias and block_bias are "
+    "what changes scores here",
+    "dropout": "its name is dropout_p; write dropout_p=",
+    "enable_gqa": "key and value may have fewer heads than query as they are; leave it out",
 }
 
 
@@ -47,7 +51,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    pattern: Pattern,
+    pattern: Pattern = None,  # type: ignore[assignment]  # so that options of others are named
     *,
     scale: float | None = None,
     q_start: int | None = None,
@@ -75,7 +79,7 @@ def attention(
         query: [B, Hq, Nq, D], any strides.
         key: [B, Hkv, Nk, D], Hq a multiple of Hkv.
         value: [B, Hkv, Nk, Dv].
-        pattern: a mask or a mixture.
+        pattern: a mask or a mixture; it has no default.
         scale: factor of the scores, default D ** -0.5.
         q_start: position of the first query, default Nk - Nq: the last query is at the last key.
         block_size: tokens per tile, a multiple of 16 from 16 to 256; default as measured by

@@ -18,8 +18,8 @@ from .patterns.varlen_mask import Varlen
 _OPTIONS = ("scale", "block_size", *ANYWHERE, "return_lse", "backend")
 _REFUSED = {  # why `attention_varlen` does not take other options of `attention`
     "q_start": "each document's last query is aligned with its last key",
-    "block": "a caller cannot know the order of the documents' blocks",
-    "slot": "a selection lists blocks for the rows of one sequence, not of documents",
+    "block": "a caller cannot know the order of the documents' blocks; call attention for each",
+    "slot": "a selection lists blocks for one sequence's rows; call attention for each document",
 }
 
 

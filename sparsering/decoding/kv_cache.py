@@ -30,8 +30,8 @@ from .steps import NewTokens, attend_page, attend_spans, empty_results, fits_pag
 _OPTIONS = ("backend", "scale", "block_size", *ANYWHERE)
 _REFUSED = {  # why `attend` does not take other options of `attention`, by name or by their kind
     "q_start": "the cache knows the positions of its tokens",
-    "block": "it needs the blocks of a whole sequence",
-    "slot": "it needs the rows of a whole sequence",
+    "block": "it needs the blocks of a whole sequence; call attention on all tokens",
+    "slot": "it needs the rows of a whole sequence; call attention on all tokens",
 }
 
 

@@ -30,8 +30,8 @@ from .wire import Wire
 REFUSED = {  # why a ring does not take other options of `attention`
     "q_start": "each rank's queries and keys are of the same tokens",
     "block_size": "the plan chooses the blocks",
-    "block": "it needs the blocks of a whole sequence",
-    "slot": "it needs the rows of a whole sequence",
+    "block": "it needs the blocks of a whole sequence; call attention in one process",
+    "slot": "it needs the rows of a whole sequence; call attention in one process",
 }
 
 

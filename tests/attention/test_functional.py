@@ -467,12 +467,17 @@ def test_a_result_changes_in_place_and_only_its_backward_may_raise(backend: str,
 
 def test_options_of_other_libraries_are_named_with_what_to_write():
     names = {
-        "attn_mask": "such as Dense.mask.", "is_causal": r"Causal\(\) is a pattern",
-        "window_size": r"SlidingWindow\(left, right\)", "dropout": "its name is dropout_p",
-        "score_mod": "softcap, distance_bias and block_bias", "block_mask": r"Blocks\(active, 12",
+        "attn_mask": r"pass pattern=Dense\(mask\)", "is_causal": r"pass pattern=Causal\(\), or",
+        "window_size": r"pass pattern=SlidingWindow\(left, right\)", "dropout": "write dropout_p=",
+        "score_mod": "softcap, distance_bias and block_bias", "block_mask": r"from_mask_mod\(mask",
+        "enable_gqa": "as they are; leave it out",
     }  # fmt: skip
     for name, told in names.items():
-        with pytest.raises(ValueError, match=f"attention takes no {name}: .*{told}.*; leave it"):
-            sr.attention(**tensors(), pattern=sr.Causal(), **{name: None})
+        for pattern in ({"pattern": sr.Causal()}, {}):  # their own calls have no pattern
+            with pytest.raises(ValueError, match=f"attention takes no {name}: .*{told}") as error:
+                sr.attention(**tensors(), **pattern, **{name: None})
+            assert ("leave it out" in str(error.value)) == (name == "enable_gqa")
+    with pytest.raises(TypeError, match=r"a sparsering pattern such as Causal\(\), got NoneType"):
+        sr.attention(**tensors())
     with pytest.raises(TypeError, match="attention has no option scales; its options are scale, q"):
         sr.attention(**tensors(), pattern=sr.Causal(), scales=1.0)
