@@ -257,8 +257,8 @@ DEFECTS = {
     "a constant of graphs is a list": (
         "ways",
         "kernels/triton/call.py",
-        "found = () if find_spec",
-        "found: Any = [] if find_spec",
+        'return (*found, "it needs a GPU (TRITON_INTERPRET=1 tries its kernels without one)")',
+        'return [*found, "it needs a GPU"]',
         "found = [*_machine_reasons(tuple({x.device.index for x in tensors if x.is_cuda}) or (None,))]",  # noqa: E501
         "found: Any = _machine_reasons((None,))",
     ),
