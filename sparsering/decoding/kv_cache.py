@@ -12,7 +12,14 @@ from ..call_recipe import Inputs, recipe_of
 from ..extras import ANYWHERE, refuse_options
 from ..layouts.compile import BLOCK_SIZES
 from ..layouts.lifetimes import last_visits, own_length
-from ..layouts.lookahead import Tokens, first_ahead, hides_later_keys, next_end
+from ..layouts.lookahead import (
+    PAGE,
+    Tokens,
+    first_ahead,
+    hides_later_keys,
+    is_causal_page,
+    next_end,
+)
 from ..patterns.algebra import Pattern, check_fits
 from ..patterns.arguments import (
     MOST_TOKENS,
@@ -106,6 +113,8 @@ class KVCache:
         self.pattern = pattern
         self._state = CacheState(pattern, *sizes, histories)
         self._looks_back = hides_later_keys(pattern)
+        # (page, entry or 0) of calls whose tokens see no later key
+        self._causal_pages: set[tuple[int, int]] = set()
         if total is not None:
             check_fits(pattern, self._state.frame(0, 0))
         self._first_kind = checked_dtype("dtype", dtype), checks.checked_device(device)
@@ -435,9 +444,18 @@ class KVCache:
 
     def _check_later_keys(self, new: list[int]) -> None:
         """Raises ValueError if one of `new[i]` more tokens of entry i sees a key after them."""
-        for entry, (begin, n) in enumerate(zip(self.lengths, new, strict=True)):
-            tokens, end = self._tokens(entry), begin + n
+        calls: dict[Any, int] = {}  # entries of equal calls are asked once
+        by_entry, known = self.pattern.num_batches() is not None, self._causal_pages
+        for entry, call in enumerate(zip(self.lengths, new, strict=True)):
+            calls.setdefault((*call, entry) if by_entry else (*call, 0), entry)
+        for (begin, n, key), entry in calls.items():
+            end = begin + n
+            pages = {(begin // PAGE, key), (max(begin, end - 1) // PAGE, key)}
+            if pages <= known and end - begin <= PAGE:
+                continue
+            tokens = self._tokens(entry)
             if not (pair := first_ahead(self.pattern, begin, end, tokens)):
+                known |= {x for x in pages if is_causal_page(self.pattern, x[0], tokens)}
                 continue
             way_out = "give the cache max_length, and let the call end there"
             if (later := self._next_end(entry, begin, end)) is not None:

@@ -22,7 +22,8 @@ from .tiles import Axis, Origin, TilePairs
 _TILE, _SPLIT = 1 << 10, 1 << 10  # positions in the smallest tile; parts of each larger tile
 _MOST_KEYS = 1 << 20  # keys that are examined one by one in a sequence without end
 _MOST_ENDS = 64  # ends that `next_end` tries before it says that there is none
-_PAGE = 128  # queries for which `is_causal_near` is known at once
+PAGE = 128
+"""Queries of which it is known at once whether none sees a later key."""
 
 
 class Tokens(NamedTuple):
@@ -64,9 +65,9 @@ def first_ahead(
     """
     if begin >= end or end >= sequence.frame.kv_len:
         return ()
-    pages = {begin // _PAGE, (end - 1) // _PAGE}
+    pages = {begin // PAGE, (end - 1) // PAGE}
     near = max(pages) - min(pages) <= 1
-    if near and all(_is_causal_page(pattern, page, sequence) for page in pages):
+    if near and all(is_causal_page(pattern, page, sequence) for page in pages):
         return ()
 
     def build() -> tuple[int, int] | tuple[()]:
@@ -95,11 +96,11 @@ def next_end(pattern: Pattern, begin: int, end: int, sequence: Tokens) -> int | 
     return sequence.total
 
 
-def _is_causal_page(pattern: Pattern, page: int, sequence: Tokens) -> bool:
-    """Whether no query of a page sees a later key, which answers for all calls in the page."""
+def is_causal_page(pattern: Pattern, page: int, sequence: Tokens) -> bool:
+    """Whether no query of a page, `PAGE` queries, sees a later key: an answer for all its calls."""
 
     def build() -> bool:
-        begin, end = page * _PAGE, min((page + 1) * _PAGE, sequence.frame.kv_len)
+        begin, end = page * PAGE, min((page + 1) * PAGE, sequence.frame.kv_len)
         searches = _searches(pattern, sequence, Not(Causal()))
         return not any(search.lowest(begin, end, begin + 1) for search in searches)
 
