@@ -8,12 +8,12 @@ from pathlib import Path
 
 from sparsering.cli.argument_types import positive
 from sparsering.files import replace_file
+from sparsering.plots.figure import require_matplotlib
 
 from . import comparisons, tables
 from .comparisons.ablation import ablation
 from .comparisons.ceiling import TIERS, ceiling
 from .demo import QUICK, RECIPE, demo
-from .plots import require_matplotlib
 from .report.page import report_page
 
 

@@ -17,6 +17,9 @@ from sparsering import __version__
 from sparsering.files import replace_file
 from sparsering.patterns.expression import parse
 from sparsering.patterns.positions import Causal
+from sparsering.plots.attended import patterns_image
+from sparsering.plots.figure import require_matplotlib
+from sparsering.plots.losses import loss_image, speed_image
 from sparsering.training.checkpoint import has_checkpoint
 from sparsering.training.data import Windows
 from sparsering.training.loop import Run, train
@@ -25,7 +28,6 @@ from sparsering.training.recipe import Recipe
 from .html import report_html, table
 from .measure import environment
 from .measure import memory as peak
-from .plots import loss_png, patterns_png, require_matplotlib, speed_png
 from .step_times import StepTime, step_times
 
 RECIPE = Recipe(steps=300, num_layers=2)
@@ -209,15 +211,15 @@ def _images(
         "dense": (dense.attention_seconds, dense.seconds),
     }
     conditions = f"{length:,} bytes, {run.recipe.dtype}, {torch.get_num_threads()} threads"
-    images = {"One training step": speed_png(seconds, title=conditions)}
+    images = {"One training step": speed_image(seconds, title=conditions)}
     for caption, shown, tokens in (
         ("What each query sees in dense attention", Causal(), length),
         ("What each query sees in this model", pattern, length),
         (f"The same, the first {start:,} bytes", pattern, start),
     ):
         panel = [(str(shown), shown, tokens)]
-        images[caption] = patterns_png(panel, num_heads=run.recipe.num_heads)
-    return images | {"Loss over the steps": loss_png(run.metrics, baselines)}
+        images[caption] = patterns_image(panel, num_heads=run.recipe.num_heads)
+    return images | {"Loss over the steps": loss_image(run.metrics, baselines)}
 
 
 def unigram_loss(train: Tensor, windows: Windows) -> float:

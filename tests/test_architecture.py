@@ -32,6 +32,7 @@ ROOMS = {
     "kernels": "layouts patterns dropout numerics files commands rows streams",
     "dispatch": "kernels layouts patterns commands",
     "checks": "layouts patterns numerics",
+    "plots": "layouts patterns commands",
     "extras": "checks dropout patterns",
     "differentiable": "checks patterns numerics streams",
     "pairs": "differentiable checks dropout layouts patterns",
@@ -72,6 +73,7 @@ OPTIONAL = {
     "transformers": ("integrations/transformers", "cli/trying"),
     "triton": "kernels/triton",
     "safetensors": "training",
+    "matplotlib": "plots",
 }
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import html
 import io
 import os
 import re
@@ -61,9 +62,50 @@ def test_a_bad_pattern_is_one_line_and_nothing_is_written(tmp_path, capsys, monk
     assert [p.name for p in tmp_path.iterdir()] == ["p.png"]
 
 
-def test_a_plot_goes_to_a_png_file(tmp_path, capsys):
-    assert run("plot", "Causal()", "--length", 64, "--out", tmp_path / "p.jpg") == 2
-    assert ".png" in capsys.readouterr().err
+def test_an_svg_says_what_it_shows(tmp_path):
+    text, out = "LongNet((16, 64), (1, 4)) & Causal()", tmp_path / "p.SVG"
+    assert run("plot", text, "--length", 128, "--out", out, "--heads", 4) == 0
+    shown = html.unescape(out.read_text())
+    layout = sr.LongNet((16, 64), (1, 4)) & sr.Causal()
+    pairs = layout.layout(128, num_heads=4).num_pairs
+    assert text in shown and "key position (tokens)" in shown and "head 3 of 4" in shown
+    assert f"{pairs:,.0f} pairs a head, {pairs / 128**2:.2%} of all at 128 tokens" in shown
+    for branch in layout.branches:  # the legend
+        share = branch.layout(128, num_heads=4).num_pairs / 128**2
+        assert f"{str(branch)[1:-1]}: {share:.2%}" in shown
+
+
+def test_losses_of_a_run_are_drawn(tmp_path, capsys):
+    train(Recipe(context=64, width=16, num_layers=1, steps=2), tmp_path / "run")
+    assert run("plot", "--losses", tmp_path / "run", "--out", tmp_path / "p.svg") == 0
+    shown = (tmp_path / "p.svg").read_text()
+    assert "training" in shown and "validation" in shown and "loss (nats per byte)" in shown
+    assert run("plot", "--losses", tmp_path, "--out", tmp_path / "q.svg") == 2
+    assert "got no such file; pass train's --out" in capsys.readouterr().err
+    assert not (tmp_path / "q.svg").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("Causal()", "--length", 64, "--out", "p.jpg"), ".png or .svg file, got p.jpg"),
+        (("Causal()", "--out", "p.png"), "pass --length"),
+        (("--out", "p.png"), "expected a pattern, or --losses"),
+        (("Causal()", "--losses", "run", "--out", "p.png"), "expected a pattern, or --losses"),
+    ],
+)
+def test_a_bad_plot_is_one_line(capsys, options, message):
+    assert run("plot", *options) == 2
+    line = capsys.readouterr().err
+    assert message in line and line.count("\n") == 1
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert run("plot", "Causal()", "--length", 64, "--out", tmp_path / "p.png") == 2
+    line = capsys.readouterr().err
+    assert "drawings need matplotlib" in line and "install 'sparsering[plots]'" in line
+    assert line.count("\n") == 1 and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("length", ["0", "-3", "many"])

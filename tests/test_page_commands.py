@@ -60,7 +60,8 @@ COMMANDS = [
         FINISHED,
     ),
     Command(r"sparsering generate .*"),
-    Command(r"sparsering plot .*", writes="window.png"),
+    Command(r"sparsering plot .* --out window\.png", writes="window.png"),
+    Command(r"sparsering plot --losses runs/mine .*", writes="losses.svg"),
     Command(r"sparsering try .*", "--length 256 --seconds 1"),
     Command(
         r"python examples/train_packed\.py --steps 100",

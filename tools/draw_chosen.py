@@ -13,9 +13,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from benchmarks.plots import DENSE, SPARSE, new_figure, png
 from benchmarks.selection import recall
 from benchmarks.selection.models import TokenModel
+from sparsering.plots.figure import DENSE, SPARSE, image, new_figure
 from sparsering.selection import BlockScorer, top_tokens
 
 SEED = 0
@@ -72,4 +72,4 @@ if __name__ == "__main__":
     rows = (asked >= 0).nonzero()[:, 0]
     found = (listed[rows] == asked[rows, None]).any(1).float().mean()
     print(f"{found:.0%} of {len(rows)} questions have their value among {listed.shape[1]} tokens")
-    Path(sys.argv[1]).write_bytes(png(picture(listed, asked)))
+    Path(sys.argv[1]).write_bytes(image(picture(listed, asked)))

@@ -8,8 +8,9 @@ import json
 import sys
 from pathlib import Path
 
-from benchmarks.plots import decoding_png, kept_png
+from benchmarks.plots import decoding_png
 from sparsering import Causal, LongNet
+from sparsering.plots.attended import kept_image
 
 PATTERN = LongNet((64, 256), (1, 4)) & Causal()
 LENGTHS = (180, 250, 280)
@@ -27,7 +28,7 @@ def main(record: Path, out: Path) -> None:
     processor = f"{told['environment']['threads']} threads of {told['environment']['processor']}"
     title = f"One token after another, {rows[0]['heads']} heads, D 64, float32; {processor}"
     (out / "decoding.png").write_bytes(decoding_png(rows, title=title))
-    (out / "kept.png").write_bytes(kept_png(PATTERN, LENGTHS, num_heads=4, title=TITLE))
+    (out / "kept.png").write_bytes(kept_image(PATTERN, LENGTHS, num_heads=4, title=TITLE))
 
 
 if __name__ == "__main__":

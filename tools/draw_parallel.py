@@ -6,9 +6,9 @@ The layers are those of the page's script: 65,536 tokens over 4 ranks, zigzag, o
 import sys
 from pathlib import Path
 
-from benchmarks.report.traffic import traffic_png
 from sparsering import Causal, SlidingWindow
 from sparsering.distributed import RingPlan
+from sparsering.plots.traffic import traffic_image
 
 TOKENS, RANKS, ROW_BYTES = 65_536, 4, 2 * 32 * 4  # a row: key and value, head dim 32, float32
 LAYERS = {
@@ -22,4 +22,4 @@ if __name__ == "__main__":
         for caption, pattern in LAYERS.items()
     }
     panels = [(caption, plan.tokens, ROW_BYTES) for caption, plan in plans.items()]
-    Path(sys.argv[1]).write_bytes(traffic_png(panels))
+    Path(sys.argv[1]).write_bytes(traffic_image(panels))

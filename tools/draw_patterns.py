@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from benchmarks.plots import patterns_png
 from sparsering import Causal, GlobalTokens, LongNet, RandomBlocks, SlidingWindow
+from sparsering.plots.attended import patterns_image
 
 TOKENS = 4096
 PANELS = [
@@ -18,4 +18,4 @@ PANELS = [
 ]
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_bytes(patterns_png(PANELS, columns=len(PANELS)))
+    Path(sys.argv[1]).write_bytes(patterns_image(PANELS, columns=len(PANELS)))

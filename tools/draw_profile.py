@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from benchmarks.measure import of_ranks
-from benchmarks.plots import DENSE, GREY, SPARSE, new_figure, png
 from sparsering import Causal, SlidingWindow
 from sparsering.distributed import ring_attention
+from sparsering.plots.figure import DENSE, GREY, SPARSE, image, new_figure
 
 TOKENS = 32_768
 ROWS = {
@@ -62,4 +62,4 @@ if __name__ == "__main__":
     found = of_ranks(spans, 2)
     for row in ROWS:
         print(row, f"{sum(end - begin for name, begin, end in found if name == row):.1f} ms")
-    Path(sys.argv[1]).write_bytes(png(picture(found)))
+    Path(sys.argv[1]).write_bytes(image(picture(found)))

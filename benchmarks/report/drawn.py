@@ -7,12 +7,12 @@ import torch
 
 from sparsering.distributed import RingPlan
 from sparsering.patterns.expression import parse
+from sparsering.plots.traffic import traffic_image
 
 from ..html import image_html
 from ..measure import Row
 from ..plots import lengths_png, roofline_png, thumbnail_png
 from .columns import share, short, size
-from .traffic import traffic_png
 
 
 def lengths_html(rows: Sequence[Row], column: str) -> list[str]:
@@ -85,6 +85,6 @@ def ring_html(rows: Sequence[Row]) -> list[str]:
         caption = f"{row['ranks']} ranks, {row['tokens']:,} tokens, sharding: {kind}"
         row_bytes = 2 * row["head_dim"] * torch.float32.itemsize
         alt = f"Who sends what to whom, {row['known']}: {caption}; senders down, receivers right."
-        png = traffic_png([(caption, plan.tokens, row_bytes)], panel_width=3.8)
+        png = traffic_image([(caption, plan.tokens, row_bytes)], panel_width=3.8)
         pictures.append(picture_html(png, alt))
     return pictures

@@ -9,8 +9,9 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+from sparsering.plots.figure import DENSE, GREY, SPARSE, image, new_figure, short_count
+
 from ..measure import Row
-from ..plots import DENSE, GREY, SPARSE, new_figure, png, short_count
 
 GREEN, VIOLET, YELLOW, DARK = "#5aa469", "#8e6bbf", "#c99a2e", "#4a4e57"
 STYLES = {
@@ -67,7 +68,7 @@ def lengths_png(rows: Sequence[Row]) -> bytes:
     axes.set_xlabel("tokens; trained at 512, 4 blocks of 16 to a question throughout", fontsize=9)
     axes.set_ylabel("right answers", fontsize=9)
     axes.legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return png(figure)
+    return image(figure)
 
 
 def captured_png(rows: Sequence[Row]) -> bytes:
@@ -86,7 +87,7 @@ def captured_png(rows: Sequence[Row]) -> bytes:
         axes.set_title(f"{who}, blocks of {size[1]}", fontsize=9)
     figure.axes[0].set_ylabel("captured softmax mass", fontsize=9)
     figure.axes[-1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return png(figure)
+    return image(figure)
 
 
 def switched_png(rows: Sequence[Row]) -> bytes:
@@ -104,7 +105,7 @@ def switched_png(rows: Sequence[Row]) -> bytes:
         axes.set_xlabel("share of the causal pairs", fontsize=9)
         axes.set_title(title, fontsize=9)
     figure.axes[-1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.5))
-    return png(figure)
+    return image(figure)
 
 
 PICTURES: dict[str, tuple[str, Callable[[Sequence[Row]], bytes]]] = {

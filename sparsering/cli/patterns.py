@@ -1,19 +1,24 @@
-"""The commands that draw and tune a pattern: `plot`, `tune`."""
+"""The commands that draw a pattern or a run's losses, and tune a pattern: `plot`, `tune`."""
 
 import argparse
 from pathlib import Path
 
 from .argument_types import DTYPE, PATTERN, Commands, positive
 
+_LONGEST_TITLE = 400  # characters
+
 
 def add_commands(commands: Commands) -> None:
     """Adds `plot` and `tune` to the command line's parser."""
-    plot = commands.add_parser("plot", help="draw a pattern")
+    plot = commands.add_parser("plot", help="draw a pattern, or the losses of a training run")
     plot.set_defaults(run=_plot)
     add = plot.add_argument
-    add("pattern", help=PATTERN)
-    add("--length", type=positive, required=True, help="tokens of the sequence")
-    add("--out", type=Path, required=True, help="PNG file to write")
+    add("pattern", nargs="?", help=PATTERN)
+    add("--length", type=positive, help="tokens of the sequence")
+    add(
+        "--losses", type=Path, metavar="RUN", help="folder of a run of train, in place of a pattern"
+    )
+    add("--out", type=Path, required=True, help="image to write, .png or .svg")
     add("--block-size", type=positive, default=128, help="tokens of a block")
     drawn = "heads of the layout, up to 4 drawn"
     add("--heads", "--num-heads", type=positive, default=1, help=drawn)
@@ -36,16 +41,35 @@ def add_commands(commands: Commands) -> None:
 
 def _plot(arguments: argparse.Namespace) -> int:
     from ..files import replace_file
-    from ..layouts.drawing import picture
-    from ..patterns.expression import parse
+    from ..plots.figure import kind_of, require_matplotlib
 
-    if arguments.out.suffix.lower() != ".png":
-        raise ValueError(f"--out must name a .png file, got {arguments.out}")
-    options = {"num_heads": arguments.heads, "block_size": arguments.block_size}
-    layout = parse(arguments.pattern).layout(arguments.length, **options)
-    replace_file(arguments.out, picture(layout, min(arguments.heads, 4)))
-    share = layout.num_pairs / arguments.length**2
-    print(f"Wrote {arguments.out}: queries downwards, keys to the right, {share:.2%} of all pairs")
+    if (arguments.pattern is None) == (arguments.losses is None):
+        raise ValueError("expected a pattern, or --losses with the folder of a run; pass one")
+    kind = kind_of(arguments.out)
+    require_matplotlib()
+    if arguments.losses is not None:
+        from ..plots.losses import loss_image
+        from ..training.progress import read_metrics
+
+        replace_file(arguments.out, loss_image(read_metrics(arguments.losses), {}, kind=kind))
+        print(f"Wrote {arguments.out}: losses over the steps")
+        return 0
+    from ..patterns.arguments import shortened
+    from ..patterns.expression import parse
+    from ..plots.attended import pattern_image
+
+    if arguments.length is None:
+        raise ValueError("expected the tokens of the sequence; pass --length, such as 8192")
+    content = pattern_image(
+        parse(arguments.pattern),
+        arguments.length,
+        num_heads=arguments.heads,
+        block_size=arguments.block_size,
+        title=shortened(" ".join(arguments.pattern.split()), _LONGEST_TITLE),
+        kind=kind,
+    )
+    replace_file(arguments.out, content)
+    print(f"Wrote {arguments.out}: queries downwards, keys to the right")
     return 0
 
 

@@ -1,8 +1,6 @@
-"""Draws a layout as characters, as a PNG picture, or as a raster of shares of pairs that attend."""
+"""Draws a layout as characters, and counts the shares of pairs that pictures of it show."""
 
 import math
-import struct
-import zlib
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,38 +20,6 @@ def drawing(layout: "BlockLayout", rows: int = 32, columns: int = 64) -> list[st
         return []
     shade = (shares / shares.max().clamp(min=1e-30) * (len(_SHADES) - 1)).ceil().long()
     return ["|" + "".join(_SHADES[x] for x in line) + "|" for line in shade.tolist()]
-
-
-def picture(layout: "BlockLayout", num_heads: int = 1, cells: int = 512) -> bytes:
-    """Draws heads of a layout side by side as a PNG file: darker where more pairs attend."""
-    panels = []
-    for head in range(num_heads):
-        shade = shades(layout, cells, head=head)
-        zoom = max(1, cells // len(shade))
-        shade = shade.repeat_interleave(zoom, 0).repeat_interleave(zoom, 1)
-        panels.append(torch.nn.functional.pad(shade, (1, 1, 1, 1), value=0.5))  # a frame
-    shade = torch.cat(panels, 1)[..., None]
-    pixels = (255 - shade * (255 - torch.tensor([8, 48, 107]))).round().byte()
-    lines = torch.nn.functional.pad(pixels.flatten(1), (1, 0))  # a byte 0 begins each PNG line
-    parts = {
-        b"IHDR": struct.pack(">2I5B", pixels.shape[1], len(pixels), 8, 2, 0, 0, 0),
-        b"IDAT": zlib.compress(bytes(lines.flatten().tolist())),
-        b"IEND": b"",
-    }
-    chunks = (
-        struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
-        for name, data in parts.items()
-    )
-    return b"\x89PNG\r\n\x1a\n" + b"".join(chunks)
-
-
-def shades(layout: "BlockLayout", cells: int, *, head: int = 0) -> Tensor:
-    """Returns how dark each pixel of a picture is, 0 to 1; one with few pairs stays visible."""
-    q_len, step = layout.frame.q_len, max((p.step for p in layout.passes), default=1)
-    if q_len > cells and q_len // step >= 128:
-        cells = min(cells, q_len // step)  # a pixel per `step` or more tokens: no moire
-    shares = pair_shares(layout, cells, head=head)
-    return torch.where(shares > 0, 0.25 + 0.75 * shares.clamp(max=1).pow(0.4), 0)
 
 
 def pair_shares(

@@ -55,6 +55,21 @@ def cut_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
     return records
 
 
+def read_metrics(run: Path) -> list[dict[str, Any]]:
+    """Reads the records of a run's `metrics.jsonl`; ValueError for a folder without usable ones."""
+    path = run / "metrics.jsonl"
+    try:
+        check_file(path, MOST_METRICS_BYTES)
+        if records := list(_records(path.read_bytes().splitlines())):
+            return records
+        found = "a file without records"
+    except FileNotFoundError:
+        found = "no such file"
+    except ValueError as error:
+        found = f"an unusable file: {error}"
+    raise ValueError(f"expected the metrics of a run in {path}, got {found}; pass train's --out")
+
+
 def _records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
     """Parses lines of `metrics.jsonl`; ValueError for JSON that is not a record of a step."""
     for number, line in enumerate(lines, 1):

@@ -4,10 +4,12 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ..plots import new_figure, png, wrapped
+from .figure import image, new_figure, wrapped
 
 
-def traffic_png(panels: Sequence[tuple[str, Tensor, int]], *, panel_width: float = 4.8) -> bytes:
+def traffic_image(
+    panels: Sequence[tuple[str, Tensor, int]], *, panel_width: float = 4.8, kind: str = "png"
+) -> bytes:
     """Draws the traffic of ring attention: senders downwards, receivers to the right.
 
     A darker cell means more rows; all panels share one scale.
@@ -17,6 +19,7 @@ def traffic_png(panels: Sequence[tuple[str, Tensor, int]], *, panel_width: float
             counts them, bytes of a row).
         panel_width: inches of each panel. Cells show numbers if there are at most 8 ranks, or at
             most 4 in panels narrower than 4.8 inches.
+        kind: "png" or "svg".
     """
     figure = new_figure(panel_width * len(panels), panel_width + 0.1)
     legible = 8 if panel_width >= 4.8 else 4
@@ -44,4 +47,4 @@ def traffic_png(panels: Sequence[tuple[str, Tensor, int]], *, panel_width: float
         axes.tick_params(labelsize=7, length=0)
     what = "Keys and values that one layer's forward pass moves, in rows (one token of one head)"
     figure.suptitle(wrapped(what, int(12.5 * panel_width * len(panels))), fontsize=9)
-    return png(figure)
+    return image(figure, kind)
