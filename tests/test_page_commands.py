@@ -144,8 +144,13 @@ def test_extras_that_pages_install_exist():
 def checkout(folder: Path) -> Path:
     """Makes a folder in which commands find the checkout's files and write their own."""
     for path in ROOT.iterdir():
-        if path.name not in ("runs", ".git", "docs"):
+        if path.name not in ("runs", ".git", "docs", ".venv"):
             (folder / path.name).symlink_to(path)
+    (folder / ".venv").mkdir()  # with a stamp newer than the requirements: make installs nothing
+    for path in (ROOT / ".venv").iterdir():
+        if path.name != ".installed":
+            (folder / ".venv" / path.name).symlink_to(path)
+    (folder / ".venv" / ".installed").touch()
     (folder / "my_texts").mkdir()
     (folder / "my_texts" / "text.txt").write_text("a text to learn from. " * 400)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}

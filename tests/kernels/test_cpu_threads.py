@@ -52,7 +52,13 @@ def decodes(pattern: sr.Pattern, dtype: torch.dtype) -> Work:
     def work() -> tuple[Tensor, ...]:
         query, key, value = SHARED[dtype]
         cache = sr.KVCache(
-            pattern, 2, 2, CASE.head_dim, num_heads=4, value_dim=CASE.value_dim, page_size=16
+            pattern & sr.Causal(),
+            2,
+            2,
+            CASE.head_dim,
+            num_heads=4,
+            value_dim=CASE.value_dim,
+            page_size=16,
         )
         ends = (0, 40, *range(41, 49), 50, 59)
         with torch.no_grad():
