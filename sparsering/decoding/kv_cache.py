@@ -451,7 +451,7 @@ class KVCache:
         for (begin, n, key), entry in calls.items():
             end = begin + n
             pages = {(begin // PAGE, key), (max(begin, end - 1) // PAGE, key)}
-            if pages <= known and end - begin <= PAGE:
+            if n == 0 or (pages <= known and n <= PAGE):
                 continue
             tokens = self._tokens(entry)
             if not (pair := first_ahead(self.pattern, begin, end, tokens)):
