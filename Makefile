@@ -57,11 +57,11 @@ $(STAMP): pyproject.toml requirements-dev.txt
 
 # What was stopped goes on; what is finished is not overwritten: `make demo OUT=runs/again` is another.
 demo: $(STAMP) ## train a small LongNet and measure it, 5 minutes; writes runs/demo (OUT=..., ARGS=--quick)
-	$(BIN)/python -m benchmarks demo --out $(or $(OUT),runs/demo) $(ARGS)
+	$(BIN)/sparsering demo --out $(or $(OUT),runs/demo) $(ARGS)
 
 demo-ring: $(STAMP) ## the same over 4 processes that share each text; writes runs/demo-ring (OUT, ARGS)
 	OMP_NUM_THREADS=1 $(BIN)/torchrun --standalone --nproc-per-node 4 \
-		examples/train_over_ranks.py --out $(or $(OUT),runs/demo-ring) $(ARGS)
+		-m sparsering demo-ring --out $(or $(OUT),runs/demo-ring) $(ARGS)
 
 $(DOCS_STAMP): $(STAMP) requirements-docs.txt
 	$(BIN)/python -m pip install -r requirements-docs.txt --constraint requirements-dev.txt

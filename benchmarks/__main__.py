@@ -1,4 +1,4 @@
-"""Runs comparisons (`bench`), tables (`report`), `ablation`, `ceiling` and the demo."""
+"""Runs comparisons (`bench`), tables (`report`), `ablation` and `ceiling`."""
 
 import argparse
 import json
@@ -13,7 +13,6 @@ from sparsering.plots.figure import require_matplotlib
 from . import comparisons, tables
 from .comparisons.ablation import ablation
 from .comparisons.ceiling import TIERS, ceiling
-from .demo import QUICK, RECIPE, demo
 from .report.page import report_page
 
 
@@ -59,12 +58,6 @@ def build_parser() -> argparse.ArgumentParser:
     rates.add_argument("--tier", choices=TIERS, help="measure one tier, in this process")
     rates.add_argument("--quick", action="store_true", help="small sizes, few repeats")
 
-    trained = commands.add_parser(
-        "demo", help="train, measure and report, or go on with that; five minutes"
-    )
-    trained.set_defaults(run=_demo)
-    trained.add_argument("--out", type=Path, default=Path("runs/demo"), help="folder of the report")
-    trained.add_argument("--quick", action="store_true", help="tiny sizes, to try it out")
     return parser
 
 
@@ -92,10 +85,6 @@ def _ablation(arguments: argparse.Namespace) -> int:
 def _ceiling(arguments: argparse.Namespace) -> int:
     print(f"Wrote {ceiling(arguments.out, arguments.tier, arguments.quick)}")
     return 0
-
-
-def _demo(arguments: argparse.Namespace) -> int:
-    return demo(arguments.out, recipe=QUICK if arguments.quick else RECIPE)
 
 
 def _report(arguments: argparse.Namespace) -> int:

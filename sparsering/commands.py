@@ -31,3 +31,9 @@ def install(extra: str) -> str:
 def sparsering(arguments: str) -> str:
     """Returns the shell command `sparsering ARGUMENTS`."""
     return f"{program('sparsering', 'sparsering')} {arguments}"
+
+
+def over_processes(arguments: str, number: int = 4) -> str:
+    """Returns the shell command that runs `sparsering ARGUMENTS` in some processes of a machine."""
+    torchrun = program("torchrun", "torch.distributed.run")
+    return f"{torchrun} --standalone --nproc-per-node {number} -m sparsering {arguments}"

@@ -56,6 +56,7 @@ ROOMS = {
     "commands",
     "training": "distributed models nn planning selection functional layouts patterns files "
     "commands",
+    "demo": "training models plots nn distributed kernels layouts patterns files commands",
     "cli": "",  # the command line takes what a command needs
 }
 ANYTHING = ("cli", "__init__", "__main__")

@@ -162,7 +162,6 @@ def test_bad_options_of_a_long_context_are_errors(tmp_path):
 def test_every_example_is_run():
     tested = Path(__file__).read_text()
     elsewhere = {
-        "train_over_ranks",  # tests/training/test_training_ranks.py
         "plan_training_step",  # tests/planning/test_training_step.py
     }
     names = {path.stem for path in FOLDER.glob("*.py")}

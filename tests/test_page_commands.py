@@ -41,8 +41,13 @@ COMMANDS = [
         "runs/long-context/model/model.safetensors",
         FINISHED,
     ),
-    Command(r"make demo", "ARGS=--quick", "runs/demo/report.html", FINISHED),
-    Command(r"make demo-ring", "ARGS=--quick", "runs/demo-ring/report.txt", FINISHED),
+    Command(r"sparsering demo", "--quick", "runs/demo/report.html", FINISHED),
+    Command(
+        r"torchrun --standalone --nproc-per-node 4 -m sparsering demo-ring",
+        "--quick",
+        "runs/demo-ring/report.txt",
+        FINISHED,
+    ),
     Command(r"sparsering build"),
     Command(r"sparsering info"),
     Command(r"sparsering plan .*"),
@@ -80,6 +85,7 @@ COMMANDS = [
     Command(r"pip install .*", not_run="see test_extras_that_pages_install_exist"),
     Command(
         r"make report|python -m benchmarks report .*",
+        again=FINISHED,
         not_run="a minute of tiny sizes: tests/benchmarks/test_tables.py, slow",
     ),
     Command(r"make (test|fuzz)( SECONDS=3600)?", not_run="these are the tests"),
@@ -218,4 +224,14 @@ def test_commands_of_a_block():
     script = '# a comment\nexport A=1\nB=2 sparsering plan "Causal() & x" \\\n  --tokens 4 # so\n'
     assert list(commands_of(script)) == [({"B": "2"}, "sparsering plan 'Causal() & x' --tokens 4")]
     assert known("sparsering conquer") is None
-    assert known("make demo") is not known("make demo-ring")
+    assert known("sparsering demo") is not known("sparsering demonstrate")
+
+
+def test_make_runs_the_same_demos():
+    for target, command in (
+        ("demo", "sparsering demo --out runs/new --quick"),
+        ("demo-ring", "-m sparsering demo-ring --out runs/new --quick"),
+    ):
+        lines = ["make", "-n", "-o", ".venv/.installed", target, "OUT=runs/new", "ARGS=--quick"]
+        done = subprocess.run(lines, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert " ".join(shlex.split(done.stdout)).endswith(command)

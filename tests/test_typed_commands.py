@@ -16,7 +16,7 @@ from sparsering import commands
 SOURCES = [path for name in ("sparsering", "benchmarks") for path in (ROOT / name).rglob("*.py")]
 TYPED = re.compile(
     r"pip install|python -m|torchrun -|"
-    r"\bsparsering (build|tune|train|plan|generate|plot|try|info)\b"
+    r"\bsparsering (build|tune|train|plan|generate|plot|try|info|demo)\b"
 )
 NAMES = re.compile(  # a program's own name in its messages, and names in records and their pages
     r"(python -m benchmarks(\.\w+)*(: )?)$|record of `|Every candidate of|"
@@ -91,10 +91,15 @@ def test_what_writes_runs_refuses_a_finished_one(module):
     if module in RECORDS:
         return
     written = [*texts(ROOT / module), *texts(ROOT / "sparsering/training/loop.py")]
+    if module == "sparsering/cli/demo.py":
+        written += [*texts(ROOT / "sparsering/demo/trained.py")]
     assert any(FINISHED in text for text in written), f"{module}: refuse a finished run"
-    program = {"sparsering/cli/training.py": "sparsering train", "benchmarks/__main__.py": "make"}
+    program = {
+        "sparsering/cli/training.py": "sparsering train",
+        "sparsering/cli/demo.py": "sparsering demo",
+        "benchmarks/__main__.py": "make",
+    }
     name = program.get(module, Path(module).name.replace(".", r"\."))
-    name = "make demo-ring" if module == "examples/train_over_ranks.py" else name
     assert any(name in x.pattern and x.again for x in COMMANDS), f"no page runs {module}"
 
 

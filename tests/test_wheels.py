@@ -1,5 +1,6 @@
 """Checks of wheels find what they look for: each gets a library or a wheel with one fault."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,21 @@ def test_the_audit_names_symbols_beyond_the_stable_abi(tmp_path):
 def test_the_audit_names_an_instruction_that_a_processor_lacks(tmp_path, name, instruction):
     said = audited(library(tmp_path, name, f'asm volatile("{instruction}");'))
     assert f"beyond its name: {instruction.split()[0]} " in said.replace("\t", " ")
+
+
+def test_the_package_alone_runs_its_demo(tmp_path):
+    """As an installed wheel does: without benchmarks, examples and tools."""
+    shutil.copytree(ROOT / "sparsering", tmp_path / "site" / "sparsering")
+    (tmp_path / "empty").mkdir()
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "sparsering", "demo", "--quick", "--out", "out"],
+        cwd=tmp_path / "empty",
+        env={**os.environ, "PYTHONPATH": str(tmp_path / "site")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "standard library" in (tmp_path / "empty/out/report.html").read_text()
 
 
 @pytest.mark.slow

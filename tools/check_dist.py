@@ -185,6 +185,12 @@ def run_wheel(wheel: Path, folder: Path) -> None:
     command = [python.parent / "sparsering", "info"]
     told = subprocess.run(command, cwd=empty, capture_output=True, text=True, check=True).stdout
     expect(f"{VERSION}\n" in told, f"`sparsering info` says {told.splitlines()[0]}")
+    pins = ["--constraint", str(ROOT / "requirements-dev.txt")]
+    extras = [f"{wheel}[cli,plots]", needs[1]]
+    subprocess.run([python, "-m", "pip", "install", *quiet, *pins, *extras], check=True)
+    command = [python.parent / "sparsering", "demo", "--quick", "--out", folder / "demo"]
+    subprocess.run(command, cwd=empty, check=True)
+    expect((folder / "demo" / "report.html").exists(), "`sparsering demo` wrote no report")
 
 
 def run_libraries(wheel: Path, python: Path) -> None:

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 
 import torch
 
+from sparsering.demo.page import image_html
 from sparsering.distributed import RingPlan
 from sparsering.patterns.expression import parse
 from sparsering.plots.traffic import traffic_image
 
-from ..html import image_html
 from ..measure import Row
 from ..plots import lengths_png, roofline_png, thumbnail_png
 from .columns import share, short, size

@@ -9,7 +9,8 @@ import html
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..html import page_html
+from sparsering.demo.page import page_html
+
 from ..measure import Row
 from .columns import columns_of, error, rows_html, share, short, size
 from .drawn import gallery_html, lengths_html, ring_html, roofline_html

@@ -1,4 +1,4 @@
-"""The command line: `sparsering try | train | generate | plot | plan | info | build | ...`.
+"""The command line: `sparsering try | demo | train | generate | plot | plan | info | build | ...`.
 
 Wrong arguments, missing files or packages, and too little memory print one line to stderr; the
 exit code is then 2.
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
-from . import machine, patterns, planning, training, trying
+from . import demo, machine, patterns, planning, training, trying
 
 # Commands import inside their functions, so that `--help` and wrong options answer at once.
 
@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"sparsering {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    for part in (trying, training, patterns, planning, machine):
+    for part in (trying, demo, training, patterns, planning, machine):
         part.add_commands(commands)
     return parser
 

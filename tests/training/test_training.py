@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -17,9 +18,9 @@ import pytest
 import torch
 
 import sparsering as sr
-from benchmarks.demo import bigram_loss, demo, unigram_loss
-from benchmarks.step_times import TimedAttention
 from sparsering.cli import main
+from sparsering.demo.step_times import TimedAttention
+from sparsering.demo.trained import QUICK, bigram_loss, demo, unigram_loss
 from sparsering.training import Recipe, load_model, loop, read_text, train
 from sparsering.training.checkpoint import load_checkpoint
 from sparsering.training.data import training_window, validation_windows
@@ -363,6 +364,36 @@ def test_a_demo_writes_a_self_contained_report_and_is_not_overwritten(recipe, tm
     with pytest.raises(FileExistsError, match=r"found one of demo; --init .* begins"):
         train(recipe, out, resume=True)  # its report would be of another checkpoint
     assert contents(out) == before
+    capsys.readouterr()
+    assert main(["demo", "--out", str(out)]) == 2
+    line = capsys.readouterr().err
+    assert "which is not overwritten" in line and line.count("\n") == 1
+    assert contents(out) == before
+
+
+def test_a_stopped_demo_names_the_command_that_goes_on(tmp_path, capsys, monkeypatch):
+    def stopped(*arguments, **options):
+        run = train(*arguments, **options, stop_after=2)
+        run.stopped_by = signal.SIGTERM
+        return run
+
+    monkeypatch.setattr("sparsering.demo.trained.train", stopped)
+    out = tmp_path / "a demo"
+    assert main(["demo", "--out", str(out), "--quick"]) == 128 + signal.SIGTERM
+    said = capsys.readouterr().out
+    assert f"Stopped at step 2 of {QUICK.steps}" in said
+    command = shlex.split(said.rpartition("to go on: ")[2])
+    assert command[-4:] == ["demo", "--out", str(out), "--quick"]
+    monkeypatch.undo()
+    assert main(command[command.index("demo") :]) == 0
+    assert (out / "report.html").exists()
+
+
+def test_a_demo_without_matplotlib_trains_nothing(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["demo", "--out", str(tmp_path / "demo"), "--quick"]) == 2
+    assert "install 'sparsering[plots]'" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_demo_that_was_stopped_goes_on(recipe, tmp_path, capsys, monkeypatch):
@@ -373,7 +404,7 @@ def test_a_demo_that_was_stopped_goes_on(recipe, tmp_path, capsys, monkeypatch):
     def stop(run: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("benchmarks.demo.step_times", stop)
+    monkeypatch.setattr("sparsering.demo.trained.step_times", stop)
     with pytest.raises(KeyboardInterrupt):
         demo(out, recipe=recipe)
     assert load_checkpoint(out).step == recipe.steps and not (out / "report.html").exists()

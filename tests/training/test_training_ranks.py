@@ -17,8 +17,9 @@ import pytest
 import torch
 from helpers.ring_workers import Workers, workers_of
 
-from examples import train_over_ranks
+import sparsering as sr
 from sparsering.cli import main
+from sparsering.demo.ring import demo_ring
 from sparsering.training import Recipe, load_model, loop, train
 from sparsering.training.checkpoint import load_checkpoint
 from sparsering.training.ranks import arrange
@@ -299,8 +300,8 @@ def test_processes_that_torchrun_did_not_start_are_told(tmp_path, capsys):
         assert main(["train", "--out", str(tmp_path), *option]) == 2
         line = capsys.readouterr().err
         assert "--nproc-per-node" in line and line.count("\n") == 1
-    with pytest.raises(ValueError, match="make demo-ring"):
-        train_over_ranks.demo_ring(tmp_path)
+    with pytest.raises(ValueError, match="--nproc-per-node 4 -m sparsering demo-ring"):
+        demo_ring(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -328,16 +329,17 @@ def test_the_demo_counts_what_the_plan_says(recipe, tmp_path):
     script, out = tmp_path / "demo.py", tmp_path / "demo"
     script.write_text(
         "from pathlib import Path\n"
-        "from examples.train_over_ranks import demo_ring\n"
+        "from sparsering.demo.ring import demo_ring\n"
         "from sparsering.training.recipe import Recipe\n"
         'if __name__ == "__main__":\n'
         f"    raise SystemExit(demo_ring(Path({str(out)!r}), recipe={recipe!r}))\n"
     )
-    root = str(Path(train_over_ranks.__file__).parent.parent)
+    root = str(Path(sr.__file__).parent.parent)
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": root}
     done = subprocess.run(
         torchrun(2, script), capture_output=True, text=True, timeout=120, env=environment
     )
     assert done.returncode == 0, done.stderr
+    assert (out / "traffic.png").read_bytes().startswith(b"\x89PNG")
     for said in ("one process", "full ring", "peak memory", "the busiest rank", "MiB"):
         assert said in done.stdout

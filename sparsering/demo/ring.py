@@ -1,17 +1,14 @@
 """Trains a small LongNet whose tokens several processes share, and reports what moves.
 
-    torchrun --standalone --nproc-per-node 4 examples/train_over_ranks.py --out runs/demo-ring
+    torchrun --standalone --nproc-per-node 4 -m sparsering demo-ring --out runs/demo-ring
 
-`make demo-ring` runs this. It compares the losses with those of one process, the bytes with the
+It compares the losses with those of one process, the bytes with the
 plan's, and draws who sends what.
 """
 
-import argparse
 import os
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
@@ -20,16 +17,18 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from sparsering.commands import program
-from sparsering.distributed import RingPlan, last_traffic
-from sparsering.distributed.sharding import num_tokens
-from sparsering.files import replace_file
-from sparsering.patterns.positions import Full
-from sparsering.training.checkpoint import has_checkpoint
-from sparsering.training.data import read_text
-from sparsering.training.loop import Run, adamw, autocast, train, training_step
-from sparsering.training.ranks import Ranks, ranks_of_torchrun
-from sparsering.training.recipe import DTYPES, Recipe
+from ..commands import over_processes
+from ..distributed import RingPlan, last_traffic
+from ..distributed.sharding import num_tokens
+from ..files import replace_file
+from ..patterns.positions import Full
+from ..plots.traffic import traffic_image
+from ..training.checkpoint import has_checkpoint
+from ..training.data import read_text
+from ..training.loop import Run, adamw, autocast, train, training_step
+from ..training.ranks import Ranks, ranks_of_torchrun
+from ..training.recipe import DTYPES, Recipe
+from .memory import peak_memory_bytes
 
 RECIPE = Recipe(steps=60, num_layers=2, dtype="float32")
 QUICK = replace(
@@ -62,9 +61,8 @@ def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
     """
     if not dist.is_torchelastic_launched():
         raise ValueError(
-            "expected processes started by torchrun, got a single process; run make demo-ring, or "
-            f"{program('torchrun', 'torch.distributed.run')} --standalone --nproc-per-node 4 "
-            "examples/train_over_ranks.py"
+            "expected processes started by torchrun, got a single process; run "
+            f"{over_processes('demo-ring')}"
         )
     began = time.perf_counter()
     with ranks_of_torchrun(int(os.environ["WORLD_SIZE"]), timeout=TIMEOUT_S) as ranks:
@@ -94,8 +92,9 @@ def demo_ring(out: Path, *, recipe: Recipe = RECIPE) -> int:
         if ranks.leads:
             print("Training the first steps again in one process ...", flush=True)
             lines, code = _report(run, plan, figures)
-            print(*lines, sep="\n")
+            lines += _picture(out, plan, run.recipe)
             replace_file(out / "report.txt", "".join(f"{line}\n" for line in lines).encode())
+            print(*lines, sep="\n")
             print(f"The demo took {time.perf_counter() - began:.0f} s. Written: {out}")
         return ranks.from_leader(code)
 
@@ -177,6 +176,23 @@ def _report(run: Run, plan: RingPlan, figures: list[RankFigures]) -> tuple[list[
     return lines, int(counted != planned or not largest <= TOLERANCE)
 
 
+def _picture(out: Path, plan: RingPlan, recipe: Recipe) -> list[str]:
+    """Draws who sends what to `traffic.png`; returns a line that says so, or what is missing."""
+    head_dim, itemsize = recipe.width // recipe.num_heads, DTYPES[recipe.dtype].itemsize
+    panels = [
+        (pattern_text, tokens, 2 * head_dim * itemsize)  # a row: the key and value of one head
+        for pattern_text, tokens in (
+            (recipe.pattern, plan.tokens),
+            ("Full(): a ring that sends everything", _full_ring(plan).tokens),
+        )
+    ]
+    try:
+        replace_file(out / "traffic.png", traffic_image(panels))
+    except ImportError as error:
+        return [f"No picture of the traffic: {error}."]
+    return [f"Who sends what: {out / 'traffic.png'}"]
+
+
 def _losses_alone(recipe: Recipe) -> tuple[list[float], int | None]:
     """Trains in one process; returns the first losses and the peak memory."""
     text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
@@ -187,21 +203,6 @@ def _losses_alone(recipe: Recipe) -> tuple[list[float], int | None]:
         for step in range(min(COMPARED_STEPS, recipe.steps))
     ]
     return losses, peak_memory_bytes()
-
-
-def peak_memory_bytes() -> int | None:
-    """Returns this process's largest resident memory so far; None if the system does not say.
-
-    On Linux `getrusage` would also count the process that forked this one; VmHWM does not.
-    """
-    with suppress(OSError, StopIteration), open("/proc/self/status") as status:
-        return 1024 * next(int(line.split()[1]) for line in status if line.startswith("VmHWM:"))
-    try:
-        import resource
-    except ImportError:
-        return None
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def _row(widths: tuple[int, ...], *cells: object) -> str:
@@ -216,14 +217,3 @@ def _size(number: float | None) -> str:
         if number >= unit:
             return f"{number / unit:,.1f} {name}"
     return f"{number:,.0f} B"
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/demo-ring"), help="folder to write")
-    parser.add_argument("--quick", action="store_true", help="tiny sizes, to try it out")
-    arguments = parser.parse_args()
-    try:
-        sys.exit(demo_ring(arguments.out, recipe=QUICK if arguments.quick else RECIPE))
-    except (ValueError, OSError) as error:
-        sys.exit(f"train_over_ranks: {error}" if os.environ.get("RANK", "0") == "0" else 1)

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from sparsering.nn.transformer import Attend
-from sparsering.training.loop import Run, adamw, training_step
+from ..nn.transformer import Attend
+from ..training.loop import Run, adamw, training_step
 
 
 class StepTime(NamedTuple):

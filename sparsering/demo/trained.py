@@ -1,33 +1,33 @@
 """Demo: trains a small LongNet model on real text at 16,384 bytes of context and measures it.
 
-Run as `python -m benchmarks demo --out runs/demo`, or by `make demo`.
+Run as `sparsering demo --out runs/demo`.
 """
 
 import math
 import shlex
-import sys
 import time
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from sparsering import __version__
-from sparsering.files import replace_file
-from sparsering.patterns.expression import parse
-from sparsering.patterns.positions import Causal
-from sparsering.plots.attended import patterns_image
-from sparsering.plots.figure import require_matplotlib
-from sparsering.plots.losses import loss_image, speed_image
-from sparsering.training.checkpoint import has_checkpoint
-from sparsering.training.data import Windows
-from sparsering.training.loop import Run, train
-from sparsering.training.recipe import Recipe
-
-from .html import report_html, table
-from .measure import environment
-from .measure import memory as peak
+from .. import __version__
+from ..commands import sparsering
+from ..files import replace_file
+from ..kernels.tuning_file import processor_name
+from ..patterns.expression import parse
+from ..patterns.positions import Causal
+from ..plots.attended import patterns_image
+from ..plots.figure import require_matplotlib
+from ..plots.losses import loss_image, speed_image
+from ..training.checkpoint import has_checkpoint
+from ..training.data import Windows
+from ..training.loop import Run, train
+from ..training.recipe import Recipe
+from .memory import peak_memory_bytes
+from .page import report_html, table
 from .step_times import StepTime, step_times
 
 RECIPE = Recipe(steps=300, num_layers=2)
@@ -51,7 +51,7 @@ def demo(out: Path, *, recipe: Recipe = RECIPE) -> int:
     if report.exists():
         raise FileExistsError(
             f"{out} has a finished demo, which is not overwritten; open {report}, or choose "
-            f"another --out, as in: {_command(out.with_name(out.name + '-2'))}"
+            f"another --out, as in: {_command(out.with_name(out.name + '-2'), recipe)}"
         )
     began = time.perf_counter()
     pattern = parse(recipe.pattern)
@@ -67,9 +67,9 @@ def demo(out: Path, *, recipe: Recipe = RECIPE) -> int:
     begun = has_checkpoint(out)  # by a demo that was stopped, perhaps while it measured
     run = train(recipe, out, resume=begun, command="demo", save_every=50, validate_every=50)
     if run.stopped_by is not None:
-        print(f"Stopped at step {run.step} of {recipe.steps}; to go on: {_command(out)}")
+        print(f"Stopped at step {run.step} of {recipe.steps}; to go on: {_command(out, recipe)}")
         return 128 + run.stopped_by
-    memory = peak("VmHWM") if sys.platform == "linux" else None
+    memory = peak_memory_bytes()
 
     print("Timing the step with this pattern and with dense attention ...", flush=True)
     times = step_times(run)
@@ -101,11 +101,10 @@ def demo(out: Path, *, recipe: Recipe = RECIPE) -> int:
         + (recipe.data or "Python's standard library")
         + f" in windows of {recipe.context:,}. Every figure below was measured in this run."
     )
-    place = environment()
     conditions = (
-        f"Measured {place['date'][:16].replace('T', ' ')} UTC on {place['processor']}, "
-        f"{place['threads']} threads; sparsering {__version__}, torch {place['torch']}. Pattern "
-        f"{recipe.pattern}, seed {recipe.seed}."
+        f"Measured {datetime.now(UTC):%Y-%m-%d %H:%M} UTC on {processor_name()}, "
+        f"{torch.get_num_threads()} threads; sparsering {__version__}, torch {torch.__version__}. "
+        f"Pattern {recipe.pattern}, seed {recipe.seed}."
     )
     title = "A small LongNet, trained and measured"
     page = report_html(title, summary, numbers, images, rows, conditions)
@@ -121,9 +120,10 @@ def demo(out: Path, *, recipe: Recipe = RECIPE) -> int:
     return 0
 
 
-def _command(out: Path) -> str:
+def _command(out: Path, recipe: Recipe) -> str:
     """Returns the shell command that runs the demo, or goes on with it, in the same folder."""
-    return f"{shlex.quote(sys.executable)} -m benchmarks demo --out {shlex.quote(str(out))}"
+    quick = " --quick" if recipe == QUICK else ""
+    return sparsering(f"demo --out {shlex.quote(str(out))}{quick}")
 
 
 def _training_rows(
@@ -212,12 +212,12 @@ def _images(
     }
     conditions = f"{length:,} bytes, {run.recipe.dtype}, {torch.get_num_threads()} threads"
     images = {"One training step": speed_image(seconds, title=conditions)}
-    for caption, shown, tokens in (
-        ("What each query sees in dense attention", Causal(), length),
-        ("What each query sees in this model", pattern, length),
-        (f"The same, the first {start:,} bytes", pattern, start),
+    for caption, text, shown, tokens in (
+        ("What each query sees in dense attention", "Causal()", Causal(), length),
+        ("What each query sees in this model", run.recipe.pattern, pattern, length),
+        (f"The same, the first {start:,} bytes", run.recipe.pattern, pattern, start),
     ):
-        panel = [(str(shown), shown, tokens)]
+        panel = [(text, shown, tokens)]
         images[caption] = patterns_image(panel, num_heads=run.recipe.num_heads)
     return images | {"Loss over the steps": loss_image(run.metrics, baselines)}
 
