@@ -105,8 +105,9 @@ CAUSES = (  # of "no": what an error says, and the sentence of the page
         "Over ranks: it takes no positions, or its layers do not all show what they do.",
     ),
     (
-        "RuntimeError: The size of tensor",
-        "Over ranks: its embeddings read the mask of the whole row; the error is one of shapes.",
+        "scales embeddings by the padding",
+        "Over ranks: its embeddings are scaled by the padding and the masked tokens of the whole "
+        "row.",
     ),
 )
 

@@ -350,3 +350,15 @@ def test_a_sparse_cache_of_a_model_with_cross_attention_is_refused_by_its_layers
     model.set_attn_implementation("sparsering")
     with pytest.raises(NotImplementedError, match="got cross attention in the layers"):
         hf.SparseCache(model)
+
+
+def test_ranks_do_not_share_embeddings_that_need_the_whole_row():
+    """ESM scales them by the share of masked tokens, of which a rank has a part."""
+    from transformers import EsmConfig, EsmModel
+
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = EsmConfig(vocab_size=33, pad_token_id=1, mask_token_id=32, **sizes)
+    with pytest.raises(
+        NotImplementedError, match=r"EsmEmbeddings.* masked tokens of the whole row"
+    ):
+        hf.parallelize(EsmModel(config))

@@ -202,6 +202,11 @@ def reason_against(model: Any, modules: list[Any]) -> str | None:
             return f"{path} ({type(module).__name__}) joins tokens without attention"
         if hasattr(module, "create_position_ids_from_input_ids"):
             return f"{path} ({type(module).__name__}) derives positions from the padding"
+        if _embeds_by_mask(module):
+            return (
+                f"{path} ({type(module).__name__}) scales embeddings by the padding or the masked "
+                "tokens of the whole row"
+            )
     if getattr(config, "trigram_input", False):
         return "its embeddings join neighbouring tokens (trigram_input)"
     if any(part in name for part in _POOLED) or getattr(model, "pooler", None) is not None:
@@ -218,6 +223,14 @@ def reason_against(model: Any, modules: list[Any]) -> str | None:
     if "shared_kv_states" in parameters:
         return "it attends to keys of another model (shared_kv_states)"
     return None
+
+
+def _embeds_by_mask(module: Any) -> bool:
+    """Whether embeddings depend on the attention mask, as ESM's do."""
+    name = type(module).__name__
+    return name.endswith("Embeddings") and (
+        "attention_mask" in inspect.signature(module.forward).parameters
+    )
 
 
 def _towers(model: Any, config: Any) -> tuple[str, ...]:
