@@ -18,6 +18,7 @@ _ALONE = "#08306b"  # of a pattern without branches
 _BRANCHES = ("#1f6f8b", "#d1603d", "#8e6bbf", "#c99a2e", "#5aa469", "#4a4e57", "#b06f9c")
 _MOST_HEADS = 4
 _MOST_IN_LEGEND = 8
+_LONGEST_SIDE = 4  # as a multiple of the other, drawn with square tokens
 _LEGEND_LINE = 0.18  # inches
 _LEGEND = {
     "title": "shares of all pairs; an area with fewer pairs is lighter",
@@ -175,13 +176,17 @@ def draw_layouts(
         extent=(0, frame.kv_len, frame.q_start + frame.q_len, frame.q_start),
         interpolation="nearest",
     )
+    sides = sorted((frame.q_len, frame.kv_len))
+    if sides[1] > _LONGEST_SIDE * sides[0]:  # a thin strip shows nothing
+        axes.set_aspect("auto")
+        axes.set_box_aspect(1)
     axes.set_xlabel("key position (tokens)", fontsize=8)
     axes.set_ylabel("query position (tokens)", fontsize=8)
     axes.tick_params(labelsize=7)
     axes.spines[:].set_color("#cccccc")
     for axis in (axes.xaxis, axes.yaxis):
         low, high = sorted(axis.get_view_interval())
-        ticks = [round(low + i * (high - low) / 4) for i in range(5)]
+        ticks = sorted({round(low + i * (high - low) / 4) for i in range(5)})
         axis.set_ticks(ticks, [short_count(tick) for tick in ticks])
 
 

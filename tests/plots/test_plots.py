@@ -7,7 +7,14 @@ import torch
 from matplotlib.image import imread
 
 import sparsering as sr
-from sparsering.plots.attended import kept_image, pattern_image, patterns_image, shades
+from sparsering.plots.attended import (
+    draw_layouts,
+    kept_image,
+    pattern_image,
+    patterns_image,
+    shades,
+)
+from sparsering.plots.figure import new_figure
 from sparsering.plots.losses import loss_image, speed_image
 from sparsering.plots.traffic import traffic_image
 
@@ -61,6 +68,18 @@ def test_a_legend_of_many_branches_is_cut():
     text = pattern_image(mixture, 64, kind="svg").decode()
     assert "SlidingWindow(8, 0, 1): " in text and "SlidingWindow(9, 0, 1): " not in text
     assert "and 2 more branches" in text
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "box", "ticks"), [(2048, 127, 1, 5), (2, 4096, 1, 3), (60, 120, None, 5)]
+)
+def test_rectangles_are_no_thin_strips(queries, keys, box, ticks):
+    axes = new_figure(4, 4).add_subplot()
+    draw_layouts(axes, [sr.Full().layout(queries, keys)])
+    assert axes.get_box_aspect() == box
+    assert (axes.get_aspect() == "auto") == (box == 1)
+    assert len(axes.get_yticks()) == ticks
+    assert axes.get_ylim() == (keys, keys - queries) and axes.get_xlim() == (0, keys)
 
 
 def test_a_large_picture_is_small_and_keeps_rare_pairs():
