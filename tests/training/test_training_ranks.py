@@ -305,6 +305,17 @@ def test_processes_that_torchrun_did_not_start_are_told(tmp_path, capsys):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_says_that_a_demo_is_finished(rank, tmp_path, capsys, monkeypatch):
+    def refuse(out: Path, recipe: Recipe) -> int:
+        raise FileExistsError(f"{out} has a finished demo, which is not overwritten")
+
+    monkeypatch.setattr("sparsering.demo.ring.demo_ring", refuse)
+    monkeypatch.setenv("RANK", str(rank))
+    assert main(["demo-ring", "--out", str(tmp_path)]) == 2
+    assert ("which is not overwritten" in capsys.readouterr().err) == (rank == 0)
+
+
 def test_processes_and_windows_must_be_shared_out_evenly(two, recipe, tmp_path):
     with pytest.raises(AssertionError, match="multiple of --sequence-parallel 3, got 2"):
         run(two, recipe, tmp_path, 3)
