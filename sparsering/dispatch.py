@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .commands import install
-from .kernels import cpu, gather, reference, triton
+from .kernels import cpu, gather, reference, torch_sparse, triton
 from .kernels.problem import Gradients, Problem
 from .kernels.triton import configs
 from .layouts.compile import chosen_block_size
@@ -37,6 +37,7 @@ class Backend(NamedTuple):
     # returns None for patterns that it does not support.
     selected_layout: Callable[..., BlockLayout | None] | None = None
     runs_lists: bool = False  # True if it computes `Problem.lists`
+    only_named: bool = False  # True if it runs only calls that name it
 
 
 def _no_float64(*tensors: Tensor) -> list[str]:
@@ -59,8 +60,12 @@ BACKENDS: dict[str, Backend] = {
         runs_lists=True,
     ),
     "reference": Backend(_no_float64, None, None, reference.EXTRAS),
+    "torch_sparse": Backend(
+        torch_sparse.reasons, torch_sparse.forward, torch_sparse.backward, torch_sparse.EXTRAS,
+        only_named=True,
+    ),
 }  # fmt: skip
-"""All backends, in order of preference."""
+"""All backends, in order of preference; those that run only when named are last."""
 
 
 def backends() -> dict[str, list[str]]:
@@ -100,6 +105,8 @@ def choose(
 
 def is_default(name: str, pattern: Pattern | None = None) -> bool:
     """True if a backend may be chosen by default; never triton if its interpreter would run."""
+    if BACKENDS[name].only_named:
+        return False
     slow = pattern is not None and has_lists(pattern) and not BACKENDS[name].runs_lists
     return not (name == "triton" and (slow or triton.interpreting()))
 
