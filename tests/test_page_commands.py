@@ -232,6 +232,7 @@ def test_make_runs_the_same_demos():
         ("demo", "sparsering demo --out runs/new --quick"),
         ("demo-ring", "-m sparsering demo-ring --out runs/new --quick"),
     ):
-        lines = ["make", "-n", "-o", ".venv/.installed", target, "OUT=runs/new", "ARGS=--quick"]
+        lines = ["make", "--no-print-directory", "-n", "-o", ".venv/.installed", target]
+        lines += ["OUT=runs/new", "ARGS=--quick"]
         done = subprocess.run(lines, cwd=ROOT, capture_output=True, text=True, check=True)
         assert " ".join(shlex.split(done.stdout)).endswith(command)
