@@ -6,9 +6,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from sparsering.cli.argument_types import positive
+from sparsering.cli.argument_types import add_quiet, positive
 from sparsering.files import replace_file
 from sparsering.plots.figure import require_matplotlib
+from sparsering.progress import showing
 
 from . import comparisons, tables
 from .comparisons.ablation import ablation
@@ -25,6 +26,7 @@ def build_parser() -> argparse.ArgumentParser:
         "bench", help="time the backends, dense attention and FlexAttention"
     )
     bench.set_defaults(run=_bench)
+    add_quiet(bench)
     bench.add_argument("--out", type=Path, required=True, help="folder of the record")
     bench.add_argument("--quick", action="store_true", help="small sizes, few repeats")
     bench.add_argument("--only", choices=comparisons.CASES, help="one comparison, by its record")
@@ -34,6 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
         help="run the tables of the prior documents again, or the rest; writes one HTML page",
     )
     report.set_defaults(run=_report)
+    add_quiet(report)
     report.add_argument(
         "--out", type=Path, default=Path("runs/report"), help="folder of the page and the records"
     )
@@ -65,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0; 1 where a table failed; 2 for a finished run."""
     arguments = build_parser().parse_args(argv)
     try:
-        return int(arguments.run(arguments))
+        with showing("nothing" if getattr(arguments, "quiet", False) else "bars and lines"):
+            return int(arguments.run(arguments))
     except (FileExistsError, ImportError) as error:
         print(f"python -m benchmarks: {error}", file=sys.stderr)
         return 2
@@ -99,12 +103,7 @@ def _report(arguments: argparse.Namespace) -> int:
         json.loads(path.read_bytes()) if path.exists() else None
         for path in (arguments.gpu_record, Path(__file__).parent / "records" / "ablation.json")
     )
-    records = tables.measure_tables(
-        arguments.out,
-        quick=arguments.quick,
-        seconds=arguments.seconds,
-        say=lambda line: print(line, flush=True),
-    )
+    records = tables.measure_tables(arguments.out, quick=arguments.quick, seconds=arguments.seconds)
     replace_file(page, report_page(records, gpu, parts).encode())
     print(f"Report: {page}")
     if failed := tables.failed(arguments.out):

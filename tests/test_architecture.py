@@ -23,13 +23,14 @@ ROOMS = {
     "commands": "",
     "files": "",
     "numerics": "",
+    "progress": "",
     "rows": "",
     "streams": "",
     "patterns": "rows streams",
-    "layouts": "patterns numerics rows streams",
+    "layouts": "patterns numerics progress rows streams",
     "dropout": "patterns rows",
     "data": "patterns rows",
-    "kernels": "layouts patterns dropout numerics files commands rows streams",
+    "kernels": "layouts patterns dropout numerics files commands progress rows streams",
     "dispatch": "kernels layouts patterns commands",
     "checks": "layouts patterns numerics",
     "plots": "layouts patterns commands",
@@ -53,9 +54,9 @@ ROOMS = {
     "integrations": "distributed nn functional selection decoding checks patterns numerics "
     "commands",
     "planning": "functional dispatch distributed checks kernels layouts patterns files numerics "
-    "commands",
+    "commands progress",
     "training": "distributed models nn planning selection functional layouts patterns files "
-    "commands",
+    "commands progress",
     "demo": "training models plots nn distributed kernels layouts patterns files commands",
     "cli": "",  # the command line takes what a command needs
 }
@@ -75,6 +76,7 @@ OPTIONAL = {
     "triton": "kernels/triton",
     "safetensors": "training",
     "matplotlib": "plots",
+    "tqdm": "progress",
 }
 
 

@@ -5,6 +5,8 @@ Run them with `python -m benchmarks bench --out DIR`; each writes one JSON recor
 
 from pathlib import Path
 
+from sparsering.progress import progress
+
 from ..measure import write_record
 from ..plots import sweeps_png
 from .cases import (
@@ -72,10 +74,13 @@ def main(out: str | Path, quick: bool = False, only: str | None = None) -> list[
     Returns: paths of the records and of the plot of the sweeps.
     """
     paths = []
-    for name in list(CASES) if only is None else [only]:
-        rows = CASES[name](quick)
-        paths.append(write_record(Path(out), name, rows))
-        if name == "sweeps":
-            paths.append(Path(out) / "sweeps.png")
-            paths[-1].write_bytes(sweeps_png(rows, title="H4 D64 float32"))
+    names = list(CASES) if only is None else [only]
+    with progress("bench", len(names), "comparison") as work:
+        for name in names:
+            rows = CASES[name](quick)
+            paths.append(write_record(Path(out), name, rows))
+            if name == "sweeps":
+                paths.append(Path(out) / "sweeps.png")
+                paths[-1].write_bytes(sweeps_png(rows, title="H4 D64 float32"))
+            work.advance(note=name)
     return paths

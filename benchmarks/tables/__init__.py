@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsering.files import replace_file
+from sparsering.progress import progress
 
 from ..measure import Budget, Row, environment
 from .comparison import comparison, gallery, roofline, sparsity
@@ -17,7 +18,9 @@ from .lengths import lengths, longest
 from .overhead import chosen, launches, layouts
 from .rings import rings
 
-TABLES: dict[str, tuple[Callable[[bool, Budget], list[Row]], float]] = {
+Measure = Callable[[bool, Budget], list[Row]]
+
+TABLES: dict[str, tuple[Measure, float]] = {
     "comparison": (comparison, 0.16),
     "sparsity": (sparsity, 0.04),
     "gallery": (gallery, 0.04),
@@ -37,7 +40,7 @@ def measure_tables(
     *,
     quick: bool = False,
     seconds: float = 480.0,
-    say: Callable[[str], object] = print,
+    say: Callable[[str], object] | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Measures every table and writes `out/NAME.json` for each as it is done.
 
@@ -47,29 +50,38 @@ def measure_tables(
     Args:
         quick: tiny sizes, to try everything out; the figures mean nothing.
         seconds: time for all tables; calls that do not fit are left out, and their rows say so.
-        say: called with a line for each table.
+        say: called with a line for each table; default prints it.
 
     Returns: the records by name: environment, seconds, rows. A table with a wrong or failed call
         has "failed" in place of rows; the other tables still run.
     """
     records: dict[str, dict[str, Any]] = {}
-    for name, (measure, share) in TABLES.items():
-        path = out / f"{name}.json"
-        if (earlier := _on_record(path, quick)) is not None:
-            records[name] = earlier
-            say(f"{name}: on record")
-            continue
-        begin = time.perf_counter()
-        record: dict[str, Any] = {"name": name, "quick": quick, "environment": environment()}
-        try:
-            record["rows"] = measure(quick, Budget((30 if quick else seconds) * share))
-        except Exception as error:  # recorded, because the other tables must still run
-            record["failed"] = f"{type(error).__name__}: {error}"
-        record["seconds"] = time.perf_counter() - begin
-        replace_file(path, json.dumps(record, indent=1).encode())
-        records[name] = record
-        say(f"{name}: {record.get('failed', 'measured')}, {record['seconds']:.0f} s")
+    with progress("report", len(TABLES), "table") as work:
+        tell = say or work.say
+        for name, (measure, share) in TABLES.items():
+            path = out / f"{name}.json"
+            if (earlier := _on_record(path, quick)) is not None:
+                records[name] = earlier
+                tell(f"{name}: on record")
+            else:
+                records[name] = _measured(name, measure, 30 if quick else seconds * share, quick)
+                replace_file(path, json.dumps(records[name], indent=1).encode())
+                told = records[name].get("failed", "measured")
+                tell(f"{name}: {told}, {records[name]['seconds']:.0f} s")
+            work.advance(note=name)
     return records
+
+
+def _measured(name: str, measure: Measure, seconds: float, quick: bool) -> dict[str, Any]:
+    """Returns the record of one table; its error, in place of rows, if it failed."""
+    begin = time.perf_counter()
+    record: dict[str, Any] = {"name": name, "quick": quick, "environment": environment()}
+    try:
+        record["rows"] = measure(quick, Budget(seconds))
+    except Exception as error:  # recorded, because the other tables must still run
+        record["failed"] = f"{type(error).__name__}: {error}"
+    record["seconds"] = time.perf_counter() - begin
+    return record
 
 
 def failed(out: Path) -> list[str]:

@@ -5,11 +5,13 @@ exit code is then 2.
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from .. import __version__
+from ..progress import showing
 from . import demo, machine, patterns, planning, training, trying
 
 # Commands import inside their functions, so that `--help` and wrong options answer at once.
@@ -57,8 +59,13 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 2 for an error, 128 + n after signal n."""
     arguments = build_parser().parse_args(argv)
+    quiet = getattr(arguments, "quiet", False)
     try:
-        return int(arguments.run(arguments))
+        with showing("nothing" if quiet else "bars and lines"):
+            return int(arguments.run(arguments))
+    except BrokenPipeError:  # a reader such as `head` ended; Python would flush again on exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
     except KeyboardInterrupt:
         print("sparsering: interrupted", file=sys.stderr)
         return 130

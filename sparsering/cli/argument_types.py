@@ -13,6 +13,11 @@ DTYPE: dict[str, Any] = {
 PATTERN = "such as 'LongNet((1024, 4096), (1, 4)) & Causal()'"
 
 
+def add_quiet(command: argparse.ArgumentParser) -> None:
+    """Adds `--quiet`, which `main` reads, to a command that can take long."""
+    command.add_argument("--quiet", action="store_true", help="no bar and no lines of progress")
+
+
 def positive(text: str) -> int:
     """Parses a whole number above 0, for argparse's `type`."""
     try:

@@ -4,7 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
-from .argument_types import Commands
+from .argument_types import Commands, add_quiet
 
 
 def add_commands(commands: Commands) -> None:
@@ -18,6 +18,7 @@ def add_commands(commands: Commands) -> None:
     )
     ring.set_defaults(run=_demo_ring)
     for parser in (demo, ring):
+        add_quiet(parser)
         out = Path("runs") / parser.prog.split()[-1]
         parser.add_argument("--out", type=Path, default=out, help="folder of the report")
         parser.add_argument("--quick", action="store_true", help="tiny sizes, to try it out")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .argument_types import Commands
 
-EXTRAS = (("safetensors", "cli"), ("triton", "triton"))
+EXTRAS = (("safetensors", "cli"), ("tqdm", "cli"), ("matplotlib", "plots"), ("triton", "triton"))
 
 
 def add_commands(commands: Commands) -> None:

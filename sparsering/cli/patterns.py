@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from .argument_types import DTYPE, PATTERN, Commands, positive
+from .argument_types import DTYPE, PATTERN, Commands, add_quiet, positive
 
 _LONGEST_TITLE = 400  # characters
 
@@ -12,6 +12,7 @@ def add_commands(commands: Commands) -> None:
     """Adds `plot` and `tune` to the command line's parser."""
     plot = commands.add_parser("plot", help="draw a pattern, or the losses of a training run")
     plot.set_defaults(run=_plot)
+    add_quiet(plot)
     add = plot.add_argument
     add("pattern", nargs="?", help=PATTERN)
     add("--length", type=positive, help="tokens of the sequence")
@@ -27,6 +28,7 @@ def add_commands(commands: Commands) -> None:
         "tune", help="measure block sizes on this machine, and block shapes where it has a GPU"
     )
     tune.set_defaults(run=_tune)
+    add_quiet(tune)
     add = tune.add_argument
     add("pattern", help=PATTERN)
     add("--tokens", type=positive, help="sequence length (default: 32768 on a GPU, else 8192)")
@@ -49,7 +51,7 @@ def _plot(arguments: argparse.Namespace) -> int:
     require_matplotlib()
     if arguments.losses is not None:
         from ..plots.losses import loss_image
-        from ..training.progress import read_metrics
+        from ..training.metrics import read_metrics
 
         replace_file(arguments.out, loss_image(read_metrics(arguments.losses), {}, kind=kind))
         print(f"Wrote {arguments.out}: losses over the steps")

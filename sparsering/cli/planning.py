@@ -2,7 +2,7 @@
 
 import argparse
 
-from .argument_types import DTYPE, PATTERN, Commands, positive
+from .argument_types import DTYPE, PATTERN, Commands, add_quiet, positive
 
 
 def add_commands(commands: Commands) -> None:
@@ -12,6 +12,7 @@ def add_commands(commands: Commands) -> None:
     )
     plan.set_defaults(run=_plan)
     add = plan.add_argument
+    add_quiet(plan)
     add("pattern", nargs="?", help=f"{PATTERN}; without one, patterns are proposed")
     add("--tokens", required=True, help="tokens of a sequence, such as 65536, 64K or 1M")
     add("--memory", help="of one device: 24GB, total (default: what is free here)")
@@ -61,19 +62,37 @@ def _plan(arguments: argparse.Namespace) -> int:
     if not text and (arguments.backend or arguments.block_size or arguments.sharding != "auto"):
         raise ValueError("--backend, --block-size and --sharding are for one pattern; name it")
     scenario = Scenario(
-        parse(text or "Causal()"), tokens, arguments.heads, arguments.kv_heads, arguments.head_dim,
-        dtype, arguments.batch_size, arguments.backward, machine, arguments.ranks,
-        arguments.sharding, arguments.backend, arguments.block_size,
-    )  # fmt: skip
+        pattern=parse(text or "Causal()"),
+        tokens=tokens,
+        num_heads=arguments.heads,
+        num_kv_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+        dtype=dtype,
+        batch_size=arguments.batch_size,
+        backward=arguments.backward,
+        machine=machine,
+        ranks=arguments.ranks,
+        sharding=arguments.sharding,
+        backend=arguments.backend,
+        block_size=arguments.block_size,
+    )
     if text:
         print(screen(scenario, arguments.memory, text))
         return 0
     proposals = propose(
-        tokens, num_heads=arguments.heads, num_kv_heads=arguments.kv_heads,
-        head_dim=arguments.head_dim, batch_size=arguments.batch_size, dtype=dtype, machine=machine,
-        ranks=arguments.ranks, seconds=arguments.seconds, causal=not arguments.full,
-        memory=usable(memory_of(machine, arguments.memory)), backward=arguments.backward,
-    )  # fmt: skip
+        tokens,
+        num_heads=arguments.heads,
+        num_kv_heads=arguments.kv_heads,
+        head_dim=arguments.head_dim,
+        batch_size=arguments.batch_size,
+        dtype=dtype,
+        machine=machine,
+        ranks=arguments.ranks,
+        seconds=arguments.seconds,
+        causal=not arguments.full,
+        memory=usable(memory_of(machine, arguments.memory)),
+        backward=arguments.backward,
+    )
     texts = {parse(text): text for _, text in candidates(tokens, not arguments.full)}
     print(proposal_screen(proposals, title_of(scenario), texts))
     return 0

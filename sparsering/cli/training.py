@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from .argument_types import Commands, positive
+from .argument_types import Commands, add_quiet, positive
 
 
 def add_commands(commands: Commands) -> None:
@@ -16,6 +16,7 @@ def add_commands(commands: Commands) -> None:
         "train", help="train a byte-level LongNet model on text", add_later=_add_settings
     )
     train.set_defaults(run=_train)
+    add_quiet(train)
     add = train.add_argument
     add("--out", type=Path, required=True, help="folder of metrics and checkpoint")
     add("--resume", action="store_true", help="go on with --out's run and its settings")
@@ -112,7 +113,6 @@ def _train(arguments: argparse.Namespace) -> int:
 
 def _generate(arguments: argparse.Namespace) -> int:
     import codecs
-    import os
     import time
 
     import torch
@@ -145,9 +145,8 @@ def _generate(arguments: argparse.Namespace) -> int:
             times.append(time.perf_counter())
             print(printable(text.decode(bytes(token.tolist()))), end="", flush=True)
         print(printable(text.decode(b"", final=True)), flush=True)
-    except BrokenPipeError:  # a reader such as `head` ended; Python would flush again on exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13
+    except BrokenPipeError:
+        raise
     except BaseException:
         print(flush=True)  # the error message starts a new line
         raise

@@ -5,7 +5,7 @@ from copy import deepcopy
 from typing import Any
 
 from ..commands import install
-from .argument_types import PATTERN, Commands, positive
+from .argument_types import PATTERN, Commands, add_quiet, positive
 
 _VOCABULARY = 1024  # tokens of the tried model: its embedding costs no time here
 
@@ -16,6 +16,7 @@ def add_commands(commands: Commands) -> None:
         "try", help="your model of transformers with and without sparsering: error, time, memory"
     )
     tried.set_defaults(run=_try)
+    add_quiet(tried)
     add = tried.add_argument
     add("--model", required=True, help="its folder, its config.json, or its name on the Hub")
     add("--length", required=True, help="tokens of a sequence, such as 16384 or 16K")
@@ -101,7 +102,7 @@ def _try(arguments: argparse.Namespace) -> int:
     for title, call, factor in (("forward", forward, 1), ("training", train, 3)):
         names = ["sparsering", *(["sdpa"] if factor * expected <= arguments.seconds else [])]
         calls = {name: (lambda name=name, call=call: call(name)) for name in names}
-        found = measured(calls, device, arguments.seconds)
+        found = measured(title, calls, device, arguments.seconds)
         print(beside(title, found["sparsering"], found.get("sdpa"), "sdpa"), flush=True)
     cls = (config.architectures or ["AutoModelForCausalLM"])[0]
     print("write     from sparsering.integrations import transformers as hf")

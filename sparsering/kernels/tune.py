@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ..layouts.cache import layout_cache
 from ..patterns.algebra import Frame, Pattern
+from ..progress import Progress, progress
 from .cpu import call as cpu
 from .problem import Problem
 from .triton import call as triton
@@ -45,7 +47,7 @@ def tune(
     head_dim: int,
     dtype: torch.dtype,
     block_sizes: Sequence[int],
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] | None = None,
 ) -> Path:
     """Measures candidates and saves the fastest to disk; returns the file.
 
@@ -54,7 +56,7 @@ def tune(
         pattern: pattern of the measured calls, which have `tokens` tokens and one batch entry.
         block_sizes: candidates; the fastest becomes the pattern's default. On "triton", a single
             candidate is not saved, only the configs are.
-        say: receives a line of text for each measurement.
+        say: receives a line of text for each measurement; default prints it.
 
     Raises: NotImplementedError if the kernels cannot run; ValueError for a pattern's other length.
     """
@@ -72,14 +74,17 @@ def tune(
     frame = Frame.build(tokens, tokens, num_heads, num_kv_heads, 0)
     chosen: dict[str, Config] = {}
     steps: dict[int, Run] = {}
-    for size in block_sizes:
-        layout = layout_cache.layout(pattern, frame, size, device)
-        problem = Problem(layout, query, key, value, head_dim**-0.5)
-        if backend == "triton":
-            _choose_configs(problem, grad, chosen, say)
-        steps[size] = partial(_forward_and_backward, kernel, problem, grad)
-    with configs.trial(chosen, device) if chosen else nullcontext():
-        best = _fastest("block size", steps, device, say)
+    choices = 1 + (len(block_sizes) * len(configs.KERNELS) if backend == "triton" else 0)
+    with progress("tune", choices * _MOST_ROUNDS, "call") as work:
+        turns = _Turns(device, work, say or work.say, choices)
+        for size in block_sizes:
+            layout = layout_cache.layout(pattern, frame, size, device)
+            problem = Problem(layout, query, key, value, head_dim**-0.5)
+            if backend == "triton":
+                _choose_configs(problem, grad, chosen, turns)
+            steps[size] = partial(_forward_and_backward, kernel, problem, grad)
+        with configs.trial(chosen, device) if chosen else nullcontext():
+            best = turns.fastest("block size", steps)
     sizes = {} if chosen and len(steps) == 1 else {pattern.expression: best}
     return measured.keep(chosen, sizes, query)
 
@@ -90,7 +95,7 @@ def _forward_and_backward(kernel: ModuleType, problem: Problem, grad: Tensor) ->
 
 
 def _choose_configs(
-    problem: Problem, grad: Tensor, chosen: dict[str, Config], say: Callable[[str], None]
+    problem: Problem, grad: Tensor, chosen: dict[str, Config], turns: "_Turns"
 ) -> None:
     query, size = problem.query, problem.layout.block_size
     out, lse = triton.forward(problem)
@@ -107,42 +112,55 @@ def _choose_configs(
         key = configs.config_key(kernel, query.dtype, *shape)
         candidates = configs.candidates(kernel, query, *shape)
         runs = {config: partial(run, kernel, key, config) for config in candidates}
-        chosen[key] = _fastest(key, runs, query.device, say)
+        chosen[key] = turns.fastest(key, runs)
 
 
-def _fastest(
-    title: str, runs: Mapping[_Choice, Run], device: torch.device, say: Callable[[str], None]
-) -> _Choice:
-    """Returns the fastest choice whose results agree with those of the first choice."""
-    first = next(iter(runs))
-    expected, correct = runs[first](), {first: runs[first]}
-    for choice, run in list(runs.items())[1:]:
-        try:
-            error = error_of(run(), expected)
-        except Exception as problem:  # the compiler fails, or shared memory is too small
-            first_line = str(problem).partition("\n")[0][:80]
-            say(f"{title} {choice}: left out, {type(problem).__name__}: {first_line}")
-            continue
-        if error <= AGREEMENT[expected[0].dtype]:  # False if the error is NaN
-            correct[choice] = run
-        else:
-            say(f"{title} {choice}: left out, its results differ by {error:.2g}")
-    times = _milliseconds(correct, device)
-    for choice, milliseconds in times.items():
-        say(f"{title} {choice}: {milliseconds:.3f} ms")
-    return min(times, key=times.__getitem__)
+@dataclass
+class _Turns:
+    """Times the candidates of one choice after another, and shows how far it has come."""
 
+    device: torch.device
+    work: Progress
+    say: Callable[[str], None]
+    choices_left: int
 
-def _milliseconds(runs: Mapping[_Choice, Run], device: torch.device) -> dict[_Choice, float]:
-    """Returns the median milliseconds of each run; runs take turns for a few seconds."""
-    times: dict[_Choice, list[float]] = {choice: [] for choice in runs}
-    begin = time.perf_counter()
-    for number in range(_MOST_ROUNDS):
-        if number >= _LEAST_ROUNDS and time.perf_counter() - begin > _SECONDS:
-            break
-        for choice, run in runs.items():
-            times[choice].append(_milliseconds_of(run, device))
-    return {choice: statistics.median(measured) for choice, measured in times.items()}
+    def fastest(self, title: str, runs: Mapping[_Choice, Run]) -> _Choice:
+        """Returns the fastest choice whose results agree with those of the first choice."""
+        first = next(iter(runs))
+        expected, correct = runs[first](), {first: runs[first]}
+        for choice, run in list(runs.items())[1:]:
+            try:
+                error = error_of(run(), expected)
+            except Exception as problem:  # the compiler fails, or shared memory is too small
+                first_line = str(problem).partition("\n")[0][:80]
+                reason = f"{type(problem).__name__}: {first_line}"
+                self.say(f"{title} {choice}: left out, {reason}")
+                continue
+            if error <= AGREEMENT[expected[0].dtype]:  # False if the error is NaN
+                correct[choice] = run
+            else:
+                self.say(f"{title} {choice}: left out, its results differ by {error:.2g}")
+        times = self.milliseconds(title, correct)
+        for choice, milliseconds in times.items():
+            self.say(f"{title} {choice}: {milliseconds:.3f} ms")
+        return min(times, key=times.__getitem__)
+
+    def milliseconds(self, title: str, runs: Mapping[_Choice, Run]) -> dict[_Choice, float]:
+        """Returns the median milliseconds of each run; runs take turns for a few seconds."""
+        times: dict[_Choice, list[float]] = {choice: [] for choice in runs}
+        begin, before = time.perf_counter(), self.work.done
+        for number in range(_MOST_ROUNDS):
+            took = time.perf_counter() - begin
+            if number >= _LEAST_ROUNDS and took > _SECONDS:
+                break
+            rounds = int(_SECONDS / took * number) if number else _MOST_ROUNDS
+            rounds = min(max(rounds, number + 1, _LEAST_ROUNDS), _MOST_ROUNDS)
+            self.work.expect(before + rounds * len(runs) * self.choices_left)
+            for choice, run in runs.items():
+                times[choice].append(_milliseconds_of(run, self.device))
+                self.work.advance(note=f"{title} {choice}")
+        self.choices_left -= 1
+        return {choice: statistics.median(measured) for choice, measured in times.items()}
 
 
 def _milliseconds_of(run: Run, device: torch.device) -> float:

@@ -23,6 +23,7 @@ from ..patterns.blocks import BlockwiseMask
 from ..patterns.keys import without_key_masks
 from ..patterns.once import one_thread
 from ..patterns.selected import selections_of
+from ..progress import progress
 from ..rows import distinct_rows, number_rows
 from .bitmaps import Table, count_pairs, pack, share_bitmaps, share_tables
 from .documents import Ground, ground_of, laid_in_documents
@@ -372,22 +373,24 @@ def _cells(
     q_count, k_count, block_size = pairs.q.count, pairs.k.count, ground.block_size
     kind, largest = _largest_of_kind(rule.signature(pairs), q_count, k_count)
     bitmaps, numbers, total = [], [], 0
-    for part in largest.split(_MOST_BITMAPS):
-        tiles = pairs[part]
-        packed = torch.empty(len(part), block_size**2 // 8, dtype=torch.uint8)
-        whole = [(torch.arange(len(part)), ground.frame)]
-        frames = tiles.origin.frames(ground.frame, mask.asks_frame)
-        for which, own in frames if ground.in_document else whole:
-            packed[which] = evaluate(mask, tiles[which], own, block_size)
-        cut = torch.nonzero((q_count[part] < block_size) | (k_count[part] < block_size))[:, 0]
-        if len(cut):  # positions past a tile's end have no bits
-            slots = torch.arange(block_size)
-            real_q, real_k = (slots < count[part][cut, None] for count in (q_count, k_count))
-            packed[cut] &= pack(real_q[:, :, None] & real_k[:, None, :])
-        distinct, number = distinct_rows(packed)
-        bitmaps.append(distinct)
-        numbers.append(number + total)
-        total += len(distinct)
+    with progress("layout", len(largest), "tile", after_s=2.0) as work:
+        for part in largest.split(_MOST_BITMAPS):
+            tiles = pairs[part]
+            packed = torch.empty(len(part), block_size**2 // 8, dtype=torch.uint8)
+            whole = [(torch.arange(len(part)), ground.frame)]
+            frames = tiles.origin.frames(ground.frame, mask.asks_frame)
+            for which, own in frames if ground.in_document else whole:
+                packed[which] = evaluate(mask, tiles[which], own, block_size)
+            cut = torch.nonzero((q_count[part] < block_size) | (k_count[part] < block_size))[:, 0]
+            if len(cut):  # positions past a tile's end have no bits
+                slots = torch.arange(block_size)
+                real_q, real_k = (slots < count[part][cut, None] for count in (q_count, k_count))
+                packed[cut] &= pack(real_q[:, :, None] & real_k[:, None, :])
+            distinct, number = distinct_rows(packed)
+            bitmaps.append(distinct)
+            numbers.append(number + total)
+            total += len(distinct)
+            work.advance(len(part))
     joined, bitmap = torch.cat(bitmaps), torch.cat(numbers)[kind]
     return joined, bitmap, count_pairs(joined, bitmap, q_count, k_count)
 

@@ -23,6 +23,7 @@ from ..functional import attention
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import checked_number, shortened
 from ..patterns.positions import Causal
+from ..progress import progress
 from .fit import numbers_in
 from .seconds import timed
 from .sizes import show_bytes, show_seconds
@@ -111,13 +112,13 @@ def compare(
         expected = timed(partial(_dense, few, key, value, False), query.device)
         expected *= q_len / max(1, few.shape[2]) / (2 if causal else 1)
     costs: list[Cost | None] = []
-    for run, factor in ((_forward, 1.0), (_training, _BACKWARD)):
+    for title, run, factor in (("forward", _forward, 1.0), ("training", _training, _BACKWARD)):
         calls: dict[str, Callable[[], object]] = {
             "ours": partial(run, lambda q, k, v: attention(q, k, v, pattern), query, key, value)
         }
         if factor * expected <= seconds:
             calls["dense"] = partial(run, dense, query, key, value)
-        found = measured(calls, query.device, seconds)
+        found = measured(title, calls, query.device, seconds)
         costs += [found["ours"], found.get("dense")]
     forward, dense_forward, training, dense_training = costs
     assert forward is not None and training is not None
@@ -155,18 +156,26 @@ def hides_later_keys(pattern: Pattern, length: int, heads: int) -> bool:
     return bool(own == within)
 
 
-def measured(calls: Calls, device: torch.device, seconds: float) -> dict[str, Cost]:
+def measured(title: str, calls: Calls, device: torch.device, seconds: float) -> dict[str, Cost]:
     """Measures calls: memory in a first round, times in up to five more, in turns.
 
-    `seconds`: about the most time for the later rounds, of which there is at least one.
+    `title`: of the progress that is shown. `seconds`: about the most time for the later rounds, of
+    which there is at least one.
     """
     began = time.perf_counter()
-    peaks = {name: peak_of(call, device) for name, call in calls.items()}
-    took = max(time.perf_counter() - began, 1e-6)
+    peaks: dict[str, int] = {}
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(int(max(1, min(_ROUNDS, seconds / took)))):
+    with progress(title, len(calls) * (1 + _ROUNDS), "call") as work:
         for name, call in calls.items():
-            times[name].append(timed(call, device))
+            peaks[name] = peak_of(call, device)
+            work.advance(note=name)
+        took = max(time.perf_counter() - began, 1e-6)
+        rounds = int(max(1, min(_ROUNDS, seconds / took)))
+        work.expect(len(calls) * (1 + rounds))
+        for _ in range(rounds):
+            for name, call in calls.items():
+                times[name].append(timed(call, device))
+                work.advance(note=name)
     return {name: Cost(statistics.median(times[name]), peaks[name]) for name in calls}
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..patterns import Causal, Full, Pattern
 from ..patterns.arguments import checked_flag, checked_number
 from ..patterns.expression import parse
+from ..progress import Progress, progress
 from .estimate import Estimate, Scenario, estimate_of
 from .fit import memory_of
 from .machines import Machine, machine_of
@@ -112,33 +113,64 @@ def propose(
     checked_flag("causal", causal)
     limit = memory_of(machine, memory)
     dense = Scenario(
-        Causal() if causal else Full(), parse_tokens(seq_len, "seq_len"), num_heads, num_kv_heads,
-        head_dim, dtype, batch_size, backward, machine, ranks, "auto", None, None,
-    )  # fmt: skip
-    found = [
-        (kind, estimate_of(replace(dense, pattern=parse(text))))
-        for kind, text in candidates(dense.tokens, causal)
-    ]
+        pattern=Causal() if causal else Full(),
+        tokens=parse_tokens(seq_len, "seq_len"),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        batch_size=batch_size,
+        backward=backward,
+        machine=machine,
+        ranks=ranks,
+        sharding="auto",
+        backend=None,
+        block_size=None,
+    )
+    texts = list(candidates(dense.tokens, causal))
+    with progress("plan", 2 * len(texts), "estimate") as work:
+        return _proposals(dense, texts, seconds, limit, causal, work)
+
+
+def _proposals(
+    dense: Scenario,
+    texts: list[tuple[str, str]],
+    seconds: float | None,
+    limit: float,
+    causal: bool,
+    work: Progress,
+) -> list[Proposal]:
+    """Estimates each (kind, text of a pattern), and puts the recommended one first."""
+    found = []
+    for kind, text in texts:
+        found.append((kind, estimate_of(replace(dense, pattern=parse(text)))))
+        work.advance(note=kind)
     most = found[0][1]
     if seconds is None:
         products = 24 * (dense.num_heads * dense.head_dim) ** 2 * dense.tokens * dense.batch_size
-        seconds = products * (3 if backward else 1) * most.seconds.value / most.flops.value
+        seconds = products * (3 if dense.backward else 1) * most.seconds.value / most.flops.value
     elif not checked_number("seconds", seconds, 0):
         raise ValueError("seconds must be above 0, got 0; leave it out for a default limit")
     found.sort(key=lambda each: (-each[1].pairs, each[1].seconds.value))
     best, reason = _recommended([estimate for _, estimate in found], seconds, limit)
-    proposals = []
+    proposals: list[Proposal] = []
     for kind, estimate in found:
         late, large = estimate.seconds.value > seconds, estimate.peak_bytes.value > limit
         seen = keys_seen(estimate.pattern, estimate._frame)
-        proposals.append(Proposal(
-            estimate.pattern, estimate.seconds.value, float(estimate.peak_bytes.value),
-            estimate.pairs / most.pairs, int(seen.sum()), _layers(kind, estimate, seen, causal),
-            dense.ranks, not (late or large), reason if estimate is best else _place(late, large),
-            _QUALITY.get(kind, "unknown"),
-        ))  # fmt: skip
-        if estimate is best:
-            proposals.insert(0, proposals.pop())
+        proposal = Proposal(
+            pattern=estimate.pattern,
+            seconds=estimate.seconds.value,
+            bytes=float(estimate.peak_bytes.value),
+            density=estimate.pairs / most.pairs,
+            reach=int(seen.sum()),
+            layers=_layers(kind, estimate, seen, causal),
+            ranks=dense.ranks,
+            fits=not (late or large),
+            reason=reason if estimate is best else _place(late, large),
+            quality=_QUALITY.get(kind, "unknown"),
+        )
+        proposals.insert(0 if estimate is best else len(proposals), proposal)
+        work.advance(note=kind)
     return proposals
 
 

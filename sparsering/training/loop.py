@@ -25,9 +25,11 @@ from torch import Tensor, nn
 
 from ..models.longnet import LongNetLM
 from ..nn.transformer import Attend
+from ..progress import Progress, progress, unshown
 from .adaptive import Selection
 from .checkpoint import Checkpoint, has_checkpoint, load_checkpoint
 from .data import Text, Windows, read_text, training_window, validation_windows
+from .metrics import cut_metrics
 from .micro_batches import (
     checked_part,
     forget_failure,
@@ -36,7 +38,6 @@ from .micro_batches import (
     ran_out_of_memory,
     windows_that_fit,
 )
-from .progress import Show, cut_metrics, progress_lines
 from .ranks import ALONE, Ranks
 from .recipe import DTYPES, Recipe, best_dtype
 
@@ -110,13 +111,13 @@ class Run:
                 )
         self._log(step=self.step, validation_loss=sum(losses) / len(losses))
 
-    def advance(self, show: Show) -> None:
+    def advance(self, work: Progress) -> None:
         """Trains one step, logs and shows it; FloatingPointError if the loss is not finite."""
         recipe, began = self.recipe, time.perf_counter()
         if self.selection is not None:
             losses = (r["loss"] for r in reversed(self.metrics) if "loss" in r)
             self.selection.begin(self.step, next(losses, math.nan))
-        loss, norm, rate = self._trained_step()
+        loss, norm, rate = self._trained_step(work)
         seconds = time.perf_counter() - began
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise FloatingPointError(
@@ -130,9 +131,10 @@ class Run:
         tokens = recipe.batch_size * recipe.context
         speed = {"tokens": tokens, "seconds": seconds}
         self._log(step=self.step, loss=loss, learning_rate=rate, grad_norm=norm, **speed)
-        show(self.step, loss, tokens / seconds, self._last_validation)
+        shown = f"loss {loss:.3f} (validation {self.validation_loss:.3f})"
+        work.advance(note=f"{shown}  {tokens / seconds:,.0f} tokens/s")
 
-    def _trained_step(self) -> tuple[float, float, float]:
+    def _trained_step(self, work: Progress) -> tuple[float, float, float]:
         """Runs `training_step`, again with half a micro-batch where memory runs out."""
         recipe, text, least = self.recipe, self.text.train, self.ranks.size("dp")
         state = self.model, self.optimizer, recipe, self.step, text, self.ranks
@@ -153,7 +155,7 @@ class Run:
                     ) from error
             forget_failure(self.optimizer)
             self.set_micro_batch(half)
-            print(f"Step {self.step}: memory ran out; from here on {half} windows at a time")
+            work.say(f"Step {self.step}: memory ran out; from here on {half} windows at a time")
 
     def set_micro_batch(self, size: int) -> None:
         """Computes `size` windows at a time from now on, in a resumed run too."""
@@ -227,10 +229,11 @@ def train(
     )
     last = recipe.steps if stop_after is None else min(stop_after, recipe.steps)
     leads = ranks.leads
-    show: Show = progress_lines(recipe.steps) if leads else lambda *_: None
+    show = partial(progress, "train", unit="step", after_s=0.0) if leads else unshown
     with (
         stop_signal(ranks) as stop,
         open(out / "metrics.jsonl", "a") if leads else nullcontext() as run.file,
+        show(total=recipe.steps, done=run.step) as work,
     ):
         _choose_micro_batch(run, micro_batch)
         while True:
@@ -238,7 +241,7 @@ def train(
                 run.validate(stop)
             if run.step >= last or stop() is not None:
                 break
-            run.advance(show)
+            run.advance(work)
             if run.step % save_every == 0:
                 run.save()
         if run.saved_at != run.step:

@@ -25,7 +25,9 @@ def own_cache(tmp_path, monkeypatch):
 
 def test_the_fastest_that_is_right_is_kept_and_used(own_cache, monkeypatch):
     pattern, seconds = sr.SlidingWindow(9), {16: 3.0, 48: 1.0, 80: 2.0}
-    monkeypatch.setattr(tune, "_milliseconds", lambda runs, device: {x: seconds[x] for x in runs})
+    monkeypatch.setattr(
+        tune._Turns, "milliseconds", lambda self, title, runs: {x: seconds[x] for x in runs}
+    )
     forward, said = call.forward, []
 
     def sabotaged(problem):

@@ -551,7 +551,9 @@ def test_tune_keeps_the_fastest_that_is_right(tmp_path, monkeypatch):
     seconds = {slow: 2.0, good: 1.0}
     monkeypatch.setattr(backend, "_forward_pass", sabotaged)
     monkeypatch.setattr(
-        tune, "_milliseconds", lambda runs, device: {x: seconds.get(x, 3.0) for x in runs}
+        tune._Turns,
+        "milliseconds",
+        lambda self, title, runs: {x: seconds.get(x, 3.0) for x in runs},
     )
     said = []
     path = tune.tune(

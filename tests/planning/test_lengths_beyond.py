@@ -39,20 +39,20 @@ REFUSED = {
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_length_beyond_is_refused_at_once(name, length):
-    start = time.perf_counter()
+    start = time.thread_time()
     with pytest.raises(ValueError, match=r"at most [\d,]+ (tiles|pairs of tiles|keys)|2\^60"):
         REFUSED[name](length)
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 1  # of this thread, whatever else runs
 
 
 @pytest.mark.parametrize("length", LENGTHS)
 def test_what_needs_no_list_of_tiles_is_answered(length):
-    start = time.perf_counter()
+    start = time.thread_time()
     assert WINDOW.cache_bound() == 1023
     assert len(WINDOW.live_keys(length)[0]) == 1023
     plan = RingPlan.build(WINDOW, length, 8)
     assert plan.tokens_received(1) == 1023
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 1  # of this thread, whatever else runs
 
 
 @pytest.mark.parametrize("length", [10**9, 1 << 32])
@@ -63,10 +63,10 @@ def test_what_needs_no_list_of_tiles_is_answered(length):
 )
 def test_a_dense_layout_is_refused_before_its_tiles_are_listed(pattern, length):
     for block_size in (None, 128):
-        start = time.perf_counter()
+        start = time.thread_time()
         with pytest.raises(ValueError, match=r"34,359,738,368 pairs of tiles, got about [\d,]+ of"):
             pattern.layout(length, block_size=block_size)
-        assert time.perf_counter() - start < 1
+        assert time.thread_time() - start < 1  # of this thread, whatever else runs
 
 
 COMMANDS = (
@@ -81,9 +81,9 @@ COMMANDS = (
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_commands_refuse_in_one_line(command, capsys):
-    start = time.perf_counter()
+    start = time.thread_time()
     assert main(command) == 2
-    assert time.perf_counter() - start < 1
+    assert time.thread_time() - start < 1  # of this thread, whatever else runs
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1 and "pass fewer tokens" in printed
 

@@ -83,6 +83,7 @@ def seal(run: Path, tensors: dict[str, Tensor]) -> None:
 
 def command(*argv: object) -> tuple[int, str]:
     """The exit code of a command and what it says on stderr."""
+    argv = (*argv, "--quiet") if argv[0] == "train" else argv
     before = len(unpickled)
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(io.StringIO()):

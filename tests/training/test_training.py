@@ -194,7 +194,7 @@ class FullDisk:
 @pytest.mark.parametrize("room", range(6))
 def test_a_full_disk_leaves_the_last_checkpoint_whole(recipe, tmp_path, capsys, monkeypatch, room):
     out = tmp_path / "run"
-    argv = ["train", "--out", out, "--save-every", 2, "--data", recipe.data]
+    argv = ["train", "--out", out, "--save-every", 2, "--data", recipe.data, "--quiet"]
     for name in ("pattern", "context", "width", "num_layers", "num_heads", "steps", "dtype"):
         argv += ["--" + name.replace("_", "-"), getattr(recipe, name)]
     monkeypatch.setattr("sparsering.files.os.fsync", FullDisk(room))

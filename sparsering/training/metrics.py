@@ -1,38 +1,13 @@
-"""Shows the progress of training, a line every few seconds, and reads its records again."""
+"""Reads the records of a run's `metrics.jsonl`, and cuts those after its checkpoint."""
 
 import json
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..files import check_file, replace_file
 
-Validation = Callable[[], tuple[int, float]]  # step and loss of the last one
-Show = Callable[[int, float, float, Validation], None]
-LINE_EVERY_S = 5.0
 MOST_METRICS_BYTES = 256 << 20
-
-
-def progress_lines(steps: int) -> Show:
-    """Returns `show(step, loss, tokens_per_s, validation)`, which the caller calls each step."""
-    first: tuple[int, float] | None = None
-    last = -LINE_EVERY_S
-
-    def show(step: int, loss: float, speed: float, validation: Validation) -> None:
-        nonlocal first, last
-        now = time.monotonic()
-        first = first or (step, now)
-        if step < steps and now - last < LINE_EVERY_S:
-            return
-        last, num_steps = now, step - first[0]
-        seconds = round((steps - step) * (now - first[1]) / max(num_steps, 1))
-        left = f"{seconds // 60}:{seconds % 60:02d}" if num_steps else "?"
-        at, validated = validation()
-        line = f"step {step:>5}/{steps}  loss {loss:.3f} (validation {validated:.3f} at step {at})"
-        print(f"{line}  {speed:,.0f} tokens/s  {left} left", flush=True)
-
-    return show
 
 
 def cut_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
