@@ -64,6 +64,12 @@ COMMANDS = [
         "runs/ranks/metrics.jsonl",
         FINISHED,
     ),
+    Command(
+        r"torchrun .*-m sparsering train .*--shard .*--out runs/large",
+        f"{TINY} --num-heads 2",
+        "runs/large/metrics.jsonl",
+        FINISHED,
+    ),
     Command(r"sparsering generate .*"),
     Command(r"sparsering plot .* --out window\.png", writes="window.png"),
     Command(r"sparsering plot --losses runs/mine .*", writes="losses.svg"),

@@ -29,6 +29,11 @@ def add_commands(commands: Commands) -> None:
     parallel("--sequence-parallel", type=positive, help="processes that share a window's tokens")
     shardings, text = ("contiguous", "zigzag", "balanced", "auto"), "default: contiguous"
     parallel("--sharding", choices=shardings, help=f"which process has which tokens ({text})")
+    parallel(
+        "--shard",
+        action="store_true",
+        help="each process has a part of every parameter and of its optimizer state (FSDP2)",
+    )
     parallel("--timeout", type=float, help="seconds to wait for another process (default: 60)")
 
     generate = commands.add_parser(
@@ -83,7 +88,10 @@ def _train(arguments: argparse.Namespace) -> int:
     if settings.get("data") is not None:
         settings["data"] = str(Path(settings["data"]).resolve())
     with ranks_of_torchrun(
-        arguments.sequence_parallel, sharding=arguments.sharding, timeout=arguments.timeout
+        arguments.sequence_parallel,
+        sharding=arguments.sharding,
+        timeout=arguments.timeout,
+        shard_parameters=arguments.shard,
     ) as ranks:
         out = arguments.out
         resume = arguments.resume or (was_restarted() and ranks.from_leader(has_checkpoint(out)))

@@ -6,6 +6,11 @@
 Saving writes the file under another name, then renames it over the old one. A failure before the
 rename leaves the old checkpoint whole. Rank 0 writes; runs of any number of processes can read it.
 
+Tensors that ranks have in parts are written by all ranks into a new folder first (`parts`), which
+the file then names with a hash of each part. So the file always names the newest complete
+checkpoint, and a folder that it does not name is what a stopped process has left. The checkpoint of
+a finished run is whole again, in one file.
+
 A checkpoint may come from a stranger, so nothing in it is executed or unpickled. Its header is
 checked against the recipe's model before memory is allocated for tensors. The hashes detect damage,
 not forgery.
@@ -14,30 +19,40 @@ not forgery.
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..commands import install
-from ..files import check_file, opened, replace_file, unique_pairs
+from ..files import opened, replace_file, unique_pairs
 from ..models.longnet import LongNetLM
 from ..patterns.arguments import escaped
 from .adaptive import Selection, blocks_of
 from .micro_batches import make_moments
 from .ranks import ALONE, Ranks
 from .recipe import Recipe
+from .tensor_files import (
+    MOST_HEADER_BYTES,
+    hash_tensor,
+    kind_of,
+    opened_tensors,
+    safetensors_or_hint,
+)
 
 FORMAT = "sparsering checkpoint 3"
-MOST_HEADER_BYTES = 16 << 20  # about 50,000 tensors; parsing needs ten times this memory
 
 _FILE, _OLD_FILE = "checkpoint.safetensors", "checkpoint.json"
 _OLD_FORMAT = "sparsering checkpoint 2"
+_PARTS = re.compile(r"parts-\d+-[0-9a-f]{12}")  # name of a folder of parts
+_PART = re.compile(r"[a-z0-9-]+\.safetensors")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +65,12 @@ class Checkpoint:
     recipe: Recipe
     fingerprint: str  # hash of the text (`Text.fingerprint`)
     init: str = ""  # digest of the checkpoint whose weights the run began with; "" for none
-    hashes: Mapping[str, str] = field(default_factory=dict)  # sha256 of each saved tensor, by name
+    # sha256 of each tensor in the file, by the tensor's name
+    hashes: Mapping[str, str] = field(default_factory=dict)
+    # name of the folder that has the parts of sharded tensors; "" if all tensors are in the file
+    parts: str = ""
+    # sha256 of each part, by the name of the part's file
+    part_hashes: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
@@ -60,7 +80,8 @@ class Checkpoint:
     @property
     def digest(self) -> str:
         """A hash of all saved tensors."""
-        return hashlib.sha256(json.dumps(sorted(self.hashes.items())).encode()).hexdigest()
+        hashes = sorted([*self.hashes.items(), *self.part_hashes.items()])
+        return hashlib.sha256(json.dumps(hashes).encode()).hexdigest()
 
     def save(
         self,
@@ -69,15 +90,26 @@ class Checkpoint:
         selection: Selection | None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Replaces the folder's checkpoint atomically; `hashes` is not read.
+        """Replaces the folder's checkpoint atomically; hashes and parts of `self` are not read.
 
-        All ranks call this function and rank 0 writes. If it cannot, all ranks raise OSError and
-        the old checkpoint remains.
+        All ranks call this function. Rank 0 writes the file, and each rank its parts of sharded
+        tensors, if the run is not finished. If a rank cannot write, all ranks raise OSError and the
+        old checkpoint remains.
         """
         facts = {"command": self.command, "step": self.step, "recipe": asdict(self.recipe)}
         facts |= {"fingerprint": self.fingerprint, "torch": torch.__version__, "init": self.init}
         state = {} if selection is None else selection.tensors()
         tensors = _named_tensors(model, optimizer, state)
+        sharded = {name: x for name, x in tensors.items() if isinstance(x, DTensor)}
+        if self.finished:
+            tensors |= _gathered(sharded, keep=ranks.leads)
+        elif sharded:
+            from .parts import write_parts
+
+            name = ranks.from_leader(f"parts-{self.step:06d}-{secrets.token_hex(6)}")
+            hashes = write_parts(self.folder / name, sharded, ranks)
+            facts |= {"parts": {"folder": name, "sha256": hashes}}
+            tensors = {name: x for name, x in tensors.items() if name not in sharded}
         ranks.together(lambda: write(self.folder, tensors, facts) if ranks.leads else None)
 
     def restore(
@@ -88,31 +120,43 @@ class Checkpoint:
     ) -> None:
         """Copies saved weights into a model of this recipe, and the states of the others.
 
-        Raises ValueError if a tensor is damaged; what was copied until then stays.
+        What is sharded gets this rank's part. A checkpoint in parts may be read whole, and a whole
+        one in parts. Raises ValueError if a tensor is damaged; what was copied until then stays.
         """
         if optimizer is not None and self.step:
             make_moments(optimizer)
         state = {} if selection is None else selection.tensors()
+        tensors = _named_tensors(model, optimizer, state)
         with _opened(self.folder) as file:
-            for name, x in _named_tensors(model, optimizer, state).items():
+            whole = set(file.keys())
+            for name in (name for name in tensors if name in whole):
                 saved = file.get_tensor(name)
-                if _hash(saved) != self.hashes.get(name):
+                if hash_tensor(saved) != self.hashes.get(name):
                     raise ValueError(f"the sha256 of {name} is not the one that was written")
-                x.copy_(saved)
+                _copy(tensors[name], saved)
+            if in_parts := {name: x for name, x in tensors.items() if name not in whole}:
+                from .parts import read_parts
+
+                read_parts(self.folder / self.parts, self.part_hashes, in_parts)
         if selection is not None:
             selection.restore(state)
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
     """Replaces a folder's checkpoint by one of these tensors; `facts` are JSON about the run."""
-    facts = {**facts, "format": FORMAT, "sha256": {name: _hash(x) for name, x in tensors.items()}}
-    content = _safetensors().torch.save(
+    hashes = {name: hash_tensor(x) for name, x in tensors.items()}
+    facts = {**facts, "format": FORMAT, "sha256": hashes}
+    content = safetensors_or_hint().torch.save(
         {name: x.contiguous() for name, x in tensors.items()}, {"sparsering": json.dumps(facts)}
     )
     replace_file(folder / _FILE, content)
     for part in folder.glob(f".{_FILE}.*.part"):  # left by processes that were killed meanwhile
         with suppress(OSError):
             part.unlink()
+    named = facts.get("parts", {}).get("folder")
+    for old in folder.glob("parts-*"):  # of the last checkpoint, and left by killed processes
+        if _PARTS.fullmatch(old.name) and old.name != named and not old.is_symlink():
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def has_checkpoint(folder: Path) -> bool:
@@ -135,12 +179,19 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         kinds = {}
         for name in file.keys():  # noqa: SIM118 - the file is not a mapping
             header = file.get_slice(name)
-            kinds[name] = _kind(header.get_shape(), header.get_dtype())
+            kinds[name] = kind_of(header.get_shape(), header.get_dtype())
         try:
             facts = json.loads(text, object_pairs_hook=unique_pairs)
         except (ValueError, RecursionError):
             raise ValueError("the description is not JSON, or has a name twice") from None
         checkpoint = _described(folder, facts)
+        if checkpoint.parts:
+            from .parts import read_kinds
+
+            in_parts = read_kinds(folder / checkpoint.parts, checkpoint.part_hashes)
+            if twice := sorted(in_parts.keys() & kinds.keys())[:3]:
+                raise ValueError(f"tensors are in the file and in its parts ({', '.join(twice)})")
+            kinds |= in_parts
         _check_kinds(checkpoint, kinds)
     return checkpoint
 
@@ -155,7 +206,7 @@ def load_model(folder: str | Path) -> LongNetLM:
 
 def _convert(folder: Path) -> None:
     """Writes the checkpoint of version 0.2.0 as one file, beside its own files."""
-    safetensors = _safetensors()
+    safetensors = safetensors_or_hint()
     try:
         with opened(folder / _OLD_FILE, MOST_HEADER_BYTES) as file:
             facts = json.loads(file.read(), object_pairs_hook=unique_pairs)
@@ -184,13 +235,9 @@ def _convert(folder: Path) -> None:
 @contextmanager
 def _opened(folder: Path) -> Iterator[Any]:
     """Opens a checkpoint's file without loading tensors, and names the folder in ValueErrors."""
-    safetensors, path = _safetensors(), folder / _FILE
+    safetensors = safetensors_or_hint()
     try:
-        check_file(path)
-        with open(path, "rb") as start:
-            if (length := int.from_bytes(start.read(8), "little")) > MOST_HEADER_BYTES:
-                raise ValueError(f"its header has {length} bytes, which is too long")
-        with safetensors.safe_open(path, framework="pt") as file:
+        with opened_tensors(folder / _FILE) as file:
             yield file
     except (FileNotFoundError, NotADirectoryError):
         raise FileNotFoundError(
@@ -207,8 +254,9 @@ def _opened(folder: Path) -> Iterator[Any]:
 def _described(folder: Path, facts: Any) -> Checkpoint:
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise ValueError(f"the format is not {FORMAT!r}")
-    facts = {"init": "", **facts}  # which checkpoints of 0.2.0 do not have
+    facts = {"init": "", "parts": {"folder": "", "sha256": {}}, **facts}  # not in all of them
     kinds = {
+        "parts": dict,
         "init": str,
         "step": int,
         "command": str,
@@ -224,6 +272,7 @@ def _described(folder: Path, facts: Any) -> Checkpoint:
         raise ValueError(f"step {step} is not from 0 to the recipe's {recipe.steps}")
     if not re.fullmatch(r"[0-9a-f]{64}|", facts["init"]):
         raise ValueError("'init' is no sha256")
+    parts, part_hashes = _described_parts(facts["parts"])
     return Checkpoint(
         folder=folder,
         step=step,
@@ -232,7 +281,22 @@ def _described(folder: Path, facts: Any) -> Checkpoint:
         fingerprint=facts["fingerprint"],
         init=facts["init"],
         hashes=facts["sha256"],
+        parts=parts,
+        part_hashes=part_hashes,
     )
+
+
+def _described_parts(about: dict[str, Any]) -> tuple[str, dict[str, str]]:
+    """Returns the name of the folder of parts and their hashes; ValueError if they are unusable."""
+    name, hashes = about.get("folder"), about.get("sha256")
+    if about.keys() != {"folder", "sha256"} or type(name) is not str or type(hashes) is not dict:
+        raise ValueError("'parts' is no folder with the sha256 of its files")
+    if bool(name) != bool(hashes) or not (name == "" or _PARTS.fullmatch(name)):
+        raise ValueError(f"{name!r} is no name of a folder of parts, or has none")
+    for part, sha256 in hashes.items():
+        if not (_PART.fullmatch(part) and type(sha256) is str and _SHA256.fullmatch(sha256)):
+            raise ValueError(f"{part!r} is no name of a part, or has no sha256")
+    return name, hashes
 
 
 def _check_kinds(checkpoint: Checkpoint, kinds: Mapping[str, str]) -> None:
@@ -247,29 +311,25 @@ def _check_kinds(checkpoint: Checkpoint, kinds: Mapping[str, str]) -> None:
         raise ValueError(f"the file has tensors of another model ({names})")
 
 
-def _kind(shape: Sequence[int], dtype: str = "F32") -> str:
-    return f"{dtype} {list(shape)}"
-
-
 def _needed_kinds(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     """Yields names and kinds of all tensors of a checkpoint, without building what has them."""
     recipe = checkpoint.recipe
     for parameter, shape in recipe.parameter_shapes():
-        yield f"model.{parameter}", _kind(shape)
+        yield f"model.{parameter}", kind_of(shape)
         if checkpoint.step:  # AdamW has no state before its first step
-            yield f"optimizer.{parameter}.step", _kind(())
-            yield f"optimizer.{parameter}.exp_avg", _kind(shape)
-            yield f"optimizer.{parameter}.exp_avg_sq", _kind(shape)
+            yield f"optimizer.{parameter}.step", kind_of(())
+            yield f"optimizer.{parameter}.exp_avg", kind_of(shape)
+            yield f"optimizer.{parameter}.exp_avg_sq", kind_of(shape)
     if recipe.attention != "selected":
         return
-    yield "selection.clock", _kind((), "I64")
+    yield "selection.clock", kind_of((), "I64")
     rows = recipe.num_heads, blocks_of(recipe)
     for layer in range(recipe.num_layers if recipe.refine else 0):
-        yield f"selection.{layer}.table", _kind((*rows, min(recipe.blocks, rows[1])), "I64")
-        yield f"selection.{layer}.updates", _kind((), "I64")
+        yield f"selection.{layer}.table", kind_of((*rows, min(recipe.blocks, rows[1])), "I64")
+        yield f"selection.{layer}.updates", kind_of((), "I64")
         counts = dict.fromkeys(("sums", "counts", "barred_until"), "I64")
         for name, dtype in {"mass": "F64", "observed": "BOOL", **counts}.items():
-            yield f"selection.{layer}.{name}", _kind((*rows, rows[1]), dtype)
+            yield f"selection.{layer}.{name}", kind_of((*rows, rows[1]), dtype)
 
 
 def _named_tensors(
@@ -284,14 +344,21 @@ def _named_tensors(
     return tensors
 
 
-def _hash(x: Tensor) -> str:
-    content = x.cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.sha256(content.data).hexdigest()
+def _gathered(sharded: Mapping[str, DTensor], *, keep: bool) -> dict[str, Tensor]:
+    """Joins the ranks' parts, one tensor after another; all ranks call it, and one keeps them."""
+    whole: dict[str, Tensor] = {}
+    for name, x in sharded.items():
+        joined = x.full_tensor()
+        if keep:
+            whole[name] = joined.cpu()
+    return whole
 
 
-def _safetensors() -> ModuleType:
-    try:
-        import safetensors.torch
-    except ImportError:
-        raise ImportError(f"checkpoints need safetensors; {install('cli')}") from None
-    return safetensors
+def _copy(x: Tensor, saved: Tensor) -> None:
+    """Copies a whole saved tensor into `x`, or this rank's part of it."""
+    if isinstance(x, DTensor):
+        whole = saved.to(x.device)
+        # With no source rank each rank cuts its part from its own copy, and sends nothing.
+        x.copy_(distribute_tensor(whole, x.device_mesh, x.placements, src_data_rank=None))
+    else:
+        x.copy_(saved)

@@ -270,10 +270,10 @@ def _prepare(
     ranks.agree("recipe, text and checkpoint", (recipe, text.fingerprint, step))
 
     model = recipe.build_model()
-    model.to(ranks.device)
     begun_with = "" if checkpoint is None else checkpoint.init
     if init is not None:
         begun_with = ranks.together(partial(_start_from, model, recipe, init, checkpoint))
+    ranks.place(model)
     optimizer = adamw(model, recipe)
     group = None if ranks.mesh is None else ranks.mesh["dp"].get_group()
     selection = Selection(recipe, group) if recipe.attention == "selected" else None

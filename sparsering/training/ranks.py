@@ -3,8 +3,9 @@
     torchrun --nproc-per-node 8 -m sparsering train --sequence-parallel 4 --batch-size 2 --out out
 
 The mesh has two axes. Ranks along "sp" share each sequence and attend by `ring_attention`. Ranks
-along "dp" have different windows. Every rank has all parameters; losses and gradients are summed,
-not averaged: each rank divides its part by the number of all targets.
+along "dp" have different windows. Losses and gradients are summed, not averaged: each rank divides
+its part by the number of all targets. Every rank has all parameters, or FSDP2 (`fully_shard`) gives
+each of all ranks a part of every parameter, of its gradient and of its state in the optimizer.
 """
 
 import os
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from ..commands import program, sparsering
 from ..distributed import RingPlan, ring_attention, shard
@@ -42,6 +44,8 @@ class Ranks:
     mesh: DeviceMesh | None = None  # axes "dp" (data parallel), "sp" (sequence parallel)
     sharding: str = "contiguous"  # how "sp" ranks divide a sequence, as for `RingPlan`
     timeout: float | None = None  # seconds that a rank waits for its peers at each step of a ring
+    # All ranks along one axis, each of which has a part of every parameter; None: all have all.
+    shards: DeviceMesh | None = None
 
     @property
     def rank(self) -> int:
@@ -63,7 +67,8 @@ class Ranks:
         torchrun = program("torchrun", "torch.distributed.run")
         ranks = f"--nproc-per-node {self.world_size}"
         shared = f"--sequence-parallel {self.size('sp')}"
-        return f"{torchrun} {ranks} -m sparsering {command} {shared}"
+        parts = "" if self.shards is None else " --shard"
+        return f"{torchrun} {ranks} -m sparsering {command} {shared}{parts}"
 
     @property
     def device(self) -> torch.device:
@@ -145,6 +150,23 @@ class Ranks:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return int(largest) or None
 
+    def place(self, model: LongNetLM) -> None:
+        """Moves the model to this rank's device; where ranks have parts, only this rank's part."""
+        if self.shards is None:
+            model.to(self.device)
+            return
+        from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+
+        for module in (*model.blocks, model):  # one block's parameters are whole at a time
+            # By default a model that was only validated would keep those of its root whole, and
+            # `parameters()` would be other tensors than those that the optimizer knows.
+            fully_shard(module, mesh=self.shards, reshard_after_forward=True)
+            assert isinstance(module, FSDPModule)
+            # The ranks' losses sum to the mean loss, so that gradients are summed too.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        register_fsdp_forward_method(model, "loss")
+
     def plan(self, model: LongNetLM, length: int) -> RingPlan:
         """Plans the model's ring attention over a sequence of `length` tokens."""
         options = {"num_heads": model.num_heads, "sharding": self.sharding}
@@ -194,25 +216,34 @@ class Ranks:
         return part.item()
 
     def clip_gradients(self, model: nn.Module, largest: float) -> float:
-        """Sums the ranks' gradients, clips their norm, and returns the norm before clipping."""
-        if self.mesh is not None:
+        """Sums the ranks' gradients, clips their norm, and returns the norm before clipping.
+
+        Gradients of sharded parameters are summed already, by FSDP's backward.
+        """
+        if self.mesh is not None and self.shards is None:
             grads = [p.grad for p in model.parameters() if p.grad is not None]
             joined = torch.cat([grad.flatten() for grad in grads])
             dist.all_reduce(joined)
             for grad, part in zip(grads, joined.split([g.numel() for g in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
-        return nn.utils.clip_grad_norm_(model.parameters(), largest).item()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), largest)
+        return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
 
 
 ALONE = Ranks()
 
 
 def arrange(
-    sequence_parallel: int, *, sharding: str = "contiguous", timeout: float = TIMEOUT_S
+    sequence_parallel: int,
+    *,
+    sharding: str = "contiguous",
+    timeout: float = TIMEOUT_S,
+    shard_parameters: bool = False,
 ) -> Ranks:
     """Arranges the default process group as a mesh of `Ranks`; every process calls it.
 
-    Groups of `sequence_parallel` ranks share each sequence; the groups share a step's windows.
+    Groups of `sequence_parallel` ranks share each sequence; the groups share a step's windows. With
+    `shard_parameters`, each of all ranks has a part of every parameter.
     """
     world = dist.get_world_size()
     if world % sequence_parallel:
@@ -229,7 +260,12 @@ def arrange(
     ]
     device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
     mesh = DeviceMesh.from_group(groups, device_type, mesh=grid, mesh_dim_names=("dp", "sp"))
-    return Ranks(mesh, sharding, timeout)
+    shards = None
+    if shard_parameters:
+        everybody = dist.group.WORLD
+        assert everybody is not None
+        shards = DeviceMesh.from_group(everybody, device_type, mesh_dim_names=("shard",))
+    return Ranks(mesh=mesh, sharding=sharding, timeout=timeout, shards=shards)
 
 
 def was_restarted() -> bool:
@@ -247,6 +283,7 @@ def ranks_of_torchrun(
     *,
     sharding: str | None = None,
     timeout: float | None = None,
+    shard_parameters: bool = False,
 ) -> Iterator[Ranks]:
     """Joins the processes that torchrun started, with gloo on CPUs and NCCL on GPUs.
 
@@ -256,13 +293,15 @@ def ranks_of_torchrun(
         sequence_parallel: number of ranks that share each sequence; default 1.
         sharding: as for `RingPlan`; default "contiguous".
         timeout: seconds that a rank waits for its peers; default TIMEOUT_S.
+        shard_parameters: whether each rank has only a part of every parameter, as in `arrange`.
     """
     if not dist.is_torchelastic_launched():
-        if (sequence_parallel or 1) > 1 or sharding is not None or timeout is not None:
+        shares = (sequence_parallel or 1) > 1 or sharding is not None
+        if shares or timeout is not None or shard_parameters:
             torchrun = program("torchrun", "torch.distributed.run")
             raise ValueError(
-                "--sequence-parallel, --sharding and --timeout need processes started by torchrun, "
-                f"got a process started without it; begin the command with {torchrun} "
+                "--sequence-parallel, --sharding, --shard and --timeout need processes started by "
+                f"torchrun, got a process started without it; begin the command with {torchrun} "
                 f"--nproc-per-node {sequence_parallel or 1} -m sparsering, or leave these out"
             )
         yield Ranks()
@@ -279,5 +318,10 @@ def ranks_of_torchrun(
     store = dist.PrefixStore(f"start {_restarts()}", store)
     limit, backend = timedelta(seconds=seconds), "nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
-    yield arrange(sequence_parallel or 1, sharding=sharding or "contiguous", timeout=seconds)
+    yield arrange(
+        sequence_parallel or 1,
+        sharding=sharding or "contiguous",
+        timeout=seconds,
+        shard_parameters=shard_parameters,
+    )
     dist.destroy_process_group()  # not after an error, because peers may be dead

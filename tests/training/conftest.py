@@ -1,13 +1,14 @@
-"""A checkpoint, and a copy of it to change."""
+"""A checkpoint, a copy of it to change, and a recipe for runs over ranks."""
 
 import dataclasses
 import shutil
 from pathlib import Path
 
 import pytest
+import rank_runs
 from stranger import RECIPE
 
-from sparsering.training import train
+from sparsering.training import Recipe, train
 
 
 @pytest.fixture(scope="module")
@@ -24,3 +25,12 @@ def whole(tmp_path_factory) -> Path:
 def run(whole, tmp_path) -> Path:
     """A copy to change."""
     return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory) -> Recipe:
+    """A recipe for runs over ranks, with a text of 20 files."""
+    folder = tmp_path_factory.mktemp("corpus")
+    for i in range(20):
+        (folder / f"{i:02d}.txt").write_text(f"file {i:02d} says so. " * 40)
+    return dataclasses.replace(rank_runs.RECIPE, data=str(folder))

@@ -2,20 +2,26 @@
 
 import dataclasses
 import errno
-import json
 import os
 import re
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from helpers.ring_workers import Workers, workers_of
+from helpers.ring_workers import workers_of
+from rank_runs import (
+    TOLERANCE,
+    figures,
+    has_reached,
+    run,
+    torchrun,
+    train_words,
+    watch,
+    worker,
+)
 
 import sparsering as sr
 from sparsering.cli import main
@@ -24,58 +30,8 @@ from sparsering.training import Recipe, load_model, loop, train
 from sparsering.training.checkpoint import load_checkpoint
 from sparsering.training.ranks import arrange
 
-RECIPE = Recipe(
-    pattern="LongNet((16, 64), (1, 4))",
-    context=64,
-    batch_size=2,
-    width=16,
-    num_layers=2,
-    num_heads=2,
-    steps=8,
-    warmup_steps=2,
-    dtype="float32",
-)
-TOLERANCE = 2e-6
-"""Relative, of losses and gradient norms in float32; 4e-7 is the largest difference seen."""
-
-
 two = workers_of(2)
 four = workers_of(4)
-
-
-@pytest.fixture(scope="module")
-def recipe(tmp_path_factory) -> Recipe:
-    folder = tmp_path_factory.mktemp("corpus")
-    for i in range(20):
-        (folder / f"{i:02d}.txt").write_text(f"file {i:02d} says so. " * 40)
-    return dataclasses.replace(RECIPE, data=str(folder))
-
-
-def train_rank(
-    rank: int, recipe: Recipe, out: Path, sp: int, sharding: str, options: dict[str, Any]
-) -> list[dict[str, Any]]:
-    """A rank's metrics, without its own time."""
-    ranks = arrange(sp, sharding=sharding)
-    metrics = train(recipe, out, validate_every=4, ranks=ranks, **options).metrics
-    return [{name: record[name] for name in record if name != "seconds"} for record in metrics]
-
-
-def figures(folder: Path) -> dict[tuple[int, str], float]:
-    """Losses and gradient norms of `metrics.jsonl`, by step and name."""
-    text = (folder / "metrics.jsonl").read_text()
-    whole = text[: text.rfind("\n") + 1].splitlines()
-    return {
-        (record["step"], name): record[name]
-        for record in map(json.loads, whole)
-        for name in ("loss", "grad_norm", "validation_loss")
-        if name in record
-    }
-
-
-def run(
-    workers: Workers, recipe: Recipe, out: Path, sp: int, sharding: str = "contiguous", **options
-) -> list[list[dict[str, Any]]]:
-    return workers.run(train_rank, recipe, out, sp, sharding, options)
 
 
 SLOW = pytest.mark.slow
@@ -203,20 +159,6 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(two, recipe, tmp_path):
     assert load_checkpoint(tmp_path).step == 4
 
 
-def torchrun(number: int, *words: object) -> list[str]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", number, *words]
-    return [str(word) for word in command]
-
-
-def train_words(recipe: Recipe, out: Path) -> list[object]:
-    words: list[object] = ["-m", "sparsering", "train", "--out", out]
-    for field in dataclasses.fields(recipe):
-        if field.name != "checkpoint_layers":
-            words += ["--" + field.name.replace("_", "-"), getattr(recipe, field.name)]
-    return words
-
-
 @pytest.mark.slow
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint(recipe, tmp_path):
     recipe, out = dataclasses.replace(recipe, steps=30), tmp_path / "run"
@@ -239,16 +181,6 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint(recipe, tmp_path):
     train(recipe, tmp_path / "alone", validate_every=30)
     assert figures(out) == pytest.approx(figures(tmp_path / "alone"), rel=TOLERANCE)
     assert load_checkpoint(out).step == 30
-
-
-def has_reached(out: Path, step: int) -> bool:
-    return (out / "metrics.jsonl").exists() and (step, "loss") in figures(out)
-
-
-def watch(process: subprocess.Popen, log: Path, is_there: Callable[[], bool]) -> None:
-    while not is_there():
-        assert process.poll() is None, log.read_text()
-        time.sleep(0.02)
 
 
 @pytest.mark.slow
@@ -284,15 +216,6 @@ def test_a_restart_that_comes_after_the_end_is_no_error(recipe, tmp_path, monkey
     assert main(words) == 2
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert main(words) == 0
-
-
-def worker(launcher: int, rank: int) -> int:
-    """The process that torchrun started for a rank."""
-    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
-        environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        if b"RANK=%d" % rank in environment:
-            return int(child)
-    raise AssertionError(f"no rank {rank} under {launcher}")
 
 
 def test_processes_that_torchrun_did_not_start_are_told(tmp_path, capsys):

@@ -1,0 +1,146 @@
+"""Parts of a sharded checkpoint: each rank writes what it has, and any number of ranks reads them.
+
+    hashes = write_parts(folder, tensors, ranks)  # sha256 of each part, by the name of its file
+    kinds = read_kinds(folder, hashes)            # checks the parts' headers against one another
+    read_parts(folder, hashes, tensors)           # copies what this rank's tensors have
+
+`torch.distributed.checkpoint` (DCP) plans which rank writes and reads what. Its usual storage keeps
+the plan in a pickled file, so its storage of safetensors files is used: there a part's header says
+at which offsets its tensors begin.
+"""
+
+import json
+import math
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from ..files import unique_pairs
+from .ranks import Ranks
+from .tensor_files import hash_file, kind_of, opened_tensors
+
+_OFFSETS = "DCP_SHARDING_INFO"  # in a part's header: JSON {name: {"saved_offsets": [...]}}
+
+
+def write_parts(folder: Path, tensors: Mapping[str, DTensor], ranks: Ranks) -> dict[str, str]:
+    """Writes each rank's parts of tensors into a new folder; all ranks call it.
+
+    Returns, on all ranks: the sha256 of each part, by the name of its file.
+
+    Raises, on all ranks: OSError if a rank cannot write, and the folder is removed; ValueError if
+        the ranks do not write into one folder.
+    """
+    try:
+        dcp.save(
+            dict(tensors),
+            storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True),
+        )
+    except CheckpointException as failed:
+        if ranks.leads:
+            shutil.rmtree(folder, ignore_errors=True)
+        rank, (error, _) = next(iter(failed.failures.items()))
+        text = f"rank {rank}: {error} while writing parts of a checkpoint into {folder}"
+        raise OSError(f"{text}; the checkpoint before it is whole") from None
+    seen = ranks.gather(_parts_in(folder))
+    if seen != seen[:1] * len(seen):
+        raise ValueError(
+            f"expected a folder that all ranks share, got parts of a checkpoint in {folder} that "
+            "some ranks do not see; choose an --out on a file system that all machines mount"
+        )
+    own = seen[0][ranks.rank :: ranks.world_size]
+    hashes = ranks.together(lambda: {name: hash_file(folder / name) for name in own})
+    return dict(sorted(pair for part in ranks.gather(hashes) for pair in part.items()))
+
+
+def read_kinds(folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
+    """Returns dtype and shape of each tensor that the parts make up together, loading none.
+
+    Raises ValueError if a part is missing or not one of these, or if a tensor has gaps.
+    """
+    if folder.is_symlink() or not folder.is_dir():
+        raise ValueError(f"its parts, the folder {folder.name}, are missing")
+    if odd := set(_parts_in(folder)) ^ hashes.keys():
+        names = ", ".join(sorted(odd)[:3])
+        raise ValueError(f"parts in {folder.name} are missing, or are of another one: {names}")
+    dtypes: dict[str, str] = {}
+    shapes: dict[str, list[int]] = {}
+    counts: dict[str, int] = {}
+    for part in hashes:
+        with opened_tensors(folder / part) as file:
+            offsets = _offsets_of(part, file.metadata() or {})
+            for name in file.keys():  # noqa: SIM118 - the file is not a mapping
+                header = file.get_slice(name)
+                sizes, first = header.get_shape(), offsets.get(name, [])
+                if len(first) != len(sizes):
+                    raise ValueError(f"{part} does not say where its part of {name} begins")
+                ends = [start + size for start, size in zip(first, sizes, strict=True)]
+                shape = shapes.setdefault(name, ends)
+                dtype = dtypes.setdefault(name, header.get_dtype())
+                if dtype != header.get_dtype() or len(shape) != len(ends):
+                    raise ValueError(f"the parts of {name} are not of one tensor")
+                shapes[name] = [max(pair) for pair in zip(shape, ends, strict=True)]
+                counts[name] = counts.get(name, 0) + math.prod(sizes)
+    for name, shape in shapes.items():
+        if counts[name] != math.prod(shape):
+            raise ValueError(f"the parts of {name} have gaps, or overlap")
+    return {name: kind_of(shape, dtypes[name]) for name, shape in shapes.items()}
+
+
+def read_parts(folder: Path, hashes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Copies saved tensors into these: whole ones, or this rank's parts. Waits for no other rank.
+
+    Only the parts that this rank needs are read. Raises ValueError if one of them was changed.
+    """
+    reader = _CheckedReader(str(folder))
+    reader.hashes = hashes
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # DCP warns that each rank reads by itself
+            dcp.load(dict(tensors), storage_reader=reader, no_dist=True)
+    except CheckpointException as failed:
+        error, _ = next(iter(failed.failures.values()))
+        raise error from None
+
+
+class _CheckedReader(HuggingFaceStorageReader):
+    """Compares the sha256 of each part that is needed before DCP reads from it."""
+
+    hashes: Mapping[str, str]  # by file name
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        needed = {self.storage_data[item.storage_index].relative_path for item in plan.items}
+        for path in map(Path, sorted(needed)):
+            if hash_file(path) != self.hashes[path.name]:
+                raise ValueError(f"the sha256 of {path.name} is not the one that was written")
+        return super().read_data(plan, planner)
+
+
+def _parts_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.glob("*.safetensors"))
+
+
+def _offsets_of(part: str, header: Mapping[str, str]) -> dict[str, list[int]]:
+    """Parses where the tensors of a part begin; ValueError for anything but small integers >= 0."""
+    try:
+        places: Any = json.loads(header.get(_OFFSETS, ""), object_pairs_hook=unique_pairs)
+        offsets = {name: place["saved_offsets"] for name, place in places.items()}
+    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{part} does not say where its tensors begin") from None
+    for name, first in offsets.items():
+        whole = isinstance(first, list) and all(type(n) is int and 0 <= n < 1 << 48 for n in first)
+        if not whole:
+            raise ValueError(f"{part} does not say where its part of {name} begins")
+    return offsets
