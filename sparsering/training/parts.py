@@ -52,8 +52,11 @@ def write_parts(folder: Path, tensors: Mapping[str, DTensor], ranks: Ranks) -> d
         if ranks.leads:
             shutil.rmtree(folder, ignore_errors=True)
         rank, (error, _) = next(iter(failed.failures.items()))
-        text = f"rank {rank}: {error} while writing parts of a checkpoint into {folder}"
-        raise OSError(f"{text}; the checkpoint before it is whole") from None
+        reason = (isinstance(error, OSError) and error.strerror) or error
+        raise OSError(
+            f"rank {rank}: {reason} while writing parts of a checkpoint into {folder}; what was "
+            "there before is untouched"
+        ) from None
     seen = ranks.gather(_parts_in(folder))
     if seen != seen[:1] * len(seen):
         raise ValueError(

@@ -444,12 +444,43 @@ def train_on_a_full_disk(rank: int, recipe: Recipe, out: Path) -> str:
 
 def test_a_rank_without_space_leaves_the_checkpoint_whole(two, recipe, copy):
     said = two.run(train_on_a_full_disk, recipe, copy)
-    assert all(re.search("OSError: rank 1: .*No space.*before it is whole", line) for line in said)
+    assert all(re.search("OSError: rank 1: No space.*before is untouched", line) for line in said)
     assert not any("\n" in line for line in said)
     assert load_checkpoint(copy).step == 1
     assert len(part_files(copy)) == 2  # and no folder of the failed one
     run(two, recipe, copy, 2, shard=True, resume=True, stop_after=3)
     assert load_checkpoint(copy).step == 3
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_the_training(two, recipe, tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    out = tmp_path / "file" / "run"
+    for line in two.run(refusal, recipe, [out, out], True, {}):
+        assert re.search("OSError: rank 0: Not a directory while writing parts", line)
+        assert "\n" not in line
+
+
+def end_of(command: list[str], log: Path) -> float:
+    """Seconds until torchrun has ended, with an error."""
+    began = time.monotonic()
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    with open(log, "w") as file:
+        done = subprocess.run(command, stdout=file, stderr=file, env=environment, timeout=100)
+    assert done.returncode != 0
+    return time.monotonic() - began
+
+
+@SLOW
+def test_each_rank_that_torchrun_started_says_one_sentence(copy, recipe, tmp_path):
+    changed_byte(parts_of(copy))
+    before = {path: path.lstat().st_mtime_ns for path in copy.rglob("*")}
+    options = ["--shard", "--sequence-parallel", 2, "--timeout", 90]
+    words = [*train_words(recipe, copy), *options, "--resume"]
+    assert end_of(torchrun(2, *words), tmp_path / "log") < 45  # most of it is for importing torch
+    said = [line for line in (tmp_path / "log").read_text().splitlines() if "damaged" in line]
+    assert len(said) == 2 and all(line.startswith("sparsering: ") for line in said)
+    assert sum("sparsering: rank 1: " in line for line in said) == 1
+    assert {path: path.lstat().st_mtime_ns for path in copy.rglob("*")} == before
 
 
 def test_shard_needs_torchrun(tmp_path, capsys):
