@@ -70,7 +70,9 @@ def test_every_dotted_name_of_ours_exists():
             if (
                 foreign
                 or first not in known
-                or found.endswith((".py", ".cpp", ".html", ".txt", ".png", ".safetensors"))
+                or found.endswith(
+                    (".py", ".cpp", ".html", ".txt", ".png", ".jsonl", ".safetensors")
+                )
             ):
                 continue
             if not any(leads_on(owner, rest) for owner in known[first]):

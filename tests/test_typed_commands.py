@@ -90,7 +90,7 @@ def test_what_writes_runs_refuses_a_finished_one(module):
     """Found by its code; the message is provoked by the command of a page that runs it twice."""
     if module in RECORDS:
         return
-    written = [*texts(ROOT / module), *texts(ROOT / "sparsering/training/loop.py")]
+    written = [*texts(ROOT / module), *texts(ROOT / "sparsering/training/resuming.py")]
     if module == "sparsering/cli/demo.py":
         written += [*texts(ROOT / "sparsering/demo/trained.py")]
     assert any(FINISHED in text for text in written), f"{module}: refuse a finished run"

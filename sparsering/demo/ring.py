@@ -25,9 +25,10 @@ from ..patterns.positions import Full
 from ..plots.traffic import traffic_image
 from ..training.checkpoint import has_checkpoint
 from ..training.data import read_text
-from ..training.loop import Run, adamw, autocast, train, training_step
+from ..training.loop import Run, train
 from ..training.ranks import Ranks, ranks_of_torchrun
 from ..training.recipe import DTYPES, Recipe
+from ..training.step import adamw, autocast, training_step
 from .memory import peak_memory_bytes
 
 RECIPE = Recipe(steps=60, num_layers=2, dtype="float32")

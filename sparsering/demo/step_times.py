@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ..nn.transformer import Attend
-from ..training.loop import Run, adamw, training_step
+from ..training.loop import Run
+from ..training.step import adamw, training_step
 
 
 class StepTime(NamedTuple):

@@ -1,4 +1,4 @@
-"""The training loop: AdamW, warm-up and cosine, autocast, checkpoints, and stopping on signals.
+"""The training loop: steps, validations and checkpoints, from a folder's last checkpoint on.
 
     run = train(Recipe(steps=200), Path("runs/mine"))
 
@@ -9,37 +9,35 @@ and returns.
 
 import json
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal, TextIO
 
 import torch
-from torch import Tensor, nn
 
 from ..models.longnet import LongNetLM
 from ..nn.transformer import Attend
 from ..progress import Progress, progress, unshown
 from .adaptive import Selection
-from .checkpoint import Checkpoint, has_checkpoint, load_checkpoint
-from .data import Text, Windows, read_text, training_window, validation_windows
+from .checkpoint import Checkpoint
+from .data import Text, Windows, validation_windows
 from .metrics import cut_metrics
 from .micro_batches import (
     checked_part,
     forget_failure,
     largest_part,
-    make_moments,
     ran_out_of_memory,
     windows_that_fit,
 )
 from .ranks import ALONE, Ranks
-from .recipe import DTYPES, Recipe, best_dtype
+from .recipe import Recipe, best_dtype
+from .resuming import read_inputs, start_from
+from .signals import stop_signal
+from .step import adamw, autocast, gradients, training_step
 
 
 @dataclass(eq=False)
@@ -84,7 +82,7 @@ class Run:
         return next(((r["step"], r["validation_loss"]) for r in records), (0, math.nan))
 
     def save(self) -> None:
-        """Writes a checkpoint of the model and optimizer after the current step."""
+        """Writes a checkpoint of the model and optimizer after the current step; all ranks call."""
         checkpoint = Checkpoint(
             folder=self.out,
             step=self.step,
@@ -207,7 +205,8 @@ def train(
         ranks: the processes that train together, each of which calls this function. Only rank 0
             prints and writes metrics. A signal to one rank stops all ranks at the same step.
 
-    Returns: the run, finished or stopped early.
+    Returns: the run, finished or stopped early. If ranks have parts of the parameters, so does its
+        model; `load_model(out)` returns the whole model.
 
     Raises:
         FileExistsError: the folder contains a finished run and `resume` is false, or a run of
@@ -260,7 +259,9 @@ def _prepare(
     num_windows: int,
     init: Path | None,
 ) -> Run:
-    recipe, text, checkpoint = ranks.together(partial(_inputs, recipe, out, command, resume, ranks))
+    recipe, text, checkpoint = ranks.together(
+        partial(read_inputs, recipe, out, command, resume=resume, ranks=ranks)
+    )
     if checkpoint is not None and ranks.leads and not resume:
         print(f"Going on after step {checkpoint.step} of the run in {out}", flush=True)
     if recipe.dtype == "auto":  # rank 0 chooses for all ranks
@@ -272,7 +273,7 @@ def _prepare(
     model = recipe.build_model()
     begun_with = "" if checkpoint is None else checkpoint.init
     if init is not None:
-        begun_with = ranks.together(partial(_start_from, model, recipe, init, checkpoint))
+        begun_with = ranks.together(partial(start_from, model, recipe, init, checkpoint))
     ranks.place(model)
     optimizer = adamw(model, recipe)
     group = None if ranks.mesh is None else ranks.mesh["dp"].get_group()
@@ -304,27 +305,6 @@ def _prepare(
     return run
 
 
-def _start_from(model: LongNetLM, recipe: Recipe, init: Path, resumed: Checkpoint | None) -> str:
-    """Copies the weights of a checkpoint into the model of a new run; returns their digest."""
-    checkpoint = load_checkpoint(init)
-    if resumed is not None:
-        if resumed.init != checkpoint.digest:
-            raise ValueError(
-                f"expected the run in {resumed.folder} to have begun with the weights that "
-                f"--init {init} has now, got a run of other weights; leave --init out to go on "
-                "with that run, or choose another --out"
-            )
-        return resumed.init
-    sizes = {field: getattr(recipe, field) for field in ("width", "num_layers", "num_heads")}
-    theirs = {field: getattr(checkpoint.recipe, field) for field in sizes}
-    if sizes != theirs:
-        raise ValueError(
-            f"init begins a run of the checkpoint's sizes, {theirs}, got {sizes}; pass these sizes"
-        )
-    checkpoint.restore(model)
-    return checkpoint.digest
-
-
 def _choose_micro_batch(run: Run, chosen: int | Literal["auto"] | None) -> None:
     """Sets the run's micro-batch: the one chosen, or for "auto" the last one or what fits."""
     batch, dp = run.recipe.batch_size, run.ranks.size("dp")
@@ -339,160 +319,6 @@ def _choose_micro_batch(run: Run, chosen: int | Literal["auto"] | None) -> None:
         run.micro_batch = checked_part(sizes[-1], batch, dp, source)
         return
     state = run.model, run.recipe, run.step, run.text.train, run.ranks
-    fits = windows_that_fit(partial(_gradients, *state, dp, 1, run.attend), run.ranks.device)
+    fits = windows_that_fit(partial(gradients, *state, dp, 1, run.attend), run.ranks.device)
     forget_failure(run.optimizer)
     run.set_micro_batch(largest_part(batch, min(run.ranks.gather(fits)), dp))
-
-
-def _inputs(
-    recipe: Recipe, out: Path, command: str, resume: bool, ranks: Ranks
-) -> tuple[Recipe, Text, Checkpoint | None]:
-    ranks.check(recipe)
-    checkpoint = load_checkpoint(out) if resume or has_checkpoint(out) else None
-    if checkpoint is not None:
-        _check_may_go_on(checkpoint, recipe, command, resume)
-    text = read_text(recipe.data, context=recipe.context, seed=recipe.seed, glob=recipe.glob)
-    if checkpoint is not None:
-        recipe = _resumed_recipe(recipe, text, checkpoint)
-    return recipe, text, checkpoint
-
-
-def _check_may_go_on(checkpoint: Checkpoint, recipe: Recipe, command: str, resume: bool) -> None:
-    """Raises FileExistsError for a run of another command, and a finished one without `resume`."""
-    folder, steps = checkpoint.folder, checkpoint.step
-    if checkpoint.command != command:
-        begin = f"--init {folder} begins a run with its weights in "
-        raise FileExistsError(
-            f"expected no run in {folder}, or one of {command}, found one of {checkpoint.command}; "
-            f"{begin if command == 'train' else 'choose '}another --out"
-        )
-    if not resume and checkpoint.finished and recipe.steps <= steps:
-        raise FileExistsError(
-            f"{folder} has a finished run of {steps} steps, which is not overwritten; go on with "
-            f"it by --steps above {steps}, or choose another --out"
-        )
-
-
-def training_step(
-    model: LongNetLM,
-    optimizer: torch.optim.Optimizer,
-    recipe: Recipe,
-    step: int,
-    train: Tensor,
-    ranks: Ranks = ALONE,
-    *,
-    attend: Attend | Sequence[Attend] | None = None,
-    micro_batch: int | None = None,
-) -> tuple[float, float, float]:
-    """Runs forward, backward and update on the step's windows of the training bytes.
-
-    `micro_batch` windows are computed at a time, default all of them.
-
-    Returns: loss (nats per byte) and gradient norm before clipping, over all ranks' windows; and
-        the learning rate.
-    """
-    rate = recipe.learning_rate_at(step)
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-    optimizer.zero_grad()
-    size = micro_batch or recipe.batch_size
-    loss = _gradients(model, recipe, step, train, ranks, size, recipe.batch_size // size, attend)
-    make_moments(optimizer)
-    norm = ranks.clip_gradients(model, recipe.clip_norm)
-    optimizer.step()
-    return ranks.total(loss), norm, rate
-
-
-def _gradients(
-    model: LongNetLM,
-    recipe: Recipe,
-    step: int,
-    train: Tensor,
-    ranks: Ranks,
-    size: int,
-    parts: int,
-    attend: Attend | Sequence[Attend] | None = None,
-) -> Tensor:
-    """Adds the gradients of the first `parts` micro-batches of a step; returns their loss."""
-    tokens, targets = training_window(
-        train, context=recipe.context, batch_size=recipe.batch_size, seed=recipe.seed, step=step
-    )
-    total = torch.zeros((), device=ranks.device)
-    for one in range(parts):
-        window = slice(one * size, (one + 1) * size)
-        with autocast(recipe.dtype, ranks.device.type):
-            loss = ranks.loss(model, tokens[window], targets[window], attend, targets.numel())
-        loss.backward()
-        total += loss.detach()
-    return total
-
-
-def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """Builds AdamW with weight decay on the matrices only."""
-    matrices = [p for p in model.parameters() if p.dim() >= 2]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": recipe.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=recipe.learning_rate, betas=(0.9, 0.95), fused=True)
-
-
-def autocast(dtype: str, device_type: str = "cpu") -> AbstractContextManager[Any]:
-    """Returns a context that autocasts to bfloat16, or does nothing for float32."""
-    return torch.autocast(device_type, DTYPES["bfloat16"], enabled=dtype == "bfloat16")
-
-
-@contextmanager
-def stop_signal(ranks: Ranks) -> Iterator[Callable[[], int | None]]:
-    """Yields a function that returns the number of a SIGINT or SIGTERM that any rank got, or None.
-
-    All ranks call the function together. A second signal has its usual effect at once. Python sets
-    handlers only in the main thread, so in other threads signals keep their usual effect.
-    """
-    numbers: list[int] = []
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    stopping = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
-    handlers = {number: signal.getsignal(number) for number in stopping}
-
-    def restore() -> None:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-    def note(number: int, frame: FrameType | None) -> None:
-        numbers.append(number)
-        restore()
-
-    for number in handlers:
-        signal.signal(number, note)
-    try:
-        yield lambda: ranks.any_signal(numbers[0] if numbers else None)
-    finally:
-        restore()
-
-
-def _resumed_recipe(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recipe:
-    """Replaces dtype "auto" by the checkpoint's; ValueError if recipe or text differs."""
-    saved = checkpoint.recipe
-    if recipe.dtype == "auto":
-        recipe = replace(recipe, dtype=saved.dtype)
-    if recipe.steps < checkpoint.step:
-        raise ValueError(
-            f"--steps must be at least {checkpoint.step}, the steps that the checkpoint in "
-            f"{checkpoint.folder} has done, got {recipe.steps}"
-        )
-    # The text may have moved: its fingerprint is compared below, not its path.
-    same = replace(recipe, data=saved.data, glob=saved.glob, steps=saved.steps)
-    ours, theirs = asdict(same), asdict(saved)
-    if differences := [f"{name} {theirs[name]!r}" for name in ours if ours[name] != theirs[name]]:
-        raise ValueError(
-            f"the options differ from those of the checkpoint in {checkpoint.folder}, which was "
-            f"trained with {', '.join(differences)}; pass --resume without these options to go on, "
-            "or start a new run with another --out"
-        )
-    if text.fingerprint != checkpoint.fingerprint:
-        raise ValueError(
-            f"expected the text that the checkpoint in {checkpoint.folder} was trained on, got "
-            "another (files or bytes changed); restore it, or start a new run with another --out"
-        )
-    return recipe
