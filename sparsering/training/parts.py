@@ -30,7 +30,7 @@ from torch.futures import Future
 
 from ..files import unique_pairs
 from .ranks import Ranks
-from .tensor_files import hash_file, kind_of, opened_tensors
+from .tensor_files import hash_file, kind_of, opened_tensors, safetensors_or_hint
 
 _OFFSETS = "DCP_SHARDING_INFO"  # in a part's header: JSON {name: {"saved_offsets": [...]}}
 
@@ -40,9 +40,10 @@ def write_parts(folder: Path, tensors: Mapping[str, DTensor], ranks: Ranks) -> d
 
     Returns, on all ranks: the sha256 of each part, by the name of its file.
 
-    Raises, on all ranks: OSError if a rank cannot write, and the folder is removed; ValueError if
-        the ranks do not write into one folder.
+    Raises, on all ranks: OSError or MemoryError if a rank cannot write, and the folder is removed;
+        ValueError if the ranks do not write into one folder.
     """
+    safetensors_or_hint()  # DCP would only say that a module is missing
     try:
         dcp.save(
             dict(tensors),
@@ -53,7 +54,10 @@ def write_parts(folder: Path, tensors: Mapping[str, DTensor], ranks: Ranks) -> d
             shutil.rmtree(folder, ignore_errors=True)
         rank, (error, _) = next(iter(failed.failures.items()))
         reason = (isinstance(error, OSError) and error.strerror) or error
-        raise OSError(
+        kind = next(
+            (kind for kind in (OSError, MemoryError) if isinstance(error, kind)), RuntimeError
+        )
+        raise kind(
             f"rank {rank}: {reason} while writing parts of a checkpoint into {folder}; what was "
             "there before is untouched"
         ) from None

@@ -10,6 +10,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from sparsering.training import Recipe, load_model, train
 from sparsering.training.checkpoint import Checkpoint, load_checkpoint
 from sparsering.training.ranks import arrange
 
+one = workers_of(1)
 two = workers_of(2)
 three = workers_of(3)
 four = workers_of(4)
@@ -112,6 +114,22 @@ def test_losses_in_float64_are_equal_to_the_last_digits(two, recipe, tmp_path, s
     whole, parts = two.run(losses_in_float64, recipe, tmp_path, sp, micro_batch)[0]
     assert len(whole) == 16
     assert parts == pytest.approx(whole, rel=1e-13)
+
+
+def test_micro_batches_that_fit_in_memory_add_to_the_same_step(two, recipe, tmp_path):
+    recipe = dataclasses.replace(recipe, batch_size=4)
+    run(two, recipe, tmp_path / "parts", 1, shard=True, micro_batch="auto")
+    run(two, recipe, tmp_path / "whole", 1, micro_batch=2)
+    assert figures(tmp_path / "parts") == pytest.approx(figures(tmp_path / "whole"), rel=CLOSE)
+
+
+@SLOW
+def test_one_rank_has_all_parts(one, recipe, tmp_path):
+    run(one, recipe, tmp_path / "parts", 1, shard=True, stop_after=3)
+    assert len(part_files(tmp_path / "parts")) == 1
+    run(one, recipe, tmp_path / "parts", 1, shard=True, resume=True)
+    run(one, recipe, tmp_path / "whole", 1)
+    assert figures(tmp_path / "parts") == figures(tmp_path / "whole")
 
 
 def sizes_of_parts(rank: int, recipe: Recipe, out: Path) -> dict[str, int]:
@@ -481,6 +499,25 @@ def test_each_rank_that_torchrun_started_says_one_sentence(copy, recipe, tmp_pat
     assert len(said) == 2 and all(line.startswith("sparsering: ") for line in said)
     assert sum("sparsering: rank 1: " in line for line in said) == 1
     assert {path: path.lstat().st_mtime_ns for path in copy.rglob("*")} == before
+
+
+def error_without_safetensors(rank: int, recipe: Recipe, out: Path) -> str:
+    """The text of a rank's ImportError, where safetensors is not installed."""
+    loaded = {name: x for name, x in sys.modules.items() if name.split(".")[0] == "safetensors"}
+    sys.modules.update(dict.fromkeys([*loaded, "safetensors"]))
+    try:
+        train(recipe, out, ranks=arrange(2, shard_parameters=True))
+    except ImportError as error:
+        return str(error)
+    finally:
+        del sys.modules["safetensors"]
+        sys.modules.update(loaded)
+    return "none"
+
+
+def test_without_safetensors_all_ranks_say_how_to_install_it(two, recipe, tmp_path):
+    said = two.run(error_without_safetensors, recipe, tmp_path / "run")
+    assert all("checkpoints need safetensors; " in line for line in said), said
 
 
 def test_shard_needs_torchrun(tmp_path, capsys):
