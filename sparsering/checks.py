@@ -33,7 +33,7 @@ from .patterns.arguments import (
     not_a_pattern,
     shortened,
     way_to_tensor,
-)  # fmt: skip
+)
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PLAIN, _STRIDED = (Tensor, Parameter), torch.strided

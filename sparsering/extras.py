@@ -131,7 +131,7 @@ def checked_extras(
     in_use = {name: x for name, x in options.items() if x is not None}
     if type(p) is float and p == 0.0 and not in_use:
         return NO_EXTRAS
-    call = _Call(query, key, pattern, block_size, in_use)
+    call = _Call(query=query, key=key, pattern=pattern, block_size=block_size, options=in_use)
     extras = {name: OPTIONS[name].check(x, call) for name, x in in_use.items()}
     number = extras.pop("dropout_seed", None)
     if p := OPTIONS["dropout_p"].check(p, call):

@@ -29,22 +29,46 @@ _ELSEWHERE = {  # what to write here for options of other libraries
 
 @overload
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, scale: float | None = ...,
-    q_start: int | None = ..., block_size: int | None = ..., block_bias: Tensor | None = ...,
-    slot_bias: Tensor | None = ..., softcap: float | None = ..., distance_bias: Tensor | None = ...,
-    sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: int | Tensor | None = ...,
-    return_lse: Literal[False] = ..., backend: str | None = ...,
-) -> Tensor: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    scale: float | None = ...,
+    q_start: int | None = ...,
+    block_size: int | None = ...,
+    block_bias: Tensor | None = ...,
+    slot_bias: Tensor | None = ...,
+    softcap: float | None = ...,
+    distance_bias: Tensor | None = ...,
+    sink: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    return_lse: Literal[False] = ...,
+    backend: str | None = ...,
+) -> Tensor: ...
 
 
 @overload
 def attention(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, scale: float | None = ...,
-    q_start: int | None = ..., block_size: int | None = ..., block_bias: Tensor | None = ...,
-    slot_bias: Tensor | None = ..., softcap: float | None = ..., distance_bias: Tensor | None = ...,
-    sink: Tensor | None = ..., dropout_p: float = ..., dropout_seed: int | Tensor | None = ...,
-    return_lse: Literal[True], backend: str | None = ...,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    pattern: Pattern,
+    *,
+    scale: float | None = ...,
+    q_start: int | None = ...,
+    block_size: int | None = ...,
+    block_bias: Tensor | None = ...,
+    slot_bias: Tensor | None = ...,
+    softcap: float | None = ...,
+    distance_bias: Tensor | None = ...,
+    sink: Tensor | None = ...,
+    dropout_p: float = ...,
+    dropout_seed: int | Tensor | None = ...,
+    return_lse: Literal[True],
+    backend: str | None = ...,
+) -> tuple[Tensor, Tensor]: ...
 
 
 def attention(
@@ -162,7 +186,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     inputs, call, extras = checked_call((query, key, value), pattern, **options)
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
     check_batch(pattern, batch)
-    frame = Frame(q_len, kv_len, heads, kv_heads, call["q_start"])
+    frame = Frame(
+        q_len=q_len, kv_len=kv_len, num_heads=heads, num_kv_heads=kv_heads, q_start=call["q_start"]
+    )
     check_fits(pattern, frame)
     backend = choose(None, inputs, extras.in_use, pattern)
     size = call["block_size"] or block_size_of(backend, pattern, inputs[0], frame)

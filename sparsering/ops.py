@@ -112,9 +112,16 @@ def value_gradient(
 
 @torch.library.custom_op("sparsering::slot_mass", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
 def slot_mass(
-    query: Tensor, key: Tensor, lse: Tensor, weight: Tensor, tensors: Sequence[Tensor],
-    pattern: str, scale: float, q_start: int, backend: str,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    weight: Tensor,
+    tensors: Sequence[Tensor],
+    pattern: str,
+    scale: float,
+    q_start: int,
+    backend: str,
+) -> Tensor:
     """Sums `weight exp(s - lse)` over the pairs of each listed block: [B, Hq, R * k]."""
     value = parse_owned(pattern, tensors)
     slots = lse.new_zeros(*query.shape[:2], _num_slots(value))
@@ -136,9 +143,14 @@ def slot_mass(
 
 @slot_mass.register_fake
 def _(
-    query: Tensor, key: Tensor, lse: Tensor, weight: Tensor, tensors: Sequence[Tensor],
-    pattern: str, *rest: object,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    weight: Tensor,
+    tensors: Sequence[Tensor],
+    pattern: str,
+    *rest: object,
+) -> Tensor:
     return lse.new_empty(*query.shape[:2], _num_slots(parse(pattern, tensors)))
 
 

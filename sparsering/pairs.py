@@ -19,7 +19,13 @@ from .patterns.tree import check_distances, distance_positions
 
 def frame_of(query: Tensor, key: Tensor, q_start: int) -> Frame:
     """Returns the frame of a call: its lengths, head counts and first query position."""
-    return Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], q_start)
+    return Frame(
+        q_len=query.shape[2],
+        kv_len=key.shape[2],
+        num_heads=query.shape[1],
+        num_kv_heads=key.shape[1],
+        q_start=q_start,
+    )
 
 
 def kept_by_branch(pattern: Pattern, frame: Frame, p: float, seed: Tensor) -> Tensor:
@@ -35,9 +41,14 @@ def kept_by_branch(pattern: Pattern, frame: Frame, p: float, seed: Tensor) -> Te
 
 @torch.library.custom_op("sparsering::pair_counts", mutates_args=())
 def pair_counts_op(
-    query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int,
-    dropout_p: float | None = None, dropout_seed: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    tensors: Sequence[Tensor],
+    pattern: str,
+    q_start: int,
+    dropout_p: float | None = None,
+    dropout_seed: Tensor | None = None,
+) -> Tensor:
     """Counts, for each pair, the branches that have it and keep it in dropout: [B, Hq, Nq, Nk]."""
     value = parse(pattern, tensors)
     check_batch(value, query.shape[0])
@@ -60,9 +71,14 @@ def _dense(pattern: Pattern, frame: Frame) -> Tensor:
 
 @torch.library.custom_op("sparsering::places_of_pairs", mutates_args=())
 def places_op(
-    query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int,
-    block_size: int | None = None, blocks: int = 0,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    tensors: Sequence[Tensor],
+    pattern: str,
+    q_start: int,
+    block_size: int | None = None,
+    blocks: int = 0,
+) -> Tensor:
     """Returns the index of each pair's bias, int64 [branches, B, Hq, Nq, Nk]; -1: no such pair.
 
     With a block size: of its tiles in the layout's `entries`, of which there must be `blocks`. Else

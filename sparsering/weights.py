@@ -94,9 +94,16 @@ def attention_weights(
     """
     refuse_options("attention_weights", others, _OPTIONS, _REFUSED)
     inputs, call, options = checked_call(
-        (query, key, key), pattern, scale=scale, q_start=q_start, block_size=block_size,
-        block_bias=block_bias, softcap=softcap, distance_bias=distance_bias, sink=sink,
-    )  # fmt: skip
+        (query, key, key),
+        pattern,
+        scale=scale,
+        q_start=q_start,
+        block_size=block_size,
+        block_bias=block_bias,
+        softcap=softcap,
+        distance_bias=distance_bias,
+        sink=sink,
+    )
     refuse_tracers(query, key)
     query, key, _ = inputs
     with without_autocast(query):
@@ -186,9 +193,16 @@ def key_mass(
             "expected sink or lse, got both; the lse that attention returns includes the sink"
         )
     inputs, call, options = checked_call(
-        (query, key, key), pattern, scale=scale, q_start=q_start, block_size=block_size,
-        block_bias=block_bias, softcap=softcap, distance_bias=distance_bias, sink=sink,
-    )  # fmt: skip
+        (query, key, key),
+        pattern,
+        scale=scale,
+        q_start=q_start,
+        block_size=block_size,
+        block_bias=block_bias,
+        softcap=softcap,
+        distance_bias=distance_bias,
+        sink=sink,
+    )
     refuse_tracers(query, key)
     refuse_forward_mode(query, key)
     dtype = sum_dtype(query)

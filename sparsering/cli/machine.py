@@ -39,8 +39,16 @@ def _info(arguments: argparse.Namespace) -> int:
 
     features: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
     vector_features = (
-        "avx2", "avx512_f", "avx512_bf16", "amx_tile", "amx_bf16", "neon", "sve", "bf16", "i8mm"
-    )  # fmt: skip
+        "avx2",
+        "avx512_f",
+        "avx512_bf16",
+        "amx_tile",
+        "amx_bf16",
+        "neon",
+        "sve",
+        "bf16",
+        "i8mm",
+    )
     lines = [
         ("sparsering", sparsering.__version__),
         ("python", f"{platform.python_version()} on {platform.platform()}"),

@@ -113,7 +113,14 @@ def pack(
         tokens[filled] = torch.cat(pieces)
     labels = torch.where(filled & (positions > 0), tokens, -100)
     numbers, cut = [tuple(i for i, _ in row) for row in rows], sum(len(x) > length for x in texts)
-    return PackedRows(tokens, positions, labels, lengths, numbers, cut)
+    return PackedRows(
+        tokens=tokens,
+        position_ids=positions,
+        labels=labels,
+        lengths=lengths,
+        documents=numbers,
+        cut=cut,
+    )
 
 
 def _tokens(number: int, document: object) -> Tensor:

@@ -128,8 +128,20 @@ class CacheState(_Record):
     def frame(self, queries: int, first: int) -> Frame:
         """Returns the `Frame` of new queries, or of the whole sequence if its length is bounded."""
         if self.total is not None:
-            return Frame(self.total, self.total, self.heads, self.kv_heads, 0)
-        return Frame(queries, first + queries, self.heads, self.kv_heads, first)
+            return Frame(
+                q_len=self.total,
+                kv_len=self.total,
+                num_heads=self.heads,
+                num_kv_heads=self.kv_heads,
+                q_start=0,
+            )
+        return Frame(
+            q_len=queries,
+            kv_len=first + queries,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            q_start=first,
+        )
 
     def in_use(self, slots: Tensor) -> Tensor:
         """Returns `keys` or `values`, given as `slots`, without the unused slots at the end."""
@@ -282,7 +294,14 @@ class CacheState(_Record):
         last = torch.where(alive, last, -1).gather(2, slot.expand(len(last), -1, -1))
         slot = torch.where(positions < 0, -1, slot)
         exact = history.exact and not self.remote
-        return History(history.length, history.length, positions, last, exact, oldest), slot
+        return History(
+            length=history.length,
+            base=history.length,
+            positions=positions,
+            last=last,
+            exact=exact,
+            oldest=oldest,
+        ), slot
 
     def _order(self, positions: Tensor, last: Tensor, alive: Tensor, length: int) -> Tensor:
         """Returns slots [Hkv, slots] in the order after an eviction; keys to evict come last."""

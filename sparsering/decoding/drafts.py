@@ -88,7 +88,13 @@ def attend_draft(
     old = torch.stack([x.positions_with(state.page_length) for x in histories])
     new = (starts[:, None, None] + torch.arange(n)).expand(*old.shape[:2], n)
     alive = [pad(x.last >= x.base, (0, state.page_length), value=True) for x in histories]
-    frame = Frame(n, max(every) + n, state.heads, state.kv_heads, max(every))
+    frame = Frame(
+        q_len=n,
+        kv_len=max(every) + n,
+        num_heads=state.heads,
+        num_kv_heads=state.kv_heads,
+        q_start=max(every),
+    )
     cached = state.in_use(state.keys), state.in_use(state.values), old, torch.stack(alive, 1)
     drafted = tokens.key, tokens.value, new, [new >= 0] * len(pattern.branches)
     known = "draft", pattern, frame, histories[0].base, state.rollback, state.page_size
@@ -98,7 +104,15 @@ def attend_draft(
         build = partial(_layout, pattern, (*seen, starts), frame, block, query.device)
         key_of = *known, query.device, key is cached[0]
         layout = layout_cache.keep(key_of, build).ready() if exact else build()
-        problem = Problem(layout, query, key, value, recipe.scale, in_float32=True, **extras)
+        problem = Problem(
+            layout=layout,
+            query=query,
+            key=key,
+            value=value,
+            scale=recipe.scale,
+            in_float32=True,
+            **extras,
+        )
         parts.append(run_backend(recipe.backend, problem))
         extras = {name: x for name, x in extras.items() if name != "sink"}  # it counts once
     out, lse = merge_attention(*zip(*parts, strict=True))

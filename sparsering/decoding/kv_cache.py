@@ -28,7 +28,7 @@ from ..patterns.arguments import (
     checked_integer,
     index_of,
     shortened,
-)  # fmt: skip
+)
 from .cache_state import SIZES, CacheState, History, ordinary_tensors
 from .compiled import attend_op, operator_options, register
 from .drafts import attend_draft, draft_of, kept

@@ -97,7 +97,13 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
         rest = starts, frame, page_size, block
         branches = enumerate(state.pattern.branches)
         passes = tuple(page_over(n, x, positions, live[n], *rest) for n, x in branches)
-        frame = Frame(page_size, slots, state.heads, state.kv_heads, slots - page_size)
+        frame = Frame(
+            q_len=page_size,
+            kv_len=slots,
+            num_heads=state.heads,
+            num_kv_heads=state.kv_heads,
+            q_start=slots - page_size,
+        )
         layout = BlockLayout(frame, block, passes, math.nan)
         if device != _CPU:
             return layout.on_gpu(device)
@@ -126,7 +132,9 @@ def attend_page(
         mask = torch.ones(1, state.keys.shape[2], dtype=torch.bool)
         mask = moved(mask.index_fill(1, place, False), query.device)
     rest: dict[str, Any] = {"slots": slots, "key_mask": mask, **extras.in_use}
-    problem = Problem(layout, query, state.keys, state.values, recipe.scale, **rest)
+    problem = Problem(
+        layout=layout, query=query, key=state.keys, value=state.values, scale=recipe.scale, **rest
+    )
     if recipe.backend == "cpu":  # its kernel writes the new keys itself
         return cpu.forward(problem, (key, value, first))
     for stored, new in ((state.keys, key), (state.values, value)):
@@ -145,7 +153,9 @@ def attend_spans(
     for entry, (history, n) in enumerate(zip(state.histories, new, strict=True)):
         groups.setdefault((id(history), n), []).append(entry)
     if len(groups) == 1:
-        return _Group(state, state.histories[0], None, recipe, tokens).attend()
+        return _Group(
+            state=state, history=state.histories[0], entries=None, recipe=recipe, tokens=tokens
+        ).attend()
     query, _, value, _ = tokens
     out, lse = empty_results(query, value.shape[3])
     whole = not _runs_spans(state, recipe.backend) and state.pattern.num_batches() is not None
@@ -155,7 +165,9 @@ def attend_spans(
         index = torch.tensor(numbers, device=query.device)
         entries = torch.arange(len(query), device=query.device) if whole else index
         part, history = tokens.first(n).of_entries(entries), state.histories[numbers[0]]
-        results = _Group(state, history, entries, recipe, part).attend()
+        results = _Group(
+            state=state, history=history, entries=entries, recipe=recipe, tokens=part
+        ).attend()
         out[index, :, :n], lse[index, :, :n] = (x[index] if whole else x for x in results)
     return out, lse
 
@@ -200,7 +212,9 @@ class _Group(NamedTuple):
         mask = self._stored(spanned)
         mask = None if mask is None else moved(mask, query.device)
         rest: dict[str, Any] = {"slots": slots, "key_mask": mask, **extras.in_use}
-        problem = Problem(layout, query, keys, values, recipe.scale, **rest)
+        problem = Problem(
+            layout=layout, query=query, key=keys, value=values, scale=recipe.scale, **rest
+        )
         return run_backend(recipe.backend, problem)
 
     def _stored(self, spanned: Spanned) -> Tensor | None:

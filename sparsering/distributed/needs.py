@@ -234,7 +234,9 @@ def _split(pairs: TilePairs, size: int) -> tuple[Tensor, TilePairs]:
     for tiles, index in zip((whole.q, whole.k), at.repeat(len(pairs), 1).unbind(1), strict=True):
         start = tiles.start + index * size * tiles.step
         last = torch.minimum(tiles.last, start + (size - 1) * tiles.step)
-        parts.append(Axis(tiles.step, tiles.residue, start, last + 1, last))
+        parts.append(
+            Axis(step=tiles.step, residue=tiles.residue, start=start, stop=last + 1, last=last)
+        )
     q, k = parts
     real = torch.nonzero((q.count > 0) & (k.count > 0))[:, 0]
     return pair[real], TilePairs(q, k, whole.origin)[real]

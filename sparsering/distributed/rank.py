@@ -220,7 +220,15 @@ class Rank:
         query, grad_out, lse, delta = guests.split([width, value_width, 1, 1], -1)
         query, grad_out = query.to(key.dtype), grad_out.to(key.dtype)
         no_out = torch.zeros_like(grad_out)  # so that rowsum(dO * O) - grad_lse equals delta
-        x = Saved(query, key, value, no_out, lse[..., 0], grad_out, -delta[..., 0])
+        x = Saved(
+            query=query,
+            key=key,
+            value=value,
+            out=no_out,
+            lse=lse[..., 0],
+            grad_out=grad_out,
+            grad_lse=-delta[..., 0],
+        )
         dq[:, :, step.queries], dk, dv = self._differentiate(step, x, key, value, dtable)
         return dq, dk, dv
 
@@ -276,7 +284,15 @@ class Rank:
             places = positions(self.plan.ranges[self.rank]).to(query.device)
             extras["key_mask"] = key_mask(masks, self.plan.frame.kv_len, query.device)[:, places]
         exact = self.dtype == torch.float32
-        return Problem(step.layout, query, key, value, self.scale, in_float32=exact, **extras)
+        return Problem(
+            layout=step.layout,
+            query=query,
+            key=key,
+            value=value,
+            scale=self.scale,
+            in_float32=exact,
+            **extras,
+        )
 
     def _attend(self, step: Step, query: Tensor, *keys: Tensor) -> tuple[Tensor, Tensor]:
         forward = BACKENDS[self.backend].forward

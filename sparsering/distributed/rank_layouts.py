@@ -143,7 +143,13 @@ def _step(
         start, stop = (torch.where(visits, x - first, 0) for x in (start, stop))
         covers = _covered(start, stop, p.step, plan.block_size, last - first), p.covers[1]
         results.append(replace(p, query_start=start, query_stop=stop, covers=covers).to(device))
-    frame = Frame(last - first, length, plan.frame.num_heads, plan.frame.num_kv_heads, 0)
+    frame = Frame(
+        q_len=last - first,
+        kv_len=length,
+        num_heads=plan.frame.num_heads,
+        num_kv_heads=plan.frame.num_kv_heads,
+        q_start=0,
+    )
     return Step(BlockLayout(frame, plan.block_size, tuple(results), 0.0), slice(first, last))
 
 

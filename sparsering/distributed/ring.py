@@ -136,11 +136,21 @@ def ring_attention(
     fields = {name: extras[name] for name in ANYWHERE}
     text, operands = pattern.operands
     out, lse = _ring(
-        query=query, key=key, value=value, **fields, seed_is_given=seed_is_given,
-        tensors=operands, pattern=text, scale=scale, group=group.group_name,
-        sharding=sharding, compression=compression, timeout=seconds, backend=name,
+        query=query,
+        key=key,
+        value=value,
+        **fields,
+        seed_is_given=seed_is_given,
+        tensors=operands,
+        pattern=text,
+        scale=scale,
+        group=group.group_name,
+        sharding=sharding,
+        compression=compression,
+        timeout=seconds,
+        backend=name,
         differentiable=torch.is_grad_enabled() and any(x.requires_grad for x in leaves),
-    )  # fmt: skip
+    )
     return (out, lse) if return_lse else out
 
 
@@ -215,7 +225,9 @@ def _backward(*arguments: Any) -> list[Tensor | None]:
     query, key, value, *_ = call
     table, sink = call.extras["distance_bias"], call.extras["sink"]
     rank, exchange = _begin(True, call)
-    x = Saved(query, key, value, out, lse, grad_out, grad_lse)
+    x = Saved(
+        query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse
+    )
     dtable = rank.blank_table()
     travels = bool(rank.plan.hosts_of(rank.rank))
     with exchange.break_on_error(), without_autocast(query):
@@ -266,4 +278,12 @@ def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
         seeds = batch_seeds(torch.tensor(seed), len(query), query.device)[:, None]
     extras = call.extras.changed(dropout_seed=seeds)
     wire, dtype = wire_format(compression, query.dtype), sum_dtype(query)
-    return Rank(plan, exchange.rank, call.backend, call.scale, wire, dtype, extras), exchange
+    return Rank(
+        plan=plan,
+        rank=exchange.rank,
+        backend=call.backend,
+        scale=call.scale,
+        wire=wire,
+        dtype=dtype,
+        extras=extras,
+    ), exchange

@@ -63,9 +63,16 @@ def simulate_ring(
     _refuse_transforms()
     query, key, value = autocast_inputs(query, key, value)
     extras = checked_extras(
-        query, key, pattern, None, softcap=softcap, distance_bias=distance_bias, sink=sink,
-        dropout_p=dropout_p, dropout_seed=dropout_seed,
-    )  # fmt: skip
+        query,
+        key,
+        pattern,
+        None,
+        softcap=softcap,
+        distance_bias=distance_bias,
+        sink=sink,
+        dropout_p=dropout_p,
+        dropout_seed=dropout_seed,
+    )
     plan = plan_of_call(pattern, query.shape[2], world_size, sharding, query, key)
     device = query.device
     if offload and torch.accelerator.is_available():
@@ -77,7 +84,17 @@ def simulate_ring(
     for rank, ranges in enumerate(plan.ranges):
         places = positions(ranges).to(device)
         own = on_device.mapped(partial(torch.index_select, dim=2, index=places), by="query")
-        ranks.append(Rank(plan, rank, backend, scale, wire, dtype, own))
+        ranks.append(
+            Rank(
+                plan=plan,
+                rank=rank,
+                backend=backend,
+                scale=scale,
+                wire=wire,
+                dtype=dtype,
+                extras=own,
+            )
+        )
     with without_autocast(query):
         tables = extras["distance_bias"], extras["sink"]
         out, lse = _Simulated.apply(_Shards(ranks, device), query, key, value, *tables)

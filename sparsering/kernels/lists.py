@@ -172,7 +172,7 @@ def _lists(
         if place is not None:
             more_places = torch.arange(shape[3], keys.shape[3], dtype=torch.int32)
             place = torch.cat((place, more_places.expand_as(others)), -1)
-    return Lists(keys, row, (rows, slots, size), branch, place)
+    return Lists(keys=keys, row=row, shape=(rows, slots, size), branch=branch, place=place)
 
 
 def _keys_of(blocks: Tensor, inside: Tensor) -> Tensor:

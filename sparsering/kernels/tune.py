@@ -79,7 +79,9 @@ def tune(
         turns = _Turns(device, work, say or work.say, choices)
         for size in block_sizes:
             layout = layout_cache.layout(pattern, frame, size, device)
-            problem = Problem(layout, query, key, value, head_dim**-0.5)
+            problem = Problem(
+                layout=layout, query=query, key=key, value=value, scale=head_dim**-0.5
+            )
             if backend == "triton":
                 _choose_configs(problem, grad, chosen, turns)
             steps[size] = partial(_forward_and_backward, kernel, problem, grad)

@@ -173,7 +173,13 @@ class LayoutCache:
         """Returns the counts; measures sizes again, since a layout grows when it is transposed."""
         with self._lock:
             self._measure()
-            return CacheInfo(self._hits, self._misses, len(self._entries), self._bytes, self._limit)
+            return CacheInfo(
+                hits=self._hits,
+                misses=self._misses,
+                entries=len(self._entries),
+                bytes=self._bytes,
+                limit=self._limit,
+            )
 
     def clear(self) -> None:
         """Drops every entry and resets the counts."""

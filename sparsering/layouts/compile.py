@@ -99,8 +99,8 @@ def check_not_dense(pattern: Pattern, frame: Frame, size: int) -> None:
     first, key = (
         x.flatten() for x in torch.meshgrid(query, torch.arange(_PARTS) * part, indexing="ij")
     )
-    of_query = Axis(1, key * 0, first, first + 1, first)
-    of_key = Axis(1, key * 0, key, key + part, key + part - 1)
+    of_query = Axis(step=1, residue=key * 0, start=first, stop=first + 1, last=first)
+    of_key = Axis(step=1, residue=key * 0, start=key, stop=key + part, last=key + part - 1)
     tiles = TilePairs.of_sequence(of_query, of_key, frame.kv_len)
     pairs = 0
     for branch in pattern.branches:
@@ -291,7 +291,15 @@ def _compile_pass(ground: Ground, branch: int, grid: Grid, mask: Mask) -> Compil
     mean = sum(tables[index][0].num_pairs for row in rows for index in row) / term.num_tables
     bitmaps, shared = share_tables(tables, rows)
     queries, keys, origins = ground.placed(term.queries, term.keys)
-    return CompiledPass(queries, keys, shared, bitmaps, mean, branch, origins)
+    return CompiledPass(
+        queries=queries,
+        keys=keys,
+        tables=shared,
+        bitmaps=bitmaps,
+        num_pairs=mean,
+        branch=branch,
+        origins=origins,
+    )
 
 
 def axes_of(ground: Ground, grid: Grid, mask: Mask, offset: int) -> tuple[Axis, Axis]:
@@ -315,7 +323,13 @@ def compile_table(
     if native is not None:
         row_ptr, key_tile, bitmap, bitmaps, counts = native
         pairs_of_table, of_query, of_key = counts.tolist()
-        table = Table(row_ptr, key_tile, bitmap, pairs_of_table, (of_query, of_key))
+        table = Table(
+            row_ptr=row_ptr,
+            key_tile=key_tile,
+            bitmap=bitmap,
+            num_pairs=pairs_of_table,
+            longest=(of_query, of_key),
+        )
         return table, bitmaps
     origin = ground.origin(queries)
     places = (rule.candidates(queries, keys, origin) if among is None else among).expand()

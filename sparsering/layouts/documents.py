@@ -120,7 +120,13 @@ def ground_of(
     if (tree := common_tree(pattern)) is None:
         return WholeSequence(frame, size, queries, keys)
     ends = tree.nodes.start[1:-1].tolist()
-    return WholeSequence(frame, size, _cut(queries, ends), _cut(keys, ends), tree.nodes)
+    return WholeSequence(
+        frame=frame,
+        block_size=size,
+        query_ranges=_cut(queries, ends),
+        key_ranges=_cut(keys, ends),
+        nodes=tree.nodes,
+    )
 
 
 def _cut(ranges: Ranges, at: list[int]) -> Ranges:

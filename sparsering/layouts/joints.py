@@ -157,7 +157,10 @@ class InBlocks(Condition):
             if self.rule is None:
                 return torch.full_like(pairs.q.start, VARIES, dtype=torch.int8)
             blocks = [(first // size, last // size) for first, last, size in self._sides(pairs)]
-            q, k = (Axis(1, first * 0, first, last + 1, last) for first, last in blocks)
+            q, k = (
+                Axis(step=1, residue=first * 0, start=first, stop=last + 1, last=last)
+                for first, last in blocks
+            )
             return self.rule.status(TilePairs.of_sequence(q, k, 0))
         holds, valid = cells
         return holds.any(0).to(torch.int8) + (holds | ~valid).all(0).to(torch.int8)

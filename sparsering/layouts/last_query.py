@@ -29,7 +29,13 @@ def last_query_layout(
     if not last or pattern.tensors or not _positions_decide(pattern):
         return None
     first = frame.q_start // PAGE * PAGE
-    of_page = Frame(PAGE, first + PAGE, frame.num_heads, frame.num_kv_heads, first)
+    of_page = Frame(
+        q_len=PAGE,
+        kv_len=first + PAGE,
+        num_heads=frame.num_heads,
+        num_kv_heads=frame.num_kv_heads,
+        q_start=first,
+    )
 
     def build() -> _Page:
         page = _Page.of(layout_cache.layout(pattern, of_page, block_size, torch.device("cpu")))

@@ -181,8 +181,10 @@ class _Sequence(NamedTuple):
             begin = (begin[:, None] + size * torch.arange(_SPLIT)).flatten()
             begin = begin[begin < length]
             none, stop = torch.zeros_like(begin), (begin + size).clamp(max=length)
-            queries = Axis(1, none, none + length, none + end, none + (end - 1))
-            keys = Axis(1, none, begin, stop, stop - 1)
+            queries = Axis(
+                step=1, residue=none, start=none + length, stop=none + end, last=none + (end - 1)
+            )
+            keys = Axis(step=1, residue=none, start=begin, stop=stop, last=stop - 1)
             status = rule.status(TilePairs.of_sequence(queries, keys, self.frame.kv_len))
             begin = begin[status != EMPTY]
         for tiles in begin.split(_KEYS_AT_A_TIME // _TILE):
@@ -236,7 +238,13 @@ def _sequence(
     for branches, places in distinct_heads(plain, frame).items():
         for _, head in places:
             masks[frame.kv_head(head)].update(dict.fromkeys(branches))
-    sequence = _Sequence(pattern, length, frame, [list(of_head) for of_head in masks], {})
+    sequence = _Sequence(
+        pattern=pattern,
+        length=length,
+        frame=frame,
+        masks=[list(of_head) for of_head in masks],
+        rules={},
+    )
     for mask in dict.fromkeys(itertools.chain(*masks)):
         if length is None and mask.asks_frame:
             raise sequence.needs_length("a mask that depends on the sequence's length")

@@ -116,7 +116,13 @@ def _searches(
     masks = dict.fromkeys(x.at(entry, h, frame) for x in pattern.branches for h in heads)
     for mask in masks:
         part = mask if within is None else And((mask, within))
-        yield _Search(part, condition(part, frame), frame, sequence.total is None, pattern)
+        yield _Search(
+            mask=part,
+            rule=condition(part, frame),
+            frame=frame,
+            endless=sequence.total is None,
+            pattern=pattern,
+        )
 
 
 class _Search(NamedTuple):
@@ -167,7 +173,7 @@ class _Search(NamedTuple):
         """Cuts [low, high) into parts of `size` keys; returns those that queries may see."""
         start = torch.arange(low, high, size)
         stop = (start + size).clamp(max=high)
-        keys = Axis(1, torch.zeros_like(start), start, stop, stop - 1)
+        keys = Axis(step=1, residue=torch.zeros_like(start), start=start, stop=stop, last=stop - 1)
         queries = _tiles([begin], [end])
         origin = Origin.of_sequence(1, self.frame.kv_len)
         number = self.rule.candidates(queries, keys, origin).expand()
@@ -203,4 +209,4 @@ class _Search(NamedTuple):
 
 def _tiles(start: Iterable[int], stop: Iterable[int]) -> Axis:
     begin, end = (torch.tensor(list(x), dtype=torch.int64) for x in (start, stop))
-    return Axis(1, torch.zeros_like(begin), begin, end, end - 1)
+    return Axis(step=1, residue=torch.zeros_like(begin), start=begin, stop=end, last=end - 1)

@@ -51,7 +51,13 @@ class _Side:
 
     def depths(self, step: int) -> Axis:
         """Returns the depths as tiles; those of several nodes are only bounds."""
-        return Axis(step, torch.zeros_like(self.low), self.low, self.high + 1, self.high)
+        return Axis(
+            step=step,
+            residue=torch.zeros_like(self.low),
+            start=self.low,
+            stop=self.high + 1,
+            last=self.high,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,7 +117,9 @@ class OnPath(Condition):
         while len(row := row[high > low]):
             low, high = low[high > low], high[high > low]
             stop = keys.stop[high - 1]
-            tiles = Axis(1, keys.residue[low], first[low], stop, stop - 1)
+            tiles = Axis(
+                step=1, residue=keys.residue[low], start=first[low], stop=stop, last=stop - 1
+            )
             of_row = replace(queries[row], step=1)  # as of `tiles`, which may be several
             status = self.status(TilePairs(of_row, tiles, Origin(*(x[row] for x in origin))))
             found = (status != EMPTY) & ((status == FULL) | (high - low == 1))

@@ -65,7 +65,9 @@ class Grid:
             edges = [edge for pair in ranges for edge in pair]
             documents = (0,) if self.documents == () else self.documents or ()  # (): no documents
             a, b, c, d, tokens = kernel.tiles(*cut, edges, documents, self.depths or ())
-            return Axis(self.step, a, b, c, d, tuple(tokens.tolist()))
+            return Axis(
+                step=self.step, residue=a, start=b, stop=c, last=d, tokens=tuple(tokens.tolist())
+            )
         lows, highs = torch.tensor(ranges, dtype=torch.int64).view(-1, 2).T.contiguous()
         first, stop = (ranges[0][0], ranges[-1][1]) if ranges else (0, 0)
         begin, end, least = self._segments(first, stop) if ranges else (lows, highs, lows)
@@ -130,7 +132,14 @@ class Grid:
         start, stop = start.flatten(), stop.repeat(len(start))
         steps = (stop - 1 - start).clamp(min=-1) // self.step
         tokens = int((steps + 1).sum()), 1 + max(steps.tolist(), default=-1)
-        return Axis(self.step, residue.flatten(), start, stop, start + steps * self.step, tokens)
+        return Axis(
+            step=self.step,
+            residue=residue.flatten(),
+            start=start,
+            stop=stop,
+            last=start + steps * self.step,
+            tokens=tokens,
+        )
 
     def _residues(self, ranges: Ranges, longest: int) -> Tensor:
         """Returns the residue classes in `ranges`; `longest`: tokens of the longest segment."""
@@ -178,7 +187,13 @@ class Axis:
 
     def __getitem__(self, index: Tensor) -> "Axis":
         residue, start, stop, last = self.residue, self.start, self.stop, self.last
-        return Axis(self.step, residue[index], start[index], stop[index], last[index])
+        return Axis(
+            step=self.step,
+            residue=residue[index],
+            start=start[index],
+            stop=stop[index],
+            last=last[index],
+        )
 
     def runs(self, size: int) -> tuple["Axis", Tensor]:
         """Joins each `size` neighbouring tiles; returns (joined tiles, which have no gap)."""

@@ -150,19 +150,30 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
         """
         nested = all(isinstance(x, Tensor) and x.is_nested for x in (query, key, value))
         ranks = self._ranks(
-            query, need_weights=need_weights is not False, attn_mask=attn_mask is not None,
-            NestedTensor=nested, add_bias_kv=self.bias_k is not None,
+            query,
+            need_weights=need_weights is not False,
+            attn_mask=attn_mask is not None,
+            NestedTensor=nested,
+            add_bias_kv=self.bias_k is not None,
             add_zero_attn=self.add_zero_attn,
-        )  # fmt: skip
+        )
         flags = need_weights, average_attn_weights, is_causal, nested
         with ranks or contextlib.nullcontext():
             return self._forward(query, key, value, key_padding_mask, attn_mask, *flags, ranks)
 
     def _forward(
-        self, query: Tensor, key: Tensor, value: Tensor, key_padding_mask: Tensor | None,
-        attn_mask: Tensor | None, need_weights: bool, average_attn_weights: bool, is_causal: bool,
-        nested: bool, ranks: Ranks | None,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None,
+        attn_mask: Tensor | None,
+        need_weights: bool,
+        average_attn_weights: bool,
+        is_causal: bool,
+        nested: bool,
+        ranks: Ranks | None,
+    ) -> tuple[Tensor, Tensor | None]:
         if not nested:
             for name, x in (("query", query), ("key", key), ("value", value)):
                 checks.check_tensor(name, x, "[batch, tokens, width]")

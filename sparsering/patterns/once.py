@@ -16,7 +16,7 @@ from torch._C import (
     _are_functorch_transforms_active,
     _DisableFuncTorch,
     _len_torch_dispatch_stack,
-)  # fmt: skip
+)
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 

@@ -66,12 +66,14 @@ class Comparison:
     dense_training: Cost | None
 
     def __repr__(self) -> str:
-        return "\n".join((
+        call = f"attention(query, key, value, {shortened(str(self.pattern), 120)})"
+        lines = [
             f"equal     to float64 softmax over the pattern within {self.error:.0e} of its largest",
             beside("forward", self.forward, self.dense_forward, "dense"),
             beside("training", self.training, self.dense_training, "dense"),
-            f"write     attention(query, key, value, {shortened(str(self.pattern), 120)})",
-        ))  # fmt: skip
+            f"write     {call}",
+        ]
+        return "\n".join(lines)
 
 
 def compare(
@@ -123,7 +125,15 @@ def compare(
     forward, dense_forward, training, dense_training = costs
     assert forward is not None and training is not None
     density = layout.num_pairs / max(1.0, pairs)
-    return Comparison(pattern, error, density, forward, training, dense_forward, dense_training)
+    return Comparison(
+        pattern=pattern,
+        error=error,
+        density=density,
+        forward=forward,
+        training=training,
+        dense_forward=dense_forward,
+        dense_training=dense_training,
+    )
 
 
 def error_of(out: Tensor, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> float:

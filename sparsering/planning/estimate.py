@@ -191,10 +191,23 @@ def estimate(
         >>> estimate(Causal(), tokens=4096, backward=True).peak_bytes
         Figure(value=78718212, known='arithmetic')
     """
-    return estimate_of(Scenario(
-        pattern, tokens, num_heads, num_kv_heads, head_dim, dtype, batch_size, backward,
-        machine_of(machine), ranks, sharding, backend, block_size,
-    ))  # fmt: skip
+    return estimate_of(
+        Scenario(
+            pattern=pattern,
+            tokens=tokens,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            dtype=dtype,
+            batch_size=batch_size,
+            backward=backward,
+            machine=machine_of(machine),
+            ranks=ranks,
+            sharding=sharding,
+            backend=backend,
+            block_size=block_size,
+        )
+    )
 
 
 def estimate_of(scenario: Scenario) -> Estimate:

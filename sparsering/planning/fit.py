@@ -74,9 +74,20 @@ def choose_batch_size(
         108
     """
     scenario = Scenario(
-        pattern, parse_tokens(tokens), num_heads, num_kv_heads, head_dim, dtype, 1, backward,
-        machine_of(machine), ranks, sharding, backend, block_size,
-    )  # fmt: skip
+        pattern=pattern,
+        tokens=parse_tokens(tokens),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        batch_size=1,
+        backward=backward,
+        machine=machine_of(machine),
+        ranks=ranks,
+        sharding=sharding,
+        backend=backend,
+        block_size=block_size,
+    )
     room = usable(limit := memory_of(machine, memory, backend), share)
     if entries := most_that_fit(lambda n: replace(scenario, batch_size=n), room, 1):
         return entries
@@ -124,9 +135,20 @@ def longest_sequence(
     """
     multiple_of = checked_integer("multiple_of", multiple_of, 1)
     scenario = Scenario(
-        pattern, multiple_of, num_heads, num_kv_heads, head_dim, dtype, batch_size, backward,
-        machine_of(machine), ranks, sharding, backend, block_size,
-    )  # fmt: skip
+        pattern=pattern,
+        tokens=multiple_of,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        dtype=dtype,
+        batch_size=batch_size,
+        backward=backward,
+        machine=machine_of(machine),
+        ranks=ranks,
+        sharding=sharding,
+        backend=backend,
+        block_size=block_size,
+    )
     room = usable(limit := memory_of(machine, memory, backend), share)
     first = max(1, _FIRST_TOKENS // multiple_of)
     if units := most_that_fit(lambda n: replace(scenario, tokens=n * multiple_of), room, first):

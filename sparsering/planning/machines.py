@@ -80,7 +80,15 @@ def described(
     peaks = dict.fromkeys(("float32", "bfloat16", "float16"), rate)
     speed = checked_number("--bandwidth", bandwidth, 0) * 1e9
     size = parse_bytes(memory)  # type: ignore[arg-type]
-    return Machine("a described GPU", "gpu", size, speed, peaks, None, "as described")
+    return Machine(
+        name="a described GPU",
+        kind="gpu",
+        memory_bytes=size,
+        bandwidth=speed,
+        peaks=peaks,
+        link_bandwidth=None,
+        source="as described",
+    )
 
 
 def named(name: str) -> Machine:

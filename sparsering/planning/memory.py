@@ -49,10 +49,22 @@ class Tensors(NamedTuple):
     def memory(self, forward: int, layout: int, later: int | None = None) -> Memory:
         """Builds a `Memory` from the workspace of the forward pass, and of backward (`later`)."""
         if later is None:
-            return Memory(self.inputs, self.out, self.lse, forward, layout)
+            return Memory(
+                inputs=self.inputs,
+                results=self.out,
+                saved=self.lse,
+                workspace=forward,
+                layout=layout,
+            )
         # The gradients, as large as the inputs, do not exist yet during forward.
         workspace = max(forward - self.inputs, later)
-        return Memory(self.inputs + self.out, self.out + self.inputs, self.lse, workspace, layout)
+        return Memory(
+            inputs=self.inputs + self.out,
+            results=self.out + self.inputs,
+            saved=self.lse,
+            workspace=workspace,
+            layout=layout,
+        )
 
 
 def tensors_of(frame: Frame, call: Call) -> Tensors:

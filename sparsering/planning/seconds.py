@@ -23,8 +23,10 @@ from .memory import Call, takes_heads
 from .work import Work, work_of
 
 _PROBES: tuple[tuple[Pattern, int], ...] = (
-    (Causal(), 64), (Causal(), 2048), (SlidingWindow(64), 8192)
-)  # fmt: skip
+    (Causal(), 64),
+    (Causal(), 2048),
+    (SlidingWindow(64), 8192),
+)
 _HEADS = 4
 _ROUNDS = 3  # the fastest of them counts: other work of the machine only adds
 

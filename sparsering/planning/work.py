@@ -122,7 +122,14 @@ def counted(layout: BlockLayout, *, cut: bool = False) -> Work:
     tensors = [getattr(p, f.name) for p in layout.passes for f in fields(p)]
     size = sum(x.numel() * x.element_size() for x in tensors if isinstance(x, Tensor))
     bitmaps = sum(p.bitmaps.numel() for p in layout.passes)
-    return Work(layout.frame, layout.block_size, float(layout.pairs), passes, size, bitmaps)
+    return Work(
+        frame=layout.frame,
+        block_size=layout.block_size,
+        pairs=float(layout.pairs),
+        passes=passes,
+        layout_bytes=size,
+        bitmap_bytes=bitmaps,
+    )
 
 
 def _tally(
@@ -174,10 +181,20 @@ def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassWork:
         seen += float((by_key > 0).sum()) / groups / batches
     entries, cells, rows = (sum(x) / len(tallies) for x in zip(*tallies, strict=True))
     return PassWork(
-        p.step, queries.shape[1], keys.shape[1], _longest(queries, keys), entries, cells,
-        rows, seen, _ragged(keys), pieces / len(tallies), pieces_by_key / len(tallies),
-        tables, batches,
-    )  # fmt: skip
+        step=p.step,
+        query_tiles=queries.shape[1],
+        key_tiles=keys.shape[1],
+        longest=_longest(queries, keys),
+        entries=entries,
+        cells=cells,
+        rows=rows,
+        key_tiles_seen=seen,
+        ragged=_ragged(keys),
+        pieces=pieces / len(tallies),
+        pieces_by_key=pieces_by_key / len(tallies),
+        tables=tables,
+        batches=batches,
+    )
 
 
 class _Tiles(NamedTuple):
@@ -224,15 +241,35 @@ def _sampled(
         tokens, tiles = shapes[0]
         key_tokens = tiles.keys.count.clamp(min=0)
         entries, cells, rows = sums
-        passes.append(PassWork(
-            grid.step, len(tiles.queries), len(key_tokens), _longest(tokens, key_tokens), entries,
-            cells, rows, float(len(key_tokens)), _ragged(key_tokens), 0.0, 0.0,
-            tables, pattern.num_batches() or 1,
-        ))  # fmt: skip
+        passes.append(
+            PassWork(
+                step=grid.step,
+                query_tiles=len(tiles.queries),
+                key_tiles=len(key_tokens),
+                longest=_longest(tokens, key_tokens),
+                entries=entries,
+                cells=cells,
+                rows=rows,
+                key_tiles_seen=float(len(key_tokens)),
+                ragged=_ragged(key_tokens),
+                pieces=0.0,
+                pieces_by_key=0.0,
+                tables=tables,
+                batches=pattern.num_batches() or 1,
+            )
+        )
     size = sum(p.num_tables * (8 * p.entries + 4 * p.query_tiles) for p in passes)
     size += sum(16 * (p.query_tiles + p.key_tiles) for p in passes)
     known = "extrapolated from some query tiles"
-    return Work(frame, block_size, pairs, tuple(passes), int(size), 0, known)
+    return Work(
+        frame=frame,
+        block_size=block_size,
+        pairs=pairs,
+        passes=tuple(passes),
+        layout_bytes=int(size),
+        bitmap_bytes=0,
+        known=known,
+    )
 
 
 def _runs(

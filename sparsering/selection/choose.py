@@ -84,9 +84,15 @@ def select_blocks(
     plain = scores.is_cuda and not observed(scores) and top_p in (None, 1)
     if plain and scores.numel() and first_row >= 0 and triton.ranks(k, scores.device):
         chosen = triton.best_blocks(
-            scores, k, sink=sink, local=local, causal=causal, first_row=first_row,
-            query_block=query_block, block_size=block_size,
-        )  # fmt: skip
+            scores,
+            k,
+            sink=sink,
+            local=local,
+            causal=causal,
+            first_row=first_row,
+            query_block=query_block,
+            block_size=block_size,
+        )
         return chosen.view(*outer, rows, k)
     current = current_blocks(first_row, rows, query_block, block_size)
     best = partial(_best_blocks, k=k, top_p=top_p, sink=sink, local=local, causal=causal)

@@ -38,7 +38,16 @@ def spans(q_start: int, q_len: int, query_block: int, block_size: int) -> list[S
         width = block_size if start % block_size == stop % block_size == 0 else stop - start
         row = query_block if start % query_block == stop % query_block == 0 else width
         block, offset = start // block_size, start % block_size  # Dynamo cannot trace divmod here
-        pieces.append(Span(start - q_start, block, (stop - start) // width, width, row, offset))
+        pieces.append(
+            Span(
+                first=start - q_start,
+                block=block,
+                blocks=(stop - start) // width,
+                width=width,
+                row=row,
+                offset=offset,
+            )
+        )
         start = stop
     return pieces
 

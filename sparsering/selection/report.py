@@ -141,7 +141,16 @@ def selection_report(
             "selection_report needs tokens, and at most as many queries as keys, got query "
             f"{tuple(query.shape)} and key {tuple(key.shape)}; pass the keys of all tokens"
         )
-    check_fits(pattern, Frame(query.shape[2], key.shape[2], query.shape[1], key.shape[1], start))
+    check_fits(
+        pattern,
+        Frame(
+            q_len=query.shape[2],
+            kv_len=key.shape[2],
+            num_heads=query.shape[1],
+            num_kv_heads=key.shape[1],
+            q_start=start,
+        ),
+    )
     seed = checked_integer("seed", seed, -(1 << 63), (1 << 63) - 1)
     total = num_rows(start, query.shape[2], selections[0].row_size)
     sample = torch.arange(total)

@@ -160,12 +160,25 @@ def _write_by_kernel(
     # log(tokens / part) for each part of a last block that is not full; the kernel adds log(part)
     last = (estimate.counts()[-1] / estimate.part).log().float() if estimate.ragged else None
     underflow = cpu.block_shares(
-        in_memory(query), in_memory(estimate.feature), in_memory(estimate.keys), last, out,
-        features=estimate.method, scale=scale, log_part=math.log(estimate.part),
-        blocks=estimate.num_blocks, length=estimate.length, first_own=estimate.first_own,
-        first_query=span.first, first=span.block, offset=span.offset, count=span.blocks,
-        width=span.width, row=span.row, causal=causal,
-    )  # fmt: skip
+        in_memory(query),
+        in_memory(estimate.feature),
+        in_memory(estimate.keys),
+        last,
+        out,
+        features=estimate.method,
+        scale=scale,
+        log_part=math.log(estimate.part),
+        blocks=estimate.num_blocks,
+        length=estimate.length,
+        first_own=estimate.first_own,
+        first_query=span.first,
+        first=span.block,
+        offset=span.offset,
+        count=span.blocks,
+        width=span.width,
+        row=span.row,
+        causal=causal,
+    )
     return not underflow
 
 

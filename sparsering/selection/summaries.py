@@ -93,7 +93,14 @@ class BlockSummaries:
                 feature = feature[:, :, :, : start // size]
                 return self._scores_of_one(self._method, query.to(dtype), feature, own, scale)
             own = pad(own, (0, 0, 0, -length % size)).unflatten(2, (-1, size))
-            estimate = BlockEstimate(self._method, length, self._part, feature, own, start // size)
+            estimate = BlockEstimate(
+                method=self._method,
+                length=length,
+                part=self._part,
+                feature=feature,
+                keys=own,
+                first_own=start // size,
+            )
             return scores_of(query, estimate, 1, True, scale, start).float()
 
     def _scores_of_one(

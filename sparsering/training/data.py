@@ -92,7 +92,13 @@ def read_text(
     digest.update(validation)
     sides = [torch.frombuffer(bytearray(x), dtype=torch.uint8) for x in (train, validation)]
     train_names, validation_names = tuple(train_files), tuple(validation_files)
-    return Text(sides[0], sides[1], train_names, validation_names, digest.hexdigest())
+    return Text(
+        train=sides[0],
+        validation=sides[1],
+        train_files=train_names,
+        validation_files=validation_names,
+        fingerprint=digest.hexdigest(),
+    )
 
 
 def training_window(

@@ -57,10 +57,16 @@ def _content_blocks(mask: Any, batch: int, queries: int, size: int, device: Any)
     number = torch.arange(blocks, device=device).repeat_interleave(size)
     real = inside & valid.gather(1, tokens) & (block.gather(1, tokens) == number)
     return ContentBlocks(
-        valid=valid, place=place, outside=outside, block=block, blocks_outside=blocks_outside,
-        in_order=in_order, starts=starts, tokens=tokens.unflatten(1, (blocks, size)),
+        valid=valid,
+        place=place,
+        outside=outside,
+        block=block,
+        blocks_outside=blocks_outside,
+        in_order=in_order,
+        starts=starts,
+        tokens=tokens.unflatten(1, (blocks, size)),
         real=real.unflatten(1, (blocks, size)),
-    )  # fmt: skip
+    )
 
 
 @torch.no_grad()

@@ -266,9 +266,14 @@ def _pooled(
     whole, first = seen // size, found.blocks_outside[:, own]
     weight = query.new_ones(batch, queries, heads)
     listed = top_tokens(
-        query.transpose(1, 2), pooled, weight, indexer.block_topk,
-        causal=False, first=first, stop=first + whole,
-    )[:, 0]  # fmt: skip
+        query.transpose(1, 2),
+        pooled,
+        weight,
+        indexer.block_topk,
+        causal=False,
+        first=first,
+        stop=first + whole,
+    )[:, 0]
     listed = torch.where(listed[..., None] < 0, -1, tokens[entry, listed.clamp(min=0)]).flatten(2)
     behind = whole[..., None] * size + inside[:-1]
     place = (outside[:, own, None] + behind).clamp(max=length - 1)

@@ -211,7 +211,16 @@ def _cut(
         ids = torch.arange(length, device=device)[None]
     labels = shared_arguments.whole_labels(model, arguments, parallel.own_loss)
     again = runs_layers_again(model)
-    shared = SharedCall(parallel.group, sharding, length, tokens, count, ids, labels, again)
+    shared = SharedCall(
+        group=parallel.group,
+        sharding=sharding,
+        length=length,
+        tokens=tokens,
+        num_tokens=count,
+        position_ids=ids,
+        labels=labels,
+        checkpoints=again,
+    )
     arguments["position_ids"] = ids
     local = shared_arguments.cut(arguments, shared, parallel.own_loss)
     passes_on = any(x.kind is x.VAR_KEYWORD for x in parallel.signature.parameters.values())

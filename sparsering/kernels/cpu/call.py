@@ -78,7 +78,14 @@ def backward(
     dbias = None if bias is None else dbias.to(bias.dtype)
     dtable = None if table is None or not learns else dtables.sum(2).to(table.dtype)
     dsink = None if sink is None else sink_gradient(sink, lse, delta)
-    return Gradients(problem.query_gradient(dq), dk, dv, dbias, dtable, dsink)
+    return Gradients(
+        query=problem.query_gradient(dq),
+        key=dk,
+        value=dv,
+        block_bias=dbias,
+        distance_bias=dtable,
+        sink=dsink,
+    )
 
 
 def _forward_of_lists(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -110,7 +117,7 @@ def _backward_of_lists(problem: Problem, *results: Tensor) -> Gradients:
         table = problem.distance_bias if problem.learns_distances else None
         dtable = None if table is None else dtables.sum(2).to(table.dtype)
         if sums is None:
-            sums = Gradients(dq, dk, dv, None, dtable)
+            sums = Gradients(query=dq, key=dk, value=dv, block_bias=None, distance_bias=dtable)
         else:
             for total, grad in zip(sums[:3], (dq, dk, dv), strict=True):
                 total.add_(grad)

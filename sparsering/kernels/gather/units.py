@@ -267,12 +267,26 @@ def chunks(
                 rows = query, query_depth, stream
                 query, query_depth, stream = (x[real_q].view(-1, m) for x in rows)
                 key, key_depth = (x[real_k].view(-1, n) for x in (key, key_depth))
-            places = Places(bat, q_head, p.branch, query, key, stream, (query_depth, key_depth))
+            places = Places(
+                batch=bat,
+                head=q_head,
+                branch=p.branch,
+                query=query,
+                key=key,
+                stream=stream,
+                depths=(query_depth, key_depth),
+            )
         if ragged:
             q, k = q[real_q].view(-1, m), k[real_k].view(-1, n)
         first_q = (bat[:, None] * frame.num_heads + q_head) * frame.q_len
         first_k = (bat * frame.num_kv_heads + kv_head) * frame.kv_len
-        yield Chunk(first_q[..., None] + q[:, None], first_k[:, None] + k, cells, bias, places)
+        yield Chunk(
+            q=first_q[..., None] + q[:, None],
+            k=first_k[:, None] + k,
+            cells=cells,
+            bias=bias,
+            places=places,
+        )
 
 
 def list_chunks(problem: Problem, lists: Lists, workspace: int, per_token: int) -> Iterator[Chunk]:
@@ -298,8 +312,22 @@ def list_chunks(problem: Problem, lists: Lists, workspace: int, per_token: int) 
             bias = (rows[..., None] * n + torch.arange(n, device=device), place)
         position = q[:, None] + frame.q_start
         stream = torch.zeros_like(position)
-        places = Places(bat, q_head, lists.branch, position, key, stream, (position, key))
-        yield Chunk(rows[..., None], first[:, None] + key, cells[:, None], bias, places)
+        places = Places(
+            batch=bat,
+            head=q_head,
+            branch=lists.branch,
+            query=position,
+            key=key,
+            stream=stream,
+            depths=(position, key),
+        )
+        yield Chunk(
+            q=rows[..., None],
+            k=first[:, None] + key,
+            cells=cells[:, None],
+            bias=bias,
+            places=places,
+        )
 
 
 def _positions(

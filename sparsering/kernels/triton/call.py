@@ -118,11 +118,13 @@ def backward(
             to.copy_(sums)
         _key_passes(part, grads, [x[:, part.kv_heads] for x in (dk, dv)])
     return Gradients(
-        problem.query_gradient(dq), dk, dv,
-        None if bias is None or dbias is None else dbias.to(bias.dtype),
-        None if table is None or dtable is None else dtable.to(table.dtype),
-        None if sink is None else sink_gradient(sink, lse, rows[0]),
-    )  # fmt: skip
+        query=problem.query_gradient(dq),
+        key=dk,
+        value=dv,
+        block_bias=None if bias is None or dbias is None else dbias.to(bias.dtype),
+        distance_bias=None if table is None or dtable is None else dtable.to(table.dtype),
+        sink=None if sink is None else sink_gradient(sink, lse, rows[0]),
+    )
 
 
 def _in_turn(problem: Problem) -> bool:
@@ -151,10 +153,12 @@ def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Itera
         own = problem._replace(block_bias=bias, distance_bias=table)
         if at_a_time < num_kv_heads:
             own = problem._replace(
-                query=query[:, heads], key=key[:, kv_heads], value=value[:, kv_heads],
+                query=query[:, heads],
+                key=key[:, kv_heads],
+                value=value[:, kv_heads],
                 block_bias=None if bias is None else bias[:, heads],
                 distance_bias=None if table is None else table[:, heads],
-            )  # fmt: skip
+            )
         yield Part(own, heads, kv_heads)
 
 
@@ -315,11 +319,27 @@ def _launches(
     extras = [x for x in (bias, table, seed, mask) if x is not None]
     p = layout.passes[number]
     kind = (
-        p if by_key else p.walked_as, p.walked_as is p, kernel, number, config, part.heads.start,
-        scale, softcap, dropped, problem.learns_distances, precision(query.dtype),
-        bias is None, table is None, mask is None, sink is None, key.shape[:2], key.shape[3],
-        value.shape[3], *(x[1:] for x in kind_of(key, value)), *kind_of(query, *results, *extras),
-    )  # fmt: skip
+        p if by_key else p.walked_as,
+        p.walked_as is p,
+        kernel,
+        number,
+        config,
+        part.heads.start,
+        scale,
+        softcap,
+        dropped,
+        problem.learns_distances,
+        precision(query.dtype),
+        bias is None,
+        table is None,
+        mask is None,
+        sink is None,
+        key.shape[:2],
+        key.shape[3],
+        value.shape[3],
+        *(x[1:] for x in kind_of(key, value)),
+        *kind_of(query, *results, *extras),
+    )
 
     def of_layout() -> tuple[Walk, dict[str, Tensor], list[Launch]]:
         of_tile = len(query) * results[-1].shape[1] * -(-layout.block_size // config.rows)

@@ -81,7 +81,14 @@ def default(
     if gpu == 90 and kernel == "forward" and head_dim & (head_dim - 1):
         streamed = min(streamed, 64)  # TMA needs a power of two; pointers take more registers
     tma = gpu >= 90 and dtype.itemsize < 4 and size < 3  # pointers spill less for wide heads
-    chosen = Config(rows, streamed, warps, stages, tma, masked=masked[0] if masked else 0)
+    chosen = Config(
+        rows=rows,
+        streamed=streamed,
+        warps=warps,
+        stages=stages,
+        tma=tma,
+        masked=masked[0] if masked else 0,
+    )
     return _fitted(kernel, chosen, dtype, device, head_dim, tile, packed)
 
 
@@ -132,9 +139,14 @@ def generation(device: torch.device) -> int:
 
 
 def _fitted(
-    kernel: str, chosen: Config, dtype: torch.dtype, device: torch.device, head_dim: int, tile: int,
+    kernel: str,
+    chosen: Config,
+    dtype: torch.dtype,
+    device: torch.device,
+    head_dim: int,
+    tile: int,
     packed: int,
-) -> Config:  # fmt: skip
+) -> Config:
     """Shrinks a config to the size of a tile and to the shared memory of the device."""
     most = max(16, power_of_2(tile))
     if most - tile >= 64:  # 160 or 192 tokens take three steps of 64, not one of 256

@@ -26,9 +26,13 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, programs: int, config: Config | None, arguments: Mapping[str, Any],
+        self,
+        kernel: Any,
+        programs: int,
+        config: Config | None,
+        arguments: Mapping[str, Any],
         **names: str,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.kernel, self.grid, self.config = kernel, (programs, 1, 1), config
         self.fixed = [arguments.get(name) for name in kernel.arg_names]
         self.places: list[tuple[int, str, Any, int]] = []

@@ -151,11 +151,31 @@ def _built(
     _run(place_kernel, tables * (runs + -(-bins // _TILES)), arguments, device)
     built = None if capturing(device) else Built.now(device)
     p = Pass(
-        1, query_start, query_stop, key_start, key_stop, row_ptr, key_tile, bitmap, of_pairs,
-        covers=(True, True), longest=(width, num_tiles), slot=slot,
-    )  # fmt: skip
+        step=1,
+        query_start=query_start,
+        query_stop=query_stop,
+        key_start=key_start,
+        key_stop=key_stop,
+        row_ptr=row_ptr,
+        key_tile=key_tile,
+        bitmap=bitmap,
+        bitmaps=of_pairs,
+        covers=(True, True),
+        longest=(width, num_tiles),
+        slot=slot,
+    )
     Pass.transposed_bitmaps.store(p, turned)
-    w = Walk(units, start, count, bitmap, entry, new(batch, heads, 0, 3), 0, of_pairs, built=built)
+    w = Walk(
+        units=units,
+        start=start,
+        tokens=count,
+        bitmap=bitmap,
+        entry=entry,
+        cuts=new(batch, heads, 0, 3),
+        slots=0,
+        bitmaps=of_pairs,
+        built=built,
+    )
     by_query = partial(_cut, w._replace(built=None), spans)
     names = "tokens q_start q_stop num_tiles num_keys width tables TILE ROWS LANES counts row_ptr"
     names = f"{names} bitmap key_tile offsets begins"
@@ -187,7 +207,16 @@ def _walk_by_key(given: dict[str, Any], bitmaps: Tensor, programs: int, limit: i
     _run(keys_kernel, programs, given | arguments | tables, like.device)
     slots = 2 * like.shape[2] // limit if limit <= like.shape[2] else 0
     units, cuts = arguments["units"], arguments["cuts"]
-    return Walk(units, start, count, key_bitmap, entry, cuts, slots, bitmaps)
+    return Walk(
+        units=units,
+        start=start,
+        tokens=count,
+        bitmap=key_bitmap,
+        entry=entry,
+        cuts=cuts,
+        slots=slots,
+        bitmaps=bitmaps,
+    )
 
 
 def _of_units(like: Tensor, num_tiles: int, limit: int) -> dict[str, Any]:

@@ -189,6 +189,15 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
         query, key = (other, own) if by_key else (own, other)
         shift = (of_key.gather(-1, key) - of_query.gather(-1, query)).gather(-1, order)
     return Walk(
-        units.int().contiguous(), start, tokens, bitmap, entry, cuts.int().contiguous(), slots_used,
-        p.transposed_bitmaps if by_key else p.bitmaps, origin, stream, shift,
-    )  # fmt: skip
+        units=units.int().contiguous(),
+        start=start,
+        tokens=tokens,
+        bitmap=bitmap,
+        entry=entry,
+        cuts=cuts.int().contiguous(),
+        slots=slots_used,
+        bitmaps=p.transposed_bitmaps if by_key else p.bitmaps,
+        origin=origin,
+        stream=stream,
+        shift=shift,
+    )
