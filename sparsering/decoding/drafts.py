@@ -85,8 +85,9 @@ def attend_draft(
         return out, lse
     histories = state.distinct() if len(state.distinct()) == 1 else state.histories
     starts = torch.tensor(every)
-    old = torch.stack([x.positions_with(state.page_length) for x in histories])
-    new = (starts[:, None, None] + torch.arange(n)).expand(*old.shape[:2], n)
+    old = torch.stack([x.positions_with(state.page_length) for x in histories])  # [B, Hkv, slots]
+    new = (starts[:, None, None] + torch.arange(n)).expand(*old.shape[:2], n)  # [B, Hkv, n]
+    # [branches, Hkv, slots] of each entry; slots of the page behind the history are alive
     alive = [pad(x.last >= x.base, (0, state.page_length), value=True) for x in histories]
     frame = Frame(
         q_len=n,
@@ -96,6 +97,7 @@ def attend_draft(
         q_start=max(every),
     )
     cached = state.in_use(state.keys), state.in_use(state.values), old, torch.stack(alive, 1)
+    # (keys [B, Hkv, slots, D], values, positions [B, Hkv, slots], alive by branch) of both parts
     drafted = tokens.key, tokens.value, new, [new >= 0] * len(pattern.branches)
     known = "draft", pattern, frame, histories[0].base, state.rollback, state.page_size
     exact = len(histories) == 1 and histories[0].exact
@@ -115,12 +117,14 @@ def attend_draft(
         )
         parts.append(run_backend(recipe.backend, problem))
         extras = {name: x for name, x in extras.items() if name != "sink"}  # it counts once
-    out, lse = merge_attention(*zip(*parts, strict=True))
+    outs, lses = zip(*parts, strict=True)  # [B, Hq, n, Dv] and [B, Hq, n] of each part
+    out, lse = merge_attention(outs, lses)
     return out.to(query.dtype), lse
 
 
 def _layout(tree: Pattern, seen: Any, frame: Frame, block: int, place: torch.device) -> BlockLayout:
-    (positions, live, starts), passes, n = seen, [], frame.q_len
+    positions, live, starts = seen  # [B, Hkv, slots], the same by branch, [B]
+    passes, n = [], frame.q_len
     queries = -(-n // 8) * 8  # bitmaps have whole bytes of queries
     for number, branch in enumerate(tree.branches):
         p = page_over(number, branch, positions, live[number], starts, frame, queries, block)

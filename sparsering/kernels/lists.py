@@ -39,15 +39,18 @@ class Lists(NamedTuple):
     def bias(self, slot_bias: Tensor) -> Tensor:
         """Converts a slot bias [B, Hq, R * k] to one by place, [B, Hq, Nq, n]."""
         rows, slots, size = self.shape
-        by_row = slot_bias.unflatten(2, (rows, slots)).index_select(2, self.row)
-        return pad(by_row.repeat_interleave(size, 3), (0, self.keys.shape[3] - slots * size))
+        of_row = slot_bias.unflatten(2, (rows, slots))  # [B, Hq, R, k]
+        of_query = of_row.index_select(2, self.row)  # [B, Hq, Nq, k]
+        of_key = of_query.repeat_interleave(size, 3)  # [B, Hq, Nq, k * size]
+        return pad(of_key, (0, self.keys.shape[3] - slots * size))
 
     def slot_gradient(self, grad: Tensor) -> Tensor:
         """Converts the gradient of `bias` to that of the slot bias."""
         rows, slots, size = self.shape
-        of_slot = grad[..., : slots * size].unflatten(3, (slots, size)).sum(4)
-        by_row = of_slot.new_zeros(*of_slot.shape[:2], rows, slots)
-        return by_row.index_add_(2, self.row, of_slot).flatten(2)
+        of_key = grad[..., : slots * size].unflatten(3, (slots, size))  # [B, Hq, Nq, k, size]
+        of_slot = of_key.sum(4)  # [B, Hq, Nq, k]
+        of_row = of_slot.new_zeros(*of_slot.shape[:2], rows, slots)  # [B, Hq, R, k]
+        return of_row.index_add_(2, self.row, of_slot).flatten(2)  # [B, Hq, R * k]
 
 
 def split_lists(
@@ -131,13 +134,15 @@ def _lists(
     size, table = selection.block_size, selection.indices
     bounds = [mask for mask in (limit, beside) if mask is not None]
     # masks are evaluated on the CPU; without any, a list on a GPU stays there
-    table = (table.cpu() if bounds else table).view((1,) * (4 - table.dim()) + table.shape)
+    table = table.cpu() if bounds else table
+    table = table.view((1,) * (4 - table.dim()) + table.shape)  # [B or 1, H or 1, R, k]
     batches = max(len(table), *(mask.num_batches() or 1 for mask in bounds), 1)
     heads = max(table.shape[1], *(mask.num_tables(frame) for mask in bounds), 1)
     entries = [(b, h, h * frame.num_heads // heads) for b in range(batches) for h in range(heads)]
     limits = [limit.at(b, head, frame) for b, _, head in entries] if limit is not None else []
     rows, slots = table.shape[2:]
     position = torch.arange(frame.q_start, frame.q_start + frame.q_len, device=table.device)
+    # [Nq]
     row = (position // selection.row_size - selection.first_row).clamp(0, max(0, rows - 1))
     inside = torch.arange(size, dtype=torch.int32, device=table.device)
     shape = batches, heads, frame.q_len, slots * size
@@ -147,27 +152,29 @@ def _lists(
     for start in range(0, frame.q_len, step):
         part = slice(start, start + step)
         which, here, to = row[part], position[part, None], keys[:, :, part]
+        # [B or 1, H or 1, n, k] numbers of blocks; the number behind the last stands for none
         listed = table[:, :, which].clamp_(-1, -(-frame.kv_len // size)).int()
         if place is None:
             listed = _ascending(listed)
         else:
             listed, slot = _ascending_slots(listed, -(-frame.kv_len // size))
             place[:, :, part] = _of_heads(_keys_of(slot, inside), heads)
-        each = _keys_of(listed, inside)
+        each = _keys_of(listed, inside)  # [B or 1, H or 1, n, k * size]
         each.masked_fill_((each < 0) | (each >= frame.kv_len) | (here < 0), -1)
         to.copy_(_of_heads(each, heads))
         for (b, h, _), own in zip(entries, limits, strict=False):
             to[b, h].masked_fill_(~own.holds(here, to[b, h].long(), frame), -1)
     if beside is not None:
         every = torch.arange(frame.kv_len)
+        # the keys of each (batch entry, head, query), in this order, each list as long as it is
         more = [
             cells.expand(frame.kv_len).nonzero()[:, 0].int()
             for b, _, head in entries
             for here in position.split(max(1, _MOST_CELLS // max(1, frame.kv_len)))
             for cells in beside.at(b, head, frame).holds(here[:, None], every, frame)
         ]
-        others = pad_sequence(more, batch_first=True, padding_value=-1)
-        others = others.view(*shape[:3], -1)
+        others = pad_sequence(more, batch_first=True, padding_value=-1)  # [B * H * Nq, most]
+        others = others.view(*shape[:3], -1)  # [B, H, Nq, most]
         keys = torch.cat((keys, others), -1)
         if place is not None:
             more_places = torch.arange(shape[3], keys.shape[3], dtype=torch.int32)

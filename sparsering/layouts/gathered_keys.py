@@ -51,14 +51,18 @@ def page_over(
     if tables == 1 and bool((keys == keys[:, :1]).all()):
         heads, keys = 1, keys[:, :1]
     else:
-        keys = keys.repeat_interleave(heads // max(1, kv_heads), 1)
+        keys = keys.repeat_interleave(heads // max(1, kv_heads), 1)  # [B or 1, heads, keys]
     every = max(entries, batches or 1)
-    keys, starts = keys.expand(every, -1, -1).flatten(0, 1), starts.expand(every)
+    keys, starts = (
+        keys.expand(every, -1, -1).flatten(0, 1),
+        starts.expand(every),
+    )  # [B * heads, keys]
     numbers = [head * (frame.num_heads // heads) for head in range(heads)]
     numbers = numbers[:1] if tables == 1 and not batches else numbers
     masks = [branch.at(b, h, frame) for b in range(batches or 1) for h in numbers]
     rows = masks, frame, starts.repeat_interleave(heads), keys, queries, block_size
     *table, bitmaps = native_page(*rows) or _page_in_torch(*rows)
+    # [B, heads, 2], [B, heads, visited], [B, heads, visited]
     row_ptr, key_tile, bitmap = (x.view(every, heads, x.shape[1]) for x in table)
     longest = key_tile.shape[2]
     start = torch.arange(0, num_keys, block_size)[None]
@@ -85,27 +89,28 @@ def _page_in_torch(
     """Returns what `native_page` does; evaluates the masks on every key."""
     rows, tiles = len(keys), -(-keys.shape[1] // block_size)
     of_rows = [*masks] * (rows // len(masks)) if len(masks) > 1 else masks
-    query = (first[:, None] + torch.arange(queries))[:, None]
+    query = (first[:, None] + torch.arange(queries))[:, None]  # [rows, 1, queries] positions
+    # key-major: a byte has 8 queries of one key; transposed at the end
     bits = torch.zeros(rows, tiles * block_size, block_size // 8, dtype=torch.uint8)
     real = keys >= 0
     most = int(real.sum(1).max()) if real.numel() else 0
-    slot = (~real).to(torch.int8).argsort(dim=1, stable=True)[:, :most]
+    slot = (~real).to(torch.int8).argsort(dim=1, stable=True)[:, :most]  # [rows, most]
     for part in slot.split(max(1, _MOST_CELLS // max(1, rows * queries)), 1):
-        key = keys.gather(1, part)[:, :, None]
+        key = keys.gather(1, part)[:, :, None]  # [rows, part, 1]
         pairs = _hold(of_rows, query, key.clamp(min=0), frame) & (key >= 0)
-        cells = pairs.expand(*part.shape, queries).reshape(-1, queries)
-        part_bits = pack(cells).view(*part.shape, queries // 8)
+        cells = pairs.expand(*part.shape, queries).reshape(-1, queries)  # [rows * part, queries]
+        part_bits = pack(cells).view(*part.shape, queries // 8)  # [rows, part, queries / 8]
         bits[..., : queries // 8].scatter_(1, part[..., None].expand_as(part_bits), part_bits)
     bits = bits.view(rows, tiles, block_size, block_size // 8)
-    visited = (bits != 0).flatten(2).any(2)
+    visited = (bits != 0).flatten(2).any(2)  # [rows, tiles]
     varies = visited & (bits[..., : queries // 8] != 255).flatten(2).any(2)
     index = torch.full((rows, tiles), -1)
     index[varies] = torch.arange(int(varies.sum()))
     count = visited.sum(1)
     longest = int(count.max()) if count.numel() else 0
-    tile = (~visited).to(torch.int8).argsort(dim=1, stable=True)[:, :longest]
+    tile = (~visited).to(torch.int8).argsort(dim=1, stable=True)[:, :longest]  # [rows, longest]
     real = torch.arange(longest) < count[:, None]
-    row_ptr = torch.nn.functional.pad(count[:, None], (1, 0))
+    row_ptr = torch.nn.functional.pad(count[:, None], (1, 0))  # [rows, 2]
     listed = (torch.where(real, x, 0) for x in (tile, index.gather(1, tile)))
     return [*(x.int() for x in (row_ptr, *listed)), transposed(bits[varies].flatten(1))]
 

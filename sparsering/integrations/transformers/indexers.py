@@ -78,7 +78,7 @@ def chosen_keys(
                 "such as SelectedBlocks(indices, block_size)"
             )
     if indices is not None:
-        return Chosen(indices[:, None])
+        return Chosen(indices[:, None])  # [B, N, k] -> [B, 1, N, k]
     if isinstance(block_indices, BlockScorer):
         return block_indices
     if block_indices is not None:
@@ -169,8 +169,9 @@ class _InParts(TorchFunctionMode):
 
 def _products(query: Tensor, key: Tensor, part: slice) -> Tensor:
     """Multiplies some queries [B, N, H, D] with all keys [B, D, M], as one matrix of a batch."""
-    some = query[:, part]
-    return torch.matmul(some.flatten(1, 2), key).unflatten(1, some.shape[1:3])
+    some = query[:, part]  # [B, n, H, D]
+    products = torch.matmul(some.flatten(1, 2), key)  # [B, n * H, M]
+    return products.unflatten(1, some.shape[1:3])  # [B, n, H, M]
 
 
 def watch(model: Any) -> None:
@@ -218,7 +219,7 @@ def _compress(own: Callable[..., Any], compressor: Any, *args: Any, **options: A
     finally:
         _now.listed = None
     if (entries := keys.shape[2]) and not listed:  # no indexer; a single query sees all entries
-        place = torch.arange(entries, device=keys.device)[None, None]
+        place = torch.arange(entries, device=keys.device)[None, None]  # [1, 1, entries]
         listed = [place if bias is None else torch.where(bias[:, 0] == 0, place, -1)]
     if entries:
         _now.chosen = Chosen(listed[0][:, None], entries=entries)
@@ -248,22 +249,26 @@ def _pooled(
     heads, dim = indexer.index_n_heads, indexer.index_head_dim
     rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
     cos, sin = position_embeddings
+    # query [B, N, H * D], key [B, N, D]
     query, key = indexer.index_qk_proj(hidden_states).split((heads * dim, dim), -1)
-    query = indexer.q_layernorm(query.unflatten(-1, (heads, dim)))
+    query = indexer.q_layernorm(query.unflatten(-1, (heads, dim)))  # [B, N, H, D]
     query = rotate(query, cos=cos[:, -queries:], sin=sin[:, -queries:], unsqueeze_dim=2)
     if past_key_values is not None:
-        key = past_key_values.update_indexer(key, indexer.layer_idx)
+        key = past_key_values.update_indexer(key, indexer.layer_idx)  # [B, M, D], cached ones too
     found = content_blocks(attention_mask, batch, queries, size, key.device)
-    valid, place, outside = found.valid, found.place, found.outside
-    in_order, tokens, starts = found.in_order, found.tokens, found.starts
+    valid, place, outside = found.valid, found.place, found.outside  # [B, M] each
+    in_order = found.in_order  # [B, M]
+    tokens, starts = found.tokens, found.starts  # [B, blocks, size] and [B, blocks]
     length, inside = valid.shape[1], torch.arange(size, device=key.device)
-    entry = torch.arange(batch, device=key.device)[:, None, None]
-    pooled = indexer.k_layernorm(key[entry, tokens].float().mean(2).to(key.dtype))
+    entry = torch.arange(batch, device=key.device)[:, None, None]  # [B, 1, 1]
+    of_block = key[entry, tokens]  # [B, blocks, size, D]
+    pooled = indexer.k_layernorm(of_block.float().mean(2).to(key.dtype))  # [B, blocks, D]
+    # the rotary position of a block is that of its first token: [B, blocks, D]
     cos, sin = (x.expand(batch, -1, -1)[entry[..., 0], starts] for x in (cos, sin))
     pooled = rotate(pooled[:, :, None], cos=cos, sin=sin, unsqueeze_dim=2)[:, :, 0]
     own = slice(length - queries, length)
-    seen = (place - outside + valid)[:, own]
-    whole, first = seen // size, found.blocks_outside[:, own]
+    seen = (place - outside + valid)[:, own]  # [B, N] visible tokens of the query's document
+    whole, first = seen // size, found.blocks_outside[:, own]  # [B, N] blocks
     weight = query.new_ones(batch, queries, heads)
     listed = top_tokens(
         query.transpose(1, 2),
@@ -273,12 +278,13 @@ def _pooled(
         causal=False,
         first=first,
         stop=first + whole,
-    )[:, 0]
-    listed = torch.where(listed[..., None] < 0, -1, tokens[entry, listed.clamp(min=0)]).flatten(2)
-    behind = whole[..., None] * size + inside[:-1]
+    )[:, 0]  # [B, N, k] blocks
+    of_listed = tokens[entry, listed.clamp(min=0)]  # [B, N, k, size]
+    listed = torch.where(listed[..., None] < 0, -1, of_listed).flatten(2)  # [B, N, k * size]
+    behind = whole[..., None] * size + inside[:-1]  # [B, N, size - 1] after the whole blocks
     place = (outside[:, own, None] + behind).clamp(max=length - 1)
     tail = torch.where(behind < seen[..., None], in_order[entry, place], -1)
-    return Chosen(torch.cat((listed, tail), 2)[:, None])
+    return Chosen(torch.cat((listed, tail), 2)[:, None])  # [B, 1, N, k * size + size - 1]
 
 
 @torch.no_grad()
@@ -292,13 +298,14 @@ def _not_yet_chosen(
 ) -> BlockScorer:
     """Computes the queries and keys of MiniMax-M3's indexer."""
     rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
+    # query [B, H, N, D], key [B, 1, N, D]
     query, key = (
         norm(layer(hidden_states).unflatten(-1, (-1, indexer.head_dim))).transpose(1, 2)
         for layer, norm in ((indexer.q_proj, indexer.q_norm), (indexer.k_proj, indexer.k_norm))
     )
     query, key = rotate(query, key, *(x[..., : indexer.head_dim] for x in position_embeddings))
     if past_key_values is not None:
-        key = past_key_values.layers[indexer.layer_idx].update_index(key)
+        key = past_key_values.layers[indexer.layer_idx].update_index(key)  # [B, 1, M, D]
     return BlockScorer(indexer, query, key)
 
 
