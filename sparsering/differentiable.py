@@ -104,7 +104,10 @@ def differentiable(
 def _gradients(
     name: str, call: str, count: int, backward: Callable[..., Sequence[Tensor | None]], refusal: str
 ) -> Callable[..., Sequence[Any]]:
-    """Registers `sparsering::NAME_backward`; returns a function that runs it (unwanted: empty)."""
+    """Registers the operator `sparsering::NAME_backward`; returns a function that runs it.
+
+    The function takes the arguments of `backward`. Gradients that are not wanted are empty tensors.
+    """
 
     def gradients(*arguments: Any) -> list[Tensor]:
         empty, grads = arguments[0].new_empty, backward(*arguments)
@@ -174,7 +177,11 @@ def is_batch(*grads: Tensor) -> bool:
 def for_each_gradient(
     run: Callable[..., Any], inputs: Sequence[Any], mapped: Callable[..., Any] | None = None
 ) -> list[Any]:
-    """Runs a backward on a batch of gradients (`is_batch`) by a rule of vmap, default a loop."""
+    """Runs a backward on a batch of gradients (`is_batch`), for which torch has no hook.
+
+    `mapped`: a rule of vmap, (run, size, in_dims, inputs) -> (results, out_dims), that `run` runs
+    under; default a loop over the batch.
+    """
     level = torch._C._vmapmode_increment_nesting()
     torch._C._vmapmode_decrement_nesting()
     stacked, size = list(inputs), 0

@@ -31,7 +31,10 @@ ADDENDS = (0x9E3779B9 - (1 << 32), 0x7F4A7C15)  # for the words a and b
 
 
 def batch_seeds(seed: Tensor, batch: int, device: torch.device | None = None) -> Tensor:
-    """Derives an int64 seed for each batch entry, [batch], on a device (None: that of `seed`)."""
+    """Derives an int64 seed for each batch entry, [batch], on a device (None: that of `seed`).
+
+    A seed on the CPU needs no copy to a GPU: kernels get it as a number.
+    """
     return mix(seed, torch.arange(batch, device=seed.device if device is None else device))
 
 

@@ -90,7 +90,11 @@ def attention_varlen(
 
 
 def _lengths(name: str, cumulative: object, tokens: int, items: str) -> tuple[int, ...] | Tensor:
-    """Converts cumulative lengths to lengths; ValueError if malformed, unless they are traced."""
+    """Converts cumulative lengths to lengths; raises ValueError if they are malformed.
+
+    While a compiler traces, a tensor of cumulative lengths gives one of lengths, which the operator
+    checks; there -1 stands for a first cumulative length other than 0.
+    """
     way_out = "from lengths, compute torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
     if isinstance(cumulative, Tensor):
         check_tensor(name, cumulative, "[documents + 1] of integers")

@@ -258,7 +258,8 @@ class CacheState(_Record):
     def evicted(self, key: Tensor | None = None, value: Tensor | None = None) -> "CacheState":
         """Returns a state with only the keys that later queries visit, then an empty page.
 
-        `key`, `value`: the latest tokens, if they are not in the page; they may end with padding.
+        `key`, `value`: the latest tokens [B, Hkv, n, D], if they are not in the page; they may end
+        with padding.
         """
         survivors = {id(history): self._survivors(history) for history in self.distinct()}
         most = max((slots.shape[1] for _, slots in survivors.values()), default=0)
@@ -353,7 +354,16 @@ def ordinary_tensors() -> Iterator[None]:
 
 
 def _gathered(source: Tensor, slots: Tensor, page_size: int) -> Tensor:
-    """Gathers keys or values by index (`slots` [B or 1, Hkv, keys]; -1: 0); appends zeros."""
+    """Gathers keys or values by index, and appends a page of zeros.
+
+    A slot of -1 (no key) gives zeros too, because a masked key must not be NaN.
+
+    Args:
+        source: [B, Hkv, stored, width].
+        slots: int64 [B or 1, Hkv, keys].
+
+    Returns: [B, Hkv, keys + page_size, width].
+    """
     (batch, heads, _, width), most = source.shape, slots.shape[2]
     result = source.new_empty(batch, heads, most + page_size, width)
     counts = (slots >= 0).sum(2).expand(batch, -1).tolist()

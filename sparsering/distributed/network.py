@@ -59,7 +59,11 @@ class Network:
         return guests
 
     def answers(self, results: Tensor | None, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """Sends `results` of guests to their owners; yields (rank, its results for own rows)."""
+        """Sends `results` of guests to their owners.
+
+        Yields: (rank that computed them, received results [B, Hq, rows, columns]) of own query
+        rows.
+        """
         rounds = self.plan.answer_rounds
         posts = (self._post_answers(offsets, results, columns) for offsets in rounds)
         return chain.from_iterable(map(dict.items, _arrivals(posts)))

@@ -211,7 +211,11 @@ class Rank:
     def _answer_gradients(
         self, guests: Tensor, key: Tensor, value: Tensor, dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns gradients of guests (see `gradient_rows`), and of this rank's keys, values."""
+        """Returns the gradients of other ranks' query rows, and of this rank's keys and values.
+
+        `guests`: those rows, [B, Hq, rows, D + Dv + 2], as their owners' `gradient_rows` packed
+        them.
+        """
         step = local_step(self.plan, self.rank, key.device, of_guests=True)
         width, value_width = key.shape[3], value.shape[3]
         dq = guests.new_zeros(*guests.shape[:3], width)

@@ -165,7 +165,11 @@ def _covered(start: Tensor, stop: Tensor, step: int, block_size: int, length: in
 
 
 def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Places key tiles in a buffer: (start, stop of each tile, position at each index or -1)."""
+    """Places visited key tiles in a buffer, from index `first` on.
+
+    Returns: start and stop of each tile in the buffer, [Hkv or 1, tiles]; and the key position at
+        each index from `first` on, [Hkv or 1, places], -1 where no key is.
+    """
     used = p.visited_keys()
     count = tile_counts(p.key_start, p.key_stop, p.step, block_size)
     count = torch.where(used, count, 0)
@@ -185,7 +189,11 @@ def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, 
 def _arrived_rows(
     plan: RingPlan, rank: int, senders: list[int], positions: list[Tensor], batch: int, length: int
 ) -> tuple[Tensor, int]:
-    """Returns the arrived row (by sender, entry, head) of each place [B, Hkv, length]; a count."""
+    """Returns the arrived row of each place of the buffer, [B, Hkv, length], and the row count.
+
+    Rows arrive sorted by sender, batch entry and kv head, then in the order of
+    `RingPlan.tokens_of`.
+    """
     heads = plan.frame.num_kv_heads
     parts: dict[tuple[int, int], list[tuple[Tensor, Tensor]]] = defaultdict(list)
     arrived = 0

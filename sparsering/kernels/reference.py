@@ -55,7 +55,10 @@ def reference_attention(
 
 
 def dense_softmax(score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (weights e^{s - max s}, their sum [..., 1], lse [...]); a score of -inf: no pair."""
+    """Returns weights `e^{s - max s}` [..., n], their sum [..., 1] and lse [...].
+
+    A score of -inf is no pair. Rows without pairs have weights 0, sum 1, lse -inf and gradients 0.
+    """
     pairs = score != -torch.inf  # a NaN score counts as a pair and makes its row NaN
     highest = finite_or_zero(score.detach().amax(-1, keepdim=True)) if score.shape[-1] else 0.0
     weight = torch.where(pairs, (score - highest).exp(), 0.0)

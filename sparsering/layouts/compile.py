@@ -69,7 +69,11 @@ class CompiledPass:
 
 @one_thread()
 def build_layout(pattern: Pattern, frame: Frame, size: int, device: torch.device) -> BlockLayout:
-    """Compiles a pattern to a layout, not cached; the host does not wait for copies to a GPU."""
+    """Compiles a pattern to a layout, not cached; the host does not wait for copies to a GPU.
+
+    Raises: ValueError for an illegal block size, a pattern for other lengths or heads, or tables
+        that would take an hour.
+    """
     size = checked_block_size(size)
     check_fits(pattern, frame)
     check_not_dense(pattern, frame, size)
@@ -247,7 +251,10 @@ def compile_passes(
     queries: Ranges | None = None,
     keys: Ranges | None = None,
 ) -> list[CompiledPass]:
-    """Compiles passes for ranges of positions, default all; passes of one branch share no pair."""
+    """Compiles passes; those of one branch share no pair.
+
+    `queries`, `keys`: ranges of positions to compile, default all.
+    """
     ground = ground_of(pattern, frame, block_size, queries, keys)
     return [_compile_pass(ground, *term) for term in terms_of(pattern, ground)]
 

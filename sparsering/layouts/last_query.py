@@ -24,7 +24,10 @@ PAGE = 1024
 def last_query_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]] | None:
-    """Returns the layout of the last query alone, and its row in each pass's bitmaps; or None."""
+    """Returns the layout of the last query alone, and its row in each pass's bitmaps.
+
+    Returns None if `frame` has other queries, or the pattern has tensors or depends on lengths.
+    """
     last = frame.q_len == 1 and frame.q_start == frame.kv_len - 1
     if not last or pattern.tensors or not _positions_decide(pattern):
         return None

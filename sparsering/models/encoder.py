@@ -158,6 +158,7 @@ class LongNetEncoder(nn.Module):
         return torch.where(is_first, first, x), torch.where(is_first, 0.0, place)
 
     def _projected(self, x: Tensor) -> Tensor:
+        """Maps x [B, N, in_width] to states [B, N, width], in the parameters' dtype."""
         x = x if self.project is None else self.project(x)
         return x.to(self.norm.weight.dtype)
 

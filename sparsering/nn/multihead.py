@@ -280,7 +280,10 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
     def _attend_densely(
         self, *inputs: Tensor, pattern: Pattern, bias: Tensor | None, extra_keys: int
     ) -> tuple[Tensor, Tensor]:
-        """Returns dense attention and its weights; extra keys come last, without bias."""
+        """Returns dense attention [B, H, Nq, D] and its weights [B, H, Nq, Nk] after dropout.
+
+        Extra keys come last; the bias, [B, H, Nq, Nk - extra keys], has none for them.
+        """
         query, key, value = inputs
         scale, dropout = self._scale_and_dropout
         shape = *query.shape[:3], key.shape[2]
@@ -306,6 +309,7 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
         return weights @ value, weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
+        """Projects query, key and value, [B, N, width] each, to [B, H, N, D]."""
         bias = self.in_proj_bias
         weights: list[Tensor]
         if not self._qkv_same_embed_dim:

@@ -115,6 +115,7 @@ def _by_next_token(rows: list[Tensor], group: Sequence[int], depth: int) -> list
 
 
 def _checked(sequences: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the sequences as int64 tensors on the CPU; ValueError names a wrong one."""
     given: object = sequences
     if not isinstance(given, list | tuple) or not given:
         raise ValueError(

@@ -96,7 +96,11 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return in_union.sum((0, 2)) / mean_of_rows.sum((0, 2)).clamp(min=1e-9)
 
     def _listed(self, batch: int, head: int, frame: Frame) -> tuple[Tensor, Tensor, int]:
-        """Lists one head's pairs, sorted: (row * blocks + block, slot in flat [R, k], blocks)."""
+        """Lists one head's pairs of a row and a block, sorted by row, then block.
+
+        Returns: row * blocks + block of each pair, its slot in flattened [R, k], and `blocks`, the
+            number of key blocks.
+        """
         one = self.indices.dim() == 4 and len(self.indices) == 1
         chosen = self._table_of(0 if one else batch, head, frame)
         blocks = -(-frame.kv_len // self.block_size)

@@ -90,7 +90,10 @@ class BlockEstimate(NamedTuple):
         return torch.where(count > 0, count.clamp(min=1).log(), NEVER).mT.to(self.feature)
 
     def query_strides(self, query: Tensor, scale: float, front: int) -> Tensor:
-        """Returns features [B * Hkv, n / stride * G, F] by stride, after `front` zero queries."""
+        """Returns scaled features [B * Hkv, n / stride * G, F] of queries [B * Hkv, n, G, D].
+
+        A stride is a run of queries; `front` zero queries come before the first.
+        """
         query = query_features(query, scale, self.method)
         if self.stride > 1:  # an antidiagonal pairs the last query of a stride with the first key
             back = -(front + query.shape[1]) % self.stride
@@ -123,7 +126,10 @@ def query_features(query: Tensor, scale: float, method: str) -> Tensor:
 
 
 def features(keys: Tensor, count: Tensor, method: str) -> Tensor:
-    """Returns features [..., F] of block parts [.., tokens, D]: `count` keys, then zeros."""
+    """Returns features [..., blocks, parts, F] of keys [..., blocks, parts, tokens of a part, D].
+
+    `count` [blocks, parts]: the number of keys in each part; zeros stand behind them.
+    """
     if method == "exact":
         return keys.squeeze(-2)
     if method == "antidiagonal":

@@ -171,7 +171,15 @@ class BlockScorer(nn.Module):
         return torch.cat(parts, 2)
 
     def _score_rows(self, query: Tensor, pooled: Tensor, own: Tensor | None, first: int) -> Tensor:
-        """Computes scores [B, Hkv, R, Nb]; `own`: keys of a query's block up to it, pooled."""
+        """Computes the scores [B, Hkv, R, Nb] of the rows that contain the given queries.
+
+        Args:
+            query: [B, Hkv, G, Nq, index_dim], scaled.
+            pooled: [B, Hkv, Nb, index_dim], summaries of key blocks.
+            own: [B, Hkv, Nq, index_dim], the summary of the keys from the start of each query's
+                block up to the query; None if the scorer is not causal.
+            first: position of the first query.
+        """
         q_len, blocks, step = query.shape[3], pooled.shape[2], self.query_block
         lowest = torch.finfo(query.dtype).min
         score = query @ pooled.mT[:, :, None]  # [B, Hkv, G, Nq, Nb]

@@ -62,6 +62,9 @@ def attention_function(
     """Computes attention over the layer's pattern or, without one, over the model's mask.
 
     Returns: [B, Nq, Hq, Dv] as eager attention does, and None in place of attention weights.
+
+    Raises: NotImplementedError for a keyword or a mask that changes the result and is not computed;
+        ValueError for lengths that do not fit.
     """
     _check_keywords(keywords)
     sink = sinks if s_aux is None else s_aux

@@ -168,7 +168,11 @@ class ModelMask:
         return mask
 
     def __getitem__(self, index: Any) -> "ModelMask | Rows | Tensor":
-        """Returns the last queries' mask, for Gemma 4; or `mask[:, 0]`, in rows, for indexers."""
+        """Returns the mask of the last queries, or the rows of `mask[:, 0]`.
+
+        Gemma 4 takes `mask[:, :, -n:, :]`. Indexers take `mask[:, 0]`, [B, Nq, Nk], beside
+        their scores of all pairs, and get it as `Rows`.
+        """
         whole = slice(None)
         if index in ((whole, 0), (whole, 0, whole, whole)):
             if torch.compiler.is_compiling():

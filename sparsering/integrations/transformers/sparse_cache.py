@@ -148,7 +148,10 @@ def attend_cached(
 
 
 def _padding_last(mask: ModelMask, n: int) -> tuple[Tensor, Tensor, list[int]] | None:
-    """Returns an order [B, n] with padding last, its inverse, and lengths; None without padding."""
+    """Orders the last n tokens of each row so that padding is last; None without padding.
+
+    Returns: the order and its inverse, [B, n], and each row's number of tokens that are no padding.
+    """
     if mask.valid_keys is None:
         return None
     stop = mask.shape[3]
@@ -166,6 +169,7 @@ def _padding_last(mask: ModelMask, n: int) -> tuple[Tensor, Tensor, list[int]] |
 
 
 def _reorder(x: Tensor, order: Tensor) -> Tensor:
+    """Reorders the tokens of x [B, H, n, D] by an order [B, n]."""
     return x.gather(2, order[:, None, :, None].expand(*x.shape[:3], x.shape[3]))
 
 

@@ -179,10 +179,12 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
 
 
 def block_shares(*tensors: Tensor | None, features: str, **numbers: Any) -> bool:
-    """Writes the log of each key block's share to `out`; True if one was too small for float32.
+    """Writes the log of each key block's share to `out`, float32 [B * Hkv, rows, blocks].
 
-    `tensors` (query, feature, key, last, out; feature and key are float32) and `numbers`: see
-    selection/operands.h and shares.h.
+    `tensors` are (query, feature, key, last, out): the query of any strides and dtype, feature and
+    key float32. For them and `numbers`, see selection/operands.h and shares.h.
+
+    Returns: True if a share was too small for float32.
     """
     return library().shares(*tensors, kind={"gauss": 1, "bounds": 2}.get(features, 0), **numbers)
 

@@ -120,7 +120,12 @@ def backward(
 
 
 def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
-    """Sums `weight e^{s - lse}` over the pairs of each visited tile pair: [B, Hq, num_blocks]."""
+    """Sums `weight e^{s - lse}` over the pairs of each visited tile pair.
+
+    `lse` and `weight` are [B, Hq, Nq], in float32 (float64 if the query is float64).
+
+    Returns: [B, Hq, num_blocks], in the order of the layout's entries.
+    """
     dtype = sum_dtype(problem.query)
     q, k = _flat(problem.query), _flat(problem.key)
     extras = Extras(problem, dtype)
@@ -161,7 +166,11 @@ def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
 def _units(
     chunk: Chunk, extras: Extras
 ) -> Iterator[tuple[int | slice, Callable[[Tensor, Tensor], Tensor], Tensor | None]]:
-    """Yields large units one by one, small ones together: (index, a @ b^T, what to add)."""
+    """Yields the units of a chunk: large ones one by one, so that scores stay in cache.
+
+    Yields: (index of a unit, or a slice of all; function for a @ b^T; tensor to add to scores, or
+        None).
+    """
     added = extras.added(chunk)
     if not _alone(chunk.q[0].numel() * chunk.k.shape[1], chunk.q.device, extras.dtype):
         yield slice(None), lambda a, b: a @ b.mT, added

@@ -36,7 +36,10 @@ class Extras:
                 x.masked_fill_(self.masked[chunk.k[unit]][..., None], 0.0)
 
     def added(self, chunk: Chunk) -> Tensor | None:
-        """Returns what to add to scores (-inf: no pair), [C or 1, g or 1, m or 1, n]; or None."""
+        """Returns what to add to the scores of a chunk, -inf where there is no pair; or None.
+
+        Its shape is [C or 1, g or 1, m or 1, n]: units, heads of a group, queries, keys.
+        """
         added = zero = torch.zeros((), dtype=self.dtype, device=chunk.q.device)
         if self.bias is not None and chunk.bias is not None:
             entries, slots = chunk.bias
@@ -49,7 +52,10 @@ class Extras:
         return None if added is zero else added
 
     def adjust(self, score: Tensor, chunk: Chunk, unit: Unit) -> tuple[Tensor, Tensor | None]:
-        """Applies softcap and distance bias in place; returns (scores, slope of the softcap)."""
+        """Applies softcap and distance bias to scores [..., g * m, n], in place.
+
+        Returns: the scores, and the derivative of the softcap (None without softcap).
+        """
         cap, slope = self.problem.softcap, None
         if cap is not None:
             score.div_(cap).tanh_()

@@ -163,7 +163,11 @@ def _equal_rows(columns: list[Tensor]) -> Iterator[Tensor]:
 
 
 def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Groups units with equal bitmaps: (units, bitmaps [1, key tiles]); all as one if too many."""
+    """Groups units with equal bitmaps.
+
+    Yields: (unit indices, bitmap indices [1, key tiles]) of each group. With too many groups, all
+        units at once, with bitmap indices [units, key tiles].
+    """
     sets = list(_equal_rows(list(bitmaps.unbind(1))))
     if len(sets) > max(8, len(bitmaps) // 16):
         yield torch.arange(len(bitmaps), device=bitmaps.device), bitmaps

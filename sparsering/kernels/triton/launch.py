@@ -148,7 +148,11 @@ def line(x: Tensor, count: int) -> Any:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Returns how to multiply float32: "tf32x3", nearly exact, unless torch is set otherwise."""
+    """Returns how tensor cores multiply float32.
+
+    By default as three products of tf32 ("tf32x3"), nearly as exact as products of float32, which
+    have no tensor cores. torch can be set to float32 products ("ieee") or to one product of tf32.
+    """
     if dtype != torch.float32 or torch.version.hip:
         return "ieee"
     chosen = torch.backends.cuda.matmul.fp32_precision
