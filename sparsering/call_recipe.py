@@ -17,7 +17,7 @@ from .checks import (
     checked_scale,
     kind_of,
 )
-from .dispatch import BACKENDS, Backend, block_size_of, choose
+from .dispatch import BACKENDS, Backend, Inputs, block_size_of, choose
 from .extras import NO_EXTRAS, OPTIONS, Extras, checked_extras, refuse_options
 from .kernels.triton import interpreting
 from .pairs import frame_of
@@ -25,7 +25,6 @@ from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.keys import KeyMasks, without_key_masks
 from .patterns.selected import has_lists
 
-Inputs = tuple[Tensor, Tensor, Tensor]
 Choices = tuple[Any, Any, Any, Any]
 """`attention`'s arguments backend, scale, q_start and block_size."""
 LayoutKey = tuple[Pattern, Frame, int, torch.device]
@@ -67,6 +66,10 @@ def recipe_of(
     call = dict(zip(("scale", "q_start", "block_size"), choices[1:], strict=True))
     inputs, call, options = checked_call(inputs, pattern, **call, **extras)
     recipe = CallRecipe(choose(choices[0], inputs, options.in_use, pattern), **call)
+    if in_cache and BACKENDS[recipe.backend].library_call is not None:
+        raise NotImplementedError(
+            f"{recipe.backend}: it runs whole sequences, and no cache; leave out backend="
+        )
     if kind is not None:
         recipe = recipe._replace(plain=True, learns=kind[0][-1], table=tuple(BACKENDS.values()))
         if BACKENDS[recipe.backend].backward and not pattern.tensors and not in_cache:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .commands import install
-from .kernels import cpu, gather, reference, torch_sparse, triton
+from .kernels import cpu, gather, reference, sdpa, torch_sparse, triton
 from .kernels.problem import Gradients, Problem
 from .kernels.triton import configs
 from .layouts.compile import chosen_block_size
@@ -17,13 +17,17 @@ from .patterns.algebra import Frame, Pattern
 from .patterns.arguments import shortened
 from .patterns.selected import has_lists
 
+Inputs = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value."""
+
 
 class Backend(NamedTuple):
     """The functions of a backend, and the calls that they can run."""
 
     # Lists why the backend cannot run on query, key and value, or, without them, on this machine.
     reasons: Callable[..., list[str]]
-    # Computes (out, lse); None only for the reference: plain torch, no layout, no operator.
+    # Computes (out, lse) over a layout, in an operator. None for backends with a `library_call`,
+    # and for the reference, which is plain torch.
     forward: Callable[[Problem], tuple[Tensor, Tensor]] | None
     backward: Callable[[Problem, Tensor, Tensor, Tensor, Tensor], Gradients] | None
     extras: frozenset[str]  # options of a call, such as softcap or sink, that it computes
@@ -38,6 +42,12 @@ class Backend(NamedTuple):
     selected_layout: Callable[..., BlockLayout | None] | None = None
     runs_lists: bool = False  # True if it computes `Problem.lists`
     only_named: bool = False  # True if it runs only calls that name it
+    # Computes (out, lse) of query, key, value, a pattern, a frame and a scale by a library that
+    # reads no layout and differentiates itself.
+    library_call: Callable[..., tuple[Tensor, Tensor]] | None = None
+    # Lists why `library_call` cannot run ((query, key, value), pattern, frame).
+    refuses: Callable[[Inputs, Pattern, Frame], list[str]] | None = None
+    returns_lse: bool = True  # False if its lse is an empty tensor
 
 
 def _no_float64(*tensors: Tensor) -> list[str]:
@@ -63,6 +73,10 @@ BACKENDS: dict[str, Backend] = {
     "torch_sparse": Backend(
         torch_sparse.reasons, torch_sparse.forward, torch_sparse.backward, torch_sparse.EXTRAS,
         only_named=True,
+    ),
+    "sdpa": Backend(
+        _no_float64, None, None, sdpa.EXTRAS, only_named=True, library_call=sdpa.attention,
+        refuses=sdpa.refuses, returns_lse=False,
     ),
 }  # fmt: skip
 """All backends, in order of preference; those that run only when named are last."""

@@ -159,6 +159,10 @@ def attention(
         }
     choices = backend, scale, q_start, block_size
     recipe, inputs, checked = recipe_of((query, key, value), pattern, choices, extras, False)
+    if return_lse and not BACKENDS[recipe.backend].returns_lse:
+        raise NotImplementedError(
+            f"{recipe.backend}: it has no lse; leave out return_lse, or leave out backend="
+        )
     out, lse = attend(recipe, inputs, pattern, checked)
     return (out, lse) if return_lse else out
 
@@ -205,6 +209,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         later = "; the choice for a query may depend on later queries of its row"
         lines.append(line + later * (tokens > 1))
     for name in BACKENDS:
-        state = "; ".join(reasons_against(name, inputs, extras.in_use)) or "usable"
+        reasons = reasons_against(name, inputs, extras.in_use)
+        if not reasons and (refuses := BACKENDS[name].refuses) is not None:
+            reasons = refuses(inputs, pattern, frame)
+        state = "; ".join(reasons) or "usable"
         lines.append(f"{name}: {state}" + " (only when named)" * (not is_default(name, pattern)))
     return "\n".join(lines)

@@ -20,6 +20,7 @@ from .checks import check_batch, check_bias, needs_operator, refuse_forward_mode
 from .differentiable import differentiable
 from .dispatch import BACKENDS, Backend, block_size_of
 from .extras import OPTIONS, Extras, operator_schema
+from .kernels.library_calls import SECOND_DERIVATIVES
 from .kernels.lists import split_lists
 from .kernels.problem import Problem
 from .kernels.reference import reference_attention
@@ -73,6 +74,8 @@ def attend(
                 **{**_UNUSED, **extras.in_use},
             )
     with without_autocast(query):
+        if backend.library_call is not None:
+            return _library_call(recipe, inputs, pattern, extras)
         if backend.forward is None:
             return _reference(recipe, inputs, pattern, extras)
         return backend.forward(_problem(recipe, inputs, pattern, extras))
@@ -163,8 +166,7 @@ _CALL = operator_schema(OPTIONS, "SymInt q_start, SymInt? block_size, str backen
 _NAMES = [argument.split()[-1] for argument in _CALL.split(",")]
 _UNUSED: dict[str, Any] = dict.fromkeys(OPTIONS)
 
-_REFUSAL = "second derivatives exist for backend='reference' alone; pass that to attention"
-_attention = differentiable("attention", _CALL, _forward, _backward, refusal=_REFUSAL)
+_attention = differentiable("attention", _CALL, _forward, _backward, refusal=SECOND_DERIVATIVES)
 
 
 def _parsed_call(arguments: Sequence[Any]) -> tuple[CallRecipe, Pattern, Extras]:
@@ -249,6 +251,21 @@ def _layout(
     """Returns (cached layout, bitmap row of the first query in each pass, or () if all are 0)."""
     page = last_query_layout(pattern, frame, block_size, device) if frame.q_len == 1 else None
     return page or (layout_cache.layout(pattern, frame, block_size, device), ())
+
+
+def _library_call(
+    recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extras
+) -> tuple[Tensor, Tensor]:
+    """Runs a backend that hands the whole call to a library; NotImplementedError if it cannot."""
+    name, backend = recipe.backend, BACKENDS[recipe.backend]
+    assert backend.library_call is not None and backend.refuses is not None
+    assert not extras.in_use, f"{name} computes no {sorted(extras.in_use)}"
+    refuse_forward_mode(*inputs)
+    check_batch(pattern, inputs[0].shape[0])
+    check_fits(pattern, frame := frame_of(*inputs[:2], recipe.q_start))
+    if refused := backend.refuses(inputs, pattern, frame):
+        raise NotImplementedError(f"{name}: {'; '.join(refused)}; leave out backend=")
+    return backend.library_call(*inputs, pattern, frame, recipe.scale)
 
 
 def _reference(

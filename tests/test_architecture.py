@@ -69,7 +69,7 @@ EXCEPTIONS = {
 }
 
 # Backends never import one another, nor does a file another's neighbours in a folder below.
-KERNELS = ("gather", "cpu", "triton", "reference")
+KERNELS = ("gather", "cpu", "triton", "reference", "torch_sparse", "sdpa")
 
 OPTIONAL = {
     "transformers": ("integrations/transformers", "cli/trying"),

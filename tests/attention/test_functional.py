@@ -355,7 +355,7 @@ def cpu_cannot_run(monkeypatch):
 
 def test_backends_are_named_with_reasons_why_not():
     found = sr.backends()
-    usable = ("cpu", "triton", "gather", "reference", "torch_sparse")
+    usable = ("cpu", "triton", "gather", "reference", "torch_sparse", "sdpa")
     assert found == {name: [] for name in usable}  # Triton's interpreter is on
 
 
@@ -367,18 +367,19 @@ def test_backends_tells_reasons_that_need_no_inputs():
 def test_explain_gives_a_line_for_each_backend():
     runs, *lines = sr.explain(**tensors(), pattern=sr.Causal()).split("\n")
     assert runs == f"runs: cpu, blocks of 64; {SHAPES}"
-    names = ["cpu", "triton", "gather", "reference", "torch_sparse"]
+    names = ["cpu", "triton", "gather", "reference", "torch_sparse", "sdpa"]
     assert [line.split(": ")[0] for line in lines] == names == list(sr.backends())
     assert [name for name in names if f"{name}: usable" in lines] == ["cpu", "gather", "reference"]
     named = [name for name in names if f"{name}: usable (only when named)" in lines]
-    assert named == ["triton", "torch_sparse"]  # Triton's interpreter is on
+    assert named == ["triton", "torch_sparse", "sdpa"]  # Triton's interpreter is on
     double = {name: x.double() for name, x in tensors().items()}
     runs, first, second, *others = sr.explain(**double, pattern=sr.Causal()).split("\n")
     told = "it computes in float32; float64 stays with gather"
     assert runs == f"runs: gather, blocks of 64; {SHAPES}"
     assert (first, second) == (f"cpu: {told}", f"triton: {told} (only when named)")
     assert others[:2] == ["gather: usable", "reference: usable"]
-    assert others[2:] == ["torch_sparse: usable (only when named)"]
+    of_names = ["torch_sparse: usable (only when named)", "sdpa: usable (only when named)"]
+    assert others[2:] == of_names
 
 
 def test_explain_and_layout_tell_the_block_size_that_runs():

@@ -27,7 +27,12 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
-BACKENDS = ("default", *sr.backends())
+LIBRARIES = {  # backends that hand a whole call to a library, and the classes that they run alone
+    "sdpa": ("Full", "Causal"),
+}
+BACKENDS = ("default", *(name for name in sr.backends() if name not in LIBRARIES))
+OF_LIBRARIES = ("none", "scale", "q_start", "strides", "groups", "large scores", "autocast")
+WITHOUT_LSE = ("sdpa",)  # backends that return out alone
 OPTIONS = (
     *("none", "scale", "q_start", "block_size", "strides", "groups", "large scores", "autocast"),
     *("softcap", "distance_bias", "block_bias", "slot_bias", "sink", "dropout", "half tables"),
@@ -39,8 +44,9 @@ ARRANGES = (
 HALF_ALONE = ("autocast", "half tables")  # options that float64 does not have
 CELLS = [
     Cell(option, *rest)
-    for option, *rest in product(OPTIONS, specs.CLASSES, BACKENDS, DTYPES)
-    if rest[2] != "float64" or option not in HALF_ALONE
+    for option, *rest in product(OPTIONS, specs.CLASSES, (*BACKENDS, *LIBRARIES), DTYPES)
+    if (rest[2] != "float64" or option not in HALF_ALONE)
+    and (rest[1] not in LIBRARIES or (option in OF_LIBRARIES and rest[0] in LIBRARIES[rest[1]]))
 ]
 
 
@@ -153,7 +159,7 @@ class Call(Options):
 
     def keywords(self) -> dict[str, Any]:
         """Returns the arguments of `attention` that are not tensors."""
-        found: dict[str, Any] = {"return_lse": True}
+        found: dict[str, Any] = {"return_lse": self.backend not in WITHOUT_LSE}
         given = {
             "scale": self.scale,
             "q_start": self.scene.q_start,
@@ -172,13 +178,13 @@ class Call(Options):
         generator = torch.Generator().manual_seed(self.seed)
         try:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
-                out, lse = self.attend(tensors)
+                results = self.attend(tensors)
             grads = [
                 torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
-                for x in (out, lse)
+                for x in results
             ]
             found = torch.autograd.grad(
-                [out, lse], list(tensors.values()), grads, materialize_grads=True
+                results, list(tensors.values()), grads, materialize_grads=True
             )
         except NotImplementedError as refusal:
             unnamed = self.backend == "default" and self.slot_bias is None
@@ -186,17 +192,19 @@ class Call(Options):
             raise Refused(str(refusal)) from None
         except ImportError as missing:
             raise Refused(str(missing)) from None
-        got = {"out": out, "lse": lse, **dict(zip(tensors, found, strict=False))}
+        got = dict(zip(("out", "lse"), results, strict=False))
+        got |= dict(zip(tensors, found, strict=False))
         expected = self.expected(tensors, *grads)
         compare(got, expected, self.precision())
 
     def attend(
         self, tensors: dict[str, Tensor], pattern: sr.Pattern | None = None
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, ...]:
+        """Returns (out, lse), or (out,) of a backend that has no lse."""
         query, key, value, *_ = tensors.values()
         tables = {name: x for name, x in tensors.items() if name not in ("query", "key", "value")}
         attention = attrgetter(self.function.removeprefix("sr."))(sr)
-        found: tuple[Tensor, Tensor] = attention(
+        found: Tensor | tuple[Tensor, Tensor] = attention(
             query,
             key,
             value,
@@ -204,13 +212,14 @@ class Call(Options):
             **tables,
             **self.keywords(),
         )
-        return found
+        return (found,) if isinstance(found, Tensor) else found
 
     def expected(
-        self, tensors: dict[str, Tensor], grad_out: Tensor, grad_lse: Tensor
+        self, tensors: dict[str, Tensor], grad_out: Tensor, grad_lse: Tensor | None = None
     ) -> oracle.Results:
         """Runs the oracle on the inputs, rounded to the dtype in which the call reads them."""
         scene = self.scene
+        grad_lse = torch.zeros(grad_out.shape[:3]) if grad_lse is None else grad_lse
         rounded = {name: x.detach() for name, x in tensors.items()}
         for name in ("query", "key", "value"):
             rounded[name] = rounded[name].to(self.precision())
@@ -418,10 +427,15 @@ def cases(draw: st.DrawFn, cell: Cell, scene: Scene | None = None) -> Call:
         scene = replace(scene, num_heads=num_heads, num_kv_heads=num_kv_heads)
     if option == "q_start" and scene.q_start is None:
         scene = replace(scene, q_start=draw(st.integers(0, scene.kv_len + 5)))
-    spec, scene = draw(specs.specs_with(cell.pattern, scene, selected=option == "slot_bias"))
+    if cell.backend in LIBRARIES:
+        spec = draw(specs.LEAVES[cell.pattern](scene))
+    else:
+        spec, scene = draw(specs.specs_with(cell.pattern, scene, selected=option == "slot_bias"))
     selections = [leaf for leaf in leaves(spec) if leaf[0] == "SelectedBlocks"]
 
     def used(name: str) -> bool:
+        if cell.backend in LIBRARIES and name not in OF_LIBRARIES:
+            return False
         return option == name or draw(st.integers(0, 5)) == 5
 
     widths = st.sampled_from((16, 16, 8, 32, 24, 5, 64, 1, 40))

@@ -27,8 +27,9 @@ from .attack import Cell, Refused
 
 WAYS = ("batch of gradients", "four threads", "forked process", "one compiled graph")
 WAYS += ("checkpoint in a graph",)
-BACKENDS = ("default", "cpu", "gather", "reference")
+BACKENDS = ("default", "cpu", "gather", "reference", "torch_sparse")
 CELLS = [Cell(*cell) for cell in product(WAYS, specs.CLASSES, BACKENDS, calls.DTYPES)]
+CELLS += [Cell(*cell) for cell in product(WAYS, calls.LIBRARIES["sdpa"], ("sdpa",), calls.DTYPES)]
 SECONDS = 20  # in which a forked process ends
 
 
@@ -175,7 +176,8 @@ def others_attend() -> Iterator[None]:
 @st.composite
 def cases(draw: st.DrawFn, cell: Cell) -> Way:
     """Draws calls with any options, in a cell's way."""
-    option = draw(st.sampled_from(("none", *calls.OPTIONS)))
+    options = calls.OF_LIBRARIES if cell.backend in calls.LIBRARIES else calls.OPTIONS
+    option = draw(st.sampled_from(("none", *options)))
     if option in calls.HALF_ALONE and cell.dtype == "float64":
         option = "none"
     call = draw(calls.cases(cell._replace(option=option)))

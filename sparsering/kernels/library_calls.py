@@ -1,0 +1,79 @@
+"""Parts of calls of other libraries' attention: refused derivatives, scales, calls without keys.
+
+Such a library differentiates itself. Of derivatives that it lacks, torch says little or nothing.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..numerics import sum_dtype
+
+SECOND_DERIVATIVES = (
+    "second derivatives exist for backend='reference' alone; pass that to attention"
+)
+
+
+def with_first_derivatives(*tensors: Tensor) -> list[Tensor]:
+    """Returns equal tensors whose gradients raise NotImplementedError if differentiated again."""
+    if torch.compiler.is_compiling():  # its graphs refuse second derivatives themselves
+        return list(tensors)
+    return [_FirstDerivative.apply(x) if x.requires_grad else x for x in tensors]
+
+
+def without_gradient(x: Tensor, refusal: str) -> Tensor:
+    """Returns an equal tensor whose gradient raises NotImplementedError with the text `refusal`."""
+    equal: Tensor = _Refused.apply(x, refusal) if x.requires_grad else x
+    return equal
+
+
+def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
+    """Returns (query, scale) with equal scores and a scale above 0.
+
+    Kernels that take the maximum of a row before they scale it need that.
+    """
+    if scale == 0:
+        return 0 * query, 1.0
+    return (query, scale) if scale > 0 else (-query, -scale)
+
+
+def without_keys(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns (out, lse) of a call without keys, or with no results: 0 and -inf, gradients of 0."""
+    group = query.shape[1] // max(1, key.shape[1])
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    score = query @ key.mT
+    return score.softmax(-1) @ value, score.to(sum_dtype(query)).logsumexp(-1)
+
+
+class _FirstDerivative(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        """Saves nothing: the gradient of a copy is the gradient itself."""
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return without_gradient(grad, SECOND_DERIVATIVES)
+
+
+class _Refused(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, refusal: str) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+        ctx.refusal = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise NotImplementedError(ctx.refusal)
