@@ -12,14 +12,6 @@ from ..call_recipe import Inputs, recipe_of
 from ..extras import ANYWHERE, refuse_options
 from ..layouts.compile import BLOCK_SIZES
 from ..layouts.lifetimes import last_visits, own_length
-from ..layouts.lookahead import (
-    PAGE,
-    Tokens,
-    first_ahead,
-    hides_later_keys,
-    is_causal_page,
-    next_end,
-)
 from ..patterns.algebra import Pattern, check_fits
 from ..patterns.arguments import (
     MOST_TOKENS,
@@ -32,6 +24,7 @@ from ..patterns.arguments import (
 from .cache_state import SIZES, CacheState, History, ordinary_tensors
 from .compiled import attend_op, operator_options, register
 from .drafts import attend_draft, draft_of, kept
+from .later_keys import LaterKeys
 from .steps import NewTokens, attend_page, attend_spans, empty_results, fits_page, page_layout
 
 _OPTIONS = ("backend", "scale", "block_size", *ANYWHERE)
@@ -107,14 +100,19 @@ class KVCache:
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
         last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises if a bound is missing
         none = torch.zeros(len(pattern.branches), num_kv_heads, 0, dtype=torch.int64)
-        histories = [History(0, 0, none[0], none)] * batch_size
+        histories = [History(length=0, base=0, positions=none[0], last=none)] * batch_size
         total = own_length(pattern, max_length)
-        sizes = num_heads, num_kv_heads, total, rollback, page
         self.pattern = pattern
-        self._state = CacheState(pattern, *sizes, histories)
-        self._looks_back = hides_later_keys(pattern)
-        # (page, entry or 0) of calls whose tokens see no later key
-        self._causal_pages: set[tuple[int, int]] = set()
+        self._state = CacheState(
+            pattern=pattern,
+            heads=num_heads,
+            kv_heads=num_kv_heads,
+            total=total,
+            rollback=rollback,
+            page_size=page,
+            histories=histories,
+        )
+        self._later_keys = LaterKeys(self._state)
         if total is not None:
             check_fits(pattern, self._state.frame(0, 0))
         self._first_kind = checked_dtype("dtype", dtype), checks.checked_device(device)
@@ -297,8 +295,7 @@ class KVCache:
                 f"positions must be {key.shape[2]} ascending ints, one per key, got "
                 f"{shortened(str(places.tolist()))}; sort positions and keys together"
             )
-        if not self._looks_back:
-            self._check_later_keys(new)
+        self._later_keys.check_call(self._state, new)
         with ordinary_tensors():
             self._state = self._state.loaded(key, value, places, length)
 
@@ -329,8 +326,7 @@ class KVCache:
             )
         if most == 0:
             return empty_results(inputs[0], self._dims[1])
-        if not self._looks_back:
-            self._check_later_keys(new)
+        self._later_keys.check_call(self._state, new)
         if not stored:
             state = state.changed(remote=(*state.remote, *range(self.length, self.length + most)))
         tokens = tokens if most == n else tokens.first(most)
@@ -374,8 +370,7 @@ class KVCache:
                 f"crop takes a length from {least} to {self.length}, got {length}: the cache has "
                 f"{self.length} tokens and rollback={self._state.rollback}; use a larger rollback"
             )
-        if not self._looks_back and length < self.length:
-            self._check_crop(length)
+        self._later_keys.check_crop(self._state, length)
         with ordinary_tensors():
             self._state = self._state.cropped(length)
 
@@ -436,59 +431,6 @@ class KVCache:
             )
         with ordinary_tensors():
             self._state = self._state.of_entries(entries.clone())  # a clone is no inference tensor
-
-    def _tokens(self, entry: int) -> Tokens:
-        state = self._state
-        entry = entry if state.pattern.num_batches() is not None else 0
-        return Tokens(state.total, state.heads, state.kv_heads, entry)
-
-    def _check_later_keys(self, new: list[int]) -> None:
-        """Raises ValueError if one of `new[i]` more tokens of entry i sees a key after them."""
-        calls: dict[Any, int] = {}  # entries of equal calls are asked once
-        by_entry, known = self.pattern.num_batches() is not None, self._causal_pages
-        for entry, call in enumerate(zip(self.lengths, new, strict=True)):
-            calls.setdefault((*call, entry) if by_entry else (*call, 0), entry)
-        for (begin, n, key), entry in calls.items():
-            end = begin + n
-            pages = {(begin // PAGE, key), (max(begin, end - 1) // PAGE, key)}
-            if n == 0 or (pages <= known and n <= PAGE):
-                continue
-            tokens = self._tokens(entry)
-            if not (pair := first_ahead(self.pattern, begin, end, tokens)):
-                known |= {x for x in pages if is_causal_page(self.pattern, x[0], tokens)}
-                continue
-            way_out = "give the cache max_length, and let the call end there"
-            if (later := self._next_end(entry, begin, end)) is not None:
-                way_out = f"let the call end at {later} tokens"
-            raise ValueError(
-                f"token {pair[0]} sees key {pair[1]}, which has not come: the call ends at {end} "
-                f"tokens; {way_out}, or write & Causal() to leave out later keys, in "
-                f"{shortened(str(self.pattern))}"
-            )
-
-    def _next_end(self, entry: int, begin: int, end: int) -> int | None:
-        """Returns where a call may end: for all entries if they are equally long, else for one."""
-        alike, least = len(set(self.lengths)) == 1, end
-        while True:
-            for number in range(len(self.lengths)) if alike else [entry]:
-                later = next_end(self.pattern, begin, end, self._tokens(number))
-                if later is None:
-                    return None
-                end = max(end, later)
-            if end == least:
-                return end
-            least = end
-
-    def _check_crop(self, length: int) -> None:
-        """Raises ValueError if a token below `length` has seen a key that would be removed."""
-        for entry in range(len(self.lengths)):
-            tokens = self._tokens(entry)
-            if pair := first_ahead(self.pattern, 0, length, tokens):
-                later = next_end(self.pattern, 0, length, tokens)
-                raise ValueError(
-                    f"crop would remove key {pair[1]}, which token {pair[0]} has seen, got length "
-                    f"{length}; crop to {later}, and give the tokens from there on again"
-                )
 
     def _check_no_draft(self, what: str) -> None:
         if self._state.draft is not None:
