@@ -141,8 +141,25 @@ def commit() -> str:
     return ""
 
 
+def _places(spent: Counter[str]) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Returns seconds by folder, seconds by file, and the number of tests by folder."""
+    by_folder: Counter[str] = Counter()
+    by_file: Counter[str] = Counter()
+    cases: Counter[str] = Counter()
+    for name, seconds in spent.items():
+        file = name.partition("::")[0]
+        folder = file.rpartition("/")[0] or file
+        by_folder[folder] += seconds
+        by_file[file] += seconds
+        cases[folder] += 1
+    return by_folder, by_file, cases
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Writes a record of the run (versions, outcomes, times) to the file in SPARSERING_TIMES."""
+    """Prints where the time went, and writes a record to the file in SPARSERING_TIMES.
+
+    The record has versions, outcomes, and the seconds of folders, files and the slowest tests.
+    """
     path = os.environ.get("SPARSERING_TIMES")
     if not path:
         return
@@ -155,6 +172,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     for package in ("triton", "transformers", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
+    by_folder, by_file, cases = _places(spent)
+    whole = sum(spent.values())
+    terminalreporter.section("where the time went")
+    for name, seconds in by_folder.most_common():
+        share = f"{seconds / max(whole, 1e-9):4.0%}"
+        terminalreporter.write_line(f"{seconds:7.1f} s {share}  {cases[name]:5,} in {name}")
+    terminalreporter.write_line("the ten slowest")
+    for name, seconds in spent.most_common(10):
+        terminalreporter.write_line(f"{seconds:7.1f} s  {name}")
     config = terminalreporter.config
     named = config.args_source is pytest.Config.ArgsSource.ARGS
     times = {
@@ -166,7 +192,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         "load_average": os.getloadavg()[0],
         "outcomes": {name: len(found) for name, found in stats.items() if name},
         "failed": sorted({x.nodeid for name in ("failed", "error") for x in stats.get(name, ())}),
-        "slowest": [[name, round(x, 2)] for name, x in spent.most_common(10)],
+        "seconds_of_tests": round(whole, 1),
+        "folders": {
+            name: {"cases": cases[name], "seconds": round(x, 1)}
+            for name, x in by_folder.most_common()
+        },
+        "files": {name: round(x, 1) for name, x in by_file.most_common()},
+        "slowest": [[name, round(x, 2)] for name, x in spent.most_common(400)],
     }
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_text(json.dumps(times, indent=1) + "\n")
