@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .commands import install
-from .kernels import cpu, gather, reference, sdpa, torch_sparse, triton
+from .kernels import cpu, flash, gather, reference, sdpa, torch_sparse, triton
 from .kernels.problem import Gradients, Problem
 from .kernels.triton import configs
 from .layouts.compile import chosen_block_size
@@ -77,6 +77,10 @@ BACKENDS: dict[str, Backend] = {
     "sdpa": Backend(
         _no_float64, None, None, sdpa.EXTRAS, only_named=True, library_call=sdpa.attention,
         refuses=sdpa.refuses, returns_lse=False,
+    ),
+    "flash": Backend(
+        flash.reasons, None, None, flash.EXTRAS, only_named=True, library_call=flash.attention,
+        refuses=flash.refuses,
     ),
 }  # fmt: skip
 """All backends, in order of preference; those that run only when named are last."""

@@ -178,7 +178,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         lengths. A line per `SelectedBlocks` has the size of its rows, and how many times as many
         blocks a tile of queries reads as a row lists. A line per backend: "usable" or why not.
 
-    Raises: as `attention`. No layout is built.
+    Raises: as `attention`. No layout is built, but for a `flash` that could run whole blocks.
 
     Example:
         >>> print(explain(query, key, value, Causal()))

@@ -69,11 +69,13 @@ EXCEPTIONS = {
 }
 
 # Backends never import one another, nor does a file another's neighbours in a folder below.
-KERNELS = ("gather", "cpu", "triton", "reference", "torch_sparse", "sdpa")
+KERNELS = ("gather", "cpu", "triton", "reference", "torch_sparse", "sdpa", "flash")
 
 OPTIONAL = {
     "transformers": ("integrations/transformers", "cli/trying"),
     "triton": "kernels/triton",
+    "flash_attn": "kernels/flash",
+    "flash_attn_interface": "kernels/flash",
     "safetensors": "training",
     "matplotlib": "plots",
     "tqdm": "progress",

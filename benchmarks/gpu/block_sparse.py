@@ -1,23 +1,17 @@
-"""Peers made for blocks: FlashAttention-4, NVIDIA's kernels (cudnn-frontend) and FlashInfer's.
+"""Peers made for blocks: NVIDIA's kernels (cudnn-frontend) and FlashInfer's; both are optional.
 
-All are optional. FlashAttention-4 computes the forward only, because its block-sparse backward was
-wrong on Hopper for some head dims (flash-attention #2623, #2896). Its layouts must have whole
-blocks of 128: it takes masks inside a block as CuTe programs only.
-
-A call of one of the other packages raises ImportError with the package's name if it is missing; the
+A call raises ImportError with the package's name if it is missing; the
 record shows it. The signatures are those of nvidia-cudnn-frontend 1.27 (`cudnn.BSA`, an
 experimental API) and flashinfer-python 0.7 (`BlockSparseAttentionWrapper`).
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sparsering.kernels.problem import Problem
 from sparsering.layouts.layout import BlockLayout, Pass
 
 from .device import sized
@@ -25,8 +19,6 @@ from .device import sized
 CUDNN, FLASHINFER = "cudnn block-sparse", "flashinfer"
 _PACKAGES = {"cudnn": "nvidia-cudnn-frontend[cutedsl]", "flashinfer": "flashinfer-python"}
 _WORKSPACE = sized(128 << 20, 1 << 10)  # bytes that FlashInfer recommends
-_FLASH_BLOCK = 128
-_FLASH_HEAD_DIMS = (64, 128)
 
 
 def key_blocks(p: Pass, num_heads: int) -> tuple[Tensor, Tensor]:
@@ -45,76 +37,6 @@ def key_blocks(p: Pass, num_heads: int) -> tuple[Tensor, Tensor]:
     return counts.repeat_interleave(heads // counts.shape[1], 1), index.repeat_interleave(
         heads // index.shape[1], 1
     )
-
-
-@cache
-def _has_flash() -> bool:
-    return find_spec("flash_attn") is not None and find_spec("flash_attn.cute") is not None
-
-
-def flash_reasons(*tensors: Tensor) -> list[str]:
-    """Returns why FlashAttention-4 cannot run on these tensors or on this machine; [] if it can."""
-    faults = [] if _has_flash() else ["the package flash-attn-4 is missing"]
-    gpus: set[int | None] = {x.device.index for x in tensors if x.is_cuda} or {None}
-    capability = torch.cuda.get_device_capability
-    if not torch.cuda.is_available() or any(capability(x)[0] not in (9, 10) for x in gpus):
-        faults.append("it needs a Hopper or Blackwell GPU")
-    if any(x.device.type != "cuda" for x in tensors):
-        faults.append("it runs on cuda tensors")
-    if any(x.dtype not in (torch.bfloat16, torch.float16) for x in tensors):
-        faults.append("it computes in bfloat16 and float16")
-    if any(x.dim() and x.shape[-1] not in _FLASH_HEAD_DIMS for x in tensors):
-        faults.append(f"it is tested for head dims {' and '.join(map(str, _FLASH_HEAD_DIMS))} only")
-    return faults
-
-
-def flash_forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Computes attention over a layout of whole blocks by FlashAttention-4; lse is float32.
-
-    Raises: NotImplementedError for any other layout; the message has the reasons.
-    """
-    from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
-    from flash_attn.cute.interface import flash_attn_func
-
-    layout, frame, faults = problem.layout, problem.layout.frame, []
-    if (
-        layout.block_size != _FLASH_BLOCK
-        or frame.q_len % _FLASH_BLOCK
-        or frame.kv_len % _FLASH_BLOCK
-    ):
-        faults.append(
-            f"it needs blocks of {_FLASH_BLOCK}, and lengths that are multiples of {_FLASH_BLOCK}"
-        )
-    if len(layout.passes) != 1:
-        faults.append(f"it runs one pass, this layout has {len(layout.passes)}")
-    elif not (layout.passes[0].step == 1 and all(layout.passes[0].covers)):
-        faults.append("it needs tiles of adjacent tokens, this layout has strided ones")
-    if any(len(p.bitmaps) for p in layout.passes):
-        faults.append("it needs blocks with all pairs, this layout has masks inside some")
-    if faults:
-        raise NotImplementedError(f"flash: {'; '.join(faults)}; pass another backend, or None")
-    _, query, key, value, scale, *_ = problem.with_positive_scale().with_dense_rows()
-    p = layout.passes[0]
-    if not p.key_tile.shape[2]:
-        lse = torch.full(query.shape[:3], -torch.inf, device=query.device)
-        return query.new_zeros(*query.shape[:3], value.shape[3]), lse
-    counts, index = key_blocks(p, query.shape[1])
-    blocks = BlockSparseTensorsTorch(
-        mask_block_cnt=torch.zeros_like(counts),
-        mask_block_idx=torch.zeros_like(index),
-        full_block_cnt=counts.contiguous(),
-        full_block_idx=index.int().contiguous(),
-        block_size=(_FLASH_BLOCK, _FLASH_BLOCK),
-    )
-    out, lse = flash_attn_func(
-        *(x.transpose(1, 2) for x in (query, key, value)),
-        softmax_scale=scale,
-        block_sparse_tensors=blocks,
-        return_lse=True,
-    )
-    empty = (counts == 0).repeat_interleave(_FLASH_BLOCK, -1).expand(*query.shape[:3])
-    out = torch.where(empty[..., None], 0.0, out.transpose(1, 2)).contiguous()
-    return out, torch.where(empty, -torch.inf, lse)
 
 
 def _needs(module: str) -> None:

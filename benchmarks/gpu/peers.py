@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sparsering as sr
-from sparsering.kernels.problem import Problem
+from sparsering.dispatch import reasons_against
+from sparsering.kernels import flash
+from sparsering.pairs import frame_of
 
 from ..flex import block_mask, kernel_options
-from . import block_sparse
 from .device import DEVICE, GPU, poisoned
 from .timing import Call
 
@@ -64,13 +65,16 @@ def sparse(
         name: flex.call(args, partial(block_mask, args[0], pattern, block), block)
         for name, flex in flexes.items()
     }
-    if not block_sparse.flash_reasons(*args[:3]):
-        heads = {"num_heads": args[0].shape[1], "num_kv_heads": args[1].shape[1]}
-        sizes = args[0].shape[2], args[1].shape[2]
-        layout = pattern.layout(*sizes, **heads, block_size=block, device=args[0].device)
-        problem = Problem(layout, *args[:3], args[0].shape[3] ** -0.5)
-        calls["flash-attn-4"] = lambda: block_sparse.flash_forward(problem)[0]
+    frame = frame_of(*args[:2], args[1].shape[2] - args[0].shape[2])
+    if not reasons_against("flash", args[:3]) and not flash.refuses(args[:3], pattern, frame):
+        calls["flash-attn-4"] = partial(whole_blocks, args, pattern)
     return calls
+
+
+def whole_blocks(args: Sequence[Tensor], pattern: sr.Pattern) -> Tensor:
+    """Runs FlashAttention-4's block sparsity, forward only: on Hopper its backward was wrong."""
+    with torch.no_grad():
+        return sr.attention(*args[:3], pattern, backend="flash")
 
 
 class Flex:

@@ -356,6 +356,7 @@ def cpu_cannot_run(monkeypatch):
 def test_backends_are_named_with_reasons_why_not():
     found = sr.backends()
     usable = ("cpu", "triton", "gather", "reference", "torch_sparse", "sdpa")
+    assert found.pop("flash")[0].startswith("neither FlashAttention-4 (pip install flash-attn-4)")
     assert found == {name: [] for name in usable}  # Triton's interpreter is on
 
 
@@ -367,7 +368,7 @@ def test_backends_tells_reasons_that_need_no_inputs():
 def test_explain_gives_a_line_for_each_backend():
     runs, *lines = sr.explain(**tensors(), pattern=sr.Causal()).split("\n")
     assert runs == f"runs: cpu, blocks of 64; {SHAPES}"
-    names = ["cpu", "triton", "gather", "reference", "torch_sparse", "sdpa"]
+    names = ["cpu", "triton", "gather", "reference", "torch_sparse", "sdpa", "flash"]
     assert [line.split(": ")[0] for line in lines] == names == list(sr.backends())
     assert [name for name in names if f"{name}: usable" in lines] == ["cpu", "gather", "reference"]
     named = [name for name in names if f"{name}: usable (only when named)" in lines]
@@ -379,7 +380,7 @@ def test_explain_gives_a_line_for_each_backend():
     assert (first, second) == (f"cpu: {told}", f"triton: {told} (only when named)")
     assert others[:2] == ["gather: usable", "reference: usable"]
     of_names = ["torch_sparse: usable (only when named)", "sdpa: usable (only when named)"]
-    assert others[2:] == of_names
+    assert others[2:4] == of_names and others[4].startswith("flash: neither FlashAttention-4 (")
 
 
 def test_explain_and_layout_tell_the_block_size_that_runs():

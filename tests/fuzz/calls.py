@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from operator import attrgetter
@@ -10,6 +11,7 @@ from typing import Any, ClassVar
 import hypothesis.strategies as st
 import numpy as np
 import torch
+from oracles import flash_packages
 from oracles.attention_oracle import arranged
 from oracles.patterns_oracle import Spec, build, counts, leaves
 from oracles.strategies import LAYOUT_BLOCK_SIZES, Scene, scenes
@@ -29,6 +31,7 @@ DTYPES = {
 }
 LIBRARIES = {  # backends that hand a whole call to a library, and the classes that they run alone
     "sdpa": ("Full", "Causal"),
+    "flash": ("Full", "Causal", "SlidingWindow", "Documents"),
 }
 BACKENDS = ("default", *(name for name in sr.backends() if name not in LIBRARIES))
 OF_LIBRARIES = ("none", "scale", "q_start", "strides", "groups", "large scores", "autocast")
@@ -177,7 +180,7 @@ class Call(Options):
         tensors = self.tensors()
         generator = torch.Generator().manual_seed(self.seed)
         try:
-            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast), self.packages():
                 results = self.attend(tensors)
             grads = [
                 torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype)
@@ -196,6 +199,10 @@ class Call(Options):
         got |= dict(zip(tensors, found, strict=False))
         expected = self.expected(tensors, *grads)
         compare(got, expected, self.precision())
+
+    def packages(self) -> AbstractContextManager[None]:
+        """Installs the stand-in of FlashAttention-4 for a call of `flash`."""
+        return flash_packages.installed(4) if self.backend == "flash" else nullcontext()
 
     def attend(
         self, tensors: dict[str, Tensor], pattern: sr.Pattern | None = None
@@ -429,6 +436,8 @@ def cases(draw: st.DrawFn, cell: Cell, scene: Scene | None = None) -> Call:
         scene = replace(scene, q_start=draw(st.integers(0, scene.kv_len + 5)))
     if cell.backend in LIBRARIES:
         spec = draw(specs.LEAVES[cell.pattern](scene))
+        if cell.backend == "flash" and draw(st.booleans()):
+            spec = ("&", spec, ("Causal",))
     else:
         spec, scene = draw(specs.specs_with(cell.pattern, scene, selected=option == "slot_bias"))
     selections = [leaf for leaf in leaves(spec) if leaf[0] == "SelectedBlocks"]
