@@ -26,6 +26,12 @@ from .once import one_thread
 
 MaskModFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
+_IN_A_GRAPH = (
+    "from_mask_mod cannot run inside a compiled function: it calls the function, to see what it "
+    "depends on. Make the mask outside. A mask whose numbers change in each step makes a graph for "
+    "each; pass what changes as data: Packed(lengths) of a tensor for documents, KeyMask(valid) "
+    "for padding, SelectedBlocks(indices) for chosen keys"
+)
 _MOST_FUNCTIONS = 1024  # recent mask_mods that stay alive even if no pattern refers to them
 
 
@@ -46,7 +52,7 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
     Returns: a mask, which differs by head or batch entry if the function depends on them.
 
     Raises: ValueError if the function does not return a bool tensor, or depends on the batch entry
-        without a batch_size.
+        without a batch_size. Inside a compiled function it breaks the graph, with a message.
 
     Cost: the layout evaluates every pair once, for each head and batch entry that differs.
 
@@ -63,6 +69,8 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
         )
     if batch_size is not None:
         batch_size = checked_integer("batch_size", batch_size, 0, MOST_HEADS)
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg=_IN_A_GRAPH)
     entry = _registered(mask_mod)
     if entry.depends[0] is None:
         _check_function(mask_mod)

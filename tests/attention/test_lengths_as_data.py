@@ -279,6 +279,11 @@ def attend(pattern: sr.Pattern, **options: Any) -> Tensor:
     return sr.attention(*[TOKENS_OF_CALLS] * 3, pattern, **options)
 
 
+def same_document(lengths: Tensor) -> Callable[..., Tensor]:
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return lambda b, h, q, k: ids[q] == ids[k]
+
+
 # What docs/concepts.md says is new in each of three calls: (the call, its arguments)
 CHANGES: dict[str, tuple[Callable[[Any], Tensor], list[Any]]] = {
     "lengths in a tensor, of one shape": (
@@ -304,6 +309,10 @@ CHANGES: dict[str, tuple[Callable[[Any], Tensor], list[Any]]] = {
     "numbers of a pattern, such as a window": (
         lambda left: attend(sr.SlidingWindow(left)),
         [3, 4, 5],
+    ),
+    "ids that a `from_mask_mod` function reads, made outside": (
+        lambda pattern: attend(pattern),
+        [sr.from_mask_mod(same_document(drawn(seed)[0])) for seed in range(3)],
     ),
     "the number of tokens": (
         lambda x: sr.attention(x, x, x, sr.Causal()),
@@ -337,6 +346,20 @@ def test_the_table_of_graphs_in_the_docs_is_true():
             assert torch.equal(compiled(argument), call(argument))
         found[name] = str(counters["stats"]["unique_graphs"])
     assert told == found
+
+
+def test_a_mask_mod_made_in_a_graph_names_what_a_graph_takes_as_data():
+    def call(x: Tensor, ids: Tensor) -> Tensor:
+        return sr.attention(x, x, x, sr.from_mask_mod(lambda b, h, q, k: ids[q] == ids[k]))
+
+    ids = torch.arange(TOKENS) // 5
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"pass what changes as data: Packed"):
+        torch.compile(call, backend="eager", fullgraph=True)(TOKENS_OF_CALLS, ids)
+    torch._dynamo.reset()
+    lengths = ids.unique_consecutive(return_counts=True)[1]
+    broken = torch.compile(call, backend="eager")(TOKENS_OF_CALLS, ids)
+    torch.testing.assert_close(broken, attend(sr.Documents(lengths)))
 
 
 TRACED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
