@@ -253,5 +253,8 @@ OPTIONS = {
 }
 """All extras, by name, in the order of `attention`'s signature."""
 
+UNUSED: dict[str, Any] = dict.fromkeys(OPTIONS)
+"""All extras with the value None, for operators and backends that take each by name."""
+
 ANYWHERE = [name for name, x in OPTIONS.items() if x.by in ("call", "head", "query", "distance")]
 """Extras that need neither all keys nor a layout of the whole sequence: for rings and caches."""

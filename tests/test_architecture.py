@@ -38,15 +38,19 @@ ROOMS = {
     "differentiable": "checks patterns numerics streams",
     "pairs": "differentiable checks dropout layouts patterns",
     "call_recipe": "pairs dispatch extras checks kernels patterns",
-    "ops": "call_recipe pairs dispatch differentiable extras checks kernels layouts patterns "
+    "call_problem": "call_recipe pairs dispatch extras checks kernels layouts patterns",
+    "dense_reference": "call_recipe pairs extras kernels patterns numerics",
+    "operators": "call_problem call_recipe dispatch differentiable extras kernels layouts patterns "
     "numerics streams",
+    "ops": "operators dense_reference call_problem call_recipe pairs dispatch extras checks "
+    "kernels patterns numerics",
     "functional": "ops call_recipe dispatch extras checks patterns",
     "varlen": "functional extras checks patterns",
     "weights": "ops call_recipe dispatch extras checks layouts patterns numerics",
     "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
     "patterns numerics rows streams",
-    "selection": "distributed weights functional ops call_recipe dispatch checks kernels layouts "
-    "patterns numerics rows",
+    "selection": "distributed weights functional ops operators call_recipe dispatch checks kernels "
+    "layouts patterns numerics rows",
     "decoding": "selection functional ops call_recipe dispatch extras checks kernels layouts "
     "patterns numerics streams",
     "nn": "distributed functional selection decoding checks kernels layouts patterns numerics",

@@ -6,7 +6,8 @@ from torch import Tensor
 from ..call_recipe import CallRecipe, checked_call
 from ..checks import checked_rows, refuse_forward_mode, refuse_meta
 from ..dispatch import choose
-from ..ops import attend, slot_mass
+from ..operators import slot_mass
+from ..ops import attend
 from ..patterns.algebra import Pattern
 from ..patterns.selected import selections_of
 

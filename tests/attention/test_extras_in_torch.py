@@ -194,7 +194,7 @@ def test_calls_that_nothing_watches_skip_the_operator(monkeypatch: pytest.Monkey
     def never(**call: Any) -> None:
         raise AssertionError("the operator ran")
 
-    monkeypatch.setattr(ops, "_attention", never)
+    monkeypatch.setattr(ops, "attention_op", never)
     x = inputs(CASE, torch.float32, requires_grad=False)
     sr.attention(*x, sr.Causal())
     with torch.no_grad():

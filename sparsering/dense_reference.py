@@ -1,0 +1,61 @@
+"""The backend `reference`: dense mathematics in plain torch, with all derivatives."""
+
+import torch
+from torch import Tensor
+
+from .call_recipe import CallRecipe, Inputs
+from .extras import UNUSED, Extras
+from .kernels.reference import reference_attention
+from .numerics import entry_of_distance, finite_or_zero, sum_dtype
+from .pairs import distances_op, frame_of, kept_by_branch, pair_counts_op, places_op
+from .patterns.algebra import Pattern
+
+
+def reference(
+    recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extras
+) -> tuple[Tensor, Tensor]:
+    """Computes dense attention by the pattern's definition; a layout only locates biased blocks."""
+    query, key, _ = inputs
+    dtype, factor = sum_dtype(query), None
+    text, operands = pattern.operands
+    call = query.detach(), key.detach(), operands, text, recipe.q_start
+    rest = {**UNUSED, **extras.in_use}
+    block_bias, slot_bias = rest.pop("block_bias"), rest.pop("slot_bias")
+    p, seed, distance_bias = map(rest.pop, ("dropout_p", "dropout_seed", "distance_bias"))
+    if block_bias is None and slot_bias is None:
+        counts = pair_counts_op(*call).to(dtype)
+        log_counts = counts.log()
+        if p is not None:
+            factor = pair_counts_op(*call, p, seed).to(dtype) / counts.clamp(min=1)
+    else:
+        if block_bias is not None:
+            biased = places_op(*call, recipe.block_size, block_bias.shape[-1]), block_bias.to(dtype)
+        elif slot_bias is not None:  # index 0: no bias, for pairs in no listed block
+            biased = places_op(*call), torch.nn.functional.pad(slot_bias.to(dtype), (1, 0))
+        log_counts = _log_biased_counts(*biased)
+        if p is not None:
+            frame = frame_of(query, key, recipe.q_start)
+            kept = kept_by_branch(pattern, frame, p, seed).to(query.device)
+            factor = (_log_biased_counts(*biased, kept) - finite_or_zero(log_counts)).exp()
+    if factor is not None:
+        factor = factor / (1 - p)
+    if distance_bias is not None:
+        entry = entry_of_distance(distances_op(*call), distance_bias)
+        distance_bias = distance_bias.to(dtype)[..., entry]
+    rest |= {"distance_bias": distance_bias, "dropout_factor": factor}
+    return reference_attention(*inputs, log_counts, recipe.scale, **rest)
+
+
+def _log_biased_counts(number: Tensor, block_bias: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Returns log(sum of exp(bias)) over the branches that have a pair, [B, Hq, Nq, Nk].
+
+    `number` [branches, B, Hq, Nq, Nk]: pair's index in `block_bias`, or -1; `mask`: False omits it.
+    """
+    block_bias = torch.nn.functional.pad(block_bias, (0, 1))  # gather fails on an empty dim
+    flat = block_bias[None, :, :, None].expand(len(number), -1, -1, number.shape[3], -1)
+    counted = number >= 0 if mask is None else (number >= 0) & mask
+    bias = torch.where(number >= 0, flat.gather(-1, number.clamp(min=0)), -torch.inf)
+    highest = finite_or_zero(bias.detach().amax(0))
+    total = torch.where(counted, (bias - highest).exp(), 0.0).sum(0)
+    empty = total == 0
+    return torch.where(empty, -torch.inf, highest + torch.where(empty, 1.0, total).log())

@@ -1,0 +1,171 @@
+"""The torch operators of `attention`, which torch.compile, autograd and the FLOP counter see.
+
+They get a pattern as its expression and its tensors, so that graphs hold no Python objects.
+"""
+
+import math
+import sys
+from collections.abc import Sequence
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .call_problem import problem_of, slot_gradient
+from .call_recipe import CallRecipe, layout_key_of
+from .differentiable import differentiable
+from .dispatch import BACKENDS, Backend
+from .extras import OPTIONS, Extras, operator_schema
+from .kernels.library_calls import SECOND_DERIVATIVES
+from .kernels.lists import split_lists
+from .kernels.problem import Problem
+from .layouts.cache import layout_cache
+from .numerics import without_autocast
+from .patterns.algebra import Pattern
+from .patterns.expression import parse, parse_owned
+from .patterns.selected import selections_of
+from .patterns.tree import check_distances
+from .streams import OUTSIDE_CUDA_GRAPHS
+
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    backend, problem = _parsed_problem(arguments)
+    assert backend.forward is not None
+    with without_autocast(problem.query):
+        return backend.forward(problem)
+
+
+def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
+    *inputs, out, lse, grad_out, grad_lse, wanted = arguments
+    backend, problem = _parsed_problem(inputs)
+    assert backend.backward is not None
+    problem = problem._replace(learns_distances=wanted[_NAMES.index("distance_bias")])
+    with without_autocast(problem.query):
+        grads = backend.backward(problem.in_first_slots(), out, lse, grad_out, grad_lse)._asdict()
+    if (slots := inputs[_NAMES.index("slot_bias")]) is not None:
+        grads["slot_bias"] = slot_gradient(grads["block_bias"], problem, slots)
+    return tuple(grads.get(name) for name in _NAMES[: _NAMES.index("tensors")])
+
+
+@torch.library.custom_op("sparsering::slot_mass", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
+def slot_mass(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    weight: Tensor,
+    tensors: Sequence[Tensor],
+    pattern: str,
+    scale: float,
+    q_start: int,
+    backend: str,
+) -> Tensor:
+    """Sums `weight exp(s - lse)` over the pairs of each listed block: [B, Hq, R * k]."""
+    value = parse_owned(pattern, tensors)
+    slots = lse.new_zeros(*query.shape[:2], _num_slots(value))
+    recipe = CallRecipe(backend=backend, scale=scale, q_start=q_start)
+    extras = Extras({"slot_bias": slots})
+    problem = problem_of(recipe, (query, key, key), value, extras)
+    kernels = BACKENDS[backend]
+    with without_autocast(query):
+        if kernels.entry_mass is not None and not problem.lists:
+            mass = kernels.entry_mass(problem, lse, weight)
+        else:  # with out = grad_out = 0 and grad_lse = weight, backward computes dS = P * weight
+            assert kernels.backward is not None
+            zeros, grad_lse = torch.zeros_like(query), weight.contiguous()
+            grads = kernels.backward(problem.in_first_slots(), zeros, lse, zeros, grad_lse)
+            assert grads.block_bias is not None
+            mass = grads.block_bias
+    return slot_gradient(mass, problem, slots)
+
+
+@slot_mass.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    weight: Tensor,
+    tensors: Sequence[Tensor],
+    pattern: str,
+    *rest: object,
+) -> Tensor:
+    return lse.new_empty(*query.shape[:2], _num_slots(parse(pattern, tensors)))
+
+
+def _num_slots(pattern: Pattern) -> int:
+    (selection,) = selections_of(pattern)
+    return math.prod(selection.indices.shape[-2:])
+
+
+_CALL = operator_schema(OPTIONS, "SymInt q_start, SymInt? block_size, str backend")
+_NAMES = [argument.split()[-1] for argument in _CALL.split(",")]
+
+attention_op = differentiable("attention", _CALL, _forward, _backward, refusal=SECOND_DERIVATIVES)
+
+
+def _parsed_call(arguments: Sequence[Any]) -> tuple[CallRecipe, Pattern, Extras]:
+    """Converts the operator's arguments after query, key, value to (recipe, pattern, extras)."""
+    call = dict(zip(_NAMES[3:], arguments[3:], strict=True))
+    pattern = parse_owned(call.pop("pattern"), call.pop("tensors"))
+    recipe = CallRecipe(
+        backend=call.pop("backend"),
+        scale=call.pop("scale"),
+        q_start=call.pop("q_start"),
+        block_size=call.pop("block_size"),
+    )
+    if call["distance_bias"] is not None:
+        check_distances(pattern)
+    return recipe, pattern, Extras({name: x for name, x in call.items() if x is not None})
+
+
+def _parsed_problem(arguments: Sequence[Any]) -> tuple[Backend, Problem]:
+    """Converts the operator's arguments to the backend that runs the call, and its `Problem`."""
+    recipe, pattern, extras = _parsed_call(arguments)
+    query, key, value = arguments[:3]
+    return BACKENDS[recipe.backend], problem_of(recipe, (query, key, value), pattern, extras)
+
+
+def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int:
+    """Counts FLOPs: each pair has `by_head_dim` dot products over D, `by_value_dim` over Dv."""
+    query, key, value, *_ = arguments
+    recipe, pattern, extras = _parsed_call(arguments[: len(_NAMES)])
+    layout_key, _ = layout_key_of(recipe, query, key, pattern, extras)
+    pattern, lists = split_lists(pattern, layout_key[1], extras.in_use) or (pattern, ())
+    pairs = float(layout_cache.layout(pattern, *layout_key[1:]).num_pairs)
+    pairs += sum(float((x.keys >= 0).double().sum((2, 3)).mean()) for x in lists)
+    pairs *= query.shape[0] * query.shape[1]
+    return int(2 * pairs * (by_head_dim * query.shape[3] + by_value_dim * value.shape[3]))
+
+
+def _register_flops(counter: ModuleType) -> None:
+    for operator, *dims in (("attention", 1, 1), ("attention_backward", 3, 2)):
+        register = counter.register_flop_formula(getattr(torch.ops.sparsering, operator), True)
+        register(lambda *arguments, dims=dims, **_: _flops(arguments, *dims))
+
+
+class _CounterImport(MetaPathFinder):
+    """Registers the FLOP formulas when torch's counter is imported: to import it loads Triton."""
+
+    def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
+        if name != _COUNTER:
+            return None
+        sys.meta_path.remove(self)
+        if (spec := find_spec(name)) is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def execute(module: ModuleType) -> None:
+                run(module)
+                _register_flops(module)
+
+            spec.loader.exec_module = execute  # type: ignore[method-assign]
+        return spec
+
+
+_COUNTER = "torch.utils.flop_counter"
+if _COUNTER in sys.modules:
+    _register_flops(sys.modules[_COUNTER])
+else:
+    sys.meta_path.insert(0, _CounterImport())
