@@ -26,7 +26,7 @@ SECONDS ?= 60
 BASE ?= HEAD~1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ring docs test test-all test-asan test-tsan fuzz lint bench bench-selection \
+.PHONY: help setup demo demo-ring docs test test-order test-all test-asan test-tsan fuzz lint bench bench-selection \
 	compare report dist wheels check-dist clean
 
 help: ## show this list
@@ -76,6 +76,13 @@ docs: $(DOCS_STAMP) ## build the pages and the reference into runs/docs/html, to
 # The versions, the time and the ten slowest tests of the latest run are in runs/tests.json.
 test: $(STAMP) ## run the tests that take seconds
 	SPARSERING_TIMES=runs/tests$(OTHER).json $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(TESTS)
+
+# No test may need another before it, or what another imported.
+SEED ?= 0
+test-order: $(STAMP) ## run the fast tests in a drawn order, then 300 of them in a process each (SEED)
+	$(BIN)/python -m pytest -n 2 -m "not slow" --shuffle $(SEED) $(TESTS)
+	$(BIN)/python -m pytest --collect-only --quiet -m "not slow" --shuffle $(SEED) --draw 300 $(TESTS) | grep '::' \
+		| xargs -d '\n' -P 2 -n 1 $(BIN)/python -m pytest --quiet --quiet -p no:cacheprovider
 
 test-all: $(STAMP) ## run every test
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)

@@ -1,12 +1,14 @@
 """Sets up every test: one thread, repeatable examples, seeded tensors, poisoned memory.
 
-`pytest --hypothesis-profile=explore` draws fresh hypothesis examples instead of the fixed ones.
+`pytest --hypothesis-profile=explore` draws fresh hypothesis examples instead of the fixed ones,
+`--shuffle SEED` another order of the tests.
 """
 
 import contextlib
 import json
 import os
 import platform
+import random
 import subprocess
 import time
 from collections import Counter
@@ -129,6 +131,24 @@ def language_patched_once() -> Iterator[None]:
             patch.setattr(language, "topk", topk)
             patch.setattr(language, "sort", sort)
         yield
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds the options that show tests which need others before them."""
+    group = parser.getgroup("order")
+    group.addoption("--shuffle", type=int, metavar="SEED", help="run the tests in a drawn order")
+    group.addoption("--draw", type=int, metavar="N", help="run N tests, drawn by --shuffle's seed")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Puts the tests into the order that `--shuffle` draws, and leaves the first `--draw`."""
+    seed, number = config.getoption("--shuffle"), config.getoption("--draw")
+    if seed is None and number is None:
+        return
+    random.Random(seed or 0).shuffle(items)
+    if number is not None:
+        config.hook.pytest_deselected(items=items[number:])
+        del items[number:]
 
 
 def commit() -> str:
