@@ -141,8 +141,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Puts the tests into the order that `--shuffle` draws, and leaves the first `--draw`."""
+    """Puts the tests into the order that `--shuffle` draws, and leaves the first `--draw`.
+
+    Else the longest come first: at the end, one worker would wait for another.
+    """
     seed, number = config.getoption("--shuffle"), config.getoption("--draw")
+    items.sort(key=lambda item: "_run_to_their_result_and_again" not in item.name)
     if seed is None and number is None:
         return
     random.Random(seed or 0).shuffle(items)

@@ -1,10 +1,12 @@
 """Every command of README.md and docs/ is run as it is typed, to its saved result, and repeated.
 
 The commands are read from the pages, so a new one that `COMMANDS` does not know is a failure. Each
-runs in a folder that links to the checkout. What is appended makes it small.
+runs in a folder that links to the checkout. What is appended makes it small. Those of README and of
+each page's first screen are fast tests; whole pages are slow ones.
 """
 
 import json
+import math
 import os
 import re
 import shlex
@@ -16,7 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from test_docs import PAGES, ROOT, SHELLS, blocks
+from test_docs import PAGES, README, ROOT, SHELLS, blocks
+from test_first_screens import SCREEN
 
 BIN = Path(sys.executable).parent
 FINISHED = "which is not overwritten"
@@ -127,11 +130,12 @@ def known(command: str) -> Command | None:
     return next((x for x in COMMANDS if re.fullmatch(x.pattern, plain)), None)
 
 
-def page_commands() -> dict[Path, list[tuple[dict[str, str], str]]]:
+def page_commands(last_line: float = math.inf) -> dict[Path, list[tuple[dict[str, str], str]]]:
+    """The commands of blocks that begin up to a line of each page."""
     found = {}
     for page in PAGES:
         shells = [x for x in blocks(page.read_text(encoding="utf-8")) if x.language in SHELLS]
-        found[page] = [pair for x in shells for pair in commands_of(x.code)]
+        found[page] = [pair for x in shells if x.line <= last_line for pair in commands_of(x.code)]
     return found
 
 
@@ -189,11 +193,14 @@ def run(folder: Path, command: str, variables: dict[str, str]) -> Any:
     return done.returncode, done.stdout + done.stderr
 
 
-def to_run() -> dict[Path, list[tuple[dict[str, str], str, Command]]]:
+Run = list[tuple[dict[str, str], str, Command]]
+
+
+def to_run(pages: dict[Path, list[tuple[dict[str, str], str]]]) -> dict[Path, Run]:
     """The commands of each page that no page before it has."""
-    chosen: dict[Path, list[tuple[dict[str, str], str, Command]]] = {}
+    chosen: dict[Path, Run] = {}
     seen: set[str] = set()
-    for page, found in ALL.items():
+    for page, found in pages.items():
         for variables, command in found:
             kind = known(command)
             if command not in seen and kind is not None and not kind.not_run:
@@ -202,18 +209,29 @@ def to_run() -> dict[Path, list[tuple[dict[str, str], str, Command]]]:
     return chosen
 
 
-RUN = to_run()
+FIRST = page_commands(SCREEN) | {README: ALL[README]}
+FAST, EVERY = to_run(FIRST), to_run(ALL)
 
 
-@pytest.mark.parametrize("page", RUN, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", FAST, ids=lambda page: page.name)
+def test_commands_of_a_first_screen_run_to_their_result_and_again(page, tmp_path):
+    run_to_their_result(FAST[page], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", EVERY, ids=lambda page: page.name)
 def test_commands_of_a_page_run_to_their_result_and_again(page, tmp_path):
-    folder = checkout(tmp_path)
-    for variables, command, kind in RUN[page]:
+    run_to_their_result(EVERY[page], tmp_path)
+
+
+def run_to_their_result(commands: Run, folder: Path) -> None:
+    folder = checkout(folder)
+    for variables, command, kind in commands:
         code, said = run(folder, f"{command} {kind.small}", variables)
         assert code == 0, f"{command}\n{said}"
         assert not kind.writes or (folder / kind.writes).stat().st_size, command
     before = contents(folder)
-    for variables, command, kind in RUN[page]:
+    for variables, command, kind in commands:
         if not kind.writes:
             continue
         code, said = run(folder, f"{command} {kind.small}", variables)

@@ -60,9 +60,9 @@ def test_the_audit_names_symbols_beyond_the_stable_abi(tmp_path):
     "name, instruction",
     [
         ("avx2", "vaddps %zmm0, %zmm1, %zmm2"),
-        ("avx2", "vaddps %ymm17, %ymm1, %ymm2"),
-        ("avx2", "kmovw %k1, %eax"),
-        ("default", "vaddps %ymm0, %ymm1, %ymm2"),
+        pytest.param("avx2", "vaddps %ymm17, %ymm1, %ymm2", marks=pytest.mark.slow),
+        pytest.param("avx2", "kmovw %k1, %eax", marks=pytest.mark.slow),
+        pytest.param("default", "vaddps %ymm0, %ymm1, %ymm2", marks=pytest.mark.slow),
         ("default", "vaddps %xmm0, %xmm1, %xmm2"),
     ],
 )

@@ -42,7 +42,7 @@ def reasons(*tensors: Tensor) -> list[str]:
     faults, packages = [], _installed()
     if not packages:
         faults.append(
-            "neither FlashAttention-4 (pip install flash-attn-4) nor FlashAttention-3 "
+            "neither FlashAttention-4 (package flash-attn-4) nor FlashAttention-3 "
             "(flash_attn_interface, from the folder hopper of its repository) is installed"
         )
     if any(x.device.type != "cuda" for x in tensors):
@@ -59,7 +59,7 @@ def reasons(*tensors: Tensor) -> list[str]:
                 )
             elif major > _HOPPER and packages == (3,):
                 faults.append(
-                    "FlashAttention-3 is for Hopper; Blackwell needs pip install flash-attn-4"
+                    "FlashAttention-3 is for Hopper; Blackwell needs the package flash-attn-4"
                 )
     if any(x.dtype not in (torch.bfloat16, torch.float16) for x in tensors):
         faults.append("it computes in bfloat16 and float16")
@@ -83,7 +83,7 @@ def refuses(inputs: tuple[Tensor, Tensor, Tensor], pattern: Pattern, frame: Fram
     if 4 not in _installed():
         return [
             "FlashAttention-3 runs full, causal and windowed attention and documents of these, "
-            f"not {type(pattern).__name__}; for whole blocks, pip install flash-attn-4"
+            f"not {type(pattern).__name__}; for whole blocks, install the package flash-attn-4"
         ]
     if max(query.shape[3], value.shape[3]) > _BLOCK:
         return [f"FlashAttention-4 has whole blocks for head dims up to {_BLOCK}"]

@@ -119,7 +119,7 @@ EXTRAS = {
         pytest.param(extra, backend, marks=pytest.mark.slow if interpreted else ())
         for extra in EXTRAS
         for backend in ("cpu", "gather", "reference", "triton")
-        for interpreted in [backend == "triton" and extra in ("all", "distances")]
+        for interpreted in [backend == "triton" and extra != "softcap"]
     ],
 )
 def test_options_hold_at_depths(extra, backend):

@@ -238,7 +238,7 @@ DEFECTS = {
     ),
     "a crop cuts a block of which tokens have seen all": (
         "caches",
-        "decoding/kv_cache.py",
+        "decoding/later_keys.py",
         "if pair := first_ahead(self.pattern, 0, length, tokens):",
         "if pair := first_ahead(self.pattern, 0, 0, tokens):",
     ),

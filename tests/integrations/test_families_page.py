@@ -31,10 +31,8 @@ workers = workers_of(2)
 LISTED = places_of_page()
 PLACES = dict(LISTED)
 FAST = (
-    *("afmoe", "albert", "bart", "bert", "bloom", "clip", "deepseek_v32", "diffllama", "doge"),
-    *("gemma3_text", "gpt_oss", "gptj", "inkling2_text", "led", "llama", "longformer", "mamba"),
-    *("nllb-moe", "pegasus_x", "qwen2_5_vl", "sam_mask_decoder", "t5", "timm_backbone", "timesfm"),
-    *("vit", "whisper"),
+    *("albert", "bart", "bloom", "deepseek_v32", "diffllama", "gemma3_text", "inkling2_text"),
+    *("llama", "longformer", "mamba", "qwen2_5_vl", "t5", "timesfm", "vit"),
 )
 SHARED = ("granite", "roberta", "bamba")
 FAST_CACHES = {

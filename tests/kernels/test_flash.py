@@ -217,7 +217,7 @@ def test_what_it_cannot_run_is_refused_with_a_way_out():
 
 
 def test_it_says_why_it_cannot_run_here(monkeypatch):
-    missing = "neither FlashAttention-4 (pip install flash-attn-4) nor FlashAttention-3"
+    missing = "neither FlashAttention-4 (package flash-attn-4) nor FlashAttention-3"
     assert sr.backends()["flash"][0].startswith(missing)
     monkeypatch.setattr(flash, "_installed", lambda: (3,))
     assert sr.backends()["flash"] == ["torch sees no CUDA GPU"]
@@ -234,7 +234,7 @@ def test_it_says_why_it_cannot_run_here(monkeypatch):
     for capability, told in (
         ((8, 6), "compute capability 9 (Hopper), or 10 or 11 (Blackwell), got 8.6"),
         ((12, 0), "got 12.0"),
-        ((10, 3), "FlashAttention-3 is for Hopper; Blackwell needs pip install flash-attn-4"),
+        ((10, 3), "FlashAttention-3 is for Hopper; Blackwell needs the package flash-attn-4"),
     ):
         monkeypatch.setattr(flash, "_capability", lambda device, found=capability: found)
         (reason,) = flash.reasons()

@@ -11,9 +11,9 @@ from sparsering.kernels import flash
 @pytest.mark.parametrize(
     ("capability", "versions", "told"),
     [
-        (90, (), "neither FlashAttention-4 (pip install flash-attn-4) nor FlashAttention-3"),
+        (90, (), "neither FlashAttention-4 (package flash-attn-4) nor FlashAttention-3"),
         (80, (4,), "it needs a GPU of compute capability 9 (Hopper), or 10 or 11 (Blackwell), got"),
-        (100, (3,), "FlashAttention-3 is for Hopper; Blackwell needs pip install flash-attn-4"),
+        (100, (3,), "FlashAttention-3 is for Hopper; Blackwell needs the package flash-attn-4"),
         (90, (3,), ""),
         (100, (3, 4), ""),
     ],

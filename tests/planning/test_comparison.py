@@ -4,6 +4,7 @@ import re
 
 import pytest
 import torch
+from helpers.thinned import thinned
 
 import sparsering as sr
 from sparsering.cli import main
@@ -94,8 +95,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("pattern", [None, "SlidingWindow(31) | GlobalTokens(4, rows=False)"])
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(
+    ("pattern", "kind"),
+    thinned(3, [None, "SlidingWindow(31) | GlobalTokens(4, rows=False)"], MODELS),
+)
 def test_a_model_is_tried_with_its_own_masks_and_with_a_pattern(tmp_path, capsys, kind, pattern):
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}

@@ -84,8 +84,11 @@ def failing_above(size, monkeypatch, error):
     "error",
     [
         torch.OutOfMemoryError("CUDA out of memory."),
-        MemoryError(),
-        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"),
+        pytest.param(MemoryError(), marks=pytest.mark.slow),
+        pytest.param(
+            RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to"),
+            marks=pytest.mark.slow,
+        ),
         RuntimeError("sparsering cpu: not enough memory for a tensor of 8 bytes"),
     ],
     ids=repr,

@@ -542,7 +542,8 @@ def kill(launcher: subprocess.Popen, log: Path, rank: int) -> None:
 @pytest.mark.parametrize(
     ("kills", "starting", "seed"),
     [
-        (2, 0, 0),
+        (1, 0, 0),
+        pytest.param(2, 0, 0, marks=SLOW),
         *(pytest.param(3, 1, seed, marks=SLOW) for seed in (1, 2, 3)),
     ],
 )
