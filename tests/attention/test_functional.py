@@ -356,7 +356,7 @@ def cpu_cannot_run(monkeypatch):
 def test_backends_are_named_with_reasons_why_not():
     found = sr.backends()
     usable = ("cpu", "triton", "gather", "reference", "torch_sparse", "sdpa")
-    assert found.pop("flash")[0].startswith("neither FlashAttention-4 (pip install flash-attn-4)")
+    assert found.pop("flash")[0].startswith("neither FlashAttention-4 (package flash-attn-4)")
     assert found == {name: [] for name in usable}  # Triton's interpreter is on
 
 

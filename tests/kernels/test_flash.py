@@ -194,7 +194,7 @@ def test_what_it_cannot_run_is_refused_with_a_way_out():
         ((4,), tensors, sr.SlidingWindow(9, 0, 2), {}, "this pattern has others"),
         ((4,), tensors, sr.BlockWindow(1, 64), {}, "this pattern has others"),
         ((4,), tensors, sr.Causal() + sr.Full(), {}, "has 2 passes"),
-        ((3,), tensors, sr.BlockWindow(1, 128), {}, "not BlockWindow; for whole blocks, pip inst"),
+        ((3,), tensors, sr.BlockWindow(1, 128), {}, "not BlockWindow; for whole blocks, instal"),
         ((3,), short, sr.Causal(), {"q_start": -3}, "leave out q_start, got -3 of 40 queries"),
         ((3,), short, sr.SlidingWindow(2, 9), {"q_start": 3}, "leave out q_start, got 3"),
         ((4,), short, DOCUMENTS, {"q_start": -1}, "leave out q_start, got -1 of 40"),
