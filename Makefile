@@ -72,20 +72,23 @@ docs: $(DOCS_STAMP) ## build the pages and the reference into runs/docs/html, to
 	$(BIN)/sphinx-build --builder html --fail-on-warning --keep-going --quiet \
 		--doctree-dir runs/docs/doctrees docs runs/docs/html
 
-# Two processes, of one torch thread each (tests/conftest.py): what is done first takes the rest over.
-# The versions, the time and the ten slowest tests of the latest run are in runs/tests.json.
+# A process for each of at most 8 cores, of one torch thread each (tests/conftest.py): what is done
+# first takes the rest over. Compiled modules are kept, since each process would compile them again.
+# Versions, times of folders and files, and the slowest tests of the latest run are in runs/tests.json.
+export PYTHONDONTWRITEBYTECODE :=
+PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
 test: $(STAMP) ## run the tests that take seconds
-	SPARSERING_TIMES=runs/tests$(OTHER).json $(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow" $(TESTS)
+	SPARSERING_TIMES=runs/tests$(OTHER).json $(PYTEST) --dist worksteal -m "not slow" $(TESTS)
 
 # No test may need another before it, or what another imported.
 SEED ?= 0
 test-order: $(STAMP) ## run the fast tests in a drawn order, then 300 of them in a process each (SEED)
-	$(BIN)/python -m pytest -n 2 -m "not slow" --shuffle $(SEED) $(TESTS)
+	$(PYTEST) -m "not slow" --shuffle $(SEED) $(TESTS)
 	$(BIN)/python -m pytest --collect-only --quiet -m "not slow" --shuffle $(SEED) --draw 300 $(TESTS) | grep '::' \
 		| xargs -d '\n' -P 2 -n 1 $(BIN)/python -m pytest --quiet --quiet -p no:cacheprovider
 
 test-all: $(STAMP) ## run every test
-	$(BIN)/python -m pytest -n 2 --dist worksteal $(TESTS)
+	$(PYTEST) --dist worksteal $(TESTS)
 
 # What a sanitizer reports ends the run. Torch and Python are not compiled for one: leaks are not
 # looked for. Memory comes filled with NaN; too much of it is a MemoryError, as without a sanitizer. The

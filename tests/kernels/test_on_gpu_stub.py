@@ -19,7 +19,8 @@ def run(*options: str, tests: Path = TESTS) -> None:
     if reason := missing():
         pytest.skip(reason)
     environment = {name: x for name, x in os.environ.items() if not name.startswith("PYTEST_")}
-    environment.pop("TRITON_INTERPRET", None)
+    for name in ("TRITON_INTERPRET", "SPARSERING_TIMES"):
+        environment.pop(name, None)
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *options]
     done = subprocess.run(
         [*command, tests],
