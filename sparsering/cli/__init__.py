@@ -59,6 +59,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 2 for an error, 128 + n after signal n."""
     arguments = build_parser().parse_args(argv)
+    arguments.typed = list(sys.argv[1:] if argv is None else argv)  # for messages that add to it
     quiet = getattr(arguments, "quiet", False)
     try:
         with showing("nothing" if quiet else "bars and lines"):

@@ -2,10 +2,17 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .argument_types import DTYPE, PATTERN, Commands, add_quiet, positive
 
+if TYPE_CHECKING:
+    from ..patterns import Pattern
+
 _LONGEST_TITLE = 400  # characters
+_ALWAYS_DRAWN = 1 << 20  # tokens
+_LONGEST_DRAWN = 1 << 24
+_MOST_BLOCKS_DRAWN = 1 << 20
 
 
 def add_commands(commands: Commands) -> None:
@@ -62,8 +69,10 @@ def _plot(arguments: argparse.Namespace) -> int:
 
     if arguments.length is None:
         raise ValueError("expected the tokens of the sequence; pass --length, such as 8192")
+    pattern = parse(arguments.pattern)
+    _check_drawn(pattern, arguments.length, arguments.heads, arguments.block_size)
     content = pattern_image(
-        parse(arguments.pattern),
+        pattern,
         arguments.length,
         num_heads=arguments.heads,
         block_size=arguments.block_size,
@@ -73,6 +82,29 @@ def _plot(arguments: argparse.Namespace) -> int:
     replace_file(arguments.out, content)
     print(f"Wrote {arguments.out}: queries downwards, keys to the right")
     return 0
+
+
+def _check_drawn(pattern: "Pattern", length: int, heads: int, block_size: int) -> None:
+    """Refuses a length whose layouts take far more than a second, by the work of some rows."""
+    from ..patterns.algebra import Frame
+    from ..patterns.selected import selections_of
+    from ..planning.work import about_entries
+
+    if length <= _ALWAYS_DRAWN:
+        return
+    found = f"{length:,} tokens"
+    if length <= _LONGEST_DRAWN:
+        frame = Frame.build(length, length, heads, None, 0)
+        counted = [x for x in pattern.branches if not selections_of(x)]
+        blocks = sum(about_entries(x, frame, block_size) for x in counted)
+        if blocks <= _MOST_BLOCKS_DRAWN:
+            return
+        found = f"about {blocks:,.0f} blocks"
+    raise ValueError(
+        f"a drawing of more than {_ALWAYS_DRAWN:,} tokens visits at most {_MOST_BLOCKS_DRAWN:,} "
+        f"blocks of at most {_LONGEST_DRAWN:,} tokens, got {found}; pass fewer tokens: a picture "
+        "has at most 512 pixels a side"
+    )
 
 
 def _tune(arguments: argparse.Namespace) -> int:

@@ -1,6 +1,7 @@
 """The command that predicts costs before a run: `plan`."""
 
 import argparse
+import shlex
 
 from .argument_types import DTYPE, PATTERN, Commands, add_quiet, positive
 
@@ -25,6 +26,9 @@ def add_commands(commands: Commands) -> None:
     add("--bandwidth", type=float, metavar="GB/S", help="of its memory")
     add("--seconds", type=float, help="limit of a call, which proposals meet")
     add("--full", action="store_true", help="proposals see later keys too")
+    add(
+        "--take", type=positive, metavar="ROW", help="the plan of one proposal, by its row's number"
+    )
     add("--ranks", type=positive, default=1, help="devices that share each sequence")
     add("--sharding", default="auto", help="which rank has which tokens")
     add("--heads", "--num-heads", type=positive, default=8, help="query heads")
@@ -44,6 +48,7 @@ def add_commands(commands: Commands) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     import torch
 
+    from ..commands import sparsering
     from ..patterns.expression import parse
     from ..planning.estimate import Scenario
     from ..planning.fit import memory_of, usable
@@ -57,8 +62,16 @@ def _plan(arguments: argparse.Namespace) -> int:
         machine = described(machine, arguments.tflops, arguments.bandwidth, arguments.memory)
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else default_dtype(machine)
     tokens, text = parse_tokens(arguments.tokens), arguments.pattern
-    if text and (arguments.seconds is not None or arguments.full):
-        raise ValueError("--seconds and --full are for proposals; leave the pattern out")
+    texts = [text for _, text in candidates(tokens, not arguments.full)]
+    if text and (arguments.seconds is not None or arguments.full or arguments.take):
+        raise ValueError("--seconds, --full and --take are for proposals; leave the pattern out")
+    if arguments.take:
+        if arguments.take > len(texts):
+            raise ValueError(
+                f"--take must be the number of a row, 1 to {len(texts)}, got {arguments.take}; "
+                "leave it out to see the rows"
+            )
+        text = texts[arguments.take - 1]
     if not text and (arguments.backend or arguments.block_size or arguments.sharding != "auto"):
         raise ValueError("--backend, --block-size and --sharding are for one pattern; name it")
     scenario = Scenario(
@@ -93,6 +106,6 @@ def _plan(arguments: argparse.Namespace) -> int:
         memory=usable(memory_of(machine, arguments.memory)),
         backward=arguments.backward,
     )
-    texts = {parse(text): text for _, text in candidates(tokens, not arguments.full)}
-    print(proposal_screen(proposals, title_of(scenario), texts))
+    command = sparsering(shlex.join(arguments.typed))
+    print(proposal_screen(proposals, title_of(scenario), texts, command))
     return 0

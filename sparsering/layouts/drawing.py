@@ -55,6 +55,11 @@ def pair_shares(
             area = row[:, :, None] * columns + column[:, None, :]
             counts += torch.bincount(area[pairs], minlength=len(counts))
     weight = (layout.block_size / samples) ** 2
-    height = torch.bincount(torch.arange(q_len) * rows // max(q_len, 1), minlength=rows)
-    width = torch.bincount(torch.arange(kv_len) * columns // max(kv_len, 1), minlength=columns)
+    height, width = _positions(q_len, rows), _positions(kv_len, columns)
     return counts.view(rows, columns) * weight / (height[:, None] * width)
+
+
+def _positions(length: int, parts: int) -> Tensor:
+    """Returns how many positions x lie in each part, which is x * parts // length."""
+    first = [-(-part * length // parts) for part in range(parts + 1)] if parts else [0]
+    return torch.tensor(first).diff()

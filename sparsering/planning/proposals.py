@@ -8,6 +8,7 @@ Costs are those of `estimate`; docs/planning.md has the rules and what they rest
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,9 @@ from .sizes import parse_tokens, show_bytes, show_seconds
 _SINKS = 4  # first tokens, which every query of a window sees too
 _WINDOWS = (1024, 4096, 16384)
 _BLOCK = 128
+LONGEST = 1 << 24
+"""Most tokens for which patterns are proposed; that takes minutes."""
+_NEVER = "its last token never depends on the whole text"
 
 _RECORD = "(benchmarks/records/selection-language.json)"
 _QUALITY = {
@@ -33,6 +37,13 @@ _QUALITY = {
     "blocks": "2.067 bits a byte where dense attention has 1.672, at 22% of its pairs; blocks "
     f"chosen by content cost the same and have 1.666 to 1.915 {_RECORD}",
 }
+
+
+class _Candidate(NamedTuple):
+    kind: str
+    estimate: Estimate
+    reach: int
+    layers: int | None
 
 
 @dataclass(frozen=True)
@@ -81,8 +92,10 @@ def propose(
 ) -> list[Proposal]:
     """Proposes patterns for a sequence length; the first is recommended.
 
-    Recommended is the densest candidate that meets both limits. If none does, it is the one that
-    needs the least memory (the least time if only time is short), and its `fits` is False.
+    Recommended is the densest candidate that meets both limits and whose last query depends on
+    every token after some number of layers (`layers` is not None), or if there is none, the densest
+    that meets both limits. If none does, it is the one that needs the least memory (the least time
+    if only time is short), and its `fits` is False.
 
     Args:
         seq_len: number of queries and of keys, or a text such as "200K".
@@ -111,6 +124,8 @@ def propose(
     machine = machine_of(machine)
     dtype = default_dtype(machine) if dtype is None else dtype
     checked_flag("causal", causal)
+    if seconds is not None and not checked_number("seconds", seconds, 0):
+        raise ValueError("seconds must be above 0, got 0; leave it out for a default limit")
     limit = memory_of(machine, memory)
     dense = Scenario(
         pattern=Causal() if causal else Full(),
@@ -127,6 +142,12 @@ def propose(
         backend=None,
         block_size=None,
     )
+    if dense.tokens > LONGEST:
+        raise ValueError(
+            f"seq_len must be at most {LONGEST:,}, since layers are counted on whole layouts, got "
+            f"{dense.tokens:,}; pass fewer tokens, or name a pattern: `estimate` and `sparsering "
+            "plan PATTERN` sample its rows"
+        )
     texts = list(candidates(dense.tokens, causal))
     with progress("plan", 2 * len(texts), "estimate") as work:
         return _proposals(dense, texts, seconds, limit, causal, work)
@@ -141,36 +162,39 @@ def _proposals(
     work: Progress,
 ) -> list[Proposal]:
     """Estimates each (kind, text of a pattern), and puts the recommended one first."""
-    found = []
+    found: list[_Candidate] = []
     for kind, text in texts:
-        found.append((kind, estimate_of(replace(dense, pattern=parse(text)))))
+        estimate = estimate_of(replace(dense, pattern=parse(text)))
         work.advance(note=kind)
-    most = found[0][1]
+        # now, since the layout of the estimate is still in the cache, and later perhaps not
+        seen = keys_seen(estimate.pattern, estimate._frame)
+        layers = _layers(kind, estimate, seen, causal)
+        found.append(_Candidate(kind, estimate, reach=int(seen.sum()), layers=layers))
+        work.advance(note=kind)
+    most = found[0].estimate
     if seconds is None:
         products = 24 * (dense.num_heads * dense.head_dim) ** 2 * dense.tokens * dense.batch_size
         seconds = products * (3 if dense.backward else 1) * most.seconds.value / most.flops.value
-    elif not checked_number("seconds", seconds, 0):
-        raise ValueError("seconds must be above 0, got 0; leave it out for a default limit")
-    found.sort(key=lambda each: (-each[1].pairs, each[1].seconds.value))
-    best, reason = _recommended([estimate for _, estimate in found], seconds, limit)
+    found.sort(key=lambda each: (-each.estimate.pairs, each.estimate.seconds.value))
+    best, reason = _recommended(found, seconds, limit)
     proposals: list[Proposal] = []
-    for kind, estimate in found:
+    for each in found:
+        estimate = each.estimate
         late, large = estimate.seconds.value > seconds, estimate.peak_bytes.value > limit
-        seen = keys_seen(estimate.pattern, estimate._frame)
+        passed_over = each.layers is None and estimate.pairs > best.estimate.pairs
         proposal = Proposal(
             pattern=estimate.pattern,
             seconds=estimate.seconds.value,
             bytes=float(estimate.peak_bytes.value),
             density=estimate.pairs / most.pairs,
-            reach=int(seen.sum()),
-            layers=_layers(kind, estimate, seen, causal),
+            reach=each.reach,
+            layers=each.layers,
             ranks=dense.ranks,
             fits=not (late or large),
-            reason=reason if estimate is best else _place(late, large),
-            quality=_QUALITY.get(kind, "unknown"),
+            reason=reason if each is best else _place(late, large, passed_over),
+            quality=_QUALITY.get(each.kind, "unknown"),
         )
-        proposals.insert(0 if estimate is best else len(proposals), proposal)
-        work.advance(note=kind)
+        proposals.insert(0 if each is best else len(proposals), proposal)
     return proposals
 
 
@@ -198,29 +222,40 @@ def candidates(tokens: int, causal: bool) -> Iterator[tuple[str, str]]:
     yield "hierarchical", f"Hierarchical({levels}, {_BLOCK}){within}"
 
 
-def _recommended(found: list[Estimate], seconds: float, limit: float) -> tuple[Estimate, str]:
+def _recommended(found: list[_Candidate], seconds: float, limit: float) -> tuple[_Candidate, str]:
     """Returns the recommended one of `found`, which is sorted from dense to sparse, and why."""
     times = f"within {show_seconds(seconds)} and {show_bytes(limit)}"
-    small = [one for one in found if one.peak_bytes.value <= limit]
-    for one in small:
-        if one.seconds.value <= seconds:
-            return one, f"the densest candidate {times}"
+    small = [one for one in found if one.estimate.peak_bytes.value <= limit]
+    fitting = [one for one in small if one.estimate.seconds.value <= seconds]
+    if fitting:
+        one = next((each for each in fitting if each.layers is not None), fitting[0])
+        reason = f"the densest candidate {times}"
+        if one.layers is None:
+            reason += f"; {_NEVER}, nor does that of another candidate that fits"
+        elif one is not fitting[0]:
+            reason += (
+                f" whose last token depends on the whole text (after {one.layers:,} layers); in "
+                f"the denser {fitting[0].kind} it never does"
+            )
+        return one, reason
     if small:
-        one = min(small, key=lambda each: each.seconds.value)
-        needs = show_seconds(one.seconds.value)
+        one = min(small, key=lambda each: each.estimate.seconds.value)
+        needs = show_seconds(one.estimate.seconds.value)
         return one, f"no candidate is {times}; this one takes the least time, {needs}"
-    one = min(found, key=lambda each: each.peak_bytes.value)
-    peak = one.peak_bytes.value
-    ranks = -(-peak * one.ranks // limit)
+    one = min(found, key=lambda each: each.estimate.peak_bytes.value)
+    peak = one.estimate.peak_bytes.value
+    ranks = -(-peak * one.estimate.ranks // limit)
     return one, (
         f"no candidate is {times}; this one needs the least memory, {show_bytes(peak)} a rank, or "
         f"at least {ranks:.0f} ranks"
     )
 
 
-def _place(late: bool, large: bool) -> str:
+def _place(late: bool, large: bool, passed_over: bool) -> str:
     over = " and ".join(name for name, short in (("time", late), ("memory", large)) if short)
-    return f"over the limit of {over}" if over else "sparser than the limits ask for"
+    if over:
+        return f"over the limit of {over}"
+    return f"within the limits, but {_NEVER}" if passed_over else "sparser than the limits ask for"
 
 
 def _layers(kind: str, estimate: Estimate, seen: Tensor, causal: bool) -> int | None:

@@ -12,6 +12,7 @@ from ..layouts.layout import BlockLayout, slots_of
 from ..patterns.algebra import Frame, Pattern
 
 _MOST_BLOCKS = 1 << 21  # in one layout; a larger one is laid out in parts, each when it is needed
+_MOST_PARTS = 4  # that stay for the next layer, some 30 MB each
 
 
 def keys_seen(pattern: Pattern, frame: Frame) -> Tensor:
@@ -38,7 +39,7 @@ def layers_to_see_all(
     seen[-1] = True
     parts = max(1, math.ceil(blocks / _MOST_BLOCKS))
     rows = max(1, tokens // parts // block_size) * block_size
-    lay_out = lru_cache(1)(partial(_rows_of, pattern, frame, block_size))
+    lay_out = lru_cache(_MOST_PARTS)(partial(_rows_of, pattern, frame, block_size))
     layers = 1
     while not seen.all():
         before = seen.clone()

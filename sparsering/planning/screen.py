@@ -4,14 +4,13 @@ Times on named machines are lower bounds by published peaks, and the output says
 measures nothing.
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import replace
 from textwrap import wrap
 from typing import Any
 
-from ..commands import sparsering
-from ..patterns import Pattern
 from ..patterns.arguments import shortened
+from ..patterns.expression import parse
 from .comparison import hides_later_keys
 from .estimate import Estimate, Scenario, estimate_of
 from .fit import about_largest, memory_of, most_that_fit, usable
@@ -86,26 +85,47 @@ def title_of(scenario: Scenario) -> str:
     )
 
 
-def proposal_screen(proposals: list[Proposal], title: str, texts: Mapping[Pattern, str]) -> str:
-    """Returns proposals as a table of at most 100 columns; `texts` are the patterns as written."""
+def proposal_screen(
+    proposals: list[Proposal], title: str, texts: Sequence[str], command: str
+) -> str:
+    """Returns proposals as a table of at most 100 columns, if no pattern's text is longer.
+
+    Args:
+        proposals: result of `propose`, the recommended one first.
+        title: the call and its machine.
+        texts: each pattern as it can be typed, whole; rows have their order and numbers.
+        command: the user's own command, to which the last line adds `--take`.
+    """
+    by_pattern = {each.pattern: each for each in proposals}
     best = proposals[0]
-    lines = [title, "", _row("use", texts[best.pattern]), _row("because", best.reason)]
+    rows = [(number, text, by_pattern[parse(text)]) for number, text in enumerate(texts, 1)]
+    taken, text = next((number, text) for number, text, each in rows if each is best)
+    lines = [title, "", _row("use", text), _row("because", best.reason)]
     lines += [_row("quality", best.quality), ""]
-    lines.append("      time    memory   pairs       sees  layers  fits  pattern")
-    for each in proposals:
-        lines.append(
-            f"{'*' if each is best else ' '} {show_seconds(each.seconds):>8}  "
+    lines.append(" row      time    memory   pairs       sees  layers  fits  pattern")
+    whole = {_row("use", text)}  # lines to be copied, which are not wrapped
+    for number, text, each in rows:
+        line = (
+            f"{'*' if each is best else ' '} {number:>2}  {show_seconds(each.seconds):>8}  "
             f"{show_bytes(each.bytes):>8}  {100 * each.density:>5.3g}%  {each.reach:>9,}  "
             f"{each.layers or 'never':>6}  {'yes' if each.fits else 'no':<4}  "
-            f"{shortened(texts[each.pattern].removesuffix(' & Causal()'), 41)}"
         )
+        parts = [line + text] if len(line + text) <= WIDTH else [line.rstrip(), " " * 6 + text]
+        whole |= set(parts)
+        lines += parts
     lines += [
         "",
         "time: on a named machine at least so long, by its peaks; pairs: of dense attention's",
         "sees: keys of the last query; layers: until it depends on all, with residual paths",
-        f"next: {sparsering('plan')} 'PATTERN' with the same options tells more of one pattern",
+        "next: the plan of a row, by its number:",
+        following := f"      {command} --take {taken}",
     ]
-    return "\n".join(line for text in lines for line in wrap(text, WIDTH, **_WRAPPED) or [""])
+    whole.add(following)
+    return "\n".join(
+        line
+        for text in lines
+        for line in ([text] if text in whole else wrap(text, WIDTH, **_WRAPPED) or [""])
+    )
 
 
 def _row(name: str, text: str) -> str:

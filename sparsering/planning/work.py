@@ -116,6 +116,13 @@ def work_of(pattern: Pattern, frame: Frame, block_size: int, *, cut: bool = Fals
     return layout_cache.keep(("work", pattern, frame, block_size, cut), count)
 
 
+def about_entries(pattern: Pattern, frame: Frame, block_size: int) -> float:
+    """Returns about how many blocks all tables of a layout visit, counted for some query tiles."""
+    check_fits(pattern, frame)
+    rough = _sampled(pattern, frame, block_size, _FIRST_TILES, 1, {})
+    return sum(p.num_tables * p.entries for p in rough.passes)
+
+
 def counted(layout: BlockLayout, *, cut: bool = False) -> Work:
     """Counts the work of a layout exactly, in O(visited blocks) of every table."""
     passes = tuple(_counted_pass(p, layout, cut) for p in layout.passes)

@@ -11,6 +11,7 @@ from sparsering.layouts import compile as compiler
 from sparsering.layouts.tiles import MOST_TILES, Grid
 from sparsering.planning.fit import choose_batch_size, longest_sequence
 from sparsering.planning.proposals import propose
+from sparsering.plots.attended import pattern_image
 
 LENGTHS = (10**11, 10**15, (1 << 53) - 1)
 CAUSAL, WINDOW = sr.Causal(), sr.SlidingWindow(1023) & sr.Causal()
@@ -40,7 +41,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_length_beyond_is_refused_at_once(name, length):
     start = time.thread_time()
-    with pytest.raises(ValueError, match=r"at most [\d,]+ (tiles|pairs of tiles|keys)|2\^60"):
+    with pytest.raises(
+        ValueError, match=r"at most [\d,]+(,| )(tiles|pairs of tiles|keys|since)|2\^60"
+    ):
         REFUSED[name](length)
     assert time.thread_time() - start < 1  # of this thread, whatever else runs
 
@@ -76,6 +79,12 @@ COMMANDS = (
     ["plan", "Causal()", "--tokens", "1e11", "--gpu", "H200", "--backward"],
     ["plot", "Causal()", "--length", str(10**9), "--out", "x.png"],
     ["plot", "SlidingWindow(9)", "--length", str(10**15), "--out", "x.png"],
+    ["plot", "Causal()", "--length", str(10**8), "--out", "x.png"],
+    ["plot", "LongNet((2048, 32768), (1, 8)) & Causal()", "--length", "60000000", "--out", "x.png"],
+    ["plot", "SlidingWindow(9)", "--length", "60000000", "--out", "x.png"],
+    ["plot", "RandomBlocks(0.1, 128)", "--length", "2000000", "--out", "x.png"],
+    ["plan", "--tokens", "1e8"],
+    ["plan", "--tokens", "1e9", "--gpu", "H200"],
 )
 
 
@@ -86,6 +95,11 @@ def test_commands_refuse_in_one_line(command, capsys):
     assert time.thread_time() - start < 1  # of this thread, whatever else runs
     printed = capsys.readouterr().err
     assert printed.count("\n") == 1 and "pass fewer tokens" in printed
+
+
+def test_a_long_sparse_drawing_is_drawn():
+    pytest.importorskip("matplotlib")
+    assert pattern_image(sr.SlidingWindow(9), 3 << 20).startswith(b"\x89PNG")
 
 
 def test_try_refuses_more_tokens_than_memory_holds(tmp_path, capsys):

@@ -12,6 +12,7 @@ from sparsering.cli import main
 from sparsering.patterns.algebra import Frame
 from sparsering.planning import proposals as proposals_module
 from sparsering.planning import propose, reach
+from sparsering.planning.screen import proposal_screen
 
 RECORDS = Path(__file__).parents[2] / "benchmarks" / "records"
 
@@ -105,7 +106,9 @@ def test_the_first_is_the_densest_that_meets_the_limits():
     before = 0.0
     for seconds in limits:
         found = propose(32768, machine="A100", dtype=torch.float32, seconds=seconds / 30)
-        fitting = [each.density for each in found if each.fits]
+        fits = [each for each in found if each.fits]
+        reaching = [each for each in fits if each.layers is not None] or fits
+        fitting = [each.density for each in reaching]
         for each in found:
             assert each.fits == (each.seconds <= seconds / 30)
         assert found[0].density == max(fitting, default=found[0].density)
@@ -176,7 +179,8 @@ def test_plan_without_a_pattern_says_what_to_use(capsys):
     assert max(map(len, lines)) <= 100
     use = next(line for line in lines if line.startswith("use"))[10:]
     assert sr.parse(use) == propose("200K", machine="H200")[0].pattern
-    for option in (["--seconds", "1"], ["--full"]):
+    assert re.search(r"plan --tokens 200k --gpu H200 --take \d$", lines[-1])
+    for option in (["--seconds", "1"], ["--full"], ["--take", "1"]):
         assert main(["plan", "Causal()", "--tokens", "4K", *option]) == 2
         assert "leave the pattern out" in capsys.readouterr().err
     for option in (["--backend", "cpu"], ["--block-size", "64"], ["--sharding", "zigzag"]):
@@ -190,3 +194,70 @@ def test_proposals_are_values():
     assert first != second and first == again and hash(first) == hash(again)
     with pytest.raises(AttributeError):
         first.seconds = 0.0
+
+
+def table_of(lines):
+    """Returns {row: (marked, text of the pattern)} of a printed table, each text from one line."""
+    begin = next(i for i, line in enumerate(lines) if line.startswith(" row ")) + 1
+    found, number = {}, 0
+    for line in lines[begin : lines.index("", begin)]:
+        if row := re.match(r"(\*| ) +(\d+)  .*  (?:yes|no) *(.*)$", line):
+            number = int(row[2])
+            found[number] = row[1] == "*", row[3]
+        else:
+            assert found[number][1] == ""
+            found[number] = found[number][0], line.strip()
+    return found
+
+
+@pytest.mark.parametrize("words", [["--tokens", "8K"], ["--tokens", "1500", "--full"]], ids=str)
+def test_each_row_of_proposals_can_be_typed_and_taken(capsys, words):
+    words = ["plan", *words, "--gpu", "L4", "--heads", "4"]
+    assert main(words) == 0
+    lines = capsys.readouterr().out.splitlines()
+    tokens, full = proposals_module.parse_tokens(words[2]), "--full" in words
+    expected = [text for _, text in proposals_module.candidates(tokens, not full)]
+    printed = table_of(lines)
+    assert [text for _, text in printed.values()] == expected
+    best = propose(tokens, num_heads=4, machine="L4", causal=not full)[0]
+    for number, (marked, text) in printed.items():
+        assert marked == (sr.parse(text) == best.pattern)
+        assert main([*words, "--take", str(number)]) == 0
+        taken = capsys.readouterr().out.splitlines()
+        assert taken[0] == text and taken[1] == lines[0]
+    assert main([*words, "--take", str(len(expected) + 1)]) == 2
+    assert f"1 to {len(expected)}" in capsys.readouterr().err
+
+
+def test_long_texts_of_patterns_stay_whole():
+    texts = [text for _, text in proposals_module.candidates(1 << 24, True)]
+    assert max(map(len, texts)) > 90
+    found = [
+        proposals_module.Proposal(sr.parse(text), 1.0, 1e9, 0.5, 9, None, 1, True, "r", "q")
+        for text in texts
+    ]
+    lines = proposal_screen(found, "title", texts, "sparsering plan").splitlines()
+    assert [sr.parse(text) for _, text in table_of(lines).values()] == [x.pattern for x in found]
+
+
+def test_what_never_sees_the_whole_text_is_recommended_only_where_nothing_else_fits(monkeypatch):
+    monkeypatch.setattr(proposals_module, "_WINDOWS", (64, 300, 1026))
+    found = propose(1 << 16, machine="H200")
+    (longnet,) = (each for each in found if each.layers is None)
+    options = {"machine": "H200", "seconds": 1.01 * longnet.seconds}
+    best, *others = propose(1 << 16, **options)
+    (longnet,) = (each for each in others if each.layers is None)
+    assert longnet.fits and best.fits and best.density < longnet.density
+    assert best.layers is not None and "longnet it never does" in best.reason
+    assert "never depends on the whole text" in longnet.reason
+    candidate = proposals_module._Candidate
+    limits = {"seconds": 1e9, "limit": 1e18}
+    dense, sparse = (sr.estimate(x, tokens=512) for x in (sr.Causal(), sr.SlidingWindow(9)))
+    for layers, chosen in (((None, None), 0), ((None, 3), 1), ((2, 3), 0), ((2, None), 0)):
+        rows = [
+            candidate("longnet", one, reach=1, layers=number)
+            for one, number in zip((dense, sparse), layers, strict=True)
+        ]
+        taken, reason = proposals_module._recommended(rows, **limits)
+        assert taken is rows[chosen]
+        assert ("never" in reason) == (layers[0] is None)
