@@ -22,13 +22,14 @@ def test_rollback_beyond_the_first_token_keeps_no_key_that_nobody_visits(pattern
 
 
 @pytest.mark.parametrize("backend", ["gather", "cpu"])
-@pytest.mark.parametrize("length", [20, 31])  # the guesses stay within a page, or end it
-def test_nan_of_guesses_that_are_taken_back_reaches_nothing(length, backend):
+@pytest.mark.parametrize("guesses", [9, 15])  # they stay within a page of 16 tokens, or end it
+@pytest.mark.parametrize("length", [20, 31])
+def test_nan_of_guesses_that_are_taken_back_reaches_nothing(length, guesses, backend):
     x = torch.randn(1, 1, 48, 4)
     cache = sr.KVCache(sr.Causal(), 1, 1, 4, rollback=20, page_size=16)
     cache.attend(*[x[:, :, :length]] * 3, backend=backend)
     outs = [cache.attend(*[x[:, :, length : length + 1]] * 3, backend=backend)]
-    guess = torch.full((1, 1, 15, 4), torch.nan)
+    guess = torch.full((1, 1, guesses, 4), torch.nan)
     cache.attend(guess, guess, guess, backend=backend)
     cache.crop(length + 1)
     for token in range(length + 1, 48):

@@ -255,6 +255,14 @@ def test_dilated_window_costs_its_pairs_for_each_residue() -> None:
     assert layout.num_blocks == 4 * (2 * 8 - 1)
 
 
+@pytest.mark.parametrize("dilation", [2, 3])
+def test_a_dilated_window_beside_a_mask_of_another_grid_skips_keys(dilation: int) -> None:
+    window = sr.SlidingWindow(40, 9, dilation)
+    for pattern in (window & sr.Dilated(60, 5 - dilation), window | sr.BlockCausal(16)):
+        held = pattern.layout(100, block_size=16).to_dense()[0, 0].bool()
+        assert torch.equal(held, pattern.to_dense(100, 100).view(100, 100))
+
+
 def test_blocks_table_of_each_kv_head_and_batch_entry_has_its_own_entries() -> None:
     active = torch.tensor([[[[True, False]], [[True, True]]], [[[False, False]], [[False, True]]]])
     layout = sr.Blocks(active, 16).layout(16, 32, num_heads=4, num_kv_heads=2, q_start=0,

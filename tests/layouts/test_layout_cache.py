@@ -98,7 +98,7 @@ def test_every_argument_is_part_of_the_key(arguments: dict[str, Any]) -> None:
     assert torch.equal(first.to_dense().expand_as(of_heads), of_heads)
     changed = asked | arguments
     other = pattern.layout(**changed)
-    changed.pop("block_size")
+    assert other.block_size == changed.pop("block_size")
     expected = pattern.to_dense(**changed).to(torch.int64)[None]
     assert torch.equal(
         other.to_dense().to(torch.int64).expand(1, changed["num_heads"], -1, -1),
@@ -106,6 +106,12 @@ def test_every_argument_is_part_of_the_key(arguments: dict[str, Any]) -> None:
     )
     tiles = {tuple(entry[2:]) for entry in other.entries().tolist()}
     assert max(max(tile) for tile in tiles) <= asked["block_size"] or "block_size" in arguments
+
+
+def test_the_device_is_part_of_the_key() -> None:
+    for device in ("cpu", "meta", "cpu"):
+        layout = sr.Causal().layout(64, block_size=16, device=device)
+        assert layout.passes[0].row_ptr.device == torch.device(device)
 
 
 def test_clear_empties_the_cache_and_keeps_the_limit() -> None:

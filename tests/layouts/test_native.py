@@ -113,6 +113,11 @@ def test_tables_of_named_patterns(name: str, length: int) -> None:
     check(pattern, Frame.build(length - 60, length, 2, 2, None), 64)
 
 
+@pytest.mark.parametrize("pattern", [sr.Dilated(1000, 1), sr.Dilated(1536, 3)], ids=str)
+def test_tables_of_segments_longer_than_a_thousand_tokens(pattern: sr.Pattern) -> None:
+    check(pattern & sr.Causal(), Frame.build(2100, None, 2, 1, None), 128)
+
+
 def test_tables_of_a_tree_without_tokens() -> None:
     """A query stands before all nodes, and is in no tile."""
     check(sr.Tree((0,), (-1,), sr.Full()), Frame.build(1, 0, 1, 1, None), 64)
