@@ -10,6 +10,12 @@
 `sparsering.distributed` shares a sequence among ranks. docs/architecture.md maps the files.
 """
 
+import warnings
+from importlib.util import find_spec
+
+if find_spec("numpy") is None:  # which torch says on its import; nothing here needs it
+    warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
+
 from .decoding import KVCache, SelectedCache
 from .dispatch import backends
 from .dropout import dropout_kept

@@ -20,13 +20,14 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 # A room (a file, or a folder) and the rooms that it may import. Rooms without files are those that
 # the next parts go to.
 ROOMS = {
+    "buffers": "",
     "commands": "",
     "files": "",
     "numerics": "",
     "progress": "",
     "rows": "",
     "streams": "",
-    "patterns": "rows streams",
+    "patterns": "buffers rows streams",
     "layouts": "patterns numerics progress rows streams",
     "dropout": "patterns rows",
     "data": "patterns rows",
@@ -48,7 +49,7 @@ ROOMS = {
     "varlen": "functional extras checks patterns",
     "weights": "ops call_recipe dispatch extras checks layouts patterns numerics",
     "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
-    "patterns numerics rows streams",
+    "patterns buffers numerics rows streams",
     "selection": "distributed weights functional ops operators call_recipe dispatch checks kernels "
     "layouts patterns numerics rows",
     "decoding": "selection functional ops call_recipe dispatch extras checks kernels layouts "
@@ -60,7 +61,7 @@ ROOMS = {
     "planning": "functional dispatch distributed checks kernels layouts patterns files numerics "
     "commands progress",
     "training": "distributed models nn planning selection functional layouts patterns files "
-    "commands progress",
+    "buffers commands progress",
     "demo": "training models plots nn distributed kernels layouts patterns files commands",
     "cli": "",  # the command line takes what a command needs
 }

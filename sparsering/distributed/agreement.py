@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..buffers import add_bytes
 from ..checks import DTYPES
 from ..extras import ANYWHERE, NO_EXTRAS, OPTIONS, Extras, operator_schema
 from ..layouts.tiles import Ranges
@@ -268,8 +269,9 @@ def _digest(*parts: object) -> int:
     for part in parts:
         if isinstance(part, Tensor):
             state.update(repr((part.dtype, tuple(part.shape))).encode())
-            content = part.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+            state.update(part.nbytes.to_bytes(8, "little"))
+            add_bytes(state, part)
         else:
             content = repr(part).encode()
-        state.update(len(content).to_bytes(8, "little") + content)
+            state.update(len(content).to_bytes(8, "little") + content)
     return int.from_bytes(state.digest()[:8], "little") >> 1  # 63 bits fit an int64

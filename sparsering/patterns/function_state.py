@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..buffers import add_bytes
+
 _LIBRARIES = {*sys.stdlib_module_names, "numpy", "sparsering", "torch"} - {"__main__"}
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), type(...), slice, range}
 _PLAIN |= {torch.dtype, torch.device, torch.Size}
@@ -79,8 +81,9 @@ class _Reader:
             case Tensor() if self.quick and not value.is_inference():
                 return id(value), value._version
             case Tensor():
-                numbers = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-                return str(value.dtype), tuple(value.shape), hashlib.blake2b(numbers.data).digest()
+                numbers = hashlib.blake2b()
+                add_bytes(numbers, value)
+                return str(value.dtype), tuple(value.shape), numbers.digest()
             case CodeType():
                 self.names.update(value.co_names)
                 if self.names & _HIDES:

@@ -9,13 +9,14 @@ Only plain files with headers of a reasonable length are opened. Nothing is exec
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from ..buffers import add_bytes
 from ..commands import install
 from ..files import check_file
 
@@ -45,8 +46,9 @@ def kind_of(shape: Sequence[int], dtype: str = "F32") -> str:
 
 def hash_tensor(x: Tensor) -> str:
     """Returns the sha256 of a tensor's bytes in row-major order."""
-    content = x.cpu().contiguous().flatten().view(torch.uint8).numpy()
-    return hashlib.sha256(content.data).hexdigest()
+    state = hashlib.sha256()
+    add_bytes(state, x)
+    return state.hexdigest()
 
 
 def hash_file(path: Path) -> str:
@@ -56,8 +58,10 @@ def hash_file(path: Path) -> str:
 
 
 def safetensors_or_hint() -> ModuleType:
-    """Imports safetensors; ImportError with the line that installs it."""
+    """Imports safetensors, which writes by numpy; ImportError with the line that installs both."""
     try:
+        if find_spec("numpy") is None:
+            raise ImportError
         import safetensors.torch
     except ImportError:
         raise ImportError(f"checkpoints need safetensors; {install('cli')}") from None

@@ -472,13 +472,18 @@ def test_fresh_processes_load_no_optional_package_and_compute_the_same_bits():
         for name in {(*OPTIONAL, "numpy")!r}:
             sys.modules[name] = None  # import raises ImportError
         import warnings
-        warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
+        warnings.simplefilter("error")  # torch warns where it finds no numpy
         import sparsering as sr
+        warnings.resetwarnings()
         """)
         + call
         + textwrap.dedent("""
         assert "gather: usable" in sr.explain(query, key, value, pattern)
         print(sr.Causal().layout(64))
+        ids = torch.tensor([0, 0, 1])  # what a mask_mod reads is hashed, and what ranks agree on
+        sr.from_mask_mod(lambda b, h, q, k: ids[q] == ids[k]).layout(3)
+        from sparsering.distributed.agreement import _digest
+        _digest(ids, ids[::2], ids[:0], 1.0)
         """)
     ).split()
     tops = {name.partition(".")[0] for name in loaded}

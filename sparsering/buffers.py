@@ -1,0 +1,20 @@
+"""Reads the bytes of tensors for hashes, without numpy, which torch does not need either."""
+
+import ctypes
+from typing import Any, Protocol
+
+from torch import Tensor
+
+
+class Hash(Protocol):
+    """A hash of `hashlib`."""
+
+    def update(self, data: Any, /) -> None:
+        """Adds bytes."""
+
+
+def add_bytes(state: Hash, x: Tensor) -> None:
+    """Adds a tensor's bytes in row-major order to a hash; copies only what lies elsewhere."""
+    x = x.detach().cpu().contiguous()
+    if x.nbytes:  # x lives until the hash has read its memory
+        state.update((ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr()))
