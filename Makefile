@@ -23,11 +23,13 @@ TOO_OLD := sparsering needs Python 3.11 or newer; name one: make PYTHON=python3.
 export PYTHONUNBUFFERED := 1
 # Of `make fuzz`, for each kind of attack.
 SECONDS ?= 60
+# Of `make mutants`: a text that the lines of some defects hold.
+ONLY ?=
 BASE ?= HEAD~1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-ring docs test test-order test-all test-asan test-tsan fuzz lint bench bench-selection \
-	compare report dist wheels check-dist clean
+.PHONY: help setup demo demo-ring docs test test-order test-all mutants test-asan test-tsan fuzz lint bench \
+	bench-selection compare report dist wheels check-dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,6 +91,11 @@ test-order: $(STAMP) ## run the fast tests in a drawn order, then 300 of them in
 
 test-all: $(STAMP) ## run every test
 	$(PYTEST) --dist worksteal $(TESTS)
+
+# One defect at a time, in a copy of the tree; the list is tools/mutants.toml. OMP_NUM_THREADS=1, as in
+# tests/conftest.py.
+mutants: $(STAMP) ## plant the listed defects, each of which a fast test must find: ONLY=window
+	OMP_NUM_THREADS=1 $(BIN)/python tools/mutants.py --only "$(ONLY)"
 
 # What a sanitizer reports ends the run. Torch and Python are not compiled for one: leaks are not
 # looked for. Memory comes filled with NaN; too much of it is a MemoryError, as without a sanitizer. The
