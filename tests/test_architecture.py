@@ -77,7 +77,7 @@ EXCEPTIONS = {
 KERNELS = ("gather", "cpu", "triton", "reference", "torch_sparse", "sdpa", "flash")
 
 OPTIONAL = {
-    "transformers": ("integrations/transformers", "cli/trying"),
+    "transformers": ("integrations/transformers", "cli/trying", "cli/planned_models"),
     "triton": "kernels/triton",
     "flash_attn": "kernels/flash",
     "flash_attn_interface": "kernels/flash",

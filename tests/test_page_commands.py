@@ -90,7 +90,6 @@ COMMANDS = [
         FINISHED,
     ),
     Command(r"python examples/train_answers\.py", "--steps 1 --groups 1"),
-    Command(r"python examples/plan_training_step\.py .*"),
     Command(r"pip install .*", not_run="see test_extras_that_pages_install_exist"),
     Command(
         r"make report|python -m benchmarks report .*",

@@ -51,7 +51,10 @@ def choose_batch_size(
     backend: str | None = None,
     block_size: int | None = None,
 ) -> int:
-    """Returns the largest batch of one attention call that fits in memory.
+    """Returns the largest batch of one attention call that fits in memory, without a model.
+
+    For a model's training step, `sparsering plan --model NAME --memory 24GB` counts weights,
+    gradients, optimizer states and the activations of all layers too.
 
     It fits if the peak that `estimate` predicts is at most `share` of the memory.
 
@@ -116,7 +119,10 @@ def longest_sequence(
     backend: str | None = None,
     block_size: int | None = None,
 ) -> int:
-    """Returns the longest sequence for which one attention call fits in memory.
+    """Returns the longest sequence for which one attention call fits in memory, without a model.
+
+    For a model's training step, `sparsering plan --model NAME --memory 24GB` counts weights,
+    gradients, optimizer states and the activations of all layers too.
 
     It fits if the peak that `estimate` predicts is at most `share` of the memory.
 

@@ -33,7 +33,7 @@ def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
 
     Args:
         memory: memory of one device, as in `choose_batch_size`.
-        text: the pattern as the user wrote it, for the first line.
+        text: the pattern as the user wrote it, for the second line.
 
     Raises: as `estimate`. Cost: a few seconds for 2^20 tokens.
     """
@@ -51,14 +51,17 @@ def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
     of_limit = "" if limit is None else f" of {show_bytes(limit)} ({100 * peak / limit:.3g}%)"
     parts = (f"{name} {show_bytes(size)}" for name, size in estimate.memory._asdict().items())
     lines = [
-        shortened(text, WIDTH - 10),
         title_of(scenario),
+        shortened(text, WIDTH - 10),
         "",
         _row("runs", f"{estimate.backend}, blocks of {estimate.block_size}"),
         _row("pairs", f"{pairs:.3g} a head and entry; blocks visited {density:.3g}%"),
         _row("dense", f"{dense_name} has {dense_pairs:.3g} pairs, {_times(saving)} as many"),
         _row("time", _time(estimate, of_rank)),
-        _row("memory", f"{show_bytes(peak)}{of_limit}{of_rank} at its peak, for this call alone"),
+        _row(
+            "memory",
+            f"{show_bytes(peak)}{of_limit}{of_rank} at its peak, for this call alone",
+        ),
         _row("", ", ".join(parts)),
         _row("fits", _capacity(scenario, limit)),
         *_rank_rows(scenario, estimate),
@@ -79,7 +82,7 @@ def title_of(scenario: Scenario) -> str:
     if scenario.ranks > 1:
         devices = f"{scenario.ranks} x {devices}"
     return (
-        f"{scenario.tokens:,} tokens, {heads} of {scenario.head_dim}, "
+        f"one attention call of {scenario.tokens:,} tokens, {heads} of {scenario.head_dim}, "
         f"{str(scenario.dtype).removeprefix('torch.')}, batch {scenario.batch_size}, "
         f"{'forward and backward' if scenario.backward else 'forward'}, on {devices}"
     )

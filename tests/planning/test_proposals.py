@@ -175,7 +175,7 @@ def test_bad_arguments_are_named(options, message):
 def test_plan_without_a_pattern_says_what_to_use(capsys):
     assert main(["plan", "--tokens", "200k", "--gpu", "H200"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("204,800 tokens, 8 heads of 64, bfloat16")
+    assert lines[0].startswith("one attention call of 204,800 tokens, 8 heads of 64, bfloat16")
     assert max(map(len, lines)) <= 100
     use = next(line for line in lines if line.startswith("use"))[10:]
     assert sr.parse(use) == propose("200K", machine="H200")[0].pattern
@@ -224,7 +224,7 @@ def test_each_row_of_proposals_can_be_typed_and_taken(capsys, words):
         assert marked == (sr.parse(text) == best.pattern)
         assert main([*words, "--take", str(number)]) == 0
         taken = capsys.readouterr().out.splitlines()
-        assert taken[0] == text and taken[1] == lines[0]
+        assert taken[1] == text and taken[0] == lines[0]
     assert main([*words, "--take", str(len(expected) + 1)]) == 2
     assert f"1 to {len(expected)}" in capsys.readouterr().err
 
