@@ -1,5 +1,6 @@
 """Key blocks chosen by content: each row of queries has a list of them."""
 
+import os
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -11,6 +12,8 @@ from ..rows import expand_counts, first_in_row
 from .algebra import Frame, Mask, Pattern, joined_masks
 from .arguments import freeze_integer
 from .blocks import BlockwiseMask, TensorMask
+
+CHECK = "SPARSERING_CHECK"  # a variable of the environment: "1" looks at each list of a call
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -26,7 +29,9 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
     Args:
         indices: int64 [R, k], [H, R, k] or [B, H, R, k] with H = 1, Hkv or Hq, and B = 1 for all
             batch entries; copied. A number that is no key block (such as -1) is ignored; if a row
-            repeats a block, its first slot counts. `selection.select_blocks` computes them.
+            repeats a block, its first slot counts. `selection.select_blocks` computes them. With
+            `SPARSERING_CHECK=1` in the environment, a number that is neither a block nor -1 is a
+            ValueError.
         block_size: keys in a block.
         query_block: queries in a row, a divisor of block_size; default block_size. With 1, each
             query chooses for itself, as in NSA, MoBA and DSA.
@@ -125,6 +130,24 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
                 f"got first_row={self.first_row}, which begins at {self.first_row * size}; pass "
                 f"the rows from {max(0, frame.q_start) // size} on, or a smaller first_row"
             )
+        if os.environ.get(CHECK) == "1" and type(self.indices) is Tensor:
+            self._check_listed(frame)
+
+    def _check_listed(self, frame: Frame) -> None:
+        """Raises ValueError if a query of the frame lists what is neither a block nor -1."""
+        first = max(0, max(0, frame.q_start) // self.row_size - self.first_row)
+        last = -(-max(0, frame.q_start + frame.q_len) // self.row_size) - self.first_row
+        rows = self.indices[..., first:last, :]
+        blocks = -(-frame.kv_len // self.block_size)
+        if not rows.numel() or -1 <= int(rows.min()) <= int(rows.max()) < blocks:
+            return
+        wrong = (rows < -1) | (rows >= blocks)
+        *_, row, slot = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"SelectedBlocks must list numbers from 0 to {blocks - 1}, of the {blocks} blocks of "
+            f"{self.block_size} in {frame.kv_len} keys, or -1 for none, got {int(rows[wrong][0])} "
+            f"in row {first + row}, slot {slot}; without {CHECK}=1 such numbers are ignored"
+        )
 
 
 @dataclass(frozen=True, repr=False, eq=False)
