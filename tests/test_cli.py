@@ -114,7 +114,7 @@ def test_a_bad_option_is_one_line(capsys, length):
         run("plot", "Causal()", "--length", length, "--out", "p.png")
     assert caught.value.code == 2
     line = capsys.readouterr().err
-    assert "expected a whole number above 0" in line and line.count("\n") == 1
+    assert "tokens must be a whole number, or a text such as" in line and line.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -27,3 +27,23 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"expected a whole number above 0, got {text!r}")
     return number
+
+
+def token_count(text: str) -> int:
+    """Parses a number of tokens such as 65536, 64K, 1M or 1e6, for argparse's `type`."""
+    from ..planning.sizes import parse_tokens
+
+    try:
+        return parse_tokens(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def memory_size(text: str) -> int | str:
+    """Parses bytes such as 24GB or 24GiB, or "total", for argparse's `type`."""
+    from ..planning.sizes import parse_bytes
+
+    try:
+        return text if text == "total" else parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None

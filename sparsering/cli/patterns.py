@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .argument_types import DTYPE, PATTERN, Commands, add_quiet, positive
+from .argument_types import DTYPE, PATTERN, Commands, add_quiet, positive, token_count
 
 if TYPE_CHECKING:
     from ..patterns import Pattern
@@ -22,7 +22,7 @@ def add_commands(commands: Commands) -> None:
     add_quiet(plot)
     add = plot.add_argument
     add("pattern", nargs="?", help=PATTERN)
-    add("--length", type=positive, help="tokens of the sequence")
+    add("--length", type=token_count, help="tokens of the sequence, such as 8192 or 64K")
     add(
         "--losses", type=Path, metavar="RUN", help="folder of a run of train, in place of a pattern"
     )
@@ -38,7 +38,7 @@ def add_commands(commands: Commands) -> None:
     add_quiet(tune)
     add = tune.add_argument
     add("pattern", help=PATTERN)
-    add("--tokens", type=positive, help="sequence length (default: 32768 on a GPU, else 8192)")
+    add("--tokens", type=token_count, help="sequence length (default: 32768 on a GPU, else 8192)")
     add("--heads", "--num-heads", type=positive, help="query heads (default: 16 on a GPU, else 8)")
     add("--kv-heads", type=positive, help="key and value heads (default: --heads)")
     add("--head-dim", type=positive, help="channels of a head (default: 128 on a GPU, else 64)")

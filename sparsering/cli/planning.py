@@ -4,7 +4,7 @@ import argparse
 import shlex
 from typing import TYPE_CHECKING
 
-from .argument_types import DTYPE, PATTERN, Commands, add_quiet, positive
+from .argument_types import DTYPE, PATTERN, Commands, add_quiet, memory_size, positive, token_count
 
 if TYPE_CHECKING:
     import torch
@@ -21,8 +21,10 @@ def add_commands(commands: Commands) -> None:
     add = plan.add_argument
     add_quiet(plan)
     add("pattern", nargs="?", help=f"{PATTERN}; without one, patterns are proposed")
-    add("--tokens", help="tokens of a sequence, such as 65536, 64K or 1M")
-    add("--memory", help="of one device: 24GB, total (default: what is free here)")
+    add("--tokens", type=token_count, help="tokens of a sequence, such as 65536, 64K or 1M")
+    add(
+        "--memory", type=memory_size, help="of one device: 24GB, total (default: what is free here)"
+    )
     add("--gpu", "--machine", dest="machine", help="such as H200 (default: this machine)")
     add(
         "--tflops",

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from .argument_types import Commands, add_quiet, positive
+from .argument_types import Commands, add_quiet, positive, token_count
 
 
 def add_commands(commands: Commands) -> None:
@@ -66,6 +66,8 @@ def _add_settings(train: argparse.ArgumentParser) -> None:
     for setting in fields(Recipe):
         default, (text,) = setting.default, setting.type.__metadata__  # type: ignore[union-attr]
         options: dict[str, Any] = {"type": str if default is None else type(default)}
+        if setting.name == "context":
+            options = {"type": token_count}  # a checkpoint's recipe has the number
         if default is False:
             options = {"action": "store_true"}
         elif "default" not in text:

@@ -5,7 +5,7 @@ from copy import deepcopy
 from typing import Any
 
 from ..commands import install
-from .argument_types import PATTERN, Commands, add_quiet, positive
+from .argument_types import PATTERN, Commands, add_quiet, positive, token_count
 
 _VOCABULARY = 1024  # tokens of the tried model: its embedding costs no time here
 
@@ -19,7 +19,12 @@ def add_commands(commands: Commands) -> None:
     add_quiet(tried)
     add = tried.add_argument
     add("--model", required=True, help="its folder, its config.json, or its name on the Hub")
-    add("--length", required=True, help="tokens of a sequence, such as 16384 or 16K")
+    add(
+        "--length",
+        type=token_count,
+        required=True,
+        help="tokens, such as 16384 or 16K",
+    )
     add("--pattern", help=f"{PATTERN} (default: the model's own masks)")
     add("--layers", type=positive, help="layers that run (default: until each type of layer does)")
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of weights")
@@ -41,9 +46,9 @@ def _try(arguments: argparse.Namespace) -> int:
     from ..patterns.expression import parse
     from ..planning.comparison import beside, error_of, measured, timed
     from ..planning.fit import memory_here
-    from ..planning.sizes import parse_tokens, show_bytes
+    from ..planning.sizes import show_bytes
 
-    tokens, dtype = parse_tokens(arguments.length, "--length"), getattr(torch, arguments.dtype)
+    tokens, dtype = arguments.length, getattr(torch, arguments.dtype)
     pattern = parse(arguments.pattern) if arguments.pattern else None
     config = AutoConfig.from_pretrained(arguments.model)
     text = config.get_text_config()

@@ -20,7 +20,7 @@ from ..patterns.arguments import checked_flag, checked_integer, shortened
 from .machines import Machine, machine_of
 from .memory import MEMORY, Call, Memory
 from .seconds import seconds_of
-from .sizes import show_bytes
+from .sizes import parse_tokens, show_bytes
 from .work import flops, work_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -149,7 +149,7 @@ class Estimate(Scenario):
 def estimate(
     pattern: Pattern,
     *,
-    tokens: int,
+    tokens: int | str,
     num_heads: int = 8,
     num_kv_heads: int | None = None,
     head_dim: int = 64,
@@ -166,7 +166,7 @@ def estimate(
 
     Args:
         pattern: a mask or a mixture.
-        tokens: number of queries, and of keys.
+        tokens: number of queries, and of keys, or a text such as "64K" (2^16).
         num_heads, num_kv_heads: number of query heads, and of key/value heads (default: equal).
         head_dim: channels of each head of query, key and value.
         dtype: float32, bfloat16 or float16.
@@ -194,7 +194,7 @@ def estimate(
     return estimate_of(
         Scenario(
             pattern=pattern,
-            tokens=tokens,
+            tokens=parse_tokens(tokens) if isinstance(tokens, str) else tokens,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,

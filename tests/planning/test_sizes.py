@@ -2,6 +2,8 @@
 
 import pytest
 
+import sparsering as sr
+from sparsering.cli import build_parser
 from sparsering.planning.sizes import (
     parse_bytes,
     parse_tokens,
@@ -84,3 +86,30 @@ def test_tokens_are_whole():
 )
 def test_figures_are_shown_with_three_digits(shown, expected):
     assert shown == expected
+
+
+def test_every_command_understands_sizes_as_people_write_them():
+    """Arguments are found by their names in all parsers, so a new one cannot be forgotten."""
+    (commands,) = build_parser()._subparsers._group_actions
+    found = set()
+    for name, parser in commands.choices.items():
+        parser.add_later(parser)
+        for action in parser._actions:
+            if action.dest in ("tokens", "length", "context"):
+                assert action.type is not None and action.type("2K") == 2048, (name, action.dest)
+                assert action.type("1e6") == 1_000_000 and action.type("4096") == 4096
+            elif action.dest == "memory":
+                assert action.type("1GB") == 10**9 and action.type("1GiB") == 2**30
+            else:
+                continue
+            found.add((name, action.dest))
+    assert found == {
+        ("plan", "memory"), ("plan", "tokens"), ("plot", "length"), ("train", "context"),
+        ("try", "length"), ("tune", "tokens"),
+    }  # fmt: skip
+
+
+def test_estimate_takes_sizes_as_choose_batch_size_does():
+    assert sr.estimate(sr.Causal(), tokens="4K") == sr.estimate(sr.Causal(), tokens=4096)
+    with pytest.raises(ValueError, match="tokens must be a whole number"):
+        sr.estimate(sr.Causal(), tokens="many")
