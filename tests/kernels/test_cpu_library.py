@@ -52,20 +52,43 @@ def test_what_a_compiler_of_the_library_says_is_quoted(tmp_path):
 
 
 def is_temporary(folder: Path, environment: dict[str, str], word: str) -> None:
-    """Checks that a kernel runs from a folder of its own, which is gone afterwards, and why."""
-    folder.mkdir()
+    """Checks that a kernel runs from a temporary folder, and why."""
+    folder.mkdir(exist_ok=True)
     environment = {**os.environ, **environment, "TMPDIR": str(folder)}
     command = [sys.executable, "-c", ATTEND]  # a forked process would not clean up
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0 and done.stdout == "[]\n", done.stderr
-    assert done.stderr.count("SPARSERING_CACHE names a folder") == 1 and word in done.stderr
-    assert not list(folder.glob("sparsering-*"))
+    assert done.stderr.count("SPARSERING_CACHE names a better") == 1 and word in done.stderr
 
 
 def test_where_the_folder_cannot_be_written_the_library_is_in_a_temporary_one(tmp_path):
     (tmp_path / "file").touch()
     environment = copying_compiler(tmp_path) | {"SPARSERING_CACHE": str(tmp_path / "file" / "x")}
-    is_temporary(tmp_path / "temporary", environment, "Not a directory")
+    for _ in range(2):  # the second process compiles nothing
+        is_temporary(tmp_path / "temporary", environment, "Not a directory")
+    own = tmp_path / "temporary" / f"sparsering-{os.geteuid()}"
+    assert own.stat().st_mode & 0o777 == 0o700 and list(own.glob("cpu-*.so"))
+    assert (tmp_path / "count").read_text() == "once\n"
+
+
+@pytest.mark.parametrize("strange", ["writable by others", "a link", "a file"])
+def test_a_temporary_folder_that_others_could_change_is_not_used(tmp_path, strange):
+    (tmp_path / "file").touch()
+    environment = copying_compiler(tmp_path) | {"SPARSERING_CACHE": str(tmp_path / "file" / "x")}
+    folder = tmp_path / "temporary"
+    own, elsewhere = folder / f"sparsering-{os.geteuid()}", tmp_path / "elsewhere"
+    folder.mkdir()
+    elsewhere.mkdir(mode=0o700)
+    if strange == "a link":
+        own.symlink_to(elsewhere)
+    elif strange == "a file":
+        own.touch()
+    else:
+        own.mkdir()
+        own.chmod(0o777)
+    is_temporary(folder, environment, "Not a directory")
+    assert [x.name for x in folder.glob("sparsering-*")] == [own.name]  # another one is gone again
+    assert not [*elsewhere.iterdir(), *(own.iterdir() if own.is_dir() else ())]
 
 
 def test_a_killed_compiler_leaves_no_library_behind(tmp_path):

@@ -51,11 +51,27 @@ def build(compiles: bool = False) -> Path:
     try:
         return _cached(cache_folder())
     except OSError as error:
-        told = f"sparsering: {error}; the CPU kernel is not kept: SPARSERING_CACHE names a folder"
+        folder = _of_this_user()
+        if folder is None:
+            folder = Path(tempfile.mkdtemp(prefix="sparsering-"))
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        told = (
+            f"sparsering: {error}; the CPU kernel goes to {folder}: SPARSERING_CACHE names a better"
+        )
         print(told, file=sys.stderr)
-        folder = tempfile.mkdtemp(prefix="sparsering-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        return _cached(Path(folder))
+        return _cached(folder)
+
+
+def _of_this_user() -> Path | None:
+    """Returns a temporary folder that this user's processes share and no other user can write."""
+    if not hasattr(os, "geteuid"):
+        return None
+    folder = Path(tempfile.gettempdir()) / f"sparsering-{os.geteuid()}"
+    with contextlib.suppress(FileExistsError):
+        folder.mkdir(mode=0o700)
+    status = folder.lstat()  # not of what a link names
+    private = stat.S_ISDIR(status.st_mode) and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    return folder if private and status.st_uid == os.geteuid() else None
 
 
 def _cached(folder: Path) -> Path:
