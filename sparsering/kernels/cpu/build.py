@@ -55,10 +55,8 @@ def build(compiles: bool = False) -> Path:
         if folder is None:
             folder = Path(tempfile.mkdtemp(prefix="sparsering-"))
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        told = (
-            f"sparsering: {error}; the CPU kernel goes to {folder}: SPARSERING_CACHE names a better"
-        )
-        print(told, file=sys.stderr)
+        told = f"the CPU kernel goes to {folder}: SPARSERING_CACHE names a better"
+        print(f"sparsering: {error}; {told}", file=sys.stderr)
         return _cached(folder)
 
 
