@@ -109,7 +109,7 @@ def assert_entries_hold_the_pairs(
     assert room >= expected.sum().item()
     if steps == {1}:
         assert covered.ge(expected).all(), "a pair outside the entries"
-        tiles_restart = {"Documents", "Packed", "Dilated", "LongNet"}
+        tiles_restart = {"Documents", "Packed", "Dilated", "LongNet", "ChunkedCausal"}
         restarts = any(name in tiles_restart for name, *_ in leaves(spec))
         if scene.first_position == 0 and not restarts and not is_mixture(spec):
             assert len(table) == occupied_tiles(expected, block_size)
