@@ -92,6 +92,11 @@ def test_both_ranks_are_told(two, first):
                 assert said != "no error", names
 
 
+def test_ranks_in_calls_of_two_kinds_are_told_so(two):
+    for said in two.run(run, ("PatternRefiner", "GatedSchedule")):
+        assert "in another call" in said
+
+
 def test_every_collective_begins_with_an_agreement():
     """A function that calls one of torch's collectives agrees first, or is known to come after."""
     after = {

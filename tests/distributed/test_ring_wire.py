@@ -101,6 +101,19 @@ def test_auto_sends_as_they_are_what_it_cannot_judge(two):
     assert two.run(run_with_nan) == [None] * WORLD
 
 
+def run_with_ones(rank: int, of_ones: int) -> str | None:
+    own = [shard(x, group=groups[WORLD]) for x in whole()]
+    if rank == of_ones:  # numbers that every format sends without an error
+        own = [torch.ones_like(x) for x in own]
+    ring_attention(*own, sr.Full(), group=groups[WORLD], compression="auto:0.003")
+    return ring_attention.last_traffic().compression
+
+
+@pytest.mark.parametrize("of_ones", range(WORLD))
+def test_auto_judges_by_the_rank_with_the_largest_error(two, of_ones):
+    assert two.run(run_with_ones, of_ones) == ["bf16"] * WORLD
+
+
 @pytest.mark.parametrize("name", ("int4", "auto:", "auto:-1", "auto:x", "automatic", 8))
 def test_no_such_format(name):
     with pytest.raises(ValueError, match="compression must be"):
