@@ -207,6 +207,17 @@ def test_half_precision_widths_that_no_vector_fits(dtype, q_len, sweep):
         assert_is_exact(sr.Causal(), case, dtype=dtype)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_rows_of_a_sink_that_the_first_tiles_leave_out(dtype):
+    query, key, value = torch.randn(3, 1, 2, 64, 16).to(dtype)
+    sink = torch.tensor([1.5, 0.5])
+    pattern = sr.Dilated(16, 2, 0)  # odd rows have the sink alone
+    out = sr.attention(query, key, value, pattern, sink=sink, backend="cpu")
+    wide = (x.double() for x in (query, key, value))
+    expected = sr.attention(*wide, pattern, sink=sink.double(), backend="reference")
+    assert (out - expected).abs().max() <= torch.finfo(dtype).eps * expected.abs().max()
+
+
 def test_every_pair_of_patterns_as_a_mixture():
     """Passes of different steps merge into each other's rows."""
     names = ("causal", "dilated", "block window", "documents", "nothing", "global rows")
