@@ -4,7 +4,7 @@ A tile is an arithmetic progression of positions start, start + step, ... below 
 `block_size` of them. A `Grid` is the rule by which queries, and also keys, are cut into tiles.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -26,12 +26,19 @@ MOST_TILES = 1 << 25
 def kernel_operators() -> Any:
     """Returns the operators of the compiled kernel.
 
-    None if the kernel is not loaded yet, or a torch mode (tracing, fake tensors) is active.
+    None if no library of it exists yet, or a torch mode (tracing, fake tensors) is active.
     """
+    if _len_torch_dispatch_stack():
+        return None
+    while load_existing_kernel:  # once in a process: the CPU backend puts it here
+        load_existing_kernel.pop()()
     # Attributes of `torch.ops` take a lock, which a forked process may inherit held.
     operators = vars(torch.ops).get("sparsering_cpu")
-    loaded = operators is not None and "table" in vars(operators)
-    return operators if loaded and not _len_torch_dispatch_stack() else None
+    return operators if operators is not None and "table" in vars(operators) else None
+
+
+load_existing_kernel: list[Callable[[], None]] = []
+"""Loads the CPU backend's library if it exists, without compiling it; empty after the first use."""
 
 
 @dataclass(frozen=True)

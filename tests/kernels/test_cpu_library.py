@@ -222,3 +222,35 @@ importlib.import_module("sparsering.kernels.cpu.build").SOURCE = pathlib.Path({s
         assert done.stdout == "[]\n", done.stderr
         assert len(list(tmp_path.glob("cache/*.so"))) == compiled
         assert binary.read_bytes() == content
+
+
+LAYOUT = """
+import os
+import sparsering as sr
+from sparsering.layouts.tiles import kernel_operators
+pattern = sr.LongNet((64, 256), (1, 4)) & sr.Causal()
+layout = pattern.layout(1000)
+print(kernel_operators() is not None, layout.num_blocks, layout.num_pairs)
+"""
+
+
+def test_a_layout_alone_is_compiled_by_the_library_that_exists(tmp_path):
+    """A user of a GPU, or of layouts alone, makes no call that would load it."""
+    cpu.build()
+    done = run(LAYOUT)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    loaded, *figures = done.stdout.split()
+    missing = run(LAYOUT, SPARSERING_CACHE=str(tmp_path / "cache"))
+    assert missing.returncode == 0 and not missing.stderr, missing.stderr
+    assert (loaded, missing.stdout.split()) == ("True", ["False", *figures])
+    assert not (tmp_path / "cache").exists(), "nothing is compiled for a layout"
+
+
+def test_a_damaged_library_is_no_library_for_layouts(tmp_path):
+    folder = tmp_path / "cache"
+    folder.mkdir()
+    whole = cpu.build()
+    (folder / whole.name).write_bytes(whole.read_bytes()[:-1000])
+    done = run(LAYOUT, SPARSERING_CACHE=str(folder))
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert done.stdout.startswith("False")

@@ -1,5 +1,6 @@
 """The compiled kernel's tables equal those of torch's operators, bit for bit."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -223,7 +224,7 @@ def test_a_row_taken_for_its_shifted_neighbour_is_noticed(monkeypatch: Any) -> N
         check(pattern, frame, 32)
 
 
-def test_without_the_kernel_layouts_do_not_ask_torch_for_it() -> None:
+def test_without_the_kernel_layouts_do_not_ask_torch_for_it(tmp_path: Path) -> None:
     """To ask for an operator that is not there takes a lock, which a fork may inherit held."""
     code = """
 import torch, sparsering as sr
@@ -233,5 +234,5 @@ torch.ops.sparsering_cpu  # somebody asks
 assert sr.Causal().layout(80).num_pairs == 3240
 assert "table" not in vars(torch.ops.sparsering_cpu)
 """
-    done = run(code)
+    done = run(code, SPARSERING_CACHE=str(tmp_path))
     assert done.returncode == 0, done.stderr

@@ -24,6 +24,7 @@ import torch
 
 from ...commands import sparsering
 from ...files import cache_folder, opened
+from ...layouts.tiles import load_existing_kernel
 from ..problem import constant_in_graphs
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -72,11 +73,16 @@ def _of_this_user() -> Path | None:
     return folder if private and status.st_uid == os.geteuid() else None
 
 
-def _cached(folder: Path) -> Path:
+def _library_in(folder: Path) -> Path:
+    """Returns the path of the library for this machine, torch, flags and sources."""
     machine = (torch.__version__, str(torch.version.git_version), platform.machine())
     recipe = "\0".join([*machine, *platform.libc_ver(), *_flags()]).encode()
     recipe += b"".join(path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.rglob("*.h"))))
-    library = folder / f"cpu-{hashlib.sha256(recipe).hexdigest()[:16]}.so"
+    return folder / f"cpu-{hashlib.sha256(recipe).hexdigest()[:16]}.so"
+
+
+def _cached(folder: Path) -> Path:
+    library = _library_in(folder)
     if _is_whole(library):
         return library
     folder.mkdir(parents=True, exist_ok=True)
@@ -161,6 +167,20 @@ def library() -> Any:
     if reason := _load():
         raise NotImplementedError(f"cpu: {reason}")
     return torch.ops.sparsering_cpu
+
+
+def load_existing() -> None:
+    """Loads the library for layouts if the wheel or the cache has it; compiles nothing."""
+    with contextlib.suppress(ImportError, OSError, RuntimeError, ValueError):
+        wheels = SOURCE.with_name(f"binary-{vectors().lower()}.so")
+        own = wheels.exists() and not os.environ.get("SPARSERING_CXXFLAGS")
+        library = wheels if own else _library_in(cache_folder())
+        if own or _is_whole(library):
+            torch.ops.load_library(library)
+            _ = torch.ops.sparsering_cpu.table  # as in `_load`
+
+
+load_existing_kernel.append(load_existing)
 
 
 @cache
