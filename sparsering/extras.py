@@ -16,6 +16,7 @@ from .checks import DTYPES, check_local, check_tensor, in_memory
 from .dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
 from .patterns.algebra import Pattern
 from .patterns.arguments import checked_integer, index_of, shortened
+from .patterns.keywords import refuse_unknown
 from .patterns.selected import selections_of
 from .patterns.tree import check_distances
 
@@ -87,8 +88,7 @@ def refuse_options(
             why = reasons.get(name) or reasons.get(by) or f"it has a number for each {by}"
             way_out = "" if ";" in why else "; leave it out"
             raise ValueError(f"{verb} takes no {name}: {why}{way_out}")
-        names = ", ".join(options)
-        raise TypeError(f"{verb} has no option {shortened(name)}; its options are {names}")
+        refuse_unknown(verb, name, list(options))
 
 
 def alibi(slopes: Tensor | int, radius: int) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..rows import expand_counts, mix, permute
 from .algebra import Frame, Mask
 from .arguments import checked_flag, checked_integer, freeze_integer, freeze_integers, shortened
+from .keywords import constructor_with_hints
 
 
 class BlockwiseMask(Mask):
@@ -45,6 +46,7 @@ class BlockwiseMask(Mask):
         raise NotImplementedError
 
 
+@constructor_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class BlockDilated(BlockwiseMask):
     """A block of queries sees its own block of keys, and blocks at a distance in `rates`.
@@ -73,6 +75,7 @@ class BlockDilated(BlockwiseMask):
         return torch.arange(len(q_block)).repeat_interleave(len(distances)), blocks, blocks
 
 
+@constructor_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class BlockWindow(BlockwiseMask):
     """A block of queries sees the blocks of keys up to `radius` away: abs(b - b') <= radius.
@@ -96,6 +99,7 @@ class BlockWindow(BlockwiseMask):
         return torch.arange(len(q_block)), q_block - self.radius, q_block + self.radius
 
 
+@constructor_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class BlockCausal(BlockwiseMask):
     """A block of queries sees its own block of keys whole, and all blocks before it: b' <= b.
@@ -114,6 +118,7 @@ class BlockCausal(BlockwiseMask):
         return torch.arange(len(q_block)), torch.zeros_like(q_block), q_block
 
 
+@constructor_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class BlockDiffusion(BlockwiseMask):
     """Trains block diffusion over `n` noisy tokens, followed by the same `n` tokens clean.
@@ -160,6 +165,7 @@ class BlockDiffusion(BlockwiseMask):
         return torch.cat((noisy, clean)), torch.cat((own, first)), torch.cat((own, last))
 
 
+@constructor_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Hierarchical(BlockwiseMask):
     """The union of block windows over levels (stride, window), in tokens, fine to coarse.
@@ -224,6 +230,7 @@ class Hierarchical(BlockwiseMask):
         return index, first, last
 
 
+@constructor_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class RandomBlocks(BlockwiseMask):
     """A block of queries sees its own block of keys and a seeded random choice of others.
@@ -365,6 +372,7 @@ class TensorMask(Mask):
             )
 
 
+@constructor_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Dense(TensorMask):
     """Any bool mask [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk], for small inputs.
@@ -400,6 +408,7 @@ def lookup(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
     return inside & table[row.clamp(0, rows - 1), column.clamp(0, columns - 1)]
 
 
+@constructor_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Blocks(TensorMask, BlockwiseMask):
     """A query p sees the keys k where `active[..., p // block_size, k // block_size]`.

@@ -19,10 +19,12 @@ from .arguments import (
     per_entry,
     shortened,
 )
+from .keywords import constructor_with_hints, with_hints
 
 MOST_DILATION = 1 << 31
 
 
+@constructor_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Full(Mask):
     """Every query sees every key."""
@@ -33,6 +35,7 @@ class Full(Mask):
         return (p == p) & (k == k)
 
 
+@constructor_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Causal(Mask):
     """A query sees the keys up to its own position: k <= p."""
@@ -43,6 +46,7 @@ class Causal(Mask):
         return k <= p
 
 
+@constructor_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class PooledCausal(Mask):
     """A query sees pooled key c if the key's last token is not later: c * stride + size - 1 <= p.
@@ -68,6 +72,7 @@ class PooledCausal(Mask):
         return p >= k * self.stride + (self.size - 1)
 
 
+@constructor_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class SlidingWindow(Mask):
     """A query sees `left` keys before it, itself, and `right` keys after it.
@@ -97,11 +102,13 @@ class SlidingWindow(Mask):
         return pairs if self.right is None else pairs & (k <= p + self.right)
 
 
+@with_hints()
 def ChunkedCausal(size: int) -> And:  # noqa: N802 - named like a mask class, as LongNet
     """Returns causal attention within chunks of `size` tokens, as in Llama 4's local layers."""
     return And((Dilated(checked_integer("ChunkedCausal size", size, 1, MOST_TOKENS), 1), Causal()))
 
 
+@constructor_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class GlobalTokens(Mask):
     """The first `count` tokens see all (`rows`), are seen by all (`columns`), or both.
@@ -126,6 +133,7 @@ class GlobalTokens(Mask):
         return row | (k < (self.count if self.columns else 0))
 
 
+@constructor_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Dilated(Mask):
     """One LongNet branch: a query sees a key of its segment if both are on the grid of the head.
@@ -192,6 +200,7 @@ class Dilated(Mask):
         return p_segment == torch.where(k % w % r == s, k // w, MOST_TOKENS)
 
 
+@with_hints()
 def LongNet(  # noqa: N802 - named like a mask class, since it constructs a pattern
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
@@ -269,6 +278,7 @@ class _InDocuments(Mask):
             )
 
 
+@constructor_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Documents(_InDocuments):
     """A query sees the keys of its own document; a sequence is divided into adjacent documents.
@@ -291,6 +301,7 @@ class Documents(_InDocuments):
         return same & (p >= 0) & (k < frame.kv_len)
 
 
+@constructor_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Packed(_InDocuments):
     """A pattern inside each document, where positions restart at 0.

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
@@ -59,7 +58,7 @@ class WrittenValue:
         return f"{self._name or type(self).__name__}({', '.join(values)})"
 
     def _values(self, as_data: bool = False) -> Iterator[Any]:
-        names = [field.name for field in fields(self)]  # type: ignore[arg-type]
+        names = self.__match_args__  # type: ignore[attr-defined]  # all fields, in order, at no cost
         own = map(getattr, [self] * len(names), names)
         return map(self._given_or_own, names) if as_data else own
 

@@ -22,6 +22,7 @@ from ..checks import check_inputs
 from ..functional import attention
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import checked_number, shortened
+from ..patterns.keywords import with_hints
 from ..patterns.positions import Causal
 from ..progress import progress
 from .fit import numbers_in
@@ -76,6 +77,7 @@ class Comparison:
         return "\n".join(lines)
 
 
+@with_hints()
 def compare(
     query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, *, seconds: float = 20.0
 ) -> Comparison:

@@ -17,7 +17,8 @@ from ..kernels.cpu.build import build_failure
 from ..layouts.compile import default_block_size
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import checked_flag, checked_integer, shortened
-from .machines import Machine, machine_of
+from ..patterns.keywords import with_hints
+from .machines import OTHER_NAMES, Machine, machine_of
 from .memory import MEMORY, Call, Memory
 from .seconds import seconds_of
 from .sizes import parse_tokens, show_bytes
@@ -146,6 +147,7 @@ class Estimate(Scenario):
         return "\n".join(lines)
 
 
+@with_hints(OTHER_NAMES)
 def estimate(
     pattern: Pattern,
     *,

@@ -19,8 +19,9 @@ import torch
 
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import checked_integer, checked_number
+from ..patterns.keywords import with_hints
 from .estimate import Scenario, estimate_of
-from .machines import Machine, machine_of
+from .machines import OTHER_NAMES, Machine, machine_of
 from .memory import Memory
 from .sizes import parse_bytes, parse_tokens, show_bytes
 
@@ -34,6 +35,7 @@ MOST = 1 << 40
 _FIRST_TOKENS = 4096  # tokens with which `longest_sequence` begins its search
 
 
+@with_hints(OTHER_NAMES)
 def choose_batch_size(
     pattern: Pattern,
     *,
@@ -101,6 +103,7 @@ def choose_batch_size(
     )
 
 
+@with_hints(OTHER_NAMES)
 def longest_sequence(
     pattern: Pattern,
     *,

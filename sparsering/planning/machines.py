@@ -50,6 +50,9 @@ def _machine(row: dict[str, Any]) -> Machine:
 _ROWS = json.loads(Path(__file__).with_name("machines.json").read_text())
 MACHINES: dict[str, Machine] = {row["name"]: _machine(row) for row in _ROWS}
 
+OTHER_NAMES = {"gpu": "its name goes into machine=; write machine='H100' or another name"}
+"""What to write in planning functions in place of a name that their commands have."""
+
 
 def _plain(name: str) -> str:
     return "".join(character for character in name.lower() if character not in " -_")

@@ -16,10 +16,11 @@ from torch import Tensor
 from ..patterns import Causal, Full, Pattern
 from ..patterns.arguments import checked_flag, checked_number
 from ..patterns.expression import parse
+from ..patterns.keywords import with_hints
 from ..progress import Progress, progress
 from .estimate import Estimate, Scenario, estimate_of
 from .fit import memory_of
-from .machines import Machine, machine_of
+from .machines import OTHER_NAMES, Machine, machine_of
 from .reach import keys_seen, layers_to_see_all
 from .sizes import parse_tokens, show_bytes, show_seconds
 
@@ -75,6 +76,7 @@ class Proposal:
     quality: str
 
 
+@with_hints({**OTHER_NAMES, "tokens": "the length is its first argument; write seq_len="})
 def propose(
     seq_len: int | str,
     *,

@@ -482,5 +482,5 @@ def test_options_of_other_libraries_are_named_with_what_to_write():
             assert ("leave it out" in str(error.value)) == (name == "enable_gqa")
     with pytest.raises(TypeError, match=r"a sparsering pattern such as Causal\(\), got NoneType"):
         sr.attention(**tensors())
-    with pytest.raises(TypeError, match="attention has no option scales; its options are scale, q"):
+    with pytest.raises(TypeError, match=r"attention has no option scales .*; its options are"):
         sr.attention(**tensors(), pattern=sr.Causal(), scales=1.0)

@@ -1,0 +1,74 @@
+"""Hints for keywords that a function or constructor does not have.
+
+They say what is meant where a name is close, and list all names. Calls with right names pay only
+for a look at the names that they gave.
+"""
+
+import difflib
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
+
+from .arguments import shortened
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type)
+
+
+def refuse_unknown(verb: str, name: str, options: Sequence[str]) -> NoReturn:
+    """Raises TypeError for a keyword that is no option of `verb`, with the most similar option."""
+    similar = difflib.get_close_matches(name, options, 1)
+    hint = f" (did you mean {similar[0]}?)" if similar else ""
+    if not options:
+        raise TypeError(f"{verb} has no option {shortened(name)}, and no others; leave it out")
+    names = ", ".join(options)
+    raise TypeError(f"{verb} has no option {shortened(name)}{hint}; its options are {names}")
+
+
+def with_hints(
+    reasons: Mapping[str, str] | None = None,
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Decorates a function: unknown keywords are refused with a hint.
+
+    `reasons`: what to write in place of names that users bring from elsewhere; these are a
+    ValueError.
+    """
+
+    def decorate(function: Callable[P, R]) -> Callable[P, R]:
+        names = list(inspect.signature(function).parameters)
+        return _checked(function, function.__name__, names, reasons or {})
+
+    return decorate
+
+
+def constructor_with_hints(cls: C) -> C:
+    """Decorates a class: unknown keywords of its constructor are refused with a hint."""
+    first = "__new__" if "__new__" in vars(cls) else "__init__"  # which sees the arguments first
+    function = getattr(cls, first)
+    names = list(inspect.signature(function).parameters)[1:]
+    checked = _checked(function, cls.__name__, names, {})
+    setattr(cls, first, staticmethod(checked) if first == "__new__" else checked)
+    return cls
+
+
+def _checked(
+    function: Callable[P, R], verb: str, names: Sequence[str], reasons: Mapping[str, str]
+) -> Callable[P, R]:
+    known = frozenset(names)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **named: Any) -> R:
+        for name in named:
+            if name not in known:
+                _refuse(verb, name, [x for x in names if x not in named], reasons)
+        return function(*args, **named)
+
+    return cast(Callable[P, R], checked)
+
+
+def _refuse(verb: str, name: str, options: Iterable[str], reasons: Mapping[str, str]) -> NoReturn:
+    if name in reasons:
+        raise ValueError(f"{verb} takes no {name}: {reasons[name]}")
+    refuse_unknown(verb, name, list(options))

@@ -1,0 +1,72 @@
+"""Unknown keywords of constructors and planning functions are refused with a hint."""
+
+import inspect
+import re
+
+import pytest
+import torch
+
+import sparsering as sr
+from sparsering.patterns.expression import _INTERNAL, BUILT_IN
+from sparsering.planning import propose
+
+PLANNING = [sr.estimate, sr.choose_batch_size, sr.longest_sequence, propose]
+x = torch.randn(1, 2, 64, 16)
+
+
+@pytest.mark.parametrize("name", [x for x in BUILT_IN if x not in _INTERNAL])
+def test_a_constructor_names_its_arguments(name):
+    """Every public constructor, found in the table that `parse` reads."""
+    assert getattr(sr, name) is BUILT_IN[name]
+    options = list(inspect.signature(BUILT_IN[name]).parameters)
+    rest = f"; its options are {', '.join(options)}" if options else ", and no others; leave it out"
+    with pytest.raises(TypeError, match=re.escape(f"{name} has no option qqq{rest}")):
+        BUILT_IN[name](qqq=1)
+    with pytest.raises(ValueError, match=re.escape(f"{name} has no option qqq{rest}, in pattern")):
+        sr.parse(f"{name}(qqq=1)")
+
+
+def test_a_similar_argument_is_named():
+    with pytest.raises(TypeError, match=r"LongNet has no option segments \(did you mean segment"):
+        sr.LongNet(segments=(16,), dilation_rates=(1,))
+    with pytest.raises(TypeError, match=r"option widow; its options are left, right, dilation$"):
+        sr.SlidingWindow(widow=3)
+    with pytest.raises(TypeError, match=r"Packed has no option length \(did you mean lengths\?\)"):
+        sr.Packed(length=(3,), pattern=sr.Causal())
+    with pytest.raises(TypeError, match=r"Tree has no option parent \(did you mean parents\?\)"):
+        sr.Tree(parent=(-1,))
+    with pytest.raises(TypeError, match=r"option head_dims \(did you mean head_dim\?\); its opt"):
+        sr.estimate(sr.Causal(), tokens=64, head_dims=4)
+    with pytest.raises(TypeError, match=r"option second \(did you mean seconds\?\); its options"):
+        sr.compare(x, x, x, sr.Causal(), second=1)
+    with pytest.raises(TypeError, match=r"attention has no option scales \(did you mean scale\?\)"):
+        sr.attention(x, x, x, sr.Causal(), scales=1)
+
+
+@pytest.mark.parametrize("function", PLANNING, ids=lambda function: function.__name__)
+def test_planning_takes_machine_for_gpu(function):
+    first = 64 if function is propose else sr.Causal()
+    with pytest.raises(ValueError, match=f"{function.__name__} takes no gpu: .* write machine="):
+        function(first, gpu="H100")
+    with pytest.raises(TypeError, match=r"option machines \(did you mean machine\?\)"):
+        function(first, machines="H100")
+
+
+def test_other_mistakes_keep_their_messages():
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'left'"):
+        sr.SlidingWindow()
+    with pytest.raises(TypeError, match="multiple values for argument 'left'"):
+        sr.SlidingWindow(3, left=4)
+    assert sr.SlidingWindow(left=3, right=1) == sr.SlidingWindow(3, 1)
+    assert str(inspect.signature(sr.Causal)) == "() -> None"
+
+
+def test_compiled_calls_make_patterns():
+    lengths = torch.tensor([32, 32])
+
+    def call(lengths):
+        inner = sr.SlidingWindow(left=15) & sr.Causal()
+        return sr.attention(x, x, x, sr.Packed(lengths=lengths, pattern=inner))
+
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(lengths), call(lengths))
