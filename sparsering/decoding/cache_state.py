@@ -61,7 +61,11 @@ class History(_Record):
         return self.changed(length=length, base=length, positions=positions, exact=False)
 
     def positions_with(self, count: int) -> Tensor:
-        """Returns [Hkv, slots + count]: `positions`, then those of `count` tokens in the page."""
+        """Returns the key positions [Hkv, slots + count].
+
+        First come `positions` (-1: an empty slot), then base, base + 1, ... of `count` tokens
+        since the last eviction.
+        """
         new = torch.arange(self.base, self.base + count).expand(len(self.positions), -1)
         return torch.cat((self.positions, new), 1)
 

@@ -148,6 +148,9 @@ def attend_spans(
     """Attends from the first `new[i]` tokens of batch entry i.
 
     Entries with equal cached positions are computed in one call.
+
+    Returns: out [B, Hq, n, Dv] and lse [B, Hq, n]; rows behind an entry's new tokens are 0 and
+        -inf, if entries differ in their number.
     """
     groups: dict[tuple[int, int], list[int]] = {}
     for entry, (history, n) in enumerate(zip(state.histories, new, strict=True)):
@@ -173,7 +176,10 @@ def attend_spans(
 
 
 def _runs_spans(state: CacheState, name: str) -> bool:
-    """True if the backend runs layouts, and can mask keys that this cache does not store."""
+    """True if the backend `name` runs layouts, and can hide keys if this cache asks for it.
+
+    It asks where other ranks store some of the keys, or keys were cropped.
+    """
     backend = BACKENDS[name]
     all_stored = not state.remote and all(x.exact for x in state.distinct())
     return backend.forward is not None and (all_stored or "key_mask" in backend.extras)

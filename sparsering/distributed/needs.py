@@ -243,7 +243,11 @@ def _split(pairs: TilePairs, size: int) -> tuple[Tensor, TilePairs]:
 
 
 def union(parts: list[TokenRanges], length: int) -> TokenRanges:
-    """Rewrites sets of tokens below `length` as disjoint progressions with one common step."""
+    """Joins the tokens of each set, all below `length`.
+
+    Returns progressions (start, start + step, ... to the last token) of one step for all; no two
+    of a set share a token.
+    """
     steps = sorted({part.step for part in parts if len(part.number)})
     if len(steps) <= 1:
         return _merged(parts, steps[0] if steps else 1, length)

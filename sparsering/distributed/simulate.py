@@ -208,7 +208,10 @@ class _Shards:
         return [x[:, :, self.places[rank].to(x.device)].to(self.device) for x in tensors]
 
     def rounds(self, rank: Rank, key: Tensor, value: Tensor) -> Iterator[Tensor]:
-        """Yields the encoded rows that a rank would receive in each round, then a row of zeros."""
+        """Yields a tensor per round: the encoded keys and values that a rank would receive.
+
+        Its last row is zeros, for places of the key buffer that no query visits.
+        """
         for number in range(len(self.plan.rounds)):
             room, parts = rank.room(number, key, value)
             for sender, part in parts.items():

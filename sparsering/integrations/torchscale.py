@@ -220,7 +220,11 @@ def _is_torchscales(module: nn.Module) -> bool:
 
 
 def checked_pattern(args: Any, zero_padding: str) -> Pattern:
-    """Builds the pattern of torchscale's `args`; raises for arguments that are not supported."""
+    """Builds the `LongNet` pattern of torchscale's `args`.
+
+    Raises: ValueError for bad values, and for seq_parallel with `zero_padding="torchscale"`;
+        NotImplementedError for seq_parallel with `zero_padding="exact"`.
+    """
     _checked_padding(zero_padding)
     if getattr(args, "seq_parallel", False):
         kind = ValueError if zero_padding == "torchscale" else NotImplementedError

@@ -251,9 +251,9 @@ def compile_passes(
     queries: Ranges | None = None,
     keys: Ranges | None = None,
 ) -> list[CompiledPass]:
-    """Compiles passes; those of one branch share no pair.
+    """Compiles each mask of a mixture to passes (tables of tiles), none of which share a pair.
 
-    `queries`, `keys`: ranges of positions to compile, default all.
+    `queries`, `keys`: ranges of positions to compile, as (first, exclusive end); default all.
     """
     ground = ground_of(pattern, frame, block_size, queries, keys)
     return [_compile_pass(ground, *term) for term in terms_of(pattern, ground)]

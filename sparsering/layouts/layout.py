@@ -149,7 +149,7 @@ class Pass:
         return other
 
     def from_slot(self, slot: int, block_size: int) -> "Pass":
-        """Returns a copy without the first `slot` queries (rows) of each bitmap."""
+        """Returns a copy whose bitmaps begin at query row `slot`; their last `slot` rows are 0."""
         rows = self.bitmaps.view(len(self.bitmaps), block_size, block_size // 8)
         rows = torch.nn.functional.pad(rows[:, slot:], (0, 0, 0, slot))
         return replace(self, bitmaps=rows.reshape(self.bitmaps.shape))

@@ -229,7 +229,12 @@ class _Sequence(NamedTuple):
 def _sequence(
     pattern: Pattern, num_heads: int, num_kv_heads: int | None, max_length: int | None
 ) -> _Sequence:
-    """Checks a pattern; returns it as a `_Sequence`, with its masks as conditions."""
+    """Checks that a pattern fits the heads and the length.
+
+    Returns: for each kv head the masks that its queries use, and the condition of each mask. A
+        selection counts as `Full`. `max_length`: tokens; None for the pattern's own length, or for
+        no end if it has none.
+    """
     plain = _without_selection(pattern)
     length = own_length(plain, max_length)
     frame = Frame.build(MOST_TOKENS if length is None else length, None, num_heads, num_kv_heads, 0)

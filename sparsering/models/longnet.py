@@ -293,7 +293,10 @@ class LongNetLM(nn.Module):
         return new_tokens()
 
     def _scores(self, tokens: Tensor, caches: Sequence[KVCache]) -> Generator[Tensor, Any, None]:
-        """Yields the scores of each next token, [B, vocab_size]; is sent the token [B] drawn."""
+        """Yields the scores of each next token, [B, vocab_size]; the caller sends the chosen, [B].
+
+        `tokens`: the first tokens, int64 [B, N], which the caches get too.
+        """
         while True:
             tokens = (yield self.next_logits(tokens, caches))[:, None]
 

@@ -330,7 +330,16 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
     def _masked(
         self, pattern: Pattern, sizes: Sequence[int], padding: Tensor | None, mask: Tensor | None
     ) -> tuple[Pattern, Tensor | None]:
-        """Returns the pattern without masked pairs, and the sum of float masks (or None)."""
+        """Makes masks that only hide pairs part of the pattern; sums the others.
+
+        Args:
+            sizes: batch, queries, keys.
+            padding: [B, keys], bool or float.
+            mask: [queries, keys] or [B * heads, queries, keys], bool or float.
+
+        Returns: the pattern, and a bias or None. A float mask of 0 and -inf only hides pairs,
+            unless it is learned.
+        """
         (batch, length, keys), heads = sizes, self.num_heads
         biases: list[Tensor] = []
         if padding is not None:

@@ -103,9 +103,9 @@ class Pattern(WrittenValue):
             device: device of the tables.
 
         Raises: ValueError if the pattern requires other lengths or heads, or for more than 2^25
-            tiles or 2^35 pairs of tiles.
+            tiles of queries or of keys, or 2^35 pairs of a query tile and a key tile.
 
-        Cost: O(visited blocks) time and memory.
+        Cost: time and memory in proportion to the visited pairs of tiles.
         """
         # Layouts import patterns, so patterns can import layouts only inside functions.
         from ..layouts.cache import layout_cache, place_of

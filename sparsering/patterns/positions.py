@@ -49,7 +49,7 @@ class Causal(Mask):
 @constructor_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class PooledCausal(Mask):
-    """A query sees pooled key c if the key's last token is not later: c * stride + size - 1 <= p.
+    """A query at position p sees pooled key c if the key's last token is at p or earlier.
 
     `pool_blocks(x, size, stride)` computes the keys. Query positions count tokens, not pooled keys,
     so a call needs `q_start`: 0 for a whole sequence. The first size - 1 queries see no key.

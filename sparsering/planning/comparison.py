@@ -192,7 +192,11 @@ def measured(title: str, calls: Calls, device: torch.device, seconds: float) -> 
 
 
 def peak_of(call: Callable[[], object], device: torch.device) -> int:
-    """Returns the most memory that a call adds; 0 where the system does not tell it, or late."""
+    """Runs a call; returns by how many bytes it raised the peak of memory.
+
+    On a GPU that is memory of torch's allocator, elsewhere resident memory of the process. Returns
+    0 if the system does not report it, or reports the rise only after the call.
+    """
     if device.type == "cuda":
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

@@ -244,7 +244,10 @@ def share_text(layouts: Sequence[BlockLayout], length: int) -> str:
 
 
 def pairs_text(layouts: Sequence[BlockLayout], length: int) -> str:
-    """Says how many pairs a head has, and which share of all pairs that is."""
+    """Says how many (query, key) pairs a head has, and which share of length^2 that is.
+
+    `layouts`: one for each branch of a mixture; their pairs are summed.
+    """
     pairs = sum(layout.num_pairs for layout in layouts)
     share = share_text(layouts, length)
     return f"{pairs:,.0f} pairs a head, {share} of all at {length:,} tokens"

@@ -92,7 +92,11 @@ def selection_loss(
 
 
 def listed_blocks(indices: Tensor, num_blocks: int) -> Tensor:
-    """Marks the key blocks that each row of indices lists: bool [B or 1, H or 1, R, num_blocks]."""
+    """Marks the key blocks that each row lists: bool [B or 1, H or 1, R, num_blocks].
+
+    `indices`: [R, k], [H, R, k] or [B, H, R, k], the k blocks of each row; what is not from 0 to
+    num_blocks - 1 is ignored.
+    """
     indices = indices.view((1,) * (4 - indices.dim()) + indices.shape)
     valid = (indices >= 0) & (indices < num_blocks)
     mask = indices.new_zeros(*indices.shape[:3], num_blocks + 1, dtype=torch.bool)

@@ -218,7 +218,10 @@ def _span_scores(
 
 
 def _own_mass(span: Span, query: Tensor, estimate: BlockEstimate, scale: float) -> Tensor:
-    """Computes the log mass [B * Hkv, n, G] of the keys in each query's block up to the query."""
+    """Computes the logsumexp of each query's scores with the keys of its own block, up to itself.
+
+    `query`: [B * Hkv, n, G, D] with G query heads of a kv head. Returns [B * Hkv, n, G].
+    """
     group = query.shape[2]
     first, stop = max(span.block, 0), min(span.block + span.blocks, estimate.num_blocks)
     blocks = max(0, stop - first)

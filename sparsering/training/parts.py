@@ -145,7 +145,9 @@ def _offsets_of(part: str, header: Mapping[str, str]) -> dict[str, list[int]]:
         places: Any = json.loads(header.get(_OFFSETS, ""), object_pairs_hook=unique_pairs)
         offsets = {name: place["saved_offsets"] for name, place in places.items()}
     except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        raise ValueError(f"{part} does not say where its tensors begin") from None
+        raise ValueError(
+            f"{part} lacks the table of where its tensors begin, so it is damaged"
+        ) from None
     for name, first in offsets.items():
         whole = isinstance(first, list) and all(type(n) is int and 0 <= n < 1 << 48 for n in first)
         if not whole:

@@ -34,7 +34,9 @@ def opened_tensors(path: Path) -> Iterator[Any]:
     check_file(path)
     with open(path, "rb") as start:
         if (length := int.from_bytes(start.read(8), "little")) > MOST_HEADER_BYTES:
-            raise ValueError(f"its header has {length} bytes, which is too long")
+            raise ValueError(
+                f"its header has {length:,} bytes, above the limit of {MOST_HEADER_BYTES:,}"
+            )
     with safetensors.safe_open(path, framework="pt") as file:
         yield file
 

@@ -158,7 +158,10 @@ def _run_in(
 
 
 def is_in_block(module: Any, blocks: tuple[UsingBlock, ...]) -> bool:
-    """Whether a block is of a module's model, with a pattern for the module or without."""
+    """True if an open `using` block is for the model that contains this attention module.
+
+    The block need not have a pattern for the module.
+    """
     return any(id(module) in block.modules for block in blocks)
 
 

@@ -20,7 +20,7 @@ _LAYER = "_sparsering_layer"  # attribute of new keys, whose value is their `Spa
 
 
 class SparseLayer(CacheLayerMixin):
-    """Stores the keys and values of one layer that later queries can visit."""
+    """Cache of one layer, which stores only keys and values that a later query can visit."""
 
     is_sliding = is_compileable = supports_early_init = False
     is_croppable = True

@@ -249,7 +249,7 @@ def is_walked_shape(
 
 
 def _needs_query_walk(problem: Problem) -> bool:
-    """True with extras that only the loop over query tiles computes."""
+    """True if the call uses an option that only the loop over query tiles computes."""
     return not (problem.is_bare or problem.in_use <= _BY_KEY)
 
 

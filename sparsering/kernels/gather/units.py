@@ -294,7 +294,10 @@ def chunks(
 
 
 def list_chunks(problem: Problem, lists: Lists, workspace: int, per_token: int) -> Iterator[Chunk]:
-    """Cuts lists of keys into chunks of at most `workspace` bytes: a unit is a list of a query."""
+    """Cuts the lists of a selection into chunks of about `workspace` bytes, of at least one unit.
+
+    A unit is one query with its list of keys. `per_token`: bytes of a gathered token.
+    """
     query, frame, (batches, tables, _, n) = problem.query, problem.layout.frame, lists.keys.shape
     device, heads = query.device, max(tables, frame.num_kv_heads)
     group = frame.num_heads // max(1, heads)

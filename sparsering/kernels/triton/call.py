@@ -385,7 +385,10 @@ def _heads_at_a_time(problem: Problem) -> int:
 
 
 def packed_rows(kernel: str, problem: Problem) -> int:
-    """Returns how many rows of heads that share keys and table a program may compute, to 128."""
+    """Returns how many rows a program computes together, at most 128; 0 if one head at a time.
+
+    A row is one query of one head. The heads of a program share keys and a table.
+    """
     heads = problem.group & -problem.group  # a divisor of the group: no program lacks a head
     if kernel == "key" or heads == 1 or _by_query_head(problem):
         return 0

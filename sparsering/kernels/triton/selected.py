@@ -73,7 +73,10 @@ def _compiles_for(device: torch.device) -> bool:
 
 
 def remember(pattern: Pattern) -> None:
-    """Permits calls to cache the layouts of a pattern's selections while their indices exist."""
+    """Lets later calls cache the layouts that they build from this pattern's index tensors.
+
+    The layouts of a tensor are dropped when the tensor is freed. Only tensors on a GPU count.
+    """
     for x in pattern.tensors:
         if x.is_cuda and not x.is_inference():
             _kept.setdefault(x, {})
