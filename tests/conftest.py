@@ -140,6 +140,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--draw", type=int, metavar="N", help="run N tests, drawn by --shuffle's seed")
 
 
+@pytest.hookimpl(trylast=True)  # of those that -m and -k leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts the tests into the order that `--shuffle` draws, and leaves the first `--draw`.
 
