@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -61,65 +61,113 @@ def attend_draft(
 ) -> tuple[Tensor, Tensor]:
     """Attends from a draft's tokens, which are nodes of a tree below one of all cached tokens.
 
-    One tile of queries walks the cache's slots, then the new keys: no key is copied, and the layers
-    of a model share layouts. Longer drafts, and other extras, take the keys by position.
+    1. The cached tokens and the draft become one tree per batch entry (`_tree_over`).
+    2. One tile of queries walks the cache's slots, then the new keys: no key is copied, and the
+       layers of a model share layouts (`_attend_in_slots`).
+    3. Longer drafts, and other extras, take the keys by position (`_attend_by_position`).
     """
-    query, n, lengths = tokens.query, tokens.query.shape[2], state.lengths
-    every = lengths if len(set(lengths)) > 1 else lengths[:1] or [0]
-    nodes: Any = tuple((length, *(1,) * n) for length in every)
-    parents = (-1, *(parent + 1 for parent in draft.parents))
-    above: Any = (parents,) * len(every)
-    nodes, above = (nodes, above) if len(every) > 1 else (nodes[0], above[0])
-    end = max(every) + draft.depth if state.total is None else state.total
-    pattern: Pattern = Tree(nodes, above, state.pattern, end)  # type: ignore[arg-type]
-    block = max(state.page_size, 128)
-    walks = bool(n and state.histories) and BACKENDS[recipe.backend].forward is not None
-    if n > block or not walks or not tokens.extras.in_use.keys() <= IN_PAGES:
-        out, lse = empty_results(query, tokens.value.shape[3])
-        for length in set(lengths):  # a tree has the keys of its own entries
-            tree: Pattern = Tree((length, *(1,) * n), parents, state.pattern, end)  # type: ignore[arg-type]
-            counts = [n if x == length else 0 for x in lengths]
-            found = attend_spans(state.changed(pattern=tree, total=None), recipe, tokens, counts)
-            index = torch.tensor(counts, device=query.device).nonzero()[:, 0]
-            out[index], lse[index] = (x[index] for x in found)
-        return out, lse
+    kernels = BACKENDS[recipe.backend].forward is not None
+    fits = 0 < tokens.query.shape[2] <= _tile_of(state)
+    if fits and kernels and state.histories and tokens.extras.in_use.keys() <= IN_PAGES:
+        return _attend_in_slots(state, recipe, tokens, draft)
+    return _attend_by_position(state, recipe, tokens, draft)
+
+
+def _tree_over(state: CacheState, draft: Draft, lengths: Sequence[int]) -> Tree:
+    """Returns the tree of cached tokens, one node, and of the draft's; of each entry if several."""
+    count = len(draft.parents)
+    nodes: Any = tuple((length, *(1,) * count) for length in lengths)
+    above: Any = ((-1, *(parent + 1 for parent in draft.parents)),) * len(lengths)
+    if len(lengths) == 1:
+        nodes, above = nodes[0], above[0]
+    end = max(state.lengths, default=0) + draft.depth if state.total is None else state.total
+    return Tree(nodes, above, state.pattern, end)  # type: ignore[arg-type]
+
+
+def _tile_of(state: CacheState) -> int:
+    """Returns how many queries a tile over the cache's slots has."""
+    return max(state.page_size, 128)
+
+
+def _attend_by_position(
+    state: CacheState, recipe: CallRecipe, tokens: NewTokens, draft: Draft
+) -> tuple[Tensor, Tensor]:
+    """Attends with entries of one length at a time, since a tree has the keys of its entries."""
+    out, lse = empty_results(tokens.query, tokens.value.shape[3])
+    for length in set(state.lengths):
+        counts = [len(draft.parents) if x == length else 0 for x in state.lengths]
+        within = state.changed(pattern=_tree_over(state, draft, [length]), total=None)
+        found = attend_spans(within, recipe, tokens, counts)
+        index = torch.tensor(counts, device=tokens.query.device).nonzero()[:, 0]
+        out[index], lse[index] = (x[index] for x in found)
+    return out, lse
+
+
+def _attend_in_slots(
+    state: CacheState, recipe: CallRecipe, tokens: NewTokens, draft: Draft
+) -> tuple[Tensor, Tensor]:
+    """Attends to the cache's slots and to the draft's own keys, and merges the two results."""
+    query, n, device = tokens.query, len(draft.parents), tokens.query.device
+    lengths = state.lengths if len(set(state.lengths)) > 1 else state.lengths[:1]
+    pattern = _tree_over(state, draft, lengths)
     histories = state.distinct() if len(state.distinct()) == 1 else state.histories
-    starts = torch.tensor(every)
+    starts = torch.tensor(lengths)  # [B or 1]
     old = torch.stack([x.positions_with(state.page_length) for x in histories])  # [B, Hkv, slots]
     new = (starts[:, None, None] + torch.arange(n)).expand(*old.shape[:2], n)  # [B, Hkv, n]
     # [branches, Hkv, slots] of each entry; slots of the page behind the history are alive
     alive = [pad(x.last >= x.base, (0, state.page_length), value=True) for x in histories]
     frame = Frame(
         q_len=n,
-        kv_len=max(every) + n,
+        kv_len=max(lengths) + n,
         num_heads=state.heads,
         num_kv_heads=state.kv_heads,
-        q_start=max(every),
+        q_start=max(lengths),
     )
-    cached = state.in_use(state.keys), state.in_use(state.values), old, torch.stack(alive, 1)
-    # (keys [B, Hkv, slots, D], values, positions [B, Hkv, slots], alive by branch) of both parts
-    drafted = tokens.key, tokens.value, new, [new >= 0] * len(pattern.branches)
-    known = "draft", pattern, frame, histories[0].base, state.rollback, state.page_size
+    drafted = _Keys(
+        key=tokens.key, value=tokens.value, positions=new, live=[new >= 0] * len(pattern.branches)
+    )
+    parts = [drafted]
+    if state.keys.shape[2]:
+        parts.insert(
+            0,
+            _Keys(
+                key=state.in_use(state.keys),
+                value=state.in_use(state.values),
+                positions=old,
+                live=torch.stack(alive, 1),
+            ),
+        )
+    # layouts over a history that its base determines are shared by the layers of a model
+    known = "draft", pattern, frame, histories[0].base, state.rollback, state.page_size, device
     exact = len(histories) == 1 and histories[0].exact
-    parts, extras = [], tokens.extras.in_use
-    for key, value, *seen in (cached, drafted) if state.keys.shape[2] else (drafted,):
-        build = partial(_layout, pattern, (*seen, starts), frame, block, query.device)
-        key_of = *known, query.device, key is cached[0]
-        layout = layout_cache.keep(key_of, build).ready() if exact else build()
+    results, extras = [], tokens.extras.in_use
+    for keys in parts:
+        seen = keys.positions, keys.live, starts
+        build = partial(_layout, pattern, seen, frame, _tile_of(state), device)
+        layout = layout_cache.keep((*known, keys is drafted), build).ready() if exact else build()
         problem = Problem(
             layout=layout,
             query=query,
-            key=key,
-            value=value,
+            key=keys.key,
+            value=keys.value,
             scale=recipe.scale,
             in_float32=True,
             **extras,
         )
-        parts.append(run_backend(recipe.backend, problem))
+        results.append(run_backend(recipe.backend, problem))
         extras = {name: x for name, x in extras.items() if name != "sink"}  # it counts once
-    outs, lses = zip(*parts, strict=True)  # [B, Hq, n, Dv] and [B, Hq, n] of each part
+    outs, lses = zip(*results, strict=True)  # [B, Hq, n, Dv] and [B, Hq, n] of each part
     out, lse = merge_attention(outs, lses)
     return out.to(query.dtype), lse
+
+
+class _Keys(NamedTuple):
+    """Keys that a draft's queries walk: those of the cache's slots, or the draft's own."""
+
+    key: Tensor  # [B, Hkv, slots, D]
+    value: Tensor  # [B, Hkv, slots, Dv]
+    positions: Tensor  # [B or 1, Hkv, slots], -1 for no key
+    live: Any  # by branch: bool [B or 1, Hkv, slots], False if no later query visits the key
 
 
 def _layout(tree: Pattern, seen: Any, frame: Frame, block: int, place: torch.device) -> BlockLayout:
