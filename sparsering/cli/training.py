@@ -53,7 +53,8 @@ def add_commands(commands: Commands) -> None:
         "--draft",
         default="none",
         metavar="ngram|FOLDER|none",
-        help="guess from the text so far, or by a smaller model, and verify: the same text, sooner",
+        help="guess by the text so far, or by a smaller model, and verify: the same text, sooner "
+        "where it repeats itself",
     )
 
 
