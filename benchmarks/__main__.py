@@ -8,6 +8,7 @@ from pathlib import Path
 
 from sparsering.cli.argument_types import add_quiet, positive
 from sparsering.files import replace_file
+from sparsering.mistakes import OneLineParser, exit_code
 from sparsering.plots.figure import require_matplotlib
 from sparsering.progress import showing
 
@@ -19,7 +20,7 @@ from .report.page import report_page
 
 def build_parser() -> argparse.ArgumentParser:
     """Builds the parser of all commands; each sets `run`, a function of the parsed arguments."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser = OneLineParser(prog="python -m benchmarks", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     bench = commands.add_parser(
@@ -65,14 +66,16 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns its exit code: 0; 1 where a table failed; 2 for a finished run."""
+    """Runs one command; returns its exit code: 0; 1 where a table failed; 2 for a mistake."""
     arguments = build_parser().parse_args(argv)
     try:
         with showing("nothing" if getattr(arguments, "quiet", False) else "bars and lines"):
             return int(arguments.run(arguments))
-    except (FileExistsError, ImportError) as error:
-        print(f"python -m benchmarks: {error}", file=sys.stderr)
-        return 2
+    except (Exception, KeyboardInterrupt) as error:
+        code = exit_code("python -m benchmarks", error)
+        if code is None:
+            raise
+        return code
 
 
 def _bench(arguments: argparse.Namespace) -> int:

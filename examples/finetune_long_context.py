@@ -20,7 +20,6 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +35,21 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from tqdm import tqdm
-from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
 
-from sparsering.integrations import transformers as hf
+from sparsering.commands import install
+from sparsering.mistakes import OneLineParser, one_line_errors
+
+with one_line_errors("finetune_long_context", install=install("cli,hf")):
+    from tqdm import tqdm
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+    )
+
+    from sparsering.integrations import transformers as hf
+
 
 SAME_WHEN_RESUMED = ("text", "model", "length", "batch", "lr", "seed")  # else losses would change
 WARMUP_STEPS = 10
@@ -47,7 +57,7 @@ WARMUP_STEPS = 10
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--text", type=Path, help="a text file; default: Python's own sources")
@@ -188,6 +198,7 @@ def main(argv: list[str] | None = None) -> list[float]:
     settings["text"] = f"sha256:{hashlib.sha256(text).hexdigest()[:16]}"
     run = previous_run(options.out, settings, options.steps)
     losses, done = run["losses"], len(run["losses"])
+    options.out.mkdir(parents=True, exist_ok=True)  # if it cannot be made, say so before training
     torch.manual_seed(options.seed)  # the same weights on all ranks
     model, tokens = load_model(options, text)
     kind, config = type(model), model.config
@@ -242,9 +253,6 @@ def main(argv: list[str] | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    try:
+    with one_line_errors("finetune_long_context", shown=os.environ.get("RANK", "0") == "0"):
         main()
-    except (ValueError, OSError) as error:
-        text = f"finetune_long_context: {error}"
-        sys.exit(text if os.environ.get("RANK", "0") == "0" else 1)
-    dist.destroy_process_group()
+        dist.destroy_process_group()

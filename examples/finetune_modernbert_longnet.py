@@ -6,16 +6,21 @@ The text is the standard library's own sources. Layers that have a window keep i
 are dense in ModernBERT, visit a LongNet. Prints the loss, and that of a guess by frequency.
 """
 
-import argparse
 import json
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import ModernBertConfig, ModernBertForMaskedLM
 
 import sparsering as sr
-from sparsering.integrations import transformers as hf
+from sparsering.cli.argument_types import positive
+from sparsering.commands import install
+from sparsering.mistakes import OneLineParser, one_line_errors
+
+with one_line_errors("finetune_modernbert_longnet", install=install("hf")):
+    from transformers import ModernBertConfig, ModernBertForMaskedLM
+
+    from sparsering.integrations import transformers as hf
 
 MASK = 256
 
@@ -75,7 +80,8 @@ def main(steps: int = 200, length: int = 1024, batch: int = 2) -> dict[str, floa
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--length", type=int, default=1024)
-    main(**vars(parser.parse_args()))
+    with one_line_errors("finetune_modernbert_longnet"):
+        parser = OneLineParser(description=__doc__.splitlines()[0])
+        parser.add_argument("--steps", type=positive, default=200)
+        parser.add_argument("--length", type=positive, default=1024)
+        main(**vars(parser.parse_args()))

@@ -10,14 +10,18 @@ square. Prints the seconds of a forecast before and after, and the distance of t
 Without --model it has small random weights.
 """
 
-import argparse
 import time
 
 import torch
-from chronos.chronos2 import Chronos2Model
-from chronos.chronos2.config import Chronos2CoreConfig
 
-from sparsering.integrations import transformers as hf
+from sparsering.cli.argument_types import positive
+from sparsering.mistakes import OneLineParser, one_line_errors
+
+with one_line_errors("forecast_groups", install="pip install chronos-forecasting"):
+    from chronos.chronos2 import Chronos2Model
+    from chronos.chronos2.config import Chronos2CoreConfig
+
+    from sparsering.integrations import transformers as hf
 
 
 def made(path: str | None) -> Chronos2Model:
@@ -60,7 +64,8 @@ def main(model: str | None = None, series: int = 2000) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model")
-    parser.add_argument("--series", type=int, default=2000)
-    main(**vars(parser.parse_args()))
+    with one_line_errors("forecast_groups"):
+        parser = OneLineParser()
+        parser.add_argument("--model")
+        parser.add_argument("--series", type=positive, default=2000)
+        main(**vars(parser.parse_args()))

@@ -6,14 +6,19 @@ The weights are random: shown is that a cache of live keys gives, token for toke
 everything gives, and what both hold.
 """
 
-import argparse
 import time
 
 import torch
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import sparsering as sr
-from sparsering.integrations import transformers as hf
+from sparsering.cli.argument_types import positive
+from sparsering.commands import install
+from sparsering.mistakes import OneLineParser, one_line_errors
+
+with one_line_errors("generate_past_the_window", install=install("hf")):
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    from sparsering.integrations import transformers as hf
 
 
 def main(prompt: int = 1500, new: int = 300, window: int = 256, sinks: int = 4) -> dict[str, float]:
@@ -51,8 +56,9 @@ def main(prompt: int = 1500, new: int = 300, window: int = 256, sinks: int = 4) 
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompt", type=int, default=1500)
-    parser.add_argument("--new", type=int, default=300)
-    parser.add_argument("--window", type=int, default=256)
-    main(**vars(parser.parse_args()))
+    with one_line_errors("generate_past_the_window"):
+        parser = OneLineParser(description=__doc__.splitlines()[0])
+        parser.add_argument("--prompt", type=positive, default=1500)
+        parser.add_argument("--new", type=positive, default=300)
+        parser.add_argument("--window", type=positive, default=256)
+        main(**vars(parser.parse_args()))

@@ -7,15 +7,18 @@ lesion, whose tiles lean one way. The encoder is told only which slides have one
 tells, without holding any attention weights, what each tile receives.
 """
 
-import argparse
-
 import torch
 import torch.nn.functional as F
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 import sparsering as sr
+from sparsering.cli.argument_types import positive
+from sparsering.commands import install
+from sparsering.mistakes import OneLineParser, one_line_errors
 from sparsering.models import LongNetEncoder
+
+with one_line_errors("slide_heatmap", install=install("plots")):
+    from matplotlib.figure import Figure
 
 SIDE, CHANNELS, LEAN = 24, 16, 3.0
 PATTERN = sr.LongNet((64, 256, 1024), (1, 2, 4)) + sr.GlobalTokens(1)  # the class token sees all
@@ -91,11 +94,14 @@ def draw(maps: Tensor, grid: Tensor, sick: Tensor) -> Figure:
 
 def main(arguments: list[str] | None = None) -> float:
     """Trains, draws, and returns how much more a lesion's tile receives than another, at most."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = OneLineParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", default="heatmap.png", help="picture to write")
-    parser.add_argument("--steps", type=int, default=300, help="training steps of four slides each")
+    parser.add_argument(
+        "--steps", type=positive, default=300, help="training steps of four slides each"
+    )
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
+    Figure().savefig(options.out)  # a picture that cannot be written is an error before training
     torch.manual_seed(options.seed)
     generator = torch.Generator().manual_seed(options.seed)
     model = trained(options.steps, generator).eval()
@@ -108,4 +114,5 @@ def main(arguments: list[str] | None = None) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors("slide_heatmap"):
+        main()

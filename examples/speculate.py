@@ -7,13 +7,14 @@ for the next tokens are what followed the last tokens earlier in the text; sever
 several guesses, which form a tree. The weights are random: shown is that the text is the same.
 """
 
-import argparse
 import time
 
 import torch
 from torch import Tensor, nn
 
 import sparsering as sr
+from sparsering.cli.argument_types import positive
+from sparsering.mistakes import OneLineParser, one_line_errors
 
 VOCABULARY, WIDTH, HEADS = 64, 64, 4
 
@@ -120,8 +121,9 @@ def main(prompt: int = 600, new: int = 200, most: int = 8) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--prompt", type=int, default=600)
-    parser.add_argument("--new", type=int, default=200)
-    parser.add_argument("--most", type=int, default=8, help="tokens of a guess")
-    main(**vars(parser.parse_args()))
+    with one_line_errors("speculate"):
+        parser = OneLineParser(description=__doc__.splitlines()[0])
+        parser.add_argument("--prompt", type=positive, default=600)
+        parser.add_argument("--new", type=positive, default=200)
+        parser.add_argument("--most", type=int, default=8, help="tokens of a guess")
+        main(**vars(parser.parse_args()))

@@ -18,7 +18,12 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader
 
 import sparsering as sr
-from sparsering.integrations import transformers as hf
+from sparsering.cli.argument_types import positive
+from sparsering.commands import install
+from sparsering.mistakes import OneLineParser, one_line_errors
+
+with one_line_errors("train_answers", install=install("hf")):
+    from sparsering.integrations import transformers as hf
 
 PAD, END, VOCABULARY = 0, 1, 64
 SIZES = {
@@ -116,18 +121,18 @@ def model_of(kind: str) -> Any:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=("gemma3", "llama"), default="gemma3")
-    parser.add_argument("--steps", type=int, default=30, help="batches; default 30")
-    parser.add_argument("--updates", type=int, default=2, help="of a batch; default 2")
-    parser.add_argument("--groups", type=int, default=2, help="groups of a row; default 2")
-    parser.add_argument("--reasonings", type=int, default=3, help="of a prompt; default 3")
-    parser.add_argument("--ends", type=int, default=3, help="of a reasoning; default 3")
-    parser.add_argument("--prompt-tokens", type=int, default=24, help="default 24")
-    parser.add_argument("--reasoning-tokens", type=int, default=8, help="default 8")
-    parser.add_argument("--end-tokens", type=int, default=8, help="at most; default 8")
+    parser.add_argument("--steps", type=positive, default=30, help="batches; default 30")
+    parser.add_argument("--updates", type=positive, default=2, help="of a batch; default 2")
+    parser.add_argument("--groups", type=positive, default=2, help="groups of a row; default 2")
+    parser.add_argument("--reasonings", type=positive, default=3, help="of a prompt; default 3")
+    parser.add_argument("--ends", type=positive, default=3, help="of a reasoning; default 3")
+    parser.add_argument("--prompt-tokens", type=positive, default=24, help="default 24")
+    parser.add_argument("--reasoning-tokens", type=positive, default=8, help="default 8")
+    parser.add_argument("--end-tokens", type=positive, default=8, help="at most; default 8")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate; default 3e-3")
     parser.add_argument("--seed", type=int, default=0, help="default 0")
     return parser.parse_args(argv)
@@ -171,4 +176,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors("train_answers"):
+        main()

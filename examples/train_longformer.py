@@ -9,14 +9,19 @@ it stands again anywhere in the text. Prints seconds of a training step before a
 conversion, the distance of the outputs, and the loss. Without --model it has small random weights.
 """
 
-import argparse
 import time
 
 import torch
 from torch import Tensor
-from transformers import LongformerConfig, LongformerForSequenceClassification
 
-from sparsering.integrations import transformers as hf
+from sparsering.cli.argument_types import positive
+from sparsering.commands import install
+from sparsering.mistakes import OneLineParser, one_line_errors
+
+with one_line_errors("train_longformer", install=install("hf")):
+    from transformers import LongformerConfig, LongformerForSequenceClassification
+
+    from sparsering.integrations import transformers as hf
 
 
 def made(path: str | None, length: int) -> LongformerForSequenceClassification:
@@ -73,8 +78,9 @@ def main(model: str | None = None, length: int = 4096, steps: int = 10) -> dict[
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model")
-    parser.add_argument("--length", type=int, default=4096)
-    parser.add_argument("--steps", type=int, default=10)
-    main(**vars(parser.parse_args()))
+    with one_line_errors("train_longformer"):
+        parser = OneLineParser()
+        parser.add_argument("--model")
+        parser.add_argument("--length", type=positive, default=4096)
+        parser.add_argument("--steps", type=positive, default=10)
+        main(**vars(parser.parse_args()))

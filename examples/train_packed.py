@@ -25,12 +25,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from tqdm import tqdm
 
 import sparsering as sr
+from sparsering.cli.argument_types import positive
+from sparsering.commands import install
 from sparsering.data import PackedRows, pack
 from sparsering.files import replace_file
+from sparsering.mistakes import OneLineParser, one_line_errors
 from sparsering.models import LongNetLM
+
+with one_line_errors("train_packed", install=install("cli")):
+    from tqdm import tqdm
 
 SAME_WHEN_RESUMED = ("text", "model", "length", "batch", "seed")  # else losses would change
 
@@ -88,12 +93,21 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 def read_documents(text: Path | None) -> list[list[int]]:
     """Reads all files below a folder as bytes; default: functions and classes of Python's own."""
+    if text is not None and not text.is_dir():
+        raise ValueError(f"--text must be a folder of texts, got {text}; give their folder")
     folder = text or Path(sysconfig.get_paths()["stdlib"])
     names = sorted(folder.rglob("*") if text else folder.glob("*.py"))
     contents = [name.read_bytes() for name in names if name.is_file()]
+    if not any(contents):
+        raise ValueError(f"{folder} has no text; put files into it, or give another --text")
     if text is None:
         contents = [part for x in contents for part in re.split(rb"\n(?=class |def |@)", x)]
     return [list(content) for content in contents if content]
+
+
+def differing(before: dict[str, str], now: dict[str, str]) -> str:
+    """Returns the options of a run that are other ones now, as a text."""
+    return ", ".join(f"--{x} {before[x]}, not {now[x]}" for x in now if before.get(x) != now[x])
 
 
 def batches(rows: PackedRows, args: argparse.Namespace, first: int) -> Any:
@@ -107,17 +121,19 @@ def batches(rows: PackedRows, args: argparse.Namespace, first: int) -> Any:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line."""
-    parser = argparse.ArgumentParser(
+    parser = OneLineParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--text", type=Path, help="a folder of texts; default: Python's own")
     parser.add_argument("--model", choices=MODELS, default="longnet", help="default longnet")
-    parser.add_argument("--length", type=int, default=1024, help="tokens of a row; default 1024")
-    parser.add_argument("--batch", type=int, default=2, help="rows of a step; default 2")
-    parser.add_argument("--steps", type=int, default=300, help="steps in all; default 300")
+    parser.add_argument(
+        "--length", type=positive, default=1024, help="tokens of a row; default 1024"
+    )
+    parser.add_argument("--batch", type=positive, default=2, help="rows of a step; default 2")
+    parser.add_argument("--steps", type=positive, default=300, help="steps in all; default 300")
     parser.add_argument("--lr", type=float, default=3e-3, help="learning rate; default 3e-3")
     parser.add_argument("--seed", type=int, default=0, help="of weights and rows; default 0")
-    parser.add_argument("--save-every", type=int, default=50, help="steps; default 50")
+    parser.add_argument("--save-every", type=positive, default=50, help="steps; default 50")
     parser.add_argument("--compiler", default="inductor", help="of torch.compile; default inductor")
     parser.add_argument("--out", type=Path, default=Path("runs/packed"), help="default runs/packed")
     return parser.parse_args(argv)
@@ -128,13 +144,18 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = parse(argv)
     finished = args.out / "losses.json"
     if finished.exists() and args.steps <= (done := len(json.loads(finished.read_text()))):
-        raise SystemExit(
+        raise ValueError(
             f"{args.out} has a finished run of {done} steps, which is not overwritten; pass "
             f"--steps above {done} to go on with it, or another --out"
         )
     torch.manual_seed(args.seed)
     documents = read_documents(args.text)
     rows = pack(documents, args.length, seed=args.seed)
+    if len(rows) < args.batch:
+        raise ValueError(
+            f"{len(rows)} rows of {args.length} tokens are fewer than --batch {args.batch}; pass a "
+            "smaller --batch or --length, or more text"
+        )
     padding = 1 - sum(map(len, documents)) / rows.tokens.numel()
     print(
         f"{len(documents):,} documents in {len(rows):,} rows of {args.length:,} tokens, "
@@ -148,8 +169,9 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     if file.exists():
         saved = torch.load(file)
         if saved["settings"] != settings:
-            raise SystemExit(
-                f"{file} is of {saved['settings']}, not {settings}; give another --out"
+            raise ValueError(
+                f"{args.out} has a run with {differing(saved['settings'], settings)}; pass the "
+                "same options to go on with it, or another --out"
             )
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
@@ -179,4 +201,5 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    with one_line_errors("train_packed", install=install("cli,hf")):
+        main()

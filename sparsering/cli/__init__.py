@@ -5,20 +5,16 @@ exit code is then 2.
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from .. import __version__
+from ..mistakes import OneLineParser, exit_code
 from ..progress import showing
 from . import demo, machine, patterns, planning, training, trying
 
 # Commands import inside their functions, so that `--help` and wrong options answer at once.
-
-USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
-TOO_LARGE = (MemoryError, OverflowError, RecursionError)  # and torch's RuntimeError of memory
-LONGEST_LINE = 2000
 
 
 class _Help(argparse.ArgumentDefaultsHelpFormatter):
@@ -29,7 +25,7 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if plain else super()._get_help_string(action)
 
 
-class _Parser(argparse.ArgumentParser):
+class _Parser(OneLineParser):
     """Prints an error in one line; `add_later` adds arguments whose imports are slow, when used."""
 
     def __init__(self, *, add_later: Callable[[Any], None] = lambda _: None, **options: Any):
@@ -39,9 +35,6 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, *arguments: Any, **options: Any) -> Any:
         self.add_later(self)
         return super().parse_known_args(*arguments, **options)
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, _in_one_line(f"{self.prog}: {message}; see {self.prog} --help") + "\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -64,25 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with showing("nothing" if quiet else "bars and lines"):
             return int(arguments.run(arguments))
-    except BrokenPipeError:  # a reader such as `head` ended; Python would flush again on exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 128 + 13
-    except KeyboardInterrupt:
-        print("sparsering: interrupted", file=sys.stderr)
-        return 130
-    except USER_ERRORS as error:
-        print(f"sparsering: {_in_one_line(str(error) or type(error).__name__)}", file=sys.stderr)
-        return 2
-    except (*TOO_LARGE, RuntimeError) as error:
-        if not isinstance(error, TOO_LARGE) and "allocate" not in str(error):
+    except (Exception, KeyboardInterrupt) as error:
+        code = exit_code("sparsering", error)
+        if code is None:
             raise
-        text = _in_one_line(f"{type(error).__name__} {error}")
-        print(f"sparsering: a number is too large for this machine: {text}", file=sys.stderr)
-        return 2
-
-
-def _in_one_line(text: str) -> str:
-    """Joins lines, and escapes control characters: names in a message can come from strangers."""
-    from ..patterns.arguments import shortened
-
-    return shortened(" ".join(text.split()), LONGEST_LINE)
+        return code

@@ -7,6 +7,8 @@
 It has the transformer blocks of `LongNetLM`, and tokens also attend to later tokens.
 """
 
+import math
+import warnings
 from collections.abc import Sequence
 from functools import partial
 
@@ -19,7 +21,10 @@ from ..checks import check_pattern, check_tensor
 from ..functional import attention
 from ..nn.transformer import Attend, Block, checked_sizes, rotary_table
 from ..patterns.algebra import Pattern
-from ..patterns.arguments import checked_flag, checked_integer, checked_number
+from ..patterns.arguments import checked_flag, checked_integer, checked_number, is_traced
+
+_PIXELS = 16
+"""Least common divisor of distances that looks like the size of a tile. Grid steps have 1."""
 
 
 class LongNetEncoder(nn.Module):
@@ -51,6 +56,8 @@ class LongNetEncoder(nn.Module):
 
     Source: LongNet (arXiv 2307.02486), section 3; stochastic depth (arXiv 1603.09382), section 3.
     """
+
+    _saw_coordinates = False
 
     def __init__(
         self,
@@ -101,10 +108,11 @@ class LongNetEncoder(nn.Module):
         """Encodes a batch of sequences of vectors.
 
         Args:
-            x: [B, N, in_width].
+            x: [B, N, in_width], floating point; the parameters' dtype is what is computed in.
             coordinates: coordinates of the tokens, [N] or [B, N], with axes=2 [N, 2] or [B, N, 2],
-                in steps of the grid; scores depend on their differences. With one axis the default
-                is the index in the sequence. The class token has coordinate 0.
+                in steps of the grid, of any dtype; a model warns once if all are multiples of 16 or
+                more apart, as pixels are. Scores depend on their differences. With one
+                axis the default is the index in the sequence. The class token has coordinate 0.
             attend: maps (query, key, value), each [B, H, N, D], to [B, H, N, D]; one function for
                 all blocks or one for each; default: attention over the model's pattern.
             positions: int64 [N], if x is a rank's part of a sequence: each token's index in the
@@ -139,7 +147,7 @@ class LongNetEncoder(nn.Module):
         if x.dim() != 3 or x.shape[2] != width or not x.is_floating_point():
             raise ValueError(
                 f"x must be floating point [B, N, {width}], got {x.dtype} {tuple(x.shape)}; "
-                "construct the encoder with in_width=x.shape[2]"
+                + _way_out(x, width)
             )
         B, N, _ = x.shape
         if positions is not None and positions.shape != (N,):
@@ -158,9 +166,12 @@ class LongNetEncoder(nn.Module):
         return torch.where(is_first, first, x), torch.where(is_first, 0.0, place)
 
     def _projected(self, x: Tensor) -> Tensor:
-        """Maps x [B, N, in_width] to states [B, N, width], in the parameters' dtype."""
-        x = x if self.project is None else self.project(x)
-        return x.to(self.norm.weight.dtype)
+        """Maps x [B, N, in_width] to states [B, N, width], in the parameters' dtype.
+
+        Stored features are often of half precision, which the parameters' dtype holds exactly.
+        """
+        x = x.to(self.norm.weight.dtype)
+        return x if self.project is None else self.project(x).to(self.norm.weight.dtype)
 
     def _checked_coordinates(
         self, coordinates: Tensor | None, B: int, N: int, positions: Tensor | None
@@ -178,8 +189,11 @@ class LongNetEncoder(nn.Module):
                 f"coordinates must be {list(shapes[0])} or {list(shapes[1])} for {self.axes} axes, "
                 f"got {got}; for image tiles pass pixel coordinates // tile size"
             )
-        place = coordinates.to(self.norm.weight.device, torch.float32)
-        return place if dims else place[..., None]
+        place = coordinates if dims else coordinates[..., None]
+        if not is_traced(place) and not self._saw_coordinates:
+            self._saw_coordinates = True  # once: a look at a GPU's numbers waits for the GPU
+            _warn_of_pixels(place)
+        return place.to(self.norm.weight.device, torch.float32)
 
     def _rotation(self, place: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
         """Returns cosine and sine, [N, D / 2] or [B, 1, N, D / 2]; each axis gets an equal part."""
@@ -197,3 +211,30 @@ class LongNetEncoder(nn.Module):
         rate = torch.linspace(0, self.drop_path, depth)[:, None, None]
         # Drawn on the CPU, so that ranks with the same seed drop the same outputs.
         return list(((torch.rand(depth, 2, len(x)) >= rate) / (1 - rate)).to(x.device, x.dtype))
+
+
+def _way_out(x: Tensor, width: int) -> str:
+    """Returns what to do about an x that is not floating point [B, N, width]."""
+    if not x.is_floating_point():
+        return "x.float() converts it"
+    if x.dim() == 2 and x.shape[1] == width:
+        return "x[None] is a batch of one sequence"
+    if x.dim() != 3:
+        return "pad sequences to one length, and stack them by torch.stack"
+    return "construct the encoder with in_width=x.shape[2]"
+
+
+def _warn_of_pixels(place: Tensor) -> None:
+    """Warns if all distances of [.., N, axes] have a common divisor that looks like a tile's."""
+    if place.shape[-2] < 8 or place.is_meta:  # a few agree by chance
+        return
+    apart = (place.detach().to("cpu", torch.float64) - place[..., :1, :].to("cpu")).unique()
+    if not bool((apart == apart.round()).all()):
+        return
+    divisor = math.gcd(*apart.to(torch.int64).tolist())
+    if divisor >= _PIXELS:
+        warnings.warn(
+            f"all distances of the coordinates are multiples of {divisor}, as those of pixels are; "
+            f"rotary positions count steps of the grid: pass coordinates // {divisor}",
+            stacklevel=2,
+        )

@@ -358,3 +358,41 @@ def test_what_does_not_fit_is_refused():
         tiny()(x, grid)
     with pytest.raises(ValueError, match=r"positions must be \[9\]"):
         model(x, grid, positions=torch.arange(10))
+
+
+@pytest.mark.parametrize("axes", [1, 2])
+@pytest.mark.parametrize("batch", [(), (2,)])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.int32])
+def test_pixels_are_warned_of_once_by_their_common_divisor(axes, batch, dtype):
+    steps = torch.randint(0, 90, (*batch, 40, 2), generator=torch.Generator().manual_seed(3))
+    steps = (steps if axes == 2 else steps[..., 0]).to(dtype)
+    x = torch.randn(2, 40, 12)
+    model = tiny(axes=axes)
+    with pytest.warns(UserWarning, match=r"are multiples of 224, .* pass coordinates // 224"):
+        model(x, 224 * steps + 7)
+    model(x, 224 * steps + 7)  # warnings are errors here: it warns once
+    for right in (steps, 2 * steps, steps + 0.5, 0 * steps, steps * 16.5):
+        tiny(axes=axes)(x, right)
+    assert torch.equal(model(x, steps), tiny(axes=axes)(x, steps))
+
+
+@pytest.mark.parametrize("in_width", [12, None])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_stored_features_of_half_precision_are_computed_in_the_parameters_dtype(in_width, dtype):
+    model = tiny(in_width=in_width)
+    x = torch.randn(1, 20, in_width or 32).to(dtype)
+    out = model(x)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, model(x.float()))
+
+
+def test_messages_about_features_say_what_helps():
+    model, x = tiny(), torch.randn(20, 12)
+    for wrong, said in (
+        (x, r"got torch.float32 \(20, 12\); x\[None\] is a batch of one sequence"),
+        (torch.ones(1, 20, 12, dtype=torch.uint8), r"x.float\(\) converts it"),
+        (torch.randn(1, 20, 13), r"construct the encoder with in_width=x.shape\[2\]"),
+        (torch.randn(20), "stack them by torch.stack"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            model(wrong)

@@ -1,0 +1,80 @@
+"""Ends a program with one line on stderr for a mistake of its user, without a traceback.
+
+    with one_line_errors("train_packed", install=install("cli")):
+        from tqdm import tqdm
+
+    if __name__ == "__main__":
+        with one_line_errors("train_packed"):
+            main()
+
+Wrong arguments, missing files or packages, and too little memory exit with code 2, as wrong options
+do. A RuntimeError other than too little memory is a fault of the program and keeps its traceback.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from .patterns.arguments import shortened
+
+USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
+TOO_LARGE = (MemoryError, OverflowError, RecursionError)  # and torch's RuntimeError of memory
+LONGEST_LINE = 2000
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """A parser that prints an error in one line; the usage is in `--help`."""
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message, and exits with code 2."""
+        self.exit(2, in_one_line(f"{self.prog}: {message}; see {self.prog} --help") + "\n")
+
+
+@contextmanager
+def one_line_errors(program: str, *, install: str = "", shown: bool = True) -> Iterator[None]:
+    """Runs a program's imports or its main function; a user's mistake ends it in one line.
+
+    Args:
+        program: name of the program, which begins the line.
+        install: command that is added where a package is missing.
+        shown: False prints nothing, for all ranks but one.
+    """
+    try:
+        yield
+        return
+    except (Exception, KeyboardInterrupt) as error:
+        code = exit_code(program, error, install=install, shown=shown)
+        if code is None:
+            raise
+    sys.exit(code)  # outside of the handler, so that no traceback has the error as its context
+
+
+def exit_code(
+    program: str, error: BaseException, *, install: str = "", shown: bool = True
+) -> int | None:
+    """Prints an error in one line, and returns the exit code; None for a fault of the program."""
+    if isinstance(error, BrokenPipeError):  # of `head`, for example; Python flushes again on exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
+    code, said = 2, str(error) or type(error).__name__
+    if isinstance(error, KeyboardInterrupt):
+        code, said = 130, "interrupted"
+    elif isinstance(error, ModuleNotFoundError) and install:
+        said = f"{said}; {install}"
+    elif isinstance(error, USER_ERRORS):
+        pass
+    elif isinstance(error, TOO_LARGE) or (isinstance(error, RuntimeError) and "allocate" in said):
+        said = f"a number is too large for this machine: {type(error).__name__} {error}"
+    else:
+        return None
+    if shown:
+        print(in_one_line(f"{program}: {said}"), file=sys.stderr)
+    return code
+
+
+def in_one_line(text: str) -> str:
+    """Joins lines, and escapes control characters: names in a message can come from strangers."""
+    return shortened(" ".join(text.split()), LONGEST_LINE)
