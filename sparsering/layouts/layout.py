@@ -280,7 +280,10 @@ class BlockLayout:
 
     @property
     def density(self) -> float:
-        """Visited tile pairs x block_size ** 2 / (q_len x kv_len), mean over batch and heads."""
+        """Visited tile pairs x block_size ** 2 / (q_len x kv_len), mean over batch and heads.
+
+        It counts whole tiles: above 1 where tiles are larger than the documents or nodes in them.
+        """
         if not (dense := self.frame.q_len * self.frame.kv_len):
             return 0.0
         return float(self.entry_counts.sum(0).cpu().double().mean()) * self.block_size**2 / dense
@@ -379,10 +382,13 @@ class BlockLayout:
 
     def __str__(self) -> str:
         """Returns a line of figures, then a drawing of the first head, queries downwards."""
+        whole = self.frame.q_len * self.frame.kv_len
+        share = f" of whole tiles ({self.num_pairs / max(1, whole):.2g} of the pairs)"
+        density = f"{self.density:.4g}{share * (self.density > 1)}"
         figures = (
             f"BlockLayout {self.frame.q_len} x {self.frame.kv_len} tokens, blocks of "
             f"{self.block_size}: {self.num_blocks} visited in {len(self.passes)} "
-            f"{'pass' if len(self.passes) == 1 else 'passes'}, density {self.density:.4g}, "
+            f"{'pass' if len(self.passes) == 1 else 'passes'}, density {density}, "
             f"{self.num_pairs:.6g} pairs, {self.nbytes / 1e6:.3g} MB"
         )
         return "\n".join([figures, *drawing(self)])

@@ -75,13 +75,18 @@ def test_every_pair_of_a_short_sequence_is_drawn(name, block_size):
 
 def test_a_layout_prints_its_figures_and_its_drawing():
     assert str(sr.Causal().layout(4)).split("\n") == [
-        "BlockLayout 4 x 4 tokens, blocks of 32: 1 visited in 1 pass, density 64, 10 pairs, "
-        "0.000184 MB",
+        "BlockLayout 4 x 4 tokens, blocks of 32: 1 visited in 1 pass, density 64 of whole tiles "
+        "(0.62 of the pairs), 10 pairs, 0.000184 MB",
         "|@   |",
         "|@@  |",
         "|@@@ |",
         "|@@@@|",
     ]
+
+
+def test_a_density_of_at_most_1_needs_no_explanation():
+    figures = str(sr.Causal().layout(1024)).split("\n")[0]
+    assert "density 0.5625, 524800 pairs" in figures
 
 
 def test_areas_of_many_tokens_are_as_dark_as_their_share():
