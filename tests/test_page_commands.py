@@ -22,6 +22,15 @@ from test_docs import PAGES, README, ROOT, SHELLS, blocks
 from test_first_screens import SCREEN
 
 BIN = Path(sys.executable).parent
+WARNINGS = [  # a command's code must not use what is deprecated
+    "error::FutureWarning",
+    "error::DeprecationWarning",
+    # torch's own, from its first compile; see pyproject.toml
+    "ignore:`torch.jit.script_method` is:DeprecationWarning",
+    "ignore:`torch.jit.script` is deprecated",
+    # transformers 5.24 calls it `cache`; 5.23 knows no other name
+    "ignore:`past_key_values` is deprecated:FutureWarning",
+]
 FINISHED = "which is not overwritten"
 
 
@@ -178,6 +187,7 @@ def checkout(folder: Path) -> Path:
 
 def run(folder: Path, command: str, variables: dict[str, str]) -> Any:
     own = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    own |= {"PYTHONWARNINGS": ",".join(WARNINGS)}
     environment = {**os.environ, **own, **variables, "GLOO_SOCKET_IFNAME": "lo"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
@@ -190,6 +200,14 @@ def run(folder: Path, command: str, variables: dict[str, str]) -> Any:
         timeout=300,
     )
     return done.returncode, done.stdout + done.stderr
+
+
+def test_warnings_of_commands_are_errors(tmp_path):
+    """A command whose code warns of something deprecated fails, as a page's block does."""
+    for category in ("FutureWarning", "DeprecationWarning"):
+        code = f"import warnings; warnings.warn('old', {category})"
+        failed, said = run(tmp_path, f'python -c "{code}"', {})
+        assert failed and f"{category}: old" in said
 
 
 Run = list[tuple[dict[str, str], str, Command]]
