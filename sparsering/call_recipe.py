@@ -28,7 +28,7 @@ from .patterns.selected import has_lists
 Choices = tuple[Any, Any, Any, Any]
 """`attention`'s arguments backend, scale, q_start and block_size."""
 LayoutKey = tuple[Pattern, Frame, int, torch.device]
-"""Arguments of `ops._layout`: pattern, frame, block size and device."""
+"""Arguments of `call_problem.layout_of`: pattern, frame, block size and device."""
 
 
 class CallRecipe(NamedTuple):
@@ -87,7 +87,7 @@ def recipe_of(
 def layout_key_of(
     recipe: CallRecipe, query: Tensor, key: Tensor, pattern: Pattern, extras: Extras
 ) -> tuple[LayoutKey, KeyMasks]:
-    """Returns the arguments of `ops._layout`, and the key masks that the backend takes as data.
+    """Returns the arguments of `call_problem.layout_of`, and key masks for the backend as data.
 
     So a new key mask needs no new layout. With a block bias, the layout has the key masks too,
     because the bias has a number for each visited block of the whole pattern.

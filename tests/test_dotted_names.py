@@ -15,7 +15,8 @@ import sparsering
 ROOT = Path(__file__).resolve().parent.parent
 NAME = re.compile(r"`(\w+(?:\.\w+)+)(?:\(.*?\))?`")
 SHORT = {"sr": "sparsering", "hf": "sparsering.integrations.transformers"}
-FOREIGN = {"config", "layer"}  # variables: the config of a model of transformers, one of its layers
+# Variables: a model of transformers, its config, one of its layers.
+FOREIGN = {"model", "config", "layer"}
 
 
 def owners() -> dict[str, list[Any]]:
