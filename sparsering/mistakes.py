@@ -14,6 +14,7 @@ do. A RuntimeError other than too little memory is a fault of the program and ke
 import argparse
 import os
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
@@ -23,6 +24,7 @@ from .patterns.arguments import shortened
 USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
 TOO_LARGE = (MemoryError, OverflowError, RecursionError)  # and torch's RuntimeError of memory
 LONGEST_LINE = 2000
+SPEAKS_WITHIN_S = 3.0  # torchrun ends all ranks soon after the first fails: rank 0 speaks before
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -49,6 +51,8 @@ def one_line_errors(program: str, *, install: str = "", shown: bool = True) -> I
         code = exit_code(program, error, install=install, shown=shown)
         if code is None:
             raise
+    if not shown:
+        time.sleep(SPEAKS_WITHIN_S)
     sys.exit(code)  # outside of the handler, so that no traceback has the error as its context
 
 

@@ -2,8 +2,10 @@
 
 import argparse
 import os
+import time
 from pathlib import Path
 
+from ..mistakes import SPEAKS_WITHIN_S
 from .argument_types import Commands, add_quiet
 
 
@@ -37,5 +39,6 @@ def _demo_ring(arguments: argparse.Namespace) -> int:
         return demo_ring(arguments.out, recipe=QUICK if arguments.quick else RECIPE)
     except (ValueError, OSError):
         if os.environ.get("RANK", "0") != "0":  # rank 0 says it for all
+            time.sleep(SPEAKS_WITHIN_S)
             return 2
         raise

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..patterns import Pattern
-    from ..planning.training_step import PlannedModel, Saved
+    from ..planning.training_step import ModelOutline, Saved
 
 OWN = ("longnet-encoder", "longnet")
 _NAME = "sparsering-planned"
@@ -18,7 +18,7 @@ _SLIDE = "LongNet((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))"  # as
 _HEAD_DIM = 64
 
 
-def planned_model(arguments: argparse.Namespace) -> "PlannedModel":
+def planned_model(arguments: argparse.Namespace) -> "ModelOutline":
     """Returns the model that the arguments of `plan` name.
 
     Raises: ValueError for options that the model does not have; ImportError without transformers;
@@ -40,14 +40,14 @@ def planned_model(arguments: argparse.Namespace) -> "PlannedModel":
     return _longnet(arguments) if own else _of_transformers(arguments.model, arguments.pattern)
 
 
-def _longnet(arguments: argparse.Namespace) -> "PlannedModel":
+def _longnet(arguments: argparse.Namespace) -> "ModelOutline":
     import torch
 
     from ..models.encoder import LongNetEncoder
     from ..models.longnet import READOUT_TOKENS, LongNetLM
     from ..patterns import Causal
     from ..patterns.expression import parse
-    from ..planning.training_step import PlannedModel, planned_attention, saved_by
+    from ..planning.training_step import ModelOutline, planned_attention, saved_by
 
     encodes = arguments.model == OWN[0]
     width, layers = arguments.width or 768, arguments.layers or 12
@@ -84,7 +84,7 @@ def _longnet(arguments: argparse.Namespace) -> "PlannedModel":
         logits = 0 if encodes else 4 * at_once * sizes["vocab_size"]
         return saved_by(model, model.blocks, run, logits=logits)
 
-    return PlannedModel(
+    return ModelOutline(
         name=make.__name__,
         patterns=[pattern] * layers,
         num_heads=heads,
@@ -94,7 +94,7 @@ def _longnet(arguments: argparse.Namespace) -> "PlannedModel":
     )
 
 
-def _of_transformers(path: str, text: str | None) -> "PlannedModel":
+def _of_transformers(path: str, text: str | None) -> "ModelOutline":
     try:
         from transformers import AutoConfig
 
@@ -103,7 +103,7 @@ def _of_transformers(path: str, text: str | None) -> "PlannedModel":
         raise ImportError(f"plan --model needs transformers; {install('hf')}") from error
     from ..patterns import Causal
     from ..patterns.expression import parse
-    from ..planning.training_step import PlannedModel
+    from ..planning.training_step import ModelOutline
 
     config = AutoConfig.from_pretrained(path)
     decoder = config.get_text_config(decoder=True)
@@ -116,7 +116,7 @@ def _of_transformers(path: str, text: str | None) -> "PlannedModel":
     def saved(batch_size: int, tokens: int, dtype: "torch.dtype") -> "Saved":
         return saved_by_config(config, batch_size, tokens, dtype)
 
-    return PlannedModel(
+    return ModelOutline(
         name=(config.architectures or [config.model_type])[0],
         patterns=patterns,
         num_heads=heads,

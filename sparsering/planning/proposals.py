@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..commands import sparsering
 from ..patterns import Causal, Full, Pattern
 from ..patterns.arguments import checked_flag, checked_number
 from ..patterns.expression import parse
@@ -147,8 +148,8 @@ def propose(
     if dense.tokens > LONGEST:
         raise ValueError(
             f"seq_len must be at most {LONGEST:,}, since layers are counted on whole layouts, got "
-            f"{dense.tokens:,}; pass fewer tokens, or name a pattern: `estimate` and `sparsering "
-            "plan PATTERN` sample its rows"
+            f"{dense.tokens:,}; pass fewer tokens, or name a pattern: `estimate` and "
+            f"{sparsering('plan PATTERN')} sample its rows"
         )
     texts = list(candidates(dense.tokens, causal))
     with progress("plan", 2 * len(texts), "estimate") as work:

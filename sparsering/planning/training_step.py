@@ -1,6 +1,6 @@
 """Plans a training step of a whole model: what fits on a device, and how fast it can be.
 
-    planned = PlannedModel("LongNetEncoder", patterns, heads, kv_heads, head_dim, saved)
+    planned = ModelOutline("LongNetEncoder", patterns, heads, kv_heads, head_dim, saved)
     print(step_screen(planned, scenario, limit))
 
 The model's own code runs on the meta device, where tensors have no numbers, and autograd tells what
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from ..commands import sparsering
 from ..patterns.algebra import Pattern
 from .estimate import Scenario, estimate_of
 from .fit import about_largest, usable
@@ -55,7 +56,7 @@ class Saved(NamedTuple):
         return self.kept - self.layers + self.inputs if checkpointing else self.kept
 
 
-class PlannedModel(NamedTuple):
+class ModelOutline(NamedTuple):
     """A model whose training step is planned."""
 
     name: str
@@ -135,7 +136,7 @@ def saved_by(
         dtype = next(model.parameters()).dtype
         raise NotImplementedError(
             f"{type(model).__name__} cannot be planned in {dtype}: its code does not run on the "
-            f"meta device ({str(error).splitlines()[0]}); `sparsering try` measures its layers"
+            f"meta device ({str(error).splitlines()[0]}); {sparsering('try')} measures its layers"
         ) from error
     sizes = [sum(x) for x in of_layers]
     largest = max(range(len(sizes)), key=sizes.__getitem__)
@@ -157,7 +158,7 @@ def _memory(x: Tensor) -> tuple[int, int]:
 
 
 def step_screen(
-    planned: PlannedModel,
+    planned: ModelOutline,
     scenario: Scenario,
     limit: int,
     *,
@@ -208,7 +209,7 @@ def step_screen(
 
 
 def longest_row_screen(
-    planned: PlannedModel,
+    planned: ModelOutline,
     scenario: Scenario,
     limit: int,
     *,
@@ -243,7 +244,7 @@ def longest_row_screen(
 
 
 def longest_row(
-    planned: PlannedModel,
+    planned: ModelOutline,
     scenario: Scenario,
     limit: int,
     *,
@@ -288,7 +289,7 @@ class _Step(NamedTuple):
         return 3 * self.weights + max(first, last)
 
 
-def _step_of(planned: PlannedModel, scenario: Scenario, parts: int) -> _Step:
+def _step_of(planned: ModelOutline, scenario: Scenario, parts: int) -> _Step:
     saved = planned.saved(
         scenario.batch_size, -(-scenario.tokens // scenario.ranks), scenario.dtype
     )
@@ -303,7 +304,7 @@ def _step_of(planned: PlannedModel, scenario: Scenario, parts: int) -> _Step:
     )
 
 
-def _model_text(planned: PlannedModel, saved: Saved, scenario: Scenario) -> str:
+def _model_text(planned: ModelOutline, saved: Saved, scenario: Scenario) -> str:
     return (
         f"{planned.name}, {len(planned.patterns)} layers, "
         f"{saved.weights // scenario.dtype.itemsize:,} parameters, "
