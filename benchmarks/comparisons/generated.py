@@ -18,7 +18,7 @@ _NEW = 400  # bytes
 
 def generated(quick: bool) -> list[Row]:
     """Trains a model and a smaller one on Python's sources; `quick` trains few steps."""
-    steps, context, rounds = (4, 512, 1) if quick else (150, 4096, 3)
+    steps, context, rounds = (4, 512, 1) if quick else (300, 4096, 5)
     recipe = Recipe(
         pattern="LongNet((256, 1024, 4096), (1, 4, 16)) & Causal()",
         context=context, steps=steps, num_layers=2, dtype="float32",

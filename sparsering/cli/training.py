@@ -54,7 +54,7 @@ def add_commands(commands: Commands) -> None:
         default="none",
         metavar="ngram|FOLDER|none",
         help="guess by the text so far, or by a smaller model, and verify: the same text, sooner "
-        "where it repeats itself",
+        "from a large model that repeats itself, later from a small one",
     )
 
 
