@@ -53,8 +53,8 @@ def add_commands(commands: Commands) -> None:
         "--draft",
         default="none",
         metavar="ngram|FOLDER|none",
-        help="guess by the text so far, or by a smaller model, and verify: the same text, sooner "
-        "from a large model that repeats itself, later from a small one",
+        help="guess by the text so far, or by a smaller model, and verify: the same text, "
+        "later from a small model (docs/decoding.md)",
     )
 
 
