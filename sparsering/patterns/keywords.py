@@ -10,6 +10,8 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
+import torch
+
 from .arguments import shortened
 
 P = ParamSpec("P")
@@ -19,7 +21,8 @@ C = TypeVar("C", bound=type)
 
 def refuse_unknown(verb: str, name: str, options: Sequence[str]) -> NoReturn:
     """Raises TypeError for a keyword that is no option of `verb`, with the most similar option."""
-    similar = difflib.get_close_matches(name, options, 1)
+    traced = torch.compiler.is_compiling()  # torch.compile cannot trace difflib
+    similar = [] if traced else difflib.get_close_matches(name, options, 1)
     hint = f" (did you mean {similar[0]}?)" if similar else ""
     if not options:
         raise TypeError(f"{verb} has no option {shortened(name)}, and no others; leave it out")

@@ -80,7 +80,7 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
     if by_batch and batch_size is None:
         raise ValueError(
             "mask_mod depends on the batch entry: expected batch_size, got None; pass the number "
-            "of batch entries"
+            "of batch entries, as in from_mask_mod(mask_mod, batch_size=2)"
         )
     return MaskMod(entry.name, batch_size if by_batch else None, by_head)
 

@@ -70,3 +70,15 @@ def test_compiled_calls_make_patterns():
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(lengths), call(lengths))
+
+
+def test_a_compiled_call_keeps_the_message():
+    """torch.compile cannot trace the search for a similar name, so it has the list alone."""
+    x = torch.randn(1, 1, 16, 8)
+
+    def call(x):
+        return sr.attention(x, x, x, sr.Causal(), return_lsee=True)
+
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="attention has no option return_lsee"):
+        torch.compile(call, backend="eager", fullgraph=True)(x)
