@@ -43,6 +43,10 @@ def memory_size(text: str) -> int | str:
     """Parses bytes such as 24GB or 24GiB, or "total", for argparse's `type`."""
     from ..planning.sizes import parse_bytes
 
+    if text.isascii() and text.isdigit() and 0 < int(text) < 1_000_000:
+        raise argparse.ArgumentTypeError(
+            f"expected memory such as 24GB, got {text} bytes; name a unit"
+        )
     try:
         return text if text == "total" else parse_bytes(text)
     except ValueError as error:

@@ -1,6 +1,7 @@
 """The models that `sparsering plan --model` plans: the library's own, and those of transformers."""
 
 import argparse
+import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,12 @@ def planned_model(arguments: argparse.Namespace) -> "ModelOutline":
         OSError for a model that is not found.
     """
     own = arguments.model in OWN
+    plain = [name for name in OWN if _plain(name) == _plain(arguments.model)]
+    if plain and not own:
+        raise ValueError(
+            f"expected {', '.join(OWN)}, a folder, a config.json or a name on the Hub, got "
+            f"{arguments.model}; did you mean {plain[0]}?"
+        )
     sizes = {"--width": arguments.width, "--layers": arguments.layers}
     sizes |= {"--in-width": arguments.in_width, "--vocab-size": arguments.vocab_size}
     sizes |= {"--heads": arguments.heads, "--kv-heads": arguments.kv_heads}
@@ -92,6 +99,10 @@ def _longnet(arguments: argparse.Namespace) -> "ModelOutline":
         head_dim=width // heads,
         saved=saved,
     )
+
+
+def _plain(name: str) -> str:
+    return re.sub("[-_ ]", "", name.lower())
 
 
 def _of_transformers(path: str, text: str | None) -> "ModelOutline":

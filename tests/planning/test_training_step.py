@@ -253,3 +253,19 @@ def test_options_that_do_not_belong_are_one_line(capsys, words, message):
     assert main(["plan", *words]) == 2
     said = capsys.readouterr().err
     assert message in said and said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, told",
+    [
+        (["--model", "LongNetEncoder"], "got LongNetEncoder; did you mean longnet-encoder?"),
+        (["--model", "longnet", "--memory", "24"], "such as 24GB, got 24 bytes; name a unit"),
+    ],
+)
+def test_a_near_name_and_a_size_without_a_unit_are_asked_about(capsys, arguments, told):
+    try:
+        code = main(["plan", "--tokens", "4K", *arguments])
+    except SystemExit as ended:  # of the parser
+        code = ended.code
+    assert code == 2
+    assert told in capsys.readouterr().err
