@@ -8,9 +8,8 @@ from pathlib import Path
 
 from sparsering.cli.argument_types import add_quiet, positive
 from sparsering.files import replace_file
-from sparsering.mistakes import OneLineParser, exit_code
+from sparsering.mistakes import OneLineParser, run_command
 from sparsering.plots.figure import require_matplotlib
-from sparsering.progress import showing
 
 from . import comparisons, tables
 from .comparisons.ablation import ablation
@@ -67,15 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0; 1 where a table failed; 2 for a mistake."""
-    arguments = build_parser().parse_args(argv)
-    try:
-        with showing("nothing" if getattr(arguments, "quiet", False) else "bars and lines"):
-            return int(arguments.run(arguments))
-    except (Exception, KeyboardInterrupt) as error:
-        code = exit_code("python -m benchmarks", error)
-        if code is None:
-            raise
-        return code
+    return run_command("python -m benchmarks", build_parser().parse_args(argv))
 
 
 def _bench(arguments: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from contextlib import contextmanager
 from typing import NoReturn
 
 from .patterns.arguments import shortened
+from .progress import showing
 
 USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
 TOO_LARGE = (MemoryError, OverflowError, RecursionError)  # and torch's RuntimeError of memory
@@ -54,6 +55,22 @@ def one_line_errors(program: str, *, install: str = "", shown: bool = True) -> I
     if not shown:
         time.sleep(SPEAKS_WITHIN_S)
     sys.exit(code)  # outside of the handler, so that no traceback has the error as its context
+
+
+def run_command(program: str, arguments: argparse.Namespace) -> int:
+    """Runs the command that a parser has set as `run`; its option `--quiet` hides progress.
+
+    Returns: the command's exit code; 2 after a mistake of the user, 128 + n after signal n.
+    """
+    quiet = getattr(arguments, "quiet", False)
+    try:
+        with showing("nothing" if quiet else "bars and lines"):
+            return int(arguments.run(arguments))
+    except (Exception, KeyboardInterrupt) as error:
+        code = exit_code(program, error)
+        if code is None:
+            raise
+        return code
 
 
 def exit_code(

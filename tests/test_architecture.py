@@ -63,7 +63,7 @@ ROOMS = {
     "training": "distributed models nn planning selection functional layouts patterns files "
     "buffers commands progress",
     "demo": "training models plots nn distributed kernels layouts patterns files commands",
-    "mistakes": "patterns",
+    "mistakes": "patterns progress",
     "cli": "",  # the command line takes what a command needs
 }
 ANYTHING = ("cli", "__init__", "__main__")

@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .. import __version__
-from ..mistakes import OneLineParser, exit_code
-from ..progress import showing
+from ..mistakes import OneLineParser, run_command
 from . import demo, machine, patterns, planning, training, trying
 
 # Commands import inside their functions, so that `--help` and wrong options answer at once.
@@ -53,12 +52,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code: 0, 2 for an error, 128 + n after signal n."""
     arguments = build_parser().parse_args(argv)
     arguments.typed = list(sys.argv[1:] if argv is None else argv)  # for messages that add to it
-    quiet = getattr(arguments, "quiet", False)
-    try:
-        with showing("nothing" if quiet else "bars and lines"):
-            return int(arguments.run(arguments))
-    except (Exception, KeyboardInterrupt) as error:
-        code = exit_code("sparsering", error)
-        if code is None:
-            raise
-        return code
+    return run_command("sparsering", arguments)

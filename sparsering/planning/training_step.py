@@ -47,7 +47,7 @@ class Saved(NamedTuple):
         It is reached where the loss goes backward, or in a layer's backward: the last one's, and
         with checkpointing one that runs again.
         """
-        kept = self.kept - self.layers + self.inputs if checkpointing else self.kept
+        kept = self.stored(checkpointing)
         again = self.layer if checkpointing else 0
         return max(kept + 2 * self.logits, kept - self.logits + again + self.gradients)
 

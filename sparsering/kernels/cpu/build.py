@@ -46,9 +46,8 @@ def vectors() -> str:
 
 def build(compiles: bool = False) -> Path:
     """Returns the library: the wheel's, else (or if it `compiles`) one built here and cached."""
-    wheels = SOURCE.with_name(f"binary-{vectors().lower()}.so")
-    if wheels.exists() and not (compiles or os.environ.get("SPARSERING_CXXFLAGS")):
-        return wheels
+    if not compiles and (library := _of_the_wheel()) is not None:
+        return library
     try:
         return _cached(cache_folder())
     except OSError as error:
@@ -59,6 +58,12 @@ def build(compiles: bool = False) -> Path:
         told = f"the CPU kernel goes to {folder}: SPARSERING_CACHE names a better"
         print(f"sparsering: {error}; {told}", file=sys.stderr)
         return _cached(folder)
+
+
+def _of_the_wheel() -> Path | None:
+    """Returns the wheel's library for this processor, if it has one and no flags ask for more."""
+    library = SOURCE.with_name(f"binary-{vectors().lower()}.so")
+    return library if library.exists() and not os.environ.get("SPARSERING_CXXFLAGS") else None
 
 
 def _of_this_user() -> Path | None:
@@ -172,10 +177,9 @@ def library() -> Any:
 def load_existing() -> None:
     """Loads the library for layouts if the wheel or the cache has it; compiles nothing."""
     with contextlib.suppress(ImportError, OSError, RuntimeError, ValueError):
-        wheels = SOURCE.with_name(f"binary-{vectors().lower()}.so")
-        own = wheels.exists() and not os.environ.get("SPARSERING_CXXFLAGS")
-        library = wheels if own else _library_in(cache_folder())
-        if own or _is_whole(library):
+        wheels = _of_the_wheel()
+        library = _library_in(cache_folder()) if wheels is None else wheels
+        if wheels is not None or _is_whole(library):
             torch.ops.load_library(library)
             _ = torch.ops.sparsering_cpu.table  # as in `_load`
 
