@@ -5,8 +5,9 @@ pairs is split into smaller ones; in the smallest, the mask is evaluated for eac
 grows with the borders between masked and visited areas, not with the areas.
 """
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -46,8 +47,12 @@ class Cut(NamedTuple):
 
     def piece_of(self, tiles: Axis) -> Tensor:
         """Returns the index of the range that contains each tile; each tile lies in one range."""
+        return self.piece_at(tiles.start)
+
+    def piece_at(self, position: Tensor) -> Tensor:
+        """Returns the index of the range that contains each position."""
         ends = torch.tensor([stop for _, stop in self.ranges], dtype=torch.int64)
-        return torch.searchsorted(ends, tiles.start, right=True)
+        return torch.searchsorted(ends, position, right=True)
 
 
 def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ()) -> Cut:
@@ -95,6 +100,17 @@ class TokenRanges:
         return self.number[run], self.start[run] + self.step * place
 
 
+class Visits(NamedTuple):
+    """Keys that the query rows of some masks visit on other ranks, and the pairs of each mask.
+
+    Set `label * world + owner` of `keys` has the keys of rank `owner` that the rows of group
+    `label` visit.
+    """
+
+    keys: list[TokenRanges]  # progressions of one step per item; they may share tokens
+    pairs: Tensor  # [labels, world]: (query, key) pairs by the query's label and the key's rank
+
+
 def needed_keys(
     masks: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int
 ) -> TokenRanges:
@@ -102,17 +118,8 @@ def needed_keys(
 
     Set `label * world + owner` has the keys of rank `owner` that the rows of group `label` visit.
     """
-    needed: list[TokenRanges] = []
-    for mask in masks:
-        size = _first_size(mask, frame)
-        for grid, term in terms(mask, size):
-            rule = condition(term, frame)
-            for pairs in _pairs(rule, grid, size, frame, queries, keys):
-                piece, sender = queries.piece_of(pairs.q), keys.rank[keys.piece_of(pairs.k)]
-                foreign = queries.rank[piece] != sender
-                number = (queries.label[piece] * world + sender)[foreign]
-                needed += _visited_keys(rule, term, pairs[foreign], number, size, frame)
-    return union(needed, frame.kv_len)
+    found = [visits(mask, frame, queries, keys, world, 0, count=False).keys for mask in masks]
+    return union([part for parts in found for part in parts], frame.kv_len)
 
 
 def count_pairs(
@@ -121,14 +128,107 @@ def count_pairs(
     """Counts each branch's (query, key) pairs by query `label` and key's rank: [labels, world]."""
     total = torch.zeros(labels, world, dtype=torch.int64)
     for branch in branches:
-        size = _first_size(branch, frame)
-        for grid, term in disjoint_terms(branch, size):
-            rule = condition(term, frame)
-            for pairs in _pairs(rule, grid, size, frame, queries, keys):
-                label = queries.label[queries.piece_of(pairs.q)]
-                place = label * world + keys.rank[keys.piece_of(pairs.k)]
-                total.view(-1).index_add_(0, place, _pairs_of(rule, term, pairs, size, frame))
+        total += visits(branch, frame, queries, keys, world, labels, list_keys=False).pairs
     return total
+
+
+def visits(
+    mask: Mask,
+    frame: Frame,
+    queries: Cut,
+    keys: Cut,
+    world: int,
+    labels: int,
+    *,
+    list_keys: bool = True,
+    count: bool = True,
+) -> Visits:
+    """Lists a mask's `Visits`; what is not asked for is empty, and zeros."""
+    total = torch.zeros(labels, world, dtype=torch.int64)
+    needed: list[TokenRanges] = []
+    size = _first_size(mask, frame)
+    for (grid, term), (_, rest) in zip(terms(mask, size), disjoint_terms(mask, size), strict=True):
+        # `rest` has the pairs of `term` that are in no earlier term, so that each counts once
+        rule, rule_of_rest = condition(term, frame), condition(rest, frame)
+        for pairs in _pairs(rule, grid, size, frame, queries, keys):
+            piece, sender = queries.piece_of(pairs.q), keys.rank[keys.piece_of(pairs.k)]
+            place = queries.label[piece] * world + sender
+            status = rule.status(pairs) if list_keys or rest is term else None
+            if count:
+                known = status if rest is term else None
+                number_of_pairs = _pairs_of(rule_of_rest, rest, pairs, size, frame, known)
+                total.view(-1).index_add_(0, place, number_of_pairs)
+            if list_keys and status is not None:
+                foreign = queries.rank[piece] != sender
+                some, number, known = pairs[foreign], place[foreign], status[foreign]
+                needed += _visited_keys(rule, term, some, number, size, frame, known)
+    return Visits(_joined_by_step(needed, frame.kv_len), total)
+
+
+class FineVisits:
+    """The `Visits` of a pattern's masks between pieces of which several shardings are made.
+
+    Where one of the shardings cuts, all pieces are cut. So each tile is tested once for all of
+    them: `needed_keys` and `count_pairs` return what the functions of these names do.
+    """
+
+    def __init__(
+        self,
+        masks: Iterable[Mask],
+        frame: Frame,
+        shardings: Sequence[Sequence[Ranges]],
+        rows: Ranges,
+    ) -> None:
+        """Looks at the tiles. `rows`: query rows at whose edges queries are cut too."""
+        owned = [edge for parts in shardings for part in parts for piece in part for edge in piece]
+        keys = _between(owned)
+        queries = _between([*owned, *(edge for row in rows for edge in row)])
+        self.length = frame.kv_len
+        self.query_starts, self.key_starts = map(_starts, (queries, keys))
+        key_numbers, labels = torch.arange(len(keys)), torch.arange(len(queries))
+        of_keys = Cut(keys, rank=key_numbers, label=key_numbers)
+        of_queries = Cut(queries, rank=of_keys.piece_at(self.query_starts), label=labels)
+        self.of_mask = {
+            mask: visits(mask, frame, of_queries, of_keys, len(keys), len(queries))
+            for mask in masks
+        }
+
+    def needed_keys(
+        self, masks: Iterable[Mask], queries: Cut, keys: Cut, world: int
+    ) -> TokenRanges:
+        """Returns what `needs.needed_keys` does, for the cuts of one of the shardings."""
+        piece, sender = queries.piece_at(self.query_starts), self._senders(keys)
+        needed: list[TokenRanges] = []
+        for runs in (runs for mask in masks for runs in self.of_mask[mask].keys):
+            of_query = piece[runs.number // len(sender)]
+            of_key = sender[runs.number % len(sender)]
+            foreign = queries.rank[of_query] != of_key
+            number = (queries.label[of_query] * world + of_key)[foreign]
+            needed.append(TokenRanges(runs.step, number, runs.start[foreign], runs.last[foreign]))
+        return union(needed, self.length)
+
+    def count_pairs(
+        self, branches: Iterable[Mask], queries: Cut, keys: Cut, world: int, labels: int
+    ) -> Tensor:
+        """Returns what `needs.count_pairs` does, for the cuts of one of the shardings."""
+        label = queries.label[queries.piece_at(self.query_starts)]
+        place = (label[:, None] * world + self._senders(keys)).flatten()
+        total = torch.zeros(labels * world, dtype=torch.int64)
+        for branch in branches:
+            total.index_add_(0, place, self.of_mask[branch].pairs.flatten())
+        return total.view(labels, world)
+
+    def _senders(self, keys: Cut) -> Tensor:
+        return keys.rank[keys.piece_at(self.key_starts)]
+
+
+def _starts(ranges: Ranges) -> Tensor:
+    return torch.tensor([start for start, _ in ranges], dtype=torch.int64)
+
+
+def _between(edges: list[int]) -> list[tuple[int, int]]:
+    """Returns the ranges between neighbouring edges."""
+    return list(itertools.pairwise(sorted(set(edges))))
 
 
 def _first_size(mask: Mask, frame: Frame) -> int:
@@ -163,10 +263,19 @@ def _pairs(
 
 
 def _visited_keys(
-    rule: Condition, mask: Mask, pairs: TilePairs, set_number: Tensor, size: int, frame: Frame
+    rule: Condition,
+    mask: Mask,
+    pairs: TilePairs,
+    set_number: Tensor,
+    size: int,
+    frame: Frame,
+    status: Tensor | None = None,
 ) -> Iterator[TokenRanges]:
-    """Yields the keys that a query of tile pair i visits, as part of the set `set_number[i]`."""
-    status = rule.status(pairs)
+    """Yields the keys that a query of tile pair i visits, as part of the set `set_number[i]`.
+
+    `status`: that of the pairs, where the caller has it.
+    """
+    status = rule.status(pairs) if status is None else status
     full = status == FULL
     step = pairs.k.step
     yield TokenRanges(step, set_number[full], pairs.k.start[full], pairs.k.last[full])
@@ -198,9 +307,19 @@ def _visited_keys(
     yield TokenRanges(step, set_number[pair], start + begin[run] * step, start + end[run] * step)
 
 
-def _pairs_of(rule: Condition, mask: Mask, pairs: TilePairs, size: int, frame: Frame) -> Tensor:
-    """Counts (query, key) pairs in each tile pair; evaluates tile pairs of equal bitmaps once."""
-    status = rule.status(pairs)
+def _pairs_of(
+    rule: Condition,
+    mask: Mask,
+    pairs: TilePairs,
+    size: int,
+    frame: Frame,
+    status: Tensor | None = None,
+) -> Tensor:
+    """Counts (query, key) pairs in each tile pair; evaluates tile pairs of equal bitmaps once.
+
+    `status`: that of the pairs, where the caller has it.
+    """
+    status = rule.status(pairs) if status is None else status
     total = torch.where(status == FULL, pairs.q.count * pairs.k.count, 0)
     varies = torch.nonzero((status != FULL) & (status != EMPTY))[:, 0]
     if not len(varies):
@@ -248,14 +367,20 @@ def union(parts: list[TokenRanges], length: int) -> TokenRanges:
     Returns progressions (start, start + step, ... to the last token) of one step for all; no two
     of a set share a token.
     """
-    steps = sorted({part.step for part in parts if len(part.number)})
-    if len(steps) <= 1:
-        return _merged(parts, steps[0] if steps else 1, length)
-    by_step = [_merged([x for x in parts if x.step == step], step, length) for step in steps]
+    by_step = _joined_by_step(parts, length)
+    if len(by_step) <= 1:
+        return by_step[0] if by_step else _merged(parts, 1, length)
+    steps = [part.step for part in by_step]
     if (common := math.lcm(*steps)) <= _MOST_LINES:
         return _merged([_with_step(runs, common) for runs in by_step], common, length)
     tokens = map(TokenRanges.tokens, by_step)
     return _merged([TokenRanges(1, number, x, x) for number, x in tokens], 1, length)
+
+
+def _joined_by_step(parts: list[TokenRanges], length: int) -> list[TokenRanges]:
+    """Joins the progressions of each step, as `union` does; steps ascend."""
+    steps = sorted({part.step for part in parts if len(part.number)})
+    return [_merged([x for x in parts if x.step == step], step, length) for step in steps]
 
 
 def _merged(parts: list[TokenRanges], step: int, length: int) -> TokenRanges:

@@ -28,7 +28,7 @@ from ..patterns.arguments import (
     shortened,
 )
 from ..patterns.once import once
-from .needs import TokenRanges, count_pairs, cut, needed_keys
+from .needs import FineVisits, TokenRanges, count_pairs, cut, needed_keys
 from .sharding import check_sharding, num_tokens, overlap, owned_ranges
 from .travellers import Traveller, choose_travellers, global_rows
 from .wire import wire_format
@@ -196,13 +196,19 @@ class RingPlan:
     @once
     def loads(self) -> Tensor:
         """The `load` of each rank, float64 [world size]."""
+        return self._loads(None)
+
+    def _loads(self, shared: FineVisits | None) -> Tensor:
         world = self.world_size
         travellers = [(t.owner, t.rows) for t in self.travellers]
-        queries, keys = cut(self.ranges, travellers), cut(self.ranges)
+        sides = cut(self.ranges, travellers), cut(self.ranges)
         loads = torch.zeros(world, dtype=torch.float64)
         for branches, heads in distinct_heads(self.pattern, self.frame).items():
             labels = world + len(travellers)
-            pairs = count_pairs(list(branches), self.frame, queries, keys, world, labels).double()
+            if shared is None:
+                pairs = count_pairs(list(branches), self.frame, *sides, world, labels).double()
+            else:
+                pairs = shared.count_pairs(branches, *sides, world, labels).double()
             loads += (pairs[:world].sum(1) + pairs[world:].sum(0)) * len(heads)
         return loads / (self.pattern.num_batches() or 1)
 
@@ -303,7 +309,15 @@ def default_plan(pattern: Pattern, seq_len: int, world_size: int, **options: Any
     return RingPlan.build(pattern, seq_len, world_size, block_size=size, **options)
 
 
-def _plan(pattern: Pattern, frame: Frame, world: int, block_size: int, sharding: str) -> RingPlan:
+def _plan(
+    pattern: Pattern,
+    frame: Frame,
+    world: int,
+    block_size: int,
+    sharding: str,
+    shared: FineVisits | None = None,
+) -> RingPlan:
+    """Returns the plan, from the cache if it is there; `shared` saves another look at the tiles."""
     key = (pattern, frame, world, block_size, sharding)
 
     def build() -> RingPlan:
@@ -312,15 +326,18 @@ def _plan(pattern: Pattern, frame: Frame, world: int, block_size: int, sharding:
         candidates: list[tuple[int, Ranges]] = [
             (rank, [row]) for rank, owned in enumerate(ranges) for row in overlap(owned, rows)
         ]
-        queries, keys = cut(ranges, candidates), cut(ranges)
+        sides = cut(ranges, candidates), cut(ranges)
         needs: list[TokenRanges] = []
         need_of = [[0] * frame.num_kv_heads for _ in range(pattern.num_batches() or 1)]
         for masks, places in distinct_kv_heads(pattern, frame).items():
             for batch, head in places:
                 need_of[batch][head] = len(needs)
-            needs.append(needed_keys(list(masks), frame, queries, keys, world))
+            if shared is None:
+                needs.append(needed_keys(list(masks), frame, *sides, world))
+            else:
+                needs.append(shared.needed_keys(masks, *sides, world))
         if not needs:  # there are no heads or no batch entries
-            needs.append(needed_keys([], frame, queries, keys, world))
+            needs.append(needed_keys([], frame, *sides, world))
         travellers: tuple[Traveller, ...] = ()
         if candidates:
             uses = [sum(row.count(number) for row in need_of) for number in range(len(needs))]
@@ -329,41 +346,51 @@ def _plan(pattern: Pattern, frame: Frame, world: int, block_size: int, sharding:
         return RingPlan(*key, ranges, tuple(needs), tuple(map(tuple, need_of)), travellers)
 
     with record_function("sparsering::plan"):
-        return layout_cache.keep(("plan", *key), build)
+        plan = layout_cache.keep(("plan", *key), build)
+    if shared is not None and RingPlan.loads.stored(plan) is None:
+        RingPlan.loads.store(plan, plan._loads(shared))
+    return plan
 
 
 def _choose_sharding(pattern: Pattern, frame: Frame, world: int, block_size: int, name: str) -> str:
-    def plan(sharding: str) -> RingPlan:
-        return _plan(pattern, frame, world, block_size, sharding)
-
     def choose() -> str:
-        if name == "balanced":
-            return _balanced(pattern, frame, world)
-        if plan("contiguous").is_even:
+        if world == 1:
             return "contiguous"
-        even = _choose_sharding(pattern, frame, world, block_size, "balanced")
-        return min(map(plan, ("contiguous", "zigzag", even)), key=lambda plan: plan.cost).sharding
+        of_chunks = owned_ranges("contiguous", frame.kv_len, _CHUNKS_PER_RANK * world)
+        shardings = [of_chunks]
+        if name == "auto":
+            shardings += [owned_ranges(x, frame.kv_len, world) for x in ("contiguous", "zigzag")]
+        masks = dict.fromkeys(mask for masks in distinct_heads(pattern, frame) for mask in masks)
+        shared = FineVisits(masks, frame, shardings, global_rows(pattern, frame))
+        even = _balanced(pattern, frame, world, shared)
+        if name == "balanced":
+            return even
+        plans = []
+        for sharding in ("contiguous", "zigzag", even):
+            plans.append(_plan(pattern, frame, world, block_size, sharding, shared))
+            if sharding == "contiguous" and plans[0].is_even:
+                break
+        return min(plans, key=lambda plan: plan.cost).sharding
 
     return layout_cache.keep(("sharding", pattern, frame, world, name), choose)
 
 
-def _balanced(pattern: Pattern, frame: Frame, world_size: int) -> str:
+def _balanced(pattern: Pattern, frame: Frame, world_size: int, shared: FineVisits) -> str:
     """Returns a sharding with even loads, few tokens to send, and equally many chunks per rank.
 
     It assigns the chunks with the most pairs first. A chunk goes to the rank with the least cost:
     the pairs that the rank has so far, minus the cost of the tokens that the chunk and the rank's
     chunks need from each other, because chunks of one rank send no messages.
     """
-    if frame.kv_len < _CHUNKS_PER_RANK * world_size or world_size == 1:
+    if frame.kv_len < _CHUNKS_PER_RANK * world_size:
         return "contiguous"
     chunks = _CHUNKS_PER_RANK * world_size
     pieces = cut(owned_ranges("contiguous", frame.kv_len, chunks))
     load = torch.zeros(chunks, dtype=torch.float64)
     tokens = torch.zeros(chunks, chunks, dtype=torch.float64)
     for branches, places in distinct_heads(pattern, frame).items():
-        pairs = count_pairs(list(branches), frame, pieces, pieces, chunks, chunks)
-        load += pairs.sum(1) * len(places)
-        runs = needed_keys(list(branches), frame, pieces, pieces, chunks)
+        load += shared.count_pairs(branches, pieces, pieces, chunks, chunks).sum(1) * len(places)
+        runs = shared.needed_keys(branches, pieces, pieces, chunks)
         tokens += runs.sizes(chunks * chunks).view(chunks, chunks) * len(places)
     tokens = tokens + tokens.T
     # together: tokens that are not sent if the rank gets the chunk

@@ -118,7 +118,7 @@ def propose(
     Raises: ValueError for sizes or limits that are not positive, an unknown machine, or a machine
         without a known memory if `memory` is not given.
 
-    Cost: estimates and layouts of ten patterns; ten seconds for 2^20 tokens, minutes over ranks.
+    Cost: estimates and layouts of ten patterns; some ten seconds for 2^20 tokens, over ranks too.
 
     Example:
         >>> propose(4096)[0].pattern

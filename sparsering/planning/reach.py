@@ -10,17 +10,20 @@ from ..layouts.bitmaps import unpack
 from ..layouts.cache import layout_cache
 from ..layouts.layout import BlockLayout, slots_of
 from ..patterns.algebra import Frame, Pattern
+from ..patterns.once import one_thread
 
 _MOST_BLOCKS = 1 << 21  # in one layout; a larger one is laid out in parts, each when it is needed
 _MOST_PARTS = 4  # that stay for the next layer, some 30 MB each
 
 
+@one_thread()
 def keys_seen(pattern: Pattern, frame: Frame) -> Tensor:
     """Returns whether the last query sees each key, in any head: bool [kv_len]."""
     layout = _rows_of(pattern, frame, 128, frame.q_len - 1, 1)
     return _keys_of(layout, torch.ones(1, dtype=torch.bool))
 
 
+@one_thread()
 def layers_to_see_all(
     pattern: Pattern, frame: Frame, fresh: Tensor, blocks: float, block_size: int
 ) -> int | None:

@@ -12,7 +12,9 @@ from oracles.ring_oracle import assert_plan_is_exact, owned
 from oracles.strategies import examples, scenes, specs
 
 import sparsering as sr
-from sparsering.distributed import RingPlan
+from sparsering.distributed import RingPlan, needs
+from sparsering.layouts.terms import distinct_heads, terms
+from sparsering.patterns.algebra import Frame
 
 SHARDINGS = ("contiguous", "zigzag", "chunks:1,0,2,2,1,0,0")
 
@@ -237,6 +239,56 @@ def test_auto_takes_what_costs_the_busiest_rank_least():
     assert chosen(sr.Causal()) == "zigzag"
     assert chosen(sr.SlidingWindow(4096) & sr.Causal()) == "contiguous"
     assert chosen(sr.LongNet((2048, 16384), (1, 4)) & sr.Causal()) == "contiguous"
+
+
+PATTERNS_OF_AUTO = [
+    sr.Causal(),
+    sr.LongNet((64, 512), (1, 4)) & sr.Causal(),
+    (sr.SlidingWindow(40, 40, 5) | sr.Dilated(256, 7)) & sr.Causal(),
+    (sr.SlidingWindow(50) | sr.GlobalTokens(12)) & sr.Causal(),
+    (sr.RandomBlocks(0.2, 16) | sr.BlockWindow(1, 16)) & sr.Causal(),
+    sr.Documents((100, 500, 401)) & sr.Causal(),
+    sr.Dilated(256, 4) + sr.RandomBlocks(0.3, 32, per_head=False) + sr.Full(),
+]
+
+
+@pytest.mark.parametrize("world", [2, 5])
+@pytest.mark.parametrize("pattern", PATTERNS_OF_AUTO, ids=str)
+def test_auto_and_a_named_sharding_make_one_plan(pattern, world):
+    """Ranks may ask for either, so that the order of sent tokens must be the same to the token."""
+    options = {"num_heads": 2, "num_kv_heads": 2}
+    sr.layout_cache.clear()
+    auto = RingPlan.build(pattern, 1001, world, sharding="auto", **options)
+    names = ["contiguous", "zigzag", auto.sharding]
+    shared = [RingPlan.build(pattern, 1001, world, sharding=name, **options) for name in names]
+    sr.layout_cache.clear()
+    for name, one in zip(names, shared, strict=True):
+        other = RingPlan.build(pattern, 1001, world, sharding=name, **options)
+        assert one is not other
+        assert torch.equal(one.loads, other.loads)
+        assert (one.ranges, one.need_of, one.travellers, one.sharding) == (
+            other.ranges,
+            other.need_of,
+            other.travellers,
+            other.sharding,
+        )
+        for mine, others in zip(one.needs, other.needs, strict=True):
+            assert mine.step == others.step
+            assert torch.equal(mine.number, others.number)
+            assert torch.equal(mine.start, others.start) and torch.equal(mine.last, others.last)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS_OF_AUTO, ids=str)
+def test_auto_looks_at_each_tile_once(pattern, monkeypatch):
+    looks = []
+    original = needs._pairs
+    monkeypatch.setattr(needs, "_pairs", lambda *a: looks.append(a) or original(*a))
+    sr.layout_cache.clear()
+    plan = RingPlan.build(pattern, 1001, 4, num_heads=2, sharding="auto")
+    [plan.load(rank) + plan.tokens_received(rank) for rank in range(4)]
+    frame = Frame.build(1001, 1001, 2, 2, 0)
+    masks = {mask for masks in distinct_heads(pattern, frame) for mask in masks}
+    assert len(looks) == sum(len(terms(mask, 128)) for mask in masks)
 
 
 @pytest.mark.slow
