@@ -7,23 +7,42 @@ are about importing, or about what the environment says at that time, start a fr
 import multiprocessing
 import os
 import subprocess
+import sys
 import tempfile
+from multiprocessing import forkserver
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
-FORKED = multiprocessing.get_context("forkserver")
-FORKED.set_forkserver_preload(
-    [
-        *("torch.distributed.fsdp", "sparsering.training", "hypothesis"),
-        "transformers_models",  # of tests/integrations, if they run
-    ]
-)
+IMPORTED = ("torch.distributed.fsdp", "sparsering.training", "hypothesis")
+IMPORTED_IF_HERE = ("parallel_cases", "sharing_families")  # tests/integrations, and transformers
+
+
+def forking() -> ForkServerContext:
+    """Returns the context whose processes are forked, from one that runs and has imported all.
+
+    That one is started with this process's `sys.path`: Python 3.11 does not hand it over, and what
+    is not found is not imported, without a word.
+    """
+    context = multiprocessing.get_context("forkserver")
+    here = [name for name in IMPORTED_IF_HERE if name in sys.modules]
+    context.set_forkserver_preload([*IMPORTED, *here])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+    return context
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Runs code as a script, with further variables in its environment."""
     with tempfile.TemporaryDirectory() as folder:
         paths = f"{folder}/out", f"{folder}/error"
-        process = FORKED.Process(target=_execute, args=(code, environment, paths))
+        process = forking().Process(target=_execute, args=(code, environment, paths))
         process.start()
         process.join()
         out, error = (Path(path).read_text() for path in paths)

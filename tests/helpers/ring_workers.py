@@ -1,5 +1,6 @@
 """Processes that run functions together, as the ranks of a process group on gloo."""
 
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.forked import FORKED
+from helpers.forked import forking
 
 MAX_WORLD = 8
 _TIMEOUT = 120.0  # of the tests; nothing should take as long
@@ -27,7 +28,7 @@ class Workers:
     """
 
     def __init__(self, world: int, timeout: float = 60.0, forked: bool = True) -> None:
-        context = FORKED if forked else multiprocessing.get_context("spawn")
+        context = forking() if forked else multiprocessing.get_context("spawn")
         self.folder = tempfile.TemporaryDirectory()
         address = f"file://{self.folder.name}/rendezvous"
         self.pipes, self.processes = [], []
@@ -84,6 +85,7 @@ def _work(pipe: Connection, rank: int, world: int, address: str, timeout: float)
     from datetime import timedelta
 
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported: not looked through again, and its pages stay shared
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo", init_method=address, rank=rank, world_size=world, timeout=timedelta(seconds=timeout)

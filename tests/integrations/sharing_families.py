@@ -77,7 +77,7 @@ def share(rank: int, family: str, world: int = 2, positions: bool = False) -> Ro
 def shared(workers: Workers, family: str) -> str:
     """Returns "runs", the reason why not, or the last line of an error, from two ranks."""
     try:
-        rows = workers.run(share, family)
+        rows = workers.run(share, family, world=2)
     except AssertionError as error:
         return str(error).strip().splitlines()[-1]
     assert len({x.result for x in rows}) == 1, rows

@@ -16,7 +16,6 @@ from families_page import (
     section,
     ways_cell,
 )
-from helpers.ring_workers import workers_of
 from helpers.thinned import slow_except
 from indexed_caches import CACHES, FAMILIES, MINIMAX, ways
 from running_families import run
@@ -27,7 +26,6 @@ from transformers_families import shared_name
 
 from sparsering.integrations import transformers as hf
 
-workers = workers_of(2)
 LISTED = places_of_page()
 PLACES = dict(LISTED)
 FAST = (
@@ -68,10 +66,10 @@ def test_a_type_stands_where_its_run_puts_it(kind):
 @pytest.mark.parametrize(
     "kind", slow_except(SHARED, [k for k, x in LISTED if isinstance(x, Line) and x.ranks != "-"])
 )
-def test_a_type_runs_over_ranks_as_the_page_says(workers, kind):
+def test_a_type_runs_over_ranks_as_the_page_says(four, kind):
     listed = PLACES[kind]
     assert isinstance(listed, Line)
-    assert cell(shared(workers, shared_name(kind))) == listed.ranks
+    assert cell(shared(four, shared_name(kind))) == listed.ranks
 
 
 @as_tabulated

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from helpers.ring_workers import Workers, workers_of
+from helpers.ring_workers import Workers
 from helpers.thinned import slow_except
 from sharing_families import InFloat64, Row, batches, share
 from torch import Tensor
@@ -18,8 +18,6 @@ from transformers_families import tiny
 from sparsering.integrations import transformers as hf
 from sparsering.integrations.transformers import masks, override, shared_arguments
 from sparsering.patterns.positions import SlidingWindow
-
-workers = workers_of(2)
 
 FAST = {
     "gemma2": ("causal", "softcap", "window"),
@@ -37,19 +35,19 @@ REFUSED = {
 
 
 def same_on_all(workers: Workers, family: str) -> Row:
-    first, *others = workers.run(share, family)
+    first, *others = workers.run(share, family, world=2)
     assert {x.result for x in others} == {first.result}, (first, others)
     return first
 
 
 @pytest.mark.parametrize("family", slow_except(["gemma4_text", "llama4_text"], FAST))
-def test_a_family_runs_as_in_one_process(workers, family):
-    assert same_on_all(workers, family) == Row(family, FAST[family], "runs")
+def test_a_family_runs_as_in_one_process(four, family):
+    assert same_on_all(four, family) == Row(family, FAST[family], "runs")
 
 
 @pytest.mark.parametrize("family", REFUSED)
-def test_a_family_that_mixes_tokens_otherwise_is_refused(workers, family):
-    row = same_on_all(workers, family)
+def test_a_family_that_mixes_tokens_otherwise_is_refused(four, family):
+    row = same_on_all(four, family)
     assert (row.result, row.why) == ("refused", REFUSED[family])
 
 
@@ -67,14 +65,14 @@ def test_a_family_that_mixes_tokens_otherwise_is_refused(workers, family):
         ("bloom", "it mixes tokens in its own classes, and does not use the attention interface"),
     ],
 )
-def test_what_ranks_cannot_share_is_refused(workers, family, why):
-    row = same_on_all(workers, family)
+def test_what_ranks_cannot_share_is_refused(four, family, why):
+    row = same_on_all(four, family)
     assert row.result == "refused"
     assert row.why.startswith(why)
 
 
-def test_opt_runs_with_position_ids(workers):
-    row = workers.run(share, "opt", 2, True)[0]
+def test_opt_runs_with_position_ids(four):
+    row = four.run(share, "opt", 2, True, world=2)[0]
     assert row == Row("opt", ("causal",), "runs")
 
 
@@ -105,9 +103,9 @@ def last_logits(rank: int, keep: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("keep", [0, 1, 3])
-def test_layers_that_slice_the_mask_to_the_last_queries(workers, keep):
+def test_layers_that_slice_the_mask_to_the_last_queries(four, keep):
     """Gemma 4's layers without keys of their own compute only the tokens of `logits_to_keep`."""
-    ((wanted, got),) = workers.run(last_logits, keep, world=1)
+    ((wanted, got),) = four.run(last_logits, keep, world=1)
     torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
     assert wanted.std() > 1e-2
 
@@ -140,6 +138,6 @@ def share_with(rank: int, family: str, defect: str) -> Row:
         ("mistral", "labels are not shifted"),
     ],
 )
-def test_a_planted_defect_is_found(workers, family, defect):
-    rows = workers.run(share_with, family, defect)
+def test_a_planted_defect_is_found(four, family, defect):
+    rows = four.run(share_with, family, defect, world=2)
     assert [x.result for x in rows] == ["wrong", "wrong"], rows

@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from helpers.forked import run
 from helpers.ring_workers import workers_of
 from helpers.thinned import thinned
 from parallel_cases import BUILDERS, PLANTS, Case, alone, batch, check, pairs, share, traffic
@@ -45,6 +46,11 @@ def test_lengths_that_ranks_do_not_divide(four, world, length, loss):
     inputs = batch(length)
     inputs["labels"] = None if length == 1 else inputs["input_ids"]
     check(four, Case("mistral", inputs, loss=loss), world)
+
+
+def test_ranks_are_forked_from_a_process_that_has_imported_the_models():
+    found = run("import sys; print('parallel_cases' in sys.modules, 'transformers' in sys.modules)")
+    assert found.stdout == "True True\n", "each rank imports transformers, for seconds"
 
 
 @pytest.mark.slow
