@@ -14,7 +14,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 
 IMPORTED = ("torch.distributed.fsdp", "sparsering.training", "hypothesis")
-IMPORTED_IF_HERE = ("parallel_cases", "sharing_families")  # tests/integrations, and transformers
+WITH_MODELS = ("transformers_models", "parallel_cases", "sharing_families")  # of tests/integrations
 
 
 def forking() -> ForkServerContext:
@@ -24,8 +24,8 @@ def forking() -> ForkServerContext:
     is not found is not imported, without a word.
     """
     context = multiprocessing.get_context("forkserver")
-    here = [name for name in IMPORTED_IF_HERE if name in sys.modules]
-    context.set_forkserver_preload([*IMPORTED, *here])
+    more = WITH_MODELS if any(name in sys.modules for name in WITH_MODELS) else ()
+    context.set_forkserver_preload([*IMPORTED, *more])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     try:

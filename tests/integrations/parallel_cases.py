@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.ring_workers import Workers, groups
-from parallel_training import full_precision
+from parallel_training import full_precision, reduce_together
 from torch import Tensor
 from transformers import (
     BertForMaskedLM,
@@ -92,8 +92,19 @@ def leaves_of(inputs: dict[str, Any]) -> dict[str, Any]:
     return inputs
 
 
-def run_model(case: Case, model: Any, inputs: dict[str, Any], mean: Callable[..., Any]) -> Any:
-    """Runs a case: (output of the last call, losses, gradients by name); `mean` is over ranks."""
+def run_model(
+    case: Case,
+    model: Any,
+    inputs: dict[str, Any],
+    mean: Callable[[Tensor], Tensor],
+    gradients: Callable[[dict[str, Tensor]], dict[str, Tensor | None]],
+) -> Any:
+    """Runs a case: (output of the last call, losses, gradients by name).
+
+    Args:
+        mean: returns the mean of a loss over ranks.
+        gradients: returns by name the means over ranks of tensors' gradients.
+    """
     inputs = leaves_of(inputs)
     if case.steps:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
@@ -102,8 +113,9 @@ def run_model(case: Case, model: Any, inputs: dict[str, Any], mean: Callable[...
             optimizer.zero_grad()
             out = model(**inputs)
             out.loss.backward()
-            for parameter in model.parameters():
-                parameter.grad = mean(parameter.grad, parameter)
+            found = gradients(dict(model.named_parameters()))
+            for name, parameter in model.named_parameters():
+                parameter.grad = found[name]
             optimizer.step()
             losses.append(mean(out.loss.detach()))
         return out, losses, {}
@@ -119,11 +131,15 @@ def run_model(case: Case, model: Any, inputs: dict[str, Any], mean: Callable[...
     named = dict(model.named_parameters())
     if "inputs_embeds" in inputs:
         named["inputs_embeds"] = inputs["inputs_embeds"]
-    return out, mean(loss.detach()), {name: mean(x.grad, x) for name, x in named.items()}
+    return out, mean(loss.detach()), gradients(named)
 
 
-def same(x: Tensor | None, _: Tensor | None = None) -> Tensor | None:
-    return x
+def own_loss(loss: Tensor) -> Tensor:
+    return loss
+
+
+def own_gradients(named: dict[str, Tensor]) -> dict[str, Tensor | None]:
+    return {name: x.grad for name, x in named.items()}
 
 
 def alone(case: Case) -> tuple[Any, Any, Any]:
@@ -138,7 +154,7 @@ def alone(case: Case) -> tuple[Any, Any, Any]:
         if case.family.startswith(("bert", "modernbert")):
             del inputs["use_cache"]
         with hf.using(model, case.using) if used else nullcontext():
-            return run_model(case, model, inputs, same)
+            return run_model(case, model, inputs, own_loss, own_gradients)
 
 
 def share(rank: int, case: Case, world: int, plant: str | None = None) -> dict[str, Any]:
@@ -146,10 +162,15 @@ def share(rank: int, case: Case, world: int, plant: str | None = None) -> dict[s
     group = groups[world]
     divisor = world if case.loss == "mean" else 1
 
-    def mean(x: Tensor | None, like: Tensor | None = None) -> Tensor:
-        total = torch.zeros_like(like) if x is None else x.clone()
+    def mean(loss: Tensor) -> Tensor:
+        total = loss.clone()
         dist.all_reduce(total, group=group)
         return total / divisor
+
+    def gradients_of_all(named: dict[str, Tensor]) -> dict[str, Tensor | None]:
+        found = {n: torch.zeros_like(x) if x.grad is None else x.grad for n, x in named.items()}
+        reduce_together([*found.values()], group, divisor)
+        return {**found}
 
     precision = full_precision() if case.dtype == torch.float64 else nullcontext()
     with precision, pytest.MonkeyPatch.context() as patch:
@@ -160,7 +181,7 @@ def share(rank: int, case: Case, world: int, plant: str | None = None) -> dict[s
             hf.apply(model, case.apply)
         hf.parallelize(model, group, sharding=case.sharding, loss=case.loss)
         with nullcontext() if case.using is None else hf.using(model, case.using):
-            out, loss, gradients = run_model(case, model, case.inputs, mean)
+            out, loss, gradients = run_model(case, model, case.inputs, mean, gradients_of_all)
         positions = hf.local_positions(model)
     tuples = isinstance(out, tuple)
     hidden = None if tuples else out.get("hidden_states")

@@ -37,7 +37,7 @@ def checkpointed(rank: int, kind: str) -> Training:
     if kind.startswith("layers"):
         checkpoint_layers(model, kind == "layers, reentrant")
     hf.parallelize(model, groups[4])
-    mean_gradient, mean = mean_over(groups[4])
+    mean_gradients, mean = mean_over(groups[4])
 
     def step(number: int) -> Tensor:
         batch = batches(number)[0]
@@ -53,7 +53,7 @@ def checkpointed(rank: int, kind: str) -> Training:
         return loss
 
     with full_precision():
-        return train(model, step, mean_gradient, mean)
+        return train(model, step, mean_gradients, mean)
 
 
 @pytest.mark.parametrize(
@@ -96,9 +96,9 @@ def wrapped(rank: int, kind: str) -> Training:
         loss.backward()
         return loss
 
-    mean_gradient = mean_over(cp.get_group())[0] if axes == "outer" else lambda x: None
+    mean_gradients = mean_over(cp.get_group())[0] if axes == "outer" else lambda x: None
     with full_precision():
-        return train(model, step, mean_gradient, mean_over(groups[4])[1])
+        return train(model, step, mean_gradients, mean_over(groups[4])[1])
 
 
 WRAPPED = [
@@ -169,9 +169,8 @@ def in_bfloat16(rank: int, world: int) -> tuple[float, dict[str, Tensor]]:
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**batches()[0], use_cache=False).loss
     loss.backward()
-    mean_gradient, mean = mean_over(groups[world]) if world else (lambda x: None, lambda x: x)
-    for parameter in model.parameters():
-        mean_gradient(parameter.grad)
+    mean_gradients, mean = mean_over(groups[world]) if world else (lambda x: None, lambda x: x)
+    mean_gradients([x.grad for x in model.parameters()])
     return mean(loss.detach()).item(), {n: p.grad for n, p in model.named_parameters()}
 
 
@@ -244,10 +243,9 @@ def distilled(rank: int) -> list[Any]:
         total.backward()
     results = []
     for name, out, guide, own in found:
-        mean_gradient, mean = mean_over(shared[name])
+        mean_gradients, mean = mean_over(shared[name])
         gradients = {n: p.grad for n, p in students[name].named_parameters()}
-        for gradient in gradients.values():
-            mean_gradient(gradient)
+        mean_gradients([*gradients.values()])
         results.append((name, mean(out.loss.detach()).item(), gradients, guide, own))
     return results
 
