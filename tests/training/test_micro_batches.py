@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -210,12 +211,23 @@ def test_memory_that_runs_out_in_the_first_update_leaves_no_half_of_it(
     assert all(state["step"] == recipe.steps for state in run.optimizer.state.values())
 
 
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """The recipe of a run that stopped after 2 steps, and its folder; tests change copies."""
+    folder = tmp_path_factory.mktemp("stopped")
+    (folder / "text.txt").write_text(" ".join(map(str, range(3000))))
+    recipe = dataclasses.replace(RECIPE, data=str(folder / "text.txt"))
+    train(recipe, folder / "run", micro_batch="auto", stop_after=2)
+    return recipe, folder / "run"
+
+
 @pytest.mark.parametrize("size", [0, -1, -3, 4, 7, 12, 2.0, 1e3, "3", True])
-def test_a_part_that_does_not_divide_the_batch_is_refused(recipe, tmp_path, size):
+def test_a_part_that_does_not_divide_the_batch_is_refused(stopped, tmp_path, size):
+    recipe, run = stopped
     with pytest.raises(ValueError, match="--micro-batch must divide the batch size, 6"):
         train(recipe, tmp_path / "run", micro_batch=size)
     out = tmp_path / "resumed"
-    train(recipe, out, micro_batch="auto", stop_after=2)
+    shutil.copytree(run, out)
     lines = (out / "metrics.jsonl").read_text().splitlines()
     changed = [json.dumps({**json.loads(lines[0]), "micro_batch": size}), *lines[1:]]
     (out / "metrics.jsonl").write_text("\n".join(changed) + "\n")
