@@ -51,7 +51,7 @@ def row(name: str, backward: bool, gpu: str) -> Row:
     tokens = sr.longest_sequence(PATTERNS[name], **given)
     cost = sr.estimate(PATTERNS[name], tokens=tokens, **given)
     return {
-        "known": "planned", "gpu": gpu, "pattern": str(PATTERNS[name]), "name": name,
+        "known": "planned", "gpu": gpu, "pattern": PATTERNS[name].normal_text, "name": name,
         "backward": backward, "backend": cost.backend, "tokens": tokens,
         "at_least_seconds": float(f"{cost.seconds.value:.6g}"), "bytes": cost.memory._asdict(),
     }  # fmt: skip

@@ -185,7 +185,7 @@ def _row(
     query = inputs[0]
     layout = pattern.layout(query.shape[2], num_heads=HEADS, block_size=BLOCK)
     return {
-        "case": case, "pattern": str(pattern), "extra": name, "dtype": str(query.dtype)[6:],
+        "case": case, "pattern": pattern.normal_text, "extra": name, "dtype": str(query.dtype)[6:],
         "tokens": query.shape[2], "heads": HEADS, "head_dim": WIDTH, "block_size": BLOCK,
         "density": layout.density, "ms": ms, "times_without": ratio,
     }  # fmt: skip

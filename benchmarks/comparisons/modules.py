@@ -48,7 +48,8 @@ def modules(quick: bool) -> list[Row]:
             raise RuntimeError(f"the module is not what it is made of: {error}")
         rows += [
             {
-                "case": "forward", "backend": name, "pattern": str(pattern), "dtype": "float32",
+                "case": "forward", "backend": name, "pattern": pattern.normal_text,
+                "dtype": "float32",
                 "tokens": tokens, "embed_dim": EMBED_DIM, "heads": HEADS, "ms": ms[name],
                 "times_bare": ms[name] / ms["bare"], "error": error,
             }

@@ -100,7 +100,7 @@ def _compiled_flex(case: Case, quick: bool, budget: Budget) -> list[Row]:
     spread = _spread(call, 15)
     return [{
         "call": case.call, "backend": "FlexAttention", "case": "forward",
-        "pattern": str(case.pattern), "dtype": case.dtype, "tokens": case.tokens, "batch": 1,
+        "pattern": case.pattern.normal_text, "dtype": case.dtype, "tokens": case.tokens, "batch": 1,
         "heads": case.heads, "head_dim": case.head_dim, "block_size": 64, "pairs": pairs,
         "density": pairs / case.tokens**2, "error": error_of, **spread,
         "gflops": 4 * case.heads * case.head_dim * pairs / spread["ms"] / 1e6, "peak_bytes": None,

@@ -184,7 +184,7 @@ def _within(case: Case, limit: int, measured: bool, threads: int) -> Iterator[ob
         case.tokens, num_heads=case.heads, block_size=case.block_size or 64
     )
     yield {
-        "call": case.call, "backend": case.backend, "pattern": str(case.pattern),
+        "call": case.call, "backend": case.backend, "pattern": case.pattern.normal_text,
         "dtype": case.dtype, "tokens": case.tokens, "heads": case.heads, "head_dim": case.head_dim,
         "density": layout.num_pairs / case.tokens**2,
         "error": sampled_error(out, query, key, value, case.pattern, 4),

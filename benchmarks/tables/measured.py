@@ -106,7 +106,7 @@ def rows_of(
 def left_out(case: Case, reason: str) -> Row:
     """Builds the row of a call that was not measured, with the reason."""
     return {
-        "call": case.call, "backend": case.backend, "pattern": str(case.pattern),
+        "call": case.call, "backend": case.backend, "pattern": case.pattern.normal_text,
         "tokens": case.tokens, "heads": case.heads, "dtype": case.dtype, "left_out": reason,
     }  # fmt: skip
 
@@ -155,7 +155,8 @@ def _described(case: Case, inputs: Sequence[Tensor], rows: int) -> Row:
         error = max(error, _gradient_error(case, inputs))
     return {
         "call": case.call, "backend": case.backend,
-        "case": "forward+backward" if case.backward else "forward", "pattern": str(case.pattern),
+        "case": "forward+backward" if case.backward else "forward",
+        "pattern": case.pattern.normal_text,
         "dtype": case.dtype, "tokens": case.tokens, "batch": 1, "heads": case.heads,
         "head_dim": case.head_dim, "block_size": case.block_size, "pairs": layout.num_pairs,
         "density": layout.num_pairs / case.tokens**2, "error": error,

@@ -50,7 +50,7 @@ def planned_longest(quick: bool) -> list[Row]:
             tokens = most_tokens(peaks, machine.memory_bytes)
             seconds = through([x.seconds.value for x in estimates], tokens)
             rows.append({
-                "call": f"{name}, {what}", "known": "planned", "pattern": str(pattern),
+                "call": f"{name}, {what}", "known": "planned", "pattern": pattern.normal_text,
                 "dtype": "float16", "tokens": tokens, "heads": HEADS, "head_dim": WIDTH,
                 "density": through([x.pairs for x in estimates], tokens) / HEADS / tokens**2,
                 "limit_bytes": machine.memory_bytes, "at_least_seconds": seconds,
@@ -75,7 +75,7 @@ def own_machines() -> list[Row]:
                 machine=name, ranks=ranks,
             )  # fmt: skip
             rows.append({
-                "gpus": f"{ranks} x {name}", "tokens": tokens, "pattern": str(pattern),
+                "gpus": f"{ranks} x {name}", "tokens": tokens, "pattern": pattern.normal_text,
                 "peak_bytes_of_each": told.peak_bytes.value, "memory_bytes": memory,
                 "fits": told.peak_bytes.value <= memory, "at_least_seconds": told.seconds.value,
             })  # fmt: skip

@@ -82,7 +82,7 @@ def _measured(rank: int, world: int, tokens: int) -> Row:
     times = interleaved_times({"": call}, 3, clock=timed, warm=True)[""]
     return {
         "call": f"{world} ranks" if world > 1 else "1 rank", "known": "measured",
-        "ranks": world, "pattern": str(pattern), "tokens": tokens, "heads": HEADS,
+        "ranks": world, "pattern": pattern.normal_text, "tokens": tokens, "heads": HEADS,
         "head_dim": WIDTH, "dtype": "float32", "sharding": plan.sharding,
         "density": float(plan.loads.sum()) / HEADS / tokens**2, "error": error,
         **spread_of(times), "peak_bytes": int(peak), "received_bytes": int(received),
@@ -99,7 +99,7 @@ def _planned(world: int, tokens: int) -> Row:
     )
     return {
         "call": f"{world} ranks, {tokens:,} tokens", "known": "planned", "ranks": world,
-        "pattern": str(pattern), "tokens": tokens, "heads": HEADS, "head_dim": WIDTH,
+        "pattern": pattern.normal_text, "tokens": tokens, "heads": HEADS, "head_dim": WIDTH,
         "dtype": "float32", "sharding": plan.sharding,
         "density": float(plan.loads.sum()) / HEADS / tokens**2, "received_bytes": int(received),
         "load_max_over_mean": float(plan.loads.max() / plan.loads.mean()),

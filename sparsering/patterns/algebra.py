@@ -295,6 +295,14 @@ class _Combination(Pattern):
             text += f" {symbol} {part_text(part, tensors, as_data)}"
         return f"({text})"
 
+    def _shown_by_default(self) -> str:
+        first, *rest = self.masks
+        text = first._shown()
+        for mask in rest:
+            symbol, part = ("-", mask.mask) if isinstance(mask, Not) else (self.symbol, mask)
+            text += f" {symbol} {part._shown()}"
+        return f"({text})"
+
     def _components(self) -> tuple[Mask, ...]:
         return self.masks
 
@@ -396,6 +404,13 @@ def check_fits(pattern: Pattern, frame: Frame) -> None:
 
 
 def _combined(symbol: str, left: Pattern, right: object) -> Pattern:
+    pattern = _joined(symbol, left, right)
+    if isinstance(right, Pattern):
+        pattern.write_as((symbol, left, right))
+    return pattern
+
+
+def _joined(symbol: str, left: Pattern, right: object) -> Pattern:
     mixtures = [isinstance(side, Mixture) for side in (left, right)]
     if symbol == "|" and any(mixtures):
         raise TypeError(

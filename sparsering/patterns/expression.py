@@ -1,4 +1,4 @@
-"""Patterns as text: the expression that `repr(pattern)` gives, read from its syntax tree.
+"""Patterns as text: expressions as `repr(pattern)` shows them, read from their syntax tree.
 
     parse("LongNet((2048, 4096), (1, 2)) & Causal()")
 
@@ -101,6 +101,8 @@ def _parse(text: str, tensors: tuple[Tensor, ...], owned: bool = False) -> Patte
         raise ValueError(f"{error}, in pattern {quoted}") from None
     if not isinstance(pattern, Pattern):
         raise ValueError(f"{_EXPECTED}, got {quoted}")
+    if not tensors:
+        pattern.write_as(" ".join(text.split()))
     return pattern
 
 

@@ -225,7 +225,10 @@ def LongNet(  # noqa: N802 - named like a mask class, since it constructs a patt
             f"{len(lengths)} and {len(rates)}"
         )
     masks = tuple(Dilated(w, r, offset) for w, r in zip(lengths, rates, strict=True))
-    return masks[0] if len(masks) == 1 else Mixture(masks)
+    pattern = masks[0] if len(masks) == 1 else Mixture(masks)
+    own_offset = "" if masks[0].offset == "head" else f", {masks[0].offset!r}"
+    pattern.write_as(f"LongNet({lengths}, {rates}{own_offset})")
+    return pattern
 
 
 Lengths = tuple[int, ...] | tuple[tuple[int, ...], ...] | Tensor

@@ -1,5 +1,6 @@
 """Values that are written as text and tensors: how patterns are compared, hashed and copied."""
 
+import ast
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -11,6 +12,7 @@ from .arguments import digest_of, same_tensor
 
 # Expressions number the classes of one name and what they read; `repr` leaves this out.
 _VERSION = re.compile(r"__v\d+(?=\()|(, )?_state='\w+'(?=\))")
+_SYMBOLS = {ast.BitAnd: "&", ast.BitOr: "|", ast.Add: "+", ast.Sub: "-"}
 
 
 class WrittenValue:
@@ -24,6 +26,9 @@ class WrittenValue:
     _given: Mapping[str, Tensor] = {}  # lengths that came as a tensor, by field
     _data: tuple[str, tuple[Tensor, ...]] | None = None  # text and tensors, with lengths as tensors
     _name: ClassVar[str] = ""  # name in the expression, "" for the name of the class
+    # How the user wrote it, for people: a text, or an operator and its sides. Two patterns may
+    # differ in it and be equal; `expression` is what is compared.
+    _written: "str | tuple[str, WrittenValue, WrittenValue] | None" = None
 
     def __post_init__(self) -> None:
         self._validate()
@@ -81,8 +86,38 @@ class WrittenValue:
             return self.expression, (torch.empty(0),)
         return self.expression, self.tensors
 
-    def __repr__(self) -> str:
+    @property
+    def normal_text(self) -> str:
+        """The text that equal patterns share, for files; `repr` has the user's own spelling."""
         return _VERSION.sub("", self.expression)
+
+    def __repr__(self) -> str:
+        # the names t0, t1, ... are numbered in the expression
+        return self.normal_text if self.tensors else _VERSION.sub("", self._shown())
+
+    def _shown(self) -> str:
+        match self._written:
+            case str(text):
+                return text
+            case (symbol, left, right):
+                return f"{_side(left, symbol)} {symbol} {_side(right, symbol, right=True)}"
+        return self._shown_by_default()
+
+    def _shown_by_default(self) -> str:
+        """Writes the arguments that are not defaults, by keyword behind one that is left out."""
+        values, skipped = [], False
+        for name, value in zip(self.__match_args__, self._values(), strict=False):  # type: ignore[attr-defined]
+            if value == self.__dataclass_fields__[name].default:  # type: ignore[attr-defined]
+                skipped = True
+                continue
+            text = value._shown() if isinstance(value, WrittenValue) else repr(value)
+            values.append(f"{name}={text}" if skipped else text)
+        return f"{self._name or type(self).__name__}({', '.join(values)})"
+
+    def write_as(self, written: "str | tuple[str, WrittenValue, WrittenValue]") -> None:
+        """Stores how the user wrote a new pattern; it changes what `repr` shows, and no more."""
+        if not torch.compiler.is_compiling():
+            object.__setattr__(self, "_written", written)
 
     def __eq__(self, other: object) -> bool:
         if type(other) is not type(self):
@@ -99,7 +134,19 @@ class WrittenValue:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles only the arguments: hashes and class numbers differ by process."""
-        return type(self), tuple(self._values(as_data=True))
+        state = None if self._written is None else {"_written": self._shown()}
+        return type(self), tuple(self._values(as_data=True)), state
+
+
+def _side(side: WrittenValue, symbol: str, *, right: bool = False) -> str:
+    """Returns the text of one side of an operator, in parentheses where it is another operator."""
+    text = side._shown()
+    top = ast.parse(text, mode="eval").body
+    in_parentheses = top.col_offset > 0
+    if not isinstance(top, ast.BinOp) or in_parentheses:
+        return text
+    same = _SYMBOLS.get(type(top.op)) == symbol and not right
+    return text if same else f"({text})"
 
 
 def part_text(part: WrittenValue, tensors: list[Tensor], as_data: bool) -> str:

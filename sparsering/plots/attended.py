@@ -3,6 +3,7 @@
 Path("pattern.png").write_bytes(pattern_image(Causal() & SlidingWindow(512), 8192))
 """
 
+import ast
 from collections.abc import Sequence
 from typing import Any
 
@@ -232,9 +233,10 @@ def legend_of(pattern: Pattern, layouts: Sequence[BlockLayout], length: int) -> 
 
 
 def plain_text(pattern: Pattern) -> str:
-    """Returns a pattern's expression without the parentheses around all of it."""
+    """Returns a pattern's text without the parentheses around all of it."""
     text = str(pattern)
-    return text[1:-1] if text.startswith("(") and text.endswith(")") else text
+    in_parentheses = ast.parse(text, mode="eval").body.col_offset > 0  # (a) & (b) is not
+    return text[1:-1] if in_parentheses else text
 
 
 def share_text(layouts: Sequence[BlockLayout], length: int) -> str:

@@ -224,7 +224,7 @@ def test_a_tensor_is_copied_and_equals_its_ints():
     pattern = sr.Causal() & sr.Documents(lengths)
     lengths[0] = 28
     assert pattern == sr.Causal() & sr.Documents((20, 28))
-    assert str(pattern) == "(Causal() & Documents((20, 28)))"
+    assert str(pattern) == "Causal() & Documents((20, 28))"
     assert hash(pattern) == hash(sr.Causal() & sr.Documents((20, 28)))
 
 

@@ -345,7 +345,7 @@ class TestExplain:
         model = made("qwen2")
         with hf.using(model, {0: sr.SlidingWindow(3, 3)}):
             first, second = hf.explain(model).splitlines()
-        assert first.startswith("0: SlidingWindow(3, 3, 1); ") and first.endswith("cache: none")
+        assert first.startswith("0: SlidingWindow(3, 3); ") and first.endswith("cache: none")
         assert second.startswith("1: Causal(); ") and second.endswith("cache: grows without end")
         assert hf.explain(model) == "Qwen2ForCausalLM runs 'eager', not 'sparsering'"
 

@@ -243,9 +243,9 @@ def test_operators_that_a_mixture_has_not_raise(mixture: Any) -> None:
     [
         (
             sr.LongNet((8, 16), (1, 2), (0, 1, 2)) & sr.Causal(),
-            ["per kv head (2)", "Dilated(16, 2, (0, 1, 2)) & Causal()"],
+            ["per kv head (2)", "in LongNet((8, 16), (1, 2), (0, 1, 2)) & Causal()"],
         ),
-        (sr.Causal() + sr.Documents((31, 16)), ["40", "in (Causal() + Documents((31, 16)))"]),
+        (sr.Causal() + sr.Documents((31, 16)), ["40", "in Causal() + Documents((31, 16))"]),
     ],
 )
 def test_an_error_at_use_quotes_the_pattern(pattern: Any, words: list[str]) -> None:
@@ -327,6 +327,6 @@ def test_integers_of_other_kinds_become_ints() -> None:
     import numpy
 
     pattern = sr.SlidingWindow(torch.tensor(3), numpy.int64(2))
-    assert pattern == sr.SlidingWindow(3, 2) and str(pattern) == "SlidingWindow(3, 2, 1)"
+    assert pattern == sr.SlidingWindow(3, 2) and str(pattern) == "SlidingWindow(3, 2)"
     assert sr.parse(str(sr.BlockWindow(numpy.int32(1), 16))) == sr.BlockWindow(1, 16)
     assert sr.Hierarchical(((torch.tensor(16), None),), 16) == sr.Hierarchical(((16, None),), 16)

@@ -5,7 +5,7 @@ import torch
 
 import sparsering as sr
 
-WINDOW, TEXT = sr.SlidingWindow(2), "(Causal() - SlidingWindow(2, 0, 1) & Dilated(8, 2, 'head'))"
+WINDOW, TEXT = sr.SlidingWindow(2), "(Causal() - SlidingWindow(2)) & Dilated(8, 2)"
 
 
 def test_its_text_is_read_back_in_the_order_of_its_parts():
