@@ -9,6 +9,9 @@ from typing import Any
 
 from .argument_types import Commands, add_quiet, positive, token_count
 
+# names that `plan` and other libraries have for settings of a recipe
+_OTHER_NAMES = {"context": ("--tokens",), "num_layers": ("--layers",), "num_heads": ("--heads",)}
+
 
 def add_commands(commands: Commands) -> None:
     """Adds the commands that train and generate to the command line's parser."""
@@ -43,7 +46,7 @@ def add_commands(commands: Commands) -> None:
     add = generate.add_argument
     add("checkpoint", type=Path, help="folder that train wrote")
     add("--prompt", default="\n", help="text to continue")
-    add("--num-bytes", type=positive, default=300, help="bytes to add at most")
+    add("--num-bytes", "--max-new-tokens", type=positive, default=300, help="bytes to add at most")
     add("--stop", metavar="TEXT", help="end after this text")
     add("--temperature", type=float, default=0.7, help="0 takes the likeliest byte")
     add("--top-k", type=int, metavar="K", help="draw from the K likeliest bytes")
@@ -73,8 +76,9 @@ def _add_settings(train: argparse.ArgumentParser) -> None:
             options = {"action": "store_true"}
         elif "default" not in text:
             text += f" (default: {default})"
-        name = setting.name.replace("_", "-")
-        add(f"--{name}", default=argparse.SUPPRESS, help=text, **options)
+        name = "--" + setting.name.replace("_", "-")
+        others = _OTHER_NAMES.get(setting.name, ())
+        add(name, *others, default=argparse.SUPPRESS, help=text, **options)
 
 
 def _micro_batch(text: str) -> int | str:
@@ -98,7 +102,8 @@ def _train(arguments: argparse.Namespace) -> int:
     ) as ranks:
         out = arguments.out
         resume = arguments.resume or (was_restarted() and ranks.from_leader(has_checkpoint(out)))
-        base = ranks.together(lambda: load_checkpoint(out).recipe) if resume else Recipe()
+        began = ranks.together(lambda: load_checkpoint(out)) if resume else None
+        base, first_step = (began.recipe, began.step) if began else (Recipe(), 0)
         run = train(
             replace(base, **settings),
             out,
@@ -115,6 +120,11 @@ def _train(arguments: argparse.Namespace) -> int:
                 f"Step {run.step} of {run.recipe.steps}: validation loss {run.validation_loss:.4f} "
                 f"nats per byte at step {run.validated_at}."
             )
+            if began and run.step == first_step >= run.recipe.steps:
+                print(
+                    f"The run in {out} was finished before, so nothing was trained; --steps with "
+                    f"more than {run.step} trains it further"
+                )
             if run.step < run.recipe.steps:
                 size = f" --micro-batch {arguments.micro_batch}" if arguments.micro_batch else ""
                 command = f"{ranks.start('train')} --out {shlex.quote(str(out))} --resume{size}"
@@ -134,7 +144,8 @@ def _generate(arguments: argparse.Namespace) -> int:
     prompt = arguments.prompt.encode(errors="surrogateescape")  # the typed bytes, even if not UTF-8
     stop = None if arguments.stop is None else arguments.stop.encode(errors="surrogateescape")
     caches = model.caches(max_length=len(prompt) + arguments.num_bytes)
-    draft = arguments.draft if arguments.draft in ("none", "ngram") else load_model(arguments.draft)
+    draft = arguments.draft.lower().replace("n-gram", "ngram")
+    draft = draft if draft in ("none", "ngram") else load_model(arguments.draft)
     passes: list[None] = []
     model.norm.register_forward_hook(lambda *_: passes.append(None))
     tokens = model.generate(

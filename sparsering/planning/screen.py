@@ -4,11 +4,13 @@ Times on named machines are lower bounds by published peaks, and the output says
 measures nothing.
 """
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from textwrap import wrap
 from typing import Any
 
+from ..commands import sparsering
 from ..patterns.arguments import shortened
 from ..patterns.expression import parse
 from .comparison import hides_later_keys
@@ -29,7 +31,7 @@ MOST_SEARCHED = 1 << 22
 
 
 def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
-    """Returns the plan as text of at most 100 columns and about 24 lines.
+    """Returns the plan as text of at most 100 columns and about 24 lines, but for a last command.
 
     Args:
         memory: memory of one device, as in `choose_batch_size`.
@@ -70,7 +72,11 @@ def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
         _row("quality", _QUALITY),
         _row("", "(docs/selection.md; sparsering.selection.selection_report for chosen blocks)"),
     ]
-    return "\n".join(line for text in lines for line in wrap(text, WIDTH, **_WRAPPED) or [""])
+    wrapped = [line for text in lines for line in wrap(text, WIDTH, **_WRAPPED) or [""]]
+    if causal:  # `train` is of models that hide later bytes; the command is whole, to be copied
+        options = f"--pattern {shlex.quote(text)} --context {scenario.tokens} --out runs/planned"
+        wrapped.append(_row("next", sparsering(f"train {options}")))
+    return "\n".join(wrapped)
 
 
 def title_of(scenario: Scenario) -> str:
@@ -203,7 +209,8 @@ def _advice(estimate: Estimate, limit: int | None, saving: float, dense_name: st
     peak, seconds, balance = estimate.peak_bytes.value, estimate.seconds, estimate.balance.value
     if limit is not None and peak > usable(limit):
         return (
-            f"it does not fit: {show_bytes(peak)} in {show_bytes(limit)}; take "
+            f"it does not fit: {show_bytes(peak)} in the {show_bytes(usable(limit))} that a call "
+            f"can use of {show_bytes(limit)}; take "
             f"about {estimate.ranks * -(-peak // usable(limit)):.0f} ranks, or shorter sequences"
         )
     if saving < 1.5:

@@ -2,21 +2,26 @@
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
 from .ranks import Ranks
 
+_ONE_SIGNAL_S = 0.25  # seconds in which several signals are one
+
 
 @contextmanager
 def stop_signal(ranks: Ranks) -> Iterator[Callable[[], int | None]]:
     """Yields a function that returns the number of a SIGINT or SIGTERM that any rank got, or None.
 
-    All ranks call the function together. A second signal has its usual effect at once. Python sets
+    All ranks call the function together. A second signal has its usual effect at once, but for a
+    quarter of a second: a terminal and a parent process may both pass on one Ctrl-C. Python sets
     handlers only in the main thread, so in other threads signals keep their usual effect.
     """
     numbers: list[int] = []
+    times: list[float] = []
     in_main_thread = threading.current_thread() is threading.main_thread()
     stopping = (signal.SIGINT, signal.SIGTERM) if in_main_thread else ()
     handlers = {number: signal.getsignal(number) for number in stopping}
@@ -26,8 +31,12 @@ def stop_signal(ranks: Ranks) -> Iterator[Callable[[], int | None]]:
             signal.signal(number, handler)
 
     def note(number: int, frame: FrameType | None) -> None:
-        numbers.append(number)
-        restore()
+        if not numbers:
+            numbers.append(number)
+            times.append(time.monotonic())
+        elif time.monotonic() - times[0] > _ONE_SIGNAL_S:
+            restore()
+            signal.raise_signal(number)
 
     for number in handlers:
         signal.signal(number, note)

@@ -1,15 +1,17 @@
 """One screen of `sparsering plan`: it fits a terminal, and its figures are those of `estimate`."""
 
 import re
+import shlex
 
 import pytest
 import torch
 
 import sparsering as sr
-from sparsering.cli import main
+from sparsering.cli import build_parser, main
 from sparsering.distributed import RingPlan
 from sparsering.planning import screen
 from sparsering.planning.estimate import estimate_of
+from sparsering.planning.fit import usable
 from sparsering.planning.sizes import show_bytes, show_seconds
 
 FOUNDING = "LongNet((2048, 32768), (1, 12)) & Causal()"
@@ -19,8 +21,25 @@ def plan(capsys, pattern, *argv):
     """The lines of a plan, and by its first word what each says."""
     assert main(["plan", pattern, *map(str, argv)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 24 and max(map(len, lines)) <= 100
+    text = [line for line in lines if not line.startswith("next")]  # a command stays whole
+    assert len(text) <= 24 and max(map(len, text)) <= 100
     return lines, {line[:9].strip(): line[10:] for line in lines if line[:9].strip()}
+
+
+def test_the_next_command_trains_with_the_planned_pattern(capsys):
+    pattern = "SlidingWindow(7) & Causal()"
+    command = plan(capsys, pattern, "--tokens", "1K", "--gpu", "H200")[1]["next"]
+    words = shlex.split(command)
+    parsed = build_parser().parse_args(words[words.index("train") :])
+    assert (parsed.pattern, parsed.context) == (pattern, 1024)
+    assert "next" not in plan(capsys, "Full()", "--tokens", "1K", "--gpu", "H200")[1]
+
+
+def test_what_does_not_fit_says_how_much_of_the_memory_a_call_can_use(capsys):
+    argv = ("--tokens", "1M", "--gpu", "H200", "--memory", "1GB")
+    advice = plan(capsys, "Causal()", *argv)[1]["advice"]
+    room = f"{show_bytes(usable(10**9))} that a call can use of {show_bytes(10**9)}"
+    assert f" in the {room}; take about " in advice
 
 
 def test_the_founding_question_is_answered(capsys):
