@@ -20,6 +20,7 @@ from .checks import (
 from .dispatch import BACKENDS, Backend, Inputs, block_size_of, choose
 from .extras import NO_EXTRAS, OPTIONS, Extras, checked_extras, refuse_options
 from .kernels.triton import interpreting
+from .layouts.lists import Source, split
 from .pairs import frame_of
 from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.keys import KeyMasks, without_key_masks
@@ -28,7 +29,15 @@ from .patterns.selected import has_lists
 Choices = tuple[Any, Any, Any, Any]
 """`attention`'s arguments backend, scale, q_start and block_size."""
 LayoutKey = tuple[Pattern, Frame, int, torch.device]
-"""Arguments of `call_problem.layout_of`: pattern, frame, block size and device."""
+"""Arguments of `work.layout_of`: pattern, frame, block size and device."""
+
+
+class Parts(NamedTuple):
+    """A call's pattern, taken apart by how its pairs are computed."""
+
+    layout_key: LayoutKey  # what a layout of tiles is built from
+    key_masks: KeyMasks = ()  # keys that no query sees, for the backend as data
+    sources: tuple[tuple[Source, ...], ...] = ()  # of listed keys, by branch; () if there are none
 
 
 class CallRecipe(NamedTuple):
@@ -73,7 +82,7 @@ def recipe_of(
     if kind is not None:
         recipe = recipe._replace(plain=True, learns=kind[0][-1], table=tuple(BACKENDS.values()))
         if BACKENDS[recipe.backend].backward and not pattern.tensors and not in_cache:
-            layout_key, masks = layout_key_of(recipe, *inputs[:2], pattern, options)
+            layout_key, masks, _ = parts_of_call(recipe, *inputs[:2], pattern, options)
             check_fits(*layout_key[:2])
             direct = None if masks or recipe.learns or options.in_use else layout_key
             recipe = recipe._replace(block_size=layout_key[2], layout_key=direct)
@@ -84,23 +93,30 @@ def recipe_of(
     return recipe, inputs, options
 
 
-def layout_key_of(
+def parts_of_call(
     recipe: CallRecipe, query: Tensor, key: Tensor, pattern: Pattern, extras: Extras
-) -> tuple[LayoutKey, KeyMasks]:
-    """Returns the arguments of `call_problem.layout_of`, and key masks for the backend as data.
+) -> Parts:
+    """Takes a call's pattern apart: tiles, key masks and sources of listed keys.
 
-    So a new key mask needs no new layout. With a block bias, the layout has the key masks too,
-    because the bias has a number for each visited block of the whole pattern.
+    Key masks are data of the backend, so a new one needs no new layout. A block bias has a number
+    for each visited block of the whole pattern: with it, tiles have all pairs.
     """
     check_batch(pattern, query.shape[0])
+    frame, kernels = frame_of(query, key, recipe.q_start), BACKENDS[recipe.backend]
     masks: KeyMasks = ()
-    if "key_mask" in BACKENDS[recipe.backend].extras:
+    sources: tuple[tuple[Source, ...], ...] = ()
+    in_tiles = extras["block_bias"] is not None
+    if "key_mask" in kernels.extras:
         rest, masks = without_key_masks(pattern)
-        pattern = rest if extras["block_bias"] is None else pattern
-    frame = frame_of(query, key, recipe.q_start)
+        pattern = pattern if in_tiles else rest
+    if pattern.tensors and kernels.runs_lists:
+        check_fits(pattern, frame)
+        if not in_tiles and has_lists(pattern):
+            pattern, sources = split(pattern)
     if (size := recipe.block_size) is None:
         size = block_size_of(recipe.backend, pattern, query, frame)
-    return (pattern, frame, size, query.device), masks
+    layout_key = pattern, frame, size, query.device
+    return Parts(layout_key=layout_key, key_masks=masks, sources=sources)
 
 
 def _kind(

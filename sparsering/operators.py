@@ -15,21 +15,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call_problem import problem_of, slot_gradient
-from .call_recipe import CallRecipe, layout_key_of
+from .call_recipe import CallRecipe
 from .differentiable import differentiable
 from .dispatch import BACKENDS, Backend
 from .extras import OPTIONS, Extras, operator_schema
 from .kernels.library_calls import SECOND_DERIVATIVES
-from .kernels.lists import split_lists
 from .kernels.problem import Problem
 from .layouts.cache import layout_cache
+from .layouts.lists import split
 from .numerics import without_autocast
 from .patterns.algebra import Pattern
 from .patterns.expression import parse, parse_owned
 from .patterns.selected import selections_of
 from .patterns.tree import check_distances
 from .streams import OUTSIDE_CUDA_GRAPHS
+from .work import problem_of, slot_gradient, work_of
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -132,10 +132,12 @@ def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int
     """Counts FLOPs: each pair has `by_head_dim` dot products over D, `by_value_dim` over Dv."""
     query, key, value, *_ = arguments
     recipe, pattern, extras = _parsed_call(arguments[: len(_NAMES)])
-    layout_key, _ = layout_key_of(recipe, query, key, pattern, extras)
-    pattern, lists = split_lists(pattern, layout_key[1], extras.in_use) or (pattern, ())
-    pairs = float(layout_cache.layout(pattern, *layout_key[1:]).num_pairs)
-    pairs += sum(float((x.keys >= 0).double().sum((2, 3)).mean()) for x in lists)
+    work = work_of(recipe, query, key, pattern, extras)
+    pairs = work.num_pairs
+    if work.key_mask is not None:  # tiles have pairs of hidden keys, too
+        layout, (tiles, _) = work.layout, split(pattern)
+        exact = layout_cache.layout(tiles, layout.frame, layout.block_size, query.device)
+        pairs += float(exact.num_pairs) - float(layout.num_pairs)
     pairs *= query.shape[0] * query.shape[1]
     return int(2 * pairs * (by_head_dim * query.shape[3] + by_value_dim * value.shape[3]))
 

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from .call_problem import layout_of, problem_of
 from .call_recipe import CallRecipe, Inputs
 from .checks import check_batch, needs_operator, refuse_forward_mode
 from .dense_reference import reference
@@ -15,6 +14,7 @@ from .numerics import without_autocast
 from .operators import attention_op
 from .pairs import frame_of
 from .patterns.algebra import Pattern, check_fits
+from .work import layout_of, problem_of
 
 
 def attend(

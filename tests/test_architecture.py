@@ -38,17 +38,17 @@ ROOMS = {
     "extras": "checks dropout patterns",
     "differentiable": "checks patterns numerics streams",
     "pairs": "differentiable checks dropout layouts patterns",
-    "call_recipe": "pairs dispatch extras checks kernels patterns",
-    "call_problem": "call_recipe pairs dispatch extras checks kernels layouts patterns",
+    "call_recipe": "pairs dispatch extras checks kernels layouts patterns",
+    "work": "call_recipe dispatch extras checks kernels layouts patterns",
     "dense_reference": "call_recipe pairs extras kernels patterns numerics",
-    "operators": "call_problem call_recipe dispatch differentiable extras kernels layouts patterns "
+    "operators": "work call_recipe dispatch differentiable extras kernels layouts patterns "
     "numerics streams",
-    "ops": "operators dense_reference call_problem call_recipe pairs dispatch extras checks "
+    "ops": "operators dense_reference work call_recipe pairs dispatch extras checks "
     "kernels patterns numerics",
     "functional": "ops call_recipe dispatch extras checks patterns",
     "varlen": "functional extras checks patterns",
     "weights": "ops call_recipe dispatch extras checks layouts patterns numerics",
-    "distributed": "functional differentiable extras dropout dispatch checks kernels layouts "
+    "distributed": "functional work differentiable extras dropout dispatch checks kernels layouts "
     "patterns buffers numerics rows streams",
     "selection": "distributed weights functional ops operators call_recipe dispatch checks kernels "
     "layouts patterns numerics rows",

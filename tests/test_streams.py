@@ -95,7 +95,7 @@ def test_tables_of_a_ring_are_copied_pinned_and_wait_for_their_stream(gpu, monke
         rank_layouts.local_step(plan, 1, GPU)
         arriving = rank_layouts.round_step(plan, 1, 0, 1, GPU)
     assert len(gpu.copies) > 15 and events == [GPU, GPU]
-    assert arriving.layout is not None and "first_entry" in vars(arriving.layout)
+    assert arriving.work.layout is not None and "first_entry" in vars(arriving.work.layout)
     sr.layout_cache.clear()
 
 

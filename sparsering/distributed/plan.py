@@ -16,6 +16,7 @@ from torch.profiler import record_function
 from ..checks import check_pattern
 from ..layouts.cache import layout_cache
 from ..layouts.compile import checked_block_size, default_block_size
+from ..layouts.lists import split
 from ..layouts.terms import distinct_heads, distinct_kv_heads
 from ..layouts.tiles import Ranges
 from ..numerics import sum_dtype
@@ -28,7 +29,8 @@ from ..patterns.arguments import (
     shortened,
 )
 from ..patterns.once import once
-from .needs import FineVisits, TokenRanges, count_pairs, cut, needed_keys
+from .listed import listed
+from .needs import Cut, FineVisits, TokenRanges, count_pairs, cut, needed_keys, union
 from .sharding import check_sharding, num_tokens, overlap, owned_ranges
 from .travellers import Traveller, choose_travellers, global_rows
 from .wire import wire_format
@@ -203,14 +205,18 @@ class RingPlan:
         travellers = [(t.owner, t.rows) for t in self.travellers]
         sides = cut(self.ranges, travellers), cut(self.ranges)
         loads = torch.zeros(world, dtype=torch.float64)
-        for branches, heads in distinct_heads(self.pattern, self.frame).items():
+        tiles, _ = split(self.pattern)
+        for branches, heads in distinct_heads(tiles, self.frame).items():
             labels = world + len(travellers)
             if shared is None:
                 pairs = count_pairs(list(branches), self.frame, *sides, world, labels).double()
             else:
                 pairs = shared.count_pairs(branches, *sides, world, labels).double()
             loads += (pairs[:world].sum(1) + pairs[world:].sum(0)) * len(heads)
-        return loads / (self.pattern.num_batches() or 1)
+        loads /= tiles.num_batches() or 1
+        if (of_lists := listed(self.pattern, self.frame, *sides, world)) is not None:
+            loads += of_lists.pairs[:world].sum(1) + of_lists.pairs[world:].sum(0)
+        return loads
 
     @once
     def answer_rounds(self) -> tuple[tuple[int, ...], ...]:
@@ -305,7 +311,7 @@ class RingPlan:
 
 def default_plan(pattern: Pattern, seq_len: int, world_size: int, **options: Any) -> RingPlan:
     """Builds a plan for the default block size of `attention`; `options`: of `RingPlan.build`."""
-    size = default_block_size(pattern, seq_len)
+    size = default_block_size(split(pattern)[0], seq_len)
     return RingPlan.build(pattern, seq_len, world_size, block_size=size, **options)
 
 
@@ -327,17 +333,7 @@ def _plan(
             (rank, [row]) for rank, owned in enumerate(ranges) for row in overlap(owned, rows)
         ]
         sides = cut(ranges, candidates), cut(ranges)
-        needs: list[TokenRanges] = []
-        need_of = [[0] * frame.num_kv_heads for _ in range(pattern.num_batches() or 1)]
-        for masks, places in distinct_kv_heads(pattern, frame).items():
-            for batch, head in places:
-                need_of[batch][head] = len(needs)
-            if shared is None:
-                needs.append(needed_keys(list(masks), frame, *sides, world))
-            else:
-                needs.append(shared.needed_keys(masks, *sides, world))
-        if not needs:  # there are no heads or no batch entries
-            needs.append(needed_keys([], frame, *sides, world))
+        needs, need_of = _needs(pattern, frame, *sides, world, shared)
         travellers: tuple[Traveller, ...] = ()
         if candidates:
             uses = [sum(row.count(number) for row in need_of) for number in range(len(needs))]
@@ -352,6 +348,36 @@ def _plan(
     return plan
 
 
+def _needs(
+    pattern: Pattern, frame: Frame, queries: Cut, keys: Cut, world: int, shared: FineVisits | None
+) -> tuple[list[TokenRanges], list[list[int]]]:
+    """Returns the fields `needs` and `need_of` of a plan, by group of query rows."""
+    tiles, _ = split(pattern)
+    of_tiles = [[0] * frame.num_kv_heads for _ in range(tiles.num_batches() or 1)]
+    in_tiles: list[TokenRanges] = []
+    for masks, places in distinct_kv_heads(tiles, frame).items():
+        for batch, head in places:
+            of_tiles[batch][head] = len(in_tiles)
+        if shared is None:
+            in_tiles.append(needed_keys(list(masks), frame, queries, keys, world))
+        else:
+            in_tiles.append(shared.needed_keys(masks, queries, keys, world))
+    if not in_tiles:  # there are no heads or no batch entries
+        in_tiles.append(needed_keys([], frame, queries, keys, world))
+    if (of_lists := listed(pattern, frame, queries, keys, world)) is None:
+        return in_tiles, of_tiles
+    items: dict[tuple[int, int], int] = {}  # by item of tiles and of lists
+    need_of = [
+        [
+            items.setdefault((tile, own), len(items))
+            for tile, own in zip(of_tiles[batch % len(of_tiles)], row, strict=True)
+        ]
+        for batch, row in enumerate(of_lists.need_of)
+    ]
+    pairs = ([in_tiles[tile], of_lists.needs[own]] for tile, own in items)
+    return [union(parts, frame.kv_len) for parts in pairs], need_of
+
+
 def _choose_sharding(pattern: Pattern, frame: Frame, world: int, block_size: int, name: str) -> str:
     def choose() -> str:
         if world == 1:
@@ -360,7 +386,8 @@ def _choose_sharding(pattern: Pattern, frame: Frame, world: int, block_size: int
         shardings = [of_chunks]
         if name == "auto":
             shardings += [owned_ranges(x, frame.kv_len, world) for x in ("contiguous", "zigzag")]
-        masks = dict.fromkeys(mask for masks in distinct_heads(pattern, frame) for mask in masks)
+        tiles, _ = split(pattern)
+        masks = dict.fromkeys(mask for masks in distinct_heads(tiles, frame) for mask in masks)
         shared = FineVisits(masks, frame, shardings, global_rows(pattern, frame))
         even = _balanced(pattern, frame, world, shared)
         if name == "balanced":
@@ -388,10 +415,15 @@ def _balanced(pattern: Pattern, frame: Frame, world_size: int, shared: FineVisit
     pieces = cut(owned_ranges("contiguous", frame.kv_len, chunks))
     load = torch.zeros(chunks, dtype=torch.float64)
     tokens = torch.zeros(chunks, chunks, dtype=torch.float64)
-    for branches, places in distinct_heads(pattern, frame).items():
+    tiles, _ = split(pattern)
+    for branches, places in distinct_heads(tiles, frame).items():
         load += shared.count_pairs(branches, pieces, pieces, chunks, chunks).sum(1) * len(places)
         runs = shared.needed_keys(branches, pieces, pieces, chunks)
         tokens += runs.sizes(chunks * chunks).view(chunks, chunks) * len(places)
+    if (of_lists := listed(pattern, frame, pieces, pieces, chunks)) is not None:
+        load += of_lists.pairs.sum(1) * len(of_lists.need_of)
+        for item in (item for row in of_lists.need_of for item in row):
+            tokens += of_lists.needs[item].sizes(chunks * chunks).view(chunks, chunks)
     tokens = tokens + tokens.T
     # together: tokens that are not sent if the rank gets the chunk
     together = torch.zeros(chunks, world_size, dtype=torch.float64)

@@ -21,7 +21,7 @@ from ..extras import Extras
 from ..kernels.problem import Problem, sink_gradient
 from ..numerics import add_sink, merge_into
 from ..patterns.algebra import Pattern
-from ..patterns.keys import key_mask, without_key_masks
+from ..patterns.selected import has_lists
 from .plan import RingPlan, default_plan
 from .rank_layouts import Step, local_step, round_step
 from .sharding import local_index, positions
@@ -35,12 +35,17 @@ REFUSED = {  # why a ring does not take other options of `attention`
 }
 
 
-def choose_kernels(backend: str | None, inputs: Sequence[Tensor], extras: Extras) -> str:
+def choose_kernels(
+    backend: str | None, inputs: Sequence[Tensor], extras: Extras, pattern: Pattern
+) -> str:
     """Returns the name of a rank's backend; NotImplementedError unless it runs every layout."""
-    name = choose(backend, inputs, extras.in_use)
-    if BACKENDS[name].backward is None:
-        able = ", ".join(name for name, backend in BACKENDS.items() if backend.backward)
-        raise NotImplementedError(f"{name}: a ring needs a backend for all layouts, such as {able}")
+    name, lists = choose(backend, inputs, extras.in_use, pattern), has_lists(pattern)
+    if BACKENDS[name].backward is None or (lists and not BACKENDS[name].runs_lists):
+        fits = (n for n, x in BACKENDS.items() if x.backward and (x.runs_lists or not lists))
+        kind = "lists of keys" if lists else "all layouts"
+        raise NotImplementedError(
+            f"{name}: a ring needs a backend for {kind}, such as {', '.join(fits)}"
+        )
     return name
 
 
@@ -109,17 +114,17 @@ class Rank:
         query, key, value = shards
         step = local_step(self.plan, self.rank, query.device)
         # if the layout has all queries, its results need no copy
-        if step.layout is not None and step.layout.frame.q_len == query.shape[2]:
+        if step.work is not None and step.work.layout.frame.q_len == query.shape[2]:
             out, lse = self._attend(step, query, key, value)
         else:
             out = query.new_zeros(*query.shape[:3], value.shape[3], dtype=self.dtype)
             lse = query.new_full(query.shape[:3], -torch.inf, dtype=self.dtype)
-            if step.layout is not None:
+            if step.work is not None:
                 part, part_lse = self._attend(step, query, key, value)
                 out[:, :, step.queries], lse[:, :, step.queries] = part, part_lse
         for number, sent in enumerate(rounds):
             step = round_step(self.plan, self.rank, number, len(query), query.device)
-            if step.layout is not None:
+            if step.work is not None:
                 part, part_lse = self._attend(step, query, *self._buffer(step, sent, key, value))
                 merge_into(out[:, :, step.queries], lse[:, :, step.queries], part, part_lse)
         for host, results in answers:
@@ -152,7 +157,7 @@ class Rank:
             are none.
         """
         step = local_step(self.plan, self.rank, x.query.device)
-        if step.layout is None:
+        if step.work is None:
             dq, dk, dv = (t.new_zeros(t.shape, dtype=self.dtype) for t in (x.query, x.key, x.value))
         else:
             dq, dk, dv = self._differentiate(step, x, x.key, x.value, dtable)
@@ -175,7 +180,7 @@ class Rank:
         """
         step = round_step(self.plan, self.rank, number, len(dq), dq.device)
         rows = dq.new_zeros(step.arrived, x.key.shape[3] + x.value.shape[3])
-        if step.layout is not None:
+        if step.work is not None:
             buffer = self._buffer(step, sent, x.key, x.value)
             part, *grads = self._differentiate(step, x, *buffer, dtable)
             dq[:, :, step.queries] += part
@@ -203,7 +208,7 @@ class Rank:
         step = local_step(self.plan, self.rank, key.device, of_guests=True)
         answers = guests.new_zeros(*guests.shape[:3], value.shape[3] + 1, dtype=self.dtype)
         answers[..., -1] = -torch.inf
-        if step.layout is not None:
+        if step.work is not None:
             out, lse = self._attend(step, guests, key, value)
             answers[:, :, step.queries] = torch.cat((out.to(self.dtype), lse[..., None]), -1)
         return answers
@@ -219,7 +224,7 @@ class Rank:
         step = local_step(self.plan, self.rank, key.device, of_guests=True)
         width, value_width = key.shape[3], value.shape[3]
         dq = guests.new_zeros(*guests.shape[:3], width)
-        if step.layout is None:
+        if step.work is None:
             return dq, torch.zeros_like(key), torch.zeros_like(value)
         query, grad_out, lse, delta = guests.split([width, value_width, 1, 1], -1)
         query, grad_out = query.to(key.dtype), grad_out.to(key.dtype)
@@ -280,23 +285,11 @@ class Rank:
 
     def _problem(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> Problem:
         """Builds the `Problem` of a step's kernel call, on `key` and `value`, without the sink."""
-        assert step.layout is not None
-        query = query[:, :, step.queries]
-        extras = dict(self.extras.changed(sink=None).in_use)  # `forward` adds the sink last
-        _, masks = without_key_masks(self.plan.pattern)
-        if step.own_keys and masks:  # masked keys may be NaN; ranks never send masked keys
-            places = positions(self.plan.ranges[self.rank]).to(query.device)
-            extras["key_mask"] = key_mask(masks, self.plan.frame.kv_len, query.device)[:, places]
+        assert step.work is not None
+        options = dict(self.extras.changed(sink=None).in_use)  # `forward` adds the sink last
+        rows = query[:, :, step.queries]
         exact = self.dtype == torch.float32
-        return Problem(
-            layout=step.layout,
-            query=query,
-            key=key,
-            value=value,
-            scale=self.scale,
-            in_float32=exact,
-            **extras,
-        )
+        return step.work.problem(rows, key, value, self.scale, in_float32=exact, **options)
 
     def _attend(self, step: Step, query: Tensor, *keys: Tensor) -> tuple[Tensor, Tensor]:
         forward = BACKENDS[self.backend].forward
@@ -317,11 +310,11 @@ class Rank:
 
     def _buffer(self, step: Step, raw: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Decodes the rows that arrived, and copies them into the keys and values of a step."""
-        assert step.layout is not None
+        assert step.work is not None
         rows = self.wire.decode(raw, key.shape[3], value.shape[3])
         if step.rows is None:
             rows = rows[: step.arrived]
-            rows = rows.view(*key.shape[:2], step.layout.frame.kv_len, rows.shape[1])
+            rows = rows.view(*key.shape[:2], step.work.layout.frame.kv_len, rows.shape[1])
         else:
             rows = rows.index_select(0, step.rows.flatten()).view(*step.rows.shape, rows.shape[1])
         return rows[..., : key.shape[3]], rows[..., key.shape[3] :]

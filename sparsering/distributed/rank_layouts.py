@@ -11,37 +11,43 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ..layouts.cache import layout_cache
 from ..layouts.compile import assemble, compile_passes
 from ..layouts.layout import BlockLayout, Pass, by_axis, tile_counts
+from ..layouts.lists import Coordinates, Lists, split
 from ..layouts.tiles import Ranges
 from ..patterns.algebra import Frame
+from ..patterns.keys import key_mask, without_key_masks
 from ..patterns.once import once
+from ..patterns.tree import common_tree
 from ..rows import expand_counts
 from ..streams import moved
+from ..work import Work
+from .listed import lists_of_rows
 from .plan import RingPlan
-from .sharding import local_index, num_tokens, without
+from .sharding import local_index, num_tokens, positions, without
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
     """One kernel call: query rows (of this rank, or sent by others) attend to one array of keys."""
 
-    layout: BlockLayout | None  # None if no query visits a key
+    work: Work | None  # None if no query visits a key
     queries: slice  # from the first to the last query that visits a key
     # [B, Hkv, buffer length] index of the arrived row at each place of the key buffer. Places that
     # no query visits have the index `arrived`, a row of zeros. None if the rank owns the keys, or
     # if rows arrive in the order of the buffer.
     rows: Tensor | None = None
     arrived: int = 0  # number of rows that arrive
-    own_keys: bool = False  # True if the rank owns the keys, False if they arrive
 
     def ready(self) -> "Step":
         """Makes the current CUDA stream wait until the step is built; returns the step."""
-        if self.layout is not None and self.layout.built is not None:
-            self.layout.ready()
-            self.layout.built.wait([] if self.rows is None else [self.rows])
+        if self.work is not None and self.work.layout.built is not None:
+            self.work.layout.ready()
+            more = [self.rows, self.work.key_mask, *(x.keys for x in self.work.lists)]
+            self.work.layout.built.wait([x for x in more if x is not None])
         return self
 
     @once
@@ -80,9 +86,10 @@ def _cached(
 ) -> Step:
     def build() -> Step:
         step = compile_step(plan, device, *arguments)
-        if step.layout is None or device.type == "cpu":
+        if step.work is None or device.type == "cpu":
             return step
-        return replace(step, layout=step.layout.shared(device))
+        work = step.work._replace(layout=step.work.layout.shared(device))
+        return replace(step, work=work)
 
     plan_key = (plan.pattern, plan.frame, plan.world_size, plan.block_size, plan.sharding)
     return layout_cache.keep((*plan_key, compile_step, *arguments, device), build).ready()
@@ -96,45 +103,130 @@ def _own_keys(plan: RingPlan, device: torch.device, rank: int, of_guests: bool) 
         start, stop = _placed(p.key_start, p.key_stop, keys, p.key_start < p.key_stop)
         covers = _covered(start, stop, p.step, plan.block_size, num_tokens(keys))
         passes.append(replace(p, key_start=start, key_stop=stop, covers=(False, covers)))
-    return replace(_step(plan, passes, queries, num_tokens(keys), device), own_keys=True)
+    own = positions(keys)[None]
+    lists = _placed_lists(plan, lists_of_rows(plan.pattern, plan.frame, queries), queries, own)
+    step = _step(plan, passes, queries, num_tokens(keys), device, lists)
+    _, masks = without_key_masks(plan.pattern)
+    if step.work is None or not masks:
+        return step
+    # masked keys may be NaN; ranks never send masked keys
+    hidden = key_mask(masks, plan.frame.kv_len, device)[:, own[0].to(device)]
+    return replace(step, work=step.work._replace(key_mask=hidden))
 
 
 def _arriving_keys(plan: RingPlan, device: torch.device, rank: int, index: int, batch: int) -> Step:
-    senders, shard = plan.senders(rank, index), plan.ranges[rank]
+    senders, shard, travel = plan.senders(rank, index), plan.ranges[rank], plan.rows_of(rank)
     keys = sorted(piece for sender in senders for piece in plan.ranges[sender])
-    passes, positions, length = [], [], 0
-    for p in _passes(plan, without(shard, plan.rows_of(rank)), keys):
+    passes, of_places, length = [], [], 0
+    for p in _passes(plan, without(shard, travel), keys):
         start, stop, position = _interleaved(p, length, plan.block_size)
         passes.append(replace(p, key_start=start, key_stop=stop, covers=(False, False)))
-        positions.append(position)
+        of_places.append(position)
         length += position.shape[1]
-    step = _step(plan, passes, shard, length, device)
-    rows, arrived = _arrived_rows(plan, rank, senders, positions, batch, length)
+    lists = lists_of_rows(plan.pattern, plan.frame, shard)
+    for listed in lists:
+        listed.keys[:, :, local_index(shard, positions(travel))] = -1
+    if lists:
+        of_places.append(_listed_positions(lists, keys, plan.frame))
+        shared = torch.cat([x.expand(plan.frame.num_kv_heads, -1) for x in of_places], 1)
+        lists = _placed_lists(plan, lists, shard, shared, first=length)
+        length = shared.shape[1]
+    step = _step(plan, passes, shard, length, device, lists)
+    rows, arrived = _arrived_rows(plan, rank, senders, of_places, batch, length)
     flat = rows.flatten()
     same = len(flat) == arrived and torch.equal(flat, torch.arange(arrived))
     return replace(step, rows=None if same else moved(rows, device), arrived=arrived)
+
+
+def _listed_positions(lists: tuple[Lists, ...], keys: Ranges, frame: Frame) -> Tensor:
+    """Returns the keys in the ranges `keys` that rows of any batch entry list.
+
+    Their positions are [Hkv or 1, most of a kv head], ascending; -1 fills shorter rows.
+    """
+    heads = 1 if all(x.keys.shape[1] == 1 for x in lists) else frame.num_kv_heads
+    seen = torch.zeros(heads, frame.kv_len + 1, dtype=torch.bool)
+    for listed in lists:
+        tables = listed.keys.shape[1]
+        for table, own in enumerate(listed.keys.unbind(1)):
+            row = table * heads // tables
+            seen[row : max(row + 1, (table + 1) * heads // tables), own.flatten().long()] = True
+    inside = torch.zeros(frame.kv_len + 1, dtype=torch.bool)
+    inside[positions(keys)] = True
+    found = [torch.nonzero(row & inside)[:, 0] for row in seen]
+    return pad_sequence(found, batch_first=True, padding_value=-1)
+
+
+def _placed_lists(
+    plan: RingPlan, lists: tuple[Lists, ...], queries: Ranges, of_places: Tensor, first: int = 0
+) -> tuple[Lists, ...]:
+    """Rewrites listed keys from positions to places in an array of keys; drops other keys.
+
+    `of_places`: [Hkv or 1, places] position at each place, -1: none; lists use those from `first`.
+    """
+    heads = len(of_places)
+    place_of = torch.full((heads, plan.frame.kv_len + 1), -1, dtype=torch.int32)
+    for row, own in zip(place_of, of_places[:, first:], strict=True):
+        real = torch.nonzero(own >= 0)[:, 0]
+        row[own[real]] = (first + real).int()
+    query = positions(queries)
+    at = of_places.clamp(min=0)
+    tree = common_tree(plan.pattern)
+    query_depth, depth = (query, at) if tree is None else map(tree.nodes.depth_of, (query, at))
+    coordinates = Coordinates(
+        torch.stack((query, query_depth, query * 0)), torch.stack((at, depth))
+    )
+    placed = []
+    for listed in lists:
+        tables = max(listed.keys.shape[1], heads)
+        keys = listed.keys.repeat_interleave(tables // listed.keys.shape[1], 1)
+        here = [
+            place_of[table * heads // tables][own.long()]
+            for table, own in enumerate(keys.unbind(1))
+        ]
+        places = _compact(torch.stack(here, 1))
+        if places.shape[3]:
+            placed.append(listed._replace(keys=places, coordinates=coordinates))
+    return tuple(placed)
+
+
+def _compact(keys: Tensor) -> Tensor:
+    """Moves the real keys of each row [..., n] to its front; the longest row becomes n."""
+    real = keys >= 0
+    longest = int(real.sum(-1).max()) if keys.numel() else 0
+    place = torch.where(real, real.cumsum(-1) - 1, longest)
+    found = keys.new_full((*keys.shape[:-1], longest + 1), -1)
+    return found.scatter_(-1, place, keys)[..., :longest].contiguous()
 
 
 def _passes(plan: RingPlan, queries: Ranges, keys: Ranges) -> list[Pass]:
     """Compiles passes for ranges of queries and keys; tiles start at positions of the sequence."""
     if not (queries and keys and plan.frame.num_heads and plan.pattern.num_batches() != 0):
         return []
-    compiled = compile_passes(plan.pattern, plan.frame, plan.block_size, queries, keys)
+    tiles, _ = split(plan.pattern)
+    compiled = compile_passes(tiles, plan.frame, plan.block_size, queries, keys)
     passes = [assemble(c, plan.frame) for c in compiled]
     filled = (p for p in passes if p.key_tile.shape[-1])
     return [replace(p, query_origin=p.query_start, key_origin=p.key_start) for p in filled]
 
 
 def _step(
-    plan: RingPlan, passes: list[Pass], queries: Ranges, length: int, device: torch.device
+    plan: RingPlan,
+    passes: list[Pass],
+    queries: Ranges,
+    length: int,
+    device: torch.device,
+    lists: tuple[Lists, ...],
 ) -> Step:
-    """Builds a step over `length` keys; query tiles become indices in `queries`."""
+    """Builds a step over `length` keys; query tiles become indices in `queries`, as lists have."""
     placed = []
     for p in passes:
         visits = by_axis((p.row_ptr.diff(dim=-1) > 0).any(0), len(p.query_start))
         visits &= p.query_start < p.query_stop
         placed.append((visits, *_placed(p.query_start, p.query_stop, queries, visits)))
     starts, stops = ([x[i][x[0]] for x in placed] for i in (1, 2))
+    for listed in lists:
+        row = torch.nonzero((listed.keys >= 0).any(3).flatten(0, 1).any(0))[:, 0]
+        starts, stops = [*starts, row], [*stops, row + 1]
     if not sum(map(len, starts)):
         return Step(None, slice(0, 0))
     first, last = int(torch.cat(starts).min()), int(torch.cat(stops).max())
@@ -150,7 +242,9 @@ def _step(
         num_kv_heads=plan.frame.num_kv_heads,
         q_start=0,
     )
-    return Step(BlockLayout(frame, plan.block_size, tuple(results), 0.0), slice(first, last))
+    layout = BlockLayout(frame, plan.block_size, tuple(results), 0.0)
+    own = tuple(listed.of_rows(slice(first, last), device) for listed in lists)
+    return Step(Work(layout=layout, lists=own), slice(first, last))
 
 
 def _placed(start: Tensor, stop: Tensor, ranges: Ranges, used: Tensor) -> tuple[Tensor, Tensor]:

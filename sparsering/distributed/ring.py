@@ -120,7 +120,7 @@ def ring_attention(
         options: dict[str, Any] = {"softcap": softcap, "distance_bias": distance_bias, "sink": sink}
         options |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
         extras = checked_extras(query, key, pattern, None, **options)
-        name = choose_kernels(backend, (query, key, value), extras)
+        name = choose_kernels(backend, (query, key, value), extras, pattern)
     except Exception:
         if group is not None and group.size() > 1 and not torch.compiler.is_compiling():
             report_failure(group, seconds, query)

@@ -77,7 +77,8 @@ def simulate_ring(
     device = query.device
     if offload and torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator() or device
-    backend = choose_kernels(None, [x[:, :, :1].to(device) for x in (query, key, value)], extras)
+    first = [x[:, :, :1].to(device) for x in (query, key, value)]
+    backend = choose_kernels(None, first, extras, pattern)
     wire, dtype = wire_format(None, query.dtype), sum_dtype(query)
     on_device = extras.mapped(lambda x: x.detach().to(device))
     ranks = []

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..layouts.layout import BlockLayout
-from .lists import Lists
+from ..layouts.lists import Lists
 
 _LEAST_SCALE = torch.finfo(torch.float32).smallest_normal
 

@@ -9,17 +9,16 @@ import pytest
 import torch
 from helpers.tensor_bytes import measure
 from oracles.attention_oracle import assert_close
+from oracles.listed import CHOSEN, INNER, JOINS, LISTED, WINDOW, WITHOUT_DISTANCES
 
 import sparsering as sr
 from sparsering.dispatch import is_default
-from sparsering.kernels.lists import split_lists
 from sparsering.layouts.compile import build_layout
+from sparsering.layouts.lists import lists_of, split
 from sparsering.patterns.algebra import Frame
+from sparsering.patterns.selected import selections_of
 from sparsering.selection import block_mass
 
-LISTED = torch.randint(-1, 90, (2, 90, 12), generator=torch.Generator().manual_seed(0))
-CHOSEN = sr.SelectedBlocks(LISTED, 1)
-WINDOW = sr.SlidingWindow(7, 3)
 SINK = torch.zeros(4, requires_grad=True)
 
 
@@ -47,7 +46,7 @@ def test_the_layout_has_only_what_is_beside_the_lists(monkeypatch, backend):
 
 def test_a_list_beside_a_mask_has_none_of_its_pairs():
     frame = Frame.build(90, None, 4, 2, None)
-    rest, (lists,) = split_lists((CHOSEN | WINDOW) & sr.Causal(), frame, ())
+    rest, (lists,) = lists_of(*split((CHOSEN | WINDOW) & sr.Causal()), frame)
     assert rest == WINDOW & sr.Causal()
     key, query = lists.keys.long(), torch.arange(90)[:, None]
     assert lists.keys.shape == (1, 2, 90, 12) and lists.branch == 0
@@ -273,3 +272,51 @@ def test_mass_of_slots_in_any_order(dtype):
         masses.append(block_mass(query, key, pattern))
     moved = masses[0].gather(-1, order.repeat_interleave(2, 0)[None])
     assert torch.equal(moved, masses[1]) and moved.any()
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gather"])
+@pytest.mark.parametrize("name", JOINS)
+def test_every_join_with_a_list_is_exact_and_lays_no_list_in_tiles(monkeypatch, name, backend):
+    pattern, built = JOINS[name], []
+    monkeypatch.setattr(
+        "sparsering.layouts.cache.build_layout",
+        lambda pattern, *rest: built.append(pattern) or build_layout(pattern, *rest),
+    )
+    batch = pattern.num_batches() or 1
+    x = [y.detach().repeat(batch, 1, 1, 1).requires_grad_() for y in drawn()]
+    table = torch.randn(4, 21, generator=torch.Generator().manual_seed(5), requires_grad=True)
+    options = {"distance_bias": table, "dropout_p": 0.3, "dropout_seed": 4}
+    if name in WITHOUT_DISTANCES:
+        del options["distance_bias"]
+    for used in ({}, options):
+        sr.layout_cache.clear()
+        built.clear()
+        out, lse = sr.attention(*x, pattern, backend=backend, return_lse=True, **used)
+        leaves = [*x, *([table] if "distance_bias" in used else [])]
+        sent = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
+        got = [out, lse, *torch.autograd.grad((out * sent).sum() + lse[lse > -1e9].sum(), leaves)]
+        assert not any(selections_of(part) for part in built)
+        exact = [y.detach().double().requires_grad_() for y in leaves]
+        more = {**used, **({"distance_bias": exact[3]} if "distance_bias" in used else {})}
+        out, lse = sr.attention(*exact[:3], pattern, backend="reference", return_lse=True, **more)
+        grads = torch.autograd.grad((out * sent).sum() + lse[lse > -1e9].sum(), exact)
+        for a, b in zip(got, (out, lse, *grads), strict=True):
+            hidden = b.isinf()
+            assert torch.equal(a.isinf(), hidden)
+            assert_close(a[~hidden].double(), b[~hidden], 2e-5)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "gather"])
+def test_lists_in_documents_end_to_end_count_from_each_document(backend):
+    q_lengths, kv_lengths = (20, 0, 31), (35, 10, 45)
+    cu = [[0, *torch.tensor(x).cumsum(0).tolist()] for x in (q_lengths, kv_lengths)]
+    generator = torch.Generator().manual_seed(6)
+    x = [torch.randn(n, h, 16, generator=generator) for n, h in ((51, 4), (90, 2), (90, 2))]
+    table = torch.randn(1, 9, generator=generator)
+    pattern = ((INNER | sr.SlidingWindow(3)) & sr.Causal()) + INNER
+    options = {"distance_bias": table, "dropout_p": 0.3, "dropout_seed": 4, "softcap": 3.0}
+    out = sr.attention_varlen(*x, *cu, pattern, backend=backend, **options)
+    exact = [y.double() for y in x]
+    options["distance_bias"] = table.double()
+    expected = sr.attention_varlen(*exact, *cu, pattern, backend="reference", **options)
+    assert_close(out.double(), expected, 5e-6)

@@ -50,8 +50,8 @@ DEFECTS = {
     ),
     "pairs of a list and of the mask beside it count twice": (
         "calls",
-        "kernels/lists.py",
-        "limit = _joined((*limits, Not(rest[-1])))",
+        "layouts/lists.py",
+        "of_branch = tuple(x.within(Not(own)) for x in of_branch)",
         "pass",
     ),
     "a list's sink is that of the first head": (
@@ -117,8 +117,8 @@ DEFECTS = {
     "each round of a ring adds the sink": (
         "rings",
         "distributed/rank.py",
-        "extras = dict(self.extras.changed(sink=None).in_use)",
-        "extras = dict(self.extras.in_use)",
+        "options = dict(self.extras.changed(sink=None).in_use)",
+        "options = dict(self.extras.in_use)",
     ),
     "top_p keeps one block less": (
         "selections",

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ...layouts.layout import Pass, tile_counts
+from ...layouts.lists import Lists
 from ...numerics import round_up
-from ..lists import Lists
 from ..problem import Gradients, Problem, dense_rows, sink_gradient
 from ..tuning_file import TuningFile, file_of, processor_name
 from .build import build_failure, library, vectors
@@ -132,6 +132,7 @@ def _backward_of_lists(problem: Problem, *results: Tensor) -> Gradients:
 def _list_arguments(problem: Problem, lists: Lists) -> tuple[Any, ...]:
     """Returns the arguments that the operators of lists share."""
     bias, table, seeds = problem.block_bias, problem.distance_bias, problem.dropout_seed
+    at = lists.coordinates
     return (
         *(dense_rows(x) for x in (problem.query, problem.key, problem.value)),
         lists.keys,
@@ -139,6 +140,8 @@ def _list_arguments(problem: Problem, lists: Lists) -> tuple[Any, ...]:
         None if bias is None else bias.float().contiguous(),
         lists.branch,
         problem.layout.frame.q_start,
+        None if at is None else at.query.contiguous(),
+        None if at is None else at.key.contiguous(),
         problem.scale,
         problem.softcap or 0.0,
         None if table is None else dense_rows(table.float()),

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from ...layouts.bitmaps import unpack
 from ...layouts.layout import Pass, slots_of, tile_counts
+from ...layouts.lists import Lists
 from ...rows import expand_counts, first_in_row, mix, number_rows
-from ..lists import Lists
 from ..problem import Problem
 
 
@@ -317,16 +317,22 @@ def list_chunks(problem: Problem, lists: Lists, workspace: int, per_token: int) 
             assert lists.place is not None
             place = lists.place.to(device)[bat * (batches > 1), hd * tables // heads, q].long()
             bias = (rows[..., None] * n + torch.arange(n, device=device), place)
-        position = q[:, None] + frame.q_start
+        position = query_depth = q[:, None] + frame.q_start
+        key_position = key_depth = key
         stream = torch.zeros_like(position)
+        if (at := lists.coordinates) is not None:
+            position, query_depth, stream = at.query.to(device)[:, q, None].unbind()
+            kv_head = hd * frame.num_kv_heads // heads
+            of_head = kv_head * at.key.shape[1] // max(1, frame.num_kv_heads)
+            key_position, key_depth = at.key.to(device)[:, of_head[:, None], key].unbind()
         places = Places(
             batch=bat,
             head=q_head,
             branch=lists.branch,
             query=position,
-            key=key,
+            key=key_position,
             stream=stream,
-            depths=(position, key),
+            depths=(query_depth, key_depth),
         )
         yield Chunk(
             q=rows[..., None],

@@ -30,13 +30,53 @@ inline bool all_finite(const float* x, int64_t size) {
   return sum_of_lanes(sum) == 0.f;
 }
 
+// Where queries and keys stand: at their index (queries from `first` on), or as tensors say.
+struct Stand {
+  Stand(int64_t first_, const std::optional<Tensor>& of_queries,
+        const std::optional<Tensor>& of_keys, const Problem& x)
+      : first(first_) {
+    SPARSERING_CHECK(of_queries.has_value() == of_keys.has_value(),
+                     "sparsering cpu: positions are of queries and of keys");
+    if (!of_queries) {
+      return;
+    }
+    heads = of_keys->size(1), keys_in_head = x.Nk;
+    SPARSERING_CHECK(of_queries->is_contiguous() && of_queries->has_sizes({3, x.Nq}) &&
+                         of_keys->is_contiguous() && of_keys->has_sizes({2, heads, x.Nk}) &&
+                         heads > 0 && (x.Hkv == 0 || x.Hkv % heads == 0),
+                     "sparsering cpu: malformed positions of a call's tokens");
+    const int64_t *query = values_of<int64_t>(*of_queries), *key = values_of<int64_t>(*of_keys);
+    positions = query, depths = query + x.Nq, streams = query + 2 * x.Nq;
+    key_positions = key, key_depths = key + heads * x.Nk;
+    for (int64_t i = 0; x.extras.drops() && i < x.Nq; ++i) {
+      SPARSERING_CHECK(streams[i] >= 0 && streams[i] < x.extras.streams,
+                       "sparsering cpu: a query needs one of dropout's seeds");
+    }
+  }
+
+  int64_t query(int64_t i) const {
+    return positions ? positions[i] : first + i;
+  }
+  int64_t stream(int64_t i) const {
+    return streams ? streams[i] : 0;
+  }
+  // Row of positions of a kv head's keys, out of `kv_heads`; nullptr if a key stands at its index.
+  const int64_t* of_head(const int64_t* rows, int64_t kv_head, int64_t kv_heads) const {
+    return rows ? rows + kv_head * heads / std::max<int64_t>(1, kv_heads) * keys_in_head : nullptr;
+  }
+
+  int64_t first, heads = 1, keys_in_head = 0;
+  const int64_t *positions = nullptr, *depths = nullptr, *streams = nullptr,
+                *key_positions = nullptr, *key_depths = nullptr;
+};
+
 // Input of a call.
 struct Call {
   // keys: int32 [B or 1, H, Nq, slots], where H divides the kv heads, or is a multiple of them that
   // divides the query heads. bias: [B, Hq, Nq, slots], added to the scores of a slot's key; places:
   // like keys, where in the bias each slot has its number.
   Call(const Problem& problem, const Tensor& keys_, const std::optional<Tensor>& places_,
-       const std::optional<Tensor>& bias_, int64_t branch_, int64_t first_)
+       const std::optional<Tensor>& bias_, int64_t branch_, const Stand& stand_)
       : x(problem),
         lists(values_of<int32_t>(keys_)),
         batches(keys_.size(0)),
@@ -46,7 +86,7 @@ struct Call {
         group(units ? x.Hq / units : 0),
         rows(group * most_lists(group)),
         branch(branch_),
-        first(first_),
+        stand(stand_),
         places(bias_ && places_ ? values_of<int32_t>(*places_) : nullptr),
         bias(bias_ ? values_of<float>(*bias_) : nullptr),
         width(round_up(std::max(x.D, x.Dv), kLanes)) {
@@ -112,13 +152,14 @@ struct Call {
               int64_t count, float* biases, float* scores, float* slope) const {
     const float *table = x.extras.table(b, head),
                 *of_slots = bias ? bias + row(b, head, query) * slots : nullptr;
+    const int64_t* depths = depths_of(head);
     const float cap = x.extras.softcap;
     if (slope) {
       std::fill_n(slope, count, 1.f);
     }
     if (table || of_slots) {
       for (int64_t j = 0; j < count; ++j) {
-        const float far = table ? table[distance(list.keys()[from + j], query)] : 0.f;
+        const float far = table ? table[distance(list.keys()[from + j], query, depths)] : 0.f;
         const bool listed = of_slots && list.has(i, from + j);
         biases[j] = far + (listed ? of_slots[list.places(i)[from + j]] : 0.f);
       }
@@ -133,10 +174,15 @@ struct Call {
     list.hide_others(i, from, count, scores);
   }
 
-  // Index of a pair in a distance table.
-  int64_t distance(int64_t key, int64_t query) const {
-    const int64_t radius = x.extras.radius;
-    return radius + std::clamp(key - first - query, -radius, radius);
+  // Depths of the keys that a query head sees, or nullptr, see `Stand`.
+  const int64_t* depths_of(int64_t head) const {
+    return stand.of_head(stand.key_depths, head * x.Hkv / x.Hq, x.Hkv);
+  }
+  // Index of a pair in a distance table; `depths` are those of the head's keys.
+  int64_t distance(int64_t key, int64_t query, const int64_t* depths) const {
+    const int64_t radius = x.extras.radius,
+                  far = depths ? depths[key] - stand.depths[query] : key - stand.first - query;
+    return radius + std::clamp(far, -radius, radius);
   }
 
   // Calls f(j, kept) for `count` keys of a list, from `from` on, with what dropout keeps.
@@ -144,9 +190,12 @@ struct Call {
   void for_kept(int64_t b, int64_t head, int64_t query, const Distinct& list, int64_t from,
                 int64_t count, const F& f) const {
     uint32_t a, other;
-    row_words(x.extras.seeds[b * x.extras.streams], head, branch, first + query, 1, 1, &a, &other);
+    row_words(x.extras.seeds[b * x.extras.streams + stand.stream(query)], head, branch,
+              stand.query(query), 1, 1, &a, &other);
+    const int64_t* positions = stand.of_head(stand.key_positions, head * x.Hkv / x.Hq, x.Hkv);
     for (int64_t j = 0; j < count; ++j) {
-      f(j, is_kept(key_word(list.keys()[from + j]), a, other, x.extras.threshold));
+      const int64_t key = list.keys()[from + j];
+      f(j, is_kept(key_word(positions ? positions[key] : key), a, other, x.extras.threshold));
     }
   }
 
@@ -155,7 +204,7 @@ struct Call {
   int64_t batches, tables, slots, units, group;
   int64_t rows;  // the most queries of all heads of a unit at a time
   int64_t branch;
-  int64_t first;  // position of the first query
+  const Stand stand;
   const int32_t* places;
   const float* bias;
   int64_t width;  // of a padded row

@@ -10,15 +10,16 @@
 
 namespace sparsering::cpu::lists {
 
-#define SPARSERING_LISTS                                                                      \
-  const Tensor &query, const Tensor &key, const Tensor &value, const Tensor &keys,            \
-      const std::optional<Tensor>&places, const std::optional<Tensor>&bias, int64_t branch,   \
-      int64_t first, double scale, double softcap, const std::optional<Tensor>&distance_bias, \
-      double dropout_p, const std::optional<Tensor>&seeds
+#define SPARSERING_LISTS                                                                          \
+  const Tensor &query, const Tensor &key, const Tensor &value, const Tensor &keys,                \
+      const std::optional<Tensor>&places, const std::optional<Tensor>&bias, int64_t branch,       \
+      int64_t first, const std::optional<Tensor>&of_queries, const std::optional<Tensor>&of_keys, \
+      double scale, double softcap, const std::optional<Tensor>&distance_bias, double dropout_p,  \
+      const std::optional<Tensor>&seeds
 
 #define SPARSERING_LISTS_SCHEMA                                                             \
   "Tensor query, Tensor key, Tensor value, Tensor keys, Tensor? places, Tensor? bias, int " \
-  "branch, int first, "                                                                     \
+  "branch, int first, Tensor? of_queries, Tensor? of_keys, "                                \
   "float scale, float softcap, Tensor? distance_bias, float dropout_p, Tensor? seeds, "
 
 // Calls f with a `Call` of an operator's arguments.
@@ -28,7 +29,7 @@ void with_call(SPARSERING_LISTS, const F& f) {
                       key.size(2));
   const Tensor no_entries = zeros({0, 1, 1}, kLong);
   const Problem x(query, key, value, {}, extras, no_entries, 0, 16, scale);
-  f(Call(x, keys, places, bias, branch, first));
+  f(Call(x, keys, places, bias, branch, Stand(first, of_queries, of_keys, x)));
 }
 
 inline void check_results(const Problem& x, const Tensor& rows, const Tensor& numbers, Dtype type) {
@@ -40,8 +41,8 @@ inline void check_results(const Problem& x, const Tensor& rows, const Tensor& nu
 
 // Merges the results of the lists into `out`, which is float unless `fresh`, and `lse`.
 inline void forward_lists(SPARSERING_LISTS, bool fresh, const Tensor& out, const Tensor& lse) {
-  with_call(query, key, value, keys, places, bias, branch, first, scale, softcap, distance_bias,
-            dropout_p, seeds, [&](const Call& call) {
+  with_call(query, key, value, keys, places, bias, branch, first, of_queries, of_keys, scale,
+            softcap, distance_bias, dropout_p, seeds, [&](const Call& call) {
               const bool whole = out.dtype() == kFloat;
               check_results(call.x, out, lse, whole ? kFloat : call.x.k.type);
               SPARSERING_CHECK(out.is_contiguous() && (whole || fresh),
@@ -67,8 +68,8 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_lists(
     const Tensor& grad_lse, bool learns_distances) {
   Tensor dq = empty(query.sizes(), kFloat), dk = zeros(key.sizes(), kFloat),
          dv = zeros(value.sizes(), kFloat), dbias, dtable;
-  with_call(query, key, value, keys, places, bias, branch, first, scale, softcap, distance_bias,
-            dropout_p, seeds, [&](const Call& call) {
+  with_call(query, key, value, keys, places, bias, branch, first, of_queries, of_keys, scale,
+            softcap, distance_bias, dropout_p, seeds, [&](const Call& call) {
               const Problem& x = call.x;
               check_results(x, out, lse, x.q.type);
               check_results(x, grad_out, grad_lse, x.q.type);

@@ -1,0 +1,100 @@
+"""Lists of single keys over ranks: the keys that each rank's queries list, by their owners."""
+
+from collections import Counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..layouts.lists import Lists, lists_of, split
+from ..layouts.tiles import Ranges
+from ..patterns.algebra import Frame, Pattern
+from .needs import Cut, TokenRanges, union
+from .sharding import num_tokens
+
+
+def lists_of_rows(pattern: Pattern, frame: Frame, rows: Ranges) -> tuple[Lists, ...]:
+    """Lists the keys of the query rows in `rows`, in their order, as positions of the sequence."""
+    tiles, sources = split(pattern)
+    if not any(sources):
+        return ()
+    parts = [
+        lists_of(tiles, sources, frame._replace(q_start=start, q_len=stop - start))[1]
+        for start, stop in rows
+    ]
+    return tuple(
+        of_branch[0]._replace(keys=torch.cat([listed.keys for listed in of_branch], 2))
+        for of_branch in zip(*parts, strict=True)
+    )
+
+
+class Listed(NamedTuple):
+    """The keys that groups of query rows list, and the pairs that they form."""
+
+    # Set `label * world + owner` has the keys of rank `owner` that the rows of group `label` list,
+    # unless the rank has these rows itself. Kv heads with equal lists share an item.
+    needs: tuple[TokenRanges, ...]
+    need_of: tuple[tuple[int, ...], ...]  # index into `needs`, [batch entry (or one)][kv head]
+    pairs: Tensor  # float64 [groups, world], summed over query heads, mean over batch entries
+
+
+def listed(pattern: Pattern, frame: Frame, queries: Cut, keys: Cut, world: int) -> Listed | None:
+    """Finds the keys that each group of query rows lists; None if the pattern has no lists.
+
+    Cost: O(listed keys), and O(Nk) for each group of rows and each kv head with lists of its own.
+    """
+    _, sources = split(pattern)
+    if not any(sources) or 0 in (frame.kv_len, frame.num_heads) or pattern.num_batches() == 0:
+        return None
+    labels = int(queries.label.max()) + 1
+    starts = torch.tensor([start for start, _ in keys.ranges])
+    owner_of = keys.rank[torch.searchsorted(starts, torch.arange(frame.kv_len), right=True) - 1]
+    need_of = [[0] * frame.num_kv_heads for _ in range(pattern.num_batches() or 1)]
+    found: dict[int, list[TokenRanges]] = {}  # by item of `needs`
+    pairs = torch.zeros(max(labels, world), world, dtype=torch.float64)
+    for label in range(labels):
+        mine = queries.label == label
+        rows = [piece for piece, own in zip(queries.ranges, mine.tolist(), strict=True) if own]
+        if not num_tokens(rows):
+            continue
+        home = int(queries.rank[mine][0])
+        lists = lists_of_rows(pattern, frame, rows)
+        for item, (tables, places) in enumerate(_by_tables(lists, need_of, frame).items()):
+            seen = torch.zeros(frame.kv_len + 1, dtype=torch.bool)
+            for (branch, entry, table), times in Counter(tables).items():
+                keys_of_rows = lists[branch].keys[entry, table].sort(-1).values  # [rows, n]
+                seen[keys_of_rows.flatten().long()] = True  # -1 marks the last place
+                distinct = pad(keys_of_rows.diff(dim=-1) != 0, (1, 0), value=True)
+                counted = keys_of_rows[distinct & (keys_of_rows >= 0)].long()
+                count = torch.bincount(owner_of[counted], minlength=world)
+                pairs[label] += count * times * len(places)
+            token = torch.nonzero(seen[:-1])[:, 0]
+            token = token[owner_of[token] != home]
+            number = label * world + owner_of[token]
+            found.setdefault(item, []).append(TokenRanges(1, number, token, token))
+            for batch, head in places:
+                need_of[batch][head] = item
+    needs = tuple(union(parts, frame.kv_len) for parts in found.values())
+    return Listed(needs, tuple(map(tuple, need_of)), pairs / len(need_of))
+
+
+_Table = tuple[int, int, int]
+"""A branch's list of keys: (branch's index among the lists, batch entry, head) of its tensor."""
+
+
+def _by_tables(
+    lists: tuple[Lists, ...], need_of: list[list[int]], frame: Frame
+) -> dict[tuple[_Table, ...], list[tuple[int, int]]]:
+    """Groups (batch entry, kv head) whose query heads have the same tables of listed keys."""
+    size = frame.num_heads // frame.num_kv_heads
+    found: dict[tuple[_Table, ...], list[tuple[int, int]]] = {}
+    for batch, row in enumerate(need_of):
+        for kv_head in range(len(row)):
+            tables = tuple(
+                (branch, batch % len(x.keys), head * x.keys.shape[1] // frame.num_heads)
+                for branch, x in enumerate(lists)
+                for head in range(kv_head * size, (kv_head + 1) * size)
+            )
+            found.setdefault(tables, []).append((batch, kv_head))
+    return found

@@ -1,0 +1,128 @@
+"""The work of a call: `work_of` turns a pattern into tiles, lists of keys, and hidden keys.
+
+Every call takes this way: of one sequence, of documents end to end, of a cache, of a rank.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .call_recipe import CallRecipe, Inputs, parts_of_call
+from .checks import check_bias
+from .dispatch import BACKENDS
+from .extras import Extras
+from .kernels.problem import Problem
+from .layouts.cache import layout_cache
+from .layouts.last_query import last_query_layout
+from .layouts.layout import BlockLayout, stretched
+from .layouts.lists import Coordinates, Lists, lists_of
+from .patterns.algebra import Frame, Pattern, check_fits
+from .patterns.keys import key_mask
+
+
+class Work(NamedTuple):
+    """The pairs that a call computes: those of tiles and those of lists, without hidden keys."""
+
+    layout: BlockLayout  # tiles of the pairs that no list has
+    slots: tuple[int, ...] = ()  # bitmap row of the first query in each pass, () if all are 0
+    lists: tuple[Lists, ...] = ()  # single keys that queries list, beside the tiles
+    key_mask: Tensor | None = None  # bool [B or 1, Nk], False for keys that no query sees
+
+    @property
+    def num_pairs(self) -> float:
+        """Number of (query, key) pairs of tiles and lists, mean over batch entries and heads."""
+        return float(self.layout.num_pairs) + sum(listed.num_pairs for listed in self.lists)
+
+    def problem(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, **options: Any
+    ) -> Problem:
+        """Returns the `Problem` of this work on tensors; `options` are further fields of it."""
+        return Problem(
+            layout=self.layout,
+            query=query,
+            key=key,
+            value=value,
+            scale=scale,
+            key_mask=self.key_mask,
+            slots=self.slots,
+            lists=self.lists,
+            **options,
+        )
+
+
+def work_of(
+    recipe: CallRecipe, query: Tensor, key: Tensor, pattern: Pattern, extras: Extras
+) -> Work:
+    """Returns the work of a checked call.
+
+    Raises: ValueError if the pattern is for other lengths, heads or batch entries.
+    """
+    layout_key, masks, sources = parts_of_call(recipe, query, key, pattern, extras)
+    frame, hidden = layout_key[1], None
+    for mask in masks:
+        check_fits(mask, frame)
+    if masks:
+        hidden = key_mask(masks, frame.kv_len, query.device)
+    if sources:
+        of_positions = {"distance_bias", "dropout_p"} & extras.in_use.keys()
+        tiles, lists = lists_of(
+            layout_key[0],
+            sources,
+            frame,
+            coordinates=Coordinates.of(pattern, frame) if of_positions else None,
+            valid=hidden,
+            has_slot_bias=extras["slot_bias"] is not None,
+        )
+        layout = layout_cache.layout(tiles, *layout_key[1:])
+        return Work(layout=layout, lists=lists, key_mask=hidden)
+    build = BACKENDS[recipe.backend].selected_layout
+    if extras["block_bias"] is not None:
+        return Work(layout=layout_cache.layout(*layout_key), key_mask=hidden)
+    if build and pattern.tensors and (selected := build(*layout_key)) is not None:
+        return Work(layout=selected, key_mask=hidden)
+    layout, slots = layout_of(*layout_key)
+    return Work(layout=layout, slots=slots, key_mask=hidden)
+
+
+def problem_of(recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extras) -> Problem:
+    """Returns the problem of a checked call; a slot bias becomes one of its blocks or lists."""
+    work = work_of(recipe, *inputs[:2], pattern, extras)
+    options = dict(extras.in_use)
+    if (bias := extras["block_bias"]) is not None:
+        check_bias(bias.shape[-1], work.layout)
+    if (slot_bias := options.pop("slot_bias", None)) is not None:
+        options["block_bias"] = (
+            work.lists[0].bias(slot_bias) if work.lists else _entry_bias(slot_bias, work.layout)
+        )
+    problem = work.problem(*inputs, recipe.scale, **options)
+    return problem if BACKENDS[recipe.backend].reads_slots else problem.in_first_slots()
+
+
+def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
+    """Converts a slot bias [B, Hq, R * k] to a block bias [B, Hq, blocks] of the layout."""
+    if all(p.slot is None for p in layout.passes) and layout.passes and slot_bias.shape[2]:
+        raise NotImplementedError(
+            "slot_bias needs tiles of one row and one block of SelectedBlocks, got tiles that span "
+            "several; pass a block_size, 16 or more, that divides the selection's, or pass "
+            "backend='reference'"
+        )
+    slot = stretched(layout.entry_slots, *slot_bias.shape[:2])
+    return torch.nn.functional.pad(slot_bias, (0, 1)).gather(-1, slot % (slot_bias.shape[2] + 1))
+
+
+def slot_gradient(grad: Tensor, problem: Problem, slot_bias: Tensor) -> Tensor:
+    """Sums a block bias's gradient [B, Hq, blocks] over the blocks of each slot: [B, Hq, R * k]."""
+    if problem.lists:
+        return problem.lists[0].slot_gradient(grad)
+    slot = stretched(problem.layout.entry_slots, *grad.shape[:2])
+    by_slot = grad.new_zeros(*slot_bias.shape[:2], slot_bias.shape[2] + 1)
+    return by_slot.scatter_add_(-1, slot % by_slot.shape[2], grad)[..., :-1].contiguous()
+
+
+def layout_of(
+    pattern: Pattern, frame: Frame, block_size: int, device: torch.device
+) -> tuple[BlockLayout, tuple[int, ...]]:
+    """Returns (cached layout, bitmap row of the first query in each pass, or () if all are 0)."""
+    page = last_query_layout(pattern, frame, block_size, device) if frame.q_len == 1 else None
+    return page or (layout_cache.layout(pattern, frame, block_size, device), ())
