@@ -30,6 +30,7 @@ from torch import Tensor
 
 from sparsering.kernels.tuning_file import processor_name
 from sparsering.patterns.algebra import Pattern
+from sparsering.turns import in_turns
 
 Row = dict[str, Any]
 Result = TypeVar("Result")
@@ -95,19 +96,13 @@ def interleaved_times(
 
     Args:
         rounds: largest number of timed rounds.
-        seconds: time for the timed rounds, estimated from an untimed one; at least `least` run.
+        seconds: about the most time for the timed rounds, of which at least `least` run.
         clock: runs a call and returns its milliseconds.
         warm: whether all calls ran before, so that no untimed round is needed.
     """
-    begin = time.perf_counter()
     for call in () if warm else calls.values():
         clock(call)
-    took = max(time.perf_counter() - begin, 1e-6)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(int(max(least, min(rounds, seconds / took)))):
-        for name, call in calls.items():
-            times[name].append(clock(call))
-    return times
+    return in_turns(calls, clock, most=rounds, least=least, seconds=seconds)
 
 
 def spread_of(times: Sequence[float]) -> Row:

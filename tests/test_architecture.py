@@ -27,11 +27,12 @@ ROOMS = {
     "progress": "",
     "rows": "",
     "streams": "",
+    "turns": "",
     "patterns": "buffers rows streams",
     "layouts": "patterns numerics progress rows streams",
     "dropout": "patterns rows",
     "data": "patterns rows",
-    "kernels": "layouts patterns dropout numerics files commands progress rows streams",
+    "kernels": "layouts patterns dropout numerics files commands progress rows streams turns",
     "dispatch": "kernels layouts patterns commands",
     "checks": "layouts patterns numerics",
     "plots": "layouts patterns commands",
@@ -59,7 +60,7 @@ ROOMS = {
     "integrations": "distributed nn functional selection decoding checks patterns numerics "
     "commands",
     "planning": "functional dispatch distributed checks kernels layouts patterns files numerics "
-    "commands progress",
+    "commands progress turns",
     "training": "distributed models nn planning selection functional layouts patterns files "
     "buffers commands progress",
     "demo": "training models plots nn distributed kernels layouts patterns files commands",

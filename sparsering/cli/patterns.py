@@ -88,7 +88,7 @@ def _check_drawn(pattern: "Pattern", length: int, heads: int, block_size: int) -
     """Refuses a length whose layouts take far more than a second, by the work of some rows."""
     from ..patterns.algebra import Frame
     from ..patterns.selected import selections_of
-    from ..planning.work import about_entries
+    from ..planning.counts import about_entries
 
     if length <= _ALWAYS_DRAWN:
         return

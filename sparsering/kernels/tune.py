@@ -6,7 +6,6 @@ first candidate's. `attention` never measures, so its results do not depend on t
 """
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 from ..layouts.cache import layout_cache
 from ..patterns.algebra import Frame, Pattern
 from ..progress import Progress, progress
+from ..turns import in_turns, timed
 from .cpu import call as cpu
 from .problem import Problem
 from .triton import call as triton
@@ -149,34 +149,22 @@ class _Turns:
 
     def milliseconds(self, title: str, runs: Mapping[_Choice, Run]) -> dict[_Choice, float]:
         """Returns the median milliseconds of each run; runs take turns for a few seconds."""
-        times: dict[_Choice, list[float]] = {choice: [] for choice in runs}
-        begin, before = time.perf_counter(), self.work.done
-        for number in range(_MOST_ROUNDS):
-            took = time.perf_counter() - begin
-            if number >= _LEAST_ROUNDS and took > _SECONDS:
-                break
-            rounds = int(_SECONDS / took * number) if number else _MOST_ROUNDS
-            rounds = min(max(rounds, number + 1, _LEAST_ROUNDS), _MOST_ROUNDS)
+        before = self.work.done
+
+        def after(choice: _Choice, rounds: int) -> None:
             self.work.expect(before + rounds * len(runs) * self.choices_left)
-            for choice, run in runs.items():
-                times[choice].append(_milliseconds_of(run, self.device))
-                self.work.advance(note=f"{title} {choice}")
+            self.work.advance(note=f"{title} {choice}")
+
+        times = in_turns(
+            runs,
+            partial(timed, device=self.device),
+            most=_MOST_ROUNDS,
+            least=_LEAST_ROUNDS,
+            seconds=_SECONDS,
+            after=after,
+        )
         self.choices_left -= 1
-        return {choice: statistics.median(measured) for choice, measured in times.items()}
-
-
-def _milliseconds_of(run: Run, device: torch.device) -> float:
-    """Runs once and returns the milliseconds; on a GPU, those between two events in its stream."""
-    if device.type == "cuda":
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()  # so that the next run starts on an idle GPU
-        return start.elapsed_time(end)
-    begin = time.perf_counter()
-    run()
-    return 1e3 * (time.perf_counter() - begin)
+        return {choice: 1e3 * statistics.median(found) for choice, found in times.items()}
 
 
 def error_of(results: Iterable[Tensor], expected: Iterable[Tensor]) -> float:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..rows import expand_counts, first_in_row
-from .algebra import Frame, Mask, Pattern, joined_masks
+from .algebra import Frame, Mask, Pattern, joined_masks, parts_of
 from .arguments import freeze_integer
 from .blocks import BlockwiseMask, TensorMask
 from .keywords import constructor_with_hints
@@ -189,5 +189,10 @@ def selections_of(pattern: Pattern) -> list[SelectedBlocks]:
 
 
 def has_lists(pattern: Pattern) -> bool:
-    """True if a selection in a pattern has blocks below 16 tokens, which are read key by key."""
-    return any(selection.block_size < 16 for selection in selections_of(pattern))
+    """True if a selection in a pattern has blocks below 16 tokens, which are read key by key.
+
+    Selections inside documents and trees count.
+    """
+    if not pattern.tensors:
+        return False
+    return any(isinstance(x, SelectedBlocks) and x.block_size < 16 for x in parts_of(pattern))

@@ -6,7 +6,6 @@
 """
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,8 +24,8 @@ from ..patterns.arguments import checked_number, shortened
 from ..patterns.keywords import with_hints
 from ..patterns.positions import Causal
 from ..progress import progress
+from ..turns import in_turns, timed
 from .fit import numbers_in
-from .seconds import timed
 from .sizes import show_bytes, show_seconds
 
 _ROUNDS = 5
@@ -174,20 +173,18 @@ def measured(title: str, calls: Calls, device: torch.device, seconds: float) -> 
     `title`: of the progress that is shown. `seconds`: about the most time for the later rounds, of
     which there is at least one.
     """
-    began = time.perf_counter()
     peaks: dict[str, int] = {}
-    times: dict[str, list[float]] = {name: [] for name in calls}
     with progress(title, len(calls) * (1 + _ROUNDS), "call") as work:
         for name, call in calls.items():
             peaks[name] = peak_of(call, device)
             work.advance(note=name)
-        took = max(time.perf_counter() - began, 1e-6)
-        rounds = int(max(1, min(_ROUNDS, seconds / took)))
-        work.expect(len(calls) * (1 + rounds))
-        for _ in range(rounds):
-            for name, call in calls.items():
-                times[name].append(timed(call, device))
-                work.advance(note=name)
+
+        def after(name: str, rounds: int) -> None:
+            work.expect(len(calls) * (1 + rounds))
+            work.advance(note=name)
+
+        clock = partial(timed, device=device)
+        times = in_turns(calls, clock, most=_ROUNDS, seconds=seconds, after=after)
     return {name: Cost(statistics.median(times[name]), peaks[name]) for name in calls}
 
 

@@ -12,17 +12,18 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checks import check_pattern
-from ..dispatch import block_size_of, choose
+from ..dispatch import BACKENDS, block_size_of, choose
 from ..kernels.cpu.build import build_failure
 from ..layouts.compile import default_block_size
+from ..layouts.lists import split
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import checked_flag, checked_integer, shortened
 from ..patterns.keywords import with_hints
+from .counts import Counts, counts_of, flops
 from .machines import OTHER_NAMES, Machine, machine_of
 from .memory import MEMORY, Call, Memory
 from .seconds import seconds_of
 from .sizes import parse_tokens, show_bytes
-from .work import flops, work_of
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STACKS = 4 << 20  # bytes of thread stacks, and of freed memory that the allocator keeps
@@ -212,39 +213,87 @@ def estimate(
     )
 
 
-def estimate_of(scenario: Scenario) -> Estimate:
-    """Implements `estimate`."""
-    pattern, frame, machine = scenario.pattern, scenario._frame, scenario.machine
+class _Plan(NamedTuple):
+    """What is known of a call without a clock: how it runs, its counts and its bytes."""
+
+    backend: str
+    block_size: int
+    counts: Counts
+    sharding: str
+    balance: float  # largest load of a rank / mean load
+    received: tuple[int, ...]  # bytes that each rank receives
+    memory: Memory  # of a rank
+
+
+def memory_of_call(scenario: Scenario) -> Memory:
+    """Returns the bytes of a call, as `estimate` has them; times nothing."""
+    return _plan(scenario).memory
+
+
+def _plan(scenario: Scenario) -> _Plan:
+    frame = scenario._frame
     backend, block_size = _backend_and_block_size(scenario, frame)
-    work = work_of(pattern, frame, block_size, cut=backend == "cpu" and not build_failure())
-    extrapolated = "" if work.known == "arithmetic" else f", {work.known}"
-    pairs = work.pairs * scenario.num_heads * scenario.batch_size
-    products = flops(pairs, scenario.head_dim, scenario.backward)
+    counts = counts_of(
+        scenario.pattern,
+        frame,
+        block_size,
+        cut=backend == "cpu" and not build_failure(),
+        lists=BACKENDS[backend].runs_lists,
+    )
     sharding, balance, received = _shares(scenario, frame, block_size)
-    call = Call(scenario.batch_size, scenario.head_dim, scenario.dtype)
-    whole = MEMORY[backend](work, call, scenario.backward)
+    whole = MEMORY[backend](counts, _call(scenario), scenario.backward)
     memory = Memory(*(-(-size // scenario.ranks) for size in whole))
     memory = memory._replace(workspace=memory.workspace + max(received) + _STACKS)
+    return _Plan(
+        backend=backend,
+        block_size=block_size,
+        counts=counts,
+        sharding=sharding,
+        balance=balance,
+        received=received,
+        memory=memory,
+    )
+
+
+def _call(scenario: Scenario) -> Call:
+    return Call(scenario.batch_size, scenario.head_dim, scenario.dtype)
+
+
+def estimate_of(scenario: Scenario) -> Estimate:
+    """Implements `estimate`."""
+    machine, plan = scenario.machine, _plan(scenario)
+    counts, memory = plan.counts, plan.memory
+    extrapolated = "" if counts.known == "arithmetic" else f", {counts.known}"
+    pairs = counts.pairs * scenario.num_heads * scenario.batch_size
+    products = flops(pairs, scenario.head_dim, scenario.backward)
     link = None
     if machine is None:
-        seconds = Figure(seconds_of(backend, work, call, scenario.backward), "measured here")
+        measured = seconds_of(plan.backend, counts, _call(scenario), scenario.backward)
+        seconds = Figure(measured, "measured here")
     else:
         moved = memory.inputs + memory.results + memory.saved
         peak = machine.peak(str(scenario.dtype).removeprefix("torch."))
         seconds = Figure(max(products / peak, moved / machine.bandwidth), machine.known)
         if machine.link_bandwidth is not None and scenario.ranks > 1:
-            link = Figure(max(received) / machine.link_bandwidth, machine.known)
+            link = Figure(max(plan.received) / machine.link_bandwidth, machine.known)
+    chosen = {
+        "sharding": plan.sharding,
+        "backend": plan.backend,
+        "block_size": plan.block_size,
+    }
     return Estimate(
-        **vars(scenario) | {"sharding": sharding, "backend": backend, "block_size": block_size},
-        density=work.density,
+        **vars(scenario) | chosen,
+        density=counts.density,
         pairs=pairs,
-        seconds=Figure(seconds.value * (balance / scenario.ranks), seconds.known + extrapolated),
+        seconds=Figure(
+            seconds.value * (plan.balance / scenario.ranks), seconds.known + extrapolated
+        ),
         peak_bytes=Figure(memory.peak, "arithmetic" + extrapolated),
         memory=memory,
         flops=Figure(products, "arithmetic" + extrapolated),
-        received_bytes=received,
+        received_bytes=plan.received,
         link_seconds=link,
-        balance=Figure(balance, "arithmetic"),
+        balance=Figure(plan.balance, "arithmetic"),
     )
 
 
@@ -256,7 +305,7 @@ def _backend_and_block_size(scenario: Scenario, frame: Frame) -> tuple[str, int]
     gpu = machine is not None and machine.kind == "gpu"
     backend = scenario.backend or ("triton" if gpu else "cpu")
     if machine is None:
-        backend = choose(scenario.backend, (query, query, query))
+        backend = choose(scenario.backend, (query, query, query), (), pattern)
     if backend not in MEMORY:
         raise ValueError(
             f"backend must be one whose costs are known, {', '.join(MEMORY)}, got {backend!r}; "
@@ -266,7 +315,8 @@ def _backend_and_block_size(scenario: Scenario, frame: Frame) -> tuple[str, int]
         return backend, size
     if gpu:
         return backend, default_block_size(pattern, scenario.tokens)
-    return backend, block_size_of(backend, pattern, query, frame)
+    tiles = split(pattern)[0] if BACKENDS[backend].runs_lists else pattern
+    return backend, block_size_of(backend, tiles, query, frame)
 
 
 def _shares(scenario: Scenario, frame: Frame, size: int) -> tuple[str, float, tuple[int, ...]]:

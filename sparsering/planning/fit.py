@@ -20,7 +20,7 @@ import torch
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import checked_integer, checked_number
 from ..patterns.keywords import with_hints
-from .estimate import Scenario, estimate_of
+from .estimate import Scenario, memory_of_call
 from .machines import OTHER_NAMES, Machine, machine_of
 from .memory import Memory
 from .sizes import parse_bytes, parse_tokens, show_bytes
@@ -169,7 +169,7 @@ def longest_sequence(
 
 
 def _shortage(scenario: Scenario, limit: int, share: float) -> str:
-    peak = estimate_of(scenario).peak_bytes.value
+    peak = memory_of_call(scenario).peak
     return f"{show_bytes(peak)}, got {show_bytes(limit)}, of which {share:.0%} may be used"
 
 
@@ -181,7 +181,7 @@ def most_that_fit(scenario_of: Callable[[int], Scenario], room: int, start: int)
 
     @cache
     def memory(n: int) -> Memory:
-        return estimate_of(scenario_of(n)).memory
+        return memory_of_call(scenario_of(n))
 
     # Tensors grow in proportion to n, so they bound n. Each size may be rounded up by a byte.
     inputs, results, saved, _, _ = memory(start)

@@ -13,7 +13,7 @@ from ..kernels.cpu.call import is_walked_shape, takes_whole_heads
 from ..kernels.gather import set_workspace
 from ..numerics import sum_dtype
 from ..patterns.algebra import Frame
-from .work import PassWork, Work
+from .counts import Counts, PassCounts
 
 
 class Memory(NamedTuple):
@@ -75,64 +75,70 @@ def tensors_of(frame: Frame, call: Call) -> Tensors:
     return Tensors(out + 2 * per_token * frame.num_kv_heads * frame.kv_len, out, lse)
 
 
-def cpu_memory(work: Work, call: Call, backward: bool) -> Memory:
+def cpu_memory(counts: Counts, call: Call, backward: bool) -> Memory:
     """Predicts the bytes of a call of the CPU kernel, whose library reports its buffer sizes."""
     if build_failure():  # `attention` then runs the backend "gather"
-        return gather_memory(work, call, backward)
-    sizes = tensors_of(work.frame, call)
-    forward = _cpu_workspace(work, call, False)
-    layout = work.layout_bytes + work.bitmap_bytes
+        return gather_memory(counts, call, backward)
+    sizes = tensors_of(counts.frame, call)
+    forward = _cpu_workspace(counts, call, False) + counts.list_bytes
+    layout = counts.layout_bytes + counts.bitmap_bytes
     if not backward:
         return sizes.memory(forward, layout)
-    if not takes_heads(work, call):
-        layout += sum(4 * p.num_tables * int(2 * p.entries + p.key_tiles + 1) for p in work.passes)
-    return sizes.memory(forward, layout, 2 * sizes.lse + _cpu_workspace(work, call, True))
+    if not takes_heads(counts, call):
+        layout += sum(
+            4 * p.num_tables * int(2 * p.entries + p.key_tiles + 1) for p in counts.passes
+        )
+    return sizes.memory(
+        forward, layout, 2 * sizes.lse + counts.list_bytes + _cpu_workspace(counts, call, True)
+    )
 
 
-def _cpu_workspace(work: Work, call: Call, backward: bool) -> int:
-    frame = work.frame
+def _cpu_workspace(counts: Counts, call: Call, backward: bool) -> int:
+    frame = counts.frame
     query, key = (
         torch.empty(call.batch_size, heads, length, call.head_dim, dtype=call.dtype, device="meta")
         for heads, length in ((frame.num_heads, frame.q_len), (frame.num_kv_heads, frame.kv_len))
     )
     group = frame.num_heads // frame.num_kv_heads
-    counts = [
+    numbers = [
         float(x)
-        for p in work.passes
+        for p in counts.passes
         for x in (
             p.step, p.query_tiles, p.key_tiles, p.tables, p.longest[0], is_walked(p, group),
             p.entries, p.key_tiles_seen, p.ragged, p.pieces, p.pieces_by_key,
         )
     ]  # fmt: skip
-    options = work.block_size, counts, backward, takes_heads(work, call)
+    options = counts.block_size, numbers, backward, takes_heads(counts, call)
     return int(library().workspace_bytes(query, key, key, *options))
 
 
-def gather_memory(work: Work, call: Call, backward: bool) -> Memory:
+def gather_memory(counts: Counts, call: Call, backward: bool) -> Memory:
     """Predicts the bytes of a call of "gather" that uses its workspace up to the limit."""
-    sizes = tensors_of(work.frame, call)
+    sizes = tensors_of(counts.frame, call)
     limit = set_workspace(1)  # returns the previous limit, which the next line restores
     set_workspace(limit)
     scale = sum_dtype(call.dtype).itemsize // call.dtype.itemsize
-    forward = limit + (sizes.out * scale if scale > 1 else 0)
-    layout = work.layout_bytes + int(48 * sum(p.entries * p.num_tables for p in work.passes))
+    forward = limit + counts.list_bytes + (sizes.out * scale if scale > 1 else 0)
+    layout = counts.layout_bytes + int(48 * sum(p.entries * p.num_tables for p in counts.passes))
     if not backward:
         return sizes.memory(forward, layout)
     sums = sizes.inputs * scale if scale > 1 else 0
     product = sizes.out * scale * (3 if scale > 1 else 1)
-    return sizes.memory(forward, layout, 3 * sizes.lse + max(product, sums + limit))
+    return sizes.memory(
+        forward, layout, 3 * sizes.lse + counts.list_bytes + max(product, sums + limit)
+    )
 
 
-def triton_memory(work: Work, call: Call, backward: bool) -> Memory:
+def triton_memory(counts: Counts, call: Call, backward: bool) -> Memory:
     """Predicts the bytes of a call of the GPU kernels, which add up several passes in float32."""
-    sizes = tensors_of(work.frame, call)
-    layout = work.layout_bytes
-    walks = int(sum(p.num_tables * (16 * p.entries + 20 * p.query_tiles) for p in work.passes))
-    forward = 2 * sizes.out if call.dtype.itemsize < 4 and len(work.passes) > 1 else 0
+    sizes = tensors_of(counts.frame, call)
+    layout = counts.layout_bytes
+    walks = int(sum(p.num_tables * (16 * p.entries + 20 * p.query_tiles) for p in counts.passes))
+    forward = 2 * sizes.out if call.dtype.itemsize < 4 and len(counts.passes) > 1 else 0
     if not backward:
         return sizes.memory(forward, layout + walks)
-    layout += int(sum(4 * p.num_tables * (2 * p.entries + p.key_tiles) for p in work.passes))
-    sums = 4 // call.dtype.itemsize * sizes.inputs if len(work.passes) > 1 else 0
+    layout += int(sum(4 * p.num_tables * (2 * p.entries + p.key_tiles) for p in counts.passes))
+    sums = 4 // call.dtype.itemsize * sizes.inputs if len(counts.passes) > 1 else 0
     return sizes.memory(forward, layout + 2 * walks, 3 * sizes.lse + sums)
 
 
@@ -140,11 +146,11 @@ MEMORY = {"cpu": cpu_memory, "gather": gather_memory, "triton": triton_memory}
 """For each backend, the function that computes the bytes of a call."""
 
 
-def takes_heads(work: Work, call: Call) -> bool:
+def takes_heads(counts: Counts, call: Call) -> bool:
     """Whether each thread of the CPU kernel's backward pass computes whole kv heads."""
-    return takes_whole_heads(call.batch_size * work.frame.num_kv_heads, torch.get_num_threads())
+    return takes_whole_heads(call.batch_size * counts.frame.num_kv_heads, torch.get_num_threads())
 
 
-def is_walked(p: PassWork, group: float) -> bool:
+def is_walked(p: PassCounts, group: float) -> bool:
     """Whether the CPU kernel loops over the key tiles of a pass, not over its query tiles."""
     return is_walked_shape(p.longest, (p.query_tiles, p.key_tiles), p.entries, group)

@@ -14,7 +14,7 @@ from ..commands import sparsering
 from ..patterns.arguments import shortened
 from ..patterns.expression import parse
 from .comparison import hides_later_keys
-from .estimate import Estimate, Scenario, estimate_of
+from .estimate import Estimate, Scenario, estimate_of, memory_of_call
 from .fit import about_largest, memory_of, most_that_fit, usable
 from .proposals import Proposal
 from .sizes import show_bytes, show_seconds, show_tokens
@@ -163,7 +163,7 @@ def _capacity(scenario: Scenario, limit: int | None) -> str:
     text = (f"a batch of {batch:,}" if batch else "not even a batch of 1") + " at this length"
 
     def peak(tokens: int) -> float:
-        return estimate_of(replace(scenario, tokens=tokens)).peak_bytes.value
+        return memory_of_call(replace(scenario, tokens=tokens)).peak
 
     try:
         tokens = about_largest(peak, usable(limit), 4096, MOST_SEARCHED)

@@ -3,11 +3,10 @@
     seconds = a + b x pairs in visited blocks x head dim + c x elements of queries and keys
 
 A tiny call gives a, causal attention and a narrow window then b and c: for each backend, dtype,
-head dim and number of threads, when a process first asks. Building a layout does not count.
+head dim and number of threads, when a process first asks. Building a layout does not count. Keys
+that queries list one by one have rates of their own, from two more calls.
 """
 
-import time
-from collections.abc import Callable
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -19,8 +18,10 @@ from ..functional import attention
 from ..numerics import round_up
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.positions import Causal, SlidingWindow
+from ..patterns.selected import SelectedBlocks
+from ..turns import timed
+from .counts import Counts, counts_of
 from .memory import Call, takes_heads
-from .work import Work, work_of
 
 _PROBES: tuple[tuple[Pattern, int], ...] = (
     (Causal(), 64),
@@ -28,6 +29,8 @@ _PROBES: tuple[tuple[Pattern, int], ...] = (
     (SlidingWindow(64), 8192),
 )
 _HEADS = 4
+_LISTED = (2048, 8), (1024, 128)  # (tokens, keys of each) of the calls that give rates of lists
+_BLOCK_SIZE = 64
 _ROUNDS = 3  # the fastest of them counts: other work of the machine only adds
 
 
@@ -37,32 +40,31 @@ class _Rates(NamedTuple):
     row: float  # seconds of a channel of a query, or of a key that is copied
 
 
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Runs a call and returns its seconds, a GPU's work included."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    began = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - began
-
-
-def seconds_of(backend: str, work: Work, call: Call, backward: bool) -> float:
+def seconds_of(backend: str, counts: Counts, call: Call, backward: bool) -> float:
     """Predicts the seconds of a call; the first of its kind takes some 0.2 s to measure."""
-    rates = _rates(backend, call.dtype, call.head_dim, backward, torch.get_num_threads())
-    pairs, rows = _amounts(work, call, backward)
-    return rates.call + rates.pair * pairs + rates.row * rows
+    kind = backend, call.dtype, call.head_dim, backward, torch.get_num_threads()
+    rates = _rates(*kind)
+    pairs, rows = _amounts(counts, call, backward)
+    seconds = rates.call + rates.pair * pairs + rates.row * rows
+    if counts.listed_pairs:
+        pair, query = _rates_of_lists(*kind)
+        heads = call.batch_size * counts.frame.num_heads
+        seconds += pair * heads * counts.listed_pairs * call.head_dim
+        seconds += query * counts.frame.q_len * heads / _HEADS
+    return seconds
 
 
-def _amounts(work: Work, call: Call, backward: bool) -> tuple[float, float]:
+def _amounts(counts: Counts, call: Call, backward: bool) -> tuple[float, float]:
     """Returns channels of pairs in visited blocks, and of queries and keys."""
-    heads, kv_heads = (call.batch_size * n for n in (work.frame.num_heads, work.frame.num_kv_heads))
+    heads, kv_heads = (
+        call.batch_size * n for n in (counts.frame.num_heads, counts.frame.num_kv_heads)
+    )
     pairs = rows = 0.0
-    for p in work.passes:
+    for p in counts.passes:
         pairs += heads * p.cells
         rows += heads * p.rows
-        rows += kv_heads * p.key_tiles_seen * min(work.block_size, p.longest[1])
-    if backward and takes_heads(work, call):  # some threads compute one kv head more than others
+        rows += kv_heads * p.key_tiles_seen * min(counts.block_size, p.longest[1])
+    if backward and takes_heads(counts, call):  # some threads compute one kv head more than others
         pairs *= round_up(kv_heads, torch.get_num_threads()) / kv_heads
     return call.head_dim * pairs, call.head_dim * rows
 
@@ -80,13 +82,35 @@ def _rates(backend: str, dtype: torch.dtype, head_dim: int, backward: bool, thre
         run = partial(_call, inputs, pattern, size, backend, backward)
         run()
         seconds.append(min(timed(run, device) for _ in range(_ROUNDS)))
-        work = work_of(pattern, frame, size)
-        amounts.append(_amounts(work, Call(1, head_dim, dtype), backward))
+        counts = counts_of(pattern, frame, size)
+        amounts.append(_amounts(counts, Call(1, head_dim, dtype), backward))
     first, *others = seconds
     a, b = (max(x - first, 1e-9) for x in others)
     (a_pairs, a_rows), (b_pairs, b_rows) = amounts[1:]
     row = max(0.0, (b * a_pairs - a * b_pairs) / (b_rows * a_pairs - a_rows * b_pairs))
     return _Rates(first, max(0.0, a - row * a_rows) / a_pairs, row)
+
+
+@cache
+@torch.inference_mode(False)
+def _rates_of_lists(
+    backend: str, dtype: torch.dtype, head_dim: int, backward: bool, threads: int
+) -> tuple[float, float]:
+    """Returns the seconds of a channel of a listed pair, and of a query: its list and its rows."""
+    base = _rates(backend, dtype, head_dim, backward, threads).call
+    generator = torch.Generator().manual_seed(0)
+    seconds = []
+    for tokens, slots in _LISTED:
+        keys = torch.randint(tokens, (tokens, slots), generator=generator)
+        inputs = [torch.ones(1, _HEADS, tokens, head_dim, dtype=dtype) for _ in range(3)]
+        pattern = SelectedBlocks(keys, 1) & Causal()
+        run = partial(_call, inputs, pattern, _BLOCK_SIZE, backend, backward)
+        run()
+        fastest = min(timed(run, torch.device("cpu")) for _ in range(_ROUNDS))
+        seconds.append(max(0.0, fastest - base) / tokens)
+    (_, few), (_, many) = _LISTED
+    pair = max(0.0, seconds[1] - seconds[0]) / ((many - few) / 2)  # half of the keys are later
+    return pair / (_HEADS * head_dim), max(0.0, seconds[0] - pair * few / 2)
 
 
 def _call(inputs: list[Tensor], pattern: Pattern, size: int, backend: str, backward: bool) -> None:

@@ -20,9 +20,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ..commands import sparsering
 from ..patterns.algebra import Pattern
+from ..turns import timed
 from .estimate import Scenario, estimate_of
 from .fit import about_largest, usable
-from .seconds import timed
 from .sizes import show_bytes, show_seconds
 
 MOST_SEARCHED = 1 << 22

@@ -14,7 +14,7 @@ from sparsering.distributed.rank import choose_kernels
 from sparsering.distributed.sharding import owned_ranges
 from sparsering.extras import NO_EXTRAS
 from sparsering.layouts.compile import compile_passes
-from sparsering.patterns.selected import selections_of
+from sparsering.patterns.selected import has_lists
 
 SHARDINGS = ("contiguous", "zigzag", "chunks:2,0,1,1,0,0,2", "balanced")
 CASES = [(name, SHARDINGS[number % 4]) for number, name in enumerate(JOINS)]
@@ -54,7 +54,7 @@ def test_ranks_compute_lists_as_one_process_does(monkeypatch, name, sharding):
         got = simulate_ring(*own[:3], pattern, **ring, **used)
         expected = sr.attention(*own[:3], pattern, backend="reference", return_lse=True, **used)
         assert_same_attention(got, expected, leaves, forward=1e-12, backward=1e-11)
-    assert compiled and not any(map(selections_of, compiled))
+    assert compiled and not any(map(has_lists, compiled))
 
 
 def run_ring(rank: int, name: str, sharding: str, dtype: torch.dtype) -> tuple[list[Tensor], int]:

@@ -10,8 +10,8 @@ import sparsering as sr
 from sparsering.kernels import cpu
 from sparsering.kernels.problem import Problem
 from sparsering.planning import memory as module
+from sparsering.planning.counts import counted
 from sparsering.planning.memory import Call, cpu_memory, gather_memory
-from sparsering.planning.work import counted
 
 pytestmark = pytest.mark.skipif(bool(cpu.reasons()), reason="no compiled kernel")
 

@@ -1,14 +1,20 @@
 """Counts of a pattern's work, beside its layout written out pair by pair."""
 
+from dataclasses import replace
+
 import pytest
+import torch
 from helpers.torch_tables import evaluations
+from oracles.listed import JOINS, TOKENS
 
 import sparsering as sr
 from sparsering.layouts.compile import compile_table
 from sparsering.layouts.layout import tile_counts
+from sparsering.layouts.lists import lists_of, split
 from sparsering.patterns.algebra import Frame
-from sparsering.planning import work as work_module
-from sparsering.planning.work import counted, flops, work_of
+from sparsering.planning import counts as counts_module
+from sparsering.planning.counts import counted, counts_of, flops
+from sparsering.planning.estimate import Scenario, memory_of_call
 
 PATTERNS = [
     sr.Causal(),
@@ -27,7 +33,7 @@ def frame_of(tokens: int, heads: int = 4, kv_heads: int = 2) -> Frame:
 
 @pytest.mark.parametrize("pattern", PATTERNS, ids=str)
 def test_pairs_are_those_of_the_definition(pattern):
-    found = work_of(pattern, frame_of(200), 32)
+    found = counts_of(pattern, frame_of(200), 32)
     dense = pattern.to_dense(200, num_heads=4, num_kv_heads=2)
     assert found.known == "arithmetic"
     assert found.pairs == pytest.approx(float(dense.sum()) / len(dense))
@@ -58,10 +64,10 @@ LONG = [*PATTERNS[:5], sr.Packed((1400, 20, 2676), sr.Causal()), PATTERNS[6]]
 
 @pytest.mark.parametrize("pattern", LONG, ids=str)
 def test_some_query_tiles_stand_for_all(pattern, monkeypatch):
-    exact = work_of(pattern, frame_of(4096), 16)
-    monkeypatch.setattr(work_module, "MOST_ENTRIES", 1)
+    exact = counts_of(pattern, frame_of(4096), 16)
+    monkeypatch.setattr(counts_module, "MOST_ENTRIES", 1)
     sr.layout_cache.invalidate(pattern)
-    told = work_of(pattern, frame_of(4096), 16)
+    told = counts_of(pattern, frame_of(4096), 16)
     sr.layout_cache.invalidate(pattern)
     assert told.known != "arithmetic"
     assert told.pairs == pytest.approx(exact.pairs, rel=0.1)
@@ -86,7 +92,7 @@ WITH_RUNS = [
 @pytest.mark.parametrize("pattern", WITH_RUNS, ids=str)
 def test_counts_by_all_query_tiles_are_those_of_the_layout(pattern):
     exact = counted(pattern.layout(5000, num_heads=4, num_kv_heads=2, block_size=16))
-    found = work_module._sampled(pattern, frame_of(5000), 16, 1 << 20, 4, {})
+    found = counts_module._sampled(pattern, frame_of(5000), 16, 1 << 20, 4, {})
     assert found.pairs == exact.pairs
     for a, b in zip(found.passes, exact.passes, strict=True):
         for name in ("entries", "cells", "rows"):
@@ -102,8 +108,8 @@ def test_tiles_that_are_seen_whole_are_counted_without_a_list(pattern, monkeypat
         listed.append(len(made[0].key_tile))
         return made
 
-    monkeypatch.setattr(work_module, "compile_table", compiled)
-    found = work_module._sampled(pattern, frame_of(1 << 18), 16, 96, 1, {})
+    monkeypatch.setattr(counts_module, "compile_table", compiled)
+    found = counts_module._sampled(pattern, frame_of(1 << 18), 16, 96, 1, {})
     of_row = found.passes[0].entries / found.passes[0].query_tiles
     assert sum(listed) <= 100 * 2 * 64 < 100 * of_row / 5  # at most a run at each end
 
@@ -131,7 +137,7 @@ def test_small_blocks_by_distance_are_evaluated_once_a_kind(pattern, same):
 def test_causal_attention_of_a_million_tokens_is_counted_without_its_layout():
     before = sr.layout_cache.info().bytes
     tokens = 1 << 20
-    found = work_of(sr.Causal(), frame_of(tokens), 128)
+    found = counts_of(sr.Causal(), frame_of(tokens), 128)
     assert found.pairs == pytest.approx(tokens * (tokens + 1) / 2, rel=0.01)
     assert found.layout_bytes > 100 << 20 > sr.layout_cache.info().bytes - before
 
@@ -143,6 +149,40 @@ def test_flops_are_two_products_forward_and_five_backward():
 
 def test_a_pattern_that_does_not_fit_says_so():
     with pytest.raises(ValueError, match="block_size"):
-        work_of(sr.Causal(), frame_of(64), 100)
+        counts_of(sr.Causal(), frame_of(64), 100)
     with pytest.raises(ValueError):
-        work_of(sr.Documents((10, 20)), frame_of(64), 16)
+        counts_of(sr.Documents((10, 20)), frame_of(64), 16)
+
+
+@pytest.mark.parametrize("name", ["causal", "beside a window", "inside documents", "valid keys"])
+def test_lists_of_keys_count_as_lists(name, monkeypatch):
+    pattern = JOINS[name]
+    frame = Frame.build(TOKENS, TOKENS, 4, 2, None)
+    found = counts_of(pattern, frame, 16, lists=True)
+    counts = pattern.to_dense(TOKENS, num_heads=4, num_kv_heads=2).double()
+    assert found.pairs == pytest.approx(counts.sum().item() / len(counts))
+    tiles = counts_of(split(pattern)[0], frame, 16)
+    assert found.passes == tiles.passes and found.listed_pairs == found.pairs - tiles.pairs > 0
+    assert found.list_bytes == sum(x.keys.nbytes for x in lists_of(*split(pattern), frame)[1])
+    told = sr.estimate(pattern, tokens=TOKENS, num_heads=4, num_kv_heads=2, head_dim=16)
+    assert told.pairs == pytest.approx(4 * found.pairs) and told.memory.workspace > found.list_bytes
+    monkeypatch.setattr("sparsering.planning.estimate.seconds_of", None)  # bytes need no clock
+    assert memory_of_call(replace(scenario_of(pattern), backward=True)).peak > told.peak_bytes.value
+
+
+def scenario_of(pattern):
+    return Scenario(
+        pattern=pattern,
+        tokens=TOKENS,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=16,
+        dtype=torch.float32,
+        batch_size=1,
+        backward=False,
+        machine=None,
+        ranks=1,
+        sharding="auto",
+        backend=None,
+        block_size=None,
+    )

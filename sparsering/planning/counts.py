@@ -1,14 +1,14 @@
 """Counts the work of a call from its layout: attending pairs, visited blocks, tokens read.
 
-    work = work_of(Causal(), frame, 128)
-    work.pairs, work.entries, flops(work.pairs, 64, backward=True)
+    counts = counts_of(Causal(), frame, 128)
+    counts.pairs, counts.entries, flops(counts.pairs, 64, backward=True)
 
 For a very large layout, only some query tiles are counted, and the totals are extrapolated from
-them; `Work.known` says so. A cell is a (query, key) pair in a visited block, attending or not.
+them; `Counts.known` says so. A cell is a (query, key) pair in a visited block, attending or not.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import NamedTuple
 
 import torch
@@ -20,12 +20,13 @@ from ..layouts.compile import axes_of, checked_block_size, compile_table, terms_
 from ..layouts.documents import Ground, ground_of
 from ..layouts.layout import BlockLayout, Pass, tile_counts
 from ..layouts.leaves import FULL, VARIES
+from ..layouts.lists import lists_of, split
 from ..layouts.lower import condition
 from ..layouts.tiles import Axis, Origin, Spans, TilePairs
 from ..numerics import round_up
 from ..patterns.algebra import Frame, Mask, Pattern, check_fits
 from ..patterns.once import one_thread
-from ..patterns.selected import selections_of
+from ..patterns.selected import has_lists, selections_of
 
 MOST_ENTRIES = 1 << 21
 """Largest number of visited blocks, over all tables, that is counted exactly and not sampled."""
@@ -36,11 +37,11 @@ _EDGE = 2  # tiles at each end that are always counted, because global tokens li
 _RUN = 64  # neighbouring key tiles that are tested as one
 
 
-class PassWork(NamedTuple):
-    """Work of one `Pass` of a layout; floats are means over query heads and batch entries.
+class PassCounts(NamedTuple):
+    """Counts of one `Pass` of a layout; floats are means over query heads and batch entries.
 
     The CPU kernel cuts tiles with far more visited blocks than others into pieces, and sums each
-    piece separately. The counts of pieces are 0 without `work_of(..., cut=True)`.
+    piece separately. The counts of pieces are 0 without `counts_of(..., cut=True)`.
     """
 
     step: int  # distance of neighbouring positions in a tile, in tokens
@@ -64,15 +65,17 @@ class PassWork(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Work:
-    """Work of a call of `attention` over a layout, and the layout's size in bytes."""
+class Counts:
+    """Counts of a call of `attention` over a layout, and the layout's size in bytes."""
 
     frame: Frame
     block_size: int
     pairs: float  # (query, key) pairs of all branches, mean over query heads and batch entries
-    passes: tuple[PassWork, ...]
+    passes: tuple[PassCounts, ...]
     layout_bytes: int  # bytes of tables and bitmaps, without the transposes for backward
     bitmap_bytes: int  # bytes of bitmaps alone, which kernels also store transposed
+    listed_pairs: float = 0.0  # those of `pairs` that lists of keys have, and no block
+    list_bytes: int = 0  # bytes of lists of keys, which each call makes
     known: str = "arithmetic"  # or "extrapolated from some query tiles"
 
     @property
@@ -82,8 +85,9 @@ class Work:
 
     @property
     def density(self) -> float:
-        """Share of all pairs that lies in visited blocks, as `BlockLayout.density`."""
-        return self.entries * self.block_size**2 / (self.frame.q_len * self.frame.kv_len)
+        """Share of all pairs that is listed, or in visited blocks, as `BlockLayout.density`."""
+        visited = self.entries * self.block_size**2 + self.listed_pairs
+        return visited / (self.frame.q_len * self.frame.kv_len)
 
 
 def flops(pairs: float, head_dim: int, backward: bool) -> float:
@@ -92,10 +96,14 @@ def flops(pairs: float, head_dim: int, backward: bool) -> float:
 
 
 @one_thread()
-def work_of(pattern: Pattern, frame: Frame, block_size: int, *, cut: bool = False) -> Work:
+def counts_of(
+    pattern: Pattern, frame: Frame, block_size: int, *, cut: bool = False, lists: bool = False
+) -> Counts:
     """Counts the work of a pattern; the layout cache stores the result.
 
-    `cut`: also counts the pieces into which the compiled CPU kernel cuts long tiles.
+    Args:
+        cut: also counts the pieces into which the compiled CPU kernel cuts long tiles.
+        lists: the backend reads lists of single keys as lists, and not in blocks.
 
     Raises: ValueError if the pattern is for other lengths or heads.
 
@@ -104,16 +112,26 @@ def work_of(pattern: Pattern, frame: Frame, block_size: int, *, cut: bool = Fals
     block_size = checked_block_size(block_size)
     check_fits(pattern, frame)
 
-    def count() -> Work:
+    def count() -> Counts:
+        if lists and has_lists(pattern):
+            tiles, listed = lists_of(*split(pattern), frame)
+            rest = counts_of(tiles, frame, block_size, cut=cut)
+            pairs = sum(x.num_pairs for x in listed)
+            return replace(
+                rest,
+                pairs=rest.pairs + pairs,
+                listed_pairs=pairs,
+                list_bytes=sum(x.keys.nbytes for x in listed),
+            )
         if not selections_of(pattern):
-            tiles: _Cached = {}  # for both calls of `_sampled`: building tiles takes longest
-            rough = _sampled(pattern, frame, block_size, _FIRST_TILES, 1, tiles)
+            of_tiles: _Cached = {}  # for both calls of `_sampled`: building tiles takes longest
+            rough = _sampled(pattern, frame, block_size, _FIRST_TILES, 1, of_tiles)
             if sum(p.num_tables * p.entries for p in rough.passes) > MOST_ENTRIES:
-                return _sampled(pattern, frame, block_size, _TILES, _HEADS, tiles)
+                return _sampled(pattern, frame, block_size, _TILES, _HEADS, of_tiles)
         layout = layout_cache.layout(pattern, frame, block_size, torch.device("cpu"))
         return counted(layout, cut=cut)
 
-    return layout_cache.keep(("work", pattern, frame, block_size, cut), count)
+    return layout_cache.keep(("counts", pattern, frame, block_size, cut, lists), count)
 
 
 def about_entries(pattern: Pattern, frame: Frame, block_size: int) -> float:
@@ -123,13 +141,13 @@ def about_entries(pattern: Pattern, frame: Frame, block_size: int) -> float:
     return sum(p.num_tables * p.entries for p in rough.passes)
 
 
-def counted(layout: BlockLayout, *, cut: bool = False) -> Work:
+def counted(layout: BlockLayout, *, cut: bool = False) -> Counts:
     """Counts the work of a layout exactly, in O(visited blocks) of every table."""
     passes = tuple(_counted_pass(p, layout, cut) for p in layout.passes)
     tensors = [getattr(p, f.name) for p in layout.passes for f in fields(p)]
     size = sum(x.numel() * x.element_size() for x in tensors if isinstance(x, Tensor))
     bitmaps = sum(p.bitmaps.numel() for p in layout.passes)
-    return Work(
+    return Counts(
         frame=layout.frame,
         block_size=layout.block_size,
         pairs=float(layout.pairs),
@@ -142,7 +160,7 @@ def counted(layout: BlockLayout, *, cut: bool = False) -> Work:
 def _tally(
     row: Tensor, first: Tensor, end: Tensor, queries: Tensor, before: Tensor
 ) -> tuple[int, ...]:
-    """Counts the fields `entries` to `rows` of `PassWork` from visited runs of neighbouring tiles.
+    """Counts the fields `entries` to `rows` of `PassCounts` from visited runs of adjacent tiles.
 
     A run: its query tile `row`, its key tiles `first` to `end`. `queries`: tokens of each query
     tile. `before`: result of `_tokens_before` for the key tiles.
@@ -164,7 +182,7 @@ def _ragged(keys: Tensor) -> float:
     return float((keys % 16 > 0).double().sum(-1).mean())
 
 
-def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassWork:
+def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassCounts:
     queries = tile_counts(p.query_start, p.query_stop, p.step, layout.block_size)
     keys = tile_counts(p.key_start, p.key_stop, p.step, layout.block_size)
     (batches, tables), axes = p.row_ptr.shape[:2], len(queries)
@@ -187,7 +205,7 @@ def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassWork:
                 pieces_by_key += library().pieces(of_key, True)
         seen += float((by_key > 0).sum()) / groups / batches
     entries, cells, rows = (sum(x) / len(tallies) for x in zip(*tallies, strict=True))
-    return PassWork(
+    return PassCounts(
         step=p.step,
         query_tiles=queries.shape[1],
         key_tiles=keys.shape[1],
@@ -218,9 +236,9 @@ _Cached = dict[tuple[int, int], _Tiles]
 
 def _sampled(
     pattern: Pattern, frame: Frame, block_size: int, num_tiles: int, num_heads: int, cached: _Cached
-) -> Work:
+) -> Counts:
     """Estimates the work from about `num_tiles` query tiles of up to `num_heads` heads."""
-    passes: list[PassWork] = []
+    passes: list[PassCounts] = []
     pairs = 0.0
     ground = ground_of(pattern, frame, block_size, None, None)
     for number, (_, grid, mask) in enumerate(terms_of(pattern, ground)):
@@ -249,7 +267,7 @@ def _sampled(
         key_tokens = tiles.keys.count.clamp(min=0)
         entries, cells, rows = sums
         passes.append(
-            PassWork(
+            PassCounts(
                 step=grid.step,
                 query_tiles=len(tiles.queries),
                 key_tiles=len(key_tokens),
@@ -268,7 +286,7 @@ def _sampled(
     size = sum(p.num_tables * (8 * p.entries + 4 * p.query_tiles) for p in passes)
     size += sum(16 * (p.query_tiles + p.key_tiles) for p in passes)
     known = "extrapolated from some query tiles"
-    return Work(
+    return Counts(
         frame=frame,
         block_size=block_size,
         pairs=pairs,
