@@ -6,6 +6,7 @@ length of the cache], which each step changes.
 
 import itertools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from ..streams import OUTSIDE_CUDA_GRAPHS
 _NUMBERS = itertools.count()
 _CACHES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _TYPES = {"scale": "float?", "block_size": "SymInt?", "backend": "str?"}
+_TYPES |= {"lengths": "Tensor?", "keep": "bool?"}
 _TYPES |= {name: OPTIONS[name].schema for name in ANYWHERE}
 _SCHEMA = "(Tensor query, Tensor key, Tensor value, Tensor(a!) clock, "
 _SCHEMA += ", ".join(f"{kind} {name}=None" for name, kind in _TYPES.items()) + ") -> Tensor"
@@ -32,8 +34,9 @@ def register(cache: Any) -> Tensor:
 
 def operator_options(options: dict[str, Any]) -> dict[str, Any]:
     """Converts options of `attend` to the operator's types."""
-    seed = options.get("dropout_seed")
-    return {**options, "dropout_seed": torch.tensor(seed)} if isinstance(seed, int) else options
+    tensors = ("dropout_seed", int), ("lengths", Sequence)
+    given = {name: options[name] for name, kind in tensors if isinstance(options.get(name), kind)}
+    return options | {name: torch.tensor(x) for name, x in given.items()}
 
 
 @torch.library.custom_op(

@@ -185,6 +185,7 @@ class KVCache:
         lengths: Sequence[int] | Tensor | None = None,
         stored: bool = True,
         tree: Sequence[int] | Tensor | None = None,
+        keep: bool = True,
         return_lse: bool = False,
         **options: Any,
     ) -> Tensor | tuple[Tensor, Tensor]:
@@ -202,6 +203,8 @@ class KVCache:
             tree: the new tokens are guesses: parent of each, an earlier one, or -1 for the last
                 cached token. Each sees its path and the cache, from its depth. `keep` then says
                 which of them the sequence has, and until then the cache takes nothing else.
+            keep: False leaves the cache as it was before the call, for tokens that are not final,
+                such as those of a denoising step of block diffusion, or that are only scored.
             return_lse: also return lse [B, Hq, n].
             options: options of `attention`, except `q_start`, `block_bias` and `slot_bias`.
 
@@ -211,6 +214,7 @@ class KVCache:
             this call; the cache is then unchanged.
         """
         stored, return_lse = checked_flag("stored", stored), checked_flag("return_lse", return_lse)
+        keep = checked_flag("keep", keep)
         if options:
             refuse_options("attend", options, _OPTIONS, _REFUSED)
         if torch.is_grad_enabled():
@@ -221,17 +225,21 @@ class KVCache:
                     "torch.no_grad(), or train with attention() on whole sequences"
                 )
         if torch.compiler.is_compiling():
-            if lengths is not None or not stored or return_lse or tree is not None:
+            if not stored or return_lse or tree is not None:
                 raise ValueError(
-                    "attend takes no lengths, stored, tree or return_lse inside torch.compile; "
-                    "call it outside"
+                    "attend takes no stored, tree or return_lse inside torch.compile; call it "
+                    "outside"
                 )
             inputs = checks.autocast_inputs(query, key, value)
+            options |= {"lengths": lengths, "keep": keep}
             return attend_op(*inputs, self._clock, **operator_options(options))
         self._check_no_draft("attend")
-        if tree is not None and (lengths is not None or not stored):
-            raise ValueError("tree= needs stored=True and no lengths, got others; leave them out")
-        results = self._attend((query, key, value), lengths, stored, tree, **options)
+        if tree is not None and not (lengths is None and stored and keep):
+            raise ValueError(
+                "tree= needs stored=True, keep=True and no lengths, got others; leave them out, "
+                "and call keep([]) afterwards to drop the tokens of a tree"
+            )
+        results = self._attend((query, key, value), lengths, stored, tree, keep, **options)
         return results if return_lse else results[0]
 
     def keep(self, path: Sequence[int] | Tensor) -> None:
@@ -300,7 +308,7 @@ class KVCache:
             self._state = self._state.loaded(key, value, places, length)
 
     def _attend(
-        self, inputs: Inputs, lengths: Any, stored: bool, tree: Any, **options: Any
+        self, inputs: Inputs, lengths: Any, stored: bool, tree: Any, keep: bool, **options: Any
     ) -> tuple[Tensor, Tensor]:
         state, given, choices = self._state, inputs, (None, None, None, None)
         if options:
@@ -336,15 +344,19 @@ class KVCache:
                     layout = page_layout(state, most)
             out, lse = attend_page(state, layout, recipe, tokens)
             state.page.recipe = recipe if recipe.plain else None
-            state = state.advanced(new, state.page_length + most)
-            if state.page_length >= state.page_limit:
-                with ordinary_tensors():
-                    state = state.evicted()
+            if keep:  # else slots behind the page's tokens hold keys that no later step reads
+                state = state.advanced(new, state.page_length + most)
+                if state.page_length >= state.page_limit:
+                    with ordinary_tensors():
+                        state = state.evicted()
         else:
             with ordinary_tensors():
                 out, lse = attend_spans(state, recipe, tokens, new)
-                state = state.advanced(new, state.page_length).evicted(tokens.key, tokens.value)
-        self._state = state
+                if keep:
+                    after = state.advanced(new, state.page_length)
+                    state = after.evicted(tokens.key, tokens.value)
+        if keep:
+            self._state = state
         if padding := n - most:
             out, lse = pad(out, (0, 0, 0, padding)), pad(lse, (0, padding), value=-torch.inf)
         return out, lse

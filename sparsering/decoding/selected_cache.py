@@ -89,7 +89,7 @@ class SelectedCache(KVCache):
 
     @ordinary_tensors()
     def _attend(
-        self, inputs: Inputs, lengths: Any, stored: bool, tree: Any, **options: Any
+        self, inputs: Inputs, lengths: Any, stored: bool, tree: Any, keep: bool, **options: Any
     ) -> tuple[Tensor, Tensor]:
         check_inputs(*inputs, self._state.pattern)
         self._check(*inputs)
@@ -115,7 +115,8 @@ class SelectedCache(KVCache):
         blocks = self._select_blocks(scores, q_start=begin)
         pattern = SelectedBlocks(blocks, self._size, 1, begin) & Causal()
         results = attention(query, keys, values, pattern, return_lse=True, **options)
-        self._state = after.changed(summaries=summaries)
+        if keep:
+            self._state = after.changed(summaries=summaries)
         return results
 
     @property

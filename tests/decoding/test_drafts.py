@@ -252,7 +252,7 @@ def test_what_takes_no_draft():
     tree = cache_of(sr.Tree((20, 140), (-1, 0)))
     with pytest.raises(ValueError, match="whose pattern has no Tree"):
         tree.attend(*rows(3, 1), tree=chain)
-    with pytest.raises(ValueError, match=r"tree= needs stored=True and no lengths"):
+    with pytest.raises(ValueError, match=r"tree= needs stored=True, keep=True and no lengths"):
         cache_of(sr.Causal()).attend(*rows(3, 1), tree=chain, lengths=[3, 3])
     selected = sr.SelectedCache(2, KV_HEADS, 8, k=4, num_heads=HEADS, value_dim=6)
     with pytest.raises(ValueError, match="no tree"):

@@ -2,11 +2,16 @@
 
 import itertools
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from oracles.attention_oracle import PATTERNS, Case, assert_close
+from hypothesis import strategies as st
+from oracles.attention_oracle import PATTERNS, Case, assert_close, attend_by_rows
+from oracles.drawings import DRAWINGS, Drawing
+from oracles.patterns_oracle import Spec, build, counts, matrix
+from oracles.strategies import Scene, examples, specs
 from torch import Tensor
 
 import sparsering as sr
@@ -69,6 +74,68 @@ def test_calls_that_end_well_equal_one_pass_and_others_are_errors(name, backend)
         if begin == LENGTH:
             break
     assert_close(torch.cat(outs, 2).double(), expected, 1e-12 if dtype == torch.float64 else 3e-6)
+
+
+def check_cuts(pattern: sr.Pattern, pairs: Tensor, groups: int, cuts: Iterable[set[int]]) -> None:
+    """Checks calls that end at each cut: the rows of one pass, or an error if a pair is ahead.
+
+    A refused call is tried again with the tokens up to the next cut. Each call comes twice, first
+    with keep=False. pairs: counts [B, Hq, N, N].
+    """
+    batch, heads, n, _ = pairs.shape
+    x = [torch.randn(batch, h, n, 4, dtype=torch.float64) for h in (heads, groups, groups)]
+    expected, _ = attend_by_rows(*x, pairs)
+    for ends in cuts:
+        cache = sr.KVCache(pattern, batch, groups, 4, num_heads=heads, page_size=16, max_length=n)
+        for end in sorted({*ends, n}):
+            begin = cache.length
+            if pairs[:, :, begin:end, end:].any():
+                with pytest.raises(ValueError, match="which has not come"):
+                    cache.attend(*part(x, begin, end), backend="gather")
+                assert cache.length == begin
+                continue
+            for keep in (False, True):
+                out = cache.attend(*part(x, begin, end), backend="gather", keep=keep)
+                assert_close(out, expected[:, :, begin:end], 1e-12)
+        assert cache.length == n
+
+
+SQUARE = [
+    drawing
+    for drawing in DRAWINGS
+    if drawing.arguments.get("kv_len", drawing.arguments["q_len"]) == drawing.arguments["q_len"] > 0
+    and not drawing.arguments.get("q_start")
+]
+
+
+@pytest.mark.parametrize("drawing", SQUARE, ids=lambda drawing: drawing.behaviour)
+def test_a_drawn_row_is_cut_anywhere(drawing: Drawing):
+    """All cuts of short rows, and of longer ones each single cut and each size of calls."""
+    pairs, groups = matrix(drawing.picture), drawing.arguments.get("num_kv_heads")
+    heads, n = drawing.arguments.get("num_heads", 1), pairs.shape[-1]
+    pairs = pairs.expand(-1, heads, -1, -1)
+    inner = range(1, n)
+    if n <= 5:
+        cuts = [set(cut) for k in range(n) for cut in itertools.combinations(inner, k)]
+    else:
+        cuts = [{end} for end in inner] + [set(range(size, n, size)) for size in inner[: n // 2]]
+    check_cuts(build(drawing.spec), pairs, groups or heads, cuts)
+
+
+@st.composite
+def cut_rows(draw: st.DrawFn) -> tuple[Spec, Scene, set[int]]:
+    n, batch = draw(st.integers(1, 40)), draw(st.integers(1, 2))
+    heads = draw(st.sampled_from(((1, 1), (2, 1), (2, 2))))
+    scene = Scene(n, n, *heads, 0, batch)
+    ends = draw(st.sets(st.integers(1, n), max_size=8))
+    return draw(specs(scene)), scene, ends
+
+
+@examples(60, 2000, cut_rows())
+def test_a_row_of_any_pattern_is_cut_anywhere(drawn_case):
+    spec, scene, ends = drawn_case
+    pairs = counts(spec, batch=scene.batch, **scene.arguments)
+    check_cuts(build(spec), pairs, scene.num_kv_heads, [ends])
 
 
 def test_block_diffusion_is_decoded_by_blocks_in_few_keys():

@@ -60,7 +60,13 @@ class Run:
     # Each step fits its numbers to the lengths, and runs.
 
     def _attend(
-        self, n: int, cut: tuple[int, ...] | None, stored: bool, plain: bool, with_lse: bool
+        self,
+        n: int,
+        cut: tuple[int, ...] | None,
+        stored: bool,
+        plain: bool,
+        with_lse: bool,
+        keep: bool = True,
     ) -> None:
         case = self.case
         rest = [case.total - length for length in self.lengths]
@@ -72,6 +78,7 @@ class Run:
             new = [min(cut[b % len(cut)] % (n + 1), rest[b]) for b in range(self.batch)]
         stored = stored or len(set(zip(self.lengths, new, strict=True))) > 1
         given: dict[str, Any] = {} if stored else {"stored": False}
+        given |= {} if keep else {"keep": False}
         if cut is not None:
             given["lengths"] = torch.tensor(new, dtype=torch.int64) if case.seed % 2 else new
         inputs = self._inputs(n)
@@ -84,7 +91,7 @@ class Run:
             message = self._refused(lambda: self._call(inputs, **given, **options))
             self._check_names_a_pair(message, new)
             if cut is None and (longer := self._next_length()) is not None:
-                self._attend(longer - self.lengths[0], None, stored, plain, with_lse)
+                self._attend(longer - self.lengths[0], None, stored, plain, with_lse, keep)
             return
         out, lse = self._call(inputs, **given, **options, with_lse=with_lse)
         for b, (length, m) in enumerate(zip(self.lengths, new, strict=True)):
@@ -103,6 +110,18 @@ class Run:
         self._did("stored=False", not stored and n > 0)
         self._did("unlike lengths", len(set(self.lengths)) > 1)
         self._did("fewer than given", cut is not None and set(new) - {n})
+        self._did("keep=False", not keep and n > 0)
+
+    def _trial(self, *step: Any) -> None:
+        """Attends from tokens that are not kept; the next steps go on as if it had not been."""
+        self._verify()
+        before, rows = self._state(), {name: x.clone() for name, x in self.rows.items()}
+        counts = self.lengths, self.highest, self.here
+        self._attend(*step, keep=False)
+        self._verify()
+        self.lengths, self.highest, self.here = counts
+        self.rows = rows
+        assert self._state() == before, "tokens that are not kept changed the cache"
 
     def _draft(
         self, n: int, numbers: tuple[int, ...], pick: int, plain: bool, with_lse: bool

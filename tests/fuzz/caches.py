@@ -20,6 +20,7 @@ STEPS = (
     *("stored=False", "crop", "reorder", "repeat", "select", "join", "load", "copy"),
     "refused step",
     "draft",
+    "keep=False",
 )
 OF_CACHE = ("page_size", "max_length", "rollback", "groups", "strides", "large scores", "autocast")
 AHEAD = "looks ahead"  # the pattern as it is drawn, not & Causal()
@@ -164,6 +165,9 @@ BY_NAME: dict[str, st.SearchStrategy[Step]] = {
     "fewer than given": fewer(),
     "return_lse": attends(st.integers(1, 20), with_lse=st.just(True)),
     "stored=False": attends(st.integers(1, 9), stored=st.just(False)),
+    "keep=False": attends(st.integers(1, 20), st.none() | CUTS, EVER).map(
+        lambda step: ("trial", *step[1:])
+    ),
     "draft": st.tuples(
         st.just("draft"), st.integers(1, 12), NUMBERS, st.integers(0, 12), EVER, EVER
     ),
@@ -182,6 +186,7 @@ def cases(draw: st.DrawFn, cell: Cell) -> Decoding:
     option = cell.option
     # Steps are drawn first, so that shrinking first tries fewer steps.
     likely = ["chunks", "chunks", "single tokens", "single tokens", "return_lse", "copy"]
+    likely += ["keep=False"]
     unlikely = ["no tokens", "unlike lengths", "fewer than given", "refused step", "crop"]
     unlikely += ["stored=False", "draft", "draft"] * (cell.pattern != SELECTED)
     names = st.sampled_from(likely + unlikely)

@@ -230,6 +230,14 @@ DEFECTS = {
         "positions = positions.masked_fill(positions >= state.total, -1)",
         "positions = positions.clone()",
     ),
+    "a denoising step is kept": (
+        "caches",
+        "decoding/kv_cache.py",
+        "            if keep:  # else slots",
+        "            if True:  # else slots",
+        "        if keep:\n            self._state = state",
+        "        self._state = state",
+    ),
     "a draft holds the tensors of its caller": (
         "caches",
         "decoding/drafts.py",

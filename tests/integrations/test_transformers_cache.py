@@ -7,6 +7,8 @@ import torch
 from helpers.thinned import thinned
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.masking_utils import create_bidirectional_mask
+from transformers.models.llama import modeling_llama
 from transformers_families import tiny
 from transformers_models import assert_same, like, made, padded, result, tokens
 
@@ -170,6 +172,16 @@ def test_a_mask_of_pairs_beside_it_is_refused():
     cache = hf.SparseCache(model)
     with torch.no_grad(), pytest.raises(NotImplementedError, match="got a mask of all pairs"):
         model(input_ids=tokens(), attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.parametrize("pattern", [SINKS, sr.BlockCausal(4)])
+def test_a_mask_in_which_tokens_see_later_ones_is_refused(pattern, monkeypatch):
+    """The layer is causal, but not the mask that its model made: no pair is left out in silence."""
+    model = applied("llama", pattern)
+    cache = hf.SparseCache(model)
+    monkeypatch.setattr(modeling_llama, "create_causal_mask", create_bidirectional_mask)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="in which tokens see later"):
+        model(input_ids=tokens(), past_key_values=cache)
 
 
 def test_what_it_cannot_hold_is_refused():

@@ -126,6 +126,11 @@ def attend_cached(
             f"a SparseCache needs a mask of causality, windows, chunks and padding, got {got}; use "
             "the default cache"
         )
+    if not mask.kind.causal:
+        raise NotImplementedError(
+            "a SparseCache needs a causal mask, got one in which tokens see later ones; use the "
+            "default cache, or sparsering.KVCache for a block of tokens at a time"
+        )
     expected = mask.own_causal() if pattern is None else looking_back(pattern)
     if layer.pattern != expected:
         way_out = "make another cache after apply"
