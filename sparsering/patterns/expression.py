@@ -16,6 +16,7 @@ from torch import Tensor
 from . import blocks, keys, positions
 from .algebra import Pattern
 from .arguments import shortened
+from .document_runs import FORMS
 from .selected import SelectedBlocks
 from .tree import Tree
 from .varlen_mask import Varlen
@@ -138,6 +139,8 @@ class _Reader:
                 if key not in self.patterns:
                     self.patterns[key] = _constructors[name](*values)
                 return self.patterns[key]
+            case ast.Call(ast.Name(name), arguments, []) if name in FORMS and self.tensors:
+                return FORMS[name](*map(self.read, arguments))
             case ast.Constant(int() | float() | str() | None):
                 return node.value
             case ast.UnaryOp(ast.USub(), ast.Constant(int() | float() as number)):

@@ -16,9 +16,11 @@ from .arguments import (
     freeze_integer,
     freeze_integers,
     freeze_lengths,
+    is_traced,
     per_entry,
     shortened,
 )
+from .document_runs import LengthsFrom, looks_like_ids
 from .keywords import constructor_with_hints, with_hints
 
 MOST_DILATION = 1 << 31
@@ -261,24 +263,53 @@ class _InDocuments(Mask):
         return torch.tensor(self.lengths, dtype=torch.int64).cumsum(0)
 
     def _validate(self) -> None:
-        freeze_lengths(self, "lengths")
+        given: Any = self.lengths
+        if isinstance(given, LengthsFrom):  # while a compiler traces, it stays the field
+            if not is_traced(given.numbers):
+                object.__setattr__(self, "lengths", given.lengths())
+                object.__setattr__(self, "_given", {**self._given, "lengths": given})
+            return
+        try:
+            freeze_lengths(self, "lengths")
+        except ValueError as error:
+            if "must be at least 0" not in str(error):
+                raise
+            raise ValueError(f"{error}; {self._from_tokens()}") from None
 
     def _own_batches(self) -> int | None:
-        lengths = self._given_or_own("lengths")
+        lengths: Any = self._given_or_own("lengths")
+        if isinstance(lengths, LengthsFrom):
+            return lengths.num_batches
         return len(lengths) if per_entry(lengths) else None
 
     def check(self, frame: Frame) -> None:
         for number, entry in enumerate(self.entries):
-            if sum(entry) == frame.kv_len:
+            by_token, total = len(entry) == frame.kv_len, sum(entry)
+            of = f" of batch entry {number}" if per_entry(self.lengths) else ""
+            if total == frame.kv_len:
+                own = self._given_or_own("lengths")
+                if by_token and not isinstance(own, LengthsFrom) and looks_like_ids(entry):
+                    raise ValueError(
+                        f"{type(self).__name__} lengths{of} look like ids of documents, one for "
+                        f"each of {total} tokens; {self._from_tokens()}, or leave out lengths of 0"
+                    )
                 continue
             way_out = "give padding a document of its own"
             if entry[:1] == (0,) and entry[-1] == frame.kv_len:
-                way_out = "these look like cumulative lengths: pass their differences"
-            of = f" of batch entry {number}" if per_entry(self.lengths) else ""
+                way_out = "these look like cumulative lengths: from_cu_seqlens takes them"
+            elif by_token:
+                way_out = f"{self._from_tokens()}, which are one number for each token"
             raise ValueError(
                 f"{type(self).__name__} lengths{of} must sum to the key length {frame.kv_len}, got "
-                f"{sum(entry)}; {way_out}"
+                f"{total}; {way_out}"
             )
+
+    def _from_tokens(self) -> str:
+        name, inner = type(self).__name__, ", pattern" * isinstance(self, Packed)
+        return (
+            f"{name}.from_ids(ids{inner}) takes ids of documents, "
+            f"{name}.from_positions(position_ids{inner}) positions"
+        )
 
 
 @constructor_with_hints
@@ -290,10 +321,66 @@ class Documents(_InDocuments):
     a sequence of sequences of ints has one per batch entry. An int64 tensor, [n] or [B, n], does
     the same and is data of compiled functions: other lengths of its shape compile nothing again.
 
-    Example: `Documents((100, 156))` for 256 tokens; pass the differences of cumulative lengths.
+    `from_ids`, `from_positions` and `from_cu_seqlens` take the same in other forms.
+
+    Example: `Documents((100, 156))` for 256 tokens.
     """
 
     lengths: Lengths
+
+    @classmethod
+    def from_ids(cls, ids: Tensor, *, most: int | None = None) -> "Documents":
+        """Builds a `Documents` from ids of documents, one for each token.
+
+        A run of equal ids is a document. An id that comes back is another document, so ids of
+        modalities are not for it. Ids are data of compiled functions: one graph for all rows of a
+        shape.
+
+        Args:
+            ids: int32 or int64 [N] or [B, N], any numbers, -1 too.
+            most: largest number of documents in a row, default any number. Lengths of 0 stand
+                behind those of a row with fewer documents.
+
+        Returns: `Documents` of the runs' lengths, to which it is equal.
+
+        Raises: ValueError if `ids` are no such tensor, or a row has over `most` documents.
+
+        Example: `Documents.from_ids(torch.tensor([7, 7, 4]))`.
+        """
+        return _of(cls, LengthsFrom.checked("ids", ids, most))
+
+    @classmethod
+    def from_positions(cls, position_ids: Tensor, *, most: int | None = None) -> "Documents":
+        """Builds a `Documents` from position ids, which restart in each document.
+
+        A document begins at each token whose position is not the one before plus 1.
+
+        Args:
+            position_ids: int32 or int64 [N] or [B, N].
+            most: as in `from_ids`.
+
+        Returns: `Documents` of the documents' lengths, to which it is equal.
+
+        Raises: ValueError if they are no such tensor, or a row has over `most` documents.
+
+        Example: `Documents.from_positions(torch.tensor([0, 1, 0]))`.
+        """
+        return _of(cls, LengthsFrom.checked("positions", position_ids, most))
+
+    @classmethod
+    def from_cu_seqlens(cls, cu: Tensor) -> "Documents":
+        """Builds a `Documents` from cumulative lengths: 0, then the end of each document.
+
+        Args:
+            cu: int32 or int64 [n + 1], ascending from 0 to Nk; they are data of compiled functions.
+
+        Returns: `Documents` of their differences, to which it is equal.
+
+        Raises: ValueError if they are no such tensor, do not begin with 0, or fall.
+
+        Example: `Documents.from_cu_seqlens(torch.tensor([0, 100, 256]))`.
+        """
+        return _of(cls, LengthsFrom.checked("cu_seqlens", cu))
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         return Documents(self.entries[batch]) if per_entry(self.lengths) else self
@@ -324,6 +411,65 @@ class Packed(_InDocuments):
             return Mixture(tuple(cls(lengths, mask) for mask in pattern.branches))
         return super().__new__(cls)
 
+    @classmethod
+    def from_ids(cls, ids: Tensor, pattern: Pattern, *, most: int | None = None) -> Any:
+        """Builds a `Packed` from ids of documents, one for each token.
+
+        A run of equal ids is a document. An id that comes back is another document, so ids of
+        modalities are not for it. Ids are data of compiled functions: one graph for all rows of a
+        shape.
+
+        Args:
+            ids: int32 or int64 [N] or [B, N], any numbers, -1 too.
+            pattern: mask or mixture inside each document.
+            most: largest number of documents in a row, default any number. Lengths of 0 stand
+                behind those of a row with fewer documents.
+
+        Returns: `Packed` of the runs' lengths, to which it is equal.
+
+        Raises: ValueError if `ids` are no such tensor, or a row has over `most` documents.
+
+        Example: `Packed.from_ids(torch.tensor([7, 7, 4]), Causal())`.
+        """
+        return _of(cls, LengthsFrom.checked("ids", ids, most), pattern)
+
+    @classmethod
+    def from_positions(
+        cls, position_ids: Tensor, pattern: Pattern, *, most: int | None = None
+    ) -> Any:
+        """Builds a `Packed` from position ids, which restart in each document.
+
+        A document begins at each token whose position is not the one before plus 1.
+
+        Args:
+            position_ids: int32 or int64 [N] or [B, N].
+            pattern: mask or mixture inside each document.
+            most: as in `from_ids`.
+
+        Returns: `Packed` of the documents' lengths, to which it is equal.
+
+        Raises: ValueError if they are no such tensor, or a row has over `most` documents.
+
+        Example: `Packed.from_positions(torch.tensor([0, 1, 0]), Causal())`.
+        """
+        return _of(cls, LengthsFrom.checked("positions", position_ids, most), pattern)
+
+    @classmethod
+    def from_cu_seqlens(cls, cu: Tensor, pattern: Pattern) -> Any:
+        """Builds a `Packed` from cumulative lengths: 0, then the end of each document.
+
+        Args:
+            cu: int32 or int64 [n + 1], ascending from 0 to Nk; they are data of compiled functions.
+            pattern: mask or mixture inside each document.
+
+        Returns: `Packed` of their differences, to which it is equal.
+
+        Raises: ValueError if they are no such tensor, do not begin with 0, or fall.
+
+        Example: `Packed.from_cu_seqlens(torch.tensor([0, 100, 256]), Causal())`.
+        """
+        return _of(cls, LengthsFrom.checked("cu_seqlens", cu), pattern)
+
     def _validate(self) -> None:
         check_inner("Packed", self.pattern)
         super()._validate()
@@ -343,6 +489,11 @@ class Packed(_InDocuments):
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         lengths = torch.tensor(self.lengths, dtype=torch.int64)
         return holds_in_documents(self.pattern, p, k, lengths, lengths, frame)
+
+
+def _of(cls: Any, lengths: LengthsFrom, *pattern: Pattern) -> Any:
+    """Constructs a `Documents` or `Packed`, whose fields are typed as users give them."""
+    return cls(lengths, *pattern)
 
 
 def intersection(masks: Sequence[Mask]) -> Mask:

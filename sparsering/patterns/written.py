@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .arguments import digest_of, same_tensor
+from .document_runs import LengthsFrom
 
 # Expressions number the classes of one name and what they read; `repr` leaves this out.
 _VERSION = re.compile(r"__v\d+(?=\()|(, )?_state='\w+'(?=\))")
@@ -23,7 +24,8 @@ class WrittenValue:
 
     expression: str
     tensors: tuple[Tensor, ...]
-    _given: Mapping[str, Tensor] = {}  # lengths that came as a tensor, by field
+    # lengths that came as a tensor, or from ids, by field
+    _given: Mapping[str, Tensor | LengthsFrom] = {}
     _data: tuple[str, tuple[Tensor, ...]] | None = None  # text and tensors, with lengths as tensors
     _name: ClassVar[str] = ""  # name in the expression, "" for the name of the class
     # How the user wrote it, for people: a text, or an operator and its sides. Two patterns may
@@ -56,6 +58,9 @@ class WrittenValue:
             if isinstance(value, Tensor):
                 values.append(f"t{len(tensors)}")
                 tensors.append(value)
+            elif isinstance(value, LengthsFrom):
+                values.append(value.spelled(f"t{len(tensors)}"))
+                tensors.append(value.numbers)
             elif isinstance(value, WrittenValue):
                 values.append(part_text(value, tensors, as_data))
             else:
