@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from transformers_families import NOT_BUILT, layer_types, tiny
 
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import attention
+from sparsering.integrations.transformers import sources
 
 LENGTH, PADDING, DOCUMENT = 13, 8, 5  # tokens; 2 ranks have 7 and 6, or chunks of 4
 
@@ -172,7 +172,7 @@ def _differences(
 @contextmanager
 def _recorded(masks: set[str]) -> Iterator[None]:
     """Notes the kinds of masks, sinks and softcaps of attention that ranks share."""
-    original = attention.attend_shared
+    original = sources.attend_shared
 
     def attend(
         module: Any, inputs: Any, mask: Any, used: Any, shared: Any, extras: dict[str, Any]
@@ -186,5 +186,5 @@ def _recorded(masks: set[str]) -> Iterator[None]:
         return original(module, inputs, mask, used, shared, extras)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "attend_shared", attend)
+        patch.setattr(sources, "attend_shared", attend)
         yield

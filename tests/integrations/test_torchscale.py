@@ -469,7 +469,8 @@ def test_a_converted_model_computes_the_same():
     assert convert(model) == ["0.self_attn", "1.self_attn"]
     torch.testing.assert_close(model(x), expected, rtol=0, atol=1e-11)
     assert type(model[0].self_attn) is DilatedAttention
-    assert 'zero_padding="torchscale"' in repr(model) and "Dilated(16, 2, 'block')" in repr(model)
+    text = repr(model)
+    assert 'zero_padding="torchscale"' in text and "LongNet((8, 16), (1, 2), 'block')" in text
     assert all(parameters[name] is p for name, p in model.named_parameters())
     assert list(model.state_dict()) == list(state)
     copied = copy.deepcopy(model)

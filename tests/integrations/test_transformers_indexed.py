@@ -1,10 +1,13 @@
 """Models whose indexers choose keys for each query: exact under "sparsering", as under eager."""
 
+import re
 import warnings
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from helpers.tensor_bytes import measure
 from indexed_caches import (
     BY_ENTRY,
@@ -293,3 +296,15 @@ def test_lists_for_another_number_of_rows_are_refused():
     lists = torch.zeros(3, 8, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="pattern is for 3 batch entries, got a query of 2"):
         attention_function(layer, states, states, states, mask_interface(2, 8, 8), indices=lists)
+
+
+def test_every_class_of_transformers_that_chooses_keys_is_in_the_table():
+    folder = Path(transformers.__file__).parent / "models"
+    wanted = set()
+    for file in folder.glob("*/modeling_*.py"):
+        for part in re.split(r"^class ", file.read_text(), flags=re.MULTILINE)[1:]:
+            name = re.match(r"\w+", part)[0]
+            chooses = name.endswith(("Indexer", "CSACompressor", "HCACompressor"))
+            if chooses or "def build_attention_mask_from_topk" in part:
+                wanted.add(name)
+    assert len(wanted) > 10 and wanted == set(indexers._WRAPPED)

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import masking_utils as theirs
 
-from sparsering.integrations.transformers import attention as attention_module
-from sparsering.integrations.transformers import mask_kind
+from sparsering.integrations.transformers import mask_kind, sources
+from sparsering.integrations.transformers.attention import attention_function
 from sparsering.integrations.transformers.masks import mask_interface
 
 ROWS = 2
@@ -96,16 +96,16 @@ def test_a_function_that_is_not_known_is_asked_for_pairs(join):
 
 def test_keys_that_a_static_cache_has_not_written_are_not_visited(monkeypatch):
     visited = []
-    attention = attention_module.attention
+    attention = sources.attention
 
     def counted(query, key, value, pattern, **options):
         visited.append(key.shape[2])
         return attention(query, key, value, pattern, **options)
 
-    monkeypatch.setattr(attention_module, "attention", counted)
+    monkeypatch.setattr(sources, "attention", counted)
     query, key = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 500, 8)
     mask = mask_interface(batch_size=1, q_length=3, kv_length=500, q_offset=torch.tensor(4))
-    attention_module.attention_function(torch.nn.Module(), query, key, key, mask)
+    attention_function(torch.nn.Module(), query, key, key, mask)
     assert visited == [7]
 
 

@@ -15,7 +15,7 @@ from transformers_models import assert_same, like, made, padded, pair, result, t
 
 import sparsering as sr
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import attention, masks
+from sparsering.integrations.transformers import dense, masks, sources
 from sparsering.integrations.transformers.attention import attention_function
 from sparsering.integrations.transformers.indexers import Chosen
 
@@ -55,7 +55,7 @@ def test_chosen_keys_in_a_compiled_static_cache_are_refused(monkeypatch):
     chosen = Chosen(torch.zeros(1, 1, 1, 2, dtype=torch.int64))
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     with pytest.raises(NotImplementedError, match="cannot be compiled with a static cache"):
-        attention._attend_masked(Module(), inputs, mask, None, {}, chosen)
+        sources.attend_masked(Module(), inputs, mask, None, {}, chosen)
 
 
 def test_keywords_that_change_nothing_are_left_out():
@@ -188,12 +188,12 @@ def test_a_mask_of_other_lengths_is_refused():
 
 
 def test_what_is_no_pattern_has_a_limit(monkeypatch):
-    monkeypatch.setattr(attention, "MOST_SCORES", 2 * 4 * 13 * 13 - 1)
+    monkeypatch.setattr(dense, "MOST_SCORES", 2 * 4 * 13 * 13 - 1)
     _, ours = pair("llama")
     mask = torch.ones(2, 1, 13, 13, dtype=torch.bool).tril()
     with pytest.raises(ValueError, match="4-D attention_mask is computed over all pairs"):
         ours(input_ids=tokens(), attention_mask=mask)
-    monkeypatch.setattr(attention, "MOST_SCORES", 2 * 4 * 13 * 13)
+    monkeypatch.setattr(dense, "MOST_SCORES", 2 * 4 * 13 * 13)
     ours(input_ids=tokens(), attention_mask=mask)
 
 

@@ -180,13 +180,15 @@ def watch(model: Any) -> None:
         return
     _watched.add(model)
     for module in model.modules():
-        for end, (method, wrap) in _WRAPPED.items():
-            if type(module).__name__.endswith(end) and hasattr(module, method):
-                module._sparsering_config = model.config  # names the attention that runs
-                own = getattr(type(module), method)
-                if not hasattr(own, NAME):
-                    setattr(type(module), method, _under_our_name(own, wrap))
-                break
+        for kind in type(module).__mro__:  # a class of the family, or of a user on top of it
+            if (wrapped := _WRAPPED.get(kind.__name__)) is None:
+                continue
+            module._sparsering_config = model.config  # names the attention that runs
+            own = getattr(type(module), wrapped.method)
+            if not hasattr(own, NAME):
+                replacement = _under_our_name(own, wrapped.runs)
+                setattr(type(module), wrapped.method, replacement)
+            break
 
 
 def _under_our_name(own: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
@@ -309,12 +311,28 @@ def _not_yet_chosen(
     return BlockScorer(indexer, query, key)
 
 
-_WRAPPED: dict[str, tuple[str, Callable[..., Any]]] = {
-    # by the end of a class name: its method, and what runs in its place
-    "QSAIndexer": ("forward", _pooled),
-    "M3VLIndexer": ("forward", _not_yet_chosen),
-    "Indexer": ("forward", _in_parts),
-    "CSACompressor": ("forward", _compress),
-    "HCACompressor": ("forward", _compress),
-    "Attention": ("build_attention_mask_from_topk", _as_lists),
+class _Wrapped(NamedTuple):
+    """A method of a family's class, and what runs in its place under "sparsering"."""
+
+    method: str
+    runs: Callable[..., Any]  # gets the method, the module and the method's arguments
+
+
+_INDEXER = _Wrapped("forward", _in_parts)
+_COMPRESSOR = _Wrapped("forward", _compress)
+_WRAPPED: dict[str, _Wrapped] = {
+    # by the name of a class of transformers
+    "DeepseekV32Indexer": _INDEXER,
+    "AXK2Indexer": _INDEXER,
+    "Dots3NoteTextIndexer": _INDEXER,
+    "Glm5NextTextIndexer": _INDEXER,
+    "GlmMoeDsaIndexer": _INDEXER,
+    "HYV4Indexer": _INDEXER,
+    "MistralLarge4TextIndexer": _INDEXER,
+    "DeepseekV4Indexer": _INDEXER,
+    "DeepseekV4CSACompressor": _COMPRESSOR,
+    "DeepseekV4HCACompressor": _COMPRESSOR,
+    "Glm5NextTextAttention": _Wrapped("build_attention_mask_from_topk", _as_lists),
+    "MiniMaxM3VLIndexer": _Wrapped("forward", _not_yet_chosen),
+    "Qwen4ExpTextQSAIndexer": _Wrapped("forward", _pooled),
 }
