@@ -15,6 +15,7 @@ from .layouts.compile import chosen_block_size
 from .layouts.layout import BlockLayout
 from .patterns.algebra import Frame, Pattern
 from .patterns.arguments import shortened
+from .patterns.keywords import with_hints
 from .patterns.selected import has_lists
 
 Inputs = tuple[Tensor, Tensor, Tensor]
@@ -86,6 +87,7 @@ BACKENDS: dict[str, Backend] = {
 """All backends, in order of preference; those that run only when named are last."""
 
 
+@with_hints()
 def backends() -> dict[str, list[str]]:
     """Returns every backend, with the reasons why it cannot run on this machine ([] = usable)."""
     return {name: backend.reasons() for name, backend in BACKENDS.items()}

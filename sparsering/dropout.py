@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from .patterns.arguments import index_of, shortened
+from .patterns.keywords import with_hints
 from .rows import mix
 
 KEY_MULTIPLIER = 0x9E3779B1 - (1 << 32)  # constants are written as signed int32
@@ -88,6 +89,7 @@ def _shifted(x: Tensor, bits: int) -> Tensor:
     return (x >> bits) & ((1 << (32 - bits)) - 1)
 
 
+@with_hints()
 def dropout_kept(
     seed: int | Tensor,
     p: float,

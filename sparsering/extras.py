@@ -16,7 +16,7 @@ from .checks import DTYPES, check_local, check_tensor, in_memory
 from .dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
 from .patterns.algebra import Pattern
 from .patterns.arguments import checked_integer, index_of, shortened
-from .patterns.keywords import refuse_unknown
+from .patterns.keywords import refuse_unknown, with_hints
 from .patterns.selected import selections_of
 from .patterns.tree import check_distances
 
@@ -62,6 +62,25 @@ class Extras:
 
 NO_EXTRAS = Extras({})
 
+ELSEWHERE = {  # what to write here for options of other libraries
+    "attn_mask": "the pattern says which pairs attend; pass pattern=Dense(mask) for a bool mask, "
+    "and distance_bias for a bias by distance",
+    "mask": "the pattern says which pairs attend; pass pattern=Dense(mask) for a bool mask of "
+    "pairs, or pattern & KeyMask(mask) for one of keys",
+    "mask_mod": "the pattern says which pairs attend; pass pattern=from_mask_mod(mask_mod)",
+    "block_mask": "the pattern says which pairs attend; pass pattern=from_mask_mod(mask_mod), or "
+    "Blocks(active, 128) for whole blocks",
+    "key_padding_mask": "keys that nobody sees are part of the pattern; pass pattern & "
+    "KeyMask(valid), where True is a key that may be attended",
+    "is_causal": "causality is a pattern; pass pattern=Causal(), or pattern & Causal()",
+    "causal": "causality is a pattern; pass pattern=Causal(), or pattern & Causal()",
+    "window_size": "a window is a pattern; pass pattern=SlidingWindow(left, right)",
+    "score_mod": "functions of scores are not supported; softcap, distance_bias and block_bias are "
+    "what changes scores here",
+    "dropout": "its name is dropout_p; write dropout_p=",
+    "enable_gqa": "key and value may have fewer heads than query as they are; leave it out",
+}
+
 
 def operator_schema(options: Collection[str], rest: str) -> str:
     """Returns the arguments of an operator: query, key, value, a pattern, extras, then `rest`."""
@@ -78,8 +97,10 @@ def refuse_options(
     """Raises ValueError, TypeError for a name of no option, if `others` are not among `options`.
 
     `reasons`: why `verb` does not take other options of `attention`, by name or by `Option.by`, and
-    what to do, after a semicolon, where leaving the option out would change the result.
+    what to do, after a semicolon, where leaving the option out would change the result. Those of
+    `ELSEWHERE` are of every verb.
     """
+    reasons = {**ELSEWHERE, **reasons}
     for name in others:
         if name in options:
             continue
@@ -88,9 +109,10 @@ def refuse_options(
             why = reasons.get(name) or reasons.get(by) or f"it has a number for each {by}"
             way_out = "" if ";" in why else "; leave it out"
             raise ValueError(f"{verb} takes no {name}: {why}{way_out}")
-        refuse_unknown(verb, name, list(options))
+        refuse_unknown(verb, name, [x for x in options if x not in others])
 
 
+@with_hints()
 def alibi(slopes: Tensor | int, radius: int) -> Tensor:
     """Returns the `distance_bias` of ALiBi: `-slope * abs(distance)`, for distances up to `radius`.
 

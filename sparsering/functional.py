@@ -13,17 +13,11 @@ from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.arguments import checked_flag
 from .patterns.selected import has_lists, selections_of
 
-_ELSEWHERE = {  # what to write here for options of other libraries
-    "attn_mask": "the pattern says which pairs attend; pass pattern=Dense(mask) for a bool mask, "
-    "and distance_bias for a bias by distance",
-    "block_mask": "the pattern says which pairs attend; pass pattern=from_mask_mod(mask_mod), or "
-    "Blocks(active, 128) for whole blocks",
-    "is_causal": "causality is a pattern; pass pattern=Causal(), or pattern & Causal()",
-    "window_size": "a window is a pattern; pass pattern=SlidingWindow(left, right)",
-    "score_mod": "functions of scores are not supported; softcap, distance_bias and block_bias are "
-    "what changes scores here",
-    "dropout": "its name is dropout_p; write dropout_p=",
-    "enable_gqa": "key and value may have fewer heads than query as they are; leave it out",
+_EXPLAINED = ("scale", "q_start", "block_size", *OPTIONS)
+_OPTIONS = (*_EXPLAINED, "return_lse", "backend")
+_NOT_EXPLAINED = {  # why `explain` does not take other options of `attention`
+    "return_lse": "it attends to nothing, so there is no lse",
+    "backend": "it says of every backend whether it can run",
 }
 
 
@@ -141,8 +135,7 @@ def attention(
         >>> out = attention(query, key, value, LongNet((2048, 4096), (1, 2)) & Causal())
     """
     if unknown:
-        known = ("scale", "q_start", "block_size", *OPTIONS, "return_lse", "backend")
-        refuse_options("attention", unknown, [x for x in known if x not in unknown], _ELSEWHERE)
+        refuse_options("attention", unknown, _OPTIONS, {})
     return_lse = checked_flag("return_lse", return_lse)
     extras: dict[str, Any] = {}
     unused = block_bias is slot_bias is distance_bias is sink is None
@@ -186,6 +179,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         cpu: usable
         ...
     """
+    refuse_options("explain", options, _EXPLAINED, _NOT_EXPLAINED)
     options = {"dropout_seed": 0, **options}  # a default seed would advance torch's generator
     inputs, call, extras = checked_call((query, key, value), pattern, **options)
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape

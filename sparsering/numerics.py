@@ -7,9 +7,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .patterns.keywords import with_hints
+
 _Integers = TypeVar("_Integers", int, Tensor)
 
 
+@with_hints()
 def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Merges attention over several sets of keys; a key in several sets counts several times.
 

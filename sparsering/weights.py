@@ -16,6 +16,7 @@ from .layouts.layout import BlockLayout
 from .numerics import capped, entry_of_distance, finite_or_zero, sum_dtype, without_autocast
 from .ops import attend, value_gradient
 from .patterns.algebra import Pattern
+from .patterns.keywords import class_with_hints
 from .patterns.tree import distance_positions
 
 _OPTIONS = ("scale", "q_start", "block_size", "block_bias", "softcap", "distance_bias", "sink")
@@ -26,6 +27,7 @@ _REFUSED = {  # why `attention_weights` and `key_mass` do not take other options
 }
 
 
+@class_with_hints
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockWeights:
     """Holds attention weights, on the visited blocks only.
@@ -187,7 +189,7 @@ def key_mass(
         >>> out, lse = attention(query, key, value, pattern, return_lse=True)
         >>> heat = key_mass(query, key, pattern, lse).mean(1)  # [B, Nk]
     """
-    refuse_options("key_mass", others, _OPTIONS, _REFUSED)
+    refuse_options("key_mass", others, ("lse", "weight", *_OPTIONS), _REFUSED)
     if sink is not None and lse is not None:
         raise ValueError(
             "expected sink or lse, got both; the lse that attention returns includes the sink"

@@ -10,12 +10,14 @@ from torch import Tensor
 
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import INTEGERS, checked_integer, kind_of, shortened
+from ..patterns.keywords import class_with_hints, with_hints
 from ..patterns.positions import Packed
 from ..rows import expand_counts
 
 __all__ = ["PackedRows", "pack"]
 
 
+@class_with_hints
 @dataclass(frozen=True, eq=False)
 class PackedRows:
     """R rows of packed documents: a dataset of dictionaries of tensors, for loaders and trainers.
@@ -52,6 +54,7 @@ class PackedRows:
         return Packed(self.lengths, inner)  # type: ignore[arg-type]  # a mixture gives a mixture
 
 
+@with_hints()
 def pack(
     documents: Iterable[Sequence[int] | Tensor],
     length: int,

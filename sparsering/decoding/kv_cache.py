@@ -21,12 +21,14 @@ from ..patterns.arguments import (
     index_of,
     shortened,
 )
+from ..patterns.keywords import class_with_hints
 from .cache_state import SIZES, CacheState, History, ordinary_tensors
 from .compiled import attend_op, operator_options, register
 from .drafts import attend_draft, draft_of, kept
 from .later_keys import LaterKeys
 from .steps import NewTokens, attend_page, attend_spans, empty_results, fits_page, page_layout
 
+_OWN = ("lengths", "stored", "tree", "keep", "return_lse")
 _OPTIONS = ("backend", "scale", "block_size", *ANYWHERE)
 _REFUSED = {  # why `attend` does not take other options of `attention`, by name or by their kind
     "q_start": "the cache knows the positions of its tokens",
@@ -35,6 +37,7 @@ _REFUSED = {  # why `attend` does not take other options of `attention`, by name
 }
 
 
+@class_with_hints
 class KVCache:
     """Stores keys and values for decoding, as long as later queries can visit them.
 
@@ -216,7 +219,7 @@ class KVCache:
         stored, return_lse = checked_flag("stored", stored), checked_flag("return_lse", return_lse)
         keep = checked_flag("keep", keep)
         if options:
-            refuse_options("attend", options, _OPTIONS, _REFUSED)
+            refuse_options("attend", options, (*_OPTIONS, *_OWN), _REFUSED)
         if torch.is_grad_enabled():
             values = (query, key, value, *options.values())
             if any(isinstance(x, Tensor) and x.requires_grad for x in values):

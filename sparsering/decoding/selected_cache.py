@@ -11,6 +11,7 @@ from ..call_recipe import Inputs
 from ..checks import autocast_inputs, check_inputs
 from ..functional import attention
 from ..patterns.arguments import checked_integer, shortened
+from ..patterns.keywords import class_with_hints
 from ..patterns.positions import Causal
 from ..patterns.selected import SelectedBlocks
 from ..selection.choose import select_blocks
@@ -21,6 +22,7 @@ from .kv_cache import KVCache
 from .steps import empty_results
 
 
+@class_with_hints
 class SelectedCache(KVCache):
     """A `KVCache` in which each new token scores all blocks of keys and attends to the best k.
 
@@ -34,7 +36,7 @@ class SelectedCache(KVCache):
         k: number of blocks that a token attends to, including the `sink` and `local` blocks.
         block_size, method, parts: as in `BlockSummaries`.
         top_p, sink, local: as in `select_blocks`.
-        options: options of `KVCache`.
+        num_heads, value_dim, max_length, rollback, page_size, dtype, device: as in `KVCache`.
 
     Raises: ValueError if an argument is invalid.
 
@@ -65,9 +67,27 @@ class SelectedCache(KVCache):
         top_p: float | None = None,
         sink: int = 1,
         local: int = 1,
-        **options: Any,
+        num_heads: int | None = None,
+        value_dim: int | None = None,
+        max_length: int | None = None,
+        rollback: int = 0,
+        page_size: int = 128,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(Causal(), batch_size, num_kv_heads, head_dim, **options)
+        super().__init__(
+            Causal(),
+            batch_size,
+            num_kv_heads,
+            head_dim,
+            num_heads=num_heads,
+            value_dim=value_dim,
+            max_length=max_length,
+            rollback=rollback,
+            page_size=page_size,
+            dtype=dtype,
+            device=device,
+        )
         k, sink = checked_integer("k", k, 0), checked_integer("sink", sink, 0)
         local = checked_integer("local", local, 0)
         summaries = BlockSummaries(block_size, method=method, parts=parts)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from ..patterns.keywords import class_with_hints
 from ..streams import capturing
 
 _RECORD = 32  # integers in the first message of an agreement
@@ -40,6 +41,7 @@ class RingMismatchError(RingError, ValueError):
     """Arguments differ between ranks; raised on all ranks, before keys or values are sent."""
 
 
+@class_with_hints
 class Traffic(NamedTuple):
     """Counts of the tensors that this rank sent and received in a call, without control messages.
 

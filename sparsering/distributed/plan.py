@@ -28,6 +28,7 @@ from ..patterns.arguments import (
     checked_integers,
     shortened,
 )
+from ..patterns.keywords import class_with_hints
 from ..patterns.once import once
 from .listed import listed
 from .needs import Cut, FineVisits, TokenRanges, count_pairs, cut, needed_keys, union
@@ -42,6 +43,7 @@ compute about 1,000 (NVLink) to 10,000 (network), processes on one CPU about 250
 _CHUNKS_PER_RANK = 8
 
 
+@class_with_hints
 @dataclass(frozen=True, eq=False, repr=False)
 class RingPlan:
     """Says which keys each rank needs from each other rank, for a pattern, length and sharding.

@@ -24,6 +24,7 @@ from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import checked_flag, is_finite, shortened
 from ..patterns.expression import parse
+from ..patterns.keywords import with_hints
 from ..patterns.tree import check_distances
 from .agreement import SCHEMA, RingCall, agree_on_call, check_lengths, error_budget, report_failure
 from .exchange import Exchange, Traffic
@@ -32,6 +33,11 @@ from .rank import REFUSED, Rank, Saved, check_ring_inputs, choose_kernels, plan_
 from .sharding import check_sharding
 from .wire import wire_format
 
+_OPTIONS = (
+    *("group", "mesh", "sharding", "compression", "timeout", "scale"),
+    *ANYWHERE,
+    *("return_lse", "backend"),
+)
 _last_traffic = {False: Traffic(), True: Traffic()}
 
 
@@ -105,7 +111,7 @@ def ring_attention(
     group = resolve_group(group, mesh)
     seconds = None
     try:
-        refuse_options("ring_attention", others, ANYWHERE, REFUSED)
+        refuse_options("ring_attention", others, _OPTIONS, REFUSED)
         seconds = _seconds(timeout)
         checked_flag("return_lse", return_lse)
         check_ring_inputs(query, key, value, pattern)
@@ -166,6 +172,7 @@ def _seconds(timeout: object) -> float | None:
     return float(seconds)  # type: ignore[arg-type]
 
 
+@with_hints()
 def last_traffic(*, backward: bool = False) -> Traffic:
     """Returns the traffic of this process's last `ring_attention`, forward or backward."""
     return _last_traffic[checked_flag("backward", backward)]

@@ -11,12 +11,14 @@ from ..checks import check_tensor
 from ..differentiable import for_each_gradient, is_batch
 from ..layouts.tiles import Ranges
 from ..patterns.arguments import checked_integer, index_of, shortened
+from ..patterns.keywords import with_hints
 from .agreement import agree_on_shards, agree_to_begin
 from .exchange import Exchange
 from .ring import resolve_group
 from .sharding import num_tokens, owned_ranges
 
 
+@with_hints()
 def shard(
     tensor: Tensor,
     *,
@@ -44,6 +46,7 @@ def shard(
     return _cut(tensor, dim, owned_ranges(sharding, tensor.shape[dim], world)[rank])
 
 
+@with_hints()
 def unshard(
     tensor: Tensor,
     *,

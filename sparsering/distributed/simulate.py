@@ -18,6 +18,8 @@ from .rank import REFUSED, Rank, Saved, check_ring_inputs, choose_kernels, plan_
 from .sharding import positions
 from .wire import wire_format
 
+_OPTIONS = ("world_size", "sharding", "offload", "scale", *ANYWHERE, "return_lse")
+
 
 def simulate_ring(
     query: Tensor,
@@ -54,7 +56,7 @@ def simulate_ring(
 
     Raises: ValueError if an argument is invalid.
     """
-    refuse_options("simulate_ring", others, ANYWHERE, REFUSED)
+    refuse_options("simulate_ring", others, _OPTIONS, REFUSED)
     check_ring_inputs(query, key, value, pattern)
     offload, return_lse = checked_flag("offload", offload), checked_flag("return_lse", return_lse)
     world_size = checked_integer("world_size", world_size, 1)

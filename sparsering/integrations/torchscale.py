@@ -25,6 +25,7 @@ from ..numerics import sum_dtype
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import shortened
 from ..patterns.keys import KeyMask
+from ..patterns.keywords import class_with_hints, with_hints
 from ..patterns.positions import Causal, Dilated, LongNet
 
 __all__ = ["DilatedAttention", "convert"]
@@ -32,6 +33,7 @@ __all__ = ["DilatedAttention", "convert"]
 ZERO_PADDINGS = ("exact", "torchscale")
 
 
+@class_with_hints
 class DilatedAttention(nn.Module):
     """LongNet's attention with projections; arguments, results and state_dict match torchscale's.
 
@@ -178,6 +180,7 @@ class DilatedAttention(nn.Module):
         return self.out_proj(out), None
 
 
+@with_hints()
 def convert(model: nn.Module, *, zero_padding: str = "torchscale") -> list[str]:
     """Converts every torchscale `DilatedAttention` inside a model to this library's, in place.
 

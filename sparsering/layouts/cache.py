@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import checked_integer, shortened
+from ..patterns.keywords import class_with_hints
 from ..patterns.once import bytes_held, one_thread, unseen
 from ..patterns.selected import selections_of
 from ..streams import capturing
@@ -54,6 +55,7 @@ class _Entry:
     used: int  # misses until the last use
 
 
+@class_with_hints
 class LayoutCache:
     """Least-recently-used cache of layouts and other values built from patterns, keyed by value.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..patterns.algebra import Frame
 from ..patterns.arguments import checked_integer
+from ..patterns.keywords import class_with_hints
 from ..patterns.once import once
 from ..streams import Built, moved, moved_together
 from .bitmaps import transposed, unpack
@@ -163,6 +164,7 @@ class Pass:
         return replace(self, **own)
 
 
+@class_with_hints
 @dataclass(frozen=True, eq=False, repr=False)
 class BlockLayout:
     """A pattern compiled for given lengths and heads; within a branch, passes share no pair.

@@ -22,11 +22,13 @@ from ..functional import attention
 from ..nn.transformer import Attend, Block, checked_sizes, rotary_table
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import checked_flag, checked_integer, checked_number, is_traced
+from ..patterns.keywords import class_with_hints
 
 _PIXELS = 16
 """Least common divisor of distances that looks like the size of a tile. Grid steps have 1."""
 
 
+@class_with_hints
 class LongNetEncoder(nn.Module):
     """Encodes sequences of vectors with a transformer whose attention follows any pattern.
 

@@ -25,6 +25,7 @@ from ..functional import attention
 from ..nn.transformer import Attend, Block, checked_sizes, rotary_table
 from ..patterns import arguments
 from ..patterns.algebra import And, Mask, Pattern
+from ..patterns.keywords import class_with_hints
 from ..patterns.positions import Causal
 from .next_token import Sampling
 from .speculation import from_model, from_text, verified
@@ -32,6 +33,7 @@ from .speculation import from_model, from_text, verified
 READOUT_TOKENS = 4096  # `loss` computes the logits of this many tokens at a time
 
 
+@class_with_hints
 class LongNetLM(nn.Module):
     """Predicts each byte from the bytes before it.
 

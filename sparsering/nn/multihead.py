@@ -25,6 +25,7 @@ from ..patterns import arguments
 from ..patterns.algebra import Pattern
 from ..patterns.blocks import Dense
 from ..patterns.keys import KeyMask, KeyPadding
+from ..patterns.keywords import class_with_hints, with_hints
 from ..patterns.positions import Causal, Full
 from .over_ranks import OverRanks, Ranks, refusal
 from .transformer import checked_heads
@@ -32,6 +33,7 @@ from .transformer import checked_heads
 MOST_WEIGHTS = 1 << 26
 
 
+@class_with_hints
 class MultiheadAttention(OverRanks, nn.MultiheadAttention):
     """A `torch.nn.MultiheadAttention` whose queries attend only to keys that a pattern allows.
 
@@ -361,6 +363,7 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
         return pattern, sum(biases[1:], biases[0]) if biases else None
 
 
+@with_hints()
 def convert(module: nn.Module, pattern: Pattern) -> list[str]:
     """Replaces each torch `MultiheadAttention` below a module by one that follows a pattern.
 

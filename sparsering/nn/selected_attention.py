@@ -24,6 +24,7 @@ from ..numerics import autocasting
 from ..patterns.algebra import Mask
 from ..patterns.arguments import checked_flag, checked_integer, shortened
 from ..patterns.blocks import Owned
+from ..patterns.keywords import class_with_hints
 from ..patterns.positions import Causal, Full, PooledCausal, SlidingWindow
 from ..patterns.selected import SelectedBlocks
 from ..selection import (
@@ -43,6 +44,7 @@ from .transformer import check_rope, checked_heads, rotate
 GATES = ("sigmoid", "zero")
 
 
+@class_with_hints
 class SelectedAttention(OverRanks, nn.Module):
     """Multi-head self-attention in which groups of queries choose `k` blocks of keys by content.
 

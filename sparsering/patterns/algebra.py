@@ -18,12 +18,14 @@ from ..rows import expand_counts
 from .arguments import not_a_pattern, shortened
 from .frame import Frame as Frame
 from .frame import Restarts as Restarts
+from .keywords import class_with_hints
 from .written import WrittenValue, part_text
 
 if TYPE_CHECKING:
     from ..layouts.layout import BlockLayout
 
 
+@class_with_hints
 class Pattern(WrittenValue):
     """Base class of masks and mixtures: a frozen value that says which pairs attend.
 
@@ -234,6 +236,7 @@ class Pattern(WrittenValue):
     __rand__, __ror__, __radd__, __rsub__ = __and__, __or__, __add__, __sub__
 
 
+@class_with_hints
 class Mask(Pattern):
     """A set of (query position, key position) pairs."""
 
@@ -317,6 +320,7 @@ class _Combination(Pattern):
         return self.masks[0].num_streams if same else 1
 
 
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Mixture(_Combination):
     """A multiset union of masks under one softmax; written `a + b`."""

@@ -28,6 +28,8 @@ def not_a_pattern(other: object) -> str:
         got, way_out = f"the class {other.__name__}", "call it with its arguments"
     elif isinstance(other, str):
         way_out = "parse(text) reads one"
+    elif callable(getattr(other, "mask_mod", None)):  # a BlockMask of FlexAttention
+        way_out = "from_mask_mod(block_mask.mask_mod) makes a pattern of its function"
     elif hasattr(other, "ndim"):
         way_out = "Dense(mask) takes bool [Nq, Nk] of pairs, KeyMask(valid) bool [Nk] of keys"
     elif callable(other):

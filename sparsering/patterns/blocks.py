@@ -17,9 +17,10 @@ from torch import Tensor
 from ..rows import expand_counts, mix, permute
 from .algebra import Frame, Mask
 from .arguments import checked_flag, checked_integer, freeze_integer, freeze_integers, shortened
-from .keywords import constructor_with_hints
+from .keywords import class_with_hints
 
 
+@class_with_hints
 class BlockwiseMask(Mask):
     """A mask that says which key blocks each query block sees."""
 
@@ -46,7 +47,7 @@ class BlockwiseMask(Mask):
         raise NotImplementedError
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class BlockDilated(BlockwiseMask):
     """A block of queries sees its own block of keys, and blocks at a distance in `rates`.
@@ -75,7 +76,7 @@ class BlockDilated(BlockwiseMask):
         return torch.arange(len(q_block)).repeat_interleave(len(distances)), blocks, blocks
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class BlockWindow(BlockwiseMask):
     """A block of queries sees the blocks of keys up to `radius` away: abs(b - b') <= radius.
@@ -99,7 +100,7 @@ class BlockWindow(BlockwiseMask):
         return torch.arange(len(q_block)), q_block - self.radius, q_block + self.radius
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class BlockCausal(BlockwiseMask):
     """A block of queries sees its own block of keys whole, and all blocks before it: b' <= b.
@@ -118,7 +119,7 @@ class BlockCausal(BlockwiseMask):
         return torch.arange(len(q_block)), torch.zeros_like(q_block), q_block
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class BlockDiffusion(BlockwiseMask):
     """Trains block diffusion over `n` noisy tokens, followed by the same `n` tokens clean.
@@ -165,7 +166,7 @@ class BlockDiffusion(BlockwiseMask):
         return torch.cat((noisy, clean)), torch.cat((own, first)), torch.cat((own, last))
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Hierarchical(BlockwiseMask):
     """The union of block windows over levels (stride, window), in tokens, fine to coarse.
@@ -230,7 +231,7 @@ class Hierarchical(BlockwiseMask):
         return index, first, last
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class RandomBlocks(BlockwiseMask):
     """A block of queries sees its own block of keys and a seeded random choice of others.
@@ -316,6 +317,7 @@ class Owned(NamedTuple):
     tensor: Tensor
 
 
+@class_with_hints
 class TensorMask(Mask):
     """A mask whose first field is a tensor, copied at construction and compared by content."""
 
@@ -372,7 +374,7 @@ class TensorMask(Mask):
             )
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Dense(TensorMask):
     """Any bool mask [Nq, Nk], [H, Nq, Nk] or [B, H, Nq, Nk], for small inputs.
@@ -408,7 +410,7 @@ def lookup(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
     return inside & table[row.clamp(0, rows - 1), column.clamp(0, columns - 1)]
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Blocks(TensorMask, BlockwiseMask):
     """A query p sees the keys k where `active[..., p // block_size, k // block_size]`.

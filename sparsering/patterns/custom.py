@@ -27,10 +27,12 @@ from .algebra import And, Frame, Mask, Not, Or, Pattern
 from .arguments import checked_integer, kind_of, shortened
 from .expression import BUILT_IN, add_constructor
 from .function_state import Reads
+from .keywords import with_hints
 
 Own = TypeVar("Own", bound=Mask)
 
 
+@with_hints()
 def register_pattern(cls: type[Own]) -> type[Own]:
     """Turns a subclass of `Mask` that defines `holds` into a pattern like the library's own.
 

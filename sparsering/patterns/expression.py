@@ -17,6 +17,7 @@ from . import blocks, keys, positions
 from .algebra import Pattern
 from .arguments import shortened
 from .document_runs import FORMS
+from .keywords import with_hints
 from .selected import SelectedBlocks
 from .tree import Tree
 from .varlen_mask import Varlen
@@ -40,6 +41,7 @@ _SHORT = 4096  # characters of a text; of longer ones, such as of many documents
 _EXPECTED = "a pattern is an expression such as 'LongNet((2048, 4096), (1, 2)) & Causal()'"
 
 
+@with_hints()
 def parse(text: str, tensors: Sequence[Tensor] = ()) -> Pattern:
     """Reads a pattern from text.
 

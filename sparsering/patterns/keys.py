@@ -15,11 +15,11 @@ from ..streams import capturing, moved
 from .algebra import And, Frame, Mask, Mixture, Pattern
 from .arguments import freeze_lengths, same_lengths, same_tensor
 from .blocks import TensorMask
-from .keywords import constructor_with_hints
+from .keywords import class_with_hints
 from .positions import GlobalTokens, intersection
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class KeyPadding(Mask):
     """A query of a batch entry sees the first `lengths[batch]` keys; the other keys are padding.
@@ -41,7 +41,7 @@ class KeyPadding(Mask):
         return len(self._given_or_own("lengths"))
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class KeyMask(TensorMask):
     """A query sees the keys where `valid` is True: any key may be padding.

@@ -1,4 +1,4 @@
-"""Hints for keywords that a function or constructor does not have.
+"""Hints for keywords that a function, constructor or method does not have.
 
 They say what is meant where a name is close, and list all names. Calls with right names pay only
 for a look at the names that they gave.
@@ -8,6 +8,7 @@ import difflib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NoReturn, ParamSpec, TypeVar, cast
 
 import torch
@@ -40,25 +41,44 @@ def with_hints(
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        names = list(inspect.signature(function).parameters)
-        return _checked(function, function.__name__, names, reasons or {})
+        parameters = inspect.signature(function).parameters.values()
+        return _checked(function, function.__name__, parameters, reasons or {})
 
     return decorate
 
 
-def constructor_with_hints(cls: C) -> C:
-    """Decorates a class: unknown keywords of its constructor are refused with a hint."""
+def class_with_hints(cls: C) -> C:
+    """Decorates a class: its constructor and public methods refuse unknown keywords with a hint.
+
+    A method that passes its `**options` on is left to the function that gets them.
+    """
     first = "__new__" if "__new__" in vars(cls) else "__init__"  # which sees the arguments first
-    function = getattr(cls, first)
-    names = list(inspect.signature(function).parameters)[1:]
-    checked = _checked(function, cls.__name__, names, {})
-    setattr(cls, first, staticmethod(checked) if first == "__new__" else checked)
+    public = [x for x in vars(cls) if not x.startswith("_")]
+    for name in (first, *public):
+        member = vars(cls).get(name) or getattr(cls, name)
+        function = getattr(member, "__func__", member)  # of a class method or static method
+        if not isinstance(function, FunctionType):
+            continue
+        verb = cls.__name__ if name == first else f"{cls.__name__}.{name}"
+        bound = not isinstance(member, staticmethod) or name == "__new__"
+        names = list(inspect.signature(function).parameters.values())[bound:]
+        checked = _checked(function, verb, names, {})
+        kind = staticmethod if name == "__new__" else type(member)
+        setattr(cls, name, checked if kind is FunctionType else kind(checked))
     return cls
 
 
 def _checked(
-    function: Callable[P, R], verb: str, names: Sequence[str], reasons: Mapping[str, str]
+    function: Callable[P, R],
+    verb: str,
+    parameters: Iterable[inspect.Parameter],
+    reasons: Mapping[str, str],
 ) -> Callable[P, R]:
+    parameters = list(parameters)
+    if any(x.kind is x.VAR_KEYWORD for x in parameters):
+        return function  # it takes every keyword
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.VAR_POSITIONAL)
+    names = [x.name for x in parameters if x.kind not in by_place]
     known = frozenset(names)
 
     @functools.wraps(function)

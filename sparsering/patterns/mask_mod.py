@@ -22,6 +22,7 @@ from .arguments import checked_integer, kind_of, shortened
 from .expression import add_constructor
 from .frame import MOST_HEADS
 from .function_state import Reads
+from .keywords import with_hints
 from .once import one_thread
 
 MaskModFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -35,6 +36,7 @@ _IN_A_GRAPH = (
 _MOST_FUNCTIONS = 1024  # recent mask_mods that stay alive even if no pattern refers to them
 
 
+@with_hints()
 def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -> Mask:
     """Builds the mask of a FlexAttention `mask_mod(batch, head, q_idx, kv_idx) -> bool tensor`.
 

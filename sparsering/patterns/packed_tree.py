@@ -7,9 +7,11 @@ import torch
 from torch import Tensor
 
 from .arguments import INTEGERS, kind_of
+from .keywords import class_with_hints, with_hints
 from .tree import Tree
 
 
+@class_with_hints
 class PackedTree(NamedTuple):
     """Sequences packed as a tree of T tokens; tensors are int64 on the device of the sequences.
 
@@ -37,6 +39,7 @@ class PackedTree(NamedTuple):
         return f"<PackedTree of {len(self.paths):,} sequences: {sizes}>"
 
 
+@with_hints()
 def pack_tree(sequences: Sequence[Tensor]) -> PackedTree:
     """Packs sequences of tokens as a tree, so that a common prefix is computed once.
 

@@ -21,12 +21,12 @@ from .arguments import (
     shortened,
 )
 from .document_runs import LengthsFrom, looks_like_ids
-from .keywords import constructor_with_hints, with_hints
+from .keywords import class_with_hints, with_hints
 
 MOST_DILATION = 1 << 31
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Full(Mask):
     """Every query sees every key."""
@@ -37,7 +37,7 @@ class Full(Mask):
         return (p == p) & (k == k)
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Causal(Mask):
     """A query sees the keys up to its own position: k <= p."""
@@ -48,7 +48,7 @@ class Causal(Mask):
         return k <= p
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class PooledCausal(Mask):
     """A query at position p sees pooled key c if the key's last token is at p or earlier.
@@ -74,7 +74,7 @@ class PooledCausal(Mask):
         return p >= k * self.stride + (self.size - 1)
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class SlidingWindow(Mask):
     """A query sees `left` keys before it, itself, and `right` keys after it.
@@ -110,7 +110,7 @@ def ChunkedCausal(size: int) -> And:  # noqa: N802 - named like a mask class, as
     return And((Dilated(checked_integer("ChunkedCausal size", size, 1, MOST_TOKENS), 1), Causal()))
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class GlobalTokens(Mask):
     """The first `count` tokens see all (`rows`), are seen by all (`columns`), or both.
@@ -135,7 +135,7 @@ class GlobalTokens(Mask):
         return row | (k < (self.count if self.columns else 0))
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Dilated(Mask):
     """One LongNet branch: a query sees a key of its segment if both are on the grid of the head.
@@ -240,6 +240,7 @@ An int64 tensor, [n] or [B, n], stays one only while a compiler traces.
 """
 
 
+@class_with_hints
 class _InDocuments(Mask):
     """Base of `Documents` and `Packed`, whose first field has the document lengths."""
 
@@ -312,7 +313,7 @@ class _InDocuments(Mask):
         )
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Documents(_InDocuments):
     """A query sees the keys of its own document; a sequence is divided into adjacent documents.
@@ -391,7 +392,7 @@ class Documents(_InDocuments):
         return same & (p >= 0) & (k < frame.kv_len)
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Packed(_InDocuments):
     """A pattern inside each document, where positions restart at 0.

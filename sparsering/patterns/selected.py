@@ -12,12 +12,12 @@ from ..rows import expand_counts, first_in_row
 from .algebra import Frame, Mask, Pattern, joined_masks, parts_of
 from .arguments import freeze_integer
 from .blocks import BlockwiseMask, TensorMask
-from .keywords import constructor_with_hints
+from .keywords import class_with_hints
 
 CHECK = "SPARSERING_CHECK"  # a variable of the environment: "1" looks at each list of a call
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class SelectedBlocks(TensorMask, BlockwiseMask):
     """A query in row r sees the key blocks listed in `indices[..., r, :]`.

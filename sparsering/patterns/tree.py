@@ -12,7 +12,7 @@ from torch import Tensor
 from .algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, parts_of
 from .arguments import MOST_TOKENS, checked_integer, freeze_lengths, per_entry, shortened
 from .blocks import RandomBlocks
-from .keywords import constructor_with_hints
+from .keywords import class_with_hints
 from .once import once
 from .positions import Causal, Lengths, SlidingWindow, _InDocuments, check_inner, entries_of
 from .selected import SelectedBlocks
@@ -119,7 +119,7 @@ class Nodes(NamedTuple):
         return (self.enter[key] <= enter) & (enter < self.leave[key])
 
 
-@constructor_with_hints
+@class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Tree(_InDocuments):
     """A pattern along each path of a tree, whose nodes are ranges of tokens, packed end to end.

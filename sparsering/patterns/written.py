@@ -10,12 +10,14 @@ from torch import Tensor
 
 from .arguments import digest_of, same_tensor
 from .document_runs import LengthsFrom
+from .keywords import class_with_hints
 
 # Expressions number the classes of one name and what they read; `repr` leaves this out.
 _VERSION = re.compile(r"__v\d+(?=\()|(, )?_state='\w+'(?=\))")
 _SYMBOLS = {ast.BitAnd: "&", ast.BitOr: "|", ast.Add: "+", ast.Sub: "-"}
 
 
+@class_with_hints
 class WrittenValue:
     """Base of `Pattern`: a frozen dataclass whose `expression` has t0, t1, ... for its `tensors`.
 

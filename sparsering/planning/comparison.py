@@ -21,7 +21,7 @@ from ..checks import check_inputs
 from ..functional import attention
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import checked_number, shortened
-from ..patterns.keywords import with_hints
+from ..patterns.keywords import class_with_hints, with_hints
 from ..patterns.positions import Causal
 from ..progress import progress
 from ..turns import in_turns, timed
@@ -43,6 +43,7 @@ class Cost(NamedTuple):
     bytes: int
 
 
+@class_with_hints
 @dataclass(frozen=True, repr=False)
 class Comparison:
     """Holds what `compare` measured; `print` shows it in four lines.

@@ -18,7 +18,7 @@ from ..layouts.compile import default_block_size
 from ..layouts.lists import split
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import checked_flag, checked_integer, shortened
-from ..patterns.keywords import with_hints
+from ..patterns.keywords import class_with_hints, with_hints
 from .counts import Counts, counts_of, flops
 from .machines import OTHER_NAMES, Machine, machine_of
 from .memory import MEMORY, Call, Memory
@@ -29,6 +29,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _STACKS = 4 << 20  # bytes of thread stacks, and of freed memory that the allocator keeps
 
 
+@class_with_hints
 class Figure(NamedTuple):
     """A number, and how `estimate` obtained it.
 
@@ -91,6 +92,7 @@ class Scenario:
         return Frame.build(self.tokens, self.tokens, self.num_heads, self.num_kv_heads, 0)
 
 
+@class_with_hints
 @dataclass(frozen=True, repr=False)
 class Estimate(Scenario):
     """Predicted costs of a call, and the arguments of `estimate`; `print` shows a table.

@@ -17,7 +17,7 @@ from ..commands import sparsering
 from ..patterns import Causal, Full, Pattern
 from ..patterns.arguments import checked_flag, checked_number
 from ..patterns.expression import parse
-from ..patterns.keywords import with_hints
+from ..patterns.keywords import class_with_hints, with_hints
 from ..progress import Progress, progress
 from .estimate import Estimate, Scenario, estimate_of
 from .fit import memory_of
@@ -48,6 +48,7 @@ class _Candidate(NamedTuple):
     layers: int | None
 
 
+@class_with_hints
 @dataclass(frozen=True)
 class Proposal:
     """A pattern for a length, with its predicted costs.

@@ -10,12 +10,14 @@ from torch.nn.functional import pad
 from ..checks import check_tensor, observed
 from ..kernels import triton
 from ..patterns.arguments import checked_flag, checked_integer, is_finite, shortened
+from ..patterns.keywords import with_hints
 from .query_rows import checked_blocks, current_blocks
 
 _AT_A_TIME = 1 << 17  # scores ranked at a time on a CPU, so that they fit its cache
 _BLOCK_BITS = 30
 
 
+@with_hints()
 def select_blocks(
     scores: Tensor,
     k: int,

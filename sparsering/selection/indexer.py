@@ -7,11 +7,13 @@ from torch.utils.checkpoint import checkpoint
 from ..checks import check_local, check_tensor, checked_integer_or_none, checked_scale, refuse_meta
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag, checked_integer
+from ..patterns.keywords import with_hints
 
 _AT_A_TIME = 1 << 22  # products computed at a time, to bound memory
 _TILE = 1 << 12  # keys that are compared with the best ones at a time
 
 
+@with_hints()
 def index_scores(
     query: Tensor,
     key: Tensor,
@@ -74,6 +76,7 @@ def index_scores(
         return torch.cat(parts, 1)[:, None]
 
 
+@with_hints()
 @torch.no_grad()
 def top_tokens(
     query: Tensor,

@@ -5,9 +5,11 @@ from torch import Tensor
 
 from ..checks import check_tensor
 from ..numerics import sum_dtype
+from ..patterns.keywords import with_hints
 from ..rows import first_in_row
 
 
+@with_hints()
 def selection_loss(
     scores: Tensor, mass: Tensor, indices: Tensor | None = None, *, row_weight: Tensor | None = None
 ) -> Tensor:

@@ -9,9 +9,11 @@ from ..dispatch import choose
 from ..operators import slot_mass
 from ..ops import attend
 from ..patterns.algebra import Pattern
+from ..patterns.keywords import with_hints
 from ..patterns.selected import selections_of
 
 
+@with_hints()
 @torch.no_grad()
 def block_mass(
     query: Tensor,

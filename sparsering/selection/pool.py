@@ -9,8 +9,10 @@ from torch.nn.functional import pad
 from ..checks import check_tensor
 from ..numerics import sum_dtype
 from ..patterns.arguments import checked_integer
+from ..patterns.keywords import with_hints
 
 
+@with_hints()
 def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
     """Averages windows of tokens; window c covers tokens `c * stride` to `c * stride + size - 1`.
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..checks import check_group, refuse_meta
 from ..patterns.arguments import checked_integer, digest_of, is_finite, shortened
+from ..patterns.keywords import class_with_hints
 from ..rows import first_in_row
 from .loss import checked_mass, checked_slots
 
@@ -16,6 +17,7 @@ UNIT = 1 << 32
 """Mass is summed as integers in units of 1 / UNIT, so that the order of a sum does not matter."""
 
 
+@class_with_hints
 class PatternRefiner:
     """Keeps a table of `k` key blocks for each row of queries, and improves it by observed mass.
 

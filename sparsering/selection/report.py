@@ -12,6 +12,7 @@ from ..functional import attention
 from ..numerics import long_sum_dtype, sum_dtype, without_autocast
 from ..patterns.algebra import And, Frame, Pattern, check_fits
 from ..patterns.arguments import checked_integer, shortened
+from ..patterns.keywords import class_with_hints, with_hints
 from ..patterns.positions import Causal
 from ..patterns.selected import SelectedBlocks
 from .loss import listed_blocks
@@ -39,6 +40,7 @@ class Captured:
     interval: Tensor
 
 
+@class_with_hints
 @dataclass(frozen=True, eq=False)
 class SelectionReport:
     """Measures how much of dense attention a selection keeps; tensors are [Hkv].
@@ -87,6 +89,7 @@ class SelectionReport:
         return "\n".join(lines)
 
 
+@with_hints()
 @torch.no_grad()
 def selection_report(
     query: Tensor,

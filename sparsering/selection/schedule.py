@@ -11,10 +11,12 @@ import torch.distributed as dist
 
 from ..checks import check_group
 from ..patterns.arguments import as_float, checked_integer, is_finite, shortened
+from ..patterns.keywords import class_with_hints
 
 KINDS = ("linear", "cosine", "step")
 
 
+@class_with_hints
 @dataclass(frozen=True)
 class Schedule:
     """A number as a function of the step alone, so that ranks and resumed runs agree.
@@ -78,6 +80,7 @@ class Schedule:
         return before + fraction * (after - before)
 
 
+@class_with_hints
 class GatedSchedule:
     """A schedule that advances only in steps whose metric is at least a given bar.
 

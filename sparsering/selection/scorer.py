@@ -12,12 +12,14 @@ from torch.utils.checkpoint import checkpoint
 from ..checks import check_inputs, checked_integer_or_none
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag, checked_integer
+from ..patterns.keywords import class_with_hints
 from ..patterns.positions import Full
 from .query_rows import checked_blocks, num_rows
 
 _AT_A_TIME = 1 << 24  # scores computed at a time, over all query heads, to bound memory
 
 
+@class_with_hints
 class BlockScorer(nn.Module):
     """Scores key blocks for groups of queries ("rows"), by learned projections.
 

@@ -13,6 +13,7 @@ from ..checks import check_inputs, checked_integer_or_none, checked_scale, in_me
 from ..kernels import cpu
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag
+from ..patterns.keywords import with_hints
 from ..patterns.positions import Full
 from .estimates import NEVER, BlockEstimate, checked_method
 from .query_rows import Span, checked_blocks, num_rows, spans
@@ -21,6 +22,7 @@ _AT_A_TIME = 1 << 22  # logits computed at a time where no fused kernel runs
 _MANY = 64  # with fewer queries the C++ kernel is slower than torch, because it copies the keys
 
 
+@with_hints()
 def block_scores(
     query: Tensor,
     key: Tensor,

@@ -10,6 +10,7 @@ from torch.nn.functional import pad
 from ..checks import check_inputs, checked_index, checked_scale
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_integer
+from ..patterns.keywords import class_with_hints
 from ..patterns.positions import Full
 from .estimates import BlockEstimate, checked_method, query_features
 from .query_rows import checked_blocks
@@ -17,6 +18,7 @@ from .scorer import BlockScorer
 from .scores import scores_of
 
 
+@class_with_hints
 class BlockSummaries:
     """Caches summaries of key blocks while a sequence grows, so that scores cost O(blocks).
 

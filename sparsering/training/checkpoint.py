@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ..files import opened, replace_file, unique_pairs
 from ..models.longnet import LongNetLM
 from ..patterns.arguments import escaped
+from ..patterns.keywords import with_hints
 from .adaptive import Selection, blocks_of
 from .micro_batches import make_moments
 from .ranks import ALONE, Ranks
@@ -196,6 +197,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     return checkpoint
 
 
+@with_hints()
 def load_model(folder: str | Path) -> LongNetLM:
     """Returns a checkpoint's model in eval mode; raises as `load_checkpoint`."""
     checkpoint = load_checkpoint(Path(folder))

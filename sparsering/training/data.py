@@ -16,11 +16,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..patterns.keywords import class_with_hints, with_hints
+
 SEPARATOR = b"\0"
 Windows = list[tuple[Tensor, Tensor]]
 """Pairs of (tokens, targets), each int64 [B, N]."""
 
 
+@class_with_hints
 @dataclass(frozen=True, eq=False)
 class Text:
     """Holds training and validation bytes, of different files or of two parts of one file."""
@@ -32,6 +35,7 @@ class Text:
     fingerprint: str  # sha256 over the names and bytes of all files
 
 
+@with_hints()
 def read_text(
     path: str | Path | None = None,
     *,

@@ -21,6 +21,7 @@ import torch
 
 from ..models.longnet import LongNetLM
 from ..nn.transformer import Attend
+from ..patterns.keywords import with_hints
 from ..progress import Progress, progress, unshown
 from .adaptive import Selection
 from .checkpoint import Checkpoint
@@ -167,6 +168,7 @@ class Run:
             self.file.flush()
 
 
+@with_hints()
 def train(
     recipe: Recipe,
     out: Path,

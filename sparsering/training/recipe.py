@@ -10,6 +10,7 @@ import torch
 
 from ..models.longnet import LongNetLM
 from ..patterns.expression import parse
+from ..patterns.keywords import class_with_hints
 from ..patterns.positions import Causal
 from .adaptive import schedule_of
 
@@ -28,6 +29,7 @@ _RANGES = {
 }
 
 
+@class_with_hints
 @dataclass(frozen=True)
 class Recipe:
     """Settings of a training run; its losses are bitwise reproducible on the same machine."""

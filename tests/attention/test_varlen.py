@@ -254,7 +254,7 @@ def test_what_is_no_pattern_or_no_option_raises() -> None:
     tensors = inputs(torch.float32, False)
     with pytest.raises(TypeError, match=contains("pattern must be a sparsering pattern", "str")):
         sr.attention_varlen(*tensors, CU_Q, CU_K, "Causal()")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="causal"):
+    with pytest.raises(ValueError, match=r"causality is a pattern; pass pattern=Causal\(\)"):
         sr.attention_varlen(*tensors, CU_Q, CU_K, causal=True)
 
 

@@ -15,6 +15,7 @@ from ...distributed.plan import RingPlan
 from ...functional import explain as explain_call
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
+from ...patterns.keywords import with_hints
 from ...patterns.packed_tree import PackedTree
 from ...patterns.positions import Full
 from ...patterns.tree import Tree
@@ -23,6 +24,7 @@ from .attention import attention_function
 from .masks import mask_interface, watch_requests
 
 
+@with_hints()
 def register() -> None:
     """Registers `attn_implementation="sparsering"` with transformers; repeated calls are harmless.
 
@@ -70,6 +72,7 @@ def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
     return checked
 
 
+@with_hints()
 def apply(model: Any, pattern: config.Patterns) -> None:
     """Lets a model's layers attend over a pattern, in place of their own window or chunk.
 
@@ -157,6 +160,7 @@ def _checked_modules(model: Any, pattern: config.Patterns, verb: str) -> list[An
     return modules
 
 
+@with_hints()
 @contextmanager
 def using(model: Any, pattern: config.Patterns | PackedTree) -> Iterator[None]:
     """Lets a model's layers attend over exactly this pattern, for the calls in a `with` block.
@@ -222,6 +226,7 @@ def _along_paths(tree: PackedTree, decoder: Any) -> dict[int | str, Pattern]:
     return {index: along[part] for index, part in enumerate(own)}
 
 
+@with_hints()
 def explain(model: Any) -> str:
     """Describes each layer in a line: index, pattern, backend, and the most keys that it caches.
 

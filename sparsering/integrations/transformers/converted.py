@@ -9,10 +9,12 @@ from ...checks import check_module
 from ...functional import attention
 from ...patterns.algebra import Mask, Pattern
 from ...patterns.keys import KeyMask
+from ...patterns.keywords import with_hints
 from ...patterns.positions import Documents, Full, SlidingWindow
 from .once import once
 
 
+@with_hints()
 def convert(model: Any) -> list[str]:
     """Lets Longformer, LED's encoder or Chronos-2 attend at the cost of their patterns, in place.
 

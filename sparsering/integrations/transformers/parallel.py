@@ -26,6 +26,7 @@ from ...distributed.ring import resolve_group
 from ...distributed.sharding import check_sharding, num_tokens, owned_ranges, positions
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
+from ...patterns.keywords import with_hints
 from ...patterns.positions import Causal, Full
 from . import shared_arguments
 from .apply import is_causal, patterns_of, register
@@ -60,6 +61,7 @@ def parallel_of(model: Any) -> Parallel | None:
     return next((hook.parallel for hook in hooks if hasattr(hook, "parallel")), None)
 
 
+@with_hints()
 def parallelize(
     model: Any,
     group: dist.ProcessGroup | DeviceMesh | bool | None = None,
@@ -136,6 +138,7 @@ def parallelize(
     _hook(model, parallel)
 
 
+@with_hints()
 def local_positions(model: Any) -> Tensor:
     """Returns the indices, int64 [n], of the tokens of the last call that this rank computed.
 

@@ -11,6 +11,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ...decoding import KVCache
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
+from ...patterns.keywords import class_with_hints
 from .config import NAME, decoder_config, layer_patterns, types_of
 from .masks import Inputs, ModelMask, Options
 from .once import once
@@ -178,6 +179,7 @@ def _reorder(x: Tensor, order: Tensor) -> Tensor:
     return x.gather(2, order[:, None, :, None].expand(*x.shape[:3], x.shape[3]))
 
 
+@class_with_hints
 class SparseCache(Cache):
     """Caches only keys that later queries can visit, for models that run "sparsering" attention.
 

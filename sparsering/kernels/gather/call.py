@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ...numerics import merge_into, sum_dtype
 from ...patterns.arguments import checked_integer
+from ...patterns.keywords import with_hints
 from ..problem import Gradients, Problem, sink_gradient
 from .chunk_extras import Extras
 from .units import Chunk, chunks, list_chunks, plan
@@ -28,6 +29,7 @@ _LEAST_PAIRS_ALONE = 1 << 15  # units with fewer (query, key) pairs run in batch
 _workspace = {"bytes": 16 << 20}
 
 
+@with_hints()
 def set_workspace(limit: int) -> int:
     """Sets how many bytes a call uses for copied keys and scores at a time. Returns the old limit.
 
