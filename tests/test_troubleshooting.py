@@ -1,5 +1,6 @@
 """Each message that docs/troubleshooting.md explains is provoked."""
 
+import logging
 import re
 import sys
 import warnings
@@ -105,6 +106,26 @@ def four_dims() -> None:
     model(IDS, attention_mask=torch.ones(1, 1, 16, 16).bool())
 
 
+def compiled_for_new_masks():
+    """Compiles a call for another mask_mod in each step; raises what torch then logs."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    logger.addHandler(handler)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda pattern: call(pattern), backend="eager")
+    try:
+        with torch._dynamo.config.patch(recompile_limit=2):
+            for step in range(4):
+                ids = torch.arange(16) // (step + 2)
+                compiled(sr.from_mask_mod(lambda b, h, q, k, ids=ids: ids[q] == ids[k]))
+    finally:
+        logger.removeHandler(handler)
+    assert any("MaskMod(" in text for text in records), records  # as the page says
+    raise RuntimeError("".join(records))
+
+
 PROVOKED: dict[str, Callable[[], object]] = {
     "pattern must be a sparsering pattern such as Causal(), got Tensor": lambda: call(
         torch.ones(16, 16).bool()
@@ -163,6 +184,7 @@ PROVOKED: dict[str, Callable[[], object]] = {
     "needs the whole sequence in each call": in_using,
     "position_ids restart, but packed documents see each other": packed,
     "a mask of all pairs": four_dims,
+    "hit config.recompile_limit": compiled_for_new_masks,
     "ranks cannot share calls of": lambda: hf.parallelize(
         MambaForCausalLM(MambaConfig(vocab_size=16, hidden_size=32, num_hidden_layers=1))
     ),

@@ -152,6 +152,9 @@ class LongNetEncoder(nn.Module):
                 + _way_out(x, width)
             )
         B, N, _ = x.shape
+        for name, given in (("coordinates", coordinates), ("positions", positions)):
+            if given is not None:
+                check_tensor(name, given)
         if positions is not None and positions.shape != (N,):
             raise ValueError(
                 f"positions must be [{N}], one per token of x, got {tuple(positions.shape)}; with "

@@ -67,10 +67,16 @@ def _resumed_recipe(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recip
         )
     if text.fingerprint != checkpoint.fingerprint:
         raise ValueError(
-            f"expected the text that the checkpoint in {checkpoint.folder} was trained on, got "
-            "another (files or bytes changed); restore it, or start a new run with another --out"
+            f"expected the text that the checkpoint in {checkpoint.folder} was trained on, "
+            f"{_place(saved)}, got another at {_place(recipe)} (files or bytes changed); restore "
+            "it, or start a new run with another --out"
         )
     return recipe
+
+
+def _place(recipe: Recipe) -> str:
+    """Returns where a recipe's text is, for a message."""
+    return recipe.data or "the standard library of Python on this machine (no --data)"
 
 
 def start_from(model: LongNetLM, recipe: Recipe, init: Path, resumed: Checkpoint | None) -> str:

@@ -76,6 +76,9 @@ def test_ranks_read_disjoint_rows_by_torchs_own_loader():
 def test_a_row_loses_what_its_documents_lose_alone(inner):
     torch.manual_seed(0)
     model = LongNetLM(inner, width=32, num_layers=2).double()
+    for block in model.blocks:  # fresh blocks add nothing, so no loss would depend on attention
+        torch.nn.init.normal_(block.out.weight, std=0.3)
+        torch.nn.init.normal_(block.down.weight, std=0.1)
     texts = [torch.randint(1, 256, (n,)) for n in (40, 5, 1, 17, 30, 12)]
     rows = pack(texts, 48)
 
@@ -84,8 +87,8 @@ def test_a_row_loses_what_its_documents_lose_alone(inner):
         logits = hidden @ model.embedding.weight.T
         return torch.nn.functional.cross_entropy(logits, labels[1:], reduction="sum")
 
-    def loss_of_row(row: dict[str, torch.Tensor]) -> torch.Tensor:
-        pattern = sr.Packed(row["lengths"], model.pattern)
+    def loss_of_row(row: dict[str, torch.Tensor], packed: bool = True) -> torch.Tensor:
+        pattern = sr.Packed(row["lengths"], model.pattern) if packed else model.pattern
         attend, positions = partial(sr.attention, pattern=pattern), row["position_ids"]
         return loss(row["input_ids"], row["labels"], attend=attend, positions=positions)
 
@@ -94,6 +97,8 @@ def test_a_row_loses_what_its_documents_lose_alone(inner):
     weights = list(model.parameters())
     grads, wanted = (torch.autograd.grad(x, weights) for x in (packed, alone))
     assert torch.allclose(packed, alone, rtol=1e-10, atol=0)
+    mixed = torch.stack([loss_of_row(row, packed=False) for row in rows]).sum()
+    assert not torch.allclose(mixed, alone, rtol=1e-6, atol=0)  # documents that see each other
     for grad, expected in zip(grads, wanted, strict=True):
         assert torch.allclose(grad, expected, rtol=0, atol=1e-10)
 

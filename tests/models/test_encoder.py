@@ -159,6 +159,14 @@ def test_coordinates_of_a_line_default_to_the_sequence_and_may_be_shared():
     torch.testing.assert_close(model(x, grid[0]), model(x, shared), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("given", ["coordinates", "positions"])
+def test_arrays_in_place_of_tensors_name_the_way_out(given):
+    model, (x, _) = tiny(), tiles(12, 2)
+    for value in (torch.arange(12).numpy(), list(range(12))):
+        with pytest.raises(ValueError, match=rf"{given} must be a tensor .*torch\.as_tensor"):
+            model(x, **{given: value})
+
+
 # Stochastic depth
 
 

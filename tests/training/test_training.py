@@ -167,7 +167,8 @@ def test_resuming_needs_a_checkpoint_the_same_recipe_and_the_same_text(recipe, t
     assert "width 16" in line and "pass --resume without these options" in line
     assert "width 16" in fails(capsys, "train", "--out", out, "--resume", "--width", 32)
     (Path(recipe.data) / "00.txt").write_text("changed " * 99)
-    assert "got another" in fails(capsys, "train", "--out", out, "--resume")
+    line = fails(capsys, "train", "--out", out, "--resume")
+    assert f"trained on, {recipe.data}, got another at {recipe.data} (files or" in line
     assert contents(out) == before
 
 
