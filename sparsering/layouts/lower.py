@@ -43,6 +43,8 @@ def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
             return AllOf((segment, *grids)) if rate > 1 else segment
         case positions.Documents():
             return SameDocument(pad(mask.ends(), (1, 0)))
+        case blocks.CausalBlocks():  # the query's block, or an earlier key
+            return AnyOf((SameDocument(pad(mask.ends(), (1, 0))), Linear(1, -1, 0)))
         case positions.Packed(_, inner):
             same = SameDocument(pad(mask.ends(), (1, 0)))
             return PerDocument(same, condition(inner, frame, True), inner.asks_frame)

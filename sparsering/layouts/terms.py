@@ -6,6 +6,7 @@ from functools import lru_cache, partial
 
 from ..patterns import positions
 from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, joined_masks
+from ..patterns.blocks import CausalBlocks
 from ..patterns.positions import Dilated, Documents, GlobalTokens, Packed, SlidingWindow
 from ..patterns.selected import selections_of
 from ..patterns.tree import Tree
@@ -144,8 +145,8 @@ def _typical(mask: Mask, length: int) -> Mask | None:
             return GlobalTokens(_rounded(count), rows, columns)
         case Dilated(segment_length, rate, offset):
             return Dilated(_rounded(segment_length), rate, offset)
-        case Documents(_):
-            return Documents(_lengths(_most_documents(mask), length))
+        case Documents(_) | CausalBlocks(_):
+            return type(mask)(_lengths(_most_documents(mask), length))
         case Packed(_, pattern):
             if pattern.own_length is not None:
                 return None  # a typical document would have another length than the pattern needs
@@ -174,7 +175,7 @@ def _rounded(size: int) -> int:
     return (size + step // 2) // step * step
 
 
-def _most_documents(mask: Documents | Packed) -> int:
+def _most_documents(mask: Documents | Packed | CausalBlocks) -> int:
     """Returns the most documents with tokens of a batch entry, rounded."""
     return _rounded(max(sum(n > 0 for n in lengths) for lengths in mask.entries))
 

@@ -183,7 +183,7 @@ def freeze_lengths(pattern: Any, name: str, least: int = 0, nested: bool = True)
     A tensor of integers, [n] or with `nested` [B, n], is kept beside them, as data of traced calls.
     While a compiler traces, it is without numbers, and stays the field; the operator checks it.
     """
-    value, label = getattr(pattern, name), f"{type(pattern).__name__} {name}"
+    value, label = getattr(pattern, name), f"{pattern._name or type(pattern).__name__} {name}"
     if isinstance(value, Tensor) and is_traced(value):
         if value.dtype not in INTEGERS or value.dim() not in ((1, 2) if nested else (1,)):
             raise ValueError(

@@ -16,8 +16,16 @@ from torch import Tensor
 
 from ..rows import expand_counts, mix, permute
 from .algebra import Frame, Mask
-from .arguments import checked_flag, checked_integer, freeze_integer, freeze_integers, shortened
+from .arguments import (
+    checked_flag,
+    checked_integer,
+    freeze_integer,
+    freeze_integers,
+    per_entry,
+    shortened,
+)
 from .keywords import class_with_hints
+from .positions import Lengths, _InDocuments
 
 
 @class_with_hints
@@ -105,18 +113,57 @@ class BlockWindow(BlockwiseMask):
 class BlockCausal(BlockwiseMask):
     """A block of queries sees its own block of keys whole, and all blocks before it: b' <= b.
 
-    Blocks have `block_size` tokens. Example: `BlockCausal(32)`.
+    Blocks have `block_size` tokens; or, where it is a sequence, its sizes in order, which sum to
+    Nk. As the lengths of `Documents`, sizes may be 0, nested by batch entry, or an int64 tensor,
+    which is data of compiled functions.
+
+    Example: `BlockCausal(32)`, or `BlockCausal((4, 9, 1))` for a prefix, a state and an action.
     """
 
     block_size: int
     asks_frame = False
     by_distance = True
 
+    def __new__(cls, block_size: Any) -> Any:  # `BlockCausal` or `CausalBlocks`
+        if cls is BlockCausal and _are_sizes(block_size):
+            return CausalBlocks(block_size)
+        return super().__new__(cls)
+
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
         return k_block <= q_block
 
     def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return torch.arange(len(q_block)), torch.zeros_like(q_block), q_block
+
+
+def _are_sizes(block_size: Any) -> bool:
+    """Whether an argument of `BlockCausal` is sizes of blocks, not one size for all."""
+    if isinstance(block_size, Tensor):
+        return block_size.dim() > 0
+    if isinstance(block_size, str | bytes | type):
+        return False
+    return isinstance(block_size, Sequence) or getattr(block_size, "ndim", 0) > 0
+
+
+@dataclass(frozen=True, repr=False, eq=False)
+class CausalBlocks(_InDocuments):
+    """`BlockCausal` of blocks of unlike sizes: a query sees its own block and earlier keys."""
+
+    lengths: Lengths
+    _name = "BlockCausal"
+    _unit = "block"
+
+    def at(self, batch: int, head: int, frame: Frame) -> Mask:
+        return CausalBlocks(self.entries[batch]) if per_entry(self.lengths) else self
+
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        # an earlier key's block is the query's or an earlier one, a later key's the query's or none
+        ends = self.ends()
+        same = torch.searchsorted(ends, p, right=True) == torch.searchsorted(ends, k, right=True)
+        return ((k <= p) | (same & (p >= 0))) & (k < frame.kv_len)
+
+    def _from_tokens(self) -> str:
+        return "BlockCausal(ids.unique_consecutive(return_counts=True)[1]) takes ids of blocks"
 
 
 @class_with_hints

@@ -242,9 +242,10 @@ An int64 tensor, [n] or [B, n], stays one only while a compiler traces.
 
 @class_with_hints
 class _InDocuments(Mask):
-    """Base of `Documents` and `Packed`, whose first field has the document lengths."""
+    """Base of masks like `Documents`, whose first field has the document lengths."""
 
     lengths: Lengths
+    _unit = "document"
 
     @property
     def entries(self) -> tuple[tuple[int, ...], ...]:
@@ -291,19 +292,27 @@ class _InDocuments(Mask):
                 own = self._given_or_own("lengths")
                 if by_token and not isinstance(own, LengthsFrom) and looks_like_ids(entry):
                     raise ValueError(
-                        f"{type(self).__name__} lengths{of} look like ids of documents, one for "
-                        f"each of {total} tokens; {self._from_tokens()}, or leave out lengths of 0"
+                        f"{self._label} lengths{of} look like ids of {self._unit}s, one for each "
+                        f"of {total} tokens; {self._from_tokens()}, or leave out lengths of 0"
                     )
                 continue
-            way_out = "give padding a document of its own"
+            way_out = f"give padding a {self._unit} of its own"
             if entry[:1] == (0,) and entry[-1] == frame.kv_len:
-                way_out = "these look like cumulative lengths: from_cu_seqlens takes them"
+                way_out = f"these look like cumulative lengths: {self._from_ends()}"
             elif by_token:
                 way_out = f"{self._from_tokens()}, which are one number for each token"
             raise ValueError(
-                f"{type(self).__name__} lengths{of} must sum to the key length {frame.kv_len}, got "
+                f"{self._label} lengths{of} must sum to the key length {frame.kv_len}, got "
                 f"{total}; {way_out}"
             )
+
+    @property
+    def _label(self) -> str:
+        return self._name or type(self).__name__
+
+    def _from_ends(self) -> str:
+        takes_ends = isinstance(self, Documents | Packed)
+        return "from_cu_seqlens takes them" if takes_ends else "pass their differences"
 
     def _from_tokens(self) -> str:
         name, inner = type(self).__name__, ", pattern" * isinstance(self, Packed)

@@ -20,6 +20,8 @@ TOKENS, DOCUMENTS = 48, 4
 PATTERNS: dict[str, tuple[bool, Callable[[Any, Any], sr.Pattern]]] = {
     "documents": (False, lambda n, parents: sr.Documents(n)),
     "of each entry": (True, lambda n, parents: sr.Causal() & sr.Documents(n)),
+    "blocks": (False, lambda n, parents: sr.BlockCausal(n)),
+    "blocks of each entry": (True, lambda n, parents: sr.BlockCausal(n) & sr.SlidingWindow(30, 9)),
     "packed LongNet": (
         False,
         lambda n, parents: sr.Packed(n, sr.LongNet((8, 16), (1, 2)) & sr.Causal()),

@@ -26,6 +26,7 @@ LEAVES = {
     "BlockDilated": drawn.block_dilated,
     "BlockWindow": drawn.block_windows,
     "BlockCausal": drawn.block_causal,
+    "CausalBlocks": drawn.causal_blocks,
     "BlockDiffusion": drawn.block_diffusions,
     "ChunkedCausal": drawn.chunks,
     "RandomBlocks": drawn.random_blocks,
@@ -41,7 +42,7 @@ LEAVES = {
 CLASSES = (*LEAVES, "Packed", "Tree", *OPERATORS)
 INSIDE = ("Packed", "Tree")  # their last argument is a pattern inside documents or along paths
 # Masks over the whole sequence (its length or row numbers) are not put inside `Packed`.
-OF_WHOLE_ROWS = ("Documents", "KeyMask", "Dense", "SelectedBlocks", "MaskMod")
+OF_WHOLE_ROWS = ("Documents", "CausalBlocks", "KeyMask", "Dense", "SelectedBlocks", "MaskMod")
 
 
 def classes_of(spec: Spec) -> list[str]:
@@ -73,7 +74,7 @@ def with_tensors(spec: Spec, turned: bool = False) -> Spec:
     name, *args = spec
     if name in OPERATORS:
         return (name, *(with_tensors(part, turned) for part in args))
-    if name in ("Documents", "KeyPadding", *INSIDE):
+    if name in ("Documents", "CausalBlocks", "KeyPadding", *INSIDE):
         args[0] = _tensor(args[0], 0)
         args[0] = args[0].flip(-1) if turned else args[0]
     if name == "Tree":

@@ -101,6 +101,8 @@ def named(length: int) -> dict[str, sr.Pattern]:
         "hierarchical and more": sr.Hierarchical(((20, 80), (60, 300)), 20) & sr.Causal(),
         "blocks at rates": sr.BlockDilated((1, 3, 5), 24) | sr.GlobalTokens(3),
         "packed blocks": sr.Packed(few, sr.BlockWindow(1, 16) | sr.BlockDilated((4,), 16)),
+        "causal blocks of unlike sizes": sr.BlockCausal(few),
+        "near causal blocks of many sizes": sr.BlockCausal(many) & sr.SlidingWindow(150, 90),
         "all but causal blocks": sr.Full() - sr.BlockCausal(40),
     }
 

@@ -277,6 +277,7 @@ PATTERNS: dict[str, Callable[[Case], sr.Pattern]] = {
     "block dilated": lambda case: sr.BlockDilated((1, 3), 16),
     "block window": lambda case: sr.BlockWindow(1, 24),
     "block causal": lambda case: sr.BlockCausal(24),
+    "blocks of unlike sizes": lambda case: sr.BlockCausal(_parts(case.kv_len)),
     "block diffusion": lambda case: sr.BlockDiffusion(24 * -(-_end(case) // 48), 24),
     "causal but for a window": lambda case: sr.Causal() - sr.SlidingWindow(9, 2),
     "random blocks": lambda case: sr.RandomBlocks(0.4, 16),

@@ -27,6 +27,8 @@ def one_of_each() -> list[Any]:
         sr.BlockDilated((1, 4), 16),
         sr.BlockWindow(2, 16),
         sr.BlockCausal(16),
+        sr.BlockCausal((3, 4)),
+        sr.BlockCausal(((3, 4), (7, 0))),
         sr.BlockDiffusion(32, 16),
         sr.ChunkedCausal(6),
         sr.RandomBlocks(0.25, 16, seed=3, per_head=False),

@@ -112,6 +112,14 @@ def block_causal(at: Place, p: int, k: int, block_size: int) -> int:
     return b is not None and k // block_size <= b
 
 
+def causal_blocks(at: Place, p: int, k: int, sizes: tuple) -> int:
+    """Blocks of unlike sizes, written out token by token."""
+    if p < 0:
+        return 0
+    blocks = [i for i, size in enumerate(documents_of(at, sizes)) for _ in range(size)]
+    return k < len(blocks) and (p >= len(blocks) or blocks[k] <= blocks[p])
+
+
 def block_diffusion(at: Place, p: int, k: int, n: int, block_size: int) -> int:
     """Noisy tokens 0 .. n - 1 in blocks, then the clean ones; as in the paper's three parts."""
     if p < 0:
@@ -264,6 +272,7 @@ RULES = {
     "BlockDilated": block_dilated,
     "BlockWindow": block_window,
     "BlockCausal": block_causal,
+    "CausalBlocks": causal_blocks,
     "BlockDiffusion": block_diffusion,
     "ChunkedCausal": chunked_causal,
     "Hierarchical": hierarchical,
@@ -337,7 +346,7 @@ def is_mixture(spec: Spec) -> bool:
 
 def is_batched(spec: Spec) -> bool:
     """Whether the pairs may differ between batch entries, so that `to_dense` is [B, H, Nq, Nk]."""
-    depth_of_batch = {"Documents": 2, "Packed": 2, "Tree": 2}
+    depth_of_batch = {"Documents": 2, "CausalBlocks": 2, "Packed": 2, "Tree": 2}
     depth_of_batch |= {"KeyMask": 2, "Blocks": 4, "SelectedBlocks": 4}
     return any(
         name == "KeyPadding"
@@ -371,6 +380,8 @@ def build(spec: Spec) -> Any:
         args[0] = torch.tensor(args[0], dtype=torch.int64)
     if name == "MaskMod":
         return _mask_mod(*args)
+    if name == "CausalBlocks":
+        return sr.BlockCausal(*args)
     return getattr(sr, name)(*args)
 
 

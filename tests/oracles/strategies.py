@@ -196,6 +196,11 @@ def documents(draw: st.DrawFn, scene: Scene) -> Spec:
 
 
 @st.composite
+def causal_blocks(draw: st.DrawFn, scene: Scene) -> Spec:
+    return ("CausalBlocks", draw(document_lengths(scene)))
+
+
+@st.composite
 def key_paddings(draw: st.DrawFn, scene: Scene) -> Spec:
     length = st.integers(0, scene.kv_len + 2)
     lengths = draw(st.lists(length, min_size=scene.batch, max_size=scene.batch))
@@ -282,7 +287,13 @@ def packed(draw: st.DrawFn, scene: Scene, inner: Any) -> Spec:
         half = scene.kv_len // 2
         halves = replace(scene, q_len=half, kv_len=half, q_start=0)
         tree = trees(halves).filter(lambda spec: not is_mixture(spec))
-        nested = [documents(halves), key_masks(halves), packed(halves, inner), tree]
+        nested = [
+            documents(halves),
+            causal_blocks(halves),
+            key_masks(halves),
+            packed(halves, inner),
+            tree,
+        ]
         return ("Packed", (half, half), draw(st.one_of(nested)))
     return ("Packed", lengths, draw(inner(inside)))
 
@@ -358,7 +369,8 @@ def masks(
     if not nested and 0 < scene.q_len <= 70 and scene.kv_len <= 70:  # an empty tuple has no width
         simple = st.one_of(simple, dense_masks(scene))
     if not nested:
-        simple = st.one_of(simple, documents(scene), key_masks(scene), packed(scene, inner))
+        whole = documents(scene), causal_blocks(scene), key_masks(scene), packed(scene, inner)
+        simple = st.one_of(simple, *whole)
     if depth == 0:
         return simple
     below = masks(scene, depth - 1, with_random, nested)
