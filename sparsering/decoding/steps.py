@@ -27,6 +27,7 @@ from ..numerics import sum_dtype, without_autocast
 from ..ops import attend
 from ..patterns.algebra import Frame, Mask
 from ..patterns.keys import KeyMask
+from ..patterns.selected import has_lists
 from ..streams import moved
 from .cache_state import CacheState, History
 
@@ -176,11 +177,14 @@ def attend_spans(
 
 
 def _runs_spans(state: CacheState, name: str) -> bool:
-    """True if the backend `name` runs layouts, and can hide keys if this cache asks for it.
+    """True if the backend `name` runs a layout of the pattern, and can hide keys if asked to.
 
-    It asks where other ranks store some of the keys, or keys were cropped.
+    The cache asks where other ranks store some of the keys, or keys were cropped. Lists of single
+    keys have no layout.
     """
     backend = BACKENDS[name]
+    if backend.runs_lists and has_lists(state.pattern):
+        return False
     all_stored = not state.remote and all(x.exact for x in state.distinct())
     return backend.forward is not None and (all_stored or "key_mask" in backend.extras)
 
@@ -274,7 +278,7 @@ class _Group(NamedTuple):
         return results
 
     def _attend_whole(self, frame: Frame) -> tuple[Tensor, Tensor]:
-        """Attends over all positions by a backend that takes no layout; evicted keys are zeros."""
+        """Attends over all positions: for lists, or without layouts; evicted keys are zeros."""
         query, recipe, pattern = self.tokens.query, self.recipe, self.state.pattern
         begins, ends = torch.zeros(1, dtype=torch.int64), torch.full((1,), frame.kv_len)
         everything = Spanned(BlockLayout(frame, 128, (), math.nan), begins, ends)

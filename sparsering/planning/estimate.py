@@ -216,7 +216,7 @@ def estimate(
 
 
 class _Plan(NamedTuple):
-    """What is known of a call without a clock: how it runs, its counts and its bytes."""
+    """Facts of a call that need no clock: how it runs, its counts and its bytes."""
 
     backend: str
     block_size: int

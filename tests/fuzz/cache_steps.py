@@ -312,40 +312,31 @@ class Run:
         key, value = inputs["key"], inputs["value"]
         attend: Callable[..., Any] = lambda **given: lambda: self._call(inputs, **given)  # noqa: E731
         other = torch.float32 if dtype != torch.float32 else torch.float64
-        step: Any
-        match which:
-            case "lengths too large":
-                step = attend(lengths=[2] * self.batch) if self.batch else None
-            case "lengths of too few entries":
-                step = attend(lengths=[1] * (self.batch + 1))
-            case "crop forwards":
-                step = lambda: cache.crop(longest + 1)  # noqa: E731
-            case "crop too far":
-                step = lambda: cache.crop(longest - case.rollback - 1)  # noqa: E731
-            case "keys of another dtype":
-                inputs["key"] = key.to(other)
-                step = None if case.autocast else attend()
-            case "keys of another width":
-                inputs["key"] = torch.cat((key, key), 3)
-                step = attend()
-            case "more keys than queries":
-                inputs["key"], inputs["value"] = (torch.cat((x, x), 2) for x in (key, value))
-                step = attend()
-            case "unknown backend":
-                step = lambda: cache.attend(*inputs.values(), backend="none")  # noqa: E731
-            case "negative softcap":
-                step = attend(softcap=-1.0)
-            case "q_start":
-                step = attend(q_start=longest)
-            case "sink of another shape":
-                step = attend(sink=torch.zeros(case.num_heads + 1, dtype=case.table_dtype))
-            case "index out of range":
-                step = lambda: cache.select([self.batch])  # noqa: E731
-            case "past max_length":
-                many = self._inputs(case.total - longest + 1)
-                step = (lambda: self._call(many)) if case.has_max_length and self.batch else None
-            case "load after tokens":
-                step = (lambda: cache.load(key, value)) if longest else None
+        twice = {**inputs, **{name: torch.cat((inputs[name],) * 2, 2) for name in ("key", "value")}}
+        wide = {**inputs, "key": torch.cat((key, key), 3)}
+        many = self._inputs(case.total - longest + 1) if which == "past max_length" else inputs
+        sink = torch.zeros(case.num_heads + 1, dtype=case.table_dtype)
+        steps: dict[str, Callable[[], Any] | None] = {
+            "lengths too large": attend(lengths=[2] * self.batch) if self.batch else None,
+            "lengths of too few entries": attend(lengths=[1] * (self.batch + 1)),
+            "crop forwards": lambda: cache.crop(longest + 1),
+            "crop too far": lambda: cache.crop(longest - case.rollback - 1),
+            "keys of another dtype": (
+                None if case.autocast else lambda: self._call({**inputs, "key": key.to(other)})
+            ),
+            "keys of another width": lambda: self._call(wide),
+            "more keys than queries": lambda: self._call(twice),
+            "unknown backend": lambda: cache.attend(*inputs.values(), backend="none"),
+            "negative softcap": attend(softcap=-1.0),
+            "q_start": attend(q_start=longest),
+            "sink of another shape": attend(sink=sink),
+            "index out of range": lambda: cache.select([self.batch]),
+            "past max_length": (
+                (lambda: self._call(many)) if case.has_max_length and self.batch else None
+            ),
+            "load after tokens": (lambda: cache.load(key, value)) if longest else None,
+        }
+        step = steps[which]
         if step is None:
             return
         before = self._state()

@@ -70,6 +70,13 @@ def _on_device(x: Tensor, index: int) -> Tensor:
     return x
 
 
+def _note_strangers(op: Any, name: str) -> None:
+    """Notes the transfer of indices of the host; RuntimeError for other tensors of the host."""
+    if name not in _INDEXES:
+        raise RuntimeError(f"Expected all tensors to be on the same device ({op})")
+    note_transfer(f"{name} with indices of the host", waits=True)
+
+
 def _run(current_device: Callable[[], int], op: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Runs an operator on the CPU: its results are tensors of the device of its inputs."""
     name = op._schema.name.removeprefix("aten::")
@@ -100,9 +107,7 @@ def _run(current_device: Callable[[], int], op: Any, args: Any, kwargs: dict[str
     if "device" in kwargs:
         kwargs["device"] = torch.device("cpu")
     if strangers and on_host:
-        if name not in _INDEXES:
-            raise RuntimeError(f"Expected all tensors to be on the same device ({op})")
-        note_transfer(f"{name} with indices of the host", waits=True)
+        _note_strangers(op, name)
     without_size = name == "repeat_interleave" and kwargs.get("output_size") is None
     if name in _WAITS or (without_size and len(args) < 2) or _has_mask(name, args):
         note_sync(name)

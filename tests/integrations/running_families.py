@@ -196,6 +196,15 @@ def inputs_of(model: Any) -> Iterator[dict[str, Tensor]]:
     if "pixel_values_videos" in taken:
         yield {"pixel_values_videos": torch.randn(2, 2, 3, 16, 16).double()}
     answer = {"decoder_input_ids": text["decoder_input_ids"]} if "decoder_input_ids" in text else {}
+    yield from _sounds(config, taken, answer)
+    width = getattr(config, "hidden_size", 32)
+    for name in ("inputs_embeds", "hidden_states"):
+        if name in taken:
+            yield {name: torch.randn(2, LENGTH, width).double()}
+
+
+def _sounds(config: Any, taken: Any, answer: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """Yields sounds in the shapes that families take, with the answer's tokens."""
     audio = getattr(config, "audio_config", config)
     bins = getattr(audio, "num_mel_bins", None) or getattr(audio, "input_dim", 80) or 80
     positions = getattr(audio, "max_source_positions", 64)
@@ -205,10 +214,6 @@ def inputs_of(model: Any) -> Iterator[dict[str, Tensor]]:
             shapes += [(2, getattr(audio, "max_length", 64), bins)]
             for shape in shapes:
                 yield {name: torch.randn(*shape).double(), **answer}
-    width = getattr(config, "hidden_size", 32)
-    for name in ("inputs_embeds", "hidden_states"):
-        if name in taken:
-            yield {name: torch.randn(2, LENGTH, width).double()}
 
 
 def _patches(config: Any, taken: Any) -> dict[str, Tensor]:

@@ -184,7 +184,7 @@ def cut(arguments: dict[str, Any], shared: SharedCall, own_loss: bool) -> dict[s
 
 def reason_against(model: Any, modules: list[Any]) -> str | None:
     """Returns why ranks cannot share a model's calls, or None."""
-    config, name = decoder_config(model), type(model).__name__
+    config = decoder_config(model)
     if model.config.is_encoder_decoder or any(map(is_cross_attention, modules)):
         return "it has cross attention or is an encoder-decoder model"
     types = types_of(config)
@@ -196,6 +196,16 @@ def reason_against(model: Any, modules: list[Any]) -> str | None:
         return "its config does not say how many layers it has"
     if len(modules) < len(types):
         return f"only {len(modules)} of its {len(types)} layers use the attention interface"
+    parameters = inspect.signature(type(model).forward).parameters
+    if "position_ids" not in parameters:
+        return "its forward takes no position_ids"
+    if "shared_kv_states" in parameters:
+        return "it attends to keys of another model (shared_kv_states)"
+    return _reason_in_modules(model, config) or _reason_in_settings(model, config)
+
+
+def _reason_in_modules(model: Any, config: Any) -> str | None:
+    """Returns why ranks cannot share what a module of the model does, or None."""
     towers = _towers(model, config)
     for path, module in model.named_modules():
         if isinstance(module, _MIXERS) and not path.startswith(towers):
@@ -207,6 +217,12 @@ def reason_against(model: Any, modules: list[Any]) -> str | None:
                 f"{path} ({type(module).__name__}) scales embeddings by the padding or the masked "
                 "tokens of the whole row"
             )
+    return None
+
+
+def _reason_in_settings(model: Any, config: Any) -> str | None:
+    """Returns why ranks cannot share what the model's config or its head asks for, or None."""
+    name = type(model).__name__
     if getattr(config, "trigram_input", False):
         return "its embeddings join neighbouring tokens (trigram_input)"
     if any(part in name for part in _POOLED) or getattr(model, "pooler", None) is not None:
@@ -217,11 +233,6 @@ def reason_against(model: Any, modules: list[Any]) -> str | None:
         return "its config sets output_router_logits, an auxiliary loss that needs all tokens"
     if rope := _dynamic_positions(config):
         return f"its positions ({rope}) depend on the length of the whole sequence"
-    parameters = inspect.signature(type(model).forward).parameters
-    if "position_ids" not in parameters:
-        return "its forward takes no position_ids"
-    if "shared_kv_states" in parameters:
-        return "it attends to keys of another model (shared_kv_states)"
     return None
 
 
