@@ -11,9 +11,12 @@ from textwrap import wrap
 from typing import Any
 
 from ..commands import sparsering
+from ..dispatch import BACKENDS
+from ..kernels.cpu.build import build_failure
 from ..patterns.arguments import shortened
 from ..patterns.expression import parse
 from .comparison import hides_later_keys
+from .counts import counts_of
 from .estimate import Estimate, Scenario, estimate_of, memory_of_call
 from .fit import about_largest, memory_of, most_that_fit, usable
 from .proposals import Proposal
@@ -26,6 +29,7 @@ _WRAPPED: dict[str, Any] = {
     "break_long_words": False, "break_on_hyphens": False,
 }  # fmt: skip
 _QUALITY = "arithmetic cannot tell what leaving out pairs costs: compare on your model and data"
+_PADDED = 16  # tokens to which kernels round up each side of a tile
 MOST_SEARCHED = 1 << 22
 """Largest number of tokens that is estimated; longer sequences are extrapolated."""
 
@@ -58,6 +62,7 @@ def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
         "",
         _row("runs", f"{estimate.backend}, blocks of {estimate.block_size}"),
         _row("pairs", f"{pairs:.3g} a head and entry; blocks visited {density:.3g}%"),
+        *_short_tiles(scenario, estimate),
         _row("dense", f"{dense_name} has {dense_pairs:.3g} pairs, {_times(saving)} as many"),
         _row("time", _time(estimate, of_rank)),
         _row(
@@ -151,6 +156,27 @@ def _time(estimate: Estimate, of_rank: str) -> str:
     if known.startswith("published"):
         return f"at least {seconds}: a bound by published peaks, unmeasured {products}"
     return f"{seconds}, from short calls that were measured here now {products}"
+
+
+def _short_tiles(scenario: Scenario, estimate: Estimate) -> list[str]:
+    """Returns a row if a dilated branch has tiles that are mostly padding: what that costs."""
+    counts = counts_of(
+        scenario.pattern,
+        scenario._frame,
+        estimate.block_size,
+        cut=estimate.backend == "cpu" and not build_failure(),  # as `estimate` has counted
+        lists=BACKENDS[estimate.backend].runs_lists,
+    )
+    dilated = [x for x in counts.passes if x.step > 1 and x.cells > _PADDED**2]
+    shortest = min(dilated, key=lambda x: max(x.longest), default=None)
+    if shortest is None or (tokens := max(shortest.longest)) >= _PADDED:
+        return []
+    text = (
+        f"{'one token' if tokens == 1 else f'{tokens} tokens'} a tile where keys are "
+        f"{shortest.step:,} apart: kernels compute tiles of {_PADDED} x {_PADDED}, "
+        f"{shortest.cells:.3g} pairs a head for these; a smaller rate or longer segments fill them"
+    )
+    return [_row("tiles", text)]
 
 
 def _capacity(scenario: Scenario, limit: int | None) -> str:

@@ -35,6 +35,18 @@ def test_the_next_command_trains_with_the_planned_pattern(capsys):
     assert "next" not in plan(capsys, "Full()", "--tokens", "1K", "--gpu", "H200")[1]
 
 
+def test_tiles_that_are_mostly_padding_say_what_they_cost(capsys):
+    argv = ("--tokens", "4K", "--gpu", "H200")
+    lines, _ = plan(capsys, "SlidingWindow(4096, dilation=4096) & Causal()", *argv)
+    text = " ".join(" ".join(lines).split())
+    said = "one token a tile where keys are 4,096 apart: kernels compute tiles of 16 x 16, "
+    assert f"{said}{4096 * 256:.3g} pairs a head" in text
+    lines, _ = plan(capsys, "SlidingWindow(2048, dilation=1024) & Causal()", *argv)
+    assert "4 tokens a tile where keys are 1,024 apart" in " ".join(" ".join(lines).split())
+    for full in ("SlidingWindow(256, dilation=256)", "LongNet((256, 4096), (1, 64)) & Causal()"):
+        assert "tiles" not in plan(capsys, full, *argv)[1]
+
+
 def test_what_does_not_fit_says_how_much_of_the_memory_a_call_can_use(capsys):
     argv = ("--tokens", "1M", "--gpu", "H200", "--memory", "1GB")
     advice = plan(capsys, "Causal()", *argv)[1]["advice"]
