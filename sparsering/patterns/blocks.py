@@ -382,7 +382,12 @@ class TensorMask(Mask):
             table = table.tensor
         if not isinstance(table, Tensor) or table.dtype != self.dtype:
             kind = table.dtype if isinstance(table, Tensor) else type(table).__name__
-            raise TypeError(f"{name} needs a {self.dtype} tensor, got {kind}; convert with .to()")
+            way_out = f"convert with .to({self.dtype})"
+            if not isinstance(table, Tensor):
+                way_out = f"torch.as_tensor(..., dtype={self.dtype}) makes one"
+            elif table.is_floating_point() and self.dtype == torch.int64:
+                way_out = "these look like scores: pass scores.topk(k).indices"
+            raise TypeError(f"{name} needs a {self.dtype} tensor, got {kind}; {way_out}")
         if table.layout is not torch.strided or table.is_meta or table.is_nested:
             got = "one on the meta device" if table.is_meta else str(table.layout)
             raise ValueError(
@@ -418,6 +423,8 @@ class TensorMask(Mask):
             raise ValueError(
                 f"{type(self).__name__} must have 1, {frame.num_kv_heads} (kv) or "
                 f"{frame.num_heads} (query) heads, got {tables} in shape {tuple(self.table.shape)}"
+                + "; if the first dim is the batch, table[:, None] adds one head for all"
+                * (self.table.dim() == 3)
             )
 
 

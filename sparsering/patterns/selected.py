@@ -121,10 +121,13 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         rows, size = self.indices.shape[-2], self.row_size
         last = -(-max(0, frame.q_start + frame.q_len) // size)
         if self.first_row + rows < last:
+            way_out = "pass more rows, or q_start=0 for cross attention"
+            if not self.first_row and rows == -(-frame.q_len // size):  # a step of decoding
+                way_out = f"pass first_row={last - rows}, the row of the first query"
             raise ValueError(
                 f"SelectedBlocks must cover {last - self.first_row} query blocks of {size}, from "
                 f"first_row={self.first_row} to the last query, got {rows} rows in shape "
-                f"{tuple(self.indices.shape)}; pass more rows, or q_start=0 for cross attention"
+                f"{tuple(self.indices.shape)}; {way_out}"
             )
         if frame.q_len and last and max(0, frame.q_start) < self.first_row * size:
             raise ValueError(
