@@ -31,7 +31,8 @@ BASE ?= HEAD~1
 .PHONY: help setup demo demo-ring docs test test-order test-all mutants test-asan test-tsan fuzz lint bench \
 	bench-selection compare report dist wheels check-dist clean
 
-help: ## show this list
+# Times are of two cores of a server (EPYC or Xeon with AVX-512), with what was compiled before.
+help: ## show this list; minutes are of two cores of a server with AVX-512
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-15s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(STAMP) ## create .venv and install the package, editable, with its development tools
@@ -79,7 +80,7 @@ docs: $(DOCS_STAMP) ## build the pages and the reference into runs/docs/html, to
 # Versions, times of folders and files, and the slowest tests of the latest run are in runs/tests.json.
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
-test: $(STAMP) ## run the tests that take seconds
+test: $(STAMP) ## run the tests that take seconds, 4 to 6 minutes
 	SPARSERING_TIMES=runs/tests$(OTHER).json $(PYTEST) --dist worksteal -m "not slow" $(TESTS)
 
 # No test may need another before it, or what another imported.
@@ -133,10 +134,10 @@ test-tsan: $(STAMP) ## run the kernel in many threads with the thread sanitizer 
 		$(BIN)/python -m pytest --capture=sys -p no:faulthandler tests/kernels/test_cpu_threads.py
 
 # glibc fills what it allocates, so that a read of memory that nothing wrote shows.
-fuzz: $(STAMP) ## draw calls, caches, selections, rings and bad values against oracles: SECONDS=3600
+fuzz: $(STAMP) ## draw calls, caches, selections, rings and bad values against oracles, a minute for each kind: SECONDS=3600
 	MALLOC_PERTURB_=1 PYTHONPATH=tests $(BIN)/python -m fuzz --seconds $(SECONDS)
 
-lint: $(STAMP) ## ruff and clang-format (check and format), mypy, docstrings
+lint: $(STAMP) ## ruff and clang-format (check and format), mypy, docstrings: half a minute
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/clang-format --dry-run --Werror sparsering/kernels/cpu/*.cpp sparsering/kernels/cpu/*.h sparsering/kernels/cpu/*/*.h
@@ -147,7 +148,7 @@ bench: $(STAMP) ## measure the operator against dense SDPA and FlexAttention; wr
 	$(BIN)/python -m benchmarks bench --out benchmarks/records
 
 # Two processes, of one torch thread each; what a part has found in runs/selection is not run again.
-bench-selection: $(STAMP) ## train small networks that must choose keys by content; writes records
+bench-selection: $(STAMP) ## train small networks that must choose keys by content, 25 minutes; writes records
 	OMP_NUM_THREADS=1 $(BIN)/python -m benchmarks.selection.run --out benchmarks/records --jobs 2
 	$(BIN)/python -m benchmarks.selection.pictures --records benchmarks/records --out docs
 
