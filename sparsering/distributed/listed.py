@@ -11,7 +11,7 @@ from ..layouts.lists import Lists, lists_of, split
 from ..layouts.tiles import Ranges
 from ..patterns.algebra import Frame, Pattern
 from .needs import Cut, TokenRanges, union
-from .sharding import num_tokens
+from .sharding import num_tokens, positions
 
 
 def lists_of_rows(pattern: Pattern, frame: Frame, rows: Ranges) -> tuple[Lists, ...]:
@@ -19,14 +19,7 @@ def lists_of_rows(pattern: Pattern, frame: Frame, rows: Ranges) -> tuple[Lists, 
     tiles, sources = split(pattern)
     if not any(sources):
         return ()
-    parts = [
-        lists_of(tiles, sources, frame._replace(q_start=start, q_len=stop - start))[1]
-        for start, stop in rows
-    ]
-    return tuple(
-        of_branch[0]._replace(keys=torch.cat([listed.keys for listed in of_branch], 2))
-        for of_branch in zip(*parts, strict=True)
-    )
+    return lists_of(tiles, sources, frame, positions=positions(rows))[1]
 
 
 class Listed(NamedTuple):

@@ -187,6 +187,7 @@ def lists_of(
     coordinates: Coordinates | None = None,
     valid: Tensor | None = None,
     has_slot_bias: bool = False,
+    positions: Tensor | None = None,
 ) -> tuple[Pattern, tuple[Lists, ...]]:
     """Lists the keys of each branch that its tiles do not have: (the pattern for tiles, lists).
 
@@ -196,11 +197,14 @@ def lists_of(
         valid: bool [B or 1, Nk], False for keys that no query sees.
         has_slot_bias: the call has a slot bias: then a branch with a list has no tiles, and its
             list has all its pairs.
+        positions: int64 [Nq] of the queries to list for; default all of the frame.
 
     Cost: O(Nq n) time and memory; with a slot bias beside tiles O(Nq Nk) time.
     """
     if 0 in (frame.q_len, frame.kv_len, frame.num_heads):
         return tiles, ()
+    if positions is None:
+        positions = torch.arange(frame.q_start, frame.q_start + frame.q_len)
     branches: list[Mask] = list(tiles.branches)
     found: list[Lists] = []
     for number, of_branch in enumerate(sources):
@@ -214,7 +218,8 @@ def lists_of(
             else:
                 of_branch = tuple(x.within(Not(own)) for x in of_branch)
         listed = [
-            _list_keys(source, frame, valid, number, has_slot_bias, beside) for source in of_branch
+            _list_keys(source, frame, positions, valid, number, has_slot_bias, beside)
+            for source in of_branch
         ]
         joined = listed[0] if len(listed) == 1 else _joined(listed)
         found.append(joined._replace(coordinates=coordinates))
@@ -243,8 +248,7 @@ class _Seat(NamedTuple):
         return own
 
 
-def _seat(inside: tuple[Mask, ...], entry: int, frame: Frame, device: torch.device) -> _Seat:
-    position = torch.arange(frame.q_start, frame.q_start + frame.q_len, device=device)
+def _seat(inside: tuple[Mask, ...], entry: int, position: Tensor, frame: Frame) -> _Seat:
     length, steps = torch.full_like(position, frame.kv_len), []
     for mask in inside:
         if isinstance(mask, Tree):
@@ -314,6 +318,7 @@ def _path(nodes: Nodes, of_query: Tensor) -> Callable[[Tensor, slice], Tensor]:
 def _list_keys(
     source: Source,
     frame: Frame,
+    positions: Tensor,
     valid: Tensor | None,
     branch: int,
     has_slot_bias: bool,
@@ -336,7 +341,8 @@ def _list_keys(
     of_valid = 1 if valid is None else len(valid)
     batches = max(len(table), of_valid, 1, *of_seats, *of_bounds)
     heads = max(table.shape[1], *(mask.num_tables(frame) for mask in bounds), 1)
-    seats = [_seat(source.inside, b, frame, device) for b in range(max(of_seats, default=1))]
+    positions = positions.to(device)
+    seats = [_seat(source.inside, b, positions, frame) for b in range(max(of_seats, default=1))]
     entries = [(b, h, h * frame.num_heads // heads) for b in range(batches) for h in range(heads)]
     limits = [limit.at(b, head, frame) for b, _, head in entries] if limit is not None else []
     row = torch.stack(  # [B or 1, Nq]
@@ -345,16 +351,15 @@ def _list_keys(
             for seat in seats
         ]
     )
-    place_in_call = torch.arange(frame.q_start, frame.q_start + frame.q_len, device=device)
     inside = torch.arange(size, dtype=torch.int32, device=device)
-    shape = batches, heads, frame.q_len, slots * size
+    shape = batches, heads, len(positions), slots * size
     keys = torch.empty(shape, dtype=torch.int32, device=device)
     place = torch.empty_like(keys) if has_slot_bias else None
     valid = None if valid is None else valid.to(device)
     blocks = -(-frame.kv_len // size)
-    for start in range(0, frame.q_len, step := max(1, _MOST_CELLS // max(1, slots * size))):
+    for start in range(0, len(positions), step := max(1, _MOST_CELLS // max(1, slots * size))):
         part = slice(start, start + step)
-        here, to = place_in_call[part, None], keys[:, :, part]
+        here, to = positions[part, None], keys[:, :, part]
         for number, seat in enumerate(seats):
             of_seat = slice(None) if len(seats) == 1 else slice(number, number + 1)
             of_table = table if len(seats) == 1 or len(table) == 1 else table[of_seat]
@@ -384,7 +389,7 @@ def _list_keys(
         .nonzero()[:, 0]
         .int()
         for b, _, head in entries
-        for here in place_in_call.split(max(1, _MOST_CELLS // max(1, frame.kv_len)))
+        for here in positions.split(max(1, _MOST_CELLS // max(1, frame.kv_len)))
         for cells in beside.at(b, head, frame).holds(here[:, None], every, frame)
     ]
     others = pad_sequence(more, batch_first=True, padding_value=-1)  # [B * H * Nq, most]

@@ -24,23 +24,6 @@ from .tiles import Axis, kernel_operators
 def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
     """Returns the condition of a mask (`Mask.at`); `in_document`: positions restart in each."""
     match mask:
-        case positions.Full():
-            return Linear(0, 0, 0)
-        case positions.Causal():
-            return Linear(1, -1, 0)
-        case positions.PooledCausal(size, stride):
-            return Linear(1, -stride, size - 1)
-        case positions.SlidingWindow(left, right, dilation):
-            parts = [*([Congruent(dilation)] if dilation > 1 else []), *_near(left, right)]
-            return AllOf(parts) if parts else Linear(0, 0, 0)
-        case positions.GlobalTokens(count, rows, columns):
-            queries = AllOf((Linear(1, 0, 0), Linear(-1, 0, 1 - count)))
-            keys = Linear(0, -1, 1 - count if columns else 1)
-            return AnyOf((queries, keys)) if rows else keys
-        case positions.Dilated(length, rate, _):
-            segment, residue = SameSegment(length), mask.offset_of(0, 1)
-            grids = (OnGrid(of_query, length, rate, residue) for of_query in (True, False))
-            return AllOf((segment, *grids)) if rate > 1 else segment
         case positions.Documents():
             return SameDocument(pad(mask.ends(), (1, 0)))
         case blocks.CausalBlocks():  # the query's block, or an earlier key
@@ -60,7 +43,30 @@ def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
             return _in_blocks(mask, None if in_document else frame.kv_len)
         case KeyMask(valid):
             return InKeys(pad(valid.cumsum(0), (1, 0)))
-    return Declared(mask, frame, in_document)
+    return _of_positions(mask) or Declared(mask, frame, in_document)
+
+
+def _of_positions(mask: Mask) -> Condition | None:
+    """Returns the condition of a mask that a few comparisons of two positions define, or None."""
+    match mask:
+        case positions.Full():
+            return Linear(0, 0, 0)
+        case positions.Causal():
+            return Linear(1, -1, 0)
+        case positions.PooledCausal(size, stride):
+            return Linear(1, -stride, size - 1)
+        case positions.SlidingWindow(left, right, dilation):
+            parts = [*([Congruent(dilation)] if dilation > 1 else []), *_near(left, right)]
+            return AllOf(parts) if parts else Linear(0, 0, 0)
+        case positions.GlobalTokens(count, rows, columns):
+            queries = AllOf((Linear(1, 0, 0), Linear(-1, 0, 1 - count)))
+            keys = Linear(0, -1, 1 - count if columns else 1)
+            return AnyOf((queries, keys)) if rows else keys
+        case positions.Dilated(length, rate, _):
+            segment, residue = SameSegment(length), mask.offset_of(0, 1)
+            grids = (OnGrid(of_query, length, rate, residue) for of_query in (True, False))
+            return AllOf((segment, *grids)) if rate > 1 else segment
+    return None
 
 
 def _near(left: int | None, right: int | None) -> list[Condition]:

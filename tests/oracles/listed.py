@@ -11,6 +11,7 @@ WINDOW = sr.SlidingWindow(7, 3)
 _SHORT = torch.randint(-1, 60, (TOKENS, 12), generator=torch.Generator().manual_seed(3))
 INNER = sr.SelectedBlocks(_SHORT, 1)
 _NESTED = torch.randint(-1, 40, (2, 1, TOKENS, 5), generator=torch.Generator().manual_seed(4))
+_TABLE = torch.rand(TOKENS, TOKENS, generator=torch.Generator().manual_seed(5)) < 0.7
 _NODES, _PARENTS = (30, 20, 25, 15), (-1, 0, 0, 1)
 
 JOINS: dict[str, sr.Pattern] = {
@@ -36,6 +37,8 @@ JOINS: dict[str, sr.Pattern] = {
         (_NODES, (5, 80, 5)), (_PARENTS, (-1, 0, 0)), INNER, length=TOKENS
     ),
     "in the nodes of a tree": (CHOSEN & sr.Tree(_NODES, _PARENTS)) + WINDOW,
+    "pairs of a table": CHOSEN & sr.Dense(_TABLE) | WINDOW,
+    "blocks of unlike sizes": (CHOSEN | INNER) & sr.BlockCausal((20, 3, 40, 27)),
     "valid keys": (CHOSEN | WINDOW) & sr.KeyMask(torch.arange(TOKENS) % 7 > 0),
     "padding": (CHOSEN + WINDOW) & sr.KeyPadding((70, TOKENS)),
 }
