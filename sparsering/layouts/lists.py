@@ -128,10 +128,16 @@ def split(pattern: Pattern) -> tuple[Pattern, tuple[tuple[Source, ...], ...]]:
     return Mixture(tiles) if len(tiles) > 1 else tiles[0], sources
 
 
+_NOTHING = GlobalTokens(0)
+
+
 def _nothing(branch: Mask) -> Mask:
     """Returns a mask without pairs, in the same documents of `attention_varlen` as a branch."""
-    nothing = GlobalTokens(0)
-    return replace(branch, pattern=nothing) if isinstance(branch, Varlen) else nothing
+    return replace(branch, pattern=_NOTHING) if isinstance(branch, Varlen) else _NOTHING
+
+
+def _is_nothing(branch: Mask) -> bool:
+    return branch is _NOTHING or (isinstance(branch, Varlen) and branch.pattern is _NOTHING)
 
 
 def _split(mask: Mask) -> tuple[Mask | None, list[Source]]:
@@ -211,7 +217,7 @@ def lists_of(
         if not of_branch:
             continue
         own, beside = branches[number], None
-        if own != _nothing(own):
+        if not _is_nothing(own):
             if has_slot_bias:  # pairs of either that are listed have their slot's bias
                 beside, branches[number] = own, _nothing(own)
                 of_branch = tuple(x.or_in(own) for x in of_branch)
@@ -237,7 +243,7 @@ class _Seat(NamedTuple):
     """Where the queries of a call stand in the sequence that a selection counts in."""
 
     position: Tensor  # [Nq], -1 outside all documents
-    length: Tensor  # [Nq] tokens of that sequence
+    length: Tensor | int  # [Nq] tokens of that sequence, or of all
     # Each turns keys [..., n, k] of queries i to i + n - 1 from a sequence into the next outer one.
     outwards: tuple[Callable[[Tensor, slice], Tensor], ...]
 
@@ -249,7 +255,8 @@ class _Seat(NamedTuple):
 
 
 def _seat(inside: tuple[Mask, ...], entry: int, position: Tensor, frame: Frame) -> _Seat:
-    length, steps = torch.full_like(position, frame.kv_len), []
+    length: Tensor | int = frame.kv_len
+    steps = []
     for mask in inside:
         if isinstance(mask, Tree):
             nodes = _nodes(mask, entry)
@@ -257,7 +264,7 @@ def _seat(inside: tuple[Mask, ...], entry: int, position: Tensor, frame: Frame) 
             token = torch.where(inner, position, 0)
             steps.append(_path(nodes, nodes.of_token(token)))
             position = torch.where(inner, nodes.depth_of(token), -1)
-            length = torch.full_like(position, nodes.longest)
+            length = nodes.longest
             continue
         q_lengths, kv_lengths = _documents(mask, entry)
         q_ends, kv_ends = q_lengths.cumsum(0), kv_lengths.cumsum(0)
@@ -345,12 +352,11 @@ def _list_keys(
     seats = [_seat(source.inside, b, positions, frame) for b in range(max(of_seats, default=1))]
     entries = [(b, h, h * frame.num_heads // heads) for b in range(batches) for h in range(heads)]
     limits = [limit.at(b, head, frame) for b, _, head in entries] if limit is not None else []
-    row = torch.stack(  # [B or 1, Nq]
-        [
-            (seat.position // selection.row_size - selection.first_row).clamp(0, max(0, rows - 1))
-            for seat in seats
-        ]
-    )
+    last_row = max(0, rows - 1)
+    row_of = [  # [Nq] of each seat
+        (seat.position // selection.row_size - selection.first_row).clamp(0, last_row)
+        for seat in seats
+    ]
     inside = torch.arange(size, dtype=torch.int32, device=device)
     shape = batches, heads, len(positions), slots * size
     keys = torch.empty(shape, dtype=torch.int32, device=device)
@@ -364,14 +370,15 @@ def _list_keys(
             of_seat = slice(None) if len(seats) == 1 else slice(number, number + 1)
             of_table = table if len(seats) == 1 or len(table) == 1 else table[of_seat]
             # [B or 1, H or 1, n, k] numbers of blocks; the number behind the last is none
-            listed = of_table[:, :, row[number, part]].clamp_(-1, blocks).int()
+            listed = of_table[:, :, row_of[number][part]].clamp_(-1, blocks).int()
             if place is None:
                 listed = _ascending(listed)
             else:
                 listed, slot = _ascending_slots(listed, blocks)
                 place[of_seat, :, part] = _of_heads(_keys_of(slot, inside), heads)
             each = _keys_of(listed, inside)  # [B or 1, H or 1, n, k * size]
-            own, tokens = seat.position[part, None], seat.length[part, None]
+            own, tokens = seat.position[part, None], seat.length
+            tokens = tokens[part, None] if isinstance(tokens, Tensor) else tokens
             each.masked_fill_((each < 0) | (each >= tokens) | (own < 0), -1)
             to[of_seat] = _of_heads(seat.keys(each, part), heads)
         for (b, h, _), mask in zip(entries, limits, strict=False):
@@ -380,6 +387,7 @@ def _list_keys(
             for b in range(batches):
                 seen = valid[b % len(valid)][to[b].clamp(min=0).long()]
                 to[b].masked_fill_(~seen, -1)
+    row = torch.stack(row_of) if has_slot_bias else None
     if beside is None:
         return Lists(keys=keys, branch=branch, shape=(rows, slots, size), row=row, place=place)
     every = torch.arange(frame.kv_len)
