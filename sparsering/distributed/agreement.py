@@ -19,12 +19,15 @@ from ..buffers import add_bytes
 from ..checks import DTYPES
 from ..extras import ANYWHERE, NO_EXTRAS, OPTIONS, Extras, operator_schema
 from ..layouts.tiles import Ranges
+from ..patterns.algebra import Pattern
 from ..patterns.arguments import shortened
+from ..patterns.selected import has_lists
 from .exchange import Exchange, RingMismatchError
+from .own_rows import may_be_own_rows, without_tables
 from .sharding import num_tokens, owned_ranges
 from .wire import FORMATS, wire_format
 
-_VERSION = 5  # version of the record; ranks with different versions raise an error
+_VERSION = 6  # version of the record; ranks with different versions raise an error
 _BUDGET = 0.01  # default error bound of compression="auto"
 
 SCHEMA = operator_schema(
@@ -78,6 +81,7 @@ class Agreement(NamedTuple):
     compression: str | None  # wire format of keys and values, never "auto"
     error: float  # relative error of this rank's keys and values in that format
     seed: int
+    own_rows: bool  # each rank passes the rows of lists of its own tokens
 
 
 _TABLES = f"{', '.join(ANYWHERE[:-1])} and {ANYWHERE[-1]}"
@@ -85,11 +89,27 @@ _TABLES = f"{', '.join(ANYWHERE[:-1])} and {ANYWHERE[-1]}"
 _HASHED = ("pattern", "scale", "sharding", "compression", _TABLES)
 
 
-def agree_on_call(exchange: Exchange, backward: bool, call: RingCall) -> Agreement:
+def agree_on_call(
+    exchange: Exchange, backward: bool, call: RingCall, pattern: Pattern
+) -> Agreement:
     """Checks that all ranks make the same call; chooses the wire format for compression="auto"."""
-    fields = _fields(exchange.world_size, backward, call)
-    own = call.query.shape[2], call.seed
-    lengths, seeds = agree_on_batch(exchange, "ring_attention", fields, own, hidden=_HASHED)
+    fields, tokens = _fields(exchange.world_size, backward, call), call.query.shape[2]
+    tables = 0
+    if has_lists(pattern):
+        common, tensors = without_tables(pattern).operands
+        fields["pattern"] = _digest(common, *tensors)
+        tables = _digest(call.pattern, *call.tensors)
+    own = tokens, call.seed, tables, int(may_be_own_rows(pattern, tokens))
+    columns = agree_on_batch(exchange, "ring_attention", fields, own, hidden=_HASHED)
+    lengths, seeds, all_tables, are_own = columns
+    own_rows = len(set(all_tables)) > 1 or (all(are_own) and sum(lengths) > max(lengths))
+    if own_rows and not all(are_own):
+        other = next(rank for rank, x in enumerate(all_tables) if x != all_tables[exchange.rank])
+        text = (
+            "ranks must pass the same whole table of lists, or each the rows of its own tokens "
+            "with its first token's first_row; pass one row for each token of the rank's shard"
+        )
+        raise _mismatch(text, exchange.rank, other)
     compression, budget = call.compression, error_budget(call.compression)
     errors = [0.0] * len(FORMATS)  # 0 for formats that are not measured
     if budget is not None or not backward:
@@ -106,7 +126,13 @@ def agree_on_call(exchange: Exchange, backward: bool, call: RingCall) -> Agreeme
         ]
         compression = min(formats)[2] if formats else None  # fewest bytes, then least error
     error = 0.0 if compression is None else errors[FORMATS.index(compression)]
-    return Agreement(list(lengths), compression, error, seeds[0])
+    return Agreement(
+        lengths=list(lengths),
+        compression=compression,
+        error=error,
+        seed=seeds[0],
+        own_rows=own_rows,
+    )
 
 
 def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:

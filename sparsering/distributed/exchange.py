@@ -110,12 +110,18 @@ class Exchange:
             found = [one + two for one, two in zip(found, rest, strict=True)]
         return [row[: len(record)] + [0] * (len(record) - len(row)) for row in found]
 
-    def _records(self, record: Sequence[int]) -> list[list[int]]:
+    @property
+    def device_of_numbers(self) -> torch.device | str:
+        """Device of messages that hold no tensors of the call: the CPU, if the group has it."""
         kinds = {kind.type for kind in self.group._device_types}
-        device: torch.device | str = "cpu" if "cpu" in kinds or not kinds else min(kinds)
-        if device != "cpu" and self.device is not None and self.device.type in kinds:
-            device = self.device  # "cuda" alone could be the GPU of another rank
-        own = torch.tensor(list(record), dtype=torch.int64, device=device)
+        if "cpu" in kinds or not kinds:
+            return "cpu"
+        if self.device is not None and self.device.type in kinds:
+            return self.device  # "cuda" alone could be the GPU of another rank
+        return min(kinds)
+
+    def _records(self, record: Sequence[int]) -> list[list[int]]:
+        own = torch.tensor(list(record), dtype=torch.int64, device=self.device_of_numbers)
         others = {p: torch.empty_like(own) for p in range(self.world_size) if p != self.rank}
         self.start("agreement", dict.fromkeys(others, own), others).wait()
         records = {**others, self.rank: own}

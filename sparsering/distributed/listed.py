@@ -72,6 +72,25 @@ def listed(pattern: Pattern, frame: Frame, queries: Cut, keys: Cut, world: int) 
     return Listed(needs, tuple(map(tuple, need_of)), pairs / len(need_of))
 
 
+def keys_by_item(
+    lists: tuple[Lists, ...], batches: int, frame: Frame
+) -> tuple[list[Tensor], list[list[int]]]:
+    """Returns the keys, ascending, that rows list, and their index by [batch entry][kv head].
+
+    Kv heads and batch entries with equal lists share an item, whether or not there are rows.
+    """
+    need_of = [[0] * frame.num_kv_heads for _ in range(batches)]
+    found = []
+    for item, (tables, places) in enumerate(_by_tables(lists, need_of, frame).items()):
+        seen = torch.zeros(frame.kv_len + 1, dtype=torch.bool)
+        for branch, entry, table in set(tables):
+            seen[lists[branch].keys[entry, table].flatten().long()] = True  # -1: the last place
+        found.append(torch.nonzero(seen[:-1])[:, 0])
+        for batch, head in places:
+            need_of[batch][head] = item
+    return found, need_of
+
+
 _Table = tuple[int, int, int]
 """A branch's list of keys: (branch's index among the lists, batch entry, head) of its tensor."""
 

@@ -57,6 +57,7 @@ class RingPlan:
             receiver * world_size + sender has the tokens that `sender` sends to `receiver`.
         need_of: index into `needs`, by [batch entry][kv head]; one row if batch entries are alike.
         travellers: query rows that are sent to the ranks that own the keys, to save bytes.
+        own_rows: True if lists have the rows of one rank, whose part of the plan alone is known.
     """
 
     pattern: Pattern
@@ -68,6 +69,7 @@ class RingPlan:
     needs: tuple[TokenRanges, ...]
     need_of: tuple[tuple[int, ...], ...]
     travellers: tuple[Traveller, ...]
+    own_rows: bool = False
 
     @classmethod
     def build(

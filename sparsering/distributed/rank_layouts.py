@@ -91,6 +91,8 @@ def _cached(
         work = step.work._replace(layout=step.work.layout.shared(device))
         return replace(step, work=work)
 
+    if plan.own_rows:  # the numbers of other ranks, which decide what arrives, are in no key
+        return build().ready()
     plan_key = (plan.pattern, plan.frame, plan.world_size, plan.block_size, plan.sharding)
     return layout_cache.keep((*plan_key, compile_step, *arguments, device), build).ready()
 
@@ -104,7 +106,9 @@ def _own_keys(plan: RingPlan, device: torch.device, rank: int, of_guests: bool) 
         covers = _covered(start, stop, p.step, plan.block_size, num_tokens(keys))
         passes.append(replace(p, key_start=start, key_stop=stop, covers=(False, covers)))
     own = positions(keys)[None]
-    lists = _placed_lists(plan, lists_of_rows(plan.pattern, plan.frame, queries), queries, own)
+    rows = [] if of_guests and plan.own_rows else queries
+    lists = lists_of_rows(plan.pattern, plan.frame, rows) if rows else ()
+    lists = _placed_lists(plan, lists, queries, own)
     step = _step(plan, passes, queries, num_tokens(keys), device, lists)
     _, masks = without_key_masks(plan.pattern)
     if step.work is None or not masks:
@@ -124,7 +128,7 @@ def _arriving_keys(plan: RingPlan, device: torch.device, rank: int, index: int, 
         of_places.append(position)
         length += position.shape[1]
     lists = lists_of_rows(plan.pattern, plan.frame, shard)
-    for listed in lists:
+    for listed in () if plan.own_rows else lists:  # the hosts know these rows
         listed.keys[:, :, local_index(shard, positions(travel))] = -1
     if lists:
         of_places.append(_listed_positions(lists, keys, plan.frame))
@@ -203,10 +207,17 @@ def _passes(plan: RingPlan, queries: Ranges, keys: Ranges) -> list[Pass]:
     if not (queries and keys and plan.frame.num_heads and plan.pattern.num_batches() != 0):
         return []
     tiles, _ = split(plan.pattern)
-    compiled = compile_passes(tiles, plan.frame, plan.block_size, queries, keys)
-    passes = [assemble(c, plan.frame) for c in compiled]
-    filled = (p for p in passes if p.key_tile.shape[-1])
-    return [replace(p, query_origin=p.query_start, key_origin=p.key_start) for p in filled]
+
+    def build() -> list[Pass]:
+        compiled = compile_passes(tiles, plan.frame, plan.block_size, queries, keys)
+        passes = [assemble(c, plan.frame) for c in compiled]
+        filled = (p for p in passes if p.key_tile.shape[-1])
+        return [replace(p, query_origin=p.query_start, key_origin=p.key_start) for p in filled]
+
+    if not plan.own_rows:
+        return build()
+    key = tiles, plan.frame, plan.block_size, tuple(queries), tuple(keys)
+    return layout_cache.keep((*key, "ranges"), build)
 
 
 def _step(

@@ -20,6 +20,7 @@ from ..differentiable import differentiable
 from ..dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
 from ..extras import ANYWHERE, OPTIONS, checked_extras, refuse_options
 from ..functional import attention
+from ..layouts.lists import split
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import checked_flag, is_finite, shortened
@@ -29,6 +30,7 @@ from ..patterns.tree import check_distances
 from .agreement import SCHEMA, RingCall, agree_on_call, check_lengths, error_budget, report_failure
 from .exchange import Exchange, Traffic
 from .network import Network
+from .own_rows import plan_of_own_rows
 from .rank import REFUSED, Rank, Saved, check_ring_inputs, choose_kernels, plan_of_call
 from .sharding import check_sharding
 from .wire import wire_format
@@ -79,7 +81,10 @@ def ring_attention(
         query: [B, Hq, n, D], this rank's shard, as `shard` cuts it; n may be 0.
         key: [B, Hkv, n, D], of the same tokens as the queries.
         value: [B, Hkv, n, Dv].
-        pattern: a mask or a mixture, on positions of the whole sequence.
+        pattern: a mask or a mixture, on positions of the whole sequence. A `SelectedBlocks` of
+            blocks below 16 keys is the whole table on all ranks, or on each the rows of its own
+            tokens: `SelectedBlocks(own, 1, query_block=1, first_row=its first token)`, where `own`
+            numbers keys of the whole sequence. It needs contiguous shards.
         group, mesh: pass one of them, a process group or a `DeviceMesh` of one axis
             (`mesh["sp"]`); default all ranks.
         sharding: which rank owns which tokens; see `RingPlan`. For "auto" and "balanced", cut the
@@ -272,14 +277,20 @@ def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
     query, key, *_ = call
     group = dist.distributed_c10d._resolve_process_group(call.group)  # type: ignore[arg-type]
     exchange = Exchange(group, call.timeout, query.device)
-    with exchange.break_on_error():
-        lengths, compression, error, seed = agree_on_call(exchange, backward, call)
-    exchange.traffic = Traffic(compression=compression, error=error)  # resets the message counts
     pattern = parse(call.pattern, [tensor.cpu() for tensor in call.tensors])
     if call.extras["distance_bias"] is not None:
         check_distances(pattern)
-    plan = plan_of_call(pattern, sum(lengths), len(lengths), call.sharding, query, key)
+    with exchange.break_on_error():
+        lengths, compression, error, seed, own_rows = agree_on_call(
+            exchange, backward, call, pattern
+        )
+    planned = split(pattern)[0] if own_rows else pattern
+    plan = plan_of_call(planned, sum(lengths), len(lengths), call.sharding, query, key)
     check_lengths(plan.sharding, plan.ranges, lengths, exchange.rank)
+    if own_rows:
+        with exchange.break_on_error():
+            plan = plan_of_own_rows(exchange, plan, pattern)
+    exchange.traffic = Traffic(compression=compression, error=error)  # resets the message counts
     seeds = None
     if call.extras["dropout_p"] is not None:
         seeds = batch_seeds(torch.tensor(seed), len(query), query.device)[:, None]
