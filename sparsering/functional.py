@@ -137,19 +137,19 @@ def attention(
     if unknown:
         refuse_options("attention", unknown, _OPTIONS, {})
     return_lse = checked_flag("return_lse", return_lse)
-    extras: dict[str, Any] = {}
-    unused = block_bias is slot_bias is distance_bias is sink is None
-    unused = unused and softcap is dropout_seed is None
-    if not (unused and type(dropout_p) is float and dropout_p == 0.0):
-        extras = {
-            "block_bias": block_bias,
-            "slot_bias": slot_bias,
-            "softcap": softcap,
-            "distance_bias": distance_bias,
-            "sink": sink,
-            "dropout_p": dropout_p,
-            "dropout_seed": dropout_seed,
-        }
+    extras: dict[str, Any] = {
+        "block_bias": block_bias,
+        "slot_bias": slot_bias,
+        "softcap": softcap,
+        "distance_bias": distance_bias,
+        "sink": sink,
+        "dropout_seed": dropout_seed,
+    }
+    drops = not (type(dropout_p) is float and dropout_p == 0.0)
+    if not drops and all(x is None for x in extras.values()):
+        extras = {}
+    else:
+        extras["dropout_p"] = dropout_p
     choices = backend, scale, q_start, block_size
     recipe, inputs, checked = recipe_of((query, key, value), pattern, choices, extras, False)
     if return_lse and not BACKENDS[recipe.backend].returns_lse:
