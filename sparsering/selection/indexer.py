@@ -1,10 +1,18 @@
 """The indexer of DSA: scores of single keys, and the best keys of each query, in bounded memory."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..checks import check_local, check_tensor, checked_integer_or_none, checked_scale, refuse_meta
+from ..checks import (
+    check_group,
+    check_local,
+    check_tensor,
+    checked_integer_or_none,
+    checked_scale,
+    refuse_meta,
+)
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag, checked_integer
 from ..patterns.keywords import with_hints
@@ -90,6 +98,7 @@ def top_tokens(
     lengths: Tensor | None = None,
     first: Tensor | None = None,
     stop: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Returns the k keys of each query with the largest `index_scores`, for `SelectedBlocks(_, 1)`.
 
@@ -101,19 +110,111 @@ def top_tokens(
         lengths: int64 [B]; entry b sees only the keys below lengths[b]. Default: all.
         first, stop: int64 [B or 1, N]; each query sees only the keys m with first <= m < stop, for
             example from the first token of its document on. Default: all.
+        group: ranks that share the sequence, contiguously; None: this process has it all. Each
+            passes the queries, keys and weights of its own tokens, in the order of the ranks, and
+            `first` and `stop` of its queries. Positions, `lengths` and results are of the whole
+            sequence. All ranks make the call, with equal other arguments.
 
     Returns: int64 [B, 1, N, k], by (score descending, position ascending), scores compared in
         float32, NaN last; then -1, where a query sees fewer keys. No gradient.
 
-    Raises: ValueError if an argument is invalid.
+    Raises: ValueError if an argument is invalid. Over ranks, RingMismatchError (a ValueError) on
+        all if arguments differ or one raised, and RingError if a peer died.
 
-    Cost: N Nk Hi Di products, half of them if causal; memory O(N k) and a bounded workspace.
+    Cost: N Nk Hi Di products, half of them if causal; memory O(N k) and a bounded workspace. Over
+        ranks, a rank receives the keys of one other rank at a time, of earlier ranks if causal.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 2.
     """
+    if group is not None and group.size() > 1:
+        return _top_tokens_of_ranks(
+            query, key, weight, k, causal, scale, q_start, lengths, first, stop, group
+        )
     scale, start = _checked(query, key, weight, scale, q_start)
     k, causal = checked_integer("k", k, 1), checked_flag("causal", causal)
-    (batch, heads, tokens, _), keys = query.shape, key.shape[1]
+    _check_bounds(query, lengths, first, stop)
+    place = torch.arange(query.shape[2], device=query.device)[None]
+    keys = key.shape[1]
+    end = place + (start + 1) if causal else torch.full_like(place, keys)  # of a query's keys
+    own_start = start if causal else None
+    best = _Best(query, weight, scale, k, first, _least(end, stop, lengths), own_start)
+    best.add(key, 0)
+    return best.keys()
+
+
+def _top_tokens_of_ranks(
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    k: int,
+    causal: bool,
+    scale: float,
+    q_start: int | None,
+    lengths: Tensor | None,
+    first: Tensor | None,
+    stop: Tensor | None,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Chooses among the keys of all ranks: those of one rank after the other, best ones kept."""
+    # slow, so `import sparsering` must not load it
+    from ..distributed.agreement import agree_on_batch, digests_of, report_failure
+    from ..distributed.exchange import Exchange
+
+    try:
+        check_group(group)
+        scale, _ = _checked(query, key, weight, scale, q_start)
+        k, causal = checked_integer("k", k, 1), checked_flag("causal", causal)
+        _check_bounds(query, lengths, first, stop)
+        if q_start is not None:
+            raise ValueError(
+                "top_tokens over ranks counts positions from the first token of rank 0, got a "
+                "q_start; leave it out"
+            )
+        if query.shape[2] != key.shape[1]:
+            raise ValueError(
+                "top_tokens over ranks needs queries and keys of the same tokens, got "
+                f"{query.shape[2]} queries and {key.shape[1]} keys; shard both alike"
+            )
+    except Exception:
+        report_failure(group, None, query)
+        raise
+    exchange = Exchange(group, None, query.device)
+    with exchange.break_on_error():
+        common: dict[str, object] = {
+            "k": k,
+            "causal": causal,
+            "scale": scale,
+            "lengths": lengths,
+            "batch size, index heads and width": (*query.shape[:2], query.shape[3]),
+            "dtype": key.dtype,
+        }
+        (counts,) = agree_on_batch(
+            exchange, "top_tokens", digests_of(common), (key.shape[1],), hidden=tuple(common)
+        )
+        starts = [sum(counts[:rank]) for rank in range(len(counts))]
+        start, whole = starts[exchange.rank], sum(counts)
+        place = torch.arange(query.shape[2], device=query.device)[None]
+        end = place + (start + 1) if causal else torch.full_like(place, whole)
+        own_start = start if causal else None
+        best = _Best(query, weight, scale, k, first, _least(end, stop, lengths), own_start)
+        for owner, count in enumerate(counts):
+            takers = range(owner + 1 if causal else 0, len(counts))
+            sends, receives = {}, {}
+            if owner == exchange.rank:
+                sends = {r: key.contiguous() for r in takers if r != owner and counts[r]}
+            elif exchange.rank in takers and counts[exchange.rank]:
+                receives = {owner: key.new_empty(len(key), count, key.shape[2])}
+            exchange.start(f"index keys of rank {owner}", sends, receives).wait()
+            if owner == exchange.rank or receives:
+                best.add(receives.get(owner, key), starts[owner])
+    return best.keys()
+
+
+def _check_bounds(
+    query: Tensor, lengths: Tensor | None, first: Tensor | None, stop: Tensor | None
+) -> None:
+    """Raises ValueError for bounds of keys of another shape or dtype."""
+    batch, _, tokens, _ = query.shape
     if lengths is not None:
         check_tensor("lengths", lengths)
     if lengths is not None and (lengths.shape != (batch,) or lengths.dtype != torch.int64):
@@ -127,33 +228,71 @@ def top_tokens(
                 f"{name} must be int64 [{batch} or 1, {tokens}], got {bound.dtype} "
                 f"{tuple(bound.shape)}; give each query a bound of its keys"
             )
-    step = max(1, _AT_A_TIME // max(1, batch * heads * min(keys, _TILE)))
-    place = torch.arange(tokens, device=query.device)[None]
-    end = place + (start + 1) if causal else torch.full_like(place, keys)  # of a query's keys
+
+
+def _least(end: Tensor, stop: Tensor | None, lengths: Tensor | None) -> Tensor:
+    """Returns the least bound of each query's keys, [B or 1, N]."""
     for bound in (stop, None if lengths is None else lengths[:, None]):
         end = end if bound is None else torch.minimum(end, bound)
-    none = torch.iinfo(torch.int64).min
-    found = torch.full((batch, tokens, k), none, device=query.device)
-    query, key, weight = (x.float() for x in (query, key, weight))
-    for begin in range(0, tokens, step):
-        rows = slice(begin, min(begin + step, tokens))
-        best, visible = found[:, rows, :0], max(0, start + rows.stop) if causal else keys
-        for tile in range(0, min(keys, visible), _TILE):
-            here = torch.arange(tile, min(tile + _TILE, keys), device=query.device)
-            of_tile = key[:, None, tile : tile + _TILE].mT
-            scores = _scores(query[:, :, rows], of_tile, weight[:, rows], scale) + 0.0  # no -0.0
-            bits = scores.view(torch.int32).long()  # in the order of the scores, once flipped:
-            bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-            bits = bits.masked_fill(scores.isnan(), -(1 << 31))
-            ranked = bits * (1 << 32) + ((1 << 32) - 1 - here)  # equal scores: first position first
-            ranked = ranked.masked_fill(here >= end[:, rows, None], none)
-            if first is not None:
-                ranked = ranked.masked_fill(here < first[:, rows, None], none)
-            best = torch.cat((best, ranked), 2)
-            best = best.topk(min(k, best.shape[2])).values
-        found[:, rows, : best.shape[2]] = best
-    place = (1 << 32) - 1 - (found & ((1 << 32) - 1))
-    return torch.where(found == none, -1, place)[:, None]
+    return end
+
+
+_NONE = torch.iinfo(torch.int64).min
+
+
+class _Best:
+    """The best keys of each query among those that were added, as one integer each.
+
+    Its upper half orders scores, its lower half counts down with the key's position: so the first
+    of equal scores is the largest.
+    """
+
+    def __init__(
+        self,
+        query: Tensor,
+        weight: Tensor,
+        scale: float,
+        k: int,
+        first: Tensor | None,  # [B or 1, N] first key that a query sees
+        end: Tensor,  # [B or 1, N] key behind the last that a query sees
+        q_start: int | None,  # position of the first query if no query sees later keys
+    ) -> None:
+        self.query, self.weight = query.float(), weight.float()
+        self.scale, self.first, self.end, self.q_start = scale, first, end, q_start
+        batch, _, tokens, _ = query.shape
+        self.found = torch.full((batch, tokens, k), _NONE, device=query.device)
+
+    def add(self, key: Tensor, start: int) -> None:
+        """Compares keys [B, n, Di] at positions from `start` on with the best ones so far."""
+        batch, heads, tokens, _ = self.query.shape
+        key, keys = key.float(), key.shape[1]
+        step = max(1, _AT_A_TIME // max(1, batch * heads * min(keys, _TILE)))
+        for begin in range(0, tokens, step):
+            rows = slice(begin, min(begin + step, tokens))
+            visible = keys if self.q_start is None else self.q_start + rows.stop - start
+            for tile in range(0, min(keys, visible), _TILE):
+                part = key[:, tile : tile + _TILE]
+                here = torch.arange(start + tile, start + tile + part.shape[1], device=key.device)
+                self._compare(rows, part[:, None].mT, here)
+
+    def _compare(self, rows: slice, keys: Tensor, here: Tensor) -> None:
+        """Compares keys [B, 1, Di, m] at positions `here` [m] with the best of some queries."""
+        scores = _scores(self.query[:, :, rows], keys, self.weight[:, rows], self.scale)
+        scores = scores + 0.0  # no -0.0
+        bits = scores.view(torch.int32).long()  # in the order of the scores, once flipped:
+        bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+        bits = bits.masked_fill(scores.isnan(), -(1 << 31))
+        ranked = bits * (1 << 32) + ((1 << 32) - 1 - here)  # equal scores: first position first
+        ranked = ranked.masked_fill(here >= self.end[:, rows, None], _NONE)
+        if self.first is not None:
+            ranked = ranked.masked_fill(here < self.first[:, rows, None], _NONE)
+        best = torch.cat((self.found[:, rows], ranked), 2)
+        self.found[:, rows] = best.topk(self.found.shape[2]).values
+
+    def keys(self) -> Tensor:
+        """Returns the best keys, int64 [B, 1, N, k]: best first; -1 where there are fewer."""
+        place = (1 << 32) - 1 - (self.found & ((1 << 32) - 1))
+        return torch.where(self.found == _NONE, -1, place)[:, None]
 
 
 def _scores(query: Tensor, keys: Tensor, weight: Tensor, scale: float) -> Tensor:
