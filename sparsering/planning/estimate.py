@@ -305,13 +305,15 @@ def _backend_and_block_size(scenario: Scenario, frame: Frame) -> tuple[str, int]
     shape = scenario.batch_size, scenario.num_heads, scenario.tokens, scenario.head_dim
     query = torch.empty(1, dtype=scenario.dtype).expand(shape)
     gpu = machine is not None and machine.kind == "gpu"
-    backend = scenario.backend or ("triton" if gpu else "cpu")
-    if machine is None:
+    backend: object = scenario.backend
+    if backend is None:
+        backend = "triton" if gpu else "cpu"
+    if machine is None and isinstance(backend, str):
         backend = choose(scenario.backend, (query, query, query), (), pattern)
-    if backend not in MEMORY:
+    if not isinstance(backend, str) or backend not in MEMORY:
         raise ValueError(
-            f"backend must be one whose costs are known, {', '.join(MEMORY)}, got {backend!r}; "
-            "leave it out for the default backend"
+            f"backend must be one whose costs are known, {', '.join(MEMORY)}, got "
+            f"{shortened(repr(backend))}; leave it out for the default backend"
         )
     if size is not None:
         return backend, size

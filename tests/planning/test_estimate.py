@@ -150,3 +150,13 @@ def test_rates_give_back_the_calls_that_they_come_from(monkeypatch):
     window = sr.estimate(sr.SlidingWindow(64), tokens=8192, **shape)
     assert window.seconds.value == pytest.approx(1e-2)
     predicted._rates.cache_clear()
+
+
+@pytest.mark.parametrize("backend", [torch.ones(2), 3, "torch_sparse"])
+def test_a_backend_whose_costs_are_not_known_is_named(backend):
+    for ask in (
+        lambda: sr.estimate(sr.Causal(), tokens=64, backend=backend),
+        lambda: sr.longest_sequence(sr.Causal(), backend=backend),
+    ):
+        with pytest.raises(ValueError, match="backend must be one"):
+            ask()
