@@ -4,6 +4,7 @@ Importing takes a fresh process longer than most tests; one is started for all o
 are about importing, or about what the environment says at that time, start a fresh one.
 """
 
+import atexit
 import multiprocessing
 import os
 import subprocess
@@ -51,7 +52,11 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 def _execute(code: str, environment: dict[str, str], paths: tuple[str, str]) -> None:
     os.environ.update(environment)
+    tempfile.tempdir = None  # which was found where imports ran
     for number, path in enumerate(paths, 1):
         with open(path, "w") as file:
             os.dup2(file.fileno(), number)
-    exec(code, {"__name__": "__main__"})
+    try:
+        exec(code, {"__name__": "__main__"})
+    finally:
+        atexit._run_exitfuncs()  # as at the end of a script; a forked process would leave them out

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -54,9 +53,7 @@ def test_what_a_compiler_of_the_library_says_is_quoted(tmp_path):
 def is_temporary(folder: Path, environment: dict[str, str], word: str) -> None:
     """Checks that a kernel runs from a temporary folder, and why."""
     folder.mkdir(exist_ok=True)
-    environment = {**os.environ, **environment, "TMPDIR": str(folder)}
-    command = [sys.executable, "-c", ATTEND]  # a forked process would not clean up
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run(ATTEND, **environment, TMPDIR=str(folder))
     assert done.returncode == 0 and done.stdout == "[]\n", done.stderr
     assert done.stderr.count("SPARSERING_CACHE names a better") == 1 and word in done.stderr
 
