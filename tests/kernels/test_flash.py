@@ -211,7 +211,7 @@ def test_what_it_cannot_run_is_refused_with_a_way_out():
         with pytest.raises(NotImplementedError, match="flash: it has no sink "):
             sr.attention(*short, sr.Full(), backend="flash", sink=torch.zeros(4))
         with pytest.raises(NotImplementedError, match="flash: a ring needs a backend for all lay"):
-            choose_kernels("flash", short, NO_EXTRAS)
+            choose_kernels("flash", short, NO_EXTRAS, sr.Full())
         assert "\nflash: usable (only when named)" in sr.explain(*short, sr.SlidingWindow(3))
         assert "\nflash: for whole blocks it needs" in sr.explain(*short, sr.Dilated(16, 2))
 

@@ -141,7 +141,7 @@ def test_what_it_cannot_run_is_refused_with_a_way_out():
     with pytest.raises(NotImplementedError, match="sdpa: it runs whole sequences, and no cache"):
         cache.attend(*tensors, backend="sdpa")
     with pytest.raises(NotImplementedError, match="sdpa: a ring needs a backend for all layouts"):
-        choose_kernels("sdpa", tensors, NO_EXTRAS)
+        choose_kernels("sdpa", tensors, NO_EXTRAS, sr.Full())
 
 
 def test_explain_says_of_each_pattern_whether_it_runs():
