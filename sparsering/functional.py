@@ -145,11 +145,10 @@ def attention(
         "sink": sink,
         "dropout_seed": dropout_seed,
     }
-    drops = not (type(dropout_p) is float and dropout_p == 0.0)
-    if not drops and all(x is None for x in extras.values()):
-        extras = {}
-    else:
-        extras["dropout_p"] = dropout_p
+    used = not (type(dropout_p) is float and dropout_p == 0.0)
+    for x in extras.values():  # a generator would be seven calls
+        used = used or x is not None
+    extras = {**extras, "dropout_p": dropout_p} if used else {}
     choices = backend, scale, q_start, block_size
     recipe, inputs, checked = recipe_of((query, key, value), pattern, choices, extras, False)
     if return_lse and not BACKENDS[recipe.backend].returns_lse:

@@ -13,9 +13,11 @@ import tempfile
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
+from typing import Any
 
 IMPORTED = ("torch.distributed.fsdp", "sparsering.training", "hypothesis")
 WITH_MODELS = ("transformers_models", "parallel_cases", "sharing_families")  # of tests/integrations
+_own: list[int | None] = [None]  # the id of the process that this module has started
 
 
 def forking() -> ForkServerContext:
@@ -27,6 +29,9 @@ def forking() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     more = WITH_MODELS if any(name in sys.modules for name in WITH_MODELS) else ()
     context.set_forkserver_preload([*IMPORTED, *more])
+    server: Any = forkserver._forkserver
+    if server._forkserver_pid not in (None, *_own):  # a benchmark's, which has imported less
+        server._stop()
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
     try:
@@ -36,6 +41,7 @@ def forking() -> ForkServerContext:
             del os.environ["PYTHONPATH"]
         else:
             os.environ["PYTHONPATH"] = before
+    _own[0] = server._forkserver_pid
     return context
 
 
