@@ -1,15 +1,15 @@
 """Lists of single keys over ranks: the keys that each rank's queries list, by their owners."""
 
-from collections import Counter
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..layouts.lists import Lists, lists_of, split
 from ..layouts.tiles import Ranges
 from ..patterns.algebra import Frame, Pattern
+from ..rows import first_in_row
 from .needs import Cut, TokenRanges, union
 from .sharding import num_tokens, positions
 
@@ -41,9 +41,9 @@ def listed(pattern: Pattern, frame: Frame, queries: Cut, keys: Cut, world: int) 
     if not any(sources) or 0 in (frame.kv_len, frame.num_heads) or pattern.num_batches() == 0:
         return None
     labels = int(queries.label.max()) + 1
-    starts = torch.tensor([start for start, _ in keys.ranges])
-    owner_of = keys.rank[torch.searchsorted(starts, torch.arange(frame.kv_len), right=True) - 1]
-    need_of = [[0] * frame.num_kv_heads for _ in range(pattern.num_batches() or 1)]
+    owner_of = keys.rank[keys.piece_at(torch.arange(frame.kv_len))]
+    batches = pattern.num_batches() or 1
+    need_of: list[list[int]] = []
     found: dict[int, list[TokenRanges]] = {}  # by item of `needs`
     pairs = torch.zeros(max(labels, world), world, dtype=torch.float64)
     for label in range(labels):
@@ -53,23 +53,43 @@ def listed(pattern: Pattern, frame: Frame, queries: Cut, keys: Cut, world: int) 
             continue
         home = int(queries.rank[mine][0])
         lists = lists_of_rows(pattern, frame, rows)
-        for item, (tables, places) in enumerate(_by_tables(lists, need_of, frame).items()):
-            seen = torch.zeros(frame.kv_len + 1, dtype=torch.bool)
-            for (branch, entry, table), times in Counter(tables).items():
-                keys_of_rows = lists[branch].keys[entry, table].sort(-1).values  # [rows, n]
-                seen[keys_of_rows.flatten().long()] = True  # -1 marks the last place
-                distinct = pad(keys_of_rows.diff(dim=-1) != 0, (1, 0), value=True)
-                counted = keys_of_rows[distinct & (keys_of_rows >= 0)].long()
-                count = torch.bincount(owner_of[counted], minlength=world)
-                pairs[label] += count * times * len(places)
-            token = torch.nonzero(seen[:-1])[:, 0]
+        tokens, need_of = keys_by_item(lists, batches, frame)
+        for item, token in enumerate(tokens):
             token = token[owner_of[token] != home]
             number = label * world + owner_of[token]
             found.setdefault(item, []).append(TokenRanges(1, number, token, token))
-            for batch, head in places:
-                need_of[batch][head] = item
+        for x in lists:
+            counted = x.keys[first_in_row(x.keys, frame.kv_len)].long()
+            share = frame.num_heads / x.keys.shape[:2].numel()  # heads and entries share a list
+            pairs[label] += torch.bincount(owner_of[counted], minlength=world) * share
     needs = tuple(union(parts, frame.kv_len) for parts in found.values())
-    return Listed(needs, tuple(map(tuple, need_of)), pairs / len(need_of))
+    return Listed(needs, tuple(map(tuple, need_of)), pairs)
+
+
+def united(
+    in_tiles: Sequence[TokenRanges],
+    of_tiles: Sequence[Sequence[int]],
+    in_lists: Sequence[Sequence[TokenRanges]],
+    of_lists: Sequence[Sequence[int]],
+    length: int,
+) -> tuple[list[TokenRanges], list[list[int]]]:
+    """Unites what tiles and lists need; returns the fields `needs` and `need_of` of a plan.
+
+    Args:
+        in_tiles, of_tiles: these fields of the tiles' plan.
+        in_lists, of_lists: for each item the keys that lists need, and the item of each
+            [batch entry][kv head].
+    """
+    items: dict[tuple[int, int], int] = {}  # by item of tiles and of lists
+    need_of = [
+        [
+            items.setdefault((tile, own), len(items))
+            for tile, own in zip(of_tiles[batch % len(of_tiles)], row, strict=True)
+        ]
+        for batch, row in enumerate(of_lists)
+    ]
+    pairs = ([in_tiles[tile], *in_lists[own]] for tile, own in items)
+    return [union(parts, length) for parts in pairs], need_of
 
 
 def keys_by_item(

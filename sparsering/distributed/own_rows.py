@@ -12,8 +12,8 @@ from torch import Tensor
 from ..patterns.algebra import And, Mixture, Or, Pattern
 from ..patterns.selected import SelectedBlocks, has_lists, selections_of
 from .exchange import Exchange, RingMismatchError
-from .listed import keys_by_item, lists_of_rows
-from .needs import TokenRanges, union
+from .listed import keys_by_item, lists_of_rows, united
+from .needs import TokenRanges, cut
 from .plan import RingPlan
 
 
@@ -29,7 +29,7 @@ def without_tables(pattern: Pattern) -> Pattern:
 
 def may_be_own_rows(pattern: Pattern, tokens: int) -> bool:
     """True if the lists of a pattern have as many rows as a rank's shard of `tokens` has."""
-    lists = [x for x in selections_of(pattern) if x.block_size < 16]
+    lists = list(filter(has_lists, selections_of(pattern)))
     return bool(lists) and all(x.indices.shape[-2] == -(-tokens // x.row_size) for x in lists)
 
 
@@ -49,14 +49,13 @@ def plan_of_own_rows(exchange: Exchange, tiles: RingPlan, pattern: Pattern) -> R
     fault, shard = _fault(pattern, tiles, rank), tiles.ranges[rank]
     lists = () if fault else lists_of_rows(pattern, frame, shard)
     found, need_of = keys_by_item(lists, pattern.num_batches() or 1, frame)
-    owners = torch.tensor([r for r, owned in enumerate(tiles.ranges) for _ in owned])
-    starts = torch.tensor([start for owned in tiles.ranges for start, _ in owned])
+    keys = cut(tiles.ranges)
     foreign: list[list[Tensor]] = []  # [item][owner] keys that this rank lists and others own
     for token in found:
-        owner = owners[torch.searchsorted(starts, token, right=True) - 1]
+        owner = keys.rank[keys.piece_at(token)]
         foreign.append([token[(owner == r) & (r != rank)] for r in range(world)])
     own = [[_set(rank, r, token, world) for r, token in enumerate(x)] for x in foreign]
-    needs, united_of = _united(tiles, own, need_of, frame.kv_len)
+    needs, united_of = united(tiles.needs, tiles.need_of, own, need_of, frame.kv_len)
     sizes = [x.sizes(world**2).view(world, world)[rank] for x in needs]
     row = torch.zeros(world, dtype=torch.int64)
     for item in (item for of_batch in united_of for item in of_batch):
@@ -72,7 +71,7 @@ def plan_of_own_rows(exchange: Exchange, tiles: RingPlan, pattern: Pattern) -> R
     for receiver, of_items in _received(exchange, foreign, listed[:, :, rank]).items():
         for item, token in enumerate(of_items):
             own[item].append(_set(receiver, rank, token, world))
-    needs, united_of = _united(tiles, own, need_of, frame.kv_len)
+    needs, united_of = united(tiles.needs, tiles.need_of, own, need_of, frame.kv_len)
     of_item = tuple(map(tuple, united_of))
     plan = replace(tiles, pattern=pattern, needs=tuple(needs), need_of=of_item, own_rows=True)
     RingPlan.tokens.store(plan, table[:, len(counts) :])
@@ -84,12 +83,10 @@ def _fault(pattern: Pattern, tiles: RingPlan, rank: int) -> str:
     if tiles.sharding != "contiguous":
         return (
             "lists of each rank's own rows need sharding='contiguous', got "
-            f"{tiles.sharding!r}; pass the whole table, or shard='contiguous'"
+            f"{tiles.sharding!r}; pass the whole table, or sharding='contiguous'"
         )
     frame, shard = tiles.frame, tiles.ranges[rank]
-    for selection in selections_of(pattern):
-        if selection.block_size >= 16:
-            continue
+    for selection in filter(has_lists, selections_of(pattern)):
         first = shard[0][0] // selection.row_size if shard else selection.first_row
         if selection.first_row != first:
             return (
@@ -109,22 +106,6 @@ def _fault(pattern: Pattern, tiles: RingPlan, rank: int) -> str:
 def _set(receiver: int, owner: int, token: Tensor, world: int) -> TokenRanges:
     """Returns the set of keys that `owner` sends to `receiver`."""
     return TokenRanges(1, torch.full_like(token, receiver * world + owner), token, token)
-
-
-def _united(
-    tiles: RingPlan, listed: list[list[TokenRanges]], need_of: list[list[int]], length: int
-) -> tuple[list[TokenRanges], list[list[int]]]:
-    """Unites what tiles need and what lists need; returns the fields `needs` and `need_of`."""
-    items: dict[tuple[int, int], int] = {}  # by item of tiles and of lists
-    united_of = [
-        [
-            items.setdefault((tile, own), len(items))
-            for tile, own in zip(tiles.need_of[batch % len(tiles.need_of)], row, strict=True)
-        ]
-        for batch, row in enumerate(need_of)
-    ]
-    pairs = ([tiles.needs[tile], *listed[own]] for tile, own in items)
-    return [union(parts, length) for parts in pairs], united_of
 
 
 def _received(

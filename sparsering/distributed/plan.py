@@ -30,8 +30,8 @@ from ..patterns.arguments import (
 )
 from ..patterns.keywords import class_with_hints
 from ..patterns.once import once
-from .listed import listed
-from .needs import Cut, FineVisits, TokenRanges, count_pairs, cut, needed_keys, union
+from .listed import listed, united
+from .needs import Cut, FineVisits, TokenRanges, count_pairs, cut, needed_keys
 from .sharding import check_sharding, num_tokens, overlap, owned_ranges
 from .travellers import Traveller, choose_travellers, global_rows
 from .wire import wire_format
@@ -370,16 +370,8 @@ def _needs(
         in_tiles.append(needed_keys([], frame, queries, keys, world))
     if (of_lists := listed(pattern, frame, queries, keys, world)) is None:
         return in_tiles, of_tiles
-    items: dict[tuple[int, int], int] = {}  # by item of tiles and of lists
-    need_of = [
-        [
-            items.setdefault((tile, own), len(items))
-            for tile, own in zip(of_tiles[batch % len(of_tiles)], row, strict=True)
-        ]
-        for batch, row in enumerate(of_lists.need_of)
-    ]
-    pairs = ([in_tiles[tile], of_lists.needs[own]] for tile, own in items)
-    return [union(parts, frame.kv_len) for parts in pairs], need_of
+    in_lists = [[needs] for needs in of_lists.needs]
+    return united(in_tiles, of_tiles, in_lists, of_lists.need_of, frame.kv_len)
 
 
 def _choose_sharding(pattern: Pattern, frame: Frame, world: int, block_size: int, name: str) -> str:

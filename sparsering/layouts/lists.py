@@ -21,6 +21,7 @@ from ..patterns.positions import Causal, GlobalTokens, Packed, intersection
 from ..patterns.selected import SelectedBlocks, has_lists
 from ..patterns.tree import Nodes, Tree, common_tree, distance_positions
 from ..patterns.varlen_mask import Varlen
+from ..rows import first_in_row
 from ..streams import moved
 
 _MOST_CELLS = 1 << 18  # (query, key) pairs that are compared with a mask at a time
@@ -62,9 +63,8 @@ class Lists(NamedTuple):
     @property
     def num_pairs(self) -> float:
         """Number of (query, key) pairs, mean over batch entries and heads."""
-        ordered = self.keys.sort(-1).values
-        first = pad(ordered[..., 1:] != ordered[..., :-1], (1, 0), value=True)
-        return float((first & (ordered >= 0)).double().sum((2, 3)).mean())
+        counted = first_in_row(self.keys, torch.iinfo(torch.int32).max)
+        return float(counted.double().sum((2, 3)).mean())
 
     def of_rows(self, rows: slice, device: torch.device) -> "Lists":
         """Returns the lists of some queries, on a device, without what a slot bias needs."""

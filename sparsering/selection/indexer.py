@@ -133,11 +133,7 @@ def top_tokens(
     scale, start = _checked(query, key, weight, scale, q_start)
     k, causal = checked_integer("k", k, 1), checked_flag("causal", causal)
     _check_bounds(query, lengths, first, stop)
-    place = torch.arange(query.shape[2], device=query.device)[None]
-    keys = key.shape[1]
-    end = place + (start + 1) if causal else torch.full_like(place, keys)  # of a query's keys
-    own_start = start if causal else None
-    best = _Best(query, weight, scale, k, first, _least(end, stop, lengths), own_start)
+    best = _Best(query, weight, scale, k, causal, start, key.shape[1], lengths, first, stop)
     best.add(key, 0)
     return best.keys()
 
@@ -193,10 +189,7 @@ def _top_tokens_of_ranks(
         )
         starts = [sum(counts[:rank]) for rank in range(len(counts))]
         start, whole = starts[exchange.rank], sum(counts)
-        place = torch.arange(query.shape[2], device=query.device)[None]
-        end = place + (start + 1) if causal else torch.full_like(place, whole)
-        own_start = start if causal else None
-        best = _Best(query, weight, scale, k, first, _least(end, stop, lengths), own_start)
+        best = _Best(query, weight, scale, k, causal, start, whole, lengths, first, stop)
         for owner, count in enumerate(counts):
             takers = range(owner + 1 if causal else 0, len(counts))
             sends, receives = {}, {}
@@ -230,13 +223,6 @@ def _check_bounds(
             )
 
 
-def _least(end: Tensor, stop: Tensor | None, lengths: Tensor | None) -> Tensor:
-    """Returns the least bound of each query's keys, [B or 1, N]."""
-    for bound in (stop, None if lengths is None else lengths[:, None]):
-        end = end if bound is None else torch.minimum(end, bound)
-    return end
-
-
 _NONE = torch.iinfo(torch.int64).min
 
 
@@ -253,12 +239,20 @@ class _Best:
         weight: Tensor,
         scale: float,
         k: int,
-        first: Tensor | None,  # [B or 1, N] first key that a query sees
-        end: Tensor,  # [B or 1, N] key behind the last that a query sees
-        q_start: int | None,  # position of the first query if no query sees later keys
+        causal: bool,
+        q_start: int,  # position of the first query
+        keys: int,  # of the whole sequence
+        lengths: Tensor | None,
+        first: Tensor | None,
+        stop: Tensor | None,
     ) -> None:
         self.query, self.weight = query.float(), weight.float()
-        self.scale, self.first, self.end, self.q_start = scale, first, end, q_start
+        self.scale, self.first, self.q_start = scale, first, q_start if causal else None
+        place = torch.arange(query.shape[2], device=query.device)[None]
+        end = place + (q_start + 1) if causal else torch.full_like(place, keys)
+        for bound in (stop, None if lengths is None else lengths[:, None]):
+            end = end if bound is None else torch.minimum(end, bound)
+        self.end = end  # [B or 1, N] key behind the last that a query sees
         batch, _, tokens, _ = query.shape
         self.found = torch.full((batch, tokens, k), _NONE, device=query.device)
 
