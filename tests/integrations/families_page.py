@@ -89,7 +89,7 @@ CAUSES = (  # of "no": what an error says, and the sentence of the page
     (
         "its layers of type .* are not attention",
         "Over ranks: some layers mix tokens otherwise than by attention over a mask (a state "
-        "space, linear attention, a convolution, an indexer).",
+        "space, linear attention, a convolution).",
     ),
     (
         "derives positions from",

@@ -10,12 +10,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from sharing_families import InFloat64
+from sharing_families import InFloat64, choices_in_float32
 from torch import Tensor
 from transformers_families import tiny
 
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import indexers
 
 BY_TOKEN = ("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4")
 BY_ENTRY = ("deepseek_v4", "glm5_next", "qwen4_exp_text")
@@ -35,19 +34,6 @@ WAYS: dict[str, dict[str, Any]] = {
     "chunked": {"prefill_chunk_size": 5},
 }
 TOKENS, PADDING = 24, 7
-
-
-@contextlib.contextmanager
-def choices_in_float32() -> Iterator[None]:
-    """Lets `top_tokens` convert scores to float32, which `InFloat64` would undo."""
-    best = indexers.top_tokens
-
-    def in_float32(*args: Any, **options: Any) -> Any:
-        with torch._C.DisableTorchFunction():
-            return best(*args, **options)
-
-    with mock.patch.object(indexers, "top_tokens", in_float32):
-        yield
 
 
 class _NoStream(contextlib.nullcontext):  # type: ignore[type-arg]

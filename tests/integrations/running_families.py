@@ -16,9 +16,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
-from sharing_families import InFloat64
+from sharing_families import InFloat64, choices_in_float32
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from transformers import AttentionInterface, DynamicCache, PreTrainedModel
@@ -28,14 +27,12 @@ from transformers.models.auto.configuration_auto import (
     CONFIG_MAPPING,
     model_type_to_module_name,
 )
-from transformers_families import CAUSAL, MASKED, shrunk, tiny
+from transformers_families import BY_PLACE, CAUSAL, MASKED, shrunk, tiny
 
 import sparsering as sr
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import attention, indexers
+from sparsering.integrations.transformers import attention
 
-# Eager's blocks are places in a row here, so with left padding it differs from the row alone.
-BY_PLACE = ("minimax_m3_vl", "minimax_m3_vl_text")
 LENGTH, ANSWER, PADDING = 13, 7, 5  # tokens of a row, of its answer, of padding
 DECODER, ENCODER, BOTH, MORE, OTHERS = INPUTS = (
     "Text decoders",
@@ -390,20 +387,6 @@ def recorded(masks: set[str], calls: list[str]) -> Iterator[None]:
         yield
     finally:
         AttentionInterface.register("sparsering", original)
-
-
-@contextmanager
-def choices_in_float32() -> Iterator[None]:
-    """Lets `top_tokens` convert scores to float32, which `InFloat64` would undo."""
-    best = indexers.top_tokens
-
-    def in_float32(*args: Any, **options: Any) -> Tensor:
-        with torch._C.DisableTorchFunction():
-            return best(*args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(indexers, "top_tokens", in_float32)
-        yield
 
 
 def _try(way: Callable[[], Any]) -> Any:

@@ -7,18 +7,20 @@ softmax and losses, of which a rank would else have other roundings.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.ring_workers import Workers, groups
+from parallel_training import checkpoint_layers
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from transformers_families import NOT_BUILT, layer_types, tiny
+from transformers_families import BY_PLACE, NOT_BUILT, layer_types, tiny
 
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import sources
+from sparsering.integrations.transformers import indexers, sources
 
 LENGTH, PADDING, DOCUMENT = 13, 8, 5  # tokens; 2 ranks have 7 and 6, or chunks of 4
 
@@ -48,20 +50,52 @@ class InFloat64(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def share(rank: int, family: str, world: int = 2, positions: bool = False) -> Row:
-    """Compares a family's calls over ranks with those in one process."""
+@contextmanager
+def choices_in_float32() -> Iterator[None]:
+    """Lets `top_tokens` convert scores to float32, which `InFloat64` would undo."""
+    best = indexers.top_tokens
+
+    def in_float32(*args: Any, **options: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return best(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(indexers, "top_tokens", in_float32)
+        yield
+
+
+def share(
+    rank: int,
+    family: str,
+    world: int = 2,
+    positions: bool = False,
+    kinds: tuple[str, ...] = (),
+    checkpoints: bool = False,
+    options: dict[str, Any] | None = None,
+) -> Row:
+    """Compares a family's calls over ranks with those in one process.
+
+    Args:
+        kinds: of the batches, as for `batch_of`; default those of `batches(positions)`.
+        checkpoints: the backward passes of ranks run layers again.
+        options: attributes of the model's config.
+    """
     if family in NOT_BUILT:
         return Row(family, (), "not tried", NOT_BUILT[family])
     masks: set[str] = set()
-    data = batches(positions)
-    with InFloat64(), _recorded(masks):
-        model = tiny(family)
+    data = [batch_of(kind) for kind in kinds] or batches(positions)
+    with InFloat64(), choices_in_float32(), _recorded(masks):
+        model = tiny(family, **(options or {}))
+        if checkpoints:
+            _run_layers_again(model.train())
         try:
             hf.parallelize(model, groups[world])
             shared = [_over_ranks(model, batch, groups[world]) for batch in data]
         except NotImplementedError as refused:
             return Row(family, layer_types(family), "refused", _in_short(str(refused)))
         hf.parallelize(model, False)
+        if checkpoints:
+            model.gradient_checkpointing_disable()
         assert model.config._attn_implementation == "eager"
         alone = [_alone(model, batch) for batch in data]
     wrong = [
@@ -109,6 +143,40 @@ def batches(positions: bool = False) -> list[dict[str, Tensor]]:
     return [padded, {"input_ids": ids, "labels": ids, "position_ids": restarts.expand(2, -1)}]
 
 
+def batch_of(kind: str) -> dict[str, Tensor]:
+    """Returns a batch with padding on the "left" or the "right", "packed", "whole" or "short".
+
+    A short one has fewer tokens than there are ranks.
+    """
+    padded, packed = batches()
+    whole = {name: packed[name] for name in ("input_ids", "labels")}
+    if kind == "short":
+        return {name: x[:, :3] for name, x in whole.items()}
+    if kind == "right":
+        mask = padded["attention_mask"].flip(1)
+        labels = whole["labels"].masked_fill(mask == 0, -100)
+        return {"input_ids": whole["input_ids"], "attention_mask": mask, "labels": labels}
+    return {"left": padded, "packed": packed, "whole": whole}[kind]
+
+
+def _run_layers_again(model: Any) -> None:
+    """Turns on gradient checkpointing; a backward pass has no `InFloat64` of its own."""
+    checkpoint_layers(model)
+    for module in model.modules():
+        if (original := vars(module).get("_gradient_checkpointing_func")) is not None:
+            module._gradient_checkpointing_func = partial(_checkpoint_in_float64, original)
+
+
+def _checkpoint_in_float64(
+    original: Callable[..., Any], layer: Callable[..., Any], *args: Any, **options: Any
+) -> Any:
+    def run(*args: Any, **options: Any) -> Any:
+        with InFloat64():
+            return layer(*args, **options)
+
+    return original(run, *args, **options)
+
+
 def _over_ranks(model: Any, batch: dict[str, Tensor], group: Any) -> tuple[Tensor, ...]:
     """Returns the rank's positions, logits, and the loss and gradients that all have together."""
     model.zero_grad()
@@ -124,7 +192,9 @@ def _over_ranks(model: Any, batch: dict[str, Tensor], group: Any) -> tuple[Tenso
 
 def _alone(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
     """Returns the results of one process: of eager, or of ours where eager joins documents."""
-    model.set_attn_implementation("sparsering" if _joins_documents(model, batch) else "eager")
+    by_place = model.config.model_type in BY_PLACE and "attention_mask" in batch
+    ours = by_place or _joins_documents(model, batch)
+    model.set_attn_implementation("sparsering" if ours else "eager")
     model.zero_grad()
     out = model(**batch, use_cache=False)
     out.loss.backward()
@@ -133,7 +203,7 @@ def _alone(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 def _joins_documents(model: Any, batch: dict[str, Tensor]) -> bool:
     """Whether another token in a row's first document changes what eager says of the last one."""
-    if "attention_mask" in batch:
+    if "position_ids" not in batch:
         return False
     model.set_attn_implementation("eager")
     ids = batch["input_ids"].clone()
@@ -162,6 +232,9 @@ def _differences(
     }
     found = []
     for name, (x, y) in pairs.items():
+        if not y.numel():  # a rank without tokens
+            assert not x.numel()
+            continue
         assert y.abs().max() > 1e-3, f"{name} are all but 0: they could not differ"
         error = float((x - y).abs().max() / y.abs().max())
         if not error <= 1e-10:
@@ -172,19 +245,30 @@ def _differences(
 @contextmanager
 def _recorded(masks: set[str]) -> Iterator[None]:
     """Notes the kinds of masks, sinks and softcaps of attention that ranks share."""
-    original = sources.attend_shared
+    original, of_lists = sources.attend_shared, sources.attend_lists_shared
+
+    def attend_lists(
+        module: Any, inputs: Any, mask: Any, chosen: Any, shared: Any, extras: dict[str, Any]
+    ) -> Tensor:
+        note(mask, extras)
+        masks.add("chosen entries" if chosen.entries else "chosen keys")
+        return of_lists(module, inputs, mask, chosen, shared, extras)
 
     def attend(
         module: Any, inputs: Any, mask: Any, used: Any, shared: Any, extras: dict[str, Any]
     ) -> Tensor:
+        note(mask, extras)
+        return original(module, inputs, mask, used, shared, extras)
+
+    def note(mask: Any, extras: dict[str, Any]) -> None:
         kind = getattr(mask, "kind", None)  # None of a tensor of all pairs
         if kind is not None:
             name = "causal" if kind.causal else "all keys"
             name = "window" if kind.left is not None else name
             masks.add("chunks" if kind.chunks else name)
         masks.update(x for x in ("sink", "softcap") if extras[x] is not None)
-        return original(module, inputs, mask, used, shared, extras)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sources, "attend_shared", attend)
+        patch.setattr(sources, "attend_lists_shared", attend_lists)
         yield

@@ -16,6 +16,8 @@ from transformers.models.auto.modeling_auto import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_MASKED_LM_MAPPING as MASKED
 
 HEADS, HEAD_DIM = 4, 8
+# Eager's blocks are places in a row here, so with left padding it differs from the row alone.
+BY_PLACE = ("minimax_m3_vl", "minimax_m3_vl_text")
 MASKED_LM = ("bert (masked LM)", "modernbert (masked LM)")
 
 # The first expression that matches a whole name gives its value, if the default is a number.
@@ -241,13 +243,17 @@ def _each_once(kinds: list[Any]) -> list[Any]:
     return found if len(found) > 1 else found * 2
 
 
-def tiny(family: str) -> Any:
-    """Builds a tiny model of a family, float64, in eval mode; the same weights in each process."""
+def tiny(family: str, **more: Any) -> Any:
+    """Builds a tiny model of a family, float64, in eval mode; the same weights in each process.
+
+    `more` are attributes of the config of its text decoder.
+    """
     torch.manual_seed(7)
     config = default_config(family)
     values = shrunk(config)
     if family.endswith("(masked LM)"):
         values["is_decoder"] = False
+    values.get("text_config", values).update(more)
     config = type(config)(**values, experts_implementation="eager")
     cls = _class_of(family, "_model_mapping")
     model = cls._from_config(config, attn_implementation="eager").double().eval()

@@ -19,7 +19,7 @@ from ...patterns.keywords import with_hints
 from ...patterns.packed_tree import PackedTree
 from ...patterns.positions import Full
 from ...patterns.tree import Tree
-from . import calls, config
+from . import calls, config, indexers
 from .attention import attention_function
 from .masks import mask_interface, watch_requests
 
@@ -54,7 +54,7 @@ def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
         if not is_built:
             config.notice_new_model(self.config)
         if (implementation := check(self, *arguments, **options)) == config.NAME:
-            calls.remember_positions(self)
+            calls.remember_positions(self, indexers.watch)
             if is_built:
                 config.separate(self)
         if (texts := config.stored_text(self.config)) is not None:

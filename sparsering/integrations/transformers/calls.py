@@ -17,7 +17,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...patterns.algebra import Pattern
-from .indexers import watch
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,6 +38,7 @@ class SharedCall:
     tokens: Tensor  # indices in the row of the tokens that this rank's model runs
     num_tokens: int  # how many of them are the rank's own: all, or 0 of a single one
     position_ids: Tensor  # [B or 1, length], of the whole batch
+    valid: Tensor | None  # [B, length], the attention_mask of the whole batch
     labels: Tensor | None  # [B, length], of the whole batch, shifted as the model's loss does
     checkpoints: bool  # whether the backward pass runs layers again
     # by layer index: (query heads, kv heads, D, Dv, dtype) of its attention in this call
@@ -102,17 +102,26 @@ def packing() -> _Packing:
     return _traced if torch.compiler.is_compiling() else thread
 
 
-def remember_positions(model: Any) -> None:
-    """Lets masks see the position_ids of a model's calls, which many families do not hand over."""
+def remember_positions(model: Any, watch: Callable[[Any], None]) -> None:
+    """Lets masks see the position_ids of a model's calls, which many families do not hand over.
+
+    `watch` gets each model that is called.
+    """
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and _end not in module._forward_hooks.values():
             names = [*inspect.signature(module.forward).parameters, "position_ids"]
-            begin = partial(_begin, names.index("position_ids"))
+            begin = partial(_begin, names.index("position_ids"), watch)
             module.register_forward_pre_hook(begin, with_kwargs=True)
             module.register_forward_hook(_end, with_kwargs=True, always_call=True)
 
 
-def _begin(place: int, model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _begin(
+    place: int,
+    watch: Callable[[Any], None],
+    model: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
     ids = args[place] if place < len(args) else kwargs.get("position_ids")
     watch(model)
     now = packing()
@@ -131,7 +140,10 @@ def backward_task() -> int:
 
 
 def remember_blocks(model: Any) -> None:
-    """Opens a layer's blocks again where gradient checkpointing runs it again, maybe unmasked."""
+    """Opens a layer's blocks again where gradient checkpointing runs it again, maybe unmasked.
+
+    The layer also has its call of several ranks again.
+    """
     for module in model.modules():
         checkpoint = vars(module).get("_gradient_checkpointing_func")
         if checkpoint is not None and getattr(checkpoint, "func", None) is not _checkpoint:
@@ -142,19 +154,24 @@ def _checkpoint(
     checkpoint: Callable[..., Any], layer: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
     if not torch.compiler.is_compiling():
-        layer = partial(_run_in, call_state().blocks, layer)
+        layer = partial(_run_in, call_state().blocks, thread.shared, layer)
     return checkpoint(layer, *args, **options)
 
 
 def _run_in(
-    blocks: tuple[UsingBlock, ...], layer: Callable[..., Any], *args: Any, **options: Any
+    blocks: tuple[UsingBlock, ...],
+    shared: SharedCall | None,
+    layer: Callable[..., Any],
+    *args: Any,
+    **options: Any,
 ) -> Any:
-    task, outer = backward_task(), (thread.blocks, thread.task)
+    task, outer = backward_task(), (thread.blocks, thread.task, thread.shared)
     thread.blocks, thread.task = tuple(replace(block, task=task) for block in blocks), task
+    thread.shared = shared
     try:
         return layer(*args, **options)
     finally:
-        thread.blocks, thread.task = outer
+        thread.blocks, thread.task, thread.shared = outer
 
 
 def is_in_block(module: Any, blocks: tuple[UsingBlock, ...]) -> bool:

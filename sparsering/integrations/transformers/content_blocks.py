@@ -71,12 +71,18 @@ def _content_blocks(mask: Any, batch: int, queries: int, size: int, device: Any)
 
 @torch.no_grad()
 def best_blocks(
-    query: Tensor, key: Tensor, found: ContentBlocks, most: int, local: int, at_a_time: int
+    query: Tensor,
+    key: Tensor,
+    found: ContentBlocks,
+    most: int,
+    local: int,
+    at_a_time: int,
+    first: int | None = None,
 ) -> tuple[Tensor, int]:
     """Lists blocks for each query by the best score of a visible key in each, as MiniMax-M3 does.
 
     Args:
-        query: [B, H, N, D] of the last N tokens.
+        query: [B, H, N, D] of the N tokens from `first` on, default the last ones.
         key: [B, M, D], M at least the tokens of `found`.
         most: number of blocks that a query lists.
         local: number of blocks, the query's own and those before it, that are always listed.
@@ -92,12 +98,13 @@ def best_blocks(
     key = key.float()[entry, found.tokens.flatten(1)][:, None].mT  # [B, 1, D, blocks * size]
     tokens = torch.where(found.real, found.tokens, -1)  # [B, blocks, size]
     number = torch.arange(blocks, device=device)
-    places = torch.arange(length - queries, length, device=device)
+    start = length - queries if first is None else first
+    places = torch.arange(start, start + queries, device=device)
     step = max(1, at_a_time // max(1, batch * heads * blocks * size))
     lists = []
     for part, here in zip(query.float().split(step, 2), places.split(step), strict=True):
-        own, first = found.block[:, here, None], found.blocks_outside[:, here, None]
-        of_document = (number >= first) & (number <= own)  # [B, n, blocks]
+        own, outside = found.block[:, here, None], found.blocks_outside[:, here, None]
+        of_document = (number >= outside) & (number <= own)  # [B, n, blocks]
         hidden = (
             ~of_document[..., None] | ~found.real[:, None] | (tokens[:, None] > here[:, None, None])
         )

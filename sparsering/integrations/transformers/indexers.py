@@ -4,10 +4,12 @@ transformers' indexers score all pairs, and some families then build a mask of a
 "sparsering" scores are computed for some queries at a time, and lists take the place of masks.
 """
 
+import inspect
 import sys
 import threading
 from collections.abc import Callable
 from functools import partial, wraps
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
@@ -15,10 +17,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from ...patterns.selected import SelectedBlocks
+from ...patterns.selected import SelectedBlocks, has_lists
 from ...selection.indexer import top_tokens
+from .calls import SharedCall, thread
 from .config import NAME
 from .content_blocks import best_blocks, content_blocks
+from .moving import fetched, keys_so_far, own_spans
+from .shared_entries import EntriesOfRanks
 
 _AT_A_TIME = 1 << 22  # scores in memory at a time
 _watched: WeakSet[Any] = WeakSet()
@@ -48,6 +53,21 @@ class Chosen(NamedTuple):
             blocks = torch.where(blocks < 0, -1, blocks + tokens)
         return SelectedBlocks(blocks, self.block_size, 1, q_start)
 
+    def of_rank(self, shared: SharedCall) -> SelectedBlocks:
+        """Returns the mask of this rank's own queries; listed entries count from the first.
+
+        Of large blocks it is the mask of all queries, which ring attention needs.
+        """
+        own = self.indices[:, :, : shared.num_tokens].long()
+        first = 0 if self.entries or not shared.num_tokens else int(shared.tokens[0])
+        found = SelectedBlocks(own, self.block_size, 1, first)
+        if has_lists(found):
+            return found
+        spans = own_spans(shared)
+        wanted = [(0, shared.length)] * len(spans)
+        table = fetched(own.transpose(1, 2), spans, wanted, shared, "chosen blocks")
+        return SelectedBlocks(table.transpose(1, 2), self.block_size, 1)
+
 
 class BlockScorer(NamedTuple):
     """Queries and keys of MiniMax-M3's indexer, which does not get the model's mask to choose."""
@@ -56,12 +76,15 @@ class BlockScorer(NamedTuple):
     query: Tensor  # [B, H, N, D]
     key: Tensor  # [B, 1, M, D]
 
-    def choose(self, mask: Any) -> Chosen:
+    def choose(self, mask: Any, shared: SharedCall | None = None) -> Chosen:
         """Returns the best blocks of visible keys; blocks begin at a document's first token."""
         (batch, _, queries, _), size = self.query.shape, int(self.indexer.block_size)
+        key, first = self.key[:, 0], None
+        if shared is not None:
+            key, first, queries = keys_so_far(key, shared), int(shared.tokens[0]), shared.length
         found = content_blocks(mask, batch, queries, size, self.query.device)
         counts = self.indexer.topk_blocks, self.indexer.local_blocks, _AT_A_TIME
-        return Chosen(*best_blocks(self.query, self.key[:, 0], found, *counts))
+        return Chosen(*best_blocks(self.query, key, found, *counts, first))
 
 
 def chosen_keys(
@@ -180,22 +203,23 @@ def watch(model: Any) -> None:
         return
     _watched.add(model)
     for module in model.modules():
-        for kind in type(module).__mro__:  # a class of the family, or of a user on top of it
-            if (wrapped := _WRAPPED.get(kind.__name__)) is None:
-                continue
-            module._sparsering_config = model.config  # names the attention that runs
-            own = getattr(type(module), wrapped.method)
-            if not hasattr(own, NAME):
-                replacement = _under_our_name(own, wrapped.runs)
-                setattr(type(module), wrapped.method, replacement)
-            break
+        if (wrapped := _wrapped_of(module)) is None:
+            continue
+        module._sparsering_config = model.config  # names the attention that runs
+        own = getattr(type(module), wrapped.method)
+        if not hasattr(own, NAME):
+            setattr(type(module), wrapped.method, _under_our_name(own, wrapped.runs))
 
 
 def _under_our_name(own: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(own)
     def method(module: Any, *args: Any, **options: Any) -> Any:
         config = getattr(module, "_sparsering_config", None)
-        if torch.compiler.is_compiling() or getattr(config, "_attn_implementation", "") != NAME:
+        if getattr(config, "_attn_implementation", "") != NAME:
+            return own(module, *args, **options)
+        if torch.compiler.is_compiling():
+            if thread.shared is not None:
+                return _uncompiled(wrap, own, module, *args, **options)
             return own(module, *args, **options)
         return wrap(own, module, *args, **options)
 
@@ -203,8 +227,42 @@ def _under_our_name(own: Callable[..., Any], wrap: Callable[..., Any]) -> Callab
     return method
 
 
+@torch.compiler.disable
+def _uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Calls a function outside of a compiled graph: it sends messages to other ranks."""
+    return function(*args, **options)
+
+
+class _KeysOfRanks:
+    """Stands for the layer of a cache in an indexer: the "cached" keys are of earlier ranks."""
+
+    def __init__(self, shared: SharedCall) -> None:
+        self.shared = shared
+        self.keys = torch.empty(0)
+
+    def get_seq_length(self) -> int:
+        """Returns the number of tokens up to this rank's last one."""
+        return int(self.shared.tokens[-1]) + 1
+
+    def update_indexer(self, keys: Tensor, _: int) -> Tensor:
+        """Returns the keys [B, N, D] of the whole row, from this rank's [B, n, D]."""
+        self.keys = keys_so_far(keys, self.shared)
+        return self.keys
+
+
 def _in_parts(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any) -> Any:
     """Runs an indexer with `Rows` of scores; keeps its lists for a compressor (DeepSeek-V4)."""
+    if thread.shared is not None and _now.listed is None:  # else the compressor has its keys
+        given = inspect.signature(own).bind(indexer, *args, **options)
+        keys = _KeysOfRanks(thread.shared)
+        given.arguments["past_key_values"] = SimpleNamespace(
+            layers={indexer.layer_idx: keys}, update_indexer=keys.update_indexer
+        )
+        mask = given.arguments["attention_mask"]
+        if isinstance(mask, Tensor) and mask.dim() == 2:  # of padding (GLM-5)
+            given.arguments["attention_mask"] = _own_padding(mask, thread.shared)
+        indexer, *args = given.args  # type: ignore[assignment]
+        options = given.kwargs
     with _InParts():
         listed = own(indexer, *args, **options)
     if _now.listed is not None:
@@ -212,9 +270,25 @@ def _in_parts(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any)
     return listed
 
 
+def _own_padding(mask: Tensor, shared: SharedCall) -> Tensor:
+    """Returns which of this rank's tokens are not padding, bool [B, n].
+
+    GLM-5's mask is of the last n tokens of the row, or without padding of no matter which.
+    """
+    if shared.valid is None:
+        return torch.ones_like(mask)
+    return shared.valid.index_select(1, shared.tokens).to(mask.dtype)
+
+
 def _compress(own: Callable[..., Any], compressor: Any, *args: Any, **options: Any) -> Any:
     """Runs DeepSeek-V4's compressor; keeps which of its entries each query sees."""
     _now.listed, _now.chosen = [], None
+    if (shared := thread.shared) is not None:
+        given = inspect.signature(own).bind(compressor, *args, **options)
+        layers = {given.arguments["layer_idx"]: EntriesOfRanks(compressor, shared)}
+        given.arguments["past_key_values"] = SimpleNamespace(layers=layers)
+        compressor, *args = given.args  # type: ignore[assignment]
+        options = given.kwargs
     try:
         keys, bias = own(compressor, *args, **options)
         listed = _now.listed
@@ -222,6 +296,9 @@ def _compress(own: Callable[..., Any], compressor: Any, *args: Any, **options: A
         _now.listed = None
     if (entries := keys.shape[2]) and not listed:  # no indexer; a single query sees all entries
         place = torch.arange(entries, device=keys.device)[None, None]  # [1, 1, entries]
+        if shared is not None:  # a single query may be one of many
+            closed = (given.arguments["position_ids"] + 1) // compressor.compress_rate
+            bias = torch.where(place < closed[..., None], 0, -1)[:, None]
         listed = [place if bias is None else torch.where(bias[:, 0] == 0, place, -1)]
     if entries:
         _now.chosen = Chosen(listed[0][:, None], entries=entries)
@@ -255,9 +332,16 @@ def _pooled(
     query, key = indexer.index_qk_proj(hidden_states).split((heads * dim, dim), -1)
     query = indexer.q_layernorm(query.unflatten(-1, (heads, dim)))  # [B, N, H, D]
     query = rotate(query, cos=cos[:, -queries:], sin=sin[:, -queries:], unsqueeze_dim=2)
-    if past_key_values is not None:
+    first_query, length = None, queries
+    if (shared := thread.shared) is not None:
+        first_query, length = int(shared.tokens[0]), shared.length
+        cos, sin = (x.expand(batch, -1, -1) for x in (cos, sin))
+        widths = dim, cos.shape[2], sin.shape[2]
+        of_row = keys_so_far(torch.cat((key, cos, sin), 2), shared)
+        key, cos, sin = of_row.split(widths, 2)  # [B, M, D] each
+    elif past_key_values is not None:
         key = past_key_values.update_indexer(key, indexer.layer_idx)  # [B, M, D], cached ones too
-    found = content_blocks(attention_mask, batch, queries, size, key.device)
+    found = content_blocks(attention_mask, batch, length, size, key.device)
     valid, place, outside = found.valid, found.place, found.outside  # [B, M] each
     in_order = found.in_order  # [B, M]
     tokens, starts = found.tokens, found.starts  # [B, blocks, size] and [B, blocks]
@@ -268,7 +352,8 @@ def _pooled(
     # the rotary position of a block is that of its first token: [B, blocks, D]
     cos, sin = (x.expand(batch, -1, -1)[entry[..., 0], starts] for x in (cos, sin))
     pooled = rotate(pooled[:, :, None], cos=cos, sin=sin, unsqueeze_dim=2)[:, :, 0]
-    own = slice(length - queries, length)
+    first_query = length - queries if first_query is None else first_query
+    own = slice(first_query, first_query + queries)
     seen = (place - outside + valid)[:, own]  # [B, N] visible tokens of the query's document
     whole, first = seen // size, found.blocks_outside[:, own]  # [B, N] blocks
     weight = query.new_ones(batch, queries, heads)
@@ -316,6 +401,7 @@ class _Wrapped(NamedTuple):
 
     method: str
     runs: Callable[..., Any]  # gets the method, the module and the method's arguments
+    finds_keys_of_ranks: bool = True
 
 
 _INDEXER = _Wrapped("forward", _in_parts)
@@ -328,7 +414,7 @@ _WRAPPED: dict[str, _Wrapped] = {
     "Glm5NextTextIndexer": _INDEXER,
     "GlmMoeDsaIndexer": _INDEXER,
     "HYV4Indexer": _INDEXER,
-    "MistralLarge4TextIndexer": _INDEXER,
+    "MistralLarge4TextIndexer": _INDEXER._replace(finds_keys_of_ranks=False),
     "DeepseekV4Indexer": _INDEXER,
     "DeepseekV4CSACompressor": _COMPRESSOR,
     "DeepseekV4HCACompressor": _COMPRESSOR,
@@ -336,3 +422,21 @@ _WRAPPED: dict[str, _Wrapped] = {
     "MiniMaxM3VLIndexer": _Wrapped("forward", _not_yet_chosen),
     "Qwen4ExpTextQSAIndexer": _Wrapped("forward", _pooled),
 }
+
+
+def lists_keys(model: Any) -> bool:
+    """Whether layers of a model choose keys for each query."""
+    return any(_wrapped_of(module) is not None for module in model.modules())
+
+
+def is_other_indexer(module: Any) -> bool:
+    """Whether a module chooses keys among those of its own rank only."""
+    if (wrapped := _wrapped_of(module)) is not None:
+        return not wrapped.finds_keys_of_ranks
+    return type(module).__name__.endswith(("Indexer", "Compressor"))
+
+
+def _wrapped_of(module: Any) -> _Wrapped | None:
+    """Returns what this file runs for a module of the family, or of a user's class on top of it."""
+    names = (kind.__name__ for kind in type(module).__mro__)
+    return next((_WRAPPED[name] for name in names if name in _WRAPPED), None)

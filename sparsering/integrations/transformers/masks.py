@@ -175,9 +175,14 @@ class ModelMask:
         """
         whole = slice(None)
         if index in ((whole, 0), (whole, 0, whole, whole)):
+            first, queries = 0, self.shape[2]
+            if (shared := self.state.shared) is not None:  # the mask is of all ranks' queries
+                first, queries = int(shared.tokens[0]), len(shared.tokens)
             if torch.compiler.is_compiling():
-                return self.dense()[:, 0]
-            return Rows(lambda part: self.dense(part.start, part.stop)[:, 0], self.shape[2])
+                return self.dense(first, first + queries)[:, 0]
+            return Rows(
+                lambda part: self.dense(first + part.start, first + part.stop)[:, 0], queries
+            )
         rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
         if not isinstance(rows, slice) or index != (whole, whole, rows, whole):
             _refuse("__getitem__")

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...distributed.ring import ring_attention
 from ...functional import attention
+from ...numerics import merge_attention
 from ...patterns.algebra import And, Mixture, Or, Pattern, parts_of
 from ...patterns.arguments import shortened
 from ...patterns.blocks import RandomBlocks
@@ -19,6 +20,7 @@ from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Full, SlidingWindow
 from .calls import SharedCall
 from .config import pattern_of
+from .indexers import Chosen
 from .masks import Inputs, InRuns, ModelMask, Options, SameRun, several_runs
 from .once import once
 
@@ -147,7 +149,7 @@ def _check_dropped(
 def attend_shared(
     module: Any,
     inputs: Inputs,
-    mask: ModelMask | Tensor,
+    mask: ModelMask | Chosen | Tensor,
     used: Pattern | None,
     shared: SharedCall,
     extras: Options,
@@ -158,20 +160,78 @@ def attend_shared(
     """
     if used is None:
         used = _whole_pattern(module, mask)
+    out = _over_ranks(module, inputs, used, shared, extras)
+    assert isinstance(out, Tensor)
+    return _with_rows(out, inputs[0].shape[2])
+
+
+def _over_ranks(
+    module: Any, inputs: Inputs, pattern: Pattern, shared: SharedCall, options: Options
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Returns the result of ring attention for this rank's own tokens, without any other row."""
     query, key, value = (x[:, :, : shared.num_tokens] for x in inputs)
     query = _at_whole_positions(module, query, shared)
     if not torch.compiler.is_compiling():
         sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
         shared.shapes[getattr(module, "layer_idx", len(shared.shapes))] = (*sizes, query.dtype)
-    out = ring_attention(
-        query, key, value, used, group=shared.group, sharding=shared.sharding, **extras
+    return ring_attention(
+        query, key, value, pattern, group=shared.group, sharding=shared.sharding, **options
     )
-    assert isinstance(out, Tensor)
-    missing = inputs[0].shape[2] - shared.num_tokens
+
+
+def _with_rows(out: Tensor, rows: int) -> Tensor:
+    """Adds rows of 0 to [B, Hq, n, Dv], so that there are `rows` of them."""
+    missing = rows - out.shape[2]
     return torch.nn.functional.pad(out, (0, 0, 0, missing)) if missing else out
 
 
-def _whole_pattern(module: Any, mask: ModelMask | Tensor) -> Pattern:
+def _attend_entries_shared(
+    module: Any,
+    inputs: Inputs,
+    mask: ModelMask | Chosen,
+    chosen: Chosen,
+    shared: SharedCall,
+    extras: Options,
+) -> Tensor:
+    """Attends over the ranks' tokens and over entries, and joins both results by their lse."""
+    if extras["dropout_p"]:
+        raise NotImplementedError(
+            "a model of compressed entries that ranks share has no dropout of attention, got "
+            f"dropout {extras['dropout_p']}; set config.attention_dropout=0.0"
+        )
+    rows = inputs[0].shape[2]  # of tokens; entries are behind
+    query, key, value = (x[:, :, :rows] for x in inputs)
+    pattern, options = _whole_pattern(module, mask), {**extras, "return_lse": True}
+    of_tokens = _over_ranks(module, (query, key, value), pattern, shared, options)
+    options["sink"] = None  # which counts once
+    own, listed = query[:, :, : shared.num_tokens], chosen.of_rank(shared)
+    key, value = (x[:, :, rows:] for x in inputs[1:])  # of the entries
+    of_entries: Any = attention(own, key, value, listed, q_start=0, **options)
+    outs, lses = zip(of_tokens, of_entries, strict=True)
+    return _with_rows(merge_attention(outs, lses)[0], rows)
+
+
+def attend_lists_shared(
+    module: Any,
+    inputs: Inputs,
+    mask: ModelMask | Chosen,
+    chosen: Chosen,
+    shared: SharedCall,
+    extras: Options,
+) -> Tensor:
+    """Attends with this rank's tokens over the keys that they list, within the batch's mask.
+
+    Listed entries are whole on each rank, behind the keys of its tokens.
+    """
+    if chosen.entries:
+        return _attend_entries_shared(module, inputs, mask, chosen, shared, extras)
+    pattern: Pattern = chosen.of_rank(shared)
+    if isinstance(mask, ModelMask):
+        pattern = pattern & _whole_pattern(module, mask)
+    return attend_shared(module, inputs, mask, pattern, shared, extras)
+
+
+def _whole_pattern(module: Any, mask: ModelMask | Chosen | Tensor) -> Pattern:
     """Returns the pattern of a layer for the whole batch, from `apply` or from the model's mask."""
     if not isinstance(mask, ModelMask) or mask.kind is None:
         got = "a function of the model's own" if isinstance(mask, ModelMask) else "one of all pairs"

@@ -30,8 +30,9 @@ from ...patterns.keywords import with_hints
 from ...patterns.positions import Causal, Full
 from . import shared_arguments
 from .apply import is_causal, patterns_of, register
-from .calls import SharedCall, runs_layers_again, shared_calls, thread
+from .calls import SharedCall, remember_blocks, runs_layers_again, shared_calls, thread
 from .config import NAME, Hold, attention_modules, decoder_config, hold, release
+from .indexers import lists_keys
 from .shared_loss import sharded_loss, with_loss
 
 
@@ -118,6 +119,11 @@ def parallelize(
     if reason := shared_arguments.reason_against(model, modules):
         raise NotImplementedError(
             f"ranks cannot share calls of {type(model).__name__}: {reason}; run it on one rank"
+        )
+    if lists_keys(model) and sharding not in ("auto", "contiguous"):
+        raise NotImplementedError(
+            f"ranks share calls of {type(model).__name__}, whose layers choose keys, contiguously, "
+            f'got sharding={shortened(repr(sharding))}; pass sharding="auto"'
         )
     _undo(model)
     _share_restarts()
@@ -213,7 +219,8 @@ def _cut(
     if (ids := arguments.get("position_ids")) is None:
         ids = torch.arange(length, device=device)[None]
     labels = shared_arguments.whole_labels(model, arguments, parallel.own_loss)
-    again = runs_layers_again(model)
+    if again := runs_layers_again(model):
+        remember_blocks(model)
     shared = SharedCall(
         group=parallel.group,
         sharding=sharding,
@@ -221,6 +228,7 @@ def _cut(
         tokens=tokens,
         num_tokens=count,
         position_ids=ids,
+        valid=arguments.get("attention_mask"),
         labels=labels,
         checkpoints=again,
     )
@@ -262,8 +270,10 @@ def _agreed(
 
 def _sharding(model: Any, parallel: Parallel, length: int) -> str:
     """Returns the sharding of a call: for "auto" the one whose busiest rank has least to do."""
-    if parallel.sharding not in ("auto", "balanced") or parallel.ranks == 1:
-        return "contiguous" if parallel.ranks == 1 else parallel.sharding
+    if parallel.ranks == 1 or lists_keys(model):
+        return "contiguous"
+    if parallel.sharding not in ("auto", "balanced"):
+        return parallel.sharding
     unknown = Causal() if is_causal(model) else Full()
     layers = Counter(unknown if x is None else x for x in patterns_of(model))
     config = decoder_config(model)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ...patterns.arguments import shortened
 from .calls import SharedCall
 from .config import decoder_config, is_cross_attention, types_of
+from .indexers import is_other_indexer
 from .shared_loss import check_loss, own_labels, shifts
 
 
@@ -55,7 +56,11 @@ _POOLED = (
     *("SequenceClassification", "QuestionAnswering", "MultipleChoice", "ForPreTraining"),
     *("NextSentencePrediction", "ImageClassification", "DoubleHeadsModel"),
 )
-_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+_ATTENTION = {
+    *("full_attention", "sliding_attention", "chunked_attention"),
+    *("indexed_attention", "minimax_m3_sparse"),  # within one of its masks
+    *("compressed_sparse_attention", "heavily_compressed_attention"),
+}
 _MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)  # modules that join tokens otherwise
 
 
@@ -190,6 +195,8 @@ def reason_against(model: Any, modules: list[Any]) -> str | None:
     types = types_of(config)
     if unknown := sorted({*types} - _ATTENTION):
         return f"its layers of type {', '.join(unknown)} are not attention over one of its masks"
+    if other := next(filter(is_other_indexer, model.modules()), None):
+        return f"{type(other).__name__} chooses keys in a way that ranks cannot share yet"
     if not modules:
         return "it mixes tokens in its own classes, and does not use the attention interface"
     if not types:

@@ -19,7 +19,7 @@ from .dense import attend_tensor, dense_attention
 from .indexers import BlockScorer, Chosen
 from .masks import Inputs, ModelMask, Options, mask_interface
 from .once import once
-from .override import attend_pattern, attend_shared
+from .override import attend_lists_shared, attend_pattern, attend_shared
 from .sparse_cache import SparseLayer, attend_cached
 
 
@@ -52,14 +52,14 @@ class Source(NamedTuple):
 
 
 def _refuses_chosen(call: LayerCall) -> Exception | None:
-    others = call.used, call.shared, call.bias, call.cache, call.applied
+    others = call.used, call.bias, call.cache, call.applied
     is_unknown = isinstance(call.mask, ModelMask) and call.mask.kind is None
     is_plain = isinstance(call.mask, ModelMask | Chosen) and not is_unknown
     if is_plain and all(other is None for other in others):
         return None
     return NotImplementedError(
         "a layer whose indexer chooses keys needs the model's own mask alone, got a "
-        "pattern, a SparseCache, ranks, a bias or a mask of all pairs; leave these out"
+        "pattern, a SparseCache, a bias or a mask of all pairs; leave these out"
     )
 
 
@@ -68,8 +68,11 @@ def _attend_chosen(call: LayerCall) -> Tensor:
     mask, chosen = call.mask, call.chosen
     if isinstance(chosen, BlockScorer):
         assert isinstance(mask, ModelMask)
-        chosen = chosen.choose(mask)
+        chosen = chosen.choose(mask, call.shared)
     assert chosen is not None
+    if call.shared is not None:
+        assert isinstance(mask, ModelMask | Chosen)
+        return attend_lists_shared(call.module, call.inputs, mask, chosen, call.shared, call.extras)
     if isinstance(mask, Chosen):
         return attention(*call.inputs, chosen.mask(0), q_start=0, **call.extras)
     assert isinstance(mask, ModelMask)
