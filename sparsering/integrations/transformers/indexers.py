@@ -8,6 +8,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial, wraps
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -66,7 +67,7 @@ class Chosen(NamedTuple):
         spans = own_spans(shared)
         wanted = [(0, shared.length)] * len(spans)
         table = fetched(own.transpose(1, 2), spans, wanted, shared, "chosen blocks")
-        return SelectedBlocks(table.transpose(1, 2), self.block_size, 1)
+        return replace(found, indices=table.transpose(1, 2), first_row=0)
 
 
 class BlockScorer(NamedTuple):
