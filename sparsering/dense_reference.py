@@ -40,8 +40,11 @@ def reference(
     if factor is not None:
         factor = factor / (1 - p)
     if distance_bias is not None:
-        entry = entry_of_distance(distances_op(*call), distance_bias)
-        distance_bias = distance_bias.to(dtype)[..., entry]
+        entry = entry_of_distance(distances_op(*call), distance_bias)  # [B, 1, Nq, Nk]
+        batch, head = (torch.arange(n, device=query.device) for n in query.shape[:2])
+        distance_bias = distance_bias.to(dtype)[
+            batch[:, None, None, None], head[:, None, None], entry
+        ]
     rest |= {"distance_bias": distance_bias, "dropout_factor": factor}
     return reference_attention(*inputs, log_counts, recipe.scale, **rest)
 

@@ -109,11 +109,12 @@ def places_op(
 def distances_op(
     query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int
 ) -> Tensor:
-    """Returns the key position minus the query position of every pair, int64 [Nq, Nk]."""
+    """Returns the key position minus the query position of every pair, int64 [B, 1, Nq, Nk]."""
     value = parse(pattern, tensors)
     check_distances(value)
     position, key_position = distance_positions(value, frame_of(query, key, q_start))
-    return (key_position - position[:, None]).to(query.device)
+    distance = key_position[:, None, None] - position[:, None, :, None]
+    return distance.expand(len(query), -1, -1, -1).to(query.device, copy=True)
 
 
 @pair_counts_op.register_fake
@@ -129,7 +130,8 @@ def _(query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, *_: o
 
 @distances_op.register_fake
 def _(query: Tensor, key: Tensor, *rest: object) -> Tensor:
-    return query.new_empty(query.shape[2], key.shape[2], dtype=torch.int64)
+    shape = len(query), 1, query.shape[2], key.shape[2]
+    return query.new_empty(shape, dtype=torch.int64)
 
 
 def _of_lengths(operator: Any) -> Callable[..., tuple[Tensor, None]]:

@@ -119,7 +119,9 @@ def attention_weights(
         q, k = (pad(x.to(lse.dtype), (0, 0, 0, 1)) for x in (query, key))
         lse = pad(finite_or_zero(lse), (0, 1))
         positions = distance_positions(pattern, layout.frame)
-        position, key_position = (pad(x.to(lse.device), (0, 1)) for x in positions)
+        position, key_position = (
+            pad(x.to(lse.device), (0, 1)).expand(len(query), -1) for x in positions
+        )
         batch, blocks, size = len(query), layout.num_blocks, layout.block_size
         bias, table = options["block_bias"], options["distance_bias"]
         tables = []
@@ -129,7 +131,7 @@ def attention_weights(
                 score = recipe.scale * (q[b, h, rows] @ k[b, h // group, columns].mT)
                 score = capped(score, options["softcap"])
                 if table is not None:
-                    distance = key_position[columns][:, None] - position[rows][..., None]
+                    distance = key_position[b, columns][:, None] - position[b, rows][..., None]
                     score = score + table[b, h, entry_of_distance(distance, table)]
                 if bias is not None:
                     score = score + bias[b, h, first : first + len(rows), None, None]

@@ -175,10 +175,9 @@ def _placed_lists(
     query = positions(queries)
     at = of_places.clamp(min=0)
     tree = common_tree(plan.pattern)
-    query_depth, depth = (query, at) if tree is None else map(tree.nodes.depth_of, (query, at))
-    coordinates = Coordinates(
-        torch.stack((query, query_depth, query * 0)), torch.stack((at, depth))
-    )
+    depths = (query[None], at[None]) if tree is None else map(tree.depths_of, (query, at))
+    query_depth, depth = depths
+    coordinates = Coordinates.joined(query, query_depth, query * 0, at, depth)
     placed = []
     for listed in lists:
         tables = max(listed.keys.shape[1], heads)

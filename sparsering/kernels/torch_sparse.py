@@ -156,7 +156,8 @@ def _heads(problem: Problem) -> Iterator[tuple[Pass, int, int, Pairs]]:
         for b, h in itertools.product(range(batch), range(heads)):
             masked = None if mask is None else mask[b * (len(mask) > 1)]
             axis = h * len(p.query_start) // heads
-            own = b * (masked is not None or len(p.row_ptr) > 1), p.table_of(h, heads), axis
+            alike = masked is None and len(p.row_ptr) == len(p.depths(0)[0]) == 1
+            own = b * (not alike), p.table_of(h, heads), axis
             if pairs is None or own != table:
                 table, pairs = own, _pairs(layout, p, b, h, masked)
             place = b * (batch_tables > 1), h * head_tables // heads
@@ -179,13 +180,16 @@ def _pairs(layout: BlockLayout, p: Pass, b: int, h: int, mask: Tensor | None) ->
     query, key, entry = query[order], key[order], entry[order]
     row, key_tile = row[entry], key_tile[entry]
 
-    def moved(firsts: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns where queries and keys are if their tiles begin at other positions, `firsts`."""
-        to_query, to_key = firsts[0] - p.query_start, firsts[1] - p.key_start
-        return query + to_query[axis][row], key + to_key[axis][key_tile]
-
-    query_position, key_position = moved(p.coordinates(layout.frame.q_start))
-    query_depth, key_depth = moved(p.depths(layout.frame.q_start))
+    first_query, first_key = p.coordinates(layout.frame.q_start)
+    query_position = query + (first_query - p.query_start)[axis][row]
+    key_position = key + (first_key - p.key_start)[axis][key_tile]
+    query_slot = (query - p.query_start[axis][row]) // p.step
+    key_slot = (key - p.key_start[axis][key_tile]) // p.step
+    of_queries, of_keys = (
+        x[b * (len(x) > 1), axis]
+        for x in p.depths_of_tokens(layout.frame.q_start, layout.block_size)
+    )
+    query_depth, key_depth = of_queries[row, query_slot], of_keys[key_tile, key_slot]
     return Pairs(
         query=query,
         key=key,

@@ -3,15 +3,13 @@
 Tiles are cut by positions; `placed` converts these to indices in the tensors.
 """
 
-from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ..patterns.algebra import And, Frame, Mask, Or, Pattern
-from ..patterns.tree import Nodes, common_tree
+from ..patterns.tree import Tree, common_tree
 from ..patterns.varlen_mask import Varlen
 from .tiles import Axis, Grid, Origin, Ranges
 
@@ -24,7 +22,7 @@ class WholeSequence:
     block_size: int
     query_ranges: Ranges
     key_ranges: Ranges
-    nodes: Nodes | None = None  # the nodes of the pattern's tree; no tile crosses their ends
+    tree: Tree | None = None  # the pattern's only tree, by whose depths distances count
     in_document = False
 
     @property
@@ -49,13 +47,10 @@ class WholeSequence:
         self, queries: list[Axis], keys: list[Axis]
     ) -> tuple[list[Axis], list[Axis], dict[str, Tensor]]:
         """Returns the tiles unchanged, and `Pass` fields: the depths of tiles in a tree."""
-        if self.nodes is None or not len(self.nodes.depth):
+        if self.tree is None:
             return queries, keys, {}
-        depths = {
-            name: torch.stack([self.nodes.depth_of(tiles.start) for tiles in axes])
-            for name, axes in (("query_depth", queries), ("key_depth", keys))
-        }
-        return queries, keys, depths
+        depths = [_depths(self.tree, axes, self.block_size) for axes in (queries, keys)]
+        return queries, keys, dict(zip(("query_depth", "key_depth"), depths, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,25 +112,26 @@ def ground_of(
         queries = [(frame.q_start, frame.q_start + frame.q_len)]
     if keys is None:
         keys = [(0, frame.kv_len)]
-    if (tree := common_tree(pattern)) is None:
-        return WholeSequence(frame, size, queries, keys)
-    ends = tree.nodes.start[1:-1].tolist()
     return WholeSequence(
         frame=frame,
         block_size=size,
-        query_ranges=_cut(queries, ends),
-        key_ranges=_cut(keys, ends),
-        nodes=tree.nodes,
+        query_ranges=queries,
+        key_ranges=keys,
+        tree=common_tree(pattern),
     )
 
 
-def _cut(ranges: Ranges, at: list[int]) -> Ranges:
-    """Cuts ranges at the positions `at`, which ascend."""
-    pieces = []
-    for low, high in ranges:
-        inside = at[bisect_right(at, low) : bisect_left(at, high)]
-        pieces += list(pairwise([low, *inside, high])) if high > low else []
-    return pieces
+def _depths(tree: Tree, axes: list[Axis], block_size: int) -> Tensor:
+    """Returns `Pass.query_depth` of query tiles, or `Pass.key_depth` of key tiles."""
+    first = torch.stack([tiles.start for tiles in axes])  # [S, tiles]
+    last = torch.stack([tiles.last for tiles in axes])
+    ends = tree.depths_of(torch.stack((first, torch.maximum(first, last))))  # [B or 1, 2, S, tiles]
+    nodes = torch.stack([x.of_token(torch.stack((first, last))) for x in tree.nodes_of_entries])
+    inside = (nodes[:, 0] == nodes[:, 1]) | (last <= first)
+    if bool(inside.all()):
+        return ends[:, 0, :, :, None]
+    slots = torch.stack([tiles.positions(block_size) for tiles in axes])  # [S, tiles, block_size]
+    return tree.depths_of(torch.minimum(slots, torch.maximum(first, last)[..., None]))
 
 
 def laid_in_documents(mask: Mask) -> Mask:

@@ -54,9 +54,10 @@ class Pass:
     branch: int = 0  # index of the pass's mask in a mixture `a + b`
     query_origin: Tensor | None = None  # [S, query tiles] first positions, if they restart at 0
     key_origin: Tensor | None = None  # [S, key tiles] first positions, if not key_start
-    # Depth of each tile's first token, from which distances count; None if depths are positions.
-    query_depth: Tensor | None = None  # [S, query tiles]
-    key_depth: Tensor | None = None  # [S, key tiles]
+    # Depths in a tree, by which distances count; None if positions do. The last dim has a depth for
+    # each token of a tile; or it is 1, for the first token, if in all tiles depths rise by `step`.
+    query_depth: Tensor | None = None  # [B or 1, S, query tiles, block_size or 1]
+    key_depth: Tensor | None = None  # [B or 1, S, key tiles, block_size or 1]
     stream: Tensor | None = None  # [S, query tiles] index of the dropout seed; None: all 0
     slot: Tensor | None = None  # [B or 1, H or 1, entries] int64 place in a selection's indices
     # values that other files derive from the pass, by name; copies and pickles begin without any
@@ -71,10 +72,21 @@ class Pass:
         return query, self.key_start if self.key_origin is None else self.key_origin
 
     def depths(self, q_start: int) -> tuple[Tensor, Tensor]:
-        """Returns what `coordinates` does, but as distances count positions: by depth in a tree."""
+        """Returns positions as distances count them: by depth in a tree.
+
+        Returns: for query tiles and for key tiles [B or 1, S, tiles, block_size or 1]; the last dim
+            has each token, or the first one, from which the others follow by `step`.
+        """
         if self.query_depth is None or self.key_depth is None:
-            return self.coordinates(q_start)
+            query, key = self.coordinates(q_start)
+            return query[None, :, :, None], key[None, :, :, None]
         return self.query_depth, self.key_depth
+
+    def depths_of_tokens(self, q_start: int, block_size: int) -> tuple[Tensor, Tensor]:
+        """Returns `depths` of every token: [B or 1, S, tiles, block_size]."""
+        slots = self.step * torch.arange(block_size, device=self.key_start.device)
+        query, key = (x if x.shape[-1] == block_size else x + slots for x in self.depths(q_start))
+        return query, key
 
     def tensors(self) -> Iterator[Tensor]:
         return (value for value in vars(self).values() if isinstance(value, Tensor))
@@ -128,12 +140,10 @@ class Pass:
 
     def of_entries(self, entries: Tensor) -> "Pass":
         """Returns a copy for some batch entries; `entries` are their indices."""
-        if self.row_ptr.shape[0] == 1:
-            return self
-        tables = {"row_ptr": self.row_ptr, "key_tile": self.key_tile, "bitmap": self.bitmap}
-        if self.slot is not None and self.slot.shape[0] > 1:
-            tables["slot"] = self.slot
-        return self.like(**{name: table[entries] for name, table in tables.items()})
+        names = "row_ptr", "key_tile", "bitmap", "slot", "query_depth", "key_depth"
+        tables = {name: getattr(self, name) for name in names}
+        own = {name: x[entries] for name, x in tables.items() if x is not None and len(x) > 1}
+        return self.like(**own)
 
     @property
     def walked_as(self) -> "Pass":

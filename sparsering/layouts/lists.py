@@ -30,8 +30,10 @@ _MOST_CELLS = 1 << 18  # (query, key) pairs that are compared with a mask at a t
 class Coordinates(NamedTuple):
     """Where queries and keys stand, for distances and dropout, if not at their index."""
 
-    query: Tensor  # int64 [3, Nq]: position, depth in a tree (or position), index of dropout's seed
-    key: Tensor  # int64 [2, H, Nk], H divides the kv heads: position, depth in a tree (or position)
+    # position, depth in a tree (or position), index of dropout's seed
+    query: Tensor  # int64 [B or 1, 3, Nq]
+    # position, depth in a tree (or position)
+    key: Tensor  # int64 [B or 1, 2, H, Nk], H divides the kv heads
 
     @classmethod
     def of(cls, pattern: Pattern, frame: Frame) -> "Coordinates | None":
@@ -40,8 +42,16 @@ class Coordinates(NamedTuple):
             return None
         query, key, stream = pattern.coordinates(frame)
         query_depth, key_depth = distance_positions(pattern, frame)
-        of_key = torch.stack((key, key_depth))[:, None]
-        return cls(torch.stack((query, query_depth, stream)), of_key)
+        return cls.joined(query, query_depth, stream, key[None], key_depth[:, None])
+
+    @classmethod
+    def joined(
+        cls, query: Tensor, query_depth: Tensor, stream: Tensor, key: Tensor, key_depth: Tensor
+    ) -> "Coordinates":
+        """Joins [Nq], [B or 1, Nq], [Nq], of keys [H, Nk] and [B or 1, H, Nk]."""
+        of_query = [x.expand_as(query_depth) for x in (query, query_depth, stream)]
+        of_key = [x.expand_as(key_depth) for x in (key, key_depth)]
+        return cls(torch.stack(of_query, 1), torch.stack(of_key, 1))
 
 
 class Lists(NamedTuple):
@@ -70,7 +80,7 @@ class Lists(NamedTuple):
         """Returns the lists of some queries, on a device, without what a slot bias needs."""
         at = self.coordinates
         if at is not None:
-            at = Coordinates(moved(at.query[:, rows], device), moved(at.key, device))
+            at = Coordinates(moved(at.query[..., rows], device), moved(at.key, device))
         keys = moved(self.keys[:, :, rows].contiguous(), device)
         return Lists(keys=keys, branch=self.branch, coordinates=at)
 

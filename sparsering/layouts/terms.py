@@ -2,19 +2,22 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 
 from ..patterns import positions
 from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, joined_masks
 from ..patterns.blocks import CausalBlocks
 from ..patterns.positions import Dilated, Documents, GlobalTokens, Packed, SlidingWindow
 from ..patterns.selected import selections_of
-from ..patterns.tree import Tree
+from ..patterns.tree import Nodes, Tree
 from .tiles import Grid
 
 Heads = dict[tuple[Mask, ...], list[tuple[int, int]]]
 """For each tuple of masks, the (batch entry, head) pairs that have these masks."""
 
+_SHORT_NODE = (
+    32  # tokens: dilated tiles of nodes that are shorter on average cost more than whole tiles
+)
 _MOST_SPLIT = 256  # most masks after the split; `&` of unions multiplies their sizes
 
 
@@ -66,10 +69,9 @@ def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
                 for grid, part in of_inner
             ]
         case Tree(_, _, inner, _) if mask._own_batches() is None:
-            sizes, depths = mask.nodes.start.diff().tolist(), mask.nodes.depth.tolist()
-            in_nodes = partial(replace, documents=tuple(sizes), depths=tuple(depths))
             of_inner = _split(inner, block_size)
-            return [(in_nodes(grid), replace(mask, pattern=x)) for grid, x in of_inner]
+            along = [(_in_nodes(grid, mask.nodes, block_size), part) for grid, part in of_inner]
+            return [(grid, replace(mask, pattern=part)) for grid, part in _unite(along)]
         case And(masks):
             found = _split(masks[0], block_size)
             for part in masks[1:]:
@@ -119,6 +121,32 @@ def _in_documents(grid: Grid, lengths: tuple[int, ...]) -> Grid:
         depths = None if grid.depths is None else grid.depths * times
         return replace(grid, documents=grid.documents * times, depths=depths)
     return replace(grid, documents=lengths)
+
+
+def _in_nodes(grid: Grid, nodes: Nodes, block_size: int) -> Grid:
+    """Returns the grid for a tree, along whose paths a mask has `grid`.
+
+    A long node has tiles of its own, which start at depths that are multiples of the block size, so
+    that they share bitmaps. Tiles of short nodes hold several of them: else tables would list each
+    node and its ancestors one by one.
+    """
+    sizes, depths = nodes.start.diff().tolist(), nodes.depth.tolist()
+    plain = Grid(1, block_size)
+    if grid != plain:
+        if not sizes or sum(sizes) >= _SHORT_NODE * len(sizes):
+            return replace(grid, documents=tuple(sizes), depths=tuple(depths))
+        grid = plain  # tiles of a node would hold a few tokens each
+    groups: list[tuple[int, int, bool]] = []  # tokens, depth of the first one, are nodes short?
+    for size, depth in zip(sizes, depths, strict=True):
+        short = size < block_size
+        if groups and short and groups[-1][2]:
+            groups[-1] = groups[-1][0] + size, 0, True  # positions of several nodes: no one depth
+        else:
+            groups.append((size, depth, short))
+    if len(groups) == 1 and groups[0][1] == 0:
+        return grid
+    tokens, first, _ = zip(*groups, strict=True) if groups else ((), (), ())
+    return replace(grid, documents=tokens, depths=first)
 
 
 def typical(pattern: Pattern, frame: Frame) -> tuple[Pattern, Frame]:

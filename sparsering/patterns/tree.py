@@ -100,6 +100,8 @@ class Nodes(NamedTuple):
 
     def depth_of(self, token: Tensor) -> Tensor:
         """Returns the number of tokens before each token on its path from the root."""
+        if not len(self.depth):
+            return token
         return token + (self.depth - self.start[:-1])[self.of_token(token)]
 
     def nearest(self, node: Tensor, most: Tensor) -> Tensor:
@@ -208,6 +210,19 @@ class Tree(_InDocuments):
             raise ValueError(f"Tree needs a length {least}, got {self.length}; pass a larger one")
         return nodes if self.length is None else nodes._replace(longest=self.length)
 
+    @once
+    def nodes_of_entries(self) -> tuple[Nodes, ...]:
+        """The nodes of each batch entry; of the only tree if all entries share it."""
+        if not per_entry(self.lengths):
+            return (self.nodes,)
+        causal = _is_causal(self.pattern)
+        of_entries = zip(self.entries, entries_of(self.parents), strict=True)
+        return tuple(Nodes.of(lengths, parents, causal) for lengths, parents in of_entries)
+
+    def depths_of(self, token: Tensor) -> Tensor:
+        """Returns the depths of tokens in each batch entry: [B or 1, *token.shape]."""
+        return torch.stack([nodes.depth_of(token) for nodes in self.nodes_of_entries])
+
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         inner = self.pattern.at(batch, head, frame)
         if per_entry(self.lengths):
@@ -238,7 +253,10 @@ class Tree(_InDocuments):
 
 
 def common_tree(pattern: Pattern) -> Tree | None:
-    """Returns the only tree of a pattern, alike in all branches and batch entries; else None."""
+    """Returns the only tree of a pattern, alike in all branches; else None.
+
+    Lengths and parents may be nested: one tree for each batch entry.
+    """
     found = [list(_trees(branch)) for branch in pattern.branches]
     if not all(found):
         return None
@@ -247,7 +265,7 @@ def common_tree(pattern: Pattern) -> Tree | None:
     for tree in chain(*found):
         if tree is None or tree.lengths != first.lengths or tree.parents != first.parents:
             return None
-    return None if per_entry(first.lengths) else first
+    return first
 
 
 def check_distances(pattern: Pattern) -> None:
@@ -256,18 +274,20 @@ def check_distances(pattern: Pattern) -> None:
         return
     if common_tree(pattern) is None and has_tree(pattern):
         raise ValueError(
-            "a distance_bias with a Tree needs the same one Tree in every branch and batch entry, "
-            f"since distances are of depths, got {shortened(str(pattern))}; call attention for "
-            "each tree alone"
+            "a distance_bias with a Tree needs the same one Tree in every branch, since distances "
+            f"are of depths, got {shortened(str(pattern))}; call attention for each tree alone"
         )
 
 
 def distance_positions(pattern: Pattern, frame: Frame) -> tuple[Tensor, Tensor]:
-    """Returns positions of queries [Nq] and keys [Nk] for distances: in a tree, their depths."""
+    """Returns positions for distances: in a tree, depths.
+
+    Returns: positions of queries [B or 1, Nq] and of keys [B or 1, Nk].
+    """
     query, key, _ = pattern.coordinates(frame)
-    if (tree := common_tree(pattern)) is not None and len(tree.nodes.depth):
-        return tree.nodes.depth_of(query), tree.nodes.depth_of(key)
-    return query, key
+    if (tree := common_tree(pattern)) is not None:
+        return tree.depths_of(query), tree.depths_of(key)
+    return query[None], key[None]
 
 
 def has_tree(pattern: Pattern) -> bool:

@@ -120,9 +120,10 @@ def test_distances_are_of_depths_and_dropout_counts_tokens(backend, inner):
         PROMPT + sr.Causal(),
         sr.Packed((103,), PROMPT),
         PROMPT | sr.Tree((103,), (-1,)),
-        sr.Tree((PROMPT.lengths,), (PROMPT.parents,)),
+        sr.Tree((PROMPT.lengths,), (PROMPT.parents,))
+        | sr.Tree((PROMPT.lengths,), ((-1, -1, -1, -1),)),
     ],
-    ids=["a branch without a tree", "in a document", "two trees", "a tree for each entry"],
+    ids=["a branch without a tree", "in a document", "two trees", "two trees for each entry"],
 )
 def test_distances_need_one_tree(pattern):
     query, key, value = qkv(103)

@@ -288,7 +288,15 @@ class Attend {
     const float* table = x_.extras.table(item.batch, item.head);
     if (table) {
       const int64_t axis = item.head * pass.axes / x_.Hq;
-      const int64_t distance = pass.distance(axis, item.row, part.column);
+      if (!pass.has_even_depths()) {
+        for (int64_t j = 0; j < part.rows; ++j) {
+          read_distances_of_key(x_.extras, table, pass, {item.batch, axis, item.row, part.column}, j,
+                                queries, biases);
+          adjust(scores + j * queries, queries, x_.scale, x_.extras.softcap, biases, nullptr);
+        }
+        return;
+      }
+      const int64_t distance = pass.distance(item.batch, axis, item.row, part.column);
       read_distances(table, x_.extras.radius, distance + (part.rows - 1) * pass.step, -pass.step,
                      part.rows - 1 + queries, biases);
     }
@@ -322,8 +330,10 @@ class Attend {
     const float* table = x_.extras.table(item.batch, head);
     if (table) {
       const int64_t axis = head * pass.axes / x_.Hq;
-      const int64_t distance = pass.distance(axis, item.row, column) - i * pass.step;
-      read_distances(table, x_.extras.radius, distance, pass.step, count, biases);
+      for (int64_t j = 0; j < count; ++j) {
+        const int64_t distance = pass.distance(item.batch, axis, item.row, column, i, j);
+        biases[j] = x_.extras.bias_at(table, distance);
+      }
     }
     adjust(scores, count, x_.scale, x_.extras.softcap, table ? biases : nullptr, nullptr);
   }

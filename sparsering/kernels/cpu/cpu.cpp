@@ -55,7 +55,7 @@ std::vector<Pass> passes_of(const Problem& x, Tensors tensors, Tensors places, I
     passes.emplace_back(of_pass, places_of, steps[i], x.block, branches[i]);
     check_pass(of_pass, passes.back(), x.Nq, x.Nk, x.B, x.Hq, x.Hkv);
     if (placed) {
-      check_places(places_of, passes.back(), x.extras.streams);
+      check_places(places_of, passes.back(), x.extras.streams, x.B);
     }
     if (x.bias || x.blocks) {
       x.check_entries(passes.back(), i);

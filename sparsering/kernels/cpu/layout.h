@@ -84,13 +84,33 @@ struct Tile {
   int64_t start, count;
 };
 
+// Positions for distances: of each token of a tile, or (`width` 1) of the first one alone.
+struct Depths {
+  Depths() = default;
+  explicit Depths(const Tensor& x)
+      : data(values_of<int64_t>(x)) {
+    SPARSERING_CHECK(x.dim() == 4, "sparsering cpu: malformed layout: places of tiles");
+    batch = x.size(0) > 1 ? x.size(1) * x.size(2) * x.size(3) : 0;
+    width = x.size(3);
+  }
+
+  int64_t of(int64_t b, int64_t tile, int64_t token, int64_t step) const {
+    const int64_t* first = data + b * batch + tile * width;
+    return width == 1 ? *first + token * step : first[token];
+  }
+
+  const int64_t* data = nullptr;
+  int64_t batch = 0, width = 1;
+};
+
 // One pass of a layout: tiles, and a table of the key tiles (entries) that each query tile visits.
 // layouts/layout.py describes its tensors; the last two are `transposed_bitmaps` and `bitmaps`.
 struct Pass {
   static constexpr int kTensors = 9, kPlaces = 5;
 
   // `places`: positions of query tiles and of key tiles, dropout streams of query tiles (empty: all
-  // 0), and positions of query and key tiles for distances. It is empty if no extra needs them.
+  // 0), and positions of queries and keys for distances [batches, axes, tiles, tokens]: of each token
+  // of a tile, or of the first. It is empty if no extra needs them.
   Pass(Tensors tensors, Tensors places, int64_t step_, int64_t block_, int64_t branch_)
       : step(step_),
         block(block_),
@@ -114,8 +134,8 @@ struct Pass {
         query_origin_(places.empty() ? nullptr : values_of<int64_t>(places[0])),
         key_origin_(places.empty() ? nullptr : values_of<int64_t>(places[1])),
         stream_(places.empty() || !places[2].numel() ? nullptr : values_of<int64_t>(places[2])),
-        query_depth_(places.empty() ? nullptr : values_of<int64_t>(places[3])),
-        key_depth_(places.empty() ? nullptr : values_of<int64_t>(places[4])) {}
+        query_depth_(places.empty() ? Depths() : Depths(places[3])),
+        key_depth_(places.empty() ? Depths() : Depths(places[4])) {}
 
   // A pass of a plan, which has sizes but no tables. `longest`: queries of its longest tile.
   Pass(int64_t step_, int64_t block_, int64_t rows_, int64_t columns_, int64_t tables_,
@@ -143,9 +163,19 @@ struct Pass {
   int64_t key_origin(int64_t axis, int64_t column) const {
     return key_origin_[axis * columns + column];
   }
-  // Distance from the first token of a query tile to the first token of a key tile.
-  int64_t distance(int64_t axis, int64_t row, int64_t column) const {
-    return key_depth_[axis * columns + column] - query_depth_[axis * rows + row];
+  // Whether distances of a pair of tiles depend on the difference of the tokens' places alone.
+  bool has_even_depths() const {
+    return query_depth_.width == 1 && key_depth_.width == 1;
+  }
+  // Distance from token i of a query tile to token j of a key tile.
+  int64_t distance(int64_t b, int64_t axis, int64_t row, int64_t column, int64_t i = 0,
+                   int64_t j = 0) const {
+    return key_depth_.of(b, axis * columns + column, j, step) -
+           query_depth_.of(b, axis * rows + row, i, step);
+  }
+  // Distance from the first query to the first key, or 0 unless depths are even.
+  int64_t even_distance(int64_t b, int64_t axis, int64_t row, int64_t column) const {
+    return has_even_depths() ? distance(b, axis, row, column) : 0;
   }
   int64_t stream(int64_t axis, int64_t row) const {
     return stream_ ? stream_[axis * rows + row] : 0;
@@ -181,8 +211,8 @@ struct Pass {
   int64_t longest = -1;  // only in a plan: queries of its longest tile
   bool walked = false;   // true for a loop over key tiles, see walk/visits.h
   int64_t slot = 0;      // bitmap row of a tile's first query
-  const int64_t *query_origin_ = nullptr, *key_origin_ = nullptr, *stream_ = nullptr,
-                *query_depth_ = nullptr, *key_depth_ = nullptr;
+  const int64_t *query_origin_ = nullptr, *key_origin_ = nullptr, *stream_ = nullptr;
+  Depths query_depth_, key_depth_;
 
  private:
   Tile tile(int64_t start, int64_t stop) const {
@@ -270,11 +300,18 @@ inline void check_pass(Tensors t, const Pass& p, int64_t q_len, int64_t kv_len, 
   }
 }
 
-inline void check_places(Tensors t, const Pass& p, int64_t streams) {
+inline void check_places(Tensors t, const Pass& p, int64_t streams, int64_t B) {
   bool fits = t.size() == Pass::kPlaces;
   for (size_t i = 0; fits && i < t.size(); ++i) {
-    const int64_t tiles = p.axes * (i == 1 || i == 4 ? p.columns : p.rows);
-    fits = t[i].is_contiguous() && (t[i].numel() == tiles || (i == 2 && t[i].numel() == 0));
+    const int64_t tiles = i == 1 || i == 4 ? p.columns : p.rows;
+    fits = t[i].is_contiguous();
+    if (i < 3) {
+      fits &= t[i].numel() == p.axes * tiles || (i == 2 && t[i].numel() == 0);
+    } else {
+      fits &= t[i].dim() == 4 && (t[i].size(0) == 1 || t[i].size(0) == B) &&
+              t[i].size(1) == p.axes && t[i].size(2) == tiles &&
+              (t[i].size(3) == 1 || t[i].size(3) == p.block);
+    }
   }
   SPARSERING_CHECK(fits, "sparsering cpu: malformed layout: places of tiles");
   for (int64_t i = 0; i < t[2].numel(); ++i) {
@@ -346,6 +383,10 @@ struct Extras {
   // Distance table of a head, or nullptr.
   const float* table(int64_t b, int64_t head) const {
     return table_ ? table_ + b * table_strides_[0] + head * table_strides_[1] : nullptr;
+  }
+  // Bias at a distance, which is clamped to the radius.
+  float bias_at(const float* table, int64_t distance) const {
+    return table[radius + std::clamp(distance, -radius, radius)];
   }
   // Key mask of a batch entry, true for keys that are seen; nullptr if all are.
   const bool* key_mask(int64_t b) const {

@@ -56,13 +56,17 @@ class Pairs {
       slope = Buffer<float>(extras.softcap > 0.f ? queries * queries : 0);
       kept = Buffer<float>(extras.drops() ? queries * queries : 0);
       biases = Buffer<float>(extras.adjusts() ? 2 * queries : 0);
-      dbiases = Buffer<float>(extras.adjusts() ? 2 * queries : 0);
+      dbiases = Buffer<float>(extras.adjusts() ? queries * std::max<int64_t>(2, queries) : 0);
       a = Buffer<uint32_t>(extras.drops() ? queries : 0);
       b = Buffer<uint32_t>(extras.drops() ? queries : 0);
     }
     Buffer<T> tile, pairs, q, qt, dout, dout_t, p, ds, ds_paired;
     Buffer<float> floats, lse, delta, scores, dscores, dq, dk, dv, slope, kept, biases, dbiases;
     Buffer<uint32_t> a, b;
+    // Sums of dS in `dbiases`: of the pair of key 0 and query 0, and from a key to the next. Where
+    // depths are even, each sum is of a distance, else of a pair.
+    float* by_distance = nullptr;
+    int64_t next_key = 0;
   };
 
   // A query tile and a key tile of one head, with their bitmap and extras.
@@ -195,7 +199,7 @@ class Pairs {
     const bool extras = x_.extras.adjusts() || x_.extras.drops();
     int64_t distance = 0;  // from the first query to the last key
     if (extras) {
-      distance = pass.distance(axis, pair.row, pair.column) + (keys - 1) * pass.step;
+      distance = pass.even_distance(pair.b, axis, pair.row, pair.column) + (keys - 1) * pass.step;
       prepare_extras(s, pass, pair, axis, keys, queries, distance);
     }
     hide_unseen(x_.extras.key_mask(pair.b), key_tile, pass.step, scores, queries);
@@ -204,9 +208,13 @@ class Pairs {
     }
     const float total = extras ? weights<true>(s, keys, queries, pair, ahead)
                                : weights<false>(s, keys, queries, pair, ahead);
-    if (pair.dtable) {
+    if (pair.dtable && pass.has_even_depths()) {
       add_distances(pair.dtable, x_.extras.radius, distance, -pass.step, keys - 1 + tile.count,
                     s.dbiases.get());
+    } else if (pair.dtable) {
+      add_distances_of_pairs(pair.dtable, x_.extras.radius, pass,
+                             {pair.b, axis, pair.row, pair.column}, keys, tile.count, queries,
+                             s.dbiases.get());
     }
     return total;
   }
@@ -244,14 +252,23 @@ class Pairs {
                       int64_t queries, int64_t distance) const {
     const auto& extras = x_.extras;
     const float* table = extras.table(pair.b, pair.head);
-    if (table) {
+    const bool even = pass.has_even_depths();
+    if (table && even) {
       read_distances(table, extras.radius, distance, -pass.step, keys - 1 + queries,
                      s.biases.get());
-      std::fill_n(s.dbiases.get(), keys - 1 + queries, 0.f);
     }
+    if (table) {
+      std::fill_n(s.dbiases.get(), even ? keys - 1 + queries : keys * queries, 0.f);
+    }
+    s.by_distance = even ? s.dbiases.get() + keys - 1 : s.dbiases.get();
+    s.next_key = even ? -1 : queries;
     for (int64_t j = 0; j < keys && extras.adjusts(); ++j) {
+      if (table && !even) {
+        read_distances_of_key(extras, table, pass, {pair.b, axis, pair.row, pair.column}, j, queries,
+                              s.biases.get());
+      }
       adjust(s.scores.get() + (pair.first + j) * queries, queries, x_.scale, extras.softcap,
-             table ? s.biases.get() + keys - 1 - j : nullptr,
+             table ? s.biases.get() + (even ? keys - 1 - j : 0) : nullptr,
              extras.softcap > 0.f ? s.slope.get() + j * queries : nullptr);
     }
     if (extras.drops()) {
@@ -301,7 +318,7 @@ class Pairs {
           ds[n] = p[n] * (dp - Vec::loadu(s.delta.get() + i));
           total = total + ds[n];
           if (kExtras && pair.dtable) {
-            float* of_distance = s.dbiases.get() + keys - 1 - key + i;
+            float* of_distance = s.by_distance + key * s.next_key + i;
             (Vec::loadu(of_distance) + ds[n]).store(of_distance);
           }
           if (capped) {

@@ -39,6 +39,32 @@ inline void add_distances(double* table, int64_t radius, int64_t first, int64_t 
   }
 }
 
+// A pair of tiles of a pass, of a batch entry and an axis.
+struct TilesOfPass {
+  int64_t b, axis, row, column;
+};
+
+// Reads the biases of token j of a key tile for `queries` tokens of a query tile, where distances
+// follow no step.
+inline void read_distances_of_key(const Extras& extras, const float* table, const Pass& pass,
+                                  const TilesOfPass& x, int64_t j, int64_t queries, float* to) {
+  for (int64_t i = 0; i < queries; ++i) {
+    to[i] = extras.bias_at(table, pass.distance(x.b, x.axis, x.row, x.column, i, j));
+  }
+}
+
+// Adds values [keys, queries] of pairs, of which rows have `ld` numbers, to a distance table.
+inline void add_distances_of_pairs(double* table, int64_t radius, const Pass& pass,
+                                   const TilesOfPass& x, int64_t keys, int64_t queries, int64_t ld,
+                                   const float* from) {
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int64_t i = 0; i < queries; ++i) {
+      const int64_t distance = pass.distance(x.b, x.axis, x.row, x.column, i, j);
+      table[radius + std::clamp(distance, -radius, radius)] += from[j * ld + i];
+    }
+  }
+}
+
 // Scales `size` scores of one key (or of one query), applies softcap `cap` (0 for none) and adds
 // `bias`, which may be nullptr if there is a cap. If `slope` is not nullptr, it gets the derivative
 // of the cap.

@@ -232,6 +232,8 @@ def chunks(
     per_pair = per_pair * group + 6 * (units.bitmaps is not None and len(units.bitmaps) > 1)
     per_unit = (group * m + n) * (per_token + 40) + m * n * per_pair
     bias = None
+    by_position = problem.distance_bias is not None or problem.dropout_p is not None
+    depths = p.depths_of_tokens(frame.q_start, b) if by_position else None
     for bat, hd, which in (part.unbind(1) for part in each.split(max(1, workspace // per_unit))):
         axis = units.head[which] * len(p.query_start) // heads
         bat, hd = bat + units.batch[which], hd + units.head[which] * (unit_heads // heads)
@@ -260,13 +262,16 @@ def chunks(
             slots = slots[real_k].view(-1, n) if ragged else slots
             bias = first[..., None] + units.entries[which][:, None], slots
         places = None
-        if problem.distance_bias is not None or problem.dropout_p is not None:
-            both = p.coordinates(frame.q_start), p.depths(frame.q_start)
+        if depths is not None:
+            first_query, first_key = p.coordinates(frame.q_start)
             stream = torch.zeros_like(p.query_start) if p.stream is None else p.stream
             stream = _per_token(stream, axis, query_tiles, b)
-            shifts = (x - p.query_start for x, _ in both)
-            query, query_depth = (q + _per_token(x, axis, query_tiles, b) for x in shifts)
-            key, key_depth = (k + _per_token(x - p.key_start, axis, key_tiles, b) for _, x in both)
+            query = q + _per_token(first_query - p.query_start, axis, query_tiles, b)
+            key = k + _per_token(first_key - p.key_start, axis, key_tiles, b)
+            query_depth, key_depth = (
+                x[bat[:, None] * (len(x) > 1), axis[:, None], tiles].flatten(1)
+                for x, tiles in zip(depths, (query_tiles, key_tiles), strict=True)
+            )
             if ragged:
                 rows = query, query_depth, stream
                 query, query_depth, stream = (x[real_q].view(-1, m) for x in rows)
@@ -321,10 +326,12 @@ def list_chunks(problem: Problem, lists: Lists, workspace: int, per_token: int) 
         key_position = key_depth = key
         stream = torch.zeros_like(position)
         if (at := lists.coordinates) is not None:
-            position, query_depth, stream = at.query.to(device)[:, q, None].unbind()
+            own = bat * (len(at.query) > 1)
+            position, query_depth, stream = at.query.to(device)[own, :, q][..., None].unbind(1)
             kv_head = hd * frame.num_kv_heads // heads
-            of_head = kv_head * at.key.shape[1] // max(1, frame.num_kv_heads)
-            key_position, key_depth = at.key.to(device)[:, of_head[:, None], key].unbind()
+            of_head = kv_head * at.key.shape[2] // max(1, frame.num_kv_heads)
+            of_key = at.key.to(device).movedim(1, -1)  # [B or 1, H, Nk, 2]
+            key_position, key_depth = of_key[own[:, None], of_head[:, None], key].unbind(-1)
         places = Places(
             batch=bat,
             head=q_head,

@@ -19,6 +19,7 @@ from ...numerics import power_of_2
 from ..problem import Gradients, Problem, constant_in_graphs, dense_rows, sink_gradient
 from . import extra_arguments
 from .configs import Config, config_for
+from .even_depths import of_whole_tiles, with_even_depths
 from .launch import Launch, kept, kind_of, kinds, launch, padded, precision, processors, strides
 from .operands import MOST_HEAD_DIM, Part, of_call, of_inputs, of_tiles, streamed
 from .walk import Walk, use, walk
@@ -72,6 +73,7 @@ def interpreting() -> bool:
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) over a layout; lse is float32. A sink is the initial lse of its rows."""
+    problem, _ = with_even_depths(problem)
     layout, query, value = problem.layout, problem.query, problem.value
     in_turn = _in_turn(problem)
     out = _blank(problem, (*query.shape[:3], value.shape[3]), overwritten=in_turn)
@@ -94,6 +96,14 @@ def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
     """Returns the gradients of the problem's tensors, from those of out and lse."""
+    cut, entries = with_even_depths(problem)
+    grads = _gradients(cut, out, lse, grad_out, grad_lse)
+    return of_whole_tiles(grads, problem, entries)
+
+
+def _gradients(
+    problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
+) -> Gradients:
     sink, bias = problem.sink, problem.block_bias
     table = problem.distance_bias if problem.learns_distances else None
     grad_out = dense_rows(grad_out)

@@ -184,7 +184,7 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
     shift = None
     if p.query_depth is not None and p.key_depth is not None:
         places = zip(p.depths(0), p.coordinates(layout.frame.q_start), strict=True)
-        of_query, of_key = (stretched((x - y)[None], batch, heads) for x, y in places)
+        of_query, of_key = (stretched(x[..., 0] - y, batch, heads) for x, y in places)
         own = row.clamp(max=max(0, rows - 1))
         query, key = (other, own) if by_key else (own, other)
         shift = (of_key.gather(-1, key) - of_query.gather(-1, query)).gather(-1, order)

@@ -264,10 +264,10 @@ class Backward {
     if (to_.dtable) {
       const int64_t width = 2 * x_.extras.radius + 1;
       double* table = to_.dtable + ((b * x_.Hq + head) * pieces + piece) * width;
-      const int64_t* depths = call_.depths_of(head);
+      const int64_t* depths = call_.depths_of(b, head);
       for (int64_t j = 0; j < count; ++j) {
         if (s.list.has(i, from + j)) {
-          table[call_.distance(s.list.keys()[from + j], query, depths)] += scores[j];
+          table[call_.distance(b, s.list.keys()[from + j], query, depths)] += scores[j];
         }
       }
     }

@@ -40,14 +40,21 @@ struct Stand {
     if (!of_queries) {
       return;
     }
-    heads = of_keys->size(1), keys_in_head = x.Nk;
-    SPARSERING_CHECK(of_queries->is_contiguous() && of_queries->has_sizes({3, x.Nq}) &&
-                         of_keys->is_contiguous() && of_keys->has_sizes({2, heads, x.Nk}) &&
-                         heads > 0 && (x.Hkv == 0 || x.Hkv % heads == 0),
+    SPARSERING_CHECK(of_queries->dim() == 3 && of_keys->dim() == 4,
+                     "sparsering cpu: malformed positions of a call's tokens");
+    const int64_t batches = of_queries->size(0);
+    heads = of_keys->size(2), keys_in_head = x.Nk;
+    SPARSERING_CHECK(of_queries->is_contiguous() && of_queries->has_sizes({batches, 3, x.Nq}) &&
+                         of_keys->is_contiguous() &&
+                         of_keys->has_sizes({batches, 2, heads, x.Nk}) &&
+                         (batches == 1 || batches == x.B) && heads > 0 && (x.Hkv == 0 || x.Hkv % heads == 0),
                      "sparsering cpu: malformed positions of a call's tokens");
     const int64_t *query = values_of<int64_t>(*of_queries), *key = values_of<int64_t>(*of_keys);
     positions = query, depths = query + x.Nq, streams = query + 2 * x.Nq;
     key_positions = key, key_depths = key + heads * x.Nk;
+    if (batches > 1) {
+      query_batch = 3 * x.Nq, key_batch = 2 * heads * x.Nk;
+    }
     for (int64_t i = 0; x.extras.drops() && i < x.Nq; ++i) {
       SPARSERING_CHECK(streams[i] >= 0 && streams[i] < x.extras.streams,
                        "sparsering cpu: a query needs one of dropout's seeds");
@@ -66,6 +73,7 @@ struct Stand {
   }
 
   int64_t first, heads = 1, keys_in_head = 0;
+  int64_t query_batch = 0, key_batch = 0;  // numbers of a batch entry; 0: entries share depths
   const int64_t *positions = nullptr, *depths = nullptr, *streams = nullptr,
                 *key_positions = nullptr, *key_depths = nullptr;
 };
@@ -152,14 +160,14 @@ struct Call {
               int64_t count, float* biases, float* scores, float* slope) const {
     const float *table = x.extras.table(b, head),
                 *of_slots = bias ? bias + row(b, head, query) * slots : nullptr;
-    const int64_t* depths = depths_of(head);
+    const int64_t* depths = depths_of(b, head);
     const float cap = x.extras.softcap;
     if (slope) {
       std::fill_n(slope, count, 1.f);
     }
     if (table || of_slots) {
       for (int64_t j = 0; j < count; ++j) {
-        const float far = table ? table[distance(list.keys()[from + j], query, depths)] : 0.f;
+        const float far = table ? table[distance(b, list.keys()[from + j], query, depths)] : 0.f;
         const bool listed = of_slots && list.has(i, from + j);
         biases[j] = far + (listed ? of_slots[list.places(i)[from + j]] : 0.f);
       }
@@ -175,13 +183,15 @@ struct Call {
   }
 
   // Depths of the keys that a query head sees, or nullptr, see `Stand`.
-  const int64_t* depths_of(int64_t head) const {
-    return stand.of_head(stand.key_depths, head * x.Hkv / x.Hq, x.Hkv);
+  const int64_t* depths_of(int64_t b, int64_t head) const {
+    const int64_t* depths = stand.of_head(stand.key_depths, head * x.Hkv / x.Hq, x.Hkv);
+    return depths ? depths + b * stand.key_batch : nullptr;
   }
   // Index of a pair in a distance table; `depths` are those of the head's keys.
-  int64_t distance(int64_t key, int64_t query, const int64_t* depths) const {
+  int64_t distance(int64_t b, int64_t key, int64_t query, const int64_t* depths) const {
     const int64_t radius = x.extras.radius,
-                  far = depths ? depths[key] - stand.depths[query] : key - stand.first - query;
+                  far = depths ? depths[key] - stand.depths[b * stand.query_batch + query]
+                               : key - stand.first - query;
     return radius + std::clamp(far, -radius, radius);
   }
 
