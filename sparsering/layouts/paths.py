@@ -7,8 +7,11 @@ from torch import Tensor
 
 from ..patterns.algebra import Frame
 from ..patterns.tree import Nodes
+from ..rows import expand_counts
 from .leaves import EMPTY, FULL, VARIES, Condition
 from .tiles import Axis, Origin, Spans, TilePairs
+
+_MOST_PAIRS = 1 << 16  # pairs of tiles whose nodes are listed at a time, to bound memory
 
 
 class _Side:
@@ -78,10 +81,14 @@ class OnPath(Condition):
         enter, leave = key.bounds(self.nodes.enter), key.bounds(self.nodes.leave)
         every = (enter[1] <= first) & (last < leave[0]) & query.inside & key.inside
         none = (enter[0] > last) | (leave[1] <= first) | ~query.touches | ~key.touches
-        # Bounds of numbers say little of nodes that are in no order; ancestors of one node do.
-        alone = torch.nonzero(~none & ~query.several)[:, 0]
-        above = self.nodes.nearest(query.first[alone], key.last[alone])
-        none[alone] = above < key.first[alone]
+        # Bounds of numbers say little of nodes that are in no order; ancestors of each node do.
+        unknown = torch.nonzero(~none & ~every)[:, 0]
+        for part in unknown.split(_MOST_PAIRS):
+            pair, number = expand_counts(query.last[part] - query.first[part] + 1)
+            pair, node = part[pair], query.first[part][pair] + number
+            seen = self.nodes.nearest(node, key.last[pair]) >= key.first[pair]
+            none[part] = True
+            none[pair[seen]] = False
         return torch.where(none, EMPTY, torch.where(every, FULL, VARIES)).to(torch.int8)
 
     def _depth_pairs(self, query: _Side, key: _Side, q_step: int, k_step: int) -> TilePairs:

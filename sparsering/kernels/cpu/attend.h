@@ -290,8 +290,8 @@ class Attend {
       const int64_t axis = item.head * pass.axes / x_.Hq;
       if (!pass.has_even_depths()) {
         for (int64_t j = 0; j < part.rows; ++j) {
-          read_distances_of_key(x_.extras, table, pass, {item.batch, axis, item.row, part.column}, j,
-                                queries, biases);
+          read_distances_of_key(x_.extras, table, pass, {item.batch, axis, item.row, part.column},
+                                j, queries, biases);
           adjust(scores + j * queries, queries, x_.scale, x_.extras.softcap, biases, nullptr);
         }
         return;

@@ -87,8 +87,7 @@ struct Tile {
 // Positions for distances: of each token of a tile, or (`width` 1) of the first one alone.
 struct Depths {
   Depths() = default;
-  explicit Depths(const Tensor& x)
-      : data(values_of<int64_t>(x)) {
+  explicit Depths(const Tensor& x) : data(values_of<int64_t>(x)) {
     SPARSERING_CHECK(x.dim() == 4, "sparsering cpu: malformed layout: places of tiles");
     batch = x.size(0) > 1 ? x.size(1) * x.size(2) * x.size(3) : 0;
     width = x.size(3);
@@ -109,8 +108,8 @@ struct Pass {
   static constexpr int kTensors = 9, kPlaces = 5;
 
   // `places`: positions of query tiles and of key tiles, dropout streams of query tiles (empty: all
-  // 0), and positions of queries and keys for distances [batches, axes, tiles, tokens]: of each token
-  // of a tile, or of the first. It is empty if no extra needs them.
+  // 0), and positions of queries and keys for distances [batches, axes, tiles, tokens]: of each
+  // token of a tile, or of the first. It is empty if no extra needs them.
   Pass(Tensors tensors, Tensors places, int64_t step_, int64_t block_, int64_t branch_)
       : step(step_),
         block(block_),

@@ -264,8 +264,8 @@ class Pairs {
     s.next_key = even ? -1 : queries;
     for (int64_t j = 0; j < keys && extras.adjusts(); ++j) {
       if (table && !even) {
-        read_distances_of_key(extras, table, pass, {pair.b, axis, pair.row, pair.column}, j, queries,
-                              s.biases.get());
+        read_distances_of_key(extras, table, pass, {pair.b, axis, pair.row, pair.column}, j,
+                              queries, s.biases.get());
       }
       adjust(s.scores.get() + (pair.first + j) * queries, queries, x_.scale, extras.softcap,
              table ? s.biases.get() + (even ? keys - 1 - j : 0) : nullptr,

@@ -44,11 +44,11 @@ struct Stand {
                      "sparsering cpu: malformed positions of a call's tokens");
     const int64_t batches = of_queries->size(0);
     heads = of_keys->size(2), keys_in_head = x.Nk;
-    SPARSERING_CHECK(of_queries->is_contiguous() && of_queries->has_sizes({batches, 3, x.Nq}) &&
-                         of_keys->is_contiguous() &&
-                         of_keys->has_sizes({batches, 2, heads, x.Nk}) &&
-                         (batches == 1 || batches == x.B) && heads > 0 && (x.Hkv == 0 || x.Hkv % heads == 0),
-                     "sparsering cpu: malformed positions of a call's tokens");
+    SPARSERING_CHECK(
+        of_queries->is_contiguous() && of_queries->has_sizes({batches, 3, x.Nq}) &&
+            of_keys->is_contiguous() && of_keys->has_sizes({batches, 2, heads, x.Nk}) &&
+            (batches == 1 || batches == x.B) && heads > 0 && (x.Hkv == 0 || x.Hkv % heads == 0),
+        "sparsering cpu: malformed positions of a call's tokens");
     const int64_t *query = values_of<int64_t>(*of_queries), *key = values_of<int64_t>(*of_keys);
     positions = query, depths = query + x.Nq, streams = query + 2 * x.Nq;
     key_positions = key, key_depths = key + heads * x.Nk;

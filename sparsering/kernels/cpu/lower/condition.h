@@ -287,12 +287,9 @@ class Condition {
         const int64_t own = range_of(p);
         if (own < 0 || own >= ranges()) return bits;
         const int64_t* depth = data_[1];
-        const int64_t* enter = data_[2];
-        const int64_t* leave = data_[3];
         const int64_t first = std::max<int64_t>(range_of(k.first), 0);
         const int64_t last = std::min(range_of(k.last), ranges() - 1);
-        for (int64_t node = first; node <= last; ++node) {
-          if (enter[node] > enter[own] || enter[own] >= leave[node]) continue;
+        for (int64_t node = nearest(own, last); node >= first; node = parent_[node]) {
           const int64_t shift = depth[node] - starts()[node];
           Bits part = keys_from(k, starts()[node], starts()[node + 1]);
           part &= parts_[0].row_past(p + depth[own] - starts()[own], k.shifted(shift));
@@ -362,14 +359,17 @@ class Condition {
     bool inside, touches, several;
   };
 
-  // Whether a key's node is the node of a query or one of its ancestors; true if unknown, for many
-  // nodes of queries. Bounds of numbers say little of nodes that are in no order.
+  // The nearest of a node and its ancestors that is at most `most`, or -1.
+  int64_t nearest(int64_t node, int64_t most) const {
+    while (node > most) node = jump_[node] > most ? jump_[node] : parent_[node];
+    return node;
+  }
+
+  // Whether a key's node is the node of a query or one of its ancestors. Bounds of numbers say
+  // little of nodes that are in no order.
   bool sees_any(const Path& query, const Path& key) const {
-    if (query.last - query.first >= kMostNodes) return true;
     for (int64_t node = query.first; node <= query.last; ++node) {
-      int64_t above = node;  // the nearest ancestor, or the node, that is at most `key.last`
-      while (above > key.last) above = jump_[above] > key.last ? jump_[above] : parent_[above];
-      if (above >= key.first) return true;
+      if (nearest(node, key.last) >= key.first) return true;
     }
     return false;
   }
@@ -464,7 +464,6 @@ class Condition {
     }
   }
 
-  static constexpr int64_t kMostNodes = 16;  // of a tile of queries, whose ancestors are looked up
   static constexpr int64_t kMostIndexed = 1 << 22;  // a longer sequence is searched
 
   int64_t kind_;
