@@ -30,6 +30,7 @@ from .prefill import prefill
 from .proposals import proposals
 from .rows import rows
 from .selection import selection, selection_decoding, selection_scores
+from .small_nodes import of_small_nodes
 from .sweeps import sweeps
 from .transformers import indexed, transformers
 from .trees import of_trees
@@ -63,6 +64,7 @@ CASES = {
     "transformers": transformers,
     "indexed": indexed,
     "trees": of_trees,
+    "small-nodes": of_small_nodes,
 }
 
 

@@ -132,6 +132,22 @@ def test_pairs_are_those_of_walks_up_the_parents(inner, longest):
             check(tree, Frame.build(n, n, 1, 1, None), size)
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_a_tile_whose_last_node_hangs_one_node_higher(native):
+    """Its interval begins where that of the last node of the key tile ends."""
+    parents = [*range(-1, 30), 14]
+    wanted = dense([1] * 32, parents, INNER["full"][1])
+    assert wanted[31, 14] and not wanted[31, 15]
+    tree = sr.Tree((1,) * 32, parents, sr.Full())
+    sr.layout_cache.clear()
+    if native:
+        layout = tree.layout(32, block_size=16)
+    else:
+        with only_torch():
+            layout = tree.layout(32, block_size=16)
+    assert torch.equal(layout.to_dense()[0, 0].bool(), wanted)
+
+
 @pytest.mark.parametrize("backend", ["reference", "gather", "cpu", "triton", "torch_sparse"])
 @pytest.mark.parametrize("nested", [False, True], ids=["one tree", "a tree for each entry"])
 def test_every_extra_is_exact(backend, nested):
