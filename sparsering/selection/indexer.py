@@ -30,6 +30,7 @@ def index_scores(
     *,
     scale: float = 1.0,
     q_start: int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Scores keys for each query: `sum_h weight[b, n, h] relu(scale q[b, h, n] . key[b, m])`.
 
@@ -38,30 +39,29 @@ def index_scores(
         indices: int64 [B or 1, 1, N, k], the keys to score, -1 for none; default all keys in order.
         scale: factor of the products.
         q_start: position of the first query, as in `top_tokens`; scores do not depend on it.
+        group: ranks that share the sequence, as in `top_tokens`. Indices are of the whole sequence,
+            and Nk is its length. Every rank also calls backward, which returns the gradients of
+            keys to their owners.
 
     Returns: [B, 1, N, k], or [B, 1, N, Nk] without indices; float32 (float64 for float64); -inf
         where the index is -1. Differentiable in query, key and weight.
 
-    Raises: ValueError if shapes disagree, or an index is past the keys.
+    Raises: ValueError if shapes disagree, or an index is past the keys. Over ranks,
+        RingMismatchError (a ValueError) on all if one raised, and RingError if a peer died.
 
-    Cost: N k Hi Di products, twice with a backward; memory of the result and a bounded workspace.
+    Cost: N k Hi Di products, twice with a backward; memory of the result and a bounded workspace,
+        and over ranks of the whole sequence's index keys, which each rank receives.
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equation 1.
     """
+    if group is not None and group.size() > 1:
+        key = _keys_of_ranks(query, key, weight, indices, scale, q_start, group)
     scale, _ = _checked(query, key, weight, scale, q_start)
     batch, heads, tokens, width = query.shape
     slots = key.shape[1]
     if indices is not None:
-        check_tensor("indices", indices)
-        slots = indices.shape[-1] if indices.dim() else 0
-        refuse_meta(indices, named="indices")
-        rows = indices.dim() == 4 and indices.shape[:3] in {(1, 1, tokens), (batch, 1, tokens)}
-        fits = rows and indices.device == key.device and indices.dtype == torch.int64
-        if not fits or bool((indices >= key.shape[1]).any()):
-            raise ValueError(
-                f"indices must be int64 [{batch} or 1, 1, {tokens}, k], keys below {key.shape[1]}, "
-                f"got {indices.dtype} {tuple(indices.shape)}; top_tokens returns such"
-            )
+        _check_indices(indices, query, key.shape[1])
+        slots = indices.shape[3]
         indices = indices.expand(batch, 1, tokens, slots)[:, 0]
 
     def part(query: Tensor, key: Tensor, weight: Tensor, listed: Tensor | None) -> Tensor:
@@ -76,12 +76,88 @@ def index_scores(
     with without_autocast(query):
         dtype = max((sum_dtype(x) for x in (query, key, weight)), key=lambda kind: kind.itemsize)
         query, key, weight = (x.to(dtype) for x in (query, key, weight))
-        listed = [None] * -(-tokens // step) if indices is None else indices.split(step, 1)
+        listed = [None] * max(1, -(-tokens // step)) if indices is None else indices.split(step, 1)
         parts = [
             checkpoint(part, q, key, w, some, use_reentrant=False, preserve_rng_state=False)
             for q, w, some in zip(query.split(step, 2), weight.split(step, 1), listed, strict=True)
         ]
         return torch.cat(parts, 1)[:, None]
+
+
+def _keys_of_ranks(
+    query: Tensor,
+    key: Tensor,
+    weight: Tensor,
+    indices: Tensor | None,
+    scale: float,
+    q_start: int | None,
+    group: dist.ProcessGroup,
+) -> Tensor:
+    """Returns the index keys [B, N, Di] of all ranks, differentiable; raises on all or none."""
+    # slow, so `import sparsering` must not load it
+    from ..distributed.agreement import agree_on_batch, digests_of, report_failure
+    from ..distributed.exchange import Exchange
+    from ..distributed.fetching import fetched
+
+    try:
+        check_group(group)
+        _checked(query, key, weight, scale, q_start)
+        _check_alike("index_scores", query, key, q_start)
+        if indices is not None:
+            _check_indices(indices, query)
+    except Exception:
+        report_failure(group, None, query)
+        raise
+    exchange = Exchange(group, None, query.device)
+    with exchange.break_on_error():
+        common: dict[str, object] = {
+            "scale": scale,
+            "batch size, index heads and width": (*query.shape[:2], query.shape[3]),
+            "dtype": key.dtype,
+            "gradient of keys": torch.is_grad_enabled() and key.requires_grad,
+        }
+        most = int(indices.max()) if indices is not None and indices.numel() else -1
+        numbers = key.shape[1], most
+        counts, highest = agree_on_batch(
+            exchange, "index_scores", digests_of(common), numbers, hidden=tuple(common)
+        )
+    if max(highest) >= sum(counts):  # equal on all ranks, so all raise
+        raise ValueError(
+            f"indices must be below {sum(counts)}, the tokens of all ranks, got {max(highest)} on "
+            f"rank {highest.index(max(highest))}; top_tokens returns such"
+        )
+    starts = [sum(counts[:rank]) for rank in range(len(counts))]
+    owned = [(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    return fetched(key, owned, [(0, sum(counts))] * len(counts), group, "index keys")
+
+
+def _check_indices(indices: Tensor, query: Tensor, keys: int | None = None) -> None:
+    """Raises ValueError for lists of another shape or dtype, or of numbers that are no key."""
+    check_tensor("indices", indices)
+    refuse_meta(indices, named="indices")
+    batch, _, tokens, _ = query.shape
+    rows = indices.dim() == 4 and indices.shape[:3] in {(1, 1, tokens), (batch, 1, tokens)}
+    fits = rows and indices.device == query.device and indices.dtype == torch.int64
+    if not fits or (keys is not None and bool((indices >= keys).any())):
+        below = "" if keys is None else f", keys below {keys}"
+        raise ValueError(
+            f"indices must be int64 [{batch} or 1, 1, {tokens}, k]{below}, got {indices.dtype} "
+            f"{tuple(indices.shape)}; top_tokens returns such"
+        )
+
+
+def _check_alike(call: str, query: Tensor, key: Tensor, q_start: int | None) -> None:
+    """Raises ValueError if a rank's queries and keys are not of the same tokens."""
+    if q_start is not None:
+        raise ValueError(
+            f"{call} over ranks counts positions from the first token of rank 0, got a q_start; "
+            "leave it out"
+        )
+    if query.shape[2] != key.shape[1]:
+        raise ValueError(
+            f"{call} over ranks needs queries and keys of the same tokens, got {query.shape[2]} "
+            f"queries and {key.shape[1]} keys; shard both alike"
+        )
 
 
 @with_hints()
@@ -161,16 +237,7 @@ def _top_tokens_of_ranks(
         scale, _ = _checked(query, key, weight, scale, q_start)
         k, causal = checked_integer("k", k, 1), checked_flag("causal", causal)
         _check_bounds(query, lengths, first, stop)
-        if q_start is not None:
-            raise ValueError(
-                "top_tokens over ranks counts positions from the first token of rank 0, got a "
-                "q_start; leave it out"
-            )
-        if query.shape[2] != key.shape[1]:
-            raise ValueError(
-                "top_tokens over ranks needs queries and keys of the same tokens, got "
-                f"{query.shape[2]} queries and {key.shape[1]} keys; shard both alike"
-            )
+        _check_alike("top_tokens", query, key, q_start)
     except Exception:
         report_failure(group, None, query)
         raise

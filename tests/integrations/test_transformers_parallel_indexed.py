@@ -14,9 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from transformers_families import tiny
 
 import sparsering as sr
-from sparsering.distributed import RingMismatchError
+from sparsering.distributed import RingMismatchError, fetching
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import moving, override
+from sparsering.integrations.transformers import override
 from sparsering.patterns.selected import selections_of
 
 CHOSEN = "chosen keys"
@@ -151,7 +151,7 @@ def traffic(rank: int, length: int) -> list[tuple[int, int, int, int]]:
     found = []
     ring, exchanges = override.ring_attention, []
 
-    class Watched(moving.Exchange):
+    class Watched(fetching.Exchange):
         def __init__(self, *arguments: Any) -> None:
             super().__init__(*arguments)
             exchanges.append(self)
@@ -173,7 +173,7 @@ def traffic(rank: int, length: int) -> list[tuple[int, int, int, int]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(override, "ring_attention", watched)
-        patch.setattr(moving, "Exchange", Watched)
+        patch.setattr(fetching, "Exchange", Watched)
         model = tiny("deepseek_v32")
         hf.parallelize(model, groups[4])
         with torch.no_grad():

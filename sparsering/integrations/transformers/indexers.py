@@ -18,12 +18,13 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from ...distributed.fetching import fetched
 from ...patterns.selected import SelectedBlocks, has_lists
 from ...selection.indexer import top_tokens
 from .calls import SharedCall, thread
 from .config import NAME
 from .content_blocks import best_blocks, content_blocks
-from .moving import fetched, keys_so_far, own_spans
+from .moving import keys_so_far, own_spans
 from .shared_entries import EntriesOfRanks
 
 _AT_A_TIME = 1 << 22  # scores in memory at a time
@@ -66,7 +67,7 @@ class Chosen(NamedTuple):
             return found
         spans = own_spans(shared)
         wanted = [(0, shared.length)] * len(spans)
-        table = fetched(own.transpose(1, 2), spans, wanted, shared, "chosen blocks")
+        table = fetched(own.transpose(1, 2), spans, wanted, shared.group, "chosen blocks")
         return replace(found, indices=table.transpose(1, 2), first_row=0)
 
 

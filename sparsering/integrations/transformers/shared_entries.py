@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...distributed.fetching import Span, fetched
 from .calls import SharedCall
-from .moving import Span, fetched, own_rank, own_spans
+from .moving import own_rank, own_spans
 
 
 class EntriesOfRanks:
@@ -41,7 +42,7 @@ class EntriesOfRanks:
     ) -> tuple[Tensor, Tensor, int]:
         """Returns values and gates [B, n, W] of the tokens in windows that close, and the first."""
         own = torch.cat((kv, gate), -1)[:, : self.shared.num_tokens]
-        rows = fetched(own, self.tokens, self.needed, self.shared, "tokens of windows")
+        rows = fetched(own, self.tokens, self.needed, self.shared.group, "tokens of windows")
         before = max(0, self.first_token - self.needed[self.rank][0]) if rows.shape[1] else 0
         self.rows[name] = rows[:, :before], rows[:, before:]
         kv, gate = self.rows[name][1].chunk(2, -1)
@@ -72,4 +73,4 @@ class EntriesOfRanks:
                     own = own + weight.flatten()[:0].sum()
         every = (0, self.closed[-1][1])
         wanted = [every] * len(self.tokens)
-        return fetched(own, self.closed, wanted, self.shared, "closed entries")
+        return fetched(own, self.closed, wanted, self.shared.group, "closed entries")
