@@ -239,7 +239,8 @@ class Call(Options):
         if self.distance_bias is not None:
             radius, each = self.distance_bias
             of_query, of_key = (specs.distance_places(self.spec, x) for x in (positions, keys))
-            distance = (of_key - of_query[:, None]).clip(-radius, radius) + radius
+            distance = of_key[:, None, None] - of_query[:, None, :, None]  # [B or 1, 1, Nq, Nk]
+            distance = distance.clip(-radius, radius) + radius
             heads = np.arange(scene.num_heads) if each else np.zeros(scene.num_heads, np.int64)
             places["distance_bias"] = (heads[:, None, None], distance)
         if self.block_bias is not None:

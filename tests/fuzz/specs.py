@@ -95,6 +95,8 @@ def _tensor(numbers: Any, padding: int) -> torch.Tensor:
 def common_tree(spec: Spec) -> Spec | None:
     """Returns the one tree whose depths are the positions of all branches; None if there is none.
 
+    It may be nested: a tree for each batch entry.
+
     Raises: ValueError if there are trees, but no such tree.
     """
     found = {leaf[1:3] for leaf in leaves(spec) if leaf[0] == "Tree"}
@@ -103,9 +105,8 @@ def common_tree(spec: Spec) -> Spec | None:
     tree, *others = found
     whole = all(any(part[0] == "Tree" for part in outer(branch)) for branch in branches(spec))
     hidden = any("Tree" in classes_of(part) for part in outer(spec) if part[0] == "Packed")
-    entries = tree[0] and isinstance(tree[0][0], tuple)
-    if others or not whole or hidden or entries:
-        raise ValueError("no tree of all branches and entries")
+    if others or not whole or hidden:
+        raise ValueError("no tree of all branches")
     return ("Tree", *tree)
 
 
@@ -119,11 +120,16 @@ def has_distances(spec: Spec) -> bool:
 
 
 def distance_places(spec: Spec, positions: np.ndarray) -> np.ndarray:
-    """Returns the positions that distances count: in a tree, depths."""
+    """Returns the positions that distances count, [B or 1, n]: in a tree, depths."""
     tree = common_tree(spec)
-    if tree is None or not sum(tree[1]):
-        return positions
-    return np.array([depth_in_tree(int(x), *tree[1:]) for x in positions], dtype=np.int64)
+    if tree is None:
+        return positions[None]
+    nested = bool(tree[1]) and isinstance(tree[1][0], tuple)
+    entries = list(zip(*tree[1:], strict=True)) if nested else [tree[1:]]
+    if not entries or not sum(entries[0][0]):
+        return positions[None]
+    depths = [[depth_in_tree(int(x), *entry) for x in positions] for entry in entries]
+    return np.array(depths, dtype=np.int64).reshape(len(entries), len(positions))
 
 
 def outer(spec: Spec) -> list[Spec]:
