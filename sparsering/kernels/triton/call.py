@@ -73,7 +73,8 @@ def interpreting() -> bool:
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) over a layout; lse is float32. A sink is the initial lse of its rows."""
-    problem, _ = with_even_depths(problem)
+    if problem.distance_bias is not None:
+        problem, _ = with_even_depths(problem)
     layout, query, value = problem.layout, problem.query, problem.value
     in_turn = _in_turn(problem)
     out = _blank(problem, (*query.shape[:3], value.shape[3]), overwritten=in_turn)
@@ -96,6 +97,8 @@ def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
     """Returns the gradients of the problem's tensors, from those of out and lse."""
+    if problem.distance_bias is None:
+        return _gradients(problem, out, lse, grad_out, grad_lse)
     cut, entries = with_even_depths(problem)
     grads = _gradients(cut, out, lse, grad_out, grad_lse)
     return of_whole_tiles(grads, problem, entries)

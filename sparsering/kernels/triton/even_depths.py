@@ -47,7 +47,7 @@ def with_even_depths(problem: Problem) -> tuple[Problem, Tensor | None]:
         layout that it is a part of, or None if there was nothing to cut.
     """
     layout = problem.layout
-    if problem.distance_bias is None or not any(map(_leaps, layout.passes)):
+    if not any(map(_leaps, layout.passes)):
         return problem, None
     problem = problem.in_first_slots()
     layout = problem.layout
