@@ -12,8 +12,10 @@ import torch.distributed as dist
 import transformers
 from helpers.ring_workers import Workers, groups, workers_of
 from helpers.thinned import slow_except
+from transformers_families import tiny
 from transformers_models import GROUPED, SIZES, made, tokens
 
+from sparsering.distributed import fetching
 from sparsering.integrations import transformers as hf
 from sparsering.integrations.transformers.calls import thread
 
@@ -539,3 +541,65 @@ def without_the_group(rank: int) -> torch.Tensor:
     hf.parallelize(model, False)
     with torch.no_grad():
         return model(IDS).logits
+
+
+def prepare_indexed(rank: int, family: str) -> None:
+    """Makes a model that chooses keys, and runs a step of it in a group with a short timeout."""
+    group = dist.new_group(list(range(WORLD)), timeout=timedelta(seconds=LONG))
+    _models[family] = tiny(family)
+    hf.parallelize(_models[family], group)
+    step_of(rank, family)
+    group = dist.new_group(list(range(WORLD)), timeout=timedelta(seconds=TIMEOUT))
+    hf.parallelize(_models[family], group)
+
+
+def step_of(rank: int, family: str) -> None:
+    _models[family](input_ids=IDS, labels=IDS).loss.backward()
+
+
+def die_at(rank: int, family: str, where: str) -> None:
+    """Rank 1 dies when it is to send the rows of that name, and the others wait for them."""
+    exchange = fetching._exchange
+
+    def watched(group: Any, like: Any, step: str, *messages: Any) -> None:
+        if rank == 1 and step == where:
+            os._exit(3)
+        exchange(group, like, step, *messages)
+
+    fetching._exchange = watched
+    try:
+        step_of(rank, family)
+    finally:
+        fetching._exchange = exchange
+
+
+@pytest.mark.parametrize(
+    ("family", "where"),
+    [
+        ("deepseek_v32", "index keys"),
+        ("deepseek_v4", "gradients of closed entries"),
+        pytest.param("deepseek_v4", "closed entries", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rank_that_dies_while_others_wait_for_what_it_chose_or_compressed(family, where):
+    workers = Workers(WORLD)
+    try:
+        workers.run(prepare_indexed, family)
+        for pipe in workers.pipes:
+            pipe.send((outcome, (die_at, family, where)))
+        survivors = [workers.pipes[0], workers.pipes[2]]
+        outcomes = workers.results(survivors)
+        workers.processes[1].join(20)
+        assert workers.processes[1].exitcode == 3
+        for expected, (kinds, text, rank, peer, step, seconds) in zip(
+            (0, 2), outcomes, strict=True
+        ):
+            assert kinds[0] == "RingError", text
+            assert rank == expected and seconds < LONG
+            assert peer == 1 and step == where, (peer, step, text)
+        for pipe in survivors:
+            pipe.send((outcome, (step_of, family)))
+        for kinds, text, *_ in workers.results(survivors):
+            assert kinds[0] == "RingError" and "make a new group" in text
+    finally:
+        workers.close()
