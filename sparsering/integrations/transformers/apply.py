@@ -43,6 +43,7 @@ def register() -> None:
     check = PreTrainedModel._check_and_adjust_attn_implementation
     if not hasattr(check, config.NAME):
         PreTrainedModel._check_and_adjust_attn_implementation = _with_warning(check)
+        PreTrainedModel.post_init = _with_indexers(PreTrainedModel.post_init)
 
 
 def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
@@ -57,6 +58,7 @@ def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
             calls.remember_positions(self, indexers.watch)
             if is_built:
                 config.separate(self)
+                indexers.watch(self)
         if (texts := config.stored_text(self.config)) is not None:
             config.parse_in_advance(texts)
             if implementation != config.NAME:
@@ -70,6 +72,18 @@ def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
 
     setattr(checked, config.NAME, True)
     return checked
+
+
+def _with_indexers(post_init: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the last method of building a model: its first call may be inside torch.compile."""
+
+    @functools.wraps(post_init)
+    def prepared(self: Any) -> None:
+        post_init(self)
+        if getattr(self.config, "_attn_implementation", None) == config.NAME:
+            indexers.watch(self)
+
+    return prepared
 
 
 @with_hints()

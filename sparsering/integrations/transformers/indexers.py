@@ -17,6 +17,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from ...distributed.fetching import fetched
 from ...patterns.selected import SelectedBlocks, has_lists
@@ -119,6 +120,12 @@ def chosen_keys(
         return Chosen(block_indices, int(module.indexer.block_size))
     if getattr(module, "compressor", None) is None:
         return None
+    # The compressor runs outside of compiled graphs, which cannot trace a `threading.local`.
+    return _uncompiled(_take) if torch.compiler.is_compiling() else _take()
+
+
+def _take() -> Chosen | None:
+    """Returns the entries that this thread's last compressor has chosen, once."""
     chosen, _now.chosen = _now.chosen, None
     return chosen
 
@@ -200,30 +207,34 @@ def _products(query: Tensor, key: Tensor, part: slice) -> Tensor:
 
 
 def watch(model: Any) -> None:
-    """Lets the indexers of a model run as this module says; cheap after the first call."""
+    """Lets the indexers of a model run as this module says; cheap after the first call.
+
+    It comes before a model's first call too, which torch.compile may trace.
+    """
     if torch.compiler.is_compiling() or model in _watched:
         return
     _watched.add(model)
-    for module in model.modules():
-        if (wrapped := _wrapped_of(module)) is None:
-            continue
-        module._sparsering_config = model.config  # names the attention that runs
-        own = getattr(type(module), wrapped.method)
-        if not hasattr(own, NAME):
-            setattr(type(module), wrapped.method, _under_our_name(own, wrapped.runs))
+    for part in model.modules():  # models in it come later: an indexer has the innermost's config
+        for module in part.modules() if isinstance(part, PreTrainedModel) else ():
+            if (wrapped := _wrapped_of(module)) is None:
+                continue
+            module._sparsering_config = part.config  # names the attention that runs
+            own = getattr(type(module), wrapped.method)
+            if not hasattr(own, NAME):
+                setattr(type(module), wrapped.method, _under_our_name(own, wrapped))
 
 
-def _under_our_name(own: Callable[..., Any], wrap: Callable[..., Any]) -> Callable[..., Any]:
+def _under_our_name(own: Callable[..., Any], wrapped: "_Wrapped") -> Callable[..., Any]:
     @wraps(own)
     def method(module: Any, *args: Any, **options: Any) -> Any:
         config = getattr(module, "_sparsering_config", None)
         if getattr(config, "_attn_implementation", "") != NAME:
             return own(module, *args, **options)
-        if torch.compiler.is_compiling():
-            if thread.shared is not None:
-                return _uncompiled(wrap, own, module, *args, **options)
+        if not torch.compiler.is_compiling():
+            return wrapped.runs(own, module, *args, **options)
+        if wrapped.own_in_graphs and thread.shared is None:
             return own(module, *args, **options)
-        return wrap(own, module, *args, **options)
+        return _uncompiled(wrapped.runs, own, module, *args, **options)
 
     setattr(method, NAME, True)
     return method
@@ -231,7 +242,10 @@ def _under_our_name(own: Callable[..., Any], wrap: Callable[..., Any]) -> Callab
 
 @torch.compiler.disable
 def _uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls a function outside of a compiled graph: it sends messages to other ranks."""
+    """Calls a function outside of a compiled graph, which breaks there.
+
+    The function sends messages to other ranks, or the sizes of its results depend on tokens.
+    """
     return function(*args, **options)
 
 
@@ -404,10 +418,11 @@ class _Wrapped(NamedTuple):
     method: str
     runs: Callable[..., Any]  # gets the method, the module and the method's arguments
     finds_keys_of_ranks: bool = True
+    own_in_graphs: bool = True  # whether a compiled graph has the family's own method instead
 
 
 _INDEXER = _Wrapped("forward", _in_parts)
-_COMPRESSOR = _Wrapped("forward", _compress)
+_COMPRESSOR = _Wrapped("forward", _compress, own_in_graphs=False)
 _WRAPPED: dict[str, _Wrapped] = {
     # by the name of a class of transformers
     "DeepseekV32Indexer": _INDEXER,
@@ -422,7 +437,7 @@ _WRAPPED: dict[str, _Wrapped] = {
     "DeepseekV4HCACompressor": _COMPRESSOR,
     "Glm5NextTextAttention": _Wrapped("build_attention_mask_from_topk", _as_lists),
     "MiniMaxM3VLIndexer": _Wrapped("forward", _not_yet_chosen),
-    "Qwen4ExpTextQSAIndexer": _Wrapped("forward", _pooled),
+    "Qwen4ExpTextQSAIndexer": _Wrapped("forward", _pooled, own_in_graphs=False),
 }
 
 

@@ -1,0 +1,91 @@
+"""Models whose indexers choose keys, inside torch.compile: all is as without it."""
+
+from typing import Any
+
+import pytest
+import torch
+from helpers.thinned import slow_except
+from indexed_caches import BY_ENTRY, BY_TOKEN
+from torch import Tensor
+from transformers import DynamicCache
+from transformers_families import tiny
+
+from sparsering.integrations import transformers as hf
+
+TOKENS = 24
+KINDS = ("whole", "left", "right", "packed")
+FAST = {("deepseek_v4", "left"), ("deepseek_v4", "packed"), ("qwen4_exp_text", "left")}
+FAMILIES = (*BY_TOKEN, *BY_ENTRY)
+
+# Where a graph breaks, torch itself looks for the .grad of tensors between the graphs.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+# Torch's aot_eager fails in the backward of Qwen 4's linear attention, under "sdpa" too.
+BACKENDS = {"qwen4_exp_text": "eager"}
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def ours(family: str) -> Any:
+    """Builds a tiny model with "sparsering" attention, which nobody has called."""
+    hf.register()
+    model = tiny(family)
+    model.set_attn_implementation("sparsering")
+    return model
+
+
+def built_of(model: Any) -> Any:
+    """Builds the same model with "sparsering" attention from the beginning, as loading does."""
+    built = type(model)._from_config(model.config, attn_implementation="sparsering")
+    built.double().eval().load_state_dict(model.state_dict())
+    return built
+
+
+def batch(kind: str) -> dict[str, Tensor]:
+    tokens = torch.randint(4, 61, (2, TOKENS), generator=torch.Generator().manual_seed(0))
+    if kind == "packed":
+        places = torch.cat((torch.arange(9), torch.arange(TOKENS - 9)))
+        return {"input_ids": tokens, "position_ids": places.expand(2, -1)}
+    mask = torch.ones(2, TOKENS, dtype=torch.int64)
+    mask[1, {"whole": slice(0, 0), "left": slice(0, 7), "right": slice(19, TOKENS)}[kind]] = 0
+    return {"input_ids": tokens, "attention_mask": mask}
+
+
+def results(call: Any, model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """Returns the logits of real tokens, and the gradient of each parameter."""
+    model.zero_grad()
+    logits = call(**inputs, use_cache=False).logits
+    if "attention_mask" in inputs:
+        logits = logits[inputs["attention_mask"].bool()]
+    logits.square().sum().backward()
+    grads = [torch.zeros(()) if x.grad is None else x.grad for x in model.parameters()]
+    return [logits.detach(), *grads]
+
+
+@pytest.mark.parametrize(("family", "kind"), slow_except(FAST, FAMILIES, KINDS))
+def test_the_first_call_and_later_ones_are_those_without_compile(family, kind):
+    model = ours(family)
+    fast = torch.compile(model, backend=BACKENDS.get(family, "aot_eager"))
+    found = [results(fast, model, batch(kind)) for _ in range(2)]
+    assert found[0][0].abs().max() > 1e-3
+    wanted = results(model, model, batch(kind))
+    for each in found:
+        torch.testing.assert_close(each, wanted, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("family", slow_except(["deepseek_v4", "qwen4_exp_text"], FAMILIES))
+def test_decoded_tokens_are_those_without_compile(family):
+    model, rows = built_of(ours(family)), []
+    tokens = batch("whole")["input_ids"]
+    for call in (torch.compile(model, backend="aot_eager"), model):
+        cache, parts = DynamicCache(config=model.config), []
+        with torch.no_grad():
+            for start, stop in ((0, 13), (13, 14), (14, 15), (15, 16)):
+                some = tokens[:, start:stop]
+                parts.append(call(input_ids=some, past_key_values=cache).logits)
+        rows.append(torch.cat(parts, 1))
+    torch.testing.assert_close(*rows, rtol=0, atol=1e-10)
