@@ -111,7 +111,7 @@ COMMANDS = [
         r"python tests/kernels/compile_triton\.py .*",
         not_run="tests/kernels/test_triton_compile.py compiles",
     ),
-    Command(r"(torchrun .*|python )train_long\.py", not_run="tests/test_parallel_page.py"),
+    Command(r"(torchrun .*|python )train_(long|v4)\.py", not_run="tests/test_parallel_page.py"),
     Command(r"torchrun --nproc-per-node 4 train\.py", not_run="the page's block, tests/test_docs"),
     Command(
         r"torchrun (--numa-binding|--nproc-per-node 2 --no-python) .*",

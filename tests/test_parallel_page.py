@@ -19,6 +19,7 @@ from sparsering.integrations import transformers as hf
 
 BLOCKS = blocks((ROOT / "docs" / "parallel.md").read_text(encoding="utf-8"))
 SCRIPT = next(x.code for x in BLOCKS if x.language == "python")
+V4 = next(x.code for x in BLOCKS if "DeepseekV4ForCausalLM" in x.code)
 GROUPS = next(x.code for x in BLOCKS if "def two_ranks_for_each_row" in x.code)
 EXPLAINED = next(x.code for x in BLOCKS if "ranks, zigzag" in x.code)
 
@@ -31,15 +32,17 @@ def losses_of(output: str) -> list[float]:
     return [float(line.split()[-1]) for line in lines]
 
 
-def run_script(rank: int, ranks: int, tokens: int) -> tuple[str, dict[str, Any]]:
-    """Returns the script's output and variables; a worker has joined its group already."""
+def run_script(
+    rank: int, ranks: int, tokens: int, script: str = SCRIPT
+) -> tuple[str, dict[str, Any]]:
+    """Returns a script's output and variables; a worker has joined its group already."""
     os.environ |= {"WORLD_SIZE": str(ranks), "TOKENS": str(tokens)}
     join, dist.init_process_group = dist.init_process_group, lambda *_: None
     names: dict[str, Any] = {"__name__": "__main__"}
     printed = io.StringIO()
     try:
         with redirect_stdout(printed):
-            exec(SCRIPT, names)
+            exec(script, names)
     finally:
         dist.init_process_group = join
     return printed.getvalue(), names
@@ -98,6 +101,20 @@ def test_losses_of_ranks_are_those_of_one_process(four: Workers, monkeypatch):
     assert losses_of(printed)[0] == pytest.approx(before, rel=0, abs=3e-6)
     for losses in four.run(losses_of_script, 4, 1024):
         assert losses == pytest.approx(losses_of(printed), rel=0, abs=3e-6)
+
+
+def losses_of_v4(rank: int, ranks: int, tokens: int) -> list[float]:
+    printed, names = run_script(rank, ranks, tokens, V4)
+    assert len(hf.local_positions(names["v4"])) == tokens // ranks
+    return losses_of(printed)
+
+
+def test_losses_of_deepseek_v4_are_those_of_one_process(four: Workers, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("TOKENS", "512")
+    printed, _ = run_script(0, 1, 512, V4)
+    for losses in four.run(losses_of_v4, 4, 512):
+        assert losses == pytest.approx(losses_of(printed), rel=0, abs=1e-5)
 
 
 def test_groups_of_two_ranks_have_rows_of_their_own(four: Workers):

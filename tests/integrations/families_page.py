@@ -89,7 +89,8 @@ CAUSES = (  # of "no": what an error says, and the sentence of the page
     (
         "its layers of type .* are not attention",
         "Over ranks: some layers mix tokens otherwise than by attention over a mask (a state "
-        "space, linear attention, a convolution).",
+        "space, linear attention, a convolution). glm5_next and qwen4_exp run with "
+        "`layer_types` of indexed layers alone.",
     ),
     (
         "derives positions from",

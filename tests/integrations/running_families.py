@@ -32,6 +32,7 @@ from transformers_families import BY_PLACE, CAUSAL, MASKED, shrunk, tiny
 import sparsering as sr
 from sparsering.integrations import transformers as hf
 from sparsering.integrations.transformers import attention
+from sparsering.integrations.transformers.indexers import Chosen
 
 LENGTH, ANSWER, PADDING = 13, 7, 5  # tokens of a row, of its answer, of padding
 DECODER, ENCODER, BOTH, MORE, OTHERS = INPUTS = (
@@ -365,6 +366,8 @@ def recorded(masks: set[str], calls: list[str]) -> Iterator[None]:
         kind = getattr(mask, "kind", None)
         if isinstance(mask, Tensor):
             masks.add("a tensor of pairs")
+        elif isinstance(mask, Chosen):
+            masks.add("chosen keys")
         elif kind is not None:
             name = "causal" if kind.causal else "all keys"
             name = f"window of {kind.left + kind.causal}" if kind.left is not None else name
@@ -380,6 +383,8 @@ def recorded(masks: set[str], calls: list[str]) -> Iterator[None]:
             masks.add("sink")
         if k.get("indices") is not None or k.get("block_indices") is not None:
             masks.add("chosen keys")
+        if getattr(module, "compressor", None) is not None:
+            masks.add("compressed entries")
         return original(module, query, key, value, *a, **k)
 
     AttentionInterface.register("sparsering", attend)
