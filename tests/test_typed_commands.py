@@ -74,7 +74,7 @@ RECORDS = [
     *("benchmarks/costs.py", "benchmarks/edges.py", "benchmarks/first_calls.py"),
     *("benchmarks/comparisons/ceiling.py", "benchmarks/new_layouts.py"),
     *("benchmarks/packed_steps.py", "benchmarks/shared_models.py", "benchmarks/steps_memory.py"),
-    *("benchmarks/new_plans.py", "benchmarks/sharded_parameters.py"),
+    *("benchmarks/new_plans.py", "benchmarks/sharded_parameters.py", "benchmarks/listed_ranks.py"),
     *("benchmarks/ring.py", "benchmarks/compare.py", "benchmarks/tables/planned.py"),
     *("benchmarks/gpu/__main__.py", "benchmarks/gpu/stages.py", "benchmarks/selection/run.py"),
     *("benchmarks/selection/pictures.py", "sparsering/cli/patterns.py"),
