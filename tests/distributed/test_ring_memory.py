@@ -3,6 +3,8 @@
 import pytest
 import torch
 from helpers.ring_workers import Workers, groups
+from helpers.tensor_bytes import measure
+from torch import Tensor
 
 import sparsering as sr
 from benchmarks.measure import memory, restart_peak
@@ -40,6 +42,51 @@ def test_memory_of_a_rank_is_flat_in_the_number_of_ranks(monkeypatch):
             further = 4 * 2 * SHARD * HEADS * WIDTH * 4  # keys and values of four more ranks
             assert peaks[8] < 1.2 * peaks[4] + 4e6, (name, peaks)
             assert peaks[8] - peaks[4] < further / 2, (name, peaks)
+    finally:
+        workers.close()
+
+
+SOME, LISTED = 256, 8  # tokens of a rank; keys of each query
+
+
+def listing(rank: int, world: int, far: int) -> tuple[int, int]:
+    """(peak bytes of tensors, received bytes) of a layer that lists `far` keys of rank 0."""
+    torch.manual_seed(rank)
+    own = [torch.randn(1, HEADS, SOME, WIDTH, requires_grad=True) for _ in range(3)]
+    place = torch.arange(SOME)[:, None]
+    numbers = rank * SOME + torch.randint(0, SOME, (SOME, LISTED)).clamp(max=place)
+    numbers[:, 0] = place[:, 0] % far
+    table = sr.SelectedBlocks(numbers[None], 1, 1, first_row=rank * SOME)
+    options = {"group": groups[world], "backend": "cpu"}
+
+    def call() -> list[Tensor]:
+        out = ring_attention(*own, table & sr.Causal(), **options)
+        return [out, *torch.autograd.grad(out.sum(), own)]
+
+    call()
+    peak = measure(call).peak
+    return peak, ring_attention.last_traffic().received_bytes
+
+
+def test_a_rank_that_lists_keys_has_tensors_of_its_own_and_of_listed_tokens_alone():
+    """The row is 2, 4 and 8 times as long as a rank's part of it."""
+    workers = Workers(8)
+    row = 2 * HEADS * WIDTH * 4  # bytes of a key and a value
+    try:
+        peaks, owner = {}, {}
+        for world in (2, 4, 8):
+            for far in (8, 128):
+                found = workers.run(listing, world, far, world=world)
+                assert [x[1] for x in found] == [0] + [far * row] * (world - 1)
+                owner[world, far], *others = (x[0] for x in found)
+                peaks[world, far] = max(others)
+        for far in (8, 128):  # of the 6 * SOME further keys none may be here
+            assert peaks[8, far] - peaks[2, far] < row * SOME / 16, peaks
+        for world in (2, 4, 8):
+            assert peaks[world, 128] - peaks[world, 8] < 4 * (128 - 8) * row, peaks
+            assert peaks[world, 8] < 4 * SOME * row, peaks
+            # The owner gets the gradients of all ranks that list its keys in one round.
+            assert owner[world, 128] - owner[2, 128] <= (world - 2) * 128 * row, owner
     finally:
         workers.close()
 
