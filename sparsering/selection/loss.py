@@ -1,9 +1,10 @@
 """`selection_loss`: trains a block scorer on the exact softmax mass of the blocks."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ..checks import check_tensor
+from ..checks import check_group, check_tensor
 from ..numerics import sum_dtype
 from ..patterns.keywords import with_hints
 from ..rows import first_in_row
@@ -11,7 +12,12 @@ from ..rows import first_in_row
 
 @with_hints()
 def selection_loss(
-    scores: Tensor, mass: Tensor, indices: Tensor | None = None, *, row_weight: Tensor | None = None
+    scores: Tensor,
+    mass: Tensor,
+    indices: Tensor | None = None,
+    *,
+    row_weight: Tensor | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Computes the KL divergence of attention mass from the softmax of scores, both over blocks.
 
@@ -33,10 +39,13 @@ def selection_loss(
             m = Nb without indices, else the number of blocks that each row lists.
         indices: int64 [R, m], [H or 1, R, m] or [B or 1, H or 1, R, m], the blocks; default all.
         row_weight: w, at least 0, broadcasts to [B, H, R]; default 1.
+        group: ranks of which each passes its own rows. Each gets its part: the sum over ranks is
+            the loss of one process, and the sum of gradients its gradient.
 
     Returns: 0-d, float32 (float64 for float64 scores), in nats; at least 0.
 
-    Raises: ValueError for invalid shapes.
+    Raises: ValueError for invalid shapes. Over ranks, RingMismatchError (a ValueError) on all if
+        one raised, and RingError if a peer died.
 
     Cost: O(B H R m) time and memory.
 
@@ -46,6 +55,46 @@ def selection_loss(
 
     Source: DeepSeek-V3.2 (arXiv 2512.02556), equations 3 and 4.
     """
+    if group is None or group.size() == 1:
+        total, weight = _summed(scores, mass, indices, row_weight)
+    else:
+        total, weight = _summed_over_ranks(scores, mass, indices, row_weight, group)
+    return total / torch.where(weight > 0, weight, 1.0)
+
+
+def _summed_over_ranks(
+    scores: Tensor,
+    mass: Tensor,
+    indices: Tensor | None,
+    row_weight: Tensor | None,
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, Tensor]:
+    """Returns this rank's sum of weighted divergences, and the sum of all ranks' weights."""
+    # slow, so `import sparsering` must not load it
+    from ..distributed.agreement import agree_on_batch, digests_of, report_failure
+    from ..distributed.exchange import Exchange
+
+    try:
+        check_group(group)
+        total, weight = _summed(scores, mass, indices, row_weight)
+    except Exception:
+        report_failure(group, None, scores)
+        raise
+    exchange = Exchange(group, None, scores.device)
+    with exchange.break_on_error():
+        common: dict[str, object] = {"dtype": scores.dtype, "weights": row_weight is None}
+        bits = int(weight.double().view(torch.int64))  # a message has whole numbers
+        (of_ranks,) = agree_on_batch(
+            exchange, "selection_loss", digests_of(common), (bits,), hidden=tuple(common)
+        )
+    weights = torch.tensor(of_ranks, device=weight.device).view(torch.float64)
+    return total, weights.sum().to(weight.dtype)
+
+
+def _summed(
+    scores: Tensor, mass: Tensor, indices: Tensor | None, row_weight: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the sum of weighted divergences of all rows, and the sum of their weights."""
     check_tensor("scores", scores, "[B, H, R, Nb]")
     if scores.dim() != 4 or not scores.is_floating_point():
         raise ValueError(
@@ -68,7 +117,7 @@ def selection_loss(
         )
     score = scores.to(dtype)
     if not blocks:
-        return score.sum()
+        return score.sum(), score.new_zeros(())
     listed = torch.ones_like(score, dtype=torch.bool)
     if indices is not None:
         indices = checked_slots(indices, mass.shape)
@@ -90,7 +139,7 @@ def selection_loss(
                 f"scores, got {tuple(row_weight.shape)}; add a missing dim with unsqueeze()"
             )
         weight = weight * row_weight.detach().to(dtype)
-    return (weight * divergence).sum() / torch.where(weight.sum() > 0, weight.sum(), 1.0)
+    return (weight * divergence).sum(), weight.sum()
 
 
 def listed_blocks(indices: Tensor, num_blocks: int) -> Tensor:

@@ -1,10 +1,11 @@
 """`block_mass`: softmax mass of each selected block, the training target of a block scorer."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ..call_recipe import CallRecipe, checked_call
-from ..checks import checked_rows, refuse_forward_mode, refuse_meta
+from ..checks import check_group, check_tensor, checked_rows, refuse_forward_mode, refuse_meta
 from ..dispatch import choose
 from ..operators import slot_mass
 from ..ops import attend
@@ -24,6 +25,7 @@ def block_mass(
     weight: Tensor | None = None,
     scale: float | None = None,
     q_start: int | None = None,
+    group: dist.ProcessGroup | None = None,
 ) -> Tensor:
     """Computes the exact softmax mass of each chosen block, summed over the queries that chose it.
 
@@ -39,19 +41,26 @@ def block_mass(
             or a sink) the masses are shares of that softmax.
         weight: w, [B or 1, Hq or 1, Nq]; default 1.
         scale, q_start: as `attention`.
+        group: ranks that share the sequence, contiguously: each passes its own queries, keys, lse
+            and weights, and a pattern with its own rows, as for `ring_attention`.
 
     Returns: [B, Hq, R, k] in the order of `indices`; 0 where an index is -1, a future block or a
         repeated block; float32 (float64 for float64 inputs).
 
     Raises: ValueError if an argument is invalid, or the pattern has no or several SelectedBlocks.
+        Over ranks, RingMismatchError (a ValueError) on all if ranks differ, and RingError if a
+        peer died.
 
     Cost: one product of queries and keys over the listed blocks (on a GPU, as much as attention's
         backward), and attention's forward if `lse` is not given; memory O(R k).
+        Over ranks each one receives the keys of the whole sequence, and has them in memory.
 
     Example:
         >>> out, lse = attention(query, key, value, chosen & Causal(), return_lse=True)
         >>> mass = block_mass(query, key, chosen & Causal(), lse)
     """
+    if group is not None and group.size() > 1:
+        key, q_start = _keys_of_ranks(query, key, lse, scale, q_start, group)
     inputs, call, options = checked_call((query, key, key), pattern, scale=scale, q_start=q_start)
     selections = selections_of(pattern)
     if len(selections) != 1:
@@ -73,3 +82,54 @@ def block_mass(
     call_of = tensors, text, call["scale"], call["q_start"], backend
     mass: Tensor = slot_mass(query, key, lse, weight, *call_of)
     return mass.unflatten(-1, selections[0].indices.shape[-2:])
+
+
+def _keys_of_ranks(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor | None,
+    scale: float | None,
+    q_start: int | None,
+    group: dist.ProcessGroup,
+) -> tuple[Tensor, int]:
+    """Returns the keys of all ranks, and the position of this rank's first query."""
+    # slow, so `import sparsering` must not load it
+    from ..distributed.agreement import agree_on_batch, digests_of, report_failure
+    from ..distributed.exchange import Exchange
+    from ..distributed.fetching import fetched
+
+    try:
+        check_group(group)
+        for name, x in (("query", query), ("key", key)):
+            check_tensor(name, x, "[B, H, N, D]")
+            if x.dim() != 4:
+                raise ValueError(f"{name} must be [B, H, N, D], got {tuple(x.shape)}")
+        if q_start is not None:
+            raise ValueError(
+                "block_mass over ranks counts positions from the first token of rank 0, got a "
+                "q_start; leave it out"
+            )
+        if query.shape[2] != key.shape[2]:
+            raise ValueError(
+                "block_mass over ranks needs queries and keys of the same tokens, got "
+                f"{query.shape[2]} queries and {key.shape[2]} keys; shard both alike"
+            )
+    except Exception:
+        report_failure(group, None, query)
+        raise
+    exchange = Exchange(group, None, query.device)
+    with exchange.break_on_error():
+        common: dict[str, object] = {
+            "scale": scale,
+            "batch size, heads and width": (*query.shape[:2], key.shape[1], query.shape[3]),
+            "dtype": key.dtype,
+            "lse": lse is None,
+        }
+        (counts,) = agree_on_batch(
+            exchange, "block_mass", digests_of(common), (key.shape[2],), hidden=tuple(common)
+        )
+    starts = [sum(counts[:rank]) for rank in range(len(counts))]
+    owned = [(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    every = [(0, sum(counts))] * len(counts)
+    whole = fetched(key.transpose(1, 2), owned, every, group, "keys")
+    return whole.transpose(1, 2), starts[group.rank()]
