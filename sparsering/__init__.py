@@ -20,7 +20,7 @@ from .decoding import KVCache, SelectedCache
 from .dispatch import backends
 from .dropout import dropout_kept
 from .extras import alibi
-from .functional import attention, explain
+from .functional import attention, batch_invariant, explain
 from .kernels.gather import set_workspace
 from .layouts.cache import layout_cache
 from .layouts.layout import BlockLayout
@@ -38,8 +38,8 @@ __version__ = "0.2.0"
 __all__ = [
     *_patterns, "BlockLayout", "BlockWeights", "Comparison", "Estimate", "Figure", "KVCache",
     "SelectedCache", "alibi", "attention", "attention_varlen", "attention_weights", "backends",
-    "choose_batch_size", "compare", "dropout_kept", "estimate", "explain", "key_mass",
-    "layout_cache", "longest_sequence", "merge_attention", "set_workspace",
+    "batch_invariant", "choose_batch_size", "compare", "dropout_kept", "estimate", "explain",
+    "key_mass", "layout_cache", "longest_sequence", "merge_attention", "set_workspace",
 ]  # fmt: skip
 
 

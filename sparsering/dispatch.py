@@ -49,6 +49,8 @@ class Backend(NamedTuple):
     # Lists why `library_call` cannot run ((query, key, value), pattern, frame).
     refuses: Callable[[Inputs, Pattern, Frame], list[str]] | None = None
     returns_lse: bool = True  # False if its lse is an empty tensor
+    # True for a dtype whose rows have the same bits in any company (docs/invariance.md).
+    is_invariant: Callable[[torch.dtype], bool] = lambda dtype: False
 
 
 def _no_float64(*tensors: Tensor) -> list[str]:
@@ -60,7 +62,7 @@ def _no_float64(*tensors: Tensor) -> list[str]:
 BACKENDS: dict[str, Backend] = {
     "cpu": Backend(
         cpu.reasons, cpu.forward, cpu.backward, cpu.EXTRAS, entry_mass=cpu.entry_mass,
-        reads_slots=True, runs_lists=True,
+        reads_slots=True, runs_lists=True, is_invariant=cpu.adds_in_order,
     ),
     "triton": Backend(
         triton.reasons, triton.forward, triton.backward, triton.EXTRAS, package="triton",

@@ -1,5 +1,7 @@
 """Public functions: `attention`, and `explain`, which says what would run and why."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, overload
 
 from torch import Tensor
@@ -11,6 +13,7 @@ from .extras import OPTIONS, refuse_options
 from .ops import attend
 from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.arguments import checked_flag
+from .patterns.keywords import with_hints
 from .patterns.selected import has_lists, selections_of
 
 _EXPLAINED = ("scale", "q_start", "block_size", *OPTIONS)
@@ -167,8 +170,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         options: the options of `attention`, without `return_lse` and `backend`.
 
     Returns: lines of text. The first has the backend, its block size, and the batch, heads and
-        lengths. A line per `SelectedBlocks` has the size of its rows, and how many times as many
-        blocks a tile of queries reads as a row lists. A line per backend: "usable" or why not.
+        lengths. A line says why a row's bits may depend on its company, if they may. A line per
+        `SelectedBlocks` has the size of its rows, and how many times as many blocks a tile of
+        queries reads as a row lists. A line per backend: "usable" or why not.
 
     Raises: as `attention`. No layout is built, but for a `flash` that could run whole blocks.
 
@@ -201,6 +205,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         )
         later = "; the choice for a query may depend on later queries of its row"
         lines.append(line + later * (tokens > 1))
+    if why := _not_invariant(backend, inputs[0], pattern):
+        lines.append(f"bits: those of a row may depend on what else the call computes: {why}")
     for name in BACKENDS:
         reasons = reasons_against(name, inputs, extras.in_use)
         if not reasons and (refuses := BACKENDS[name].refuses) is not None:
@@ -208,3 +214,39 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         state = "; ".join(reasons) or "usable"
         lines.append(f"{name}: {state}" + " (only when named)" * (not is_default(name, pattern)))
     return "\n".join(lines)
+
+
+def _not_invariant(backend: str, query: Tensor, pattern: Pattern) -> str:
+    """Returns why the bits of a row may depend on its company (docs/invariance.md); "" if not."""
+    if backend != "cpu":
+        return f"{backend} sums in an order that depends on shapes"
+    if not BACKENDS[backend].is_invariant(query.dtype):
+        return "this processor adds products of bfloat16 in another order for a few queries"
+    if has_lists(pattern):
+        return "lists of keys are summed in the order of their slots"
+    return ""
+
+
+@with_hints()
+@contextmanager
+def batch_invariant(enabled: bool = True) -> Iterator[None]:
+    """Says that the bits of a row may not depend on what else is computed; with it or without it.
+
+    The backend "cpu" keeps this promise in each call, at no cost, so the context changes nothing: a
+    row's `out`, `lse` and gradient of the query depend on its query and position, on the keys and
+    values that it sees and their positions, and on the options. They do not depend on the batch, on
+    how many queries come at once, on documents beside its own, on a `KVCache`, or on threads.
+    docs/invariance.md has all that is promised, and what is not; `explain` names what a call cannot
+    keep.
+
+    Args:
+        enabled: False for code that may lose the promise.
+
+    Returns: a context manager, which is a decorator, too; contexts nest.
+
+    Example:
+        >>> with sr.batch_invariant():
+        ...     out = sr.attention(query, key, value, Causal())
+    """
+    checked_flag("enabled", enabled)
+    yield

@@ -13,7 +13,7 @@ LISTED = re.findall(
 )
 READERS = [
     *("finetune.md", "packing.md", "trees.md", "decoding.md", "diffusion.md", "drafts.md"),
-    *("longnet.md", "encoders.md", "selection.md", "parallel.md"),
+    *("invariance.md", "longnet.md", "encoders.md", "selection.md", "parallel.md"),
 ]
 SCREEN = 30  # lines
 

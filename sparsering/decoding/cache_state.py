@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from ..call_recipe import CallRecipe
 from ..layouts.cache import layout_cache
 from ..layouts.layout import BlockLayout
-from ..layouts.lifetimes import FOREVER, last_visits
+from ..layouts.lifetimes import last_visits
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import index_of, listed, shortened
 from ..selection.summaries import BlockSummaries
@@ -26,7 +26,6 @@ from ..streams import moved
 
 SIZES = ("heads", "kv_heads", "total", "rollback", "page_size")
 _LIFETIMES = 1024  # last queries are computed and cached for at least this many keys at once
-_POSITION_BITS, _MOST_BRANCHES = 40, 20  # bits of a sort key, which must fit in an int64
 
 
 class _Record:
@@ -293,7 +292,8 @@ class CacheState(_Record):
         alive = (positions >= 0) & (last.amax(0) >= oldest)
         if self.remote:
             alive &= ~torch.isin(positions, torch.tensor(self.remote))
-        order = self._order(positions, last, alive, history.length)
+        # keys stay in the order of positions, in which kernels sum over them
+        order = (~alive).to(torch.int8).argsort(dim=1, stable=True)
         slot = order[:, : int(alive.sum(1).max()) if alive.numel() else 0]
         positions = torch.where(alive, positions, -1).gather(1, slot)
         last = torch.where(alive, last, -1).gather(2, slot.expand(len(last), -1, -1))
@@ -307,15 +307,6 @@ class CacheState(_Record):
             exact=exact,
             oldest=oldest,
         ), slot
-
-    def _order(self, positions: Tensor, last: Tensor, alive: Tensor, length: int) -> Tensor:
-        """Returns slots [Hkv, slots] in the order after an eviction; keys to evict come last."""
-        if len(last) == 1:
-            return (~alive).to(torch.int8).argsort(dim=1, stable=True)
-        # keys that the same branches visit become neighbours, so that a branch skips whole tiles
-        live = (last[:_MOST_BRANCHES] >= length).long()
-        branches = (live << torch.arange(len(live))[:, None, None]).sum(0)
-        return torch.where(alive, (branches << _POSITION_BITS) + positions, FOREVER).argsort(dim=1)
 
     def _page_limit(self, history: History) -> int:
         """Returns after how many tokens a head has over `page_size` keys that no query sees."""

@@ -7,6 +7,7 @@ keys are copied in the order of their positions, and a layout for them is compil
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -22,7 +23,8 @@ from ..layouts.cache import layout_cache
 from ..layouts.compile import assemble, compile_passes, default_block_size
 from ..layouts.gathered_keys import Spanned, page_over
 from ..layouts.last_query import last_query_layout
-from ..layouts.layout import BlockLayout
+from ..layouts.layout import BlockLayout, segment_length
+from ..layouts.terms import disjoint_terms
 from ..numerics import sum_dtype, without_autocast
 from ..ops import attend
 from ..patterns.algebra import Frame, Mask
@@ -96,8 +98,13 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
         starts = torch.tensor([x.base for x in histories])
         frame = state.frame(page_size, int(starts.max()))
         rest = starts, frame, page_size, block
-        branches = enumerate(state.pattern.branches)
-        passes = tuple(page_over(n, x, positions, live[n], *rest) for n, x in branches)
+        size = default_block_size(state.pattern, frame.kv_len)
+        passes = []
+        for number, branch in enumerate(state.pattern.branches):
+            for grid, term in disjoint_terms(branch, size):  # in the passes of whole sequences
+                length = segment_length(grid.step, size)
+                parts = partial(grid.part_of, length=length, block_size=size)
+                passes.append(page_over(number, term, positions, live[number], *rest, parts))
         frame = Frame(
             q_len=page_size,
             kv_len=slots,
@@ -105,7 +112,7 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
             num_kv_heads=state.kv_heads,
             q_start=slots - page_size,
         )
-        layout = BlockLayout(frame, block, passes, math.nan)
+        layout = BlockLayout(frame, block, tuple(passes), math.nan)
         if device != _CPU:
             return layout.on_gpu(device)
         for p in passes:

@@ -5,7 +5,7 @@
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import cast
@@ -16,7 +16,7 @@ from torch import Tensor
 from ..patterns.algebra import And, Frame, Mask, Or
 from ..patterns.positions import Dilated
 from .bitmaps import pack, transposed
-from .layout import BlockLayout, Pass
+from .layout import BlockLayout, Pass, if_several
 from .lower import native_page
 from .tiles import Spans
 
@@ -32,6 +32,7 @@ def page_over(
     frame: Frame,
     queries: int,
     block_size: int,
+    parts: Callable[[Tensor], Tensor] | None = None,
 ) -> Pass:
     """Builds the pass of one mask of a mixture, for one tile of queries and keys in any order.
 
@@ -41,6 +42,7 @@ def page_over(
         live: [B or 1, Hkv, keys] bool, False if by this mask no query visits the key.
         starts: [B or 1] position of the first query.
         queries: number of queries, at most `block_size`.
+        parts: returns the segment (`Pass.segments`) of keys, given their positions; default one.
 
     Cost: O(queries keys) for each head and batch entry that differs in keys or mask.
     """
@@ -64,8 +66,14 @@ def page_over(
     *table, bitmaps = native_page(*rows) or _page_in_torch(*rows)
     # [B, heads, 2], [B, heads, visited], [B, heads, visited]
     row_ptr, key_tile, bitmap = (x.view(every, heads, x.shape[1]) for x in table)
-    longest = key_tile.shape[2]
     start = torch.arange(0, num_keys, block_size)[None]
+    segment = none = torch.zeros(0, dtype=torch.int32)
+    if parts is not None and num_keys:
+        of_keys = torch.where(keys >= 0, parts(keys.clamp(min=0)), -1).int()
+        column, segment, cut = _in_segments(of_keys, row_ptr, key_tile, bitmap, bitmaps)
+        row_ptr, key_tile, bitmap, bitmaps = cut
+        start = start[:, column]
+    longest = key_tile.shape[2]
     zero = torch.zeros(1, 1, dtype=torch.int64)
     return Pass(
         step=1,
@@ -80,7 +88,63 @@ def page_over(
         covers=(True, True),
         longest=(longest, min(longest, 1)),
         branch=number,
+        query_segment=none,
+        key_segment=if_several(segment),
     )
+
+
+def _in_segments(
+    of_keys: Tensor, row_ptr: Tensor, key_tile: Tensor, bitmap: Tensor, bitmaps: Tensor
+) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Lists a tile of keys that are in several segments once for each of these.
+
+    Args:
+        of_keys: [rows, keys] int32, segment of each key, -1 for no key; the rows of the tables.
+        others: tables of a pass [B, heads, ...], and its bitmaps.
+
+    Returns: for each column the tile of keys that it lists, its segment [1, columns], and tables.
+    """
+    rows, block = len(of_keys), math.isqrt(8 * bitmaps.shape[1])
+    tiles = -(-of_keys.shape[1] // block)
+    padding = (0, tiles * block - of_keys.shape[1])
+    of_keys = torch.nn.functional.pad(of_keys, padding, value=-1).view(rows, tiles, block)
+    real = of_keys >= 0
+    most = int(of_keys.max()) + 1
+    pairs = torch.arange(tiles)[:, None] * most + of_keys
+    pairs = pairs[real].unique()
+    column, segment = pairs // max(1, most), (pairs % max(1, most)).int()
+    empty = torch.arange(tiles)[~real.flatten(2).any(2).any(0)]  # no entry lists these
+    if len(column) == tiles - len(empty) and not len(empty):
+        return column, segment[None], (row_ptr, key_tile, bitmap, bitmaps)
+    shape = row_ptr.shape[:2]
+    entries = torch.arange(key_tile.shape[2]) < row_ptr[..., 1:]
+    number = torch.full((rows, tiles + 1), -2)  # index of the bitmap of each visited tile
+    place = torch.where(entries, key_tile.long(), tiles).view(rows, -1)
+    number.scatter_(1, place, bitmap.long().view(rows, -1))
+    number = number[:, :tiles]
+    inside = of_keys[:, column] == segment[:, None]  # [rows, columns, block]
+    listed = inside.any(2) & (number[:, column] > -2)
+    shared = real.sum(2)[:, column] > inside.sum(2)  # the tile has keys of other segments, too
+    row, cut = torch.nonzero(listed & shared, as_tuple=True)
+    number = torch.where(listed, number[:, column], -1)
+    if len(row):
+        old = number[row, cut]
+        bits = (
+            torch.where((old >= 0)[:, None], bitmaps[old.clamp(min=0)], 255)
+            if len(bitmaps)
+            else torch.full((len(row), block * block // 8), 255, dtype=torch.uint8)
+        )
+        kept = pack(inside[row, cut]).repeat(1, block)
+        number[row, cut] = len(bitmaps) + torch.arange(len(row))
+        bitmaps = torch.cat((bitmaps, bits & kept))
+    count = listed.sum(1)
+    longest = int(count.max()) if rows else 0
+    order = (~listed).to(torch.int8).argsort(dim=1, stable=True)[:, :longest]
+    filled = torch.arange(longest) < count[:, None]
+    tables = (torch.where(filled, x, 0).int() for x in (order, number.gather(1, order)))
+    row_ptr = torch.nn.functional.pad(count[:, None], (1, 0)).int()
+    key_tile, bitmap = (x.view(*shape, longest) for x in tables)
+    return column, segment[None], (row_ptr.view(*shape, 2), key_tile, bitmap, bitmaps)
 
 
 def _page_in_torch(

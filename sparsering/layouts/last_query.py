@@ -144,6 +144,7 @@ def _row(p: Pass, row: int) -> Pass:
         bitmap=p.bitmap.gather(-1, entry) if len(place) else p.bitmap[..., :0],
         covers=(len(start) == 1, p.covers[1]),
         longest=None,
+        query_segment=start.new_empty(0, dtype=torch.int32),
     )
 
 

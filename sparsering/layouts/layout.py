@@ -15,6 +15,9 @@ from ..streams import Built, moved, moved_together
 from .bitmaps import transposed, unpack
 from .drawing import drawing
 
+_SEGMENT = 512
+"""Tokens of a pass whose sums are added before those of others."""
+
 
 class Transpose(NamedTuple):
     """The visited pairs of tiles of a `Pass`, sorted by key tile; `Pass` explains the dims."""
@@ -59,6 +62,9 @@ class Pass:
     query_depth: Tensor | None = None  # [B or 1, S, query tiles, block_size or 1]
     key_depth: Tensor | None = None  # [B or 1, S, key tiles, block_size or 1]
     stream: Tensor | None = None  # [S, query tiles] index of the dropout seed; None: all 0
+    # Result of `segments`; None: it follows from `coordinates`.
+    query_segment: Tensor | None = None  # [S, query tiles] int32, or empty
+    key_segment: Tensor | None = None  # [S, key tiles] int32, or empty
     slot: Tensor | None = None  # [B or 1, H or 1, entries] int64 place in a selection's indices
     # values that other files derive from the pass, by name; copies and pickles begin without any
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False)
@@ -86,6 +92,23 @@ class Pass:
         """Returns `depths` of every token: [B or 1, S, tiles, block_size]."""
         slots = self.step * torch.arange(block_size, device=self.key_start.device)
         query, key = (x if x.shape[-1] == block_size else x + slots for x in self.depths(q_start))
+        return query, key
+
+    def segments(self, q_start: int, block_size: int) -> tuple[Tensor, Tensor]:
+        """Returns the segment of each query tile and each key tile, [S, tiles] int32.
+
+        Kernels add up the sums of segments in their order, which depends on positions alone. So
+        rounding errors stay small, threads can share the keys of a query, and its bits do not
+        depend on what else a call computes. A tensor is empty if all its tiles are in one segment.
+        """
+        if self.query_segment is not None and self.key_segment is not None:
+            return self.query_segment, self.key_segment
+        places, length = self.coordinates(q_start), segment_length(self.step, block_size)
+        given = self.query_segment, self.key_segment
+        query, key = (
+            if_several((x // length).int()) if segment is None else segment
+            for x, segment in zip(places, given, strict=True)
+        )
         return query, key
 
     def tensors(self) -> Iterator[Tensor]:
@@ -404,6 +427,17 @@ class BlockLayout:
             f"{self.num_pairs:.6g} pairs, {self.nbytes / 1e6:.3g} MB"
         )
         return "\n".join([figures, *drawing(self)])
+
+
+def segment_length(step: int, block_size: int) -> int:
+    """Returns the positions of a segment (`Pass.segments`) in a pass of tiles of that step."""
+    return step * block_size * max(1, _SEGMENT // block_size)
+
+
+def if_several(segments: Tensor) -> Tensor:
+    """Returns segments of tiles, or an empty tensor if all are equal."""
+    alike = not segments.numel() or bool((segments == segments.flatten()[0]).all())
+    return segments.new_empty(0) if alike else segments.contiguous()
 
 
 def slots_of(start: Tensor, stop: Tensor, step: int, block_size: int) -> tuple[Tensor, Tensor]:

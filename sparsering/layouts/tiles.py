@@ -64,6 +64,22 @@ class Grid:
         """Returns the number of tokens from the start of a segment to a head's first tile."""
         return 0 if self.anchor is None else self.anchor.offset_of(kv_head, num_kv_heads)
 
+    def part_of(self, positions: Tensor, length: int, block_size: int) -> Tensor:
+        """Returns which part of `length` positions each position is in, see `Pass.segments`.
+
+        `length` is a multiple of the positions that a tile spans.
+        """
+        if self.documents:
+            sizes = torch.tensor(self.documents, dtype=torch.int64)
+            ends = sizes.cumsum(0)
+            depths = torch.tensor(self.depths or [0] * len(sizes), dtype=torch.int64)
+            document = torch.searchsorted(ends, positions.contiguous(), right=True)
+            positions = positions - (ends - sizes - depths)[document.clamp(max=len(sizes) - 1)]
+        if self.segment == self.step * block_size:
+            return positions // length
+        begin = positions // self.segment * self.segment
+        return begin // length + (positions - begin) // length
+
     def axis(self, ranges: Ranges, block_size: int, offset: int) -> "Axis":
         """Returns tiles of the positions in `ranges`; no tile crosses the end of a range."""
         self._check_number(sum(high - low for low, high in ranges), block_size)

@@ -18,7 +18,7 @@ from ..kernels.cpu.build import library
 from ..layouts.cache import layout_cache
 from ..layouts.compile import axes_of, checked_block_size, compile_table, terms_of
 from ..layouts.documents import Ground, ground_of
-from ..layouts.layout import BlockLayout, Pass, tile_counts
+from ..layouts.layout import BlockLayout, Pass, segment_length, tile_counts
 from ..layouts.leaves import FULL, VARIES
 from ..layouts.lists import lists_of, split
 from ..layouts.lower import condition
@@ -40,8 +40,8 @@ _RUN = 64  # neighbouring key tiles that are tested as one
 class PassCounts(NamedTuple):
     """Counts of one `Pass` of a layout; floats are means over query heads and batch entries.
 
-    The CPU kernel cuts tiles with far more visited blocks than others into pieces, and sums each
-    piece separately. The counts of pieces are 0 without `counts_of(..., cut=True)`.
+    The CPU kernel cuts tiles with far more visited blocks than others into pieces, one for each
+    segment (`Pass.segments`). The counts of pieces are 0 without `counts_of(..., cut=True)`.
     """
 
     step: int  # distance of neighbouring positions in a tile, in tokens
@@ -55,6 +55,7 @@ class PassCounts(NamedTuple):
     ragged: float  # key tiles of a length that 16 does not divide, which kernels copy
     pieces: float  # pieces of all query tiles that the forward pass cuts
     pieces_by_key: float  # pieces of all key tiles that the backward pass cuts
+    segmented: tuple[bool, bool]  # whether query tiles, and key tiles, are in several segments
     tables: int  # heads with separate tables of visited blocks
     batches: int  # number of batch entries with separate tables
 
@@ -189,6 +190,7 @@ def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassCounts:
     kinds = max(tables, axes)  # number of heads whose table or tiles differ
     groups = min(kinds, layout.frame.num_kv_heads)
     tallies, seen, pieces, pieces_by_key = [], 0.0, 0.0, 0.0
+    segments = p.segments(layout.frame.q_start, layout.block_size)
     for b in range(batches):
         by_key = torch.zeros(groups, keys.shape[1], dtype=torch.int64)
         for kind in range(kinds):
@@ -201,8 +203,15 @@ def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassCounts:
             tallies.append(_tally(row, key, key + 1, queries[axis], before))
             by_key[kind * groups // kinds] += of_key
             if cut:
-                pieces += library().pieces(of_row, False)
-                pieces_by_key += library().pieces(of_key, True)
+                query_segment, key_segment = (
+                    x[axis] if x.numel() else torch.zeros(n, dtype=torch.int32)
+                    for x, n in zip(segments, (queries.shape[1], keys.shape[1]), strict=True)
+                )
+                in_row = _runs_of(row, key_segment[key], len(of_row))
+                by_column, order = key.sort(stable=True)
+                in_column = _runs_of(by_column, query_segment[row][order], len(of_key))
+                pieces += library().pieces(of_row, in_row, False)
+                pieces_by_key += library().pieces(of_key, in_column, True)
         seen += float((by_key > 0).sum()) / groups / batches
     entries, cells, rows = (sum(x) / len(tallies) for x in zip(*tallies, strict=True))
     return PassCounts(
@@ -217,9 +226,25 @@ def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassCounts:
         ragged=_ragged(keys),
         pieces=pieces / len(tallies),
         pieces_by_key=pieces_by_key / len(tallies),
+        segmented=(segments[0].numel() > 0, segments[1].numel() > 0),
         tables=tables,
         batches=batches,
     )
+
+
+def _runs_of(tile: Tensor, segment: Tensor, tiles: int) -> Tensor:
+    """Counts runs of equal segments among the entries of each tile; `tile` is ascending."""
+    first = torch.ones_like(tile, dtype=torch.bool)
+    first[1:] = (tile[1:] != tile[:-1]) | (segment[1:] != segment[:-1])
+    return torch.bincount(tile[first], minlength=tiles)
+
+
+def _several(tiles: "_Tiles", block_size: int) -> tuple[bool, bool]:
+    """Returns whether query tiles, and key tiles, are in several segments."""
+    length = segment_length(tiles.keys.step, block_size)
+    segments = (x.start // length for x in tiles[:2])
+    queries, keys = (bool((x != x[:1]).any()) for x in segments)
+    return queries, keys
 
 
 class _Tiles(NamedTuple):
@@ -279,6 +304,7 @@ def _sampled(
                 ragged=_ragged(key_tokens),
                 pieces=0.0,
                 pieces_by_key=0.0,
+                segmented=_several(tiles, block_size),
                 tables=tables,
                 batches=pattern.num_batches() or 1,
             )

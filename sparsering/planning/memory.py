@@ -105,7 +105,7 @@ def _cpu_workspace(counts: Counts, call: Call, backward: bool) -> int:
         for p in counts.passes
         for x in (
             p.step, p.query_tiles, p.key_tiles, p.tables, p.longest[0], is_walked(p, group),
-            p.entries, p.key_tiles_seen, p.ragged, p.pieces, p.pieces_by_key,
+            p.entries, p.key_tiles_seen, p.ragged, p.pieces, p.pieces_by_key, *p.segmented,
         )
     ]  # fmt: skip
     options = counts.block_size, numbers, backward, takes_heads(counts, call)

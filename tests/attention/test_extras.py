@@ -313,7 +313,8 @@ def test_the_cap_is_as_exact_as_float32():
         scale=1.0, softcap=50.0, backend="cpu", return_lse=True,
     )[1][0, 0]  # fmt: skip
     exact = 50 * (x.double() / 50).tanh()
-    assert ((lse - exact).abs() / exact.abs()).max() < 5e-7
+    # beside the rounding of the cap, that of lse near 0
+    assert ((lse - exact).abs() - 5e-7 * exact.abs()).max() < 1.5e-7
 
 
 REFUSED = {

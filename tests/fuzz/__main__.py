@@ -17,7 +17,7 @@ from pathlib import Path
 from .attack import Coverage, attack_by_name
 
 KINDS = ("calls", "caches", "selections", "rings", "hostile")
-KINDS += ("trees", "long", "ways", "layouts", "models", "ranks", "steps")
+KINDS += ("trees", "long", "ways", "layouts", "models", "ranks", "steps", "company")
 
 
 def main() -> int:

@@ -1,6 +1,9 @@
 """CPU backend: a C++ kernel, compiled on first use."""
 
 from .build import build
-from .call import EXTRAS, backward, block_shares, entry_mass, forward, reasons
+from .call import EXTRAS, adds_in_order, backward, block_shares, entry_mass, forward, reasons
 
-__all__ = ["EXTRAS", "backward", "block_shares", "build", "entry_mass", "forward", "reasons"]
+__all__ = [
+    "EXTRAS", "adds_in_order", "backward", "block_shares", "build", "entry_mass", "forward",
+    "reasons",
+]  # fmt: skip

@@ -2,15 +2,15 @@
 
 #pragma once
 
-#include "few.h"
+#include "few_pairs.h"
 #include "scores.h"
 #include "softmax.h"
 
 namespace sparsering::cpu {
 
 // Work item: entries (visited key tiles) `begin` to `end` of query tile `row`, for `heads` heads.
-// If a tile has many entries, it is cut into pieces, whose results are merged later: `piece` is
-// the index of the piece, -1 if the tile is not cut.
+// If a tile has many entries, it is cut into pieces, one for each group of segments, whose sums are
+// added later: `piece` is the index of the piece, -1 if the tile is not cut.
 struct Item {
   int64_t batch, head, heads, row, begin, end, piece;
 };
@@ -19,38 +19,58 @@ template <typename T>
 class Attend {
  public:
   explicit Attend(const Problem& problem)
-      : x_(problem), width_(round_up(std::max<int64_t>(problem.D, 1), 2)) {}
+      : x_(problem),
+        width_(round_up(std::max<int64_t>(problem.D, 1), 2)),
+        units_(problem.rest_of_scale()) {}
 
   struct Operands {
     const T *k, *v;
   };
 
-  // Buffers of a thread, for items of `many` queries, of `few` queries (few.h), or both.
+  // Sums of the rows of a query tile: those of the weights (`total`), and of the weighted values.
+  struct Sums {
+    Sums() = default;
+    Sums(int64_t rows, int64_t width) : highest(rows), total(rows), values(rows * width) {}
+    Buffer<float> highest, total, values;
+  };
+
+  // Buffers of a thread, for items of `many` queries, of `few` queries (few.h), or both; `segments`
+  // if a pass has several segments of keys.
   struct Scratch {
-    Scratch(const Attend& f, bool many, bool few) {
+    Scratch(const Attend& f, bool many, bool few, bool segments) {
       const auto& x = f.x_;
       const int64_t queries = round_up(x.block, 32), most_keys = cpu::most_keys(x.block);
       rows = Buffer<float>(queries * x.Dv);
       lse = Buffer<float>(queries);
-      highest = Buffer<float>(queries);
-      total = Buffer<float>(queries);
+      now = Sums(queries, x.Dv);
       factor = Buffer<float>(queries);
       scores = Buffer<float>(queries * (many ? most_keys : kFewQueries));
-      sums = Buffer<float>(queries * x.Dv);
+      highest = Buffer<float>(many ? queries : 0);
+      totals = Buffer<float>(many ? queries * (segments ? most_keys / 16 : 1) : 0);
+      for (Sums& of : earlier) {
+        of = segments ? Sums(queries, x.Dv) : Sums();
+      }
       biases = Buffer<float>(x.extras.adjusts() ? 2 * queries : 0);
       a = Buffer<uint32_t>(x.extras.drops() ? queries : 0);
       b = Buffer<uint32_t>(x.extras.drops() ? queries : 0);
       query = Buffer<float>(few ? kFewQueries * round_up(x.D, kLanes) : 0);
-      keys = Buffer<float>(few ? 2 * kLanes * round_up(x.D, kLanes) : 0);
+      keys = Buffer<float>(few ? few_spare(round_up(x.D, kLanes)) : 0);
+      nothing = Buffer<BFloat16>::zeros(few && kPaired<T> ? round_up(x.Dv, 32) : 0);
       tile = Buffer<T>(many ? queries * f.width_ : 0);
       packed = Buffer<T>(many ? queries * f.width_ : 0);
       weights = Buffer<T>(many && kPaired<T> ? queries * most_keys : 0);
     }
-    Buffer<float> rows, lse, highest, total, factor, scores, sums, biases, query, keys;
+    Sums now;         // of a segment of the keys
+    Sums earlier[2];  // of the segments before in its group, and of the groups before
+    Buffer<float> rows, lse, factor, scores, biases, query, keys;
+    Buffer<float> highest, totals;  // of all keys so far; of the segments in a softmax step
     Buffer<uint32_t> a, b;
     Buffer<T> tile, packed, weights;
+    Buffer<BFloat16> nothing;  // a row of zeros
   };
 
+  // Returns the item's query tile. Its rows, in `s.rows`, are results, and those of `s.lse`; of a
+  // piece they are sums, for `s.highest` and `s.total`.
   // `later`: an item of the same head that this thread will probably compute next, or nullptr.
   Tile many_queries(Scratch& s, const Pass& pass, const Item& item, const Item* later,
                     int64_t number, const Operands* operands) const {
@@ -61,9 +81,8 @@ class Attend {
     const T* q =
         tile_rows(x_.q, item.batch, item.head, tile, pass.step, queries, width_, s.tile.get());
     pack_transposed(q, queries, width_, s.packed.get());
+    clear_sums(s, queries);
     std::fill_n(s.highest.get(), queries, -kInf);
-    std::fill_n(s.total.get(), queries, 0.f);
-    std::fill_n(s.sums.get(), queries * x_.Dv, 0.f);
     if (x_.extras.drops()) {
       row_words(x_, pass, item.batch, item.head, item.row, queries, s.a.get(), s.b.get());
     }
@@ -75,8 +94,23 @@ class Attend {
       weights = scores;
     }
     bool any = false;
+    Segments segments;
+    const auto add = [&](Sums& to, const Sums& from) { add_columns(to, from, queries); };
     for (int64_t entry = item.begin; entry < item.end;) {
       const Stack tiles = stack(pass, item, number, entry);
+      if (!tiles.size) {
+        continue;
+      }
+      const auto begin = [&](int64_t segment) {
+        if (segments.changes_to(segment)) {
+          std::copy_n(s.highest.get(), queries, s.now.highest.get());
+        }
+        if (segments.begin(s, segment, add)) {
+          std::fill_n(s.now.total.get(), queries, 0.f);
+          std::fill_n(s.now.values.get(), queries * x_.Dv, 0.f);
+        }
+      };
+      begin(tiles.parts[0].segment);
       float* at = scores;
       for (int64_t i = 0; i < tiles.size; ++i) {
         const auto& part = tiles.parts[i];
@@ -111,8 +145,14 @@ class Attend {
       }
       any = true;
       T* w = weights;
+      const float* totals = s.totals.get();
       for (int64_t i = 0; i < tiles.size; ++i) {
         const auto& part = tiles.parts[i];
+        if (i == 0 || part.segment != tiles.parts[i - 1].segment) {
+          begin(part.segment);
+          std::copy_n(totals, queries, s.now.total.get());
+          totals += queries;
+        }
         if (x_.extras.drops()) {
           drop(w, part.padded, queries, dropout(s, pass, axis, part.column));
         }
@@ -121,18 +161,29 @@ class Attend {
         for_parts(bits, block, part.padded, queries,
                   [&](int64_t query, int64_t size, int64_t first, int64_t count) {
                     multiply(x_.Dv, size, count, value + first, part.padded,
-                             w + first * queries + query, queries, s.sums.get() + query, queries,
-                             true);
+                             w + first * queries + query, queries, s.now.values.get() + query,
+                             queries, true);
                   });
         w += part.padded * queries;
       }
     }
-    for (int64_t i = 0; i < queries; ++i) {
-      finish(s.highest.get()[i], s.total.get()[i], s.factor.get()[i], s.lse.get()[i]);
-      s.factor.get()[i] *= x_.extras.factor;
+    std::copy_n(s.highest.get(), queries, s.now.highest.get());
+    segments.end(s, add);
+    std::fill_n(s.factor.get(), queries, 1.f);
+    if (item.piece < 0) {
+      finish_rows(queries, s.now.highest.get(), s.now.total.get(), s.factor.get(), s.lse.get());
     }
-    transpose_scaled(s.sums.get(), x_.Dv, queries, s.rows.get(), s.factor.get());
+    transpose_scaled(s.now.values.get(), x_.Dv, queries, s.rows.get(), s.factor.get());
     return tile;
+  }
+
+  // Computes the factors that turn the sums of rows into results, and their lse.
+  void finish_rows(int64_t rows, const float* highest, const float* total, float* factor,
+                   float* lse) const {
+    for (int64_t i = 0; i < rows; ++i) {
+      units_.finish(highest[i], total[i], factor[i], lse[i]);
+      factor[i] *= x_.extras.factor;
+    }
   }
 
   // Computes attention of few queries: one query tile of all heads that share keys. Reads each key
@@ -143,26 +194,36 @@ class Attend {
   }
 
  private:
+  // True if keys and values stay in pairs of bfloat16, whose products are added in their order.
+  static bool adds_pairs() {
+    return kPaired<T> && adds_pairs_in_order();
+  }
+
   template <int W>
   Tile few_queries_of(Scratch& s, const Pass& pass, const Item& item, int64_t number) const {
     const int64_t axis = item.head * pass.axes / x_.Hq, kv_head = item.head / x_.group;
     const Tile tile = pass.query_tile(axis, item.row);
     const int64_t table = pass.table(item.batch, item.head, x_.Hq), rows = item.heads * tile.count;
     const bool* seen = x_.extras.key_mask(item.batch);
-    const int64_t width = round_up(x_.D, kLanes);
+    // pairs are transposed like floats, so there is a multiple of kLanes of them
+    const int64_t width = round_up(x_.D, adds_pairs() ? 2 * kLanes : kLanes);
     for (int64_t i = 0; i < item.heads; ++i) {
-      float* queries = s.query.get() + i * tile.count * width;
-      read_tile(x_.q, item.batch, item.head + i, tile, pass.step, tile.count, width, queries);
+      const auto read = [&](auto* queries) {
+        read_tile(x_.q, item.batch, item.head + i, tile, pass.step, tile.count, width,
+                  queries + i * tile.count * width);
+      };
+      adds_pairs() ? read(reinterpret_cast<BFloat16*>(s.query.get())) : read(s.query.get());
       if (x_.extras.drops()) {
         row_words(x_, pass, item.batch, item.head + i, item.row, tile.count,
                   s.a.get() + i * tile.count, s.b.get() + i * tile.count);
       }
     }
-    const FewQueries few{rows,          x_.D,           x_.Dv,        x_.block,    width,
-                         s.query.get(), s.scores.get(), s.sums.get(), s.keys.get()};
-    std::fill_n(s.sums.get(), rows * x_.Dv, 0.f);
-    std::fill_n(s.highest.get(), rows, -kInf);
-    std::fill_n(s.total.get(), rows, 0.f);
+    FewQueries few{rows,        x_.D,          x_.Dv,          x_.block,
+                   width,       s.query.get(), s.scores.get(), s.now.values.get(),
+                   s.keys.get()};
+    clear_sums(s, rows);
+    Segments segments;
+    const auto add = [&](Sums& to, const Sums& from) { add_rows_of(to, from, rows); };
     for (int64_t entry = item.begin; entry < item.end; ++entry) {
       const int64_t column = pass.keys(table)[entry];
       const Tile keys = pass.key_tile(axis, column);
@@ -171,6 +232,10 @@ class Attend {
           (number_of_bitmap >= 0 && !visited(pass, number_of_bitmap, tile.count, keys.count))) {
         continue;
       }
+      if (segments.begin(s, pass.key_segment(axis, column), add)) {
+        clear_sums(s, rows);
+        few.sums = s.now.values.get();
+      }
       const auto visit = [&](auto type) {
         using S = decltype(type);
         const auto rows_of = [&](const Source& source, int64_t first) {
@@ -178,23 +243,29 @@ class Attend {
                             source.strides[2] * pass.step};
         };
         const Strided<S> values = rows_of(x_.v, keys.start);
-        score_keys<W>(few, rows_of(x_.k, keys.start), keys.count, values);
+        bool in_pairs = false;
+        if constexpr (kPaired<T> && kPaired<S>) {
+          in_pairs = adds_pairs();
+          if (in_pairs) {
+            score_pairs<W>(few, rows_of(x_.k, keys.start), keys.count, values);
+          }
+        }
+        if (!in_pairs) {
+          score_keys<W>(few, rows_of(x_.k, keys.start), keys.count, values);
+        }
         for (int64_t r = 0; r < rows; ++r) {
           float* scores = s.scores.get() + r * x_.block;
           const int64_t i = r % tile.count, head = item.head + r / tile.count;
-          const float bias = x_.bias_at(number, item.batch, head, entry),
-                      scale = x_.rest_of_scale();
+          const float bias = x_.bias_at(number, item.batch, head, entry);
           if (x_.extras.adjusts()) {
             adjust_row(pass, item, head, i, column, keys.count, s.biases.get(), scores);
-          }
-          for (int64_t j = 0; j < keys.count; ++j) {
-            scores[j] = scores[j] * scale + bias;
           }
           hide_unseen(seen, keys, pass.step, scores, 1);
           if (number_of_bitmap >= 0) {
             keep_bits(pass.bits_of_query(number_of_bitmap, i), keys.count, scores);
           }
-          weigh(few, r, keys.count, s.highest.get()[r], s.total.get()[r]);
+          weigh(few, r, keys.count, units_.scale, bias, s.now.highest.get()[r],
+                s.now.total.get()[r]);
           if (x_.extras.drops()) {
             Dropout of_row = dropout(s, pass, axis, column);
             of_row.a += r, of_row.b += r;
@@ -203,22 +274,103 @@ class Attend {
         }
         const Tile next =
             entry + 1 < item.end ? pass.key_tile(axis, pass.keys(table)[entry + 1]) : Tile{0, 0};
+        const Strided<S> next_keys = rows_of(x_.k, next.start);
+        if constexpr (kPaired<T> && kPaired<S>) {
+          if (in_pairs) {
+            const bool* of_tile = seen ? seen + keys.start : nullptr;
+            pack_weights(few, keys.count);
+            add_pairs<W>(few, {values, of_tile, pass.step, s.nothing.get()}, keys.count, next_keys,
+                         next.count);
+            return;
+          }
+        }
         for_runs(seen, keys, pass.step, [&](int64_t first, int64_t count) {
-          add_values<W>(few.from(first), values.from(first), count, rows_of(x_.k, next.start),
-                        next.count);
+          add_values<W>(few.from(first), values.from(first), count, next_keys, next.count);
         });
       };
       with_type(x_.k.type, visit);
     }
+    segments.end(s, add);
+    std::fill_n(s.factor.get(), rows, 1.f);
+    if (item.piece < 0) {
+      finish_rows(rows, s.now.highest.get(), s.now.total.get(), s.factor.get(), s.lse.get());
+    }
     for (int64_t r = 0; r < rows; ++r) {
-      float factor;
-      finish(s.highest.get()[r], s.total.get()[r], factor, s.lse.get()[r]);
-      factor *= x_.extras.factor;
       for (int64_t d = 0; d < x_.Dv; ++d) {
-        s.rows.get()[r * x_.Dv + d] = s.sums.get()[r * x_.Dv + d] * factor;
+        s.rows.get()[r * x_.Dv + d] = s.now.values.get()[r * x_.Dv + d] * s.factor.get()[r];
       }
     }
     return tile;
+  }
+
+  void clear_sums(const Scratch& s, int64_t rows) const {
+    std::fill_n(s.now.highest.get(), rows, -kInf);
+    std::fill_n(s.now.total.get(), rows, 0.f);
+    std::fill_n(s.now.values.get(), rows * x_.Dv, 0.f);
+  }
+  // Adds the sums of segments in their order: those of a group first, then those of groups.
+  struct Segments {
+    bool changes_to(int64_t next) const {
+      return segment >= 0 && next != segment;
+    }
+    // Begins a segment. Returns true if another one came before, whose sums are now among
+    // `earlier`.
+    template <typename Add>
+    bool begin(Scratch& s, int64_t next, const Add& add) {
+      const bool another = changes_to(next);
+      if (another) {
+        any_in_group = put(s.now, s.earlier[0], any_in_group, add);
+        if (next / Pass::kGroup != segment / Pass::kGroup) {
+          any_groups = put(s.earlier[0], s.earlier[1], any_groups, add);
+          any_in_group = false;
+        }
+      }
+      segment = next;
+      return another;
+    }
+    // Leaves the sums of all segments in `s.now`.
+    template <typename Add>
+    void end(Scratch& s, const Add& add) {
+      if (any_in_group) {
+        put(s.now, s.earlier[0], true, add);
+        std::swap(s.now, s.earlier[0]);
+      }
+      if (any_groups) {
+        put(s.now, s.earlier[1], true, add);
+        std::swap(s.now, s.earlier[1]);
+      }
+    }
+    template <typename Add>
+    static bool put(Sums& from, Sums& to, bool any, const Add& add) {
+      any ? add(to, from) : std::swap(from, to);
+      return true;
+    }
+    int64_t segment = -1;
+    bool any_in_group = false, any_groups = false;
+  };
+  // Adds sums, whose values are transposed.
+  void add_columns(Sums& to, const Sums& from, int64_t queries) const {
+    for (int64_t i = 0; i < queries; i += kLanes) {
+      float *highest = to.highest.get() + i, *total = to.total.get() + i;
+      const Vec one = Vec::loadu(highest), two = Vec::loadu(from.highest.get() + i),
+                top = at::vec::maximum(one, two),
+                least = Vec::blendv(top, Vec(0.f), top == Vec(-kInf)),
+                a = power_of_two(one - least), b = power_of_two(two - least);
+      const auto add = [&](float* sum, const float* other) {
+        (Vec::loadu(sum) * a + Vec::loadu(other) * b).store(sum);
+      };
+      top.store(highest);
+      add(total, from.total.get() + i);
+      for (int64_t d = 0; d < x_.Dv; ++d) {
+        add(to.values.get() + d * queries + i, from.values.get() + d * queries + i);
+      }
+    }
+  }
+  void add_rows_of(Sums& to, const Sums& from, int64_t rows) const {
+    for (int64_t r = 0; r < rows; ++r) {
+      add_segment(to.highest.get()[r], to.total.get()[r], to.values.get() + r * x_.Dv,
+                  from.highest.get()[r], from.total.get()[r], from.values.get() + r * x_.Dv, x_.Dv);
+    }
   }
 
   // Returns the key tiles of an item for the next softmax step, and moves `entry` past them.
@@ -235,7 +387,8 @@ class Attend {
         break;
       }
       if (count && x_.extras.sees(item.batch, tile, pass.step)) {
-        result.parts[result.size++] = {column, entry, count, padded, bias ? bias[entry] : 0.f};
+        result.parts[result.size++] = {
+            column, entry, count, padded, pass.key_segment(axis, column), bias ? bias[entry] : 0.f};
         result.padded += padded;
       }
     }
@@ -309,15 +462,15 @@ class Attend {
   template <int W>
   void step(Scratch& s, const Stack& tiles, float* scores, T* weights, int64_t ld, int64_t c,
             Ahead& ahead) const {
-    softmax_step<T, W>(tiles, scores + c, weights + (kPaired<T> ? 2 : 1) * c, ld,
-                       x_.rest_of_scale(), s.highest.get() + c, s.total.get() + c,
+    softmax_step<T, W>(tiles, scores + c, weights + (kPaired<T> ? 2 : 1) * c, ld, units_.scale,
+                       s.highest.get() + c, s.now.total.get() + c, s.totals.get() + c,
                        s.factor.get() + c, ahead);
   }
 
   // Multiplies the sums O^T [Dv, queries] by a factor of each query.
   void multiply_sums(Scratch& s, int64_t queries) const {
     for (int64_t d = 0; d < x_.Dv; ++d) {
-      float* sum = s.sums.get() + d * queries;
+      float* sum = s.now.values.get() + d * queries;
       for (int64_t i = 0; i < queries; i += kLanes) {
         (Vec::loadu(sum + i) * Vec::loadu(s.factor.get() + i)).store(sum + i);
       }
@@ -340,6 +493,7 @@ class Attend {
 
   const Problem& x_;
   const int64_t width_;
+  const Units units_;
 };
 
 }  // namespace sparsering::cpu

@@ -56,7 +56,7 @@ class Backward {
         if (passes_[i].walked) {
           walked(passes_[i], i).run_head(kv, mine.dk.get(), mine.dv.get(), sums);
         } else {
-          run_head(passes_[i], i, kv, mine.scratch, mine.keys, mine.dk.get(), mine.dv.get(), sums);
+          run_head(passes_[i], i, kv, mine, sums);
         }
       }
       sums.finish();
@@ -139,17 +139,22 @@ class Backward {
     explicit OfThread(const Backward& f)
         : scratch(f.pairs_),
           keys(f.x_, f.pairs_),
-          dk(f.most_columns_ * f.x_.block * f.pairs_.width()),
-          dv(f.most_columns_ * f.x_.block * f.pairs_.value_width()) {}
+          dk(f.most_columns_ * f.row_size()),
+          dv(f.most_columns_ * (f.column_size() - f.row_size())) {
+      if (f.has_column_segments()) {
+        earlier_dk = Buffer<float>(f.most_columns_ * f.row_size());
+        earlier_dv = Buffer<float>(f.most_columns_ * (f.column_size() - f.row_size()));
+      }
+    }
     Scratch scratch;
     PackedKeys<T> keys;
-    Buffer<float> dk, dv;
+    Buffer<float> dk, dv, earlier_dk, earlier_dv;
     Gradients::Room sums;
   };
 
   // Work item: entries `begin` to `end` of a query tile, or of a key tile (with the entries of all
-  // heads of its group). A tile with many entries is cut into pieces, whose sums are added: `piece`
-  // is the index of the piece, -1 for a whole tile.
+  // heads of its group). A tile with many entries is cut into pieces, whose sums are added in their
+  // order, see most_entries: `piece` is the index of the piece, -1 for a whole tile.
   struct Item {
     int64_t head, tile, begin, end, piece;
   };
@@ -159,15 +164,24 @@ class Backward {
   };
   // Work items of kv heads that are computed together (a wave), and the tiles that were cut.
   struct Items {
-    // Cuts a tile with more than `longest` entries into pieces.
-    void add(int64_t head, int64_t tile, int64_t begin, int64_t end, int64_t longest) {
-      const int64_t count = std::max<int64_t>(1, (end - begin + longest - 1) / longest);
-      if (count > 1) {
-        splits.push_back({{head, tile, begin, end, pieces}, count});
+    // Cuts a tile of more than `most` entries where `segment_of(entry)` changes.
+    template <typename Segment>
+    void add(int64_t head, int64_t tile, int64_t begin, int64_t end, int64_t most,
+             const Segment& segment_of) {
+      const int64_t first = pieces;
+      for (int64_t from = begin, to = begin; end - begin > most && from < end; from = to) {
+        while (to < end && segment_of(to) == segment_of(from)) {
+          ++to;
+        }
+        if (from == begin && to == end) {
+          break;
+        }
+        all.push_back({head, tile, from, to, pieces++});
       }
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t from = begin + i * longest;
-        all.push_back({head, tile, from, std::min(end, from + longest), count > 1 ? pieces++ : -1});
+      if (pieces > first) {
+        splits.push_back({{head, tile, begin, end, first}, pieces - first});
+      } else {
+        all.push_back({head, tile, begin, end, -1});
       }
     }
     std::vector<Item> all;
@@ -191,27 +205,80 @@ class Backward {
     return wave_of(x_.B * x_.Hkv, rows_, bytes);
   }
 
-  void run_head(const Pass& pass, int64_t number, int64_t kv, Scratch& s, PackedKeys<T>& keys,
-                float* dk, float* dv, const Gradients& sums) const {
-    const int64_t dk_size = row_size(), dv_size = column_size() - dk_size;
-    keys.reserve(pass, kv, 1);
+  void run_head(const Pass& pass, int64_t number, int64_t kv, OfThread& mine,
+                const Gradients& sums) const {
+    Scratch& s = mine.scratch;
+    mine.keys.reserve(pass, kv, 1);
     for (int64_t column = 0; column < pass.columns; ++column) {
-      keys.pack(s.pairs.get(), pass, kv, column, column);
+      mine.keys.pack(s.pairs.get(), pass, kv, column, column);
     }
-    std::fill_n(dk, pass.columns * dk_size, 0.f);
-    std::fill_n(dv, pass.columns * dv_size, 0.f);
+    Columns columns{mine.dk.get(),
+                    mine.dv.get(),
+                    mine.earlier_dk.get(),
+                    mine.earlier_dv.get(),
+                    std::vector<int64_t>(pass.columns, Pass::kNoSegment),
+                    std::vector<bool>(pass.columns)};
     for (int64_t head = kv * x_.group; head < (kv + 1) * x_.group; ++head) {
       const int32_t* row_ptr = pass.row_ptr(pass.table(head / x_.Hq, head % x_.Hq, x_.Hq));
       for (int64_t row = 0; row < pass.rows; ++row) {
         const Item item{head, row, row_ptr[row], row_ptr[row + 1], -1};
-        if (const float* dq = sweep_row(s, pass, number, item, 0, keys.tiles.data(), dk, dv)) {
+        if (const float* dq =
+                sweep_row(s, pass, number, item, 0, mine.keys.tiles.data(), &columns)) {
           add_queries(pass, item, dq, sums);
         }
       }
     }
     for (int64_t column = 0; column < pass.columns; ++column) {
-      add_keys(pass, kv, column, dk + column * dk_size, dv + column * dv_size, sums);
+      if (columns.segment[column] != Pass::kNoSegment) {
+        end_segment(columns, column);
+        add_keys(pass, kv, column, columns.dk + column * row_size(),
+                 columns.dv + column * (column_size() - row_size()), sums);
+      }
     }
+  }
+
+  // dK and dV of a kv head's key tiles: of the queries of a segment, and of earlier segments.
+  struct Columns {
+    float *dk, *dv, *earlier_dk, *earlier_dv;
+    std::vector<int64_t> segment;
+    std::vector<bool> any_earlier;
+  };
+  // Begins a segment of the queries of a key tile, if it is another one.
+  void begin_segment(Columns& x, int64_t column, int64_t segment) const {
+    const int64_t dk_size = row_size(), dv_size = column_size() - dk_size;
+    if (x.segment[column] == segment) {
+      return;
+    }
+    if (x.segment[column] != Pass::kNoSegment) {
+      end_segment(x, column);
+      std::copy_n(x.dk + column * dk_size, dk_size, x.earlier_dk + column * dk_size);
+      std::copy_n(x.dv + column * dv_size, dv_size, x.earlier_dv + column * dv_size);
+      x.any_earlier[column] = true;
+    }
+    std::fill_n(x.dk + column * dk_size, dk_size, 0.f);
+    std::fill_n(x.dv + column * dv_size, dv_size, 0.f);
+    x.segment[column] = segment;
+  }
+  // Adds the sums of the segments before to those of a key tile's latest segment.
+  void end_segment(const Columns& x, int64_t column) const {
+    const int64_t dk_size = row_size(), dv_size = column_size() - dk_size;
+    if (x.any_earlier[column]) {
+      add(x.earlier_dk + column * dk_size, dk_size, x.dk + column * dk_size);
+      add(x.earlier_dv + column * dv_size, dv_size, x.dv + column * dv_size);
+    }
+  }
+  static void add(const float* __restrict from, int64_t size, float* __restrict to) {
+    for (int64_t d = 0; d < size; ++d) {
+      to[d] += from[d];
+    }
+  }
+  bool has_column_segments() const {
+    return x_.group > 1 || std::any_of(passes_.begin(), passes_.end(),
+                                       [](const Pass& pass) { return pass.query_segments; });
+  }
+  // Sums of dK and dV are those of each head, and segment of its queries.
+  int64_t column_segment(const Pass& pass, int64_t head, int64_t row) const {
+    return (head << 32) + pass.query_segment(head * pass.axes / x_.Hq, row);
   }
 
   void pack_wave(const Pass& pass, int64_t first, int64_t count, PackedKeys<T>& keys) const {
@@ -230,17 +297,20 @@ class Backward {
     std::vector<int64_t> begins;  // first item of each head
     for (int64_t head = first * x_.group; head < (first + count) * x_.group; ++head) {
       begins.push_back(items.all.size());
-      const int32_t* row_ptr = pass.row_ptr(pass.table(head / x_.Hq, head % x_.Hq, x_.Hq));
-      const int64_t longest = longest_piece(row_ptr[pass.rows], pass.rows, 1);
+      const int64_t axis = head % x_.Hq * pass.axes / x_.Hq,
+                    table = pass.table(head / x_.Hq, head % x_.Hq, x_.Hq);
+      const int32_t *row_ptr = pass.row_ptr(table), *visited = pass.keys(table);
+      const int64_t most = most_entries(row_ptr[pass.rows], pass.rows, 1);
       for (int64_t row = 0; row < pass.rows; ++row) {
-        items.add(head, row, row_ptr[row], row_ptr[row + 1], longest);
+        items.add(head, row, row_ptr[row], row_ptr[row + 1], most,
+                  [&](int64_t entry) { return pass.key_group(axis, visited[entry]); });
       }
     }
     begins.push_back(items.all.size());
     Buffer<float> parts(items.pieces * size);
     const auto sweep = [&](Scratch& s, const Item& item, int64_t group) {
       const Keys* of_head = keys.tiles.data() + (item.head / x_.group - first) * pass.columns;
-      const float* dq = sweep_row(s, pass, number, item, group, of_head, nullptr, nullptr);
+      const float* dq = sweep_row(s, pass, number, item, group, of_head, nullptr);
       if (item.piece >= 0) {
         float* part = parts.get() + item.piece * size;
         dq ? std::copy_n(dq, size, part) : std::fill_n(part, size, 0.f);
@@ -272,17 +342,25 @@ class Backward {
     Items items;
     for (int64_t kv = first; kv < first + count; ++kv) {
       std::vector<int64_t> entries(pass.columns, 0);
-      int64_t longest = 0;
+      int64_t most = 0;
       for (int64_t head = kv * x_.group; head < (kv + 1) * x_.group; ++head) {
         const int32_t* row_ptr =
             by_key.rows_of(pass, pass.table(head / x_.Hq, head % x_.Hq, x_.Hq));
-        longest += longest_piece(row_ptr[pass.columns], pass.columns, 1);
+        most += most_entries(row_ptr[pass.columns], pass.columns, 1);
         for (int64_t column = 0; column < pass.columns; ++column) {
           entries[column] += row_ptr[column + 1] - row_ptr[column];
         }
       }
       for (int64_t column = 0; column < pass.columns; ++column) {
-        items.add(kv, column, 0, entries[column], longest);
+        std::vector<int64_t> segments;
+        if (entries[column] > most) {
+          for_visits(pass, by_key, {kv, column, 0, entries[column], -1},
+                     [&](int64_t head, int64_t row, int64_t) {
+                       segments.push_back(column_segment(pass, head, row));
+                     });
+        }
+        items.add(kv, column, 0, entries[column], most,
+                  [&](int64_t entry) { return segments.empty() ? 0 : segments[entry]; });
       }
     }
     Buffer<float> parts(items.pieces * size);
@@ -312,19 +390,17 @@ class Backward {
         [&](int, int64_t i) {
           float* sum = parts + splits[i].item.piece * size;
           for (int64_t piece = 1; piece < splits[i].pieces; ++piece) {
-            for (int64_t d = 0; d < size; ++d) {
-              sum[d] += sum[piece * size + d];
-            }
+            add(sum + piece * size, size, sum);
           }
           put(splits[i], sum);
         });
   }
 
-  // Returns dQ of some entries of a query tile, in rows, or nullptr without entries. Also writes
-  // the gradient of the block bias, and adds to `dk` and `dv` unless they are nullptr. `keys` are
-  // the packed keys of the kv head.
+  // Returns dQ of some entries of a query tile, in rows, or nullptr without entries: a sum of
+  // groups of segments, as in the forward pass. Also writes the gradient of the block bias, and
+  // adds to `columns` unless it is nullptr. `keys` are the packed keys of the kv head.
   const float* sweep_row(Scratch& s, const Pass& pass, int64_t number, const Item& item,
-                         int64_t group, const Keys* keys, float* dk, float* dv) const {
+                         int64_t group, const Keys* keys, Columns* columns) const {
     const int64_t b = item.head / x_.Hq, head = item.head % x_.Hq, block = x_.block;
     const int64_t axis = head * pass.axes / x_.Hq, table = pass.table(b, head, x_.Hq);
     const Tile tile = pass.query_tile(axis, item.tile);
@@ -334,7 +410,25 @@ class Backward {
     const Queries queries = pairs_.pack_queries(s, pass, b, head, tile);
     double* dtable =
         !dtable_ ? nullptr : dtable_ + (item.head * groups_ + group) * (2 * x_.extras.radius + 1);
-    std::fill_n(s.dq.get(), queries.count * pairs_.width(), 0.f);
+    const int64_t values = queries.count * pairs_.width();
+    const int64_t of_queries = column_segment(pass, head, item.tile);
+    int64_t segment = Pass::kNoSegment;
+    bool any_in_group = false, any_groups = false;
+    const auto put = [&](Buffer<float>& from, Buffer<float>& to, bool& any) {
+      any ? add(from.get(), values, to.get()) : std::swap(from, to);
+      any = true;
+    };
+    const auto begin = [&](int64_t next) {
+      if (segment != Pass::kNoSegment) {
+        put(s.dq, s.group, any_in_group);
+        if (next / Pass::kGroup != segment / Pass::kGroup) {
+          put(s.group, s.groups, any_groups);
+          any_in_group = false;
+        }
+      }
+      std::fill_n(s.dq.get(), values, 0.f);
+      segment = next;
+    };
     Pair room[kMostTiles];
     for (int64_t entry = item.begin; entry < item.end;) {
       int64_t size = 0, rows = 0;
@@ -354,7 +448,16 @@ class Backward {
           rows += padded;
         }
       }
+      if (!size) {
+        continue;
+      }
       const std::span<const Pair> pairs(room, size);
+      for (const Pair& pair : pairs) {
+        if (columns) {
+          begin_segment(*columns, pair.column, of_queries);
+        }
+      }
+      float *dk = columns ? columns->dk : nullptr, *dv = columns ? columns->dv : nullptr;
       pairs_.multiply_keys(s, queries, pairs);
       Ahead ahead = pairs_.later_operands(pairs, dk, dv);
       for (const Pair& pair : pairs) {
@@ -364,6 +467,9 @@ class Backward {
         }
       }
       for (const Pair& pair : pairs) {
+        if (const int64_t next = pass.key_segment(axis, pair.column); next != segment) {
+          begin(next);
+        }
         pairs_.add_to_queries(s, queries, pair, s.dq.get());
       }
       for (int64_t i = 0; dv && i < size; ++i) {
@@ -374,48 +480,67 @@ class Backward {
         pairs_.add_to_keys(s, queries, pairs[i], dk + pairs[i].column * block * pairs_.width());
       }
     }
-    transpose(s.dq.get(), pairs_.width(), queries.count, s.floats.get());
+    if (segment == Pass::kNoSegment) {
+      return nullptr;
+    }
+    begin(-Pass::kGroup);  // no key is in this segment
+    transpose(s.groups.get(), pairs_.width(), queries.count, s.floats.get());
     return s.floats.get();
+  }
+
+  int64_t axis_of(const Pass& pass, int64_t kv) const {
+    return kv % x_.Hkv * pass.axes / x_.Hkv;
+  }
+
+  // Calls f(query head, query tile, entry) for an item's entries: the visits of all heads of the
+  // group to a key tile, head after head.
+  template <typename F>
+  void for_visits(const Pass& pass, const Transpose& by_key, const Item& item, const F& f) const {
+    const int64_t b = item.head / x_.Hkv, kv_head = item.head % x_.Hkv;
+    int64_t first = 0;  // index of the head's first entry among the entries of all heads
+    for (int64_t head = kv_head * x_.group; head < (kv_head + 1) * x_.group; ++head) {
+      const int64_t table = pass.table(b, head, x_.Hq);
+      const int32_t* row_ptr = by_key.rows_of(pass, table) + item.tile;
+      const int64_t begin = std::max<int64_t>(row_ptr[0], row_ptr[0] + item.begin - first);
+      const int64_t end = std::min<int64_t>(row_ptr[1], row_ptr[0] + item.end - first);
+      first += row_ptr[1] - row_ptr[0];
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t at = table * pass.entries + i;
+        f(head, by_key.query_tile[at], by_key.entry[at]);
+      }
+    }
   }
 
   // Computes dK and dV of some entries of a key tile, and stores them in `s`.
   void sweep_column(Scratch& s, const Pass& pass, const Transpose& by_key, int64_t number,
                     const Item& item, const Keys& keys) const {
-    const int64_t b = item.head / x_.Hkv, kv_head = item.head % x_.Hkv, column = item.tile;
-    const int64_t axis = kv_head * pass.axes / x_.Hkv;
+    const int64_t b = item.head / x_.Hkv, column = item.tile, axis = axis_of(pass, item.head);
     const Tile keys_of = pass.key_tile(axis, column);
     const int64_t padded = round_up(keys_of.count, 16);
-    std::fill_n(s.dk.get(), padded * pairs_.width(), 0.f);
-    std::fill_n(s.dv.get(), padded * pairs_.value_width(), 0.f);
-    if (keys_of.count == 0 || !x_.extras.sees(b, keys_of, pass.step)) {
-      return;
-    }
-    int64_t first = 0;  // index of the head's first entry among the entries of all heads
-    for (int64_t head = kv_head * x_.group; head < (kv_head + 1) * x_.group; ++head) {
-      const int64_t table = pass.table(b, head, x_.Hq);
-      const int32_t* row_ptr = by_key.rows_of(pass, table) + column;
-      const int64_t begin = std::max<int64_t>(row_ptr[0], row_ptr[0] + item.begin - first);
-      const int64_t end = std::min<int64_t>(row_ptr[1], row_ptr[0] + item.end - first);
-      first += row_ptr[1] - row_ptr[0];
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t row = by_key.query_tile[table * pass.entries + i];
-        const Tile tile = pass.query_tile(axis, row);
-        if (tile.count == 0) {
-          continue;
-        }
-        const int64_t entry = by_key.entry[table * pass.entries + i];
-        const Queries queries = pairs_.pack_queries(s, pass, b, head, tile);
-        const int64_t bitmap = pass.bitmap_numbers(table)[entry];
-        const float bias = x_.bias_at(number, b, head, entry);
-        const Pair pair{b,    head,    row,  column, entry, bitmap,
-                        bias, nullptr, keys, padded, 0,     apart<T>(pass, bitmap, tile.count)};
-        pairs_.multiply_keys(s, queries, {&pair, 1});
-        Ahead none;
-        pairs_.differentiate(s, pass, queries, tile, pair, none);
-        pairs_.add_to_values(s, queries, pair, s.dv.get());
-        pairs_.add_to_keys(s, queries, pair, s.dk.get());
+    Columns sums{s.dk.get(),         s.dv.get(),         s.earlier_dk.get(),
+                 s.earlier_dv.get(), {Pass::kNoSegment}, {false}};
+    const bool seen = keys_of.count && x_.extras.sees(b, keys_of, pass.step);
+    for_visits(pass, by_key, item, [&](int64_t head, int64_t row, int64_t entry) {
+      const Tile tile = pass.query_tile(axis, row);
+      if (tile.count == 0 || !seen) {
+        return;
       }
+      begin_segment(sums, 0, column_segment(pass, head, row));
+      const Queries queries = pairs_.pack_queries(s, pass, b, head, tile);
+      const int64_t bitmap = pass.bitmap_numbers(pass.table(b, head, x_.Hq))[entry];
+      const float bias = x_.bias_at(number, b, head, entry);
+      const Pair pair{b,    head,    row,  column, entry, bitmap,
+                      bias, nullptr, keys, padded, 0,     apart<T>(pass, bitmap, tile.count)};
+      pairs_.multiply_keys(s, queries, {&pair, 1});
+      Ahead none;
+      pairs_.differentiate(s, pass, queries, tile, pair, none);
+      pairs_.add_to_values(s, queries, pair, s.dv.get());
+      pairs_.add_to_keys(s, queries, pair, s.dk.get());
+    });
+    if (sums.segment[0] == Pass::kNoSegment) {
+      begin_segment(sums, 0, 0);
     }
+    end_segment(sums, 0);
   }
 
   void add_queries(const Pass& pass, const Item& item, const float* dq,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...layouts.layout import Pass, tile_counts
+from ...layouts.layout import BlockLayout, Pass, tile_counts
 from ...layouts.lists import Lists
 from ...numerics import round_up
 from ..problem import Gradients, Problem, dense_rows, sink_gradient
@@ -150,6 +150,15 @@ def _list_arguments(problem: Problem, lists: Lists) -> tuple[Any, ...]:
     )
 
 
+def adds_in_order(dtype: torch.dtype) -> bool:
+    """True if sums over keys have the same order for any number of queries, and so the same bits.
+
+    Processors with tile registers (AMX) add products of bfloat16 in another order for a few queries
+    than for many.
+    """
+    return dtype != torch.bfloat16 or bool(library().adds_in_order())
+
+
 def takes_whole_heads(kv_heads: int, threads: int) -> bool:
     """True if each thread of a backward should take whole kv heads, because few would then idle."""
     return round_up(kv_heads, threads) <= _MOST_REPEATED_WORK * kv_heads
@@ -203,7 +212,7 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
         problem.value,
         None if bias is None else bias.float().contiguous(),
         _no_entries(len(passes)) if bias is None else layout.first_entry.contiguous(),
-        [x for p in passes for x in _tables(p)],
+        [x for p in passes for x in _tables(p, layout)],
         [x for p in passes for x in _places(p, layout.frame.q_start)] if by_query else [],
         [p.step for p in passes],
         [p.branch for p in passes],
@@ -263,7 +272,7 @@ def _checked_layout(problem: Problem) -> Tensor:
     if cached is None or cached[0] != scale:
         passes = layout.passes
         checked = library().lay(
-            [x for p in passes for x in _tables(p)],
+            [x for p in passes for x in _tables(p, layout)],
             [p.step for p in passes],
             [p.branch for p in passes],
             bool(passes) and passes[0].covers[0],  # whether each query is in a tile of the first
@@ -289,10 +298,11 @@ def _no_entries(passes: int) -> Tensor:
     return torch.zeros(passes, 1, 1, dtype=torch.int64)
 
 
-def _tables(p: Pass) -> list[Tensor]:
+def _tables(p: Pass, layout: BlockLayout) -> list[Tensor]:
     tiles = p.query_start, p.query_stop, p.key_start, p.key_stop
     tables = p.row_ptr, p.key_tile, p.bitmap, p.transposed_bitmaps, p.bitmaps
-    return [x.contiguous() for x in (*tiles, *tables)]
+    segments = p.segments(layout.frame.q_start, layout.block_size)
+    return [x.contiguous() for x in (*tiles, *tables, *segments)]
 
 
 def _places(p: Pass, q_start: int) -> list[Tensor]:

@@ -298,6 +298,11 @@ Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& wei
   return result;
 }
 
+// True if products of bfloat16 are added in the order of keys, however many queries a call has.
+bool adds_in_order() {
+  return !has_bfloat16_products() || adds_pairs_in_order();
+}
+
 bool shares(const Tensor& query, const Tensor& feature, const Tensor& key,
             const std::optional<Tensor>& last, const Tensor& out, int64_t kind, double scale,
             double log_part, int64_t blocks, int64_t length, int64_t first_own, int64_t first_query,
@@ -362,7 +367,8 @@ const bool registered = [] {
       "page(int[] programs, Tensor[] constants, Tensor first, Tensor keys, int queries, "
       "int block) -> Tensor[]");
   m.define<lower::transposed>("transposed(Tensor bitmaps) -> Tensor");
-  m.define<pieces>("pieces(Tensor entries, bool by_key) -> int");
+  m.define<adds_in_order>("adds_in_order() -> bool");
+  m.define<pieces>("pieces(Tensor entries, Tensor segments, bool by_key) -> int");
   m.define<shares>(
       "shares(Tensor query, Tensor feature, Tensor key, Tensor? last, Tensor(a!) out, int kind, "
       "float scale, float log_part, int blocks, int length, int first_own, int first_query, "

@@ -30,7 +30,7 @@ struct FewQueries {
   int64_t width;  // values of a query: the head dim, padded with zeros to whole vectors
   const float* queries;
   float *scores, *sums;
-  float* spare;  // room for 2 * kLanes * width values
+  float* spare;  // room for few_spare(width) values
 
   // Returns a copy whose scores begin at another key.
   FewQueries from(int64_t key) const {
@@ -70,60 +70,48 @@ void prefetch(const S* from, int64_t size) {
   }
 }
 
-// Returns a vector whose lane i is the sum of the lanes of x[i]: shuffles add up halves.
-inline Vec sums_of_lanes(Vec (&x)[kLanes]) {
-#pragma GCC unroll 4
-  for (int64_t n = kLanes / 2; n > 0; n /= 2) {
-#pragma GCC unroll 8
-    for (int64_t i = 0; i < n; ++i) {
-      const auto [low, high] = at::vec::interleave2(x[i], x[i + n]);
-      x[i] = low + high;
-    }
-  }
-  return x[0];
+// Keys are transposed, kLanes at a time, up to so many times kLanes before products: the sums of
+// products do not wait for one another, and one query has several of them.
+constexpr int64_t kTurned = kLanes > 8 ? 4 : 2;
+// Values of `FewQueries::spare`, for queries of `width` values.
+constexpr int64_t few_spare(int64_t width) {
+  return (1 + kTurned) * kLanes * width;
 }
 
-// Computes dot products of a query with kLanes keys; keeps `P` vectors of the query in registers.
-template <int P, int W, typename Rows>
-Vec products(const float* query, const Rows& keys, int64_t width) {
-  Vec sum[kLanes];
-#pragma GCC unroll 16
-  for (int64_t j = 0; j < kLanes; ++j) {
-    sum[j] = Vec(0.f);
-  }
-  for (int64_t d = 0; d < width_or<W>(width); d += P * kLanes) {
-    Vec part[P];
+// Computes dot products of R queries, from `row` on, with G * kLanes keys that are transposed. Each
+// is one sum in the order of the head dim, as products of tiles compute it.
+template <int R, int G>
+void score_rows(const FewQueries& x, int64_t row, const float* turned, int64_t first) {
+  const float* query = x.queries + row * x.width;
+  const int64_t size = x.width * kLanes;
+  Vec sum[R * G];
+  std::fill_n(sum, R * G, Vec(0.f));
+  for (int64_t d = 0; d < x.key_width; ++d) {
 #pragma GCC unroll 4
-    for (int p = 0; p < P; ++p) {
-      part[p] = Vec::loadu(query + d + p * kLanes);
-    }
-#pragma GCC unroll 16
-    for (int64_t j = 0; j < kLanes; ++j) {
-#pragma GCC unroll 4
-      for (int p = 0; p < P; ++p) {
-        const Vec key = load_lanes(keys[j] + d + p * kLanes);
-        sum[j] = at::vec::fmadd(part[p], key, sum[j]);
+    for (int g = 0; g < G; ++g) {
+      const Vec keys = Vec::loadu(turned + g * size + d * kLanes);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        sum[r * G + g] = at::vec::fmadd(Vec(query[r * x.width + d]), keys, sum[r * G + g]);
       }
     }
   }
-  return sums_of_lanes(sum);
-}
-
-// Computes dot products of R queries, from `row` on, with kLanes keys that are transposed.
-template <int R>
-void score_rows(const FewQueries& x, int64_t row, const float* turned, int64_t first) {
-  const float* query = x.queries + row * x.width;
-  Vec sum[R];
-  std::fill_n(sum, R, Vec(0.f));
-  for (int64_t d = 0; d < x.key_width; ++d) {
-    const Vec keys = Vec::loadu(turned + d * kLanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      sum[r] = at::vec::fmadd(Vec(query[r * x.width + d]), keys, sum[r]);
-    }
+#pragma GCC unroll 16
+  for (int i = 0; i < R * G; ++i) {
+    sum[i].store(x.scores + (row + i / G) * x.ld + first + i % G * kLanes);
   }
-  for (int r = 0; r < R; ++r) {
-    sum[r].store(x.scores + (row + r) * x.ld + first);
+}
+template <int G>
+void score_all_rows(const FewQueries& x, const float* turned, int64_t first) {
+  int64_t row = 0;
+  for (; G == 1 && row + 8 <= x.count; row += 8) {
+    score_rows<8, G>(x, row, turned, first);
+  }
+  for (; row + 4 <= x.count; row += 4) {
+    score_rows<4, G>(x, row, turned, first);
+  }
+  for (; row < x.count; ++row) {
+    score_rows<1, G>(x, row, turned, first);
   }
 }
 
@@ -144,37 +132,73 @@ void transpose_rows(const Rows& rows, int64_t width, float* to) {
   }
 }
 
-// Computes dot products of each query with `count` keys, kLanes at a time; prefetches the values.
+// Computes dot products of a query with G * kLanes keys, which are transposed in registers.
+template <int G, int W, typename Rows>
+void score_row(const float* query, const Rows& keys, int64_t width, float* scores) {
+  Vec sum[G];
+  std::fill_n(sum, G, Vec(0.f));
+  for (int64_t d = 0; d < width_or<W>(width); d += kLanes) {
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) {
+      Vec square[kLanes];
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) {
+        square[i] = load_lanes(keys[g * kLanes + i] + d);
+      }
+      transpose_square(square);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kLanes; ++i) {
+        sum[g] = at::vec::fmadd(Vec(query[d + i]), square[i], sum[g]);
+      }
+    }
+  }
+#pragma GCC unroll 4
+  for (int g = 0; g < G; ++g) {
+    sum[g].store(scores + g * kLanes);
+  }
+}
+
+// Calls turn(first, n, to) for kLanes keys at a time from `first` on, n of them real, then
+// score(groups, first) for up to kTurned groups that are transposed.
+template <typename Turn, typename Score>
+void for_turned_keys(int64_t first, int64_t count, int64_t size, float* turned, const Turn& turn,
+                     const Score& score) {
+  while (first < count) {
+    const int64_t groups = std::min(kTurned, (count - first + kLanes - 1) / kLanes);
+    for (int64_t g = 0; g < groups; ++g) {
+      const int64_t from = first + g * kLanes;
+      turn(from, std::min(kLanes, count - from), turned + g * size);
+    }
+    if (groups == kTurned) {
+      score(std::integral_constant<int, kTurned>(), turned, first);
+    } else {
+      for (int64_t g = 0; g < groups; ++g) {
+        score(std::integral_constant<int, 1>(), turned + g * size, first + g * kLanes);
+      }
+    }
+    first += groups * kLanes;
+  }
+}
+
+// Computes dot products of each query with `count` keys; prefetches the values.
 template <int W, typename Rows>
 void score_keys(const FewQueries& x, const Rows& keys, int64_t count, const Rows& values) {
-  const int64_t in_fours = x.count / 4 * 4;  // four queries share the cost of transposing keys
   float *block = x.spare, *turned = block + kLanes * x.width;
-  const auto score = [&](const auto& from, int64_t first) {
-    if (in_fours) {
-      transpose_rows<W>(from, x.width, turned);
+  constexpr int64_t kTwo = 2 * kLanes;
+  int64_t done = 0;
+  for (; x.count == 1 && x.key_width == x.width && done + kTwo <= count; done += kTwo) {
+    for (int64_t j = 0; j < kTwo; ++j) {
+      prefetch<W>(values[done + j], x.value_width);
     }
-    int64_t row = 0;
-    for (; row + 8 <= in_fours; row += 8) {  // eight sums do not wait for one another
-      score_rows<8>(x, row, turned, first);
-    }
-    if (row < in_fours) {
-      score_rows<4>(x, row, turned, first);
-    }
-    for (int64_t r = in_fours; r < x.count; ++r) {
-      const float* query = x.queries + r * x.width;
-      const Vec score = width_or<W>(x.width) % (4 * kLanes) ? products<1, W>(query, from, x.width)
-                                                            : products<4, W>(query, from, x.width);
-      score.store(x.scores + r * x.ld + first);
-    }
-  };
-  for (int64_t first = 0; first < count; first += kLanes) {
-    const int64_t n = std::min(kLanes, count - first);
+    score_row<2, W>(x.queries, keys.from(done), x.width, x.scores + done);
+  }
+  const auto turn = [&](int64_t first, int64_t n, float* to) {
     for (int64_t j = 0; j < n; ++j) {
       prefetch<W>(values[first + j], x.value_width);
     }
     if (n == kLanes && x.key_width == x.width) {
-      score(keys.from(first), first);
-      continue;
+      transpose_rows<W>(keys.from(first), x.width, to);
+      return;
     }
     for (int64_t j = 0; j < kLanes; ++j) {
       const int64_t size = j < n ? x.key_width : 0;
@@ -183,8 +207,12 @@ void score_keys(const FewQueries& x, const Rows& keys, int64_t count, const Rows
       }
       std::fill(block + j * x.width + size, block + (j + 1) * x.width, 0.f);
     }
-    score(Strided<float>{block, x.width}, first);
-  }
+    transpose_rows<W>(Strided<float>{block, x.width}, x.width, to);
+  };
+  for_turned_keys(done, count, kLanes * x.width, turned, turn,
+                  [&](auto groups, const float* of_groups, int64_t first) {
+                    score_all_rows<groups()>(x, of_groups, first);
+                  });
 }
 
 // Sets the scores whose bit is 0 to -inf.
@@ -197,29 +225,38 @@ inline void keep_bits(const uint8_t* bits, int64_t count, float* scores) {
   }
 }
 
-// Runs a softmax step of one query: replaces `count` scores by weights.
-inline void weigh(const FewQueries& x, int64_t row, int64_t count, float& highest, float& total) {
+// Runs a softmax step of one query: replaces `count` scores by weights, see softmax.h. `scale`
+// turns scores into units of 2; `bias` is in units of e.
+inline void weigh(const FewQueries& x, int64_t row, int64_t count, float scale, float bias,
+                  float& highest, float& total) {
   float *scores = x.scores + row * x.ld, *sums = x.sums + row * x.value_width;
   const auto largest = [](Vec a, Vec b) { return at::vec::maximum(a, b); };
-  const float top = std::max(at::vec::reduce_all<float>(largest, scores, count), highest);
-  const float base = top == -kInf ? 0.f : top, factor = std::exp(highest - base);
-  Vec sum(0.f);
+  const Vec factor(scale), shift(bias * kLog2E);
+  const Vec most(at::vec::reduce_all<float>(largest, scores, count));
+  float tops[kLanes];
+  at::vec::maximum(at::vec::fmadd(most, factor, shift).ceil(), Vec(highest)).store(tops);
+  const float top = tops[0], older = rescaling(highest, top);
+  const Vec least[1] = {Vec(top == -kInf ? 0.f : top)};
   for (int64_t j = 0; j < count; j += kLanes) {
     const int64_t n = std::min(kLanes, count - j);
-    const Vec weight = exp_of(Vec::loadu(scores + j, n) - Vec(base));
-    weight.store(scores + j, n);
-    sum = sum + Vec::set(Vec(0.f), weight, n);
+    Vec weight[1] = {at::vec::fmadd(Vec::loadu(scores + j, n), factor, shift)};
+    powers_below(weight, least);
+    weight[0].store(scores + j, n);
   }
-  total = total * factor + sum_of_lanes(sum);
-  for (int64_t d = 0; d < x.value_width && factor != 1.f; ++d) {
-    sums[d] *= factor;
+  total *= older;
+  for (int64_t j = 0; j < count; ++j) {
+    total += scores[j];
+  }
+  for (int64_t d = 0; d < x.value_width && older != 1.f; ++d) {
+    sums[d] *= older;
   }
   highest = top;
 }
 
 template <int R, int Width, typename Rows>
 void add_to_rows(const FewQueries& x, int64_t row, const Rows& values, int64_t count) {
-  constexpr int W = R > 1 && kLanes <= 8 ? 2 : 4;  // AVX2 has 16 registers
+  // so many sums that they need not wait for one another; AVX2 has 16 registers
+  constexpr int W = kLanes <= 8 ? (R > 1 ? 2 : 4) : R > 1 || Width == 64 ? 4 : 8;
   const int64_t width = width_or<Width>(x.value_width);
   const float* weights = x.scores + row * x.ld;
   float* sums = x.sums + row * x.value_width;
@@ -244,8 +281,8 @@ void add_to_rows(const FewQueries& x, int64_t row, const Rows& values, int64_t c
   for (int64_t j = 0; j < count && d < width; ++j) {
     for (int r = 0; r < R; ++r) {
       for (int64_t i = d; i < width; ++i) {
-        const float value = static_cast<float>(values[j][i]);
-        sums[r * x.value_width + i] += weights[r * x.ld + j] * value;
+        float& sum = sums[r * x.value_width + i];
+        sum = std::fma(weights[r * x.ld + j], static_cast<float>(values[j][i]), sum);
       }
     }
   }

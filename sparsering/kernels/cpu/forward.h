@@ -1,4 +1,4 @@
-// Forward pass: packs key tiles, distributes items to threads, merges results of pieces.
+// Forward pass: packs key tiles, distributes items to threads, adds the sums of pieces.
 
 #pragma once
 
@@ -77,7 +77,8 @@ class Forward {
                                              heads * pass.columns * sizeof(Operands));
         parts = std::max(parts, bytes_of([&] { Parts(x_, number(counts[i].pieces * x_.group)); }));
         scratch = std::max(scratch, bytes_of([&] {
-                             Scratch(attend_, w.alone || !few_[i], w.alone ? any_few() : few_[i]);
+                             Scratch(attend_, w.alone || !few_[i], w.alone ? any_few() : few_[i],
+                                     any_segments());
                            }));
       }
     });
@@ -98,11 +99,11 @@ class Forward {
   struct Spare {
     Buffer<T> tile, pairs;
   };
-  // Results of the pieces into which query tiles with many key tiles are cut.
+  // Sums of the pieces into which query tiles with many key tiles are cut.
   struct Parts {
     Parts(const Problem& x, int64_t pieces)
-        : rows(pieces * x.block * x.Dv), lses(pieces * x.block) {}
-    Buffer<float> rows, lses;
+        : rows(pieces * x.block * x.Dv), highest(pieces * x.block), total(pieces * x.block) {}
+    Buffer<float> rows, highest, total;
   };
   // Buffers and items of kv heads that are computed together, by one thread (`alone`) or by all.
   struct Wave {
@@ -178,7 +179,9 @@ class Forward {
     }
     const Parts parts(x_, pieces);
     // A thread that works alone uses one scratch for all passes.
-    const auto make = [&] { return Scratch(attend_, w.alone || !few, w.alone ? any_few() : few); };
+    const auto make = [&] {
+      return Scratch(attend_, w.alone || !few, w.alone ? any_few() : few, any_segments());
+    };
     share_out(w.alone ? &w.scratch : nullptr, w.items.size(), 1, make, [&](Scratch& s, int64_t i) {
       const Item& item = w.items[i];
       const int64_t local = item.batch * x_.Hkv + item.head / x_.group - w.first;
@@ -188,17 +191,16 @@ class Forward {
       if (item.piece < 0) {
         put(pass, item, tile, s.rows.get(), s.lse.get(), fresh, out);
       } else {
-        const int64_t rows = item.heads * tile.count;
-        std::copy_n(s.rows.get(), rows * x_.Dv, parts.rows.get() + item.piece * x_.block * x_.Dv);
-        std::copy_n(s.lse.get(), rows, parts.lses.get() + item.piece * x_.block);
+        const int64_t rows = item.heads * tile.count, at = item.piece * x_.block;
+        std::copy_n(s.rows.get(), rows * x_.Dv, parts.rows.get() + at * x_.Dv);
+        std::copy_n(s.now.highest.get(), rows, parts.highest.get() + at);
+        std::copy_n(s.now.total.get(), rows, parts.total.get() + at);
       }
     });
     std::optional<int> nothing;
     share_out(
         w.alone ? &nothing : nullptr, w.splits.size(), few ? 64 : 4, [] { return 0; },
-        [&](int, int64_t i) {
-          merge_pieces(pass, w.splits[i], parts.rows.get(), parts.lses.get(), fresh, out);
-        });
+        [&](int, int64_t i) { add_pieces(pass, w.splits[i], parts, fresh, out); });
   }
 
   void walk_pass(Wave& w, const Pass& pass, int64_t number, bool fresh, Output& out) const {
@@ -222,6 +224,10 @@ class Forward {
     return found.batch == item.batch && found.head == item.head ? &found : nullptr;
   }
 
+  bool any_segments() const {
+    return std::any_of(passes_.begin(), passes_.end(),
+                       [](const Pass& pass) { return pass.key_segments; });
+  }
   // True if few.h computes any pass.
   bool any_few() const {
     return std::any_of(few_.begin(), few_.end(), [](int64_t heads) { return heads > 0; });
@@ -240,27 +246,30 @@ class Forward {
     return most;
   }
 
-  // Lists the work items of a head. Cuts query tiles with more entries than longest_piece allows.
+  // Lists the work items of a head. Cuts query tiles with more entries than most_entries allows.
   int64_t list_items(const Pass& pass, int64_t b, int64_t head, int64_t heads, bool fresh,
                      int64_t pieces, std::vector<Item>& items, std::vector<Split>& splits) const {
-    const int64_t axis = head * pass.axes / x_.Hq;
-    const int32_t* row_ptr = pass.row_ptr(pass.table(b, head, x_.Hq));
-    const int64_t longest = longest_piece(row_ptr[pass.rows], pass.rows, kLeastRowsCut);
+    const int64_t axis = head * pass.axes / x_.Hq, table = pass.table(b, head, x_.Hq);
+    const int32_t *row_ptr = pass.row_ptr(table), *keys = pass.keys(table);
+    const int64_t most = most_entries(row_ptr[pass.rows], pass.rows, kLeastRowsCut);
     for (int64_t row = 0; row < pass.rows; ++row) {
       const int64_t begin = row_ptr[row], end = row_ptr[row + 1];
       if ((begin == end && !fresh) || pass.query_tile(axis, row).count == 0) {
         continue;
       }
-      if (end - begin <= longest) {
+      if (end - begin <= most || !pass.key_segments ||
+          pass.key_group(axis, keys[begin]) == pass.key_group(axis, keys[end - 1])) {
         items.push_back({b, head, heads, row, begin, end, -1});
         continue;
       }
-      const int64_t count = (end - begin + longest - 1) / longest;
-      splits.push_back({{b, head, heads, row, begin, end, pieces}, count});
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t from = begin + i * longest;
-        items.push_back({b, head, heads, row, from, std::min(end, from + longest), pieces++});
+      const int64_t first = pieces;
+      for (int64_t from = begin, to = begin; from < end; from = to) {
+        while (to < end && pass.key_group(axis, keys[to]) == pass.key_group(axis, keys[from])) {
+          ++to;
+        }
+        items.push_back({b, head, heads, row, from, to, pieces++});
       }
+      splits.push_back({{b, head, heads, row, begin, end, first}, pieces - first});
     }
     return pieces;
   }
@@ -274,21 +283,29 @@ class Forward {
     }
   }
 
-  void merge_pieces(const Pass& pass, const Split& split, float* parts, float* lses, bool fresh,
-                    Output& out) const {
-    float* rows = parts + split.item.piece * x_.block * x_.Dv;
-    float* lse = lses + split.item.piece * x_.block;
+  void add_pieces(const Pass& pass, const Split& split, const Parts& parts, bool fresh,
+                  Output& out) const {
+    const int64_t first = split.item.piece * x_.block;
+    float *rows = parts.rows.get() + first * x_.Dv, *highest = parts.highest.get() + first,
+          *total = parts.total.get() + first;
     const Tile tile = pass.query_tile(split.item.head * pass.axes / x_.Hq, split.item.row);
+    const int64_t count = split.item.heads * tile.count;
     for (int64_t piece = 1; piece < split.pieces; ++piece) {
-      for (int64_t i = 0; i < split.item.heads * tile.count; ++i) {
-        const float other = lse[piece * x_.block + i];
-        if (other != -kInf) {
-          lse[i] = Output::merge(rows + i * x_.Dv, lse[i], rows + (piece * x_.block + i) * x_.Dv,
-                                 other, x_.Dv);
-        }
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t of_piece = piece * x_.block + i;
+        add_segment(highest[i], total[i], rows + i * x_.Dv, highest[of_piece], total[of_piece],
+                    rows + of_piece * x_.Dv, x_.Dv);
       }
     }
-    put(pass, split.item, tile, rows, lse, fresh, out);
+    for (int64_t i = 0; i < count; ++i) {
+      float factor, lse;
+      attend_.finish_rows(1, highest + i, total + i, &factor, &lse);
+      total[i] = lse;
+      for (int64_t d = 0; d < x_.Dv; ++d) {
+        rows[i * x_.Dv + d] *= factor;
+      }
+    }
+    put(pass, split.item, tile, rows, total, fresh, out);
   }
 
   // Packs K (in rows) and V^T of the key tiles that a head of the group visits. Keys that can be

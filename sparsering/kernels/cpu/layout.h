@@ -103,9 +103,11 @@ struct Depths {
 };
 
 // One pass of a layout: tiles, and a table of the key tiles (entries) that each query tile visits.
-// layouts/layout.py describes its tensors; the last two are `transposed_bitmaps` and `bitmaps`.
+// layouts/layout.py describes its tensors; the last four are `transposed_bitmaps`, `bitmaps` and
+// `segments`.
 struct Pass {
-  static constexpr int kTensors = 9, kPlaces = 5;
+  static constexpr int kTensors = 11, kPlaces = 5;
+  static constexpr int64_t kGroup = 8, kNoSegment = std::numeric_limits<int32_t>::min();
 
   // `places`: positions of query tiles and of key tiles, dropout streams of query tiles (empty: all
   // 0), and positions of queries and keys for distances [batches, axes, tiles, tokens]: of each
@@ -129,6 +131,10 @@ struct Pass {
         num_bitmaps(tensors[7].size(0)),
         bitmaps(values_of<uint8_t>(tensors[7])),
         rows_of_bits_(values_of<uint8_t>(tensors[8])),
+        query_segments(tensors[9].numel()),
+        key_segments(tensors[10].numel()),
+        query_segment_(query_segments ? values_of<int32_t>(tensors[9]) : nullptr),
+        key_segment_(key_segments ? values_of<int32_t>(tensors[10]) : nullptr),
         branch(branch_),
         query_origin_(places.empty() ? nullptr : values_of<int64_t>(places[0])),
         key_origin_(places.empty() ? nullptr : values_of<int64_t>(places[1])),
@@ -176,6 +182,18 @@ struct Pass {
   int64_t even_distance(int64_t b, int64_t axis, int64_t row, int64_t column) const {
     return has_even_depths() ? distance(b, axis, row, column) : 0;
   }
+  // Segment of the sequence in which a tile lies. Sums over keys, or over queries, are those of
+  // each segment, added in their order: so threads can share the keys of a query, and change no
+  // bit.
+  int64_t query_segment(int64_t axis, int64_t row) const {
+    return query_segment_ ? query_segment_[axis * rows + row] : 0;
+  }
+  int64_t key_segment(int64_t axis, int64_t column) const {
+    return key_segment_ ? key_segment_[axis * columns + column] : 0;
+  }
+  int64_t key_group(int64_t axis, int64_t column) const {
+    return key_segment(axis, column) / kGroup;
+  }
   int64_t stream(int64_t axis, int64_t row) const {
     return stream_ ? stream_[axis * rows + row] : 0;
   }
@@ -204,8 +222,10 @@ struct Pass {
                 *key_stop = nullptr;
   const int32_t *row_ptr_ = nullptr, *key_tile_ = nullptr, *bitmap_ = nullptr;
   int64_t num_bitmaps = 0;
-  const uint8_t* bitmaps = nullptr;        // one row per key, whose bits are queries
-  const uint8_t* rows_of_bits_ = nullptr;  // one row per query, whose bits are keys
+  const uint8_t* bitmaps = nullptr;                   // one row per key, whose bits are queries
+  const uint8_t* rows_of_bits_ = nullptr;             // one row per query, whose bits are keys
+  bool query_segments = false, key_segments = false;  // true if there are several
+  const int32_t *query_segment_ = nullptr, *key_segment_ = nullptr;
   int64_t branch = 0;
   int64_t longest = -1;  // only in a plan: queries of its longest tile
   bool walked = false;   // true for a loop over key tiles, see walk/visits.h
@@ -220,11 +240,12 @@ struct Pass {
   }
 };
 
-constexpr int64_t kLeastRowsCut = 64;  // `at_least` of longest_piece in the forward pass
+constexpr int64_t kLeastRowsCut = 64;  // `at_least` of most_entries in the forward pass
 
-// Largest number of entries of a piece; query tiles (or key tiles) with more are cut. At least 16,
-// else twice the mean number over max(rows, at_least) tiles; it does not depend on the threads.
-inline int64_t longest_piece(int64_t entries, int64_t rows, int64_t at_least) {
+// Query tiles with more entries are cut into pieces, one for each group of segments of their keys;
+// key tiles with more entries where the segment of their queries changes. At least
+// 16, else twice the mean number over max(rows, at_least) tiles.
+inline int64_t most_entries(int64_t entries, int64_t rows, int64_t at_least) {
   return std::max<int64_t>(16, 2 * entries / std::max<int64_t>(rows, at_least));
 }
 
@@ -280,13 +301,14 @@ inline void check_pass(Tensors t, const Pass& p, int64_t q_len, int64_t kv_len, 
   for (int i = 0; i < Pass::kTensors; ++i) {
     SPARSERING_CHECK(t[i].is_contiguous(), "sparsering cpu: layout tensors must be contiguous");
   }
-  const bool fits = p.step > 0 && (p.axes == 1 || p.axes == Hkv) && t[2].size(0) == p.axes &&
-                    t[1].has_sizes(t[0].sizes()) && t[3].has_sizes(t[2].sizes()) &&
-                    (p.batches == 1 || p.batches == B) &&
-                    (Hq == 0 || (p.tables > 0 && Hq % p.tables == 0)) &&
-                    t[4].size(2) == p.rows + 1 && t[6].has_sizes(t[5].sizes()) &&
-                    t[5].size(0) == p.batches && t[5].size(1) == p.tables &&
-                    t[7].size(1) == p.block * p.block / 8 && t[8].has_sizes(t[7].sizes());
+  const bool fits =
+      p.step > 0 && (p.axes == 1 || p.axes == Hkv) && t[2].size(0) == p.axes &&
+      t[1].has_sizes(t[0].sizes()) && t[3].has_sizes(t[2].sizes()) &&
+      (p.batches == 1 || p.batches == B) && (Hq == 0 || (p.tables > 0 && Hq % p.tables == 0)) &&
+      t[4].size(2) == p.rows + 1 && t[6].has_sizes(t[5].sizes()) && t[5].size(0) == p.batches &&
+      t[5].size(1) == p.tables && t[7].size(1) == p.block * p.block / 8 &&
+      t[8].has_sizes(t[7].sizes()) && (!p.query_segments || t[9].has_sizes({p.axes, p.rows})) &&
+      (!p.key_segments || t[10].has_sizes({p.axes, p.columns}));
   SPARSERING_CHECK(fits,
                    "sparsering cpu: malformed layout: the shapes of a pass's tensors disagree");
   check_tiles(p.query_start, p.query_stop, p.axes * p.rows, q_len, "query");

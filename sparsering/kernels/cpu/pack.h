@@ -98,10 +98,10 @@ const T* tile_rows(const Source& x, int64_t b, int64_t h, Tile tile, int64_t ste
   return spare;
 }
 
+// Transposes a square in registers.
 #if defined(CPU_CAPABILITY_AVX2)
-// Transposes a square of 8 x 8: halves of registers change places last, as AVX2 shuffles quickest
-// within halves.
-inline void transpose_square(Vec (&a)[kLanes], float* to, int64_t ld_to) {
+// Halves of registers change places last, as AVX2 shuffles quickest within halves.
+inline void transpose_square(Vec (&a)[kLanes]) {
   __m256 b[8], c[8];
 #pragma GCC unroll 4
   for (int i = 0; i < 8; i += 2) {
@@ -116,13 +116,39 @@ inline void transpose_square(Vec (&a)[kLanes], float* to, int64_t ld_to) {
   }
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_ps(to + i * ld_to, _mm256_permute2f128_ps(c[i], c[i + 4], 0x20));
-    _mm256_storeu_ps(to + (i + 4) * ld_to, _mm256_permute2f128_ps(c[i], c[i + 4], 0x31));
+    a[i] = _mm256_permute2f128_ps(c[i], c[i + 4], 0x20);
+    a[i + 4] = _mm256_permute2f128_ps(c[i], c[i + 4], 0x31);
+  }
+}
+#elif defined(CPU_CAPABILITY_AVX512)
+// Quarters of registers change places last.
+inline void transpose_square(Vec (&a)[kLanes]) {
+  __m512 b[16], c[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {  // rows i / 2 * 4 to + 3 of columns i % 2 * 2, + 1 of each quarter
+    const int at = i / 2 * 4 + i % 2;
+    c[2 * i] = _mm512_shuffle_ps(b[at], b[at + 2], 0x44);
+    c[2 * i + 1] = _mm512_shuffle_ps(b[at], b[at + 2], 0xee);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {  // column i of each quarter, from rows 0, 4, 8 and 12 on
+    const __m512 even_top = _mm512_shuffle_f32x4(c[i], c[i + 4], 0x88),
+                 odd_top = _mm512_shuffle_f32x4(c[i], c[i + 4], 0xdd),
+                 even_low = _mm512_shuffle_f32x4(c[i + 8], c[i + 12], 0x88),
+                 odd_low = _mm512_shuffle_f32x4(c[i + 8], c[i + 12], 0xdd);
+    a[i] = _mm512_shuffle_f32x4(even_top, even_low, 0x88);
+    a[i + 8] = _mm512_shuffle_f32x4(even_top, even_low, 0xdd);
+    a[i + 4] = _mm512_shuffle_f32x4(odd_top, odd_low, 0x88);
+    a[i + 12] = _mm512_shuffle_f32x4(odd_top, odd_low, 0xdd);
   }
 }
 #else
-// Transposes kLanes rows of a square by log2(kLanes) shuffles of rows.
-inline void transpose_square(Vec (&a)[kLanes], float* to, int64_t ld_to) {
+inline void transpose_square(Vec (&a)[kLanes]) {
   Vec b[kLanes];
 #pragma GCC unroll 4
   for (int64_t n = 1; n < kLanes; n *= 2) {
@@ -135,12 +161,15 @@ inline void transpose_square(Vec (&a)[kLanes], float* to, int64_t ld_to) {
       a[i] = b[i];
     }
   }
+}
+#endif
+inline void transpose_square(Vec (&a)[kLanes], float* to, int64_t ld_to) {
+  transpose_square(a);
 #pragma GCC unroll 16
   for (int64_t i = 0; i < kLanes; ++i) {
     a[i].store(to + i * ld_to);
   }
 }
-#endif
 // Transposes kLanes x kLanes values; multiplies by `factor` if Scaled.
 template <bool Scaled = false>
 void transpose_square(const float* from, int64_t ld_from, float* to, int64_t ld_to,
@@ -192,11 +221,16 @@ inline void transpose_scaled(const float* from, int64_t rows, int64_t width, flo
 inline const float* pack(const float* from, int64_t rows, int64_t width, float* to) {
   return from;
 }
-// Packs bfloat16: interleaves pairs of rows.
-inline const BFloat16* pack(const BFloat16* from, int64_t rows, int64_t width, BFloat16* to) {
+// Packs bfloat16: interleaves pairs of rows, the first of a pair in the low half, or in the high
+// one.
+template <bool FirstIsHigh>
+const BFloat16* pack_pairs(const BFloat16* from, int64_t rows, int64_t width, BFloat16* to) {
   using Ints = at::vec::Vectorized<int32_t>;
   for (int64_t i = 0; i < rows; i += 2) {
     const BFloat16 *a = from + i * width, *b = a + width;
+    if constexpr (FirstIsHigh) {
+      std::swap(a, b);
+    }
     int64_t j = 0;
     for (; j + kLanes <= width; j += kLanes) {
       const Ints low = at::vec::cast<int32_t>(load_lanes(a + j)) >> Ints(16),
@@ -210,14 +244,18 @@ inline const BFloat16* pack(const BFloat16* from, int64_t rows, int64_t width, B
   }
   return to;
 }
+inline const BFloat16* pack(const BFloat16* from, int64_t rows, int64_t width, BFloat16* to) {
+  return pack_pairs<false>(from, rows, width, to);
+}
 
-// Transposes [rows, width]. For bfloat16, `spare` must have room for rows * width values.
+// Transposes [rows, width]. For bfloat16, `spare` must have room for rows * width values, and the
+// first of two rows comes second: products add the high half of a pair first (pairs_in_order.h).
 inline void transpose(const float* from, int64_t rows, int64_t width, float* to, float*) {
   transpose(from, rows, width, to);
 }
 inline void transpose(const BFloat16* from, int64_t rows, int64_t width, BFloat16* to,
                       BFloat16* spare) {
-  pack(from, rows, width, spare);
+  pack_pairs<true>(from, rows, width, spare);
   transpose(reinterpret_cast<const float*>(spare), rows / 2, width, reinterpret_cast<float*>(to));
 }
 

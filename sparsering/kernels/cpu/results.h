@@ -119,7 +119,7 @@ struct Output {
     const float highest = std::max(part_lse, sink);
     const float a = std::exp(part_lse - highest), total = a + std::exp(sink - highest);
     for (int64_t d = 0; d < width; ++d) {
-      part[d] *= a / total;
+      part[d] = a * part[d] / total;  // as `merge` with a row of zeros
     }
     return highest + std::log(total);
   }

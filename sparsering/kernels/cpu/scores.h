@@ -144,7 +144,7 @@ inline void drop(float* weights, int64_t keys, int64_t queries, const Dropout& x
     }
   }
 }
-// Sets dropped weights to 0 in a tile of bfloat16, whose pairs of key rows are interleaved.
+// Sets dropped weights to 0 in a tile of bfloat16, as `store_pair` stores it.
 inline void drop(BFloat16* weights, int64_t keys, int64_t queries, const Dropout& x) {
   using Pair [[gnu::may_alias]] = uint32_t;
   for (int64_t j = 0; j < keys; j += 2) {
@@ -152,8 +152,8 @@ inline void drop(BFloat16* weights, int64_t keys, int64_t queries, const Dropout
                    odd = key_word(x.first + (j + 1) * x.step);
     Pair* row = reinterpret_cast<Pair*>(weights + j * queries);
     for (int64_t i = 0; i < queries; ++i) {
-      const uint32_t low = is_kept(even, x.a[i], x.b[i], x.threshold) ? 0xFFFFu : 0u;
-      const uint32_t high = is_kept(odd, x.a[i], x.b[i], x.threshold) ? 0xFFFF0000u : 0u;
+      const uint32_t high = is_kept(even, x.a[i], x.b[i], x.threshold) ? 0xFFFF0000u : 0u;
+      const uint32_t low = is_kept(odd, x.a[i], x.b[i], x.threshold) ? 0xFFFFu : 0u;
       row[i] &= low | high;
     }
   }

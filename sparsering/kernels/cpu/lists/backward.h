@@ -72,7 +72,7 @@ struct BackwardScratch {
         sums(call.rows * call.x.D),
         biases(kTile),
         slopes(kTile),
-        spare(2 * kLanes * call.width) {}
+        spare(few_spare(call.width)) {}
   Distinct list;
   Buffer<float> queries, douts, scores, weights, sums, biases, slopes, spare;
 };

@@ -21,7 +21,7 @@ struct ForwardScratch {
         biases(kTile),
         highest(call.rows),
         total(call.rows),
-        spare(2 * kLanes * call.width) {}
+        spare(few_spare(call.width)) {}
   Distinct list;
   Buffer<float> queries, scores, sums, biases, highest, total, spare;
 };
@@ -61,6 +61,7 @@ bool forward_queries(const Call& call, ForwardScratch& s, int64_t b, int64_t uni
   std::fill_n(s.sums.get(), rows * x.Dv, 0.f);
   std::fill_n(s.highest.get(), rows, -kInf);
   std::fill_n(s.total.get(), rows, 0.f);
+  const Units units(1.f);  // `adjust` scales the scores
   const FewQueries few{rows,           x.D,          x.Dv,         kTile, width, s.queries.get(),
                        s.scores.get(), s.sums.get(), s.spare.get()};
   for (int64_t from = 0; from < s.list.count; from += kTile) {
@@ -74,7 +75,7 @@ bool forward_queries(const Call& call, ForwardScratch& s, int64_t b, int64_t uni
       float* scores = s.scores.get() + r * kTile;
       const int64_t i = r / group, head = unit * group + r % group;
       call.adjust(b, head, query + i, s.list, i, from, count, s.biases.get(), scores, nullptr);
-      weigh(few, r, count, s.highest.get()[r], s.total.get()[r]);
+      weigh(few, r, count, units.scale, 0.f, s.highest.get()[r], s.total.get()[r]);
       if (x.extras.drops()) {
         call.for_kept(b, head, query + i, s.list, from, count,
                       [&](int64_t j, bool kept) { scores[j] = kept ? scores[j] : 0.f; });
@@ -91,7 +92,7 @@ bool forward_queries(const Call& call, ForwardScratch& s, int64_t b, int64_t uni
   }
   for (int64_t r = 0; r < rows; ++r) {
     float factor, of_row, *sums = s.sums.get() + r * x.Dv;
-    finish(s.highest.get()[r], s.total.get()[r], factor, of_row);
+    units.finish(s.highest.get()[r], s.total.get()[r], factor, of_row);
     for (int64_t d = 0; d < x.Dv; ++d) {
       sums[d] *= factor * x.extras.factor;
     }

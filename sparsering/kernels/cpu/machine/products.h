@@ -1,11 +1,15 @@
 // Matrix products. torch has products of blocks (brgemm of oneDNN: AVX-512, AMX), but not in its
 // stable ABI. They are looked up by name when the kernel is loaded; in a torch without them, loops
-// over vectors take their place, and bfloat16 is multiplied as float.
+// over vectors take their place, and bfloat16 is multiplied as float. What is added to sums is
+// always multiplied by loops of our own, whose order of sums does not depend on how keys are cut.
 
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
 
+#include <algorithm>
+
+#include "pairs_in_order.h"
 #include "tiles.h"
 
 #if defined(__APPLE__)
@@ -78,68 +82,81 @@ inline void release_products() {
   }
 }
 
-// Computes R rows and W vectors of columns of C = A B, or C + A B if `add`.
+// Computes R rows and W vectors of columns of C = A B, or C + A B if `add`. The last vector has
+// `last` columns. Each value is one sum, in the order of k, which begins at C.
 template <int R, int W>
 inline void multiply_registers(int64_t K, const float* A, int64_t lda, const float* B, int64_t ldb,
-                               float* C, int64_t ldc, bool add) {
+                               float* C, int64_t ldc, bool add, int64_t last) {
   using Floats = at::vec::Vectorized<float>;
   constexpr int64_t lanes = Floats::size();
+  const auto columns_of = [&](const float* from, int w) {
+    return w + 1 == W && last < lanes ? Floats::loadu(from + w * lanes, last)
+                                      : Floats::loadu(from + w * lanes);
+  };
   Floats sum[R * W], columns[W];
 #pragma GCC unroll 16
   for (int i = 0; i < R * W; ++i) {
-    sum[i] = add ? Floats::loadu(C + i / W * ldc + i % W * lanes) : Floats(0.f);
+    sum[i] = add ? columns_of(C + i / W * ldc, i % W) : Floats(0.f);
   }
-  for (int64_t k = 0; k < K; ++k) {
+  const auto add_products = [&](const auto& load) {
+    for (int64_t k = 0; k < K; ++k) {
 #pragma GCC unroll 16
-    for (int w = 0; w < W; ++w) {
-      columns[w] = Floats::loadu(B + k * ldb + w * lanes);
-    }
+      for (int w = 0; w < W; ++w) {
+        columns[w] = load(B + k * ldb, w);
+      }
 #pragma GCC unroll 16
-    for (int i = 0; i < R * W; ++i) {
-      sum[i] = at::vec::fmadd(Floats(A[i / W * lda + k]), columns[i % W], sum[i]);
+      for (int i = 0; i < R * W; ++i) {
+        sum[i] = at::vec::fmadd(Floats(A[i / W * lda + k]), columns[i % W], sum[i]);
+      }
     }
+  };
+  if (last == lanes) {
+    add_products([](const float* row, int w) { return Floats::loadu(row + w * lanes); });
+  } else {
+    add_products(columns_of);
   }
 #pragma GCC unroll 16
   for (int i = 0; i < R * W; ++i) {
-    sum[i].store(C + i / W * ldc + i % W * lanes);
+    sum[i].store(C + i / W * ldc + i % W * lanes, i % W + 1 == W ? last : lanes);
   }
 }
 
 // Computes W vectors of columns of C = A B, or C + A B if `add`.
 template <int W>
 inline void multiply_columns(int64_t M, int64_t K, const float* A, int64_t lda, const float* B,
-                             int64_t ldb, float* C, int64_t ldc, bool add) {
+                             int64_t ldb, float* C, int64_t ldc, bool add, int64_t last) {
+  constexpr int kRows = at::vec::Vectorized<float>::size() > 8 ? 8 : W > 1 ? 4 : 8;  // measured
   int64_t i = 0;
+  for (; i + kRows <= M; i += kRows) {
+    multiply_registers<kRows, W>(K, A + i * lda, lda, B, ldb, C + i * ldc, ldc, add, last);
+  }
   for (; i + 4 <= M; i += 4) {
-    multiply_registers<4, W>(K, A + i * lda, lda, B, ldb, C + i * ldc, ldc, add);
+    multiply_registers<4, W>(K, A + i * lda, lda, B, ldb, C + i * ldc, ldc, add, last);
   }
   for (; i < M; ++i) {
-    multiply_registers<1, W>(K, A + i * lda, lda, B, ldb, C + i * ldc, ldc, add);
+    multiply_registers<1, W>(K, A + i * lda, lda, B, ldb, C + i * ldc, ldc, add, last);
   }
 }
 
+// Computes C = A B, or C + A B if `add`. Each value is one sum, in the order of k, which begins at
+// C: however a product is cut along k, the bits are the same. torch's products begin at 0, and add
+// C at the end.
 inline void multiply_blocks(int64_t M, int64_t N, int64_t K, const float* A, int64_t lda,
                             const float* B, int64_t ldb, float* C, int64_t ldc, bool add) {
   constexpr int64_t lanes = at::vec::Vectorized<float>::size();
   const bool small = lanes == 8 && M * N * K <= 16 * 16 * 128;  // torch is slower with these
-  if (found().multiply && !small) {
+  if (!add && found().multiply && !small) {
     found().multiply(M, N, K, lda, ldb, ldc, add, A, B, C, false);
     return;
   }
-  int64_t j = 0;
-  for (; j + 2 * lanes <= N; j += 2 * lanes) {
-    multiply_columns<2>(M, K, A, lda, B + j, ldb, C + j, ldc, add);
-  }
-  for (; j + lanes <= N; j += lanes) {
-    multiply_columns<1>(M, K, A, lda, B + j, ldb, C + j, ldc, add);
-  }
-  for (; j < N; ++j) {
-    for (int64_t i = 0; i < M; ++i) {
-      float sum = add ? C[i * ldc + j] : 0.f;
-      for (int64_t k = 0; k < K; ++k) {
-        sum += A[i * lda + k] * B[k * ldb + j];
-      }
-      C[i * ldc + j] = sum;
+  for (int64_t j = 0; j < N;) {
+    if (const int64_t rest = N - j; rest > lanes) {
+      const int64_t last = std::min(lanes, rest - lanes);
+      multiply_columns<2>(M, K, A, lda, B + j, ldb, C + j, ldc, add, last);
+      j += lanes + last;
+    } else {
+      multiply_columns<1>(M, K, A, lda, B + j, ldb, C + j, ldc, add, rest);
+      j += rest;
     }
   }
 }
@@ -160,6 +177,10 @@ inline void multiply_blocks(int64_t M, int64_t N, int64_t K, const BFloat16* A, 
   }
   if (own_tiles()) {
     release_products();
+  }
+  if (add && adds_pairs_in_order()) {
+    multiply_pairs_in_order(M, N, K, A, lda, B, ldb, C, ldc);
+    return;
   }
   found().multiply_pairs(M, N, K, lda, ldb, ldc, add, A, B, C, true);
 }

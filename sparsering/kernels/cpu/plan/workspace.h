@@ -35,7 +35,7 @@ inline bool has_bfloat16_products() {
 // (planning/memory.py) and meta tensors.
 inline int64_t workspace_bytes(const Tensor& query, const Tensor& key, const Tensor& value,
                                int64_t block, Doubles counts, bool backward, bool by_head) {
-  constexpr size_t kCounts = 11;
+  constexpr size_t kCounts = 13;
   std::vector<Pass> passes;
   std::vector<Counts> of_passes;
   SPARSERING_CHECK(counts.size() % kCounts == 0, "sparsering cpu: malformed counts of passes");
@@ -43,6 +43,7 @@ inline int64_t workspace_bytes(const Tensor& query, const Tensor& key, const Ten
     const double* of = counts.data() + i;
     const auto whole = [&](int j) { return static_cast<int64_t>(of[j]); };
     passes.emplace_back(whole(0), block, whole(1), whole(2), whole(3), whole(4), whole(5) != 0);
+    passes.back().query_segments = of[11] != 0., passes.back().key_segments = of[12] != 0.;
     of_passes.push_back({of[6], of[7], of[8], of[9], of[10]});
   }
   const Tensor none = empty({0}, kFloat),
@@ -61,15 +62,17 @@ inline int64_t workspace_bytes(const Tensor& query, const Tensor& key, const Ten
 }
 
 // Returns the number of pieces of all tiles that are cut. `entries` has the entries of each query
-// tile, as cut by the forward pass, or (`by_key`) of each key tile, as cut by the backward pass.
-inline int64_t pieces(const Tensor& entries, bool by_key) {
-  const int64_t* of_tile = values_of<int64_t>(entries);
+// tile, as cut by the forward pass, or (`by_key`) of each key tile, as cut by the backward pass;
+// `segments` has the number of segments that they lie in.
+inline int64_t pieces(const Tensor& entries, const Tensor& segments, bool by_key) {
+  const int64_t *of_tile = values_of<int64_t>(entries), *pieces_of = values_of<int64_t>(segments);
   const int64_t tiles = entries.numel();
-  const int64_t longest = longest_piece(std::accumulate(of_tile, of_tile + tiles, int64_t{0}),
-                                        tiles, by_key ? 1 : kLeastRowsCut);
+  SPARSERING_CHECK(segments.numel() == tiles, "sparsering cpu: each tile has a number of segments");
+  const int64_t most = most_entries(std::accumulate(of_tile, of_tile + tiles, int64_t{0}), tiles,
+                                    by_key ? 1 : kLeastRowsCut);
   int64_t sum = 0;
   for (int64_t i = 0; i < tiles; ++i) {
-    sum += of_tile[i] > longest ? (of_tile[i] + longest - 1) / longest : 0;
+    sum += of_tile[i] > most && pieces_of[i] > 1 ? pieces_of[i] : 0;
   }
   return sum;
 }

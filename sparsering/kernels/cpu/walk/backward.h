@@ -39,18 +39,21 @@ class WalkBackward {
         *operand = Buffer<T>(kPaired<T> ? walk.rows * keys : 0);
       }
       dq_t = Buffer<float>(walk.rows * width);
-      dq = Buffer<float>(walk.rows * width);
+      dq = Buffer<float>::zeros(walk.rows * width);
       lse = Buffer<float>(walk.rows);
       delta = Buffer<float>(walk.rows);
       totals = Buffer<float>(walk.rows);
     }
     // Allocates memory for a chunk (see visits.h) of `rows` query rows.
-    void reserve(int64_t rows) {
+    void reserve(int64_t rows, bool segments) {
       all_q.at_least(rows * width);
       all_dout.at_least(rows * value_width);
       all_lse.at_least(rows);
       all_delta.at_least(rows);
       all_dq.at_least(rows * width);
+      group.at_least(segments ? rows * width : 0);
+      groups.at_least(segments ? rows * width : 0);
+      segment.at_least(rows);
     }
     Gathered tile;
     int64_t width, value_width;
@@ -60,6 +63,8 @@ class WalkBackward {
     // Q and dO of all rows of a chunk.
     Buffer<T> all_q, all_dout;
     Buffer<float> all_lse, all_delta, all_dq;
+    Buffer<float> group, groups;  // dQ of the segments before in a token's group, of groups before
+    Buffer<int32_t> segment;      // of each token's latest key tile
   };
 
   WalkBackward(const Problem& problem, const Pairs<T>& pairs, const Pass& pass, int64_t number,
@@ -97,7 +102,9 @@ class WalkBackward {
     return bytes_of([&] { Groups(*this, count, walk_.num_chunks(entries)); });
   }
   int64_t scratch(double entries) const {
-    return bytes_of([&] { Scratch(x_, pairs_, walk_).reserve(walk_.most_rows(entries)); });
+    return bytes_of([&] {
+      Scratch(x_, pairs_, walk_).reserve(walk_.most_rows(entries), walk_.pass.key_segments);
+    });
   }
 
  private:
@@ -168,11 +175,14 @@ class WalkBackward {
     const int64_t kv_head = chunk.head / x_.group, heads = chunk.heads;
     s.visits.sort(walk_, chunk);
     const int64_t rows = s.visits.tokens() * heads;
-    s.reserve(rows);
+    s.reserve(rows, pass.key_segments);
     read_chunk(walk_, chunk, s.visits, x_.q, width_, s.all_q.get());
     read_chunk(walk_, chunk, s.visits, rows_.dout, value_width_, s.all_dout.get());
     read_sums(s, chunk, s.all_lse.get(), s.all_delta.get());
     std::fill_n(s.all_dq.get(), rows * width_, 0.f);
+    std::fill_n(s.group.get(), pass.key_segments ? rows * width_ : 0, 0.f);
+    std::fill_n(s.groups.get(), pass.key_segments ? rows * width_ : 0, 0.f);
+    std::fill_n(s.segment.get(), s.visits.tokens(), -1);
     for (int64_t column = 0; column < pass.columns; ++column) {
       const Tile keys = pass.key_tile(walk_.axis(chunk.head), column);
       if (!s.visits.any(column) || !keys.count || !x_.extras.sees(chunk.batch, keys, pass.step)) {
@@ -180,20 +190,53 @@ class WalkBackward {
       }
       const auto operands = pairs_.pack_keys(s.spare.get(), pass, chunk.batch, kv_head, column,
                                              s.k.get(), s.kt.get(), s.v.get());
+      const int64_t segment = pass.key_segment(walk_.axis(chunk.head), column);
       s.visits.for_tiles(column, s.tile, [&] {
+        end_segments(s, chunk, segment);
         add_tile(s, chunk, keys, operands, dk + column * x_.block * width_,
                  dv + column * x_.block * value_width_);
       });
     }
+    for (int64_t token = 0; pass.key_segments && token < s.visits.tokens(); ++token) {
+      end_segment(s, chunk, token);
+      end_group(s, chunk, token);
+    }
+    const float* all = pass.key_segments ? s.groups.get() : s.all_dq.get();
     for (int64_t row = chunk.begin; row < chunk.end; ++row) {
       const Tile tile = pass.query_tile(walk_.axis(chunk.head), row);
-      const float* dq = s.all_dq.get() + s.visits.first_token(row - chunk.begin) * heads * width_;
+      const float* dq = all + s.visits.first_token(row - chunk.begin) * heads * width_;
       for (int64_t h = 0; h < heads; ++h) {
         const int64_t of_head = (chunk.batch * x_.Hq + chunk.head + h) * x_.Nq;
         add_rows(sums.q, of_head + tile.start, pass.step, tile.count, dq + h * width_,
                  heads * width_, x_.scale);
       }
     }
+  }
+
+  // Ends the segments of tokens whose next key tile is in another one.
+  void end_segments(Scratch& s, const Chunk& chunk, int64_t segment) const {
+    for (int64_t i = 0; walk_.pass.key_segments && i < s.tile.size; ++i) {
+      const int64_t token = s.tile.token[i], old = s.segment.get()[token];
+      if (old >= 0 && old != segment) {
+        end_segment(s, chunk, token);
+        if (old / Pass::kGroup != segment / Pass::kGroup) {
+          end_group(s, chunk, token);
+        }
+      }
+      s.segment.get()[token] = static_cast<int32_t>(segment);
+    }
+  }
+  // Adds dQ of a token to that of the segments before in its group, and clears it.
+  void end_segment(const Scratch& s, const Chunk& chunk, int64_t token) const {
+    move(chunk, token, s.all_dq.get(), s.group.get());
+  }
+  void end_group(const Scratch& s, const Chunk& chunk, int64_t token) const {
+    move(chunk, token, s.group.get(), s.groups.get());
+  }
+  void move(const Chunk& chunk, int64_t token, float* from, float* to) const {
+    const int64_t size = chunk.heads * width_;
+    add(from + token * size, size, to + token * size);
+    std::fill_n(from + token * size, size, 0.f);
   }
 
   // Copies lse and delta of a chunk's rows.
@@ -262,12 +305,16 @@ class WalkBackward {
     }
     multiply(padded, value_width_, rows, p, rows, dout, dv, true);
     multiply(padded, width_, rows, ds, rows, q, dk, true);
-    multiply(width_, rows, padded, k.kt, padded, ds_right, s.dq_t.get(), false);
+    const auto for_tokens = [&](const auto& f) {  // dQ of each token: of the chunk, of the tile
+      for (int64_t i = 0; i < s.tile.size; ++i) {
+        f(s.all_dq.get() + s.tile.token[i] * heads * width_, s.dq.get() + i * heads * width_);
+      }
+    };
+    for_tokens([&](const float* from, float* to) { std::copy_n(from, heads * width_, to); });
+    transpose(s.dq.get(), rows, width_, s.dq_t.get());
+    multiply(width_, rows, padded, k.kt, padded, ds_right, s.dq_t.get(), true);
     transpose(s.dq_t.get(), width_, rows, s.dq.get());
-    for (int64_t i = 0; i < s.tile.size; ++i) {
-      add(s.dq.get() + i * heads * width_, heads * width_,
-          s.all_dq.get() + s.tile.token[i] * heads * width_);
-    }
+    for_tokens([&](float* to, const float* from) { std::copy_n(from, heads * width_, to); });
     for (int64_t h = 0; rows_.dbias && h < heads; ++h) {
       float* dbias = rows_.dbias + x_.bias_of(number_, chunk.batch, chunk.head + h);
       for (int64_t i = 0; i < s.tile.size; ++i) {

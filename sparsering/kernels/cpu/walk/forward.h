@@ -12,6 +12,15 @@
 
 namespace sparsering::cpu {
 
+inline const float* pack_values(const float* from, int64_t, int64_t, float*) {
+  return from;
+}
+// The first of two rows comes second, as in `transpose`.
+inline const BFloat16* pack_values(const BFloat16* from, int64_t rows, int64_t width,
+                                   BFloat16* to) {
+  return pack_pairs<true>(from, rows, width, to);
+}
+
 // Right operands of a key tile: K^T, and V if needed. Scores are [rows, keys] here, because it is
 // cheaper to transpose one key tile than the many rows that visit it.
 template <typename T>
@@ -51,7 +60,7 @@ class RowKeys {
     } else {
       rows = tile_rows(x_.v, b, kv_head, tile, step_, padded, x_.Dv, to);
     }
-    v = pack(rows, padded, x_.Dv, v_.get());
+    v = pack_values(rows, padded, x_.Dv, v_.get());
   }
 
   // Computes the products of a gathered tile's rows with the keys; -inf where there is no pair.
@@ -111,7 +120,7 @@ class WalkForward {
       gathered = Buffer<T>::zeros(walk.rows * width);
       scores = Buffer<float>(walk.rows * most_keys);
       weights = Buffer<T>(kPaired<T> ? walk.rows * most_keys : 0);
-      part = Buffer<float>(walk.rows * x.Dv);
+      part = Buffer<float>::zeros(walk.rows * x.Dv);
       bias = Buffer<float>::zeros(walk.rows);
       factor = Buffer<float>::zeros(walk.rows);
     }
@@ -122,16 +131,29 @@ class WalkForward {
       sums.at_least(rows * x.Dv);
       highest.at_least(room);
       total.at_least(room);
+      if (walk.pass.key_segments) {
+        for (Earlier& of : earlier) {
+          of.values.at_least(rows * x.Dv);
+          of.highest.at_least(rows);
+          of.total.at_least(rows);
+        }
+        segment.at_least(rows);
+      }
     }
     RowKeys<T> keys;
     Gathered tile;
     Visits visits;
     Buffer<T> gathered, weights, q;
     Buffer<float> scores, part, bias, factor, sums, highest, total;
+    struct Earlier {
+      Buffer<float> highest, total, values;
+    };
+    Earlier earlier[2];  // sums of the segments before in a row's group, and of the groups before
+    Buffer<int32_t> segment;  // of each row's latest key tile
   };
 
   WalkForward(const Problem& problem, const Walk& walk, int64_t number)
-      : x_(problem), walk_(walk), number_(number) {}
+      : x_(problem), walk_(walk), number_(number), units_(problem.scale) {}
 
   void run(Scratch& s, const Chunk& chunk, bool fresh, Output& out) const {
     const Pass& pass = walk_.pass;
@@ -145,16 +167,59 @@ class WalkForward {
     std::fill_n(s.sums.get(), rows * x_.Dv, 0.f);
     std::fill_n(s.highest.get(), room, -kInf);
     std::fill_n(s.total.get(), room, 0.f);
+    if (pass.key_segments) {
+      for (const auto& of : s.earlier) {
+        clear(rows, of.highest.get(), of.total.get(), of.values.get());
+      }
+      std::fill_n(s.segment.get(), rows, -1);
+    }
     for (int64_t column = 0; column < pass.columns; ++column) {
       if (s.visits.any(column) && s.keys.read_keys(pass, chunk.batch, kv_head, column)) {
         s.keys.read_values(chunk.batch, kv_head);
-        s.visits.for_tiles(column, s.tile, [&] { add_tile(s, chunk); });
+        const int64_t segment = pass.key_segment(walk_.axis(chunk.head), column);
+        s.visits.for_tiles(column, s.tile, [&] {
+          end_segments(s, chunk, segment);
+          add_tile(s, chunk);
+        });
       }
     }
     put(s, chunk, fresh, out);
   }
 
  private:
+  // Adds a row's sums to those of the segments before, if its next key tile is in another segment.
+  void end_segments(Scratch& s, const Chunk& chunk, int64_t segment) const {
+    for (int64_t i = 0; walk_.pass.key_segments && i < s.tile.size; ++i) {
+      for (int64_t r = 0; r < chunk.heads; ++r) {
+        const int64_t at = s.tile.token[i] * chunk.heads + r;
+        if (s.segment.get()[at] >= 0 && s.segment.get()[at] != segment) {
+          end_segment(s, at, s.segment.get()[at] / Pass::kGroup != segment / Pass::kGroup);
+        }
+        s.segment.get()[at] = static_cast<int32_t>(segment);
+      }
+    }
+  }
+  void end_segment(Scratch& s, int64_t row, bool ends_group) const {
+    move(s.highest, s.total, s.sums, s.earlier[0], row);
+    if (ends_group) {
+      auto& group = s.earlier[0];
+      move(group.highest, group.total, group.values, s.earlier[1], row);
+    }
+  }
+  // Adds the sums of a row to earlier ones, and clears them.
+  void move(Buffer<float>& highest, Buffer<float>& total, Buffer<float>& values,
+            typename Scratch::Earlier& to, int64_t row) const {
+    float* of_row = values.get() + row * x_.Dv;
+    add_segment(to.highest.get()[row], to.total.get()[row], to.values.get() + row * x_.Dv,
+                highest.get()[row], total.get()[row], of_row, x_.Dv);
+    clear(1, highest.get() + row, total.get() + row, of_row);
+  }
+  void clear(int64_t rows, float* highest, float* total, float* values) const {
+    std::fill_n(highest, rows, -kInf);
+    std::fill_n(total, rows, 0.f);
+    std::fill_n(values, rows * x_.Dv, 0.f);
+  }
+
   void add_tile(Scratch& s, const Chunk& chunk) const {
     const int64_t heads = chunk.heads, count = s.tile.size * heads, Dv = x_.Dv;
     const T* q = gather(s.tile, s.q.get(), heads * s.keys.width(), s.gathered.get());
@@ -169,25 +234,29 @@ class WalkForward {
     for (int64_t first = 0; first < count; first += kLanes) {
       weigh(s, heads, first, std::min(kLanes, count - first), weights + first * s.keys.padded);
     }
-    multiply(round_up(count, kLanes), Dv, s.keys.padded, weights, s.keys.padded, s.keys.v,
-             s.part.get(), false);
-    for (int64_t i = 0; i < s.tile.size; ++i) {
-      for (int64_t r = i * heads; r < (i + 1) * heads; ++r) {
-        float* __restrict sum = s.sums.get() + ((s.tile.token[i] - i) * heads + r) * Dv;
-        const float* __restrict part = s.part.get() + r * Dv;
-        const float factor = s.factor.get()[r];
-        for (int64_t d = 0; d < Dv; ++d) {
-          sum[d] = sum[d] * factor + part[d];
+    const auto for_sums = [&](const auto& f) {  // of each row: in `sums`, and in the tile
+      for (int64_t i = 0; i < s.tile.size; ++i) {
+        for (int64_t r = i * heads; r < (i + 1) * heads; ++r) {
+          f(s.sums.get() + ((s.tile.token[i] - i) * heads + r) * Dv, s.part.get() + r * Dv, r);
         }
       }
-    }
+    };
+    for_sums([&](const float* __restrict sum, float* __restrict part, int64_t r) {
+      const float factor = s.factor.get()[r];
+      for (int64_t d = 0; d < Dv; ++d) {
+        part[d] = sum[d] * factor;
+      }
+    });
+    multiply(round_up(count, kLanes), Dv, s.keys.padded, weights, s.keys.padded, s.keys.v,
+             s.part.get(), true);
+    for_sums([&](float* sum, const float* part, int64_t) { std::copy_n(part, Dv, sum); });
   }
 
   // Runs a softmax step of up to kLanes rows from `first` on, as softmax_step does for queries.
   void weigh(Scratch& s, int64_t heads, int64_t first, int64_t count, T* weights) const {
     const int64_t padded = s.keys.padded;
     const float* scores = s.scores.get() + first * padded;
-    const Vec scale(x_.scale);
+    const Vec scale(units_.scale);
     float highest[kLanes], total[kLanes];
     const auto place = [&](int64_t r) {
       return s.tile.token[(first + r) / heads] * heads + (first + r) % heads;
@@ -209,40 +278,47 @@ class WalkForward {
         of_rows[r] = at::vec::maximum(of_rows[r], Vec::loadu(scores + r * padded + j));
       }
     }
-    const Vec bias = Vec::loadu(s.bias.get() + first), old = Vec::loadu(highest);
-    const Vec top = at::vec::maximum(old, at::vec::fmadd(highest_of_lanes(of_rows), scale, bias));
-    const Vec base = Vec::blendv(top.neg(), Vec(0.f), top == Vec(-kInf));
-    const Vec factor = exp_of(old + base);
-    float bases[kLanes];
-    base.store(bases);
-    for (int64_t r = 0; r < kLanes; ++r) {
-      const Vec bias_of_row(s.bias.get()[first + r]), base_of_row(bases[r]);
-      const float* row = scores + r * padded;
-      const auto weight = [&](int64_t j) {
-        return exp_of(at::vec::fmadd(Vec::loadu(row + j), scale, bias_of_row) + base_of_row);
-      };
-      Vec sum(0.f);
-      if constexpr (kPaired<T>) {
-        for (int64_t j = 0; j < padded; j += 2 * kLanes) {
-          const Vec a = weight(j), b = weight(j + kLanes);
-          sum = sum + (a + b);
-          at::vec::convert_float_bfloat16(a, b).store(weights + r * padded + j);
-        }
-      } else {
-        for (int64_t j = 0; j < padded; j += kLanes) {
-          const Vec a = weight(j);
-          sum = sum + a;
-          a.store(weights + r * padded + j);
-        }
+    const Vec bias = Vec::loadu(s.bias.get() + first) * Vec(kLog2E), old = Vec::loadu(highest);
+    const Vec most = at::vec::fmadd(highest_of_lanes(of_rows), scale, bias).ceil();
+    const Vec top = at::vec::maximum(old, most);
+    const Vec least = Vec::blendv(top, Vec(0.f), top == Vec(-kInf));
+    const Vec factor = power_of_two(old - least);
+    float leasts[kLanes], biases[kLanes];
+    least.store(leasts), bias.store(biases);
+    Vec sum = Vec::loadu(total) * factor;  // over keys in their order, as for query tiles
+    for (int64_t j = 0; j < padded; j += kLanes) {
+      float square[kLanes * kLanes];
+#pragma GCC unroll 16
+      for (int64_t r = 0; r < kLanes; ++r) {
+        Vec weight[1] = {
+            at::vec::fmadd(Vec::loadu(scores + r * padded + j), scale, Vec(biases[r]))};
+        powers_below(weight, {Vec(leasts[r])});
+        store_weights(weight[0], weights + r * padded + j);
+        of_rows[r] = weight[0];
       }
-      of_rows[r] = sum;
+      transpose_square(of_rows, square, kLanes);
+      for (int64_t i = 0; i < kLanes; ++i) {
+        sum = sum + Vec::loadu(square + i * kLanes);
+      }
     }
     factor.store(s.factor.get() + first);
     top.store(highest);
-    at::vec::fmadd(Vec::loadu(total), factor, sums_of_lanes(of_rows)).store(total);
+    sum.store(total);
     for (int64_t r = 0; r < count; ++r) {
       s.highest.get()[place(r)] = highest[r];
       s.total.get()[place(r)] = total[r];
+    }
+  }
+
+  static void store_weights(Vec x, float* to) {
+    x.store(to);
+  }
+  // The first of two keys comes second, as in the values (`RowKeys`).
+  static void store_weights(Vec x, BFloat16* to) {
+    float lanes[kLanes];
+    x.store(lanes);
+    for (int64_t j = 0; j < kLanes; j += 2) {
+      to[j] = lanes[j + 1], to[j + 1] = lanes[j];
     }
   }
 
@@ -253,8 +329,14 @@ class WalkForward {
       const int64_t first = s.visits.first_token(row - chunk.begin);
       for (int64_t r = 0; r < tile.count * heads; ++r) {
         const int64_t at = first * heads + r, i = r / heads, head = chunk.head + r % heads;
-        float factor, lse, *sum = s.sums.get() + at * x_.Dv;
-        finish(s.highest.get()[at], s.total.get()[at], factor, lse);
+        float factor, lse, *sum = s.sums.get() + at * x_.Dv, highest = s.highest.get()[at],
+                           total = s.total.get()[at];
+        if (walk_.pass.key_segments) {
+          end_segment(s, at, true);
+          sum = s.earlier[1].values.get() + at * x_.Dv;
+          highest = s.earlier[1].highest.get()[at], total = s.earlier[1].total.get()[at];
+        }
+        units_.finish(highest, total, factor, lse);
         for (int64_t d = 0; d < x_.Dv; ++d) {
           sum[d] *= factor;
         }
@@ -267,6 +349,7 @@ class WalkForward {
   const Problem& x_;
   const Walk& walk_;
   const int64_t number_;
+  const Units units_;
 };
 
 }  // namespace sparsering::cpu
