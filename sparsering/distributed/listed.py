@@ -61,7 +61,7 @@ def listed(pattern: Pattern, frame: Frame, queries: Cut, keys: Cut, world: int) 
         for x in lists:
             counted = x.keys[first_in_row(x.keys, frame.kv_len)].long()
             share = frame.num_heads / x.keys.shape[:2].numel()  # heads and entries share a list
-            pairs[label] += torch.bincount(owner_of[counted], minlength=world) * share
+            pairs[label] += torch.bincount(owner_of[counted], minlength=world).double() * share
     needs = tuple(union(parts, frame.kv_len) for parts in found.values())
     return Listed(needs, tuple(map(tuple, need_of)), pairs)
 

@@ -9,7 +9,7 @@ from oracles.ring_oracle import assert_plan_is_exact, plan_of
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.distributed import rank_layouts, ring_attention, shard, simulate_ring
+from sparsering.distributed import RingPlan, rank_layouts, ring_attention, shard, simulate_ring
 from sparsering.distributed.rank import choose_kernels
 from sparsering.distributed.sharding import owned_ranges
 from sparsering.extras import NO_EXTRAS
@@ -94,6 +94,12 @@ def test_processes_compute_lists_bit_for_bit_as_simulated(workers, name, shardin
             assert torch.equal(a, b[:, :, places]), rank
         widths = case.head_dim, case.value_dim
         assert received == plan.bytes_received(rank, head_dim=widths, dtype=dtype) * case.batch
+
+
+def test_the_load_of_lists_is_a_mean_in_double_precision():
+    indices = torch.tensor([[[[-1], [-1]]], [[[-1], [1]]], [[[-1], [1]]]])  # [3 entries, 1, 2, 1]
+    plan = RingPlan.build(sr.SelectedBlocks(indices, 1, query_block=1), 2, 1)
+    assert plan.load(0) == 2 / 3
 
 
 def test_a_ring_names_the_backends_that_run_lists():
