@@ -223,7 +223,7 @@ def _not_invariant(backend: str, query: Tensor, pattern: Pattern) -> str:
     if not BACKENDS[backend].is_invariant(query.dtype):
         return "this processor adds products of bfloat16 in another order for a few queries"
     if has_lists(pattern):
-        return "lists of keys are summed in the order of their slots"
+        return "lists of neighbouring queries may be summed together"
     return ""
 
 

@@ -116,12 +116,26 @@ def test_drawn_rows_keep_their_bits_in_other_company(rounds: int, cases: int):
     assert coverage.right.total() > cases
 
 
+@pytest.mark.parametrize("slots", [3, 64, 400])
+def test_the_order_of_slots_changes_no_bit(slots: int):
+    tensors, results = [x.requires_grad_() for x in inputs(torch.float32)], []
+    listed = torch.stack([torch.randperm(TOKENS)[:slots] for _ in range(TOKENS)])[None, None]
+    order = torch.stack([torch.randperm(slots) for _ in range(TOKENS)])[None, None]
+    bias = torch.randn(1, 4, TOKENS, slots)
+    of_heads = order.expand(-1, 4, -1, -1)
+    for keys, of_slots in ((listed, bias), (listed.gather(3, order), bias.gather(3, of_heads))):
+        pattern = sr.SelectedBlocks(keys, 1, query_block=1)
+        out, lse = sr.attention(*tensors, pattern, slot_bias=of_slots, return_lse=True)
+        results.append([out, lse, *torch.autograd.grad(out.pow(2).sum(), tensors)])
+    assert all(map(torch.equal, *results))
+
+
 def test_explain_says_what_cannot_be_kept():
     query, key, value = inputs(torch.float32)
     assert "bits:" not in sr.explain(query, key, value, CAUSAL)
     indices = torch.arange(TOKENS)[None, None, :, None]
     lists = sr.SelectedBlocks(indices, 1, query_block=1)
-    assert "the order of their slots" in sr.explain(query, key, value, lists)
+    assert "lists of neighbouring queries" in sr.explain(query, key, value, lists)
     double = (x.double() for x in (query, key, value))
     assert "bits: those of a row may depend" in sr.explain(*double, CAUSAL)
 

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <bit>
+
 #include "../few.h"
 
 namespace sparsering::cpu::lists {
@@ -16,8 +18,9 @@ inline int64_t most_lists(int64_t heads) {
   return std::clamp<int64_t>(kMostRows / std::max<int64_t>(heads, 1), 1, kQueries);
 }
 
-// Some lists without repeats and without numbers that are no key. Keys are in the order in which
-// the lists name them first: a key's first list and later ones may have it, earlier ones do not.
+// Some lists without repeats and without numbers that are no key. Keys are in the order of the
+// first list that has them, and ascend within it: a key's first list and later ones may have it,
+// earlier ones do not. So the order of a list's slots changes no sum.
 class Distinct {
  public:
   Distinct(int64_t slots, int64_t num_keys, int64_t heads, bool has_bias)
@@ -29,7 +32,10 @@ class Distinct {
         keys_(most_),
         place_(has_bias ? most_lists(heads) * most_ : 0),
         bits_(most_lists(heads) > 1 ? most_lists(heads) * words_ : 0),
-        marks_(Buffer<uint32_t>::zeros(num_keys)) {}
+        marks_(Buffer<uint32_t>::zeros(num_keys)),
+        is_long_(slots * kMuch > num_keys / 64),
+        sorted_(is_long_ ? 0 : slots),
+        seen_(Buffer<uint64_t>::zeros(is_long_ ? (num_keys + 63) / 64 : 0)) {}
 
   // Reads the list of the first query, and those of the next ones as long as sharing products is
   // faster; of `most` queries at most. The lists follow each other in memory, and with a bias their
@@ -109,12 +115,38 @@ class Distinct {
     keys_.get()[count++] = key;
   }
 
-  void add_first(const int32_t* list) {
+  // Calls f(key) for the keys of a list, in ascending order.
+  template <typename F>
+  void for_keys(const int32_t* list, const F& f) {
+    int64_t n = 0, first = num_keys_, last = -1;
     for (int64_t slot = 0; slot < slots_; ++slot) {
-      if (is_key(list[slot]) && is_new(list[slot])) {
-        append(list[slot]);
+      const int32_t key = list[slot];
+      if (!is_key(key)) {
+        continue;
+      }
+      if (is_long_) {
+        first = std::min<int64_t>(first, key), last = std::max<int64_t>(last, key);
+        seen_.get()[key / 64] |= uint64_t{1} << key % 64;
+      } else {
+        sorted_.get()[n++] = key;
       }
     }
+    std::sort(sorted_.get(), sorted_.get() + n);
+    for (int64_t i = 0; i < n; ++i) {
+      if (i == 0 || sorted_.get()[i] != sorted_.get()[i - 1]) {
+        f(sorted_.get()[i]);
+      }
+    }
+    for (int64_t word = first / 64; is_long_ && word <= last / 64 && last >= 0; ++word) {
+      for (uint64_t rest = seen_.get()[word]; rest; rest &= rest - 1) {
+        f(static_cast<int32_t>(word * 64 + std::countr_zero(rest)));
+      }
+      seen_.get()[word] = 0;
+    }
+  }
+
+  void add_first(const int32_t* list) {
+    for_keys(list, [&](int32_t key) { append(key); });
     finish(list, 0);
   }
 
@@ -127,15 +159,12 @@ class Distinct {
     }
     const int64_t start = count;
     std::fill_n(bits_.get() + size * words_, words_, 0);
-    for (int64_t slot = 0; slot < slots_; ++slot) {
-      const int32_t key = list[slot];
-      if (is_key(key)) {
-        if (is_new(key)) {
-          append(key);
-        }
-        set_bit(size, place(key));
+    for_keys(list, [&](int32_t key) {
+      if (is_new(key)) {
+        append(key);
       }
-    }
+      set_bit(size, place(key));
+    });
     finish(list, start);
   }
   void set_bit(int64_t i, int64_t place) {
@@ -178,6 +207,11 @@ class Distinct {
   const int32_t* places_ = nullptr;  // of the slots of the lists
   Buffer<uint32_t> bits_;            // of each list, a bit for each key
   Buffer<uint32_t> marks_;           // of each key: base_ + its place, or less if no list has it
+  // A long list is sorted by a bit for each key: words without a bit take less time than a sort.
+  static constexpr int64_t kMuch = 32;
+  const bool is_long_;
+  Buffer<int32_t> sorted_;
+  Buffer<uint64_t> seen_;
   uint32_t base_ = 1;
   int64_t starts_[kQueries];  // place of the first key that each list has first
 };
