@@ -119,6 +119,21 @@ class Distinct {
   template <typename F>
   void for_keys(const int32_t* list, const F& f) {
     int64_t n = 0, first = num_keys_, last = -1;
+    bool rising = true;
+    for (int64_t slot = 0; slot < slots_; ++slot) {
+      if (is_key(list[slot])) {
+        rising = rising && list[slot] > last;
+        last = list[slot];
+      }
+    }
+    if (rising) {
+      for (int64_t slot = 0; slot < slots_; ++slot) {
+        if (is_key(list[slot])) {
+          f(list[slot]);
+        }
+      }
+      return;
+    }
     for (int64_t slot = 0; slot < slots_; ++slot) {
       const int32_t key = list[slot];
       if (!is_key(key)) {
