@@ -147,10 +147,13 @@ def test_any_scale(scale, sweep):
     ("q_len", "num_heads"), slow_except([(1, 8), (3, 1), (40, 2)], [1, 2, 3, 40], [1, 2, 8])
 )
 def test_rows_that_are_cut_into_pieces(q_len, num_heads):
-    """64 tables of one row each would be 16 entries long at most: these are of 125."""
-    case = Case(2, num_heads, 1, q_len, 2000, 16, 16, 16)
-    assert_is_exact(sr.Causal() + sr.Dilated(2000, 3), case)
-    assert_is_exact(sr.KeyPadding((700, 0)), case)
+    """64 tables of one row each would be 16 entries long at most: these are of 563.
+
+    A piece has 8 segments of 512 keys.
+    """
+    case = Case(2, num_heads, 1, q_len, 9000, 16, 16, 16)
+    assert_is_exact(sr.Causal() + sr.Dilated(9000, 2), case)
+    assert_is_exact(sr.KeyPadding((4700, 0)), case)
 
 
 @pytest.mark.parametrize("extras", [False, True])
@@ -173,6 +176,12 @@ def test_one_heavy_row_among_light_ones(sweep):
     assert_is_exact(pattern, Case(1, 2, 1, 900, 900, 16, 16, 16))
 
 
+def test_a_heavy_row_of_several_groups_of_segments(sweep):
+    """A piece of a query tile has 8 segments of 512 keys."""
+    case = Case(1, 2, 1, 300, 9000, 16, 8, 16, 0)
+    assert_is_exact(sr.SlidingWindow(20) | sr.GlobalTokens(2), case)
+
+
 def test_heavy_rows_and_columns_with_every_gradient(sweep):
     """Backward cuts both; where there is a distance table, rows of a group stay in order."""
     case = Case(1, 4, 2, 700, 700, 16, 8, 16)
@@ -193,8 +202,8 @@ def test_few_queries_of_any_number_and_width(num_heads, width):
 @pytest.mark.parametrize(("q_len", "group"), [(1, 12), (1, 17), (3, 7), (5, 4), (8, 3)])
 def test_few_queries_of_more_heads_than_are_computed_at_once(q_len, group, extras):
     """At most eight rows share a turn; long rows are also cut into pieces."""
-    case = Case(2, 2 * group, 2, q_len, 2000, 24, 16, 16)
-    pattern = sr.Causal() & sr.SlidingWindow(1900) & sr.KeyPadding((2000, 1500))
+    case = Case(2, 2 * group, 2, q_len, 5000, 24, 16, 16)
+    pattern = sr.Causal() & sr.SlidingWindow(4900) & sr.KeyPadding((5000, 1500))
     options = {"softcap": 3.0, "distance_bias": torch.randn(2 * group, 41)} if extras else {}
     assert_is_exact(pattern, case, **options)
 
