@@ -50,7 +50,7 @@ class Backend(NamedTuple):
     refuses: Callable[[Inputs, Pattern, Frame], list[str]] | None = None
     returns_lse: bool = True  # False if its lse is an empty tensor
     # True for a dtype whose rows have the same bits in any company (docs/invariance.md).
-    is_invariant: Callable[[torch.dtype], bool] = lambda dtype: False
+    is_invariant: Callable[[torch.dtype], bool] | None = None
 
 
 def _no_float64(*tensors: Tensor) -> list[str]:

@@ -218,9 +218,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
 
 def _not_invariant(backend: str, query: Tensor, pattern: Pattern) -> str:
     """Returns why the bits of a row may depend on its company (docs/invariance.md); "" if not."""
-    if backend != "cpu":
+    if (keeps := BACKENDS[backend].is_invariant) is None:
         return f"{backend} sums in an order that depends on shapes"
-    if not BACKENDS[backend].is_invariant(query.dtype):
+    if not keeps(query.dtype):
         return "this processor adds products of bfloat16 in another order for a few queries"
     if has_lists(pattern):
         return "lists of neighbouring queries may be summed together"

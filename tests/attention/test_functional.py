@@ -374,7 +374,8 @@ def test_explain_gives_a_line_for_each_backend():
     named = [name for name in names if f"{name}: usable (only when named)" in lines]
     assert named == ["triton", "torch_sparse", "sdpa"]  # Triton's interpreter is on
     double = {name: x.double() for name, x in tensors().items()}
-    runs, first, second, *others = sr.explain(**double, pattern=sr.Causal()).split("\n")
+    runs, bits, first, second, *others = sr.explain(**double, pattern=sr.Causal()).split("\n")
+    assert bits.startswith("bits: those of a row may depend on what else the call computes")
     told = "it computes in float32; float64 stays with gather"
     assert runs == f"runs: gather, blocks of 64; {SHAPES}"
     assert (first, second) == (f"cpu: {told}", f"triton: {told} (only when named)")
@@ -414,7 +415,7 @@ def test_explain_heeds_options_and_refuses_what_attention_refuses():
 
 @pytest.mark.usefixtures("cpu_cannot_run")
 def test_explain_gives_all_reasons_of_a_backend_that_cannot_run():
-    runs, first, *others = sr.explain(**tensors(), pattern=sr.Causal()).split("\n")
+    runs, _, first, *others = sr.explain(**tensors(), pattern=sr.Causal()).split("\n")
     assert runs.startswith("runs: gather, blocks of 64")
     assert first == "cpu: it is too cold; it saw 3 tensors"
     assert others[1:3] == ["gather: usable", "reference: usable"]

@@ -39,8 +39,8 @@ DEFECTS = {
     "a repeated key of a list counts twice": (
         "calls",
         "kernels/cpu/lists/distinct.h",
-        "if (is_key(list[slot]) && is_new(list[slot])) {",
-        "if (is_key(list[slot])) {",
+        "if (i == 0 || sorted_.get()[i] != sorted_.get()[i - 1]) {",
+        "if (i >= 0) {",
     ),
     "a query reads the list of its neighbour": (
         "calls",

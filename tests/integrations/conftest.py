@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from helpers.full_softmax import in_full
 from helpers.ring_workers import workers_of
-from torch import Tensor
 
 four = workers_of(4, "session")  # ranks of all tests here that leave them as they were
 
@@ -27,12 +27,5 @@ def older_objects_are_not_looked_through() -> None:
 
 @pytest.fixture(autouse=True)
 def softmax_in_full(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    softmax = torch.nn.functional.softmax
-
-    def in_full(
-        x: Tensor, dim: int | None = None, dtype: torch.dtype | None = None, **_: object
-    ) -> Tensor:
-        return softmax(x, dim=dim, dtype=None if x.dtype == torch.float64 else dtype)
-
     monkeypatch.setattr(torch.nn.functional, "softmax", in_full)
     yield
