@@ -12,8 +12,8 @@ LISTED = re.findall(
     re.MULTILINE,
 )
 READERS = [
-    *("finetune.md", "packing.md", "trees.md", "decoding.md", "diffusion.md", "drafts.md"),
-    *("invariance.md", "longnet.md", "encoders.md", "selection.md", "parallel.md"),
+    *("finetune.md", "packing.md", "trees.md", "decoding.md", "diffusion.md", "streaming.md"),
+    *("drafts.md", "invariance.md", "longnet.md", "encoders.md", "selection.md", "parallel.md"),
 ]
 SCREEN = 30  # lines
 
