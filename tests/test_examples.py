@@ -41,6 +41,11 @@ def test_a_tree_of_guesses_writes_the_same_in_fewer_steps():
     assert found["steps"] < 45
 
 
+def test_a_diffusion_model_and_a_causal_one_learn_from_the_same_text():
+    found = run("train_diffusion", ["--steps", "4", "--tokens", "32", "--batch-size", "2"])
+    assert 2 < found["causal"] < 5.6 and 2 < found["diffusion"] < 5.6
+
+
 def test_guesses_follow_earlier_places_and_share_their_beginnings():
     guesses = loaded("speculate").guesses
     tokens, parents = guesses(list(b"yzAB yzAC yz"), 3)

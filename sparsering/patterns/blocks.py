@@ -152,6 +152,7 @@ class CausalBlocks(_InDocuments):
     lengths: Lengths
     _name = "BlockCausal"
     _unit = "block"
+    _counts = "sizes"
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         return CausalBlocks(self.entries[batch]) if per_entry(self.lengths) else self

@@ -246,6 +246,7 @@ class _InDocuments(Mask):
 
     lengths: Lengths
     _unit = "document"
+    _counts = "lengths"  # what an error calls the numbers of tokens
 
     @property
     def entries(self) -> tuple[tuple[int, ...], ...]:
@@ -292,8 +293,8 @@ class _InDocuments(Mask):
                 own = self._given_or_own("lengths")
                 if by_token and not isinstance(own, LengthsFrom) and looks_like_ids(entry):
                     raise ValueError(
-                        f"{self._label} lengths{of} look like ids of {self._unit}s, one for each "
-                        f"of {total} tokens; {self._from_tokens()}, or leave out lengths of 0"
+                        f"{self._label} {self._counts}{of} look like ids of {self._unit}s, one for "
+                        f"each of {total} tokens; {self._from_tokens()}, or leave out lengths of 0"
                     )
                 continue
             way_out = f"give padding a {self._unit} of its own"
@@ -302,7 +303,7 @@ class _InDocuments(Mask):
             elif by_token:
                 way_out = f"{self._from_tokens()}, which are one number for each token"
             raise ValueError(
-                f"{self._label} lengths{of} must sum to the key length {frame.kv_len}, got "
+                f"{self._label} {self._counts}{of} must sum to the key length {frame.kv_len}, got "
                 f"{total}; {way_out}"
             )
 

@@ -98,10 +98,10 @@ def test_a_cache_takes_whole_blocks():
     [
         (
             (4, 9),
-            "BlockCausal lengths must sum to the key length 100, got 13; give padding a block",
+            "BlockCausal sizes must sum to the key length 100, got 13; give padding a block",
         ),
         ((0, 50, 100), "cumulative lengths: pass their differences"),
-        (((100,), (99,)), "lengths of batch entry 1 must sum"),
+        (((100,), (99,)), "sizes of batch entry 1 must sum"),
         ([0] * 34 + [1] * 32 + [2] * 34, r"look like ids of blocks, .*unique_consecutive"),
         ((-1, 101), "at least 0, got -1"),
         ((1.5,), "must be an int, got 1.5"),
