@@ -146,7 +146,7 @@ def main() -> int:
         for world in WORLDS:
             for choice in ("shared", "spread"):
                 rows += of_ranks(measured, world, length, choice, rounds)
-    write_record(arguments.out, "listed-ranks", rows)
+                write_record(arguments.out, "listed-ranks", rows)  # of all rows so far
     return 0
 
 
