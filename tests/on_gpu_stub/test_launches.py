@@ -468,7 +468,7 @@ def test_another_stream_waits_before_it_launches_what_reads_shared_tables(
 
     def note(launch: triton_launch.Launch, of_call: dict, run=triton_launch.Launch.run) -> None:
         named = zip(launch.kernel.arg_names, launch.arguments(of_call), strict=True)
-        used = {id(x.untyped_storage()._cdata): x for name, x in named if name in TABLES}
+        used = {x.untyped_storage()._cdata: x for name, x in named if name in TABLES}
         log.append(launch.kernel.fn.__name__)
         read.append([x.untyped_storage().data_ptr() for x in used.values()])
         run(launch, of_call)
