@@ -6,7 +6,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..checks import (
-    check_group,
     check_local,
     check_tensor,
     checked_integer_or_none,
@@ -16,6 +15,7 @@ from ..checks import (
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag, checked_integer
 from ..patterns.keywords import with_hints
+from .over_ranks import agreed, check_own_tokens, checks_of_a_rank, first_rows, of_all_ranks
 
 _AT_A_TIME = 1 << 22  # products computed at a time, to bound memory
 _TILE = 1 << 12  # keys that are compared with the best ones at a time
@@ -94,41 +94,25 @@ def _keys_of_ranks(
     group: dist.ProcessGroup,
 ) -> Tensor:
     """Returns the index keys [B, N, Di] of all ranks, differentiable; raises on all or none."""
-    # slow, so `import sparsering` must not load it
-    from ..distributed.agreement import agree_on_batch, digests_of, report_failure
-    from ..distributed.exchange import Exchange
-    from ..distributed.fetching import fetched
-
-    try:
-        check_group(group)
+    with checks_of_a_rank(group, query):
         _checked(query, key, weight, scale, q_start)
-        _check_alike("index_scores", query, key, q_start)
+        check_own_tokens("index_scores", query.shape[2], key.shape[1], q_start)
         if indices is not None:
             _check_indices(indices, query)
-    except Exception:
-        report_failure(group, None, query)
-        raise
-    exchange = Exchange(group, None, query.device)
-    with exchange.break_on_error():
-        common: dict[str, object] = {
-            "scale": scale,
-            "batch size, index heads and width": (*query.shape[:2], query.shape[3]),
-            "dtype": key.dtype,
-            "gradient of keys": torch.is_grad_enabled() and key.requires_grad,
-        }
-        most = int(indices.max()) if indices is not None and indices.numel() else -1
-        numbers = key.shape[1], most
-        counts, highest = agree_on_batch(
-            exchange, "index_scores", digests_of(common), numbers, hidden=tuple(common)
-        )
+    common: dict[str, object] = {
+        "scale": scale,
+        "batch size, index heads and width": (*query.shape[:2], query.shape[3]),
+        "dtype": key.dtype,
+        "gradient of keys": torch.is_grad_enabled() and key.requires_grad,
+    }
+    most = int(indices.max()) if indices is not None and indices.numel() else -1
+    counts, highest = agreed("index_scores", group, query, common, key.shape[1], most)
     if max(highest) >= sum(counts):  # equal on all ranks, so all raise
         raise ValueError(
             f"indices must be below {sum(counts)}, the tokens of all ranks, got {max(highest)} on "
             f"rank {highest.index(max(highest))}; top_tokens returns such"
         )
-    starts = [sum(counts[:rank]) for rank in range(len(counts))]
-    owned = [(start, start + count) for start, count in zip(starts, counts, strict=True)]
-    return fetched(key, owned, [(0, sum(counts))] * len(counts), group, "index keys")
+    return of_all_ranks(key, counts, group, "index keys")
 
 
 def _check_indices(indices: Tensor, query: Tensor, keys: int | None = None) -> None:
@@ -143,20 +127,6 @@ def _check_indices(indices: Tensor, query: Tensor, keys: int | None = None) -> N
         raise ValueError(
             f"indices must be int64 [{batch} or 1, 1, {tokens}, k]{below}, got {indices.dtype} "
             f"{tuple(indices.shape)}; top_tokens returns such"
-        )
-
-
-def _check_alike(call: str, query: Tensor, key: Tensor, q_start: int | None) -> None:
-    """Raises ValueError if a rank's queries and keys are not of the same tokens."""
-    if q_start is not None:
-        raise ValueError(
-            f"{call} over ranks counts positions from the first token of rank 0, got a q_start; "
-            "leave it out"
-        )
-    if query.shape[2] != key.shape[1]:
-        raise ValueError(
-            f"{call} over ranks needs queries and keys of the same tokens, got {query.shape[2]} "
-            f"queries and {key.shape[1]} keys; shard both alike"
         )
 
 
@@ -228,33 +198,24 @@ def _top_tokens_of_ranks(
     group: dist.ProcessGroup,
 ) -> Tensor:
     """Chooses among the keys of all ranks: those of one rank after the other, best ones kept."""
-    # slow, so `import sparsering` must not load it
-    from ..distributed.agreement import agree_on_batch, digests_of, report_failure
-    from ..distributed.exchange import Exchange
+    from ..distributed.exchange import Exchange  # slow, so `import sparsering` must not load it
 
-    try:
-        check_group(group)
+    with checks_of_a_rank(group, query):
         scale, _ = _checked(query, key, weight, scale, q_start)
         k, causal = checked_integer("k", k, 1), checked_flag("causal", causal)
         _check_bounds(query, lengths, first, stop)
-        _check_alike("top_tokens", query, key, q_start)
-    except Exception:
-        report_failure(group, None, query)
-        raise
-    exchange = Exchange(group, None, query.device)
+        check_own_tokens("top_tokens", query.shape[2], key.shape[1], q_start)
+    common: dict[str, object] = {
+        "k": k,
+        "causal": causal,
+        "scale": scale,
+        "lengths": lengths,
+        "batch size, index heads and width": (*query.shape[:2], query.shape[3]),
+        "dtype": key.dtype,
+    }
+    (counts,) = agreed("top_tokens", group, query, common, key.shape[1])
+    exchange, starts = Exchange(group, None, query.device), first_rows(counts)
     with exchange.break_on_error():
-        common: dict[str, object] = {
-            "k": k,
-            "causal": causal,
-            "scale": scale,
-            "lengths": lengths,
-            "batch size, index heads and width": (*query.shape[:2], query.shape[3]),
-            "dtype": key.dtype,
-        }
-        (counts,) = agree_on_batch(
-            exchange, "top_tokens", digests_of(common), (key.shape[1],), hidden=tuple(common)
-        )
-        starts = [sum(counts[:rank]) for rank in range(len(counts))]
         start, whole = starts[exchange.rank], sum(counts)
         best = _Best(query, weight, scale, k, causal, start, whole, lengths, first, stop)
         for owner, count in enumerate(counts):

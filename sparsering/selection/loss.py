@@ -4,10 +4,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checks import check_group, check_tensor
+from ..checks import check_tensor
 from ..numerics import sum_dtype
 from ..patterns.keywords import with_hints
 from ..rows import first_in_row
+from .over_ranks import agreed, checks_of_a_rank
 
 
 @with_hints()
@@ -70,23 +71,11 @@ def _summed_over_ranks(
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
     """Returns this rank's sum of weighted divergences, and the sum of all ranks' weights."""
-    # slow, so `import sparsering` must not load it
-    from ..distributed.agreement import agree_on_batch, digests_of, report_failure
-    from ..distributed.exchange import Exchange
-
-    try:
-        check_group(group)
+    with checks_of_a_rank(group, scores):
         total, weight = _summed(scores, mass, indices, row_weight)
-    except Exception:
-        report_failure(group, None, scores)
-        raise
-    exchange = Exchange(group, None, scores.device)
-    with exchange.break_on_error():
-        common: dict[str, object] = {"dtype": scores.dtype, "weights": row_weight is None}
-        bits = int(weight.double().view(torch.int64))  # a message has whole numbers
-        (of_ranks,) = agree_on_batch(
-            exchange, "selection_loss", digests_of(common), (bits,), hidden=tuple(common)
-        )
+    common: dict[str, object] = {"dtype": scores.dtype, "weights": row_weight is None}
+    bits = int(weight.double().view(torch.int64))  # a message has whole numbers
+    (of_ranks,) = agreed("selection_loss", group, scores, common, bits)
     weights = torch.tensor(of_ranks, device=weight.device).view(torch.float64)
     return total, weights.sum().to(weight.dtype)
 

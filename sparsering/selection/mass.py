@@ -5,13 +5,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..call_recipe import CallRecipe, checked_call
-from ..checks import check_group, check_tensor, checked_rows, refuse_forward_mode, refuse_meta
+from ..checks import check_tensor, checked_rows, refuse_forward_mode, refuse_meta
 from ..dispatch import choose
 from ..operators import slot_mass
 from ..ops import attend
 from ..patterns.algebra import Pattern
 from ..patterns.keywords import with_hints
 from ..patterns.selected import selections_of
+from .over_ranks import agreed, check_own_tokens, checks_of_a_rank, first_rows, of_all_ranks
 
 
 @with_hints()
@@ -93,43 +94,18 @@ def _keys_of_ranks(
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, int]:
     """Returns the keys of all ranks, and the position of this rank's first query."""
-    # slow, so `import sparsering` must not load it
-    from ..distributed.agreement import agree_on_batch, digests_of, report_failure
-    from ..distributed.exchange import Exchange
-    from ..distributed.fetching import fetched
-
-    try:
-        check_group(group)
+    with checks_of_a_rank(group, query):
         for name, x in (("query", query), ("key", key)):
             check_tensor(name, x, "[B, H, N, D]")
             if x.dim() != 4:
                 raise ValueError(f"{name} must be [B, H, N, D], got {tuple(x.shape)}")
-        if q_start is not None:
-            raise ValueError(
-                "block_mass over ranks counts positions from the first token of rank 0, got a "
-                "q_start; leave it out"
-            )
-        if query.shape[2] != key.shape[2]:
-            raise ValueError(
-                "block_mass over ranks needs queries and keys of the same tokens, got "
-                f"{query.shape[2]} queries and {key.shape[2]} keys; shard both alike"
-            )
-    except Exception:
-        report_failure(group, None, query)
-        raise
-    exchange = Exchange(group, None, query.device)
-    with exchange.break_on_error():
-        common: dict[str, object] = {
-            "scale": scale,
-            "batch size, heads and width": (*query.shape[:2], key.shape[1], query.shape[3]),
-            "dtype": key.dtype,
-            "lse": lse is None,
-        }
-        (counts,) = agree_on_batch(
-            exchange, "block_mass", digests_of(common), (key.shape[2],), hidden=tuple(common)
-        )
-    starts = [sum(counts[:rank]) for rank in range(len(counts))]
-    owned = [(start, start + count) for start, count in zip(starts, counts, strict=True)]
-    every = [(0, sum(counts))] * len(counts)
-    whole = fetched(key.transpose(1, 2), owned, every, group, "keys")
-    return whole.transpose(1, 2), starts[group.rank()]
+        check_own_tokens("block_mass", query.shape[2], key.shape[2], q_start)
+    common: dict[str, object] = {
+        "scale": scale,
+        "batch size, heads and width": (*query.shape[:2], key.shape[1], query.shape[3]),
+        "dtype": key.dtype,
+        "lse": lse is None,
+    }
+    (counts,) = agreed("block_mass", group, query, common, key.shape[2])
+    whole = of_all_ranks(key.transpose(1, 2), counts, group, "keys")
+    return whole.transpose(1, 2), first_rows(counts)[group.rank()]
