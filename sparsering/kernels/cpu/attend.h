@@ -4,6 +4,7 @@
 
 #include "few_pairs.h"
 #include "scores.h"
+#include "segments.h"
 #include "softmax.h"
 
 namespace sparsering::cpu {
@@ -105,7 +106,7 @@ class Attend {
         if (segments.changes_to(segment)) {
           std::copy_n(s.highest.get(), queries, s.now.highest.get());
         }
-        if (segments.begin(s, segment, add)) {
+        if (segments.begin(s.now, s.earlier, segment, add)) {
           std::fill_n(s.now.total.get(), queries, 0.f);
           std::fill_n(s.now.values.get(), queries * x_.Dv, 0.f);
         }
@@ -168,7 +169,7 @@ class Attend {
       }
     }
     std::copy_n(s.highest.get(), queries, s.now.highest.get());
-    segments.end(s, add);
+    segments.end(s.now, s.earlier, add);
     std::fill_n(s.factor.get(), queries, 1.f);
     if (item.piece < 0) {
       finish_rows(queries, s.now.highest.get(), s.now.total.get(), s.factor.get(), s.lse.get());
@@ -232,7 +233,7 @@ class Attend {
           (number_of_bitmap >= 0 && !visited(pass, number_of_bitmap, tile.count, keys.count))) {
         continue;
       }
-      if (segments.begin(s, pass.key_segment(axis, column), add)) {
+      if (segments.begin(s.now, s.earlier, pass.key_segment(axis, column), add)) {
         clear_sums(s, rows);
         few.sums = s.now.values.get();
       }
@@ -290,7 +291,7 @@ class Attend {
       };
       with_type(x_.k.type, visit);
     }
-    segments.end(s, add);
+    segments.end(s.now, s.earlier, add);
     std::fill_n(s.factor.get(), rows, 1.f);
     if (item.piece < 0) {
       finish_rows(rows, s.now.highest.get(), s.now.total.get(), s.factor.get(), s.lse.get());
@@ -308,46 +309,6 @@ class Attend {
     std::fill_n(s.now.total.get(), rows, 0.f);
     std::fill_n(s.now.values.get(), rows * x_.Dv, 0.f);
   }
-  // Adds the sums of segments in their order: those of a group first, then those of groups.
-  struct Segments {
-    bool changes_to(int64_t next) const {
-      return segment >= 0 && next != segment;
-    }
-    // Begins a segment. Returns true if another one came before, whose sums are now among
-    // `earlier`.
-    template <typename Add>
-    bool begin(Scratch& s, int64_t next, const Add& add) {
-      const bool another = changes_to(next);
-      if (another) {
-        any_in_group = put(s.now, s.earlier[0], any_in_group, add);
-        if (next / Pass::kGroup != segment / Pass::kGroup) {
-          any_groups = put(s.earlier[0], s.earlier[1], any_groups, add);
-          any_in_group = false;
-        }
-      }
-      segment = next;
-      return another;
-    }
-    // Leaves the sums of all segments in `s.now`.
-    template <typename Add>
-    void end(Scratch& s, const Add& add) {
-      if (any_in_group) {
-        put(s.now, s.earlier[0], true, add);
-        std::swap(s.now, s.earlier[0]);
-      }
-      if (any_groups) {
-        put(s.now, s.earlier[1], true, add);
-        std::swap(s.now, s.earlier[1]);
-      }
-    }
-    template <typename Add>
-    static bool put(Sums& from, Sums& to, bool any, const Add& add) {
-      any ? add(to, from) : std::swap(from, to);
-      return true;
-    }
-    int64_t segment = -1;
-    bool any_in_group = false, any_groups = false;
-  };
   // Adds sums, whose values are transposed.
   void add_columns(Sums& to, const Sums& from, int64_t queries) const {
     for (int64_t i = 0; i < queries; i += kLanes) {

@@ -12,6 +12,7 @@
 #include "packed.h"
 #include "plan/counts.h"
 #include "results.h"
+#include "segments.h"
 #include "walk/backward.h"
 
 namespace sparsering::cpu {
@@ -169,16 +170,10 @@ class Backward {
     void add(int64_t head, int64_t tile, int64_t begin, int64_t end, int64_t most,
              const Segment& segment_of) {
       const int64_t first = pieces;
-      for (int64_t from = begin, to = begin; end - begin > most && from < end; from = to) {
-        while (to < end && segment_of(to) == segment_of(from)) {
-          ++to;
-        }
-        if (from == begin && to == end) {
-          break;
-        }
+      const auto add_piece = [&](int64_t from, int64_t to) {
         all.push_back({head, tile, from, to, pieces++});
-      }
-      if (pieces > first) {
+      };
+      if (end - begin > most && for_runs_of(begin, end, segment_of, add_piece)) {
         splits.push_back({{head, tile, begin, end, first}, pieces - first});
       } else {
         all.push_back({head, tile, begin, end, -1});
@@ -412,23 +407,11 @@ class Backward {
         !dtable_ ? nullptr : dtable_ + (item.head * groups_ + group) * (2 * x_.extras.radius + 1);
     const int64_t values = queries.count * pairs_.width();
     const int64_t of_queries = column_segment(pass, head, item.tile);
-    int64_t segment = Pass::kNoSegment;
-    bool any_in_group = false, any_groups = false;
-    const auto put = [&](Buffer<float>& from, Buffer<float>& to, bool& any) {
-      any ? add(from.get(), values, to.get()) : std::swap(from, to);
-      any = true;
+    const auto add_sums = [&](Buffer<float>& to, const Buffer<float>& from) {
+      add(from.get(), values, to.get());
     };
-    const auto begin = [&](int64_t next) {
-      if (segment != Pass::kNoSegment) {
-        put(s.dq, s.group, any_in_group);
-        if (next / Pass::kGroup != segment / Pass::kGroup) {
-          put(s.group, s.groups, any_groups);
-          any_in_group = false;
-        }
-      }
-      std::fill_n(s.dq.get(), values, 0.f);
-      segment = next;
-    };
+    Segments segments;
+    std::fill_n(s.dq.get(), values, 0.f);
     Pair room[kMostTiles];
     for (int64_t entry = item.begin; entry < item.end;) {
       int64_t size = 0, rows = 0;
@@ -467,8 +450,8 @@ class Backward {
         }
       }
       for (const Pair& pair : pairs) {
-        if (const int64_t next = pass.key_segment(axis, pair.column); next != segment) {
-          begin(next);
+        if (segments.begin(s.dq, s.earlier, pass.key_segment(axis, pair.column), add_sums)) {
+          std::fill_n(s.dq.get(), values, 0.f);
         }
         pairs_.add_to_queries(s, queries, pair, s.dq.get());
       }
@@ -480,11 +463,10 @@ class Backward {
         pairs_.add_to_keys(s, queries, pairs[i], dk + pairs[i].column * block * pairs_.width());
       }
     }
-    if (segment == Pass::kNoSegment) {
+    if (!segments.end(s.dq, s.earlier, add_sums)) {
       return nullptr;
     }
-    begin(-Pass::kGroup);  // no key is in this segment
-    transpose(s.groups.get(), pairs_.width(), queries.count, s.floats.get());
+    transpose(s.dq.get(), pairs_.width(), queries.count, s.floats.get());
     return s.floats.get();
   }
 

@@ -109,14 +109,7 @@ void score_pairs(const FewQueries& x, const Strided<BFloat16>& keys, int64_t cou
       }
       rows = {block, pairs};
     }
-    for (int64_t d = 0; d < pairs; d += kLanes) {
-      Vec square[kLanes];
-#pragma GCC unroll 16
-      for (int64_t i = 0; i < kLanes; ++i) {
-        square[i] = Vec::loadu(rows[i] + d);
-      }
-      transpose_square(square, to + d * kLanes, kLanes);
-    }
+    transpose_rows<0>(rows, pairs, to);
   };
   for_turned_keys(done, count, pairs * kLanes, turned, turn,
                   [&](auto groups, const float* of_groups, int64_t first) {

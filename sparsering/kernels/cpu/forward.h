@@ -257,19 +257,19 @@ class Forward {
       if ((begin == end && !fresh) || pass.query_tile(axis, row).count == 0) {
         continue;
       }
-      if (end - begin <= most || !pass.key_segments ||
-          pass.key_group(axis, keys[begin]) == pass.key_group(axis, keys[end - 1])) {
-        items.push_back({b, head, heads, row, begin, end, -1});
-        continue;
-      }
       const int64_t first = pieces;
-      for (int64_t from = begin, to = begin; from < end; from = to) {
-        while (to < end && pass.key_group(axis, keys[to]) == pass.key_group(axis, keys[from])) {
-          ++to;
-        }
-        items.push_back({b, head, heads, row, from, to, pieces++});
+      const bool cut =
+          end - begin > most &&
+          for_runs_of(
+              begin, end, [&](int64_t entry) { return pass.key_group(axis, keys[entry]); },
+              [&](int64_t from, int64_t to) {
+                items.push_back({b, head, heads, row, from, to, pieces++});
+              });
+      if (cut) {
+        splits.push_back({{b, head, heads, row, begin, end, first}, pieces - first});
+      } else {
+        items.push_back({b, head, heads, row, begin, end, -1});
       }
-      splits.push_back({{b, head, heads, row, begin, end, first}, pieces - first});
     }
     return pieces;
   }

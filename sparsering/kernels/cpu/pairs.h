@@ -50,8 +50,9 @@ class Pairs {
       ds = Buffer<T>(kPaired<T> ? queries * most_keys : 0);
       ds_paired = Buffer<T>(kPaired<T> ? queries * most_keys : 0);
       dq = Buffer<float>(queries * wide);
-      group = Buffer<float>(queries * wide);
-      groups = Buffer<float>(queries * wide);
+      for (Buffer<float>& sums : earlier) {
+        sums = Buffer<float>(queries * wide);
+      }
       dk = Buffer<float>(queries * f.width_);
       dv = Buffer<float>(queries * f.value_width_);
       earlier_dk = Buffer<float>(queries * f.width_);
@@ -66,7 +67,7 @@ class Pairs {
     }
     Buffer<T> tile, pairs, q, qt, dout, dout_t, p, ds, ds_paired;
     Buffer<float> floats, lse, delta, scores, dscores, dq, dk, dv, slope, kept, biases, dbiases;
-    Buffer<float> group, groups;           // dQ of the segments before in a group, of groups before
+    Buffer<float> earlier[2];              // dQ of segments before, see `Segments`
     Buffer<float> earlier_dk, earlier_dv;  // of the segments before
     Buffer<uint32_t> a, b;
     // Sums of dS in `dbiases`: of the pair of key 0 and query 0, and from a key to the next. Where
