@@ -232,10 +232,10 @@ def _not_invariant(backend: str, query: Tensor, pattern: Pattern) -> str:
 def batch_invariant(enabled: bool = True) -> Iterator[None]:
     """Says that the bits of a row may not depend on what else is computed; with it or without it.
 
-    The backend "cpu" keeps this promise in each call, at no cost, so the context changes nothing: a
-    row's `out`, `lse` and gradient of the query depend on its query and position, on the keys and
-    values that it sees and their positions, and on the options. They do not depend on the batch, on
-    how many queries come at once, on documents beside its own, on a `KVCache`, or on threads.
+    The backend "cpu" keeps this promise in each call, so the context changes nothing: a row's
+    `out`, `lse` and gradient of the query depend on its query and position, on the keys and values
+    that it sees and their positions, and on the options. They do not depend on the batch, on how
+    many queries come at once, on documents beside its own, on a `KVCache`, or on threads.
     docs/invariance.md has all that is promised, and what is not; `explain` names what a call cannot
     keep.
 
