@@ -298,10 +298,13 @@ def _compile_pass(ground: Ground, branch: int, grid: Grid, mask: Mask) -> Compil
     mean = sum(tables[index][0].num_pairs for row in rows for index in row) / term.num_tables
     bitmaps, shared = share_tables(tables, rows)
     queries, keys, origins = ground.placed(term.queries, term.keys)
-    length = segment_length(grid.step, ground.block_size)
+    length, segments = segment_length(grid.step, ground.block_size), {}
     for name, axes in (("query_segment", term.queries), ("key_segment", term.keys)):
-        parts = [grid.part_of(x.start, length, ground.block_size) for x in axes]
-        origins[name] = if_several(torch.stack(parts).int())
+        of = tuple(map(id, axes))  # queries and keys often have the same tiles
+        if of not in segments:
+            parts = [grid.part_of(x.start, length, ground.block_size) for x in axes]
+            segments[of] = if_several(torch.stack(parts).int())
+        origins[name] = segments[of]
     return CompiledPass(
         queries=queries,
         keys=keys,

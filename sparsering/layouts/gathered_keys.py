@@ -109,13 +109,15 @@ def _in_segments(
     padding = (0, tiles * block - of_keys.shape[1])
     of_keys = torch.nn.functional.pad(of_keys, padding, value=-1).view(rows, tiles, block)
     real = of_keys >= 0
-    most = int(of_keys.max()) + 1
-    pairs = torch.arange(tiles)[:, None] * most + of_keys
-    pairs = pairs[real].unique()
-    column, segment = pairs // max(1, most), (pairs % max(1, most)).int()
-    empty = torch.arange(tiles)[~real.flatten(2).any(2).any(0)]  # no entry lists these
-    if len(column) == tiles - len(empty) and not len(empty):
+    least = torch.where(real, of_keys, torch.iinfo(torch.int32).max).amin((0, 2))
+    most = of_keys.amax((0, 2))  # -1 for a tile without keys, which no entry lists
+    mixed, column, segment = least < most, torch.arange(tiles), most.clamp(min=0)
+    if not mixed.any():
         return column, segment[None], (row_ptr, key_tile, bitmap, bitmaps)
+    number_of, many = torch.nonzero(mixed), int(most.max()) + 1
+    pairs = (number_of * many + of_keys[:, mixed])[real[:, mixed]]
+    pairs = torch.cat((column[~mixed] * many + segment[~mixed], pairs)).unique()
+    column, segment = pairs // many, (pairs % many).int()
     shape = row_ptr.shape[:2]
     entries = torch.arange(key_tile.shape[2]) < row_ptr[..., 1:]
     number = torch.full((rows, tiles + 1), -2)  # index of the bitmap of each visited tile

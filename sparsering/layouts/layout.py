@@ -103,13 +103,16 @@ class Pass:
         """
         if self.query_segment is not None and self.key_segment is not None:
             return self.query_segment, self.key_segment
-        places, length = self.coordinates(q_start), segment_length(self.step, block_size)
-        given = self.query_segment, self.key_segment
-        query, key = (
-            if_several((x // length).int()) if segment is None else segment
-            for x, segment in zip(places, given, strict=True)
-        )
-        return query, key
+        name = "segments", q_start, block_size
+        if name not in self.memo:
+            places, length = self.coordinates(q_start), segment_length(self.step, block_size)
+            given = self.query_segment, self.key_segment
+            self.memo[name] = tuple(
+                if_several((x // length).int()) if segment is None else segment
+                for x, segment in zip(places, given, strict=True)
+            )
+        found: tuple[Tensor, Tensor] = self.memo[name]
+        return found
 
     def tensors(self) -> Iterator[Tensor]:
         return (value for value in vars(self).values() if isinstance(value, Tensor))
