@@ -23,7 +23,7 @@ from ..layouts.cache import layout_cache
 from ..layouts.compile import assemble, compile_passes, default_block_size
 from ..layouts.gathered_keys import Spanned, page_over
 from ..layouts.last_query import last_query_layout
-from ..layouts.layout import BlockLayout, segment_length
+from ..layouts.layout import BlockLayout
 from ..layouts.terms import disjoint_terms
 from ..numerics import sum_dtype, without_autocast
 from ..ops import attend
@@ -102,9 +102,8 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
         passes = []
         for number, branch in enumerate(state.pattern.branches):
             for grid, term in disjoint_terms(branch, size):  # in the passes of whole sequences
-                length = segment_length(grid.step, size)
-                parts = partial(grid.part_of, length=length, block_size=size)
-                passes.append(page_over(number, term, positions, live[number], *rest, parts))
+                segments = partial(grid.segment_of, block_size=size)
+                passes.append(page_over(number, term, positions, live[number], *rest, segments))
         frame = Frame(
             q_len=page_size,
             kv_len=slots,

@@ -27,7 +27,7 @@ from ..progress import progress
 from ..rows import distinct_rows, number_rows
 from .bitmaps import Table, count_pairs, pack, share_bitmaps, share_tables
 from .documents import Ground, ground_of, laid_in_documents
-from .layout import BlockLayout, Pass, if_several, segment_length
+from .layout import BlockLayout, Pass, if_several
 from .leaves import EMPTY, FULL, Condition
 from .lower import condition, native_table
 from .selected_on_device import selected_layout, with_slots
@@ -298,12 +298,12 @@ def _compile_pass(ground: Ground, branch: int, grid: Grid, mask: Mask) -> Compil
     mean = sum(tables[index][0].num_pairs for row in rows for index in row) / term.num_tables
     bitmaps, shared = share_tables(tables, rows)
     queries, keys, origins = ground.placed(term.queries, term.keys)
-    length, segments = segment_length(grid.step, ground.block_size), {}
+    segments = {}
     for name, axes in (("query_segment", term.queries), ("key_segment", term.keys)):
         of = tuple(map(id, axes))  # queries and keys often have the same tiles
         if of not in segments:
-            parts = [grid.part_of(x.start, length, ground.block_size) for x in axes]
-            segments[of] = if_several(torch.stack(parts).int())
+            rows_of = [grid.segment_of(x.start, ground.block_size) for x in axes]
+            segments[of] = if_several(torch.stack(rows_of).int())
         origins[name] = segments[of]
     return CompiledPass(
         queries=queries,

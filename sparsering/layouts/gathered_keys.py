@@ -32,7 +32,7 @@ def page_over(
     frame: Frame,
     queries: int,
     block_size: int,
-    parts: Callable[[Tensor], Tensor] | None = None,
+    segments: Callable[[Tensor], Tensor] | None = None,
 ) -> Pass:
     """Builds the pass of one mask of a mixture, for one tile of queries and keys in any order.
 
@@ -42,7 +42,7 @@ def page_over(
         live: [B or 1, Hkv, keys] bool, False if by this mask no query visits the key.
         starts: [B or 1] position of the first query.
         queries: number of queries, at most `block_size`.
-        parts: returns the segment (`Pass.segments`) of keys, given their positions; default one.
+        segments: returns the segment (`Pass.segments`) of keys, given their positions; default one.
 
     Cost: O(queries keys) for each head and batch entry that differs in keys or mask.
     """
@@ -68,8 +68,8 @@ def page_over(
     row_ptr, key_tile, bitmap = (x.view(every, heads, x.shape[1]) for x in table)
     start = torch.arange(0, num_keys, block_size)[None]
     segment = none = torch.zeros(0, dtype=torch.int32)
-    if parts is not None and num_keys:
-        of_keys = torch.where(keys >= 0, parts(keys.clamp(min=0)), -1).int()
+    if segments is not None and num_keys:
+        of_keys = torch.where(keys >= 0, segments(keys.clamp(min=0)), -1).int()
         column, segment, cut = _in_segments(of_keys, row_ptr, key_tile, bitmap, bitmaps)
         row_ptr, key_tile, bitmap, bitmaps = cut
         start = start[:, column]

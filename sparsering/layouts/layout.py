@@ -14,9 +14,7 @@ from ..patterns.once import once
 from ..streams import Built, moved, moved_together
 from .bitmaps import transposed, unpack
 from .drawing import drawing
-
-_SEGMENT = 512
-"""Tokens of a pass whose sums are added before those of others."""
+from .tiles import segment_length
 
 
 class Transpose(NamedTuple):
@@ -430,11 +428,6 @@ class BlockLayout:
             f"{self.num_pairs:.6g} pairs, {self.nbytes / 1e6:.3g} MB"
         )
         return "\n".join([figures, *drawing(self)])
-
-
-def segment_length(step: int, block_size: int) -> int:
-    """Returns the positions of a segment (`Pass.segments`) in a pass of tiles of that step."""
-    return step * block_size * max(1, _SEGMENT // block_size)
 
 
 def if_several(segments: Tensor) -> Tensor:

@@ -19,8 +19,16 @@ from ..rows import expand_counts, number_rows
 Ranges = Sequence[tuple[int, int]]
 """Ranges of positions (first, exclusive end), ascending and disjoint."""
 
+SEGMENT, GROUP = 512, 8  # `GROUP` is kGroup of kernels/cpu/layout.h
+"""Tokens of a pass whose sums are added before those of others; and segments of a group."""
+
 MOST_TILES = 1 << 25
 """Most tiles of queries, or of keys, that are listed: 2^32 tokens in tiles of 128, some GB."""
+
+
+def segment_length(step: int, block_size: int) -> int:
+    """Returns the positions of a segment of sums in a pass of tiles of that step."""
+    return step * block_size * max(1, SEGMENT // block_size)
 
 
 def kernel_operators() -> Any:
@@ -64,11 +72,9 @@ class Grid:
         """Returns the number of tokens from the start of a segment to a head's first tile."""
         return 0 if self.anchor is None else self.anchor.offset_of(kv_head, num_kv_heads)
 
-    def part_of(self, positions: Tensor, length: int, block_size: int) -> Tensor:
-        """Returns which part of `length` positions each position is in, see `Pass.segments`.
-
-        `length` is a multiple of the positions that a tile spans.
-        """
+    def segment_of(self, positions: Tensor, block_size: int) -> Tensor:
+        """Returns the segment of sums that each position is in, see `Pass.segments`."""
+        length = segment_length(self.step, block_size)
         if self.documents:
             sizes = torch.tensor(self.documents, dtype=torch.int64)
             ends = sizes.cumsum(0)

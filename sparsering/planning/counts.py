@@ -18,11 +18,11 @@ from ..kernels.cpu.build import library
 from ..layouts.cache import layout_cache
 from ..layouts.compile import axes_of, checked_block_size, compile_table, terms_of
 from ..layouts.documents import Ground, ground_of
-from ..layouts.layout import BlockLayout, Pass, segment_length, tile_counts
+from ..layouts.layout import BlockLayout, Pass, if_several, tile_counts
 from ..layouts.leaves import FULL, VARIES
 from ..layouts.lists import lists_of, split
 from ..layouts.lower import condition
-from ..layouts.tiles import Axis, Origin, Spans, TilePairs
+from ..layouts.tiles import GROUP, Axis, Origin, Spans, TilePairs
 from ..numerics import round_up
 from ..patterns.algebra import Frame, Mask, Pattern, check_fits
 from ..patterns.once import one_thread
@@ -40,8 +40,9 @@ _RUN = 64  # neighbouring key tiles that are tested as one
 class PassCounts(NamedTuple):
     """Counts of one `Pass` of a layout; floats are means over query heads and batch entries.
 
-    The CPU kernel cuts tiles with far more visited blocks than others into pieces, one for each
-    segment (`Pass.segments`). The counts of pieces are 0 without `counts_of(..., cut=True)`.
+    The CPU kernel cuts tiles with far more visited blocks than others into pieces, where a segment
+    (`Pass.segments`) of queries ends, or a group of segments of keys. The counts of pieces are 0
+    without `counts_of(..., cut=True)`.
     """
 
     step: int  # distance of neighbouring positions in a tile, in tokens
@@ -207,7 +208,7 @@ def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassCounts:
                     x[axis] if x.numel() else torch.zeros(n, dtype=torch.int32)
                     for x, n in zip(segments, (queries.shape[1], keys.shape[1]), strict=True)
                 )
-                in_row = _runs_of(row, key_segment[key], len(of_row))
+                in_row = _runs_of(row, key_segment[key] // GROUP, len(of_row))
                 by_column, order = key.sort(stable=True)
                 in_column = _runs_of(by_column, query_segment[row][order], len(of_key))
                 pieces += library().pieces(of_row, in_row, False)
@@ -237,14 +238,6 @@ def _runs_of(tile: Tensor, segment: Tensor, tiles: int) -> Tensor:
     first = torch.ones_like(tile, dtype=torch.bool)
     first[1:] = (tile[1:] != tile[:-1]) | (segment[1:] != segment[:-1])
     return torch.bincount(tile[first], minlength=tiles)
-
-
-def _several(tiles: "_Tiles", block_size: int) -> tuple[bool, bool]:
-    """Returns whether query tiles, and key tiles, are in several segments."""
-    length = segment_length(tiles.keys.step, block_size)
-    segments = (x.start // length for x in tiles[:2])
-    queries, keys = (bool((x != x[:1]).any()) for x in segments)
-    return queries, keys
 
 
 class _Tiles(NamedTuple):
@@ -290,6 +283,7 @@ def _sampled(
                 shapes.append((tokens, tiles))
         tokens, tiles = shapes[0]
         key_tokens = tiles.keys.count.clamp(min=0)
+        segments = [if_several(grid.segment_of(x.start, block_size)) for x in tiles[:2]]
         entries, cells, rows = sums
         passes.append(
             PassCounts(
@@ -304,7 +298,7 @@ def _sampled(
                 ragged=_ragged(key_tokens),
                 pieces=0.0,
                 pieces_by_key=0.0,
-                segmented=_several(tiles, block_size),
+                segmented=(segments[0].numel() > 0, segments[1].numel() > 0),
                 tables=tables,
                 batches=pattern.num_batches() or 1,
             )
