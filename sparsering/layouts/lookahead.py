@@ -12,6 +12,7 @@ import torch
 from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern
 from ..patterns.arguments import MOST_TOKENS, shortened
 from ..patterns.once import one_thread
+from ..patterns.per_head import PerHead
 from ..patterns.positions import Causal, Packed, SlidingWindow
 from ..patterns.tree import Tree
 from .cache import layout_cache
@@ -49,6 +50,8 @@ def hides_later_keys(pattern: Pattern) -> bool:
             return any(map(hides_later_keys, masks))
         case Or(masks=masks) | Mixture(masks=masks):
             return all(map(hides_later_keys, masks))
+        case PerHead(patterns):
+            return all(map(hides_later_keys, patterns))
         case Packed(_, inner) | Tree(_, _, inner, _):
             return hides_later_keys(inner)
     return False

@@ -7,6 +7,7 @@ from functools import lru_cache
 from ..patterns import positions
 from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, joined_masks
 from ..patterns.blocks import CausalBlocks
+from ..patterns.per_head import NO_PAIRS, PerHead
 from ..patterns.positions import Dilated, Documents, GlobalTokens, Packed, SlidingWindow
 from ..patterns.selected import selections_of
 from ..patterns.tree import Nodes, Tree
@@ -72,6 +73,11 @@ def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
             of_inner = _split(inner, block_size)
             along = [(_in_nodes(grid, mask.nodes, block_size), part) for grid, part in of_inner]
             return [(grid, replace(mask, pattern=part)) for grid, part in _unite(along)]
+        case PerHead(patterns):
+            of_pattern = {part: dict(_split(part, block_size)) for part in patterns}
+            grids = dict.fromkeys(grid for of_grid in of_pattern.values() for grid in of_grid)
+            rows = [[of_pattern[part].get(grid, NO_PAIRS) for part in patterns] for grid in grids]
+            return [(grid, PerHead(tuple(row))) for grid, row in zip(grids, rows, strict=True)]
         case And(masks):
             found = _split(masks[0], block_size)
             for part in masks[1:]:
@@ -94,6 +100,8 @@ def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
 
 
 def _has_grid(mask: Mask) -> bool:
+    if isinstance(mask, PerHead):
+        return any(_has_grid(part) for x in mask.patterns for part in joined_masks(x))
     dilated = isinstance(mask, SlidingWindow) and mask.dilation > 1
     return dilated or isinstance(mask, Dilated | Packed | Tree)
 
@@ -193,6 +201,10 @@ def _typical(mask: Mask, length: int) -> Mask | None:
                 length = own_length = max(_rounded(own_length), tree.nodes.longest)
             inner = _typical(pattern, length)
             return None if inner is None else replace(tree, pattern=inner, length=own_length)
+        case PerHead(patterns):
+            alike = {part: _typical(part, length) for part in dict.fromkeys(patterns)}
+            parts = tuple(alike[part] for part in patterns)
+            return None if None in parts else PerHead(parts)  # type: ignore[arg-type]
     simple = positions.Full, positions.Causal, positions.PooledCausal
     return mask if type(mask) in simple else None
 

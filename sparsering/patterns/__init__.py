@@ -25,6 +25,7 @@ from .expression import parse
 from .keys import KeyMask, KeyPadding
 from .mask_mod import from_mask_mod
 from .packed_tree import PackedTree, pack_tree
+from .per_head import PerHead
 from .positions import (
     Causal,
     ChunkedCausal,
@@ -44,6 +45,6 @@ __all__ = [
     "BlockCausal", "BlockDiffusion", "BlockDilated", "BlockWindow", "Blocks", "Causal",
     "ChunkedCausal", "Dense", "Dilated", "Documents", "Full", "GlobalTokens", "Hierarchical",
     "KeyMask", "KeyPadding", "LongNet", "Mask", "Mixture", "Packed", "PackedTree", "Pattern",
-    "PooledCausal", "RandomBlocks", "SelectedBlocks", "SlidingWindow", "Tree", "from_mask_mod",
-    "pack_tree", "parse", "register_pattern",
+    "PerHead", "PooledCausal", "RandomBlocks", "SelectedBlocks", "SlidingWindow", "Tree",
+    "from_mask_mod", "pack_tree", "parse", "register_pattern",
 ]  # fmt: skip

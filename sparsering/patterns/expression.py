@@ -18,6 +18,7 @@ from .algebra import Pattern
 from .arguments import shortened
 from .document_runs import FORMS
 from .keywords import with_hints
+from .per_head import PerHead
 from .selected import SelectedBlocks
 from .tree import Tree
 from .varlen_mask import Varlen
@@ -30,7 +31,7 @@ BUILT_IN: dict[str, Callable[..., Pattern]] = {
         *(positions.Packed, Tree, Varlen, keys.KeyPadding, keys.KeyMask),
         *(blocks.BlockDilated, blocks.BlockWindow, blocks.RandomBlocks, blocks.Hierarchical),
         *(blocks.BlockCausal, blocks.BlockDiffusion, positions.ChunkedCausal),
-        *(blocks.Blocks, SelectedBlocks, blocks.Dense),
+        *(blocks.Blocks, SelectedBlocks, blocks.Dense, PerHead),
     )
 }
 _constructors = dict(BUILT_IN)

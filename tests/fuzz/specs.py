@@ -5,6 +5,7 @@ A spec is a nested tuple as in `patterns_oracle`.
 
 import random
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Any
 
 import hypothesis.strategies as st
@@ -38,6 +39,7 @@ LEAVES = {
     "Dense": drawn.dense_masks,
     "SelectedBlocks": drawn.selected_blocks,
     "MaskMod": drawn.mask_mods,
+    "PerHead": drawn.per_heads,
 }
 CLASSES = (*LEAVES, "Packed", "Tree", *OPERATORS)
 INSIDE = ("Packed", "Tree")  # their last argument is a pattern inside documents or along paths
@@ -49,6 +51,7 @@ def classes_of(spec: Spec) -> list[str]:
     """Returns every class and operator of a spec."""
     name, *args = spec
     inner = args if name in OPERATORS else args[-1:] if name in INSIDE else []
+    inner = args[0] if name == "PerHead" else inner
     return sorted({name, *(found for part in inner for found in classes_of(part))})
 
 
@@ -63,6 +66,11 @@ def branches(spec: Spec) -> list[Spec]:
         return [("-", a, args[1]) for a in branches(args[0])]
     if name in INSIDE:
         return [(name, *args[:-1], inner) for inner in branches(args[-1])]
+    if name == "PerHead":
+        rows = [branches(part) for part in args[0]]
+        none = ("GlobalTokens", 0, False, True)
+        columns = zip_longest(*rows, fillvalue=none)
+        return [("PerHead", column) for column in columns]
     if name == "LongNet":
         pairs = zip(args[0], args[1], strict=True)
         return [("Dilated", w, r, *args[2:]) for w, r in pairs]
@@ -81,6 +89,8 @@ def with_tensors(spec: Spec, turned: bool = False) -> Spec:
         args[1] = _tensor(args[1], -1)
     if name in INSIDE:
         args[-1] = with_tensors(args[-1], turned)
+    if name == "PerHead":
+        args[0] = tuple(with_tensors(part, turned) for part in args[0])
     return (name, *args)
 
 

@@ -242,6 +242,12 @@ def _per_head(case: Case) -> tuple[int, ...]:
     return tuple(3 * h + 1 for h in range(case.num_kv_heads))
 
 
+def _of_heads(case: Case, *patterns: sr.Pattern) -> tuple[sr.Pattern, ...]:
+    """Returns a pattern for each kv head, in turns; the first is `Full()`."""
+    turns = sr.Full(), *patterns
+    return tuple(turns[head % len(turns)] for head in range(case.num_kv_heads))
+
+
 def _paddings(case: Case) -> tuple[int, ...]:
     return tuple(case.kv_len * (b + 1) // (case.batch + 1) for b in range(case.batch))
 
@@ -301,6 +307,10 @@ PATTERNS: dict[str, Callable[[Case], sr.Pattern]] = {
     "branch twice": lambda case: sr.LongNet((16, 16, 32), (2, 2, 1)),
     "mixture under masks": lambda case: (
         sr.LongNet((8, 30), (1, 3)) & sr.Causal() & sr.KeyPadding(_paddings(case))
+    ),
+    "a pattern of each head": lambda case: sr.PerHead(_of_heads(case, sr.SlidingWindow(5, 2))),
+    "a mixture of each head": lambda case: sr.PerHead(
+        _of_heads(case, sr.Causal(), sr.LongNet((8, 30), (1, 3)), sr.SlidingWindow(20, 20, 3))
     ),
     "nothing": lambda case: sr.GlobalTokens(0),
 }

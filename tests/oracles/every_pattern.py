@@ -44,6 +44,7 @@ def one_of_each() -> list[Any]:
         sr.KeyMask(KEYS.clone().expand(2, -1)),
         sr.Blocks(TABLE.clone(), 16),
         sr.Dense(TABLE.clone()),
+        sr.PerHead((causal & sr.SlidingWindow(2), sr.Dilated(4, 2))),
         causal & sr.SlidingWindow(9),
         causal | sr.GlobalTokens(2),
         causal + sr.SlidingWindow(9),

@@ -201,6 +201,10 @@ def tree(at: Place, p: int, k: int, lengths: tuple, parents: tuple, *rest: Any) 
     return pair_count(inner, replace(at, kv_len=length[0]) if length else at, *depths)
 
 
+def per_head(at: Place, p: int, k: int, specs: tuple) -> int:
+    return pair_count(specs[at.kv_head], at, p, k)
+
+
 def key_padding(at: Place, p: int, k: int, lengths: tuple[int, ...]) -> int:
     return k < lengths[at.batch]
 
@@ -279,6 +283,7 @@ RULES = {
     "Documents": documents,
     "Packed": packed,
     "Tree": tree,
+    "PerHead": per_head,
     "KeyPadding": key_padding,
     "KeyMask": key_mask,
     "Blocks": blocks,
@@ -329,10 +334,12 @@ def counts(
 
 
 def leaves(spec: Spec) -> list[Spec]:
-    """Returns the constructor calls of a spec, including those inside `Packed` and `Tree`."""
+    """Returns the constructor calls of a spec, with those inside `Packed`, `Tree`, `PerHead`."""
     name, *args = spec
     if name in OPERATORS:
         return leaves(args[0]) + leaves(args[1])
+    if name == "PerHead":
+        return [spec, *(leaf for part in args[0] for leaf in leaves(part))]
     return [spec, *leaves(args[-1])] if name in ("Packed", "Tree") else [spec]
 
 
@@ -341,6 +348,8 @@ def is_mixture(spec: Spec) -> bool:
     name, *args = spec
     if name in ("Packed", "Tree"):
         return is_mixture(args[-1])
+    if name == "PerHead":
+        return any(map(is_mixture, args[0]))
     return name in ("+", "LongNet") or (name in OPERATORS and any(map(is_mixture, args)))
 
 
@@ -374,6 +383,8 @@ def build(spec: Spec) -> Any:
         if len(between) == 2:  # the length for which the pattern of a `Tree` holds
             return sr.Tree(lengths, between[0], build(inner), length=between[1])
         return getattr(sr, name)(lengths, *between, build(inner))
+    if name == "PerHead":
+        return sr.PerHead(tuple(map(build, args[0])))
     if name in ("Blocks", "Dense", "KeyMask"):
         args[0] = torch.tensor(args[0], dtype=torch.bool)
     if name == "SelectedBlocks":

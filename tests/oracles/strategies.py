@@ -275,6 +275,15 @@ def mask_mods(draw: st.DrawFn, scene: Scene) -> Spec:
 
 
 @st.composite
+def per_heads(draw: st.DrawFn, scene: Scene, inner: Any = None) -> Spec:
+    """Draws `PerHead` of one to three distinct patterns, so that heads share some of them."""
+    some = masks(scene, 1, nested=True) if inner is None else inner(scene)
+    distinct = draw(st.lists(some, min_size=1, max_size=3))
+    heads = scene.num_kv_heads
+    return ("PerHead", tuple(draw(st.sampled_from(distinct)) for _ in range(heads)))
+
+
+@st.composite
 def packed(draw: st.DrawFn, scene: Scene, inner: Any) -> Spec:
     """Draws `Packed` around `inner(inside)`; the scene `inside` is as long as the longest document.
 
@@ -370,7 +379,7 @@ def masks(
         simple = st.one_of(simple, dense_masks(scene))
     if not nested:
         whole = documents(scene), causal_blocks(scene), key_masks(scene), packed(scene, inner)
-        simple = st.one_of(simple, *whole)
+        simple = st.one_of(simple, *whole, per_heads(scene))
     if depth == 0:
         return simple
     below = masks(scene, depth - 1, with_random, nested)

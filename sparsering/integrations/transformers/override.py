@@ -17,6 +17,7 @@ from ...patterns.algebra import And, Mixture, Or, Pattern, parts_of
 from ...patterns.arguments import shortened
 from ...patterns.blocks import RandomBlocks
 from ...patterns.keys import KeyMask
+from ...patterns.per_head import PerHead
 from ...patterns.positions import Causal, Full, SlidingWindow
 from .calls import SharedCall
 from .config import pattern_of
@@ -128,6 +129,8 @@ def _is_shift_invariant(pattern: Pattern) -> bool:
     """Whether a pattern stays the same if all positions shift by the same amount."""
     if isinstance(pattern, And | Or | Mixture):
         return all(_is_shift_invariant(mask) for mask in pattern.masks)
+    if isinstance(pattern, PerHead):
+        return all(map(_is_shift_invariant, pattern.patterns))
     return isinstance(pattern, Causal | Full | SlidingWindow)
 
 
