@@ -23,6 +23,7 @@ import hypothesis
 import numpy as np
 import pytest
 import torch
+from helpers.covering import mark_slow_outside_coverings
 from helpers.poison import poisoned
 from torch import Tensor
 
@@ -140,8 +141,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--draw", type=int, metavar="N", help="run N tests, drawn by --shuffle's seed")
 
 
-@pytest.hookimpl(trylast=True)  # of those that -m and -k leave
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> Iterator[None]:
+    """Marks what coverings leave out as slow before -m chooses, and orders what it leaves."""
+    mark_slow_outside_coverings(items)
+    yield
+    put_in_order(config, items)
+
+
+def put_in_order(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Puts the tests into the order that `--shuffle` draws, and leaves the first `--draw`.
 
     Else the longest come first: at the end, one worker would wait for another.

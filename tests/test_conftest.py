@@ -1,5 +1,8 @@
+import itertools
+
 import pytest
 import torch
+from helpers.covering import covering
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -81,3 +84,26 @@ DRAWN = []
 def test_each_example_starts_from_the_same_seed(_):
     DRAWN.append(torch.rand(1).item())
     assert DRAWN[0] == DRAWN[-1]
+
+
+def test_each_two_values_of_two_axes_meet_in_a_covering():
+    for sizes in ((2, 2, 2), (4, 3, 5), (2, 6, 3, 2)):
+        rows = covering(sizes, 2)
+        for one, other in itertools.combinations(range(len(sizes)), 2):
+            met = {(row[one], row[other]) for row in rows}
+            assert len(met) == sizes[one] * sizes[other]
+        assert len(rows) <= 1.5 * max(a * b for a, b in itertools.combinations(sizes, 2))
+    assert len(covering((7, 3), 1)) == 7
+    assert len(covering((7, 3), 2)) == len(covering((7, 3), 3)) == 21
+
+
+COVERED = {(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)} | {(0, 1, 0)}
+
+
+@pytest.mark.covering(2, keep=[{"a": 0, "b": 1}])
+@pytest.mark.parametrize("a", [0, 1])
+@pytest.mark.parametrize("b", [0, 1])
+@pytest.mark.parametrize("c", [0, 1, pytest.param(2, marks=pytest.mark.slow)])
+def test_cases_outside_a_covering_are_slow(request, a, b, c):
+    is_slow = request.node.get_closest_marker("slow") is not None
+    assert is_slow == ((a, b, c) not in COVERED)

@@ -2,7 +2,9 @@
 
 The commands are read from the pages, so a new one that `COMMANDS` does not know is a failure. Each
 runs in a folder that links to the checkout. What is appended makes it small. Those of README and of
-each page's first screen are fast tests; whole pages are slow ones.
+each page's first screen are fast tests, a test for each group of commands that read one another's
+files; there 2 processes take the place of 4, and only commands of one process are repeated. Whole
+pages are slow tests.
 """
 
 import json
@@ -227,28 +229,48 @@ def to_run(pages: dict[Path, list[tuple[dict[str, str], str]]]) -> dict[Path, Ru
 
 
 FIRST = page_commands(SCREEN) | {README: ALL[README]}
-FAST, EVERY = to_run(FIRST), to_run(ALL)
+EVERY = to_run(ALL)
+MINE = "runs/mine"  # what one command of README writes and others read
 
 
-@pytest.mark.parametrize("page", FAST, ids=lambda page: page.name)
-def test_commands_of_a_first_screen_run_to_their_result_and_again(page, tmp_path):
-    run_to_their_result(FAST[page], tmp_path)
+def groups(commands: Run) -> Iterator[Run]:
+    """Yields the commands that read one another's files, then each other one alone."""
+    if together := [x for x in commands if MINE in x[1]]:
+        yield together
+    yield from ([x] for x in commands if MINE not in x[1])
+
+
+def fast_group(page: Path, commands: Run) -> Any:
+    few = [
+        (variables, command.replace("--nproc-per-node 4", "--nproc-per-node 2"), kind)
+        for variables, command, kind in commands
+    ]
+    return pytest.param(few, id=f"{page.name}: {commands[0][1][:40]}")
+
+
+FAST = [fast_group(page, x) for page, found in to_run(FIRST).items() for x in groups(found)]
+
+
+@pytest.mark.parametrize("commands", FAST)
+def test_commands_of_a_first_screen_run_to_their_result_and_again(commands, tmp_path):
+    one_process = [x for x in commands if x[1].startswith("sparsering ")]
+    run_to_their_result(commands, tmp_path, one_process)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", EVERY, ids=lambda page: page.name)
 def test_commands_of_a_page_run_to_their_result_and_again(page, tmp_path):
-    run_to_their_result(EVERY[page], tmp_path)
+    run_to_their_result(EVERY[page], tmp_path, EVERY[page])
 
 
-def run_to_their_result(commands: Run, folder: Path) -> None:
+def run_to_their_result(commands: Run, folder: Path, repeated: Run) -> None:
     folder = checkout(folder)
     for variables, command, kind in commands:
         code, said = run(folder, f"{command} {kind.small}", variables)
         assert code == 0, f"{command}\n{said}"
         assert not kind.writes or (folder / kind.writes).stat().st_size, command
     before = contents(folder)
-    for variables, command, kind in commands:
+    for variables, command, kind in repeated:
         if not kind.writes:
             continue
         code, said = run(folder, f"{command} {kind.small}", variables)
