@@ -73,6 +73,7 @@ def expected_of(cache: sr.KVCache, tree: list[int], new, **options):
     return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("length", [0, 31, 77])
 def test_each_token_sees_its_own_path_and_keep_leaves_one(name, length):

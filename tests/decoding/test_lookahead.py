@@ -207,6 +207,7 @@ ENDLESS = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("pattern", ENDLESS, ids=str)
 @pytest.mark.parametrize("begin", [0, 13, 1 << 20])
 def test_a_sequence_without_end(pattern, begin):

@@ -252,6 +252,7 @@ PATTERNS_OF_AUTO = [
 ]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("world", [2, 5])
 @pytest.mark.parametrize("pattern", PATTERNS_OF_AUTO, ids=str)
 def test_auto_and_a_named_sharding_make_one_plan(pattern, world):

@@ -175,6 +175,7 @@ def traffic(rank: int, name: str, sharding: str, padded: bool) -> tuple[int, int
     return last_traffic().received_bytes, B * expected
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("sharding", ("contiguous", "zigzag"))
 @pytest.mark.parametrize("padded", (False, True))
 @pytest.mark.parametrize("name", PATTERNS)
@@ -399,6 +400,7 @@ def of_model(rank: int, kind: str, sharding: str) -> tuple[Tensor, list[Tensor]]
 KINDS = ("plain", "recomputed", "ddp", "fsdp", "ddp of one axis", "fsdp of one axis")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sharding", ("contiguous", "zigzag"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_layers_of_torch_under_ddp_and_fsdp(four, kind, sharding):
