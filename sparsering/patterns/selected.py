@@ -2,7 +2,7 @@
 
 import os
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,8 +10,9 @@ from torch.nn.functional import pad
 
 from ..rows import expand_counts, first_in_row
 from .algebra import Frame, Mask, Pattern, joined_masks, parts_of
-from .arguments import freeze_integer
+from .arguments import checked_integer, freeze_integer
 from .blocks import BlockwiseMask, TensorMask
+from .edges import listed_edges
 from .keywords import class_with_hints
 
 CHECK = "SPARSERING_CHECK"  # a variable of the environment: "1" looks at each list of a call
@@ -52,6 +53,68 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
     has_complement = False
     table_dims: ClassVar[tuple[int, ...]] = (2, 3, 4)
     dtype: ClassVar[torch.dtype] = torch.int64
+    # slots of the edges and heads of a bias, if `from_edges` made the lists; not compared
+    _edges: ClassVar["tuple[Tensor, int] | None"] = None
+
+    @classmethod
+    def from_edges(cls, index: Tensor, num_queries: int, *, num_heads: int = 1) -> "SelectedBlocks":
+        """Builds the lists of single keys that a graph's edges are: a query sees its neighbours.
+
+        Its `slots`, int64 [E], are each edge's place in `slot_bias.flatten(-2)`, so a bias per edge
+        is one scatter, which is differentiable; its `slot_shape` is the shape of that bias,
+        (1, num_heads, num_queries, k), k the largest number of edges of a query.
+
+        Args:
+            index: int64 [2, E] of (query, key), in any order, each edge once. Edges that point from
+                a source to a target, as torch_geometric's `edge_index`, are flipped first:
+                `index.flip(0)`, since the target is the query.
+            num_queries: number of queries; those without edges have out 0.
+            num_heads: heads of the bias. The lists are the same for all heads.
+
+        Returns: `SelectedBlocks(lists, 1, query_block=1)`, keys ascending, -1 behind them. Give
+            `q_start=0` to the call where the keys are not as many as the queries.
+
+        Raises: ValueError if `index` is no such tensor, has an edge twice, a key below 0, or a
+            query beyond `num_queries`.
+
+        Cost: O(E log E) time, once for a graph; O(num_queries * k) memory.
+
+        Example:
+            >>> graph = SelectedBlocks.from_edges(edge_index.flip(0), nodes, num_heads=4)
+            >>> bias = torch.zeros(graph.slot_shape).flatten(-2)
+            >>> bias = bias.index_copy(-1, graph.slots, edge_bias).view(graph.slot_shape)
+            >>> out = attention(query, key, value, graph, slot_bias=bias)
+        """
+        heads = checked_integer("from_edges num_heads", num_heads, 1)
+        rows = checked_integer("from_edges num_queries", num_queries, 0)
+        lists, slots = listed_edges(index, rows)
+        graph = cls(lists, 1, query_block=1)
+        object.__setattr__(graph, "_edges", (slots, heads))
+        return graph
+
+    @property
+    def slots(self) -> Tensor:
+        """Place of each edge of `from_edges` in `slot_bias.flatten(-2)`, int64 [E]."""
+        return self._of_edges("slots")[0]
+
+    @property
+    def slot_shape(self) -> tuple[int, int, int, int]:
+        """Shape of a bias per edge, (1, num_heads, num_queries, k); see `from_edges`."""
+        heads = self._of_edges("slot_shape")[1]
+        rows, slots = self.indices.shape[-2:]
+        return 1, heads, rows, slots
+
+    def _of_edges(self, name: str) -> tuple[Tensor, int]:
+        if self._edges is None:
+            raise AttributeError(
+                f"SelectedBlocks has {name} if from_edges made it; a bias of other lists has the "
+                "shape of their indices"
+            )
+        return self._edges
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind, arguments, state = super().__reduce__()
+        return kind, arguments, {**(state or {}), "_edges": self._edges}
 
     def _validate(self) -> None:
         super()._validate()

@@ -1,0 +1,65 @@
+"""Lists of keys from the edges of a graph: each query's keys, and the slot of each edge."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .arguments import kind_of
+
+
+def listed_edges(index: Any, num_queries: int) -> tuple[Tensor, Tensor]:
+    """Lists the keys of each query, ascending; (lists [R, k] with -1 behind, slots [E]).
+
+    `slots` has the place of each edge in the flattened lists. Raises ValueError for an index that
+    is no int64 [2, E] of distinct edges (query, key).
+    """
+    query, key = _checked(index, num_queries)
+    by_key = key.sort(stable=True).indices
+    order = by_key[query[by_key].sort(stable=True).indices]  # by query, then by key
+    rows, keys = query[order], key[order]
+    again = (rows[1:] == rows[:-1]) & (keys[1:] == keys[:-1])
+    if bool(again.any()):
+        place = int(again.nonzero()[0, 0])
+        first, second = sorted(order[place : place + 2].tolist())
+        raise ValueError(
+            f"from_edges takes each edge once, got query {int(rows[place])} and key "
+            f"{int(keys[place])} in columns {first} and {second}; index.unique(dim=1) removes "
+            "duplicates"
+        )
+    count = query.bincount(minlength=num_queries)
+    most = int(count.max()) if len(count) else 0
+    number = torch.arange(len(order), device=order.device) - (count.cumsum(0) - count)[rows]
+    places = rows * most + number
+    lists = torch.full((num_queries * most,), -1, dtype=torch.int64, device=order.device)
+    lists[places] = keys
+    slots = torch.empty_like(places)
+    slots[order] = places
+    return lists.view(num_queries, most), slots
+
+
+def _checked(index: Any, num_queries: int) -> tuple[Tensor, Tensor]:
+    """Returns the queries and keys of an index; raises ValueError if it is none."""
+    if not isinstance(index, Tensor) or index.dtype != torch.int64:
+        raise ValueError(
+            f"from_edges needs an int64 tensor [2, E] of (query, key), got {kind_of(index)}; "
+            "torch.as_tensor(..., dtype=torch.int64) makes one"
+        )
+    if index.dim() != 2 or index.shape[0] != 2:
+        pairs = index.dim() == 2 and index.shape[1] == 2
+        way_out = "transpose it with .T" if pairs else "torch.stack((queries, keys)) makes one"
+        raise ValueError(
+            "from_edges needs a tensor [2, E], a row of queries and a row of their keys, got "
+            f"shape {tuple(index.shape)}; {way_out}"
+        )
+    query, key = index.detach()
+    wrong = (query < 0) | (query >= num_queries) | (key < 0)
+    if bool(wrong.any()):
+        edge = int(wrong.nonzero()[0, 0])
+        raise ValueError(
+            f"from_edges needs queries from 0 to {num_queries - 1} and keys from 0 on, got query "
+            f"{int(query[edge])} and key {int(key[edge])} in column {edge}; row 0 of the index has "
+            "the queries (an edge_index of torch_geometric has sources first: pass "
+            "edge_index.flip(0))"
+        )
+    return query, key
