@@ -14,9 +14,11 @@ from ..patterns import blocks, positions
 from ..patterns.algebra import And, Frame, Mask, Not, Or
 from ..patterns.blocks import BlockwiseMask
 from ..patterns.keys import KeyMask
+from ..patterns.neighbourhood import Neighbourhood
 from ..patterns.tree import Tree
 from .joints import AllOf, AnyOf, Declared, InBlocks, Negated, PerDocument
 from .leaves import Condition, Congruent, InKeys, Linear, OnGrid, SameDocument, SameSegment
+from .neighbourhoods import InNeighbourhood
 from .paths import OnPath
 from .tiles import Axis, kernel_operators
 
@@ -43,6 +45,8 @@ def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
             return _in_blocks(mask, None if in_document else frame.kv_len)
         case KeyMask(valid):
             return InKeys(pad(valid.cumsum(0), (1, 0)))
+        case Neighbourhood():
+            return InNeighbourhood(mask)
     return _of_positions(mask) or Declared(mask, frame, in_document)
 
 

@@ -24,6 +24,7 @@ from .custom import register_pattern
 from .expression import parse
 from .keys import KeyMask, KeyPadding
 from .mask_mod import from_mask_mod
+from .neighbourhood import Neighbourhood
 from .packed_tree import PackedTree, pack_tree
 from .per_head import PerHead
 from .positions import (
@@ -44,7 +45,7 @@ from .tree import Tree
 __all__ = [
     "BlockCausal", "BlockDiffusion", "BlockDilated", "BlockWindow", "Blocks", "Causal",
     "ChunkedCausal", "Dense", "Dilated", "Documents", "Full", "GlobalTokens", "Hierarchical",
-    "KeyMask", "KeyPadding", "LongNet", "Mask", "Mixture", "Packed", "PackedTree", "Pattern",
-    "PerHead", "PooledCausal", "RandomBlocks", "SelectedBlocks", "SlidingWindow", "Tree",
+    "KeyMask", "KeyPadding", "LongNet", "Mask", "Mixture", "Neighbourhood", "Packed", "PackedTree",
+    "Pattern", "PerHead", "PooledCausal", "RandomBlocks", "SelectedBlocks", "SlidingWindow", "Tree",
     "from_mask_mod", "pack_tree", "parse", "register_pattern",
 ]  # fmt: skip

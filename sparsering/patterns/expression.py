@@ -18,6 +18,7 @@ from .algebra import Pattern
 from .arguments import shortened
 from .document_runs import FORMS
 from .keywords import with_hints
+from .neighbourhood import Neighbourhood
 from .per_head import PerHead
 from .selected import SelectedBlocks
 from .tree import Tree
@@ -31,7 +32,7 @@ BUILT_IN: dict[str, Callable[..., Pattern]] = {
         *(positions.Packed, Tree, Varlen, keys.KeyPadding, keys.KeyMask),
         *(blocks.BlockDilated, blocks.BlockWindow, blocks.RandomBlocks, blocks.Hierarchical),
         *(blocks.BlockCausal, blocks.BlockDiffusion, positions.ChunkedCausal),
-        *(blocks.Blocks, SelectedBlocks, blocks.Dense, PerHead),
+        *(blocks.Blocks, SelectedBlocks, blocks.Dense, PerHead, Neighbourhood),
     )
 }
 _constructors = dict(BUILT_IN)

@@ -233,6 +233,8 @@ SANE: dict[str, Callable[[], tuple[Callable[..., Any], Given]]] = {
     "BlockWindow": lambda: (used(sr.BlockWindow), {"radius": 1, "block_size": 8}),
     "BlockCausal": lambda: (used(sr.BlockCausal), {"block_size": 8}),
     "BlockDiffusion": lambda: (used(sr.BlockDiffusion), {"n": 24, "block_size": 8}),
+    "Neighbourhood": lambda: (
+        used(sr.Neighbourhood), {"shape": (5, 8), "radius": (1, 1), "dilation": (1, 2)}),
     "ChunkedCausal": lambda: (used(sr.ChunkedCausal), {"size": 8}),
     "RandomBlocks": lambda: (used(sr.RandomBlocks), {
         "density": 0.5, "block_size": 8, "seed": 3, "per_head": True}),

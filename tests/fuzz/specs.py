@@ -29,6 +29,7 @@ LEAVES = {
     "BlockCausal": drawn.block_causal,
     "CausalBlocks": drawn.causal_blocks,
     "BlockDiffusion": drawn.block_diffusions,
+    "Neighbourhood": drawn.neighbourhoods,
     "ChunkedCausal": drawn.chunks,
     "RandomBlocks": drawn.random_blocks,
     "Hierarchical": drawn.hierarchicals,
@@ -44,7 +45,10 @@ LEAVES = {
 CLASSES = (*LEAVES, "Packed", "Tree", *OPERATORS)
 INSIDE = ("Packed", "Tree")  # their last argument is a pattern inside documents or along paths
 # Masks over the whole sequence (its length or row numbers) are not put inside `Packed`.
-OF_WHOLE_ROWS = ("Documents", "CausalBlocks", "KeyMask", "Dense", "SelectedBlocks", "MaskMod")
+OF_WHOLE_ROWS = (
+    *("Documents", "CausalBlocks", "KeyMask", "Dense", "SelectedBlocks", "MaskMod"),
+    "Neighbourhood",
+)
 
 
 def classes_of(spec: Spec) -> list[str]:
@@ -185,6 +189,8 @@ def specs_with(
         scene = replace(scene, q_start=0)
     if kind == "Dense" and not (scene.q_len and scene.kv_len):
         scene = replace(scene, q_len=max(1, scene.q_len), kv_len=max(1, scene.kv_len))
+    if kind == "Neighbourhood" and not scene.kv_len:
+        scene = replace(scene, q_len=max(1, scene.q_len), kv_len=1)
     others = drawn.masks(scene, 1, with_random=True)
     other = draw(others)
     if kind == "Tree":

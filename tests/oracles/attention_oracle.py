@@ -263,6 +263,11 @@ def _dense(case: Case, *outer: int) -> sr.Pattern:
     return sr.Dense(table)
 
 
+def _grid(tokens: int) -> tuple[int, int]:
+    rows = next((n for n in (5, 3, 2) if tokens % n == 0 and tokens >= 3 * n), 1)
+    return rows, tokens // rows
+
+
 PATTERNS: dict[str, Callable[[Case], sr.Pattern]] = {
     "full": lambda case: sr.Full(),
     "causal": lambda case: sr.Causal(),
@@ -285,6 +290,8 @@ PATTERNS: dict[str, Callable[[Case], sr.Pattern]] = {
     "block causal": lambda case: sr.BlockCausal(24),
     "blocks of unlike sizes": lambda case: sr.BlockCausal(_parts(case.kv_len)),
     "block diffusion": lambda case: sr.BlockDiffusion(24 * -(-_end(case) // 48), 24),
+    "neighbourhood": lambda case: sr.Neighbourhood((case.kv_len,), 1),
+    "neighbourhood of a grid": lambda case: sr.Neighbourhood(_grid(case.kv_len), (0, 1)),
     "causal but for a window": lambda case: sr.Causal() - sr.SlidingWindow(9, 2),
     "random blocks": lambda case: sr.RandomBlocks(0.4, 16),
     "random blocks of one choice": lambda case: sr.RandomBlocks(0.2, 8, 3, per_head=False),

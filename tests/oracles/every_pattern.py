@@ -30,6 +30,7 @@ def one_of_each() -> list[Any]:
         sr.BlockCausal((3, 4)),
         sr.BlockCausal(((3, 4), (7, 0))),
         sr.BlockDiffusion(32, 16),
+        sr.Neighbourhood((1, 7), (0, 1), (1, 2)),
         sr.ChunkedCausal(6),
         sr.RandomBlocks(0.25, 16, seed=3, per_head=False),
         sr.Hierarchical(((16, 64), (64, None)), 16),

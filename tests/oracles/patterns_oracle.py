@@ -7,6 +7,7 @@ of the contract, not from the library's code.
 """
 
 import functools
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -129,6 +130,37 @@ def block_diffusion(at: Place, p: int, k: int, n: int, block_size: int) -> int:
     earlier_clean = b > b_of_k and k_clean and not q_clean
     clean_causal = b >= b_of_k and k_clean and q_clean
     return own_block or earlier_clean or clean_causal
+
+
+def neighbourhood(
+    at: Place, p: int, k: int, shape: tuple[int, ...], radius: Any, dilation: Any = 1
+) -> int:
+    """Reads NATTEN's semantics dim by dim, from the fastest."""
+    if not 0 <= p < math.prod(shape) or k >= math.prod(shape):
+        return 0
+    for dim in range(len(shape))[::-1]:
+        n = shape[dim]
+        (p, i), (k, j) = divmod(p, n), divmod(k, n)
+        r, d = (x[dim] if isinstance(x, tuple) else x for x in (radius, dilation))
+        first = window_start(i, n, 2 * r + 1, d)
+        if j not in range(first, first + (2 * r + 1) * d, d):
+            return 0
+    return 1
+
+
+def window_start(index: int, length: int, kernel: int, dilation: int) -> int:
+    """First key of a window; the function of NATTEN's reference kernels (get_window_start)."""
+    radius = kernel // 2
+    first = index - radius * dilation
+    if first < 0:
+        return index % dilation
+    if index + radius * dilation >= length:
+        residue, whole = index % dilation, length // dilation * dilation
+        rest = length - whole
+        if residue < rest:
+            return length - rest + residue - 2 * radius * dilation
+        return whole + residue - kernel * dilation
+    return first
 
 
 def chunked_causal(at: Place, p: int, k: int, size: int) -> int:
@@ -278,6 +310,7 @@ RULES = {
     "BlockCausal": block_causal,
     "CausalBlocks": causal_blocks,
     "BlockDiffusion": block_diffusion,
+    "Neighbourhood": neighbourhood,
     "ChunkedCausal": chunked_causal,
     "Hierarchical": hierarchical,
     "Documents": documents,

@@ -171,6 +171,25 @@ def block_diffusions(draw: st.DrawFn, scene: Scene) -> Spec:
 
 
 @st.composite
+def neighbourhoods(draw: st.DrawFn, scene: Scene) -> Spec:
+    """Draws windows over a grid of 1 to 3 dims with as many tokens as the scene has keys."""
+    if not scene.kv_len:
+        return ("Full",)  # no grid is empty
+    shape, rest = [], scene.kv_len
+    for _ in range(draw(st.integers(0, 2))):
+        shape.append(draw(st.sampled_from([n for n in range(1, rest + 1) if rest % n == 0])))
+        rest //= shape[-1]
+    shape.append(rest)
+    windows = []
+    for size in shape:
+        dilation = draw(st.integers(1, min(3, size)))
+        radius = draw(st.integers(0, min(4, (size // dilation - 1) // 2)))
+        windows.append((radius, dilation))
+    radii, dilations = zip(*windows, strict=True)
+    return ("Neighbourhood", tuple(shape), radii, dilations)
+
+
+@st.composite
 def chunks(draw: st.DrawFn, scene: Scene) -> Spec:
     return ("ChunkedCausal", max(1, draw(distances(scene))))
 
@@ -379,7 +398,8 @@ def masks(
         simple = st.one_of(simple, dense_masks(scene))
     if not nested:
         whole = documents(scene), causal_blocks(scene), key_masks(scene), packed(scene, inner)
-        simple = st.one_of(simple, *whole, per_heads(scene))
+        whole = *whole, neighbourhoods(scene), per_heads(scene)
+        simple = st.one_of(simple, *whole)
     if depth == 0:
         return simple
     below = masks(scene, depth - 1, with_random, nested)
