@@ -55,7 +55,12 @@ for number in range(3):
 
 
 @pytest.mark.parametrize(
-    "pattern", [sr.SlidingWindow(16, 0), sr.LongNet((32, 64), (1, 2)) & sr.Causal()], ids=str
+    "pattern",
+    [
+        pytest.param(sr.SlidingWindow(16, 0), marks=pytest.mark.slow),
+        sr.LongNet((32, 64), (1, 2)) & sr.Causal(),
+    ],
+    ids=str,
 )
 @pytest.mark.filterwarnings("ignore")  # torch's own, about its tree specifications
 def test_an_exported_model_takes_other_lengths_in_a_fresh_process(tmp_path: Path, pattern):

@@ -135,6 +135,7 @@ def test_a_pair_of_a_list_and_of_a_dilated_mask_has_its_bias(backend):
         torch.testing.assert_close(lse, 1 + (query * key).sum(-1) / 4)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("backend", [None, "cpu", "gather", "triton", "reference"])
 @pytest.mark.parametrize("block_size", [4, 16])
 def test_slot_bias_of_no_slots_changes_nothing(block_size, backend):

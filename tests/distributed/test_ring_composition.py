@@ -104,6 +104,7 @@ four = workers_of(4)
 KINDS = ["plain", "recomputed", "fsdp", "ddp", "compiled"]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sharding", ("contiguous", "zigzag"))
 @pytest.mark.parametrize("kind", slow_except(KINDS, [*KINDS, "compiled by inductor"]))
 def test_a_model_over_two_axes_has_the_loss_and_gradients_of_one_process(four, kind, sharding):

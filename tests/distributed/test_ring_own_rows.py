@@ -80,6 +80,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("name", "world"), [(name, 2 + i % 3) for i, name in enumerate(PATTERNS)])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_own_rows_are_the_whole_table(workers, name, world, options):

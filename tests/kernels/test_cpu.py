@@ -198,6 +198,7 @@ def test_few_queries_of_any_number_and_width(num_heads, width):
     assert_is_exact(sr.Causal() & sr.SlidingWindow(131), case)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("extras", [False, True])
 @pytest.mark.parametrize(("q_len", "group"), [(1, 12), (1, 17), (3, 7), (5, 4), (8, 3)])
 def test_few_queries_of_more_heads_than_are_computed_at_once(q_len, group, extras):

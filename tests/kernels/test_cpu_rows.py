@@ -72,6 +72,7 @@ def test_rows_are_the_reference_forward_and_backward(shape, tokens, sweep):
     assert_is_exact(selection(case, tokens, tables=case.num_heads), case)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("shape", ["grouped heads", "from the middle"])
 @pytest.mark.parametrize("tokens", [1, 8])
 @pytest.mark.usefixtures("walked")

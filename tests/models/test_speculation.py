@@ -39,6 +39,7 @@ class Counted:
         self.passes += 1
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("temperature", [0, 0.5])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_the_tokens_and_the_caches_are_those_without_a_draft(name, temperature):

@@ -152,7 +152,7 @@ def own_model(name: str, **options: Any) -> Any:
 
 
 PATTERN = "LongNet((512, 2048), (1, 4))"
-WIDTH, LAYERS, TOKENS = 256, 4, 4096
+WIDTH, LAYERS, TOKENS = 256, 4, 2048
 
 
 def own_training_step(name: str, checkpointing: bool, loss: str) -> Iterator[None]:
