@@ -16,6 +16,7 @@ from importlib.util import find_spec
 if find_spec("numpy") is None:  # which torch says on its import; nothing here needs it
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
+from .coordinates import coordinate_bias
 from .decoding import KVCache, SelectedCache
 from .dispatch import backends
 from .dropout import dropout_kept
@@ -38,8 +39,9 @@ __version__ = "0.2.0"
 __all__ = [
     *_patterns, "BlockLayout", "BlockWeights", "Comparison", "Estimate", "Figure", "KVCache",
     "SelectedCache", "alibi", "attention", "attention_varlen", "attention_weights", "backends",
-    "batch_invariant", "choose_batch_size", "compare", "dropout_kept", "estimate", "explain",
-    "key_mass", "layout_cache", "longest_sequence", "merge_attention", "set_workspace",
+    "batch_invariant", "choose_batch_size", "compare", "coordinate_bias", "dropout_kept",
+    "estimate", "explain", "key_mass", "layout_cache", "longest_sequence", "merge_attention",
+    "set_workspace",
 ]  # fmt: skip
 
 

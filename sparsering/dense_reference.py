@@ -5,6 +5,8 @@ from torch import Tensor
 
 from .call_recipe import CallRecipe, Inputs
 from .extras import UNUSED, Extras
+from .kernels.gather.scored import over_pairs
+from .kernels.problem import ScoreMod
 from .kernels.reference import reference_attention
 from .numerics import entry_of_distance, finite_or_zero, sum_dtype
 from .pairs import distances_op, frame_of, kept_by_branch, pair_counts_op, places_op
@@ -12,7 +14,11 @@ from .patterns.algebra import Pattern
 
 
 def reference(
-    recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extras
+    recipe: CallRecipe,
+    inputs: Inputs,
+    pattern: Pattern,
+    extras: Extras,
+    score_mod: ScoreMod | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes dense attention by the pattern's definition; a layout only locates biased blocks."""
     query, key, _ = inputs
@@ -46,6 +52,16 @@ def reference(
             batch[:, None, None, None], head[:, None, None], entry
         ]
     rest |= {"distance_bias": distance_bias, "dropout_factor": factor}
+    if score_mod is not None:
+        sizes = (*query.shape[:3], key.shape[2])
+        batch, head, row, column = (torch.arange(n, device=query.device) for n in sizes)
+        places = (
+            batch,
+            head.expand(sizes[:2]),
+            row.expand(sizes[0], -1),
+            column.expand(sizes[0], -1),
+        )
+        rest["changed"] = lambda score: over_pairs(score_mod, score, *places).to(score.dtype)
     return reference_attention(*inputs, log_counts, recipe.scale, **rest)
 
 

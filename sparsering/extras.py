@@ -75,8 +75,8 @@ ELSEWHERE = {  # what to write here for options of other libraries
     "is_causal": "causality is a pattern; pass pattern=Causal(), or pattern & Causal()",
     "causal": "causality is a pattern; pass pattern=Causal(), or pattern & Causal()",
     "window_size": "a window is a pattern; pass pattern=SlidingWindow(left, right)",
-    "score_mod": "functions of scores are not supported; softcap, distance_bias and block_bias are "
-    "what changes scores here",
+    "score_mod": "a function of scores runs in attention alone; write softcap, distance_bias or "
+    "sink where one of them says the same",
     "dropout": "its name is dropout_p; write dropout_p=",
     "enable_gqa": "key and value may have fewer heads than query as they are; leave it out",
 }

@@ -10,17 +10,20 @@ from .call_recipe import checked_call, recipe_of
 from .checks import check_batch
 from .dispatch import BACKENDS, block_size_of, choose, is_default, reasons_against
 from .extras import OPTIONS, refuse_options
+from .kernels.problem import ScoreMod
 from .ops import attend
 from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.arguments import checked_flag
 from .patterns.keywords import with_hints
 from .patterns.selected import has_lists, selections_of
+from .scored import scored_attention
 
 _EXPLAINED = ("scale", "q_start", "block_size", *OPTIONS)
-_OPTIONS = (*_EXPLAINED, "return_lse", "backend")
+_OPTIONS = (*_EXPLAINED, "score_mod", "return_lse", "backend")
 _NOT_EXPLAINED = {  # why `explain` does not take other options of `attention`
     "return_lse": "it attends to nothing, so there is no lse",
     "backend": "it says of every backend whether it can run",
+    "score_mod": "calls with one run on gather, or on reference if named",
 }
 
 
@@ -41,6 +44,7 @@ def attention(
     sink: Tensor | None = ...,
     dropout_p: float = ...,
     dropout_seed: int | Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
     return_lse: Literal[False] = ...,
     backend: str | None = ...,
 ) -> Tensor: ...
@@ -63,6 +67,7 @@ def attention(
     sink: Tensor | None = ...,
     dropout_p: float = ...,
     dropout_seed: int | Tensor | None = ...,
+    score_mod: ScoreMod | None = ...,
     return_lse: Literal[True],
     backend: str | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
@@ -84,6 +89,7 @@ def attention(
     sink: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
+    score_mod: ScoreMod | None = None,
     return_lse: bool = False,
     backend: str | None = None,
     **unknown: Any,
@@ -92,8 +98,8 @@ def attention(
 
     `out_q = sum_k m(q, k) e^{s_k} v_k / sum_k m(q, k) e^{s_k}`, `s_k = scale * q.k`, m(q, k) the
     number of branches with the pair. Without keys, a query has out 0, lse -inf, zero gradients.
-    Extras apply in this order: `s = scale * q.k`; softcap; + distance_bias + block_bias +
-    slot_bias; the pattern; softmax; sink; dropout. A score of -inf removes its pair. A score of
+    Extras apply in this order: `s = scale * q.k`; score_mod; softcap; + distance_bias + block_bias
+    + slot_bias; the pattern; softmax; sink; dropout. A score of -inf removes its pair. A score of
     +inf or NaN makes out and lse of its row NaN, as a softmax does.
 
     Args:
@@ -121,6 +127,10 @@ def attention(
             by 1 - p, lse is unchanged. Every backend, block size and number of threads and ranks
             drops the same weights; `dropout_kept` returns which.
         dropout_seed: int or int64 tensor without dims; default drawn from torch's generator.
+        score_mod: a function of (score, batch, head, q_idx, kv_idx) that returns the changed score,
+            as in FlexAttention; `coordinate_bias` makes one. Indices count from 0 for any q_start.
+            It is evaluated on visited tiles, under torch.vmap, by the backends gather and
+            reference alone; gradients reach the tensors that it reads. Options above are faster.
         return_lse: also return the natural log of each row's softmax denominator.
         backend: a name from `backends()`, which then runs or raises; default the first that can.
 
@@ -148,6 +158,12 @@ def attention(
         "sink": sink,
         "dropout_seed": dropout_seed,
     }
+    if score_mod is not None:
+        scores = {**extras, "scale": scale, "q_start": q_start, "block_size": block_size}
+        out, lse = scored_attention(
+            (query, key, value), pattern, score_mod, backend, dropout_p=dropout_p, **scores
+        )
+        return (out, lse) if return_lse else out
     used = not (type(dropout_p) is float and dropout_p == 0.0)
     for x in extras.values():  # a generator would be seven calls
         used = used or x is not None

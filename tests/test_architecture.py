@@ -46,7 +46,10 @@ ROOMS = {
     "numerics streams",
     "ops": "operators dense_reference work call_recipe pairs dispatch extras checks "
     "kernels patterns numerics",
-    "functional": "ops call_recipe dispatch extras checks patterns",
+    "coordinates": "checks patterns",
+    "scored": "dense_reference work call_recipe pairs dispatch differentiable extras checks "
+    "kernels patterns numerics",
+    "functional": "scored ops kernels call_recipe dispatch extras checks patterns",
     "varlen": "functional extras checks patterns",
     "weights": "ops call_recipe dispatch extras checks layouts patterns numerics",
     "distributed": "functional work differentiable extras dropout dispatch checks kernels layouts "

@@ -15,6 +15,10 @@ _LEAST_SCALE = torch.finfo(torch.float32).smallest_normal
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+"""A function of a score, and the batch entry, query head, query index and key index of its pair."""
+
+
 class Problem(NamedTuple):
     """Attention of query, key and value over a layout: the input of a backend.
 
@@ -46,6 +50,8 @@ class Problem(NamedTuple):
     # [B or 1, Nk] bool, False for keys that no query sees, even if the layout has pairs with them.
     # These keys and values may be NaN, and must not change results.
     key_mask: Tensor | None = None
+    # Changes each score after the scale, before the softcap.
+    score_mod: ScoreMod | None = None
     # For each pass, the bitmap row of the first query; () means row 0. Decoding builds one layout
     # for many later queries, of which a call computes a few. Backends that do not read slots run
     # `in_first_slots()`.
@@ -53,6 +59,7 @@ class Problem(NamedTuple):
     learns_distances: bool = True  # whether the gradient of the distance bias is needed
     # Pairs beside those of the layout. Then a block bias, [B, Hq, Nq, slots], is of the only lists.
     lists: tuple[Lists, ...] = ()
+    captured: tuple[Tensor, ...] = ()  # tensors that `score_mod` reads and that get gradients
     in_float32: bool = False  # return half precision results in float32, the dtype of sums
 
     @property
@@ -118,6 +125,7 @@ class Gradients(NamedTuple):
     block_bias: Tensor | None = None
     distance_bias: Tensor | None = None
     sink: Tensor | None = None
+    captured: tuple[Tensor | None, ...] = ()
 
 
 def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:

@@ -1,11 +1,18 @@
 """Reference backend: dense attention by its formula, in plain torch; has second derivatives."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from ..numerics import capped, finite_or_zero, sum_dtype
 
-EXTRAS = frozenset({"block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed"})
+EXTRAS = frozenset(
+    {
+        *("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed"),
+        "score_mod",
+    }
+)
 """Options of a call, other than its scale, that this backend computes."""
 
 
@@ -20,12 +27,14 @@ def reference_attention(
     distance_bias: Tensor | None = None,
     sink: Tensor | None = None,
     dropout_factor: Tensor | None = None,
+    changed: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes `p_k = m e^{s_k} / (e^{sink} + sum m e^{s})`, `s = scale * q.k`, over Nq x Nk pairs.
 
     It is as `Problem`, but these broadcast to [B, Hq, Nq, Nk]: `log_counts`, the log of the
     multiplicity m of each pair plus its block bias, -inf where there is no pair; `distance_bias`,
-    of each pair; `dropout_factor` of p: 0, or 1 / (1 - dropout_p).
+    of each pair; `dropout_factor` of p: 0, or 1 / (1 - dropout_p). `changed` maps scores [B, Hq,
+    Nq, Nk] to those that the softcap gets.
 
     Returns: out [B, Hq, Nq, Dv] in the query's dtype, lse [B, Hq, Nq] in float32 (float64).
 
@@ -37,7 +46,10 @@ def reference_attention(
     k, v = (x.to(dtype).repeat_interleave(group, 1) for x in (key, value))
     pairs = (log_counts != -torch.inf).expand(*q.shape[:3], k.shape[2])
     k = torch.where(pairs.any(2)[..., None], k, 0.0)  # keys that no query sees may be NaN
-    score = capped(scale * (q @ k.mT), softcap)
+    score = scale * (q @ k.mT)
+    if changed is not None:
+        score = torch.where(pairs, changed(score), 0.0)
+    score = capped(score, softcap)
     if distance_bias is not None:
         score = score + distance_bias
     score = torch.where(pairs, score + torch.where(pairs, log_counts.to(dtype), 0.0), -torch.inf)

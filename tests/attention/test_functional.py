@@ -473,8 +473,7 @@ def test_options_of_other_libraries_are_named_with_what_to_write():
     names = {
         "attn_mask": r"pass pattern=Dense\(mask\)", "is_causal": r"pass pattern=Causal\(\), or",
         "window_size": r"pass pattern=SlidingWindow\(left, right\)", "dropout": "write dropout_p=",
-        "score_mod": "softcap, distance_bias and block_bias", "block_mask": r"from_mask_mod\(mask",
-        "enable_gqa": "as they are; leave it out",
+        "block_mask": r"from_mask_mod\(mask", "enable_gqa": "as they are; leave it out",
     }  # fmt: skip
     for name, told in names.items():
         for pattern in ({"pattern": sr.Causal()}, {}):  # their own calls have no pattern

@@ -139,7 +139,7 @@ def test_a_problem_names_the_extras_in_use():
     layout = sr.Causal().layout(8, 8, block_size=16)
     problem = Problem(layout, *X, 0.5)
     fields = {name for name, x in Problem._field_defaults.items() if x is None}
-    assert problem.in_use == set() and fields == {*OPTIONS, "key_mask"} - {"slot_bias"}
+    assert problem.in_use == set() and fields == {*OPTIONS, "key_mask", "score_mod"} - {"slot_bias"}
     for name in fields:
         assert problem._replace(**{name: 1.0}).in_use == {name}
 

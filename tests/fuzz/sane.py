@@ -293,6 +293,9 @@ SANE: dict[str, Callable[[], tuple[Callable[..., Any], Given]]] = {
     "merge_attention": lambda: (sr.merge_attention, {
         "outs": [qkv()["key"], qkv()["value"]],
         "lses": [torch.randn(B, H, N), torch.randn(B, H, N)]}),
+    "coordinate_bias": lambda: (sr.coordinate_bias, {
+        "coords": torch.rand(B, N, 2), "slopes": torch.rand(HQ),
+        "query_coords": torch.rand(N, 2)}),
     "alibi": lambda: (sr.alibi, {"slopes": torch.rand(HQ), "radius": 5}),
     "dropout_kept": lambda: (sr.dropout_kept, {
         "seed": 3, "p": 0.5, "batch": 1, "head": torch.arange(2)[:, None],

@@ -16,10 +16,14 @@ from ...patterns.arguments import checked_integer
 from ...patterns.keywords import with_hints
 from ..problem import Gradients, Problem, sink_gradient
 from .chunk_extras import Extras
+from .scored import Scores
 from .units import Chunk, chunks, list_chunks, plan
 
 EXTRAS = frozenset(
-    ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_mask")
+    (
+        *("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed"),
+        *("key_mask", "score_mod"),
+    )
 )
 """Options of a call, other than its scale, that this backend computes."""
 
@@ -48,7 +52,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     query, value, sink = problem.query, problem.value, problem.sink
     dtype = sum_dtype(query)
     q, k, v = _flat(query), _flat(problem.key), _flat(value)
-    extras = Extras(problem, dtype)
+    extras, scores = Extras(problem, dtype), Scores(problem)
     shape = query.shape[:3]
     results = (  # not views of flat ones, which autograd would guard against changes in place
         torch.zeros(*shape, v.shape[1], dtype=dtype, device=q.device),
@@ -64,7 +68,8 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
             uq = _take(q, chunk.q[unit], dtype).mul_(problem.scale).flatten(-3, -2)
             uk, uv = (_take(x, chunk.k[unit], dtype) for x in (k, v))
             extras.clear(chunk, unit, uk, uv)
-            score, _ = extras.adjust(product(uq, uk), chunk, unit)
+            score = scores.changed(product(uq, uk), chunk, unit)
+            score, _ = extras.adjust(score, chunk, unit)
             weight, part_lse = _softmax(score, added, group)
             extras.drop(weight, chunk, unit)
             parts.append(product(weight, uv.mT).flatten(0, -2))
@@ -86,7 +91,7 @@ def backward(
     query, key, value, sink = problem.query, problem.key, problem.value, problem.sink
     dtype = sum_dtype(query)
     q, k, v, do = _flat(query), _flat(key), _flat(value), _flat(grad_out)
-    extras = Extras(problem, dtype)
+    extras, scores = Extras(problem, dtype), Scores(problem)
     delta = (do.to(dtype) * _flat(out).to(dtype)).sum(1) - grad_lse.reshape(-1).to(dtype)
     dsink = None if sink is None else sink_gradient(sink, lse, delta.view(lse.shape))
     # in rows without keys, lse = +inf makes the weights exp(s - lse) 0
@@ -100,7 +105,10 @@ def backward(
             uq, udo = (_take(x, chunk.q[unit], dtype).flatten(-3, -2) for x in (q, do))
             uk, uv = (_take(x, chunk.k[unit], dtype) for x in (k, v))
             extras.clear(chunk, unit, uk, uv)
-            score, slope = extras.adjust(product(uq.mul_(problem.scale), uk), chunk, unit)
+            product_of_pairs = product(uq.mul_(problem.scale), uk)
+            leaf, changed = scores.recorded(product_of_pairs, chunk, unit)
+            score = changed if problem.score_mod is None else changed.detach().clone()
+            score, slope = extras.adjust(score, chunk, unit)
             weight = _biased(score, added, group).sub_(clse[unit]).exp_()
             dscore = extras.drop(product(udo, uv), chunk, unit).sub_(cdelta[unit]).mul_(weight)
             extras.drop(weight, chunk, unit)
@@ -110,6 +118,7 @@ def backward(
             extras.add_distance_gradient(dscore, chunk, unit)
             if slope is not None:
                 dscore.mul_(slope)
+            dscore = scores.gradient(leaf, changed, dscore)
             dqs.append(product(dscore, uk.mT).flatten(0, -2))
             dks.append(product(uq.mT, dscore.mT).mT.flatten(0, -2))
         dq.index_add_(0, rows, torch.cat(dqs), alpha=problem.scale)
@@ -118,7 +127,7 @@ def backward(
         extras.add_bias_gradient(dbiases, chunk)
     pairs = (dq, query), (dk, key), (dv, value)
     dq, dk, dv = (x.view(like.shape).to(problem.result_dtype) for x, like in pairs)
-    return Gradients(dq, dk, dv, *extras.gradients(), dsink)
+    return Gradients(dq, dk, dv, *extras.gradients(), dsink, captured=tuple(scores.grads))
 
 
 def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:

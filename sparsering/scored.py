@@ -1,0 +1,167 @@
+"""Attention with a function of scores: `attention(..., score_mod=f)`, as in FlexAttention.
+
+The function is evaluated on visited tiles alone, by the backend gather, or on all pairs, by the
+reference. It takes no operator's way: operators take tensors and numbers, and no functions.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
+
+from .call_recipe import CallRecipe, Inputs, checked_call
+from .checks import check_batch, refuse_forward_mode
+from .dense_reference import reference
+from .differentiable import transforming
+from .dispatch import BACKENDS, choose
+from .extras import OPTIONS, Extras
+from .kernels.gather.scored import over_pairs
+from .kernels.problem import ScoreMod
+from .numerics import sum_dtype, without_autocast
+from .pairs import frame_of
+from .patterns.algebra import Pattern, check_fits
+from .patterns.arguments import kind_of, shortened
+from .work import problem_of, slot_gradient
+
+_IN_A_GRAPH = "attention with a score_mod cannot run inside a compiled function; call it outside"
+
+
+def scored_attention(
+    inputs: Inputs, pattern: Pattern, score_mod: ScoreMod, backend: str | None, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Computes (out, lse) of a call with a score_mod; `options`: those of `attention`."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg=_IN_A_GRAPH)
+    inputs, call, extras = checked_call(inputs, pattern, **options)
+    refuse_forward_mode(*inputs)
+    if transforming():
+        raise NotImplementedError(
+            "torch.func.grad and vmap cannot see the tensors that a score_mod reads; use "
+            "torch.autograd, and a batch dim, or leave out score_mod"
+        )
+    name = choose(backend, inputs, [*extras.in_use, "score_mod"], pattern)
+    recipe = CallRecipe(name, **call)
+    check_batch(pattern, len(inputs[0]))
+    check_fits(pattern, frame_of(*inputs[:2], recipe.q_start))
+    captured = _checked(score_mod, inputs)
+    with without_autocast(inputs[0]):
+        if BACKENDS[name].forward is None:
+            return reference(recipe, inputs, pattern, extras, score_mod)
+        learning = [n for n, x in OPTIONS.items() if x.learns and extras[n] is not None]
+        call_of_all = _Call(recipe, pattern, extras, score_mod, learning)
+        tensors = *inputs, *(extras[n] for n in learning), *captured
+        out, lse = _Scored.apply(call_of_all, *tensors)
+    return out, lse
+
+
+class _Call:
+    """Holds all that forward and backward of a call share, but its tensors."""
+
+    def __init__(
+        self,
+        recipe: CallRecipe,
+        pattern: Pattern,
+        extras: Extras,
+        score_mod: ScoreMod,
+        learning: list[str],
+    ) -> None:
+        self.recipe, self.pattern, self.extras = recipe, pattern, extras
+        self.score_mod, self.learning = score_mod, learning
+
+    def problem(self, tensors: tuple[Tensor, ...]) -> Any:
+        """Returns the problem on query, key, value, extras that learn, and captured tensors."""
+        query, key, value, *rest = tensors
+        count = len(self.learning)
+        extras = self.extras.changed(**dict(zip(self.learning, rest[:count], strict=True)))
+        problem = problem_of(self.recipe, (query, key, value), self.pattern, extras)
+        return problem._replace(score_mod=self.score_mod, captured=tuple(rest[count:]))
+
+
+class _Scored(Function):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        forward = BACKENDS[call.recipe.backend].forward
+        assert forward is not None
+        out, lse = forward(call.problem(tensors))
+        ctx.call = call
+        ctx.save_for_backward(*tensors, out, lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        call, (*tensors, out, lse) = ctx.call, ctx.saved_tensors
+        problem, backward = call.problem(tuple(tensors)), BACKENDS[call.recipe.backend].backward
+        assert backward is not None
+        with without_autocast(problem.query):
+            found = backward(problem, out, lse, grad_out, grad_lse)
+        grads = found._asdict()
+        if "slot_bias" in call.learning:
+            slots = tensors[3 + call.learning.index("slot_bias")]
+            grads["slot_bias"] = slot_gradient(grads["block_bias"], problem, slots)
+        own = (grads[name] for name in ("query", "key", "value", *call.learning))
+        return None, *own, *found.captured
+
+
+def _checked(score_mod: object, inputs: Inputs) -> list[Tensor]:
+    """Checks a score_mod on one pair; returns the tensors that it reads and that get gradients."""
+    query, key, _ = inputs
+    if not callable(score_mod):
+        raise ValueError(
+            "score_mod must be a function of (score, batch, head, q_idx, kv_idx), got "
+            f"{shortened(repr(score_mod))}; distance_bias and slot_bias take tensors"
+        )
+    if (check := getattr(score_mod, "check", None)) is not None:
+        check(query, key)
+    if not query.numel() or not key.numel():
+        return []  # no pair has an index that the function could read
+    score = torch.zeros((), dtype=sum_dtype(query), device=query.device)
+    zero = torch.zeros((), dtype=torch.int64, device=query.device)
+    reading = _Reads()
+    try:
+        with torch.enable_grad(), reading:
+            result = score_mod(score, zero, zero, zero, zero)
+    except TypeError as error:
+        raise ValueError(
+            "score_mod must take (score, batch, head, q_idx, kv_idx), a score and four index "
+            f"tensors, got: {error}; write it as for FlexAttention"
+        ) from error
+    if not isinstance(result, Tensor) or result.dim() or not result.is_floating_point():
+        raise ValueError(
+            "score_mod must return one number, a tensor of shape (), for a score of shape (), got "
+            f"{kind_of(result)}; it may use torch.where, and no `if`"
+        )
+    places = zero[None], zero[None, None], zero[None, None], zero[None, None]
+    try:
+        with torch.no_grad():
+            over_pairs(score_mod, score[None, None, None, None], *places)
+    except RuntimeError as error:
+        raise ValueError(
+            f"score_mod must work under torch.vmap, got: {error} Choose with torch.where (not "
+            "`if`), combine comparisons with & and | (not `and`, `or`)"
+        ) from error
+    return [x for x in reading.found.values() if x.requires_grad]
+
+
+class _Reads(TorchFunctionMode):
+    """Finds the tensors that a function reads, but not those that it makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, Tensor] = {}
+        self._made: dict[int, Tensor] = {}  # held, so that no other tensor gets their id
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for x in torch.utils._pytree.tree_leaves((args, kwargs)):
+            if isinstance(x, Tensor) and id(x) not in self._made:
+                self.found.setdefault(id(x), x)
+        result = func(*args, **(kwargs or {}))
+        for x in torch.utils._pytree.tree_leaves(result):
+            if isinstance(x, Tensor) and id(x) not in self.found:
+                self._made[id(x)] = x
+        return result

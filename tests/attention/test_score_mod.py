@@ -1,0 +1,189 @@
+"""`score_mod` against dense attention by hand: results and all gradients."""
+
+import functools
+
+import pytest
+import torch
+from oracles.attention_oracle import assert_close
+from oracles.scored_oracle import (
+    ABLE,
+    BATCH,
+    HEADS,
+    KEYS,
+    KV_HEADS,
+    QUERIES,
+    assert_equal,
+    dense,
+    drawn,
+    table,
+)
+from torch import nn
+
+import sparsering as sr
+from sparsering.dispatch import BACKENDS
+from sparsering.distributed import simulate_ring
+
+PATTERNS = {
+    "causal window": sr.Causal() & sr.SlidingWindow(25),
+    "mixture": sr.LongNet((16, 64), (1, 4)) & sr.Causal(),
+    "documents": sr.Packed((40, 50), sr.Causal()),
+    "padding": sr.Causal() & sr.KeyPadding((90, 61)),
+    "lists": sr.SelectedBlocks(torch.arange(0, 90, 9).expand(90, -1), 1),
+}
+
+
+@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_functions_of_every_index_are_exact(name, backend):
+    x, pattern = drawn(), PATTERNS[name]
+    by_pair, by_entry = table(HEADS, QUERIES, KEYS), table(BATCH, KEYS)
+    row, column = torch.arange(QUERIES)[:, None], torch.arange(KEYS)
+
+    def change(score, b, h, q, k):
+        bent = torch.where((q + k) % 3 == 0, score.tanh(), 1.5 * score)
+        return bent + by_pair[h, q, k] - by_entry[b, k] * (q - k).abs()
+
+    def change_all(score):
+        bent = torch.where((row + column) % 3 == 0, score.tanh(), 1.5 * score)
+        return bent + by_pair - by_entry[:, None, None] * (row - column).abs()
+
+    counts = pattern.to_dense(QUERIES, KEYS, num_heads=HEADS, num_kv_heads=KV_HEADS)
+    out = sr.attention(*x, pattern, score_mod=change, backend=backend)
+    assert_equal(out, dense(*x, counts, change_all), [*x, by_pair, by_entry])
+
+
+@pytest.mark.parametrize("backend", ABLE)
+def test_it_stands_between_the_scale_and_the_other_options(backend):
+    x, pattern = drawn(), sr.Causal() & sr.SlidingWindow(25)
+    counts = pattern.to_dense(QUERIES, KEYS)
+    bias, sink = table(HEADS, 21), table(HEADS)
+    row, column = torch.arange(QUERIES)[:, None] + 20, torch.arange(KEYS)
+
+    def change_all(score):
+        score = 2 * (score * 4 * 3.0 - 1)  # `dense` has the scale 1 / 4
+        return 5 * (score / 5).tanh() + bias[:, (column - row).clamp(-10, 10) + 10]
+
+    options = {"scale": 3.0, "softcap": 5.0, "distance_bias": bias, "return_lse": True}
+    options |= {"score_mod": lambda s, b, h, q, k: 2 * (s - 1), "backend": backend}
+    out, lse = sr.attention(*x, pattern, **options)
+    expected = dense(*x, counts, change_all)
+    assert_equal(out, expected, [*x, bias])
+    with_sink, _ = sr.attention(*x, pattern, sink=sink, **options)
+    share = torch.sigmoid(lse - sink[None, :, None])[..., None]
+    assert_equal(with_sink, expected * share.detach(), [x[2]])
+
+
+@pytest.mark.parametrize("backend", ABLE)
+def test_slot_bias_and_modules_learn_beside_it(backend):
+    x = drawn()
+    lists = torch.arange(0, 90, 9).expand(1, 1, 90, -1)
+    pattern = sr.SelectedBlocks(lists, 1)
+    slots = table(1, HEADS, 90, 10)
+    layer = nn.Linear(2, 1).double()
+
+    class Learned(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, score, b, h, q, k):
+            return score + self.layer(torch.stack((q, k), -1).double() / 90)[..., 0]
+
+    row, column = torch.arange(QUERIES)[:, None], torch.arange(KEYS)
+    places = torch.stack(torch.broadcast_tensors(row, column), -1).double() / 90
+    placed = torch.zeros(HEADS, QUERIES, KEYS, dtype=torch.float64)
+    placed = placed.index_copy(2, lists[0, 0, 0], slots[0, :, 20:])
+    counts = pattern.to_dense(QUERIES, KEYS)
+    expected = dense(*x, counts, lambda s: s + layer(places)[..., 0] + placed)
+    out = sr.attention(*x, pattern, slot_bias=slots, score_mod=Learned(), backend=backend)
+    assert_equal(out, expected, [*x, slots, layer.weight])
+
+
+def test_a_function_that_is_nan_where_no_pair_is_changes_nothing():
+    x = drawn()
+    pattern = sr.Causal() & sr.SlidingWindow(25)
+
+    def change(score, b, h, q, k):
+        return score - (q + 20 - k + 1.0).log()  # NaN for later keys
+
+    distance = torch.arange(QUERIES)[:, None] + 21.0 - torch.arange(KEYS)
+    counts = pattern.to_dense(QUERIES, KEYS)
+    expected = dense(*x, counts, lambda s: s - distance.clamp(min=1).double().log())
+    for backend in ABLE:
+        out = sr.attention(*x, pattern, score_mod=change, backend=backend)
+        assert_equal(out, expected, x, 1e-6)  # the log of a float32 number
+
+
+def test_scores_of_minus_infinity_remove_their_pairs():
+    x = drawn()
+    expected = sr.attention(*x, sr.Causal() & sr.SlidingWindow(9), backend="reference")
+
+    def change(score, b, h, q, k):
+        return torch.where(q + 20 - k <= 9, score, -torch.inf)
+
+    for backend in ABLE:
+        out = sr.attention(*x, sr.Causal(), score_mod=change, backend=backend)
+        assert_equal(out, expected, x)
+
+
+def test_half_precision_autocast_and_checkpoints():
+    x = [y.detach().float().requires_grad_() for y in drawn()]
+    bias = table(HEADS).detach().float().requires_grad_()
+    change = lambda s, b, h, q, k: s + bias[h] * s.square()  # noqa: E731
+    pattern = sr.Causal()
+    exact = sr.attention(*x, pattern, score_mod=change)
+    exact_grads = torch.autograd.grad(exact.sum(), [*x, bias])
+    half = [y.detach().bfloat16() for y in x]
+    assert_close(sr.attention(*half, pattern, score_mod=change).float(), exact, 5e-2)
+    again = torch.utils.checkpoint.checkpoint(
+        functools.partial(sr.attention, score_mod=change), *x, pattern, use_reentrant=False
+    )
+    grads = torch.autograd.grad(again.sum(), [*x, bias])
+    assert all(map(torch.equal, grads, exact_grads))
+
+
+def test_empty_inputs_have_no_pairs():
+    change = lambda s, b, h, q, k: s + torch.zeros(0)[q]  # noqa: E731
+    none = torch.zeros(1, 2, 0, 16)
+    assert sr.attention(none, none, none, sr.Causal(), score_mod=change).shape == none.shape
+    query = torch.zeros(1, 2, 3, 16)
+    assert not sr.attention(query, none, none, sr.Full(), score_mod=change).any()
+
+
+@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ABLE])
+def test_other_backends_refuse_it_by_name(backend):
+    x = drawn(torch.float32)
+    change = lambda s, b, h, q, k: s  # noqa: E731
+    with pytest.raises(NotImplementedError, match=r"no score_mod \(gather, reference have it\)"):
+        sr.attention(*x, sr.Causal(), score_mod=change, backend=backend)
+
+
+def test_other_calls_refuse_it_by_name():
+    x = [y[:, :2, :70] for y in drawn(torch.float32)]
+    change = lambda s, b, h, q, k: s  # noqa: E731
+    cache = sr.KVCache(sr.Causal(), BATCH, 2, 16)
+    message = "takes no score_mod: a function of scores runs in attention alone; write softcap"
+    for call in (
+        lambda: simulate_ring(*x, sr.Causal(), world_size=2, score_mod=change),
+        lambda: cache.attend(*x, score_mod=change),
+        lambda: sr.attention_weights(*x[:2], sr.Causal(), score_mod=change),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    with pytest.raises(NotImplementedError, match="cannot see the tensors that a score_mod reads"):
+        torch.func.grad(lambda q: sr.attention(q, *x[1:], sr.Full(), score_mod=change).sum())(x[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (3, r"score_mod must be a function of \(score, batch, head, q_idx, kv_idx\), got 3"),
+        (lambda s, q, k: s, "score_mod must take .* a score and four index tensors"),
+        (lambda s, b, h, q, k: q >= k, r"must return one number.* got torch.bool \(\)"),
+        (lambda s, b, h, q, k: 1.0, "must return one number.* got float"),
+        (lambda s, b, h, q, k: s if q >= k else -s, "must work under torch.vmap"),
+    ],
+)
+def test_what_is_no_function_of_scores_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        sr.attention(*drawn(), sr.Causal(), score_mod=change)
