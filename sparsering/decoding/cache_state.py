@@ -1,11 +1,11 @@
 """State of a cache: keys and values in slots, their positions, and the last query of each key.
 
-The first slots store the keys that survived the last eviction. The others are the page: its slot i
-is for the i-th token after that eviction. The last query of a key is the last that visits it.
+The first slots of a head store its keys that survived the last eviction. The others are the page:
+its slot i is for the i-th token after that eviction. The last query of a key is the last that
+visits it.
 """
 
 import contextlib
-import itertools
 from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -22,7 +22,7 @@ from ..layouts.lifetimes import last_visits
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import index_of, listed, shortened
 from ..selection.summaries import BlockSummaries
-from ..streams import moved
+from .held_rows import HeldRows
 
 SIZES = ("heads", "kv_heads", "total", "rollback", "page_size")
 _LIFETIMES = 1024  # last queries are computed and cached for at least this many keys at once
@@ -42,22 +42,59 @@ class History(_Record):
 
     length: int
     base: int  # length at the last eviction, which is the position of the page's first token
-    positions: Tensor  # [Hkv, slots] positions of the keys, -1 in empty slots
-    last: Tensor  # [branches, Hkv, slots] position of the last query that visits the key
+    # int64 [1 + branches, keys of all heads]: position of each key, and the last query that visits
+    # it in each branch
+    keys: Tensor
+    counts: tuple[int, ...]  # keys of each kv head
+    width: int  # slots of the head with the most
     exact: bool = True  # True if `base` alone determines which keys are stored before the page
     oldest: int = 0  # smallest length that the batch entry can be cropped to
+
+    @classmethod
+    def of(cls, positions: Tensor, last: Tensor, **rest: Any) -> "History":
+        """Builds a history of positions [Hkv, slots] and last queries [branches, Hkv, slots].
+
+        Positions are -1 in empty slots, which stand behind a head's keys.
+        """
+        real, width = positions >= 0, positions.shape[1]
+        counts = tuple(real.sum(1).tolist())
+        keys = torch.cat((positions[None], last))
+        keys = keys.flatten(1) if min(counts, default=0) == width else keys[:, real]
+        return cls(keys=keys, counts=counts, width=width, **rest)
+
+    @property
+    def _in_slots(self) -> Tensor:
+        """The rows of `keys` as [1 + branches, Hkv, slots], -1 in empty slots."""
+        heads = len(self.counts)
+        if min(self.counts, default=0) == self.width:
+            return self.keys.view(len(self.keys), heads, self.width)
+        slots = torch.full((len(self.keys), heads, self.width), -1)
+        slots[:, torch.arange(self.width) < torch.tensor(self.counts)[:, None]] = self.keys
+        return slots
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of the keys [Hkv, slots], -1 in empty slots."""
+        return self._in_slots[0]
+
+    @property
+    def last(self) -> Tensor:
+        """Position of the last query that visits each key [branches, Hkv, slots], or -1."""
+        return self._in_slots[1:]
 
     @property
     def num_keys(self) -> int:
         """Largest number of keys before the page that a kv head stores."""
-        return int((self.positions >= 0).sum(1).max()) if self.positions.numel() else 0
+        return max(self.counts, default=0)
 
     def cropped(self, length: int) -> "History":
         """Returns the history without the tokens at positions from `length` on."""
         if length >= self.base:
             return self.changed(length=length)
         positions = torch.where(self.positions < length, self.positions, -1)
-        return self.changed(length=length, base=length, positions=positions, exact=False)
+        return History.of(
+            positions, self.last, length=length, base=length, exact=False, oldest=self.oldest
+        )
 
     def positions_with(self, count: int) -> Tensor:
         """Returns the key positions [Hkv, slots + count].
@@ -65,7 +102,7 @@ class History(_Record):
         First come `positions` (-1: an empty slot), then base, base + 1, ... of `count` tokens
         since the last eviction.
         """
-        new = torch.arange(self.base, self.base + count).expand(len(self.positions), -1)
+        new = torch.arange(self.base, self.base + count).expand(len(self.counts), -1)
         return torch.cat((self.positions, new), 1)
 
 
@@ -107,8 +144,8 @@ class CacheState(_Record):
     rollback: int
     page_size: int
     histories: list[History]  # one per batch entry
-    keys: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0, 0))  # [B, Hkv, slots, D]
-    values: Tensor = field(default_factory=lambda: torch.empty(0, 0, 0, 0))
+    keys: HeldRows = field(default_factory=HeldRows.empty)
+    values: HeldRows = field(default_factory=HeldRows.empty)
     page_length: int = 0  # number of tokens since the last eviction
     page_limit: int = 0
     remote: tuple[int, ...] = ()  # positions of tokens in the page whose keys other ranks store
@@ -119,11 +156,6 @@ class CacheState(_Record):
     @property
     def lengths(self) -> list[int]:
         return [history.length for history in self.histories]
-
-    @property
-    def page_start(self) -> int:
-        """Index of the first slot of the page: the number of slots for older keys."""
-        return self.keys.shape[2] - self.page_size
 
     def distinct(self) -> list[History]:
         return list({id(history): history for history in self.histories}.values())
@@ -146,22 +178,11 @@ class CacheState(_Record):
             q_start=first,
         )
 
-    def in_use(self, slots: Tensor) -> Tensor:
-        """Returns `keys` or `values`, given as `slots`, without the unused slots at the end."""
-        return slots[:, :, : self.page_start + self.page_length]
-
-    def with_new(self, slots: Tensor, new: Tensor | None) -> Tensor:
-        """Returns the used part of `slots` (`keys` or `values`), then new tokens, if any."""
-        used = self.in_use(slots)
-        if new is None:
-            return used
-        return torch.cat((used, new), 2) if used.shape[2] else new
-
     def clear_page(self, start: int) -> None:
         """Zeroes the page's slots from `start` on: a NaN there would spread, although masked."""
         if (written := self.page.written) > start:
-            for slots in (self.keys, self.values):
-                slots[:, :, self.page_start + start : self.page_start + written] = 0
+            for held in (self.keys, self.values):
+                held.clear(start, written)
         self.page.written = start
 
     def new_tokens(self, lengths: Sequence[int] | Tensor | None, most: int) -> list[int]:
@@ -206,18 +227,19 @@ class CacheState(_Record):
     def appended(self, key: Tensor, value: Tensor) -> "CacheState":
         """Returns the state after n more tokens in each batch entry, whose keys it stores."""
         new, page_length = [key.shape[2]] * len(self.histories), self.page_length + key.shape[2]
-        if not self.keys.shape[2] or page_length > self.page_size:
+        if not self.keys.num_slots or page_length > self.page_size:
             return self.advanced(new, self.page_length).evicted(key, value)
         self.clear_page(page_length)
-        for slots, x in ((self.keys, key), (self.values, value)):
-            slots.narrow(2, self.page_start + self.page_length, key.shape[2]).copy_(x)
+        for held, x in ((self.keys, key), (self.values, value)):
+            held.write(x, self.page_length)
         after = self.advanced(new, page_length)
         return after.evicted() if page_length >= self.page_limit else after
 
     def loaded(self, key: Tensor, value: Tensor, positions: Tensor, length: int) -> "CacheState":
         """Returns the state after a prompt of `length` tokens, with its keys at `positions`."""
         last = self._last_visits(0, length)[..., positions]
-        history = History(length, length, positions.expand(self.kv_heads, -1), last, exact=False)
+        positions = positions.expand(self.kv_heads, -1)
+        history = History.of(positions, last, length=length, base=length, exact=False)
         return self.changed(histories=[history] * len(self.histories)).evicted(key, value)
 
     def of_entries(self, entries: Tensor) -> "CacheState":
@@ -226,36 +248,31 @@ class CacheState(_Record):
         page = Page(written=self.page.written)
         histories = [self.histories[i] for i in entries.tolist()]
         taken = self.changed(histories=histories, summaries=summaries, page=page)
-        if not self.keys.shape[2]:
+        if not self.keys.num_slots:
             return taken
-        at = entries.to(self.keys.device)
-        return taken.changed(keys=self.keys[at], values=self.values[at])
+        at = entries.to(self.keys.rows.device)
+        return taken.changed(keys=self.keys.of_entries(at), values=self.values.of_entries(at))
 
     def joined(self, other: "CacheState") -> "CacheState":
         """Returns the state with the batch entries of another one behind its own."""
-        states = [x.evicted() if x.keys.shape[2] else x for x in (self, other)]
-        if not (full := [x for x in states if x.keys.shape[2]]):
+        states = [x.evicted() if x.keys.num_slots else x for x in (self, other)]
+        if not (full := [x for x in states if x.keys.num_slots]):
             return self.changed(histories=self.histories + other.histories)
-        start = max(x.page_start for x in full)
-        one, two = (x._widened(start, full[0]) for x in states)
-        keys, values = torch.cat((one.keys, two.keys)), torch.cat((one.values, two.values))
+        older = tuple(map(max, zip(*(x.keys.older for x in full), strict=True)))
+        one, two = (x._widened(older, full[0]) for x in states)
+        keys, values = (
+            HeldRows(torch.cat((x.rows, y.rows)), older, self.page_size)
+            for x, y in ((one.keys, two.keys), (one.values, two.values))
+        )
         limit, histories = min(x.page_limit for x in full), one.histories + two.histories
         return full[0].changed(histories=histories, keys=keys, values=values, page_limit=limit)
 
-    def _widened(self, start: int, like: "CacheState") -> "CacheState":
-        """Returns a state with an empty page and `start` slots before it, of zeros if new."""
-        room = start - max(0, self.page_start)
-        wider = {}
-        for history in self.distinct():
-            columns = history.positions, history.last
-            positions, last = (pad(x, (0, room), value=-1) for x in columns)
-            wider[id(history)] = history.changed(positions=positions, last=last)
-        keys, values = self.keys, self.values
-        if not keys.shape[2]:  # no token yet
-            size = len(self.histories), self.kv_heads, self.page_size
-            keys, values = (x.new_zeros(*size, x.shape[3]) for x in (like.keys, like.values))
-        keys, values = (pad(x, (0, 0, 0, room)) for x in (keys, values))
-        histories = [wider[id(x)] for x in self.histories]
+    def _widened(self, older: tuple[int, ...], like: "CacheState") -> "CacheState":
+        """Returns a state with an empty page and `older` slots of each head before it."""
+        wider = {id(x): x.changed(width=max(older)) for x in self.distinct()}
+        histories, batch = [wider[id(x)] for x in self.histories], len(self.histories)
+        keys = self.keys.widened(older, batch, like.keys)
+        values = self.values.widened(older, batch, like.values)
         return self.changed(histories=histories, keys=keys, values=values)
 
     def evicted(self, key: Tensor | None = None, value: Tensor | None = None) -> "CacheState":
@@ -267,18 +284,18 @@ class CacheState(_Record):
         survivors = {id(history): self._survivors(history) for history in self.distinct()}
         most = max((slots.shape[1] for _, slots in survivors.values()), default=0)
         for number, (history, slots) in survivors.items():
-            room = (0, most - slots.shape[1])
-            columns = history.positions, history.last, slots
-            positions, last, slots = (pad(x, room, value=-1) for x in columns)
-            survivors[number] = history.changed(positions=positions, last=last), slots
+            slots = pad(slots, (0, most - slots.shape[1]), value=-1)
+            survivors[number] = history.changed(width=most), slots
         of_entries = [survivors[id(history)] for history in self.histories]
         slots = torch.zeros(0, self.kv_heads, 0, dtype=torch.int64)
         if of_entries:
             # if all batch entries share one history, they share one row of slots
             rows = of_entries if len(survivors) > 1 else of_entries[:1]
             slots = torch.stack([slots for _, slots in rows])
-        pairs = (self.keys, key), (self.values, value)
-        keys, values = (_gathered(self.with_new(*x), slots, self.page_size) for x in pairs)
+        keys, values = (
+            held.gathered(slots, self.page_length, new, self.page_size)
+            for held, new in ((self.keys, key), (self.values, value))
+        )
         widest = [x for x, _ in survivors.values() if x.num_keys + self.page_size > most]
         limit = min(map(self._page_limit, widest), default=self.page_size)
         stored = {"histories": [x for x, _ in of_entries], "keys": keys, "values": values}
@@ -299,13 +316,9 @@ class CacheState(_Record):
         last = torch.where(alive, last, -1).gather(2, slot.expand(len(last), -1, -1))
         slot = torch.where(positions < 0, -1, slot)
         exact = history.exact and not self.remote
-        return History(
-            length=history.length,
-            base=history.length,
-            positions=positions,
-            last=last,
-            exact=exact,
-            oldest=oldest,
+        length = history.length
+        return History.of(
+            positions, last, length=length, base=length, exact=exact, oldest=oldest
         ), slot
 
     def _page_limit(self, history: History) -> int:
@@ -346,33 +359,3 @@ def ordinary_tensors() -> Iterator[None]:
     """Lets the `with` body create tensors without gradients that work outside inference mode."""
     with torch.inference_mode(False), torch.no_grad():
         yield
-
-
-def _gathered(source: Tensor, slots: Tensor, page_size: int) -> Tensor:
-    """Gathers keys or values by index, and appends a page of zeros.
-
-    A slot of -1 (no key) gives zeros too, because a masked key must not be NaN.
-
-    Args:
-        source: [B, Hkv, stored, width].
-        slots: int64 [B or 1, Hkv, keys].
-
-    Returns: [B, Hkv, keys + page_size, width].
-    """
-    (batch, heads, _, width), most = source.shape, slots.shape[2]
-    result = source.new_empty(batch, heads, most + page_size, width)
-    counts = (slots >= 0).sum(2).expand(batch, -1).tolist()
-    slots = moved(slots, source.device).expand(batch, -1, -1)
-    result[:, :, most:] = 0
-    if source.device.type != "cpu":  # few launches, however many heads there are
-        index = slots.clamp(min=0)[..., None].expand(-1, -1, -1, width)
-        torch.gather(source, 2, index, out=result[:, :, :most])
-        if min(map(min, counts), default=most) < most:
-            result[:, :, :most].masked_fill_(slots[..., None] < 0, 0)
-        return result
-    for b, h in itertools.product(range(batch), range(heads)):
-        n = counts[b][h]
-        torch.index_select(source[b, h], 0, slots[b, h, :n], out=result[b, h, :n])
-        if n < most:
-            result[b, h, n:most] = 0
-    return result

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..call_recipe import CallRecipe
 from ..checks import checked_index
@@ -22,7 +21,15 @@ from ..patterns.arguments import MOST_TOKENS, checked_integers, shortened
 from ..patterns.tree import Tree, has_tree
 from ..streams import moved
 from .cache_state import CacheState, Draft
-from .steps import IN_PAGES, NewTokens, attend_spans, empty_results, run_backend
+from .held_rows import HeldRows
+from .steps import (
+    IN_PAGES,
+    NewTokens,
+    attend_spans,
+    empty_results,
+    run_backend,
+    slot_positions,
+)
 
 
 def draft_of(state: CacheState, tokens: NewTokens, tree: Sequence[int] | Tensor) -> Draft:
@@ -112,10 +119,7 @@ def _attend_in_slots(
     pattern = _tree_over(state, draft, lengths)
     histories = state.distinct() if len(state.distinct()) == 1 else state.histories
     starts = torch.tensor(lengths)  # [B or 1]
-    old = torch.stack([x.positions_with(state.page_length) for x in histories])  # [B, Hkv, slots]
-    new = (starts[:, None, None] + torch.arange(n)).expand(*old.shape[:2], n)  # [B, Hkv, n]
-    # [branches, Hkv, slots] of each entry; slots of the page behind the history are alive
-    alive = [pad(x.last >= x.base, (0, state.page_length), value=True) for x in histories]
+    new = (starts[:, None, None] + torch.arange(n)).expand(len(histories), state.kv_heads, n)
     frame = Frame(
         q_len=n,
         kv_len=max(lengths) + n,
@@ -124,17 +128,23 @@ def _attend_in_slots(
         q_start=max(lengths),
     )
     drafted = _Keys(
-        key=tokens.key, value=tokens.value, positions=new, live=[new >= 0] * len(pattern.branches)
+        key=tokens.key,
+        value=tokens.value,
+        positions=new,
+        live=[new >= 0] * len(pattern.branches),
+        held=None,
     )
     parts = [drafted]
-    if state.keys.shape[2]:
+    if (held := state.keys).num_slots:
+        old, alive = slot_positions(histories, state.page_length, held.columns(_tile_of(state)))
         parts.insert(
             0,
             _Keys(
-                key=state.in_use(state.keys),
-                value=state.in_use(state.values),
+                key=held.by_head,
+                value=state.values.by_head,
                 positions=old,
-                live=torch.stack(alive, 1),
+                live=alive,
+                held=held,
             ),
         )
     # layouts over a history that its base determines are shared by the layers of a model
@@ -142,7 +152,7 @@ def _attend_in_slots(
     exact = len(histories) == 1 and histories[0].exact
     results, extras = [], tokens.extras.in_use
     for keys in parts:
-        seen = keys.positions, keys.live, starts
+        seen = keys.positions, keys.live, starts, keys.held
         build = partial(_layout, pattern, seen, frame, _tile_of(state), device)
         layout = layout_cache.keep((*known, keys is drafted), build).ready() if exact else build()
         problem = Problem(
@@ -168,16 +178,19 @@ class _Keys(NamedTuple):
     value: Tensor  # [B, Hkv, slots, Dv]
     positions: Tensor  # [B or 1, Hkv, slots], -1 for no key
     live: Any  # by branch: bool [B or 1, Hkv, slots], False if no later query visits the key
+    held: HeldRows | None  # where the slots lie in `key`; None: as they are
 
 
 def _layout(tree: Pattern, seen: Any, frame: Frame, block: int, place: torch.device) -> BlockLayout:
-    positions, live, starts = seen  # [B, Hkv, slots], the same by branch, [B]
+    positions, live, starts, held = seen  # [B, Hkv, slots], the same by branch, [B], or None
     passes, n = [], frame.q_len
     queries = -(-n // 8) * 8  # bitmaps have whole bytes of queries
     for number, branch in enumerate(tree.branches):
         p = page_over(number, branch, positions, live[number], starts, frame, queries, block)
-        passes.append(p.like(query_stop=p.query_stop.clamp(max=n)).to(place))
-    frame = frame._replace(kv_len=positions.shape[2], q_start=positions.shape[2] - n)
+        p = p.like(query_stop=p.query_stop.clamp(max=n))
+        passes.append((p if held is None else held.placed(p, block)).to(place))
+    slots = positions.shape[2] if held is None else held.num_slots
+    frame = frame._replace(kv_len=slots, q_start=slots - n)
     return BlockLayout(frame, block, tuple(passes), math.nan).shared(place)
 
 

@@ -103,7 +103,7 @@ class KVCache:
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
         last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises if a bound is missing
         none = torch.zeros(len(pattern.branches), num_kv_heads, 0, dtype=torch.int64)
-        histories = [History(length=0, base=0, positions=none[0], last=none)] * batch_size
+        histories = [History.of(none[0], none, length=0, base=0)] * batch_size
         total = own_length(pattern, max_length)
         self.pattern = pattern
         self._state = CacheState(
@@ -146,7 +146,7 @@ class KVCache:
     def _kind(self) -> tuple[torch.dtype | None, torch.device | None]:
         """Dtype and device of the keys and values; None if the first keys will decide them."""
         keys = self._state.keys
-        return (keys.dtype, keys.device) if keys.shape[2] else self._first_kind
+        return (keys.rows.dtype, keys.rows.device) if keys.num_slots else self._first_kind
 
     @property
     def kept(self) -> int:
@@ -159,9 +159,8 @@ class KVCache:
     def nbytes(self) -> int:
         """Bytes of the keys, the values, and their positions."""
         state = self._state
-        tensors = [state.keys, state.values, *(state.draft or ())[:2]]
-        tensors += [x for history in state.distinct() for x in (history.positions, history.last)]
-        return sum(x.nbytes for x in tensors)
+        tensors = [state.keys.rows, state.values.rows, *(state.draft or ())[:2]]
+        return sum(x.nbytes for x in (*tensors, *(history.keys for history in state.distinct())))
 
     def positions(self, head: int, entry: int = 0) -> Tensor:
         """Positions of the keys stored for a kv head of a batch entry, ascending int64."""

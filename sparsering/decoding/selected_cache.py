@@ -125,10 +125,12 @@ class SelectedCache(KVCache):
             return empty_results(query, self._dims[1])
         self._check_dtype(key)
         after = state.appended(key, value)  # without keys that no later token sees
-        end = state.page_start + state.page_length + n
-        paged = state.keys.shape[2] > 0 and state.page_length + n <= state.page_size
-        pairs = (state.keys, key), (state.values, value)
-        keys, values = (x[:, :, :end] if paged else state.with_new(x, new) for x, new in pairs)
+        count, held = state.page_length, (state.keys, state.values)
+        if state.keys.num_slots and count + n <= state.page_size:  # `after` has written them there
+            keys, values = (x.rows[:, :, : x.older[0] + count + n] for x in held)
+        else:
+            pairs = zip(held, (key, value), strict=True)
+            keys, values = (x.with_new(count, new) for x, new in pairs)
         summaries = copy(self._summaries)  # so that a failed step does not change the cache
         summaries.crop(begin)
         scores = summaries.scores(query, keys, scale=options.get("scale"))

@@ -6,6 +6,7 @@ keys are copied in the order of their positions, and a layout for them is compil
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -60,7 +61,7 @@ def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens
     """True if `attend_page` can run: equally many new tokens per batch entry fit in the page."""
     return (
         len(set(new)) == 1
-        and state.keys.shape[2] > 0
+        and state.keys.num_slots > 0
         and state.page_length + new[0] <= state.page_size
         and BACKENDS[backend].forward is not None
         and not (state.remote and "key_mask" not in BACKENDS[backend].extras)
@@ -86,15 +87,15 @@ def page_layout(state: CacheState, queries: int) -> BlockLayout:
 def _whole_page_layout(state: CacheState) -> BlockLayout:
     """Builds a layout of a page's queries over all slots; batch entries may share one table."""
     histories = state.distinct() if len(state.distinct()) == 1 else state.histories
-    slots, page_size, device = state.keys.shape[2], state.page_size, state.keys.device
+    held, page_size, device = state.keys, state.page_size, state.keys.rows.device
+    slots = held.num_slots
 
     def build() -> BlockLayout:
         block = max(page_size, 128)
-        positions = torch.stack([x.positions_with(page_size) for x in histories])
+        # [entries, Hkv, keys], and [branches, entries, Hkv, keys], False for dead keys
+        positions, live = slot_positions(histories, page_size, held.columns(block))
         if state.total is not None:  # the page may be longer than what is left of the sequence
             positions = positions.masked_fill(positions >= state.total, -1)
-        alive = [pad(x.last >= x.base, (0, page_size), value=True) for x in histories]
-        live = torch.stack(alive, 1)  # [branches, entries, Hkv, keys], False for dead keys
         starts = torch.tensor([x.base for x in histories])
         frame = state.frame(page_size, int(starts.max()))
         rest = starts, frame, page_size, block
@@ -103,7 +104,8 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
         for number, branch in enumerate(state.pattern.branches):
             for grid, term in disjoint_terms(branch, size):  # in the passes of whole sequences
                 segments = partial(grid.segment_of, block_size=size)
-                passes.append(page_over(number, term, positions, live[number], *rest, segments))
+                p = page_over(number, term, positions, live[number], *rest, segments)
+                passes.append(held.placed(p, block))
         frame = Frame(
             q_len=page_size,
             kv_len=slots,
@@ -121,8 +123,23 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
     if len(histories) > 1 or not histories[0].exact:
         return build()
     base = histories[0].base
-    key = (state.pattern, state.frame(0, base), base, state.rollback, page_size, slots, device)
+    key = (state.pattern, state.frame(0, base), base, state.rollback, page_size, held.older, device)
     return layout_cache.keep((*key, "page"), build).ready()
+
+
+def slot_positions(histories: Sequence[History], count: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Returns what lies in the slots of a layout: `columns` for older keys, `count` of the page.
+
+    Returns: positions [entries, Hkv, slots] of the keys, -1 for no key; and by branch [branches,
+        entries, Hkv, slots] False for keys that no later query sees.
+    """
+    rows, alive = [], []
+    for history in histories:
+        room, number = columns - history.width, torch.arange(history.base, history.base + count)
+        page = number.expand(len(history.counts), -1)
+        rows.append(torch.cat((pad(history.positions, (0, room), value=-1), page), 1))
+        alive.append(pad(history.last >= history.base, (0, room + count), value=True))
+    return torch.stack(rows), torch.stack(alive, 1)
 
 
 def attend_page(
@@ -130,22 +147,29 @@ def attend_page(
 ) -> tuple[Tensor, Tensor]:
     """Writes new keys and values into their slots and attends by a layout of `page_layout`."""
     query, key, value, extras = tokens
-    first = state.page_start + state.page_length
     state.clear_page(state.page_length + query.shape[2])
     slots = (state.page_length,) * len(layout.passes)
     mask = None
     if state.remote:
-        place = torch.tensor(state.remote) - state.histories[0].base + state.page_start
-        mask = torch.ones(1, state.keys.shape[2], dtype=torch.bool)
+        place = torch.tensor(state.remote) - state.histories[0].base
+        place = (torch.tensor(state.keys.firsts)[:, None] + place).flatten()
+        mask = torch.ones(1, state.keys.num_slots, dtype=torch.bool)
         mask = moved(mask.index_fill(1, place, False), query.device)
     rest: dict[str, Any] = {"slots": slots, "key_mask": mask, **extras.in_use}
     problem = Problem(
-        layout=layout, query=query, key=state.keys, value=state.values, scale=recipe.scale, **rest
+        layout=layout,
+        query=query,
+        key=state.keys.by_head,
+        value=state.values.by_head,
+        scale=recipe.scale,
+        **rest,
     )
     if recipe.backend == "cpu":  # its kernel writes the new keys itself
-        return cpu.forward(problem, (key, value, first))
-    for stored, new in ((state.keys, key), (state.values, value)):
-        stored.narrow(2, first, new.shape[2]).copy_(new)
+        return cpu.forward(
+            problem, (key, value, [x + state.page_length for x in state.keys.firsts])
+        )
+    state.keys.write(key, state.page_length)
+    state.values.write(value, state.page_length)
     return run_backend(recipe.backend, problem)
 
 
@@ -269,15 +293,17 @@ class _Group(NamedTuple):
         positions = history.positions_with(state.page_length)
         place = torch.where(positions < 0, length, spanned.place_of(positions.clamp(min=0)))
         results = []
-        for slots, new in ((state.keys, self.tokens.key), (state.values, self.tokens.value)):
+        for held, new in ((state.keys, self.tokens.key), (state.values, self.tokens.value)):
             batch, heads, count, width = new.shape
             # the extra place at the end receives keys that are not visited
             result = new.new_zeros(batch, heads, length + 1, width)
             if history.length:
-                cached = state.in_use(slots)
-                cached = cached if self.entries is None else cached[self.entries]
-                index = moved(place, new.device)[None, :, :, None].expand(batch, -1, -1, width)
-                result.scatter_(2, index, cached)
+                used, index = held.in_use(state.page_length), moved(place, new.device)
+                for head, cached in enumerate(used):
+                    older = held.older[head]
+                    own = torch.cat((index[head, :older], index[head, history.width :]))
+                    cached = cached if self.entries is None else cached[self.entries]
+                    result[:, head].index_copy_(1, own, cached)
             new_place = spanned.place_of(torch.arange(history.length, history.length + count))
             result[:, :, moved(new_place, new.device)] = new
             results.append(result[:, :, :length])

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -56,7 +56,8 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
     Raises: ValueError if the function does not return a bool tensor, or depends on the batch entry
         without a batch_size. Inside a compiled function it breaks the graph, with a message.
 
-    Cost: the layout evaluates every pair once, for each head and batch entry that differs.
+    Cost: the layout evaluates every pair once, for each head and batch entry that differs. Heads of
+        which the function reads equal numbers, such as a flag of each head, count as one.
 
     Example:
         >>> document = torch.tensor([0, 0, 1, 1])
@@ -136,13 +137,33 @@ class MaskMod(Mask):
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         batch = batch if self.batch_size is not None else 0
-        return replace(self, batch_size=None, batch=batch, head=head if self.by_head else 0)
+        head = self._alike(frame)[head] if self.by_head else 0
+        return replace(self, batch_size=None, batch=batch, head=head)
 
     def num_batches(self) -> int | None:
         return self.batch_size
 
     def num_tables(self, frame: Frame) -> int:
-        return frame.num_heads if self.by_head else 1
+        if not self.by_head:
+            return 1
+        alike = self._alike(frame)
+        group = frame.num_heads // max(1, frame.num_kv_heads)
+        first = [head // max(1, group) * group for head in range(frame.num_heads)]
+        if all(alike[head] == alike[0] for head in first) and len(set(alike)) <= 1:
+            return 1
+        in_groups = all(alike[head] == alike[one] for head, one in enumerate(first))
+        return frame.num_kv_heads if in_groups else frame.num_heads
+
+    def _alike(self, frame: Frame) -> tuple[int, ...]:
+        """Returns, for each query head, the first head that is known to have its mask."""
+        entry: _Entry = self._entry  # type: ignore[attr-defined]
+        if (found := entry.alike.get(frame.num_heads)) is None:
+            with ThreadPoolExecutor(1) as thread:  # as in `holds`
+                thread.submit(entry.check).result()
+                found = thread.submit(_heads_alike, entry.function, frame.num_heads).result()
+                thread.submit(entry.accept).result()
+            entry.alike[frame.num_heads] = found
+        return found
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
         p, k = frame.inside(p, k)
@@ -195,6 +216,7 @@ class _Entry:
     def __init__(self, name: str) -> None:
         self.name = name
         self.depends: tuple[bool | None, bool] = None, False  # on the batch entry, on the head
+        self.alike: dict[int, tuple[int, ...]] = {}  # `MaskMod._alike` by number of heads
         self.function: MaskModFunction
         self.reads: Reads
         self.state: str | None  # what the function reads at the values that the name stands for
@@ -257,23 +279,74 @@ _LIKE_AN_ARGUMENT = {
 
 def _dependence(mask_mod: MaskModFunction) -> tuple[bool, bool]:
     """Traces a mask_mod; returns whether it depends on the batch entry, and on the head."""
+    indices = [torch.zeros(2, dtype=torch.int64) for _ in range(4)]
+    if (traced := _traced(mask_mod, indices)) is None:
+        return _cannot_be_mapped(mask_mod, 0), _cannot_be_mapped(mask_mod, 1)
+    result = traced.sources[traced.result]
+    return 0 in result, 1 in result
+
+
+class _Traced(NamedTuple):
+    """The graph of a mask_mod under vmap."""
+
+    module: Any
+    result: Any  # the output's node
+    sources: dict[Any, set[int]]  # of each node, the arguments that its value depends on, by index
+
+
+def _traced(mask_mod: MaskModFunction, indices: list[Tensor]) -> _Traced | None:
+    """Traces a mask_mod with four tensors; None for one that reads values of its arguments."""
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
-    indices = [torch.zeros(2, dtype=torch.int64) for _ in range(4)]
     try:
-        graph = make_fx(torch.vmap(mask_mod))(*indices).graph
-    except Exception:  # a function that reads values of its arguments cannot be traced
-        return _cannot_be_mapped(mask_mod, 0), _cannot_be_mapped(mask_mod, 1)
-    sources: dict[Any, set[str]] = {}  # for each node, the arguments that its value depends on
-    for node in graph.nodes:
+        module = make_fx(torch.vmap(mask_mod))(*indices)
+    except Exception:  # of any kind, since the function may raise anything
+        return None
+    sources: dict[Any, set[int]] = {}
+    arguments = 0
+    for node in module.graph.nodes:
         inputs = node.all_input_nodes
         if str(node.target).rpartition(".")[0] in _LIKE_AN_ARGUMENT:
             inputs = inputs[1:]  # the first input gives only dtype and device
-        own = {node.name} if node.op == "placeholder" else set()
+        own = {arguments} if node.op == "placeholder" else set()
+        arguments += len(own)
         sources[node] = own.union(*(sources[x] for x in inputs))
-    arguments = [node.name for node in graph.nodes if node.op == "placeholder"]
-    (result,) = (sources[node] for node in graph.nodes if node.op == "output")
-    return arguments[0] in result, arguments[1] in result
+    (result,) = (node for node in module.graph.nodes if node.op == "output")
+    return _Traced(module, result, sources)
+
+
+def _heads_alike(mask_mod: MaskModFunction, num_heads: int) -> tuple[int, ...]:
+    """Returns, for each head, the first head whose mask is known to be equal.
+
+    The function may compute something of the head alone, such as a flag of each head in a tensor.
+    Heads with equal values of it have equal masks, if the rest reads the head in no other way.
+    """
+    from torch.fx import Interpreter
+
+    every, heads = tuple(range(num_heads)), torch.arange(num_heads)
+    traced = _traced(mask_mod, [heads * 0, heads, heads * 0, heads * 0])
+    if traced is None or num_heads < 2:
+        return every
+    of_head = [node for node, sources in traced.sources.items() if sources == {1}]
+    read = [x for x in of_head if any(traced.sources[user] != {1} for user in x.users)]
+    read += [x for x in of_head if traced.result in x.users]
+    values: dict[Any, Tensor] = {}
+
+    class Reader(Interpreter):
+        def run_node(self, node: Any) -> Any:
+            result = super().run_node(node)
+            if node in read:
+                values[node] = result
+            return result
+
+    Reader(traced.module).run(heads * 0, heads, heads * 0, heads * 0)
+    found = [values[node] for node in read]
+    # a value of a head that is no single number may have its heads in any dim
+    if not all(isinstance(x, Tensor) and x.shape == (num_heads,) for x in found):
+        return every
+    rows = list(zip(*(x.tolist() for x in found), strict=True))
+    first: dict[Any, int] = {}
+    return tuple(first.setdefault(row, head) for head, row in enumerate(rows)) if rows else every
 
 
 add_constructor("MaskMod", MaskMod)

@@ -1,5 +1,6 @@
 """Calls the compiled kernel: converts problems to the arguments of its operators."""
 
+from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,12 @@ def reasons(*tensors: Tensor) -> list[str]:
 
 
 def forward(
-    problem: Problem, new: tuple[Tensor, Tensor, int] | None = None
+    problem: Problem, new: tuple[Tensor, Tensor, Sequence[int]] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) over a layout; first stores `new`: (keys, values, their first row)."""
+    """Computes (out, lse) over a layout.
+
+    It first stores `new`: keys, values, and their first row, of all kv heads or of each.
+    """
     if problem.lists:
         return _forward_of_lists(problem)
     if problem.slots and problem.query.shape[2] > _FEW_QUERIES:

@@ -171,26 +171,31 @@ std::tuple<Tensor, Tensor> forward_laid(const Tensor& query, const Tensor& key, 
   return attend(x, passes, laid.covers, false, {});
 }
 
-// Copies rows [B, H, n, width] into the tensor `held`, from row `first` on.
-void put(const Tensor& held, const Tensor& rows, int64_t first) {
+// Copies rows [B, H, n, width] into the tensor `held`, from row `first` of all heads on, or from
+// one of each head.
+void put(const Tensor& held, const Tensor& rows, Ints first) {
   const Tensor from = dense_rows(rows);
   const int64_t B = held.size(0), H = held.size(1), width = held.size(3), n = rows.size(2);
-  const int64_t bytes = width * held.element_size();
+  const int64_t bytes = width * held.element_size(), heads = first.size();
   SPARSERING_CHECK(from.has_sizes({B, H, n, width}) && from.dtype() == held.dtype() &&
-                       held.stride(3) <= 1 && first >= 0 && first + n <= held.size(2),
+                       held.stride(3) <= 1 && (heads == 1 || heads == H),
                    "sparsering cpu: new rows do not fit those that are held");
+  for (const int64_t row : first) {
+    SPARSERING_CHECK(row >= 0 && row + n <= held.size(2),
+                     "sparsering cpu: new rows lie past those that are held");
+  }
   const Source to(held), source(from);
   for (int64_t i = 0; i < B * H * n; ++i) {
     const int64_t b = i / (H * n), h = i / n % H, row = i % n;
     std::copy_n(source.rows<char>(b, h, row), bytes,
-                const_cast<char*>(to.rows<char>(b, h, first + row)));
+                const_cast<char*>(to.rows<char>(b, h, first[heads == 1 ? 0 : h] + row)));
   }
 }
 
-// Copies new keys and values into key and value from row `first` on, then runs `forward`.
-std::tuple<Tensor, Tensor> forward_after(const Tensor& new_key, const Tensor& new_value,
-                                         int64_t first, SPARSERING_CALL,
-                                         const std::optional<Tensor>& sink, Ints slots) {
+// Copies new keys and values into key and value from rows `first` on, then runs `forward`.
+std::tuple<Tensor, Tensor> forward_after(const Tensor& new_key, const Tensor& new_value, Ints first,
+                                         SPARSERING_CALL, const std::optional<Tensor>& sink,
+                                         Ints slots) {
   put(key, new_key, first);
   put(value, new_value, first);
   return forward(query, key, value, bias, first_entry, tensors, places, steps, branches, covers,
@@ -199,7 +204,7 @@ std::tuple<Tensor, Tensor> forward_after(const Tensor& new_key, const Tensor& ne
 }
 
 std::tuple<Tensor, Tensor> forward_laid_after(const Tensor& new_key, const Tensor& new_value,
-                                              int64_t first, const Tensor& query, const Tensor& key,
+                                              Ints first, const Tensor& query, const Tensor& key,
                                               const Tensor& value, const Tensor& layout,
                                               Ints slots) {
   put(key, new_key, first);
@@ -329,7 +334,7 @@ const bool registered = [] {
   m.define<forward>("forward(" SPARSERING_SCHEMA(
       "Tensor key", "Tensor value") "Tensor? sink, int[] slots) -> (Tensor, Tensor)");
   m.define<forward_after>(
-      "forward_after(Tensor new_key, Tensor new_value, int first, " SPARSERING_SCHEMA(
+      "forward_after(Tensor new_key, Tensor new_value, int[] first, " SPARSERING_SCHEMA(
           "Tensor(a!) key", "Tensor(b!) value") "Tensor? sink, int[] slots) -> (Tensor, Tensor)");
   m.define<lay>(
       "lay(Tensor[] passes, int[] steps, int[] branches, bool covers, int block, float scale, "
@@ -338,7 +343,7 @@ const bool registered = [] {
       "forward_laid(Tensor query, Tensor key, Tensor value, Tensor layout, int[] slots) "
       "-> (Tensor, Tensor)");
   m.define<forward_laid_after>(
-      "forward_laid_after(Tensor new_key, Tensor new_value, int first, Tensor query, "
+      "forward_laid_after(Tensor new_key, Tensor new_value, int[] first, Tensor query, "
       "Tensor(a!) key, Tensor(b!) value, Tensor layout, int[] slots) -> (Tensor, Tensor)");
   m.define<backward>("backward(" SPARSERING_SCHEMA(
       "Tensor key",

@@ -1,0 +1,198 @@
+"""`HeldRows`: the keys or the values of a cache in memory, by kv head.
+
+Each head has its older rows, in the order of their positions, and then a page for new tokens.
+Layouts over them (`gathered_keys.page_over`) know where each head's rows begin.
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from ..layouts.layout import Pass
+from ..numerics import round_up
+from ..streams import moved
+
+
+@dataclass(frozen=True, eq=False)
+class HeldRows:
+    """Rows of keys or values: of each kv head its older ones, then a page.
+
+    Heads that hold equally many have a dim of their own in `rows`. The rows of unlike heads lie one
+    head after the other, so that each takes the memory of what it holds itself.
+    """
+
+    rows: Tensor  # [B, Hkv, slots, width], or of unlike heads [B, 1, slots of all heads, width]
+    older: tuple[int, ...]  # of each kv head, the rows before its page
+    page_size: int
+
+    @classmethod
+    def empty(cls) -> "HeldRows":
+        """Returns rows of a cache that has seen no token."""
+        return cls(torch.empty(0, 0, 0, 0), (), 0)
+
+    @classmethod
+    def zeros(cls, like: "HeldRows", older: Sequence[int], batch: int) -> "HeldRows":
+        """Returns zeros of the dtype, device, width and page of others."""
+        kept, page, width = tuple(older), like.page_size, like.rows.shape[3]
+        return cls(_new(like.rows, batch, kept, page, width).zero_(), kept, page)
+
+    @property
+    def num_slots(self) -> int:
+        """Number of slots of a head, or of all heads if they are unlike; 0 before the first key."""
+        return self.rows.shape[2]
+
+    @property
+    def are_even(self) -> bool:
+        """Whether all heads hold equally many rows."""
+        return self.rows.shape[1] == len(self.older)
+
+    @cached_property
+    def firsts(self) -> tuple[int, ...]:
+        """First slot of the page of each head; one number if it is the same one for all."""
+        if self.are_even:
+            return self.older[:1]
+        ends = itertools.accumulate(n + self.page_size for n in self.older)
+        return tuple(end - self.page_size for end in ends)
+
+    @property
+    def by_head(self) -> Tensor:
+        """The rows [B, Hkv, slots, width]; unlike heads share the same slots."""
+        return self.rows if self.are_even else self.rows.expand(-1, len(self.older), -1, -1)
+
+    def heads(self) -> list[Tensor]:
+        """Returns the rows of each head, [B, older + page, width]."""
+        if self.are_even:
+            return list(self.rows.unbind(1))
+        sizes = [n + self.page_size for n in self.older]
+        return list(self.rows[:, 0].split(sizes, 1))
+
+    def write(self, new: Tensor, first: int) -> None:
+        """Writes rows [B, Hkv, n, width] to slots of the page from `first` on."""
+        n = new.shape[2]
+        if self.are_even:
+            self.rows.narrow(2, self.older[0] + first, n).copy_(new)
+            return
+        for head, begin in enumerate(self.firsts):
+            self.rows[:, 0].narrow(1, begin + first, n).copy_(new[:, head])
+
+    def clear(self, first: int, stop: int) -> None:
+        """Zeroes slots of the page."""
+        for begin in self.firsts:
+            self.rows[:, :, begin + first : begin + stop] = 0
+
+    def in_use(self, count: int) -> list[Tensor]:
+        """Returns the rows of each head without the page's slots from `count` on."""
+        return [x[:, : n + count] for x, n in zip(self.heads(), self.older, strict=True)]
+
+    def with_new(self, count: int, new: Tensor) -> Tensor:
+        """Returns the rows of even heads up to slot `count` of the page, then new ones."""
+        used = self.rows[:, :, : self.rows.shape[2] - self.page_size + count]
+        return torch.cat((used, new), 2) if used.shape[2] else new
+
+    def gathered(self, slots: Tensor, count: int, new: Tensor | None, page: int) -> "HeldRows":
+        """Returns the rows at some slots of each head, and an empty page.
+
+        Args:
+            slots: int64 [B or 1, Hkv, most], -1 behind a head's last. They count the older rows of
+                the head with the most, then `count` slots of the page, then `new`.
+            new: rows [B, Hkv, n, width] behind those of the page, or None.
+            page: slots of the new page.
+        """
+        most = int((slots >= 0).sum(2).max()) if slots.numel() else 0
+        counts = (0,) * slots.shape[1]
+        if len(slots):
+            counts = tuple((slots >= 0).sum(2).amax(0).tolist())
+        if self.num_slots:
+            used = self.in_use(count)
+            sources = (
+                used
+                if new is None
+                else [torch.cat((x, new[:, head]), 1) for head, x in enumerate(used)]
+            )
+        else:
+            assert new is not None
+            sources = list(new.unbind(1))
+        widest = max(self.older, default=0)
+        like = sources[0] if new is None else new
+        batch, width = len(like), like.shape[-1]
+        result = HeldRows(_new(like, batch, counts, page, width), counts, page)
+        on_cpu = like.device.type == "cpu"
+        if not on_cpu and self.are_even and result.are_even:  # few launches for all heads
+            source = self.rows[:, :, : self.num_slots - self.page_size + count]
+            source = source if new is None else torch.cat((source, new), 2)
+            _gather(source, moved(slots, like.device), result.rows, most)
+            return result
+        for head, (source, to) in enumerate(zip(sources, result.heads(), strict=True)):
+            own, n = slots[:, head], counts[head]
+            older = self.older[head] if self.older else 0
+            own = torch.where(own >= widest, own - (widest - older), own)
+            if on_cpu:
+                for entry in range(batch):
+                    places = own[entry if len(own) > 1 else 0]
+                    places = places[: int((places >= 0).sum())]
+                    torch.index_select(source[entry], 0, places, out=to[entry, : len(places)])
+                    to[entry, len(places) :] = 0
+            else:
+                _gather(source, moved(own[:, :n], like.device), to, n)
+        return result
+
+    def widened(self, older: Sequence[int], batch: int, like: "HeldRows") -> "HeldRows":
+        """Returns the rows with more slots for older ones: zeros behind those of each head."""
+        result = HeldRows.zeros(like, older, batch)
+        if self.num_slots:
+            for source, n, to in zip(self.heads(), self.older, result.heads(), strict=True):
+                to[:, :n] = source[:, :n]
+        return result
+
+    def of_entries(self, entries: Tensor) -> "HeldRows":
+        """Returns the rows of some batch entries."""
+        return HeldRows(self.rows[entries], self.older, self.page_size)
+
+    def columns(self, block_size: int) -> int:
+        """Returns before how many slots of `placed`'s layout those of the page begin."""
+        widest = max(self.older, default=0)
+        return widest if self.are_even else round_up(widest, block_size)
+
+    def placed(self, p: Pass, block_size: int) -> Pass:
+        """Moves the key tiles of a pass over `columns` slots and a page to each head's rows."""
+        if self.are_even:
+            return p
+        older = torch.tensor(self.older)[:, None]  # [Hkv, 1]
+        page = torch.tensor(self.firsts)[:, None]
+        start, boundary = p.key_start, self.columns(block_size)
+        behind = start >= boundary
+        first = torch.where(behind, page + start - boundary, page - older + start)
+        count = p.key_stop - start
+        count = torch.where(behind, count, torch.minimum(count, older - start).clamp(min=0))
+        first = torch.where(count > 0, first, 0)
+        heads = len(self.older)
+        one_each = {
+            name: x.expand(heads, -1).contiguous()
+            for name in ("query_start", "query_stop", "query_segment", "key_segment")
+            if (x := getattr(p, name)) is not None and x.dim() == 2
+        }
+        covers = p.covers[0], False
+        return p.like(key_start=first, key_stop=first + count, covers=covers, **one_each)
+
+
+def _new(like: Tensor, batch: int, older: Sequence[int], page: int, width: int) -> Tensor:
+    if len(set(older)) <= 1:
+        return like.new_empty(batch, len(older), sum(older[:1]) + page, width)
+    return like.new_empty(batch, 1, sum(older) + page * len(older), width)
+
+
+def _gather(source: Tensor, slots: Tensor, to: Tensor, most: int) -> None:
+    """Writes the rows of `source` at `slots`, and zeros for slots of -1 and behind `most`.
+
+    A masked key must not be NaN. The tensors may have a dim of heads behind the batch.
+    """
+    dim = to.dim() - 2
+    to.narrow(dim, most, to.shape[dim] - most).zero_()
+    head = to.narrow(dim, 0, most)
+    slots = slots.expand(len(to), *slots.shape[1:])
+    index = slots.clamp(min=0)[..., None].expand(*slots.shape, to.shape[-1])
+    head.copy_(source.gather(dim, index).masked_fill_(slots[..., None] < 0, 0))
