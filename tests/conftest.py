@@ -29,6 +29,7 @@ from helpers.poison import poisoned
 from torch import Tensor
 
 BEGIN = time.monotonic()
+gc.disable()  # until all modules are imported
 os.environ["OMP_NUM_THREADS"] = "1"  # also of what tests start: two wait for each other, mostly
 torch.set_num_threads(1)
 os.environ.setdefault("MPLBACKEND", "Agg")  # before matplotlib is imported: no test opens a window
@@ -146,6 +147,7 @@ def pytest_collection_finish() -> None:
     """Spares every search for garbage the half million objects that modules have imported."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,10 +1,9 @@
 """Where memory runs out, at any place, nothing is left half-made: the next call is right."""
 
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from helpers.forked import run
 
 KINDS = ("attention", "gather", "lists", "decoding", "training")
 _SCRIPT = """
@@ -94,12 +93,5 @@ assert places // 10 <= failed < places, failed
     ],
 )
 def test_the_call_after_one_without_memory_has_the_same_bits(kind, places):
-    here = Path(__file__).parent
-    result = subprocess.run(
-        [sys.executable, "-c", _SCRIPT, kind, str(places)],
-        cwd=here,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    result = run(f"import sys; sys.argv[1:] = {[kind, str(places)]}\n{_SCRIPT}")
     assert result.returncode == 0, result.stderr[-3000:]

@@ -3,8 +3,9 @@
 The commands are read from the pages, so a new one that `COMMANDS` does not know is a failure. Each
 runs in a folder that links to the checkout. What is appended makes it small. Those of README and of
 each page's first screen are fast tests, a test for each group of commands that read one another's
-files; there 2 processes take the place of 4, and only commands of one process are repeated. Whole
-pages are slow tests.
+files; there 2 processes take the place of 4, commands of one process are forked from one that has
+imported torch, and those of them are repeated that then are refused. Whole pages are slow tests, of
+fresh processes.
 """
 
 import json
@@ -15,11 +16,12 @@ import shlex
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
+from helpers import forked
 from test_docs import PAGES, README, ROOT, SHELLS, blocks
 from test_first_screens import SCREEN
 
@@ -187,7 +189,7 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-def run(folder: Path, command: str, variables: dict[str, str]) -> Any:
+def run(folder: Path, command: str, variables: dict[str, str]) -> tuple[int, str]:
     own = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     own |= {"PYTHONWARNINGS": ",".join(WARNINGS)}
     environment = {**os.environ, **own, **variables, "GLOO_SOCKET_IFNAME": "lo"}
@@ -204,11 +206,42 @@ def run(folder: Path, command: str, variables: dict[str, str]) -> Any:
     return done.returncode, done.stdout + done.stderr
 
 
+FORKED = """
+import builtins, os, re, runpy, sys, warnings
+for line in {warnings!r}:
+    action, message, category = (line + ":Warning").split(":")[:3]
+    warnings.filterwarnings(action, re.escape(message), getattr(builtins, category))
+os.environ.pop("TRITON_INTERPRET", None)
+os.chdir({folder!r})
+program, *sys.argv = {words!r}
+if program == "python":
+    sys.path.insert(0, os.path.dirname(sys.argv[0]))
+    runpy.run_path(sys.argv[0], run_name="__main__")
+else:
+    from sparsering.cli import main
+    sys.argv.insert(0, program)
+    sys.exit(main())
+"""
+
+
+def of_few_processes(folder: Path, command: str, variables: dict[str, str]) -> tuple[int, str]:
+    """Runs a command in a forked process, or with torchrun in two."""
+    words = shlex.split(command)
+    if words[0] not in ("sparsering", "python") or words[1] == "-m":
+        return run(folder, command.replace("--nproc-per-node 4", "--nproc-per-node 2"), variables)
+    code = FORKED.format(warnings=WARNINGS, folder=str(folder), words=words)
+    done = forked.run(code, **variables)
+    return done.returncode, done.stdout + done.stderr
+
+
 def test_warnings_of_commands_are_errors(tmp_path):
     """A command whose code warns of something deprecated fails, as a page's block does."""
     for category in ("FutureWarning", "DeprecationWarning"):
         code = f"import warnings; warnings.warn('old', {category})"
         failed, said = run(tmp_path, f'python -c "{code}"', {})
+        assert failed and f"{category}: old" in said
+        (tmp_path / "old.py").write_text(code)
+        failed, said = of_few_processes(tmp_path, "python old.py", {})
         assert failed and f"{category}: old" in said
 
 
@@ -240,30 +273,28 @@ def groups(commands: Run) -> Iterator[Run]:
     yield from ([x] for x in commands if MINE not in x[1])
 
 
-def fast_group(page: Path, commands: Run) -> Any:
-    few = [
-        (variables, command.replace("--nproc-per-node 4", "--nproc-per-node 2"), kind)
-        for variables, command, kind in commands
-    ]
-    return pytest.param(few, id=f"{page.name}: {commands[0][1][:40]}")
-
-
-FAST = [fast_group(page, x) for page, found in to_run(FIRST).items() for x in groups(found)]
+FAST = [
+    pytest.param(commands, id=f"{page.name}: {commands[0][1][:40]}")
+    for page, found in to_run(FIRST).items()
+    for commands in groups(found)
+]
 
 
 @pytest.mark.parametrize("commands", FAST)
 def test_commands_of_a_first_screen_run_to_their_result_and_again(commands, tmp_path):
-    one_process = [x for x in commands if x[1].startswith("sparsering ")]
-    run_to_their_result(commands, tmp_path, one_process)
+    refused = [x for x in commands if x[1].startswith("sparsering ") and x[2].again]
+    run_to_their_result(commands, tmp_path, refused, of_few_processes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", EVERY, ids=lambda page: page.name)
 def test_commands_of_a_page_run_to_their_result_and_again(page, tmp_path):
-    run_to_their_result(EVERY[page], tmp_path, EVERY[page])
+    run_to_their_result(EVERY[page], tmp_path, EVERY[page], run)
 
 
-def run_to_their_result(commands: Run, folder: Path, repeated: Run) -> None:
+def run_to_their_result(
+    commands: Run, folder: Path, repeated: Run, run: Callable[..., tuple[int, str]]
+) -> None:
     folder = checkout(folder)
     for variables, command, kind in commands:
         code, said = run(folder, f"{command} {kind.small}", variables)

@@ -8,6 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from helpers import forked
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILER = shutil.which("c++")
@@ -34,8 +35,11 @@ def library(folder: Path, name: str, body: str, stable: str = STABLE[0]) -> Path
 
 def audited(path: Path) -> str:
     """Returns what the audit says is wrong with a library, or nothing."""
-    command = [sys.executable, str(ROOT / "tools" / "audit_binary.py"), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    command = [str(ROOT / "tools" / "audit_binary.py"), str(path)]
+    code = (
+        f"import runpy, sys; sys.argv = {command}; runpy.run_path({command[0]!r}, None, '__main__')"
+    )
+    done = forked.run(code)
     assert (done.returncode == 0) == (not done.stderr), done.stderr
     return done.stderr
 

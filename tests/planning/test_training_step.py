@@ -185,7 +185,7 @@ def own_training_step(name: str, checkpointing: bool, loss: str) -> Iterator[Non
     yield
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", [pytest.param(False, marks=pytest.mark.slow), True])
 @pytest.mark.parametrize(
     ("name", "loss"),
     [
