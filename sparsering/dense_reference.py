@@ -61,7 +61,7 @@ def reference(
             row.expand(sizes[0], -1),
             column.expand(sizes[0], -1),
         )
-        rest["changed"] = lambda score: over_pairs(score_mod, score, *places).to(score.dtype)
+        rest["changed"] = lambda score, pairs: over_pairs(score_mod, score, *places, pairs)
     return reference_attention(*inputs, log_counts, recipe.scale, **rest)
 
 

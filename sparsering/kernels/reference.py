@@ -27,14 +27,14 @@ def reference_attention(
     distance_bias: Tensor | None = None,
     sink: Tensor | None = None,
     dropout_factor: Tensor | None = None,
-    changed: Callable[[Tensor], Tensor] | None = None,
+    changed: Callable[[Tensor, Tensor], Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Computes `p_k = m e^{s_k} / (e^{sink} + sum m e^{s})`, `s = scale * q.k`, over Nq x Nk pairs.
 
     It is as `Problem`, but these broadcast to [B, Hq, Nq, Nk]: `log_counts`, the log of the
     multiplicity m of each pair plus its block bias, -inf where there is no pair; `distance_bias`,
     of each pair; `dropout_factor` of p: 0, or 1 / (1 - dropout_p). `changed` maps scores [B, Hq,
-    Nq, Nk] to those that the softcap gets.
+    Nq, Nk] and which of them are pairs to the scores that the softcap gets.
 
     Returns: out [B, Hq, Nq, Dv] in the query's dtype, lse [B, Hq, Nq] in float32 (float64).
 
@@ -48,7 +48,7 @@ def reference_attention(
     k = torch.where(pairs.any(2)[..., None], k, 0.0)  # keys that no query sees may be NaN
     score = scale * (q @ k.mT)
     if changed is not None:
-        score = torch.where(pairs, changed(score), 0.0)
+        score = changed(score, pairs)
     score = capped(score, softcap)
     if distance_bias is not None:
         score = score + distance_bias

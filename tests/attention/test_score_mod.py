@@ -100,18 +100,20 @@ def test_slot_bias_and_modules_learn_beside_it(backend):
 
 
 def test_a_function_that_is_nan_where_no_pair_is_changes_nothing():
-    x = drawn()
-    pattern = sr.Causal() & sr.SlidingWindow(25)
+    x, slope = drawn(), table(HEADS)
+    pattern = sr.Causal() & sr.SlidingWindow(25) & sr.KeyPadding((90, 61))
 
     def change(score, b, h, q, k):
-        return score - (q + 20 - k + 1.0).log()  # NaN for later keys
+        far = (q + 21 - k).double()  # the log is NaN for later keys, and its gradient
+        return score - slope[h] * torch.where((b == 1) & (k >= 61), -far, far).log()
 
     distance = torch.arange(QUERIES)[:, None] + 21.0 - torch.arange(KEYS)
     counts = pattern.to_dense(QUERIES, KEYS)
-    expected = dense(*x, counts, lambda s: s - distance.clamp(min=1).double().log())
+    logs = slope[:, None, None] * distance.double().clamp(min=1).log()
+    expected = dense(*x, counts, lambda s: s - logs)
     for backend in ABLE:
         out = sr.attention(*x, pattern, score_mod=change, backend=backend)
-        assert_equal(out, expected, x, 1e-6)  # the log of a float32 number
+        assert_equal(out, expected, [*x, slope])
 
 
 def test_scores_of_minus_infinity_remove_their_pairs():

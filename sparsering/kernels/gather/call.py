@@ -68,7 +68,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
             uq = _take(q, chunk.q[unit], dtype).mul_(problem.scale).flatten(-3, -2)
             uk, uv = (_take(x, chunk.k[unit], dtype) for x in (k, v))
             extras.clear(chunk, unit, uk, uv)
-            score = scores.changed(product(uq, uk), chunk, unit)
+            score = scores.changed(product(uq, uk), chunk, unit, added)
             score, _ = extras.adjust(score, chunk, unit)
             weight, part_lse = _softmax(score, added, group)
             extras.drop(weight, chunk, unit)
@@ -106,7 +106,7 @@ def backward(
             uk, uv = (_take(x, chunk.k[unit], dtype) for x in (k, v))
             extras.clear(chunk, unit, uk, uv)
             product_of_pairs = product(uq.mul_(problem.scale), uk)
-            leaf, changed = scores.recorded(product_of_pairs, chunk, unit)
+            leaf, changed = scores.recorded(product_of_pairs, chunk, unit, added)
             score = changed if problem.score_mod is None else changed.detach().clone()
             score, slope = extras.adjust(score, chunk, unit)
             weight = _biased(score, added, group).sub_(clse[unit]).exp_()
@@ -167,6 +167,8 @@ def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
         for units in plan(p, b, most_queries, max(1, _MOST_KEYS // b)):
             alone = _alone(units.num_queries * units.num_keys, query.device, dtype)
             per_pair = 0 if alone else 4 * dtype.itemsize
+            if problem.score_mod is not None:  # indices of pairs, and what autograd records
+                per_pair += 128
             for chunk in chunks(problem, number, units, _workspace["bytes"], per_token, per_pair):
                 yield units.fresh and number == 0, chunk
     for lists in problem.lists:

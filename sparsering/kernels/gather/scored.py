@@ -14,13 +14,30 @@ Unit = int | slice
 
 
 def over_pairs(
-    function: ScoreMod, score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor
+    function: ScoreMod,
+    score: Tensor,
+    batch: Tensor,
+    head: Tensor,
+    query: Tensor,
+    key: Tensor,
+    pairs: Tensor | None = None,
 ) -> Tensor:
-    """Evaluates a score_mod on scores [C, g, m, n], from indices [C], [C, g], [C, m] and [C, n]."""
-    over = torch.vmap(function, (0, None, None, None, 0))  # keys
-    over = torch.vmap(over, (0, None, None, 0, None))  # queries
-    over = torch.vmap(over, (0, None, 0, None, None))  # heads
-    return torch.vmap(over)(score, batch, head, query, key)
+    """Evaluates a score_mod on scores [C, g, m, n], from indices [C], [C, g], [C, m] and [C, n].
+
+    `pairs`: bool, broadcasts to the scores. Where it is False the function is not evaluated, since
+    it may be NaN there, and so may its gradient; the result is 0.
+    """
+    if pairs is None:
+        over = torch.vmap(function, (0, None, None, None, 0))  # keys
+        over = torch.vmap(over, (0, None, None, 0, None))  # queries
+        over = torch.vmap(over, (0, None, 0, None, None))  # heads
+        return torch.vmap(over)(score, batch, head, query, key)
+    unit, group, row, column = places = pairs.expand(score.shape).nonzero(as_tuple=True)
+    if not len(unit):
+        return torch.zeros_like(score)
+    own = batch[unit], head[unit, group], query[unit, row], key[unit, column]
+    values = torch.vmap(function)(score[places], *own)
+    return torch.zeros_like(score).index_put(places, values.to(score.dtype))
 
 
 class Scores:
@@ -30,8 +47,8 @@ class Scores:
         self.problem = problem
         self.grads: list[Tensor | None] = [None] * len(problem.captured)
 
-    def changed(self, score: Tensor, chunk: Chunk, unit: Unit) -> Tensor:
-        """Returns the changed scores [.., g * m, n]; 0 where the pattern has no pair."""
+    def changed(self, score: Tensor, chunk: Chunk, unit: Unit, added: Tensor | None) -> Tensor:
+        """Returns the changed scores [.., g * m, n]; 0 where `added` is -inf, since no pair is."""
         if self.problem.score_mod is None:
             return score
         query, key = chunk.q[unit], chunk.k[unit]
@@ -39,6 +56,7 @@ class Scores:
             query, key = query[None], key[None]
         heads, q_len = self.problem.query.shape[1:3]
         each = score.reshape(*query.shape, key.shape[-1])
+        pairs = None if added is None else added != -torch.inf
         result = over_pairs(
             self.problem.score_mod,
             each,
@@ -46,21 +64,19 @@ class Scores:
             query[:, :, 0] // q_len % heads,
             query[:, 0] % q_len,
             key % self.problem.key.shape[2],
+            pairs,
         )
-        if chunk.cells is not None:  # a function of pairs that nobody sees may be NaN
-            cells = chunk.cells
-            if isinstance(unit, int):
-                cells = cells[unit : unit + 1] if len(cells) > 1 else cells
-            result = torch.where(cells[:, None], result, 0.0)
         return result.to(score.dtype).contiguous().view(score.shape)
 
-    def recorded(self, score: Tensor, chunk: Chunk, unit: Unit) -> tuple[Tensor, Tensor]:
+    def recorded(
+        self, score: Tensor, chunk: Chunk, unit: Unit, added: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         """Returns the scores, and changed ones whose gradient `gradient` takes."""
         if self.problem.score_mod is None:
             return score, score
         with torch.enable_grad():
             leaf = score.detach().requires_grad_()
-            return leaf, self.changed(leaf, chunk, unit)
+            return leaf, self.changed(leaf, chunk, unit, added)
 
     def gradient(self, leaf: Tensor, changed: Tensor, grad: Tensor) -> Tensor:
         """Returns the gradient of the scores; adds those of the captured tensors to `grads`."""
@@ -75,6 +91,4 @@ class Scores:
             before = self.grads[number]
             if other is not None:
                 self.grads[number] = other if before is None else before + other
-        if found is None:
-            return torch.zeros_like(grad)
-        return torch.where(grad == 0, 0.0, found)  # 0 * NaN, of pairs that nobody sees
+        return torch.zeros_like(grad) if found is None else found
