@@ -62,6 +62,8 @@ class MaskRequest(NamedTuple):
     position_ids: Tensor | None = None
     may_be_packed: bool = False  # no cache, no padding, and transformers looks for no documents
     is_cross: bool = False  # for keys of another sequence
+    # keys of each layer with the call's own, if the cache's layers hold unlike numbers of them
+    layer_keys: tuple[int, ...] | None = None
 
 
 class _Packing:

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 from transformers import masking_utils
+from transformers.cache_utils import DynamicLayer
 
 from ...patterns.algebra import Frame, Mask, Mixture, Pattern
 from ...patterns.blocks import TensorMask
@@ -25,6 +26,7 @@ from .calls import PLAIN_CALL, CallState, MaskRequest, call_state, packing, thre
 from .config import NAME
 from .indexers import Chosen, Rows
 from .mask_kind import MaskKind, recognise, recognise_inside_compile, runs_by_neighbours
+from .once import once
 
 _SHOW_PACKING = ("attention_mask", "past_key_values", "cache", "position_ids")  # all None: we look
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value
@@ -116,6 +118,7 @@ class ModelMask:
     # bool [B, 1, queries, keys]; all queries by default
     visible: Tensor | None = None  # [B, keys] keys that a single query sees, if q_start is a tensor
     position_ids: Tensor | None = None  # of the model's call
+    layer_keys: tuple[int, ...] | None = None  # of each layer, if the layers hold unlike numbers
     packing_checked: bool = False  # so that packed documents cause one warning per forward pass
     state: CallState = PLAIN_CALL
 
@@ -202,6 +205,41 @@ class ModelMask:
     def __and__(self, other: Any) -> Chosen:
         """Returns lists, which Qwen 4's indexer makes within this mask."""
         return other if isinstance(other, Chosen) else _refuse("__and__")
+
+    def of_layer(self, module: Any, kv_len: int) -> "ModelMask":
+        """Returns the mask of a layer whose cache holds another number of keys than the mask has.
+
+        The new tokens are the last of them, and see all the older ones.
+
+        Raises: NotImplementedError for a mask that depends on the positions of the older keys.
+        """
+        batch, heads, q_len, own_len = self.shape
+        index = getattr(module, "layer_idx", None)
+        if self.layer_keys is None or index is None or self.layer_keys[index] != kv_len:
+            return self
+        plain = MaskKind(causal=True)
+        if self.kind != plain or self.runs is not None or self.valid_keys is not None:
+            raise NotImplementedError(
+                f"layer {index} holds {kv_len - q_len} keys and the mask is for "
+                f"{own_len - q_len}, so keys were dropped by layer; the model's mask has windows, "
+                "padding or documents, by positions that the kept keys no longer have: drop "
+                'equally many in each layer, or load the model with attn_implementation="sdpa"'
+            )
+
+        def of_layer() -> ModelMask:
+            return replace(
+                self,
+                shape=(batch, heads, q_len, kv_len),
+                q_start=kv_len - q_len,
+                dense=partial(self._causal_rows, kv_len),
+            )
+
+        return once(self, ("layer", kv_len), of_layer)
+
+    def _causal_rows(self, kv_len: int, first: int = 0, stop: int | None = None) -> Tensor:
+        query = torch.arange(self.shape[2])[first:stop] + kv_len - self.shape[2]
+        rows = query[:, None] >= torch.arange(kv_len)
+        return rows.expand(self.shape[0], 1, -1, -1)
 
     def own_causal(self) -> Mask | None:
         """Returns a causal mask as a pattern, without padding and documents; else None."""
@@ -309,6 +347,7 @@ def mask_interface(
         dense=dense,
         visible=visible,
         position_ids=request.position_ids,
+        layer_keys=request.layer_keys,
         packing_checked=request.is_cross,  # cross attention has no packed documents to warn of
         state=call_state(),
     )
@@ -345,11 +384,30 @@ def watch_requests() -> None:
                 given["position_ids"] = ids
         is_cross = given.get("encoder_hidden_states") is not None
         if given["config"]._attn_implementation == NAME:
-            now.request = MaskRequest(ids, is_fresh and not is_cross, is_cross)
+            cache = None if is_cross else given.get("past_key_values")
+            now.request = MaskRequest(
+                position_ids=ids,
+                may_be_packed=is_fresh and not is_cross,
+                is_cross=is_cross,
+                layer_keys=_keys_of_layers(cache, given[embeds_name].shape[1]),
+            )
         return preprocess(*given.values())
 
     setattr(watched, NAME, True)
     masking_utils._preprocess_mask_arguments = watched
+
+
+def _keys_of_layers(cache: Any, new: int) -> tuple[int, ...] | None:
+    """Returns the keys of each layer of a cache with `new` more; None if all have equally many.
+
+    Layers have unlike numbers of keys after an eviction that is not the cache's own, as kvpress
+    does it by layer.
+    """
+    layers = getattr(cache, "layers", ())
+    if torch.compiler.is_compiling() or any(type(layer) is not DynamicLayer for layer in layers):
+        return None
+    counts = tuple(layer.get_seq_length() + new for layer in layers)
+    return counts if len(set(counts)) > 1 else None
 
 
 def _valid_keys(attention_mask: Tensor | None, length: int) -> Tensor | None:

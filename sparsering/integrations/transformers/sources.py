@@ -12,6 +12,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from ...functional import attention
 from ...patterns.algebra import Pattern
+from ...patterns.arguments import shortened
 from ...patterns.keys import KeyMask
 from .calls import SharedCall, thread
 from .config import pattern_of
@@ -204,6 +205,8 @@ def attend_masked(
 ) -> Tensor:
     """Attends over the layer's pattern or, without one, over the model's mask and chosen keys."""
     query, key, value = inputs
+    if chosen is None and key.shape[2] != mask.shape[3]:
+        mask = _mask_of_layer(module, mask, key.shape[2])
     q_len, kv_len = mask.shape[2:]
     entries = 0 if chosen is None else chosen.entries
     if (query.shape[2], key.shape[2]) != (q_len, kv_len + entries):
@@ -249,6 +252,19 @@ def attend_masked(
     elif chosen is not None:
         pattern = chosen.mask(q_start) & pattern
     return attention(query, key, value, pattern, q_start=q_start, **extras)
+
+
+def _mask_of_layer(module: Any, mask: ModelMask, kv_len: int) -> ModelMask:
+    """Returns `mask.of_layer`; raises NotImplementedError if the layer has a pattern."""
+    own = mask.of_layer(module, kv_len)
+    if own is not mask and (pattern := pattern_of(module, mask)) is not None:
+        raise NotImplementedError(
+            f"layer {module.layer_idx} holds {kv_len} keys and others hold more or fewer, so keys "
+            f"were dropped by layer, and {shortened(str(pattern))} would see the kept ones at "
+            "positions that they do not have; use past_key_values=SparseCache(model), which drops "
+            "what the pattern cannot see, or the pattern alone"
+        )
+    return own
 
 
 def _depends_on_distance(bias: Tensor, module: Any) -> bool:
