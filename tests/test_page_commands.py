@@ -189,10 +189,15 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
+def variables_of_commands() -> dict[str, str]:
+    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
+    warnings = ",".join(WARNINGS)
+    own = {"PATH": path, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": warnings}
+    return {**own, "GLOO_SOCKET_IFNAME": "lo"}
+
+
 def run(folder: Path, command: str, variables: dict[str, str]) -> tuple[int, str]:
-    own = {"PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    own |= {"PYTHONWARNINGS": ",".join(WARNINGS)}
-    environment = {**os.environ, **own, **variables, "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, **variables_of_commands(), **variables}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
         command,
@@ -213,24 +218,27 @@ for line in {warnings!r}:
     warnings.filterwarnings(action, re.escape(message), getattr(builtins, category))
 os.environ.pop("TRITON_INTERPRET", None)
 os.chdir({folder!r})
-program, *sys.argv = {words!r}
+program, *words = sys.argv = {words!r}
 if program == "python":
-    sys.path.insert(0, os.path.dirname(sys.argv[0]))
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.argv = words
+    sys.path.insert(0, os.path.dirname(words[0]))
+    runpy.run_path(words[0], run_name="__main__")
+elif program == "torchrun":
+    from torch.distributed.run import main
+    main(words)
 else:
     from sparsering.cli import main
-    sys.argv.insert(0, program)
     sys.exit(main())
 """
 
 
 def of_few_processes(folder: Path, command: str, variables: dict[str, str]) -> tuple[int, str]:
-    """Runs a command in a forked process, or with torchrun in two."""
-    words = shlex.split(command)
-    if words[0] not in ("sparsering", "python") or words[1] == "-m":
-        return run(folder, command.replace("--nproc-per-node 4", "--nproc-per-node 2"), variables)
+    """Runs a command in a forked process, of which torchrun starts two fresh ones."""
+    words = shlex.split(command.replace("--nproc-per-node 4", "--nproc-per-node 2"))
+    if words[0] not in ("sparsering", "python", "torchrun"):
+        return run(folder, command, variables)
     code = FORKED.format(warnings=WARNINGS, folder=str(folder), words=words)
-    done = forked.run(code, **variables)
+    done = forked.run(code, **variables_of_commands(), **variables)
     return done.returncode, done.stdout + done.stderr
 
 

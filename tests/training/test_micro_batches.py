@@ -3,12 +3,11 @@
 import dataclasses
 import json
 import shutil
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from helpers import forked
 
 from sparsering.cli import main
 from sparsering.training import Recipe, loop, train
@@ -180,12 +179,8 @@ for a, b in zip(run.model.parameters(), fixed.model.parameters(), strict=True):
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit of memory is Linux's")
 def test_training_in_a_limited_address_space_has_the_bits_of_the_smaller_parts(tmp_path):
     (tmp_path / "text.txt").write_text(" ".join(map(str, range(9000))))
-    result = subprocess.run(
-        [sys.executable, "-c", _LIMITED, str(tmp_path / "text.txt"), str(tmp_path)],
-        cwd=Path(__file__).parents[1],
-        capture_output=True,
-        text=True,
-        timeout=300,
+    result = forked.run(
+        f"import sys; sys.argv[1:] = {[str(tmp_path / 'text.txt'), str(tmp_path)]}\n{_LIMITED}"
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert "memory ran out; from here on" in result.stdout
