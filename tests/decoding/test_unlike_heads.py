@@ -55,6 +55,7 @@ def live_bytes(cache):
     return sum(live) * (batch * 2 * 16 * 4 + 8 * (1 + branches))
 
 
+@pytest.mark.covering(2, keep=[{"name": "four lengths", "sizes": (1,), "backend": "cpu"}])
 @CASES
 @pytest.mark.parametrize("sizes", [(1,), (16,), (5, 1, 40), (N,)], ids=str)
 @pytest.mark.parametrize("backend", ["cpu", "gather"])
@@ -123,6 +124,7 @@ def test_entries_are_reordered_repeated_selected(name):
     assert_close(step_on(cache, moved, 200, 240), wanted[index][:, :, 200:240])
 
 
+@pytest.mark.covering(1)
 @CASES
 @pytest.mark.parametrize("length", [0, 90, 300])
 def test_caches_join(name, length):

@@ -88,18 +88,13 @@ PLAIN = [
     *("mixture under masks", "global rows", "dense of each head", "longnet, offset of each head"),
     "blocks of each batch entry",
 ]
+FAST = [(name, i + 1) for i, name in enumerate(PLAIN)]
+ALL = [(name, (i // 2 + skip) % 6) for i, name in enumerate(PATTERNS) for skip in (0, 3)]
 
 
 @pytest.mark.parametrize(
     ("name", "shape"),
-    [
-        *((name, i + 1) for i, name in enumerate(PLAIN)),
-        *(
-            pytest.param(name, (i // 2 + skip) % 6, marks=pytest.mark.slow)
-            for i, name in enumerate(PATTERNS)
-            for skip in (0, 3)
-        ),
-    ],
+    [*FAST, *(pytest.param(*x, marks=pytest.mark.slow) for x in ALL if x not in FAST)],
 )
 def test_every_pattern_is_the_reference_forward_and_backward(name, shape):
     case = SHAPES[shape]

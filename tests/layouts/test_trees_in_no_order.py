@@ -36,7 +36,7 @@ def trees(nodes: int, tokens: int, seed: int, reach: int | None = None) -> tuple
     return sr.Tree(lengths, parents), sr.Tree(*of_twin)
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(2, keep=[{"size": 16, "nodes": 17, "reach": None}])
 @pytest.mark.parametrize("reach", [None, 1, 5])
 @pytest.mark.parametrize("nodes", [1, 2, 17, 90])
 @pytest.mark.parametrize("size", [16, 64])
