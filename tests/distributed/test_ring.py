@@ -27,7 +27,13 @@ workers = workers_of(MAX_WORLD, "session")
 SHARDINGS = ("contiguous", "zigzag", "chunks:2,0,1,1,0,0,2")
 
 
-@pytest.mark.covering(1, keep=[{"name": "packed", "sharding": "zigzag"}])
+KEPT = [
+    {"name": "packed", "sharding": "zigzag"},
+    {"name": "global rows", "sharding": SHARDINGS[2]},
+]
+
+
+@pytest.mark.covering(1, keep=KEPT)
 @pytest.mark.parametrize("sharding", SHARDINGS)
 @pytest.mark.parametrize("name", PATTERNS)
 def test_simulated_ranks_compute_what_one_process_does(name, sharding):
