@@ -23,8 +23,9 @@ from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import index_of, listed, shortened
 from ..selection.summaries import BlockSummaries
 from .held_rows import HeldRows
+from .stored_rows import Store
 
-SIZES = ("heads", "kv_heads", "total", "rollback", "page_size")
+SIZES = ("heads", "kv_heads", "total", "rollback", "page_size", "store")
 _LIFETIMES = 1024  # last queries are computed and cached for at least this many keys at once
 
 
@@ -143,6 +144,7 @@ class CacheState(_Record):
     total: int | None  # upper bound of a sequence's tokens; None if there is no bound
     rollback: int
     page_size: int
+    store: Store | None  # how keys and values are rounded to 8 bits, if they are
     histories: list[History]  # one per batch entry
     keys: HeldRows = field(default_factory=HeldRows.empty)
     values: HeldRows = field(default_factory=HeldRows.empty)

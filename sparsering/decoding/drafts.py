@@ -100,6 +100,7 @@ def _attend_by_position(
     state: CacheState, recipe: CallRecipe, tokens: NewTokens, draft: Draft
 ) -> tuple[Tensor, Tensor]:
     """Attends with entries of one length at a time, since a tree has the keys of its entries."""
+    tokens = tokens.in_floats()
     out, lse = empty_results(tokens.query, tokens.value.shape[3])
     for length in set(state.lengths):
         counts = [len(draft.parents) if x == length else 0 for x in state.lengths]

@@ -27,6 +27,7 @@ from .compiled import attend_op, operator_options, register
 from .drafts import attend_draft, draft_of, kept
 from .later_keys import LaterKeys
 from .steps import NewTokens, attend_page, attend_spans, empty_results, fits_page, page_layout
+from .stored_rows import Store, checked_store, to_store
 
 _OWN = ("lengths", "stored", "tree", "keep", "return_lse")
 _OPTIONS = ("backend", "scale", "block_size", *ANYWHERE)
@@ -52,6 +53,9 @@ class KVCache:
             (`RandomBlocks`) need it; others, such as `Documents`, fix it themselves.
         rollback: largest number of latest tokens that `crop` can remove.
         page_size: new tokens between two evictions, a multiple of 16 from 16 to 256.
+        store: "int8" or "fp8" rounds keys and values to 8 bits, with a scale for each token and
+            head; default None keeps their dtype. Results are those of the rounded keys and values,
+            of the call's own tokens too. An int8 differs by at most max|x| / 254 of its row.
         dtype, device: dtype and device of keys and values; default those of the first keys.
 
     It stores the keys that `pattern.live_keys` returns for its length, and for the `rollback`
@@ -82,6 +86,7 @@ class KVCache:
         max_length: int | None = None,
         rollback: int = 0,
         page_size: int = 128,
+        store: Store | None = None,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -113,6 +118,7 @@ class KVCache:
             total=total,
             rollback=rollback,
             page_size=page,
+            store=checked_store(store),
             histories=histories,
         )
         self._later_keys = LaterKeys(self._state)
@@ -130,7 +136,9 @@ class KVCache:
         self._clock = register(self)  # two caches must not share a clock
 
     def __repr__(self) -> str:
-        return f"<KVCache of {shortened(str(self.pattern))}: {self.kept} of {self.length} tokens>"
+        kept = f"{self.kept} of {self.length} tokens"
+        kept += f" in {self._state.store}" if self._state.store else ""
+        return f"<KVCache of {shortened(str(self.pattern))}: {kept}>"
 
     @property
     def lengths(self) -> list[int]:
@@ -146,6 +154,8 @@ class KVCache:
     def _kind(self) -> tuple[torch.dtype | None, torch.device | None]:
         """Dtype and device of the keys and values; None if the first keys will decide them."""
         keys = self._state.keys
+        if self._state.store is not None:
+            return self._first_kind
         return (keys.rows.dtype, keys.rows.device) if keys.num_slots else self._first_kind
 
     @property
@@ -306,8 +316,12 @@ class KVCache:
                 f"{shortened(str(places.tolist()))}; sort positions and keys together"
             )
         self._later_keys.check_call(self._state, new)
+        kind, store = (key.dtype, key.device), self._state.store
         with ordinary_tensors():
+            if store is not None:
+                key, value = to_store(key, store), to_store(value, store)
             self._state = self._state.loaded(key, value, places, length)
+        self._first_kind = kind
 
     def _attend(
         self, inputs: Inputs, lengths: Any, stored: bool, tree: Any, keep: bool, **options: Any
@@ -320,7 +334,7 @@ class KVCache:
         if tree is not None or state.page.recipe is not recipe:
             self._check(*given)
             self._check_dtype(inputs[1])
-        tokens, n = NewTokens(*inputs, extras), inputs[0].shape[2]
+        tokens, n = NewTokens(*inputs, extras).in_store(state.store), inputs[0].shape[2]
         if tree is not None:
             with ordinary_tensors():
                 draft = draft_of(state, tokens, tree)
@@ -359,6 +373,8 @@ class KVCache:
                     state = after.evicted(tokens.key, tokens.value)
         if keep:
             self._state = state
+            if state.store is not None:  # the rows do not tell
+                self._first_kind = inputs[1].dtype, inputs[1].device
         if padding := n - most:
             out, lse = pad(out, (0, 0, 0, padding)), pad(lse, (0, padding), value=-torch.inf)
         return out, lse

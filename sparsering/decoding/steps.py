@@ -33,6 +33,7 @@ from ..patterns.keys import KeyMask
 from ..patterns.selected import has_lists
 from ..streams import moved
 from .cache_state import CacheState, History
+from .stored_rows import Store, from_store, is_in_store, to_store
 
 _CPU = torch.device("cpu")
 IN_PAGES = {"softcap", "sink"}
@@ -40,12 +41,28 @@ IN_PAGES = {"softcap", "sink"}
 
 
 class NewTokens(NamedTuple):
-    """Query, key and value [B, H, n, D] of new tokens, and other options, such as softcap."""
+    """Query, key and value [B, H, n, D] of new tokens, and other options, such as softcap.
+
+    In a cache with `store`, keys and values are rows in 8 bits (stored_rows.py).
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
     extras: Extras
+
+    def in_store(self, store: Store | None) -> "NewTokens":
+        """Returns the tokens with their keys and values as a cache with `store` holds them."""
+        if store is None:
+            return self
+        return self._replace(key=to_store(self.key, store), value=to_store(self.value, store))
+
+    def in_floats(self) -> "NewTokens":
+        """Returns the tokens with keys and values in the dtype of the query."""
+        if not is_in_store(self.key):
+            return self
+        dtype = self.query.dtype
+        return self._replace(key=from_store(self.key, dtype), value=from_store(self.value, dtype))
 
     def first(self, n: int) -> "NewTokens":
         query, key, value = (x[:, :, :n] for x in self[:3])
@@ -183,6 +200,7 @@ def attend_spans(
     Returns: out [B, Hq, n, Dv] and lse [B, Hq, n]; rows behind an entry's new tokens are 0 and
         -inf, if entries differ in their number.
     """
+    tokens = tokens.in_floats()
     groups: dict[tuple[int, int], list[int]] = {}
     for entry, (history, n) in enumerate(zip(state.histories, new, strict=True)):
         groups.setdefault((id(history), n), []).append(entry)
@@ -303,6 +321,7 @@ class _Group(NamedTuple):
                     older = held.older[head]
                     own = torch.cat((index[head, :older], index[head, history.width :]))
                     cached = cached if self.entries is None else cached[self.entries]
+                    cached = from_store(cached, new.dtype) if is_in_store(cached) else cached
                     result[:, head].index_copy_(1, own, cached)
             new_place = spanned.place_of(torch.arange(history.length, history.length + count))
             result[:, :, moved(new_place, new.device)] = new
@@ -341,5 +360,8 @@ def run_backend(name: str, problem: Problem) -> tuple[Tensor, Tensor]:
     """Runs a backend's forward, without autocast and with slots as it reads them."""
     backend = BACKENDS[name]
     assert backend.forward is not None
+    if is_in_store(problem.key) and name != "cpu":
+        key, value = (from_store(x, problem.query.dtype) for x in (problem.key, problem.value))
+        problem = problem._replace(key=key, value=value)
     with without_autocast(problem.query):
         return backend.forward(problem if backend.reads_slots else problem.in_first_slots())

@@ -14,6 +14,7 @@ from oracles.attention_oracle import arranged
 from oracles.patterns_oracle import Spec, build, leaves
 from torch import Tensor
 
+from sparsering.decoding.stored_rows import from_store, to_store
 from sparsering.selection import block_scores, select_blocks
 
 from . import oracle
@@ -381,6 +382,9 @@ class Run:
             if arrange == "one head expanded" and (name == "query" or not heads):
                 arrange = "contiguous"
             x = arranged((self.batch, heads, n, width), arrange, DTYPES[case.dtype])
+            if case.store is not None and name != "query":  # numbers that 8 bits hold
+                rounded = from_store(to_store(x, case.store), x.dtype)
+                x = rounded if arrange == "one head expanded" else x.copy_(rounded)
             found[name] = x
         found["query"] = found["query"] * case.magnitude if case.magnitude > 1 else found["query"]
         return found
@@ -454,7 +458,7 @@ class Run:
         case, cache = self.case, self.cache
         assert cache.lengths == self.lengths, f"lengths {cache.lengths}, not {self.lengths}"
         assert cache.length == max(self.lengths, default=0)
-        most = 0
+        most = [0] * case.num_kv_heads
         for entry, length in enumerate(self.lengths):
             for head in range(case.num_kv_heads):
                 found = cache.positions(head, entry).tolist()
@@ -464,8 +468,8 @@ class Run:
                 assert least <= set(found), f"evicted, yet visited: {sorted(least - set(found))}"
                 gone = [k for k in found if not self.here[k]]
                 assert not gone, f"held, yet stored elsewhere: {gone}"
-                most = max(most, len(found))
-        assert cache.kept == most, f"kept {cache.kept}, positions {most}"
+                most[head] = max(most[head], len(found))
+        assert cache.kept == max(most, default=0), f"kept {cache.kept}, positions {most}"
         if not self.lengths:
             return
         back = case.rollback + case.page_size // 8
@@ -475,7 +479,9 @@ class Run:
         slot = (case.head_dim + case.value_dim) * torch.empty(
             0, dtype=case.precision()
         ).element_size()
-        least = self.batch * case.num_kv_heads * cache.kept * slot
+        if case.store is not None:  # a byte for each number, and two scales
+            slot = case.head_dim + case.value_dim + 8
+        least = self.batch * sum(most) * slot
         assert cache.nbytes >= least, f"nbytes {cache.nbytes} below {least}"
 
     def _visited(self, head: int, length: int) -> list[int]:

@@ -23,15 +23,18 @@ STEPS = (
     "keep=False",
 )
 OF_CACHE = ("page_size", "max_length", "rollback", "groups", "strides", "large scores", "autocast")
+STORES = ("int8", "fp8")  # of float32 alone: half precision would round the drawn rows once more
 AHEAD = "looks ahead"  # the pattern as it is drawn, not & Causal()
 EXTRAS = ("scale", "block_size", "softcap", "distance_bias", "sink", "dropout", "half tables")
 SELECTED = "SelectedCache"  # takes the place of a class of patterns in a cell
 CELLS = [
     Cell(option, *rest)
     for option, *rest in product(
-        (*STEPS, *OF_CACHE, AHEAD, *EXTRAS), (*specs.CLASSES, SELECTED), BACKENDS, DTYPES
+        (*STEPS, *OF_CACHE, *STORES, AHEAD, *EXTRAS), (*specs.CLASSES, SELECTED), BACKENDS, DTYPES
     )
-    if (rest[2] != "float64" or option not in HALF_ALONE) and (option, rest[0]) != (AHEAD, SELECTED)
+    if (rest[2] != "float64" or option not in HALF_ALONE)
+    and (rest[2] == "float32" or option not in STORES)
+    and (rest[0] != SELECTED or option not in (AHEAD, *STORES))
 ]
 TAKES = ("reorder", "repeat", "select", "join")
 WRONG = (
@@ -74,6 +77,7 @@ class Decoding(Options):
     value_dim: int = 8
     page_size: int = 16
     rollback: int = 0
+    store: str | None = None
     has_max_length: bool = False
     looks_ahead: bool = False
     selection: Selection | None = None
@@ -94,6 +98,7 @@ class Decoding(Options):
             "max_length": self.has_max_length,
             "rollback": self.rollback > 0,
             "groups": self.num_heads != self.num_kv_heads,
+            **{store: self.store == store for store in STORES},
             AHEAD: self.looks_ahead,
         }
         options = [*sorted(self.done), *(name for name, is_used in used.items() if is_used)]
@@ -104,7 +109,7 @@ class Decoding(Options):
         keywords = self.keywords()
         if self.selection is None:
             heads = self.batch, self.num_kv_heads, self.head_dim
-            return sr.KVCache(build(self.whole), *heads, **keywords)
+            return sr.KVCache(build(self.whole), *heads, **keywords, store=self.store)
         return sr.SelectedCache(
             self.batch, self.num_kv_heads, self.head_dim, **vars(self.selection), **keywords
         )
@@ -179,6 +184,14 @@ BY_NAME: dict[str, st.SearchStrategy[Step]] = {
 }
 
 
+def stores(cell: Cell) -> st.SearchStrategy[str | None]:
+    """Draws how the cache of a cell stores rows: mostly as they are."""
+    if cell.option in STORES:
+        return st.just(cell.option)
+    few = cell.pattern != SELECTED and cell.dtype == "float32"
+    return st.sampled_from((None, None, None, *STORES)) if few else st.none()
+
+
 @st.composite
 def cases(draw: st.DrawFn, cell: Cell) -> Decoding:
     """Draws steps with a cell's option, class of patterns, backend and dtype, and other options."""
@@ -234,7 +247,8 @@ def cases(draw: st.DrawFn, cell: Cell) -> Decoding:
         given["page_size"] = draw(st.sampled_from((16, 32, 48)))
     names_used = {leaf[0] for leaf in leaves(spec)}
     needs = bool(names_used & {"RandomBlocks", "MaskMod", "Hierarchical"})
-    needs |= names_used >= {"Blocks", "SelectedBlocks"}  # their own lengths are rounded up
+    longer = {"Blocks", "BlockDiffusion"}  # their own lengths are rounded up
+    needs |= "SelectedBlocks" in names_used and bool(names_used & longer)
     if cell.pattern != SELECTED:
         given["looks_ahead"] = used(AHEAD)
     needs |= given.get("looks_ahead", False)  # so that the oracle knows all keys that may come
@@ -245,6 +259,7 @@ def cases(draw: st.DrawFn, cell: Cell) -> Decoding:
         given["block_size"] = draw(st.sampled_from(LAYOUT_BLOCK_SIZES))
     given |= shared_options(draw, cell, used, spec)
     with_half_tables(cell, used, given)
+    given["store"] = None if given.get("autocast") else draw(stores(cell))
     widths = st.sampled_from((8, 8, 16, 5, 32, 1))
     return Decoding(
         spec,

@@ -308,7 +308,7 @@ SANE: dict[str, Callable[[], tuple[Callable[..., Any], Given]]] = {
     "KVCache": lambda: (lambda **given: sr.KVCache(**given).attend(**qkv()), {
         "pattern": FIRST, "batch_size": B, "num_kv_heads": H, "head_dim": D, "num_heads": HQ,
         "value_dim": D, "max_length": 60, "rollback": 2, "page_size": 16,
-        "dtype": torch.float32, "device": "cpu"}),
+        "store": "int8", "dtype": torch.float32, "device": "cpu"}),
     "SelectedCache": lambda: (lambda **given: sr.SelectedCache(**given).attend(**qkv()), {
         "batch_size": B, "num_kv_heads": H, "head_dim": D, "k": 2, "block_size": 16,
         "num_heads": HQ, "method": "sub", "parts": 4, "top_p": 0.9, "sink": 1, "local": 1}),

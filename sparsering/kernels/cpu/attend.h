@@ -237,15 +237,11 @@ class Attend {
         clear_sums(s, rows);
         few.sums = s.now.values.get();
       }
-      const auto visit = [&](auto type) {
-        using S = decltype(type);
-        const auto rows_of = [&](const Source& source, int64_t first) {
-          return Strided<S>{source.rows<S>(item.batch, kv_head, first),
-                            source.strides[2] * pass.step};
-        };
-        const Strided<S> values = rows_of(x_.v, keys.start);
+      const auto visit = [&](const auto& rows_of) {
+        const auto values = rows_of(x_.v, keys.start);
+        constexpr bool may_pair = std::is_same_v<decltype(rows_of(x_.v, 0)), Strided<BFloat16>>;
         bool in_pairs = false;
-        if constexpr (kPaired<T> && kPaired<S>) {
+        if constexpr (kPaired<T> && may_pair) {
           in_pairs = adds_pairs();
           if (in_pairs) {
             score_pairs<W>(few, rows_of(x_.k, keys.start), keys.count, values);
@@ -275,8 +271,8 @@ class Attend {
         }
         const Tile next =
             entry + 1 < item.end ? pass.key_tile(axis, pass.keys(table)[entry + 1]) : Tile{0, 0};
-        const Strided<S> next_keys = rows_of(x_.k, next.start);
-        if constexpr (kPaired<T> && kPaired<S>) {
+        const auto next_keys = rows_of(x_.k, next.start);
+        if constexpr (kPaired<T> && may_pair) {
           if (in_pairs) {
             const bool* of_tile = seen ? seen + keys.start : nullptr;
             pack_weights(few, keys.count);
@@ -289,7 +285,21 @@ class Attend {
           add_values<W>(few.from(first), values.from(first), count, next_keys, next.count);
         });
       };
-      with_type(x_.k.type, visit);
+      if (!x_.k.is_stored()) {
+        with_type(x_.k.type, [&](auto value) {
+          using S = decltype(value);
+          visit([&](const Source& source, int64_t first) {
+            return Strided<S>{source.rows<S>(item.batch, kv_head, first),
+                              source.strides[2] * pass.step};
+          });
+        });
+      } else if constexpr (!kPaired<T>) {
+        with_stored_type(x_.k.type, [&](auto number) {
+          visit([&](const Source& source, int64_t first) {
+            return stored_rows<decltype(number)>(source, item.batch, kv_head, first, pass.step);
+          });
+        });
+      }
     }
     segments.end(s.now, s.earlier, add);
     std::fill_n(s.factor.get(), rows, 1.f);

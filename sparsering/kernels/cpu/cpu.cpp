@@ -30,6 +30,7 @@
 #include "machine/operators.h"
 #include "plan/workspace.h"
 #include "selection/shares.h"
+#include "stored.h"
 #include "walk/mass.h"
 
 namespace sparsering::cpu {
@@ -100,7 +101,7 @@ std::tuple<Tensor, Tensor> attend(const Problem& x, const std::vector<Pass>& pas
   if (lse.numel() == 0) {
     return {out, lse};
   }
-  if (x.q.type == kBFloat16 && has_bfloat16_products()) {
+  if (x.q.type == kBFloat16 && has_bfloat16_products() && !x.k.is_stored()) {
     Forward<BFloat16>(x, passes).run(covers, out, lse);
   } else {
     Forward<float>(x, passes).run(covers, out, lse);
@@ -221,6 +222,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   const Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block,
                   scale);
+  x.check_is_whole();
   const std::vector<Pass> passes = passes_of(x, tensors, places, steps, branches, walked);
   std::vector<Transpose> by_key;
   for (size_t i = 0; !transposes.empty() && i < passes.size(); ++i) {
@@ -276,6 +278,7 @@ Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& wei
                       query.size(1), key.size(2));
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block, scale);
+  x.check_is_whole();
   SPARSERING_CHECK(blocks > 0 && (!bias || x.blocks == blocks),
                    "sparsering cpu: a bias and masses are of as many blocks");
   x.blocks = blocks;
@@ -373,6 +376,7 @@ const bool registered = [] {
       "int block) -> Tensor[]");
   m.define<lower::transposed>("transposed(Tensor bitmaps) -> Tensor");
   m.define<adds_in_order>("adds_in_order() -> bool");
+  m.define<store>("store(Tensor rows, bool float8) -> Tensor");
   m.define<pieces>("pieces(Tensor entries, Tensor segments, bool by_key) -> int");
   m.define<shares>(
       "shares(Tensor query, Tensor feature, Tensor key, Tensor? last, Tensor(a!) out, int kind, "

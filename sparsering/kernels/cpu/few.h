@@ -4,6 +4,7 @@
 #pragma once
 
 #include "softmax.h"
+#include "stored.h"
 
 namespace sparsering::cpu {
 
@@ -68,6 +69,11 @@ void prefetch(const S* from, int64_t size) {
   for (int64_t d = 0; d < width_or<W>(size); d += 64 / sizeof(S)) {
     __builtin_prefetch(from + d, 0, 2);
   }
+}
+
+template <int W, typename S>
+void prefetch(StoredRow<S> from, int64_t size) {
+  prefetch<W>(from.data, size);
 }
 
 // Keys are transposed, kLanes at a time, up to so many times kLanes before products: the sums of

@@ -23,6 +23,8 @@ class Forward {
         attend_(problem),
         width_(round_up(std::max<int64_t>(problem.D, 1), 2)) {
     for (const Pass& pass : passes) {
+      SPARSERING_CHECK(!pass.walked || !problem.k.is_stored(),
+                       "sparsering cpu: rows in 8 bits are not walked by key tile");
       const int64_t queries = pass.walked ? kFewQueries + 1 : most_queries(pass);
       few_.push_back(kFewQueries / std::max<int64_t>(queries, 1));
       if (!few_.back() && !pass.walked) {

@@ -47,17 +47,25 @@ void with_type(Dtype type, const F& f) {
   }
 }
 
-// View of a tensor [B, H, N, width] of float, bfloat16 or half, contiguous in its last dimension.
+// View of a tensor [B, H, N, width] of float, bfloat16 or half, contiguous in its last dimension;
+// or of rows that are stored in 8 bits, with their scale behind them (stored.h).
 struct Source {
   explicit Source(const Tensor& x)
       : data(static_cast<const char*>(x.const_data_ptr())),
         type(x.dtype()),
-        width(x.size(3)),
+        width(x.size(3) - (is_stored(x.dtype()) ? sizeof(float) : 0)),
         item(x.element_size()),
         strides{x.stride(0), x.stride(1), x.stride(2)} {
     // an empty tensor may have any strides, because no row is read
     const bool dense = width <= 1 || x.stride(3) == 1 || x.numel() == 0;
     SPARSERING_CHECK(dense, "sparsering cpu: the last dimension must be dense");
+  }
+
+  static bool is_stored(Dtype type) {
+    return type == kChar || type == kByte;
+  }
+  bool is_stored() const {
+    return is_stored(type);
   }
 
   const void* row(int64_t b, int64_t h, int64_t n) const {
@@ -448,7 +456,7 @@ struct Problem {
         Nq(query.size(2)),
         Nk(key.size(2)),
         D(query.size(3)),
-        Dv(value.size(3)),
+        Dv(v.width),
         group(Hkv ? Hq / Hkv : 1),
         block(block_),
         scale(static_cast<float>(scale_)),
@@ -461,9 +469,10 @@ struct Problem {
     SPARSERING_CHECK(block % 16 == 0 && block > 0 && block <= 256,
                      "sparsering cpu: block size must be a multiple of 16 up to 256, got ", block);
     SPARSERING_CHECK(key.size(0) == B && value.size(0) == B && value.size(1) == Hkv &&
-                         value.size(2) == Nk && key.size(3) == D && Hq == group * Hkv,
+                         value.size(2) == Nk && k.width == D && Hq == group * Hkv,
                      "sparsering cpu: shapes of query, key and value disagree");
-    SPARSERING_CHECK(key.dtype() == query.dtype() && value.dtype() == query.dtype(),
+    SPARSERING_CHECK((k.is_stored() || key.dtype() == query.dtype()) && !q.is_stored() &&
+                         value.dtype() == key.dtype(),
                      "sparsering cpu: dtypes of query, key and value disagree");
     SPARSERING_CHECK(first_entry_.is_contiguous() && first_entry_.size(0) == passes &&
                          (first_batches == 1 || first_batches == B) && first_heads > 0,
@@ -471,6 +480,11 @@ struct Problem {
     SPARSERING_CHECK(
         !bias_ || (bias_->is_contiguous() && bias_->size(0) == B && bias_->size(1) == Hq),
         "sparsering cpu: a bias must be contiguous, of each batch entry and head");
+  }
+
+  // Throws for rows in 8 bits, which forward passes over tiles alone read.
+  void check_is_whole() const {
+    SPARSERING_CHECK(!k.is_stored(), "sparsering cpu: expected keys in the dtype of the query");
   }
 
   // Checks that every entry of a pass has an index below `blocks`.

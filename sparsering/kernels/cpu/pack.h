@@ -63,41 +63,6 @@ void convert_row(const S* from, float* to, int64_t width) {
   copy_lanes(from, to, width);
 }
 
-// Copies a tile's tokens to `rows` rows of `width` values, padded with zeros.
-template <typename T>
-void read_tile(const Source& x, int64_t b, int64_t h, Tile tile, int64_t step, int64_t rows,
-               int64_t width, T* to) {
-  const auto read = [&](auto value) {
-    using S = decltype(value);
-    const S* from = x.rows<S>(b, h, tile.start);
-    const int64_t stride = x.strides[2] * step;
-    for (int64_t i = 0; i < tile.count; ++i) {
-      convert_row(from + i * stride, to + i * width, x.width);
-      for (int64_t d = x.width; d < width; ++d) {
-        to[i * width + d] = T(0);
-      }
-    }
-  };
-  if constexpr (kPaired<T>) {
-    read(T());
-  } else {
-    with_type(x.type, read);
-  }
-  std::fill(to + tile.count * width, to + rows * width, T(0));
-}
-
-// Returns a tile's rows: a pointer into the tensor if they are contiguous and need no padding, else
-// a copy in `spare`.
-template <typename T>
-const T* tile_rows(const Source& x, int64_t b, int64_t h, Tile tile, int64_t step, int64_t rows,
-                   int64_t width, T* spare) {
-  if (step == 1 && tile.count == rows && x.lies_as<T>(width)) {
-    return x.rows<T>(b, h, tile.start);
-  }
-  read_tile(x, b, h, tile, step, rows, width, spare);
-  return spare;
-}
-
 // Transposes a square in registers.
 #if defined(CPU_CAPABILITY_AVX2)
 // Halves of registers change places last, as AVX2 shuffles quickest within halves.

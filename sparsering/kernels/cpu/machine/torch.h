@@ -66,7 +66,8 @@ using Dtype = int32_t;
 inline const Dtype kFloat = aoti_torch_dtype_float32(), kDouble = aoti_torch_dtype_float64(),
                    kBFloat16 = aoti_torch_dtype_bfloat16(), kHalf = aoti_torch_dtype_float16(),
                    kLong = aoti_torch_dtype_int64(), kInt = aoti_torch_dtype_int32(),
-                   kByte = aoti_torch_dtype_uint8(), kBool = aoti_torch_dtype_bool();
+                   kByte = aoti_torch_dtype_uint8(), kChar = aoti_torch_dtype_int8(),
+                   kBool = aoti_torch_dtype_bool();
 
 template <typename T>
 Dtype dtype_of() {
@@ -96,8 +97,9 @@ inline int64_t size_of(Dtype type) {
 
 inline const char* name_of(Dtype type) {
   const std::pair<Dtype, const char*> names[] = {
-      {kFloat, "float32"}, {kDouble, "float64"}, {kBFloat16, "bfloat16"}, {kHalf, "float16"},
-      {kLong, "int64"},    {kInt, "int32"},      {kByte, "uint8"},        {kBool, "bool"}};
+      {kFloat, "float32"}, {kDouble, "float64"}, {kBFloat16, "bfloat16"},
+      {kHalf, "float16"},  {kLong, "int64"},     {kInt, "int32"},
+      {kByte, "uint8"},    {kBool, "bool"},      {kChar, "int8"}};
   for (const auto& [dtype, name] : names) {
     if (dtype == type) {
       return name;

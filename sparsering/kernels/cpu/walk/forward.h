@@ -8,6 +8,7 @@
 #include "../few.h"
 #include "../machine/threads.h"
 #include "../results.h"
+#include "../stored.h"
 #include "visits.h"
 
 namespace sparsering::cpu {
