@@ -470,5 +470,5 @@ if find_spec("transformers"):
     SANE |= {
         "hf.apply": lambda: hugging_face("apply", pattern=FIRST),
         "hf.explain": lambda: hugging_face("explain"),
-        "hf.SparseCache": lambda: hugging_face("SparseCache", rollback=2),
+        "hf.SparseCache": lambda: hugging_face("SparseCache", rollback=2, store="fp8"),
     }

@@ -115,3 +115,20 @@ def test_heads_of_each_layer_have_patterns_of_their_own(cached):
         held = [[len(x.kv_cache.positions(head)) for head in range(2)] for x in cache.layers]
         near = 9 + 6  # after the prompt, and 6 tokens in the page
         assert held == [[46, near], [near, near], [near, 46]]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("store", ["int8", "fp8"])
+def test_a_sparse_cache_stores_8_bits(store):
+    own = model_of("sparsering")
+    wanted = own(torch.cat((PROMPT, NEW), 1), use_cache=False).logits[:, 40:]
+    exact, rounded = hf.SparseCache(own), hf.SparseCache(own, store=store)
+    for cache in (exact, rounded):
+        own(PROMPT, past_key_values=cache)
+        out = [own(NEW[:, i : i + 1], past_key_values=cache).logits for i in range(6)]
+        error = float((torch.cat(out, 1) - wanted).abs().max() / wanted.abs().max())
+        assert error < (1e-5 if cache is exact else 0.05)
+    assert error > 1e-5
+    assert rounded.nbytes < 0.4 * exact.nbytes  # of 16 channels a scale is a fifth
+    with pytest.raises(ValueError, match='store must be "int8", "fp8" or None'):
+        hf.SparseCache(own, store="int4")

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...decoding import KVCache
+from ...decoding.stored_rows import Store, checked_store
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
 from ...patterns.keywords import class_with_hints
@@ -26,10 +27,11 @@ class SparseLayer(CacheLayerMixin):
     is_sliding = is_compileable = supports_early_init = False
     is_croppable = True
 
-    def __init__(self, pattern: Pattern, rollback: int = 0) -> None:
+    def __init__(self, pattern: Pattern, rollback: int = 0, store: Store | None = None) -> None:
         super().__init__()
         self.pattern = pattern
         self.rollback = rollback
+        self.store = store
         self.kv_cache: KVCache | None = None
         self.columns = 0  # number of tokens so far, including padding
         self.attended = True  # whether the model has attended over the newest keys
@@ -64,7 +66,8 @@ class SparseLayer(CacheLayerMixin):
         if self.kv_cache is None:
             sizes = len(key), key.shape[1], key.shape[3]
             others: dict[str, Any] = {"num_heads": query.shape[1], "value_dim": value.shape[3]}
-            self.kv_cache = KVCache(self.pattern, *sizes, **others, rollback=self.rollback)
+            others |= {"rollback": self.rollback, "store": self.store}
+            self.kv_cache = KVCache(self.pattern, *sizes, **others)
         # `KVCache` checks options at each step, so those with default values are left out.
         defaults = {"scale": query.shape[3] ** -0.5, "dropout_p": 0.0}
         given = {name: x for name, x in extras.items() if x is not None}
@@ -187,19 +190,21 @@ class SparseCache(Cache):
         model: a model on "sparsering" attention. Each layer's pattern, from `apply` or the model's
             own window or chunk, decides which keys are kept.
         rollback: number of tokens that `crop` can remove, as assisted generation does.
+        store: "int8" or "fp8" rounds keys and values to 8 bits, as in `KVCache`.
 
     Results are the same as with a full cache. Each key/value head keeps the keys of
     `pattern.live_keys` and at most one page (128 keys) more; left padding is not stored.
 
-    Raises: ValueError unless the model runs "sparsering"; NotImplementedError for unknown layers.
+    Raises: ValueError unless the model runs "sparsering", or for another `store`;
+        NotImplementedError for unknown layers.
 
     Example:
         >>> cache = SparseCache(model)
         >>> tokens = model.generate(**inputs, past_key_values=cache, max_new_tokens=1000)
     """
 
-    def __init__(self, model: Any, rollback: int = 0) -> None:
-        config = decoder_config(model)
+    def __init__(self, model: Any, rollback: int = 0, store: Store | None = None) -> None:
+        store, config = checked_store(store), decoder_config(model)
         if getattr(model.config, "is_encoder_decoder", False):
             raise NotImplementedError(
                 f"a SparseCache needs a model with only a decoder, but {type(model).__name__} has "
@@ -223,7 +228,7 @@ class SparseCache(Cache):
                     f"a SparseCache needs a pattern for each layer, got a layer of type {kind}; "
                     "use the default cache"
                 )
-            layers.append(SparseLayer(pattern, rollback))
+            layers.append(SparseLayer(pattern, rollback, store))
         super().__init__(layers=layers)
 
     @property
