@@ -13,8 +13,8 @@ LISTED = re.findall(
 )
 READERS = [
     *("finetune.md", "packing.md", "trees.md", "decoding.md", "diffusion.md", "streaming.md"),
-    *("drafts.md", "invariance.md", "longnet.md", "encoders.md", "graphs.md", "selection.md"),
-    "parallel.md",
+    *("drafts.md", "invariance.md", "longnet.md", "encoders.md", "eviction.md", "graphs.md"),
+    *("selection.md", "parallel.md"),
 ]
 SCREEN = 30  # lines
 
