@@ -23,6 +23,7 @@ ROOMS = {
     "buffers": "",
     "commands": "",
     "files": "",
+    "out_of_memory": "",
     "progress": "",
     "rows": "",
     "streams": "",
@@ -31,7 +32,7 @@ ROOMS = {
     "numerics": "patterns",
     "layouts": "patterns numerics progress rows streams",
     "dropout": "patterns rows",
-    "data": "patterns rows",
+    "data": "patterns rows commands",
     "kernels": "layouts patterns dropout numerics files commands progress rows streams turns",
     "dispatch": "kernels layouts patterns commands",
     "checks": "layouts patterns numerics",
@@ -59,13 +60,13 @@ ROOMS = {
     "decoding": "selection functional ops call_recipe dispatch extras checks kernels layouts "
     "patterns numerics streams",
     "nn": "distributed functional selection decoding checks kernels layouts patterns numerics",
-    "models": "checks nn functional decoding patterns numerics",
-    "integrations": "distributed nn functional selection decoding checks patterns numerics "
+    "models": "checks nn functional weights decoding patterns numerics out_of_memory",
+    "integrations": "distributed models nn functional selection decoding checks patterns numerics "
     "commands",
     "planning": "functional dispatch distributed checks kernels layouts patterns files numerics "
     "commands progress turns",
     "training": "distributed models nn planning selection functional layouts patterns files "
-    "buffers commands progress",
+    "buffers commands progress out_of_memory",
     "demo": "training models plots nn distributed kernels layouts patterns files commands",
     "mistakes": "patterns progress",
     "cli": "",  # the command line takes what a command needs
@@ -89,6 +90,7 @@ OPTIONAL = {
     "safetensors": "training",
     "matplotlib": "plots",
     "tqdm": "progress",
+    "h5py": "data/slides",
 }
 
 

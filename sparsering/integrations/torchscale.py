@@ -21,16 +21,15 @@ from torch import Tensor, nn
 
 from ..functional import attention
 from ..nn.transformer import checked_heads
+from ..nn.zero_keys import check_reproducible, checked_padding, zero_sink
 from ..numerics import sum_dtype
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import shortened
 from ..patterns.keys import KeyMask
 from ..patterns.keywords import class_with_hints, with_hints
-from ..patterns.positions import Causal, Dilated, LongNet
+from ..patterns.positions import Causal, LongNet
 
 __all__ = ["DilatedAttention", "convert"]
-
-ZERO_PADDINGS = ("exact", "torchscale")
 
 
 @class_with_hints
@@ -152,8 +151,8 @@ class DilatedAttention(nn.Module):
         first = state["prev_key"].shape[2] if "prev_key" in state else 0
         pattern = self.pattern & Causal() if is_causal else self.pattern
         sink = None
-        if _checked_padding(self.zero_padding) == "torchscale":
-            _check_reproducible(self.pattern, first, first + N, is_causal, key_padding_mask)
+        if checked_padding(self.zero_padding) == "torchscale":
+            check_reproducible(self.pattern, first, first + N, is_causal, key_padding_mask)
             sink = None if is_causal else zero_sink(self.pattern, self.num_heads, N, query)
         elif key_padding_mask is not None:
             if key_padding_mask.shape != (B, first + N):
@@ -200,7 +199,7 @@ def convert(model: nn.Module, *, zero_padding: str = "torchscale") -> list[str]:
         >>> convert(slide_encoder)
         ['encoder.layers.0.self_attn', 'encoder.layers.1.self_attn', ...]
     """
-    _checked_padding(zero_padding)
+    checked_padding(zero_padding)
     modules = {name: module for name, module in model.named_modules() if _is_torchscales(module)}
     patterns = [checked_pattern(module.args, zero_padding) for module in modules.values()]
     for name, module in modules.items():
@@ -228,7 +227,7 @@ def checked_pattern(args: Any, zero_padding: str) -> Pattern:
     Raises: ValueError for bad values, and for seq_parallel with `zero_padding="torchscale"`;
         NotImplementedError for seq_parallel with `zero_padding="exact"`.
     """
-    _checked_padding(zero_padding)
+    checked_padding(zero_padding)
     if getattr(args, "seq_parallel", False):
         kind = ValueError if zero_padding == "torchscale" else NotImplementedError
         raise kind(
@@ -259,32 +258,6 @@ def integers(sizes: object, name: str) -> tuple[int, ...]:
             f"{shortened(repr(sizes))}; for example [1024, 4096]"
         )
     return tuple(sizes)
-
-
-def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Tensor | None:
-    """Returns a sink [1, H, N], the log of each query's number of zero keys; None if all are 0.
-
-    torchscale pads the last segment to full length, and each to a multiple of the rate. A query
-    sees the zero keys (logit 0, value 0) of its segment that have its index modulo the rate.
-    """
-    count = torch.zeros(1, num_heads, length, dtype=sum_dtype(like), device=like.device)
-    has_zeros = False
-    for branch in pattern.branches if length else ():
-        segment, start, rate = _last_segment(branch, length)
-        for head in range(num_heads):
-            residue = branch.offset_of(head, num_heads)  # type: ignore[attr-defined]
-            zeros = -(-segment // rate) - len(range(residue, length - start, rate))
-            if zeros and start + residue < length:
-                count[0, head, start + residue :: rate] += zeros
-                has_zeros = True
-    return count.log() if has_zeros else None
-
-
-def _last_segment(branch: Pattern, length: int) -> tuple[int, int, int]:
-    """Returns (segment length, start of the last segment, dilation rate) of a `Dilated` pattern."""
-    assert isinstance(branch, Dilated)
-    segment = min(branch.segment_length, length)
-    return segment, (length - 1) // segment * segment, branch.dilation_rate
 
 
 class XPos(nn.Module):
@@ -340,15 +313,6 @@ def _multiway(args: Any, module: nn.Module) -> nn.Module:
     return Multiway(module) if getattr(args, "multiway", False) else module
 
 
-def _checked_padding(zero_padding: str) -> str:
-    if zero_padding not in ZERO_PADDINGS:
-        raise ValueError(
-            f'zero_padding must be "exact" or "torchscale", got {shortened(repr(zero_padding))}; '
-            '"torchscale" is for weights trained with torchscale'
-        )
-    return zero_padding
-
-
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, embed_dim: int) -> None:
     shapes = [tuple(x.shape) for x in (query, key, value)]
     if any(len(shape) != 3 or shape[2] != embed_dim for shape in shapes):
@@ -375,28 +339,3 @@ def _check_triangle(attn_mask: Tensor, length: int) -> bool:
             "sparsering.attention with a pattern"
         )
     return True
-
-
-def _check_reproducible(
-    pattern: Pattern, first: int, length: int, is_causal: bool, key_padding_mask: Tensor | None
-) -> None:
-    """Raises ValueError if torchscale's results are wrong, or would change with later tokens."""
-    way_out = 'or zero_padding="exact"'
-    for branch in pattern.branches if length else ():
-        segment, start, rate = _last_segment(branch, length)
-        if start and segment % rate:
-            raise ValueError(
-                "torchscale misplaces rows if a rate does not divide its segment length and there "
-                f"are several segments, got rate {rate}, segments of {segment} and {length} "
-                f"tokens; pass at most {segment} tokens, {way_out}"
-            )
-    if key_padding_mask is not None and bool(key_padding_mask.any()):
-        raise ValueError(
-            'expected no padding in key_padding_mask with zero_padding="torchscale", because '
-            f"torchscale ignores it; pass sequences without padding one by one, {way_out}"
-        )
-    if first and not is_causal:
-        raise ValueError(
-            'expected is_causal in incremental steps with zero_padding="torchscale", because its '
-            f"zero keys change with every token; pass is_causal=True, {way_out}"
-        )

@@ -21,6 +21,7 @@ import torch
 
 from ..models.longnet import LongNetLM
 from ..nn.transformer import Attend
+from ..out_of_memory import ran_out_of_memory
 from ..patterns.keywords import with_hints
 from ..progress import Progress, progress, unshown
 from .adaptive import Selection
@@ -31,7 +32,6 @@ from .micro_batches import (
     checked_part,
     forget_failure,
     largest_part,
-    ran_out_of_memory,
     windows_that_fit,
 )
 from .ranks import ALONE, Ranks

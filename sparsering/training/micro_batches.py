@@ -1,22 +1,13 @@
 """Micro-batches: a step's windows in parts that fit in memory, halved where memory runs out."""
 
-import gc
-import re
 from collections.abc import Callable
 
 import torch
 
+from ..out_of_memory import ran_out_of_memory, return_memory
 from ..patterns.arguments import index_of, shortened
 from ..planning.comparison import peak_of
 from ..planning.fit import gpu_memory, memory_here, usable
-
-_TEXTS = re.compile("not enough memory|out of memory|bad_alloc|an't allocate memory")
-
-
-def ran_out_of_memory(error: BaseException) -> bool:
-    """Whether an error of torch, of a compiled kernel or of Python says that memory ran out."""
-    known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    return known or (isinstance(error, RuntimeError) and bool(_TEXTS.search(str(error))))
 
 
 def largest_part(windows: int, most: float, of_ranks: int = 1) -> int:
@@ -59,6 +50,4 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
 def forget_failure(optimizer: torch.optim.Optimizer) -> None:
     """Drops what a step that ran out of memory has left: gradients, and memory that torch keeps."""
     optimizer.zero_grad()
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+    return_memory()
