@@ -39,7 +39,8 @@ def main() -> None:
                 places = lists.setdefault(module, [])
                 places[:] = [x for x in places if x[0] != page] + [(page, len(kept))]
         lines[:] = kept
-    for module, places in lists.items():
+    # From the end of a page, so that what is added moves no place that is still to come.
+    for module, places in sorted(lists.items(), key=lambda x: x[1][0][1], reverse=True):
         page, place = places[0]
         missing = sorted(set(importlib.import_module(module).__all__) - listed[module])
         pages[page][place:place] = [line_of(module, name) for name in missing]
