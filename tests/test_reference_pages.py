@@ -17,6 +17,7 @@ MODULES = (
     *("sparsering", "sparsering.distributed", "sparsering.integrations.torchscale"),
     *("sparsering.integrations.transformers", "sparsering.models", "sparsering.nn"),
     *("sparsering.selection", "sparsering.data", "sparsering.planning"),
+    *("sparsering.models.gigapath", "sparsering.integrations.trident", "sparsering.data.slides"),
 )
 
 

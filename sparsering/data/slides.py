@@ -1,0 +1,123 @@
+"""Files of a slide's tiles: features and coordinates, as extractors such as TRIDENT write them.
+
+    slide = read_slide("slide.h5")
+    model.embed(slide.features, slide.coords, tile_size=slide.tile_size)
+
+An .h5 file needs the package h5py. A .pt file has the same fields and needs nothing.
+"""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..commands import install
+from ..patterns.arguments import shortened
+from ..patterns.keywords import class_with_hints, with_hints
+
+__all__ = ["Slide", "read_slide", "save_slide"]
+
+_SIZES = ("patch_size_level0", "tile_size")
+"""Names of the attribute of `coords` that has a tile's side; TRIDENT's is the first."""
+
+
+@class_with_hints
+@dataclass(frozen=True, eq=False)
+class Slide:
+    """Holds the tiles of a slide.
+
+    Attributes:
+        features: [n, C], floating point.
+        coords: [n, 2], the corner of each tile in pixels of level 0.
+        tile_size: side of a tile in pixels of level 0.
+    """
+
+    features: Tensor
+    coords: Tensor
+    tile_size: float = 256
+
+
+@with_hints()
+def save_slide(path: str | os.PathLike[str], slide: Slide) -> None:
+    """Writes a slide's features, coords and tile size.
+
+    Args:
+        path: a file that ends in .h5, or in .pt.
+        slide: what to write.
+
+    Raises: ValueError for other endings; ImportError for .h5 without h5py.
+
+    Example:
+        >>> save_slide("slide.h5", Slide(features, coords, 512))
+    """
+    path = _checked_ending(path)
+    values = {"features": slide.features.cpu(), "coords": slide.coords.cpu()}
+    if path.suffix == ".pt":
+        torch.save({**values, _SIZES[0]: slide.tile_size}, path)
+        return
+    with _h5py().File(path, "w") as file:
+        for name, x in values.items():
+            if x.dtype == torch.bfloat16:  # which h5 does not know
+                x = x.float()
+            file.create_dataset(name, data=x.numpy())
+        file["coords"].attrs[_SIZES[0]] = slide.tile_size
+
+
+@with_hints()
+def read_slide(path: str | os.PathLike[str]) -> Slide:
+    """Reads a slide from a file with the fields "features" and "coords".
+
+    Args:
+        path: a file that ends in .h5, or in .pt. Features may be [1, n, C], as some extractors
+            write them. The tile size is the attribute "patch_size_level0" of coords, default 256.
+
+    Returns: a `Slide`.
+
+    Raises: FileNotFoundError; ValueError for other fields, shapes or endings; ImportError for .h5
+        without h5py.
+
+    Example:
+        >>> slide = read_slide("slide.h5")
+    """
+    path = _checked_ending(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"expected a file of a slide's tiles, got no file {path}")
+    found: dict[str, Any]
+    if path.suffix == ".pt":
+        found = torch.load(path, map_location="cpu", weights_only=True)
+    else:
+        with _h5py().File(path, "r") as file:
+            found = {x: torch.from_numpy(file[x][:]) for x in ("features", "coords") if x in file}
+            found |= dict(file["coords"].attrs) if "coords" in file else {}
+    x, coords = (found.get(name) for name in ("features", "coords"))
+    if not isinstance(x, Tensor) or not isinstance(coords, Tensor):
+        raise ValueError(
+            f"{path} must have features [n, C] and coords [n, 2], got {shortened(str(list(found)))}"
+            "; write it by save_slide"
+        )
+    x, coords = (t[0] if t.dim() == 3 and len(t) == 1 else t for t in (x, coords))
+    if x.dim() != 2 or coords.shape != (len(x), 2):
+        raise ValueError(
+            f"{path} must have features [n, C] and coords [n, 2], got {list(x.shape)} and "
+            f"{list(coords.shape)}; each tile has a row in both"
+        )
+    sizes = [float(found[name]) for name in _SIZES if name in found]
+    return Slide(features=x, coords=coords, tile_size=sizes[0] if sizes else 256)
+
+
+def _checked_ending(path: str | os.PathLike[str]) -> Path:
+    path = Path(path)
+    if path.suffix not in (".h5", ".pt"):
+        raise ValueError(f"path must end in .h5 or .pt, got {path.name}; .pt needs no package")
+    return path
+
+
+def _h5py() -> Any:
+    try:
+        import h5py
+    except ImportError:
+        raise ImportError(f".h5 files need h5py; {install('slides')}, or take .pt files") from None
+    return h5py
