@@ -82,6 +82,54 @@ def test_a_lesion_that_was_never_marked_is_looked_at(tmp_path):
     assert (tmp_path / "heatmap.png").read_bytes().startswith(b"\x89PNG")
 
 
+def slide_losses(rank: int, arguments: list[str]) -> dict[str, Any]:
+    return loaded("finetune_slides").main(arguments)
+
+
+@pytest.mark.parametrize("train", ["lora", "last"])
+def test_an_encoder_of_slides_is_tuned_by_two_ranks_as_by_one_process(tmp_path, train):
+    from sparsering.data.slides import read_slide
+    from sparsering.models import gigapath
+
+    slides = tmp_path / "slides"
+    assert run("make_slides", ["--out", str(slides), "--count", "9", "--side", "12"]) > 300
+    with pytest.raises(ValueError, match="has slides, which is not overwritten"):
+        run("make_slides", ["--out", str(slides)])
+    arguments = ["--slides", str(slides), "--train", train, "--steps", "4", "--batch", "5"]
+    exact = [*arguments, "--precision", "float32", "--out"]
+    alone = run("finetune_slides", [*exact, str(tmp_path / "alone")])
+    with pytest.raises(ValueError, match="has a run, which is not overwritten"):
+        run("finetune_slides", [*exact, str(tmp_path / "alone")])
+    workers = Workers(2)
+    both = workers.run(slide_losses, [*exact, str(tmp_path / "both")])
+    workers.close()
+    assert both[0] == both[1] and both[0]["trained"] == alone["trained"] < 60_000
+    assert both[0]["losses"] == pytest.approx(alone["losses"], rel=1e-5, abs=0)
+    mixed = run("finetune_slides", [*arguments, "--out", str(tmp_path / "mixed")])
+    assert mixed["losses"][0] == pytest.approx(alone["losses"][0], rel=0.02, abs=0)
+
+    example = loaded("finetune_slides")
+    sizes = {"num_heads": example.SMALL["num_heads"], **example.LENGTHS, "global_pool": True}
+    model = gigapath.load(tmp_path / "alone", **sizes)
+    head = torch.nn.Linear(64, 1)
+    head.load_state_dict(torch.load(tmp_path / "alone" / "head.pt"))
+    right = 0
+    for number in (0, 1, 8):
+        slide = read_slide(slides / f"slide-{number:03}.pt")
+        found = model.embed(slide.features, slide.coords, tile_size=slide.tile_size)
+        right += bool(head(found.slide)[0, 0] > 0) == (number % 2 == 1)
+    assert alone["accuracy"] == pytest.approx(right / 3)
+
+
+@pytest.mark.slow
+def test_a_tuned_encoder_tells_slides_with_a_lesion(tmp_path):
+    run("make_slides", ["--out", str(tmp_path / "slides")])
+    arguments = ["--slides", str(tmp_path / "slides"), "--out", str(tmp_path / "run")]
+    found = run("finetune_slides", arguments)
+    assert found["accuracy"] > 0.8
+    assert sum(found["losses"][-10:]) < 0.3 * sum(found["losses"][:10])
+
+
 LONG = ["--length", "640", "--steps", "5", "--save-every", "2"]  # of windows of 512 tokens
 
 

@@ -13,7 +13,15 @@ LISTED = re.findall(
 )
 READERS = [
     *("finetune.md", "packing.md", "trees.md", "decoding.md", "diffusion.md", "streaming.md"),
-    *("drafts.md", "invariance.md", "longnet.md", "encoders.md", "eviction.md", "graphs.md"),
+    *(
+        "drafts.md",
+        "invariance.md",
+        "longnet.md",
+        "slides.md",
+        "encoders.md",
+        "eviction.md",
+        "graphs.md",
+    ),
     *("selection.md", "parallel.md"),
 ]
 SCREEN = 30  # lines

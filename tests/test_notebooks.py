@@ -38,4 +38,4 @@ def test_no_output_is_kept(path):
 
 
 def test_there_are_notebooks():
-    assert {path.stem for path in NOTEBOOKS} >= {"pattern-zoo", "train-your-own"}
+    assert {path.stem for path in NOTEBOOKS} >= {"pattern-zoo", "slide-heatmap", "train-your-own"}

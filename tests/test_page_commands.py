@@ -103,6 +103,21 @@ COMMANDS = [
         FINISHED,
     ),
     Command(r"python examples/train_answers\.py", "--steps 1 --groups 1"),
+    Command(
+        r"python examples/make_slides\.py .*", "--side 12", "runs/slides/labels.json", FINISHED
+    ),
+    Command(
+        r"python examples/finetune_slides\.py .*",
+        "--steps 2 --batch 2",
+        "runs/tuned-slides/slide_encoder.pth",
+        FINISHED,
+    ),
+    Command(
+        r"torchrun --nproc-per-node 2 examples/finetune_slides\.py .*",
+        "--steps 2 --batch 2",
+        "runs/tuned-last/slide_encoder.pth",
+        FINISHED,
+    ),
     Command(r"pip install .*", not_run="see test_extras_that_pages_install_exist"),
     Command(
         r"make report|python -m benchmarks report .*",
