@@ -62,7 +62,6 @@ def test_each_named_test_exists_and_is_fast(name: str) -> None:
     assert not any(mark.endswith(".slow") for mark in marks)
 
 
-@pytest.mark.slow
 def test_the_names_with_their_parameters_are_collected_in_the_fast_run() -> None:
     names = sorted(set(named_tests()))
     collect = [sys.executable, *TOOL.PYTEST, "--collect-only", *names]

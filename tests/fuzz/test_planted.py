@@ -236,7 +236,7 @@ DEFECTS = {
         "            if keep:  # else slots",
         "            if True:  # else slots",
         "        if keep:\n            self._state = state",
-        "        self._state = state",
+        "        if True:\n            self._state = state",
     ),
     "a draft holds the tensors of its caller": (
         "caches",
