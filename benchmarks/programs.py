@@ -10,7 +10,7 @@ with a window and with a LongNet, beside one query over a fixed number of keys; 
 indexer chooses keys, its prompt and its tokens; training over packed documents, other ones in each
 step.
 
-`ms` is a median. The shares come from one more run under torch's profiler: operators by name, each
+`ms` is a median of up to three rounds. The shares come from one more run under torch's profiler: operators by name, each
 without those that it calls. `layouts` are operators that compile patterns. `python` is the time in
 which no operator runs: Python, autograd, and what the profiler adds. `peak_bytes` are beyond the
 memory before the call, in this process. `error` is of out, logits or loss beside the peer's, where
@@ -38,6 +38,7 @@ Calls = Mapping[str, Callable[[], Any]]  # by the name of the way
 OURS = "sparsering"
 _LAYOUTS = ("tiles", "table", "page", "transposed", "lay", "pieces")
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "linear", "mkldnn_linear", "convolution")
+SECONDS = 30.0  # about the most for the timed rounds of a program; one round always runs
 KINDS = ("attention", "products", "elementwise", "layouts", "python")
 
 
@@ -277,7 +278,7 @@ def rows(name: str, quick: bool, rounds: int) -> list[Row]:
     found: list[Row] = []
     for title, calls in PROGRAMS[name](quick):
         results = {way: call() for way, call in calls.items()}
-        times = interleaved_times(calls, 1 if quick else rounds, warm=True)
+        times = interleaved_times(calls, 1 if quick else rounds, warm=True, seconds=SECONDS)
         peer = next((way for way in calls if way != OURS), None)
         for way, call in calls.items():
             row: Row = {"program": title, "way": way, **spread_of(times[way])}
@@ -302,7 +303,7 @@ def main() -> None:
     results: list[Row] = []
     for name in names:
         results += rows(name, arguments.quick, arguments.rounds)
-    write_record(arguments.out, "programs", results)
+        write_record(arguments.out, "programs", results)  # what ran stays if a later group fails
 
 
 if __name__ == "__main__":
