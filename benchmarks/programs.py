@@ -10,8 +10,8 @@ with a window and with a LongNet, beside one query over a fixed number of keys; 
 indexer chooses keys, its prompt and its tokens; training over packed documents, other ones in each
 step.
 
-`ms` is a median of up to three rounds. The shares come from one more run under torch's profiler: operators by name, each
-without those that it calls. `layouts` are operators that compile patterns. `python` is the time in
+`ms` is a median of up to three rounds. The shares come from one more run under torch's profiler:
+operators by name, each without those that it calls. `layouts` are operators that compile patterns. `python` is the time in
 which no operator runs: Python, autograd, and what the profiler adds. `peak_bytes` are beyond the
 memory before the call, in this process. `error` is of out, logits or loss beside the peer's, where
 both compute the same.
