@@ -11,10 +11,10 @@ indexer chooses keys, its prompt and its tokens; training over packed documents,
 step.
 
 `ms` is a median of up to three rounds. The shares come from one more run under torch's profiler:
-operators by name, each without those that it calls. `layouts` are operators that compile patterns. `python` is the time in
-which no operator runs: Python, autograd, and what the profiler adds. `peak_bytes` are beyond the
-memory before the call, in this process. `error` is of out, logits or loss beside the peer's, where
-both compute the same.
+operators by name, each without those that it calls. `layouts` are operators that compile patterns.
+`python` is the time in which no operator runs: Python, autograd, and what the profiler adds.
+`peak_bytes` are beyond the memory before the call, in this process. `error` is of out, logits or
+loss beside the peer's, where both compute the same.
 """
 
 import argparse
