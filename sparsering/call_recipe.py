@@ -20,7 +20,7 @@ from .checks import (
 from .dispatch import BACKENDS, Backend, Inputs, block_size_of, choose
 from .extras import NO_EXTRAS, OPTIONS, Extras, checked_extras, refuse_options
 from .kernels.triton import interpreting
-from .layouts.lists import Source, split
+from .layouts.lists import Source, is_only_lists, split
 from .pairs import frame_of
 from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.keys import KeyMasks, without_key_masks
@@ -136,7 +136,8 @@ def _kind(
         in_use = tuple(name for name, x in extras.items() if x is not None and name != unused)
     interpreted = (choices[0] == "triton" or tensors[4].type != "cpu") and interpreting()
     # each call looks up the layout of a pattern with tensors; its type alone changes the recipe
-    pattern_key = (type(pattern), has_lists(pattern)) if pattern.tensors else pattern
+    of_lists = has_lists(pattern), is_only_lists(pattern)
+    pattern_key = (type(pattern), *of_lists) if pattern.tensors else pattern
     # `types` tells 1 from True
     return tensors, pattern_key, choices, types, in_use, interpreted, in_cache
 

@@ -13,10 +13,10 @@ from .kernels.problem import Gradients, Problem
 from .kernels.triton import configs
 from .layouts.compile import chosen_block_size
 from .layouts.layout import BlockLayout
+from .layouts.lists import is_only_lists
 from .patterns.algebra import Frame, Pattern
 from .patterns.arguments import shortened
 from .patterns.keywords import with_hints
-from .patterns.selected import has_lists
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 """Query, key and value."""
@@ -42,6 +42,8 @@ class Backend(NamedTuple):
     # returns None for patterns that it does not support.
     selected_layout: Callable[..., BlockLayout | None] | None = None
     runs_lists: bool = False  # True if it computes `Problem.lists`
+    # As `reasons`, for a pattern that is nothing but lists of single keys; None: they are the same.
+    list_reasons: Callable[..., list[str]] | None = None
     only_named: bool = False  # True if it runs only calls that name it
     # Computes (out, lse) of query, key, value, a pattern, a frame and a scale by a library that
     # reads no layout and differentiates itself.
@@ -66,7 +68,8 @@ BACKENDS: dict[str, Backend] = {
     ),
     "triton": Backend(
         triton.reasons, triton.forward, triton.backward, triton.EXTRAS, package="triton",
-        reads_slots=True, selected_layout=triton.selected_layout,
+        reads_slots=True, selected_layout=triton.selected_layout, runs_lists=True,
+        list_reasons=triton.list_reasons,
     ),
     "gather": Backend(
         _no_float64, gather.forward, gather.backward, gather.EXTRAS, entry_mass=gather.entry_mass,
@@ -106,7 +109,7 @@ def choose(
     Args:
         tensors: query, key and value.
         options: names of the extras that the call uses.
-        pattern: if given and it has lists, the default is a backend that needs no layout for them.
+        pattern: of the call, if known: lists of single keys alone may run where tiles cannot.
 
     Raises: ValueError for an unknown name, ImportError if the named backend's package is missing,
         NotImplementedError with every reason otherwise.
@@ -115,9 +118,9 @@ def choose(
         got = shortened(repr(backend))
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {got}")
     refused = []
-    defaults = [name for name in BACKENDS if is_default(name, pattern)]
+    defaults = [name for name in BACKENDS if is_default(name)]
     for name in defaults if backend is None else [backend]:
-        if not (reasons := reasons_against(name, tensors, options)):
+        if not (reasons := reasons_against(name, tensors, options, pattern)):
             return name
         refused.append(f"{name}: {', '.join(reasons)}")
     if backend is not None and (package := BACKENDS[backend].package) and not find_spec(package):
@@ -125,18 +128,23 @@ def choose(
     raise NotImplementedError("; ".join(refused))
 
 
-def is_default(name: str, pattern: Pattern | None = None) -> bool:
+def is_default(name: str) -> bool:
     """True if a backend may be chosen by default; never triton if its interpreter would run."""
-    if BACKENDS[name].only_named:
-        return False
-    slow = pattern is not None and has_lists(pattern) and not BACKENDS[name].runs_lists
-    return not (name == "triton" and (slow or triton.interpreting()))
+    return not BACKENDS[name].only_named and not (name == "triton" and triton.interpreting())
 
 
-def reasons_against(name: str, tensors: Sequence[Tensor], options: Iterable[str] = ()) -> list[str]:
+def reasons_against(
+    name: str,
+    tensors: Sequence[Tensor],
+    options: Iterable[str] = (),
+    pattern: Pattern | None = None,
+) -> list[str]:
     """Returns why a backend cannot run a call, with arguments as in `choose`; [] if it can."""
-    backend = BACKENDS[name]
-    reasons = list(backend.reasons(*tensors))
+    backend, options = BACKENDS[name], tuple(options)
+    own = backend.reasons
+    if backend.list_reasons is not None and pattern is not None and "block_bias" not in options:
+        own = backend.list_reasons if is_only_lists(pattern) else own
+    reasons = list(own(*tensors))
     for option in options:
         extra = "block_bias" if option == "slot_bias" else option  # kernels get it as a block bias
         if extra not in backend.extras:

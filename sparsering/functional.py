@@ -224,11 +224,11 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     if why := _not_invariant(backend, inputs[0], pattern):
         lines.append(f"bits: those of a row may depend on what else the call computes: {why}")
     for name in BACKENDS:
-        reasons = reasons_against(name, inputs, extras.in_use)
+        reasons = reasons_against(name, inputs, extras.in_use, pattern)
         if not reasons and (refuses := BACKENDS[name].refuses) is not None:
             reasons = refuses(inputs, pattern, frame)
         state = "; ".join(reasons) or "usable"
-        lines.append(f"{name}: {state}" + " (only when named)" * (not is_default(name, pattern)))
+        lines.append(f"{name}: {state}" + " (only when named)" * (not is_default(name)))
     return "\n".join(lines)
 
 

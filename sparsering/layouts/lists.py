@@ -24,7 +24,8 @@ from ..patterns.varlen_mask import Varlen
 from ..rows import first_in_row
 from ..streams import moved
 
-_MOST_CELLS = 1 << 18  # (query, key) pairs that are compared with a mask at a time
+_MOST_CELLS = 1 << 18  # (query, key) pairs that are compared with a mask at a time, on the host
+_MOST_CELLS_OF_DEVICE = 1 << 24  # of all heads and batch entries; each time costs some launches
 
 
 class Coordinates(NamedTuple):
@@ -138,6 +139,15 @@ def split(pattern: Pattern) -> tuple[Pattern, tuple[tuple[Source, ...], ...]]:
     return Mixture(tiles) if len(tiles) > 1 else tiles[0], sources
 
 
+def is_only_lists(pattern: Pattern) -> bool:
+    """True if sources list all pairs of a pattern, so that a call has no tiles beside them."""
+    if not has_lists(pattern):
+        return False
+    with suppress(NotImplementedError):  # lists inside masks that only other backends compute
+        return all(map(_is_nothing, split(pattern)[0].branches))
+    return False
+
+
 _NOTHING = GlobalTokens(0)
 
 
@@ -219,8 +229,6 @@ def lists_of(
     """
     if 0 in (frame.q_len, frame.kv_len, frame.num_heads):
         return tiles, ()
-    if positions is None:
-        positions = torch.arange(frame.q_start, frame.q_start + frame.q_len)
     branches: list[Mask] = list(tiles.branches)
     found: list[Lists] = []
     for number, of_branch in enumerate(sources):
@@ -335,7 +343,7 @@ def _path(nodes: Nodes, of_query: Tensor) -> Callable[[Tensor, slice], Tensor]:
 def _list_keys(
     source: Source,
     frame: Frame,
-    positions: Tensor,
+    positions: Tensor | None,
     valid: Tensor | None,
     branch: int,
     has_slot_bias: bool,
@@ -358,10 +366,15 @@ def _list_keys(
     of_valid = 1 if valid is None else len(valid)
     batches = max(len(table), of_valid, 1, *of_seats, *of_bounds)
     heads = max(table.shape[1], *(mask.num_tables(frame) for mask in bounds), 1)
-    positions = positions.to(device)
+    if positions is None:
+        positions = torch.arange(frame.q_start, frame.q_start + frame.q_len, device=device)
+    positions = moved(positions, device)
     seats = [_seat(source.inside, b, positions, frame) for b in range(max(of_seats, default=1))]
     entries = [(b, h, h * frame.num_heads // heads) for b in range(batches) for h in range(heads)]
     limits = [limit.at(b, head, frame) for b, _, head in entries] if limit is not None else []
+    shared = None  # a limit that a device evaluates for all tables at once, in few launches
+    if device.type != "cpu" and all(mask is limit for mask in limits):
+        shared, limits = limit, []
     last_row = max(0, rows - 1)
     row_of = [  # [Nq] of each seat
         (seat.position // selection.row_size - selection.first_row).clamp(0, last_row)
@@ -373,7 +386,8 @@ def _list_keys(
     place = torch.empty_like(keys) if has_slot_bias else None
     valid = None if valid is None else valid.to(device)
     blocks = -(-frame.kv_len // size)
-    for start in range(0, len(positions), step := max(1, _MOST_CELLS // max(1, slots * size))):
+    most = _MOST_CELLS if device.type == "cpu" else _MOST_CELLS_OF_DEVICE // len(entries)
+    for start in range(0, len(positions), step := max(1, most // max(1, slots * size))):
         part = slice(start, start + step)
         here, to = positions[part, None], keys[:, :, part]
         for number, seat in enumerate(seats):
@@ -391,6 +405,8 @@ def _list_keys(
             tokens = tokens[part, None] if isinstance(tokens, Tensor) else tokens
             each.masked_fill_((each < 0) | (each >= tokens) | (own < 0), -1)
             to[of_seat] = _of_heads(seat.keys(each, part), heads)
+        if shared is not None:
+            to.masked_fill_(~shared.holds(here, to.long(), frame), -1)
         for (b, h, _), mask in zip(entries, limits, strict=False):
             to[b, h].masked_fill_(~mask.holds(here, to[b, h].long(), frame), -1)
         if valid is not None:

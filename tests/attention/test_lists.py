@@ -184,13 +184,28 @@ def test_heads_as_wide_as_latents():
         assert_close(a.double(), b.double(), 2e-5 * max(1, b.abs().max().item()))
 
 
-def test_a_backend_that_needs_a_layout_for_lists_is_no_default(monkeypatch):
-    monkeypatch.setattr("sparsering.dispatch.triton.interpreting", lambda: False)
-    assert is_default("triton") and is_default("triton", sr.SelectedBlocks(LISTED, 16))
-    assert not is_default("triton", CHOSEN & sr.Causal())
-    assert is_default("gather", CHOSEN) and is_default("cpu", CHOSEN)
+def test_lists_run_by_default_where_tiles_do():
+    assert not is_default("torch_sparse") and all(map(is_default, ("gather", "cpu")))
     told = sr.explain(*(y.detach() for y in drawn()), CHOSEN)
     assert told.startswith("runs: cpu, blocks of 128 and lists of keys; batch 1, 4 heads")
+
+
+def test_lists_alone_run_in_triton_with_heads_as_wide_as_latents():
+    """Under the interpreter here. Tiles beside the lists hold 512 numbers of a head."""
+    query, key = (torch.randn(1, h, 20, 576) for h in (4, 1))
+    alone = sr.SelectedBlocks(LISTED[0, :20] % 20, 1) & sr.Causal()
+    beside = sr.SelectedBlocks(LISTED[0, :20] % 20, 1) | sr.SlidingWindow(3)
+    for pattern, refused in ((alone, False), (beside, True), (alone, False), (sr.Causal(), True)):
+        call = (query, key, key[..., :512], pattern)
+        if refused:
+            with pytest.raises(
+                NotImplementedError, match=r"up to 512 \(up to 576 of query and key"
+            ):
+                sr.attention(*call, backend="triton")
+            continue
+        out = sr.attention(*call, backend="triton")
+        exact = sr.attention(*(y.double() for y in call[:3]), pattern, backend="reference")
+        assert_close(out.double(), exact, 5e-6)
 
 
 def listed(batch: int) -> sr.SelectedBlocks:

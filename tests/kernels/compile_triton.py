@@ -29,7 +29,9 @@ from sparsering.kernels.problem import Problem
 from sparsering.kernels.triton import call as backend
 from sparsering.kernels.triton import configs, extra_arguments
 from sparsering.kernels.triton import launch as triton_launch
-from sparsering.layouts.layout import Pass
+from sparsering.layouts.layout import BlockLayout, Pass
+from sparsering.layouts.lists import Coordinates, Lists
+from sparsering.patterns.algebra import Frame
 
 AMD = 0  # in place of a compute capability: an MI300, with the configs of 80
 TYPES = {
@@ -68,10 +70,39 @@ def launches(case: dict[str, Any], capability: int) -> list[tuple[Any, Any, dict
     if case.get("streams"):  # as documents and rings have them
         layout = replace(layout, passes=tuple(map(placed, layout.passes)))
     scale = case.get("scale", 0.1)
+    if (slots := case.get("list")) is not None:
+        return launches_of_lists(case, slots, (query, key, value), caught)
     bias = torch.zeros(1, heads, layout.num_blocks) if case.get("bias") else None
     given = extras(heads, query.shape[2], length, case.get("reach", 128))
     given = {name: given[name] for name in case.get("extras", ())}
     problem = Problem(layout, query, key, value, scale, bias, **given)
+    out, lse = backend.forward(problem)
+    backend.backward(problem, out, lse, torch.randn_like(out), torch.randn_like(lse))
+    return caught
+
+
+def launches_of_lists(
+    case: dict[str, Any], slots: int, inputs: tuple[torch.Tensor, ...], caught: list[Any]
+) -> list[tuple[Any, Any, dict[str, Any]]]:
+    """Those of lists of `slots` keys, in `tables` lists for the heads, with no tile beside them."""
+    query, key, _ = inputs
+    shape = 1, case.get("tables", 1), query.shape[2], slots
+    at = None
+    if case.get("streams"):  # as documents have them
+        at = Coordinates(
+            torch.zeros(1, 3, query.shape[2], dtype=torch.int64),
+            torch.zeros(1, 2, 1, key.shape[2], dtype=torch.int64),
+        )
+    keys = torch.zeros(shape, dtype=torch.int32)
+    lists = Lists(keys=keys, branch=0, coordinates=at, place=keys if case.get("bias") else None)
+    heads = query.shape[1]
+    given = extras(heads, query.shape[2], key.shape[2], case.get("reach", 128))
+    bias = torch.zeros(1, heads, query.shape[2], slots) if case.get("bias") else None
+    frame = Frame.build(query.shape[2], key.shape[2], heads, key.shape[1], None)
+    problem = Problem(
+        BlockLayout(frame, 128, (), 0), *inputs, case.get("scale", 0.1), bias, lists=(lists,),
+        **{name: given[name] for name in case.get("extras", ()) if name != "key_mask"},
+    )  # fmt: skip
     out, lse = backend.forward(problem)
     backend.backward(problem, out, lse, torch.randn_like(out), torch.randn_like(lse))
     return caught

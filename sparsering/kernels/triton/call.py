@@ -21,6 +21,7 @@ from . import extra_arguments
 from .configs import Config, config_for
 from .even_depths import of_whole_tiles, with_even_depths
 from .launch import Launch, kept, kind_of, kinds, launch, padded, precision, processors, strides
+from .lists import MOST_LIST_DIM, ListGradients, add_gradients, attend_lists, on_device
 from .operands import MOST_HEAD_DIM, Part, of_call, of_inputs, of_tiles, streamed
 from .walk import Walk, use, walk
 
@@ -40,6 +41,16 @@ _Build = Callable[[Walk, dict[str, Any]], list[Launch]]
 
 def reasons(*tensors: Tensor) -> list[str]:
     """Lists why the kernels cannot run on these tensors, or on this machine."""
+    return _reasons(tensors, (MOST_HEAD_DIM,) * 3)
+
+
+def list_reasons(*tensors: Tensor) -> list[str]:
+    """Lists why the kernels cannot run a pattern of lists alone on these tensors."""
+    return _reasons(tensors, (MOST_LIST_DIM, MOST_LIST_DIM, MOST_HEAD_DIM))
+
+
+def _reasons(tensors: Sequence[Tensor], most: Sequence[int]) -> list[str]:
+    """Lists the reasons; `most`: the largest head dims of query, key and value."""
     found = [*_machine_reasons(tuple({x.device.index for x in tensors if x.is_cuda}) or (None,))]
     wanted = "cpu" if interpreting() else "cuda"
     if any(x.device.type != wanted for x in tensors):
@@ -48,8 +59,9 @@ def reasons(*tensors: Tensor) -> list[str]:
         found.append("it computes in float32; float64 stays with gather")
     if interpreting() and any(x.dtype in _WRONG_INTERPRETED for x in tensors):
         found.append("Triton's interpreter gets bfloat16 products wrong")
-    if any(x.dim() and x.shape[-1] > MOST_HEAD_DIM for x in tensors):
-        found.append(f"it holds head dims up to {MOST_HEAD_DIM}")
+    if any(x.dim() and x.shape[-1] > limit for x, limit in zip(tensors, most, strict=False)):
+        wider = f" (up to {MOST_LIST_DIM} of query and key over lists of single keys alone)"
+        found.append(f"it holds head dims up to {MOST_HEAD_DIM}{wider}")
     return found
 
 
@@ -73,6 +85,8 @@ def interpreting() -> bool:
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) over a layout; lse is float32. A sink is the initial lse of its rows."""
+    if problem.lists:
+        return _forward_of_lists(problem)
     if problem.distance_bias is not None:
         problem, _ = with_even_depths(problem)
     layout, query, value = problem.layout, problem.query, problem.value
@@ -97,11 +111,79 @@ def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
     """Returns the gradients of the problem's tensors, from those of out and lse."""
+    if problem.lists:
+        return _backward_of_lists(problem, out, lse, grad_out, grad_lse)
     if problem.distance_bias is None:
         return _gradients(problem, out, lse, grad_out, grad_lse)
     cut, entries = with_even_depths(problem)
     grads = _gradients(cut, out, lse, grad_out, grad_lse)
     return of_whole_tiles(grads, problem, entries)
+
+
+def _forward_of_lists(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Merges the results of lists into those of the layout, in float32."""
+    query, fresh = problem.query, not problem.layout.num_blocks
+    if fresh:  # the first list writes all rows
+        dtype = problem.result_dtype if len(problem.lists) == 1 else torch.float32
+        out = query.new_empty(*query.shape[:3], problem.value.shape[3], dtype=dtype)
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
+        lse = lse if problem.sink is None else lse.copy_(problem.sink)
+    else:
+        out, lse = forward(problem._replace(lists=(), block_bias=None, in_float32=True))
+    own = _for_lists(problem)
+    for number, lists in enumerate(problem.lists):
+        attend_lists(own, on_device(own, lists), fresh and number == 0, out, lse)
+    return out.to(problem.result_dtype), lse
+
+
+def _backward_of_lists(
+    problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
+) -> Gradients:
+    """Adds the gradients of lists to those of the layout, in float32."""
+    inputs, sink, bias, table = (
+        problem[1:4],
+        problem.sink,
+        problem.block_bias,
+        problem.distance_bias,
+    )
+    grad_out = dense_rows(grad_out)
+    rows = _prepared(grad_out, grad_lse, out, lse, 1.0)
+    dbias = None
+    if fresh := not problem.layout.num_blocks:
+        dtype = problem.result_dtype if len(problem.lists) == 1 else torch.float32
+        dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in inputs)
+        dtable = (
+            None
+            if table is None or not problem.learns_distances
+            else table.new_zeros(table.shape, dtype=torch.float32)
+        )
+        dsink = None if sink is None else sink_gradient(sink, lse, rows[0])
+    else:
+        rest = problem._replace(lists=(), block_bias=None, in_float32=True)
+        dq, dk, dv, _, dtable, dsink, _ = backward(rest, out, lse, grad_out, grad_lse)
+    own = _for_lists(problem)
+    for number, lists in enumerate(problem.lists):
+        to = ListGradients(query=dq, key=dk, value=dv, running=not fresh or number > 0)
+        dbias, by_distance = add_gradients(own, on_device(own, lists), grad_out, rows, to)
+        if dtable is not None and by_distance is not None:
+            dtable = dtable + by_distance
+    return Gradients(
+        query=dq.to(problem.result_dtype),
+        key=dk.to(problem.result_dtype),
+        value=dv.to(problem.result_dtype),
+        block_bias=None if bias is None or dbias is None else dbias.to(bias.dtype),
+        distance_bias=None if table is None or dtable is None else dtable.to(table.dtype),
+        sink=dsink,
+    )
+
+
+def _for_lists(problem: Problem) -> Problem:
+    """Returns the problem with what kernels of lists read: dense rows, biases in float32."""
+    bias, table = problem.block_bias, problem.distance_bias
+    return problem.with_dense_rows()._replace(
+        block_bias=None if bias is None else bias.float().contiguous(),
+        distance_bias=None if table is None else dense_rows(table.float()),
+    )
 
 
 def _gradients(

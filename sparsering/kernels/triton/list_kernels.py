@@ -1,0 +1,470 @@
+"""The Triton kernels over lists of keys: a program gathers the keys that one query lists.
+
+Rows of scores are the query heads that share a list and a kv head, columns are listed keys. For dK
+and dV, entries of lists are sorted by key, and a program sums over the entries of one key. No two
+programs write the same memory, and sums run in a fixed order.
+
+Head dims above 512 are computed as 512 and a rest, so that 576 needs no padding to 1,024.
+"""
+
+import triton
+import triton.language as tl
+
+from .backward import weight_of
+from .combine import merge
+from .device import elements, kernel
+from .tile_scores import apart, bias_at, capped, kept_pairs, products, words_of
+
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_FIRST = tl.constexpr(512)  # numbers of a row before its rest
+
+
+@triton.jit
+def _query_of(program, parts, q_len, lists, heads, kv_heads, tables):
+    """Returns (part of the heads, query, batch entry, kv head, table) of a program; parts first."""
+    part = (program % parts).to(tl.int32)
+    query = program // parts % q_len
+    rest = program // parts // q_len
+    of_list = rest % lists
+    return (
+        part,
+        query,
+        rest // lists,
+        of_list,
+        of_list * kv_heads // lists,
+        of_list * tables // lists,
+    )
+
+
+@triton.jit
+def _rest_of(pointers, real, HEAD_DIM: tl.constexpr, REST: tl.constexpr):
+    """Loads the numbers of rows from 512 on, [rows, REST]."""
+    dim = _FIRST + tl.arange(0, REST)
+    return tl.load(
+        pointers[:, None] + dim[None, :],
+        mask=real[:, None] & (dim < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def _rows_of(pointers, real, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """Loads the first numbers of rows, [rows, PADDED_DIM]."""
+    dim = tl.arange(0, PADDED_DIM)
+    return tl.load(
+        pointers[:, None] + dim[None, :],
+        mask=real[:, None] & (dim < HEAD_DIM)[None, :],
+        other=0.0,
+    )
+
+
+@triton.jit
+def _place_of_query(of_query, batch, query, q_start, q_len, query_batch, PLACED: tl.constexpr):
+    """Returns (position, depth, index of the dropout seed) of queries, all int64."""
+    if PLACED:
+        at = of_query + batch * query_batch + query
+        return tl.load(at), tl.load(at + q_len), tl.load(at + 2 * q_len)
+    else:
+        position = query.to(tl.int64) + q_start
+        return position, position, tl.zeros_like(position)
+
+
+@triton.jit
+def _place_of_key(
+    of_key, batch, kv_head, token, there, kv_len, kv_heads, key_batch, key_heads,
+    PLACED: tl.constexpr,
+):
+    """Returns (position, depth) of keys, both int64."""
+    if PLACED:
+        at = of_key + batch * key_batch + (kv_head * key_heads // kv_heads) * kv_len + token
+        depth = tl.load(at + key_heads * kv_len, mask=there, other=0)
+        return tl.load(at, mask=there, other=0), depth
+    else:
+        return token, token
+
+
+@kernel
+def list_forward_kernel(
+    query, key, value, keys, place, bias, distance_bias, seed, of_query, of_key, out, lse,
+    q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64, k_batch: tl.int64, k_head: tl.int64,
+    k_token: tl.int64, v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
+    keys_batch: tl.int64, query_batch: tl.int64, key_batch: tl.int64, key_heads: tl.int64,
+    distance_batch: tl.int64, distance_head: tl.int64, seed_batch: tl.int64, q_start: tl.int64,
+    q_len: tl.int64, kv_len: tl.int64, slots: tl.int64,
+    lists: tl.int32, heads: tl.int32, kv_heads: tl.int32, tables: tl.int32, parts: tl.int32,
+    reach: tl.int32, branch: tl.int32, least: tl.int32,
+    scale: tl.float32, cap: tl.float32, kept_scale: tl.float32,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    REST: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    ALIGN: tl.constexpr, RUNNING: tl.constexpr, SINK: tl.constexpr, BIASED: tl.constexpr,
+    CAPPED: tl.constexpr, DISTANCES: tl.constexpr, DROPPING: tl.constexpr, PLACED: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Writes out [B, heads, Nq, Dv] and lse [B, heads, Nq] over listed keys.
+
+    `keys` [B or 1, tables, Nq, slots] has no repeats, and -1 for no key. With RUNNING, merges into
+    `out` (float32) and `lse`; with SINK, into zeros and `lse`, which has the sinks.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    part, row, batch, of_list, kv_head, table = _query_of(
+        program, parts, q_len, lists, heads, kv_heads, tables
+    )
+    group = heads // lists
+    in_group = part * ROWS + tl.arange(0, ROWS)
+    real = in_group < group
+    head = of_list * group + in_group
+    from_row = query + batch * elements(q_batch, ALIGN) + row * elements(q_token, ALIGN)
+    from_row += head * elements(q_head, ALIGN)
+    q = _rows_of(from_row, real, HEAD_DIM, PADDED_DIM)
+    if REST:
+        q_rest = _rest_of(from_row, real, HEAD_DIM, REST)
+    key += batch * elements(k_batch, ALIGN) + kv_head * elements(k_head, ALIGN)
+    value += batch * elements(v_batch, ALIGN) + kv_head * elements(v_head, ALIGN)
+    k_token, v_token = elements(k_token, ALIGN), elements(v_token, ALIGN)
+    listed = batch * keys_batch + (table * q_len + row) * slots
+    of_row = (batch * heads + head) * q_len + row
+    if DISTANCES or DROPPING:
+        position, depth, stream = _place_of_query(
+            of_query, batch, row, q_start, q_len, query_batch, PLACED
+        )
+    if DISTANCES:
+        biases = distance_bias + batch * distance_batch + head * distance_head
+    if DROPPING:
+        a, b = words_of(tl.load(seed + batch * seed_batch + stream), head, branch, position)
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED_VALUE_DIM], tl.float32)
+    for first in tl.range(0, slots, KEYS, num_stages=STAGES):
+        slot = first + tl.arange(0, KEYS)
+        token = tl.load(keys + listed + slot, mask=slot < slots, other=-1).to(tl.int64)
+        there = token >= 0
+        k_rows = key + token * k_token
+        k = _rows_of(k_rows, there, HEAD_DIM, PADDED_DIM)
+        v = _rows_of(value + token * v_token, there, VALUE_DIM, PADDED_VALUE_DIM)
+        score = products(q, k, from_row, k_rows, real, there, HEAD_DIM, PRECISION)
+        if REST:
+            k_rest = _rest_of(k_rows, there, HEAD_DIM, REST)
+            if k.dtype != tl.float32:  # `products` reads all of wide float32 rows
+                score = tl.dot(q_rest, tl.trans(k_rest), score, input_precision=PRECISION)
+        if CAPPED:
+            score, _ = capped(score, scale, cap)
+        else:
+            score *= scale
+        if DISTANCES or DROPPING:
+            key_position, key_depth = _place_of_key(
+                of_key, batch, kv_head, token, there, kv_len, kv_heads, key_batch, key_heads, PLACED
+            )
+        if DISTANCES:
+            distance = apart(key_depth, depth)[None, :]
+            score += bias_at(biases[:, None], distance, reach, real[:, None] & there[None, :])
+        if BIASED:
+            own = tl.load(place + listed + slot, mask=there, other=0)
+            added = bias + of_row[:, None] * slots + own[None, :]
+            score += tl.load(added, mask=real[:, None] & there[None, :], other=0.0)
+        score = tl.where(there[None, :], score, float("-inf"))
+        now = tl.maximum(highest, tl.max(score, 1))
+        base = tl.where(now == float("-inf"), 0.0, now)
+        weight = tl.exp2((score - base[:, None]) * _LOG2_E)
+        decay = tl.exp2((highest - base) * _LOG2_E)
+        total = total * decay + tl.sum(weight, 1)
+        if DROPPING:
+            stays = kept_pairs(a[:, None], b[:, None], key_position[None, :], least)
+            weight = tl.where(stays, weight, 0.0)
+        acc = tl.dot(weight.to(v.dtype), v, acc * decay[:, None], input_precision=PRECISION)
+        highest = now
+
+    some = total != 0.0  # true for NaN, so that the result is NaN too
+    total = tl.where(some, total, 1.0)
+    acc /= total[:, None]
+    if DROPPING:
+        acc *= kept_scale
+    natural = tl.where(some, highest + tl.log(total), float("-inf"))
+    dim = tl.arange(0, PADDED_VALUE_DIM)
+    kept = real[:, None] & (dim < VALUE_DIM)[None, :]
+    to_out = out + of_row[:, None] * VALUE_DIM + dim[None, :]
+    if RUNNING:
+        earlier = tl.load(to_out, mask=kept, other=0.0)
+        earlier_lse = tl.load(lse + of_row, mask=real, other=float("-inf"))
+        acc, natural = merge(earlier, earlier_lse, acc, natural)
+    elif SINK:
+        sinks = tl.load(lse + of_row, mask=real, other=float("-inf"))
+        acc, natural = merge(tl.zeros_like(acc), sinks, acc, natural)
+    tl.store(to_out, acc.to(out.dtype.element_ty), mask=kept)
+    tl.store(lse + of_row, natural, mask=real)
+
+
+@kernel
+def list_query_kernel(
+    query, key, value, grad_out, keys, place, bias, distance_bias, seed, of_query, of_key, delta,
+    row_lse, grad_query, grad_bias, grad_score,
+    q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64, k_batch: tl.int64, k_head: tl.int64,
+    k_token: tl.int64, v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64, g_batch: tl.int64,
+    g_head: tl.int64, g_token: tl.int64, keys_batch: tl.int64, query_batch: tl.int64,
+    key_batch: tl.int64, key_heads: tl.int64, distance_batch: tl.int64, distance_head: tl.int64,
+    seed_batch: tl.int64, row_head: tl.int64, q_start: tl.int64, q_len: tl.int64, kv_len: tl.int64,
+    slots: tl.int64,
+    lists: tl.int32, heads: tl.int32, kv_heads: tl.int32, tables: tl.int32, parts: tl.int32,
+    reach: tl.int32, branch: tl.int32, least: tl.int32,
+    scale: tl.float32, cap: tl.float32, kept_scale: tl.float32,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
+    REST: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
+    ALIGN: tl.constexpr, RUNNING: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr,
+    DISTANCES: tl.constexpr, LEARNS_DISTANCES: tl.constexpr, DROPPING: tl.constexpr,
+    PLACED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):
+    """Writes dQ [B, heads, Nq, D], or adds it with RUNNING.
+
+    With BIASED, it writes dS [B, heads, Nq, slots] by the place of each slot; with
+    LEARNS_DISTANCES, by slot. Numbers of slots without a key are not written.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    part, row, batch, of_list, kv_head, table = _query_of(
+        program, parts, q_len, lists, heads, kv_heads, tables
+    )
+    group = heads // lists
+    in_group = part * ROWS + tl.arange(0, ROWS)
+    real = in_group < group
+    head = of_list * group + in_group
+    from_row = query + batch * elements(q_batch, ALIGN) + row * elements(q_token, ALIGN)
+    from_row += head * elements(q_head, ALIGN)
+    q = _rows_of(from_row, real, HEAD_DIM, PADDED_DIM)
+    if REST:
+        q_rest = _rest_of(from_row, real, HEAD_DIM, REST)
+        dq_rest = tl.zeros([ROWS, REST], tl.float32)
+    from_grad = grad_out + batch * elements(g_batch, ALIGN) + row * elements(g_token, ALIGN)
+    from_grad += head * elements(g_head, ALIGN)
+    do = _rows_of(from_grad, real, VALUE_DIM, PADDED_VALUE_DIM)
+    key += batch * elements(k_batch, ALIGN) + kv_head * elements(k_head, ALIGN)
+    value += batch * elements(v_batch, ALIGN) + kv_head * elements(v_head, ALIGN)
+    k_token, v_token = elements(k_token, ALIGN), elements(v_token, ALIGN)
+    listed = batch * keys_batch + (table * q_len + row) * slots
+    of_row = (batch * heads + head) * q_len + row
+    in_rows = (batch * heads + head) * row_head + row
+    d = tl.load(delta + in_rows, mask=real, other=0.0)
+    sums_to = tl.load(row_lse + in_rows, mask=real, other=float("inf"))
+    if DISTANCES or DROPPING:
+        position, depth, stream = _place_of_query(
+            of_query, batch, row, q_start, q_len, query_batch, PLACED
+        )
+    if DISTANCES:
+        biases = distance_bias + batch * distance_batch + head * distance_head
+    if DROPPING:
+        a, b = words_of(tl.load(seed + batch * seed_batch + stream), head, branch, position)
+    dq = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    for first in tl.range(0, slots, KEYS, num_stages=STAGES):
+        slot = first + tl.arange(0, KEYS)
+        token = tl.load(keys + listed + slot, mask=slot < slots, other=-1).to(tl.int64)
+        there = token >= 0
+        pairs = real[:, None] & there[None, :]
+        k_rows, v_rows = key + token * k_token, value + token * v_token
+        k = _rows_of(k_rows, there, HEAD_DIM, PADDED_DIM)
+        v = _rows_of(v_rows, there, VALUE_DIM, PADDED_VALUE_DIM)
+        score = products(q, k, from_row, k_rows, real, there, HEAD_DIM, PRECISION)
+        if REST:
+            k_rest = _rest_of(k_rows, there, HEAD_DIM, REST)
+            if k.dtype != tl.float32:  # `products` reads all of wide float32 rows
+                score = tl.dot(q_rest, tl.trans(k_rest), score, input_precision=PRECISION)
+        if CAPPED:
+            score, slope = capped(score, scale, cap)
+        else:
+            score *= scale
+        if DISTANCES or DROPPING:
+            key_position, key_depth = _place_of_key(
+                of_key, batch, kv_head, token, there, kv_len, kv_heads, key_batch, key_heads, PLACED
+            )
+        if DISTANCES:
+            score += bias_at(biases[:, None], apart(key_depth, depth)[None, :], reach, pairs)
+        if BIASED:
+            own = tl.load(place + listed + slot, mask=there, other=0)
+            in_bias = of_row[:, None] * slots + own[None, :]
+            score += tl.load(bias + in_bias, mask=pairs, other=0.0)
+        power = tl.where(there[None, :], (score - sums_to[:, None]) * _LOG2_E, float("-inf"))
+        weight = weight_of(power)
+        dweight = products(do, v, from_grad, v_rows, real, there, VALUE_DIM, PRECISION)
+        if DROPPING:
+            stays = kept_pairs(a[:, None], b[:, None], key_position[None, :], least)
+            dweight = tl.where(stays, dweight * kept_scale, 0.0)
+        dscore = tl.where(there[None, :], (dweight - d[:, None]) * weight, 0.0)
+        if BIASED:
+            tl.store(grad_bias + in_bias, dscore, mask=pairs)
+        if LEARNS_DISTANCES:
+            tl.store(grad_score + of_row[:, None] * slots + slot[None, :], dscore, mask=pairs)
+        if CAPPED:
+            dscore *= slope
+        dq = tl.dot(dscore.to(k.dtype), k, dq, input_precision=PRECISION)
+        if REST:
+            dq_rest = tl.dot(dscore.to(k.dtype), k_rest, dq_rest, input_precision=PRECISION)
+
+    _store_rows(grad_query + of_row * HEAD_DIM, dq * scale, real, 0, HEAD_DIM, PADDED_DIM, RUNNING)
+    if REST:
+        _store_rows(
+            grad_query + of_row * HEAD_DIM, dq_rest * scale, real, _FIRST, HEAD_DIM, REST, RUNNING
+        )
+
+
+@triton.jit
+def _store_rows(
+    pointers, rows, real,
+    FIRST: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, RUNNING: tl.constexpr,
+):
+    """Stores rows [rows, PADDED_DIM] at the numbers from FIRST on; adds them with RUNNING."""
+    dim = FIRST + tl.arange(0, PADDED_DIM)
+    to = pointers[:, None] + dim[None, :]
+    kept = real[:, None] & (dim < HEAD_DIM)[None, :]
+    if RUNNING:
+        rows += tl.load(to, mask=kept, other=0.0)
+    tl.store(to, rows.to(pointers.dtype.element_ty), mask=kept)
+
+
+@kernel
+def list_key_kernel(
+    query, key, value, grad_out, order, start, place, bias, distance_bias, seed, of_query, of_key,
+    delta, row_lse, grad_key, grad_value,
+    q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64, k_batch: tl.int64, k_head: tl.int64,
+    k_token: tl.int64, v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64, g_batch: tl.int64,
+    g_head: tl.int64, g_token: tl.int64, order_batch: tl.int64, start_batch: tl.int64,
+    keys_batch: tl.int64, query_batch: tl.int64, key_batch: tl.int64, key_heads: tl.int64,
+    distance_batch: tl.int64, distance_head: tl.int64, seed_batch: tl.int64, row_head: tl.int64,
+    q_start: tl.int64, q_len: tl.int64, kv_len: tl.int64, slots: tl.int64,
+    lists: tl.int32, heads: tl.int32, kv_heads: tl.int32, tables: tl.int32, reach: tl.int32,
+    branch: tl.int32, least: tl.int32,
+    scale: tl.float32, cap: tl.float32, kept_scale: tl.float32,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, REST: tl.constexpr,
+    VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr, ALIGN: tl.constexpr,
+    RUNNING: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, DISTANCES: tl.constexpr,
+    DROPPING: tl.constexpr, PLACED: tl.constexpr,
+):
+    """Writes dK [B, kv heads, Nk, D] and dV [.., Dv] of one key, or adds them with RUNNING.
+
+    Entry i of `order` [B or 1, tables, Nq * slots] is an index of a query and a slot; those of key
+    k are from `start[k]` to `start[k + 1]`, by rising query. Rows are pairs of an entry and a head.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    token = program % kv_len
+    kv_head = program // kv_len % kv_heads
+    batch = program // kv_len // kv_heads
+    group = heads // lists
+    from_key = key + batch * elements(k_batch, ALIGN) + kv_head * elements(k_head, ALIGN)
+    from_key += token * elements(k_token, ALIGN)
+    from_value = value + batch * elements(v_batch, ALIGN) + kv_head * elements(v_head, ALIGN)
+    from_value += token * elements(v_token, ALIGN)
+    dim = tl.arange(0, PADDED_DIM)
+    value_dim = tl.arange(0, PADDED_VALUE_DIM)
+    k = tl.load(from_key + dim, mask=dim < HEAD_DIM, other=0.0).to(tl.float32)
+    v = tl.load(from_value + value_dim, mask=value_dim < VALUE_DIM, other=0.0).to(tl.float32)
+    dk = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    dv = tl.zeros([ROWS, PADDED_VALUE_DIM], tl.float32)
+    if REST:
+        rest = _FIRST + tl.arange(0, REST)
+        k_rest = tl.load(from_key + rest, mask=rest < HEAD_DIM, other=0.0).to(tl.float32)
+        dk_rest = tl.zeros([ROWS, REST], tl.float32)
+    if DISTANCES or DROPPING:
+        key_position, key_depth = _place_of_key(
+            of_key, batch, kv_head, token, True, kv_len, kv_heads, key_batch, key_heads, PLACED
+        )
+    for of_kv_head in range(lists // kv_heads):  # lists of these query heads
+        of_list = kv_head * lists // kv_heads + of_kv_head
+        table = of_list * tables // lists
+        starts = start + batch * start_batch + table * (kv_len + 1) + token
+        first, end = tl.load(starts) * group, tl.load(starts + 1) * group
+        for begin in range(first, end, ROWS):
+            number = begin + tl.arange(0, ROWS)
+            real = number < end
+            head = of_list * group + number % group
+            at = order + batch * order_batch + table * q_len * slots + number // group
+            entry = tl.load(at, mask=real, other=0).to(tl.int64)
+            row = entry // slots
+            from_row = query + batch * elements(q_batch, ALIGN) + row * elements(q_token, ALIGN)
+            from_row += head * elements(q_head, ALIGN)
+            q = _rows_of(from_row, real, HEAD_DIM, PADDED_DIM).to(tl.float32)
+            from_grad = grad_out + batch * elements(g_batch, ALIGN)
+            from_grad += row * elements(g_token, ALIGN) + head * elements(g_head, ALIGN)
+            do = _rows_of(from_grad, real, VALUE_DIM, PADDED_VALUE_DIM).to(tl.float32)
+            in_rows = (batch * heads + head) * row_head + row
+            d = tl.load(delta + in_rows, mask=real, other=0.0)
+            sums_to = tl.load(row_lse + in_rows, mask=real, other=float("inf"))
+            score = tl.sum(q * k[None, :], 1)
+            if REST:
+                q_rest = _rest_of(from_row, real, HEAD_DIM, REST).to(tl.float32)
+                score += tl.sum(q_rest * k_rest[None, :], 1)
+            if CAPPED:
+                score, slope = capped(score, scale, cap)
+            else:
+                score *= scale
+            if DISTANCES or DROPPING:
+                position, depth, stream = _place_of_query(
+                    of_query, batch, row, q_start, q_len, query_batch, PLACED
+                )
+            if DISTANCES:
+                biases = distance_bias + batch * distance_batch + head * distance_head
+                score += bias_at(biases, apart(key_depth, depth), reach, real)
+            if BIASED:
+                in_list = batch * keys_batch + table * q_len * slots + entry
+                own = tl.load(place + in_list, mask=real, other=0)
+                in_bias = ((batch * heads + head) * q_len + row) * slots + own
+                score += tl.load(bias + in_bias, mask=real, other=0.0)
+            weight = weight_of(tl.where(real, (score - sums_to) * _LOG2_E, float("-inf")))
+            dweight = tl.sum(do * v[None, :], 1)
+            if DROPPING:
+                of_row = tl.load(seed + batch * seed_batch + stream)
+                a, b = words_of(of_row, head, branch, position)
+                stays = kept_pairs(a, b, key_position, least)
+                dweight = tl.where(stays, dweight * kept_scale, 0.0)
+                dv += tl.where(stays, weight * kept_scale, 0.0)[:, None] * do
+            else:
+                dv += weight[:, None] * do
+            dscore = tl.where(real, (dweight - d) * weight, 0.0)
+            if CAPPED:
+                dscore *= slope
+            dk += dscore[:, None] * q
+            if REST:
+                dk_rest += dscore[:, None] * q_rest
+
+    to_key = ((batch * kv_heads + kv_head) * kv_len + token) * HEAD_DIM
+    _store_row(grad_key + to_key, tl.sum(dk, 0) * scale, dim, HEAD_DIM, RUNNING)
+    if REST:
+        _store_row(grad_key + to_key, tl.sum(dk_rest, 0) * scale, rest, HEAD_DIM, RUNNING)
+    to_value = ((batch * kv_heads + kv_head) * kv_len + token) * VALUE_DIM
+    _store_row(grad_value + to_value, tl.sum(dv, 0), value_dim, VALUE_DIM, RUNNING)
+
+
+@triton.jit
+def _store_row(pointer, row, dim, HEAD_DIM: tl.constexpr, RUNNING: tl.constexpr):
+    """Stores the numbers `dim` of one row; adds them with RUNNING."""
+    if RUNNING:
+        row += tl.load(pointer + dim, mask=dim < HEAD_DIM, other=0.0)
+    tl.store(pointer + dim, row.to(pointer.dtype.element_ty), mask=dim < HEAD_DIM)
+
+
+@kernel
+def list_distance_kernel(
+    grad_score, order, start, grad,
+    order_batch: tl.int64, start_batch: tl.int64, entries: tl.int64,
+    lists: tl.int32, heads: tl.int32, size: tl.int32, splits: tl.int32,
+    COUNT: tl.constexpr,
+):
+    """Writes grad [B, heads, size, splits]: shares of the sums of dS over the pairs of a distance.
+
+    `order` [B or 1, lists, entries] has the entries of lists by rising distance; those of distance
+    number r are from `start[r]` to `start[r + 1]`. A split is a range of these.
+    """
+    program = tl.program_id(0).to(tl.int64)
+    split = program % splits
+    distance = program // splits % size
+    head = program // splits // size % heads
+    batch = program // splits // size // heads
+    of_list = head * lists // heads
+    starts = start + batch * start_batch + of_list * (size + 1) + distance
+    begin, end = tl.load(starts), tl.load(starts + 1)
+    each = (end - begin + splits - 1) // splits
+    first = begin + split * each
+    last = tl.minimum(first + each, end)
+    total = tl.zeros([COUNT], tl.float32)
+    for number in range(first, last, COUNT):
+        at = number + tl.arange(0, COUNT)
+        real = at < last
+        entry = tl.load(order + batch * order_batch + of_list * entries + at, mask=real, other=0)
+        total += tl.load(
+            grad_score + (batch * heads + head) * entries + entry, mask=real, other=0.0
+        )
+    tl.store(grad + program, tl.sum(total, 0))

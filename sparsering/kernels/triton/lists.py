@@ -1,0 +1,307 @@
+"""Launches the kernels over lists of keys: results merge into those of a layout, or are all.
+
+The host never waits: repeats are found, and entries are sorted by key, on the device.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...dropout import threshold
+from ...layouts.lists import Coordinates, Lists
+from ...numerics import power_of_2
+from ...rows import first_in_row
+from ...streams import moved
+from ..problem import Problem
+from .configs import Config, generation
+from .launch import Launch, kept, kind_of, launch, padded, precision, strides
+
+MOST_LIST_DIM = 576
+_FIRST = 512  # numbers of a row before its rest (list_kernels.py)
+_SPLITS, _COUNT = 16, 256  # of the pairs of a distance, and numbers that a program adds at a time
+_PAIRS_OF_KEY = 4096  # numbers of queries in the registers of a program that sums dK
+
+
+class Listed(NamedTuple):
+    """Lists on the device of a call, as kernels read them."""
+
+    keys: Tensor  # int32 [B or 1, tables, Nq, n], -1: none; no repeats
+    place: Tensor | None  # int32 like `keys`, if the call has a slot bias
+    coordinates: Coordinates | None
+    branch: int
+    heads: int  # lists that are read apart: those of tables, or of kv heads
+
+
+def on_device(problem: Problem, lists: Lists) -> Listed:
+    """Moves lists to the device of a call; a repeated key of a query becomes -1."""
+    device, at = problem.query.device, lists.coordinates
+    keys = moved(lists.keys, device)
+    keys = torch.where(first_in_row(keys, problem.key.shape[2]), keys, -1).contiguous()
+    place = None
+    if problem.block_bias is not None:
+        assert lists.place is not None
+        place = moved(lists.place, device).contiguous()
+    if at is not None:
+        at = Coordinates(*(moved(x, device).contiguous() for x in at))
+    return Listed(
+        keys=keys,
+        place=place,
+        coordinates=at,
+        branch=lists.branch,
+        heads=max(keys.shape[1], problem.key.shape[1]),
+    )
+
+
+def attend_lists(problem: Problem, listed: Listed, fresh: bool, out: Tensor, lse: Tensor) -> None:
+    """Merges the attention over lists into `out` [B, Hq, Nq, Dv] and `lse`, both contiguous.
+
+    If `fresh`, it writes all of `out`, and `lse` is -inf or has the sinks; else `out` is float32.
+    """
+    from .list_kernels import list_forward_kernel
+
+    tensors = {**_tensors(problem, listed), "out": out, "lse": lse}
+
+    def build() -> list[Launch]:
+        config, fixed = _config(problem, listed), _fixed(problem, listed)
+        fixed |= {
+            **strides(q=problem.query, k=problem.key, v=problem.value),
+            "RUNNING": not fresh,
+            "SINK": problem.sink is not None,
+            **_shape(problem, listed, config),
+        }
+        programs = fixed["parts"] * listed.heads * len(problem.query) * problem.query.shape[2]
+        return [Launch(list_forward_kernel, programs, config, fixed)]
+
+    kind = "forward", fresh, problem.sink is None, *_kind(problem, listed, out)
+    launch(
+        kept(kind, build, out.device),
+        tensors | _numbers(problem, listed),
+        out.device,
+    )
+
+
+class ListGradients(NamedTuple):
+    """Where the gradients of lists go; `running` adds to what is there, in float32."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    running: bool
+
+
+def add_gradients(
+    problem: Problem,
+    listed: Listed,
+    grad_out: Tensor,
+    rows: tuple[Tensor, Tensor],
+    to: ListGradients,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Writes dQ, dK and dV of lists; returns those of the slot bias and the distance bias.
+
+    `rows` are delta and lse [B, Hq, Nq] (+inf for rows without keys). The gradient of the distance
+    bias is float32 [B, Hq, 2R + 1].
+    """
+    from .list_kernels import list_key_kernel, list_query_kernel
+
+    query, key, bias = problem.query, problem.key, problem.block_bias
+    delta, row_lse = rows
+    learns = problem.distance_bias is not None and problem.learns_distances
+    slots = listed.keys.shape[3]
+    of_pairs = (*query.shape[:3], slots)
+    grad_bias = None if bias is None else bias.new_zeros(of_pairs, dtype=torch.float32)
+    grad_score = query.new_empty(of_pairs, dtype=torch.float32) if learns else None
+    order, start = _sorted_by(listed.keys, key.shape[2])
+    tensors = {
+        **_tensors(problem, listed), "grad_out": grad_out, "delta": delta, "row_lse": row_lse,
+        "grad_query": to.query, "grad_key": to.key, "grad_value": to.value,
+        "grad_bias": row_lse if grad_bias is None else grad_bias,
+        "grad_score": row_lse if grad_score is None else grad_score,
+        "order": order, "start": start,
+    }  # fmt: skip
+
+    def build() -> list[Launch]:
+        config, fixed = _config(problem, listed), _fixed(problem, listed)
+        fixed |= {
+            **strides(q=query, k=key, v=problem.value, g=grad_out),
+            "row_head": delta.stride(1), "RUNNING": to.running, "LEARNS_DISTANCES": learns,
+        }  # fmt: skip
+        by_query = fixed | _shape(problem, listed, config)
+        programs = by_query["parts"] * listed.heads * len(query) * query.shape[2]
+        width = max(padded(query), padded(problem.value))
+        of_key = Config(rows=max(1, min(32, _PAIRS_OF_KEY // width)), streamed=0, warps=4, stages=2)
+        by_key = fixed | {"ROWS": of_key.rows}
+        return [
+            Launch(list_query_kernel, programs, config, by_query),
+            Launch(list_key_kernel, len(key) * key.shape[1] * key.shape[2], of_key, by_key),
+        ]
+
+    kind = "backward", to.running, learns, key.shape[2], *_kind(problem, listed, to.query, grad_out)
+    several = len(listed.keys) > 1
+    numbers = {
+        "order_batch": order.stride(0) if several else 0,
+        "start_batch": start.stride(0) if several else 0,
+        **_numbers(problem, listed),
+    }
+    launch(kept(kind, build, query.device), tensors | numbers, query.device)
+    return grad_bias, None if grad_score is None else _by_distance(problem, listed, grad_score)
+
+
+def _by_distance(problem: Problem, listed: Listed, grad_score: Tensor) -> Tensor:
+    """Sums dS [B, Hq, Nq, n] over the pairs of each distance: float32 [B, Hq, 2R + 1]."""
+    from .list_kernels import list_distance_kernel
+
+    table = problem.distance_bias
+    assert table is not None
+    heads, size, at = problem.query.shape[1], table.shape[2], listed.coordinates
+    keys = listed.keys.repeat_interleave(listed.heads // listed.keys.shape[1], 1).long()
+    if at is None:
+        first = problem.layout.frame.q_start
+        query = torch.arange(first, first + keys.shape[2], device=keys.device)[:, None]
+        depth = keys
+    else:
+        query = at.query[:, 1, None, :, None]
+        of_head = at.key[:, 1].repeat_interleave(listed.heads // at.key.shape[2], 1)
+        of_head = of_head.expand(max(len(of_head), len(keys)), -1, -1)
+        at_key = keys.clamp(min=0).flatten(2).expand(len(of_head), -1, -1)
+        depth = of_head.gather(2, at_key).unflatten(2, keys.shape[2:])
+    distance = (depth - query).clamp(-(size // 2), size // 2) + size // 2
+    distance = torch.where(keys >= 0, distance, -1)
+    order, start = _sorted_by(distance.int(), size)
+    new = grad_score.new_empty(len(problem.query), heads, size, _SPLITS)
+    named = {
+        "order_batch": order.stride(0) if len(order) > 1 else 0,
+        "start_batch": start.stride(0) if len(order) > 1 else 0,
+        "entries": order.shape[2], "lists": listed.heads, "heads": heads, "size": size,
+        "splits": _SPLITS, "COUNT": _COUNT,
+    }  # fmt: skip
+    sums = Launch(list_distance_kernel, new.numel(), None, named)
+    launch(
+        [sums],
+        {"grad_score": grad_score, "order": order, "start": start, "grad": new},
+        grad_score.device,
+    )
+    return new.sum(3)
+
+
+def _sorted_by(numbers: Tensor, stop: int) -> tuple[Tensor, Tensor]:
+    """Sorts the entries of lists [B or 1, T, Nq, n] by a number below `stop`; -1 counts as none.
+
+    Returns: order, int64 [B or 1, T, Nq * n], indices of entries, those of equal numbers rising;
+        start, int64 [B or 1, T, stop + 1], where the entries of each number begin in it.
+    """
+    ordered, order = numbers.flatten(2).sort(dim=2, stable=True)
+    each = torch.arange(stop + 1, dtype=ordered.dtype, device=ordered.device)
+    each = each.expand(*ordered.shape[:2], -1).contiguous()
+    return order, torch.searchsorted(ordered, each)
+
+
+def _tensors(problem: Problem, listed: Listed) -> dict[str, Tensor]:
+    """Returns the tensors that all kernels of lists read; placeholders for those not in use."""
+    at, seed, table = listed.coordinates, problem.dropout_seed, problem.distance_bias
+    optional = {
+        "place": listed.place,
+        "bias": problem.block_bias,
+        "distance_bias": table,
+        "seed": None if seed is None else seed.contiguous(),
+        "of_query": None if at is None else at.query,
+        "of_key": None if at is None else at.key,
+    }
+    given = {name: listed.keys if x is None else x for name, x in optional.items()}
+    inputs = {"query": problem.query, "key": problem.key, "value": problem.value}
+    return {**inputs, "keys": listed.keys, **given}
+
+
+def _numbers(problem: Problem, listed: Listed) -> dict[str, int]:
+    """Returns the lengths of a call, for which no launch is prepared anew."""
+    return {
+        "q_start": problem.layout.frame.q_start, "q_len": problem.query.shape[2],
+        "kv_len": problem.key.shape[2], "slots": listed.keys.shape[3],
+        **_batches(problem, listed),
+    }  # fmt: skip
+
+
+def _batches(problem: Problem, listed: Listed) -> dict[str, int]:
+    """Returns the strides of batch entries, 0 where all share one table."""
+    at, seed = listed.coordinates, problem.dropout_seed
+    return {
+        "keys_batch": listed.keys.stride(0) if len(listed.keys) > 1 else 0,
+        "query_batch": at.query.stride(0) if at is not None and len(at.query) > 1 else 0,
+        "key_batch": at.key.stride(0) if at is not None and len(at.key) > 1 else 0,
+        "seed_batch": 0 if seed is None else seed.shape[1],
+    }
+
+
+def _fixed(problem: Problem, listed: Listed) -> dict[str, Any]:
+    """Returns the arguments that are equal for calls of one kind."""
+    query, value, table = problem.query, problem.value, problem.distance_bias
+    at, dropped = listed.coordinates, problem.dropout_p or 0.0
+    wide = query.shape[3] > _FIRST
+    return {
+        "HEAD_DIM": query.shape[3], "PADDED_DIM": _FIRST if wide else padded(query),
+        "REST": max(16, power_of_2(query.shape[3] - _FIRST)) if wide else 0,
+        "VALUE_DIM": value.shape[3], "PADDED_VALUE_DIM": padded(value),
+        "key_heads": 1 if at is None else at.key.shape[2], "PLACED": at is not None,
+        "distance_batch": 0 if table is None else table.stride(0),
+        "distance_head": 0 if table is None else table.stride(1),
+        "lists": listed.heads, "heads": query.shape[1], "kv_heads": problem.key.shape[1],
+        "tables": listed.keys.shape[1],
+        "reach": 0 if table is None else table.shape[2] // 2, "DISTANCES": table is not None,
+        "branch": listed.branch, "DROPPING": bool(dropped), "least": threshold(dropped),
+        "kept_scale": 1 / (1 - dropped), "scale": problem.scale,
+        "CAPPED": problem.softcap is not None, "cap": problem.softcap or 1.0,
+        "BIASED": problem.block_bias is not None, "PRECISION": precision(query.dtype),
+    }  # fmt: skip
+
+
+def _shape(problem: Problem, listed: Listed, config: Config) -> dict[str, int]:
+    group = problem.query.shape[1] // listed.heads
+    return {
+        "ROWS": config.rows, "KEYS": config.streamed, "STAGES": config.stages,
+        "parts": -(-group // config.rows),
+    }  # fmt: skip
+
+
+def _kind(problem: Problem, listed: Listed, *results: Tensor) -> tuple[Any, ...]:
+    """Returns what the launches of lists depend on: no length, and no value of a tensor."""
+    at, extras = listed.coordinates, (problem.block_bias, problem.distance_bias)
+    return (
+        "lists", problem.query.device, problem.query.shape[2], listed.heads, listed.keys.shape[1],
+        _most_keys(listed), listed.branch, problem.scale, problem.softcap, problem.dropout_p,
+        None if at is None else at.key.shape[2],
+        *((x is None, x is not None and (x.shape[2], x.stride())) for x in extras),
+        precision(problem.query.dtype), problem.key.shape[:2], problem.key.shape[3],
+        problem.value.shape[3], *(x[1:] for x in kind_of(problem.key, problem.value)),
+        *kind_of(problem.query, *results),
+    )  # fmt: skip
+
+
+def _most_keys(listed: Listed) -> int:
+    """Returns the width of the longest lists, for a config: 16, 32 or 64."""
+    return min(64, max(16, power_of_2(listed.keys.shape[3])))
+
+
+def _config(problem: Problem, listed: Listed) -> Config:
+    """Chooses rows (heads), keys of a step, warps and stages; by registers, not by timings."""
+    group = problem.query.shape[1] // listed.heads
+    width = max(problem.query.shape[3], problem.value.shape[3])
+    single = problem.query.dtype == torch.float32
+    size = sum(width > most for most in (64, 128, 256))
+    if single:
+        rows, keys, warps, stages = (
+            (32, 32, 4, 2),
+            (32, 32, 4, 2),
+            (16, 16, 4, 2),
+            (16, 16, 8, 2),
+        )[size]
+    else:
+        rows, keys, warps, stages = (
+            (64, 64, 4, 3),
+            (64, 64, 8, 2),
+            (32, 32, 4, 2),
+            (32, 32, 8, 2),
+        )[size]
+    if not single and size == 3 and generation(problem.query.device) == 80:
+        keys = 16
+    rows = min(rows, max(16, power_of_2(group)))
+    return Config(rows=rows, streamed=min(keys, _most_keys(listed)), warps=warps, stages=stages)
