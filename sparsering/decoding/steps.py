@@ -121,7 +121,8 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
         for number, branch in enumerate(state.pattern.branches):
             for grid, term in disjoint_terms(branch, size):  # in the passes of whole sequences
                 segments = partial(grid.segment_of, block_size=size)
-                p = page_over(number, term, positions, live[number], *rest, segments)
+                boundary = 0 if held.are_even else held.columns(block)
+                p = page_over(number, term, positions, live[number], *rest, segments, boundary)
                 passes.append(held.placed(p, block))
         frame = Frame(
             q_len=page_size,

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -20,6 +21,7 @@ from .layout import BlockLayout, Pass, if_several
 from .lower import native_page
 from .tiles import Spans
 
+_MOST_TILES = 1.3  # more tiles of segments than of whole blocks cost more than they save
 _MOST_CELLS = 1 << 21  # (query, key) pairs evaluated at a time, to bound memory
 
 
@@ -33,6 +35,7 @@ def page_over(
     queries: int,
     block_size: int,
     segments: Callable[[Tensor], Tensor] | None = None,
+    boundary: int = 0,
 ) -> Pass:
     """Builds the pass of one mask of a mixture, for one tile of queries and keys in any order.
 
@@ -43,6 +46,8 @@ def page_over(
         starts: [B or 1] position of the first query.
         queries: number of queries, at most `block_size`.
         segments: returns the segment (`Pass.segments`) of keys, given their positions; default one.
+            Tiles end where the segment of the first row's keys changes, if this makes few more.
+        boundary: slot at which a tile begins, 0 for any.
 
     Cost: O(queries keys) for each head and batch entry that differs in keys or mask.
     """
@@ -59,6 +64,13 @@ def page_over(
         keys.expand(every, -1, -1).flatten(0, 1),
         starts.expand(every),
     )  # [B * heads, keys]
+    of_keys = None
+    if segments is not None:
+        of_keys = torch.where(keys >= 0, segments(keys.clamp(min=0)), -1).int()
+    start, stop = _cut(None if of_keys is None else of_keys[:1], num_keys, block_size, boundary)
+    # behind its last key a tile repeats it: bits there have no meaning, and the tile may be full
+    slots = (start[:, None] + torch.arange(block_size)).minimum(stop[:, None] - 1).flatten()
+    keys = keys[:, slots]
     numbers = [head * (frame.num_heads // heads) for head in range(heads)]
     numbers = numbers[:1] if tables == 1 and not batches else numbers
     masks = [branch.at(b, h, frame) for b in range(batches or 1) for h in numbers]
@@ -66,21 +78,20 @@ def page_over(
     *table, bitmaps = native_page(*rows) or _page_in_torch(*rows)
     # [B, heads, 2], [B, heads, visited], [B, heads, visited]
     row_ptr, key_tile, bitmap = (x.view(every, heads, x.shape[1]) for x in table)
-    start = torch.arange(0, num_keys, block_size)[None]
     segment = none = torch.zeros(0, dtype=torch.int32)
-    if segments is not None and num_keys:
-        of_keys = torch.where(keys >= 0, segments(keys.clamp(min=0)), -1).int()
-        column, segment, cut = _in_segments(of_keys, row_ptr, key_tile, bitmap, bitmaps)
+    if of_keys is not None and num_keys:
+        cut = row_ptr, key_tile, bitmap, bitmaps
+        column, segment, cut = _in_segments(of_keys[:, slots], *cut)
         row_ptr, key_tile, bitmap, bitmaps = cut
-        start = start[:, column]
+        start, stop = start[column], stop[column]
     longest = key_tile.shape[2]
     zero = torch.zeros(1, 1, dtype=torch.int64)
     return Pass(
         step=1,
         query_start=zero,
         query_stop=zero + queries,
-        key_start=start,
-        key_stop=(start + block_size).clamp(max=num_keys),
+        key_start=start[None],
+        key_stop=stop[None],
         row_ptr=row_ptr,
         key_tile=key_tile,
         bitmap=bitmap,
@@ -91,6 +102,27 @@ def page_over(
         query_segment=none,
         key_segment=if_several(segment),
     )
+
+
+def _cut(
+    of_keys: Tensor | None, num_keys: int, block_size: int, boundary: int
+) -> tuple[Tensor, Tensor]:
+    """Cuts slots into tiles: returns the first slot of each, and the one behind its last.
+
+    Args:
+        of_keys: [0 or 1, keys] segment of each key, -1 for no key; None if there is one segment.
+        boundary: slot at which a tile begins.
+    """
+    edges = [0, boundary, num_keys] if 0 < boundary < num_keys else [0, num_keys]
+    if of_keys is not None and len(of_keys):
+        real = torch.nonzero(of_keys[0] >= 0)[:, 0]
+        of_real = of_keys[0, real]
+        finer = sorted({*edges, *real[1:][of_real[1:] != of_real[:-1]].tolist()})
+        tiles = sum(-(-(b - a) // block_size) for a, b in pairwise(finer))
+        edges = finer if tiles <= _MOST_TILES * -(-num_keys // block_size) + 1 else edges
+    first = [x for a, b in pairwise(edges) for x in range(a, b, block_size)]
+    last = [min(x + block_size, b) for a, b in pairwise(edges) for x in range(a, b, block_size)]
+    return torch.tensor(first, dtype=torch.int64), torch.tensor(last, dtype=torch.int64)
 
 
 def _in_segments(

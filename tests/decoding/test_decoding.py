@@ -412,3 +412,18 @@ def test_many_branches_keep_what_each_of_them_visits():
     pattern, x = sr.Mixture(tuple(branches)), drawn()
     cache = cache_of(pattern, page_size=16)
     assert_close(attend(cache, x, [40] + [1] * 35), whole(pattern, x), 1e-12)
+
+
+def test_tiles_of_a_page_end_where_segments_end():
+    """Of a window of 2,048 keys, bitmaps cut the first tiles and the page's, not one a segment."""
+    cache = sr.KVCache(sr.Causal() & sr.SlidingWindow(2047), 1, 2, 16)
+    query, key, value = torch.randn(3, 1, 2, 3001, 16)
+    cache.attend(*(x[:, :, :3000] for x in (query, key, value)))
+    out = cache.attend(*(x[:, :, 3000:] for x in (query, key, value)))
+    (p,) = next(iter(cache._state.page.layouts.values())).passes
+    tokens = (p.key_stop - p.key_start)[0]
+    assert int(tokens.sum()) == 2047 + 128
+    assert len(tokens) <= 20
+    assert int((p.bitmap >= 0).sum()) <= 4
+    whole = sr.attention(query, key, value, cache.pattern)[:, :, 3000:]
+    torch.testing.assert_close(out, whole, rtol=0, atol=2e-6)
