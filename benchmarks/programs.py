@@ -13,14 +13,15 @@ step.
 `ms` is a median of up to three rounds. The shares come from one more run under torch's profiler:
 operators by name, each without those that it calls. `layouts` are operators that compile patterns.
 `python` is the time in which no operator runs: Python, autograd, and what the profiler adds.
-`peak_bytes` are beyond the memory before the call, in this process. `error` is of out, logits or
-loss beside the peer's, where both compute the same.
+`peak_bytes` are of the first run, beyond the memory before it. `error` is of logits, or of the
+gradient of the first matrix, beside the peer's, where both compute the same.
 """
 
 import argparse
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -70,12 +71,23 @@ def shares(call: Callable[[], Any]) -> dict[str, float]:
     return {kind: spent[kind] / total for kind in KINDS}
 
 
-def trained(model: Any, loss_of: Callable[[], Tensor]) -> float:
-    """Runs a training step without an update; returns the loss."""
+def trained(model: Any, loss_of: Callable[[], Tensor]) -> Tensor:
+    """Runs a training step without an update; returns the gradient of the first matrix.
+
+    The loss alone often agrees to its last bit, whatever attention gave.
+    """
     model.zero_grad(set_to_none=True)
-    loss = loss_of()
-    loss.backward()
-    return float(loss.detach())
+    loss_of().backward()
+    found: Tensor = next(x.grad for x in model.parameters() if x.dim() > 1)
+    return found
+
+
+def with_drawn_weights(model: Any) -> Any:
+    """Draws all matrices anew: new blocks are the identity, and would hide what attention gives."""
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+    return model
 
 
 def demo(quick: bool) -> Iterator[tuple[str, Calls]]:
@@ -83,7 +95,7 @@ def demo(quick: bool) -> Iterator[tuple[str, Calls]]:
     length = 256 if quick else 8192
     torch.manual_seed(0)
     pattern = sr.LongNet((length // 16, length // 4, length), (1, 4, 16)) & sr.Causal()
-    model = LongNetLM(pattern, width=128, num_heads=2, num_layers=2)
+    model = with_drawn_weights(LongNetLM(pattern, width=128, num_heads=2, num_layers=2))
     tokens = torch.randint(0, 256, (1, length))
     dense = partial(scaled_dot_product_attention, is_causal=True)
 
@@ -107,7 +119,7 @@ def qwen3(quick: bool) -> Iterator[tuple[str, Calls]]:
     from sparsering.integrations import transformers as hf
 
     hf.register()
-    length, layers = (256, 1) if quick else (16_384, 2)
+    length, layers = (256, 1) if quick else (16_384, 1)
     config = Qwen3Config(
         hidden_size=256,
         intermediate_size=768,
@@ -124,7 +136,8 @@ def qwen3(quick: bool) -> Iterator[tuple[str, Calls]]:
     calls = {}
     for name in (OURS, "sdpa"):
         torch.manual_seed(0)
-        model = Qwen3ForCausalLM._from_config(config, attn_implementation=name).train()
+        # a model writes the name to its config, so each has a copy
+        model = Qwen3ForCausalLM._from_config(deepcopy(config), attn_implementation=name).train()
         loss = lambda model=model: model(tokens, labels=tokens, use_cache=False).loss  # noqa: E731
         calls[name] = partial(trained, model, loss)
     yield f"Qwen3 step, windows of {length // 16}, {length} tokens", calls
@@ -137,8 +150,10 @@ def slides(quick: bool) -> Iterator[tuple[str, Calls]]:
     torch.manual_seed(0)
     pattern = sr.LongNet((1024, 5792, 32_768), (1, 4, 8))
     for count in counts:
-        model = LongNetEncoder(
-            pattern, width=width, num_heads=heads, num_layers=2, checkpoint_layers=True
+        model = with_drawn_weights(
+            LongNetEncoder(
+                pattern, width=width, num_heads=heads, num_layers=2, checkpoint_layers=True
+            )
         )
         tiles = torch.randn(1, count, width)
 
@@ -146,7 +161,7 @@ def slides(quick: bool) -> Iterator[tuple[str, Calls]]:
             with torch.no_grad():
                 return model(tiles, attend=attend)
 
-        def step(attend: Any, model: Any = model, tiles: Tensor = tiles) -> float:
+        def step(attend: Any, model: Any = model, tiles: Tensor = tiles) -> Tensor:
             return trained(model, lambda: model(tiles, attend=attend).square().mean())
 
         ways = {OURS: None} | ({} if count > 20_000 else {"dense SDPA": dense_attention})
@@ -225,7 +240,7 @@ def packed(quick: bool) -> Iterator[tuple[str, Calls]]:
     """Yields steps over packed documents, new in each; peer: SDPA with a mask of all pairs."""
     length = 256 if quick else 4096
     torch.manual_seed(0)
-    model = LongNetLM(sr.Causal(), width=128, num_heads=2, num_layers=2)
+    model = with_drawn_weights(LongNetLM(sr.Causal(), width=128, num_heads=2, num_layers=2))
     tokens = torch.randint(0, 256, (1, length))
     turns = {OURS: 0, "SDPA with a mask": 0}
 
@@ -234,7 +249,7 @@ def packed(quick: bool) -> Iterator[tuple[str, Calls]]:
         cuts = torch.randint(1, length, (9,), generator=generator).unique()
         return torch.cat((cuts, torch.tensor([length])))
 
-    def step(way: str) -> float:
+    def step(way: str) -> Tensor:
         ends = ends_of(turns[way])
         turns[way] += 1
         if way == OURS:
@@ -277,14 +292,16 @@ def rows(name: str, quick: bool, rounds: int) -> list[Row]:
     """Measures one group of programs."""
     found: list[Row] = []
     for title, calls in PROGRAMS[name](quick):
-        results = {way: call() for way, call in calls.items()}
+        results: dict[str, Any] = {}
+        peaks = {}
+        for way, call in calls.items():
+            give_back_freed()
+            peaks[way] = peak_of(lambda way=way, call=call: results.update({way: call()}))
         times = interleaved_times(calls, 1 if quick else rounds, warm=True, seconds=SECONDS)
         peer = next((way for way in calls if way != OURS), None)
         for way, call in calls.items():
             row: Row = {"program": title, "way": way, **spread_of(times[way])}
-            give_back_freed()
-            row["peak_bytes"] = peak_of(call)
-            row |= shares(call)
+            row |= {"peak_bytes": peaks[way], **shares(call)}
             same = peer is not None and way == OURS and name in ("qwen3", "indexed", "packed")
             row["error"] = distance(results[OURS], results[peer]) if same and peer else None
             found.append(row)
