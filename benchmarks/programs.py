@@ -33,7 +33,15 @@ from torch.nn.functional import scaled_dot_product_attention
 import sparsering as sr
 from sparsering.models import LongNetEncoder, LongNetLM
 
-from .measure import Row, give_back_freed, interleaved_times, peak_of, spread_of, write_record
+from .measure import (
+    Row,
+    give_back_freed,
+    interleaved_times,
+    memory,
+    restart_peak,
+    spread_of,
+    write_record,
+)
 
 Calls = Mapping[str, Callable[[], Any]]  # by the name of the way
 OURS = "sparsering"
@@ -288,15 +296,23 @@ def distance(result: Any, other: Any) -> float | None:
     return float((one - two).abs().max() / two.abs().max().clamp(min=1e-30))
 
 
+def first_runs(calls: Calls) -> tuple[dict[str, Any], dict[str, int]]:
+    """Runs each call once; returns the results, and the peak memory of each run."""
+    results: dict[str, Any] = {}
+    peaks = {}
+    for way, call in calls.items():
+        give_back_freed()
+        before = restart_peak()
+        results[way] = call()
+        peaks[way] = memory("VmHWM") - before
+    return results, peaks
+
+
 def rows(name: str, quick: bool, rounds: int) -> list[Row]:
     """Measures one group of programs."""
     found: list[Row] = []
     for title, calls in PROGRAMS[name](quick):
-        results: dict[str, Any] = {}
-        peaks = {}
-        for way, call in calls.items():
-            give_back_freed()
-            peaks[way] = peak_of(lambda way=way, call=call: results.update({way: call()}))
+        results, peaks = first_runs(calls)
         times = interleaved_times(calls, 1 if quick else rounds, warm=True, seconds=SECONDS)
         peer = next((way for way in calls if way != OURS), None)
         for way, call in calls.items():
