@@ -92,7 +92,7 @@ class PerHead(Mask):
         if len(self.patterns) != frame.num_kv_heads:
             raise ValueError(
                 f"PerHead must have a pattern for each of the {frame.num_kv_heads} kv heads, got "
-                f"{len(self.patterns)}"
+                f"{len(self.patterns)}; give as many patterns as there are kv heads"
             )
         super().check(frame)
 
