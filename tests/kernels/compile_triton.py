@@ -84,7 +84,7 @@ def launches(case: dict[str, Any], capability: int) -> list[tuple[Any, Any, dict
 def launches_of_lists(
     case: dict[str, Any], slots: int, inputs: tuple[torch.Tensor, ...], caught: list[Any]
 ) -> list[tuple[Any, Any, dict[str, Any]]]:
-    """Those of lists of `slots` keys, in `tables` lists for the heads, with no tile beside them."""
+    """As `launches`, for lists of `slots` keys in `tables` tables, with no tile beside them."""
     query, key, _ = inputs
     shape = 1, case.get("tables", 1), query.shape[2], slots
     at = None

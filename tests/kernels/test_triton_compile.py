@@ -223,3 +223,39 @@ def test_the_main_shapes_compile_for_amd():
 @pytest.mark.slow
 def test_another_head_dim_is_compiled_for():
     assert len(run("keys", {"head_dim": 64}, {"head_dim": 128})) == 8
+
+
+LIST_KERNELS = {"list_forward_kernel", "list_query_kernel", "list_key_kernel"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_lists_of_keys_spill_no_register_without_extras(capability):
+    """From 8 heads on 2 to the 128 on 1 of cached latents; with all extras 16 bytes."""
+    latents = {"list": 2048, "kv_heads": 1, "head_dim": 576, "value_dim": 512}
+    extras = {"extras": [x for x in EXTRAS if x != "key_mask"], "bias": True, "streams": True}
+    cases = [
+        *({"list": 2048, "heads": 8, "head_dim": width} for width in (64, 128, 256)),
+        {"list": 2048, "heads": 64, "kv_heads": 1},
+        {**latents, "heads": 128},
+        {**latents, "heads": 16, "dtype": "float32"},
+        {"list": 20, "head_dim": 72, "dtype": "float16"},
+        {"list": 64, "head_dim": 64, **extras},
+        {**latents, "heads": 32, **extras},
+    ]
+    made = run(str(capability), *cases)
+    assert {x["kernel"] for x in made} >= {*LIST_KERNELS, "list_distance_kernel"}
+    for x in made:
+        assert x["shared"] <= SHARED_MEMORY[capability], x
+        own = x["kernel"].startswith("list_")
+        assert not own or x["spilled"] <= (16 if "extras" in x["case"] else 0), x
+        if x["kernel"] in LIST_KERNELS - {"list_key_kernel"}:
+            assert x["mma"] + x["wgmma"] + x["tcgen05"] > 0, x
+            assert x["copies"] > 0 or x["case"].get("dtype") == "float32", x
+
+
+def test_lengths_of_lists_are_not_compiled_for():
+    first = {"list": 64, "head_dim": 64, "tokens": 512}
+    others = {**first, "tokens": 511}, {**first, "list": 300}, {**first, "scale": 0.3}
+    names = [x["kernel"] for x in run("keys", first, *others)]
+    assert set(names) == LIST_KERNELS | {"prepare_kernel"} and len(names) == 4

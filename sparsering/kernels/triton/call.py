@@ -122,7 +122,7 @@ def backward(
 
 def _forward_of_lists(problem: Problem) -> tuple[Tensor, Tensor]:
     """Merges the results of lists into those of the layout, in float32."""
-    query, fresh = problem.query, not problem.layout.num_blocks
+    query, fresh = problem.query, not _has_tiles(problem)
     if fresh:  # the first list writes all rows
         dtype = problem.result_dtype if len(problem.lists) == 1 else torch.float32
         out = query.new_empty(*query.shape[:3], problem.value.shape[3], dtype=dtype)
@@ -149,7 +149,7 @@ def _backward_of_lists(
     grad_out = dense_rows(grad_out)
     rows = _prepared(grad_out, grad_lse, out, lse, 1.0)
     dbias = None
-    if fresh := not problem.layout.num_blocks:
+    if fresh := not _has_tiles(problem):
         dtype = problem.result_dtype if len(problem.lists) == 1 else torch.float32
         dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in inputs)
         dtable = (
@@ -175,6 +175,11 @@ def _backward_of_lists(
         distance_bias=None if table is None or dtable is None else dtable.to(table.dtype),
         sink=dsink,
     )
+
+
+def _has_tiles(problem: Problem) -> bool:
+    """True if a layout may visit tiles; from shapes, since their number would be waited for."""
+    return any(p.key_tile.shape[-1] for p in problem.layout.passes)
 
 
 def _for_lists(problem: Problem) -> Problem:

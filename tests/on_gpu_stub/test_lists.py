@@ -1,0 +1,90 @@
+"""A call over lists of single keys: a launch for the forward, three for the backward, no wait."""
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from calls import learnt, rows, steady
+from gpu_stub import capturing, counted, gpu
+from torch import Tensor
+
+import sparsering as sr
+
+FORWARD = Counter(list_forward_kernel=1)
+BACKWARD = Counter(prepare_kernel=1, list_query_kernel=1, list_key_kernel=1)
+
+
+def indices(tokens: int = 512, slots: int = 96, tables: int = 2) -> Tensor:
+    return torch.randint(-1, tokens, (1, tables, tokens, slots), device="cuda")
+
+
+def call_of(
+    tokens: int = 512, *, backward: bool = True, width: int = 64, **options: object
+) -> Callable[[], Tensor]:
+    """A layer's call, with indices as an indexer has just chosen them."""
+    inputs = learnt(*(rows(h, tokens, width) for h in (4, 2, 2)))
+    chosen, grad = indices(tokens), torch.zeros_like(inputs[0])
+
+    def call() -> Tensor:
+        out = sr.attention(*inputs, sr.SelectedBlocks(chosen.clone(), 1) & sr.Causal(), **options)
+        return torch.autograd.grad(out, inputs, grad)[0] if backward else out
+
+    return call
+
+
+@pytest.mark.parametrize("capability", [pytest.param(80, marks=pytest.mark.slow), 90])
+def test_launches_from_indices_to_gradients(capability):
+    with gpu(capability):
+        counts = steady(call_of(backward=False), triton=1, torch=40)
+        assert Counter(x.kernel for x in counts.launches) == FORWARD
+        counts = steady(call_of(), triton=4, torch=80)
+        assert Counter(x.kernel for x in counts.launches) == FORWARD + BACKWARD
+
+
+def test_launches_do_not_grow_with_the_queries(hopper):
+    few, many = (steady(call_of(n), triton=4, torch=80) for n in (256, 2048))
+    assert few.torch == many.torch and few.triton == many.triton
+
+
+def test_a_window_beside_a_list_waits_for_nothing(hopper):
+    inputs, chosen = learnt(rows(4), rows(), rows()), indices()
+    grad, table = torch.zeros_like(inputs[0]), torch.zeros(4, 65, device="cuda").requires_grad_()
+    sink = torch.zeros(4, device="cuda").requires_grad_()
+
+    def call() -> None:
+        chosen_or_near = sr.SelectedBlocks(chosen.clone(), 1) | sr.SlidingWindow(31)
+        out = sr.attention(*inputs, chosen_or_near & sr.Causal(), distance_bias=table, sink=sink)
+        torch.autograd.grad(out, [*inputs, table, sink], grad)
+
+    counts = steady(call, triton=13, torch=200)
+    used = Counter(x.kernel for x in counts.launches)
+    assert used["list_forward_kernel"] == used["list_key_kernel"] == 1
+    assert used["list_distance_kernel"] == 1
+
+
+def test_another_number_of_queries_keys_or_slots_compiles_nothing(hopper):
+    call_of(512)()
+    with counted() as counts:
+        for tokens in (300, 700):
+            call_of(tokens)()
+    assert counts.triton == 8 and not counts.compiles and not counts.syncs, counts
+
+
+def test_heads_as_wide_as_latents(hopper):
+    query, key = learnt(rows(16, 128, 576), rows(1, 128, 576))
+    chosen, grad = indices(128, 64, 1), torch.zeros(1, 16, 128, 512, device="cuda").bfloat16()
+
+    def call() -> None:
+        pattern = sr.SelectedBlocks(chosen.clone(), 1) & sr.Causal()
+        torch.autograd.grad(sr.attention(query, key, key[..., :512], pattern), [query, key], grad)
+
+    steady(call, triton=4, torch=90)
+
+
+def test_a_call_can_be_captured(hopper):
+    call = call_of()
+    call()
+    with capturing() as capture:
+        call()
+    assert not capture.surviving()
