@@ -122,8 +122,11 @@ class HeldRows:
         result = HeldRows(_new(like, batch, counts, page, width), counts, page)
         on_cpu = like.device.type == "cpu"
         if not on_cpu and self.are_even and result.are_even:  # few launches for all heads
-            source = self.rows[:, :, : self.num_slots - self.page_size + count]
-            source = source if new is None else torch.cat((source, new), 2)
+            source = new  # rows of an empty cache have no batch entries to join others to
+            if self.num_slots:
+                source = self.rows[:, :, : self.num_slots - self.page_size + count]
+                source = source if new is None else torch.cat((source, new), 2)
+            assert source is not None
             _gather(source, moved(slots, like.device), result.rows, most)
             return result
         for head, (source, to) in enumerate(zip(sources, result.heads(), strict=True)):
