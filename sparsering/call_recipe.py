@@ -136,8 +136,9 @@ def _kind(
         in_use = tuple(name for name, x in extras.items() if x is not None and name != unused)
     interpreted = (choices[0] == "triton" or tensors[4].type != "cpu") and interpreting()
     # each call looks up the layout of a pattern with tensors; its type alone changes the recipe
-    of_lists = has_lists(pattern), is_only_lists(pattern)
-    pattern_key = (type(pattern), *of_lists) if pattern.tensors else pattern
+    pattern_key: object = pattern
+    if pattern.tensors:
+        pattern_key = type(pattern), has_lists(pattern), is_only_lists(pattern)
     # `types` tells 1 from True
     return tensors, pattern_key, choices, types, in_use, interpreted, in_cache
 

@@ -140,12 +140,19 @@ def split(pattern: Pattern) -> tuple[Pattern, tuple[tuple[Source, ...], ...]]:
 
 
 def is_only_lists(pattern: Pattern) -> bool:
-    """True if sources list all pairs of a pattern, so that a call has no tiles beside them."""
-    if not has_lists(pattern):
-        return False
-    with suppress(NotImplementedError):  # lists inside masks that only other backends compute
-        return all(map(_is_nothing, split(pattern)[0].branches))
-    return False
+    """True if sources list all pairs of a pattern: `split` leaves nothing for tiles."""
+    return all(map(_is_listed, pattern.branches))
+
+
+def _is_listed(mask: Mask) -> bool:
+    """True if `_split` finds no tiles in a mask; in plain steps, which torch.compile follows."""
+    if not has_lists(mask) or isinstance(mask, SelectedBlocks):
+        return has_lists(mask)
+    if isinstance(mask, Or):
+        return all(map(_is_listed, mask.masks))
+    if isinstance(mask, And):
+        return any(map(_is_listed, mask.masks))
+    return isinstance(mask, Packed | Varlen | Tree) and all(map(_is_listed, mask.pattern.branches))
 
 
 _NOTHING = GlobalTokens(0)

@@ -14,7 +14,7 @@ from oracles.listed import CHOSEN, INNER, JOINS, LISTED, WINDOW, WITHOUT_DISTANC
 import sparsering as sr
 from sparsering.dispatch import is_default
 from sparsering.layouts.compile import build_layout
-from sparsering.layouts.lists import lists_of, split
+from sparsering.layouts.lists import is_only_lists, lists_of, split
 from sparsering.patterns.algebra import Frame
 from sparsering.patterns.selected import has_lists
 from sparsering.selection import block_mass
@@ -206,6 +206,12 @@ def test_lists_alone_run_in_triton_with_heads_as_wide_as_latents():
         out = sr.attention(*call, backend="triton")
         exact = sr.attention(*(y.double() for y in call[:3]), pattern, backend="reference")
         assert_close(out.double(), exact, 5e-6)
+
+
+@pytest.mark.parametrize("name", JOINS)
+def test_joins_that_are_only_lists_leave_nothing_for_tiles(name):
+    branches = split(JOINS[name])[0].branches
+    assert is_only_lists(JOINS[name]) == all(branch == sr.GlobalTokens(0) for branch in branches)
 
 
 def listed(batch: int) -> sr.SelectedBlocks:
