@@ -96,10 +96,10 @@ def select_blocks(
             block_size=block_size,
         )
         return chosen.view(*outer, rows, k)
-    current = current_blocks(first_row, rows, query_block, block_size)
+    current = current_blocks(first_row, rows, query_block, block_size, scores.device)
     best = partial(_best_blocks, k=k, top_p=top_p, sink=sink, local=local, causal=causal)
     if scores.device.type != "cpu" or torch.compiler.is_compiling() or not scores.numel():
-        chosen = best(scores, current.to(scores.device))
+        chosen = best(scores, current)
     else:
         step = max(1, _AT_A_TIME // (blocks * len(scores)))
         parts = zip(scores.split(step, 1), current.split(step), strict=True)

@@ -69,6 +69,13 @@ def checked_blocks(query_block: int, block_size: int) -> tuple[int, int]:
     return query_block, block_size
 
 
-def current_blocks(first_row: int, rows: int, query_block: int, block_size: int) -> Tensor:
-    """Returns the key block at the position of each row's queries: int64 [rows] on the CPU."""
-    return (torch.arange(rows) + first_row) * query_block // block_size
+def current_blocks(
+    first_row: int,
+    rows: int,
+    query_block: int,
+    block_size: int,
+    device: torch.device | None = None,
+) -> Tensor:
+    """Returns the key block at the position of each row's queries: int64 [rows], default CPU."""
+    row = torch.arange(rows, device="cpu" if device is None else device)
+    return (row + first_row) * query_block // block_size

@@ -19,6 +19,7 @@ from .estimates import NEVER, BlockEstimate, checked_method
 from .query_rows import Span, checked_blocks, num_rows, spans
 
 _AT_A_TIME = 1 << 22  # logits computed at a time where no fused kernel runs
+_TIMES_ON_DEVICE = 16  # so many times as many on a GPU, where each part costs launches
 _MANY = 64  # with fewer queries the C++ kernel is slower than torch, because it copies the keys
 
 
@@ -144,7 +145,7 @@ def _write(
 ) -> None:
     """Writes the scores of one range of queries into `out` with torch, in pieces to save memory."""
     group = query.shape[2]
-    step = max(1, _AT_A_TIME // (span.width * group * estimate.slots * estimate.num_blocks))
+    step = max(1, _room(estimate) // (span.width * group * estimate.slots * estimate.num_blocks))
     for first in range(0, len(query), step):
         entries, row = slice(first, first + step), 0
         feature, keys = estimate.feature[entries], estimate.keys[entries]
@@ -184,9 +185,14 @@ def _write_by_kernel(
     return not underflow
 
 
+def _room(estimate: BlockEstimate) -> int:
+    """Returns how many logits are computed at a time."""
+    return _AT_A_TIME * (1 if estimate.keys.device.type == "cpu" else _TIMES_ON_DEVICE)
+
+
 def _cut(span: Span, heads: int, estimate: BlockEstimate, causal: bool) -> Iterator[Span]:
     """Cuts a range of queries at block boundaries, into parts of about _AT_A_TIME logits."""
-    room, blocks = _AT_A_TIME // (heads * span.width * estimate.slots), estimate.num_blocks
+    room, blocks = _room(estimate) // (heads * span.width * estimate.slots), estimate.num_blocks
     done = 0
     while done < span.blocks:
         block = span.block + done

@@ -1,6 +1,7 @@
 """A step over selected blocks: four launches from scores to the tables of all three kernels."""
 
 from collections import Counter
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -238,3 +239,34 @@ def test_a_growing_cache_compiles_its_choice_twice_at_most(hopper):
             select_blocks(scores, 4, block_size=64, query_block=1, q_start=tokens - 1)
         ranks_compiled += [x for x in counts.compiles if "rank" in str(x)]
     assert len(ranks_compiled) <= 2, ranks_compiled
+
+
+def test_a_choice_by_top_p_waits_for_nothing(hopper):
+    scores = torch.randn(1, 2, 512, 8, device="cuda")
+    counts = steady_without_triton(lambda: select_blocks(scores, 4, block_size=64, top_p=0.9))
+    assert not counts.transfers
+
+
+def test_launches_of_block_scores_do_not_grow_with_the_square_of_the_length(hopper):
+    counts = []
+    for tokens in (1024, 4096):
+        query, key = rows(8, tokens), rows(2, tokens)
+        counts.append(steady_without_triton(lambda q=query, k=key: block_scores(q, k, 64)))
+    assert counts[1].torch == counts[0].torch <= 120
+
+
+def steady_without_triton(call: Callable[[], object]) -> Counts:
+    """Counts a call that launches operators of torch alone, after one like it."""
+    call()
+    with counted() as counts:
+        call()
+    assert not counts.syncs, counts
+    return counts
+
+
+def test_the_oldest_launches_are_dropped_and_no_others(hopper, monkeypatch):
+    monkeypatch.setattr(launch, "_MOST_KINDS", 3)
+    kept: dict[str, list[str]] = {}
+    for kind in "abcd":
+        launch.kept(kind, lambda kind=kind: [kind], hopper, kept)
+    assert list(kept) == ["b", "c", "d"]

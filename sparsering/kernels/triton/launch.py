@@ -72,7 +72,8 @@ def kept(kind: Any, build: Callable[[], Any], device: torch.device, own: Any = _
     if (found := own.get(kind)) is not None or capturing(device):
         return found or build()  # in a capture, tables have no values until the replay
     if len(own) >= _MOST_KINDS:
-        own.clear()
+        for oldest in list(own)[:1]:
+            own.pop(oldest, None)  # no KeyError if another thread removed it
     return own.setdefault(kind, build())
 
 
