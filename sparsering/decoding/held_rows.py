@@ -6,8 +6,7 @@ Layouts over them (`gathered_keys.page_over`) know where each head's rows begin.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,6 +27,22 @@ class HeldRows:
     rows: Tensor  # [B, Hkv, slots, width], or of unlike heads [B, 1, slots of all heads, width]
     older: tuple[int, ...]  # of each kv head, the rows before its page
     page_size: int
+    # numbers that each step of decoding reads
+    num_slots: int = field(init=False)  # of a head, or of all unlike heads; 0 before the first key
+    are_even: bool = field(init=False)  # whether all heads hold equally many rows
+    firsts: tuple[int, ...] = field(init=False)  # first slot of each head's page; one if even
+    memo: dict[str, Tensor] = field(default_factory=dict, init=False)  # `firsts` on the device
+
+    def __post_init__(self) -> None:
+        even = self.rows.shape[1] == len(self.older)
+        ends = itertools.accumulate(n + self.page_size for n in self.older)
+        firsts = self.older[:1] if even else tuple(end - self.page_size for end in ends)
+        for name, value in (
+            ("num_slots", self.rows.shape[2]),
+            ("are_even", even),
+            ("firsts", firsts),
+        ):
+            object.__setattr__(self, name, value)
 
     @classmethod
     def empty(cls) -> "HeldRows":
@@ -39,24 +54,6 @@ class HeldRows:
         """Returns zeros of the dtype, device, width and page of others."""
         kept, page, width = tuple(older), like.page_size, like.rows.shape[3]
         return cls(_new(like.rows, batch, kept, page, width).zero_(), kept, page)
-
-    @property
-    def num_slots(self) -> int:
-        """Number of slots of a head, or of all heads if they are unlike; 0 before the first key."""
-        return self.rows.shape[2]
-
-    @property
-    def are_even(self) -> bool:
-        """Whether all heads hold equally many rows."""
-        return self.rows.shape[1] == len(self.older)
-
-    @cached_property
-    def firsts(self) -> tuple[int, ...]:
-        """First slot of the page of each head; one number if it is the same one for all."""
-        if self.are_even:
-            return self.older[:1]
-        ends = itertools.accumulate(n + self.page_size for n in self.older)
-        return tuple(end - self.page_size for end in ends)
 
     @property
     def by_head(self) -> Tensor:
@@ -76,8 +73,16 @@ class HeldRows:
         if self.are_even:
             self.rows.narrow(2, self.older[0] + first, n).copy_(new)
             return
-        for head, begin in enumerate(self.firsts):
-            self.rows[:, 0].narrow(1, begin + first, n).copy_(new[:, head])
+        if self.rows.device.type == "cpu":
+            for head, begin in enumerate(self.firsts):
+                self.rows[:, 0].narrow(1, begin + first, n).copy_(new[:, head])
+            return
+        if (begins := self.memo.get("firsts")) is None:  # few launches, as in `_gather`
+            begins = self.memo["firsts"] = moved(torch.tensor(self.firsts), self.rows.device)
+        slots = begins + first
+        if n > 1:
+            slots = (slots[:, None] + torch.arange(n, device=slots.device)).flatten()
+        self.rows[:, 0].index_copy_(1, slots, new.flatten(1, 2))
 
     def clear(self, first: int, stop: int) -> None:
         """Zeroes slots of the page."""
@@ -102,46 +107,56 @@ class HeldRows:
             new: rows [B, Hkv, n, width] behind those of the page, or None.
             page: slots of the new page.
         """
-        most = int((slots >= 0).sum(2).max()) if slots.numel() else 0
         counts = (0,) * slots.shape[1]
         if len(slots):
             counts = tuple((slots >= 0).sum(2).amax(0).tolist())
-        if self.num_slots:
-            used = self.in_use(count)
-            sources = (
-                used
-                if new is None
-                else [torch.cat((x, new[:, head]), 1) for head, x in enumerate(used)]
-            )
-        else:
-            assert new is not None
-            sources = list(new.unbind(1))
-        widest = max(self.older, default=0)
-        like = sources[0] if new is None else new
+        like = self.rows if new is None else new
         batch, width = len(like), like.shape[-1]
         result = HeldRows(_new(like, batch, counts, page, width), counts, page)
-        on_cpu = like.device.type == "cpu"
-        if not on_cpu and self.are_even and result.are_even:  # few launches for all heads
-            source = new  # rows of an empty cache have no batch entries to join others to
-            if self.num_slots:
-                source = self.rows[:, :, : self.num_slots - self.page_size + count]
-                source = source if new is None else torch.cat((source, new), 2)
-            assert source is not None
-            _gather(source, moved(slots, like.device), result.rows, most)
+        if like.device.type != "cpu":
+            self._gather(slots, count, new, result)
             return result
-        for head, (source, to) in enumerate(zip(sources, result.heads(), strict=True)):
-            own, n = slots[:, head], counts[head]
-            older = self.older[head] if self.older else 0
-            own = torch.where(own >= widest, own - (widest - older), own)
-            if on_cpu:
-                for entry in range(batch):
-                    places = own[entry if len(own) > 1 else 0]
-                    places = places[: int((places >= 0).sum())]
-                    torch.index_select(source[entry], 0, places, out=to[entry, : len(places)])
-                    to[entry, len(places) :] = 0
-            else:
-                _gather(source, moved(own[:, :n], like.device), to, n)
+        used = self.in_use(count) if self.num_slots else [None] * len(counts)
+        for head, (older, to) in enumerate(zip(used, result.heads(), strict=True)):
+            parts = [x for x in (older, None if new is None else new[:, head]) if x is not None]
+            source = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+            own = self._within(slots[:, head], head)
+            for entry in range(batch):
+                places = own[entry if len(own) > 1 else 0]
+                places = places[: int((places >= 0).sum())]
+                torch.index_select(source[entry], 0, places, out=to[entry, : len(places)])
+                to[entry, len(places) :] = 0
         return result
+
+    def _within(self, slots: Tensor, head: int) -> Tensor:
+        """Converts slots of the head with the most older rows to those of a head."""
+        widest = max(self.older, default=0)
+        own = self.older[head] if self.older else 0
+        return torch.where(slots >= widest, slots - (widest - own), slots)
+
+    def _gather(self, slots: Tensor, count: int, new: Tensor | None, to: "HeldRows") -> None:
+        """Implements `gathered` on a GPU: few launches, however many heads there are."""
+        source = self.rows.flatten(1, 2) if self.num_slots else None  # [B, slots of all heads, w]
+        held = 0 if source is None else source.shape[1]
+        if new is not None:
+            more = new.flatten(1, 2)
+            source = more if source is None else torch.cat((source, more), 1)
+        assert source is not None
+        each, parts = held // max(1, len(self.older)), []
+        for head, n in enumerate(to.older):
+            own = self._within(slots[:, head, :n], head)
+            older = self.older[head] if self.older else 0
+            first = head * each if self.are_even else self.firsts[head] - older
+            end, length = older + count, 0 if new is None else new.shape[2]
+            place = torch.where(own < end, own + first, own - end + held + head * length)
+            parts += [torch.where(own < 0, -1, place), own.new_full((len(own), to.page_size), -1)]
+        index = torch.cat(parts, 1)  # [B or 1, slots of all heads]
+        size = len(source), *index.shape[1:], source.shape[2]
+        rows = to.rows.view(size)
+        places = moved(index.clamp(min=0), source.device)[..., None].expand(size)
+        torch.gather(source, 1, places, out=rows)
+        # a masked key must not be NaN
+        rows.masked_fill_(moved(index < 0, source.device)[..., None], 0)
 
     def widened(self, older: Sequence[int], batch: int, like: "HeldRows") -> "HeldRows":
         """Returns the rows with more slots for older ones: zeros behind those of each head."""
@@ -186,16 +201,3 @@ def _new(like: Tensor, batch: int, older: Sequence[int], page: int, width: int) 
     if len(set(older)) <= 1:
         return like.new_empty(batch, len(older), sum(older[:1]) + page, width)
     return like.new_empty(batch, 1, sum(older) + page * len(older), width)
-
-
-def _gather(source: Tensor, slots: Tensor, to: Tensor, most: int) -> None:
-    """Writes the rows of `source` at `slots`, and zeros for slots of -1 and behind `most`.
-
-    A masked key must not be NaN. The tensors may have a dim of heads behind the batch.
-    """
-    dim = to.dim() - 2
-    to.narrow(dim, most, to.shape[dim] - most).zero_()
-    head = to.narrow(dim, 0, most)
-    slots = slots.expand(len(to), *slots.shape[1:])
-    index = slots.clamp(min=0)[..., None].expand(*slots.shape, to.shape[-1])
-    head.copy_(source.gather(dim, index).masked_fill_(slots[..., None] < 0, 0))

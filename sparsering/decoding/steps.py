@@ -165,6 +165,7 @@ def attend_page(
 ) -> tuple[Tensor, Tensor]:
     """Writes new keys and values into their slots and attends by a layout of `page_layout`."""
     query, key, value, extras = tokens
+    keys, values = state.keys, state.values
     state.clear_page(state.page_length + query.shape[2])
     slots = (state.page_length,) * len(layout.passes)
     mask = None
@@ -177,8 +178,8 @@ def attend_page(
     problem = Problem(
         layout=layout,
         query=query,
-        key=state.keys.by_head,
-        value=state.values.by_head,
+        key=keys.rows if keys.are_even else keys.by_head,
+        value=values.rows if keys.are_even else values.by_head,
         scale=recipe.scale,
         **rest,
     )
@@ -186,8 +187,8 @@ def attend_page(
         return cpu.forward(
             problem, (key, value, [x + state.page_length for x in state.keys.firsts])
         )
-    state.keys.write(key, state.page_length)
-    state.values.write(value, state.page_length)
+    keys.write(key, state.page_length)
+    values.write(value, state.page_length)
     return run_backend(recipe.backend, problem)
 
 
@@ -361,7 +362,7 @@ def run_backend(name: str, problem: Problem) -> tuple[Tensor, Tensor]:
     """Runs a backend's forward, without autocast and with slots as it reads them."""
     backend = BACKENDS[name]
     assert backend.forward is not None
-    if is_in_store(problem.key) and name != "cpu":
+    if problem.key.dtype != problem.query.dtype and name != "cpu":
         key, value = (from_store(x, problem.query.dtype) for x in (problem.key, problem.value))
         problem = problem._replace(key=key, value=value)
     with without_autocast(problem.query):

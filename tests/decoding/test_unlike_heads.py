@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import sparsering as sr
+from sparsering.decoding.held_rows import HeldRows
 
 STREAMING = sr.Causal() & (sr.SlidingWindow(15) | sr.GlobalTokens(4, rows=False))
 PATTERNS = {
@@ -227,3 +228,33 @@ def test_other_backends_read_each_heads_own_slots(backend):
     for i in range(50, 54):
         out = cache.attend(*part(tensors, i, i + 1), backend=backend)
         assert_close(out, wanted[:, :, i : i + 1])
+
+
+@pytest.mark.parametrize("before", [(5, 5), (5, 2), None], ids=["even", "unlike", "no rows yet"])
+@pytest.mark.parametrize("after", [(4, 4), (4, 1)], ids=["to even", "to unlike"])
+@pytest.mark.parametrize("entries", [1, 2])
+@pytest.mark.parametrize("new", [0, 3])
+def test_a_gpu_gathers_what_the_cpu_does(before, after, entries, new):
+    """Both ways on CPU tensors: all heads in few launches, and head by head."""
+    if before is None and not new:
+        return
+    torch.manual_seed(0)
+    page, count = 4, 3 if before else 0
+    held = HeldRows.empty()
+    if before is not None:
+        zeros = HeldRows.zeros(HeldRows(torch.empty(2, 1, 1, 6), (1,), page), before, 2)
+        held = HeldRows(torch.randn_like(zeros.rows), before, page)
+    rows = torch.randn(2, 2, new, 6) if new else None
+    slots = torch.full((entries, 2, max(after)), -1)
+    for entry in range(entries):
+        for head, number in enumerate(after):
+            older = before[head] if before else 0
+            widest = max(before) if before else 0
+            seen = [*range(older), *range(widest, widest + count + new)]
+            number = min(number, len(seen)) - (entry == 1 and head == 0)
+            chosen = torch.tensor(seen)[torch.randperm(len(seen))[:number].sort().values]
+            slots[entry, head, :number] = chosen
+    wanted = held.gathered(slots, count, rows, page)
+    other = HeldRows(torch.full_like(wanted.rows, torch.nan), wanted.older, page)
+    held._gather(slots, count, rows, other)
+    assert torch.equal(other.rows, wanted.rows)

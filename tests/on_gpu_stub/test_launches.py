@@ -52,7 +52,7 @@ def test_a_steady_call_runs_few_functions(hopper):
     with torch.no_grad():
         cache.attend(query, query, query)
         assert functions_of(lambda: sr.attention(query, query, query, WINDOW)) <= 85
-        assert functions_of(lambda: cache.attend(token, token, token)) <= 90
+        assert functions_of(lambda: cache.attend(token, token, token)) <= 92
 
 
 def test_a_call_like_an_earlier_one_reads_its_own_tensors(hopper, monkeypatch):
@@ -254,7 +254,9 @@ def test_an_eviction_of_heads_that_keep_unequal_numbers_of_keys(hopper):
             launched.append(counts.torch)
     missing = cache._state.histories[0].positions < 0
     assert len(set(missing.sum(1).tolist())) > 1
-    assert launched == [launched[0], launched[0] + 12, launched[0] + 3]
+    # the heads of the new page lie one after the other: two more launches write a token, and two
+    # at first say where
+    assert launched == [launched[0], launched[0] + 8, launched[0] + 7]
 
 
 BOTH = pytest.mark.parametrize("pattern", [WINDOW, LONGNET], ids=["window", "two branches"])
