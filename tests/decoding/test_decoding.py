@@ -415,7 +415,7 @@ def test_many_branches_keep_what_each_of_them_visits():
 
 
 def test_tiles_of_a_page_end_where_segments_end():
-    """Of a window of 2,048 keys, bitmaps cut the first tiles and the page's, not one a segment."""
+    """A window of 2,048 keys has bitmaps for its first tiles and the page, not one a segment."""
     cache = sr.KVCache(sr.Causal() & sr.SlidingWindow(2047), 1, 2, 16)
     query, key, value = torch.randn(3, 1, 2, 3001, 16)
     cache.attend(*(x[:, :, :3000] for x in (query, key, value)))
