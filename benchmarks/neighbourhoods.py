@@ -65,7 +65,7 @@ def windows(grid: Grid) -> Tensor:
 
 
 def dense_mask(grid: Grid) -> Tensor:
-    """Which pairs attend, bool [N, N]."""
+    """Returns the pairs that attend, bool [N, N]."""
     keys = windows(grid)
     return torch.zeros(len(keys), len(keys), dtype=torch.bool).scatter_(1, keys, True)
 
