@@ -107,8 +107,9 @@ class KVCache:
         checks.check_batch(pattern, batch_size, "batch_size=")
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
         last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises if a bound is missing
-        none = torch.zeros(len(pattern.branches), num_kv_heads, 0, dtype=torch.int64)
-        histories = [History.of(none[0], none, length=0, base=0)] * batch_size
+        none = torch.zeros(1 + len(pattern.branches), 0, dtype=torch.int64)
+        empty = History(length=0, base=0, keys=none, counts=(0,) * num_kv_heads, width=0)
+        histories = [empty] * batch_size
         total = own_length(pattern, max_length)
         self.pattern = pattern
         self._state = CacheState(

@@ -104,7 +104,7 @@ def test_the_load_of_lists_is_a_mean_in_double_precision():
 
 def test_a_ring_names_the_backends_that_run_lists():
     query = torch.zeros(1, 2, TOKENS, 16)
-    with pytest.raises(NotImplementedError, match="lists of keys, such as cpu, gather"):
+    with pytest.raises(NotImplementedError, match="lists of keys, such as cpu, triton, gather"):
         choose_kernels("torch_sparse", [query] * 3, NO_EXTRAS, JOINS["causal"])
 
 

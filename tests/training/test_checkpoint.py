@@ -118,6 +118,9 @@ ALLOWED = {
     ("kernels/cpu/build.py", "torch.ops.load_library"),  # the kernel that was compiled here
     # its storage of safetensors; test_shards.py plants pickles where its usual storage has them
     ("training/parts.py", "torch.distributed.checkpoint"),
+    # Prov-GigaPath publishes a .pth file; both read tensors alone, see the next test
+    ("models/gigapath.py", "torch.load"),
+    *(("data/slides.py", "torch.load"), ("data/slides.py", "torch.save")),
 }
 
 
@@ -150,6 +153,17 @@ def code_readers(source: str) -> set[str]:
         for end in (*(i for i, c in enumerate(name) if c == "."), len(name))
     }
     return prefixes & READERS_OF_CODE
+
+
+def test_files_of_torch_are_read_as_tensors_alone():
+    package, loads = Path(sparsering.__file__).parent, 0
+    for path in package.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.load":
+                given = {x.arg: ast.unparse(x.value) for x in node.keywords}
+                assert given["weights_only"] == "True", path
+                loads += 1
+    assert loads == 2
 
 
 def test_no_module_of_the_package_reads_what_can_run_code():
