@@ -133,3 +133,28 @@ def test_a_number_that_is_not_finite_reaches_no_neighbour(spoiled, number):
     unseen = torch.ones(64, dtype=torch.bool).index_fill(0, listed[40], False)
     for a, b, rows in zip(got, expected, (others, others, unseen, unseen), strict=True):
         torch.testing.assert_close(a[:, :, rows], b[:, :, rows], rtol=1e-5, atol=1e-5)
+
+
+def test_repeats_in_a_few_slots_of_many_keys():
+    """So few slots of so many keys are sorted; longer lists mark a bit for each key."""
+    keys, queries = 6000, 3
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 2, queries, 16, generator=generator)
+    key, value = torch.randn(2, 1, 2, keys, 16, generator=generator)
+    listed = torch.tensor([[5, 5], [4000, 17], [17, 17]])
+    pattern = sr.SelectedBlocks(listed[None, None], 1, first_row=keys - queries)
+    out = sr.attention(query, key, value, pattern, backend="cpu")
+    exact = [x.double() for x in (query, key, value)]
+    torch.testing.assert_close(
+        out, sr.attention(*exact, pattern, backend="reference").float(), rtol=0, atol=2e-6
+    )
+    torch.testing.assert_close(out[:, :, 2], value[:, :, 17])
+    # a repeat beside another key would weigh twice
+    listed = torch.tensor([[5, 9, 5], [4000, 17, 4000], [17, 3, 3]])
+    key, value = (torch.cat((x, x[:, :, :1000]), 2) for x in (key, value))
+    pattern = sr.SelectedBlocks(listed[None, None], 1, first_row=7000 - queries)
+    out = sr.attention(query, key, value, pattern, backend="cpu")
+    exact = [x.double() for x in (query, key, value)]
+    torch.testing.assert_close(
+        out, sr.attention(*exact, pattern, backend="reference").float(), rtol=0, atol=2e-6
+    )
