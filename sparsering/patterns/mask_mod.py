@@ -147,11 +147,11 @@ class MaskMod(Mask):
         if not self.by_head:
             return 1
         alike = self._alike(frame)
-        group = frame.num_heads // max(1, frame.num_kv_heads)
-        first = [head // max(1, group) * group for head in range(frame.num_heads)]
-        if all(alike[head] == alike[0] for head in first) and len(set(alike)) <= 1:
+        if len(set(alike)) <= 1:
             return 1
-        in_groups = all(alike[head] == alike[one] for head, one in enumerate(first))
+        # one mask for each kv head: as many pairs of a kv head and a mask as there are kv heads
+        of_kv_heads = {(frame.kv_head(head), mask) for head, mask in enumerate(alike)}
+        in_groups = len(of_kv_heads) == frame.num_kv_heads
         return frame.num_kv_heads if in_groups else frame.num_heads
 
     def _alike(self, frame: Frame) -> tuple[int, ...]:
