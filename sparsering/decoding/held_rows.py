@@ -93,6 +93,20 @@ class HeldRows:
         """Returns the rows of each head without the page's slots from `count` on."""
         return [x[:, : n + count] for x, n in zip(self.heads(), self.older, strict=True)]
 
+    def in_slots(self, numbers: Tensor, width: int, unused: int) -> list[Tensor]:
+        """Gives each slot in memory its number, by head: [older + page] for each head.
+
+        Args:
+            numbers: [Hkv, width + count] of the older rows, of which the longest head has `width`,
+                and of `count` slots of the page.
+            unused: number of the page's other slots.
+        """
+        parts, rest = [], self.page_size - (numbers.shape[1] - width)
+        for head, n in enumerate(self.older):
+            own = numbers[head, :n], numbers[head, width:], numbers.new_full((rest,), unused)
+            parts.append(torch.cat(own))
+        return parts
+
     def with_new(self, count: int, new: Tensor) -> Tensor:
         """Returns the rows of even heads up to slot `count` of the page, then new ones."""
         used = self.rows[:, :, : self.rows.shape[2] - self.page_size + count]

@@ -312,19 +312,20 @@ class _Group(NamedTuple):
         state, history, length = self.state, self.history, spanned.length
         positions = history.positions_with(state.page_length)
         place = torch.where(positions < 0, length, spanned.place_of(positions.clamp(min=0)))
-        results = []
+        device, results = self.tokens.key.device, []
+        places = [
+            head * (length + 1) + own  # the result's heads one after the other
+            for head, own in enumerate(state.keys.in_slots(place, history.width, length))
+        ]
+        index = moved(torch.cat(places), device) if places else None
         for held, new in ((state.keys, self.tokens.key), (state.values, self.tokens.value)):
             batch, heads, count, width = new.shape
             # the extra place at the end receives keys that are not visited
             result = new.new_zeros(batch, heads, length + 1, width)
-            if history.length:
-                used, index = held.in_use(state.page_length), moved(place, new.device)
-                for head, cached in enumerate(used):
-                    older = held.older[head]
-                    own = torch.cat((index[head, :older], index[head, history.width :]))
-                    cached = cached if self.entries is None else cached[self.entries]
-                    cached = from_store(cached, new.dtype) if is_in_store(cached) else cached
-                    result[:, head].index_copy_(1, own, cached)
+            if index is not None:
+                cached = held.rows if self.entries is None else held.rows[self.entries]
+                cached = from_store(cached, new.dtype) if is_in_store(cached) else cached
+                result.flatten(1, 2).index_copy_(1, index, cached.flatten(1, 2))
             new_place = spanned.place_of(torch.arange(history.length, history.length + count))
             result[:, :, moved(new_place, new.device)] = new
             results.append(result[:, :, :length])
