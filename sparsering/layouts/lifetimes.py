@@ -175,22 +175,32 @@ class _Sequence(NamedTuple):
         while size < length:
             size *= _SPLIT
         while size > _TILE and len(begin):
-            if len(begin) * _SPLIT * _TILE > _MOST_KEYS:
-                raise self.too_many("a length", length)
             size //= _SPLIT
-            begin = (begin[:, None] + size * torch.arange(_SPLIT)).flatten()
-            begin = begin[begin < length]
-            none, stop = torch.zeros_like(begin), (begin + size).clamp(max=length)
-            queries = Axis(
-                step=1, residue=none, start=none + length, stop=none + end, last=none + (end - 1)
-            )
-            keys = Axis(step=1, residue=none, start=begin, stop=stop, last=stop - 1)
-            status = rule.status(TilePairs.of_sequence(queries, keys, self.frame.kv_len))
-            begin = begin[status != EMPTY]
+            kept, count = [begin[:0]], 0
+            for part in begin.split(_KEYS_AT_A_TIME // _SPLIT):
+                kept.append(self._seen_tiles(part, size, length, end, rule))
+                count += len(kept[-1])
+                if size > _TILE and count * _SPLIT * _TILE > _MOST_KEYS:
+                    raise self.too_many("a length", length)
+            begin = torch.cat(kept)
         for tiles in begin.split(_KEYS_AT_A_TIME // _TILE):
             key = (tiles[:, None] + torch.arange(_TILE)).flatten()
             if len(key := key[key < length]):
                 yield key
+
+    def _seen_tiles(
+        self, begin: Tensor, size: int, length: int, end: int, rule: Condition
+    ) -> Tensor:
+        """Cuts tiles into tiles of `size` keys; returns those that later queries may visit."""
+        begin = (begin[:, None] + size * torch.arange(_SPLIT)).flatten()
+        begin = begin[begin < length]
+        none, stop = torch.zeros_like(begin), (begin + size).clamp(max=length)
+        queries = Axis(
+            step=1, residue=none, start=none + length, stop=none + end, last=none + (end - 1)
+        )
+        keys = Axis(step=1, residue=none, start=begin, stop=stop, last=stop - 1)
+        status = rule.status(TilePairs.of_sequence(queries, keys, self.frame.kv_len))
+        return begin[status != EMPTY]
 
     def shifted(self) -> Repeats:
         """Returns by how much query and key may both shift so that the same pairs attend."""
