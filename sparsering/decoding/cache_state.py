@@ -311,14 +311,16 @@ class CacheState(_Record):
         alive = (positions >= 0) & (last.amax(0) >= oldest)
         if self.remote:
             alive &= ~torch.isin(positions, torch.tensor(self.remote))
-        # keys stay in the order of positions, in which kernels sum over them
-        order = (~alive).to(torch.int8).argsort(dim=1, stable=True)
-        slot = order[:, : int(alive.sum(1).max()) if alive.numel() else 0]
-        positions = torch.where(alive, positions, -1).gather(1, slot)
-        last = torch.where(alive, last, -1).gather(2, slot.expand(len(last), -1, -1))
-        slot = torch.where(positions < 0, -1, slot)
-        exact = history.exact and not self.remote
-        length = history.length
+        if bool(alive.all()):  # as behind causal patterns, whose many keys take long to sort
+            slot = torch.arange(positions.shape[1]).expand_as(positions)
+        else:
+            # keys stay in the order of positions, in which kernels sum over them
+            order = (~alive).to(torch.int8).argsort(dim=1, stable=True)
+            slot = order[:, : int(alive.sum(1).max()) if alive.numel() else 0]
+            positions = torch.where(alive, positions, -1).gather(1, slot)
+            last = torch.where(alive, last, -1).gather(2, slot.expand(len(last), -1, -1))
+            slot = torch.where(positions < 0, -1, slot)
+        length, exact = history.length, history.exact and not self.remote
         return History.of(
             positions, last, length=length, base=length, exact=exact, oldest=oldest
         ), slot

@@ -15,6 +15,8 @@ from ..layouts.layout import Pass
 from ..numerics import round_up
 from ..streams import moved
 
+_ROOM = 8  # of so many older rows, a CPU has memory for one more
+
 
 @dataclass(frozen=True, eq=False)
 class HeldRows:
@@ -27,6 +29,7 @@ class HeldRows:
     rows: Tensor  # [B, Hkv, slots, width], or of unlike heads [B, 1, slots of all heads, width]
     older: tuple[int, ...]  # of each kv head, the rows before its page
     page_size: int
+    room: int = 0  # slots of even heads behind the page in the same memory, for later pages
     # numbers that each step of decoding reads
     num_slots: int = field(init=False)  # of a head, or of all unlike heads; 0 before the first key
     are_even: bool = field(init=False)  # whether all heads hold equally many rows
@@ -54,6 +57,17 @@ class HeldRows:
         """Returns zeros of the dtype, device, width and page of others."""
         kept, page, width = tuple(older), like.page_size, like.rows.shape[3]
         return cls(_new(like.rows, batch, kept, page, width).zero_(), kept, page)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows, of the page, and of slots before them that pages left behind.
+
+        Room that nothing was written to takes no memory of a CPU.
+        """
+        if not self.rows.nbytes:
+            return 0
+        left_behind = self.rows.storage_offset() // self.rows.shape[3]
+        return self.rows.nbytes // self.num_slots * (self.num_slots + left_behind)
 
     @property
     def by_head(self) -> Tensor:
@@ -124,9 +138,15 @@ class HeldRows:
         counts = (0,) * slots.shape[1]
         if len(slots):
             counts = tuple((slots >= 0).sum(2).amax(0).tolist())
+        if new is None and (slid := self._slid(slots, count)) is not None:
+            return slid
         like = self.rows if new is None else new
-        batch, width = len(like), like.shape[-1]
-        result = HeldRows(_new(like, batch, counts, page, width), counts, page)
+        batch, width, room = len(like), like.shape[-1], 0
+        if like.device.type == "cpu" and len(set(counts)) == 1:
+            # memory that nothing was written to costs nothing, and fresh memory costs more than a
+            # copy: with room, few evictions need any
+            room = round(counts[0] / _ROOM / page) * page
+        result = HeldRows(_new(like, batch, counts, page, width, room), counts, page, room)
         if like.device.type != "cpu":
             self._gather(slots, count, new, result)
             return result
@@ -141,6 +161,24 @@ class HeldRows:
                 torch.index_select(source[entry], 0, places, out=to[entry, : len(places)])
                 to[entry, len(places) :] = 0
         return result
+
+    def _slid(self, slots: Tensor, count: int) -> "HeldRows | None":
+        """Implements `gathered` without a copy: the new page begins where the old one ends.
+
+        Returns None unless all heads keep all their rows but the first ones, and there is room.
+        """
+        kept = slots.shape[2]
+        if not (self.are_even and len(slots) and kept and count <= self.room):
+            return None
+        end = self.older[0] + count
+        if not bool((slots == torch.arange(end - kept, end)).all()):
+            return None
+        batch, heads, _, width = self.rows.shape
+        begin = self.rows.storage_offset() + (end - kept) * width
+        size = batch, heads, kept + self.page_size, width
+        rows = self.rows.as_strided(size, self.rows.stride(), begin)
+        rows[:, :, kept:] = 0
+        return HeldRows(rows, (kept,) * heads, self.page_size, self.room - count)
 
     def _within(self, slots: Tensor, head: int) -> Tensor:
         """Converts slots of the head with the most older rows to those of a head."""
@@ -211,7 +249,10 @@ class HeldRows:
         return p.like(key_start=first, key_stop=first + count, covers=covers, **one_each)
 
 
-def _new(like: Tensor, batch: int, older: Sequence[int], page: int, width: int) -> Tensor:
+def _new(
+    like: Tensor, batch: int, older: Sequence[int], page: int, width: int, room: int = 0
+) -> Tensor:
     if len(set(older)) <= 1:
-        return like.new_empty(batch, len(older), sum(older[:1]) + page, width)
+        slots = sum(older[:1]) + page
+        return like.new_empty(batch, len(older), slots + room, width).narrow(2, 0, slots)
     return like.new_empty(batch, 1, sum(older) + page * len(older), width)
