@@ -116,6 +116,39 @@ def test_tables_of_named_patterns(name: str, length: int) -> None:
     check(pattern, Frame.build(length - 60, length, 2, 2, None), 64)
 
 
+SHARED = 14_000  # tokens; in blocks of 16, the query tiles of a pass are shared out among threads
+
+
+LIMITED = {"a large table of blocks", "a table of one block"}  # these say fewer tokens themselves
+
+
+@pytest.mark.parametrize("name", sorted(named(130).keys() - LIMITED))
+def test_tables_are_the_same_from_any_number_of_threads(name: str) -> None:
+    library()
+    pattern, frame = named(SHARED)[name], Frame.build(SHARED, None, 4, 2, None)
+    before, layouts = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            layouts.append(compiler.build_layout(pattern, frame, 16, CPU))
+    finally:
+        torch.set_num_threads(before)
+    assert_equal(*layouts)
+
+
+@pytest.mark.parametrize("period", [5, 128])
+def test_tiles_of_listed_keys_with_equal_bits_share_a_bitmap(period: int) -> None:
+    """A regular mask of keys has as many bitmaps as it has phases, however many tiles it has."""
+    tokens, size = 64 * 160, 64
+    pattern = sr.KeyMask(torch.arange(tokens) % period > 0) & sr.SlidingWindow(128, 127)
+    frame = Frame.build(tokens, None, 1, 1, None)
+    (own,) = compiler.build_layout(pattern, frame, size, CPU).passes
+    assert own.key_tile.numel() > 600
+    phases = period if period < size else 2
+    assert len(own.bitmaps) <= 3 * phases  # at the window's left edge, inside, at its right edge
+    check(pattern, frame, size)
+
+
 @pytest.mark.parametrize("pattern", [sr.Dilated(1000, 1), sr.Dilated(1536, 3)], ids=str)
 def test_tables_of_segments_longer_than_a_thousand_tokens(pattern: sr.Pattern) -> None:
     check(pattern & sr.Causal(), Frame.build(2100, None, 2, 1, None), 128)

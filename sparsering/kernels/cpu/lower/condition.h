@@ -134,6 +134,11 @@ class Condition {
     });
   }
 
+  // True if `signature` with `contents` may equate what it tells apart without.
+  bool has_contents() const {
+    return kind_ == kInKeys || std::ranges::any_of(parts_, &Condition::has_contents);
+  }
+
   // Appends the parts that decide whether a pair of `x`, which varies, meets the condition.
   void deciding(const Pair& x, std::vector<const Condition*>& out) const {
     if (kind_ != kAllOf) out.push_back(this);
@@ -148,14 +153,21 @@ class Condition {
     return bits &= Bits::range(0, (k.last - k.first) / k.step + 1);
   }
 
-  // Appends the integers; `number` is of this pair of tiles alone.
-  void signature(const Pair& x, int64_t number, std::vector<int64_t>& out) const {
+  // Appends the integers; `number` is of this pair of tiles alone. With `contents`, which takes
+  // longer, tiles of listed keys that have equal bits have equal integers, too.
+  void signature(const Pair& x, int64_t number, std::vector<int64_t>& out,
+                 bool contents = false) const {
     switch (kind_) {
       case kLinear:
         out.push_back(c_[0] * x.q.first + c_[1] * x.k.first);
         break;
       case kInKeys:
-        out.push_back(x.k.first);
+        if (contents) {
+          const Bits bits = row(x.q.first, x.k);
+          for (const uint64_t word : bits.words) out.push_back(static_cast<int64_t>(word));
+        } else {
+          out.push_back(x.k.first);
+        }
         break;
       case kCongruent:
         out.push_back(remainder(x.q.first - x.k.first, c_[0]));
@@ -193,16 +205,18 @@ class Condition {
         for (const Condition& part : parts_) {
           const bool varies = part.status(x) == kVaries;
           out.push_back(varies);
-          if (varies) part.signature(x, number, out);
+          if (varies) part.signature(x, number, out, contents);
         }
         break;
       case kNegated:
-        parts_[0].signature(x, number, out);
+        parts_[0].signature(x, number, out, contents);
         break;
       case kPerDocument: {
         const int64_t common = common_range(x);
         out.push_back(common < 0 ? 1 + number : 0);
-        if (common >= 0) parts_[0].signature(x.shifted(-starts()[common]), number, out);
+        if (common >= 0) {
+          parts_[0].signature(x.shifted(-starts()[common]), number, out, contents);
+        }
         break;
       }
       case kInBlocks:
@@ -221,7 +235,7 @@ class Condition {
         const Path query(*this, x.q), key(*this, x.k);
         const bool alone = query.several || key.several || !query.inside || !key.inside;
         out.push_back(alone ? 1 + number : 0);
-        if (!alone) parts_[0].signature(depths(query, key, false), number, out);
+        if (!alone) parts_[0].signature(depths(query, key, false), number, out, contents);
       }
     }
   }

@@ -4,10 +4,13 @@
 // empty, full, or a single tile. Varying pairs of tiles with one signature share one bitmap.
 #pragma once
 
+#include <array>
 #include <cstring>
+#include <optional>
 #include <string>
 #include <unordered_map>
 
+#include "../machine/threads.h"
 #include "condition.h"
 
 namespace sparsering::cpu::lower {
@@ -199,50 +202,53 @@ class Compiler {
   // Row pointers, key tiles, bitmap indices, bitmaps; then pairs, longest row, longest column.
   std::vector<Tensor> table() {
     choose_largest();
-    std::vector<int64_t> number(sample_.size());
-    std::vector<std::string> bitmaps;
-    std::unordered_map<std::string, int64_t> known;
-    for (size_t i = 0; i < sample_.size(); ++i) {
-      if (sample_[i] < 0) continue;  // a kind that was split
-      std::string bits = bitmap_of(sample_[i]);
-      number[i] = known.try_emplace(bits, bitmaps.size()).first->second;
-      if (number[i] == static_cast<int64_t>(bitmaps.size())) bitmaps.push_back(std::move(bits));
-    }
-    size_t most = 0;
-    for (const Run& run : runs_) most += run.high - run.low;
-    std::vector<int32_t> row_ptr(queries_.count + 1), key, bitmap;
-    key.reserve(most), bitmap.reserve(most);
+    const auto [bitmaps, number] = distinct_bitmaps();
+    // index of each run's bitmap, -1 for none, kNothing if no pair of the run attends
+    std::vector<int64_t> index(runs_.size(), -1);
+    std::vector<int64_t> first(runs_.size() + 1);   // entry of each run
     std::vector<int64_t> change(real_.size() + 1);  // of the number of query tiles that visit
     std::unordered_map<int64_t, int64_t> counted;
-    int64_t total = 0, longest = 0;
-    for (const Run& run : runs_) {
+    int64_t total = 0, longest = 0, widest = 0, visiting = 0;
+    Tensor row_ptr = zeros_of<int32_t>(queries_.count + 1);
+    int32_t* to_row = row_ptr.mutable_data_ptr<int32_t>();
+    for (size_t i = 0; i < runs_.size(); ++i) {
+      const Run& run = runs_[i];
       const int64_t rows = queries_.positions(run.query);
-      int64_t count = rows * (before_[run.high] - before_[run.low]);
-      int32_t index = -1;
+      const int64_t columns = before_[run.high] - before_[run.low];
+      int64_t count = rows * columns;
       if (run.kind >= 0) {
-        index = number[run.kind];
-        const int64_t columns = before_[run.high] - before_[run.low];
-        const int64_t place = (index * (block_ + 1) + rows) * (block_ + 1) + columns;
+        const int64_t own = number[run.kind];
+        const int64_t place = (own * (block_ + 1) + rows) * (block_ + 1) + columns;
         const auto [found, is_new] = counted.try_emplace(place, 0);
-        if (is_new) found->second = ones(bitmaps[index], rows, columns);
-        if (found->second == count) index = -1;
-        if ((count = found->second) == 0) continue;
+        if (is_new) found->second = ones(bitmaps[own], rows, columns);
+        index[i] = found->second == count ? -1 : found->second == 0 ? kNothing : own;
+        count = found->second;
       }
+      const int64_t entries = index[i] == kNothing ? 0 : run.high - run.low;
+      first[i + 1] = first[i] + entries;
+      to_row[run.query + 1] += entries;
+      if (entries) ++change[run.low], --change[run.high];
       total += count;
-      row_ptr[run.query + 1] += run.high - run.low;
-      ++change[run.low], --change[run.high];
-      key.insert(key.end(), real_.begin() + run.low, real_.begin() + run.high);
-      bitmap.insert(bitmap.end(), run.high - run.low, index);
     }
     for (int64_t i = 0; i < queries_.count; ++i) {
-      longest = std::max<int64_t>(longest, row_ptr[i + 1]);
-      row_ptr[i + 1] += row_ptr[i];
+      longest = std::max<int64_t>(longest, to_row[i + 1]);
+      to_row[i + 1] += to_row[i];
     }
-    int64_t widest = 0, visiting = 0;
     for (const int64_t x : change) widest = std::max(widest, visiting += x);
-    const Tensor stored = store_used(bitmaps, bitmap);
-    return {tensor_of(row_ptr), tensor_of(key), tensor_of(bitmap), stored,
-            tensor_of(std::vector<int64_t>{total, longest, widest})};
+    const Tensor stored = store_used(bitmaps, index);
+    Tensor key = empty({first.back()}, kInt), bitmap = empty({first.back()}, kInt);
+    int32_t* to_key = key.mutable_data_ptr<int32_t>();
+    int32_t* to_bitmap = bitmap.mutable_data_ptr<int32_t>();
+    parallel_for(0, runs_.size(), kManyRuns, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        const int64_t entries = first[i + 1] - first[i];
+        std::copy_n(real_.begin() + runs_[i].low, entries, to_key + first[i]);
+        std::fill_n(to_bitmap + first[i], entries, static_cast<int32_t>(index[i]));
+      }
+    });
+    Tensor sizes = zeros_of<int64_t>(3);
+    std::ranges::copy(std::array{total, longest, widest}, sizes.mutable_data_ptr<int64_t>());
+    return {row_ptr, key, bitmap, stored, sizes};
   }
 
  private:
@@ -251,9 +257,9 @@ class Compiler {
   }
 
   template <typename T>
-  static Tensor tensor_of(const std::vector<T>& x) {
-    Tensor out = empty({static_cast<int64_t>(x.size())}, dtype_of<T>());
-    std::copy(x.begin(), x.end(), out.mutable_data_ptr<T>());
+  static Tensor zeros_of(int64_t size) {
+    Tensor out = empty({size}, dtype_of<T>());
+    std::fill_n(out.mutable_data_ptr<T>(), size, T{0});
     return out;
   }
 
@@ -274,56 +280,106 @@ class Compiler {
     return {queries_.positions(run.query), keys_.positions(real_[run.low])};
   }
 
-  // Lists the pairs of tiles that may attend, ordered by query tile, then key tile.
-  void find() {
-    const auto before = [this](int64_t i, int64_t residue) { return keys_.residue[i] < residue; };
-    const auto after = [this](int64_t residue, int64_t i) { return residue < keys_.residue[i]; };
-    size_t low = 0, high = 0;
-    for (int64_t q = 0; q < queries_.count; ++q) {
-      if (queries_.last[q] < queries_.start[q]) continue;
-      const int64_t residue = queries_.residue[q];
-      if (low == high || keys_.residue[real_[low]] != residue) {
-        low = std::lower_bound(real_.begin(), real_.end(), residue, before) - real_.begin();
-        high = std::upper_bound(real_.begin() + low, real_.end(), residue, after) - real_.begin();
+  using Signature = std::vector<int64_t>;
+  using Numbers = std::unordered_map<Signature, int64_t, Hash>;
+
+  // Lists the pairs of tiles of some neighbouring query tiles that may attend.
+  struct Finder {
+    Finder(const Compiler& own, const Condition& rule, int64_t part)
+        : own(own), rule(rule), part(part), has_contents(rule.has_contents()) {}
+
+    void find(int64_t begin, int64_t end) {
+      const auto& [real, keys, queries] = std::tie(own.real_, own.keys_, own.queries_);
+      const auto before = [&](int64_t i, int64_t residue) { return keys.residue[i] < residue; };
+      const auto after = [&](int64_t residue, int64_t i) { return residue < keys.residue[i]; };
+      size_t low = 0, high = 0;
+      for (int64_t q = begin; q < end; ++q) {
+        if (queries.last[q] < queries.start[q]) continue;
+        const int64_t residue = queries.residue[q];
+        if (low == high || keys.residue[real[low]] != residue) {
+          low = std::lower_bound(real.begin(), real.end(), residue, before) - real.begin();
+          high = std::upper_bound(real.begin() + low, real.end(), residue, after) - real.begin();
+        }
+        if (low < high) halve(q, low, high);
       }
-      if (low < high) halve(q, low, high);
     }
-  }
 
-  void halve(int64_t q, size_t low, size_t high) {
-    Run run{q, low, high};
-    Pair x = pair(run);
-    if (high - low > 1 && !regular_) x.k.step = 1;
-    const int status = rule_.status(x, high - low == 1);
-    if (status == kEmpty) return;
-    if (status == kVaries && high - low > 1) {
-      const size_t middle = low + (high - low) / 2;
-      halve(q, low, middle);
-      halve(q, middle, high);
-      return;
+    void halve(int64_t q, size_t low, size_t high) {
+      Run run{q, low, high};
+      Pair x = own.pair(run);
+      if (high - low > 1 && !own.regular_) x.k.step = 1;
+      const int status = rule.status(x, high - low == 1);
+      if (status == kEmpty) return;
+      if (status == kVaries && high - low > 1) {
+        const size_t middle = low + (high - low) / 2;
+        halve(q, low, middle);
+        halve(q, middle, high);
+        return;
+      }
+      if (status == kVaries) run.kind = kind_of(x);
+      runs.push_back(run);
     }
-    if (status == kVaries) run.kind = kind_of(x);
-    runs_.push_back(run);
-  }
 
-  // Number of the kind of a varying pair of tiles: those with equal signatures.
-  int64_t kind_of(const Pair& x) {
-    signature_.clear();
-    rule_.signature(x, runs_.size(), signature_);
-    return kinds_.try_emplace(signature_, kinds_.size()).first->second;
+    // Number of the kind of a varying pair of tiles: those with equal signatures.
+    int64_t kind_of(const Pair& x) {
+      const int64_t number = part << 40 | static_cast<int64_t>(runs.size());
+      signature.clear();
+      rule.signature(x, number, signature);
+      const auto [found, is_new] = numbers.try_emplace(signature, kinds.size());
+      if (is_new && has_contents) {
+        signature.clear();
+        rule.signature(x, number, signature, true);
+        found->second = contents.try_emplace(signature, kinds.size()).first->second;
+      }
+      if (found->second == std::ssize(kinds)) kinds.push_back(signature);
+      return found->second;
+    }
+
+    const Compiler& own;
+    const Condition& rule;  // for this thread alone
+    const int64_t part;
+    const bool has_contents;
+    std::vector<Run> runs;
+    std::vector<Signature> kinds;
+    Numbers numbers, contents;  // of kinds, by signature
+    Signature signature;
+  };
+
+  // Lists the pairs of tiles that may attend, ordered by query tile, then key tile. Each thread has
+  // a condition of its own, since it keeps what it has looked up.
+  void find() {
+    const int64_t most = 8 * num_threads(), count = queries_.count;
+    const int64_t parts = most > 8 ? std::clamp<int64_t>(count / kManyTiles, 1, most) : 1;
+    std::vector<std::optional<Finder>> found(parts);
+    const auto copied = [&] { return rule_; };
+    share_out<Condition>(parts, 1, copied, [&](const Condition& rule, int64_t i) {
+      found[i].emplace(*this, rule, i).find(i * count / parts, (i + 1) * count / parts);
+    });
+    Numbers kinds;
+    for (const auto& part : found) {
+      std::vector<int64_t> number;
+      for (const Signature& x : part->kinds) {
+        number.push_back(kinds.try_emplace(x, kinds.size()).first->second);
+      }
+      for (Run run : part->runs) {
+        if (run.kind >= 0) run.kind = number[run.kind];
+        runs_.push_back(run);
+      }
+    }
+    num_kinds_ = kinds.size();
   }
 
   // Finds for each kind the last pair of tiles that is its largest. A kind without one that has
   // both the most queries and the most keys is split by these.
   void choose_largest() {
-    std::vector<int64_t> most_q(kinds_.size()), most_k(kinds_.size());
+    std::vector<int64_t> most_q(num_kinds_), most_k(num_kinds_);
     for (const Run& run : runs_) {
       if (run.kind < 0) continue;
       const auto [q, k] = size(run);
       most_q[run.kind] = std::max(most_q[run.kind], q);
       most_k[run.kind] = std::max(most_k[run.kind], k);
     }
-    sample_.assign(kinds_.size(), -1);
+    sample_.assign(num_kinds_, -1);
     for (size_t i = 0; i < runs_.size(); ++i) {
       const int64_t kind = runs_[i].kind;
       if (kind >= 0 && size(runs_[i]) == std::pair(most_q[kind], most_k[kind])) sample_[kind] = i;
@@ -341,11 +397,29 @@ class Compiler {
     }
   }
 
-  std::string bitmap_of(int64_t i) const {
+  // The distinct bitmaps of all kinds, and the index of each kind's.
+  std::pair<std::vector<std::string>, std::vector<int64_t>> distinct_bitmaps() const {
+    std::vector<std::string> each(sample_.size()), bitmaps;
+    const auto copied = [&] { return rule_; };
+    share_out<Condition>(each.size(), kManyBitmaps, copied, [&](const Condition& rule, int64_t i) {
+      if (sample_[i] >= 0) each[i] = bitmap_of(rule, sample_[i]);  // else a kind that was split
+    });
+    std::vector<int64_t> number(sample_.size());
+    std::unordered_map<std::string, int64_t> known;
+    for (size_t i = 0; i < each.size(); ++i) {
+      if (sample_[i] < 0) continue;
+      const auto [found, is_new] = known.try_emplace(std::move(each[i]), bitmaps.size());
+      number[i] = found->second;
+      if (is_new) bitmaps.push_back(found->first);
+    }
+    return {std::move(bitmaps), std::move(number)};
+  }
+
+  std::string bitmap_of(const Condition& rule, int64_t i) const {
     std::string bits(block_ * block_ / 8, '\0');
     const Pair x = pair(runs_[i]);
     for (int64_t p = x.q.first, at = 0; p <= x.q.last; p += x.q.step, at += block_ / 8) {
-      std::memcpy(bits.data() + at, rule_.row(p, x.k).words.data(), block_ / 8);
+      std::memcpy(bits.data() + at, rule.row(p, x.k).words.data(), block_ / 8);
     }
     return bits;
   }
@@ -370,10 +444,10 @@ class Compiler {
     return count;
   }
 
-  // Stores the bitmaps in use, ordered by digest, and renumbers the table (rows.py has the digest).
-  Tensor store_used(const std::vector<std::string>& bitmaps, std::vector<int32_t>& table) const {
+  // Stores the bitmaps in use, ordered by digest, and renumbers indices (rows.py has the digest).
+  Tensor store_used(const std::vector<std::string>& bitmaps, std::vector<int64_t>& index) const {
     std::vector<int64_t> order, place(bitmaps.size(), -1);
-    for (int32_t i : table) {
+    for (const int64_t i : index) {
       if (i >= 0 && place[i] < 0) place[i] = 0, order.push_back(i);
     }
     std::vector<int64_t> digest(bitmaps.size());
@@ -386,7 +460,7 @@ class Compiler {
       place[order[i]] = i;
       std::memcpy(out.mutable_data_ptr<uint8_t>() + i * size, bitmaps[order[i]].data(), size);
     }
-    for (int32_t& i : table) i = i < 0 ? -1 : static_cast<int32_t>(place[i]);
+    for (int64_t& i : index) i = i < 0 ? i : place[i];
     return out;
   }
 
@@ -412,6 +486,10 @@ class Compiler {
     return static_cast<uint64_t>(state) & ((uint64_t{1} << 62) - 1);
   }
 
+  static constexpr int64_t kNothing = -2;
+  // Fewer query tiles, bitmaps and runs take less time than other threads need to begin.
+  static constexpr int64_t kManyTiles = 256, kManyBitmaps = 64, kManyRuns = 4096;
+
   const Condition& rule_;
   const Tiles &queries_, &keys_;
   const int64_t block_;
@@ -419,8 +497,7 @@ class Compiler {
   std::vector<int64_t> before_{0};  // positions in all earlier tiles of `real_`
   std::vector<int64_t> real_;       // key tiles with positions
   std::vector<Run> runs_;
-  std::vector<int64_t> signature_;
-  std::unordered_map<std::vector<int64_t>, int64_t, Hash> kinds_;
+  size_t num_kinds_ = 0;
   std::vector<int64_t> sample_;  // of each kind, the run whose bitmap it has; -1 if it was split
 };
 
