@@ -3,9 +3,9 @@
 The commands are read from the pages, so a new one that `COMMANDS` does not know is a failure. Each
 runs in a folder that links to the checkout. What is appended makes it small. Those of README and of
 each page's first screen are fast tests, a test for each group of commands that read one another's
-files; there 2 processes take the place of 4, commands of one process are forked from one that has
-imported torch, and those of them are repeated that then are refused. Whole pages are slow tests, of
-fresh processes.
+files; there 2 processes take the place of 4, all are forked from one that has imported torch, and
+those commands of one process are repeated that then are refused. Whole pages are slow tests, of
+fresh processes and torchrun's own.
 """
 
 import json
@@ -92,13 +92,13 @@ COMMANDS = [
     Command(r"sparsering try .*", "--length 256 --seconds 1"),
     Command(
         r"python examples/train_packed\.py --steps 100",
-        "--steps 2 --length 64 --compiler aot_eager",
+        "--steps 2 --length 64 --text my_texts --compiler eager",
         "runs/packed/losses.json",
         FINISHED,
     ),
     Command(
         r"python examples/train_packed\.py --model qwen3 .*",
-        "--steps 2 --length 64 --compiler aot_eager",
+        "--steps 2 --length 64 --text my_texts --compiler eager",
         "runs/packed-qwen3/losses.json",
         FINISHED,
     ),
@@ -239,7 +239,7 @@ if program == "python":
     sys.path.insert(0, os.path.dirname(words[0]))
     runpy.run_path(words[0], run_name="__main__")
 elif program == "torchrun":
-    from torch.distributed.run import main
+    from helpers.torchrun import main
     main(words)
 else:
     from sparsering.cli import main
@@ -248,7 +248,7 @@ else:
 
 
 def of_few_processes(folder: Path, command: str, variables: dict[str, str]) -> tuple[int, str]:
-    """Runs a command in a forked process, of which torchrun starts two fresh ones."""
+    """Runs a command in a forked process, of which torchrun forks two."""
     words = shlex.split(command.replace("--nproc-per-node 4", "--nproc-per-node 2"))
     if words[0] not in ("sparsering", "python", "torchrun"):
         return run(folder, command, variables)

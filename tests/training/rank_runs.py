@@ -1,7 +1,8 @@
-"""Runs over ranks that tests start: by workers that stay, or by torchrun as users do."""
+"""Runs over ranks that tests start: by workers that stay, by torchrun as users do, or forked."""
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import time
@@ -9,6 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from helpers import torchrun as forked_torchrun
+from helpers.forked import forking
 from helpers.ring_workers import Workers
 
 from sparsering.training import Recipe, train
@@ -82,8 +85,46 @@ def watch(process: subprocess.Popen, log: Path, is_there: Callable[[], bool]) ->
 
 def worker(launcher: int, rank: int) -> int:
     """The process that torchrun started for a rank."""
-    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+    for child in children(launcher):
         environment = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
         if b"RANK=%d" % rank in environment:
-            return int(child)
+            return child
     raise AssertionError(f"no rank {rank} under {launcher}")
+
+
+def children(process: int) -> list[int]:
+    """The processes that a process has started, in that order."""
+    return [int(x) for x in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
+
+
+class ForkedTorchrun:
+    """torchrun as `subprocess.Popen` shows it, whose processes are forked: see helpers.torchrun."""
+
+    def __init__(self, words: list[str], log: Path) -> None:
+        self._process = forking().Process(target=_launch, args=(words, log))
+        self._process.start()
+        self.pid = self._process.pid
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
+        return self._process.exitcode
+
+    def terminate(self) -> None:
+        self._process.terminate()
+
+    def worker(self, rank: int) -> int:
+        """The process that was forked for a rank."""
+        found = children(self.pid)
+        assert len(found) > rank, f"no rank {rank} under {self.pid}"
+        return found[rank]
+
+
+def _launch(words: list[str], log: Path) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    with open(log, "w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    forked_torchrun.main(words)

@@ -18,7 +18,17 @@ from typing import Any
 import pytest
 import torch
 from helpers.ring_workers import workers_of
-from rank_runs import TOLERANCE, figures, has_reached, run, torchrun, train_words, watch, worker
+from rank_runs import (
+    TOLERANCE,
+    ForkedTorchrun,
+    figures,
+    has_reached,
+    run,
+    torchrun,
+    train_words,
+    watch,
+    worker,
+)
 from safetensors import safe_open
 from stranger import about, assert_refused, command, generate, unpickled, write_about
 from torch.distributed.tensor import DTensor
@@ -73,7 +83,7 @@ SHARED_OUT = [
 def test_losses_are_those_of_unsharded_ranks(
     request, recipe, tmp_path, world, sp, sharding, changes
 ):
-    recipe = dataclasses.replace(recipe, **changes)
+    recipe = dataclasses.replace(recipe, steps=3, **changes)
     workers = request.getfixturevalue({2: "two", 3: "three", 4: "four"}[world])
     of_ranks = run(workers, recipe, tmp_path / "parts", sp, sharding, shard=True)
     run(workers, recipe, tmp_path / "whole", sp, sharding)
@@ -110,14 +120,14 @@ def losses_in_float64(
     ("sp", "micro_batch"), [(2, None), pytest.param(1, 2, marks=SLOW)], ids=["sp 2", "dp 2"]
 )
 def test_losses_in_float64_are_equal_to_the_last_digits(two, recipe, tmp_path, sp, micro_batch):
-    recipe = dataclasses.replace(recipe, batch_size=4)
+    recipe = dataclasses.replace(recipe, batch_size=4, steps=3)
     whole, parts = two.run(losses_in_float64, recipe, tmp_path, sp, micro_batch)[0]
-    assert len(whole) == 16
+    assert len(whole) == 2 * 3
     assert parts == pytest.approx(whole, rel=1e-13)
 
 
 def test_micro_batches_that_fit_in_memory_add_to_the_same_step(two, recipe, tmp_path):
-    recipe = dataclasses.replace(recipe, batch_size=4)
+    recipe = dataclasses.replace(recipe, batch_size=4, steps=3)
     run(two, recipe, tmp_path / "parts", 1, shard=True, micro_batch="auto")
     run(two, recipe, tmp_path / "whole", 1, micro_batch=2)
     assert figures(tmp_path / "parts") == pytest.approx(figures(tmp_path / "whole"), rel=CLOSE)
@@ -187,8 +197,9 @@ def test_a_run_goes_on_over_other_ranks_with_and_without_parts(two, three, recip
 
 @pytest.mark.parametrize("shard", [True, False])
 def test_a_resumed_run_over_the_same_ranks_is_the_same_bit_for_bit(two, recipe, tmp_path, shard):
+    recipe = dataclasses.replace(recipe, steps=4)
     run(two, recipe, tmp_path / "whole", 2, shard=shard)
-    run(two, recipe, tmp_path / "stopped", 2, shard=shard, stop_after=3)
+    run(two, recipe, tmp_path / "stopped", 2, shard=shard, stop_after=2)
     run(two, recipe, tmp_path / "stopped", 2, shard=shard, resume=True)
     assert figures(tmp_path / "stopped") == figures(tmp_path / "whole")
     first, second = (about(tmp_path / name)["sha256"] for name in ("stopped", "whole"))
@@ -196,6 +207,7 @@ def test_a_resumed_run_over_the_same_ranks_is_the_same_bit_for_bit(two, recipe, 
 
 
 def test_a_finished_run_has_one_whole_file(two, recipe, tmp_path):
+    recipe = dataclasses.replace(recipe, steps=4)
     for name, shard in (("parts", True), ("whole", False)):
         run(two, recipe, tmp_path / name, 2, shard=shard, save_every=3)
     names = {path.name for path in (tmp_path / "parts").iterdir()}
@@ -529,12 +541,14 @@ def test_shard_needs_torchrun(tmp_path, capsys):
 # Kills
 
 
-def kill(launcher: subprocess.Popen, log: Path, rank: int) -> None:
+def kill(launcher: subprocess.Popen | ForkedTorchrun, log: Path, rank: int) -> None:
     """Kills a rank, as soon as torchrun has started it (again)."""
+    forked = isinstance(launcher, ForkedTorchrun)
     while True:
         assert launcher.poll() is None, log.read_text()
         with contextlib.suppress(AssertionError, ProcessLookupError, FileNotFoundError):
-            os.kill(worker(launcher.pid, rank), signal.SIGKILL)
+            pid = launcher.worker(rank) if forked else worker(launcher.pid, rank)
+            os.kill(pid, signal.SIGKILL)
             return
         time.sleep(0.01)
 
@@ -550,7 +564,8 @@ def kill(launcher: subprocess.Popen, log: Path, rank: int) -> None:
 def test_kills_at_random_instants_lose_nothing(two, recipe, tmp_path, kills, starting, seed):
     """Drawn ranks are killed between drawn steps, and others while they start.
 
-    torchrun goes on from the newest complete checkpoint each time, with the same bits.
+    torchrun goes on from the newest complete checkpoint each time, with the same bits. A single
+    kill is one of forked ranks.
     """
     draw = random.Random(seed)
     steps = 20 if kills == 1 else 60 * kills
@@ -560,8 +575,12 @@ def test_kills_at_random_instants_lose_nothing(two, recipe, tmp_path, kills, sta
     words = [*train_words(recipe, out), *options, "--save-every", 2, "--validate-every", 1000]
     command = torchrun(2, "--max-restarts", kills + starting + 1, *words)
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    with open(log, "w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
+    process: subprocess.Popen | ForkedTorchrun
+    if kills == 1:
+        process = ForkedTorchrun(command[3:], log)
+    else:
+        with open(log, "w") as file:
+            process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)
     try:
         for number, step in enumerate(sorted(draw.sample(range(1, recipe.steps // 2), kills))):
             watch(process, log, lambda n=step: has_reached(out, n))

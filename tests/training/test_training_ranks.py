@@ -26,6 +26,7 @@ from rank_runs import (
 import sparsering as sr
 from sparsering.cli import main
 from sparsering.demo.ring import demo_ring
+from sparsering.mistakes import SPEAKS_WITHIN_S
 from sparsering.training import Recipe, load_model, loop, train
 from sparsering.training.checkpoint import load_checkpoint
 from sparsering.training.ranks import arrange
@@ -56,7 +57,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_losses_are_those_of_one_process(request, recipe, tmp_path, world, sp, sharding, changes):
-    recipe = dataclasses.replace(recipe, **changes)
+    recipe = dataclasses.replace(recipe, steps=4, **changes)
     workers = request.getfixturevalue({2: "two", 4: "four"}[world])
     of_ranks = run(workers, recipe, tmp_path / "ranks", sp, sharding)
     train(recipe, tmp_path / "alone", validate_every=4)
@@ -82,8 +83,9 @@ def test_a_run_goes_on_over_other_ranks_and_by_itself(two, four, recipe, tmp_pat
 
 
 def test_a_resumed_run_over_the_same_ranks_is_the_same_bit_for_bit(two, recipe, tmp_path):
+    recipe = dataclasses.replace(recipe, steps=4)
     run(two, recipe, tmp_path / "whole", 2)
-    run(two, recipe, tmp_path / "parts", 2, stop_after=3)
+    run(two, recipe, tmp_path / "parts", 2, stop_after=2)
     run(two, recipe, tmp_path / "parts", 2, resume=True)
     assert figures(tmp_path / "parts") == figures(tmp_path / "whole")
 
@@ -233,9 +235,12 @@ def test_rank_0_alone_says_that_a_demo_is_finished(rank, tmp_path, capsys, monke
     def refuse(out: Path, recipe: Recipe) -> int:
         raise FileExistsError(f"{out} has a finished demo, which is not overwritten")
 
+    waited: list[float] = []
     monkeypatch.setattr("sparsering.demo.ring.demo_ring", refuse)
+    monkeypatch.setattr("sparsering.cli.demo.time.sleep", waited.append)
     monkeypatch.setenv("RANK", str(rank))
     assert main(["demo-ring", "--out", str(tmp_path)]) == 2
+    assert waited == [SPEAKS_WITHIN_S] * rank
     assert ("which is not overwritten" in capsys.readouterr().err) == (rank == 0)
 
 
