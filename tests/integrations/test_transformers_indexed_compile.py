@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.thinned import slow_except
 from indexed_caches import BY_ENTRY, BY_TOKEN
 from torch import Tensor
 from transformers import DynamicCache
@@ -14,9 +13,12 @@ from sparsering.integrations import transformers as hf
 
 TOKENS = 24
 KINDS = ("whole", "left", "right", "packed")
-FAST = {("deepseek_v4", "left"), ("qwen4_exp_text", "packed")}
 SLOW = pytest.mark.slow
 FAMILIES = (*BY_TOKEN, *BY_ENTRY)
+ONE_LAYER: dict[str, dict[str, Any]] = {  # that chooses keys or entries: half of a whole trace
+    "deepseek_v4": {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"]},
+    "qwen4_exp_text": {"num_hidden_layers": 1, "layer_types": ["indexed_attention"]},
+}
 
 # Where a graph breaks, torch itself looks for the .grad of tensors between the graphs.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -67,10 +69,25 @@ def results(call: Any, model: Any, inputs: dict[str, Tensor]) -> list[Tensor]:
     return [logits.detach(), *grads]
 
 
-@pytest.mark.parametrize(("family", "kind"), slow_except(FAST, FAMILIES, KINDS))
-def test_the_first_call_and_later_ones_are_those_without_compile(family, kind):
-    model = ours(family)
-    fast = torch.compile(model, backend=BACKENDS.get(family, "aot_eager"))
+FIRST_CALLS = [
+    *(
+        pytest.param(family, kind, ONE_LAYER[family], "eager", id=f"{family}-{kind}, one layer")
+        for family, kind in (("deepseek_v4", "left"), ("qwen4_exp_text", "packed"))
+    ),
+    *(
+        pytest.param(
+            family, kind, {}, BACKENDS.get(family, "aot_eager"), id=f"{family}-{kind}", marks=SLOW
+        )
+        for family in FAMILIES
+        for kind in KINDS
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "more", "backend"), FIRST_CALLS)
+def test_the_first_call_and_later_ones_are_those_without_compile(family, kind, more, backend):
+    model = ours(family, **more)
+    fast = torch.compile(model, backend=backend)
     found = [results(fast, model, batch(kind)) for _ in range(2)]
     assert found[0][0].abs().max() > 1e-3
     wanted = results(model, model, batch(kind))
@@ -78,22 +95,27 @@ def test_the_first_call_and_later_ones_are_those_without_compile(family, kind):
         torch.testing.assert_close(each, wanted, rtol=0, atol=1e-10)
 
 
-ONE_LAYER = {"num_hidden_layers": 1, "layer_types": ["indexed_attention"]}
 DECODED = [
-    pytest.param("qwen4_exp_text", ONE_LAYER, id="qwen4_exp_text, one layer"),
-    *(pytest.param(x, {}, id=x, marks=() if x == "deepseek_v4" else SLOW) for x in FAMILIES),
+    pytest.param("qwen4_exp_text", ONE_LAYER["qwen4_exp_text"], "eager", True, id="qwen4_exp_text"),
+    pytest.param("deepseek_v4", ONE_LAYER["deepseek_v4"], "eager", False, id="deepseek_v4, steps"),
+    pytest.param(
+        "qwen4_exp_text", ONE_LAYER["qwen4_exp_text"], "aot_eager", True, id="aot", marks=SLOW
+    ),
+    *(pytest.param(x, {}, "aot_eager", True, id=f"{x}, all layers", marks=SLOW) for x in FAMILIES),
 ]
 
 
-@pytest.mark.parametrize(("family", "more"), DECODED)
-def test_decoded_tokens_are_those_without_compile(family, more):
+@pytest.mark.parametrize(("family", "more", "backend", "with_prompt"), DECODED)
+def test_decoded_tokens_are_those_without_compile(family, more, backend, with_prompt):
+    """Steps are compiled, and the prompt before them too `with_prompt`."""
     model, rows = built_of(ours(family, **more)), []
     tokens = batch("whole")["input_ids"]
-    for call in (torch.compile(model, backend="aot_eager"), model):
+    for call in (torch.compile(model, backend=backend), model):
         cache, parts = DynamicCache(config=model.config), []
         with torch.no_grad():
             for start, stop in ((0, 13), (13, 14), (14, 15), (15, 16)):
                 some = tokens[:, start:stop]
-                parts.append(call(input_ids=some, past_key_values=cache).logits)
+                run = call if start or with_prompt else model
+                parts.append(run(input_ids=some, past_key_values=cache).logits)
         rows.append(torch.cat(parts, 1))
     torch.testing.assert_close(*rows, rtol=0, atol=1e-10)

@@ -88,9 +88,9 @@ def long_rows(rank: int, kind: str) -> tuple[Tensor, Tensor]:
     return got[real], wanted[:, where][real]
 
 
-def compiled(rank: int, family: str, kind: str) -> float:
+def compiled(rank: int, family: str, kind: str, options: dict[str, Any]) -> float:
     """Returns the largest difference that torch.compile makes on a rank of two, in any gradient."""
-    model, batch = tiny(family, **OPTIONS.get(family, {})), batch_of(kind)
+    model, batch = tiny(family, **options), batch_of(kind)
     hf.parallelize(model, groups[2])
     results = []
     for run in (model, torch.compile(model, backend="eager")):
@@ -104,12 +104,23 @@ def compiled(rank: int, family: str, kind: str) -> float:
     return float((results[1] - results[0]).abs().max() / results[0].abs().max())
 
 
-@pytest.mark.parametrize(
-    ("family", "kind"),
-    slow_except({("deepseek_v4", "whole"), ("deepseek_v32", "whole")}, MASKS, ["whole", "packed"]),
-)
-def test_inside_torch_compile(four, family, kind):
-    assert max(four.run(compiled, family, kind, world=2)) <= 1e-12
+ONE_LAYER = {  # a trace of which takes half as long
+    "deepseek_v32": {"num_hidden_layers": 1, "layer_types": ["indexed_attention"]},
+    "deepseek_v4": {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"]},
+}
+COMPILED = [
+    *(pytest.param(x, "whole", more, id=f"{x}, one layer") for x, more in ONE_LAYER.items()),
+    *(
+        pytest.param(x, kind, OPTIONS.get(x, {}), id=f"{x}-{kind}", marks=pytest.mark.slow)
+        for x in MASKS
+        for kind in ("whole", "packed")
+    ),
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "options"), COMPILED)
+def test_inside_torch_compile(four, family, kind, options):
+    assert max(four.run(compiled, family, kind, options, world=2)) <= 1e-12
 
 
 def fully_sharded(rank: int, family: str) -> tuple[float, float]:

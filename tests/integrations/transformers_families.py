@@ -91,6 +91,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2},
     "deepseek_v4": {
         "compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 5},
+        "hc_sinkhorn_iters": 2,
     },
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "dots3_note_text": {"head_dim": 12, "per_layer_config": {"01": {"q_lora_rank": 4}}},
