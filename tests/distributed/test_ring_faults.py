@@ -18,6 +18,8 @@ from sparsering.distributed.exchange import Exchange
 
 WORLD = 3
 TIMEOUT = 3.0
+SHORT = 1.5
+"""Seconds, of calls that can only end when they have passed."""
 
 
 mortal = workers_of(WORLD, "function")  # workers of this test alone
@@ -134,10 +136,10 @@ def run_out_of_memory(rank: int, where: str) -> None:
     if rank == 1:
         setattr(Rank, where, fail)
     try:
-        call(rank)
+        call(rank, timeout=SHORT)
     except (MemoryError, RingError):
         setattr(Rank, where, saved)
-    call(rank)
+    call(rank, timeout=SHORT)
 
 
 @pytest.mark.parametrize("where", ("forward", "round_gradients"))
@@ -145,7 +147,7 @@ def test_a_call_after_one_that_broke_off_is_an_error_and_no_abort(mortal, where)
     outcomes = mortal.run(outcome, run_out_of_memory, where)
     for rank, (kinds, text, *_, seconds) in enumerate(outcomes):
         assert kinds is not None and kinds[0] == "RingError", text
-        assert "make a new group" in text and seconds < 2 * TIMEOUT + 2, (rank, text)
+        assert "make a new group" in text and seconds < 2 * SHORT + 2, (rank, text)
     assert "MemoryError" in outcomes[1][1]
     for rank in range(WORLD):  # and a new group works
         mortal.pipes[rank].send((new_ring, ([0, 1, 2],)))
@@ -165,7 +167,7 @@ def stay_away(rank: int, seconds: float) -> None:
     if rank == 1:
         time.sleep(seconds)
     else:
-        call(rank)
+        call(rank, timeout=SHORT)
 
 
 def new_ring(rank: int, members: list[int]) -> torch.Tensor:
@@ -174,12 +176,12 @@ def new_ring(rank: int, members: list[int]) -> torch.Tensor:
 
 
 def test_a_silent_peer_is_named_within_the_timeout_and_a_new_group_works(mortal):
-    outcomes = mortal.run(outcome, stay_away, TIMEOUT + 2)
+    outcomes = mortal.run(outcome, stay_away, SHORT + 1)
     for rank in (0, 2):
         kinds, text, *about, seconds = outcomes[rank]
         assert kinds[0] == "RingError", text
         assert about == [rank, 1, "agreement"] and f"rank {rank}, peer 1" in text
-        assert seconds < TIMEOUT + 2
+        assert seconds < SHORT + 1
     results = mortal.run(new_ring, [0, 1, 2])
     assert all(torch.isfinite(x).all() for x in results)
 
