@@ -34,9 +34,8 @@ FAST = (
 )
 SHARED = ("granite", "roberta", "bamba")
 FAST_CACHES = {
-    *((MINIMAX, cache) for cache in CACHES),
-    *(("qwen4_exp_text", "dynamic"), ("qwen4_exp_text", "static"), ("deepseek_v32", "static")),
-    *(("deepseek_v4", "dynamic"), ("dots3_note_text", "static"), ("glm5_next", "offloaded")),
+    *((MINIMAX, "quantized"), (MINIMAX, "offloaded_static"), ("qwen4_exp_text", "dynamic")),
+    *(("deepseek_v32", "static"), ("deepseek_v4", "dynamic"), ("glm5_next", "offloaded")),
 }
 as_tabulated = pytest.mark.skipif(
     transformers.__version__ != "5.23.0", reason="families change with versions"

@@ -105,7 +105,11 @@ def compiled(rank: int, family: str, kind: str, options: dict[str, Any]) -> floa
 
 
 ONE_LAYER = {  # a trace of which takes half as long
-    "deepseek_v32": {"num_hidden_layers": 1, "layer_types": ["indexed_attention"]},
+    "deepseek_v32": {
+        "num_hidden_layers": 1,
+        "layer_types": ["indexed_attention"],
+        "mlp_layer_types": ["dense"],
+    },
     "deepseek_v4": {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"]},
 }
 COMPILED = [
