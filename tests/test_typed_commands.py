@@ -3,12 +3,14 @@
 import ast
 import os
 import re
+import shlex
 import subprocess
 import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
+from helpers import forked
 from test_docs import ROOT
 from test_page_commands import COMMANDS, FINISHED
 
@@ -63,10 +65,17 @@ def test_what_a_message_says_to_type_runs(monkeypatch):
     monkeypatch.setenv("PATH", environment["PATH"])
     for command in (
         commands.sparsering("--version"),
-        commands.program("torchrun", "torch.distributed.run") + " --help",
         commands.program("pip", "pip") + " --version",
     ):
         subprocess.run(command, shell=True, check=True, env=environment, capture_output=True)
+    torchrun = shlex.split(commands.program("torchrun", "torch.distributed.run"))
+    assert torchrun[:2] == [sys.executable, "-m"] and len(torchrun) == 3
+    help_of_module = (
+        "import runpy, sys\n"
+        f"sys.argv = ['torchrun', '--help']\nrunpy.run_module({torchrun[2]!r}, None, '__main__')"
+    )
+    done = forked.run(help_of_module)  # a fresh process imports torch for seconds
+    assert done.returncode == 0 and "--nproc-per-node" in done.stdout
 
 
 # Each replaces one file, or records of the same measurement, in one step.

@@ -14,6 +14,7 @@ from helpers import torchrun as forked_torchrun
 from helpers.forked import forking
 from helpers.ring_workers import Workers
 
+from sparsering.cli import main
 from sparsering.training import Recipe, train
 from sparsering.training.ranks import arrange
 
@@ -97,12 +98,17 @@ def children(process: int) -> list[int]:
     return [int(x) for x in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
 
 
-class ForkedTorchrun:
-    """torchrun as `subprocess.Popen` shows it, whose processes are forked: see helpers.torchrun."""
+class ForkedCommand:
+    """A command line of sparsering's or torchrun's as `subprocess.Popen` shows it, but forked.
 
-    def __init__(self, words: list[str], log: Path) -> None:
-        self._process = forking().Process(target=_launch, args=(words, log))
+    For torchrun's processes see `helpers.torchrun`.
+    """
+
+    def __init__(self, program: str, words: list[str], log: Path) -> None:
+        log.touch()
+        self._process = forking().Process(target=_launch, args=(program, words, log))
         self._process.start()
+        assert self._process.pid is not None
         self.pid = self._process.pid
 
     def poll(self) -> int | None:
@@ -112,8 +118,14 @@ class ForkedTorchrun:
         self._process.join(timeout)
         return self._process.exitcode
 
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
     def terminate(self) -> None:
         self._process.terminate()
+
+    def kill(self) -> None:
+        self._process.kill()
 
     def worker(self, rank: int) -> int:
         """The process that was forked for a rank."""
@@ -122,9 +134,12 @@ class ForkedTorchrun:
         return found[rank]
 
 
-def _launch(words: list[str], log: Path) -> None:
+def _launch(program: str, words: list[str], log: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    forked_torchrun.main(words)
+    if program == "torchrun":
+        forked_torchrun.main(words)
+    else:
+        sys.exit(main(words))

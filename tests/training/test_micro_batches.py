@@ -1,6 +1,7 @@
 """Micro-batches: the same step in parts, and a step that is tried again where memory runs out."""
 
 import dataclasses
+import gc
 import json
 import shutil
 import sys
@@ -21,6 +22,13 @@ RECIPE = Recipe(
     pattern="LongNet((16, 64), (1, 4))", context=64, batch_size=6, width=16, num_layers=1,
     num_heads=2, steps=4, warmup_steps=2, dtype="float32",
 )  # fmt: skip
+
+
+@pytest.fixture(autouse=True, scope="module")
+def older_objects_are_not_looked_through() -> None:
+    """Spares each return of memory a search of what other tests have left; it takes seconds."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

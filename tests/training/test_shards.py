@@ -20,7 +20,7 @@ import torch
 from helpers.ring_workers import workers_of
 from rank_runs import (
     TOLERANCE,
-    ForkedTorchrun,
+    ForkedCommand,
     figures,
     has_reached,
     run,
@@ -541,9 +541,9 @@ def test_shard_needs_torchrun(tmp_path, capsys):
 # Kills
 
 
-def kill(launcher: subprocess.Popen | ForkedTorchrun, log: Path, rank: int) -> None:
+def kill(launcher: subprocess.Popen | ForkedCommand, log: Path, rank: int) -> None:
     """Kills a rank, as soon as torchrun has started it (again)."""
-    forked = isinstance(launcher, ForkedTorchrun)
+    forked = isinstance(launcher, ForkedCommand)
     while True:
         assert launcher.poll() is None, log.read_text()
         with contextlib.suppress(AssertionError, ProcessLookupError, FileNotFoundError):
@@ -575,9 +575,9 @@ def test_kills_at_random_instants_lose_nothing(two, recipe, tmp_path, kills, sta
     words = [*train_words(recipe, out), *options, "--save-every", 2, "--validate-every", 1000]
     command = torchrun(2, "--max-restarts", kills + starting + 1, *words)
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
-    process: subprocess.Popen | ForkedTorchrun
+    process: subprocess.Popen | ForkedCommand
     if kills == 1:
-        process = ForkedTorchrun(command[3:], log)
+        process = ForkedCommand("torchrun", command[3:], log)
     else:
         with open(log, "w") as file:
             process = subprocess.Popen(command, stdout=file, stderr=file, env=environment)

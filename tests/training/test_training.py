@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rank_runs import ForkedCommand
 
 import sparsering as sr
 from sparsering.cli import main
@@ -125,8 +126,12 @@ def test_a_signalled_run_leaves_a_whole_checkpoint_and_resumes(recipe, tmp_path,
         value = getattr(recipe, field.name)
         if field.name != "checkpoint_layers":
             command += ["--" + field.name.replace("_", "-"), value]
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen([str(word) for word in command], stdout=log, stderr=log)
+    process: subprocess.Popen | ForkedCommand
+    if number == signal.SIGTERM:
+        process = ForkedCommand("sparsering", [str(x) for x in command[3:]], tmp_path / "log")
+    else:
+        with open(tmp_path / "log", "w") as log:
+            process = subprocess.Popen([str(word) for word in command], stdout=log, stderr=log)
     try:
         deadline = time.monotonic() + 60
         while not (out / "metrics.jsonl").exists() or max(losses_so_far(out), default=0) < 5:
