@@ -54,6 +54,7 @@ def streamed(pattern: sr.Pattern, x: list[Tensor], ends: list[int]) -> Tensor:
     return torch.cat([cache.attend(*call) for call in calls], 2)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("size", "history"), [(4, 2), (16, 1), (5, 0), (12, 3)])
 def test_chunks_of_one_size_have_the_bits_of_the_recording(size, history, dtype):
@@ -73,6 +74,7 @@ def test_chunks_of_one_size_have_the_bits_of_the_recording(size, history, dtype)
         assert found.equal(offline) or dtype == torch.float64  # docs/invariance.md
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("as_data", [False, True])
 @pytest.mark.parametrize("seed", range(8))
 def test_chunks_of_unlike_sizes_have_the_bits_of_the_recording(seed, as_data):

@@ -210,22 +210,22 @@ ENDLESS = [
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("pattern", ENDLESS, ids=str)
 @pytest.mark.parametrize("begin", [0, 13, 1 << 20])
-def test_a_sequence_without_end(pattern, begin):
+@pytest.mark.parametrize("n", [20, 1, 3, 300])
+def test_a_sequence_without_end(pattern, begin, n):
     """The first key ahead, by the definition of the pairs near the call's end."""
     tokens, shown = Tokens(None, HEADS, KV_HEADS), 160
     frame = tokens.frame
-    for n in (1, 3, 20, 300):
-        end = begin + n
-        query, key = torch.arange(begin, end)[:, None], torch.arange(end, end + shown)
-        masks = {x.at(0, h, frame) for x in pattern.branches for h in range(HEADS)}
-        pairs = torch.stack([x.holds(query, key, frame).expand(n, shown) for x in masks]).any(0)
-        found = first_ahead(pattern, begin, end, tokens)
-        assert bool(found) == bool(pairs.any())
-        if found:
-            assert pairs[found[0] - begin, found[1] - end]
-            assert not pairs[:, : found[1] - end].any()
-            later = next_end(pattern, begin, end, tokens)
-            assert later is None or later > found[1]
+    end = begin + n
+    query, key = torch.arange(begin, end)[:, None], torch.arange(end, end + shown)
+    masks = {x.at(0, h, frame) for x in pattern.branches for h in range(HEADS)}
+    pairs = torch.stack([x.holds(query, key, frame).expand(n, shown) for x in masks]).any(0)
+    found = first_ahead(pattern, begin, end, tokens)
+    assert bool(found) == bool(pairs.any())
+    if found:
+        assert pairs[found[0] - begin, found[1] - end]
+        assert not pairs[:, : found[1] - end].any()
+        later = next_end(pattern, begin, end, tokens)
+        assert later is None or later > found[1]
 
 
 def test_causality_is_read_from_the_parts():

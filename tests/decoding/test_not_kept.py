@@ -57,6 +57,7 @@ def with_trial(x: list[Tensor], trial: list[Tensor], begin: int) -> list[Tensor]
     return [torch.cat((y[:, :, :begin], z), 2) for y, z in zip(x, trial, strict=True)]
 
 
+@pytest.mark.covering(1, keep=[{"name": "window", "backend": "gather"}])
 @pytest.mark.parametrize("backend", ["cpu", "gather", "reference"])
 @pytest.mark.parametrize("name", PATTERNS)
 def test_calls_that_are_not_kept_leave_no_trace(name, backend):

@@ -95,6 +95,9 @@ def test_a_row_with_nan_or_infinity_is_nan_and_no_other_row(store):
     assert found.isnan().all(-1).tolist() == [[[False, True, True, False]]]
 
 
+@pytest.mark.covering(
+    2, keep=[{"store": "int8", "name": "causal", "sizes": (1,), "backend": "cpu"}]
+)
 @STORES
 @NAMES
 @pytest.mark.parametrize("sizes", [(1,), (16,), (5, 1, 40), (N,)], ids=str)

@@ -46,6 +46,7 @@ def assert_near(a: Tensor, b: Tensor, tolerance: float = 1e-11) -> None:
     torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("zero_padding", ["torchscale", "exact"])
 @pytest.mark.parametrize("global_pool", [False, True])
 @pytest.mark.parametrize("number", range(len(LENGTHS)))
@@ -142,6 +143,7 @@ def test_training_alone_drops_channels_and_paths(file):
     assert model.training and model.layers[1].training and not model.layers[0].training
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("global_pool", [False, True])
 @pytest.mark.parametrize("heat", ["class", "all"])
 def test_out_of_memory_is_answered_by_fewer_rows(file, heat, global_pool, monkeypatch):
