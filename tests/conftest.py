@@ -45,10 +45,14 @@ hypothesis.settings.register_profile("explore", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("repeatable")
 
 
+# torch.manual_seed keeps the stack of each of its calls for a GPU that may be initialised later
+SEED = torch.manual_seed if DEVICE else torch.default_generator.manual_seed
+
+
 class TorchRandom:
     """Torch's default generator, for hypothesis to seed before each example and restore after."""
 
-    seed = staticmethod(torch.manual_seed)
+    seed = staticmethod(SEED)
     getstate = staticmethod(torch.get_rng_state)
     setstate = staticmethod(torch.set_rng_state)
 
@@ -60,7 +64,7 @@ hypothesis.register_random(TORCH_RANDOM)
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     """Start each test from the same random numbers, in whatever order the tests run."""
-    torch.manual_seed(0)
+    SEED(0)
 
 
 @pytest.fixture

@@ -210,7 +210,7 @@ def table_of(lines):
     return found
 
 
-@pytest.mark.parametrize("words", [["--tokens", "8K"], ["--tokens", "1500", "--full"]], ids=str)
+@pytest.mark.parametrize("words", [["--tokens", "2K"], ["--tokens", "1500", "--full"]], ids=str)
 def test_each_row_of_proposals_can_be_typed_and_taken(capsys, words):
     words = ["plan", *words, "--gpu", "L4", "--heads", "4"]
     assert main(words) == 0
