@@ -105,15 +105,12 @@ def compiled(rank: int, family: str, kind: str, options: dict[str, Any]) -> floa
 
 
 ONE_LAYER = {  # a trace of which takes half as long
-    "deepseek_v32": {
-        "num_hidden_layers": 1,
-        "layer_types": ["indexed_attention"],
-        "mlp_layer_types": ["dense"],
-    },
-    "deepseek_v4": {"num_hidden_layers": 1, "layer_types": ["compressed_sparse_attention"]},
+    "num_hidden_layers": 1,
+    "layer_types": ["indexed_attention"],
+    "mlp_layer_types": ["dense"],
 }
 COMPILED = [
-    *(pytest.param(x, "whole", more, id=f"{x}, one layer") for x, more in ONE_LAYER.items()),
+    pytest.param("deepseek_v32", "whole", ONE_LAYER, id="deepseek_v32, one layer"),
     *(
         pytest.param(x, kind, OPTIONS.get(x, {}), id=f"{x}-{kind}", marks=pytest.mark.slow)
         for x in MASKS
