@@ -7,6 +7,7 @@ from helpers.forked import run
 
 KINDS = ("attention", "gather", "lists", "decoding", "training")
 _SCRIPT = """
+import gc
 import sys
 import torch
 import sparsering as sr
@@ -15,6 +16,8 @@ from sparsering.models import LongNetLM
 from sparsering.training.micro_batches import forget_failure, make_moments
 
 kind, places = sys.argv[1], int(sys.argv[2])
+if kind != "training":
+    gc.unfreeze()  # what forked processes freeze, as in a process of a user's
 torch.manual_seed(0)
 query, key, value = (torch.randn(1, 4, 256, 32, requires_grad=True) for _ in range(3))
 upstream = torch.randn(1, 4, 256, 32)

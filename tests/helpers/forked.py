@@ -5,6 +5,7 @@ are about importing, or about what the environment says at that time, start a fr
 """
 
 import atexit
+import gc
 import multiprocessing
 import os
 import subprocess
@@ -57,6 +58,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def _execute(code: str, environment: dict[str, str], paths: tuple[str, str]) -> None:
+    gc.freeze()  # what was imported: no search for garbage looks through it
     os.environ.update(environment)
     tempfile.tempdir = None  # which was found where imports ran
     for number, path in enumerate(paths, 1):

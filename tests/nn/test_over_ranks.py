@@ -153,7 +153,7 @@ CASES = {
 PLACES = [(2, CUTS), *((n, x) for n in (1, 2, 3, 4, 8) for x in ("contiguous", "zigzag"))]
 
 
-@pytest.mark.parametrize(("name", "place"), thinned(6, CASES, PLACES))
+@pytest.mark.parametrize(("name", "place"), thinned(11, CASES, PLACES))
 def test_ranks_compute_what_one_process_does(workers, name, place):
     world, sharding = place
     sizes, options = CASES[name]

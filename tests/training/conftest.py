@@ -29,8 +29,8 @@ def run(whole, tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory) -> Recipe:
-    """A recipe for runs over ranks, with a text of 20 files."""
+    """A recipe for runs over ranks, with a text of 20 files, of which 3 windows validate."""
     folder = tmp_path_factory.mktemp("corpus")
     for i in range(20):
-        (folder / f"{i:02d}.txt").write_text(f"file {i:02d} says so. " * 40)
+        (folder / f"{i:02d}.txt").write_text(f"file {i:02d} says so. " * 6)
     return dataclasses.replace(rank_runs.RECIPE, data=str(folder))

@@ -1,6 +1,7 @@
 """Runs over ranks that tests start: by workers that stay, by torchrun as users do, or forked."""
 
 import dataclasses
+import gc
 import json
 import os
 import subprocess
@@ -135,6 +136,7 @@ class ForkedCommand:
 
 
 def _launch(program: str, words: list[str], log: Path) -> None:
+    gc.freeze()  # what was imported: no search for garbage looks through it
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     with open(log, "w") as file:
         os.dup2(file.fileno(), 1)
