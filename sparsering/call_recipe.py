@@ -17,7 +17,15 @@ from .checks import (
     checked_scale,
     kind_of,
 )
-from .dispatch import BACKENDS, Backend, Inputs, block_size_of, choose
+from .dispatch import (
+    BACKENDS,
+    Backend,
+    Inputs,
+    block_size_of,
+    choose,
+    in_company,
+    is_batch_invariant,
+)
 from .extras import NO_EXTRAS, OPTIONS, Extras, checked_extras, refuse_options
 from .kernels.triton import interpreting
 from .layouts.lists import Source, is_only_lists, split
@@ -74,7 +82,8 @@ def recipe_of(
         return recipe, inputs, checked_extras(*inputs[:2], pattern, choices[-1], **extras)
     call = dict(zip(("scale", "q_start", "block_size"), choices[1:], strict=True))
     inputs, call, options = checked_call(inputs, pattern, **call, **extras)
-    recipe = CallRecipe(choose(choices[0], inputs, options.in_use, pattern), **call)
+    backend = in_company(choose(choices[0], inputs, options.in_use, pattern))
+    recipe = CallRecipe(backend, **call)
     if in_cache and BACKENDS[recipe.backend].library_call is not None:
         raise NotImplementedError(
             f"{recipe.backend}: it runs whole sequences, and no cache; leave out backend="
@@ -140,7 +149,8 @@ def _kind(
     if pattern.tensors:
         pattern_key = type(pattern), has_lists(pattern), is_only_lists(pattern)
     # `types` tells 1 from True
-    return tensors, pattern_key, choices, types, in_use, interpreted, in_cache
+    mode = is_batch_invariant()
+    return tensors, pattern_key, choices, types, in_use, interpreted, in_cache, mode
 
 
 _COMPARED = frozenset((type(None), int, float, str))  # types that `_kind` accepts in `choices`

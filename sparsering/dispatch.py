@@ -1,5 +1,6 @@
 """Table of backends, and the choice of the backend that runs a call."""
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import NamedTuple
@@ -11,6 +12,7 @@ from .commands import install
 from .kernels import cpu, flash, gather, reference, sdpa, torch_sparse, triton
 from .kernels.problem import Gradients, Problem
 from .kernels.triton import configs
+from .kernels.triton.configs import KEYS_IN_ORDER
 from .layouts.compile import chosen_block_size
 from .layouts.layout import BlockLayout
 from .layouts.lists import is_only_lists
@@ -53,6 +55,8 @@ class Backend(NamedTuple):
     returns_lse: bool = True  # False if its lse is an empty tensor
     # True for a dtype whose rows have the same bits in any company (docs/invariance.md).
     is_invariant: Callable[[torch.dtype], bool] | None = None
+    # Name of the backend whose form for `batch_invariant` this is. No call names a form.
+    form_of: str = ""
 
 
 def _no_float64(*tensors: Tensor) -> list[str]:
@@ -70,6 +74,11 @@ BACKENDS: dict[str, Backend] = {
         triton.reasons, triton.forward, triton.backward, triton.EXTRAS, package="triton",
         reads_slots=True, selected_layout=triton.selected_layout, runs_lists=True,
         list_reasons=triton.list_reasons,
+    ),
+    "triton_in_order": Backend(
+        triton.reasons, triton.forward_in_order, triton.backward_in_order, triton.EXTRAS,
+        package="triton", reads_slots=True, runs_lists=True, list_reasons=triton.list_reasons,
+        is_invariant=lambda _: True, form_of="triton",
     ),
     "gather": Backend(
         _no_float64, gather.forward, gather.backward, gather.EXTRAS, entry_mass=gather.entry_mass,
@@ -91,11 +100,14 @@ BACKENDS: dict[str, Backend] = {
 }  # fmt: skip
 """All backends, in order of preference; those that run only when named are last."""
 
+NAMES = tuple(name for name, backend in BACKENDS.items() if not backend.form_of)
+"""Backends that a call may name."""
+
 
 @with_hints()
 def backends() -> dict[str, list[str]]:
     """Returns every backend, with the reasons why it cannot run on this machine ([] = usable)."""
-    return {name: backend.reasons() for name, backend in BACKENDS.items()}
+    return {name: BACKENDS[name].reasons() for name in NAMES}
 
 
 def choose(
@@ -114,11 +126,11 @@ def choose(
     Raises: ValueError for an unknown name, ImportError if the named backend's package is missing,
         NotImplementedError with every reason otherwise.
     """
-    if backend is not None and (not isinstance(backend, str) or backend not in BACKENDS):
+    if backend is not None and (not isinstance(backend, str) or backend not in NAMES):
         got = shortened(repr(backend))
-        raise ValueError(f"backend must be one of {', '.join(BACKENDS)} or None, got {got}")
+        raise ValueError(f"backend must be one of {', '.join(NAMES)} or None, got {got}")
     refused = []
-    defaults = [name for name in BACKENDS if is_default(name)]
+    defaults = [name for name in NAMES if is_default(name)]
     for name in defaults if backend is None else [backend]:
         if not (reasons := reasons_against(name, tensors, options, pattern)):
             return name
@@ -126,6 +138,22 @@ def choose(
     if backend is not None and (package := BACKENDS[backend].package) and not find_spec(package):
         raise ImportError(f"backend {backend!r} needs the package {package}: {install(backend)}")
     raise NotImplementedError("; ".join(refused))
+
+
+def in_company(name: str) -> str:
+    """Returns the form of a backend that the mode of this thread asks for."""
+    if not is_batch_invariant():
+        return name
+    return next((form for form, its in BACKENDS.items() if its.form_of == name), name)
+
+
+def is_batch_invariant() -> bool:
+    """True inside `batch_invariant`, in this thread."""
+    return bool(getattr(mode, "is_batch_invariant", False))
+
+
+mode = threading.local()
+"""What `batch_invariant` has set in this thread; torch.compile guards on it."""
 
 
 def is_default(name: str) -> bool:
@@ -148,13 +176,19 @@ def reasons_against(
     for option in options:
         extra = "block_bias" if option == "slot_bias" else option  # kernels get it as a block bias
         if extra not in backend.extras:
-            able = [other for other, its in BACKENDS.items() if extra in its.extras]
+            able = [other for other in NAMES if extra in BACKENDS[other].extras]
             reasons.append(f"it has no {option} ({', '.join(able)} have it)")
     return reasons
 
 
 def block_size_of(backend: str, pattern: Pattern, query: Tensor, frame: Frame) -> int:
-    """Returns the block size that `sparsering tune` measured for a pattern, else an estimate."""
+    """Returns the block size that `sparsering tune` measured for a pattern, else an estimate.
+
+    In the mode of `batch_invariant` it is a multiple of the keys that are added up in one step.
+    """
+    if BACKENDS[backend].form_of:
+        few = chosen_block_size(pattern, frame, query.device) < 2 * KEYS_IN_ORDER
+        return KEYS_IN_ORDER if few else 2 * KEYS_IN_ORDER
     measured = _MEASURED.get(backend)
     size = None if measured is None else measured.block_size(pattern.expression, query)
     return size or chosen_block_size(pattern, frame, query.device)

@@ -8,7 +8,17 @@ from torch import Tensor
 
 from .call_recipe import checked_call, recipe_of
 from .checks import check_batch
-from .dispatch import BACKENDS, block_size_of, choose, is_default, reasons_against
+from .dispatch import (
+    BACKENDS,
+    NAMES,
+    block_size_of,
+    choose,
+    in_company,
+    is_batch_invariant,
+    is_default,
+    mode,
+    reasons_against,
+)
 from .extras import OPTIONS, refuse_options
 from .kernels.problem import ScoreMod
 from .ops import attend
@@ -208,7 +218,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     )
     check_fits(pattern, frame)
     backend = choose(None, inputs, extras.in_use, pattern)
-    size = call["block_size"] or block_size_of(backend, pattern, inputs[0], frame)
+    form = in_company(backend)
+    size = call["block_size"] or block_size_of(form, pattern, inputs[0], frame)
     lists = " and lists of keys" * (has_lists(pattern) and BACKENDS[backend].runs_lists)
     sizes = f"batch {batch}, {heads} heads of {q_len} queries, {kv_heads} heads of {kv_len} keys"
     lines = [f"runs: {backend}, blocks of {size}{lists}; {sizes}"]
@@ -221,9 +232,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         )
         later = "; the choice for a query may depend on later queries of its row"
         lines.append(line + later * (tokens > 1))
-    if why := _not_invariant(backend, inputs[0], pattern):
+    if why := _not_invariant(form, inputs[0], pattern):
         lines.append(f"bits: those of a row may depend on what else the call computes: {why}")
-    for name in BACKENDS:
+    for name in NAMES:
         reasons = reasons_against(name, inputs, extras.in_use, pattern)
         if not reasons and (refuses := BACKENDS[name].refuses) is not None:
             reasons = refuses(inputs, pattern, frame)
@@ -235,7 +246,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
 def _not_invariant(backend: str, query: Tensor, pattern: Pattern) -> str:
     """Returns why the bits of a row may depend on its company (docs/invariance.md); "" if not."""
     if (keeps := BACKENDS[backend].is_invariant) is None:
-        return f"{backend} sums in an order that depends on shapes"
+        able = any(x.form_of == backend for x in BACKENDS.values())
+        mended = ", unless batch_invariant() asks for one that does not" * able
+        return f"{backend} sums in an order that depends on shapes{mended}"
     if not keeps(query.dtype):
         return "this processor adds products of bfloat16 in another order for a few queries"
     if has_lists(pattern):
@@ -246,17 +259,18 @@ def _not_invariant(backend: str, query: Tensor, pattern: Pattern) -> str:
 @with_hints()
 @contextmanager
 def batch_invariant(enabled: bool = True) -> Iterator[None]:
-    """Says that the bits of a row may not depend on what else is computed; with it or without it.
+    """Makes the bits of a row independent of what else is computed, where a backend must ask.
 
-    The backend "cpu" keeps this promise in each call, so the context changes nothing: a row's
-    `out`, `lse` and gradient of the query depend on its query and position, on the keys and values
-    that it sees and their positions, and on the options. They do not depend on the batch, on how
-    many queries come at once, on documents beside its own, on a `KVCache`, or on threads.
-    docs/invariance.md has all that is promised, and what is not; `explain` names what a call cannot
-    keep.
+    The bits of a row's `out`, `lse` and gradient of the query are then a function of its query and
+    position, of the keys and values that it sees and their positions, and of the options. They do
+    not depend on the batch, on how many queries come at once, or on documents beside its own. The
+    backend "cpu" keeps this in each call, inside and outside; "triton" has another form of its
+    kernels for it, which shares no long row out among multiprocessors. docs/invariance.md has all
+    that is promised, and what is not; `explain` names what a call cannot keep. A backward has the
+    mode of its forward, each thread has its own mode, and `torch.compile` guards on it.
 
     Args:
-        enabled: False for code that may lose the promise.
+        enabled: False for code that may lose the promise again.
 
     Returns: a context manager, which is a decorator, too; contexts nest.
 
@@ -264,5 +278,9 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
         >>> with sr.batch_invariant():
         ...     out = sr.attention(query, key, value, Causal())
     """
-    checked_flag("enabled", enabled)
-    yield
+    enabled, before = checked_flag("enabled", enabled), is_batch_invariant()
+    mode.is_batch_invariant = enabled
+    try:
+        yield
+    finally:
+        mode.is_batch_invariant = before

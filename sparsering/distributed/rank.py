@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_batch, check_inputs, refuse_forward_mode
-from ..dispatch import BACKENDS, choose
+from ..dispatch import BACKENDS, NAMES, choose
 from ..extras import Extras
 from ..kernels.problem import Problem, sink_gradient
 from ..numerics import add_sink, merge_into
@@ -41,7 +41,8 @@ def choose_kernels(
     """Returns the name of a rank's backend; NotImplementedError unless it runs every layout."""
     name, lists = choose(backend, inputs, extras.in_use, pattern), has_lists(pattern)
     if BACKENDS[name].backward is None or (lists and not BACKENDS[name].runs_lists):
-        fits = (n for n, x in BACKENDS.items() if x.backward and (x.runs_lists or not lists))
+        able = ((n, BACKENDS[n]) for n in NAMES)
+        fits = (n for n, x in able if x.backward and (x.runs_lists or not lists))
         kind = "lists of keys" if lists else "all layouts"
         raise NotImplementedError(
             f"{name}: a ring needs a backend for {kind}, such as {', '.join(fits)}"

@@ -60,6 +60,7 @@ class Problem(NamedTuple):
     # Pairs beside those of the layout. Then a block bias, [B, Hq, Nq, slots], is of the only lists.
     lists: tuple[Lists, ...] = ()
     captured: tuple[Tensor, ...] = ()  # tensors that `score_mod` reads and that get gradients
+    in_order: bool = False  # sum each row in an order that follows from its positions alone
     in_float32: bool = False  # return half precision results in float32, the dtype of sums
 
     @property

@@ -20,7 +20,7 @@ from oracles.scored_oracle import (
 from torch import nn
 
 import sparsering as sr
-from sparsering.dispatch import BACKENDS
+from sparsering.dispatch import NAMES
 from sparsering.distributed import simulate_ring
 
 PATTERNS = {
@@ -152,7 +152,7 @@ def test_empty_inputs_have_no_pairs():
     assert not sr.attention(query, none, none, sr.Full(), score_mod=change).any()
 
 
-@pytest.mark.parametrize("backend", [name for name in BACKENDS if name not in ABLE])
+@pytest.mark.parametrize("backend", [name for name in NAMES if name not in ABLE])
 def test_other_backends_refuse_it_by_name(backend):
     x = drawn(torch.float32)
     change = lambda s, b, h, q, k: s  # noqa: E731

@@ -75,6 +75,7 @@ def launches(case: dict[str, Any], capability: int) -> list[tuple[Any, Any, dict
     bias = torch.zeros(1, heads, layout.num_blocks) if case.get("bias") else None
     given = extras(heads, query.shape[2], length, case.get("reach", 128))
     given = {name: given[name] for name in case.get("extras", ())}
+    given["in_order"] = case.get("in_order", False)
     problem = Problem(layout, query, key, value, scale, bias, **given)
     out, lse = backend.forward(problem)
     backend.backward(problem, out, lse, torch.randn_like(out), torch.randn_like(lse))

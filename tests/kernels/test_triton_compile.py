@@ -61,6 +61,27 @@ def test_the_main_shapes_spill_no_register(capability):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [80, 90, 100])
+def test_kernels_that_sum_in_order_spill_no_register(capability):
+    """One config for all numbers of queries: a token's, too."""
+    shapes = [
+        {"head_dim": width, "block_size": size, "in_order": True, **few}
+        for width in (64, 128)
+        for size in (64, 128)
+        for few in ({}, {"queries": 1})
+    ]
+    made = [x for x in run(str(capability), *shapes) if x["kernel"] in MAIN_KERNELS]
+    for x in made:
+        print(x["kernel"], x["case"], x["rows"], x["config"], x["registers"], x["shared"])
+        assert_uses_the_hardware(x, capability)
+        assert x["spilled"] <= 32 and not x.get("loop_spills"), x
+    for kernel in MAIN_KERNELS:
+        for width in (64, 128):
+            own = [x for x in made if x["kernel"] == kernel and x["case"]["head_dim"] == width]
+            assert len({(x["rows"], str(x["config"])) for x in own}) == 1, own
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 90, 100])
 def test_packed_heads_of_blocks_of_64_spill_no_register_in_a_loop(capability):
     """Where keys are many, dK and dV loop over the heads of a group, and spill some, as at 128."""
     many = {"heads": 8, "tokens": 24576, "pattern": "SlidingWindow(300)"}

@@ -1,9 +1,18 @@
 """The GPU backend: Triton kernels over the tiles of a layout. Triton is imported on first use."""
 
-from .call import EXTRAS, backward, forward, interpreting, list_reasons, reasons
+from .call import (
+    EXTRAS,
+    backward,
+    backward_in_order,
+    forward,
+    forward_in_order,
+    interpreting,
+    list_reasons,
+    reasons,
+)  # fmt: skip
 from .selected import best_blocks, ranks, remember, selected_layout
 
 __all__ = [
-    "EXTRAS", "backward", "best_blocks", "forward", "interpreting", "list_reasons", "ranks",
-    "reasons", "remember", "selected_layout",
+    "EXTRAS", "backward", "backward_in_order", "best_blocks", "forward", "forward_in_order",
+    "interpreting", "list_reasons", "ranks", "reasons", "remember", "selected_layout",
 ]  # fmt: skip

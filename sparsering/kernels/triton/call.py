@@ -18,7 +18,7 @@ from ...commands import program
 from ...numerics import power_of_2
 from ..problem import Gradients, Problem, constant_in_graphs, dense_rows, sink_gradient
 from . import extra_arguments
-from .configs import Config, config_for
+from .configs import Config, config_for, in_order
 from .even_depths import of_whole_tiles, with_even_depths
 from .launch import Launch, kept, kind_of, kinds, launch, padded, precision, processors, strides
 from .lists import MOST_LIST_DIM, ListGradients, add_gradients, attend_lists, on_device
@@ -118,6 +118,16 @@ def backward(
     cut, entries = with_even_depths(problem)
     grads = _gradients(cut, out, lse, grad_out, grad_lse)
     return of_whole_tiles(grads, problem, entries)
+
+
+def forward_in_order(problem: Problem) -> tuple[Tensor, Tensor]:
+    """Computes `forward` with bits that do not depend on a row's company (docs/invariance.md)."""
+    return forward(problem._replace(in_order=True))
+
+
+def backward_in_order(problem: Problem, *results: Tensor) -> Gradients:
+    """Computes `backward` with bits that do not depend on a row's company."""
+    return backward(problem._replace(in_order=True), *results)
 
 
 def _forward_of_lists(problem: Problem) -> tuple[Tensor, Tensor]:
@@ -430,6 +440,7 @@ def _launches(
         dropped,
         problem.learns_distances,
         precision(query.dtype),
+        problem.in_order,
         bias is None,
         table is None,
         mask is None,
@@ -445,7 +456,14 @@ def _launches(
         of_tile = len(query) * results[-1].shape[1] * -(-layout.block_size // config.rows)
         rows = {"programs": of_tile} if by_key else _rows(problem, number, config)
         cores = processors(query.device)
-        w = walk(layout, number, by_key=by_key, programs=rows["programs"], processors=cores)
+        w = walk(
+            layout,
+            number,
+            by_key=by_key,
+            programs=rows["programs"],
+            processors=cores,
+            in_order=problem.in_order,
+        )
         tiles = rows | of_tiles(part, number, w, config, by_key=by_key)
         shared = layout.frame.num_heads, key.shape[2] > 0, query.device, *kind[1:], *kinds(tiles)
         launches = kept(shared, lambda: build(w, of_inputs(problem, config) | tiles), query.device)
@@ -468,7 +486,7 @@ def _rows(problem: Problem, number: int, config: Config) -> dict[str, int]:
     parts = -(-most // tokens)
     return {
         "parts": parts, "TOKENS": tokens, "PACK": pack,
-        "ROWS": max(16, tokens * power_of_2(pack)),
+        "ROWS": config.rows if problem.in_order else max(16, tokens * power_of_2(pack)),
         "programs": len(problem.query) * problem.key.shape[1] * packs * parts,
     }  # fmt: skip
 
@@ -478,6 +496,8 @@ def _heads_at_a_time(problem: Problem) -> int:
     layout, group = problem.layout, problem.group
     if _by_query_head(problem):
         return 1
+    if problem.in_order:
+        return group
     tiles = max(p.key_start.shape[-1] for p in layout.passes)
     programs = len(problem.query) * problem.key.shape[1] * tiles
     shares = min(group, -(-2 * processors(problem.query.device) // max(1, programs)))
@@ -534,6 +554,8 @@ def _blank(
 def _config_for(kernel: str, problem: Problem) -> Config:
     head_dim = max(problem.query.shape[3], problem.value.shape[3])
     size, packed = problem.layout.block_size, packed_rows(kernel, problem)
+    if problem.in_order:
+        return in_order(kernel, problem.query.dtype, problem.query.device, head_dim)
     config = config_for(kernel, problem.query, head_dim, size, packed)
     # where loads wait for a key mask, Triton keeps another step, for which wide heads leave no room
     waits = head_dim > 256 and problem.key_mask is not None and kernel != "key"

@@ -17,6 +17,7 @@ from ...numerics import power_of_2
 from ..tuning_file import TuningFile, file_of
 
 KERNELS = ("forward", "query", "key")
+KEYS_IN_ORDER = 64  # most tokens of a step of kernels whose rows sum in order
 
 
 class Config(NamedTuple):
@@ -90,6 +91,18 @@ def default(
         masked=masked[0] if masked else 0,
     )
     return _fitted(kernel, chosen, dtype, device, head_dim, tile, packed)
+
+
+@cache
+def in_order(kernel: str, dtype: torch.dtype, device: torch.device, head_dim: int) -> Config:
+    """Returns a config that neither the tiles of a call nor a tuning file changes.
+
+    All steps read equally many tokens, so it does not matter which of them need a mask; TMA, which
+    those cannot use, is off.
+    """
+    chosen = default(kernel, dtype, device, head_dim, KEYS_IN_ORDER)
+    step = min(chosen.masked or chosen.streamed, KEYS_IN_ORDER)
+    return chosen._replace(streamed=step, masked=0, tma=False, warp_specialize=False)
 
 
 def candidates(

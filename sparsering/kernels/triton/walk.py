@@ -52,46 +52,57 @@ _builders: WeakKeyDictionary[Pass, tuple[Callable[[int], Walk], ...]] = WeakKeyD
 
 def hand_over(p: Pass, uncut: Walk, *builders: Callable[[int], Walk]) -> None:
     """Caches a pass's uncut walk over query tiles, and functions that build its other walks."""
-    _walks[p] = {(False, p.key_tile.shape[-1] + 1): uncut}
+    _walks[p] = {(False, p.key_tile.shape[-1] + 1, False): uncut}
     _builders[p] = builders
 
 
-def walk(layout: BlockLayout, number: int, *, by_key: bool, programs: int, processors: int) -> Walk:
+def walk(
+    layout: BlockLayout,
+    number: int,
+    *,
+    by_key: bool,
+    programs: int,
+    processors: int,
+    in_order: bool = False,
+) -> Walk:
     """Returns the walk over the entries of pass `number`, cached for the life of the pass.
 
     For a pass that `Pass.cut` made, the walk over query tiles is that of `walked_as`. With
-    `by_key`, units are key tiles. A unit takes `programs` programs; `processors` run them.
+    `by_key`, units are key tiles. A unit takes `programs` programs; `processors` run them. With
+    `in_order`, no tile is cut, and all entries lie in their order, as if each needed a mask.
     """
     p = layout.passes[number] if by_key else layout.passes[number].walked_as
     entries = p.key_tile.shape[-1]
     longest = p.longest[by_key] if p.longest else entries
     fair = entries * programs // (_UNITS_PER_PROCESSOR * processors)
     limit = max(_LEAST_ENTRIES, 1 << fair.bit_length())  # powers of two: few distinct walks
-    limit = limit if limit < longest else entries + 1
-    kind: tuple[object, ...] = by_key, limit
+    limit = limit if limit < longest and not in_order else entries + 1
+    kind: tuple[object, ...] = by_key, limit, in_order
     if p is not layout.passes[number]:  # `Walk.entry` depends on the passes before this one
         kind = *kind, layout.table_shape, *(id(x.walked_as) for x in layout.passes[:number])
     walks = _walks.setdefault(p, {})
     if (found := walks.get(kind)) is not None:
         use(found, layout, number, by_key=by_key)
         return found
-    builders = _builders.get(p)
+    builders = None if in_order else _builders.get(p)
     if capturing(p.key_tile.device):  # not cached: it has no values until the graph runs
         if builders is not None:
             return builders[by_key](limit)
         layout = replace(layout, passes=tuple(replace(x) for x in layout.passes))  # drops caches
-        return _walk(layout, number, by_key, limit)
+        return _walk(layout, number, by_key, limit, in_order)
     for other in list(walks.values()):  # another stream may still be building the transpose
         _wait(p, other)
     hosts: Any = tuple(x.walked_as.memo.get("host") for x in layout.passes)
     if builders is None and not by_key and all(hosts):  # many small operators, better on the host
-        made = _walk(replace(layout, passes=hosts), number, False, limit)
+        made = _walk(replace(layout, passes=hosts), number, False, limit, in_order)
         tables: dict[str, Any] = {k: x for k, x in made._asdict().items() if isinstance(x, Tensor)}
         del tables["bitmaps"]  # the pass has them on the GPU
         tables |= moved_together(tables, p.bitmaps.device)
         made = made._replace(**tables, bitmaps=p.bitmaps)
     else:
-        made = builders[by_key](limit) if builders else _walk(layout, number, by_key, limit)
+        made = (
+            builders[by_key](limit) if builders else _walk(layout, number, by_key, limit, in_order)
+        )
     walks[kind] = made = made._replace(built=Built.now(p.key_tile.device))
     return made
 
@@ -119,7 +130,7 @@ def _wait(p: Pass, w: Walk) -> None:
         w.built.wait(shared())
 
 
-def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
+def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int, in_order: bool) -> Walk:
     p = layout.passes[number] if by_key else layout.passes[number].walked_as
     batch, heads = layout.table_shape
     heads = max(heads, len(p.query_start))
@@ -145,7 +156,7 @@ def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int) -> Walk:
     rows = row_ptr.shape[-1] - 1
     number_of = torch.arange(other.shape[-1], device=other.device).expand_as(other).contiguous()
     row = torch.searchsorted(row_ptr[..., 1:].contiguous(), number_of, right=True)
-    needs_mask = (bitmap >= 0) | (tokens < layout.block_size)
+    needs_mask = (bitmap >= 0) | (tokens < layout.block_size) | in_order
     place, order = (2 * row + needs_mask).sort(dim=-1, stable=True)
     edges = torch.arange(2 * rows + 1, device=row.device).expand(batch, heads, -1).contiguous()
     edges = torch.searchsorted(place, edges)
