@@ -52,7 +52,7 @@ _builders: WeakKeyDictionary[Pass, tuple[Callable[[int], Walk], ...]] = WeakKeyD
 
 def hand_over(p: Pass, uncut: Walk, *builders: Callable[[int], Walk]) -> None:
     """Caches a pass's uncut walk over query tiles, and functions that build its other walks."""
-    _walks[p] = {(False, p.key_tile.shape[-1] + 1, False): uncut}
+    _walks[p] = {(False, p.key_tile.shape[-1] + 1): uncut}
     _builders[p] = builders
 
 
@@ -77,7 +77,7 @@ def walk(
     fair = entries * programs // (_UNITS_PER_PROCESSOR * processors)
     limit = max(_LEAST_ENTRIES, 1 << fair.bit_length())  # powers of two: few distinct walks
     limit = limit if limit < longest and not in_order else entries + 1
-    kind: tuple[object, ...] = by_key, limit, in_order
+    kind: tuple[object, ...] = (by_key, limit, "in order") if in_order else (by_key, limit)
     if p is not layout.passes[number]:  # `Walk.entry` depends on the passes before this one
         kind = *kind, layout.table_shape, *(id(x.walked_as) for x in layout.passes[:number])
     walks = _walks.setdefault(p, {})
@@ -130,7 +130,9 @@ def _wait(p: Pass, w: Walk) -> None:
         w.built.wait(shared())
 
 
-def _walk(layout: BlockLayout, number: int, by_key: bool, limit: int, in_order: bool) -> Walk:
+def _walk(
+    layout: BlockLayout, number: int, by_key: bool, limit: int, in_order: bool = False
+) -> Walk:
     p = layout.passes[number] if by_key else layout.passes[number].walked_as
     batch, heads = layout.table_shape
     heads = max(heads, len(p.query_start))
