@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 
-def quicken(patch: pytest.MonkeyPatch, *, sorts: bool) -> None:
+def quicken(patch: pytest.MonkeyPatch) -> None:
     """Replaces the interpreter's slow parts; does nothing where Triton has no such parts."""
     try:
         from triton import language
@@ -41,8 +41,7 @@ def quicken(patch: pytest.MonkeyPatch, *, sorts: bool) -> None:
     if not builder.options.debug:  # the check of sums of integers is thrown away without debug
         options = dataclasses.replace(builder.options, sanitize_overflow=False)
         patch.setattr(builder, "options", options)
-    if sorts:
-        _sort_by_numpy(patch, language, interpreter)
+    _sort_by_numpy(patch, language, interpreter)
 
 
 def _patch_the_language_once(patch: pytest.MonkeyPatch, language: Any, interpreter: Any) -> None:

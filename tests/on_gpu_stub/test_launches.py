@@ -105,6 +105,19 @@ def test_lengths_of_a_compiled_call_are_data_and_nobody_waits(hopper):
     assert not counts.syncs and not counts.compiles, counts
 
 
+def test_a_kernel_that_no_cache_has_is_compiled(hopper, tmp_path):
+    """What makes Triton's interpreter quick in tests is not in place where kernels are compiled."""
+
+    @triton.jit
+    def counting(x, first):
+        tl.store(x + tl.arange(0, 16), first + tl.arange(0, 16))
+
+    with triton.knobs.cache.scope(), counted() as counts:
+        triton.knobs.cache.dir = str(tmp_path)
+        counting[(1,)](torch.zeros(16, dtype=torch.int32, device="cuda"), 7)
+    assert counts.compiles and any(tmp_path.iterdir())
+
+
 # ---- Planted defects: the stub and the bounds see each of them. ------------
 
 
