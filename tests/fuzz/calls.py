@@ -51,6 +51,11 @@ CELLS = [
     if (rest[2] != "float64" or option not in HALF_ALONE)
     and (rest[1] not in LIBRARIES or (option in OF_LIBRARIES and rest[0] in LIBRARIES[rest[1]]))
 ]
+CELLS += [
+    Cell(option, specs.LISTED, *rest)
+    for option, *rest in product(OPTIONS, BACKENDS, DTYPES)
+    if rest[1] != "float64" or option not in HALF_ALONE
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -431,6 +436,7 @@ def cases(draw: st.DrawFn, cell: Cell, scene: Scene | None = None) -> Call:
     option = cell.option
     if option == "groups":
         heads = ((2, 1), (4, 2), (6, 3), (4, 1)) if not slow else ((2, 1),)
+        heads = (*heads, (4, 2)) if cell.pattern == specs.LISTED else heads
         num_heads, num_kv_heads = draw(st.sampled_from(heads))
         scene = replace(scene, num_heads=num_heads, num_kv_heads=num_kv_heads)
     if option == "q_start" and scene.q_start is None:

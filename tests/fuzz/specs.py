@@ -43,6 +43,8 @@ LEAVES = {
     "PerHead": drawn.per_heads,
 }
 CLASSES = (*LEAVES, "Packed", "Tree", *OPERATORS)
+LISTED = "lists of keys"
+"""Class of a `SelectedBlocks` of single keys, for which backends have kernels of their own."""
 INSIDE = ("Packed", "Tree")  # their last argument is a pattern inside documents or along paths
 # Masks over the whole sequence (its length or row numbers) are not put inside `Packed`.
 OF_WHOLE_ROWS = (
@@ -56,7 +58,8 @@ def classes_of(spec: Spec) -> list[str]:
     name, *args = spec
     inner = args if name in OPERATORS else args[-1:] if name in INSIDE else []
     inner = args[0] if name == "PerHead" else inner
-    return sorted({name, *(found for part in inner for found in classes_of(part))})
+    own = {name, LISTED} if name == "SelectedBlocks" and args[1] == 1 else {name}
+    return sorted(own.union(*map(classes_of, inner)))
 
 
 def branches(spec: Spec) -> list[Spec]:
@@ -185,7 +188,8 @@ def specs_with(
 
     With `selected`, exactly one branch has exactly one `SelectedBlocks`.
     """
-    if scene.first_position < 0 and (selected or kind == "SelectedBlocks"):
+    selection = drawn.selected_keys if kind == LISTED else drawn.selected_blocks
+    if scene.first_position < 0 and (selected or kind in ("SelectedBlocks", LISTED)):
         scene = replace(scene, q_start=0)
     if kind == "Dense" and not (scene.q_len and scene.kv_len):
         scene = replace(scene, q_len=max(1, scene.q_len), kv_len=max(1, scene.kv_len))
@@ -199,13 +203,15 @@ def specs_with(
         spec = draw(drawn.packed(scene, lambda inside: drawn.masks(inside, 1, nested=True)))
     elif kind in OPERATORS:
         spec = (kind, draw(others), other)
+    elif kind == LISTED:
+        spec = draw(selection(scene))
     else:
         spec = draw(LEAVES[kind](scene))
     forms = ["alone", "alone", "& other", "other &", "+ other", "- other"]
     if not is_mixture(spec):
         forms += ["| other", "other |", "other +"]
-        forms += ["other -"] if kind != "SelectedBlocks" else []
-        if kind not in (*OF_WHOLE_ROWS, *OPERATORS, *INSIDE):
+        forms += ["other -"] if kind not in ("SelectedBlocks", LISTED) else []
+        if kind not in (*OF_WHOLE_ROWS, LISTED, *OPERATORS, *INSIDE):
             forms.append("packed")
     form = draw(st.sampled_from(forms))
     if form == "packed":
@@ -215,13 +221,13 @@ def specs_with(
         spec = (form.replace("other", "").strip(), *sides)
     if selected and len(selections(spec)) != 1:
         if not selections(spec):
-            selection = draw(drawn.selected_blocks(scene))
+            beside = draw(selection(scene))
             joins = ["+", "other +"] if is_mixture(spec) else ["&", "|", "other |", "+", "other +"]
             join = draw(st.sampled_from(joins))
-            sides = (spec, selection) if not join.startswith("other") else (selection, spec)
+            sides = (spec, beside) if not join.startswith("other") else (beside, spec)
             spec = (join.removeprefix("other "), *sides)
         else:
-            spec = draw(drawn.selected_blocks(scene))
+            spec = draw(selection(scene))
     return spec, scene
 
 

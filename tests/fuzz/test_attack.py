@@ -7,7 +7,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pytest
 
-from . import calls
+from . import calls, specs
 from .attack import Cell, Fault, Refused, attack
 
 
@@ -101,3 +101,25 @@ def test_an_attack_of_some_seconds_finds_nothing(name, rounds, cases):
     kind = import_module(f"fuzz.{name}")
     coverage = attack(kind, 600.0, seed="make test", rounds=rounds, cases=cases)
     assert coverage.right.total()
+
+
+class Lists:
+    """Calls over lists of single keys on the kernels of Triton, with every option."""
+
+    CELLS = tuple(
+        cell
+        for cell in calls.CELLS
+        if (cell.pattern, cell.backend) == (specs.LISTED, "triton")
+        and cell.dtype in ("float32", "float16")  # the interpreter refuses the others
+    )
+    cases = staticmethod(calls.cases)
+
+
+@pytest.mark.parametrize(
+    ("rounds", "cases"), [(1, 10), pytest.param(8, 64, marks=pytest.mark.slow)]
+)
+def test_lists_with_every_option_on_triton(rounds, cases):
+    coverage = attack(Lists, 1800.0, seed="lists", rounds=rounds, cases=cases)
+    assert coverage.right.total()
+    if rounds > 1:
+        assert not [cell for cell in coverage.right if not coverage.right[cell]], coverage.table()

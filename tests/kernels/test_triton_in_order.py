@@ -96,6 +96,28 @@ def test_a_row_has_its_bits_in_any_company(name, extras):
                 assert torch.equal(x, y[:, :, begin:end]), (begin, end)
 
 
+LISTED = torch.randint(-1, 40, (40, 36), generator=torch.Generator().manual_seed(2))
+CHOSEN = sr.SelectedBlocks(LISTED, 1)
+LISTS = {"lists": CHOSEN, "lists beside a window": CHOSEN | sr.SlidingWindow(9)}
+
+
+@pytest.mark.parametrize("name", slow_except(["lists"], LISTS))
+def test_a_row_over_a_list_has_its_bits_in_any_company(name):
+    """A step of a kernel has 32 of the 36 slots, whatever the number of queries."""
+    pattern, (query, key, value) = LISTS[name] & sr.Causal(), drawn(n=40)
+    with sr.batch_invariant():
+        whole = results((query, key, value), pattern)
+        parts = [((1, 2), (0, 40)), ((0, 2), (37, 40)), ((0, 2), (3, 4))]
+        for (first, last), (begin, end) in parts:
+            part = query[first:last, :, begin:end], *(x[first:last, :, :end] for x in (key, value))
+            found = results(part, pattern, q_start=begin)
+            for x, y in zip(found[:3], whole, strict=False):
+                assert torch.equal(x, y[first:last, :, begin:end]), (begin, end)
+            if (begin, end) == (0, 40):
+                for x, y in zip(found[3:], whole[3:], strict=True):
+                    assert torch.equal(x, y[first:last])
+
+
 @pytest.mark.parametrize("name", slow_except(["a window"], PATTERNS))
 def test_a_document_has_the_bits_of_itself_alone(name):
     pattern, own, other = PATTERNS[name], drawn(1), drawn(1, seed=1, n=BEFORE)

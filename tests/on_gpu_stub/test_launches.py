@@ -106,7 +106,7 @@ def test_lengths_of_a_compiled_call_are_data_and_nobody_waits(hopper):
 
 
 def test_a_kernel_that_no_cache_has_is_compiled(hopper, tmp_path):
-    """What makes Triton's interpreter quick in tests is not in place where kernels are compiled."""
+    """Nothing that makes Triton's interpreter quick in tests stands in the way of its compiler."""
 
     @triton.jit
     def counting(x, first):

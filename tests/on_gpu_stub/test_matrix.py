@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from calls import LONGNET, WINDOW
-from gpu_stub import CAPABILITIES, counted, gpu
+from gpu_stub import CAPABILITIES, capturing, counted, gpu
 from helpers import device_runs
 from torch import Tensor
 
@@ -74,15 +74,26 @@ EXTRAS: dict[str, Callable[[], dict[str, Any]]] = {
 LAYOUTS = [token_first, every_other, misaligned, one_head]
 
 
-def run(pattern: sr.Pattern, args: list[Tensor], **options: Any) -> None:
-    """Calls attention forward and backward, and counts at least one launch of each."""
+def call_of(pattern: sr.Pattern, args: list[Tensor], **options: Any) -> Callable[[], Tensor]:
+    """A call of attention, forward and backward; returns out."""
     learnt = [x.detach().requires_grad_() for x in args]
     tables = {k: x for k, x in options.items() if isinstance(x, Tensor) and x.is_floating_point()}
     options |= {name: x.requires_grad_() for name, x in tables.items()}
-    with counted() as counts:
+
+    def call() -> Tensor:
         out, lse = sr.attention(*learnt, pattern, return_lse=True, backend="triton", **options)
         loss = out.float().sum() + lse.sum()
         torch.autograd.grad(loss, [*learnt, *(options[name] for name in tables)])
+        return out
+
+    return call
+
+
+def run(pattern: sr.Pattern, args: list[Tensor], **options: Any) -> None:
+    """Calls attention forward and backward, and counts at least one launch of each."""
+    call = call_of(pattern, args, **options)
+    with counted() as counts:
+        out = call()
     names = {x.kernel for x in counts.launches}
     expected = {"forward_kernel", "query_kernel"} if out.numel() else set()
     expected |= {"key_kernel"} if out.numel() and args[1].numel() else set()
@@ -182,6 +193,105 @@ def test_heads_and_lengths(capability):
         run(sr.Full(), inputs(queries=0))
         run(sr.Full(), inputs(keys=0), q_start=0)
         run(sr.Causal(), [x[:0] for x in inputs()])
+
+
+# ---- Lists of single keys. ---------------------------------------------------------------------
+
+
+def listed(tables: int = 1, slots: int = 70, queries: int = 300, keys: int = 300) -> sr.Pattern:
+    """Lists on the device with repeats, -1 and numbers past the last key; one query lists none."""
+    chosen = torch.randint(-1, keys + 1, (1, tables, queries, slots), device="cuda")
+    chosen[:, :, 7] = -1
+    return sr.SelectedBlocks(chosen, 1)
+
+
+LISTS: dict[str, Callable[[], sr.Pattern]] = {
+    "alone": listed,
+    "under a causal mask": lambda: listed() & sr.Causal(),
+    "a list of each head": lambda: listed(tables=2) & sr.SlidingWindow(200),
+    "more slots than a step": lambda: listed(slots=300),
+    "fewer slots than a step": lambda: listed(slots=3),
+    "beside a window": lambda: (listed() | sr.SlidingWindow(20)) & sr.Causal(),
+    "in a mixture": lambda: (listed() & sr.Causal()) + sr.SlidingWindow(20),
+    "two in a mixture": lambda: listed() + (listed(slots=20) & sr.Causal()),
+    "valid keys": lambda: listed() & sr.KeyMask(torch.arange(300, device="cuda") < 280),
+}
+
+LIST_OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    **{name: x for name, x in EXTRAS.items() if name != "block bias"},
+    "slot bias": lambda: {"slot_bias": torch.zeros(1, 2, 300, 70, device="cuda")},
+}
+
+
+def run_lists(
+    pattern: sr.Pattern, args: list[Tensor], *, most: int = 4, torch_ops: int = 160, **options: Any
+) -> None:
+    """Calls attention forward and backward: few launches, no wait; a CUDA graph can capture it."""
+    call = call_of(pattern, args, **options)
+    call()
+    with counted() as counts:
+        call()
+    names = {x.kernel for x in counts.launches}
+    assert {"list_forward_kernel", "list_query_kernel", "list_key_kernel"} <= names, counts
+    assert counts.triton <= most and counts.torch <= torch_ops, counts
+    assert not counts.syncs and not counts.compiles, counts
+    with capturing() as capture:
+        call()
+    assert not capture.surviving(), capture.surviving()
+
+
+@sizes
+@pytest.mark.parametrize("name", LISTS)
+def test_lists(capability, name):
+    with gpu(capability):
+        run_lists(LISTS[name](), inputs(), most=12, torch_ops=220)
+
+
+@sizes
+@pytest.mark.parametrize("name", LIST_OPTIONS)
+def test_options_of_lists(capability, name):
+    with gpu(capability):
+        run_lists(
+            listed() & sr.Causal(), inputs(heads=2, kv_heads=1), most=5, **LIST_OPTIONS[name]()
+        )
+
+
+@sizes
+@pytest.mark.parametrize("name", ["alone", "beside a window"])
+def test_all_options_of_lists_together(capability, name):
+    given = {"alone": ["slot bias"], "beside a window": []}[name]
+    with gpu(capability):
+        extras = {
+            k: x for f in EXTRAS.values() if f is not EXTRAS["block bias"] for k, x in f().items()
+        }
+        for option in given:
+            extras |= LIST_OPTIONS[option]()
+        valid = sr.KeyMask(torch.arange(300, device="cuda") < 280)
+        pattern = LISTS[name]() & valid
+        run_lists(pattern, inputs(width=128), most=16, torch_ops=300, **extras)
+
+
+@sizes
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+@pytest.mark.parametrize(
+    "widths", [(16, 16), (72, 40), (128, 128), (192, 128), (320, 512), (576, 512)]
+)
+def test_head_dims_and_dtypes_of_lists(capability, widths, dtype):
+    width, value_width = widths
+    with gpu(capability):
+        args = inputs(heads=8, kv_heads=1, width=width, value_width=value_width, dtype=dtype)
+        run_lists(listed(), args)
+
+
+@sizes
+def test_heads_lengths_and_strides_of_lists(capability):
+    with gpu(capability):
+        run_lists(listed(), inputs(heads=4, kv_heads=2))
+        run_lists(listed(tables=4), inputs(heads=4, kv_heads=2))
+        run_lists(listed(), inputs(heads=128, kv_heads=1, queries=16, keys=300))
+        run_lists(listed(queries=300), inputs(queries=1))
+        for arranged in LAYOUTS:
+            run_lists(listed(), [arranged(x) for x in inputs()])
 
 
 # ---- The tests of the kernels, where a variable sends them to a GPU. ---------------------------

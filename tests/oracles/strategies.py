@@ -265,6 +265,20 @@ def selected_blocks(draw: st.DrawFn, scene: Scene) -> Spec:
     """Draws selected blocks; their rows cover the queries and may begin before the first."""
     query_block = draw(st.sampled_from((1, 2, 4, 16)))
     block_size = query_block * draw(st.sampled_from((1, 2, 8)))
+    return draw(_selections(scene, block_size, query_block, st.integers(1, 4)))
+
+
+@st.composite
+def selected_keys(draw: st.DrawFn, scene: Scene) -> Spec:
+    """Draws lists of single keys for each query, some of them longer than a step of a kernel."""
+    return draw(_selections(scene, 1, 1, st.sampled_from((1, 2, 4, 9, 20, 70))))
+
+
+@st.composite
+def _selections(
+    draw: st.DrawFn, scene: Scene, block_size: int, query_block: int, slots: Any
+) -> Spec:
+    """Draws the table of a selection; it has repeats, -1, and numbers past the last block."""
     first = max(0, scene.first_position) // query_block
     first_row = draw(st.sampled_from((0, first)))
     last = max(0, scene.first_position + scene.q_len)
@@ -274,7 +288,7 @@ def selected_blocks(draw: st.DrawFn, scene: Scene) -> Spec:
     heads = draw(st.sampled_from((1, scene.num_kv_heads, scene.num_heads)))
     batch = draw(st.sampled_from((1, scene.batch)))
     seed = draw(st.integers(0, 20))
-    listed = draw(st.integers(1, 4))
+    listed = draw(slots)
     numbers = random.Random(seed)
 
     def row() -> tuple[int, ...]:
