@@ -24,7 +24,7 @@ from .dispatch import (
     block_size_of,
     choose,
     in_company,
-    is_batch_invariant,
+    mode,
 )
 from .extras import NO_EXTRAS, OPTIONS, Extras, checked_extras, refuse_options
 from .kernels.triton import interpreting
@@ -149,8 +149,8 @@ def _kind(
     if pattern.tensors:
         pattern_key = type(pattern), has_lists(pattern), is_only_lists(pattern)
     # `types` tells 1 from True
-    mode = is_batch_invariant()
-    return tensors, pattern_key, choices, types, in_use, interpreted, in_cache, mode
+    invariant = mode.is_batch_invariant
+    return tensors, pattern_key, choices, types, in_use, interpreted, in_cache, invariant
 
 
 _COMPARED = frozenset((type(None), int, float, str))  # types that `_kind` accepts in `choices`

@@ -145,20 +145,19 @@ def choose(
     raise NotImplementedError("; ".join(refused))
 
 
+class _Mode(threading.local):
+    is_batch_invariant = False
+
+
+mode = _Mode()
+"""What `batch_invariant` has set in this thread; torch.compile guards on it."""
+
+
 def in_company(name: str) -> str:
     """Returns the form of a backend that the mode of this thread asks for."""
-    if not is_batch_invariant():
+    if not mode.is_batch_invariant:
         return name
     return next((form for form, its in BACKENDS.items() if its.form_of == name), name)
-
-
-def is_batch_invariant() -> bool:
-    """True inside `batch_invariant`, in this thread."""
-    return bool(getattr(mode, "is_batch_invariant", False))
-
-
-mode = threading.local()
-"""What `batch_invariant` has set in this thread; torch.compile guards on it."""
 
 
 def is_default(name: str) -> bool:

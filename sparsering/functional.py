@@ -14,7 +14,6 @@ from .dispatch import (
     block_size_of,
     choose,
     in_company,
-    is_batch_invariant,
     is_default,
     mode,
     reasons_against,
@@ -278,7 +277,7 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
         >>> with sr.batch_invariant():
         ...     out = sr.attention(query, key, value, Causal())
     """
-    enabled, before = checked_flag("enabled", enabled), is_batch_invariant()
+    enabled, before = checked_flag("enabled", enabled), mode.is_batch_invariant
     mode.is_batch_invariant = enabled
     try:
         yield

@@ -289,6 +289,71 @@ def decoding() -> Iterator[Row]:
            "error": largest([relative(out, want)], BOUND, "a cache that selects")}  # fmt: skip
 
 
+def drafts() -> Iterator[Row]:
+    """Checks trees of guesses behind a cache: each token against the row of its own path."""
+    heads, kv_heads, length, width = sized((8, 2, 700, 64), (2, 1, 60, 16))
+    query, key, value = inputs(heads, length, width, kv_heads=kv_heads)
+    prompt, parents = length - 6, [-1, 0, 0, 1, 2, 4]
+    for name, pattern in {
+        "causal": sr.Causal(),
+        "window": sr.Causal() & sr.SlidingWindow(sized(100, 10)),
+    }.items():
+        cache = sr.KVCache(pattern, 1, kv_heads, width, num_heads=heads, page_size=64)
+        cache.attend(*(x[:, :, :prompt] for x in (query, key, value)))
+        drafted = [x[:, :, prompt:] for x in (query, key, value)]
+        out, errors = cache.attend(*drafted, tree=parents), []
+        for leaf in range(len(parents)):
+            path = [leaf]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            rows = [torch.cat((x[:, :, :prompt], y[:, :, path]), 2).double()
+                    for x, y in zip((query, key, value), drafted, strict=True)]  # fmt: skip
+            want = sr.attention(rows[0][:, :, -1:], *rows[1:], pattern, backend="reference")
+            errors.append(relative(out[:, :, leaf : leaf + 1], want))
+        cache.keep([0, 1, 3])
+        yield {"pattern": name, "case": f"{len(parents)} guesses", "kept": cache.kept,
+               "error": largest(errors, BOUND, f"a draft behind {name}")}  # fmt: skip
+
+
+def stored() -> Iterator[Row]:
+    """Checks a cache of 8 bits against attention over the rounded keys and values."""
+    from sparsering.decoding.stored_rows import from_store, to_store
+
+    heads, kv_heads, length, width = sized((8, 2, 500, 64), (2, 1, 60, 16))
+    prompt = length - sized(20, 4)
+    pattern = sr.Causal() & sr.SlidingWindow(sized(200, 30))
+    query, key, value = inputs(heads, length, width, kv_heads=kv_heads)
+    for store in ("int8", "fp8"):
+        cache = sr.KVCache(pattern, 1, kv_heads, width, num_heads=heads, store=store)
+        out = _step_by_step(cache, [query, key, value], prompt)
+        rounded = [from_store(to_store(x, store), torch.float64) for x in (key, value)]
+        want = sr.attention(query.double(), *rounded, pattern, backend="reference")
+        # prompts round the rounded numbers to the query's dtype once more
+        yield {"pattern": "window", "store": store, "bytes": cache.nbytes,
+               "error": largest([relative(out, want)], BOUND, f"a cache in {store}")}  # fmt: skip
+
+
+def unlike_heads() -> Iterator[Row]:
+    """Checks a mask for each kv head: one call forward and backward, and a cache."""
+    heads, kv_heads, length, width = sized((8, 2, 600, 64), (2, 2, 60, 16))
+    near = sr.Causal() & (sr.SlidingWindow(sized(100, 9)) | sr.GlobalTokens(4, rows=False))
+    pattern = sr.PerHead((sr.Causal(), near))
+    args = [x.requires_grad_() for x in inputs(heads, length, width, kv_heads=kv_heads)]
+    out = sr.attention(*args, pattern, backend="triton")
+    grad = torch.randn_like(out)
+    got = [out, *torch.autograd.grad(out, args, grad)]
+    want = exact(args, pattern, grad)
+    errors = [relative(a, b) for a, b in zip(got, want, strict=True)]
+    yield {"pattern": "PerHead", "case": "forward+backward",
+           "error": largest(errors, BOUND, "a mask for each head")}  # fmt: skip
+    cache = sr.KVCache(pattern, 1, kv_heads, width, num_heads=heads, page_size=16)
+    with torch.no_grad():
+        own = [x.detach() for x in args]
+        rows = _step_by_step(cache, own, length - sized(40, 5))
+    yield {"pattern": "PerHead", "case": "a cache", "bytes": cache.nbytes,
+           "error": largest([relative(rows, want[0])], BOUND, "such a cache")}  # fmt: skip
+
+
 def _step_by_step(cache: sr.KVCache, args: list[Tensor], prompt: int) -> Tensor:
     outs = [cache.attend(*(x[:, :, :prompt] for x in args))]
     for place in range(prompt, args[0].shape[2]):

@@ -88,6 +88,32 @@ def smoke() -> Iterator[Row]:
     yield against_eager(sr.Causal() & sr.SlidingWindow(sized(300, 20)), case, HALF, "window")
 
 
+LAUNCHES = {
+    # name: pattern, lengths and heads of a case, dtype
+    "4 heads on one, blocks of 64": ("window", (1, 8, 2, 600, 600, 64, 64, 64), "bfloat16"),
+    "dK and dV over several heads": ("causal", (1, 32, 4, 2048, 2048, 128, 128, 128), "bfloat16"),
+    "long rows, cut": ("causal", (1, 2, 2, 4096, 4096, 64, 64, 64), "bfloat16"),
+    "several passes": ("longnet", (1, 4, 2, 600, 600, 128, 128, 64), "bfloat16"),
+    "one query": ("full", (2, 8, 2, 1, 3000, 128, 128, 128), "bfloat16"),
+    "float32": ("window", (1, 4, 2, 300, 300, 64, 64, 64), "float32"),
+    "not aligned": ("window", (1, 4, 2, 301, 301, 72, 72, 64), "bfloat16"),
+}
+
+
+def launches(name: str) -> Iterator[Row]:
+    """Checks a kind of launch that `smoke` has not: packed heads, cut tiles, passes, few rows."""
+    pattern, shape, dtype = LAUNCHES[name]
+    if not GPU or STUB:
+        shape = (*shape[:3], min(50, shape[3]), min(70, shape[4]), 16, 16, 16)
+        dtype = dtype if GPU else "float32"
+    masks = {
+        "window": sr.Causal() & sr.SlidingWindow(sized(250, 20)), "causal": sr.Causal(),
+        "full": sr.Full(), "longnet": sr.LongNet(sized((64, 256), (16, 32)), (1, 4)) & sr.Causal(),
+    }  # fmt: skip
+    case = oracle().Case(*shape)
+    yield against_eager(masks[pattern], case, DTYPES[dtype], pattern, dtype)
+
+
 def choice() -> Iterator[Row]:
     """Compares the choice of blocks with the CPU's, index by index, among ties and NaN too."""
     generator = torch.Generator().manual_seed(0)

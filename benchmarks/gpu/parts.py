@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ..measure import Row
-from . import calls, correctness, programs, shapes, speed, stages, tuned
+from . import calls, company, correctness, lists, programs, shapes, speed, stages, tuned
 from .device import STUB, sized
 
 Case = Callable[[], Iterator[Row]]
@@ -44,6 +44,10 @@ class Part(NamedTuple):
 MAIN = [(128, 128), (64, 128), (128, 64), (64, 64)]
 if sized(False, True):
     MAIN = [(64, 64)] if STUB else [(16, 32)]
+LISTS = sized(
+    ((16, 128, 128, 512), (16, 128, 128, 2048), (128, 576, 512, 2048)),
+    ((2, 16, 16, 8), (2, 48, 32, 8)),
+)
 NEW_MASKS = sized((128, 64), (32,))
 
 
@@ -84,6 +88,17 @@ PARTS: dict[str, Part] = {
         "choice of blocks, which is the CPU's. If it fails, its error is the record.",
         {"one call": correctness.smoke, "choice of blocks": correctness.choice}, 40, 90,
     ),
+    "launches are right": Part(
+        "One call of each kind of launch that the smoke lacks, forward and backward, against "
+        "float64: packed heads, heads that share sums, cut tiles, several passes, a single query, "
+        "float32, lists of keys, a draft, 8 bits.",
+        {
+            **{name: partial(correctness.launches, name) for name in correctness.LAUNCHES},
+            "lists of keys": lists.right, "drafts": calls.drafts, "8 bits": calls.stored,
+            "unlike heads": calls.unlike_heads,
+        },
+        60, 150, timed=False,
+    ),
     "kernel tests are right": Part(
         "The tests of the kernels, on this GPU: each case twice, with equal bits, and with "
         "pipelines of one stage.",
@@ -91,9 +106,10 @@ PARTS: dict[str, Part] = {
         95, 120, timed=False,
     ),
     "memory and races are right": Part(
-        "The smoke under compute-sanitizer: accesses beyond a tensor, races in shared memory.",
-        {tool: partial(programs.sanitized, tool) for tool in ("memcheck", "racecheck")},
-        60, 110, timed=False,
+        "The smoke under compute-sanitizer: accesses beyond a tensor, races in shared memory, "
+        "barriers.",
+        {tool: partial(programs.sanitized, tool) for tool in programs.SANITIZERS},
+        90, 160, timed=False,
     ),
     "main shapes are right": Part(
         "Random blocks, a window and LongNet at the shapes that are measured below, bfloat16: out, "
@@ -104,10 +120,14 @@ PARTS: dict[str, Part] = {
     ),
     "calls are right": Part(
         "CUDA graphs replayed on new inputs, torch.compile, calls that never wait for the GPU, "
-        "gradients through lse and a bias of blocks; against float64.",
+        "gradients through lse and a bias of blocks; against float64. Rows in any company, under "
+        "batch_invariant, bit for bit.",
         {
             "graphs": calls.graphs, "a graph that selects": calls.graph_of_selected,
             "torch.compile": calls.compiled, "no waits": calls.without_waiting,
+            "lists without waits": lists.without_waiting,
+            **{f"in company, {dtype}": partial(company.company, dtype)
+               for dtype in ("bfloat16", "float32")},
             "a bias of blocks": correctness.biased_selection,
         },
         30, 90, timed=False,
@@ -143,6 +163,21 @@ PARTS: dict[str, Part] = {
         "10% random blocks beside our own dense attention, cudnn-frontend's block-sparse kernels "
         "and FlashInfer's: the rate of a visited pair, as a share of the rate of our Full().",
         {_named(*shape): partial(shapes.share_of_dense, *shape) for shape in MAIN}, 60, 120,
+    ),
+    "lists": Part(
+        "One list of keys for all heads, 16384 tokens, beside dense attention: 16 heads of 128; "
+        "latents of 576 and 512, 128 heads.",
+        {
+            f"{heads} heads, D {width}, {slots} keys": partial(
+                lists.timed, heads, width, value_dim, slots)
+            for heads, width, value_dim, slots in LISTS
+        },
+        60, 130,
+    ),
+    "packed heads": Part(
+        "10% random blocks, 16 heads on 4, 32768 tokens: heads of a group in one program, and one "
+        "head at a time, in turns.",
+        {_named(*shape): partial(shapes.packed_heads, *shape) for shape in MAIN[::2]}, 30, 90,
     ),
     "new masks": Part(
         "From a new choice of blocks on the GPU to the launch of its first tile, beside "
@@ -270,14 +305,16 @@ PARTS: dict[str, Part] = {
 """Parts by name, in the order in which they run."""
 
 CALLS: dict[str, tuple[str, ...]] = {
-    "first": (SMOKE, "kernel tests are right", "memory and races are right"),
+    "first": (
+        SMOKE, "launches are right", "kernel tests are right", "memory and races are right",
+    ),
     "stages": (
         "main shapes are right", "calls are right", "stages, compiled", "ceilings",
         "stages and tiles", "profiles",
     ),
     "peers": (
-        "main shapes", "share of dense", "new masks", "founding table", "overhead", "layouts",
-        "longnet", "windows", "documents", "selected blocks", "decoding",
+        "main shapes", "share of dense", "lists", "packed heads", "new masks", "founding table",
+        "overhead", "layouts", "longnet", "windows", "documents", "selected blocks", "decoding",
     ),
     "rest": (
         "every pattern is right", "shapes are right", "extras are right", "other calls are right",

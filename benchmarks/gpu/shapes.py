@@ -4,6 +4,7 @@ Calls take turns. Each row has the density and an error against float64; wrong r
 timing.
 """
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -111,6 +112,7 @@ def share_of_dense(width: int, block: int) -> Iterator[Row]:
     layout = pattern.layout(length, num_heads=HEADS, block_size=block, device=DEVICE)
     calls: dict[str, Callable[[], Tensor]] = {
         "ours, dense": ours(args, sr.Full(), block), "ours": ours(args, pattern, block),
+        **dense(args),
         block_sparse.CUDNN: block_sparse.cudnn(args, layout),
         block_sparse.FLASHINFER: block_sparse.FlashInfer(args, block).call(layout),
     }  # fmt: skip
@@ -121,7 +123,7 @@ def share_of_dense(width: int, block: int) -> Iterator[Row]:
             yield {"backend": block_sparse.FLASHINFER, "case": case, "left_out": "no backward"}
 
         def right(name: str, call: Any, backward: bool = backward, errors: Any = errors) -> Call:
-            own = sr.Full() if name == "ours, dense" else pattern
+            own = sr.Full() if "dense" in name else pattern
             if not backward:
                 of_rows = partial(error_of_rows, args=args, pattern=own)
                 return checked(name, call, of_rows, errors)
@@ -135,13 +137,53 @@ def share_of_dense(width: int, block: int) -> Iterator[Row]:
         yield from ({**row, "case": case} for row in failed)
         times, dense_rate = taken(running), 0.0
         for name, time in times.items():
-            density = 1.0 if name == "ours, dense" else layout.density
+            density = 1.0 if "dense" in name else layout.density
             rate = flops(HEADS, density * length**2, width, backward) / time["ms"] / 1e9
             dense_rate = dense_rate or rate  # of the first call
             yield {"backend": name, "case": case, "dtype": str(HALF)[6:], "tokens": length,
                    "heads": HEADS, "head_dim": width, "block_size": block, "density": density,
                    **time, "tflops": rate, "share_of_dense": rate / dense_rate,
                    "error": errors[name]}  # fmt: skip
+
+
+def packed_heads(width: int, block: int) -> Iterator[Row]:
+    """Times heads that share keys in one program, and one head at a time, in turns."""
+    length, heads, kv_heads = MAIN_TOKENS, *sized((16, 4), (4, 2))
+    args = inputs(heads, length, width, kv_heads=kv_heads)
+    pattern = sr.RandomBlocks(0.1, block, per_head=False)
+    density = pattern.layout(length, num_heads=heads, num_kv_heads=kv_heads,
+                             block_size=block).density  # fmt: skip
+    together = ours(args, pattern, block)
+
+    def alone() -> Tensor:
+        with one_head_at_a_time():
+            return together()
+
+    errors: dict[str, float] = {}
+
+    def right(name: str, call: Call) -> Call:
+        return checked(name, call, partial(error_of_rows, args=args, pattern=pattern), errors)
+
+    running, _ = prepared({"ours, packed": together, "ours, a head at a time": alone}, right)
+    for name, time in taken(running).items():
+        work = flops(heads, density * length**2, width, False)
+        yield {"backend": name, "case": "forward", "dtype": str(HALF)[6:], "tokens": length,
+               "heads": heads, "kv_heads": kv_heads, "head_dim": width, "block_size": block,
+               "density": density, **time, "tflops": work / time["ms"] / 1e9,
+               "error": errors[name]}  # fmt: skip
+
+
+@contextlib.contextmanager
+def one_head_at_a_time() -> Iterator[None]:
+    """Makes calls in the block keep the heads of a group in programs of their own."""
+    from sparsering.kernels.triton import call
+
+    usual = call.packed_rows
+    call.packed_rows = lambda kernel, problem: 0
+    try:
+        yield
+    finally:
+        call.packed_rows = usual
 
 
 def new_masks(block: int) -> Iterator[Row]:

@@ -15,8 +15,9 @@ import sparsering as sr
 NO_COMPILER = "torch.compile"  # inductor does not trace the stub's operators
 QUICK = ("smoke", "stages, compiled", "stages and tiles", "share of dense", "new masks")
 SLOW = {
-    "kernel tests are right", "memory and races are right", "profiles", "main shapes are right",
-    "calls are right", "ceilings", "main shapes", "founding table", "overhead", "layouts",
+    "launches are right", "kernel tests are right", "memory and races are right", "profiles",
+    "main shapes are right", "calls are right", "ceilings", "main shapes", "lists", "packed heads",
+    "founding table", "overhead", "layouts",
     "longnet", "windows", "documents", "selected blocks", "decoding", "every pattern is right",
     "shapes are right", "extras are right", "other calls are right", "backends are right",
     "tuning, compiled", "tuning", "tuned shapes", "memory", "beside tuned FlexAttention",
