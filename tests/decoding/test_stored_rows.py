@@ -123,6 +123,23 @@ def test_other_backends(store, backend):
         assert_close(out, wanted[:, :, i : i + 1])
 
 
+@pytest.mark.covering(1)
+@STORES
+@NAMES
+def test_triton_gets_a_draft_and_a_page_of_rounded_rows(store, name):
+    """Its kernels read floats: rows of 8 bits are multiplied by their scales before each step."""
+    tensors, cache = inputs(n=48), made(name, store)
+    wanted = expected(tensors, PATTERNS[name], store)
+    for begin, end in ((0, 40), (40, 41), (41, 44)):
+        out = cache.attend(*part(tensors, begin, end), backend="triton")
+        assert_close(out, wanted[:, :, begin:end])
+    out = cache.attend(*part(tensors, 44, 46), tree=(-1, 0), backend="triton")
+    assert_close(out, wanted[:, :, 44:46])
+    cache.keep([0, 1])
+    out = cache.attend(*part(tensors, 46, 48), backend="triton")
+    assert_close(out, wanted[:, :, 46:48])
+
+
 @STORES
 @pytest.mark.parametrize("dim", [1, 3, 16, 40, 64, 128, 200])
 @pytest.mark.parametrize("group", [1, 4])

@@ -89,6 +89,7 @@ PLAIN = [
     "blocks of each batch entry",
 ]
 FAST = [(name, i + 1) for i, name in enumerate(PLAIN)]
+FAST += [("a mixture of each head", 1), ("blocks of unlike sizes", 2)]
 ALL = [(name, (i // 2 + skip) % 6) for i, name in enumerate(PATTERNS) for skip in (0, 3)]
 
 
@@ -115,6 +116,33 @@ def first_fast(names: str, fast: list, slow: list) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(
         names, [*fast, *(pytest.param(x, marks=pytest.mark.slow) for x in slow)]
     )
+
+
+TREES: dict[str, sr.Pattern] = {
+    "drafts below a prompt": sr.Tree((27, 1, 1, 2, 1, 1), (-1, 0, 0, 1, 1, 2), sr.Causal()),
+    "drafts that see a window": sr.Tree((27, 3, 1, 1, 1), (-1, 0, 0, 1, 2), sr.SlidingWindow(6)),
+    "documents of nodes": sr.Tree((5, 9, 4, 8, 7), (-1, 0, 0, -1, 3), sr.Causal()),
+    "a mixture along a tree": sr.Tree(
+        (9, 7, 17), (-1, 0, 0), (sr.Causal() & sr.SlidingWindow(5)) + sr.Causal()
+    ),
+    "trees by batch entry": sr.Tree(
+        ((20, 6, 7), (11, 11, 11)), ((-1, 0, 0), (-1, 0, 1)), sr.Causal()
+    ),
+}
+
+
+@first_fast("name", ["drafts below a prompt", "trees by batch entry"], list(TREES)[1:-1])
+@pytest.mark.parametrize("distances", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_small_trees(name, distances):
+    """Nodes are smaller than tiles; distances count along a tree."""
+    case, options = Case(2, 2, 1, 33, 33, 8, 12), {}
+    if distances and name != "a mixture along a tree":
+        options["distance_bias"] = torch.linspace(-1, 1, 2 * 9).view(2, 9)
+    args = inputs(case, torch.float32)
+    exact_args = [x.detach().double().requires_grad_() for x in args]
+    wide = {key: x.double() for key, x in options.items()}
+    exact = attend(*exact_args, TREES[name], **wide, backend="reference")
+    assert_rounded(lambda: attend(*args, TREES[name], **options), exact, args, exact_args)
 
 
 @first_fast(
