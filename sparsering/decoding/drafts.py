@@ -189,10 +189,11 @@ def _layout(tree: Pattern, seen: Any, frame: Frame, block: int, place: torch.dev
     for number, branch in enumerate(tree.branches):
         p = page_over(number, branch, positions, live[number], starts, frame, queries, block)
         p = p.like(query_stop=p.query_stop.clamp(max=n))
-        passes.append((p if held is None else held.placed(p, block)).to(place))
+        passes.append(p if held is None else held.placed(p, block))
     slots = positions.shape[2] if held is None else held.num_slots
     frame = frame._replace(kv_len=slots, q_start=slots - n)
-    return BlockLayout(frame, block, tuple(passes), math.nan).shared(place)
+    layout = BlockLayout(frame, block, tuple(passes), math.nan)
+    return layout if place.type == "cpu" else layout.on_gpu(place)
 
 
 def kept(state: CacheState, path: Sequence[int] | Tensor) -> CacheState:
@@ -209,5 +210,6 @@ def kept(state: CacheState, path: Sequence[int] | Tensor) -> CacheState:
             )
         before = token
     state = state.changed(draft=None)
-    key, value = (x[:, :, moved(index, x.device)] for x in draft[:2])
+    index = moved(index, draft.key.device)
+    key, value = (x[:, :, index] for x in draft[:2])
     return state.appended(key, value) if len(index) else state

@@ -26,7 +26,7 @@ from ..layouts.gathered_keys import Spanned, page_over
 from ..layouts.last_query import last_query_layout
 from ..layouts.layout import BlockLayout
 from ..layouts.terms import disjoint_terms
-from ..numerics import sum_dtype, without_autocast
+from ..numerics import round_up, sum_dtype, without_autocast
 from ..ops import attend
 from ..patterns.algebra import Frame, Mask
 from ..patterns.keys import KeyMask
@@ -36,6 +36,7 @@ from .cache_state import CacheState, History
 from .stored_rows import Store, from_store, is_in_store, to_store
 
 _CPU = torch.device("cpu")
+_STOPS = "query stops"  # in the memo of a page's layout: the result of `_query_stops`
 IN_PAGES = {"softcap", "sink"}
 """Extras that need no positions of keys, which differ from their slots; dropout needs them."""
 
@@ -87,18 +88,36 @@ def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens
 
 
 def page_layout(state: CacheState, queries: int) -> BlockLayout:
-    """Returns a layout of `queries` new queries over all slots; stores it for later steps."""
+    """Returns a layout of `queries` new queries over all slots; stores it for later steps.
+
+    It has views of the page's tables alone, so that a step in the capture of a CUDA graph stores
+    no memory that only the replay fills. Its walks over query tiles are those of the page.
+    """
     layouts = state.page.layouts
     if state.page_size not in layouts:
         layouts[state.page_size] = _whole_page_layout(state)
     if queries not in layouts:
         whole = layouts[state.page_size]
-        stops = (torch.full_like(p.query_stop, queries) for p in whole.passes)
-        passes = tuple(p.like(query_stop=x) for p, x in zip(whole.passes, stops, strict=True))
-        for p, other in zip(whole.passes, passes, strict=True):
-            other.memo["host"] = p.memo.get("host")  # walks do not read `query_stop`
+        if _STOPS not in whole.memo:  # a copied cache, whose layouts begin without a memo
+            whole.memo[_STOPS] = moved(_query_stops(whole), state.keys.rows.device)
+        stops = whole.memo[_STOPS][queries]
+        passes = tuple(
+            p.cut(stops[: p.query_stop.numel()].view_as(p.query_stop), p.key_stop, p)
+            for p in whole.passes
+        )
         layouts[queries] = replace(whole, frame=whole.frame._replace(q_len=queries), passes=passes)
     return layouts[queries]
+
+
+def _query_stops(layout: BlockLayout) -> Tensor:
+    """Returns `query_stop` of each number of queries of a page, int64 [page_size + 1, tiles].
+
+    A row has a number for each query tile of a pass, and begins at an address that is aligned to 16
+    bytes: kernels are compiled for the alignment of tensors.
+    """
+    most = max((p.query_stop.numel() for p in layout.passes), default=0)
+    numbers = torch.arange(layout.frame.q_len + 1)[:, None]
+    return numbers.expand(-1, round_up(most, 2)).contiguous()
 
 
 def _whole_page_layout(state: CacheState) -> BlockLayout:
@@ -132,8 +151,10 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
             q_start=slots - page_size,
         )
         layout = BlockLayout(frame, block, tuple(passes), math.nan)
+        stops = {_STOPS: _query_stops(layout)}
         if device != _CPU:
-            return layout.on_gpu(device)
+            return layout.on_gpu(device, stops)
+        layout.memo.update(stops)
         for p in passes:
             _ = p.transposed_bitmaps  # computed now and cached for all steps of the page
         return layout

@@ -1,7 +1,8 @@
 """`BlockLayout`: a pattern compiled to tables of the tile pairs that kernels visit."""
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -234,12 +235,16 @@ class BlockLayout:
         BlockLayout.first_entry.store(copy, first)
         return copy
 
-    def on_gpu(self, device: torch.device) -> "BlockLayout":
+    def on_gpu(
+        self, device: torch.device, memo: Mapping[str, Tensor] = MappingProxyType({})
+    ) -> "BlockLayout":
         """Returns a copy on a GPU, by one transfer, safe to share across CUDA streams.
 
-        The memo of each pass has the pass on the host, so that walks are built there.
+        The memo of each pass has the pass on the host, so that walks are built there. Tensors of
+        `memo` travel with the tables, into the memo of the copy.
         """
         tables: dict[Any, Tensor] = {"counts": self.entry_counts, "first": self.first_entry}
+        tables |= {("memo", name): x for name, x in memo.items()}
         for number, p in enumerate(self.passes):
             found = {x.name: getattr(p, x.name) for x in fields(p)}
             tables |= {(number, k): x for k, x in found.items() if isinstance(x, Tensor)}
@@ -253,6 +258,7 @@ class BlockLayout:
         copy = replace(self, passes=tuple(passes), built=Built.now(device))
         BlockLayout.entry_counts.store(copy, tables["counts"])
         BlockLayout.first_entry.store(copy, tables["first"])
+        copy.memo.update((name, tables["memo", name]) for name in memo)
         return copy
 
     def ready(self) -> "BlockLayout":

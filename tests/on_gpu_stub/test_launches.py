@@ -218,6 +218,16 @@ def test_a_decoded_token_of_a_cache(hopper, pattern):
         steady(lambda: cache.attend(token, token, token), triton=2, torch=5)
 
 
+@pytest.mark.parametrize("store", ["int8", "fp8"])
+def test_a_decoded_token_of_a_cache_in_8_bits(hopper, store):
+    """Few operators turn all the cache's rows to floats, for kernels that read no 8 bits."""
+    cache = sr.KVCache(WINDOW, 1, 2, 64, num_heads=2, dtype=torch.bfloat16, store=store)
+    prompt, token = rows(tokens=100), rows(tokens=1)
+    with torch.no_grad():
+        cache.attend(prompt, prompt, prompt)
+        steady(lambda: cache.attend(token, token, token), triton=2, torch=40)
+
+
 @pytest.mark.parametrize("pattern", EITHER)
 def test_one_query_behind_a_growing_sequence(hopper, pattern):
     keys, query = rows(tokens=600), rows(tokens=1)
@@ -247,7 +257,7 @@ def test_the_first_tokens_of_pages_of_a_cache(hopper, pattern):
             launched.append(counts.torch)
     usual = 2 if len(pattern.branches) == 1 else 5
     assert set(launched[1:127]) == {usual} and launched[129] == usual
-    first = usual + 1 + 2 * len(pattern.branches)  # of a page
+    first = usual + 1 + len(pattern.branches)  # of a page
     assert launched[0] == launched[128] == first
     assert launched[127] == usual + 8  # evicts
 
@@ -269,7 +279,7 @@ def test_an_eviction_of_heads_that_keep_unequal_numbers_of_keys(hopper):
     assert len(set(missing.sum(1).tolist())) > 1
     # the heads of the new page lie one after the other: two more launches write a token, and two
     # at first say where
-    assert launched == [launched[0], launched[0] + 8, launched[0] + 7]
+    assert launched == [launched[0], launched[0] + 8, launched[0] + 6]
 
 
 BOTH = pytest.mark.parametrize("pattern", [WINDOW, LONGNET], ids=["window", "two branches"])
@@ -443,6 +453,35 @@ def test_a_capture_keeps_nothing_that_only_its_replay_fills(hopper):
             step(402)
         assert not counts.surviving(), counts.surviving()
         steady(lambda: step(402), triton=2, torch=2)  # its own cut of the keys
+
+
+def test_a_capture_of_more_tokens_of_a_page_keeps_nothing_that_only_its_replay_fills(hopper):
+    """An eager step before the first replay reads complete tables, those of the page."""
+    cache = sr.KVCache(WINDOW, 1, 2, 64, num_heads=2, dtype=torch.bfloat16)
+    prompt, one, four = (rows(tokens=n) for n in (100, 1, 4))
+    with torch.no_grad():
+        cache.attend(prompt, prompt, prompt)
+        for _ in range(2):
+            cache.attend(one, one, one)
+        with capturing() as counts:
+            cache.attend(four, four, four)
+        assert not counts.surviving(), counts.surviving()
+        assert counts.torch <= 10, counts
+        steady(lambda: cache.attend(four, four, four), triton=2, torch=5)
+
+
+def test_a_step_of_a_draft(hopper):
+    """Tables of a draft are built on the host, and travel as few blocks."""
+    cache = sr.KVCache(WINDOW, 1, 2, 64, num_heads=2, dtype=torch.bfloat16)
+    prompt, six = rows(tokens=100), rows(tokens=6)
+
+    def step() -> None:
+        cache.attend(six, six, six, tree=(-1, 0, 0, 1, 1, 2))
+        cache.keep([0, 1])
+
+    with torch.no_grad():
+        cache.attend(prompt, prompt, prompt)
+        steady(step, triton=2, torch=38, transfers=5)
 
 
 def test_other_streams_wait_for_a_page_that_is_shared(hopper, monkeypatch):

@@ -428,9 +428,10 @@ def _launches(
     query, key, value, scale, bias, softcap, table, sink, dropped, seed, mask = problem[1:12]
     extras = [x for x in (bias, table, seed, mask) if x is not None]
     p = layout.passes[number]
+    whole = p.walked_as
     kind = (
-        p if by_key else p.walked_as,
-        p.walked_as is p,
+        p if by_key else whole,
+        whole is p,
         kernel,
         number,
         config,
