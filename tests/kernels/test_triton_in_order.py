@@ -11,7 +11,7 @@ from triton.runtime import interpreter
 import sparsering as sr
 from sparsering import dispatch
 
-N, BEFORE, DIM = 150, 77, 16
+N, BEFORE, DIM = 110, 77, 16
 EXTRAS = {
     "plain": {},
     "softcap, sink and distances": {
@@ -23,12 +23,12 @@ EXTRAS = {
 }
 PATTERNS = {
     "causal": sr.Causal(),
-    "a window": sr.Causal() & sr.SlidingWindow(100),
-    "two-sided": sr.SlidingWindow(70, 40),
+    "a window": sr.Causal() & sr.SlidingWindow(80),
+    "two-sided": sr.SlidingWindow(50, 30),
     "LongNet": sr.LongNet((64, 256), (1, 4)) & sr.Causal(),
     "blocks": sr.Causal() & (sr.BlockDilated((1, 2), 32) | sr.GlobalTokens(3, rows=False)),
 }
-CHUNKS = [(0, 1), (N - 1, N), (70, 103), (3, N)]
+CHUNKS = [(0, 1), (N - 1, N), (30, 73)]
 
 
 def product_in_a_tree(self, a, b, d, *_):
@@ -156,7 +156,7 @@ def test_a_long_row_is_one_sum_whatever_the_batch_and_the_card(pattern, monkeypa
 
 
 def test_results_are_exact_and_outside_the_mode_bits_may_differ():
-    tensors, pattern = drawn(1), PATTERNS["a window"]
+    tensors, pattern = drawn(1, n=170), sr.Causal() & sr.SlidingWindow(100)
     doubles = [x.double() for x in tensors]
     wanted = sr.attention(*doubles, pattern, backend="reference")
     outside = sr.attention(*tensors, pattern, backend="triton")
