@@ -110,13 +110,15 @@ class Lists:
         cell
         for cell in calls.CELLS
         if (cell.pattern, cell.backend) == (specs.LISTED, "triton")
-        and cell.dtype in ("float32", "float16")  # the interpreter refuses the others
+        # the interpreter refuses float64 and bfloat16, and autocast computes in the latter
+        and cell.dtype in ("float32", "float16")
+        and cell.option not in ("none", "autocast")
     )
     cases = staticmethod(calls.cases)
 
 
 @pytest.mark.parametrize(
-    ("rounds", "cases"), [(1, 10), pytest.param(8, 64, marks=pytest.mark.slow)]
+    ("rounds", "cases"), [(1, 10), pytest.param(3, 64, marks=pytest.mark.slow)]
 )
 def test_lists_with_every_option_on_triton(rounds, cases):
     coverage = attack(Lists, 1800.0, seed="lists", rounds=rounds, cases=cases)

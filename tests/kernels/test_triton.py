@@ -324,12 +324,27 @@ def _assert_bias_is_the_reference(
 @first_fast("group", [5], [2, 8])
 def test_few_tokens_of_a_group_of_heads_are_packed(group):
     case = Case(1, 2 * group, 2, 3, 90, 8, 8, 32)
-    layout = sr.Causal().layout(**case.heads, block_size=32)
-    query, key, value = inputs(case, torch.float32, requires_grad=False)
-    (part,) = backend._parts(Problem(layout, query, key, value, 1.0), False)
-    rows = backend._rows(part.problem, 0, backend._config_for("forward", part.problem))
-    assert rows["TOKENS"] == 4 and rows["PACK"] == group
-    assert_is_the_reference(sr.Causal(), case)
+    for queries, tokens, pack in ((1, 1, group), (3, 16, 2)):
+        case = replace(case, q_len=queries)
+        rows = rows_of(sr.Causal(), case, torch.float32)
+        assert (rows["TOKENS"], rows["PACK"]) == (tokens, pack)
+        assert_is_the_reference(sr.Causal(), case)
+
+
+@pytest.mark.parametrize("cards", [4, 132])
+def test_kernels_are_compiled_for_few_numbers_of_tokens_and_heads(cards, monkeypatch):
+    monkeypatch.setattr(backend, "processors", lambda device: cards)
+    forms, heads = set(), set()
+    for queries in (1, 2, 3, 5, 9, 16, 17, 33, 64, 65, 128, 300, 2000):
+        case = Case(1, 8, 1, queries, 2000, 16, 16, 128)
+        layout = sr.SlidingWindow(9).layout(**case.heads, block_size=128)
+        problem = Problem(layout, *inputs(case, torch.float16, requires_grad=False), 1.0)
+        for kernel in ("forward", "query"):
+            config = backend._config_for(kernel, problem)
+            rows = backend._rows(problem, 0, config)
+            forms.add((kernel, config, rows["TOKENS"], rows["PACK"], rows["ROWS"]))
+        heads.add(backend._heads_at_a_time(problem))
+    assert len(forms) == 2 * 3 and heads <= {1, 8}
 
 
 def rows_of(pattern: sr.Pattern, case: Case, dtype=torch.float16, kernel="forward") -> dict:

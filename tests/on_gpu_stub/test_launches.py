@@ -85,6 +85,23 @@ def test_lengths_batches_and_heads_are_not_compiled_for(hopper):
     assert counts.triton >= 3 and not counts.compiles, counts.compiles
 
 
+def test_numbers_of_new_tokens_are_compiled_for_in_three_forms(hopper):
+    """A service meets all of them, in drafts and at the ends of prompts."""
+    keys = rows(2, 700)
+    query = rows(8, 128)
+
+    def call(tokens: int) -> None:
+        sr.attention(query[:, :, :tokens], keys, keys, WINDOW)
+
+    with torch.no_grad():
+        for tokens in (1, 16, 128):
+            call(tokens)
+        with counted() as counts:
+            for tokens in range(2, 65):
+                call(tokens)
+    assert counts.triton >= 63 and not counts.compiles, counts.compiles
+
+
 def test_lengths_of_a_compiled_call_are_data_and_nobody_waits(hopper):
     graphs = []
 

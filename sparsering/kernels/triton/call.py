@@ -480,7 +480,7 @@ def _rows(problem: Problem, number: int, config: Config) -> dict[str, int]:
     """Chooses how many tokens of a query tile, and heads of a group, each program computes."""
     layout, group = problem.layout, problem.group
     most = min(layout.block_size, -(-layout.frame.q_len // layout.passes[number].step))
-    tokens = min(config.rows, power_of_2(most))
+    tokens = min(config.rows, _compiled_tokens(most, layout.block_size))
     pack = 1 if _by_query_head(problem) else min(group, config.rows // tokens)
     packs = -(-group // pack)
     pack = -(-group // packs)
@@ -492,8 +492,21 @@ def _rows(problem: Problem, number: int, config: Config) -> dict[str, int]:
     }  # fmt: skip
 
 
+def _compiled_tokens(tokens: int, block_size: int) -> int:
+    """Returns how many of a query tile's tokens a kernel is compiled for: 1, 16 or all.
+
+    A service meets all numbers of new tokens, in drafts and at the ends of prompts, and a kernel
+    takes seconds to compile.
+    """
+    forms = (1, 16, power_of_2(block_size))
+    return next((n for n in forms if tokens <= n), forms[-1])
+
+
 def _heads_at_a_time(problem: Problem) -> int:
-    """Returns over how many query heads of a group one program of `key_kernel` sums."""
+    """Returns over how many query heads of a group one program of `key_kernel` sums: 1, or all.
+
+    It is compiled for this number, which may depend on lengths and the batch.
+    """
     layout, group = problem.layout, problem.group
     if _by_query_head(problem):
         return 1
@@ -501,8 +514,7 @@ def _heads_at_a_time(problem: Problem) -> int:
         return group
     tiles = max(p.key_start.shape[-1] for p in layout.passes)
     programs = len(problem.query) * problem.key.shape[1] * tiles
-    shares = min(group, -(-2 * processors(problem.query.device) // max(1, programs)))
-    return -(-group // shares)
+    return group if programs >= 2 * processors(problem.query.device) else 1
 
 
 def packed_rows(kernel: str, problem: Problem) -> int:
@@ -513,7 +525,8 @@ def packed_rows(kernel: str, problem: Problem) -> int:
     heads = problem.group & -problem.group  # a divisor of the group: no program lacks a head
     if kernel == "key" or heads == 1 or _by_query_head(problem):
         return 0
-    return min(128, heads * power_of_2(min(problem.layout.block_size, problem.query.shape[2])))
+    size = problem.layout.block_size
+    return min(128, heads * _compiled_tokens(min(size, problem.query.shape[2]), size))
 
 
 def _by_query_head(problem: Problem) -> bool:
