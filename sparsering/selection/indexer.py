@@ -17,7 +17,8 @@ from ..patterns.arguments import checked_flag, checked_integer
 from ..patterns.keywords import with_hints
 from .over_ranks import agreed, check_own_tokens, checks_of_a_rank, first_rows, of_all_ranks
 
-_AT_A_TIME = 1 << 22  # products computed at a time, to bound memory
+_AT_A_TIME = 1 << 22  # products computed at a time on a CPU, to bound memory
+_TIMES_ON_DEVICE = 16  # as many on a GPU, where each part costs a dozen launches
 _TILE = 1 << 12  # keys that are compared with the best ones at a time
 
 
@@ -46,7 +47,8 @@ def index_scores(
     Returns: [B, 1, N, k], or [B, 1, N, Nk] without indices; float32 (float64 for float64); -inf
         where the index is -1. Differentiable in query, key and weight.
 
-    Raises: ValueError if shapes disagree, or an index is past the keys. Over ranks,
+    Raises: ValueError if shapes disagree, or an index is past the keys; a GPU, for which the host
+        does not wait, fails later for such an index, as torch's own indexing does. Over ranks,
         RingMismatchError (a ValueError) on all if one raised, and RingError if a peer died.
 
     Cost: N k Hi Di products, twice with a backward; memory of the result and a bounded workspace,
@@ -72,7 +74,8 @@ def index_scores(
         products = torch.einsum("bhnd,bnkd->bhnk", query * scale, keys).relu()
         return torch.einsum("bhnk,bnh->bnk", products, weight).masked_fill(listed < 0, -torch.inf)
 
-    step = max(1, _AT_A_TIME // max(1, batch * slots * max(heads, 0 if indices is None else width)))
+    step = _at_a_time(query) // max(1, batch * slots * max(heads, 0 if indices is None else width))
+    step = max(1, step)
     with without_autocast(query):
         dtype = max((sum_dtype(x) for x in (query, key, weight)), key=lambda kind: kind.itemsize)
         query, key, weight = (x.to(dtype) for x in (query, key, weight))
@@ -122,7 +125,12 @@ def _check_indices(indices: Tensor, query: Tensor, keys: int | None = None) -> N
     batch, _, tokens, _ = query.shape
     rows = indices.dim() == 4 and indices.shape[:3] in {(1, 1, tokens), (batch, 1, tokens)}
     fits = rows and indices.device == query.device and indices.dtype == torch.int64
-    if not fits or (keys is not None and bool((indices >= keys).any())):
+    past = False
+    if fits and keys is not None and indices.is_cuda:  # a wait for the GPU; it ends the call later
+        torch._assert_async((indices < keys).all(), f"indices must be keys below {keys}")
+    elif fits and keys is not None:
+        past = bool((indices >= keys).any())
+    if not fits or past:
         below = "" if keys is None else f", keys below {keys}"
         raise ValueError(
             f"indices must be int64 [{batch} or 1, 1, {tokens}, k]{below}, got {indices.dtype} "
@@ -288,7 +296,7 @@ class _Best:
         """Compares keys [B, n, Di] at positions from `start` on with the best ones so far."""
         batch, heads, tokens, _ = self.query.shape
         key, keys = key.float(), key.shape[1]
-        step = max(1, _AT_A_TIME // max(1, batch * heads * min(keys, _TILE)))
+        step = max(1, _at_a_time(key) // max(1, batch * heads * min(keys, _TILE)))
         for begin in range(0, tokens, step):
             rows = slice(begin, min(begin + step, tokens))
             visible = keys if self.q_start is None else self.q_start + rows.stop - start
@@ -315,6 +323,10 @@ class _Best:
         """Returns the best keys, int64 [B, 1, N, k]: best first; -1 where there are fewer."""
         place = (1 << 32) - 1 - (self.found & ((1 << 32) - 1))
         return torch.where(self.found == _NONE, -1, place)[:, None]
+
+
+def _at_a_time(like: Tensor) -> int:
+    return _AT_A_TIME * (1 if like.device.type == "cpu" else _TIMES_ON_DEVICE)
 
 
 def _scores(query: Tensor, keys: Tensor, weight: Tensor, scale: float) -> Tensor:
