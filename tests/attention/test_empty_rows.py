@@ -12,9 +12,9 @@ from oracles.attention_oracle import (
     dense_counts,
     gradients,
     inputs,
-    random_table,
     workspace,
 )
+from oracles.kinds import random_table
 
 import sparsering as sr
 

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracles.attention_oracle import Case, assert_close, attend_by_rows, inputs, random_table
+from oracles.attention_oracle import Case, assert_close, attend_by_rows, inputs
+from oracles.kinds import random_table
 from torch import Tensor
 
 import sparsering as sr

@@ -21,8 +21,8 @@ from oracles.attention_oracle import (
     dense_counts,
     gradients,
     inputs,
-    random_table,
 )
+from oracles.kinds import random_table
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint

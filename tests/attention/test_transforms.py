@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracles.attention_oracle import random_table
+from oracles.kinds import random_table
 from torch import Tensor
 from torch.func import functional_call, functionalize, grad, hessian, jacrev, jvp, vmap
 

@@ -5,6 +5,7 @@ from itertools import product
 from typing import Any
 
 import hypothesis.strategies as st
+from oracles.kinds import KINDS
 from oracles.patterns_oracle import Spec, build, is_batched, leaves
 from oracles.strategies import LAYOUT_BLOCK_SIZES, Scene
 
@@ -246,9 +247,9 @@ def cases(draw: st.DrawFn, cell: Cell) -> Decoding:
     if option == "page_size":
         given["page_size"] = draw(st.sampled_from((16, 32, 48)))
     names_used = {leaf[0] for leaf in leaves(spec)}
-    needs = bool(names_used & {"RandomBlocks", "MaskMod", "Hierarchical"})
-    longer = {"Blocks", "BlockDiffusion"}  # their own lengths are rounded up
-    needs |= "SelectedBlocks" in names_used and bool(names_used & longer)
+    lengths = {KINDS[name].max_length for name in names_used}
+    needs = "always" in lengths
+    needs |= "SelectedBlocks" in names_used and "if blocks are selected" in lengths
     if cell.pattern != SELECTED:
         given["looks_ahead"] = used(AHEAD)
     needs |= given.get("looks_ahead", False)  # so that the oracle knows all keys that may come

@@ -8,15 +8,14 @@ import hypothesis.strategies as st
 import numpy as np
 import torch
 from oracles import strategies as drawn
-from oracles.patterns_oracle import Spec, is_mixture
-from oracles.strategies import Scene
+from oracles.kinds import KINDS, Scene, Spec
+from oracles.patterns_oracle import is_mixture
 from torch import Tensor
 
 from . import calls, oracle, specs
 from .attack import Cell
 
-TABLES = ("Blocks", "Dense", "KeyMask", "SelectedBlocks", "MaskMod")  # dear to draw at such lengths
-CLASSES = tuple(name for name in specs.CLASSES if name not in TABLES)
+CLASSES = tuple(name for name, kind in KINDS.items() if kind.long)
 OPTIONS = ("threads", "groups", "none", "scale", "q_start", "strides", "softcap", "distance_bias")
 OPTIONS += ("sink", "dropout", "large scores")
 CELLS = [
@@ -78,11 +77,11 @@ def lengths(draw: st.DrawFn, least: int = 150) -> int:
 
 def light(scene: Scene) -> st.SearchStrategy[Spec]:
     """Strategy of patterns of few pairs and small source."""
-    kinds = [drawn.windows, drawn.global_tokens, drawn.dilated, drawn.block_windows]
+    kinds = ("SlidingWindow", "GlobalTokens", "Dilated", "BlockWindow")
     window = st.tuples(st.just("SlidingWindow"), st.integers(0, 20), st.integers(0, 9), st.just(1))
     columns = st.tuples(st.just("GlobalTokens"), st.integers(1, 9), st.booleans(), st.just(True))
     few = st.one_of(window, columns, st.tuples(st.just("|"), columns, window))
-    return st.one_of(few, few, few, *(kind(scene) for kind in kinds))
+    return st.one_of(few, few, few, *(drawn.drawn(kind, scene) for kind in kinds))
 
 
 @st.composite

@@ -8,12 +8,13 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from oracles.kinds import HQ, KINDS, B, H, Kind, N, chosen
 from torch import Tensor
 
 import sparsering as sr
 from sparsering import distributed, models, nn, planning, selection
 
-B, HQ, H, N, D = 2, 4, 2, 40, 8
+D = 8
 Given = dict[str, Any]
 FIRST = sr.Causal() & sr.SlidingWindow(9)
 
@@ -36,6 +37,10 @@ def used(make: Callable[..., Any]) -> Callable[..., Any]:
         return counts, layout, expected
 
     return call
+
+
+def _pattern(kind: Kind) -> Callable[[], tuple[Callable[..., Any], Given]]:
+    return lambda: (used(getattr(sr, kind.public)), kind.sane())
 
 
 def combined(combine: Callable[[Any, Any], Any]) -> Callable[..., Any]:
@@ -79,10 +84,6 @@ def extras() -> Given:
         "dropout_seed": 3,
         "return_lse": True,
     }
-
-
-def chosen() -> Tensor:
-    return torch.tensor([[0, 1], [1, 0], [0, 2]]).expand(B, H, 3, 2).contiguous()
 
 
 def filled(kind: type = sr.KVCache) -> Any:
@@ -222,37 +223,7 @@ TEXT = "SelectedBlocks(t0, 16, 16) & Causal()"
 # fmt: off
 SANE: dict[str, Callable[[], tuple[Callable[..., Any], Given]]] = {
     # patterns
-    "SlidingWindow": lambda: (used(sr.SlidingWindow), {"left": 5, "right": 2, "dilation": 2}),
-    "GlobalTokens": lambda: (
-        used(sr.GlobalTokens), {"count": 3, "rows": True, "columns": False}),
-    "Dilated": lambda: (
-        used(sr.Dilated), {"segment_length": 16, "dilation_rate": 4, "offset": (0, 1)}),
-    "LongNet": lambda: (used(sr.LongNet), {
-        "segment_lengths": (8, 16), "dilation_rates": (1, 2), "offset": "head"}),
-    "BlockDilated": lambda: (used(sr.BlockDilated), {"rates": (1, 2), "block_size": 8}),
-    "BlockWindow": lambda: (used(sr.BlockWindow), {"radius": 1, "block_size": 8}),
-    "BlockCausal": lambda: (used(sr.BlockCausal), {"block_size": 8}),
-    "BlockDiffusion": lambda: (used(sr.BlockDiffusion), {"n": 24, "block_size": 8}),
-    "Neighbourhood": lambda: (
-        used(sr.Neighbourhood), {"shape": (5, 8), "radius": (1, 1), "dilation": (1, 2)}),
-    "ChunkedCausal": lambda: (used(sr.ChunkedCausal), {"size": 8}),
-    "RandomBlocks": lambda: (used(sr.RandomBlocks), {
-        "density": 0.5, "block_size": 8, "seed": 3, "per_head": True}),
-    "Hierarchical": lambda: (
-        used(sr.Hierarchical), {"levels": ((8, 16), (16, None)), "block_size": 8}),
-    "Documents": lambda: (used(sr.Documents), {"lengths": (15, 25)}),
-    "Packed": lambda: (used(sr.Packed), {"lengths": (15, 25), "pattern": FIRST}),
-    "Tree": lambda: (
-        used(sr.Tree), {"lengths": (15, 5, 20), "parents": (-1, 0, 0), "pattern": FIRST}),
-    "KeyPadding": lambda: (used(sr.KeyPadding), {"lengths": (30, 40)}),
-    "KeyMask": lambda: (used(sr.KeyMask), {"valid": table(B, N)}),
-    "Blocks": lambda: (used(sr.Blocks), {"active": table(H, 5, 5), "block_size": 8}),
-    "Dense": lambda: (used(sr.Dense), {"mask": table(H, N, N)}),
-    "SelectedBlocks": lambda: (used(sr.SelectedBlocks), {
-        "indices": chosen(), "block_size": 16, "query_block": 16, "first_row": 0}),
-    "PooledCausal": lambda: (used(sr.PooledCausal), {"size": 4, "stride": 2}),
-    "Full": lambda: (used(sr.Full), {}),
-    "Causal": lambda: (used(sr.Causal), {}),
+    **{name: _pattern(kind) for name, kind in KINDS.items() if kind.sane},
     "and": lambda: (combined(operator.and_), {"left": FIRST + FIRST, "right": sr.Causal()}),
     "or": lambda: (combined(operator.or_), {"left": FIRST, "right": sr.Causal()}),
     "plus": lambda: (combined(operator.add), {"left": FIRST, "right": FIRST}),

@@ -1,8 +1,9 @@
 """Pattern expressions for the fuzzer: draws specs with a given class, and prints them as source.
 
-A spec is a nested tuple as in `patterns_oracle`.
+A spec is a nested tuple as in `kinds`, whose rows say what the fuzzer may do with each class.
 """
 
+import functools
 import random
 from dataclasses import replace
 from itertools import zip_longest
@@ -13,53 +14,37 @@ import numpy as np
 import torch
 from oracles import blocks_oracle
 from oracles import strategies as drawn
-from oracles.patterns_oracle import OPERATORS, Spec, depth_in_tree, is_mixture, leaves
-from oracles.strategies import Scene
+from oracles.kinds import (
+    EQUAL_DOCUMENTS,
+    KINDS,
+    OPERATORS,
+    WHOLE,
+    Scene,
+    Spec,
+    depth_in_tree,
+    parts_of,
+    with_parts,
+)
+from oracles.patterns_oracle import is_mixture, leaves
 
 LEAVES = {
-    "Full": lambda scene: st.just(("Full",)),
-    "Causal": lambda scene: st.just(("Causal",)),
-    "SlidingWindow": drawn.windows,
-    "PooledCausal": drawn.pooled,
-    "GlobalTokens": drawn.global_tokens,
-    "Dilated": drawn.dilated,
-    "LongNet": drawn.longnets,
-    "BlockDilated": drawn.block_dilated,
-    "BlockWindow": drawn.block_windows,
-    "BlockCausal": drawn.block_causal,
-    "CausalBlocks": drawn.causal_blocks,
-    "BlockDiffusion": drawn.block_diffusions,
-    "Neighbourhood": drawn.neighbourhoods,
-    "ChunkedCausal": drawn.chunks,
-    "RandomBlocks": drawn.random_blocks,
-    "Hierarchical": drawn.hierarchicals,
-    "Documents": drawn.documents,
-    "KeyPadding": drawn.key_paddings,
-    "KeyMask": drawn.key_masks,
-    "Blocks": drawn.block_tables,
-    "Dense": drawn.dense_masks,
-    "SelectedBlocks": drawn.selected_blocks,
-    "MaskMod": drawn.mask_mods,
-    "PerHead": drawn.per_heads,
-}
-CLASSES = (*LEAVES, "Packed", "Tree", *OPERATORS)
+    name: functools.partial(drawn.drawn, name) for name, kind in KINDS.items() if not kind.inner
+} | {"PerHead": drawn.per_heads}
+CLASSES = tuple(KINDS)
 LISTED = "lists of keys"
 """Class of a `SelectedBlocks` of single keys, for which backends have kernels of their own."""
-INSIDE = ("Packed", "Tree")  # their last argument is a pattern inside documents or along paths
+INSIDE = tuple(name for name, kind in KINDS.items() if kind.inner == "last")
 # Masks over the whole sequence (its length or row numbers) are not put inside `Packed`.
-OF_WHOLE_ROWS = (
-    *("Documents", "CausalBlocks", "KeyMask", "Dense", "SelectedBlocks", "MaskMod"),
-    "Neighbourhood",
+OF_WHOLE_ROWS = tuple(
+    name for name, kind in KINDS.items() if kind.stands in (EQUAL_DOCUMENTS, WHOLE)
 )
 
 
 def classes_of(spec: Spec) -> list[str]:
     """Returns every class and operator of a spec."""
-    name, *args = spec
-    inner = args if name in OPERATORS else args[-1:] if name in INSIDE else []
-    inner = args[0] if name == "PerHead" else inner
-    own = {name, LISTED} if name == "SelectedBlocks" and args[1] == 1 else {name}
-    return sorted(own.union(*map(classes_of, inner)))
+    listed = spec[0] == "SelectedBlocks" and spec[2] == 1
+    own = {spec[0], LISTED} if listed else {spec[0]}
+    return sorted(own.union(*map(classes_of, parts_of(spec))))
 
 
 def branches(spec: Spec) -> list[Spec]:
@@ -86,18 +71,13 @@ def branches(spec: Spec) -> list[Spec]:
 
 def with_tensors(spec: Spec, turned: bool = False) -> Spec:
     """Returns the spec with lengths and parents as tensors; `turned` turns lengths around."""
-    name, *args = spec
-    if name in OPERATORS:
-        return (name, *(with_tensors(part, turned) for part in args))
-    if name in ("Documents", "CausalBlocks", "KeyPadding", *INSIDE):
+    parts = tuple(with_tensors(part, turned) for part in parts_of(spec))
+    name, *args = with_parts(spec, parts)
+    if KINDS[name].has_lengths:
         args[0] = _tensor(args[0], 0)
         args[0] = args[0].flip(-1) if turned else args[0]
     if name == "Tree":
         args[1] = _tensor(args[1], -1)
-    if name in INSIDE:
-        args[-1] = with_tensors(args[-1], turned)
-    if name == "PerHead":
-        args[0] = tuple(with_tensors(part, turned) for part in args[0])
     return (name, *args)
 
 
@@ -188,7 +168,7 @@ def specs_with(
 
     With `selected`, exactly one branch has exactly one `SelectedBlocks`.
     """
-    selection = drawn.selected_keys if kind == LISTED else drawn.selected_blocks
+    selection = drawn.selected_keys if kind == LISTED else LEAVES["SelectedBlocks"]
     if scene.first_position < 0 and (selected or kind in ("SelectedBlocks", LISTED)):
         scene = replace(scene, q_start=0)
     if kind == "Dense" and not (scene.q_len and scene.kv_len):

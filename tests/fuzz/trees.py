@@ -98,7 +98,8 @@ def cases(draw: st.DrawFn, cell: Cell) -> InTree:
         lengths, parents = spec[1:3]
         others = [st.tuples(st.just("Tree"), st.just(lengths), st.just(parents), INNER)]
         if cell.option != "distance_bias":
-            others += [trees(scene, "chain"), drawn.windows(scene), drawn.documents(scene)]
+            others += [trees(scene, "chain")]
+            others += [drawn.drawn(name, scene) for name in ("SlidingWindow", "Documents")]
         spec = ("+" if specs.is_mixture(spec) else draw(st.sampled_from("&|+")), spec,
                 draw(st.one_of(others)))  # fmt: skip
         if specs.is_mixture(spec[2]):

@@ -201,6 +201,14 @@ def test_window_one_token_wider_than_the_block_visits_one_more_tile() -> None:
     assert queries_of_the_last_tile == [[32, 32, 48], [16, 32, 48]]
 
 
+def test_one_global_key_more_than_the_block_visits_one_more_tile() -> None:
+    layouts = [sr.GlobalTokens(n, rows=False).layout(64, block_size=16) for n in (16, 17)]
+    keys_of_the_last_queries = [
+        [key for query, key, *_ in layout.entries().tolist() if query == 48] for layout in layouts
+    ]
+    assert keys_of_the_last_queries == [[0], [0, 16]]
+
+
 def test_block_window_entries_are_whole_tiles() -> None:
     layout = sr.BlockWindow(1, 16).layout(48, block_size=16)
     assert layout.entries().tolist() == [

@@ -11,7 +11,7 @@ import hypothesis.strategies as st
 import pytest
 import torch
 from oracles.patterns_oracle import Spec, build, counts, is_batched
-from oracles.strategies import HEADS, Scene, examples, leaf_masks, longnets, masks, mixtures
+from oracles.strategies import HEADS, Scene, drawn, examples, leaf_masks, masks, mixtures
 from torch import Tensor
 
 import sparsering as sr
@@ -114,7 +114,8 @@ def documents(draw: st.DrawFn) -> tuple[Spec, Lengths, Lengths, dict[str, int]]:
     q_lengths = kv_lengths if draw(st.booleans()) else draw(each)
     num_heads, num_kv_heads = draw(st.sampled_from(HEADS[:5]))
     scene = Scene(longest, longest, num_heads, num_kv_heads, 0, 1)
-    kinds = [masks(scene, 1, nested=True), mixtures(scene, 0, nested=True), longnets(scene)]
+    kinds = [masks(scene, 1, nested=True), mixtures(scene, 0, nested=True)]
+    kinds += [drawn("LongNet", scene)]
     spec = draw(st.one_of(leaf_masks(scene, False), *kinds).filter(lambda x: not is_batched(x)))
     spec = ("&", spec, ("Causal",)) if draw(st.booleans()) else spec
     return spec, q_lengths, kv_lengths, {"num_heads": num_heads, "num_kv_heads": num_kv_heads}

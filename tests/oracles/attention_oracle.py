@@ -1,22 +1,20 @@
 """Attention by definition, one query at a time; cases, inputs and patterns for operator tests.
 
 `attend_by_rows` repeats each key as often as the pattern counts it and takes one softmax over that
-list: no mask, no log of a count, no -inf. It shares no code with the library. `PATTERNS` has every
-pattern of the contract, and expressions of them, as functions of a `Case`.
+list: no mask, no log of a count, no -inf. It shares no code with the library. `PATTERNS` has the
+patterns of `kinds` as functions of a `Case`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import sparsering as sr
-
-if TYPE_CHECKING:  # `strategies` needs hypothesis, which a GPU machine may not have
-    from oracles.strategies import Scene
+from oracles.kinds import KINDS, Scene
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ class Case:
     arrange: str = "contiguous"
 
     @classmethod
-    def of(cls, scene: "Scene", head_dim: int, value_dim: int, block_size: int | None) -> "Case":
+    def of(cls, scene: Scene, head_dim: int, value_dim: int, block_size: int | None) -> "Case":
         """Builds a case from a drawn scene and widths."""
         sizes = scene.batch, scene.num_heads, scene.num_kv_heads, scene.q_len, scene.kv_len
         return cls(*sizes, head_dim, value_dim, block_size, scene.q_start)
@@ -219,105 +217,6 @@ def workspace(limit: int) -> Iterator[None]:
         sr.set_workspace(old)
 
 
-def random_table(*shape: int) -> Tensor:
-    """Draws bools; the first row is all False, and the second (if any) all True."""
-    table = torch.rand(*shape, generator=torch.Generator().manual_seed(5)) < 0.4
-    table[..., 0, :] = False
-    table[..., 1:2, :] = True
-    return table
-
-
-def _parts(total: int) -> tuple[int, ...]:
-    """Lengths of three documents and an empty one that sum to `total`."""
-    first, second = total // 5, total // 2
-    return (first, 0, second, total - first - second)
-
-
-def _end(case: Case) -> int:
-    """The position behind the last query and the last key."""
-    return case.kv_len if case.q_start is None else max(case.kv_len, case.q_start + case.q_len)
-
-
-def _per_head(case: Case) -> tuple[int, ...]:
-    return tuple(3 * h + 1 for h in range(case.num_kv_heads))
-
-
-def _of_heads(case: Case, *patterns: sr.Pattern) -> tuple[sr.Pattern, ...]:
-    """Returns a pattern for each kv head, in turns; the first is `Full()`."""
-    turns = sr.Full(), *patterns
-    return tuple(turns[head % len(turns)] for head in range(case.num_kv_heads))
-
-
-def _paddings(case: Case) -> tuple[int, ...]:
-    return tuple(case.kv_len * (b + 1) // (case.batch + 1) for b in range(case.batch))
-
-
-def _blocks(case: Case, *outer: int, block_size: int = 24) -> sr.Pattern:
-    size = case.last_position // block_size + 1
-    return sr.Blocks(random_table(*outer, size, size), block_size)
-
-
-def _dense(case: Case, *outer: int) -> sr.Pattern:
-    table = random_table(*outer, case.q_len, case.kv_len)
-    table[..., -1:] = False  # a key that no query sees
-    return sr.Dense(table)
-
-
-def _grid(tokens: int) -> tuple[int, int]:
-    rows = next((n for n in (5, 3, 2) if tokens % n == 0 and tokens >= 3 * n), 1)
-    return rows, tokens // rows
-
-
 PATTERNS: dict[str, Callable[[Case], sr.Pattern]] = {
-    "full": lambda case: sr.Full(),
-    "causal": lambda case: sr.Causal(),
-    "window": lambda case: sr.SlidingWindow(9),
-    "two-sided window": lambda case: sr.SlidingWindow(5, 19),
-    "window without left end": lambda case: sr.SlidingWindow(None, 3),
-    "dilated window": lambda case: sr.SlidingWindow(20, 20, 3),
-    "global tokens": lambda case: sr.GlobalTokens(5),
-    "global rows": lambda case: sr.GlobalTokens(20, columns=False),
-    "global columns": lambda case: sr.GlobalTokens(20, rows=False),
-    "dilated": lambda case: sr.Dilated(16, 4),
-    "dilated, rate not dividing": lambda case: sr.Dilated(13, 3, "block"),
-    "dilated, segment past the end": lambda case: sr.Dilated(1000, 7, 5),
-    "dilated, offset of each head": lambda case: sr.Dilated(24, 4, _per_head(case)),
-    "longnet": lambda case: sr.LongNet((8, 16, 64), (1, 2, 4)),
-    "longnet, every rate above 1": lambda case: sr.LongNet((7, 30), (2, 3), "block"),
-    "longnet, offset of each head": lambda case: sr.LongNet((11, 64), (2, 5), _per_head(case)),
-    "block dilated": lambda case: sr.BlockDilated((1, 3), 16),
-    "block window": lambda case: sr.BlockWindow(1, 24),
-    "block causal": lambda case: sr.BlockCausal(24),
-    "blocks of unlike sizes": lambda case: sr.BlockCausal(_parts(case.kv_len)),
-    "block diffusion": lambda case: sr.BlockDiffusion(24 * -(-_end(case) // 48), 24),
-    "neighbourhood": lambda case: sr.Neighbourhood((case.kv_len,), 1),
-    "neighbourhood of a grid": lambda case: sr.Neighbourhood(_grid(case.kv_len), (0, 1)),
-    "causal but for a window": lambda case: sr.Causal() - sr.SlidingWindow(9, 2),
-    "random blocks": lambda case: sr.RandomBlocks(0.4, 16),
-    "random blocks of one choice": lambda case: sr.RandomBlocks(0.2, 8, 3, per_head=False),
-    "hierarchical": lambda case: sr.Hierarchical(((16, 32), (32, 64), (64, None)), 16),
-    "documents": lambda case: sr.Documents(_parts(case.kv_len)),
-    "packed": lambda case: sr.Packed(_parts(case.kv_len), sr.Dilated(8, 3) | sr.GlobalTokens(2)),
-    "packed longnet": lambda case: sr.Packed(_parts(case.kv_len), sr.LongNet((8, 16), (1, 2))),
-    "key padding": lambda case: sr.KeyPadding(_paddings(case)),
-    "blocks": _blocks,
-    "blocks of each head": lambda case: _blocks(case, case.num_heads),
-    "blocks of each kv head": lambda case: _blocks(case, case.num_kv_heads, block_size=16),
-    "blocks of each batch entry": lambda case: _blocks(case, case.batch, case.num_heads),
-    "dense": _dense,
-    "dense of each head": lambda case: _dense(case, case.num_heads),
-    "intersection": lambda case: (
-        sr.Causal() & (sr.SlidingWindow(9) | sr.GlobalTokens(4)) & sr.KeyPadding(_paddings(case))
-    ),
-    "union of steps": lambda case: sr.SlidingWindow(6) | sr.SlidingWindow(40, 40, 4),
-    "mixture with overlap": lambda case: sr.Causal() + sr.SlidingWindow(6, 2) + sr.Full(),
-    "branch twice": lambda case: sr.LongNet((16, 16, 32), (2, 2, 1)),
-    "mixture under masks": lambda case: (
-        sr.LongNet((8, 30), (1, 3)) & sr.Causal() & sr.KeyPadding(_paddings(case))
-    ),
-    "a pattern of each head": lambda case: sr.PerHead(_of_heads(case, sr.SlidingWindow(5, 2))),
-    "a mixture of each head": lambda case: sr.PerHead(
-        _of_heads(case, sr.Causal(), sr.LongNet((8, 30), (1, 3)), sr.SlidingWindow(20, 20, 3))
-    ),
-    "nothing": lambda case: sr.GlobalTokens(0),
-}
+    name: make for kind in KINDS.values() for name, make in kind.cases.items()
+} | {"nothing": lambda case: sr.GlobalTokens(0)}

@@ -1,8 +1,8 @@
-"""Patterns as matrices drawn by hand, from `drawn_positions.txt` and `drawn_tiles.txt`.
+"""Patterns as matrices drawn by hand: one of each kind in `kinds`, the others in text files.
 
-A paragraph there is a drawing: the pattern as a spec of `patterns_oracle`, the number of queries
-and other arguments of `to_dense`; then the counts [B, H, Nq, Nk] in the notation of
-`patterns_oracle.matrix`. The first comment is the behaviour that the drawing shows.
+A paragraph of `drawn_positions.txt` and `drawn_tiles.txt` is a drawing: the pattern as a spec of
+`kinds`, the number of queries and other arguments of `to_dense`; then the counts [B, H, Nq, Nk] in
+the notation of `patterns_oracle.matrix`. The first comment is the behaviour that it shows.
 """
 
 import ast
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oracles.patterns_oracle import Spec
+from oracles.kinds import KINDS, Spec
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Drawing:
     @classmethod
     def parse(cls, text: str) -> "Drawing":
         """Reads the first comment, the call and the picture."""
-        lines = [line.partition("#") for line in text.split("\n")]
+        lines = [line.strip().partition("#") for line in text.strip().split("\n")]
         behaviour = next(comment.strip() for _, _, comment in lines if comment)
         call, *rows = (code.strip() for code, _, _ in lines if code)
         parsed = ast.parse(f"drawing({call})", mode="eval").body
@@ -35,8 +35,9 @@ class Drawing:
         return cls(behaviour, spec, {"q_len": q_len, **others}, "\n".join(rows))
 
 
+FILES = (Path(__file__).with_name(name) for name in ("drawn_positions.txt", "drawn_tiles.txt"))
+PARAGRAPHS = [part for file in FILES for part in file.read_text().strip().split("\n\n")]
 DRAWINGS = [
-    Drawing.parse(text)
-    for name in ("drawn_positions.txt", "drawn_tiles.txt")
-    for text in Path(__file__).with_name(name).read_text().strip().split("\n\n")
+    *(Drawing.parse(kind.drawing) for kind in KINDS.values() if kind.drawing),
+    *map(Drawing.parse, PARAGRAPHS),
 ]

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from oracles.every_pattern import INDICES, NAMES, TABLE, one_of_each
+from oracles.every_pattern import INDICES, NAMES, one_of_each
+from oracles.kinds import TABLE
 
 import sparsering as sr
 from sparsering.distributed import RingPlan

@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracles.patterns_oracle import build, counts
-from oracles.strategies import Scene, key_masks, key_paddings, masks, mixtures, scenes
+from oracles.strategies import Scene, drawn, masks, mixtures, scenes
 
 import sparsering as sr
 from sparsering.patterns.keys import key_mask, without_key_masks
@@ -75,7 +75,7 @@ def test_a_pattern_whose_branches_do_not_share_them_stays_as_it_is(pattern: Any)
 @given(st.data())
 def test_what_is_left_and_what_is_taken_are_the_pattern(data: Any) -> None:
     scene: Scene = data.draw(scenes(max_length=30, max_heads=2))
-    of_keys = st.one_of(key_masks(scene), key_paddings(scene))
+    of_keys = st.one_of(drawn("KeyMask", scene), drawn("KeyPadding", scene))
     spec = data.draw(st.one_of(masks(scene, 1), mixtures(scene, 0)))
     can_stay = "Key" in str(spec)
     for mask in data.draw(st.lists(of_keys, min_size=1, max_size=2)):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracles.every_pattern import INDICES, NAMES, TABLE, expanded, one_of_each
+from oracles.every_pattern import INDICES, NAMES, expanded, one_of_each
+from oracles.kinds import TABLE
 from oracles.patterns_oracle import build
 from oracles.strategies import Scene, masks, mixtures, scenes
 from torch import Tensor

@@ -31,17 +31,6 @@ def test_drawings_are_read_as_batch_head_query_key() -> None:
     ]
 
 
-def test_every_operator_is_drawn() -> None:
-    """test_registries.py has the constructors."""
-    assert {"&", "|", "+"} <= {part for drawing in DRAWINGS for part in names_in(drawing.spec)}
-
-
-def names_in(spec: Spec) -> set[str]:
-    inner = [part for part in spec[1:] if isinstance(part, tuple) and part]
-    names = [names_in(part) for part in inner if isinstance(part[0], str)]
-    return {spec[0]}.union(*names)
-
-
 @settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(cases(max_length=40))
 def test_masks_count_to_one_and_drawn_scenes_are_legal(case: tuple[Spec, Scene]) -> None:

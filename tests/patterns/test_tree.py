@@ -10,7 +10,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from oracles import strategies as drawn
-from oracles.patterns_oracle import build, counts, depth_in_tree
+from oracles.kinds import depth_in_tree
+from oracles.patterns_oracle import build, counts
 
 import sparsering as sr
 from sparsering.distributed import simulate_ring
