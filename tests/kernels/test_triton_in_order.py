@@ -142,17 +142,34 @@ def test_a_cache_that_keeps_all_keys_gives_the_bits_of_whole_rows():
 
 
 @pytest.mark.parametrize("pattern", [sr.Causal(), sr.Causal() - sr.SlidingWindow(63)], ids=str)
-def test_a_long_row_is_one_sum_whatever_the_batch_and_the_card(pattern, monkeypatch):
-    """Outside the mode its keys are shared out among as many programs as fill a card."""
-    query, key, value = drawn(3, 2, n=1100)
-    query = query[:, :, -2:]
-    found = []
-    with sr.batch_invariant():
-        for cores, entries in ((4, 3), (4, 1), (1000, 1)):
-            monkeypatch.setattr("sparsering.kernels.triton.call.processors", lambda _, n=cores: n)
-            part = (x[:entries] for x in (query, key, value))
-            found.append(sr.attention(*part, pattern, backend="triton")[:1])
-    assert all(torch.equal(x, found[0]) for x in found)
+def test_a_long_row_is_one_sum_whatever_the_batch(pattern, monkeypatch):
+    """Outside the mode a row is cut into more pieces where fewer rows would leave a card idle."""
+    monkeypatch.setattr("sparsering.kernels.triton.call.processors", lambda _: 1)
+    query, key, value = drawn(4, 2, n=2200)
+    inputs, found = (query[:, :, -2:], key, value), {}
+    for is_invariant in (True, False):
+        with sr.batch_invariant(is_invariant):
+            both = [
+                sr.attention(*(x[:n] for x in inputs), pattern, backend="triton", block_size=128)
+                for n in (4, 1)
+            ]
+        found[is_invariant] = torch.equal(both[0][:1], both[1])
+    assert found == {True: True, False: False}
+
+
+def test_tiles_are_taken_in_the_order_of_positions():
+    """Its last tile needs a mask in a whole row alone, and comes last there outside the mode."""
+    (query, key, value), pattern = drawn(1, 2, n=330), sr.Causal() & sr.SlidingWindow(200)
+    token, end = 319, 320  # the last of a tile
+    inputs = query[:, :, token:end], key[:, :, :end], value[:, :, :end]
+    options = {"backend": "triton", "block_size": 64}
+    found = {}
+    for is_invariant in (True, False):
+        with sr.batch_invariant(is_invariant):
+            whole = sr.attention(query, key, value, pattern, **options)
+            row = sr.attention(*inputs, pattern, q_start=token, **options)
+        found[is_invariant] = torch.equal(row, whole[:, :, token:end])
+    assert found == {True: True, False: False}
 
 
 def test_results_are_exact_and_outside_the_mode_bits_may_differ():
