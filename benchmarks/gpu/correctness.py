@@ -217,7 +217,7 @@ def against_eager(
     exact_args = [x.detach().double().requires_grad_() for x in args]
     counts = oracle().dense_counts(pattern, case).to(DEVICE)
     options: dict[str, Any] = {"block_size": case.block_size, "q_start": case.q_start}
-    exact = oracle().eager_attention(*exact_args, counts)
+    exact = oracle().dense_attention(*exact_args, counts)
     grads = [torch.randn_like(x).nan_to_num() for x in exact]
 
     def all_of(results: Sequence[Tensor], wrt: list[Tensor]) -> list[Tensor]:
@@ -229,7 +229,7 @@ def against_eager(
         )
 
     true = all_of(exact, exact_args)
-    eager = all_of(oracle().eager_attention(*args, counts), args)
+    eager = all_of(oracle().dense_attention(*args, counts), args)
     ratios, worst = [], 0.0
     terms = max(case.kv_len, case.q_len * case.num_heads // case.num_kv_heads, case.head_dim)
     allowed = grant(dtype, terms)

@@ -2,7 +2,15 @@
 
 import pytest
 import torch
-from oracles.attention_oracle import PATTERNS, Case, assert_close, dense_counts, inputs
+from oracles.attention_oracle import (
+    PATTERNS,
+    Case,
+    assert_close,
+    dense_counts,
+    dense_scores,
+    dense_weights,
+    inputs,
+)
 from oracles.extras_oracle import attend_with_extras, branches_of
 
 import sparsering as sr
@@ -13,12 +21,11 @@ BACKENDS = ["cpu", "gather"]
 
 def column_sums(query, key, counts, *, lse=None, weight=1.0, scale=None):
     """[B, Hq, Nk] in float64, row by row of a dense softmax over multisets."""
-    query, key = query.double(), key.double().repeat_interleave(query.shape[1] // key.shape[1], 1)
-    score = query @ key.mT * (query.shape[3] ** -0.5 if scale is None else scale)
-    score = score + counts.double().log()
+    query, key = query.double(), key.double()
     if lse is None:
-        lse = score.logsumexp(-1)
-    shares = torch.where(counts > 0, (score - lse.double()[..., None]).exp(), 0.0)
+        shares = dense_weights(query, key, counts, scale=scale)
+    else:
+        shares = (dense_scores(query, key, counts, scale=scale) - lse.double()[..., None]).exp()
     return (shares * torch.as_tensor(weight, dtype=torch.float64)[..., None]).sum(2)
 
 

@@ -12,8 +12,8 @@ from each_backend import attend, each_call
 from oracles.attention_oracle import (
     PATTERNS,
     Case,
+    dense_attention,
     dense_counts,
-    eager_attention,
     errors,
     gradients,
     inputs,
@@ -48,8 +48,8 @@ def assert_at_most_twice_the_eager_error(
     counts = dense_counts(pattern, case)
     exact_args = [x.detach().double().requires_grad_() for x in args]
     pairs = None if bias is None else bias[1]
-    exact = eager_attention(*exact_args, counts, scale, pairs)
-    eager = eager_attention(*args, counts, scale, pairs)
+    exact = dense_attention(*exact_args, counts, scale=scale, bias=pairs)
+    eager = dense_attention(*args, counts, scale=scale, bias=pairs)
     blocks = {} if bias is None else {"block_bias": bias[0]}
     got = attend(*args, pattern, scale=scale, block_size=case.block_size, **blocks)
     assert got[1].dtype == torch.float32
@@ -147,7 +147,7 @@ def test_scores_of_1e4_cost_no_more_than_the_rounding_of_such_a_score(dtype, sco
     pattern = sr.LongNet((16, 32), (1, 2)) & sr.Causal()
     counts = dense_counts(pattern, case)
     exact_args = [x.detach().double().requires_grad_() for x in args]
-    exact, eager = (eager_attention(*x, counts, 1.0) for x in (exact_args, args))
+    exact, eager = (dense_attention(*x, counts, scale=1.0) for x in (exact_args, args))
     got = attend(*args, pattern, scale=1.0, block_size=16)
     for ours, theirs, true in zip(got, eager, exact, strict=True):
         grant = torch.finfo(torch.float32).eps * 1e4

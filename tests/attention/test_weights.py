@@ -1,7 +1,5 @@
 """`attention_weights` against the dense softmax of each query's multiset of keys."""
 
-from typing import Any
-
 import pytest
 import torch
 from helpers.thinned import thinned
@@ -9,12 +7,11 @@ from oracles.attention_oracle import (
     PATTERNS,
     Case,
     assert_close,
-    attend_by_rows,
     dense_counts,
+    dense_weights,
     gradients,
     inputs,
 )
-from torch import Tensor
 
 import sparsering as sr
 
@@ -26,14 +23,6 @@ WEIGHED = [
     *("blocks of each batch entry", "blocks of each kv head", "key padding", "packed longnet"),
     *("union of steps", "mixture with overlap", "branch twice", "mixture under masks", "nothing"),
 ]
-
-
-def dense_weights(
-    query: Tensor, key: Tensor, counts: Tensor, scale: float | None = None, bias: Any = None
-) -> Tensor:
-    """[B, H, Nq, Nk] softmax weights of a multiset, each key's copies added up."""
-    identity = torch.eye(key.shape[2], dtype=key.dtype).expand(*key.shape[:3], -1)
-    return attend_by_rows(query, key, identity, counts, scale, bias)[0]
 
 
 @pytest.mark.parametrize(
@@ -59,7 +48,7 @@ def test_weights_heed_scale_and_q_start(options):
     query, key, _ = inputs(Case(1, 2, 1, 20, 30))
     weights = sr.attention_weights(query, key, sr.Causal(), block_size=16, **options)
     mask = sr.Causal().to_dense(20, 30, q_start=options.get("q_start"))
-    expected = dense_weights(query, key, mask, options.get("scale"))
+    expected = dense_weights(query, key, mask, scale=options.get("scale"))
     assert_close(weights.to_dense().detach(), expected.detach(), 1e-12)
 
 

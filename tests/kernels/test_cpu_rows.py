@@ -12,7 +12,14 @@ import pytest
 import torch
 from exactness import FORWARD, SWEEPS, assert_is_exact
 from helpers.thinned import thinned
-from oracles.attention_oracle import PATTERNS, Case, assert_close, gradients, inputs
+from oracles.attention_oracle import (
+    PATTERNS,
+    Case,
+    assert_close,
+    dense_scores,
+    gradients,
+    inputs,
+)
 from torch import Tensor
 
 import sparsering as sr
@@ -309,9 +316,8 @@ def test_a_walk_of_what_goes_by_positions_raises():
 
 def exact_mass(x: Problem, lse: Tensor, weight: Tensor | None) -> Tensor:
     """Computes the mass of each entry by definition, in float64, pair by pair."""
-    score = x.scale * x.query.double() @ x.key.double().repeat_interleave(x.group, 1).mT
-    if x.key_mask is not None:
-        score = score.masked_fill(~x.key_mask[:, None, None], -torch.inf)
+    seen = torch.ones(1, 1, dtype=torch.bool) if x.key_mask is None else x.key_mask[:, None, None]
+    score = dense_scores(x.query.double(), x.key.double(), seen, scale=x.scale)
     mass = torch.zeros(*lse.shape[:2], max(1, x.layout.num_blocks), dtype=torch.float64)
     for number in x.layout.entry_of_pairs(len(lse)):  # [B, H, Nq, Nk] of each pass
         entry = number.clamp(min=0).flatten(2)

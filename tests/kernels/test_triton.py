@@ -22,8 +22,8 @@ from oracles.attention_oracle import (
     PATTERNS,
     Case,
     assert_close,
+    dense_attention,
     dense_counts,
-    eager_attention,
     errors,
     gradients,
     inputs,
@@ -192,7 +192,7 @@ def assert_errs_at_most_twice_as_much(name: str, dtype: torch.dtype) -> None:
     args = inputs(case, dtype)
     exact_args = [x.detach().double().requires_grad_() for x in args]
     counts = dense_counts(pattern, case)
-    exact, eager = (eager_attention(*x, counts) for x in (exact_args, args))
+    exact, eager = (dense_attention(*x, counts) for x in (exact_args, args))
     exact, eager = (
         [*found, *gradients(found[:1], wrt)] for found, wrt in ((exact, exact_args), (eager, args))
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.device_runs import DEVICE, checked, placed
 from helpers.thinned import slow_except
-from oracles.attention_oracle import PATTERNS, Case, assert_close, inputs
+from oracles.attention_oracle import PATTERNS, Case, assert_close, dense_attention, inputs
 from torch import Tensor
 
 import sparsering as sr
@@ -19,45 +19,48 @@ from sparsering.kernels.triton import extra_arguments
 from sparsering.kernels.triton.configs import Config
 
 
-def dense_attention(problem: Problem) -> tuple[Tensor, Tensor]:
+def expected_of(problem: Problem) -> tuple[Tensor, Tensor]:
     """(out, lse) in float64 by the definition of each extra, every pass a copy of all the keys."""
     query, key, value = (x.double() for x in (problem.query, problem.key, problem.value))
     batch, heads, q_len, _ = query.shape
-    key, value = (x.repeat_interleave(problem.group, 1) for x in (key, value))
+    shape = batch, heads, q_len, key.shape[2]
     there = torch.ones(1, 1, 1, key.shape[2], dtype=torch.bool)
     if problem.key_mask is not None:
         there = problem.key_mask[:, None, None]
         key, value = (torch.where(there.mT, x, 0.0) for x in (key, value))
-    score = problem.scale * query @ key.mT
-    if problem.softcap is not None:
-        score = problem.softcap * torch.tanh(score / problem.softcap)
     numbers = problem.layout.entry_of_pairs(batch)
-    scores, kept = [], []
+    pairs, biases, kept = [], [], []
     for number, p in zip(numbers, problem.layout.passes, strict=True):
         q_position, k_position, stream = positions(problem.layout, p)
-        of_pass = score
+        of_pass = torch.zeros(shape, dtype=torch.float64)
         if (table := problem.distance_bias) is not None:
             reach = table.shape[2] // 2
             distance = (k_position[:, None] - q_position[:, :, None]).clamp(-reach, reach)
             distance = (distance + reach).flatten(1).expand(batch, -1, -1)
-            of_pass = of_pass + table.double().gather(2, distance).view(score.shape)
+            of_pass = of_pass + table.double().gather(2, distance).view(shape)
         if (bias := problem.block_bias) is not None and bias.numel():
             of_entry = bias.double().gather(2, number.clamp(min=0).flatten(2))
-            of_pass = of_pass + of_entry.view(score.shape)
-        scores.append(of_pass.masked_fill((number < 0) | ~there, -torch.inf))
+            of_pass = of_pass + of_entry.view(shape)
+        biases.append(of_pass)
+        pairs.append(((number >= 0) & there).expand(shape))
         if problem.dropout_p is not None:
-            pairs = (torch.arange(heads)[:, None, None], q_position[..., None], k_position[:, None])
+            places = (
+                torch.arange(heads)[:, None, None],
+                q_position[..., None],
+                k_position[:, None],
+            )
             seed = problem.dropout_seed[:, stream][..., None]
-            kept.append(kept_pairs(seed, problem.dropout_p, *pairs, p.branch))
-    sink = torch.full((1, 1, 1), -torch.inf) if problem.sink is None else problem.sink.double()
-    scores.append(sink[..., None].expand(batch, heads, q_len, 1))
-    scores = torch.cat(scores, -1)
-    lse = scores.masked_fill((empty := (scores == -torch.inf).all(-1))[..., None], 0).logsumexp(-1)
-    lse = torch.where(empty, -torch.inf, lse)
-    weights = (scores - torch.where(empty, 0.0, lse)[..., None]).exp()[..., :-1]
-    if kept:
-        weights = weights * torch.cat(kept, -1) / (1 - problem.dropout_p)
-    return weights @ torch.cat([value] * len(numbers), 2), lse
+            kept.append(kept_pairs(seed, problem.dropout_p, *places, p.branch))
+    return dense_attention(
+        query,
+        *(torch.cat([x] * len(numbers), 2) for x in (key, value)),
+        torch.cat(pairs, -1),
+        scale=problem.scale,
+        softcap=problem.softcap,
+        bias=torch.cat(biases, -1),
+        sink=problem.sink,
+        factor=torch.cat(kept, -1).double() / (1 - problem.dropout_p) if kept else None,
+    )
 
 
 def positions(layout, p) -> tuple[Tensor, Tensor, Tensor]:
@@ -113,7 +116,7 @@ def assert_follows_the_formulas(
     names = ["query", "key", "value", "block_bias", "distance_bias", "sink"]
     names = [name for name in names if getattr(problem, name) is not None]
     leaves = {name: getattr(problem, name).double().requires_grad_() for name in names}
-    exact = dense_attention(problem._replace(**leaves))
+    exact = expected_of(problem._replace(**leaves))
     loose = bound / 2 if dtype == torch.float32 else bound
     grad_out = torch.randn(exact[0].shape).to(dtype)
     grad_lse = torch.randn(exact[1].shape)

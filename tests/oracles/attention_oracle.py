@@ -1,8 +1,9 @@
 """Attention by definition, one query at a time; cases, inputs and patterns for operator tests.
 
 `attend_by_rows` repeats each key as often as the pattern counts it and takes one softmax over that
-list: no mask, no log of a count, no -inf. It shares no code with the library. `PATTERNS` has the
-patterns of `kinds` as functions of a `Case`.
+list: no mask, no log of a count, no -inf. `dense_attention` is the softmax over all pairs at once,
+with all options of a call. Neither shares code with the library. `PATTERNS`
+has the patterns of `kinds` as functions of a `Case`.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -97,25 +98,74 @@ def dense_counts(pattern: sr.Pattern, case: Case) -> Tensor:
     return dense.expand(case.batch, case.num_heads, case.q_len, case.kv_len)
 
 
-def eager_attention(
+def dense_scores(
+    query: Tensor,
+    key: Tensor,
+    pairs: Tensor,
+    *,
+    scale: float | None = None,
+    softcap: float | None = None,
+    change: Callable[[Tensor], Tensor] | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Computes the scores [.., Hq, Nq, Nk] of a softmax, -inf where there is no pair.
+
+    Args:
+        query: [B, Hq, Nq, D]; key: [B, Hkv, Nk, D]. Sums are in their dtype.
+        pairs: bool, or counts of a mixture, broadcastable to the scores.
+        change: maps all scaled scores, before the bias.
+        bias: added to each pair, broadcastable to the scores.
+    """
+    key = key.repeat_interleave(query.shape[1] // key.shape[1], 1)
+    scale = query.shape[3] ** -0.5 if scale is None else scale
+    score = query @ key.mT * scale
+    if softcap is not None:
+        score = softcap * torch.tanh(score / softcap)
+    if change is not None:
+        score = change(score)
+    if bias is not None:
+        score = score + bias.to(query.dtype)
+    if pairs.dtype != torch.bool:
+        score = score + pairs.to(query.dtype).log()
+    return score.masked_fill(pairs == 0, -torch.inf)
+
+
+def dense_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    counts: Tensor,
-    scale: float | None = None,
-    bias: Tensor | None = None,
+    pairs: Tensor,
+    *,
+    sink: Tensor | None = None,
+    factor: Tensor | None = None,
+    **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Plain dense attention: scores, softmax and matmul in the inputs' dtype."""
-    group = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    scale = query.shape[3] ** -0.5 if scale is None else scale
-    log_counts = counts.to(query.dtype).log()
-    score = query @ key.mT * scale + (0 if bias is None else bias.to(query.dtype))
-    score = score + log_counts
-    empty = (log_counts == -torch.inf).all(-1, keepdim=True)
-    weights = torch.where(empty, 0.0, score.masked_fill(empty, 0.0).softmax(-1))
-    lse = torch.where(empty[..., 0], -torch.inf, score.masked_fill(empty, 0.0).logsumexp(-1))
-    return weights @ value, lse
+    """Computes (out, lse) of attention over a mask, all pairs at once; differentiable.
+
+    Plain scores, softmax and matmul in the inputs' dtype; double them for an exact result.
+
+    Args:
+        value: [B, Hkv, Nk, Dv]; query, key, pairs and options as of `dense_scores`.
+        sink: logits of a key whose value is 0, broadcastable to [B, Hq, Nq].
+        factor: of each weight after the softmax, such as dropout's, broadcastable to the scores.
+    """
+    score = dense_scores(query, key, pairs, **options)
+    if sink is not None:
+        column = sink.to(score.dtype).expand(score.shape[:-1])
+        score = torch.cat((score, column[..., None]), -1)
+    empty = (score == -torch.inf).all(-1, keepdim=True)
+    score = score.masked_fill(empty, 0.0)
+    weights = torch.where(empty, 0.0, score.softmax(-1))[..., : key.shape[2]]
+    lse = torch.where(empty[..., 0], -torch.inf, score.logsumexp(-1))
+    if factor is not None:
+        weights = weights * factor
+    return weights @ value.repeat_interleave(query.shape[1] // value.shape[1], 1), lse
+
+
+def dense_weights(query: Tensor, key: Tensor, pairs: Tensor, **options: Any) -> Tensor:
+    """Computes the softmax weights [B, Hq, Nq, Nk], 0 in rows without pairs."""
+    identity = torch.eye(key.shape[2], dtype=key.dtype).expand(*key.shape[:3], -1)
+    return dense_attention(query, key, identity, pairs, **options)[0]
 
 
 def arranged(shape: tuple[int, int, int, int], arrange: str, dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from oracles.attention_oracle import Case
+from oracles.attention_oracle import Case, dense_attention
 
 SEED = 11
 ALL = "softcap distance_bias sink_of_rows dropout"  # for `extras_of`
@@ -68,38 +68,40 @@ def attend_with_extras(
     dropout_seed: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) in float64; `bias` [branches or 1, B, H, Nq, Nk] is the blocks' bias."""
-    batch, heads, q_len, width = query.shape
-    group = heads // key.shape[1]
-    q = query.double()
-    k, v = (x.double().repeat_interleave(group, 1) for x in (key, value))
-    p, j = torch.arange(q_start, q_start + q_len)[:, None], torch.arange(k.shape[2])
-    score = torch.einsum("bhqd,bhkd->bhqk", q, k) * (width**-0.5 if scale is None else scale)
-    if softcap is not None:
-        score = softcap * torch.tanh(score / softcap)
+    batch, heads, q_len, _ = query.shape
+    count = len(branches)  # each of which is one copy of all keys
+    p, j = torch.arange(q_start, q_start + q_len)[:, None], torch.arange(key.shape[2])
+    of_pair = torch.zeros(branches.shape, dtype=torch.float64)
     if distance_bias is not None:
         table, radius = distance_bias.double(), distance_bias.shape[1] // 2
-        of_pair = [row[(j - p).clamp(-radius, radius) + radius] for row in table]
-        score = score + torch.stack(of_pair)
-    score = score + torch.zeros_like(branches, dtype=torch.float64)
+        rows = [row[(j - p).clamp(-radius, radius) + radius] for row in table]
+        of_pair = of_pair + torch.stack(rows)
     if bias is not None:
-        score = score + bias.double()
-    score = score.masked_fill(~branches, -torch.inf)  # [branches, B, H, Nq, Nk]
-    rows = score.movedim(0, -2).flatten(-2)  # [B, H, Nq, branches * Nk]
-    if sink is None:
-        sink = torch.full((heads,), -torch.inf, dtype=torch.float64)
-    sink = (sink[None, :, None] if sink.dim() == 1 else sink).double()
-    rows = torch.cat((rows, sink.expand(batch, heads, q_len)[..., None]), -1)
-    empty = (rows == -torch.inf).all(-1, keepdim=True)
-    weight = torch.where(empty, 0.0, rows.masked_fill(empty, 0.0).softmax(-1))[..., :-1]
-    lse = torch.where(empty[..., 0], -torch.inf, rows.masked_fill(empty, 0.0).logsumexp(-1))
-    weight = weight.unflatten(-1, (len(branches), -1)).movedim(-2, 0)
+        of_pair = of_pair + bias.double()
+    factor = None
     if dropout_p:
-        shape = torch.arange(len(branches)).view(-1, 1, 1, 1, 1)
+        shape = torch.arange(count).view(-1, 1, 1, 1, 1)
         entry = torch.arange(batch).view(-1, 1, 1, 1)
         head = torch.arange(heads).view(-1, 1, 1)
         kept = sr.dropout_kept(dropout_seed, dropout_p, entry, head, p, j, shape)
-        weight = weight * kept / (1 - dropout_p)
-    return weight.sum(0) @ v, lse
+        factor = beside(kept.double() / (1 - dropout_p))
+    if sink is not None and sink.dim() == 1:
+        sink = sink[None, :, None]
+    return dense_attention(
+        query.double(),
+        *(torch.cat([x.double()] * count, 2) for x in (key, value)),
+        beside(branches),
+        scale=scale,
+        softcap=softcap,
+        bias=beside(of_pair),
+        sink=sink,
+        factor=factor,
+    )
+
+
+def beside(x: Tensor) -> Tensor:
+    """Turns [branches, B, H, Nq, Nk] into [B, H, Nq, branches * Nk]."""
+    return x.movedim(0, -2).flatten(-2)
 
 
 def extras_of(case: Case, names: str, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
