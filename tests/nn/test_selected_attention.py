@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.thinned import thinned
-from oracles.attention_oracle import assert_close
+from oracles.attention_oracle import assert_close, dense_attention, dense_weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -78,12 +78,6 @@ def chosen_pairs(layer: SelectedAttention, indices: Tensor, length: int) -> Tens
     return (listed[:, :, row][..., block] > 0).repeat_interleave(H // HKV, 1)
 
 
-def softmax_over(query: Tensor, key: Tensor, value: Tensor, pairs: Tensor) -> Tensor:
-    score = (query @ key.mT / math.sqrt(E // H)).masked_fill(~pairs, -torch.inf)
-    weight = torch.where(pairs.any(-1, keepdim=True), score, 0.0).softmax(-1)
-    return torch.where(pairs, weight, 0.0) @ value
-
-
 def choice_of(layer: SelectedAttention, x: Tensor) -> Tensor:
     query, key, _ = projected(layer, x)
     with torch.no_grad():
@@ -111,16 +105,17 @@ def by_dense_mathematics(layer: SelectedAttention, x: Tensor, dense: bool = Fals
     length, seen = x.shape[1], visible(layer, x.shape[1])
     query, key, value = projected(layer, x)
     pairs = seen if dense else seen & chosen_pairs(layer, choice_of(layer, x), length)
-    outs = [softmax_over(query, key, value, pairs)]
+    outs = [dense_attention(query, key, value, pairs)[0]]
     if layer.window is not None:
         apart = (torch.arange(length)[:, None] - torch.arange(length)).abs()
-        outs.append(softmax_over(query, key, value, seen & (apart < layer.window)))
+        outs.append(dense_attention(query, key, value, seen & (apart < layer.window))[0])
     if layer.pooled is not None:
         size, stride = layer.pooled
         starts = [*range(0, max(1, length - size + stride), stride)]
         coarse = [windows(layer, key, y, starts) for y in (key, value)]
         past = torch.arange(length)[:, None] >= torch.tensor(starts) + size - 1
-        outs.append(softmax_over(query, *coarse, past if layer.causal else torch.ones_like(past)))
+        past = past if layer.causal else torch.ones_like(past)
+        outs.append(dense_attention(query, *coarse, past)[0])
     out = outs[0]
     if layer.gate_proj is not None:
         gate = (x @ layer.gate_proj.weight.T + layer.gate_proj.bias).unflatten(2, (H, -1, 1))
@@ -250,7 +245,7 @@ def shares_of_blocks(layer: SelectedAttention, x: Tensor, pairs: Tensor) -> Tens
     length = x.shape[1]
     blocks = -(-length // SIZE)
     each = torch.eye(blocks, dtype=x.dtype)[torch.arange(length) // SIZE]
-    mass = softmax_over(query, key, each, pairs).unflatten(1, (HKV, -1)).sum(2)
+    mass = dense_attention(query, key, each[None, None], pairs)[0].unflatten(1, (HKV, -1)).sum(2)
     row = torch.arange(length) // layer.query_block
     rows = torch.zeros(*mass.shape[:2], int(row[-1]) + 1, blocks, dtype=x.dtype)
     return rows.index_add(2, row, mass)
@@ -382,7 +377,7 @@ def test_rotary_positions_turn_queries_and_keys():
     query, key = turned(query), turned(key)
     indices = select_blocks(block_scores(query, key[:, :: H // HKV], SIZE), 3, block_size=SIZE)
     pairs = visible(layer, 60) & chosen_pairs(layer, indices, 60)
-    expected = softmax_over(query, key, value, pairs).transpose(1, 2).reshape(x.shape)
+    expected = dense_attention(query, key, value, pairs)[0].transpose(1, 2).reshape(x.shape)
     assert_close(layer(x, rope=(cos, sin)), expected @ layer.out_proj.weight.T, 1e-11)
 
 
@@ -477,7 +472,7 @@ def test_moba_by_its_definition():
             for b, h in ((b, h) for b in range(2) for h in range(H)):
                 for block in gate[b, h].topk(min(2, own)).indices.tolist():
                     pairs[b, h, p, block * SIZE : (block + 1) * SIZE] = True
-    expected = softmax_over(query, key, value, pairs).transpose(1, 2).reshape(x.shape)
+    expected = dense_attention(query, key, value, pairs)[0].transpose(1, 2).reshape(x.shape)
     assert_close(layer(x), expected @ layer.out_proj.weight.T, 1e-11)
 
 
@@ -499,9 +494,8 @@ def test_a_learned_scorer_learns_what_the_layer_attends_to():
         x = drawn_topics()
         query, key, _ = projected(layer, x)
         pairs = visible(layer, 192)
-        chosen = pairs & chosen_pairs(layer, choice_of(layer, x), 192)
-        score = (query @ key.mT / math.sqrt(E // H)).exp()
-        share = (score * chosen).sum(-1) / (score * pairs).sum(-1)
+        chosen = chosen_pairs(layer, choice_of(layer, x), 192)
+        share = (dense_weights(query, key, pairs) * chosen).sum(-1)
         return share[:, :, 96:].mean().item()
 
     with torch.no_grad():
