@@ -10,6 +10,7 @@ import pytest
 import torch
 from helpers.torch_tables import only_torch
 from layouts.test_native import check
+from oracles.attention_oracle import dense_attention
 from torch import Tensor
 
 import sparsering as sr
@@ -75,19 +76,13 @@ def attended(
     sink: Tensor | None = None,
 ) -> Tensor:
     """Attention by its formula in float64; mask, distance [B or 1, n, n]; kept [B, H, n, n]."""
-    q, k, v = (x.double() for x in inputs)
-    group = q.shape[1] // k.shape[1]
-    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    score = q @ k.mT * q.shape[-1] ** -0.5
+    bias = None
     if table is not None and distance is not None:
         radius = table.shape[1] // 2
-        score = score + table.double()[:, distance.clamp(-radius, radius) + radius].transpose(0, 1)
-    score = score.masked_fill(~mask[:, None], -torch.inf)
-    if sink is not None:
-        more = sink.double()[None, :, None, None].expand(*score.shape[:3], 1)
-        score = torch.cat((score, more), -1)
-    weight = torch.nan_to_num(score.softmax(-1))[..., : k.shape[2]]
-    return (weight if kept is None else weight * kept) @ v
+        bias = table.double()[:, distance.clamp(-radius, radius) + radius].transpose(0, 1)
+    sink = None if sink is None else sink.double()[None, :, None]
+    doubles = (x.double() for x in inputs)
+    return dense_attention(*doubles, mask[:, None], bias=bias, sink=sink, factor=kept)[0]
 
 
 def inputs_of(

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from oracles import strategies as drawn
+from oracles.attention_oracle import dense_attention
 from oracles.kinds import depth_in_tree
 from oracles.patterns_oracle import build, counts
 
@@ -100,17 +101,19 @@ def test_distances_are_of_depths_and_dropout_counts_tokens(backend, inner):
     )
     depth = torch.tensor(DEPTHS)
     far = (depth - depth[:, None]).clamp(-20, 20) + 20
-    score = (query @ key.mT).double() / 4 + bias.double()[:, far]
-    score = score + tree.to_dense(103, num_heads=2).double().log()
-    weight = score.softmax(-1)
+    counts = tree.to_dense(103, num_heads=2)
     token = torch.arange(103)
     at = torch.arange(2)[:, None, None], token[:, None], token
-    share = torch.zeros_like(weight)
+    share = torch.zeros(1, 2, 103, 103, dtype=torch.float64)
     for number, branch in enumerate(tree.branches):
         kept = sr.dropout_kept(5, 0.3, 0, *at, number).double() / 0.7
         share += branch.to_dense(103, num_heads=2) * kept
-    weight = weight * share / tree.to_dense(103, num_heads=2).clamp(min=1)
-    wanted = weight @ value.double()
+    wanted, _ = dense_attention(
+        *(x.double() for x in (query, key, value)),
+        counts,
+        bias=bias.double()[:, far],
+        factor=share / counts.clamp(min=1),
+    )
     tolerance = 1e-12 if dtype == torch.float64 else 3e-6
     torch.testing.assert_close(got.double(), wanted, rtol=0, atol=tolerance)
 
