@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from helpers.thinned import thinned
+from oracles.attention_oracle import dense_weights
 from torch import Tensor
 
 import sparsering as sr
@@ -22,10 +23,8 @@ def inputs(length: int = 61, batch: int = 2) -> tuple[Tensor, Tensor, Tensor]:
 
 def dense(given: tuple[Tensor, ...], causal: bool) -> Tensor:
     query, key, _ = given
-    score = query @ key.repeat_interleave(2, 1).mT * 6**-0.5
-    if causal:
-        score = score.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -torch.inf)
-    return score.softmax(-1)
+    pairs = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool)
+    return dense_weights(query, key, pairs.tril() if causal else pairs)
 
 
 def pairs(chosen: Tensor, length: int, row: int, causal: bool) -> Tensor:
