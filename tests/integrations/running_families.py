@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from oracles.attention_oracle import dense_attention
 from sharing_families import InFloat64, choices_in_float32
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -293,23 +294,25 @@ def dense(
 ) -> tuple[Tensor, None]:
     """Attends over `PATTERN` in self-attention, else over the model's own mask."""
     q_len, kv_len = query.shape[2], key.shape[2]
-    groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    score = query @ key.mT * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    score = softcap * torch.tanh(score / softcap) if softcap else score
-    if position_bias is not None:
-        score = score + position_bias
+    bias = torch.zeros(1, 1, q_len, kv_len) if position_bias is None else position_bias
     if q_len == kv_len:
-        score = score + _pairs(attention_mask, q_len, is_causal).to(score)
+        bias = bias + _pairs(attention_mask, q_len, is_causal)
     elif attention_mask is not None:
-        score = score + attention_mask
+        bias = bias + attention_mask
     sink = s_aux if s_aux is not None else sinks
     if sink is not None:
-        sink = sink if sink.dim() == 4 else sink.reshape(1, -1, 1, 1)
-        sink = sink.expand(*score.shape[:3], 1)
-        score = torch.cat([score, sink.to(score)], -1)
-    weight = score.softmax(-1)[..., :kv_len]
-    return (weight @ value).transpose(1, 2).contiguous(), None
+        sink = sink[..., 0] if sink.dim() == 4 else sink.reshape(1, -1, 1)
+    out, _ = dense_attention(
+        query,
+        key,
+        value,
+        torch.ones(q_len, kv_len, dtype=torch.bool),
+        scale=scaling,
+        softcap=softcap or None,
+        bias=bias,
+        sink=sink,
+    )
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _pairs(mask: Tensor | None, length: int, causal: bool | None) -> Tensor:
