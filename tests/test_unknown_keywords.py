@@ -100,24 +100,36 @@ def test_an_unknown_keyword_is_refused_with_the_names(name):
 x = torch.randn(1, 2, 64, 16)
 
 
-def test_a_similar_name_of_a_method_is_named():
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda cache: cache.attend(x, x, x, length=[64]),
+            r"attend has no option length \(did you mean lengths\?\)",
+        ),
+        (
+            lambda _: sr.KVCache(sr.Causal(), 1, 2, 16, page=16),
+            r"KVCache has no option page \(did you mean page_size",
+        ),
+        (
+            lambda _: sr.SelectedCache(1, 2, 16, 4, rollbacks=2),
+            r"SelectedCache has no option rollbacks \(did you mean rol",
+        ),
+        (
+            lambda _: sr.Causal().layout(64, block=16),
+            r"Pattern.layout has no option block \(did you mean block_",
+        ),
+        (
+            lambda _: ring_attention(x, x, x, sr.Causal(), shardin="zigzag"),
+            r"ring_attention has no option shardin \(did you mean shar",
+        ),
+    ],
+    ids=["KVCache.attend", "KVCache", "SelectedCache", "layout", "ring_attention"],
+)
+def test_a_similar_name_of_a_method_is_named(call, message):
     cache = sr.KVCache(sr.Causal(), 1, 2, 16)
-    with pytest.raises(TypeError, match=r"attend has no option length \(did you mean lengths\?\)"):
-        cache.attend(x, x, x, length=[64])
-    with pytest.raises(TypeError, match=r"KVCache has no option page \(did you mean page_size"):
-        sr.KVCache(sr.Causal(), 1, 2, 16, page=16)
-    with pytest.raises(
-        TypeError, match=r"SelectedCache has no option rollbacks \(did you mean rol"
-    ):
-        sr.SelectedCache(1, 2, 16, 4, rollbacks=2)
-    with pytest.raises(
-        TypeError, match=r"Pattern.layout has no option block \(did you mean block_"
-    ):
-        sr.Causal().layout(64, block=16)
-    with pytest.raises(
-        TypeError, match=r"ring_attention has no option shardin \(did you mean shar"
-    ):
-        ring_attention(x, x, x, sr.Causal(), shardin="zigzag")
+    with pytest.raises(TypeError, match=message):
+        call(cache)
     assert cache.length == 0
 
 

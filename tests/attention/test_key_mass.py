@@ -199,20 +199,39 @@ def test_columns_of_nan_keys_that_nobody_sees_are_zero():
     assert_close(mass[..., :33], expected, 1e-5)
 
 
-def test_what_does_not_fit_is_refused():
+LSE = torch.zeros(2, 2, 9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lse": LSE, "sink": torch.zeros(2)}, "sink or lse"),
+        ({"lse": LSE[:1]}, "lse must be"),
+        ({"lse": LSE[..., :8]}, "lse must be"),
+        ({"lse": LSE[0]}, "lse must be"),
+        ({"lse": LSE.long()}, "lse must be"),
+        ({"lse": "lse"}, "lse must be"),
+        ({"lse": LSE.to("meta")}, "lse must be"),
+        ({"weight": torch.ones(3, 1, 9)}, "weight must be"),
+        ({"weight": torch.ones(9)}, "weight must be"),
+        ({"weight": torch.ones(1, 1, 1)}, "weight must be"),
+        ({"key": torch.zeros(2, 2, 9, 7)}, "must agree"),
+        ({"dropout_p": 0.1}, "takes no dropout_p"),
+    ],
+    ids=[
+        *("lse and sink", "lse of a batch entry", "lse of 8 rows", "lse without a batch"),
+        *("lse of integers", "a text", "lse without numbers"),
+        *("weights of 3 entries", "weights without heads", "weights of a row"),
+        *("narrow keys", "dropout"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, message):
     query, key = torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
-    lse = torch.zeros(2, 2, 9)
-    with pytest.raises(ValueError, match="sink or lse"):
-        sr.key_mass(query, key, sr.Full(), lse, sink=torch.zeros(2))
-    for wrong in (lse[:1], lse[..., :8], lse[0], lse.long(), "lse", lse.to("meta")):
-        with pytest.raises(ValueError, match="lse must be"):
-            sr.key_mass(query, key, sr.Full(), wrong)
-    for wrong in (torch.ones(3, 1, 9), torch.ones(9), torch.ones(1, 1, 1)):
-        with pytest.raises(ValueError, match="weight must be"):
-            sr.key_mass(query, key, sr.Full(), weight=wrong)
-    with pytest.raises(ValueError, match="must agree"):
-        sr.key_mass(query, key[..., :7], sr.Full())
+    with pytest.raises(ValueError, match=message):
+        sr.key_mass(**{"query": query, "key": key, "pattern": sr.Full(), **options})
+
+
+def test_what_is_no_pattern_is_refused():
+    query, key = torch.randn(2, 2, 9, 8), torch.randn(2, 2, 9, 8)
     with pytest.raises(TypeError, match="pattern"):
         sr.key_mass(query, key, "Full()")
-    with pytest.raises(ValueError, match="takes no dropout_p"):
-        sr.key_mass(query, key, sr.Full(), dropout_p=0.1)

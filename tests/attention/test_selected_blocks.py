@@ -297,42 +297,64 @@ def test_compiled_once_for_changing_contents():
     assert len(calls) == 1
 
 
-def test_what_does_not_fit_is_told():
-    chosen, (query, key, value, bias) = drawn(4, 0, 16, 50)
+CHOSEN, (QUERY, KEY, VALUE, BIAS) = drawn(4, 0, 16, 50)
 
-    def attend(pattern=chosen, **options):
-        return sr.attention(query, key, value, pattern, **options)
 
-    with pytest.raises(
-        ValueError, match=r"slot_bias needs a pattern with one SelectedBlocks, got 0"
-    ):
-        attend(sr.Causal(), slot_bias=bias)
-    with pytest.raises(ValueError, match=r"one SelectedBlocks, got 2"):
-        attend(chosen | chosen, slot_bias=bias)
-    with pytest.raises(
-        ValueError, match=r"slot_bias must be \[2 or 1, 4 or 2 or 1, 13, 4\].*got \(2, 2, 13, 3\)"
-    ):
-        attend(slot_bias=bias[..., :3])
-    with pytest.raises(ValueError, match=r"block_bias or slot_bias, got both"):
-        attend(slot_bias=bias, block_bias=torch.zeros(1, 1, 3), block_size=16)
-    with pytest.raises(NotImplementedError, match=r"tiles of one row and one block"):
-        attend(slot_bias=bias, block_size=32)
-    with pytest.raises(ValueError, match=r"query_block must divide block_size 16, got 3"):
-        sr.SelectedBlocks(chosen.indices, 16, 3)
-    late = sr.SelectedBlocks(chosen.indices[:, :, 5:], 16, 4, first_row=5)
-    with pytest.raises(
-        ValueError, match=r"for the first query, at position 0, got first_row=5, which begins at 20"
-    ):
-        attend(late)
-    after_all = sr.SelectedBlocks(chosen.indices, 16, 4, first_row=100)
-    with pytest.raises(ValueError, match=r"got first_row=100, which begins at 400"):
-        attend(after_all)
-    with pytest.raises(ValueError, match=r"cover 13 query blocks of 4"):
-        attend(sr.SelectedBlocks(chosen.indices[:, :, 1:], 16, 4))
-    with pytest.raises(
-        ValueError, match=r"block_mass needs a pattern with one SelectedBlocks, got 0"
-    ):
-        block_mass(query, key, sr.Causal())
+def attend(pattern=CHOSEN, **options):
+    return sr.attention(QUERY, KEY, VALUE, pattern, **options)
+
+
+def chosen_from(first: int, first_row: int) -> sr.SelectedBlocks:
+    return sr.SelectedBlocks(CHOSEN.indices[:, :, first:], 16, 4, first_row=first_row)
+
+
+UNFIT = {
+    "a bias of slots without a selection": (
+        lambda: attend(sr.Causal(), slot_bias=BIAS),
+        r"slot_bias needs a pattern with one SelectedBlocks, got 0",
+    ),
+    "a bias of slots of two": (
+        lambda: attend(CHOSEN | CHOSEN, slot_bias=BIAS),
+        r"one SelectedBlocks, got 2",
+    ),
+    "a slot too few": (
+        lambda: attend(slot_bias=BIAS[..., :3]),
+        r"slot_bias must be \[2 or 1, 4 or 2 or 1, 13, 4\].*got \(2, 2, 13, 3\)",
+    ),
+    "both biases": (
+        lambda: attend(slot_bias=BIAS, block_bias=torch.zeros(1, 1, 3), block_size=16),
+        r"block_bias or slot_bias, got both",
+    ),
+    "tiles of two blocks": (
+        lambda: attend(slot_bias=BIAS, block_size=32),
+        r"tiles of one row and one block",
+    ),
+    "a query block that does not divide": (
+        lambda: sr.SelectedBlocks(CHOSEN.indices, 16, 3),
+        r"query_block must divide block_size 16, got 3",
+    ),
+    "rows that begin late": (
+        lambda: attend(chosen_from(5, first_row=5)),
+        r"for the first query, at position 0, got first_row=5, which begins at 20",
+    ),
+    "rows after all queries": (
+        lambda: attend(chosen_from(0, first_row=100)),
+        r"got first_row=100, which begins at 400",
+    ),
+    "rows that end early": (lambda: attend(chosen_from(1, 0)), r"cover 13 query blocks of 4"),
+    "a mass without a selection": (
+        lambda: block_mass(QUERY, KEY, sr.Causal()),
+        r"block_mass needs a pattern with one SelectedBlocks, got 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", UNFIT)
+def test_what_does_not_fit_is_told(what):
+    call, message = UNFIT[what]
+    error = NotImplementedError if what == "tiles of two blocks" else ValueError
+    with pytest.raises(error, match=message):
+        call()
 
 
 def test_how_many_more_blocks_a_tile_lists_than_its_rows():

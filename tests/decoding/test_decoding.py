@@ -280,25 +280,40 @@ def test_what_does_not_fit_is_told_and_changes_nothing(change, message):
     assert_close(rest, whole(pattern, x)[:, :, 23:], 1e-12)
 
 
-def test_a_length_that_is_passed_or_missing():
-    with pytest.raises(ValueError, match="max_length"):
-        cache_of(sr.RandomBlocks(0.3, 16))
-    x = drawn()
-    for pattern, length in ((sr.RandomBlocks(0.3, 16), 60), (sr.Documents((20, 40)), None)):
-        cache = cache_of(pattern, max_length=length)
-        attend(cache, x, [50])
-        with pytest.raises(ValueError, match="for 60 tokens, got 25 more after 50"):
-            cache.attend(*(y[:, :, 50:] for y in x))
-        assert cache.length == 50
-        cache.attend(*(y[:, :, 50:60] for y in x))
-    with pytest.raises(ValueError, match="page_size must be a multiple of 16"):
-        cache_of(sr.Causal(), page_size=8)
-    with pytest.raises(ValueError, match="rollback must be"):
-        cache_of(sr.Causal(), rollback=-1)
-    with pytest.raises(TypeError, match="pattern must be"):
-        sr.KVCache(8, 2, 1, 8)
-    with pytest.raises(ValueError, match="2 batch entries, got batch_size=3"):
-        sr.KVCache(sr.KeyPadding((7, 5)), 3, 1, 8)
+@pytest.mark.parametrize(
+    ("pattern", "length"), [(sr.RandomBlocks(0.3, 16), 60), (sr.Documents((20, 40)), None)], ids=str
+)
+def test_a_length_that_is_passed(pattern, length):
+    x, cache = drawn(), cache_of(pattern, max_length=length)
+    attend(cache, x, [50])
+    with pytest.raises(ValueError, match="for 60 tokens, got 25 more after 50"):
+        cache.attend(*(y[:, :, 50:] for y in x))
+    assert cache.length == 50
+    cache.attend(*(y[:, :, 50:60] for y in x))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: cache_of(sr.RandomBlocks(0.3, 16)), ValueError, "max_length"),
+        (
+            lambda: cache_of(sr.Causal(), page_size=8),
+            ValueError,
+            "page_size must be a multiple of 16",
+        ),
+        (lambda: cache_of(sr.Causal(), rollback=-1), ValueError, "rollback must be"),
+        (lambda: sr.KVCache(8, 2, 1, 8), TypeError, "pattern must be"),
+        (
+            lambda: sr.KVCache(sr.KeyPadding((7, 5)), 3, 1, 8),
+            ValueError,
+            "2 batch entries, got batch_size=3",
+        ),
+    ],
+    ids=["no length", "page", "rollback", "pattern", "batch"],
+)
+def test_arguments_of_a_cache_that_do_not_fit_are_told(make, error, message):
+    with pytest.raises(error, match=message):
+        make()
 
 
 def test_a_cache_needs_a_kv_head():

@@ -424,19 +424,27 @@ def test_shapes_that_do_not_fit_are_refused():
         ours(x, x, x, key_padding_mask=torch.zeros(2, 8, dtype=torch.bool))
 
 
-def test_arguments_that_do_not_fit_are_refused():
-    with pytest.raises(ValueError, match="self_attention and encoder_decoder_attention"):
-        DilatedAttention(arguments(), 16, 2)
-    with pytest.raises(ValueError, match="self_attention and encoder_decoder_attention"):
-        DilatedAttention(arguments(), 16, 2, 0.0, True, True)
-    with pytest.raises(ValueError, match="embed_dim"):
-        DilatedAttention(arguments(), 16, 3, self_attention=True)
-    with pytest.raises(ValueError, match="even head dim"):
-        DilatedAttention(arguments(xpos_rel_pos=True), 6, 2, self_attention=True)
-    with pytest.raises(ValueError, match="as many"):
-        DilatedAttention(arguments((8, 16), (1,)), 16, 2, self_attention=True)
-    with pytest.raises(ValueError, match="zero_padding"):
-        DilatedAttention(arguments(), 16, 2, self_attention=True, zero_padding="zeros")
+SELF = {"self_attention": True}
+
+
+@pytest.mark.parametrize(
+    ("args", "given", "options", "message"),
+    [
+        ({}, (16, 2), {}, "self_attention and encoder_decoder_attention"),
+        ({}, (16, 2, 0.0, True, True), {}, "self_attention and encoder_decoder_attention"),
+        ({}, (16, 3), SELF, "embed_dim"),
+        ({"xpos_rel_pos": True}, (6, 2), SELF, "even head dim"),
+        ({"segments": (8, 16), "rates": (1,)}, (16, 2), SELF, "as many"),
+        ({}, (16, 2), {**SELF, "zero_padding": "zeros"}, "zero_padding"),
+    ],
+    ids=["neither kind", "both kinds", "width", "odd head dim", "fewer rates", "zero padding"],
+)
+def test_arguments_that_do_not_fit_are_refused(args, given, options, message):
+    with pytest.raises(ValueError, match=message):
+        DilatedAttention(arguments(**args), *given, **options)
+
+
+def test_a_zero_padding_set_afterwards_is_refused():
     _, ours = twins(arguments())
     ours.zero_padding = "zeros"
     x = torch.randn(1, 9, 24, dtype=torch.float64)

@@ -26,21 +26,40 @@ def test_a_constructor_names_its_arguments(name):
         sr.parse(f"{name}(qqq=1)")
 
 
-def test_a_similar_argument_is_named():
-    with pytest.raises(TypeError, match=r"LongNet has no option segments \(did you mean segment"):
-        sr.LongNet(segments=(16,), dilation_rates=(1,))
-    with pytest.raises(TypeError, match=r"option widow; its options are left, right, dilation$"):
-        sr.SlidingWindow(widow=3)
-    with pytest.raises(TypeError, match=r"Packed has no option length \(did you mean lengths\?\)"):
-        sr.Packed(length=(3,), pattern=sr.Causal())
-    with pytest.raises(TypeError, match=r"Tree has no option parent \(did you mean parents\?\)"):
-        sr.Tree(parent=(-1,))
-    with pytest.raises(TypeError, match=r"option head_dims \(did you mean head_dim\?\); its opt"):
-        sr.estimate(sr.Causal(), tokens=64, head_dims=4)
-    with pytest.raises(TypeError, match=r"option second \(did you mean seconds\?\); its options"):
-        sr.compare(x, x, x, sr.Causal(), second=1)
-    with pytest.raises(TypeError, match=r"attention has no option scales \(did you mean scale\?\)"):
-        sr.attention(x, x, x, sr.Causal(), scales=1)
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (
+            lambda: sr.LongNet(segments=(16,), dilation_rates=(1,)),
+            r"LongNet has no option segments \(did you mean segment",
+        ),
+        (
+            lambda: sr.SlidingWindow(widow=3),
+            r"option widow; its options are left, right, dilation$",
+        ),
+        (
+            lambda: sr.Packed(length=(3,), pattern=sr.Causal()),
+            r"Packed has no option length \(did you mean lengths\?\)",
+        ),
+        (lambda: sr.Tree(parent=(-1,)), r"Tree has no option parent \(did you mean parents\?\)"),
+        (
+            lambda: sr.estimate(sr.Causal(), tokens=64, head_dims=4),
+            r"option head_dims \(did you mean head_dim\?\); its opt",
+        ),
+        (
+            lambda: sr.compare(x, x, x, sr.Causal(), second=1),
+            r"option second \(did you mean seconds\?\); its options",
+        ),
+        (
+            lambda: sr.attention(x, x, x, sr.Causal(), scales=1),
+            r"attention has no option scales \(did you mean scale\?\)",
+        ),
+    ],
+    ids=["LongNet", "SlidingWindow", "Packed", "Tree", "estimate", "compare", "attention"],
+)
+def test_a_similar_argument_is_named(call, message):
+    with pytest.raises(TypeError, match=message):
+        call()
 
 
 @pytest.mark.parametrize("function", PLANNING, ids=lambda function: function.__name__)

@@ -38,27 +38,42 @@ def test_a_cache_drops_the_keys_that_are_left_out_for_good():
     assert (sr.Causal() - sr.Causal()).cache_bound() == 0
 
 
-def test_what_cannot_be_subtracted_is_told():
-    chosen = sr.SelectedBlocks(torch.zeros(2, 1, dtype=torch.int64), 16)
-    for right in (chosen, chosen & sr.Causal(), WINDOW | chosen):
-        with pytest.raises(
-            TypeError, match=r"SelectedBlocks cannot be subtracted.*out of its indi"
-        ):
-            sr.Causal() - right
-    with pytest.raises(TypeError, match=r"- removes a set of pairs.*subtract each branch"):
-        sr.Causal() - sr.LongNet((4, 8), (1, 2))
-    with pytest.raises(TypeError, match="- needs a pattern on both sides"):
-        sr.Causal() - 3  # type: ignore[operator]
-    with pytest.raises(TypeError, match="- needs a pattern on both sides"):
-        3 - sr.Causal()  # type: ignore[operator]
-    with pytest.raises(TypeError, match=r"subtract it from.*Full\(\) - pattern"):
-        ~sr.Causal()
-    with pytest.raises(ValueError, match="n must be a multiple of block_size 4, got 10; pad"):
-        sr.BlockDiffusion(10, 4)
-    with pytest.raises(ValueError, match=r"n 8 is for 16 tokens.*got 17; pass half"):
-        sr.BlockDiffusion(8, 4).layout(17)
-    with pytest.raises(ValueError, match="ChunkedCausal size"):
-        sr.ChunkedCausal(0)
+CHOSEN = sr.SelectedBlocks(torch.zeros(2, 1, dtype=torch.int64), 16)
+NO_SELECTION = r"SelectedBlocks cannot be subtracted.*out of its indi"
+NO_PATTERN = "- needs a pattern on both sides"
+WRONG = {
+    "a selection": (lambda: sr.Causal() - CHOSEN, NO_SELECTION),
+    "a selection in &": (lambda: sr.Causal() - (CHOSEN & sr.Causal()), NO_SELECTION),
+    "a selection in |": (lambda: sr.Causal() - (WINDOW | CHOSEN), NO_SELECTION),
+    "a mixture": (
+        lambda: sr.Causal() - sr.LongNet((4, 8), (1, 2)),
+        r"- removes a set of pairs.*subtract each branch",
+    ),
+    "a number": (lambda: sr.Causal() - 3, NO_PATTERN),
+    "from a number": (lambda: 3 - sr.Causal(), NO_PATTERN),
+    "a complement": (lambda: ~sr.Causal(), r"subtract it from.*Full\(\) - pattern"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_what_cannot_be_subtracted_is_told(what):
+    call, message = WRONG[what]
+    with pytest.raises(TypeError, match=message):
+        call()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: sr.BlockDiffusion(10, 4), "n must be a multiple of block_size 4, got 10; pad"),
+        (lambda: sr.BlockDiffusion(8, 4).layout(17), r"n 8 is for 16 tokens.*got 17; pass half"),
+        (lambda: sr.ChunkedCausal(0), "ChunkedCausal size"),
+    ],
+    ids=["part of a block", "a longer sequence", "empty chunks"],
+)
+def test_sizes_that_do_not_fit_are_told(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
 
 
 def test_what_layouts_of_many_tokens_cost_is_what_is_visited():
