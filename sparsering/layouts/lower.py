@@ -15,6 +15,7 @@ from ..patterns.algebra import And, Frame, Mask, Not, Or
 from ..patterns.blocks import BlockwiseMask
 from ..patterns.keys import KeyMask
 from ..patterns.neighbourhood import Neighbourhood
+from ..patterns.once import spared_threads
 from ..patterns.tree import Tree
 from .joints import AllOf, AnyOf, Declared, InBlocks, Negated, PerDocument
 from .leaves import Condition, Congruent, InKeys, Linear, OnGrid, SameDocument, SameSegment
@@ -105,11 +106,13 @@ def native_table(
 ) -> list[Tensor] | None:
     """Compiles a condition in the kernel; returns None if it cannot.
 
+    Long sequences are shared out among the threads that `one_thread` spares.
+
     Returns: row pointers, key tiles, bitmap indices, bitmaps, and int64 (pairs, most entries of a
         query tile, most of a key tile). With `count`, the number of pairs in visited tiles alone.
     """
     tiles = ([x.residue, x.start, x.last] for x in (queries, keys))
-    return _native("table", [rule], *tiles, keys.step, block_size, count)
+    return _native("table", [rule], *tiles, keys.step, block_size, count, spared_threads())
 
 
 def native_page(

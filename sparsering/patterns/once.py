@@ -5,6 +5,7 @@ Small tables take microseconds on one core; several cores only add the wait for 
 
 import ctypes
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,12 +50,25 @@ def one_thread() -> Iterator[None]:
     if _OPENMP is None or torch.get_num_threads() == 1:
         yield
         return
-    threads = _OPENMP.omp_get_max_threads()
+    threads = _SPARED.number = _OPENMP.omp_get_max_threads()
     _OPENMP.omp_set_num_threads(1)
     try:
         yield
     finally:
         _OPENMP.omp_set_num_threads(threads)
+        _SPARED.number = 1
+
+
+class _Spared(threading.local):
+    number = 1  # threads of torch, of which `one_thread` leaves one
+
+
+_SPARED = _Spared()
+
+
+def spared_threads() -> int:
+    """Returns how many threads the caller of `one_thread` has, itself among them; 1 outside."""
+    return _SPARED.number
 
 
 @contextmanager

@@ -136,6 +136,24 @@ def test_tables_are_the_same_from_any_number_of_threads(name: str) -> None:
     assert_equal(*layouts)
 
 
+def test_threads_tell_unlike_pairs_of_tiles_apart() -> None:
+    """Each tile has two documents of its own: no pair of tiles is like one that another found."""
+    library()
+    cuts = [1 + 7 * tile % 15 for tile in range(SHARED // 16)]
+    lengths = tuple(n for cut in cuts for n in (cut, 16 - cut))
+    frame = Frame.build(sum(lengths), None, 1, 1, None)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        (shared,) = compiler.build_layout(sr.Documents(lengths), frame, 16, CPU).passes
+    finally:
+        torch.set_num_threads(before)
+    for tile in range(len(cuts)):
+        bits = shared.bitmaps[shared.bitmap[0, 0, tile]].view(16, 2)
+        first = int.from_bytes(bytes(bits[0].tolist()), "little")
+        assert first == (1 << cuts[tile]) - 1, tile
+
+
 @pytest.mark.parametrize("period", [5, 128])
 def test_tiles_of_listed_keys_with_equal_bits_share_a_bitmap(period: int) -> None:
     """A regular mask of keys has as many bitmaps as it has phases, however many tiles it has."""
@@ -241,7 +259,7 @@ def test_a_malformed_program_is_refused(
 ) -> None:
     axis = [torch.arange(2), torch.arange(2), torch.arange(2)]
     with pytest.raises(RuntimeError, match=message):
-        library().table(numbers, tensors, axis, axis, 1, 16, False)
+        library().table(numbers, tensors, axis, axis, 1, 16, False, 1)
 
 
 @pytest.mark.parametrize("shape", [(2, 3), (2, 18), (32,), (0, 8, 4)])

@@ -370,7 +370,7 @@ const bool registered = [] {
       "int[] documents, int[] depths) -> Tensor[]");
   m.define<lower::table>(
       "table(int[] program, Tensor[] constants, Tensor[] queries, Tensor[] keys, int step, "
-      "int block, bool count) -> Tensor[]");
+      "int block, bool count, int threads) -> Tensor[]");
   m.define<lower::page>(
       "page(int[] programs, Tensor[] constants, Tensor first, Tensor keys, int queries, "
       "int block) -> Tensor[]");

@@ -18,9 +18,9 @@ inline std::vector<Tensor> tiles(int64_t step, int64_t segment, int64_t residues
 }
 
 // The table of a pass and what a layout stores beside it; with `count`, the pairs in its tiles
-// alone; nothing if a pair of tiles may have too many pairs of blocks.
+// alone; nothing if a pair of tiles may have too many pairs of blocks. At most `threads` work.
 inline std::vector<Tensor> table(Ints program, Tensors constants, Tensors queries, Tensors keys,
-                                 int64_t step, int64_t block, bool count) {
+                                 int64_t step, int64_t block, bool count, int64_t threads) {
   Reader in{program, constants};
   const Condition rule(in);
   SPARSERING_CHECK(queries.size() == 3 && keys.size() == 3 && step > 0 && block > 0 &&
@@ -30,7 +30,7 @@ inline std::vector<Tensor> table(Ints program, Tensors constants, Tensors querie
   if (!rule.fits(rows.longest_span(), columns.longest_span())) {
     return {};
   }
-  Compiler compiler(rule, rows, columns, block);
+  Compiler compiler(rule, rows, columns, block, threads);
   if (count) {
     Tensor pairs = empty({1}, kLong);
     *pairs.mutable_data_ptr<int64_t>() = compiler.pairs_in_tiles();

@@ -171,8 +171,9 @@ struct Grid {
 
 class Compiler {
  public:
-  Compiler(const Condition& rule, const Tiles& queries, const Tiles& keys, int64_t block)
-      : rule_(rule), queries_(queries), keys_(keys), block_(block) {
+  Compiler(const Condition& rule, const Tiles& queries, const Tiles& keys, int64_t block,
+           int64_t threads)
+      : rule_(rule), queries_(queries), keys_(keys), block_(block), threads_(threads) {
     for (int64_t i = 0; i < keys.count; ++i) {
       if (keys.last[i] < keys.start[i]) continue;
       real_.push_back(i);
@@ -239,8 +240,10 @@ class Compiler {
     Tensor key = empty({first.back()}, kInt), bitmap = empty({first.back()}, kInt);
     int32_t* to_key = key.mutable_data_ptr<int32_t>();
     int32_t* to_bitmap = bitmap.mutable_data_ptr<int32_t>();
-    parallel_for(0, runs_.size(), kManyRuns, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
+    const auto none = [] { return 0; };
+    const int64_t runs = runs_.size(), parts = parts_of(first.back(), kManyEntries);
+    share_for_now<int>(threads_, parts, none, [&](int, int64_t part) {
+      for (int64_t i = part * runs / parts; i < (part + 1) * runs / parts; ++i) {
         const int64_t entries = first[i + 1] - first[i];
         std::copy_n(real_.begin() + runs_[i].low, entries, to_key + first[i]);
         std::fill_n(to_bitmap + first[i], entries, static_cast<int32_t>(index[i]));
@@ -348,11 +351,10 @@ class Compiler {
   // Lists the pairs of tiles that may attend, ordered by query tile, then key tile. Each thread has
   // a condition of its own, since it keeps what it has looked up.
   void find() {
-    const int64_t most = 8 * num_threads(), count = queries_.count;
-    const int64_t parts = most > 8 ? std::clamp<int64_t>(count / kManyTiles, 1, most) : 1;
+    const int64_t count = queries_.count, parts = parts_of(count, kManyTiles);
     std::vector<std::optional<Finder>> found(parts);
     const auto copied = [&] { return rule_; };
-    share_out<Condition>(parts, 1, copied, [&](const Condition& rule, int64_t i) {
+    share_for_now<Condition>(threads_, parts, copied, [&](const Condition& rule, int64_t i) {
       found[i].emplace(*this, rule, i).find(i * count / parts, (i + 1) * count / parts);
     });
     Numbers kinds;
@@ -401,8 +403,11 @@ class Compiler {
   std::pair<std::vector<std::string>, std::vector<int64_t>> distinct_bitmaps() const {
     std::vector<std::string> each(sample_.size()), bitmaps;
     const auto copied = [&] { return rule_; };
-    share_out<Condition>(each.size(), kManyBitmaps, copied, [&](const Condition& rule, int64_t i) {
-      if (sample_[i] >= 0) each[i] = bitmap_of(rule, sample_[i]);  // else a kind that was split
+    const int64_t kinds = each.size(), parts = parts_of(kinds, kManyBitmaps);
+    share_for_now<Condition>(threads_, parts, copied, [&](const Condition& rule, int64_t part) {
+      for (int64_t i = part * kinds / parts; i < (part + 1) * kinds / parts; ++i) {
+        if (sample_[i] >= 0) each[i] = bitmap_of(rule, sample_[i]);  // else a kind that was split
+      }
     });
     std::vector<int64_t> number(sample_.size());
     std::unordered_map<std::string, int64_t> known;
@@ -486,13 +491,18 @@ class Compiler {
     return static_cast<uint64_t>(state) & ((uint64_t{1} << 62) - 1);
   }
 
+  // Into how many parts some work is cut, so that threads end at about one time.
+  int64_t parts_of(int64_t work, int64_t least) const {
+    return threads_ > 1 ? std::clamp<int64_t>(work / least, 1, 8 * threads_) : 1;
+  }
+
   static constexpr int64_t kNothing = -2;
-  // Fewer query tiles, bitmaps and runs take less time than other threads need to begin.
-  static constexpr int64_t kManyTiles = 256, kManyBitmaps = 64, kManyRuns = 4096;
+  // Fewer query tiles, bitmaps and entries take less time than other threads need to begin.
+  static constexpr int64_t kManyTiles = 256, kManyBitmaps = 128, kManyEntries = 1 << 18;
 
   const Condition& rule_;
   const Tiles &queries_, &keys_;
-  const int64_t block_;
+  const int64_t block_, threads_;
   bool regular_ = true;
   std::vector<int64_t> before_{0};  // positions in all earlier tiles of `real_`
   std::vector<int64_t> real_;       // key tiles with positions

@@ -8,6 +8,9 @@
 #include <new>
 #include <optional>
 #include <stdexcept>
+#include <system_error>
+#include <thread>
+#include <vector>
 
 #include "products.h"
 
@@ -19,41 +22,85 @@ inline int64_t num_threads() {
   return result;
 }
 
+// What one of several threads threw first, for the thread that waits for them.
+class Caught {
+ public:
+  template <typename Body>
+  void run(const Body& body) {
+    try {
+      body();
+    } catch (const std::bad_alloc&) {
+      if (!failed_.exchange(true)) {
+        out_of_memory_ = true;
+      }
+    } catch (const std::exception& error) {
+      if (!failed_.exchange(true)) {
+        std::strncpy(what_, error.what(), sizeof(what_) - 1);
+      }
+    }
+  }
+  void rethrow() const {
+    if (out_of_memory_) {
+      throw std::bad_alloc();
+    }
+    if (failed_) {
+      throw std::runtime_error(what_);
+    }
+  }
+
+ private:
+  std::atomic<bool> failed_ = false;
+  bool out_of_memory_ = false;
+  char what_[256] = "";  // not std::exception_ptr: older C++ libraries lack parts of it
+};
+
 // Calls body(begin, end) for parts of a range of at least `grain`, in torch's threads. What one of
 // them throws first is thrown here: torch would tell that something failed, and not what.
 template <typename Body>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   struct Call {
     const Body& body;
-    std::atomic<bool> failed = false;
-    bool out_of_memory = false;
-    char what[256] = "";  // not std::exception_ptr: older C++ libraries lack parts of it
+    Caught caught;
   } call{body};
   const auto run = [](int64_t first, int64_t stop, void* of) {
     Call& call = *static_cast<Call*>(of);
-    try {
-      call.body(first, stop);
-    } catch (const std::bad_alloc&) {
-      if (!call.failed.exchange(true)) {
-        call.out_of_memory = true;
-      }
-    } catch (const std::exception& error) {
-      if (!call.failed.exchange(true)) {
-        std::strncpy(call.what, error.what(), sizeof(call.what) - 1);
-      }
-    }
+    call.caught.run([&] { call.body(first, stop); });
   };
 #if defined(SPARSERING_PARALLEL_FOR)  // tests/kernels/sanitizers/plain_threads.h
   SPARSERING_PARALLEL_FOR(begin, end, grain, run, &call);
 #else
   checked(torch_parallel_for(begin, end, grain, run, &call));
 #endif
-  if (call.out_of_memory) {
-    throw std::bad_alloc();
+  call.caught.rethrow();
+}
+
+// Runs body(scratch, i) for every i < count in this thread and in others that end with the call;
+// at most `threads` work. Layouts are built like this: a process may fork meanwhile, and its child
+// would wait for the threads that torch keeps.
+template <typename Scratch, typename Make, typename Body>
+void share_for_now(int64_t threads, int64_t count, const Make& make, const Body& body) {
+  std::atomic<int64_t> next{0};
+  Caught caught;
+  const auto work = [&] {
+    caught.run([&] {
+      Scratch scratch = make();
+      for (int64_t part = next++; part < count; part = next++) {
+        body(scratch, part);
+      }
+    });
+  };
+  std::vector<std::thread> others;
+  try {
+    while (std::ssize(others) + 1 < std::min(threads, count)) {
+      others.emplace_back(work);
+    }
+  } catch (const std::system_error&) {  // the system has no thread more
   }
-  if (call.failed) {
-    throw std::runtime_error(call.what);
+  work();
+  for (std::thread& other : others) {
+    other.join();
   }
+  caught.rethrow();
 }
 
 // Runs body(scratch, i) for every i < count; a free thread takes the next i. Uses at most one
