@@ -81,13 +81,13 @@ DEFECTS = {
     "keys of a draft stay in the order of its tokens": (
         "caches",
         "decoding/drafts.py",
-        "(x[:, :, moved(index, x.device)] for x in draft[:2])",
+        "(x[:, :, index] for x in draft[:2])",
         "(x[:, :, : len(index)] for x in draft[:2])",
     ),
     "rejected tokens of a draft stay": (
         "caches",
         "decoding/drafts.py",
-        "key, value = (x[:, :, moved(index, x.device)] for x in draft[:2])",
+        "key, value = (x[:, :, index] for x in draft[:2])",
         "key, value = draft[:2]",
     ),
     "a window along a path counts packed indices": (
