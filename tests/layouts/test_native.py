@@ -167,6 +167,13 @@ def test_tiles_of_listed_keys_with_equal_bits_share_a_bitmap(period: int) -> Non
     check(pattern, frame, size)
 
 
+def test_listed_keys_are_told_apart_by_all_their_bits() -> None:
+    valid = torch.ones(20, 128, dtype=torch.bool)
+    valid[torch.arange(20), 64 + torch.arange(20)] = False  # the first 64 keys of all are alike
+    pattern = sr.KeyMask(valid.flatten()) & sr.SlidingWindow(256, 255)
+    check(pattern, Frame.build(valid.numel(), None, 1, 1, None), 128)
+
+
 @pytest.mark.parametrize("pattern", [sr.Dilated(1000, 1), sr.Dilated(1536, 3)], ids=str)
 def test_tables_of_segments_longer_than_a_thousand_tokens(pattern: sr.Pattern) -> None:
     check(pattern & sr.Causal(), Frame.build(2100, None, 2, 1, None), 128)
