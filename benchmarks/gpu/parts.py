@@ -88,17 +88,6 @@ PARTS: dict[str, Part] = {
         "choice of blocks, which is the CPU's. If it fails, its error is the record.",
         {"one call": correctness.smoke, "choice of blocks": correctness.choice}, 40, 90,
     ),
-    "launches are right": Part(
-        "One call of each kind of launch that the smoke lacks, forward and backward, against "
-        "float64: packed heads, heads that share sums, cut tiles, several passes, a single query, "
-        "float32, lists of keys, a draft, 8 bits.",
-        {
-            **{name: partial(correctness.launches, name) for name in correctness.LAUNCHES},
-            "lists of keys": lists.right, "drafts": calls.drafts, "8 bits": calls.stored,
-            "unlike heads": calls.unlike_heads,
-        },
-        60, 150, timed=False,
-    ),
     "kernel tests are right": Part(
         "The tests of the kernels, on this GPU: each case twice, with equal bits, and with "
         "pipelines of one stage.",
@@ -110,6 +99,17 @@ PARTS: dict[str, Part] = {
         "barriers.",
         {tool: partial(programs.sanitized, tool) for tool in programs.SANITIZERS},
         90, 160, timed=False,
+    ),
+    "launches are right": Part(
+        "One call of each kind of launch that the smoke lacks, forward and backward, against "
+        "float64: packed heads, heads that share sums, cut tiles, several passes, a single query, "
+        "float32, lists of keys, a draft, 8 bits.",
+        {
+            **{name: partial(correctness.launches, name) for name in correctness.LAUNCHES},
+            "lists of keys": lists.right, "drafts": calls.drafts, "8 bits": calls.stored,
+            "unlike heads": calls.unlike_heads,
+        },
+        60, 150, timed=False,
     ),
     "main shapes are right": Part(
         "Random blocks, a window and LongNet at the shapes that are measured below, bfloat16: out, "
@@ -263,6 +263,11 @@ PARTS: dict[str, Part] = {
         },
         45, 100, timed=False,
     ),
+    "memory": Part(
+        "Peak memory of a call at a million tokens, 16 heads of 64, beyond its arguments and "
+        "result.",
+        {"2^20 tokens": speed.memory}, 10, 40,
+    ),
     "tuning, compiled": Part(
         "Every candidate of `sparsering tune` and the default, run once.",
         {
@@ -278,11 +283,6 @@ PARTS: dict[str, Part] = {
     "tuned shapes": Part(
         "The main shapes with the defaults and with the choices, in turns.",
         {_named(*shape): partial(tuned.beside_default, *shape) for shape in MAIN}, 20, 60,
-    ),
-    "memory": Part(
-        "Peak memory of a call at a million tokens, 16 heads of 64, beyond its arguments and "
-        "result.",
-        {"2^20 tokens": speed.memory}, 10, 40,
     ),
     "beside tuned FlexAttention": Part(
         "The main shape beside FlexAttention's own search for the fastest kernel.",
@@ -305,24 +305,22 @@ PARTS: dict[str, Part] = {
 """Parts by name, in the order in which they run."""
 
 CALLS: dict[str, tuple[str, ...]] = {
-    "first": (
-        SMOKE, "launches are right", "kernel tests are right", "memory and races are right",
-    ),
+    "first": (SMOKE, "kernel tests are right", "memory and races are right"),
     "stages": (
-        "main shapes are right", "calls are right", "stages, compiled", "ceilings",
-        "stages and tiles", "profiles",
+        "launches are right", "main shapes are right", "calls are right", "stages, compiled",
+        "ceilings", "stages and tiles", "profiles",
     ),
     "peers": (
         "main shapes", "share of dense", "lists", "packed heads", "new masks", "founding table",
-        "overhead", "layouts", "longnet", "windows", "documents", "selected blocks", "decoding",
+        "overhead", "layouts", "longnet", "windows",
     ),
     "rest": (
-        "every pattern is right", "shapes are right", "extras are right", "other calls are right",
-        "backends are right", "tuning, compiled", "tuning", "tuned shapes", "memory",
+        "documents", "selected blocks", "decoding", "every pattern is right", "shapes are right",
+        "extras are right", "other calls are right", "backends are right", "memory",
     ),
     "later": (
-        "beside tuned FlexAttention", "grid, 32K tokens", "grid, 8K tokens", "grid, 128K tokens",
-        "grid, 1M tokens",
+        "tuning, compiled", "tuning", "tuned shapes", "beside tuned FlexAttention",
+        "grid, 32K tokens", "grid, 8K tokens", "grid, 128K tokens", "grid, 1M tokens",
     ),
 }  # fmt: skip
 """Names of the parts of each call; all calls but the last fill the first half hour."""

@@ -43,6 +43,16 @@ def test_tokens_decoded_one_by_one_have_the_bits_of_one_pass(name: str, dtype: t
     assert torch.equal(torch.cat(parts, 2), out[:, :, start - 1 :])
 
 
+@pytest.mark.parametrize("name", ["causal", "window and sinks"])
+def test_tiles_of_any_size_give_the_same_bits(name: str):
+    """A row's keys are summed in segments of 512, whatever the tiles that the segments consist of."""
+    tensors = inputs(torch.float32)
+    expected = sr.attention(*tensors, PATTERNS[name], block_size=128, return_lse=True)
+    for size in (16, 32, 64):
+        found = sr.attention(*tensors, PATTERNS[name], block_size=size, return_lse=True)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), size
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_heads_that_share_keys_do_not_change_each_other(dtype: torch.dtype):
     query, key, value = inputs(dtype)

@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 import sparsering as sr
 from sparsering.kernels.problem import Problem
 from sparsering.kernels.triton import call as backend
-from sparsering.kernels.triton import configs, extra_arguments
+from sparsering.kernels.triton import configs, extra_arguments, lists
 from sparsering.kernels.triton import launch as triton_launch
 from sparsering.layouts.layout import BlockLayout, Pass
 from sparsering.layouts.lists import Coordinates, Lists
@@ -56,7 +56,8 @@ def launches(case: dict[str, Any], capability: int) -> list[tuple[Any, Any, dict
     triton_launch.Launch.run = catch
     for module in (backend, extra_arguments):
         module.processors = lambda device: 132
-    configs.generation = lambda device: capability or 80
+    for module in (configs, lists):
+        module.generation = lambda device: capability or 80
     dtype = getattr(torch, case.get("dtype", "bfloat16"))
     head_dim, tile = case.get("head_dim", 128), case.get("block_size", 128)
     heads, kv_heads, length = case.get("heads", 2), case.get("kv_heads", 2), case.get("tokens", 512)
@@ -95,13 +96,13 @@ def launches_of_lists(
             torch.zeros(1, 2, 1, key.shape[2], dtype=torch.int64),
         )
     keys = torch.zeros(shape, dtype=torch.int32)
-    lists = Lists(keys=keys, branch=0, coordinates=at, place=keys if case.get("bias") else None)
+    listed = Lists(keys=keys, branch=0, coordinates=at, place=keys if case.get("bias") else None)
     heads = query.shape[1]
     given = extras(heads, query.shape[2], key.shape[2], case.get("reach", 128))
     bias = torch.zeros(1, heads, query.shape[2], slots) if case.get("bias") else None
     frame = Frame.build(query.shape[2], key.shape[2], heads, key.shape[1], None)
     problem = Problem(
-        BlockLayout(frame, 128, (), 0), *inputs, case.get("scale", 0.1), bias, lists=(lists,),
+        BlockLayout(frame, 128, (), 0), *inputs, case.get("scale", 0.1), bias, lists=(listed,),
         **{name: given[name] for name in case.get("extras", ()) if name != "key_mask"},
     )  # fmt: skip
     out, lse = backend.forward(problem)

@@ -151,8 +151,11 @@ def test_windows_that_fit_follow_from_the_peak_of_one(monkeypatch):
     from sparsering.training import micro_batches
 
     monkeypatch.setattr(micro_batches, "memory_here", lambda free: 1 << 30)
-    kept = []
-    fits = windows_that_fit(lambda: kept.append(torch.ones(1 << 24)), torch.device("cpu"))
+    kept, fits = [], 0
+    for _ in range(5):  # the system may take other pages back meanwhile, which hides the peak
+        fits = windows_that_fit(lambda: kept.append(torch.ones(1 << 24)), torch.device("cpu"))
+        if fits < 100:
+            break
     if sys.platform == "linux":
         assert 10 < fits < 0.93 * 16  # a window of 64 MiB in 92% of 1 GiB
     assert windows_that_fit(lambda: None, torch.device("cpu")) > 100

@@ -301,7 +301,8 @@ def _config(problem: Problem, listed: Listed) -> Config:
             (32, 32, 4, 2),
             (32, 32, 8, 2),
         )[size]
-    if not single and size == 3 and generation(problem.query.device) == 80:
+    old = generation(problem.query.device) == 80
+    if not single and size == 3 and (old or problem.in_use):  # extras take registers, too
         keys = 16
     rows = min(rows, max(16, power_of_2(group)))
     return Config(rows=rows, streamed=min(keys, _most_keys(listed)), warps=warps, stages=stages)
