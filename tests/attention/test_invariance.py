@@ -45,7 +45,7 @@ def test_tokens_decoded_one_by_one_have_the_bits_of_one_pass(name: str, dtype: t
 
 @pytest.mark.parametrize("name", ["causal", "window and sinks"])
 def test_tiles_of_any_size_give_the_same_bits(name: str):
-    """A row's keys are summed in segments of 512, whatever the tiles that the segments consist of."""
+    """Keys are summed in segments of 512, whatever the tiles that a segment consists of."""
     tensors = inputs(torch.float32)
     expected = sr.attention(*tensors, PATTERNS[name], block_size=128, return_lse=True)
     for size in (16, 32, 64):
