@@ -16,9 +16,9 @@ from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag, checked_integer
 from ..patterns.keywords import with_hints
 from .over_ranks import agreed, check_own_tokens, checks_of_a_rank, first_rows, of_all_ranks
+from .query_rows import at_a_time
 
 _AT_A_TIME = 1 << 22  # products computed at a time on a CPU, to bound memory
-_TIMES_ON_DEVICE = 16  # as many on a GPU, where each part costs a dozen launches
 _TILE = 1 << 12  # keys that are compared with the best ones at a time
 
 
@@ -74,8 +74,8 @@ def index_scores(
         products = torch.einsum("bhnd,bnkd->bhnk", query * scale, keys).relu()
         return torch.einsum("bhnk,bnh->bnk", products, weight).masked_fill(listed < 0, -torch.inf)
 
-    step = _at_a_time(query) // max(1, batch * slots * max(heads, 0 if indices is None else width))
-    step = max(1, step)
+    products = batch * slots * max(heads, 0 if indices is None else width)  # of a query
+    step = max(1, at_a_time(_AT_A_TIME, query.device) // max(1, products))
     with without_autocast(query):
         dtype = max((sum_dtype(x) for x in (query, key, weight)), key=lambda kind: kind.itemsize)
         query, key, weight = (x.to(dtype) for x in (query, key, weight))
@@ -126,10 +126,12 @@ def _check_indices(indices: Tensor, query: Tensor, keys: int | None = None) -> N
     rows = indices.dim() == 4 and indices.shape[:3] in {(1, 1, tokens), (batch, 1, tokens)}
     fits = rows and indices.device == query.device and indices.dtype == torch.int64
     past = False
-    if fits and keys is not None and indices.is_cuda:  # a wait for the GPU; it ends the call later
-        torch._assert_async((indices < keys).all(), f"indices must be keys below {keys}")
-    elif fits and keys is not None:
-        past = bool((indices >= keys).any())
+    if fits and keys is not None:
+        all_exist = (indices < keys).all()
+        if indices.is_cuda:  # the host does not wait: the GPU ends the process later
+            torch._assert_async(all_exist, f"indices must be keys below {keys}")
+        else:
+            past = not bool(all_exist)
     if not fits or past:
         below = "" if keys is None else f", keys below {keys}"
         raise ValueError(
@@ -296,7 +298,8 @@ class _Best:
         """Compares keys [B, n, Di] at positions from `start` on with the best ones so far."""
         batch, heads, tokens, _ = self.query.shape
         key, keys = key.float(), key.shape[1]
-        step = max(1, _at_a_time(key) // max(1, batch * heads * min(keys, _TILE)))
+        products = batch * heads * min(keys, _TILE)  # of a query
+        step = max(1, at_a_time(_AT_A_TIME, key.device) // max(1, products))
         for begin in range(0, tokens, step):
             rows = slice(begin, min(begin + step, tokens))
             visible = keys if self.q_start is None else self.q_start + rows.stop - start
@@ -323,10 +326,6 @@ class _Best:
         """Returns the best keys, int64 [B, 1, N, k]: best first; -1 where there are fewer."""
         place = (1 << 32) - 1 - (self.found & ((1 << 32) - 1))
         return torch.where(self.found == _NONE, -1, place)[:, None]
-
-
-def _at_a_time(like: Tensor) -> int:
-    return _AT_A_TIME * (1 if like.device.type == "cpu" else _TIMES_ON_DEVICE)
 
 
 def _scores(query: Tensor, keys: Tensor, weight: Tensor, scale: float) -> Tensor:

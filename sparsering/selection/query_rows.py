@@ -7,6 +7,13 @@ from torch import Tensor
 
 from ..patterns.arguments import checked_integer, shortened
 
+_TIMES_ON_DEVICE = 16  # so many times as many on a GPU, where each part costs launches
+
+
+def at_a_time(on_cpu: int, device: torch.device) -> int:
+    """Returns how many numbers are computed at a time, to bound memory, given those of a CPU."""
+    return on_cpu * (1 if device.type == "cpu" else _TIMES_ON_DEVICE)
+
 
 class Span(NamedTuple):
     """Range of queries that are scored together; it covers `blocks` key blocks, `width` in each."""

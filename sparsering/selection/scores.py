@@ -16,10 +16,9 @@ from ..patterns.arguments import checked_flag
 from ..patterns.keywords import with_hints
 from ..patterns.positions import Full
 from .estimates import NEVER, BlockEstimate, checked_method
-from .query_rows import Span, checked_blocks, num_rows, spans
+from .query_rows import Span, at_a_time, checked_blocks, num_rows, spans
 
 _AT_A_TIME = 1 << 22  # logits computed at a time where no fused kernel runs
-_TIMES_ON_DEVICE = 16  # so many times as many on a GPU, where each part costs launches
 _MANY = 64  # with fewer queries the C++ kernel is slower than torch, because it copies the keys
 
 
@@ -187,7 +186,7 @@ def _write_by_kernel(
 
 def _room(estimate: BlockEstimate) -> int:
     """Returns how many logits are computed at a time."""
-    return _AT_A_TIME * (1 if estimate.keys.device.type == "cpu" else _TIMES_ON_DEVICE)
+    return at_a_time(_AT_A_TIME, estimate.keys.device)
 
 
 def _cut(span: Span, heads: int, estimate: BlockEstimate, causal: bool) -> Iterator[Span]:
