@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from oracles.kinds import KINDS, Scene
+from oracles.kinds import KINDS, Scene, lengths_and_heads
 
 
 @dataclass(frozen=True)
@@ -42,13 +42,7 @@ class Case:
     @property
     def heads(self) -> dict[str, Any]:
         """Keyword arguments of `to_dense` and `layout`."""
-        return {
-            "q_len": self.q_len,
-            "kv_len": self.kv_len,
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "q_start": self.q_start,
-        }
+        return lengths_and_heads(self)
 
     @property
     def last_position(self) -> int:

@@ -36,6 +36,12 @@ Draw = Any  # hypothesis's function that draws from a strategy
 # Scenes, and what draws share.
 
 
+def lengths_and_heads(shape: Any) -> dict[str, Any]:
+    """Returns the keyword arguments of `to_dense` and `layout`, of a `Scene` or a `Case`."""
+    names = "q_len", "kv_len", "num_heads", "num_kv_heads", "q_start"
+    return {name: getattr(shape, name) for name in names}
+
+
 @dataclass(frozen=True)
 class Scene:
     """Arguments of `to_dense` and `layout`, and the batch size of batch-dependent masks."""
@@ -54,13 +60,7 @@ class Scene:
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of `to_dense` and `layout`."""
-        return {
-            "q_len": self.q_len,
-            "kv_len": self.kv_len,
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "q_start": self.q_start,
-        }
+        return lengths_and_heads(self)
 
 
 BLOCK_SIZES = (1, 2, 3, 5, 8, 16, 24, 32, 64, 128)
