@@ -245,7 +245,8 @@ class CacheState(_Record):
         return self.changed(histories=[history] * len(self.histories)).evicted(key, value)
 
     def of_entries(self, entries: Tensor) -> "CacheState":
-        if (summaries := copy(self.summaries)) is not None:
+        if (summaries := self.summaries) is not None:
+            summaries = summaries.fork()
             summaries.select(entries)
         page = Page(written=self.page.written)
         histories = [self.histories[i] for i in entries.tolist()]
@@ -254,6 +255,16 @@ class CacheState(_Record):
             return taken
         at = entries.to(self.keys.rows.device)
         return taken.changed(keys=self.keys.of_entries(at), values=self.values.of_entries(at))
+
+    def copied(self) -> "CacheState":
+        """Returns an equal state that shares no memory to which a step of the cache writes."""
+        return self.changed(
+            histories=list(self.histories),
+            keys=self.keys.copied(),
+            values=self.values.copied(),
+            summaries=copy(self.summaries),
+            page=Page(written=self.page.written),
+        )
 
     def joined(self, other: "CacheState") -> "CacheState":
         """Returns the state with the batch entries of another one behind its own."""

@@ -218,6 +218,10 @@ class HeldRows:
                 to[:, :n] = source[:, :n]
         return result
 
+    def copied(self) -> "HeldRows":
+        """Returns the same rows in memory of their own; room for later pages is left out."""
+        return HeldRows(self.rows.clone(), self.older, self.page_size)
+
     def of_entries(self, entries: Tensor) -> "HeldRows":
         """Returns the rows of some batch entries."""
         return HeldRows(self.rows[entries], self.older, self.page_size)

@@ -1,7 +1,7 @@
 """`KVCache`: stores the keys and values that later queries of a pattern can visit."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Self, overload
 
 import torch
 from torch import Tensor
@@ -128,6 +128,14 @@ class KVCache:
             check_fits(pattern, self._state.frame(0, 0))
         self._first_kind = checked_dtype("dtype", dtype), checks.checked_device(device)
         self._clock = register(self)
+
+    def __copy__(self) -> Self:
+        """Copies the keys and values too, because steps write to their pages in place."""
+        other = object.__new__(type(self))
+        other.__setstate__(self.__getstate__())
+        with ordinary_tensors():
+            other._state = self._state.copied()
+        return other
 
     def __getstate__(self) -> dict[str, Any]:
         self._check_no_draft("a copy")

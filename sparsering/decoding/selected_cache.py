@@ -1,6 +1,5 @@
 """`SelectedCache`: each new token attends to the blocks of earlier tokens that it chooses."""
 
-from copy import copy
 from functools import partial
 from typing import Any, cast
 
@@ -131,7 +130,7 @@ class SelectedCache(KVCache):
         else:
             pairs = zip(held, (key, value), strict=True)
             keys, values = (x.with_new(count, new) for x, new in pairs)
-        summaries = copy(self._summaries)  # so that a failed step does not change the cache
+        summaries = self._summaries.fork()  # so that a failed step does not change the cache
         summaries.crop(begin)
         scores = summaries.scores(query, keys, scale=options.get("scale"))
         blocks = self._select_blocks(scores, q_start=begin)

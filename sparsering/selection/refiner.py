@@ -1,7 +1,7 @@
 """`PatternRefiner`: improves a table of key blocks by the softmax mass that blocks receive."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
@@ -113,6 +113,12 @@ class PatternRefiner:
         zeros = (torch.zeros(self.shape, dtype=torch.int64) for _ in range(3))
         self._sums, self._counts, self._barred_until = zeros
         self._updates = torch.zeros((), dtype=torch.int64)
+
+    def __copy__(self) -> Self:
+        """Copies the state too, because `observe` adds to its sums in place."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), **{name: getattr(self, name).clone() for name in STATE})
+        return other
 
     def observe(self, mass: Tensor, indices: Tensor) -> None:
         """Records the softmax mass that blocks received, for the next update.

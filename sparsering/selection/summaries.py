@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -52,6 +53,19 @@ class BlockSummaries:
             )
         self._feature: Tensor | None = None  # [B, Hkv, parts of a block, allocated blocks, F]
         self._blocks = 0
+
+    def __copy__(self) -> Self:
+        """Copies the buffer too, because `scores` writes new blocks to it in place."""
+        other = self.fork()
+        if self._feature is not None:
+            other._feature = self._feature.clone()
+        return other
+
+    def fork(self) -> Self:
+        """Returns a copy with the same buffer, for a call that replaces this object or fails."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
+        return other
 
     @property
     def nbytes(self) -> int:

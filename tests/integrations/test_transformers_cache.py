@@ -195,3 +195,17 @@ def test_what_it_cannot_hold_is_refused():
         model(input_ids=tokens(), attention_mask=mask, past_key_values=hf.SparseCache(model))
     with pytest.raises(ValueError, match="keeps no gradients"):
         model(input_ids=tokens(), past_key_values=hf.SparseCache(model))
+
+
+def test_a_shallow_copy_of_a_sparse_cache_goes_on_alone():
+    model, ids = applied("llama", SINKS), tokens()
+    first = hf.SparseCache(model)
+    with torch.no_grad():
+        result(model, input_ids=ids[:, :6], past_key_values=first, use_cache=True)
+        second = copy.copy(first)
+        other = (ids[:, 6:9] + 1) % 50
+        result(model, input_ids=other, past_key_values=second, use_cache=True)
+        out = result(model, input_ids=ids[:, 6:], past_key_values=first, use_cache=True)
+        whole = result(model, input_ids=ids, use_cache=False)
+    assert (first.layers[0].columns, second.layers[0].columns) == (13, 9)
+    torch.testing.assert_close(out, whole[:, 6:], rtol=0, atol=1e-5)

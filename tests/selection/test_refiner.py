@@ -3,6 +3,7 @@
 Beside it small replicas of refinements that do not work, which the same criteria reject.
 """
 
+import copy
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 
@@ -468,3 +469,13 @@ def gate_on_a_rank(rank: int, world: int) -> list[int]:
 
 def test_gates_of_ranks_go_by_their_mean(workers):
     assert workers.run(gate_on_a_rank, 2, world=2) == [[1, 1, 1, 2]] * 2
+
+
+def test_a_shallow_copy_observes_alone():
+    first = one_row()
+    observe(first, b0=0.3, b1=0.1, b2=0.2)
+    second = copy.copy(first)
+    observe(second, b5=0.9)
+    assert not first.update()
+    assert second.update()
+    assert (row(first), sorted(row(second))) == ([0, 1, 2], [0, 2, 5])

@@ -3,7 +3,8 @@
 `SparseLayer.update` attaches itself to new keys, for the attention function that then calls it.
 """
 
-from typing import Any
+from copy import copy
+from typing import Any, Self
 
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
@@ -35,6 +36,11 @@ class SparseLayer(CacheLayerMixin):
         self.kv_cache: KVCache | None = None
         self.columns = 0  # number of tokens so far, including padding
         self.attended = True  # whether the model has attended over the newest keys
+
+    def __copy__(self) -> Self:
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), kv_cache=copy(self.kv_cache))
+        return other
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.is_initialized = True
@@ -230,6 +236,12 @@ class SparseCache(Cache):
                 )
             layers.append(SparseLayer(pattern, rollback, store))
         super().__init__(layers=layers)
+
+    def __copy__(self) -> Self:
+        """Copies each layer's cache too, because new tokens change the layers in place."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self), layers=[copy(layer) for layer in self.layers])
+        return other
 
     @property
     def kept(self) -> list[int]:
