@@ -78,8 +78,8 @@ def _with_indexers(post_init: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the last method of building a model: its first call may be inside torch.compile."""
 
     @functools.wraps(post_init)
-    def prepared(self: Any) -> None:
-        post_init(self)
+    def prepared(self: Any, *arguments: Any, **options: Any) -> None:
+        post_init(self, *arguments, **options)
         if getattr(self.config, "_attn_implementation", None) == config.NAME:
             indexers.watch(self)
 

@@ -7,7 +7,7 @@ import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...patterns.algebra import Pattern
+from .config import NAME
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +103,31 @@ def call_state() -> CallState:
 def packing() -> _Packing:
     """Returns the position ids of this thread's calls, or of the call that torch.compile traces."""
     return _traced if torch.compiler.is_compiling() else thread
+
+
+def replacement(
+    function: Callable[..., Any], changed: Callable[[dict[str, Any]], None]
+) -> Callable[..., Any]:
+    """Returns a function with the name and the signature of one of transformers.
+
+    `changed` gets the arguments by name and changes them in place, before the function gets them.
+    """
+    parameters = inspect.signature(function).parameters.values()
+    names = [x.name for x in parameters]
+    needed = [x.name for x in parameters if x.default is x.empty]
+
+    @wraps(function)
+    def replaced(*arguments: Any, **named: Any) -> Any:
+        # `Signature.bind` would break a compiled graph
+        given = {**dict(zip(names, arguments, strict=False)), **named}
+        is_one_each = len(given) == len(arguments) + len(named)
+        if not is_one_each or not all(name in given for name in needed):
+            return function(*arguments, **named)  # raises its own TypeError
+        changed(given)
+        return function(**given)
+
+    setattr(replaced, NAME, True)
+    return replaced
 
 
 def remember_positions(model: Any, watch: Callable[[Any], None]) -> None:

@@ -22,7 +22,7 @@ from ...patterns.blocks import TensorMask
 from ...patterns.expression import add_constructor
 from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Dilated, Documents, Full, Packed, SlidingWindow
-from .calls import PLAIN_CALL, CallState, MaskRequest, call_state, packing, thread
+from .calls import PLAIN_CALL, CallState, MaskRequest, call_state, packing, replacement, thread
 from .config import NAME
 from .indexers import Chosen, Rows
 from .mask_kind import MaskKind, recognise, recognise_inside_compile, runs_by_neighbours
@@ -369,18 +369,18 @@ def watch_requests() -> None:
     preprocess = masking_utils._preprocess_mask_arguments
     if hasattr(preprocess, NAME):
         return
-    names = list(inspect.signature(preprocess).parameters)
+    names = inspect.signature(preprocess).parameters
     embeds_name = next(name for name in names if name.endswith("embeds"))
 
-    def watched(*arguments: Any) -> Any:
-        given, now = dict(zip(names, arguments, strict=False)), packing()
+    def watch(given: dict[str, Any]) -> None:
+        now = packing()
         now.request = None
         ids = now.running[-1][1] if now.running else None
         is_fresh = all(given.get(name) is None for name in _SHOW_PACKING)
         if (shared := thread.shared) is not None:
             embeds, ids = given[embeds_name], shared.position_ids
             given[embeds_name] = embeds.new_empty(1, 1, 1).expand(len(embeds), shared.length, 1)
-            if given["position_ids"] is not None:
+            if given.get("position_ids") is not None:
                 given["position_ids"] = ids
         is_cross = given.get("encoder_hidden_states") is not None
         if given["config"]._attn_implementation == NAME:
@@ -391,10 +391,8 @@ def watch_requests() -> None:
                 is_cross=is_cross,
                 layer_keys=_keys_of_layers(cache, given[embeds_name].shape[1]),
             )
-        return preprocess(*given.values())
 
-    setattr(watched, NAME, True)
-    masking_utils._preprocess_mask_arguments = watched
+    masking_utils._preprocess_mask_arguments = replacement(preprocess, watch)
 
 
 def _keys_of_layers(cache: Any, new: int) -> tuple[int, ...] | None:

@@ -30,7 +30,7 @@ from ...patterns.keywords import with_hints
 from ...patterns.positions import Causal, Full
 from . import shared_arguments
 from .apply import is_causal, patterns_of, register
-from .calls import SharedCall, remember_blocks, runs_layers_again, shared_calls, thread
+from .calls import SharedCall, remember_blocks, replacement, runs_layers_again, shared_calls, thread
 from .config import NAME, Hold, attention_modules, decoder_config, hold, release
 from .indexers import lists_keys
 from .shared_loss import sharded_loss, with_loss
@@ -296,10 +296,8 @@ def _share_restarts() -> None:
     if hasattr(restart, NAME):
         return
 
-    def restart_whole(mask_function: Any, position_ids: Tensor) -> Any:
+    def of_whole_batch(given: dict[str, Any]) -> None:
         if (shared := thread.shared) is not None:
-            position_ids = shared.position_ids.expand(len(position_ids), -1)
-        return restart(mask_function, position_ids)
+            given["position_ids"] = shared.position_ids.expand(len(given["position_ids"]), -1)
 
-    setattr(restart_whole, NAME, True)
-    masking_utils.remap_positions_for_packed_sequence = restart_whole
+    masking_utils.remap_positions_for_packed_sequence = replacement(restart, of_whole_batch)
