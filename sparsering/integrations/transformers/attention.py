@@ -11,6 +11,7 @@ from .config import is_cross_attention
 from .indexers import BlockScorer, Chosen, chosen_keys
 from .masks import ModelMask
 from .once import once
+from .shapes import is_shape_alone, is_true
 from .sources import LayerCall, attend_by_source
 from .sparse_cache import cache_layer_of
 
@@ -128,8 +129,10 @@ def _with_documents(
     """Adds documents, given by the cumulative lengths that trainers pass for flash attention."""
     if isinstance(mask, ModelMask) and mask.kind and cu_q is not None and cu_k is not None:
         same = cu_q.shape == cu_k.shape
-        same = same and (torch.compiler.is_compiling() or torch.equal(cu_q, cu_k))
+        same = same and (torch.compiler.is_compiling() or is_true((cu_q == cu_k).all(), True))
         if same and batch == 1 and mask.shape[2] == mask.shape[3]:
+            if not torch.compiler.is_compiling() and is_shape_alone(cu_q):
+                return mask
             key = torch.arange(mask.shape[3], device=cu_q.device)
             ids = torch.searchsorted(cu_q[1:].long().contiguous(), key, right=True)[None]
             return once(mask, "cu_seq_lens", lambda: mask.with_documents(ids))
@@ -157,7 +160,7 @@ def _check_documents(
         if mask.documents is None
         else mask.documents.diff(dim=1) != 0
     )
-    if torch.compiler.is_compiling() or bool((after & ~before).any()):
+    if torch.compiler.is_compiling() or is_true((after & ~before).any(), False):
         raise NotImplementedError(
             "a layer whose indexer chooses keys needs position_ids that restart in each document, "
             "got cu_seq_lens_q and cu_seq_lens_k, of which the indexer does not know; pass "
@@ -182,7 +185,7 @@ def _warn_of_packing(mask: ModelMask, position_ids: Tensor | None) -> None:
         start = int(mask.q_start) + mask.kv_start
         valid = mask.valid_keys[:, start : start + q_len]
         restarts = restarts & valid[:, 1:] & valid[:, :-1]
-    if bool(restarts.any()):
+    if is_true(restarts.any(), False):
         warnings.warn(
             "position_ids restart, but packed documents see each other, since a cache or a mask "
             "hides them; pass cu_seq_lens_q and cu_seq_lens_k, or use_cache=False and no mask",
@@ -194,4 +197,4 @@ def _is_zero(bias: Tensor) -> bool:
     """Whether a bias is all zeros and needs no gradient, as in T5's cross attention."""
     if torch.compiler.is_compiling() or bias.requires_grad:
         return False
-    return not once(bias, "any", lambda: bool(bias.any()))
+    return not once(bias, "any", lambda: is_true(bias.any(), True))

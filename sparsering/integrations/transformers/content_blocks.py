@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .once import once
+from .shapes import is_shape_alone, is_true
 
 
 class ContentBlocks(NamedTuple):
@@ -48,7 +49,10 @@ def _content_blocks(mask: Any, batch: int, queries: int, size: int, device: Any)
     place, outside = count(valid)
     is_first = valid & ((place - outside) % size == 0)
     block, blocks_outside = is_first.cumsum(1) - 1, count(is_first)[1]
-    blocks = max(1, int(is_first.sum(1).max()))
+    blocks = -(-length // size)  # of a call for shapes alone, which has a single document
+    if not is_shape_alone(is_first):
+        blocks = int(is_first.sum(1).max())
+    blocks = max(1, blocks)
     in_order = (~valid).byte().argsort(dim=1, stable=True)
     starts = (~is_first).byte().argsort(dim=1, stable=True)[:, :blocks]
     tokens = place.gather(1, starts)[..., None] + torch.arange(size, device=device)
@@ -116,7 +120,7 @@ def best_blocks(
         lists.append(listed.masked_fill(best == -torch.inf, -1))
     listed = torch.cat(lists, 2)
     aligned = torch.arange(blocks * size, device=device).view(blocks, size)
-    if not bool((found.real & (found.tokens != aligned)).any()):
+    if not is_true((found.real & (found.tokens != aligned)).any(), False):
         return listed, size
     of_row = tokens[entry[..., None, None], listed.clamp(min=0)]  # [B, H, N, k, size]
     return torch.where(listed[..., None] < 0, -1, of_row).flatten(3), 1

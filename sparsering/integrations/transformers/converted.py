@@ -12,6 +12,7 @@ from ...patterns.keys import KeyMask
 from ...patterns.keywords import with_hints
 from ...patterns.positions import Documents, Full, SlidingWindow
 from .once import once
+from .shapes import is_true
 
 
 @with_hints()
@@ -103,10 +104,10 @@ def _patterns(size: int, masked: Tensor, is_global: Tensor) -> tuple[Pattern, Pa
     """Returns the patterns of all tokens and of global ones."""
     local: Mask = SlidingWindow(size, size)
     everywhere: Mask = Full()
-    if bool(masked.any()):
+    if is_true(masked.any(), False):
         valid = KeyMask(~masked)
         local, everywhere = local & valid, valid
-    return (local | KeyMask(is_global) if bool(is_global.any()) else local), everywhere
+    return (local | KeyMask(is_global) if is_true(is_global.any(), False) else local), everywhere
 
 
 def _global_rows(is_global: Tensor) -> Tensor:

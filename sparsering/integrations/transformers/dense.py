@@ -7,6 +7,7 @@ from ...functional import attention
 from ...numerics import capped, sum_dtype
 from ...patterns.keys import KeyMask
 from .masks import Inputs, Options
+from .shapes import is_shape_alone, is_true
 
 MOST_SCORES = 1 << 28  # upper bound of B x H x Nq x Nk in one call: 1 GiB of float32 scores
 
@@ -26,7 +27,8 @@ def attend_tensor(inputs: Inputs, mask: Tensor, bias: Tensor | None, extras: Opt
             f"{tuple(mask.shape)}; slice it to these lengths"
         )
     allowed = _as_bool(mask)
-    if bias is None and allowed is not None and allowed.shape[1:3] == (1, 1):
+    hides_keys = allowed is not None and allowed.shape[1:3] == (1, 1)
+    if bias is None and allowed is not None and hides_keys and not is_shape_alone(allowed):
         keys = KeyMask(allowed[:, 0, 0].expand(len(query), key.shape[2]))
         return attention(*inputs, keys, q_start=0, **extras)
     if allowed is None:
@@ -83,4 +85,5 @@ def _as_bool(mask: Tensor) -> Tensor | None:
     if torch.compiler.is_compiling() or mask.requires_grad:
         return None
     allowed = mask == 0
-    return allowed if bool((allowed | (mask <= torch.finfo(mask.dtype).min)).all()) else None
+    only_hides = (allowed | (mask <= torch.finfo(mask.dtype).min)).all()
+    return allowed if is_true(only_hides, False) else None

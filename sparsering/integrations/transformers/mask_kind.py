@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
+from .shapes import is_true
+
 MaskFunction = Callable[..., Any]
 
 _CAUSAL: MaskFunction = masking_utils.causal_mask_function
@@ -92,7 +94,8 @@ def _add(function: MaskFunction, positions: Tensor | None, kind: MaskKind) -> bo
 def _has_no_blocks(function: MaskFunction) -> bool:
     """Whether a function joins the tokens of each block, and there is no block (all are -1)."""
     is_blocks = getattr(function, "__code__", None) is _BLOCKS
-    return is_blocks and bool((function.__closure__[0].cell_contents < 0).all())  # type: ignore
+    ids = function.__closure__[0].cell_contents if is_blocks else _NOTHING  # type: ignore[index]
+    return is_blocks and is_true((ids < 0).all(), True)
 
 
 def recognise_inside_compile(

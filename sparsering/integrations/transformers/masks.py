@@ -27,6 +27,7 @@ from .config import NAME
 from .indexers import Chosen, Rows
 from .mask_kind import MaskKind, recognise, recognise_inside_compile, runs_by_neighbours
 from .once import once
+from .shapes import is_true
 
 _SHOW_PACKING = ("attention_mask", "past_key_values", "cache", "position_ids")  # all None: we look
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value
@@ -96,7 +97,7 @@ def several_runs(*ids: Tensor) -> Tensor | None:
     if not ids:
         return None
     runs = common_runs(*ids)
-    return runs if torch.compiler.is_compiling() or bool(runs[:, -1:].any()) else None
+    return runs if torch.compiler.is_compiling() or is_true(runs[:, -1:].any(), False) else None
 
 
 @dataclass(eq=False, repr=False)
@@ -151,7 +152,7 @@ class ModelMask:
         if self.valid_keys is None:
             return None
         valid = self.valid_keys[:, self.kv_start : self.kv_start + kv_len]
-        return None if not torch.compiler.is_compiling() and bool(valid.all()) else valid
+        return None if not torch.compiler.is_compiling() and is_true(valid.all(), True) else valid
 
     def pattern(self, q_start: int, kv_len: int, hidden: int = 0) -> Mask:
         """Returns this mask as a pattern over the first `kv_len` keys; `kind` must not be None.
@@ -358,7 +359,7 @@ def _within_documents(ids: Tensor | None, batch: int, device: Any) -> Callable[.
     if ids is None or ids.dim() != 2 or len(ids) not in (1, batch):
         return None
     restarts = ids[:, 1:] <= ids[:, :-1]
-    if not torch.compiler.is_compiling() and not bool(restarts.any()):
+    if not torch.compiler.is_compiling() and not is_true(restarts.any(), False):
         return None
     documents = torch.nn.functional.pad(restarts, (1, 0)).cumsum(1).to(device)
     return masking_utils.packed_sequence_mask_function(documents.expand(batch, -1))
@@ -419,7 +420,7 @@ def _valid_keys(attention_mask: Tensor | None, length: int) -> Tensor | None:
         )
     if (missing := length - attention_mask.shape[1]) > 0:
         attention_mask = torch.nn.functional.pad(attention_mask, (0, missing))
-    is_full = not torch.compiler.is_compiling() and bool(attention_mask.all())
+    is_full = not torch.compiler.is_compiling() and is_true(attention_mask.all(), True)
     return None if is_full else attention_mask
 
 

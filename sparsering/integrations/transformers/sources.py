@@ -21,6 +21,7 @@ from .indexers import BlockScorer, Chosen
 from .masks import Inputs, ModelMask, Options, mask_interface
 from .once import once
 from .override import attend_lists_shared, attend_pattern, attend_shared
+from .shapes import is_shape_alone
 from .sparse_cache import SparseLayer, attend_cached
 
 
@@ -227,7 +228,7 @@ def attend_masked(
         if mask.visible is None or bias is not None:
             return dense_attention("a compiled static cache", *inputs, mask.dense(), bias, **extras)
         return attention(*inputs, KeyMask(mask.visible), q_start=0, **extras)
-    q_start = int(mask.q_start)
+    q_start = kv_len - q_len if is_shape_alone(mask.q_start) else int(mask.q_start)
     if bias is not None and _depends_on_distance(bias, module):
         extras, bias = {**extras, "distance_bias": _distance_table(bias, q_start)}, None
     if pattern is not None and (mask.kind is None or bias is not None):
@@ -273,7 +274,7 @@ def _depends_on_distance(bias: Tensor, module: Any) -> bool:
     if torch.compiler.is_compiling() or bias.dim() != 4 or bias.shape[0] != 1 or learnt:
         return False
     shifted = bias[..., 1:, 1:], bias[..., :-1, :-1]
-    return once(bias, "distance", lambda: bool(torch.equal(*shifted)))
+    return once(bias, "distance", lambda: is_shape_alone(bias) or torch.equal(*shifted))
 
 
 def _distance_table(bias: Tensor, q_start: int) -> Tensor:
