@@ -39,7 +39,7 @@ class SparseLayer(CacheLayerMixin):
 
     def __copy__(self) -> Self:
         other = object.__new__(type(self))
-        vars(other).update(vars(self), kv_cache=copy(self.kv_cache))
+        other.__dict__.update(vars(self), kv_cache=copy(self.kv_cache))
         return other
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -240,7 +240,7 @@ class SparseCache(Cache):
     def __copy__(self) -> Self:
         """Copies each layer's cache too, because new tokens change the layers in place."""
         other = object.__new__(type(self))
-        vars(other).update(vars(self), layers=[copy(layer) for layer in self.layers])
+        other.__dict__.update(vars(self), layers=[copy(layer) for layer in self.layers])
         return other
 
     @property
