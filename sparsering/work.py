@@ -101,7 +101,8 @@ def problem_of(recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Ext
 
 def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
     """Converts a slot bias [B, Hq, R * k] to a block bias [B, Hq, blocks] of the layout."""
-    if all(p.slot is None for p in layout.passes) and layout.passes and slot_bias.shape[2]:
+    has_entries = layout.entry_slots.shape[-1] > 0  # no entries without queries
+    if all(p.slot is None for p in layout.passes) and has_entries and slot_bias.shape[2]:
         raise NotImplementedError(
             "slot_bias needs tiles of one row and one block of SelectedBlocks, got tiles that span "
             "several; pass a block_size, 16 or more, that divides the selection's, or pass "

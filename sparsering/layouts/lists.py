@@ -89,6 +89,8 @@ class Lists(NamedTuple):
         """Converts a slot bias [B, Hq, R * k] to one by place, [B, Hq, Nq, n]."""
         rows, slots, size = self.shape
         assert self.row is not None
+        if not slot_bias.shape[2]:  # queries before row 0 have no row whose bias could be read
+            return slot_bias.new_zeros(*slot_bias.shape[:2], *self.keys.shape[2:])
         of_row = slot_bias.unflatten(2, (rows, slots))  # [B, Hq, R, k]
         row = self.row[:, None, :, None].expand(*slot_bias.shape[:2], -1, slots)
         of_query = of_row.gather(2, row)  # [B, Hq, Nq, k]
@@ -99,6 +101,8 @@ class Lists(NamedTuple):
         """Converts the gradient of `bias` to that of the slot bias."""
         rows, slots, size = self.shape
         assert self.row is not None
+        if not rows * slots:
+            return grad.new_zeros(*grad.shape[:2], 0)
         of_key = grad[..., : slots * size].unflatten(3, (slots, size))  # [B, Hq, Nq, k, size]
         of_slot = of_key.sum(4)  # [B, Hq, Nq, k]
         row = self.row[:, None, :, None].expand(*of_slot.shape)

@@ -366,3 +366,20 @@ def test_how_many_more_blocks_a_tile_lists_than_its_rows():
     query = torch.zeros(1, 2, 32, 8)
     told = sr.explain(query, query, query, apart & sr.Causal(), block_size=16)
     assert "each row of 1 queries lists 2 blocks of 16; a tile of 16 queries 1.5 times" in told
+
+
+@pytest.mark.parametrize("backend", [None, "cpu", "gather", "reference"])
+@pytest.mark.parametrize(
+    ("size", "row", "rows", "queries", "q_start"),
+    [(1, 1, 2, 0, 2), (15, 3, 2, 0, 5), (16, 16, 2, 0, 24), (1, 1, 0, 3, -3), (16, 1, 0, 3, -3)],
+)
+def test_a_bias_of_slots_that_no_query_reads(size, row, rows, queries, q_start, backend):
+    q, k = torch.randn(1, 2, queries, 8, requires_grad=True), torch.randn(1, 1, 24, 8)
+    chosen = sr.SelectedBlocks(torch.zeros(1, rows, 3, dtype=torch.int64), size, row)
+    bias = torch.ones(1, 1, rows, 3, requires_grad=True)
+    out = sr.attention(q, k, k, chosen, slot_bias=bias, q_start=q_start, backend=backend)
+    out.sum().backward()
+    assert out.shape == (1, 2, queries, 8)
+    assert not out.any()
+    assert torch.equal(bias.grad, torch.zeros_like(bias))
+    assert torch.equal(q.grad, torch.zeros_like(q))
