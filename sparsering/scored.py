@@ -4,13 +4,14 @@ The function is evaluated on visited tiles alone, by the backend gather, or on a
 reference. It takes no operator's way: operators take tensors and numbers, and no functions.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .call_recipe import CallRecipe, Inputs, checked_call
 from .checks import check_batch, refuse_forward_mode
@@ -46,13 +47,13 @@ def scored_attention(
     recipe = CallRecipe(name, **call)
     check_batch(pattern, len(inputs[0]))
     check_fits(pattern, frame_of(*inputs[:2], recipe.q_start))
-    captured = _checked(score_mod, inputs)
+    read = _checked(score_mod, inputs)
     with without_autocast(inputs[0]):
         if BACKENDS[name].forward is None:
             return reference(recipe, inputs, pattern, extras, score_mod)
         learning = [n for n, x in OPTIONS.items() if x.learns and extras[n] is not None]
         call_of_all = _Call(recipe, pattern, extras, score_mod, learning)
-        tensors = *inputs, *(extras[n] for n in learning), *captured
+        tensors = *inputs, *(extras[n] for n in learning), *read
         out, lse = _Scored.apply(call_of_all, *tensors)
     return out, lse
 
@@ -77,7 +78,11 @@ class _Call:
         count = len(self.learning)
         extras = self.extras.changed(**dict(zip(self.learning, rest[:count], strict=True)))
         problem = problem_of(self.recipe, (query, key, value), self.pattern, extras)
-        return problem._replace(score_mod=self.score_mod, captured=tuple(rest[count:]))
+        read = rest[count:]
+        function = _bound(self.score_mod, read) if read else self.score_mod
+        return problem._replace(
+            score_mod=function, captured=tuple(x for x in read if x.requires_grad)
+        )
 
 
 class _Scored(Function):
@@ -103,11 +108,16 @@ class _Scored(Function):
             slots = tensors[3 + call.learning.index("slot_bias")]
             grads["slot_bias"] = slot_gradient(grads["block_bias"], problem, slots)
         own = (grads[name] for name in ("query", "key", "value", *call.learning))
-        return None, *own, *found.captured
+        captured = iter(found.captured)
+        read = tensors[3 + len(call.learning) :]
+        return None, *own, *(next(captured) if x.requires_grad else None for x in read)
 
 
 def _checked(score_mod: object, inputs: Inputs) -> list[Tensor]:
-    """Checks a score_mod on one pair; returns the tensors that it reads and that get gradients."""
+    """Checks a score_mod on one pair; returns the tensors that it reads, in the order of reading.
+
+    The call saves them, so that backward evaluates the function on what forward read.
+    """
     query, key, _ = inputs
     if not callable(score_mod):
         raise ValueError(
@@ -120,7 +130,7 @@ def _checked(score_mod: object, inputs: Inputs) -> list[Tensor]:
         return []  # no pair has an index that the function could read
     score = torch.zeros((), dtype=sum_dtype(query), device=query.device)
     zero = torch.zeros((), dtype=torch.int64, device=query.device)
-    reading = _Reads()
+    reading = _Reads((score, zero))
     try:
         with torch.enable_grad(), reading:
             result = score_mod(score, zero, zero, zero, zero)
@@ -143,25 +153,62 @@ def _checked(score_mod: object, inputs: Inputs) -> list[Tensor]:
             f"score_mod must work under torch.vmap, got: {error} Choose with torch.where (not "
             "`if`), combine comparisons with & and | (not `and`, `or`)"
         ) from error
-    return [x for x in reading.found.values() if x.requires_grad]
+    return list(reading.found.values())
+
+
+def _bound(score_mod: ScoreMod, read: list[Tensor]) -> ScoreMod:
+    """Returns a score_mod that reads the tensors `read`, whatever its closure holds by now."""
+
+    def bound(*arguments: Tensor) -> Tensor:
+        with _Reads(arguments, read) as reading:
+            result = score_mod(*arguments)
+        if len(reading.found) != len(read):
+            raise RuntimeError(
+                f"score_mod reads {len(reading.found)} tensors in backward, and {len(read)} in "
+                "forward; let it read the same tensors each time"
+            )
+        return result
+
+    return bound
 
 
 class _Reads(TorchFunctionMode):
-    """Finds the tensors that a function reads, but not those that it makes."""
+    """Finds the tensors that a function reads, but not its arguments or those that it makes.
 
-    def __init__(self) -> None:
+    With `saved`, the n-th tensor that the function reads is replaced by the n-th of `saved`: a
+    variable of its closure, an attribute or a global may hold another tensor by then.
+    """
+
+    def __init__(self, arguments: Sequence[Tensor], saved: Sequence[Tensor] | None = None) -> None:
         super().__init__()
         self.found: dict[int, Tensor] = {}
-        self._made: dict[int, Tensor] = {}  # held, so that no other tensor gets their id
+        self._saved = saved
+        self._held: list[Tensor] = []  # so that no other tensor gets the id of one that was read
+        self._made = {id(x): x for x in arguments}  # held, so that no other tensor gets their id
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        for x in torch.utils._pytree.tree_leaves((args, kwargs)):
-            if isinstance(x, Tensor) and id(x) not in self._made:
-                self.found.setdefault(id(x), x)
-        result = func(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(result):
-            if isinstance(x, Tensor) and id(x) not in self.found:
+        args, kwargs = tree_map_only(Tensor, self._read, (args, kwargs or {}))
+        result = func(*args, **kwargs)
+        for x in tree_leaves(result):
+            if isinstance(x, Tensor):
                 self._made[id(x)] = x
         return result
+
+    def _read(self, x: Tensor) -> Tensor:
+        if id(x) in self._made:
+            return x
+        if id(x) not in self.found:
+            number = len(self.found)
+            self._held.append(x)
+            if self._saved is None:
+                self.found[id(x)] = x
+            elif number < len(self._saved) and self._saved[number].shape == x.shape:
+                self.found[id(x)] = self._saved[number]
+            else:
+                raise RuntimeError(
+                    "score_mod reads other tensors in backward than in forward: tensor "
+                    f"{number} has shape {tuple(x.shape)}; let it read the same tensors each time"
+                )
+        return self.found[id(x)]

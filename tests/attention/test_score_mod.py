@@ -189,3 +189,49 @@ def test_other_calls_refuse_it_by_name():
 def test_what_is_no_function_of_scores_is_refused(change, message):
     with pytest.raises(ValueError, match=message):
         sr.attention(*drawn(), sr.Causal(), score_mod=change)
+
+
+def test_backward_reads_what_forward_read():
+    n = 40
+    q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for _ in range(3))
+    biases = [torch.randn(2 * n, requires_grad=True) for _ in range(3)]
+    distance = torch.arange(n)[:, None] - torch.arange(n) + n
+    sparse = dense = q
+    for bias in biases:  # the function of each layer reads the loop's variable
+        sparse = sparse + sr.attention(
+            sparse,
+            k,
+            v,
+            sr.Causal(),
+            score_mod=lambda s, b, h, i, j: s + bias[i - j + n],  # noqa: B023
+        )
+        score = dense @ k.mT * 8**-0.5 + bias[distance]
+        dense = dense + score.masked_fill(distance < n, -torch.inf).softmax(-1) @ v
+    inputs = (q, k, v, *biases)
+    right = torch.autograd.grad(dense.square().sum(), inputs)
+    for grad, expected in zip(
+        torch.autograd.grad(sparse.square().sum(), inputs), right, strict=True
+    ):
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_table_changed_in_place_before_backward_is_an_error_of_torch():
+    q, k, v = (torch.randn(1, 1, 20, 8, requires_grad=True) for _ in range(3))
+    table = torch.randn(40)
+    out = sr.attention(q, k, v, sr.Causal(), score_mod=lambda s, b, h, i, j: s + table[i - j + 20])
+    table.mul_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_other_tensors_in_backward_are_an_error():
+    q, k, v = (torch.randn(1, 1, 20, 8, requires_grad=True) for _ in range(3))
+    tables = [torch.randn(40)]
+
+    def changed(score, b, h, i, j):
+        return score + sum(table[i - j + 20] for table in tables)
+
+    out = sr.attention(q, k, v, sr.Causal(), score_mod=changed)
+    tables.append(torch.randn(40))
+    with pytest.raises(RuntimeError, match="let it read the same tensors each time"):
+        out.sum().backward()
