@@ -164,8 +164,9 @@ def _bound(score_mod: ScoreMod, read: list[Tensor]) -> ScoreMod:
             result = score_mod(*arguments)
         if len(reading.found) != len(read):
             raise RuntimeError(
-                f"score_mod reads {len(reading.found)} tensors in backward, and {len(read)} in "
-                "forward; let it read the same tensors each time"
+                f"score_mod read {len(read)} tensors when the call began, and "
+                f"{len(reading.found)} when it was evaluated again; let it read the same tensors "
+                "each time"
             )
         return result
 
@@ -208,7 +209,8 @@ class _Reads(TorchFunctionMode):
                 self.found[id(x)] = self._saved[number]
             else:
                 raise RuntimeError(
-                    "score_mod reads other tensors in backward than in forward: tensor "
-                    f"{number} has shape {tuple(x.shape)}; let it read the same tensors each time"
+                    "score_mod read other tensors when the call began than when it was evaluated "
+                    f"again: tensor {number} has shape {tuple(x.shape)} now; let it read the same "
+                    "tensors each time"
                 )
         return self.found[id(x)]

@@ -89,7 +89,7 @@ class Lists(NamedTuple):
         """Converts a slot bias [B, Hq, R * k] to one by place, [B, Hq, Nq, n]."""
         rows, slots, size = self.shape
         assert self.row is not None
-        if not slot_bias.shape[2]:  # queries before row 0 have no row whose bias could be read
+        if not rows * slots:  # queries before row 0 have no row whose bias could be read
             return slot_bias.new_zeros(*slot_bias.shape[:2], *self.keys.shape[2:])
         of_row = slot_bias.unflatten(2, (rows, slots))  # [B, Hq, R, k]
         row = self.row[:, None, :, None].expand(*slot_bias.shape[:2], -1, slots)
