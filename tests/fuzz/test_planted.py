@@ -279,8 +279,8 @@ DEFECTS = {
     "queries of a static cache stand at the end of its room": (
         "models",
         "integrations/transformers/sources.py",
-        "    q_start = int(mask.q_start)\n    if bias is not None and _depends_on",
-        "    q_start = key.shape[2] - q_len\n    if bias is not None and _depends_on",
+        " else int(mask.q_start)\n    if bias is not None and _depends_on",
+        " else key.shape[2] - q_len\n    if bias is not None and _depends_on",
     ),
 }
 
