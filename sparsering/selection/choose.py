@@ -11,7 +11,8 @@ from ..checks import check_tensor, observed
 from ..kernels import triton
 from ..patterns.arguments import checked_flag, checked_integer, is_finite, shortened
 from ..patterns.keywords import with_hints
-from .query_rows import checked_blocks, current_blocks
+from .bounds import Bounds
+from .query_rows import checked_blocks, current_blocks, num_rows
 
 _AT_A_TIME = 1 << 17  # scores ranked at a time on a CPU, so that they fit its cache
 _BLOCK_BITS = 30
@@ -29,6 +30,8 @@ def select_blocks(
     local: int = 1,
     causal: bool = True,
     q_start: int = 0,
+    first: Tensor | None = None,
+    stop: Tensor | None = None,
 ) -> Tensor:
     """Returns the k best-scored key blocks of each row, a group of `query_block` queries.
 
@@ -50,6 +53,10 @@ def select_blocks(
             block if the queries lie past the keys.
         causal: whether blocks after the block of the row's queries are excluded.
         q_start: position of the first query; `block_scores` uses Nk - Nq by default.
+        first, stop: int64 [B or 1, Nq], the bounds of the keys that each query sees, as for the
+            scores; B is the first dim of scores that have more than two. No block outside the
+            bounds of all queries of a row is chosen. Forced blocks are the first that the row sees,
+            and the last up to its own. Default: all keys.
 
     Returns: int64 [..., R, k], detached, on the scores' device, for `SelectedBlocks(indices,
         block_size, query_block, first_row=q_start // query_block)`.
@@ -81,9 +88,12 @@ def select_blocks(
             f"sink + local must be at most k={k}, got {sink} + {local}; pass a larger k or force "
             "fewer blocks"
         )
-    scores = scores.detach().reshape(math.prod(outer), rows, blocks)
     first_row = q_start // query_block
-    plain = scores.is_cuda and not observed(scores) and top_p in (None, 1)
+    low = high = None
+    if first is not None or stop is not None:
+        low, high = _seen_blocks(scores, first, stop, block_size, query_block, q_start)
+    scores = scores.detach().reshape(math.prod(outer), rows, blocks)
+    plain = scores.is_cuda and not observed(scores) and top_p in (None, 1) and low is None
     if plain and scores.numel() and first_row >= 0 and triton.ranks(k, scores.device):
         chosen = triton.best_blocks(
             scores,
@@ -96,30 +106,80 @@ def select_blocks(
             block_size=block_size,
         )
         return chosen.view(*outer, rows, k)
-    current = current_blocks(first_row, rows, query_block, block_size, scores.device)
+    own = current_blocks(first_row, rows, query_block, block_size, scores.device)[None]
+    low = torch.zeros_like(own) if low is None else low
+    high = torch.full_like(own, blocks) if high is None else high
     best = partial(_best_blocks, k=k, top_p=top_p, sink=sink, local=local, causal=causal)
     if scores.device.type != "cpu" or torch.compiler.is_compiling() or not scores.numel():
-        chosen = best(scores, current)
+        chosen = best(scores, own, low, high)
     else:
         step = max(1, _AT_A_TIME // (blocks * len(scores)))
-        parts = zip(scores.split(step, 1), current.split(step), strict=True)
+        parts = zip(*(x.split(step, 1) for x in (scores, own, low, high)), strict=True)
         chosen = torch.cat([best(*part) for part in parts], 1)
     return chosen.view(*outer, rows, k)
 
 
+def _seen_blocks(
+    scores: Tensor,
+    first: Tensor | None,
+    stop: Tensor | None,
+    block_size: int,
+    query_block: int,
+    q_start: int,
+) -> tuple[Tensor, Tensor]:
+    """Returns the first block that each row sees, and the one after the last.
+
+    Both are int64 [1, R], or [product of the dims before the rows, R].
+    """
+    *outer, rows, blocks = scores.shape
+    batch = outer[0] if outer else 1
+    given = stop if first is None else first
+    check_tensor("first or stop", given)
+    tokens = given.shape[-1] if given is not None and given.dim() else 0
+    if num_rows(q_start, tokens, query_block) != rows:
+        raise ValueError(
+            f"first and stop must be int64 [{batch} or 1, Nq] with Nq queries that make {rows} "
+            f"rows of query_block={query_block} from q_start={q_start} on, got Nq={tokens}; pass "
+            "those that block_scores had"
+        )
+    bounds = Bounds.of(first, stop, batch, tokens, blocks * block_size)
+    assert bounds is not None
+    low, high = bounds.blocks_of_rows(block_size, query_block, q_start)
+    if len(low) == 1 and len(high) == 1:
+        return low, high
+    low, high = (x.expand(batch, -1) for x in (low, high))
+    heads = math.prod(outer[1:])
+    return low.repeat_interleave(heads, 0), high.repeat_interleave(heads, 0)
+
+
 def _best_blocks(
-    scores: Tensor, own: Tensor, k: int, top_p: float | None, sink: int, local: int, causal: bool
+    scores: Tensor,
+    own: Tensor,
+    low: Tensor,
+    high: Tensor,
+    k: int,
+    top_p: float | None,
+    sink: int,
+    local: int,
+    causal: bool,
 ) -> Tensor:
-    """Chooses blocks [.., R, k] by scores [.., R, Nb]; row r lies in key block `own[r]`."""
+    """Chooses blocks [E, R, k] by scores [E, R, Nb].
+
+    Row r of entry e lies in key block `own[0, r]` and sees blocks from `low[e or 0, r]` up to the
+    one before `high[e or 0, r]`.
+    """
     blocks = scores.shape[-1]
     block = torch.arange(blocks, device=scores.device)
-    last = own.clamp(max=blocks - 1)[:, None]
-    forced = (block < sink) | ((block <= last) & (block > last - local))
+    last = torch.minimum(own, high - 1)[..., None]
+    sinks = block < low[..., None] + sink
+    forced = sinks | ((block <= last) & (block > last - local))
     scores = scores.float() + 0.0  # -0.0 becomes 0.0: equal scores need equal bits
+    unseen = (block < low[..., None]) | (block >= high[..., None])
     if causal:
         hidden = block > last
-        forced = forced & ~hidden
-        scores = scores.masked_fill(hidden, -torch.inf)
+        unseen = unseen | hidden
+    forced = forced & ~unseen
+    scores = scores.masked_fill(unseen, -torch.inf)
     scores = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf)
     bits = scores.view(torch.int32)
     sortable = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that sort as the floats do

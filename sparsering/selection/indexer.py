@@ -15,6 +15,7 @@ from ..checks import (
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag, checked_integer
 from ..patterns.keywords import with_hints
+from .bounds import check_bounds
 from .over_ranks import agreed, check_own_tokens, checks_of_a_rank, first_rows, of_all_ranks
 from .query_rows import at_a_time
 
@@ -250,15 +251,7 @@ def _check_bounds(
         check_tensor("lengths", lengths)
     if lengths is not None and (lengths.shape != (batch,) or lengths.dtype != torch.int64):
         raise ValueError(f"lengths must be int64 [{batch}], got {lengths.dtype} {lengths.shape}")
-    for name, bound in (("first", first), ("stop", stop)):
-        if bound is None:
-            continue
-        check_tensor(name, bound)
-        if bound.shape not in {(1, tokens), (batch, tokens)} or bound.dtype != torch.int64:
-            raise ValueError(
-                f"{name} must be int64 [{batch} or 1, {tokens}], got {bound.dtype} "
-                f"{tuple(bound.shape)}; give each query a bound of its keys"
-            )
+    check_bounds(batch, tokens, first=first, stop=stop)
 
 
 _NONE = torch.iinfo(torch.int64).min

@@ -15,6 +15,7 @@ from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag
 from ..patterns.keywords import with_hints
 from ..patterns.positions import Full
+from .bounds import Bounds, bounded_scores
 from .estimates import NEVER, BlockEstimate, checked_method
 from .query_rows import Span, at_a_time, checked_blocks, num_rows, spans
 
@@ -34,6 +35,8 @@ def block_scores(
     causal: bool = True,
     scale: float | None = None,
     q_start: int | None = None,
+    first: Tensor | None = None,
+    stop: Tensor | None = None,
 ) -> Tensor:
     """Scores blocks of keys by the share of the attention that each would get.
 
@@ -74,6 +77,9 @@ def block_scores(
         causal: True if a query sees no later keys.
         scale: factor of the products, default D ** -0.5.
         q_start: position of the first query, default Nk - Nq.
+        first, stop: int64 [B or 1, Nq]; each query sees only the keys m with first <= m < stop, as
+            in `top_tokens`. Default: all. A block that a bound cuts has the exact mass of the keys
+            inside the bounds, and a block outside them scores -inf.
 
     Returns: [B, Hkv, R, Nb] float32 (computed in float64 for float64 inputs); the first of the R
         rows is row q_start // query_block, Nb = ceil(Nk / block_size). Differentiable.
@@ -81,7 +87,8 @@ def block_scores(
     Raises: ValueError if an argument is invalid.
 
     Cost: parts / block_size of dense scores ("gauss", "bounds": 2 / block_size; "antidiagonal":
-        1 / parts); memory O(scores), whatever the method.
+        1 / parts); memory O(scores), whatever the method. With bounds, the keys of up to two blocks
+        are read for each query, and blocks outside the bounds cost as much as those inside.
 
     Example:
         >>> scores = block_scores(query, key, 64)
@@ -96,8 +103,20 @@ def block_scores(
     scale = checked_scale(scale, query)
     q_start = checked_integer_or_none("q_start", q_start)
     start = key.shape[2] - query.shape[2] if q_start is None else q_start
+    bounds = Bounds.of(first, stop, len(query), query.shape[2], key.shape[2])
     with without_autocast(query):
         estimate = BlockEstimate.build(key.to(sum_dtype(query)), block_size, method, part)
+        if bounds is not None:
+            scores = bounded_scores(
+                query,
+                estimate,
+                bounds,
+                query_block=query_block,
+                causal=causal,
+                scale=scale,
+                start=start,
+            )
+            return scores.float()
         return scores_of(query, estimate, query_block, causal, scale, start).float()
 
 

@@ -31,13 +31,13 @@ LENGTHS = ("one token", "no token")
 ROWS = ("q_start", "query_block", "not causal", "ragged last block", *LENGTHS)
 OF_CALLS = ("scale", "strides", "groups", "large scores")
 OPTIONS: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # function: (options, classes)
-    "block_scores": ((*ROWS, *OF_CALLS, "gradients"), METHODS),
+    "block_scores": ((*ROWS, *OF_CALLS, "gradients", "bounds"), METHODS),
     "select_blocks": (
         (
             "none",
             *ROWS[:4],
             *("top_p", "sink", "local", "few visible", "no row", "no block"),
-            *("NaN", "ties", "infinite"),
+            *("NaN", "ties", "infinite", "bounds"),
         ),
         ("-",),
     ),
@@ -151,6 +151,7 @@ class Scores(Function):
     parts: int
     causal: bool
     learns: bool
+    bounded: bool
     function: ClassVar[str] = "block_scores"
 
     @property
@@ -166,6 +167,7 @@ class Scores(Function):
             "one token": scene.q_len == 1,
             "no token": not scene.q_len * scene.kv_len,
             "gradients": self.learns,
+            "bounds": self.bounded,
         }
 
     def inputs(self) -> dict[str, Tensor]:
@@ -181,7 +183,15 @@ class Scores(Function):
             "causal": self.causal,
             "scale": self.call.head_dim**-0.5 if self.call.scale is None else self.call.scale,
             "q_start": self.call.scene.q_start,
+            **self.bounds(),
         }
+
+    def bounds(self) -> dict[str, Tensor]:
+        """Draws the bounds of the keys that each query sees."""
+        if not self.bounded:
+            return {}
+        scene = self.call.scene
+        return drawn_bounds(scene.batch, scene.q_len, scene.kv_len, self.seed)
 
     def largest(self, *, query: Tensor, key: Tensor) -> float:
         most = abs(self.given()["scale"])
@@ -196,6 +206,7 @@ class Choice(Function):
 
     shape: tuple[int, ...]
     kind: str
+    bounded: bool
     k: int
     block_size: int
     query_block: int
@@ -219,6 +230,7 @@ class Choice(Function):
             "few visible": self.k > blocks,
             "no row": not rows,
             "no block": not blocks,
+            "bounds": self.bounded,
             self.kind: True,
         }
 
@@ -226,8 +238,14 @@ class Choice(Function):
         return {"scores": drawn_scores(self.shape, self.kind, self.dtype, self.seed)}
 
     def given(self) -> dict[str, Any]:
-        names = [field.name for field in fields(Choice)][4:]
-        return {name: getattr(self, name) for name in names}
+        names = [field.name for field in fields(Choice)][5:]
+        given = {name: getattr(self, name) for name in names}
+        if not self.bounded:
+            return given
+        *outer, rows, blocks = self.shape
+        queries = max(0, rows * self.query_block - self.q_start % self.query_block)
+        keys = blocks * self.block_size
+        return given | drawn_bounds(outer[0] if outer else 1, queries, keys, self.seed)
 
     def check(self) -> None:
         """Compares selections; if a share is within rounding of top_p, either one is right."""
@@ -310,6 +328,15 @@ class Loss(Function):
     def largest(self, **exact: Any) -> float:
         scores = exact["scores"].detach()
         return scores[scores.isfinite()].abs().max().item() if scores.isfinite().any() else 0.0
+
+
+def drawn_bounds(batch: int, queries: int, keys: int, seed: int) -> dict[str, Tensor]:
+    """Draws the first key of each query and the end of its keys; one of them may be missing."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (1 if seed % 2 else batch, queries)
+    first = torch.randint(-2, keys + 1, shape, generator=generator)
+    stop = first + torch.randint(-2, keys + 2, shape, generator=generator)
+    return [{"first": first, "stop": stop}, {"first": first}, {"stop": stop}][seed % 3]
 
 
 def drawn_scores(shape: Sequence[int], kind: str, dtype: str, seed: int) -> Tensor:
@@ -428,7 +455,8 @@ def scores(draw: st.DrawFn, cell: Cell) -> Scores:
             scene = replace(scene, kv_len=scene.kv_len + 1)
     learns = cell.option == "gradients" or draw(st.booleans())
     call = plain_call(draw, cell, scene)
-    return Scores(cell.dtype, call.seed, call, method, size, row, parts, causal, learns)
+    bounded = cell.option == "bounds" or draw(st.integers(0, 3)) == 3
+    return Scores(cell.dtype, call.seed, call, method, size, row, parts, causal, learns, bounded)
 
 
 @st.composite
@@ -459,7 +487,9 @@ def choices(draw: st.DrawFn, cell: Cell) -> Choice:
         k = max(k, min(sink + local, blocks))
     shape = (*outer, rows, blocks)
     seed = draw(ints(0, 999))
-    return Choice(cell.dtype, seed, shape, kind, k, size, row, top_p, sink, local, causal, start)
+    bounded = option == "bounds" or draw(st.integers(0, 3)) == 3
+    own = cell.dtype, seed, shape, kind, bounded
+    return Choice(*own, k, size, row, top_p, sink, local, causal, start)
 
 
 @st.composite

@@ -56,6 +56,8 @@ def block_scores(
     causal: bool,
     scale: float,
     q_start: int | None,
+    first: Tensor | None = None,
+    stop: Tensor | None = None,
 ) -> Tensor:
     """Computes scores [B, Hkv, R, Nb], -inf for blocks that are not visible."""
     (batch, heads, length, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
@@ -66,26 +68,33 @@ def block_scores(
     key = key.repeat_interleave(heads // kv_heads, 1)
     if not blocks or not rows:
         return (query.sum() + key.sum()) * query.new_zeros(batch, kv_heads, rows, blocks)
-    logits = []
+    first = torch.zeros(1, length) if first is None else first
+    stop = torch.full((1, length), kv_len) if stop is None else stop
+    low, high = (x[:, None, :, None] for x in (first, stop))  # [B or 1, 1, N, 1]
+    logits, seen = [], []
     for block, keys in enumerate(key.split(block_size, 2)):
         if method == "antidiagonal":
             logit = antidiagonals(query, keys, parts, scale, start)
         else:
             logit = log_masses(query, keys, method, block_size // parts, scale)
+        place = block * block_size + torch.arange(keys.shape[2])
+        inside = (place >= low) & (place < high)  # [B or 1, 1, N, keys]
+        exact = ~inside.all(-1)
         if causal:
-            here = block * block_size + torch.arange(keys.shape[2]) <= position[:, None]
-            own = (scale * query @ keys.mT).masked_fill(~here, NEVER).logsumexp(-1)
-            logit = torch.where(position // block_size == block, own, logit)
-        logits.append(logit)
-    seen = (position // block_size)[:, None] >= torch.arange(blocks)
-    seen = seen if causal else torch.ones_like(seen)
+            inside = inside & (place <= position[:, None])
+            exact = exact | (position // block_size == block)
+        own = (scale * query @ keys.mT).masked_fill(~inside, NEVER).logsumexp(-1)
+        logits.append(torch.where(exact, own, logit))
+        seen.append(inside.any(-1).expand(logit.shape))
+    seen = torch.stack(seen, -1)  # [B, Hq, N, Nb]
     logit = torch.stack(logits, -1).masked_fill(~seen, NEVER)
     share = logit.log_softmax(-1).masked_fill(~seen, NEVER)  # [B, Hq, N, Nb]
     scores = []
     for row in range(first_row, first_row + rows):
         members = position // query_block == row
         total = share[:, :, members].unflatten(1, (kv_heads, -1)).flatten(2, 3).logsumexp(2)
-        scores.append(total.masked_fill(~seen[members].any(0), -math.inf))
+        any_seen = seen[:, :, members].any(2)[:, :: heads // kv_heads]
+        scores.append(total.masked_fill(~any_seen, -math.inf))
     return torch.stack(scores, 2)
 
 
@@ -100,17 +109,31 @@ def select_blocks(
     local: int = 1,
     causal: bool = True,
     q_start: int = 0,
+    first: Tensor | None = None,
+    stop: Tensor | None = None,
 ) -> Tensor:
     """Selects blocks [..., R, k] for each row of scores [..., R, Nb]."""
-    *outer, rows, _ = scores.shape
+    *outer, rows, blocks = scores.shape
     options = {"top_p": top_p, "sink": sink, "local": local, "causal": causal}
-    chosen = [
-        chosen_blocks(
-            each, k, (q_start // query_block + row) * query_block // block_size, **options
-        )
-        for of_head in scores.reshape(math.prod(outer), *scores.shape[-2:]).tolist()
-        for row, each in enumerate(of_head)
-    ]
+    chosen = []
+    for at, of_head in enumerate(scores.reshape(math.prod(outer), rows, blocks).tolist()):
+        entry = at // math.prod(outer[1:])
+        for row, each in enumerate(of_head, q_start // query_block):
+            seen = range(blocks)
+            if first is not None or stop is not None:
+                members = range(row * query_block - q_start, (row + 1) * query_block - q_start)
+                keys = set()
+                for i in members:
+                    if 0 <= i < (first if stop is None else stop).shape[1]:
+                        low = 0 if first is None else max(0, int(first[entry % len(first), i]))
+                        high = blocks * block_size
+                        high = high if stop is None else min(high, int(stop[entry % len(stop), i]))
+                        keys |= set(
+                            range(low // block_size, -(-high // block_size)) if low < high else ()
+                        )
+                seen = range(min(keys, default=0), max(keys, default=-1) + 1)
+            current = row * query_block // block_size
+            chosen.append(chosen_blocks(each, k, current, seen=seen, **options))
     return torch.tensor(chosen, dtype=torch.int64).view(*outer, rows, k)
 
 
@@ -123,12 +146,14 @@ def chosen_blocks(
     sink: int = 1,
     local: int = 1,
     causal: bool = True,
+    seen: range | None = None,
 ) -> list[int]:
-    """Selects the blocks of one row whose queries lie in block `current`."""
-    last = min(current, len(scores) - 1)
-    numbers = [b for b in range(len(scores)) if not causal or b <= last]
+    """Selects among the blocks `seen` by one row, whose queries lie in block `current`."""
+    seen = range(len(scores)) if seen is None else seen
+    last = min(current, seen.stop - 1)
+    numbers = [b for b in seen if not causal or b <= last]
     score = [-math.inf if math.isnan(x) else x for x in scores]
-    forced = [b for b in numbers if b < sink or last - local < b <= last]
+    forced = [b for b in numbers if b < seen.start + sink or last - local < b <= last]
     others = [b for b in numbers if b not in forced and score[b] > -math.inf]
     order = forced + sorted(others, key=lambda b: (-score[b], b))
     if top_p is not None and top_p < 1:

@@ -1,0 +1,89 @@
+"""Scores and choices of queries that see only the keys in their bounds, `first` and `stop`."""
+
+import pytest
+import torch
+from oracles import blocks_oracle
+
+import sparsering as sr
+from sparsering.selection import block_scores, bounds, select_blocks
+
+METHODS = ("mean", "sub", "gauss", "bounds", "antidiagonal", "exact")
+
+
+def close(found, expected, tolerance=3e-6):
+    there = ~expected.isneginf()
+    same = torch.equal(found.isneginf(), expected.isneginf())
+    return same and bool(((found - expected)[there].abs() <= tolerance).all())
+
+
+def document(start, length, tokens):
+    """Bounds [1, N] of queries: those of one document see its keys, the others all."""
+    first, stop = torch.zeros(1, tokens).long(), torch.full((1, tokens), tokens)
+    first[:, start : start + length], stop[:, start : start + length] = start, start + length
+    return {"first": first, "stop": stop}
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_document_from_a_block_on_gives_what_it_gives_alone(method, causal):
+    query, key = torch.randn(2, 4, 40, 6).double(), torch.randn(2, 2, 40, 6).double()
+    options = {"query_block": 4, "method": method, "causal": causal}
+    found = block_scores(query, key, 8, **options, **document(16, 24, 40))
+    alone = block_scores(query[:, :, 16:], key[:, :, 16:], 8, **options)
+    assert close(found[:, :, 4:, 2:], alone)
+    assert found[:, :, 4:, :2].isneginf().all()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_bounds_by_definition(method, causal, monkeypatch):
+    query, key = torch.randn(2, 4, 25, 6).double(), torch.randn(2, 2, 37, 6).double()
+    first = torch.randint(0, 20, (2, 25))
+    first, stop = first - 3, first + torch.randint(-2, 30, (2, 25))
+    options = {"query_block": 4, "method": method, "parts": 2, "causal": causal, "scale": 0.7}
+    options |= {"q_start": 10, "first": first, "stop": stop}
+    expected = blocks_oracle.block_scores(query, key, 8, **options)
+    assert close(block_scores(query, key, 8, **options).double(), expected)
+    monkeypatch.setattr(bounds, "_AT_A_TIME", 1)  # a row at a time
+    assert close(block_scores(query, key, 8, **options).double(), expected)
+    leaves = [x.clone().requires_grad_() for x in (query, key)]
+    grads = [
+        torch.autograd.grad(f(*leaves, 8, **options).where(expected.isfinite(), 0).sum(), leaves)
+        for f in (block_scores, blocks_oracle.block_scores)
+    ]
+    for found, right in zip(*grads, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_chosen_blocks_by_definition(causal):
+    scores = torch.randn(2, 3, 7, 6)
+    first = torch.randint(0, 20, (2, 25))
+    stop = first + torch.randint(-2, 40, (2, 25))
+    options = {"block_size": 8, "query_block": 4, "sink": 1, "local": 2, "causal": causal}
+    options |= {"q_start": 10, "first": first, "stop": stop}
+    for given in (options, options | {"top_p": 0.7}, options | {"stop": None}):
+        found = select_blocks(scores, 4, **given)
+        assert torch.equal(found, blocks_oracle.select_blocks(scores, 4, **given))
+
+
+def test_a_left_padded_row_chooses_among_its_own_tokens():
+    query, key, value = torch.randn(3, 1, 2, 96, 8)
+    padded = [torch.cat((torch.full((1, 2, 32, 8), 9.0), x), 2) for x in (query, key, value)]
+    given = {"first": torch.full((1, 128), 32)}
+    chosen = select_blocks(block_scores(*padded[:2], 16, **given), 3, block_size=16, **given)
+    alone = select_blocks(block_scores(query, key, 16), 3, block_size=16)
+    assert torch.equal(chosen[:, :, 32:], torch.where(alone < 0, -1, alone + 2))
+    pattern = sr.SelectedBlocks(chosen, 16, 1) & sr.Causal()
+    out = sr.attention(*padded, pattern)[:, :, 32:]
+    pattern = sr.SelectedBlocks(alone, 16, 1) & sr.Causal()
+    torch.testing.assert_close(out, sr.attention(query, key, value, pattern), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(1, 9), torch.zeros(2, 8).long(), [0] * 9])
+def test_bounds_of_another_shape(wrong):
+    query, scores = torch.randn(1, 1, 9, 4), torch.randn(1, 1, 9, 2)
+    with pytest.raises(ValueError, match="first"):
+        block_scores(query, query, 8, first=wrong)
+    with pytest.raises(ValueError, match="first"):
+        select_blocks(scores, 2, block_size=8, first=wrong)
