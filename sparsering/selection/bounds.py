@@ -37,6 +37,12 @@ class Bounds(NamedTuple):
         stop = torch.full_like(first, keys) if stop is None else stop
         return cls(first.clamp(min=0), stop.clamp(max=keys))
 
+    @classmethod
+    def of_all(cls, tokens: int, keys: int, device: torch.device) -> "Bounds":
+        """Bounds of queries that see all keys."""
+        first = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+        return cls(first, torch.full_like(first, keys))
+
     def of_heads(self, batch: int, heads: int) -> "Bounds":
         """Repeats the bounds for each head: [B * heads, N]."""
         return Bounds(*(x.expand(batch, -1).repeat_interleave(heads, 0) for x in self))
@@ -76,6 +82,21 @@ def check_bounds(batch: int, tokens: int, **bounds: Tensor | None) -> None:
             )
 
 
+def checked_valid(valid: Tensor, batch: int, key: Tensor) -> Tensor:
+    """Returns `valid` as [B or 1, Nk] on the keys' device; ValueError for another shape or dtype.
+
+    For keys [B, Hkv, Nk, D].
+    """
+    check_tensor("valid", valid)
+    keys = key.shape[2]
+    if valid.shape not in {(keys,), (batch, keys)} or valid.dtype != torch.bool:
+        raise ValueError(
+            f"valid must be bool [{keys}] or [{batch}, {keys}], True where a token exists, got "
+            f"{valid.dtype} {tuple(valid.shape)}; convert ones and zeros by .bool()"
+        )
+    return valid.view(-1, keys).to(key.device)
+
+
 def bounded_scores(
     query: Tensor,
     estimate: BlockEstimate,
@@ -85,6 +106,7 @@ def bounded_scores(
     causal: bool,
     scale: float,
     start: int,
+    valid: Tensor | None = None,
 ) -> Tensor:
     """Computes `block_scores` [B, Hkv, R, Nb] of queries that see only the keys in their bounds.
 
@@ -102,6 +124,17 @@ def bounded_scores(
     grouped = query.unflatten(1, (kv_heads, group)).transpose(2, 3).flatten(0, 1)
     feature, keys = (x.flatten(0, 1) for x in (estimate.feature, estimate.keys))
     estimate = estimate._replace(feature=feature, keys=keys)
+    if valid is not None:  # a query whose token does not exist sees nothing
+        assert estimate.exists is not None
+        estimate = estimate._replace(exists=estimate.exists.flatten(0, 1))
+        position = start + torch.arange(q_len, device=valid.device)
+        inside = (position >= 0) & (position < estimate.length)
+        there = valid[:, position.clamp(0, estimate.length - 1)] | ~inside
+        bounds = Bounds(bounds.first, torch.where(there, bounds.stop, 0))
+        there = there.expand(batch, -1).repeat_interleave(kv_heads, 0)
+        grouped = torch.where(there[..., None, None], grouped, 0.0)
+    else:
+        there = None
     bounds = bounds.of_heads(batch, kv_heads)
     numbers = group * estimate.slots * blocks + keys.shape[2] * keys.shape[3]  # of a query
     room = at_a_time(_AT_A_TIME, keys.device) // (len(grouped) * numbers)
@@ -111,7 +144,7 @@ def bounded_scores(
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
     parts = [
-        score(grouped, estimate, bounds, slice(i, j), query_block, causal, scale, start + i)
+        score(grouped, estimate, bounds, there, slice(i, j), query_block, causal, scale, start + i)
         for i, j in pairwise([*cuts, q_len])
     ]
     return torch.cat(parts, 1).unflatten(0, (batch, kv_heads))
@@ -121,13 +154,17 @@ def _rows_of_scores(
     query: Tensor,
     estimate: BlockEstimate,
     bounds: Bounds,
+    there: Tensor | None,
     part: slice,
     query_block: int,
     causal: bool,
     scale: float,
     start: int,
 ) -> Tensor:
-    """Computes scores [B * Hkv, rows, Nb] of the queries in `part`, the first at `start`."""
+    """Computes scores [B * Hkv, rows, Nb] of the queries in `part`, the first at `start`.
+
+    `there` [B * Hkv, Nq] is False for queries that do not exist; None if all do.
+    """
     query = query[:, part].to(estimate.feature.dtype)
     n, size, blocks = query.shape[1], estimate.block_size, estimate.num_blocks
     first, stop = bounds.of_queries(part)
@@ -138,7 +175,10 @@ def _rows_of_scores(
     end = (begin + size).clamp(max=estimate.length)
     visible = (end > first[..., None]) & (begin < stop[..., None])
     visible = visible & (first < stop)[..., None]  # [B * Hkv, n, Nb]
-    logits = _estimated(query, estimate, scale, start)  # [B * Hkv, n, G, Nb]
+    if estimate.exists is not None:
+        visible = visible & estimate.exists.any(2)[:, None]
+    there = None if there is None else there[:, part]
+    logits = _estimated(query, estimate, there, scale, start)  # [B * Hkv, n, G, Nb]
     ends = [first.clamp(max=estimate.length - 1), (stop - 1).clamp(min=0)]
     for block in (end_token // size for end_token in ends):
         is_cut = (block * size < first) | (torch.minimum((block + 1) * size, end[-1]) > stop)
@@ -147,6 +187,8 @@ def _rows_of_scores(
         mass = _exact_mass(query, estimate, block, first, stop, scale)
         here = is_cut[..., None] & (torch.arange(blocks, device=query.device) == block[..., None])
         logits = torch.where(here[:, :, None], mass[..., None], logits)
+        if estimate.exists is not None:
+            visible = visible & ~(here & (mass[..., :1] <= NEVER / 2))
     visible = visible[:, :, None].expand(logits.shape)
     share = logits.masked_fill(~visible, NEVER).log_softmax(-1).masked_fill(~visible, NEVER)
     rows = num_rows(start, n, query_block)
@@ -157,18 +199,22 @@ def _rows_of_scores(
     return scores.masked_fill(~seen.unflatten(1, (rows, query_block)).any(3).any(2), -torch.inf)
 
 
-def _estimated(query: Tensor, estimate: BlockEstimate, scale: float, start: int) -> Tensor:
+def _estimated(
+    query: Tensor, estimate: BlockEstimate, there: Tensor | None, scale: float, start: int
+) -> Tensor:
     """Estimates the log mass of whole blocks: [B * Hkv, n, G, Nb] of queries [B * Hkv, n, G, D]."""
     (_, n, group, _), stride = query.shape, estimate.stride
     front, present = start % stride, None
     back = -(front + n) % stride
-    if front or back:
+    if there is not None:
+        present = pad(there, (front, back)).unflatten(1, (-1, stride))
+    elif front or back:
         present = pad(torch.ones(n, dtype=torch.bool), (front, back)).view(-1, stride)
     query_feature = estimate.query_strides(query, scale, front)[:, None]
     logits = (query_feature @ estimate.feature.mT).unflatten(2, (-1, group))
     if stride > 1:
         logits = logits * estimate.antidiagonal_weight(estimate.num_blocks, present)
-    logits = (logits + estimate.log_counts(estimate.num_blocks)[:, None, None]).logsumexp(1)
+    logits = (logits + estimate.log_counts(estimate.num_blocks)[..., None, None, :]).logsumexp(1)
     return logits.repeat_interleave(stride, 1)[:, front : front + n]
 
 
@@ -180,6 +226,8 @@ def _exact_mass(
     place = place + torch.arange(estimate.block_size, device=query.device)  # [B * Hkv, n, size]
     hidden = (place < first[..., None]) | (place >= stop[..., None])
     entry = torch.arange(len(query), device=query.device)[:, None]
+    if estimate.exists is not None:
+        hidden = hidden | ~estimate.exists[entry, block]
     keys = estimate.keys[entry, block]  # [B * Hkv, n, size, D]
     logits = (query * scale) @ keys.mT
     return logits.masked_fill(hidden[:, :, None], NEVER).logsumexp(-1)

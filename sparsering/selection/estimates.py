@@ -44,15 +44,28 @@ class BlockEstimate(NamedTuple):
     feature: Tensor
     keys: Tensor  # [B, Hkv, blocks, block_size, D], from block `first_own` on, padded with zeros
     first_own: int = 0  # index of the first block in `keys`
+    exists: Tensor | None = None  # bool [B, Hkv, Nb, block_size], keys that count; default all
 
     @classmethod
-    def build(cls, key: Tensor, block_size: int, method: str, part: int) -> "BlockEstimate":
-        """Cuts keys [B, Hkv, Nk, D] into blocks and summarises the parts of each block."""
+    def build(
+        cls, key: Tensor, block_size: int, method: str, part: int, valid: Tensor | None = None
+    ) -> "BlockEstimate":
+        """Cuts keys [B, Hkv, Nk, D] into blocks and summarises the parts of each block.
+
+        `valid`: bool [B or 1, Nk], the keys that count; the others may be anything, NaN too.
+        """
         length = key.shape[2]
         blocks = -(-length // block_size)
+        exists = None
+        if valid is not None:
+            key = torch.where(valid[:, None, :, None], key, 0.0)
+            exists = pad(valid, (0, blocks * block_size - length))
+            exists = exists.view(-1, 1, blocks, block_size).expand(*key.shape[:2], -1, -1)
         keys = pad(key, (0, 0, 0, blocks * block_size - length)).unflatten(2, (blocks, block_size))
-        estimate = cls(method, length, part, keys[..., :0], keys)
-        feature = features(keys.unflatten(3, (block_size // part, part)), estimate.counts(), method)
+        estimate = cls(method, length, part, keys[..., :0], keys, exists=exists)
+        cut = (block_size // part, part)
+        exists = None if exists is None else exists.unflatten(3, cut)
+        feature = features(keys.unflatten(3, cut), estimate.counts(), method, exists)
         return estimate._replace(feature=feature.transpose(2, 3))
 
     @property
@@ -78,14 +91,20 @@ class BlockEstimate(NamedTuple):
         return self.length % self.block_size > 0
 
     def counts(self, blocks: int | None = None) -> Tensor:
-        """Number of tokens in each part of the first `blocks` blocks: float64 [blocks, parts]."""
+        """Number of tokens in each part of the first `blocks` blocks: float64 [.., blocks, parts].
+
+        Where some keys do not count, the dims before the blocks are those of `exists`.
+        """
+        if self.exists is not None:
+            parts = self.exists.unflatten(-1, (-1, self.part))
+            return parts.sum(-1).double()[..., :blocks, :]
         part, end = self.part, self.num_blocks * self.block_size
         first = torch.arange(0, end, part, device=self.keys.device)
         first = first.view(self.num_blocks, self.block_size // part)
         return (self.length - first).clamp(0, part).double()[:blocks]
 
     def log_counts(self, blocks: int) -> Tensor:
-        """Log of the number of tokens in each part [parts, blocks]; NEVER for empty parts."""
+        """Log of the number of tokens in each part [.., parts, blocks]; NEVER for empty parts."""
         count = self.counts(blocks)
         return torch.where(count > 0, count.clamp(min=1).log(), NEVER).mT.to(self.feature)
 
@@ -104,16 +123,23 @@ class BlockEstimate(NamedTuple):
     def antidiagonal_weight(self, blocks: int, present: Tensor | None) -> Tensor | float:
         """Returns 1 / number of query-key products on each antidiagonal, to turn sums into means.
 
-        `present` [n / stride, stride] is False where a query is missing; None if all exist. Returns
-        a float if all antidiagonals have `stride` products, else [parts, n / stride, 1, blocks].
+        `present` [.., n / stride, stride] is False where a query is missing; None if all exist.
+        Returns a float if all antidiagonals have `stride` products, else [.., parts, n / stride, 1,
+        blocks].
         """
-        if present is None and not (self.ragged and blocks == self.num_blocks):
+        if self.exists is not None:
+            parts = self.exists[:, :blocks].unflatten(2, (self.slots, self.part))
+            keys = parts.transpose(1, 2).flatten(1, 2).to(self.feature)
+        elif present is None and not (self.ragged and blocks == self.num_blocks):
             return 1 / self.stride
-        count = self.counts(blocks).mT.flatten()
-        keys = (torch.arange(self.stride, device=count.device) < count[:, None]).to(self.feature)
-        queries = keys.new_ones(1, self.stride) if present is None else present.flip(1)
+        else:
+            count = self.counts(blocks).mT.flatten()
+            place = torch.arange(self.stride, device=count.device)
+            keys = (place < count[:, None]).to(self.feature)
+        queries = keys.new_ones(1, self.stride) if present is None else present.flip(-1)
         products = (queries.to(keys) @ keys.mT).clamp(min=1)
-        return products.reciprocal().unflatten(1, (self.slots, blocks)).transpose(0, 1)[:, :, None]
+        weight = products.reciprocal().unflatten(-1, (self.slots, blocks))
+        return weight.transpose(-3, -2)[..., None, :]
 
 
 def query_features(query: Tensor, scale: float, method: str) -> Tensor:
@@ -125,20 +151,23 @@ def query_features(query: Tensor, scale: float, method: str) -> Tensor:
     return query * scale
 
 
-def features(keys: Tensor, count: Tensor, method: str) -> Tensor:
+def features(keys: Tensor, count: Tensor, method: str, exists: Tensor | None = None) -> Tensor:
     """Returns features [..., blocks, parts, F] of keys [..., blocks, parts, tokens of a part, D].
 
-    `count` [blocks, parts]: the number of keys in each part; zeros stand behind them.
+    `count` [.., blocks, parts]: the number of keys in each part. `exists` [.., blocks, parts,
+    tokens of a part] says which; by default the first ones. Zeros stand in place of the others.
     """
     if method == "exact":
         return keys.squeeze(-2)
     if method == "antidiagonal":
         return keys.flatten(-2)
-    exists = torch.arange(keys.shape[-2], device=keys.device)[:, None] < count[..., None, None]
+    if exists is None:
+        exists = torch.arange(keys.shape[-2], device=keys.device) < count[..., None]
+    exists, empty = exists[..., None], count[..., None] == 0
     if method == "bounds":
         highest = torch.where(exists, keys, -torch.inf).amax(-2)
         lowest = torch.where(exists, keys, torch.inf).amin(-2)
-        return torch.cat((highest, lowest), -1)
+        return torch.cat((highest, lowest), -1).masked_fill(empty, 0.0)  # no inf - inf
     divisor = count.clamp(min=1).to(keys.dtype)[..., None]
     mean = keys.sum(-2) / divisor
     if method != "gauss":

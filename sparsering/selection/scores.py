@@ -15,7 +15,7 @@ from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag
 from ..patterns.keywords import with_hints
 from ..patterns.positions import Full
-from .bounds import Bounds, bounded_scores
+from .bounds import Bounds, bounded_scores, checked_valid
 from .estimates import NEVER, BlockEstimate, checked_method
 from .query_rows import Span, at_a_time, checked_blocks, num_rows, spans
 
@@ -37,6 +37,7 @@ def block_scores(
     q_start: int | None = None,
     first: Tensor | None = None,
     stop: Tensor | None = None,
+    valid: Tensor | None = None,
 ) -> Tensor:
     """Scores blocks of keys by the share of the attention that each would get.
 
@@ -80,6 +81,10 @@ def block_scores(
         first, stop: int64 [B or 1, Nq]; each query sees only the keys m with first <= m < stop, as
             in `top_tokens`. Default: all. A block that a bound cuts has the exact mass of the keys
             inside the bounds, and a block outside them scores -inf.
+        valid: bool [Nk] or [B, Nk], the tokens that exist, such as those that are no padding; also
+            for holes inside blocks. Default: all. Other keys are in no mean, count or mass, and a
+            block without keys scores -inf. A query at the position of a token that does not exist
+            has no part in its row.
 
     Returns: [B, Hkv, R, Nb] float32 (computed in float64 for float64 inputs); the first of the R
         rows is row q_start // query_block, Nb = ceil(Nk / block_size). Differentiable.
@@ -104,8 +109,12 @@ def block_scores(
     q_start = checked_integer_or_none("q_start", q_start)
     start = key.shape[2] - query.shape[2] if q_start is None else q_start
     bounds = Bounds.of(first, stop, len(query), query.shape[2], key.shape[2])
+    if valid is not None:
+        valid = checked_valid(valid, len(query), key)
+        if bounds is None:
+            bounds = Bounds.of_all(query.shape[2], key.shape[2], query.device)
     with without_autocast(query):
-        estimate = BlockEstimate.build(key.to(sum_dtype(query)), block_size, method, part)
+        estimate = BlockEstimate.build(key.to(sum_dtype(query)), block_size, method, part, valid)
         if bounds is not None:
             scores = bounded_scores(
                 query,
@@ -115,6 +124,7 @@ def block_scores(
                 causal=causal,
                 scale=scale,
                 start=start,
+                valid=valid,
             )
             return scores.float()
         return scores_of(query, estimate, query_block, causal, scale, start).float()
@@ -285,7 +295,7 @@ def _shares(
     if stride > 1:
         logits = logits * estimate.antidiagonal_weight(stop, present)
     # [B * Hkv, parts, n / stride, G, stop] -> [.., n / stride, G, stop]
-    logits = (logits + estimate.log_counts(stop)[:, None, None]).logsumexp(1)
+    logits = (logits + estimate.log_counts(stop)[..., None, None, :]).logsumexp(1)
     if mass is not None:
         block = torch.arange(span.block, span.block + span.blocks, device=query.device)
         hidden = torch.arange(stop, device=query.device) >= block[:, None, None, None]

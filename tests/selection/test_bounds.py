@@ -80,6 +80,47 @@ def test_a_left_padded_row_chooses_among_its_own_tokens():
     torch.testing.assert_close(out, sr.attention(query, key, value, pattern), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_padded_row_gives_what_its_tokens_give_alone(method, causal):
+    query, key = torch.randn(2, 4, 48, 6).double(), torch.randn(2, 2, 48, 6).double()
+    options = {"query_block": 4, "method": method, "parts": 2, "causal": causal}
+    valid = torch.ones(2, 48, dtype=torch.bool)
+    valid[0, 27:], valid[1, :16] = False, False  # to the right, and whole blocks to the left
+    padded = key.masked_fill(~valid[:, None, :, None], torch.nan)
+    queries = query.masked_fill(~valid[:, None, :, None], torch.nan)
+    found = block_scores(queries, padded, 8, valid=valid, **options)
+    alone = block_scores(query[:1, :, :27], key[:1, :, :27], 8, **options)
+    assert close(found[:1, :, :7, :4], alone)
+    assert found[0, :, 7:].isneginf().all() and found[0, ..., 4:].isneginf().all()
+    alone = block_scores(query[1:, :, 16:], key[1:, :, 16:], 8, **options)
+    assert close(found[1:, :, 4:, 2:], alone)
+    assert found[1, :, :4].isneginf().all() and found[1, ..., :2].isneginf().all()
+
+
+@pytest.mark.parametrize("method", ["mean", "gauss", "bounds", "exact"])
+def test_holes_in_a_block_do_not_count(method):
+    query, key = torch.randn(1, 2, 24, 6).double(), torch.randn(1, 1, 24, 6).double()
+    valid = torch.rand(24) < 0.6
+    valid[8:16] = False
+    valid[[1, 17]] = True
+    found = block_scores(query, key, 8, method=method, causal=False, scale=0.7, valid=valid)
+    blocks = [x[:, :, v] for x, v in zip(key.split(8, 2), valid.split(8), strict=True)]
+    logit = [
+        blocks_oracle.log_masses(query, blocks[b], method, 1, 0.7).flatten(0, 1) for b in (0, 2)
+    ]
+    expected = torch.stack(logit, -1).log_softmax(-1).logsumexp(0)
+    assert close(found[0, 0, valid][:, [0, 2]].double(), expected[valid])
+    assert found[..., 1].isneginf().all() and found[:, :, ~valid].isneginf().all()
+
+
+@pytest.mark.parametrize("wrong", [torch.ones(2, 9).bool(), torch.ones(9), [True] * 9])
+def test_valid_of_another_shape(wrong):
+    query = torch.randn(1, 1, 9, 4)
+    with pytest.raises(ValueError, match="valid"):
+        block_scores(query, query, 8, valid=wrong)
+
+
 @pytest.mark.parametrize("wrong", [torch.zeros(1, 9), torch.zeros(2, 8).long(), [0] * 9])
 def test_bounds_of_another_shape(wrong):
     query, scores = torch.randn(1, 1, 9, 4), torch.randn(1, 1, 9, 2)
