@@ -224,3 +224,98 @@ def test_steps_behind_a_call_that_failed_have_no_documents():
     wanted = model(ids)[0]
     copy_of_it = model_of("bert")
     assert_same(wanted, copy_of_it(ids)[0])
+
+
+def qwen_vl():
+    """The language model of Qwen2.5-VL, whose rotary positions have three planes."""
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2]}
+    text = {**SIZES, "num_key_value_heads": 2, "rope_scaling": rope}
+    eyes = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2}
+    config = transformers.Qwen2_5_VLConfig(
+        text_config=text, vision_config={**eyes, "out_hidden_size": 32}
+    )
+    torch.manual_seed(7)
+    model = transformers.Qwen2_5_VLForConditionalGeneration._from_config(
+        config, attn_implementation="sparsering"
+    )
+    return model.double().eval().model
+
+
+def planes(places, num_planes):
+    return places[None].expand(num_planes, *places.shape)
+
+
+@pytest.mark.parametrize("num_planes", [3, 4])
+def test_documents_of_three_dims_are_apart(num_planes):
+    model, (ids, places, parts) = qwen_vl(), packed()
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        inputs = {"position_ids": planes(places, num_planes), "use_cache": False}
+        got = model(ids, **inputs)[0]
+        for row, part in parts:
+            alone = model(ids[row, part][None], use_cache=False)
+            assert_same(got[row, part], alone[0][0], atol=1e-6)
+        torch.compiler.reset()
+        fast = torch.compile(model, backend="eager", fullgraph=True)
+        assert_same(fast(ids, **inputs)[0], got)
+        torch.compiler.reset()
+
+
+def with_image(first=0):
+    """Positions [3, 1, 12] of a text, an image of 2 x 3 and a text."""
+    image = torch.tensor([[2, 2, 2, 2, 2, 2], [2, 2, 2, 3, 3, 3], [2, 3, 4, 2, 3, 4]])
+    before, behind = planes(torch.arange(2), 3), planes(torch.arange(5, 9), 3)
+    return (torch.cat([before, image, behind], 1) + first)[:, None]
+
+
+def test_an_image_begins_no_document():
+    """Positions of an image repeat and fall; only a text that begins anew is another document."""
+    model, ids = qwen_vl(), packed()[0][:1, :12]
+    eager = copy.deepcopy(model)
+    eager.set_attn_implementation("eager")
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        for first in (0, 7):
+            inputs = {"position_ids": with_image(first)}
+            assert_same(model(ids, **inputs)[0], eager(ids, **inputs)[0])
+        alone = model(ids, position_ids=with_image(), use_cache=False)[0]
+        both = torch.cat([with_image(), with_image()], 2)
+        twice = model(ids.repeat(1, 2), position_ids=both, use_cache=False)[0]
+        assert_same(twice, alone.repeat(1, 2, 1), atol=1e-6)
+
+
+@pytest.mark.parametrize("num_planes", [2, 3, 4])
+@pytest.mark.parametrize("hiding", ["cache", "mask", "both"])
+def test_the_warning_names_what_the_call_has_not_done(num_planes, hiding):
+    model, (ids, places, _) = qwen_vl(), packed()
+    inputs = {"use_cache": hiding != "mask"}
+    if hiding != "cache":
+        inputs["attention_mask"] = torch.ones_like(ids[:1])
+    places = places[:1] if num_planes == 2 else planes(places[:1], num_planes)
+    with pytest.warns(UserWarning, match="packed documents see each other") as told:
+        model(ids[:1], position_ids=places, **inputs)
+    text = str(told[0].message)
+    assert "pass cu_seq_lens_q and cu_seq_lens_k, or " in text
+    assert ("use_cache=False" in text) == (hiding != "mask")
+    assert ("no attention_mask" in text) == (hiding != "cache")
+
+
+def test_planes_that_do_not_show_their_documents_warn():
+    """A later document that begins above the row's first position, in three planes."""
+    model, ids = qwen_vl(), packed()[0][:1, :12].repeat(1, 2)
+    both = torch.cat([with_image(), with_image(3)], 2)
+    with pytest.warns(UserWarning, match=r"cu_seq_lens_k, or a first plane of text") as told:
+        got = model(ids, position_ids=both, use_cache=False)[0]
+    assert len(told) == 1
+    lengths = torch.tensor([0, 12, 24])
+    text = torch.arange(12).repeat(2)[None, None]
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error")
+        inputs = {"position_ids": both, "use_cache": False}
+        first = model(ids, cu_seq_lens_q=lengths, cu_seq_lens_k=lengths, **inputs)[0]
+        inputs["position_ids"] = torch.cat([text, both])
+        second = model(ids, **inputs)[0]
+        alone = model(ids[:, 12:], position_ids=both[:, :, 12:], use_cache=False)[0]
+    assert_same(first[:, 12:], alone, atol=1e-6)
+    assert_same(second[:, 12:], alone, atol=1e-6)
+    assert (got[:, 12:] - alone).abs().max() > 1e-3

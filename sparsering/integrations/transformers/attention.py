@@ -9,7 +9,7 @@ from torch import Tensor
 from .calls import CallState, call_state, is_in_block, used_modules, used_pattern
 from .config import is_cross_attention
 from .indexers import BlockScorer, Chosen, chosen_keys
-from .masks import ModelMask
+from .masks import ModelMask, document_starts
 from .once import once
 from .shapes import is_shape_alone, is_true
 from .sources import LayerCall, attend_by_source
@@ -22,6 +22,8 @@ _HARMLESS = {
     *("logits_to_keep", "labels", "shift_labels", "is_training", "position_embeddings"),
     *("layer_idx", "input_ids"),
 }
+# How a call leaves out what hides its documents.
+_WITHOUT = {"a cache": "use_cache=False", "an attention_mask": "no attention_mask"}
 _REFUSED = {
     "topk_indices": "keys chosen for each query",
     "cache": "a paged cache; continuous batching has its own attention",
@@ -72,7 +74,8 @@ def attention_function(
     if used is None and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
         attention_mask = _with_documents(attention_mask, cu_seq_lens_q, cu_seq_lens_k, len(query))
     if used is None and isinstance(attention_mask, ModelMask):
-        _warn_of_packing(attention_mask, position_ids)
+        takes_lengths = chosen is None or isinstance(chosen, BlockScorer)
+        _warn_of_packing(attention_mask, position_ids, takes_lengths)
     if chosen is not None:
         _check_documents(attention_mask, chosen, cu_seq_lens_q, known)
     sink = sinks if s_aux is None else s_aux
@@ -168,29 +171,45 @@ def _check_documents(
         )
 
 
-def _warn_of_packing(mask: ModelMask, position_ids: Tensor | None) -> None:
-    """Warns if position_ids [B or 1, Nq], or three planes of them, show documents that meet."""
+def _warn_of_packing(mask: ModelMask, position_ids: Tensor | None, takes_lengths: bool) -> None:
+    """Warns if position_ids, as `document_starts` takes them, show documents that meet.
+
+    `takes_lengths`: whether the layer can have `cu_seq_lens_q` and `cu_seq_lens_k`.
+    """
     if mask.packing_checked or torch.compiler.is_compiling():
         return
     mask.packing_checked = True
-    ids, q_len = mask.position_ids, mask.shape[2]
-    ids = position_ids if ids is None else ids
-    if mask.documents is not None or ids is None or mask.kind is None or q_len < 2:
+    batch, _, q_len, kv_len = mask.shape
+    ids = position_ids if mask.position_ids is None else mask.position_ids
+    if mask.documents is not None or mask.kind is None or q_len < 2:
         return
-    if ids.shape[-1] != q_len or ids.dim() < 2 or ids.shape[:-2] not in ((), (3,)):
+    starts = document_starts(ids, batch, q_len)
+    if ids is None or starts is None:
         return
-    steps = ids.diff() if ids.dim() == 2 else ids[0].diff() + 1  # images have one time in mrope
-    restarts = steps <= 0
+    # Three planes: where time falls, a document may begin that `document_starts` does not tell.
+    falls = ids[0].diff() < 0 if len(ids) == 3 and ids.dim() == 3 else torch.zeros_like(starts)
     if mask.valid_keys is not None:
-        start = int(mask.q_start) + mask.kv_start
-        valid = mask.valid_keys[:, start : start + q_len]
-        restarts = restarts & valid[:, 1:] & valid[:, :-1]
-    if is_true(restarts.any(), False):
-        warnings.warn(
-            "position_ids restart, but packed documents see each other, since a cache or a mask "
-            "hides them; pass cu_seq_lens_q and cu_seq_lens_k, or use_cache=False and no mask",
-            stacklevel=4,
-        )
+        first = int(mask.q_start) + mask.kv_start
+        valid = mask.valid_keys[:, first : first + q_len]
+        valid = valid[:, 1:] & valid[:, :-1]
+        starts, falls = starts & valid, falls & valid
+    if not is_true((starts | falls).any(), False):
+        return
+    ways = ["cu_seq_lens_q and cu_seq_lens_k"] if takes_lengths and q_len == kv_len else []
+    if ways and batch > 1:
+        ways = ["a single row with " + ways[0]]
+    causes = [f"{what} hides them" for what in mask.hides_documents]
+    less = [_WITHOUT[what] for what in mask.hides_documents]
+    if not is_true(starts.any(), False):
+        causes.append("three planes do not show where they begin")
+        less.append("a first plane of text positions, which restart in each document")
+    ways.append(" and ".join(less or _WITHOUT.values()))
+    cause = " and ".join(causes) or "the model's call hides them"
+    warnings.warn(
+        "position_ids restart, but packed documents see each other, since "
+        f"{cause}; pass {', or '.join(ways)}",
+        stacklevel=4,
+    )
 
 
 def _is_zero(bias: Tensor) -> bool:

@@ -63,6 +63,8 @@ class MaskRequest(NamedTuple):
     position_ids: Tensor | None = None
     may_be_packed: bool = False  # no cache, no padding, and transformers looks for no documents
     is_cross: bool = False  # for keys of another sequence
+    # what the call gave that keeps transformers from looking for documents
+    hides_documents: tuple[str, ...] = ()
     # keys of each layer with the call's own, if the cache's layers hold unlike numbers of them
     layer_keys: tuple[int, ...] | None = None
 

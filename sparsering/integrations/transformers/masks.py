@@ -29,7 +29,12 @@ from .mask_kind import MaskKind, recognise, recognise_inside_compile, runs_by_ne
 from .once import once
 from .shapes import is_true
 
-_SHOW_PACKING = ("attention_mask", "past_key_values", "cache", "position_ids")  # all None: we look
+# Arguments of a call that hide where documents begin, in the words of a warning.
+_HIDES_DOCUMENTS = {
+    "past_key_values": "a cache",
+    "cache": "a cache",
+    "attention_mask": "an attention_mask",
+}
 Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value
 Options = dict[str, Any]  # of a call of `attention`
 
@@ -119,6 +124,7 @@ class ModelMask:
     # bool [B, 1, queries, keys]; all queries by default
     visible: Tensor | None = None  # [B, keys] keys that a single query sees, if q_start is a tensor
     position_ids: Tensor | None = None  # of the model's call
+    hides_documents: tuple[str, ...] = ()  # arguments of it that hide where documents begin
     layer_keys: tuple[int, ...] | None = None  # of each layer, if the layers hold unlike numbers
     packing_checked: bool = False  # so that packed documents cause one warning per forward pass
     state: CallState = PLAIN_CALL
@@ -301,7 +307,7 @@ def mask_interface(
     request, packing().request = packing().request or MaskRequest(), None
     own_function, separate = mask_function, None
     if request.may_be_packed and q_length == kv_length:
-        separate = _within_documents(request.position_ids, batch_size, device)
+        separate = _within_documents(request.position_ids, batch_size, q_length, device)
     if separate is not None:
         mask_function = masking_utils.and_masks(mask_function, separate)
     if isinstance(q_offset, Tensor):
@@ -348,20 +354,42 @@ def mask_interface(
         dense=dense,
         visible=visible,
         position_ids=request.position_ids,
+        hides_documents=request.hides_documents,
         layer_keys=request.layer_keys,
         packing_checked=request.is_cross,  # cross attention has no packed documents to warn of
         state=call_state(),
     )
 
 
-def _within_documents(ids: Tensor | None, batch: int, device: Any) -> Callable[..., Any] | None:
-    """Returns the mask of documents, which begin where position_ids [B or 1, N] restart, if any."""
-    if ids is None or ids.dim() != 2 or len(ids) not in (1, batch):
+def document_starts(ids: Tensor | None, batch: int, length: int) -> Tensor | None:
+    """Returns [B or 1, N - 1], True where position_ids begin a document at token 1 or later.
+
+    Those of text [B or 1, N] restart there. Of four planes [4, B or 1, N] the first is that of the
+    text. Three planes [3, B or 1, N], of time, height and width, may repeat or fall within an
+    image or a video. There a document begins at a token whose three positions are the same number,
+    and no earlier token of the row has a smaller one. None for ids of another shape.
+    """
+    if ids is None or ids.dim() not in (2, 3) or ids.shape[-1] != length:
         return None
-    restarts = ids[:, 1:] <= ids[:, :-1]
-    if not torch.compiler.is_compiling() and not is_true(restarts.any(), False):
+    if ids.shape[-2] not in (1, batch):
         return None
-    documents = torch.nn.functional.pad(restarts, (1, 0)).cumsum(1).to(device)
+    if ids.dim() == 3 and len(ids) == 3:
+        lowest = ids[0].cummin(1).values[:, :-1]
+        return (ids[:, :, 1:] == ids[0, :, 1:]).all(0) & (ids[0, :, 1:] <= lowest)
+    if ids.dim() == 3 and len(ids) != 4:
+        return None
+    text = ids if ids.dim() == 2 else ids[0]
+    return text[:, 1:] <= text[:, :-1]
+
+
+def _within_documents(
+    ids: Tensor | None, batch: int, length: int, device: Any
+) -> Callable[..., Any] | None:
+    """Returns the mask of documents, which begin at `document_starts`, if there are any."""
+    starts = document_starts(ids, batch, length)
+    if starts is None or (not torch.compiler.is_compiling() and not is_true(starts.any(), False)):
+        return None
+    documents = torch.nn.functional.pad(starts, (1, 0)).cumsum(1).to(device)
     return masking_utils.packed_sequence_mask_function(documents.expand(batch, -1))
 
 
@@ -377,7 +405,8 @@ def watch_requests() -> None:
         now = packing()
         now.request = None
         ids = now.running[-1][1] if now.running else None
-        is_fresh = all(given.get(name) is None for name in _SHOW_PACKING)
+        hidden = [x for name, x in _HIDES_DOCUMENTS.items() if given.get(name) is not None]
+        is_fresh = not hidden and given.get("position_ids") is None  # else transformers looks
         if (shared := thread.shared) is not None:
             embeds, ids = given[embeds_name], shared.position_ids
             given[embeds_name] = embeds.new_empty(1, 1, 1).expand(len(embeds), shared.length, 1)
@@ -390,6 +419,7 @@ def watch_requests() -> None:
                 position_ids=ids,
                 may_be_packed=is_fresh and not is_cross,
                 is_cross=is_cross,
+                hides_documents=tuple(dict.fromkeys(hidden)),
                 layer_keys=_keys_of_layers(cache, given[embeds_name].shape[1]),
             )
 
