@@ -8,6 +8,7 @@ Scores and chosen blocks stay on the device of the keys; these three calls do no
 """
 
 from .choose import select_blocks
+from .documents import DocumentBlocks
 from .indexer import index_scores, top_tokens
 from .loss import selection_loss
 from .mass import block_mass
@@ -20,7 +21,7 @@ from .scores import block_scores
 from .summaries import BlockSummaries
 
 __all__ = [
-    "BlockScorer", "BlockSummaries", "GatedSchedule", "PatternRefiner", "Schedule",
-    "SelectionReport", "block_mass", "block_scores", "index_scores", "pool_blocks",
+    "BlockScorer", "BlockSummaries", "DocumentBlocks", "GatedSchedule", "PatternRefiner",
+    "Schedule", "SelectionReport", "block_mass", "block_scores", "index_scores", "pool_blocks",
     "select_blocks", "selection_loss", "selection_report", "top_tokens",
 ]  # fmt: skip
