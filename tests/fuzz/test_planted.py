@@ -197,8 +197,8 @@ DEFECTS = {
     "packed documents of one token are joined": (
         "models",
         "integrations/transformers/masks.py",
-        "restarts = ids[:, 1:] <= ids[:, :-1]",
-        "restarts = ids[:, 1:] < ids[:, :-1]",
+        "return text[:, 1:] <= text[:, :-1]",
+        "return text[:, 1:] < text[:, :-1]",
     ),
     "results of padded steps are in the order of their keys": (
         "models",
