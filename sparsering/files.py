@@ -2,8 +2,9 @@
 
 import contextlib
 import os
+import re
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -70,3 +71,26 @@ def opened(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
         if most is not None and status.st_size > most:
             raise ValueError(f"{path.name} has {status.st_size} bytes, over the limit of {most}")
         yield file
+
+
+def read_torch_file(path: Path, way_out: str, known: Sequence[type] = ()) -> Any:
+    """Returns what torch.save wrote, on the CPU: tensors and plain values. No code of it runs.
+
+    Raises: OSError if it cannot be opened; ValueError, which ends with `way_out`, for another file,
+        or one with objects that are neither plain nor of the classes `known`.
+    """
+    import torch
+
+    with opened(path) as file, torch.serialization.safe_globals(list(known)):
+        try:
+            return torch.load(file, map_location="cpu", weights_only=True)
+        except (OSError, MemoryError):
+            raise
+        except Exception as error:  # torch's own text advises to run the file's code
+            named = re.search(r"GLOBAL ([\w.]+)", str(error))
+            got = f"an object of {named[1]} in it" if named else "a file that torch cannot read"
+            if os.fstat(file.fileno()).st_size == 0:
+                got = "an empty file"
+    raise ValueError(
+        f"{path} must be a file of torch.save with tensors alone, got {got}; {way_out}"
+    )

@@ -32,7 +32,7 @@ ROOMS = {
     "numerics": "patterns",
     "layouts": "patterns numerics progress rows streams",
     "dropout": "patterns rows",
-    "data": "patterns rows commands",
+    "data": "patterns rows commands files",
     "kernels": "layouts patterns dropout numerics files commands progress rows streams turns",
     "dispatch": "kernels layouts patterns commands",
     "checks": "layouts patterns numerics",
@@ -60,7 +60,7 @@ ROOMS = {
     "decoding": "selection functional ops call_recipe dispatch extras checks kernels layouts "
     "patterns numerics streams",
     "nn": "distributed functional selection decoding checks kernels layouts patterns numerics",
-    "models": "checks nn functional weights decoding patterns numerics out_of_memory",
+    "models": "checks nn functional weights decoding patterns numerics files out_of_memory",
     "integrations": "distributed models nn functional selection decoding checks patterns numerics "
     "commands",
     "planning": "functional dispatch distributed checks kernels layouts patterns files numerics "

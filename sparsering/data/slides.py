@@ -6,6 +6,7 @@
 An .h5 file needs the package h5py. A .pt file has the same fields and needs nothing.
 """
 
+import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..commands import install
+from ..files import read_torch_file
 from ..patterns.arguments import shortened
 from ..patterns.keywords import class_with_hints, with_hints
 
@@ -22,6 +24,7 @@ __all__ = ["Slide", "read_slide", "save_slide"]
 
 _SIZES = ("patch_size_level0", "tile_size")
 """Names of the attribute of `coords` that has a tile's side; TRIDENT's is the first."""
+_WAY_OUT = "write it by save_slide"
 
 
 @class_with_hints
@@ -76,8 +79,8 @@ def read_slide(path: str | os.PathLike[str]) -> Slide:
 
     Returns: a `Slide`.
 
-    Raises: FileNotFoundError; ValueError for other fields, shapes or endings; ImportError for .h5
-        without h5py.
+    Raises: FileNotFoundError; ValueError for other fields, shapes, contents or endings; ImportError
+        for .h5 without h5py. Code that a file may hold does not run.
 
     Example:
         >>> slide = read_slide("slide.h5")
@@ -85,18 +88,15 @@ def read_slide(path: str | os.PathLike[str]) -> Slide:
     path = _checked_ending(path)
     if not path.is_file():
         raise FileNotFoundError(f"expected a file of a slide's tiles, got no file {path}")
-    found: dict[str, Any]
-    if path.suffix == ".pt":
-        found = torch.load(path, map_location="cpu", weights_only=True)
-    else:
-        with _h5py().File(path, "r") as file:
-            found = {x: torch.from_numpy(file[x][:]) for x in ("features", "coords") if x in file}
-            found |= dict(file["coords"].attrs) if "coords" in file else {}
-    x, coords = (found.get(name) for name in ("features", "coords"))
+    found = _h5_fields(path) if path.suffix == ".h5" else read_torch_file(path, _WAY_OUT)
+    fields = found if isinstance(found, dict) else {}
+    x, coords = (fields.get(name) for name in ("features", "coords"))
     if not isinstance(x, Tensor) or not isinstance(coords, Tensor):
+        got = shortened(str(list(found))) if isinstance(found, dict) else type(found).__name__
+        if "features" in fields and "coords" in fields:
+            got = f"{type(x).__name__} and {type(coords).__name__}"
         raise ValueError(
-            f"{path} must have features [n, C] and coords [n, 2], got {shortened(str(list(found)))}"
-            "; write it by save_slide"
+            f"{path} must have features [n, C] and coords [n, 2], got {got}; {_WAY_OUT}"
         )
     x, coords = (t[0] if t.dim() == 3 and len(t) == 1 else t for t in (x, coords))
     if x.dim() != 2 or coords.shape != (len(x), 2):
@@ -104,8 +104,56 @@ def read_slide(path: str | os.PathLike[str]) -> Slide:
             f"{path} must have features [n, C] and coords [n, 2], got {list(x.shape)} and "
             f"{list(coords.shape)}; each tile has a row in both"
         )
-    sizes = [float(found[name]) for name in _SIZES if name in found]
+    if not x.is_floating_point() or coords.dtype == torch.bool or coords.is_complex():
+        kinds = (str(t.dtype).removeprefix("torch.") for t in (x, coords))
+        raise ValueError(
+            f"{path} must have features of floating point and coords of numbers, got "
+            f"{' and '.join(kinds)}; convert them, then {_WAY_OUT}"
+        )
+    sizes = [_size(fields[name], name, path) for name in _SIZES if name in fields]
     return Slide(features=x, coords=coords, tile_size=sizes[0] if sizes else 256)
+
+
+def _h5_fields(path: Path) -> dict[str, Any]:
+    """Reads features and coords of an .h5 file, and the attributes of coords."""
+    h5py = _h5py()
+    try:
+        with h5py.File(path, "r") as file:
+            both = {x: file[x] for x in ("features", "coords") if x in file}
+            found = {name: _tensor_of(x[:]) if _has_numbers(x) else x for name, x in both.items()}
+            found |= dict(both["coords"].attrs) if "coords" in both else {}
+            return found if both else dict.fromkeys(file)
+    except OSError as error:
+        if not os.access(path, os.R_OK):
+            raise
+        got = shortened(str(error))
+        raise ValueError(f"{path} must be a whole HDF5 file, got: {got}; {_WAY_OUT}") from error
+
+
+def _tensor_of(x: Any) -> Tensor:
+    """Converts an array of an .h5 file; torch computes with no big-endian or unsigned numbers."""
+    unsigned = x.dtype.kind == "u" and x.dtype.itemsize > 1
+    return torch.from_numpy(x.astype("int64" if unsigned else x.dtype.newbyteorder("=")))
+
+
+def _has_numbers(x: Any) -> bool:
+    """Whether an entry of an .h5 file is an array of numbers that torch knows."""
+    dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", ())
+    return dtype is not None and dtype.kind in "buif" and dtype.itemsize <= 8 and bool(shape)
+
+
+def _size(value: Any, name: str, path: Path) -> float:
+    """Returns a tile's side as a float; raises ValueError for what is no positive number."""
+    try:
+        size = float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several, a text
+        size = math.nan
+    if not 0 < size < math.inf:
+        raise ValueError(
+            f"{path} must have a positive number as {name}, a tile's side in pixels of level 0, "
+            f"got {shortened(repr(value))}; {_WAY_OUT}"
+        )
+    return size
 
 
 def _checked_ending(path: str | os.PathLike[str]) -> Path:

@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..files import read_torch_file
 from ..functional import attention
 from ..nn.transformer import checked_heads
 from ..nn.zero_keys import check_reproducible, checked_padding, zero_sink
@@ -611,14 +612,8 @@ def _file_of(path: Path) -> Path:
 
 def _state_of(file: Path) -> dict[str, Tensor]:
     """Returns the tensors of a checkpoint, which may lie under "model" as Prov-GigaPath's do."""
-    with torch.serialization.safe_globals([argparse.Namespace]):  # a trainer's options, not code
-        try:
-            found = torch.load(file, map_location="cpu", weights_only=True)
-        except Exception as error:
-            raise ValueError(
-                f"{file} must be a file of torch.save with tensors alone, got "
-                f"{type(error).__name__}: {shortened(str(error))}; download it again"
-            ) from error
+    options = [argparse.Namespace]  # a trainer's options, not code
+    found = read_torch_file(file, "download it again", known=options)
     found = found.get("model", found) if isinstance(found, dict) else {}
     return {k: x for k, x in found.items() if isinstance(k, str) and isinstance(x, Tensor)}
 
