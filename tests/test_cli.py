@@ -320,3 +320,26 @@ def test_the_help_of_train_shows_the_default_of_each_setting(capsys):
         line = re.search(rf"--{setting.name.replace('_', '-')} (?!\[)[^-].*?(?= --|$)", shown)
         shows = setting.default in (None, False, "") or f"(default: {setting.default})" in shown
         assert line and shows, setting.name
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ('{"model_type": "vit", "num_hidden_layers": 1}', "for vit: got a forward without input_i"),
+        ('{"model_type": "resnet"}', "for resnet: got no num_hidden_layers"),
+        ('{"model_type": "swin"}', r"for swin: got num_attention_heads=.3, 6, 12, 24."),
+        ('{"model_type": "t5", "d_model": 32}', "for t5: got an encoder with a decoder"),
+        ('{"model_type": "llama", "num_hidden_layers": 0}', "llama: got num_hidden_layers=0"),
+        ('{"model_type": "gptj", "n_layer": 1, "n_embd": 64, "n_head": 4}', "for gptj: got with"),
+        ('{"model_type": "llama", "hidden_size": "wide"}', "folder with a config.json.*'wide'"),
+        ("{", "folder with a config.json, .* not a valid JSON file"),
+        ("[]", "folder with a config.json, .* Unrecognized model"),
+    ],
+)
+def test_try_names_what_a_config_of_another_kind_lacks(config, message, tmp_path, capsys):
+    pytest.importorskip("transformers")
+    path = tmp_path / "config.json"
+    path.write_text(config)
+    assert main(["try", "--model", str(path), "--length", "64"]) == 2
+    out, error = capsys.readouterr()
+    assert not out and re.search(message, error), error

@@ -1,10 +1,12 @@
 """The command that measures the reader's own model, before and after: `try`."""
 
 import argparse
+import inspect
 from copy import deepcopy
 from typing import Any
 
 from ..commands import install
+from ..patterns.arguments import shortened
 from .argument_types import PATTERN, Commands, add_quiet, positive, token_count
 
 _VOCABULARY = 1024  # tokens of the tried model: its embedding costs no time here
@@ -35,8 +37,6 @@ def _try(arguments: argparse.Namespace) -> int:
     import torch
 
     try:
-        from transformers import AutoConfig, AutoModel
-
         from ..integrations import transformers as hf
     except ImportError as error:
         raise ImportError(f"try needs transformers; {install('hf')}") from error
@@ -50,8 +50,7 @@ def _try(arguments: argparse.Namespace) -> int:
 
     tokens, dtype = arguments.length, getattr(torch, arguments.dtype)
     pattern = parse(arguments.pattern) if arguments.pattern else None
-    config = AutoConfig.from_pretrained(arguments.model)
-    text = config.get_text_config()
+    config, text = _configs(arguments.model)
     layers, room = text.num_hidden_layers, memory_here(free=True)
     if (hidden := tokens * text.hidden_size * dtype.itemsize) > room:
         raise ValueError(
@@ -65,8 +64,7 @@ def _try(arguments: argparse.Namespace) -> int:
     for name in ("sparsering", "sdpa"):
         torch.manual_seed(0)
         own = deepcopy(text)  # a config names the attention of its model
-        model = AutoModel.from_config(own, attn_implementation=name, dtype=dtype)
-        models[name] = model.to(device).eval()
+        models[name] = _built(own, name, dtype, arguments.model).to(device).eval()
     ids = torch.randint(_VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(0))
     ids = ids.to(device)
 
@@ -115,6 +113,58 @@ def _try(arguments: argparse.Namespace) -> int:
     if pattern is not None:
         print(f"          hf.apply(model, {pattern})  # names of sparsering; then train or tune")
     return 0
+
+
+def _configs(name: str) -> tuple[Any, Any]:
+    """Reads the model's config, and that of its decoder or encoder of text.
+
+    Raises: ValueError for what is no config, and for that of another kind of model.
+    """
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(name)
+    except Exception as error:  # of JSON, of the Hub, of values, and of code that configs run
+        raise ValueError(
+            "--model must be a folder with a config.json, that file, or a name on the Hub, got "
+            f"{shortened(name)}: {shortened(str(error), 400)}"
+        ) from error
+    text = config.get_text_config()
+    sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads")
+    for size in sizes:
+        if type(number := getattr(text, size, None)) is not int or number < 1:
+            got = f"{size}={shortened(repr(number))}" if hasattr(text, size) else f"no {size}"
+            raise _another_kind(name, text, got)
+    if getattr(text, "is_encoder_decoder", False):
+        raise _another_kind(name, text, "an encoder with a decoder")
+    return config, text
+
+
+def _built(config: Any, attention: str, dtype: Any, name: str) -> Any:
+    """Builds the model of a config with random weights; ValueError if it does not read tokens."""
+    from transformers import AutoModel
+
+    from ..integrations.transformers.config import attention_modules
+
+    try:
+        model = AutoModel.from_config(config, attn_implementation=attention, dtype=dtype)
+    except Exception as error:  # the classes of transformers raise many kinds
+        got = f"{type(error).__name__}: {shortened(str(error))}"
+        raise _another_kind(name, config, f"with {attention!r} attention {got}") from error
+    if "input_ids" not in inspect.signature(model.forward).parameters:
+        raise _another_kind(name, config, "a forward without input_ids")
+    if not list(attention_modules(model)):
+        raise _another_kind(name, config, "attention that does not ask transformers' interface")
+    return model
+
+
+def _another_kind(name: str, config: Any, got: str) -> ValueError:
+    return ValueError(
+        "--model must be a decoder or an encoder of text whose attention can be set "
+        f"(attn_implementation), such as Llama or BERT; {shortened(name)} is for "
+        f"{getattr(config, 'model_type', None) or type(config).__name__}: got {got}; pass another "
+        "model, or estimate attention alone with `sparsering plan`"
+    )
 
 
 def _shorten(config: Any, layers: int | None, tokens: int) -> None:
