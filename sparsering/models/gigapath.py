@@ -290,6 +290,9 @@ class SlideEncoder(nn.Module):
 
         Raises: ValueError for invalid shapes, for a slide without tiles, and for coordinates
             outside the grid of slide_ngrids x slide_ngrids tiles.
+
+        Warns: where a slide's tiles are `tile_size` apart in no direction, but form a grid of
+            another spacing, which it names; and where many tiles share a cell.
         """
         heat, slides = _heat(heat), self._slides(tiles, coords, lengths, _size(tile_size))
         found = [self._encoded(x, grid, heat, None) for x, grid in slides]
@@ -488,7 +491,67 @@ def _grid(coords: Tensor, tile_size: float, slide_ngrids: int, number: int) -> T
             "tiles; pass pixels of level 0, or tile_size=1",
             stacklevel=4,
         )
+    elif (wrong := _wrong_size(pixels, cells, float(size))) is not None:
+        warnings.warn(f"slide {number} {wrong}", stacklevel=4)
     return cells.long()
+
+
+def _wrong_size(pixels: Tensor, cells: Tensor, size: float) -> str | None:
+    """Says what is wrong with cells [n, 2] of `size` pixels for tiles at these pixels, if anything.
+
+    Several extractors begin a grid of their own in each piece of tissue. So a few tiles may share
+    a cell although the size is right, which is nothing to tell.
+    """
+    n = len(cells)
+    distinct = len((cells[:, 0] * (1 + int(cells[:, 1].max())) + cells[:, 1]).unique())
+    spacing = _spacing(pixels)
+    if spacing is None or abs(spacing - size) <= 0.01 * size:
+        if distinct >= 0.9 * n:
+            return None
+        return (
+            f"has {n:,} tiles in {distinct:,} cells of tile_size={size:g} pixels, so tiles share "
+            "positions; pass each tile once, with its pixels of level 0"
+        )
+    if spacing > size:
+        offsets = pixels.double() - pixels[0]
+        if _are_multiples(offsets, size) and not _are_multiples(offsets, spacing):
+            return None  # every third tile of a grid, say
+        effect = "their positions in the encoder's grid have gaps"
+    elif distinct < n:
+        effect = f"{n:,} tiles share {distinct:,} cells of the encoder's grid"
+    else:
+        return None
+    return (
+        f"has tiles {spacing:g} apart, got tile_size={size:g}, so {effect}; pass "
+        f"tile_size={spacing:g}, or coords in pixels of level 0"
+    )
+
+
+def _spacing(pixels: Tensor) -> float | None:
+    """Measures how far apart neighbours of a regular grid of tiles are; pixels [n, 2].
+
+    It is the most common distance between tiles that follow one another in a row or a column.
+    None if tiles do not form a grid of it: fewer than 16 such distances, or more than a tenth of
+    them are no multiples.
+    """
+    distances = []
+    for line, along in ((0, 1), (1, 0)):
+        order = pixels[:, along].argsort(stable=True)
+        order = order[pixels[order, line].argsort(stable=True)]
+        step = pixels[order].double().diff(dim=0)
+        distances.append(step[(step[:, line] == 0) & (step[:, along] > 0), along])
+    found = torch.cat(distances)
+    if len(found) < 16:
+        return None
+    about = (found.log2() * 512).round()  # distances in a bin are equal to 0.14%
+    spacing = found[about == about.mode().values].median()
+    return spacing.item() if _are_multiples(found, spacing.item()) else None
+
+
+def _are_multiples(distances: Tensor, unit: float) -> bool:
+    """Whether nine tenths of the distances are multiples of a unit, up to a twentieth of it."""
+    parts = distances / unit
+    return bool(((parts - parts.round()).abs() < 0.05).double().mean() >= 0.9)
 
 
 @cache

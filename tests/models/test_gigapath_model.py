@@ -305,3 +305,40 @@ def test_arguments_that_do_not_fit():
     ):
         with pytest.raises(ValueError, match=message):
             gigapath.SlideEncoder(**options)
+
+
+def grid(spacing, rows=9, columns=8):
+    return spacing * torch.cartesian_prod(torch.arange(rows), torch.arange(columns))
+
+
+@pytest.mark.parametrize(
+    ("coords", "tile_size", "message"),
+    [
+        (
+            grid(512),
+            1013,
+            r"slide 0 has tiles 512 apart, got tile_size=1013, so 72 tiles share 20 ",
+        ),
+        (grid(512), 256, r"512 apart, got tile_size=256, .* have gaps; pass tile_size=512"),
+        (grid(640), 512, r"640 apart, got tile_size=512, .* have gaps"),
+        (grid(512) * 0.2525, 512, r"129.28 apart, got tile_size=512, so 72 tiles share 6 cells"),
+        (grid(256)[::2], 200, r"256 apart, got tile_size=200"),
+        (grid(512).repeat(2, 1), 512, r"144 tiles in 72 cells of tile_size=512 pixels"),
+        (grid(512, 3, 2), 1013, r"6 tiles in 2 cells of tile_size=1013"),
+    ],
+)
+def test_tiles_of_another_spacing_are_told(file, coords, tile_size, message):
+    model, tiles = loaded(file), torch.randn(len(coords), 24)
+    with pytest.warns(UserWarning, match=message) as told:
+        model.embed(tiles, coords, tile_size=tile_size)
+    assert len(told) == 1
+
+
+def test_tiles_of_this_spacing_are_not_told(file):
+    """Nor few tiles, some of a large grid, and pieces of tissue whose grids begin elsewhere."""
+    model = loaded(file)
+    some = grid(256, 60, 60)[torch.randperm(3600)[:90]]
+    pieces = torch.cat((grid(256), grid(256) + torch.tensor([9 * 256 - 37, 101])))
+    for coords in (grid(256), grid(256)[::3], some, pieces, grid(256)[:2], grid(1024, 2, 3)):
+        model.embed(torch.randn(len(coords), 24), coords)
+    model.embed(torch.randn(72, 24), grid(1013), tile_size=1013.4)
