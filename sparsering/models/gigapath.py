@@ -505,20 +505,20 @@ def _wrong_size(pixels: Tensor, cells: Tensor, size: float) -> str | None:
     n = len(cells)
     distinct = len((cells[:, 0] * (1 + int(cells[:, 1].max())) + cells[:, 1]).unique())
     spacing = _spacing(pixels)
-    if spacing is None or abs(spacing - size) <= 0.01 * size:
+    if spacing is None or abs(spacing - size) <= 1e-4 * size:
         if distinct >= 0.9 * n:
             return None
         return (
             f"has {n:,} tiles in {distinct:,} cells of tile_size={size:g} pixels, so tiles share "
             "positions; pass each tile once, with its pixels of level 0"
         )
-    if spacing > size:
+    if distinct < (n if spacing < 0.99 * size else 0.9 * n):
+        effect = f"{n:,} tiles share {distinct:,} cells of the encoder's grid"
+    elif spacing > 1.01 * size:
         offsets = pixels.double() - pixels[0]
         if _are_multiples(offsets, size) and not _are_multiples(offsets, spacing):
             return None  # every third tile of a grid, say
         effect = "their positions in the encoder's grid have gaps"
-    elif distinct < n:
-        effect = f"{n:,} tiles share {distinct:,} cells of the encoder's grid"
     else:
         return None
     return (

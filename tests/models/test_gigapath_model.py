@@ -324,6 +324,7 @@ def grid(spacing, rows=9, columns=8):
         (grid(512) * 0.2525, 512, r"129.28 apart, got tile_size=512, so 72 tiles share 6 cells"),
         (grid(256)[::2], 200, r"256 apart, got tile_size=200"),
         (grid(512).repeat(2, 1), 512, r"144 tiles in 72 cells of tile_size=512 pixels"),
+        (grid(1013), 1013.4, r"has tiles 1013 apart, got tile_size=1013.4, so 72 tiles share 56"),
         (grid(512, 3, 2), 1013, r"6 tiles in 2 cells of tile_size=1013"),
     ],
 )
@@ -341,4 +342,4 @@ def test_tiles_of_this_spacing_are_not_told(file):
     pieces = torch.cat((grid(256), grid(256) + torch.tensor([9 * 256 - 37, 101])))
     for coords in (grid(256), grid(256)[::3], some, pieces, grid(256)[:2], grid(1024, 2, 3)):
         model.embed(torch.randn(len(coords), 24), coords)
-    model.embed(torch.randn(72, 24), grid(1013), tile_size=1013.4)
+    model.embed(torch.randn(400, 24), grid(1013, 20, 20) + 100, tile_size=1013.4)
