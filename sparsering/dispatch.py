@@ -38,6 +38,9 @@ class Backend(NamedTuple):
     # Sums each block's attention weights, times a factor per query: [B, Hq, blocks]. If it is None,
     # callers take these sums from the gradient of a block bias.
     entry_mass: Callable[[Problem, Tensor, Tensor], Tensor] | None = None
+    # As `forward`; it first stores new keys and values, from their first rows on, in the problem's.
+    forward_after: Callable[..., tuple[Tensor, Tensor]] | None = None
+    reads_8_bits: bool = False  # True if it reads keys and values of 8 bits, as caches store them
     # True if `forward` accepts `Problem.slots`; for others, bitmaps are shifted so that all are 0.
     reads_slots: bool = False
     # Builds the layout of selected blocks from a pattern, a frame, a block size and a device;
@@ -53,10 +56,11 @@ class Backend(NamedTuple):
     # Lists why `library_call` cannot run ((query, key, value), pattern, frame).
     refuses: Callable[[Inputs, Pattern, Frame], list[str]] | None = None
     returns_lse: bool = True  # False if its lse is an empty tensor
-    # True for a dtype whose rows have the same bits in any company (docs/invariance.md).
-    is_invariant: Callable[[torch.dtype], bool] | None = None
+    is_invariant: bool = False  # True if rows have the same bits in any company
     # Name of the backend whose form for `batch_invariant` this is. No call names a form.
     form_of: str = ""
+    # Keys that a form adds up in one step: its tiles have as many, or twice as many. 0: any number.
+    keys_of_step: int = 0
 
 
 def _no_float64(*tensors: Tensor) -> list[str]:
@@ -65,15 +69,15 @@ def _no_float64(*tensors: Tensor) -> list[str]:
     return []
 
 
-def _whatever_dtype(dtype: torch.dtype) -> bool:
-    del dtype
-    return True
-
-
 BACKENDS: dict[str, Backend] = {
     "cpu": Backend(
         cpu.reasons, cpu.forward, cpu.backward, cpu.EXTRAS, entry_mass=cpu.entry_mass,
-        reads_slots=True, runs_lists=True, is_invariant=cpu.adds_in_order,
+        forward_after=cpu.forward, reads_8_bits=True, reads_slots=True, runs_lists=True,
+    ),
+    "cpu_in_order": Backend(
+        cpu.reasons, cpu.forward_in_order, cpu.backward_in_order, cpu.EXTRAS,
+        entry_mass=cpu.entry_mass, forward_after=cpu.forward_in_order, reads_8_bits=True,
+        reads_slots=True, runs_lists=True, is_invariant=True, form_of="cpu",
     ),
     "triton": Backend(
         triton.reasons, triton.forward, triton.backward, triton.EXTRAS, package="triton",
@@ -83,7 +87,8 @@ BACKENDS: dict[str, Backend] = {
     "triton_in_order": Backend(
         triton.reasons, triton.forward_in_order, triton.backward_in_order, triton.EXTRAS,
         package="triton", reads_slots=True, runs_lists=True, list_reasons=triton.list_reasons,
-        is_invariant=_whatever_dtype, form_of="triton",
+        is_invariant=True, form_of="triton",
+        keys_of_step=KEYS_IN_ORDER,
     ),
     "gather": Backend(
         _no_float64, gather.forward, gather.backward, gather.EXTRAS, entry_mass=gather.entry_mass,
@@ -188,12 +193,11 @@ def reasons_against(
 def block_size_of(backend: str, pattern: Pattern, query: Tensor, frame: Frame) -> int:
     """Returns the block size that `sparsering tune` measured for a pattern, else an estimate.
 
-    In the mode of `batch_invariant` it is a multiple of the keys that are added up in one step.
+    If the backend's rows add up keys in steps, it is one or two of those.
     """
-    if BACKENDS[backend].form_of:
-        few = chosen_block_size(pattern, frame, query.device) < 2 * KEYS_IN_ORDER
-        return KEYS_IN_ORDER if few else 2 * KEYS_IN_ORDER
-    measured = _MEASURED.get(backend)
+    if step := BACKENDS[backend].keys_of_step:
+        return step if chosen_block_size(pattern, frame, query.device) < 2 * step else 2 * step
+    measured = _MEASURED.get(BACKENDS[backend].form_of or backend)
     size = None if measured is None else measured.block_size(pattern.expression, query)
     return size or chosen_block_size(pattern, frame, query.device)
 

@@ -204,6 +204,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     Example:
         >>> print(explain(query, key, value, Causal()))
         runs: cpu, blocks of 128; batch 1, 8 heads of 4096 queries, 4 heads of 4096 keys
+        bits: those of a row may depend on what else the call computes: cpu sums in an order ...
         cpu: usable
         ...
     """
@@ -231,7 +232,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         )
         later = "; the choice for a query may depend on later queries of its row"
         lines.append(line + later * (tokens > 1))
-    if why := _not_invariant(form, inputs[0], pattern):
+    if why := _not_invariant(form):
         lines.append(f"bits: those of a row may depend on what else the call computes: {why}")
     for name in NAMES:
         reasons = reasons_against(name, inputs, extras.in_use, pattern)
@@ -242,31 +243,27 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     return "\n".join(lines)
 
 
-def _not_invariant(backend: str, query: Tensor, pattern: Pattern) -> str:
+def _not_invariant(backend: str) -> str:
     """Returns why the bits of a row may depend on its company (docs/invariance.md); "" if not."""
-    if (keeps := BACKENDS[backend].is_invariant) is None:
-        able = any(x.form_of == backend for x in BACKENDS.values())
-        mended = ", unless batch_invariant() asks for one that does not" * able
-        return f"{backend} sums in an order that depends on shapes{mended}"
-    if not keeps(query.dtype):
-        return "this processor adds products of bfloat16 in another order for a few queries"
-    if has_lists(pattern):
-        return "lists of neighbouring queries may be summed together"
-    return ""
+    if BACKENDS[backend].is_invariant:
+        return ""
+    able = any(x.form_of == backend for x in BACKENDS.values())
+    mended = ", unless batch_invariant() asks for one that does not" * able
+    return f"{backend} sums in an order that depends on shapes{mended}"
 
 
 @with_hints()
 @contextmanager
 def batch_invariant(enabled: bool = True) -> Iterator[None]:
-    """Makes the bits of a row independent of what else is computed, where a backend must ask.
+    """Makes the bits of a row independent of what else is computed.
 
     The bits of a row's `out`, `lse` and gradient of the query are then a function of its query and
     position, of the keys and values that it sees and their positions, and of the options. They do
-    not depend on the batch, on how many queries come at once, or on documents beside its own. The
-    backend "cpu" keeps this in each call, inside and outside; "triton" has another form of its
-    kernels for it, which shares no long row out among multiprocessors. docs/invariance.md has all
-    that is promised, and what is not; `explain` names what a call cannot keep. A backward has the
-    mode of its forward, each thread has its own mode, and `torch.compile` guards on it.
+    not depend on the batch, on how many queries come at once, on documents beside its own, or on
+    padding before it. "cpu" and "triton" have another form of their kernels for it, which takes
+    some percent longer. docs/invariance.md has all that is promised, what is not, and the price;
+    `explain` names what a call cannot keep. A backward has the mode of its forward, each thread has
+    its own mode, and `torch.compile` guards on it.
 
     Args:
         enabled: False for code that may lose the promise again.

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call_recipe import CallRecipe
+from .behind_padding import backward, forward, parts_of
+from .call_recipe import CallRecipe, Inputs
 from .differentiable import differentiable
-from .dispatch import BACKENDS, Backend
+from .dispatch import BACKENDS
 from .extras import OPTIONS, Extras, operator_schema
 from .kernels.library_calls import SECOND_DERIVATIVES
-from .kernels.problem import Problem
 from .layouts.cache import layout_cache
 from .layouts.lists import split
 from .numerics import without_autocast
@@ -33,21 +33,19 @@ from .work import problem_of, slot_gradient, work_of
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    backend, problem = _parsed_problem(arguments)
-    assert backend.forward is not None
-    with without_autocast(problem.query):
-        return backend.forward(problem)
+    with without_autocast(arguments[0]):
+        return forward(*_parsed_call(arguments))
 
 
 def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     *inputs, out, lse, grad_out, grad_lse, wanted = arguments
-    backend, problem = _parsed_problem(inputs)
-    assert backend.backward is not None
-    problem = problem._replace(learns_distances=wanted[_NAMES.index("distance_bias")])
-    with without_autocast(problem.query):
-        grads = backend.backward(problem.in_first_slots(), out, lse, grad_out, grad_lse)._asdict()
+    recipe, tensors, pattern, extras = _parsed_call(inputs)
+    results, learns = (out, lse, grad_out, grad_lse), wanted[_NAMES.index("distance_bias")]
+    with without_autocast(out):
+        parts = parts_of(recipe, tensors, pattern, extras)
+        grads = backward(recipe.backend, parts, results, learns_distances=learns)._asdict()
     if (slots := inputs[_NAMES.index("slot_bias")]) is not None:
-        grads["slot_bias"] = slot_gradient(grads["block_bias"], problem, slots)
+        grads["slot_bias"] = slot_gradient(grads["block_bias"], parts[0].problem, slots)
     return tuple(grads.get(name) for name in _NAMES[: _NAMES.index("tensors")])
 
 
@@ -106,8 +104,8 @@ _NAMES = [argument.split()[-1] for argument in _CALL.split(",")]
 attention_op = differentiable("attention", _CALL, _forward, _backward, refusal=SECOND_DERIVATIVES)
 
 
-def _parsed_call(arguments: Sequence[Any]) -> tuple[CallRecipe, Pattern, Extras]:
-    """Converts the operator's arguments after query, key, value to (recipe, pattern, extras)."""
+def _parsed_call(arguments: Sequence[Any]) -> tuple[CallRecipe, Inputs, Pattern, Extras]:
+    """Converts the operator's arguments to (recipe, inputs, pattern, extras)."""
     call = dict(zip(_NAMES[3:], arguments[3:], strict=True))
     pattern = parse_owned(call.pop("pattern"), call.pop("tensors"))
     recipe = CallRecipe(
@@ -118,20 +116,14 @@ def _parsed_call(arguments: Sequence[Any]) -> tuple[CallRecipe, Pattern, Extras]
     )
     if call["distance_bias"] is not None:
         check_distances(pattern)
-    return recipe, pattern, Extras({name: x for name, x in call.items() if x is not None})
-
-
-def _parsed_problem(arguments: Sequence[Any]) -> tuple[Backend, Problem]:
-    """Converts the operator's arguments to the backend that runs the call, and its `Problem`."""
-    recipe, pattern, extras = _parsed_call(arguments)
     query, key, value = arguments[:3]
-    return BACKENDS[recipe.backend], problem_of(recipe, (query, key, value), pattern, extras)
+    extras = Extras({name: x for name, x in call.items() if x is not None})
+    return recipe, (query, key, value), pattern, extras
 
 
 def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int:
     """Counts FLOPs: each pair has `by_head_dim` dot products over D, `by_value_dim` over Dv."""
-    query, key, value, *_ = arguments
-    recipe, pattern, extras = _parsed_call(arguments[: len(_NAMES)])
+    recipe, (query, key, value), pattern, extras = _parsed_call(arguments[: len(_NAMES)])
     work = work_of(recipe, query, key, pattern, extras)
     pairs = work.num_pairs
     if work.key_mask is not None:  # tiles have pairs of hidden keys, too

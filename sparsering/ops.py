@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .behind_padding import forward
 from .call_recipe import CallRecipe, Inputs
 from .checks import check_batch, needs_operator, refuse_forward_mode
 from .dense_reference import reference
@@ -57,7 +58,7 @@ def attend(
             return _library_call(recipe, inputs, pattern, extras)
         if backend.forward is None:
             return reference(recipe, inputs, pattern, extras)
-        return backend.forward(problem_of(recipe, inputs, pattern, extras))
+        return forward(recipe, inputs, pattern, extras)
 
 
 def value_gradient(

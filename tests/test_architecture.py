@@ -42,10 +42,11 @@ ROOMS = {
     "pairs": "differentiable checks dropout layouts patterns",
     "call_recipe": "pairs dispatch extras checks kernels layouts patterns",
     "work": "call_recipe dispatch extras checks kernels layouts patterns",
+    "behind_padding": "work call_recipe dispatch extras kernels patterns",
     "dense_reference": "call_recipe pairs extras kernels patterns numerics",
-    "operators": "work call_recipe dispatch differentiable extras kernels layouts patterns "
-    "numerics streams",
-    "ops": "operators dense_reference work call_recipe pairs dispatch extras checks "
+    "operators": "behind_padding work call_recipe dispatch differentiable extras kernels layouts "
+    "patterns numerics streams",
+    "ops": "behind_padding operators dense_reference work call_recipe pairs dispatch extras checks "
     "kernels patterns numerics",
     "coordinates": "checks patterns",
     "scored": "dense_reference work call_recipe pairs dispatch differentiable extras checks "

@@ -73,9 +73,10 @@ def attend_draft(
        layers of a model share layouts (`_attend_in_slots`).
     3. Longer drafts, and other extras, take the keys by position (`_attend_by_position`).
     """
-    kernels = BACKENDS[recipe.backend].forward is not None
+    backend = BACKENDS[recipe.backend]
+    merges = backend.forward is not None and not backend.is_invariant  # a merge rounds rows
     fits = 0 < tokens.query.shape[2] <= _tile_of(state)
-    if fits and kernels and state.histories and tokens.extras.in_use.keys() <= IN_PAGES:
+    if fits and merges and state.histories and tokens.extras.in_use.keys() <= IN_PAGES:
         return _attend_in_slots(state, recipe, tokens, draft)
     return _attend_by_position(state, recipe, tokens, draft)
 

@@ -18,7 +18,6 @@ from torch.nn.functional import pad
 from ..call_recipe import CallRecipe
 from ..dispatch import BACKENDS
 from ..extras import Extras
-from ..kernels import cpu
 from ..kernels.problem import Problem
 from ..layouts.cache import layout_cache
 from ..layouts.compile import assemble, compile_passes, default_block_size
@@ -204,10 +203,8 @@ def attend_page(
         scale=recipe.scale,
         **rest,
     )
-    if recipe.backend == "cpu":  # its kernel writes the new keys itself
-        return cpu.forward(
-            problem, (key, value, [x + state.page_length for x in state.keys.firsts])
-        )
+    if (run := BACKENDS[recipe.backend].forward_after) is not None:
+        return run(problem, (key, value, [x + state.page_length for x in state.keys.firsts]))
     keys.write(key, state.page_length)
     values.write(value, state.page_length)
     return run_backend(recipe.backend, problem)
@@ -384,7 +381,7 @@ def run_backend(name: str, problem: Problem) -> tuple[Tensor, Tensor]:
     """Runs a backend's forward, without autocast and with slots as it reads them."""
     backend = BACKENDS[name]
     assert backend.forward is not None
-    if problem.key.dtype != problem.query.dtype and name != "cpu":
+    if problem.key.dtype != problem.query.dtype and not backend.reads_8_bits:
         key, value = (from_store(x, problem.query.dtype) for x in (problem.key, problem.value))
         problem = problem._replace(key=key, value=value)
     with without_autocast(problem.query):

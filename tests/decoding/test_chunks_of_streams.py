@@ -57,6 +57,7 @@ def streamed(pattern: sr.Pattern, x: list[Tensor], ends: list[int]) -> Tensor:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("size", "history"), [(4, 2), (16, 1), (5, 0), (12, 3)])
+@sr.batch_invariant()
 def test_chunks_of_one_size_have_the_bits_of_the_recording(size, history, dtype):
     sizes = [min(size, LENGTH - i) for i in range(0, LENGTH, size)]
     pattern = sr.BlockCausal(size) & sr.BlockWindow(history, size)
@@ -77,6 +78,7 @@ def test_chunks_of_one_size_have_the_bits_of_the_recording(size, history, dtype)
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("as_data", [False, True])
 @pytest.mark.parametrize("seed", range(8))
+@sr.batch_invariant()
 def test_chunks_of_unlike_sizes_have_the_bits_of_the_recording(seed, as_data):
     draw = random.Random(seed)
     sizes, frames = drawn_sizes(draw), draw.choice((None, 0, 7, 20))

@@ -36,6 +36,7 @@ def places(cache):
 
 @pytest.mark.parametrize("name", PATTERNS)
 @pytest.mark.parametrize("steps", [(1,), (3, 1, 7)])
+@sr.batch_invariant()
 def test_rows_have_the_bits_of_one_call(name, steps):
     n, prompt = 700, 300
     tensors, cache = inputs(n), made(name)

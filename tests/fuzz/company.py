@@ -1,7 +1,8 @@
 """Rows in other company: the bits of a row do not depend on what else a call computes.
 
 The same rows are computed in one call, and in calls of another batch, block size, number of
-threads, cut, packing or cache; results must be equal to the bit.
+threads, cut, packing, padding or cache; results must be equal to the bit in the mode of
+`batch_invariant`, and those of another batch or number of threads outside of it, too.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -16,12 +17,14 @@ from torch import Tensor
 import sparsering as sr
 from sparsering.layouts.compile import default_block_size
 from sparsering.patterns.algebra import Frame, check_fits
+from sparsering.patterns.shifts import is_shift_invariant
 
 from . import long, specs
 from .attack import Cell, Refused
 from .ways import same_bits
 
-WAYS = ("batch", "block size", "threads", "chunks", "documents", "varlen", "cache")
+WAYS = ("batch", "block size", "threads", "chunks", "documents", "varlen", "padding", "cache")
+ALWAYS = ("batch", "threads")  # ways that change no bit outside of the mode either
 CELLS = [Cell(*cell) for cell in product(WAYS, long.CLASSES, ("cpu",), ("float32", "bfloat16"))]
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # segments of 512 tokens have whole tiles of these
 GRADIENTS = ("batch", "threads", "documents")  # ways that promise dK and dV, too
@@ -33,7 +36,8 @@ class Company(long.Long):
 
     way: str = WAYS[0]
     cuts: tuple[int, ...] = (1,)  # sizes of chunks of queries, of steps of a cache
-    other: int = 128  # another block size, or tokens of the document before
+    other: int = 128  # another block size, or tokens of the document or the padding before
+    in_mode: bool = True  # whether the calls are made in the mode of `batch_invariant`
 
     def cells(self) -> list[Cell]:
         return [Cell(self.way, c, self.backend, self.dtype) for c in specs.classes_of(self.spec)]
@@ -42,19 +46,23 @@ class Company(long.Long):
         before, tensors, pattern = torch.get_num_threads(), self.tensors(), build(self.spec)
         torch.set_num_threads(2)
         try:
-            results, grads = self.run(tensors, pattern)
-            same = getattr(self, "in_" + self.way.replace(" ", "_"))
-            with torch.no_grad():
-                rows = same(tensors, pattern, results)
-            for name, (one, two) in rows.items():
-                assert same_bits(one, two), f"{name}: other bits"
-            if self.way in GRADIENTS:
-                for name, (one, two) in self.gradients(tensors, pattern, grads).items():
-                    assert same_bits(one, two), f"gradient of {name}: other bits"
+            with sr.batch_invariant(self.in_mode):
+                self.compare(tensors, pattern)
         except NotImplementedError as refusal:
             raise Refused(str(refusal)) from None
         finally:
             torch.set_num_threads(before)
+
+    def compare(self, tensors: dict[str, Tensor], pattern: sr.Pattern) -> None:
+        results, grads = self.run(tensors, pattern)
+        same = getattr(self, "in_" + self.way.replace(" ", "_"))
+        with torch.no_grad():
+            rows = same(tensors, pattern, results)
+        for name, (one, two) in rows.items():
+            assert same_bits(one, two), f"{name}: other bits"
+        if self.way in GRADIENTS:
+            for name, (one, two) in self.gradients(tensors, pattern, grads).items():
+                assert same_bits(one, two), f"gradient of {name}: other bits"
 
     def run(
         self, tensors: dict[str, Tensor], pattern: sr.Pattern, **changes: Any
@@ -129,6 +137,20 @@ class Company(long.Long):
             "out": (one["out"][0], out.transpose(0, 1)[:, after:]),
             "lse": (one["lse"][0], lse[:, after:]),
         }
+
+    def in_padding(
+        self, tensors: dict[str, Tensor], pattern: sr.Pattern, results: dict[str, Tensor]
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """Compares the rows behind keys that no query sees."""
+        if not is_shift_invariant(pattern):
+            raise Refused("the pattern depends on the place of its first key")
+        (alone, own), (both, _), after = self.packed(tensors, pattern)
+        valid = torch.arange(both["key"].shape[2]) >= after
+        one, two = (
+            self.run(x, p, dropout=None)[0]
+            for x, p in ((alone, own), (both, own & sr.KeyMask(valid)))
+        )
+        return {n: (one[n], two[n][:, :, after:]) for n in one}
 
     def in_cache(
         self, tensors: dict[str, Tensor], pattern: sr.Pattern, results: dict[str, Tensor]
@@ -250,7 +272,7 @@ def cases(draw: st.DrawFn, cell: Cell) -> Company:
     option = draw(st.sampled_from(long.OPTIONS))
     call = draw(long.cases(cell._replace(option=option)))
     given: dict[str, Any] = {field.name: getattr(call, field.name) for field in fields(call)}
-    square = cell.option in ("documents", "varlen", "cache")
+    square = cell.option in ("documents", "varlen", "padding", "cache")
     if square:
         tokens = given["scene"].kv_len
         given["scene"] = replace(given["scene"], q_len=tokens, q_start=None)
@@ -266,4 +288,5 @@ def cases(draw: st.DrawFn, cell: Cell) -> Company:
         way=cell.option,
         cuts=tuple(draw(st.lists(cut, min_size=1, max_size=3))),
         other=draw(st.sampled_from(sizes)),
+        in_mode=cell.option not in ALWAYS or draw(st.booleans()),
     )

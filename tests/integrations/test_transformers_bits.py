@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import sparsering as sr
 from sparsering.integrations import transformers as hf
 
 transformers = pytest.importorskip("transformers")
@@ -55,7 +56,7 @@ def test_decoded_logits_are_those_of_one_pass(monkeypatch, kind: str, dtype: tor
             module.of_rows = module.forward
             monkeypatch.setattr(module, "forward", MethodType(experts_row_by_row, module))
     ids, prompt = torch.randint(0, 97, (1, 70)), 60
-    with torch.no_grad():
+    with torch.no_grad(), sr.batch_invariant():
         whole = model(ids).logits
         found = model(ids[:, :prompt], use_cache=True)
         logits, cache = [found.logits], found.past_key_values

@@ -13,12 +13,12 @@ from torch import Tensor
 from ...distributed.ring import ring_attention
 from ...functional import attention
 from ...numerics import merge_attention
-from ...patterns.algebra import And, Mixture, Or, Pattern, parts_of
+from ...patterns.algebra import Pattern, parts_of
 from ...patterns.arguments import shortened
 from ...patterns.blocks import RandomBlocks
 from ...patterns.keys import KeyMask
-from ...patterns.per_head import PerHead
-from ...patterns.positions import Causal, Full, SlidingWindow
+from ...patterns.positions import Causal
+from ...patterns.shifts import is_shift_invariant
 from .calls import SharedCall
 from .config import pattern_of
 from .indexers import Chosen
@@ -53,7 +53,7 @@ def attend_pattern(
     if (
         query.shape[2] == 1
         and mask.documents is None
-        and not _is_shift_invariant(pattern)
+        and not is_shift_invariant(pattern)
         and not torch.compiler.is_compiling()
         and (ids := _row_runs(mask, kv_len)) is not None
     ):
@@ -69,7 +69,7 @@ def within(pattern: Pattern, mask: ModelMask, kv_len: int) -> Pattern:
             "a pattern cannot replace a layer's chunks inside torch.compile, where they look like "
             "documents; leave layers with chunks out of apply"
         )
-    if _is_shift_invariant(pattern):
+    if is_shift_invariant(pattern):
         if mask.documents is not None:
             pattern = pattern & SameRun(mask.documents)
     elif (ids := _row_runs(mask, kv_len)) is not None:
@@ -125,15 +125,6 @@ def _attend_rows(
     return outs
 
 
-def _is_shift_invariant(pattern: Pattern) -> bool:
-    """Whether a pattern stays the same if all positions shift by the same amount."""
-    if isinstance(pattern, And | Or | Mixture):
-        return all(_is_shift_invariant(mask) for mask in pattern.masks)
-    if isinstance(pattern, PerHead):
-        return all(map(_is_shift_invariant, pattern.patterns))
-    return isinstance(pattern, Causal | Full | SlidingWindow)
-
-
 def _check_dropped(
     pattern: Pattern, dropped: int, q_start: int, num_heads: int, num_kv_heads: int
 ) -> None:
@@ -141,7 +132,7 @@ def _check_dropped(
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     needed = [keys for keys in pattern.live_keys(q_start + dropped, **heads) if len(keys)]
     first = min((int(keys[0]) for keys in needed), default=dropped)
-    if first < dropped or not _is_shift_invariant(pattern):
+    if first < dropped or not is_shift_invariant(pattern):
         raise ValueError(
             f"the cache has dropped the first {dropped} keys, which lie outside the model's own "
             f"window; {shortened(str(pattern))} needs keys from {first} on and positions from 0; "

@@ -1,9 +1,18 @@
 """CPU backend: a C++ kernel, compiled on first use."""
 
 from .build import build
-from .call import EXTRAS, adds_in_order, backward, block_shares, entry_mass, forward, reasons
+from .call import (
+    EXTRAS,
+    backward,
+    backward_in_order,
+    block_shares,
+    entry_mass,
+    forward,
+    forward_in_order,
+    reasons,
+)
 
 __all__ = [
-    "EXTRAS", "adds_in_order", "backward", "block_shares", "build", "entry_mass", "forward",
-    "reasons",
+    "EXTRAS", "backward", "backward_in_order", "block_shares", "build", "entry_mass", "forward",
+    "forward_in_order", "reasons",
 ]  # fmt: skip

@@ -197,7 +197,7 @@ class Attend {
  private:
   // True if keys and values stay in pairs of bfloat16, whose products are added in their order.
   static bool adds_pairs() {
-    return kPaired<T> && adds_pairs_in_order();
+    return kPaired<T> && has_pairs() && (in_order() || !has_tiles());
   }
 
   template <int W>

@@ -55,17 +55,30 @@ def forward(
     kernels, new_rows = library(), () if new is None else new
     if x.is_bare and not x.in_float32:
         run = kernels.forward_laid if new is None else kernels.forward_laid_after
-        out, lse = run(*new_rows, x.query, x.key, x.value, _checked_layout(x), x.slots)
+        layout = _checked_layout(x)
+        out, lse = run(*new_rows, x.query, x.key, x.value, layout, x.in_order, x.slots)
     else:
         run = kernels.forward if new is None else kernels.forward_after
         out, lse = run(*new_rows, *_arguments(x), x.sink, x.slots)
     return out, lse
 
 
+def forward_in_order(
+    problem: Problem, new: tuple[Tensor, Tensor, Sequence[int]] | None = None
+) -> tuple[Tensor, Tensor]:
+    """As `forward`; the bits of a row do not depend on what else the call computes."""
+    return forward(problem._replace(in_order=True), new)
+
+
+def backward_in_order(problem: Problem, *results: Tensor) -> Gradients:
+    """As `backward`; the bits of a query's gradient do not depend on what else is computed."""
+    return backward(problem._replace(in_order=True), *results)
+
+
 def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
-    """Computes gradients; the number of threads may change the order of sums and the last bits."""
+    """Computes gradients."""
     if problem.lists:
         return _backward_of_lists(problem, out, lse, grad_out, grad_lse)
     by_head = takes_whole_heads(len(problem.key) * problem.key.shape[1], torch.get_num_threads())
@@ -151,16 +164,8 @@ def _list_arguments(problem: Problem, lists: Lists) -> tuple[Any, ...]:
         None if table is None else dense_rows(table.float()),
         problem.dropout_p or 0.0,
         None if seeds is None else seeds.contiguous(),
+        problem.in_order,
     )
-
-
-def adds_in_order(dtype: torch.dtype) -> bool:
-    """True if sums over keys have the same order for any number of queries, and so the same bits.
-
-    Processors with tile registers (AMX) add products of bfloat16 in another order for a few queries
-    than for many.
-    """
-    return dtype != torch.bfloat16 or bool(library().adds_in_order())
 
 
 def takes_whole_heads(kv_heads: int, threads: int) -> bool:
@@ -229,6 +234,7 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
         None if problem.dropout_seed is None else problem.dropout_seed.contiguous(),
         None if mask is None else mask.contiguous(),
         problem.in_float32,
+        problem.in_order,
         [_is_walked(problem, p) for p in passes],
     )
 

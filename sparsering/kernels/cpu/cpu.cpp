@@ -68,14 +68,15 @@ std::vector<Pass> passes_of(const Problem& x, Tensors tensors, Tensors places, I
   return passes;
 }
 
-// Common first arguments of operators. `covers`: true if the first pass has every query in a tile.
+// Common first arguments of operators. `covers`: true if the first pass has every query in a tile;
+// `ordered`: a row's sums are in the order of its keys, whatever else the call computes.
 #define SPARSERING_CALL                                                                          \
   const Tensor &query, const Tensor &key, const Tensor &value, const std::optional<Tensor>&bias, \
       const Tensor &first_entry, Tensors tensors, Tensors places, Ints steps, Ints branches,     \
       bool covers, int64_t block, double scale, double softcap,                                  \
       const std::optional<Tensor>&distance_bias, double dropout_p,                               \
       const std::optional<Tensor>&seeds, const std::optional<Tensor>&key_mask, bool in_float32,  \
-      Ints walked
+      bool ordered, Ints walked
 
 // Sets, for each pass, the bitmap row of the call's first query; 0 if `slots` is empty.
 void set_slots(std::vector<Pass>& passes, Ints slots, int64_t queries) {
@@ -110,6 +111,7 @@ std::tuple<Tensor, Tensor> attend(const Problem& x, const std::vector<Pass>& pas
 }
 
 std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>& sink, Ints slots) {
+  const Order order(ordered);
   const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
                       query.size(1), key.size(2));
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
@@ -150,7 +152,8 @@ Tensor lay(Tensors tensors, Ints steps, Ints branches, bool covers, int64_t bloc
 }
 
 std::tuple<Tensor, Tensor> forward_laid(const Tensor& query, const Tensor& key, const Tensor& value,
-                                        const Tensor& layout, Ints slots) {
+                                        const Tensor& layout, bool ordered, Ints slots) {
+  const Order order(ordered);
   const Laid& laid = Laid::of(layout);
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   const Problem x(dense[0], dense[1], dense[2], {}, Extras(), laid.first_entry, laid.passes.size(),
@@ -201,22 +204,23 @@ std::tuple<Tensor, Tensor> forward_after(const Tensor& new_key, const Tensor& ne
   put(value, new_value, first);
   return forward(query, key, value, bias, first_entry, tensors, places, steps, branches, covers,
                  block, scale, softcap, distance_bias, dropout_p, seeds, key_mask, in_float32,
-                 walked, sink, slots);
+                 ordered, walked, sink, slots);
 }
 
 std::tuple<Tensor, Tensor> forward_laid_after(const Tensor& new_key, const Tensor& new_value,
                                               Ints first, const Tensor& query, const Tensor& key,
                                               const Tensor& value, const Tensor& layout,
-                                              Ints slots) {
+                                              bool ordered, Ints slots) {
   put(key, new_key, first);
   put(value, new_value, first);
-  return forward_laid(query, key, value, layout, slots);
+  return forward_laid(query, key, value, layout, ordered, slots);
 }
 
 // An empty `transposes` selects run_heads, else run_tiles.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     SPARSERING_CALL, const Tensor& out, const Tensor& lse, const Tensor& grad_out,
     const Tensor& grad_lse, Tensors transposes, bool learns_distances) {
+  const Order order(ordered);
   const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
                       query.size(1), key.size(2));
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
@@ -274,6 +278,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 // Returns the sum of the softmax weights in each block, [B, Hq, blocks]; loops by key tile.
 Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& weight,
             int64_t blocks) {
+  const Order order(ordered);
   const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
                       query.size(1), key.size(2));
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
@@ -306,11 +311,6 @@ Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& wei
   return result;
 }
 
-// True if products of bfloat16 are added in the order of keys, however many queries a call has.
-bool adds_in_order() {
-  return !has_bfloat16_products() || adds_pairs_in_order();
-}
-
 bool shares(const Tensor& query, const Tensor& feature, const Tensor& key,
             const std::optional<Tensor>& last, const Tensor& out, int64_t kind, double scale,
             double log_part, int64_t blocks, int64_t length, int64_t first_own, int64_t first_query,
@@ -330,7 +330,7 @@ bool shares(const Tensor& query, const Tensor& feature, const Tensor& key,
   ", Tensor? bias, Tensor first_entry, Tensor[] passes, "                                    \
   "Tensor[] places, int[] steps, int[] branches, bool covers, int block, float scale, "      \
   "float softcap, Tensor? distance_bias, float dropout_p, Tensor? seeds, Tensor? key_mask, " \
-  "bool in_float32, int[] walked, "
+  "bool in_float32, bool ordered, int[] walked, "
 
 const bool registered = [] {
   Operators m("sparsering_cpu");
@@ -343,11 +343,12 @@ const bool registered = [] {
       "lay(Tensor[] passes, int[] steps, int[] branches, bool covers, int block, float scale, "
       "int[] walked) -> Tensor");
   m.define<forward_laid>(
-      "forward_laid(Tensor query, Tensor key, Tensor value, Tensor layout, int[] slots) "
-      "-> (Tensor, Tensor)");
+      "forward_laid(Tensor query, Tensor key, Tensor value, Tensor layout, bool ordered, "
+      "int[] slots) -> (Tensor, Tensor)");
   m.define<forward_laid_after>(
       "forward_laid_after(Tensor new_key, Tensor new_value, int[] first, Tensor query, "
-      "Tensor(a!) key, Tensor(b!) value, Tensor layout, int[] slots) -> (Tensor, Tensor)");
+      "Tensor(a!) key, Tensor(b!) value, Tensor layout, bool ordered, int[] slots) -> (Tensor, "
+      "Tensor)");
   m.define<backward>("backward(" SPARSERING_SCHEMA(
       "Tensor key",
       "Tensor value") "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, Tensor[] "
@@ -375,7 +376,6 @@ const bool registered = [] {
       "page(int[] programs, Tensor[] constants, Tensor first, Tensor keys, int queries, "
       "int block) -> Tensor[]");
   m.define<lower::transposed>("transposed(Tensor bitmaps) -> Tensor");
-  m.define<adds_in_order>("adds_in_order() -> bool");
   m.define<store>("store(Tensor rows, bool float8) -> Tensor");
   m.define<pieces>("pieces(Tensor entries, Tensor segments, bool by_key) -> int");
   m.define<shares>(

@@ -93,7 +93,7 @@ class Backward {
         lse_(lse),
         delta_(delta),
         to_(to),
-        finite_keys_(most_lists(call.group) == 1 || has_finite_keys()) {}
+        merges_(!in_order() && (most_lists(call.group) == 1 || has_finite_keys())) {}
 
   // Pieces of the queries of a kv head, so that all threads work.
   static int64_t pieces(const Problem& x) {
@@ -171,7 +171,7 @@ class Backward {
   // Reads the lists of some queries. Reads one if a number is not finite: 0 times it would spoil
   // gradients of queries and keys that do not see each other.
   void read_lists(BackwardScratch& s, int64_t b, int64_t unit, int64_t query, int64_t stop) const {
-    call_.read(s.list, b, unit, query, finite_keys_ ? stop - query : 1);
+    call_.read(s.list, b, unit, query, merges_ ? stop - query : 1);
     bool finite = true;
     for (int64_t i = 0; i < call_.group && s.list.size > 1; ++i) {
       const int64_t row = call_.row(b, unit * call_.group + i, query);
@@ -281,7 +281,7 @@ class Backward {
   const Source dout_;
   const float *lse_, *delta_;
   const To to_;
-  const bool finite_keys_;
+  const bool merges_;  // a merged row may be cut otherwise; -inf of a key would spoil others
 };
 
 }  // namespace sparsering::cpu::lists

@@ -106,7 +106,8 @@ template <typename S, typename O>
 void forward(const Call& call, const Results<O>& results) {
   const Problem& x = call.x;
   const int64_t parts = (x.Nq + kQueries - 1) / kQueries;
-  const bool merges = call.slots >= kLeastSlots;
+  const bool merges =
+      call.slots >= kLeastSlots && !in_order();  // a merged row may be cut otherwise
   const auto make = [&] { return ForwardScratch(call); };
   with_width(x.D, x.Dv, [&](auto width) {
     share_out<ForwardScratch>(x.B * call.units * parts, 1, make, [&](ForwardScratch& s, int64_t i) {

@@ -15,16 +15,18 @@ namespace sparsering::cpu::lists {
       const std::optional<Tensor>&places, const std::optional<Tensor>&bias, int64_t branch,       \
       int64_t first, const std::optional<Tensor>&of_queries, const std::optional<Tensor>&of_keys, \
       double scale, double softcap, const std::optional<Tensor>&distance_bias, double dropout_p,  \
-      const std::optional<Tensor>&seeds
+      const std::optional<Tensor>&seeds, bool ordered
 
-#define SPARSERING_LISTS_SCHEMA                                                             \
-  "Tensor query, Tensor key, Tensor value, Tensor keys, Tensor? places, Tensor? bias, int " \
-  "branch, int first, Tensor? of_queries, Tensor? of_keys, "                                \
-  "float scale, float softcap, Tensor? distance_bias, float dropout_p, Tensor? seeds, "
+#define SPARSERING_LISTS_SCHEMA                                                              \
+  "Tensor query, Tensor key, Tensor value, Tensor keys, Tensor? places, Tensor? bias, int "  \
+  "branch, int first, Tensor? of_queries, Tensor? of_keys, "                                 \
+  "float scale, float softcap, Tensor? distance_bias, float dropout_p, Tensor? seeds, bool " \
+  "ordered, "
 
 // Calls f with a `Call` of an operator's arguments.
 template <typename F>
 void with_call(SPARSERING_LISTS, const F& f) {
+  const Order order(ordered);
   const Extras extras(softcap, distance_bias, dropout_p, seeds, {}, query.size(0), query.size(1),
                       key.size(2));
   const Tensor no_entries = zeros({0, 1, 1}, kLong);
@@ -42,7 +44,7 @@ inline void check_results(const Problem& x, const Tensor& rows, const Tensor& nu
 // Merges the results of the lists into `out`, which is float unless `fresh`, and `lse`.
 inline void forward_lists(SPARSERING_LISTS, bool fresh, const Tensor& out, const Tensor& lse) {
   with_call(query, key, value, keys, places, bias, branch, first, of_queries, of_keys, scale,
-            softcap, distance_bias, dropout_p, seeds, [&](const Call& call) {
+            softcap, distance_bias, dropout_p, seeds, ordered, [&](const Call& call) {
               const bool whole = out.dtype() == kFloat;
               check_results(call.x, out, lse, whole ? kFloat : call.x.k.type);
               SPARSERING_CHECK(out.is_contiguous() && (whole || fresh),
@@ -69,7 +71,7 @@ inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_lists(
   Tensor dq = empty(query.sizes(), kFloat), dk = zeros(key.sizes(), kFloat),
          dv = zeros(value.sizes(), kFloat), dbias, dtable;
   with_call(query, key, value, keys, places, bias, branch, first, of_queries, of_keys, scale,
-            softcap, distance_bias, dropout_p, seeds, [&](const Call& call) {
+            softcap, distance_bias, dropout_p, seeds, ordered, [&](const Call& call) {
               const Problem& x = call.x;
               check_results(x, out, lse, x.q.type);
               check_results(x, grad_out, grad_lse, x.q.type);

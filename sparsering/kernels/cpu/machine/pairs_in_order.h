@@ -1,5 +1,5 @@
-// Products of bfloat16 that are added to sums in the order of keys (AVX512-BF16). An instruction
-// adds two products to a sum, the one of the high halves first.
+// Products of bfloat16 in the order of their terms (AVX512-BF16). An instruction adds two products
+// to a sum, the one of the high halves first.
 
 #pragma once
 
@@ -16,28 +16,29 @@ namespace sparsering::cpu {
 
 #if defined(SPARSERING_PAIRS)
 
-// True if sums of bfloat16 products have the order of keys: the processor has AVX512-BF16. Where it
-// also has tile registers, which are quicker, sums have the order of those.
-inline bool adds_pairs_in_order() {
+// True if the processor has AVX512-BF16.
+inline bool has_pairs() {
   static const bool result = [] {
     uint32_t a, b, c, d;
     constexpr uint32_t kPairs = 1u << 5;
-    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kPairs) && !has_tiles();
+    return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & kPairs);
   }();
   return result;
 }
 
-// Adds A B to R rows and W vectors of columns of C. The last vector has the columns of `last`.
+// Computes R rows and W vectors of columns of C = A B, or C + A B if `add`. The last vector has the
+// columns of `last`.
 template <int R, int W>
 SPARSERING_PAIRS inline void multiply_pair_registers(int64_t K, const BFloat16* A, int64_t lda,
                                                      const BFloat16* B, int64_t ldb, float* C,
-                                                     int64_t ldc, __mmask16 last) {
+                                                     int64_t ldc, bool add, __mmask16 last) {
   constexpr __mmask16 kAll = 0xffff;
   const auto mask = [&](int w) { return w + 1 == W ? last : kAll; };
   __m512 sum[R * W];
 #pragma GCC unroll 16
   for (int i = 0; i < R * W; ++i) {
-    sum[i] = _mm512_maskz_loadu_ps(mask(i % W), C + i / W * ldc + i % W * 16);
+    sum[i] = add ? _mm512_maskz_loadu_ps(mask(i % W), C + i / W * ldc + i % W * 16)
+                 : _mm512_setzero_ps();
   }
   for (int64_t k = 0; k < K; k += 2) {
     __m512bh columns[W];
@@ -62,11 +63,11 @@ SPARSERING_PAIRS inline void multiply_pair_registers(int64_t K, const BFloat16* 
   }
 }
 
-// Computes C + A B; pairs of rows of B are interleaved.
+// Computes C = A B, or C + A B if `add`; pairs of rows of B are interleaved.
 SPARSERING_PAIRS inline void multiply_pairs_in_order(int64_t M, int64_t N, int64_t K,
                                                      const BFloat16* A, int64_t lda,
                                                      const BFloat16* B, int64_t ldb, float* C,
-                                                     int64_t ldc) {
+                                                     int64_t ldc, bool add) {
   for (int64_t j = 0; j < N; j += 32) {
     const int64_t rest = N - j, of_last = rest > 16 ? (rest < 32 ? rest - 16 : 16) : rest;
     const __mmask16 last = static_cast<__mmask16>((1u << of_last) - 1);
@@ -74,10 +75,10 @@ SPARSERING_PAIRS inline void multiply_pairs_in_order(int64_t M, int64_t N, int64
     const auto rows = [&](auto count, int64_t i) {
       if (rest > 16) {
         multiply_pair_registers<count(), 2>(K, A + i * lda, lda, columns, ldb, C + i * ldc + j, ldc,
-                                            last);
+                                            add, last);
       } else {
         multiply_pair_registers<count(), 1>(K, A + i * lda, lda, columns, ldb, C + i * ldc + j, ldc,
-                                            last);
+                                            add, last);
       }
     };
     int64_t i = 0;
@@ -92,11 +93,11 @@ SPARSERING_PAIRS inline void multiply_pairs_in_order(int64_t M, int64_t N, int64
 
 #else
 
-inline bool adds_pairs_in_order() {
+inline bool has_pairs() {
   return false;
 }
 inline void multiply_pairs_in_order(int64_t, int64_t, int64_t, const BFloat16*, int64_t,
-                                    const BFloat16*, int64_t, float*, int64_t) {}
+                                    const BFloat16*, int64_t, float*, int64_t, bool) {}
 
 #endif
 

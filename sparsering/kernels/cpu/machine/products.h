@@ -1,7 +1,7 @@
 // Matrix products. torch has products of blocks (brgemm of oneDNN: AVX-512, AMX), but not in its
 // stable ABI. They are looked up by name when the kernel is loaded; in a torch without them, loops
-// over vectors take their place, and bfloat16 is multiplied as float. What is added to sums is
-// always multiplied by loops of our own, whose order of sums does not depend on how keys are cut.
+// over vectors take their place, and bfloat16 is multiplied as float. A call `in_order` adds to
+// sums by loops of our own, whose order does not depend on how keys are cut.
 
 #pragma once
 
@@ -74,6 +74,29 @@ inline bool& own_tiles() {
   return own;
 }
 
+// True in this thread if a row's sums must be in the order of its keys, whatever is computed beside
+// it: see docs/invariance.md.
+inline bool& in_order() {
+  static thread_local bool value = false;
+  return value;
+}
+
+// Sets `in_order` of this thread for as long as it lives.
+class Order {
+ public:
+  explicit Order(bool value) : before_(in_order()) {
+    in_order() = value;
+  }
+  ~Order() {
+    in_order() = before_;
+  }
+  Order(const Order&) = delete;
+  Order& operator=(const Order&) = delete;
+
+ private:
+  const bool before_;
+};
+
 // Ends a thread's use of a processor's tiles.
 inline void release_products() {
   own_tiles() = false;
@@ -138,14 +161,14 @@ inline void multiply_columns(int64_t M, int64_t K, const float* A, int64_t lda, 
   }
 }
 
-// Computes C = A B, or C + A B if `add`. Each value is one sum, in the order of k, which begins at
-// C: however a product is cut along k, the bits are the same. torch's products begin at 0, and add
-// C at the end.
+// Computes C = A B, or C + A B if `add`. With `in_order`, each value is one sum, in the order of k,
+// which begins at C: however a product is cut along k, the bits are the same. torch's products are
+// faster; they begin at 0, and add C at the end.
 inline void multiply_blocks(int64_t M, int64_t N, int64_t K, const float* A, int64_t lda,
                             const float* B, int64_t ldb, float* C, int64_t ldc, bool add) {
   constexpr int64_t lanes = at::vec::Vectorized<float>::size();
   const bool small = lanes == 8 && M * N * K <= 16 * 16 * 128;  // torch is slower with these
-  if (!add && found().multiply && !small) {
+  if (!(add && in_order()) && found().multiply && !small) {
     found().multiply(M, N, K, lda, ldb, ldc, add, A, B, C, false);
     return;
   }
@@ -165,6 +188,11 @@ inline void multiply_blocks(int64_t M, int64_t N, int64_t K, const BFloat16* A, 
   if (!found().multiply_pairs) {
     throw std::runtime_error("sparsering cpu: torch multiplies no bfloat16");
   }
+  // torch's products without tiles have the order of k, but add C at the end
+  if (in_order() && (add || has_tiles())) {
+    multiply_pairs_in_order(M, N, K, A, lda, B, ldb, C, ldc, add);
+    return;
+  }
   // torch keeps account of what it has set up: its products set up again after a release
   if (found().release && fits_tiles(M, N, K)) {
     if (!own_tiles()) {
@@ -177,10 +205,6 @@ inline void multiply_blocks(int64_t M, int64_t N, int64_t K, const BFloat16* A, 
   }
   if (own_tiles()) {
     release_products();
-  }
-  if (add && adds_pairs_in_order()) {
-    multiply_pairs_in_order(M, N, K, A, lda, B, ldb, C, ldc);
-    return;
   }
   found().multiply_pairs(M, N, K, lda, ldb, ldc, add, A, B, C, true);
 }

@@ -55,15 +55,18 @@ class Caught {
 };
 
 // Calls body(begin, end) for parts of a range of at least `grain`, in torch's threads. What one of
-// them throws first is thrown here: torch would tell that something failed, and not what.
+// them throws first is thrown here: torch would tell that something failed, and not what. They have
+// this thread's `in_order`.
 template <typename Body>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   struct Call {
     const Body& body;
+    const bool in_order = cpu::in_order();
     Caught caught;
   } call{body};
   const auto run = [](int64_t first, int64_t stop, void* of) {
     Call& call = *static_cast<Call*>(of);
+    const Order order(call.in_order);
     call.caught.run([&] { call.body(first, stop); });
   };
 #if defined(SPARSERING_PARALLEL_FOR)  // tests/kernels/sanitizers/plain_threads.h

@@ -87,6 +87,9 @@ SPARSERING_TILES inline void multiply_tiles(int64_t M, int64_t N, int64_t K, con
 
 #else
 
+inline bool has_tiles() {
+  return false;
+}
 inline bool fits_tiles(int64_t, int64_t, int64_t) {
   return false;
 }

@@ -10,9 +10,10 @@
 
 namespace sparsering::cpu {
 
-// True if brgemm multiplies bfloat16 on this processor; else brgemm itself throws.
+// True if brgemm multiplies bfloat16 on this processor, and, with `in_order`, if loops of our own
+// do. Else operands are floats: brgemm itself would throw.
 inline bool has_bfloat16_products() {
-  if (!multiplies_pairs()) {
+  if (!multiplies_pairs() || (in_order() && !has_pairs())) {
     return false;
   }
   static const bool has = [] {
