@@ -12,6 +12,7 @@ from ..call_recipe import Inputs, recipe_of
 from ..extras import ANYWHERE, refuse_options
 from ..layouts.compile import BLOCK_SIZES
 from ..layouts.lifetimes import last_visits, own_length
+from ..numerics import autocasting
 from ..patterns.algebra import Pattern, check_fits
 from ..patterns.arguments import (
     MOST_TOKENS,
@@ -501,6 +502,13 @@ class KVCache:
 
     def _check_dtype(self, key: Tensor) -> None:
         if (dtype := self._kind[0]) not in (None, key.dtype):
+            kind = key.device.type
+            if autocasting(key) and key.dtype == torch.get_autocast_dtype(kind):
+                raise ValueError(
+                    f"the cache holds {dtype}, got keys that autocast makes {key.dtype}; call it "
+                    f'under torch.autocast("{kind}", enabled=False), or make another cache with '
+                    f"dtype={key.dtype}"
+                )
             raise ValueError(
                 f"the cache holds {dtype}, got keys of {key.dtype}; cast them with .to({dtype}), "
                 "or make another cache"

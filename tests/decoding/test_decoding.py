@@ -442,3 +442,28 @@ def test_tiles_of_a_page_end_where_segments_end():
     assert int((p.bitmap >= 0).sum()) <= 4
     whole = sr.attention(query, key, value, cache.pattern)[:, :, 3000:]
     torch.testing.assert_close(out, whole, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["cache", "selected", "compiled"])
+def test_keys_that_autocast_rounds_are_told_by_that(kind):
+    """A cast of the keys, which the message would advise otherwise, changes nothing."""
+    cache = sr.KVCache(sr.SlidingWindow(9), 1, 2, 8)
+    if kind == "selected":
+        cache = sr.SelectedCache(1, 2, 8, k=2, block_size=16)
+    tokens = torch.randn(3, 1, 2, 4, 8)
+    wanted = cache.attend(*tokens)
+    step = cache.attend
+    if kind == "compiled":
+        step = torch.compile(step, backend="eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(ValueError, match=r"holds torch.float32, got keys that autocast makes"):
+            step(*tokens)
+        with torch.autocast("cpu", enabled=False):
+            assert cache.attend(*tokens).dtype == torch.float32
+        other = sr.KVCache(sr.SlidingWindow(9), 1, 2, 8, dtype=torch.bfloat16)
+        got = other.attend(*tokens)
+    assert got.dtype == torch.bfloat16
+    if kind == "cache":
+        torch.testing.assert_close(got.float(), wanted, atol=0.05, rtol=0)
+    with pytest.raises(ValueError, match=r"cast them with .to\(torch.bfloat16\)"):
+        other.attend(*tokens)
