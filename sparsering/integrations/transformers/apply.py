@@ -15,11 +15,12 @@ from ...distributed.plan import RingPlan
 from ...functional import explain as explain_call
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
+from ...patterns.expression import parse
 from ...patterns.keywords import with_hints
 from ...patterns.packed_tree import PackedTree
 from ...patterns.positions import Full
 from ...patterns.tree import Tree
-from . import calls, config, indexers
+from . import adapters, calls, config, indexers
 from .attention import attention_function
 from .masks import mask_interface, watch_requests
 
@@ -40,6 +41,7 @@ def register() -> None:
     AttentionInterface.register(config.NAME, attention_function)
     AttentionMaskInterface.register(config.NAME, mask_interface)
     watch_requests()
+    adapters.watch_adapters(_give)
     check = PreTrainedModel._check_and_adjust_attn_implementation
     if not hasattr(check, config.NAME):
         PreTrainedModel._check_and_adjust_attn_implementation = _with_warning(check)
@@ -99,7 +101,8 @@ def apply(model: Any, pattern: config.Patterns) -> None:
     too.
 
     Args:
-        model: a model whose family uses transformers' attention interface.
+        model: a model whose family uses transformers' attention interface, or a wrapper of it, as
+            those of peft, DDP, FSDP, accelerate and `torch.compile`.
         pattern: one for all layers, or {layer index or layer type: pattern}, where an index
             overrides a type; layers that are not named keep their own mask. The types are in
             `config.layer_types`, for example "sliding_attention" and "full_attention".
@@ -110,6 +113,7 @@ def apply(model: Any, pattern: config.Patterns) -> None:
     Example:
         >>> apply(model, Causal() & (SlidingWindow(511) | GlobalTokens(4, rows=False)))
     """
+    model = config.model_inside(model)
     modules = _checked_modules(model, pattern, "apply")
     texts = config.text_of(pattern)
     config.parse_in_advance(texts)
@@ -120,7 +124,9 @@ def apply(model: Any, pattern: config.Patterns) -> None:
 
 
 def load(path: Any, cls: Any = AutoModelForCausalLM, **options: Any) -> Any:
-    """Loads a saved model with "sparsering" attention, and the patterns that `apply` gave it.
+    """Loads a saved model, or an adapter, with the patterns that `apply` gave it.
+
+    The model has "sparsering" attention. A folder of an adapter is loaded on its base model.
 
     Args:
         path: folder or name, as for `cls.from_pretrained`.
@@ -144,11 +150,21 @@ def load(path: Any, cls: Any = AutoModelForCausalLM, **options: Any) -> Any:
         )
     register()
     model = cls.from_pretrained(path, **options)
-    texts = config.stored_text(model.config)
+    inside = config.model_inside(model)
+    texts = config.stored_text(inside.config)
     pairs = texts.items() if isinstance(texts, Mapping) else []
     layers: Any = {int(key) if key.isdigit() else key: text for key, text in pairs}
-    config.switch(model, _checked_modules(model, layers, "load"), "load")
+    config.switch(inside, _checked_modules(inside, layers, "load"), "load")
     return model
+
+
+def _give(model: Any, texts: config.Texts) -> None:
+    """Applies the pattern that is saved beside an adapter to the model that loads it."""
+    if isinstance(texts, str):
+        apply(model, parse(texts))
+    else:
+        keys = {int(key) if key.isdigit() else key: text for key, text in texts.items()}
+        apply(model, {key: parse(text) for key, text in keys.items()})
 
 
 def _checked_modules(model: Any, pattern: config.Patterns, verb: str) -> list[Any]:
@@ -206,6 +222,7 @@ def using(model: Any, pattern: config.Patterns | PackedTree) -> Iterator[None]:
     """
     if isinstance(pattern, PackedTree):
         pattern = _along_paths(pattern, config.decoder_config(model))
+    model = config.model_inside(model)
     modules = _checked_modules(model, pattern, "using")
     for part in pattern.values() if isinstance(pattern, Mapping) else [pattern]:
         check_pattern(part)
@@ -252,6 +269,7 @@ def explain(model: Any) -> str:
     Returns: one line per layer. If the model has another attn_implementation, a single line names
         that implementation and any pattern that the model's config stores.
     """
+    model = config.model_inside(model)
     decoder = config.decoder_config(model)
     if (implementation := decoder._attn_implementation) != config.NAME:
         texts = config.stored_text(decoder)

@@ -135,9 +135,26 @@ def _own_pattern(config: Any, kind: str, causal: bool) -> Pattern | None:
     return None
 
 
+def model_inside(model: Any) -> Any:
+    """Returns the model of transformers inside wrappers, such as peft's, DDP, FSDP or compile's.
+
+    A module that contains several of them, or none, is returned as it is.
+    """
+    check_module("model", model)
+    found: list[Any] = []
+    waiting = [model]
+    while waiting:
+        module = waiting.pop()
+        if isinstance(module, PreTrainedModel):
+            found.append(module)
+        else:
+            waiting.extend(module.children())
+    return found[0] if len(found) == 1 else model
+
+
 def decoder_config(model: Any) -> Any:
     """Returns the config of the model's text decoder."""
-    check_module("model", model)
+    model = model_inside(model)
     return model.config.get_text_config(decoder=True)
 
 

@@ -18,7 +18,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 from transformers import masking_utils
 
-from ...checks import check_module
 from ...distributed.agreement import agree_on_batch, digests_of
 from ...distributed.exchange import Exchange
 from ...distributed.plan import RingPlan
@@ -31,7 +30,15 @@ from ...patterns.positions import Causal, Full
 from . import shared_arguments
 from .apply import is_causal, patterns_of, register
 from .calls import SharedCall, remember_blocks, replacement, runs_layers_again, shared_calls, thread
-from .config import NAME, Hold, attention_modules, decoder_config, hold, release
+from .config import (
+    NAME,
+    Hold,
+    attention_modules,
+    decoder_config,
+    hold,
+    model_inside,
+    release,
+)
 from .indexers import lists_keys
 from .shared_loss import sharded_loss, with_loss
 
@@ -102,7 +109,7 @@ def parallelize(
         >>> parallelize(model, mesh["cp"])
         >>> model(input_ids=tokens, labels=tokens).loss.backward()
     """
-    check_module("model", model)
+    model = model_inside(model)
     if group is False:
         _undo(model)
         return
@@ -152,6 +159,7 @@ def local_positions(model: Any) -> Tensor:
 
     Raises: ValueError if the model is not parallelized, or was not called since.
     """
+    model = model_inside(model)
     if (shared := shared_calls.get(model)) is None:
         state = "was not called since" if parallel_of(model) else "is not parallelized"
         raise ValueError(

@@ -14,7 +14,7 @@ from ...decoding.stored_rows import Store, checked_store
 from ...patterns.algebra import Pattern
 from ...patterns.arguments import shortened
 from ...patterns.keywords import class_with_hints
-from .config import NAME, decoder_config, layer_patterns, types_of
+from .config import NAME, decoder_config, layer_patterns, model_inside, types_of
 from .masks import Inputs, ModelMask, Options
 from .once import once
 from .override import looking_back
@@ -210,6 +210,7 @@ class SparseCache(Cache):
     """
 
     def __init__(self, model: Any, rollback: int = 0, store: Store | None = None) -> None:
+        model = model_inside(model)
         store, config = checked_store(store), decoder_config(model)
         if getattr(model.config, "is_encoder_decoder", False):
             raise NotImplementedError(
