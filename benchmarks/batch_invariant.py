@@ -66,7 +66,12 @@ def rows(dtype: torch.dtype, rounds: int) -> list[Row]:
         call = partial(sr.attention, *tensors, pattern)
         with sr.batch_invariant():
             error = sampled_error(call(), *tensors, pattern)
-        same = {"dtype": kind, "pattern": name, "density": pattern.density(TOKENS), "error": error}
+        same = {
+            "dtype": kind,
+            "pattern": name,
+            "density": pattern.layout(TOKENS, num_heads=HEADS).density,
+            "error": error,
+        }
         found.append({**same, "call": "forward", **price(call, rounds)})
         both = {str(mode): gradients(tensors, pattern, mode) for mode in (True, False)}
         times = interleaved(both, rounds)

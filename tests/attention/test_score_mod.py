@@ -17,7 +17,8 @@ from oracles.scored_oracle import (
     drawn,
     table,
 )
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsering as sr
 from sparsering.dispatch import NAMES
@@ -235,3 +236,67 @@ def test_other_tensors_in_backward_are_an_error():
     tables.append(torch.randn(40))
     with pytest.raises(RuntimeError, match="let it read the same tensors each time"):
         out.sum().backward()
+
+
+class _Large(TorchDispatchMode):
+    """Counts operators whose result has at least `size` numbers."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size, self.count = size, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        in_place = func._schema.is_mutable
+        self.count += not in_place and isinstance(result, Tensor) and result.numel() >= self.size
+        return result
+
+
+def test_the_gradient_of_a_number_per_pair_is_one_buffer():
+    """Zeros of its shape for each chunk of pairs would cost the cube of the tokens."""
+    n, heads = 512, 2
+    query, key, value = (torch.randn(1, heads, n, 8, requires_grad=True) for _ in range(3))
+    bias = torch.randn(heads, n, n, requires_grad=True)
+    pattern = sr.Causal() & sr.SlidingWindow(20)
+    evaluations = []
+
+    def change(score, b, h, q, k):
+        evaluations.append(h)
+        return score + bias[h, q, k]
+
+    before = sr.set_workspace(1 << 18)  # many chunks
+    try:
+        out = sr.attention(query, key, value, pattern, score_mod=change)
+        with _Large(bias.numel()) as mode:
+            found = torch.autograd.grad(out.square().sum(), (query, key, value, bias))
+    finally:
+        sr.set_workspace(before)
+    assert len(evaluations) > 50 and mode.count == 1
+    expected = (query @ key.mT * 8**-0.5 + bias).masked_fill(
+        ~pattern.to_dense(n).bool(), -torch.inf
+    ).softmax(-1) @ value
+    exact = torch.autograd.grad(expected.square().sum(), (query, key, value, bias))
+    for one, two in zip(found, exact, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ABLE)
+def test_tensors_indexed_in_other_ways_get_gradients(backend):
+    """By slices, rows, numbers, a Python list, once and twice, and as a whole."""
+    x = drawn()
+    pairs, rows, row = table(HEADS, QUERIES, KEYS), table(HEADS, 3), table(KEYS)
+    half = torch.randn(HEADS, KEYS).bfloat16().requires_grad_()
+
+    def change(score, b, h, q, k):
+        of_head = rows[h]
+        return (
+            score + pairs[h, q][k] * pairs[0, q, k] + of_head[1] * of_head[2] + row[k] + half[h, k]
+        )
+
+    def change_all(score):
+        of_head = (rows[:, 1] * rows[:, 2])[:, None, None]
+        return score + pairs * pairs[0] + of_head + row + half[:, None]
+
+    out = sr.attention(*x, sr.Causal(), score_mod=change, backend=backend)
+    counts = sr.Causal().to_dense(QUERIES, KEYS)
+    assert_equal(out, dense(*x, counts, change_all), [*x, pairs, rows, row])

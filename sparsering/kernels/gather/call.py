@@ -127,7 +127,7 @@ def backward(
         extras.add_bias_gradient(dbiases, chunk)
     pairs = (dq, query), (dk, key), (dv, value)
     dq, dk, dv = (x.view(like.shape).to(problem.result_dtype) for x, like in pairs)
-    return Gradients(dq, dk, dv, *extras.gradients(), dsink, captured=tuple(scores.grads))
+    return Gradients(dq, dk, dv, *extras.gradients(), dsink, captured=scores.gradients())
 
 
 def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:

@@ -1,11 +1,14 @@
 """Evaluates a `score_mod` on the visited tiles of a chunk, with the gradients of what it reads."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.overrides import TorchFunctionMode
 
+from ...numerics import sum_dtype
 from ..problem import Problem, ScoreMod
 from .units import Chunk
 
@@ -40,12 +43,83 @@ def over_pairs(
     return torch.zeros_like(score).index_put(places, values.to(score.dtype))
 
 
+class _Sum:
+    """The gradient of a tensor that a score_mod indexes, summed in place over all chunks.
+
+    Autograd would make zeros of the tensor's shape for each chunk. The number of chunks grows with
+    the tokens, so for a tensor of a number per pair that would cost the cube of the tokens.
+    """
+
+    def __init__(self, of: Tensor) -> None:
+        self._of = of
+        self.total: Tensor | None = None
+
+    def add(self, index: tuple[Tensor, ...], grad: Tensor) -> None:
+        if self.total is None:
+            self.total = torch.zeros_like(self._of, dtype=sum_dtype(self._of))
+        self.total.index_put_(index, grad.to(self.total.dtype), accumulate=True)
+
+
+class _Indexed(Function):
+    """Indexes a tensor by tensors; its gradient goes to a `_Sum`."""
+
+    @staticmethod
+    def forward(x: Tensor, to: _Sum, *index: Tensor) -> Tensor:
+        del to
+        return x[index]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, ctx.to, *index = inputs
+        ctx.save_for_backward(*index)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
+        ctx.to.add(ctx.saved_tensors, grad)
+        return None, None, *(None for _ in ctx.saved_tensors)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[int | None, ...], x: Tensor, to: _Sum, *index: Tensor
+    ) -> tuple[Tensor, int]:
+        """Puts the mapped dim of the indices before their own, which broadcast."""
+        dims = in_dims[2:]
+        own = max(i.dim() - (dim is not None) for i, dim in zip(index, dims, strict=True))
+
+        def in_front(i: Tensor, dim: int | None) -> Tensor:
+            if dim is None:
+                return i
+            i = i.movedim(dim, 0)
+            return i.reshape(len(i), *(1,) * (own + 1 - i.dim()), *i.shape[1:])
+
+        return _Indexed.apply(x, to, *map(in_front, index, dims)), 0
+
+
+class _Sums(TorchFunctionMode):
+    """Sums the gradients of some tensors where a function indexes them by tensors of integers."""
+
+    def __init__(self, captured: Sequence[Tensor]) -> None:
+        super().__init__()
+        self.of = {id(x): _Sum(x) for x in captured}
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is Tensor.__getitem__ and (to := self.of.get(id(args[0]))) is not None:
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if all(isinstance(i, Tensor) and i.dtype == torch.int64 for i in index):
+                return _Indexed.apply(args[0], to, *index)
+        return func(*args, **(kwargs or {}))
+
+
 class Scores:
     """The scores of a problem's chunks, changed by its `score_mod`, if it has one."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.grads: list[Tensor | None] = [None] * len(problem.captured)
+        self._grads: list[Tensor | None] = [None] * len(problem.captured)
+        self._sums = _Sums(problem.captured)
 
     def changed(self, score: Tensor, chunk: Chunk, unit: Unit, added: Tensor | None) -> Tensor:
         """Returns the changed scores [.., g * m, n]; 0 where `added` is -inf, since no pair is."""
@@ -74,12 +148,12 @@ class Scores:
         """Returns the scores, and changed ones whose gradient `gradient` takes."""
         if self.problem.score_mod is None:
             return score, score
-        with torch.enable_grad():
+        with torch.enable_grad(), self._sums:
             leaf = score.detach().requires_grad_()
             return leaf, self.changed(leaf, chunk, unit, added)
 
     def gradient(self, leaf: Tensor, changed: Tensor, grad: Tensor) -> Tensor:
-        """Returns the gradient of the scores; adds those of the captured tensors to `grads`."""
+        """Returns the gradient of the scores; adds those of the captured tensors to their sums."""
         if self.problem.score_mod is None:
             return grad
         if not changed.requires_grad:  # a function that reads neither scores nor such tensors
@@ -88,7 +162,19 @@ class Scores:
         grads: Any = torch.autograd.grad(changed, inputs, grad, allow_unused=True)
         found, *others = grads  # None for what the result does not depend on
         for number, other in enumerate(others):
-            before = self.grads[number]
-            if other is not None:
-                self.grads[number] = other if before is None else before + other
+            self._grads[number] = _added(self._grads[number], other)
         return torch.zeros_like(grad) if found is None else found
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of the captured tensors, None for those that change no score."""
+        found = []
+        for x, grad in zip(self.problem.captured, self._grads, strict=True):
+            total = self._sums.of[id(x)].total
+            found.append(_added(grad, None if total is None else total.to(x.dtype)))
+        return tuple(found)
+
+
+def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    if one is None or other is None:
+        return one if other is None else other
+    return one + other
