@@ -21,10 +21,10 @@ from .dispatch import (
 from .extras import OPTIONS, refuse_options
 from .kernels.problem import ScoreMod
 from .ops import attend
-from .patterns.algebra import Frame, Pattern, check_fits
+from .patterns.algebra import Frame, Pattern, check_fits, parts_in
 from .patterns.arguments import checked_flag
 from .patterns.keywords import with_hints
-from .patterns.selected import has_lists, selections_of
+from .patterns.selected import SelectedBlocks, has_lists, selections_of
 from .scored import scored_attention
 
 _EXPLAINED = ("scale", "q_start", "block_size", *OPTIONS)
@@ -197,7 +197,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     Returns: lines of text. The first has the backend, its block size, and the batch, heads and
         lengths. A line says why a row's bits may depend on its company, if they may. A line per
         `SelectedBlocks` has the size of its rows, and how many times as many blocks a tile of
-        queries reads as a row lists. A line per backend: "usable" or why not.
+        queries reads as a row lists; another counts the slots that name keys which do not exist. A
+        line per backend: "usable" or why not.
 
     Raises: as `attention`. No layout is built, but for a `flash` that could run whole blocks.
 
@@ -232,6 +233,10 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         )
         later = "; the choice for a query may depend on later queries of its row"
         lines.append(line + later * (tokens > 1))
+    for part, inner in parts_in(pattern, frame):
+        if isinstance(part, SelectedBlocks) and (found := part.listed_outside(inner)):
+            told = f"selection: lists take {part.numbers(inner)}: got {found}; that adds nothing"
+            lines += [told] * (told not in lines)
     if why := _not_invariant(form):
         lines.append(f"bits: those of a row may depend on what else the call computes: {why}")
     for name in NAMES:

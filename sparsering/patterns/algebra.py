@@ -5,7 +5,7 @@ pair in two of its branches counts twice in the softmax. Patterns are compared b
 """
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import reduce
 from itertools import product
@@ -169,7 +169,12 @@ class Pattern(WrittenValue):
     def check(self, frame: Frame) -> None:
         """Raises ValueError if the pattern requires other lengths or heads than the frame's."""
         for mask in self._components():
-            mask.check(frame)
+            for inner in self._frames(frame):
+                mask.check(inner)
+
+    def _frames(self, frame: Frame) -> Iterable[Frame]:
+        """Yields the frames in which the parts of the pattern are used, equal ones once."""
+        return (frame,)
 
     def num_batches(self) -> int | None:
         """Returns the batch size that the pattern requires; None if any batch size fits."""
@@ -397,6 +402,14 @@ def parts_of(pattern: Pattern) -> Iterator[Pattern]:
     yield pattern
     for part in pattern._components():
         yield from parts_of(part)
+
+
+def parts_in(pattern: Pattern, frame: Frame) -> Iterator[tuple[Pattern, Frame]]:
+    """Yields a pattern and all its parts, at any depth, each with every frame it is used in."""
+    yield pattern, frame
+    for part in pattern._components():
+        for inner in pattern._frames(frame):
+            yield from parts_in(part, inner)
 
 
 def check_fits(pattern: Pattern, frame: Frame) -> None:

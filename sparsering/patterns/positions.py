@@ -1,6 +1,6 @@
 """Masks that are defined by positions: windows, global tokens, LongNet's branches, documents."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -306,6 +306,7 @@ class _InDocuments(Mask):
                 f"{self._label} {self._counts}{of} must sum to the key length {frame.kv_len}, got "
                 f"{total}; {way_out}"
             )
+        super().check(frame)  # the parts, in documents
 
     @property
     def _label(self) -> str:
@@ -489,10 +490,9 @@ class Packed(_InDocuments):
         lengths = self.entries[batch] if per_entry(self.lengths) else self.lengths
         return Packed(lengths, self.pattern.at(batch, head, frame))
 
-    def check(self, frame: Frame) -> None:
-        super().check(frame)
+    def _frames(self, frame: Frame) -> Iterator[Frame]:
         for length in {length for entry in self.entries for length in entry if length}:
-            self.pattern.check(frame.of_document(length, length))
+            yield frame.of_document(length, length)
 
     def _components(self) -> tuple[Mask, ...]:
         return (self.pattern,)

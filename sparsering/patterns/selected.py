@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.functional import pad
 
 from ..rows import expand_counts, first_in_row
 from .algebra import Frame, Mask, Pattern, joined_masks, parts_of
-from .arguments import checked_integer, freeze_integer
+from .arguments import checked_integer, freeze_integer, is_traced
 from .blocks import BlockwiseMask, TensorMask
 from .edges import listed_edges
 from .keywords import class_with_hints
@@ -31,16 +32,17 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
 
     Args:
         indices: int64 [R, k], [H, R, k] or [B, H, R, k] with H = 1, Hkv or Hq, and B = 1 for all
-            batch entries; copied. A number that is no key block (such as -1) is ignored; if a row
-            repeats a block, its first slot counts. `selection.select_blocks` computes them. With
-            `SPARSERING_CHECK=1` in the environment, a number that is neither a block nor -1 is a
-            ValueError.
+            batch entries; copied. -1 is no block. Numbers beyond the last block are ignored, but
+            `explain` counts them, and with `SPARSERING_CHECK=1` in the environment each call
+            refuses them. If a row repeats a block, its first slot counts.
+            `selection.select_blocks` computes them.
         block_size: keys in a block.
         query_block: queries in a row, a divisor of block_size; default block_size. With 1, each
             query chooses for itself, as in NSA, MoBA and DSA.
         first_row: row of the sequence at which `indices` begin; decoding passes its token's row.
 
-    Raises: ValueError when used, if the rows do not cover the queries of the call.
+    Raises: ValueError for numbers below -1, if the indices are on a CPU; and when used, if the rows
+        do not cover the queries of the call.
 
     Source: NSA (arXiv 2502.11089), MoBA (2502.13189), DSA (2512.02556): rows of one token, which
         the query heads of a kv head may share.
@@ -118,6 +120,12 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
 
     def _validate(self) -> None:
         super()._validate()
+        if _has_numbers(self.indices) and int(self.indices.min()) < -1:
+            wrong = self.indices < -1
+            raise ValueError(
+                "SelectedBlocks must list numbers of blocks from 0 on, or -1 for none, got "
+                f"{_first_of(self.indices, wrong)}; indices.clamp(min=-1) makes them -1"
+            )
         if self.query_block is None:
             object.__setattr__(self, "query_block", self.block_size)
         freeze_integer(self, "query_block", 1)
@@ -198,24 +206,50 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
                 f"got first_row={self.first_row}, which begins at {self.first_row * size}; pass "
                 f"the rows from {max(0, frame.q_start) // size} on, or a smaller first_row"
             )
-        if os.environ.get(CHECK) == "1" and type(self.indices) is Tensor:
-            self._check_listed(frame)
+        checked = os.environ.get(CHECK) == "1" and type(self.indices) is Tensor
+        if checked and (found := self.listed_outside(frame)):
+            raise ValueError(
+                f"SelectedBlocks must list numbers from {self.numbers(frame)}, or -1 for none, got "
+                f"{found}; without {CHECK}=1 such numbers are ignored"
+            )
 
-    def _check_listed(self, frame: Frame) -> None:
-        """Raises ValueError if a query of the frame lists what is neither a block nor -1."""
+    def listed_outside(self, frame: Frame) -> str:
+        """Names the slots of a frame's queries that hold neither a block nor -1; "" if none do.
+
+        The host waits for a GPU.
+        """
         first = max(0, max(0, frame.q_start) // self.row_size - self.first_row)
         last = -(-max(0, frame.q_start + frame.q_len) // self.row_size) - self.first_row
         rows = self.indices[..., first:last, :]
         blocks = -(-frame.kv_len // self.block_size)
         if not rows.numel() or -1 <= int(rows.min()) <= int(rows.max()) < blocks:
-            return
-        wrong = (rows < -1) | (rows >= blocks)
-        *_, row, slot = wrong.nonzero()[0].tolist()
-        raise ValueError(
-            f"SelectedBlocks must list numbers from 0 to {blocks - 1}, of the {blocks} blocks of "
-            f"{self.block_size} in {frame.kv_len} keys, or -1 for none, got {int(rows[wrong][0])} "
-            f"in row {first + row}, slot {slot}; without {CHECK}=1 such numbers are ignored"
-        )
+            return ""
+        return _first_of(rows, (rows < -1) | (rows >= blocks), first)
+
+    def numbers(self, frame: Frame) -> str:
+        """Says which numbers are blocks of a frame."""
+        blocks = -(-frame.kv_len // self.block_size)
+        of = "" if self.block_size == 1 else f"the {blocks} blocks of {self.block_size} in "
+        return f"0 to {blocks - 1}, of {of}{frame.kv_len} keys"
+
+
+def _has_numbers(x: Tensor) -> bool:
+    """Whether the host can look at numbers now: on a CPU, outside of tracers and transforms."""
+    known = x.device.type == "cpu" and type(x) is Tensor and x.numel() > 0
+    return known and not (is_traced(x) or is_functorch_wrapped_tensor(x))
+
+
+def _first_of(table: Tensor, wrong: Tensor, first_row: int = 0) -> str:
+    """Says the first marked number of a table [.., R, k], its place, and how many others there are.
+
+    Rows of the table count from `first_row`.
+    """
+    place = wrong.nonzero()[0].tolist()
+    number, others = int(table[tuple(place)]), int(wrong.sum()) - 1
+    place[-2] += first_row
+    names = ("batch entry", "head", "row", "slot")[-len(place) :]
+    where = ", ".join(f"{name} {x}" for name, x in zip(names, place, strict=True))
+    return f"{number} in {where}" + f", and {others} more slots" * (others > 0)
 
 
 @dataclass(frozen=True, repr=False, eq=False)

@@ -230,10 +230,9 @@ class Tree(_InDocuments):
             return replace(self, lengths=own, parents=above, pattern=inner)  # type: ignore[arg-type]
         return self if inner is self.pattern else replace(self, pattern=inner)
 
-    def check(self, frame: Frame) -> None:
-        super().check(frame)
+    def _frames(self, frame: Frame) -> Iterator[Frame]:
         longest = frame.kv_len if self.length is None else self.length
-        self.pattern.check(frame.of_document(longest, longest))
+        yield frame.of_document(longest, longest)
 
     def _components(self) -> tuple[Mask, ...]:
         return (self.pattern,)

@@ -1,5 +1,6 @@
 """The mask of `attention_varlen`: adjacent documents, each with its own query and key length."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -71,9 +72,12 @@ class Varlen(Mask):
                 f"documents' lengths, and q_start=0, got {frame.q_len} queries, {frame.kv_len} "
                 f"keys and q_start={frame.q_start}; change the tensors or the lengths"
             )
+        super().check(frame)
+
+    def _frames(self, frame: Frame) -> Iterator[Frame]:
         for q_len, kv_len in dict.fromkeys(zip(*self.restarts, strict=True)):
             if q_len and kv_len:
-                self.pattern.check(frame.of_document(q_len, kv_len))
+                yield frame.of_document(q_len, kv_len)
 
     def _components(self) -> tuple[Mask, ...]:
         return (self.pattern,)

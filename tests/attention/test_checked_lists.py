@@ -1,4 +1,4 @@
-"""With SPARSERING_CHECK=1, lists with numbers that are no key are refused on every route."""
+"""Lists with numbers that are no key: refused, counted by `explain`, or ignored."""
 
 import pytest
 import torch
@@ -53,15 +53,16 @@ def listed(size: int, wrong: int | None, row: int = 5) -> sr.SelectedBlocks:
 @pytest.mark.parametrize("size", [1, 16])
 def test_a_number_that_is_no_key_is_named(route, size, monkeypatch):
     x, blocks = torch.randn(1, 2, TOKENS, 16), TOKENS // size
-    for wrong in (blocks, -2):
-        ROUTES[route](x, listed(size, wrong))  # ignored
+    ROUTES[route](x, listed(size, blocks))  # ignored
     monkeypatch.setenv("SPARSERING_CHECK", "1")
     ROUTES[route](x, listed(size, None))
     torch._dynamo.reset()
-    for wrong in (blocks, -2):
-        told = rf"from 0 to .* or -1 for none, got {wrong} in row 5, slot 1; without SPARSERING"
-        with pytest.raises(ValueError, match=told):
-            ROUTES[route](x, listed(size, wrong))
+    of = "96 keys" if size == 1 else "the 6 blocks of 16 in 96 keys"
+    told = (
+        f"from 0 to {blocks - 1}, of {of}, or -1 for none, got {blocks} in row 5, slot 1; without"
+    )
+    with pytest.raises(ValueError, match=told):
+        ROUTES[route](x, listed(size, blocks))
 
 
 def test_rows_of_other_queries_may_list_what_comes_later(monkeypatch):
@@ -71,3 +72,73 @@ def test_rows_of_other_queries_may_list_what_comes_later(monkeypatch):
     sr.attention(x[:, :, :60], x, x, pattern, q_start=0)
     with pytest.raises(ValueError, match="got 103 in row 60, slot 1"):
         sr.attention(x[:, :, 60:], x, x, pattern, q_start=60)
+
+
+def test_the_batch_entry_and_the_head_are_named(monkeypatch):
+    """The kernel reads the lists of a head and a batch entry from their own rows."""
+    indices = torch.zeros(2, 2, TOKENS, 3, dtype=torch.int64)
+    indices[1, 0, 7, 2], indices[1, 1, 90] = 300, 96
+    x = torch.randn(2, 2, TOKENS, 16)
+    monkeypatch.setenv("SPARSERING_CHECK", "1")
+    told = "got 300 in batch entry 1, head 0, row 7, slot 2, and 3 more slots; without"
+    with pytest.raises(ValueError, match=told):
+        sr.attention(x, x, x, sr.SelectedBlocks(indices, 1))
+
+
+def test_a_negative_number_other_than_minus_one_is_refused_when_lists_are_made():
+    indices = torch.zeros(2, TOKENS, 3, dtype=torch.int64)
+    indices[1, 7] = torch.tensor([-1, -2, -7])
+    told = r"from 0 on, or -1 for none, got -2 in head 1, row 7, slot 1, and 1 more slots; .*clamp"
+    with pytest.raises(ValueError, match=told):
+        sr.SelectedBlocks(indices, 1)
+    assert int(sr.SelectedBlocks(indices.clamp(min=-1), 1).indices.min()) == -1
+    sr.SelectedBlocks(indices[:, :0], 1)
+
+
+def explained(x: Tensor, pattern: sr.Pattern) -> list[str]:
+    lines = sr.explain(x, x, x, pattern).splitlines()
+    return [line for line in lines if "that adds nothing" in line]
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_explain_counts_slots_of_keys_that_do_not_exist(size):
+    x, blocks = torch.randn(1, 2, TOKENS, 16), TOKENS // size
+    for pattern in (listed(size, None), listed(size, None) & sr.Causal(), sr.Causal()):
+        assert explained(x, pattern) == []
+    indices = listed(size, 3 * blocks).indices
+    indices[3:5, 1] = blocks
+    pattern = sr.SelectedBlocks(indices, size)
+    for joined in (pattern, pattern & sr.Causal(), sr.SlidingWindow(3) | pattern):
+        (line,) = explained(x, joined)
+        assert f"got {blocks} in row 3, slot 1, and 2 more slots" in line
+
+
+def test_lists_in_documents_are_held_to_the_keys_of_each_document(monkeypatch):
+    """A list of places in a document of 40 tokens names key 50, which one of 56 has."""
+    indices = torch.zeros(TOKENS, 2, dtype=torch.int64)
+    indices[39, 1], indices[55, 0] = 50, 56
+    pattern, x = sr.Packed((40, 56), sr.SelectedBlocks(indices, 1)), torch.randn(1, 2, TOKENS, 16)
+    found = sorted(explained(x, pattern))
+    assert [line.split(": ")[2].split(";")[0] for line in found] == [
+        "got 50 in row 39, slot 1",
+        "got 56 in row 55, slot 0",
+    ]
+    assert "0 to 39, of 40 keys" in found[0] and "0 to 55, of 56 keys" in found[1]
+    monkeypatch.setenv("SPARSERING_CHECK", "1")
+    with pytest.raises(ValueError, match="without SPARSERING_CHECK=1"):
+        sr.attention(x, x, x, pattern)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_lists_made_in_a_graph_are_refused_as_outside(fullgraph):
+    """While a graph is traced nobody knows the numbers; its operator looks at them."""
+
+    def attend(x: Tensor, indices: Tensor) -> Tensor:
+        return sr.attention(x, x, x, sr.SelectedBlocks(indices, 1))
+
+    x, indices = torch.randn(1, 2, TOKENS, 16), listed(1, None).indices
+    compiled = torch.compile(attend, backend="eager", fullgraph=fullgraph)
+    torch.testing.assert_close(compiled(x, indices), attend(x, indices))
+    indices[5, 1] = -2
+    with pytest.raises(ValueError, match="got -2 in row 5, slot 1"):
+        compiled(x, indices)
