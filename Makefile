@@ -80,7 +80,7 @@ docs: $(DOCS_STAMP) ## build the pages and the reference into runs/docs/html, to
 # Versions, times of folders and files, and the slowest tests of the latest run are in runs/tests.json.
 export PYTHONDONTWRITEBYTECODE :=
 PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8
-test: $(STAMP) ## run the tests that take seconds, 4 to 6 minutes
+test: $(STAMP) ## run the tests that take seconds, 5 to 20 minutes
 	SPARSERING_TIMES=runs/tests$(OTHER).json $(PYTEST) --dist worksteal -m "not slow" $(TESTS)
 
 # No test may need another before it, or what another imported.

@@ -1,7 +1,7 @@
 """The extras of a call: the options, besides `scale`, that change its scores or weights.
 
 Each has a row in `OPTIONS`, at the end; operators, rings and caches derive their options from it.
-Extras apply in this order: softcap, distance and block bias, the pattern, softmax, sink, dropout.
+Extras apply in this order: score_mod, softcap, biases, the pattern, softmax, sink, dropout.
 """
 
 from collections.abc import Callable, Collection, Mapping

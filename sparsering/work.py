@@ -1,6 +1,7 @@
 """The work of a call: `work_of` turns a pattern into tiles, lists of keys, and hidden keys.
 
-Every call takes this way: of one sequence, of documents end to end, of a cache, of a rank.
+A call of one sequence takes this way, of documents end to end, and of a rank. A cache lays its new
+tokens out itself (decoding/steps.py) and makes a `Problem` without a `Work`.
 """
 
 from typing import Any, NamedTuple

@@ -26,9 +26,10 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
 
     A row is `query_block` consecutive queries; the positions of row r begin at
     (first_row + r) * query_block. Blocks below 16 keys are read as lists, without a layout, by the
-    backends cpu and gather. If the pattern is this mask, alone or `& Causal()`, and its block size
-    is a multiple of the layout's, the layout is built on the indices' device without a host sync.
-    The triton backend stores a layout of GPU indices as long as they live, for the backward pass.
+    backends cpu, triton and gather. If the pattern is this mask, alone or `& Causal()`, and its
+    block size is a multiple of the layout's, the layout is built on the indices' device without a
+    host sync. The triton backend stores a layout of GPU indices as long as they live, for the
+    backward pass.
 
     Args:
         indices: int64 [R, k], [H, R, k] or [B, H, R, k] with H = 1, Hkv or Hq, and B = 1 for all

@@ -7,7 +7,7 @@
 
 namespace sparsering::cpu {
 
-// Per pass, averaged over heads (planning/work.py fills it): entries; key tiles that a group of
+// Per pass, averaged over heads (planning/counts.py fills it): entries; key tiles that a group of
 // heads visits (`seen`); key tiles whose length is no multiple of 16 (`ragged`); `pieces`, the
 // parts of query tiles and of key tiles that visit far more blocks than others.
 struct Counts {
