@@ -1,4 +1,4 @@
-"""Proposes patterns for a length: the densest one that a budget of time and memory allows.
+"""Proposes patterns for a length: the densest one to train that a budget allows.
 
     propose(1 << 20, machine="H200")[0].pattern     # which pattern to begin with
     propose("200K", memory="16GB", backward=True)   # on this machine
@@ -31,6 +31,7 @@ _BLOCK = 128
 LONGEST = 1 << 24
 """Most tokens for which patterns are proposed; that takes minutes."""
 _NEVER = "its last token never depends on the whole text"
+_COST_ALONE = "the cost of blocks chosen by content; random ones are not a pattern to train with"
 
 _RECORD = "(benchmarks/records/selection-language.json)"
 _QUALITY = {
@@ -94,12 +95,13 @@ def propose(
     causal: bool = True,
     backward: bool = False,
 ) -> list[Proposal]:
-    """Proposes patterns for a sequence length; the first is recommended.
+    """Proposes patterns for a sequence length; the first is recommended, to train a model with.
 
     Recommended is the densest candidate that meets both limits and whose last query depends on
     every token after some number of layers (`layers` is not None), or if there is none, the densest
     that meets both limits. If none does, it is the one that needs the least memory (the least time
-    if only time is short), and its `fits` is False.
+    if only time is short), and its `fits` is False. Random blocks are never recommended: their rows
+    show what blocks chosen by content cost, and a model learns more from those.
 
     Args:
         seq_len: number of queries and of keys, or a text such as "200K".
@@ -180,12 +182,14 @@ def _proposals(
         products = 24 * (dense.num_heads * dense.head_dim) ** 2 * dense.tokens * dense.batch_size
         seconds = products * (3 if dense.backward else 1) * most.seconds.value / most.flops.value
     found.sort(key=lambda each: (-each.estimate.pairs, each.estimate.seconds.value))
-    best, reason = _recommended(found, seconds, limit)
+    # random blocks show a cost, and are not a pattern to train with
+    best, reason = _recommended([x for x in found if x.kind != "blocks"], seconds, limit)
     proposals: list[Proposal] = []
     for each in found:
         estimate = each.estimate
         late, large = estimate.seconds.value > seconds, estimate.peak_bytes.value > limit
-        passed_over = each.layers is None and estimate.pairs > best.estimate.pairs
+        unseen = each.layers is None and estimate.pairs > best.estimate.pairs
+        passed_over = _COST_ALONE if each.kind == "blocks" else _NEVER if unseen else None
         proposal = Proposal(
             pattern=estimate.pattern,
             seconds=estimate.seconds.value,
@@ -227,13 +231,16 @@ def candidates(tokens: int, causal: bool) -> Iterator[tuple[str, str]]:
 
 
 def _recommended(found: list[_Candidate], seconds: float, limit: float) -> tuple[_Candidate, str]:
-    """Returns the recommended one of `found`, which is sorted from dense to sparse, and why."""
+    """Returns the recommended one of `found`, which is sorted from dense to sparse, and why.
+
+    `found` has the candidates that a model may be trained with, without random blocks.
+    """
     times = f"within {show_seconds(seconds)} and {show_bytes(limit)}"
     small = [one for one in found if one.estimate.peak_bytes.value <= limit]
     fitting = [one for one in small if one.estimate.seconds.value <= seconds]
     if fitting:
         one = next((each for each in fitting if each.layers is not None), fitting[0])
-        reason = f"the densest candidate {times}"
+        reason = f"the densest candidate to train with {times}"
         if one.layers is None:
             reason += f"; {_NEVER}, nor does that of another candidate that fits"
         elif one is not fitting[0]:
@@ -245,21 +252,24 @@ def _recommended(found: list[_Candidate], seconds: float, limit: float) -> tuple
     if small:
         one = min(small, key=lambda each: each.estimate.seconds.value)
         needs = show_seconds(one.estimate.seconds.value)
-        return one, f"no candidate is {times}; this one takes the least time, {needs}"
+        return one, f"no candidate to train with is {times}; this one takes the least time, {needs}"
     one = min(found, key=lambda each: each.estimate.peak_bytes.value)
     peak = one.estimate.peak_bytes.value
     ranks = -(-peak * one.estimate.ranks // limit)
     return one, (
-        f"no candidate is {times}; this one needs the least memory, {show_bytes(peak)} a rank, or "
-        f"at least {ranks:.0f} ranks"
+        f"no candidate to train with is {times}; this one needs the least memory, "
+        f"{show_bytes(peak)} a rank, or at least {ranks:.0f} ranks"
     )
 
 
-def _place(late: bool, large: bool, passed_over: bool) -> str:
+def _place(late: bool, large: bool, passed_over: str | None) -> str:
+    """Says why a pattern is not recommended; `passed_over`: why not although it fits, if so."""
     over = " and ".join(name for name, short in (("time", late), ("memory", large)) if short)
     if over:
         return f"over the limit of {over}"
-    return f"within the limits, but {_NEVER}" if passed_over else "sparser than the limits ask for"
+    if passed_over:
+        return f"within the limits, but {passed_over}"
+    return "sparser than the limits ask for"
 
 
 def _layers(kind: str, estimate: Estimate, seen: Tensor, causal: bool) -> int | None:

@@ -106,14 +106,16 @@ def test_the_first_is_the_densest_that_meets_the_limits():
     before = 0.0
     for seconds in limits:
         found = propose(32768, machine="A100", dtype=torch.float32, seconds=seconds / 30)
-        fits = [each for each in found if each.fits]
+        trained = [each for each in found if "RandomBlocks" not in str(each.pattern)]
+        fits = [each for each in trained if each.fits]
+        assert found[0] in trained
         reaching = [each for each in fits if each.layers is not None] or fits
         fitting = [each.density for each in reaching]
         for each in found:
             assert each.fits == (each.seconds <= seconds / 30)
         assert found[0].density == max(fitting, default=found[0].density)
         if not fitting:
-            assert found[0].seconds == min(each.seconds for each in found)
+            assert found[0].seconds == min(each.seconds for each in trained)
             assert "takes the least time" in found[0].reason
         else:
             assert found[0].density >= before
@@ -124,7 +126,8 @@ def test_the_first_is_the_densest_that_meets_the_limits():
 def test_where_memory_is_short_the_reason_says_what_it_takes():
     found = propose(65536, memory="100MB", seconds=1e9)
     assert not any(each.fits for each in found)
-    assert found[0].bytes == min(each.bytes for each in found)
+    trained = [each for each in found if "RandomBlocks" not in str(each.pattern)]
+    assert found[0].bytes == min(each.bytes for each in trained)
     assert re.search(r"56\d MB a rank, or at least 6 ranks", found[0].reason)
     enough = propose(65536, memory=int(found[0].bytes), seconds=1e9)
     assert enough[0].fits and enough[0].pattern == found[0].pattern
@@ -187,6 +190,18 @@ def test_plan_without_a_pattern_says_what_to_use(capsys):
         assert main(["plan", "--tokens", "4K", *option]) == 2
         assert "are for one pattern; name it" in capsys.readouterr().err
     assert main(["plan", "--tokens", "4K", "--memory", "total"]) == 0
+
+
+def test_random_blocks_are_a_cost_and_never_recommended():
+    dense, *_ = found = propose("200K", machine="H200", seconds=1e9)
+    costs = [each for each in found if "RandomBlocks" in str(each.pattern)]
+    assert dense.density == 1 and len(costs) == 3
+    for each in costs:  # with just the time of a row of random blocks, which was recommended before
+        best, *others = propose("200K", machine="H200", seconds=1.001 * each.seconds)
+        assert "RandomBlocks" not in str(best.pattern) and best.fits
+        assert "to train with" in best.reason
+        (same,) = (x for x in others if x.pattern == each.pattern)
+        assert same.fits and "the cost of blocks chosen by content" in same.reason
 
 
 def test_proposals_are_values():
