@@ -2,7 +2,9 @@
 
 import argparse
 import inspect
+import re
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 from ..commands import install
@@ -107,12 +109,44 @@ def _try(arguments: argparse.Namespace) -> int:
         calls = {name: (lambda name=name, call=call: call(name)) for name in names}
         found = measured(title, calls, device, arguments.seconds)
         print(beside(title, found["sparsering"], found.get("sdpa"), "sdpa"), flush=True)
-    cls = (config.architectures or ["AutoModelForCausalLM"])[0]
-    print("write     from sparsering.integrations import transformers as hf")
-    print(f"          model = hf.load({arguments.model!r}, cls=transformers.{cls})")
-    if pattern is not None:
-        print(f"          hf.apply(model, {pattern})  # names of sparsering; then train or tune")
+    code = _code(arguments.model, _class_of(config, models["sdpa"]), pattern)
+    print("write     " + "\n          ".join(code))
+    print("          # then train or tune")
     return 0
+
+
+def _code(name: str, cls: str, pattern: Any) -> list[str]:
+    """Returns lines of Python that make the tried model whole, with the pattern if there is one."""
+    path = Path(name)
+    weights = ("*.safetensors", "*.bin")  # a name that is no path is one on the Hub, with weights
+    saved = not path.exists() or any(found for kind in weights for found in path.glob(kind))
+    lines = ["import transformers", "from sparsering.integrations import transformers as hf"]
+    if pattern is not None:
+        names = ", ".join(sorted(set(re.findall(r"\b[A-Z]\w*(?=\()", str(pattern)))))
+        lines.insert(1, f"from sparsering import {names}")
+    if saved:
+        lines.append(f"model = hf.load({name!r}, cls=transformers.{cls})")
+    else:
+        lines += [
+            "hf.register()",
+            f"path, attention = {name!r}, 'sparsering'",
+            "config = transformers.AutoConfig.from_pretrained(path, attn_implementation=attention)",
+            f"model = transformers.{cls}{'.from_config' if cls.startswith('Auto') else ''}(config)",
+        ]
+    return lines if pattern is None else [*lines, f"hf.apply(model, {pattern})"]
+
+
+def _class_of(config: Any, model: Any) -> str:
+    """Returns the name of a class of transformers that makes the model of a config."""
+    import transformers
+
+    from ..integrations.transformers.config import attention_modules
+
+    for name in config.architectures or []:
+        if hasattr(transformers, name):  # not a class of code that comes with the model
+            return str(name)
+    causal = any(getattr(x, "is_causal", False) for x in attention_modules(model))
+    return "AutoModelForCausalLM" if causal else "AutoModel"
 
 
 def _configs(name: str) -> tuple[Any, Any]:

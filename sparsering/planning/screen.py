@@ -131,7 +131,7 @@ def proposal_screen(
         "",
         "time: on a named machine at least so long, by its peaks; pairs: of dense attention's",
         "sees: keys of the last query; layers: until it depends on all, with residual paths",
-        "random blocks: not to train with; blocks chosen by content cost as much (nn.SelectedAttention)",
+        "random blocks: no choice, but what blocks chosen by content cost (nn.SelectedAttention)",
         "next: the plan of a row, by its number:",
         following := f"      {command} --take {taken}",
     ]
