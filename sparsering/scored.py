@@ -24,7 +24,7 @@ from .kernels.problem import ScoreMod
 from .numerics import sum_dtype, without_autocast
 from .pairs import frame_of
 from .patterns.algebra import Pattern, check_fits
-from .patterns.arguments import kind_of, shortened
+from .patterns.arguments import is_shape_alone, kind_of, shortened
 from .work import problem_of, slot_gradient
 
 _IN_A_GRAPH = "attention with a score_mod cannot run inside a compiled function; call it outside"
@@ -90,7 +90,12 @@ class _Scored(Function):
     def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         forward = BACKENDS[call.recipe.backend].forward
         assert forward is not None
-        out, lse = forward(call.problem(tensors))
+        query, _, value, *_ = tensors
+        if is_shape_alone(query):  # nobody can evaluate the function where pairs are
+            out = query.new_empty(*query.shape[:3], value.shape[3])
+            lse = query.new_empty(query.shape[:3], dtype=sum_dtype(query))
+        else:
+            out, lse = forward(call.problem(tensors))
         ctx.call = call
         ctx.save_for_backward(*tensors, out, lse)
         return out, lse
@@ -99,6 +104,8 @@ class _Scored(Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         call, (*tensors, out, lse) = ctx.call, ctx.saved_tensors
+        if is_shape_alone(out):
+            return None, *(torch.empty_like(x) if x.requires_grad else None for x in tensors)
         problem, backward = call.problem(tuple(tensors)), BACKENDS[call.recipe.backend].backward
         assert backward is not None
         with without_autocast(problem.query):
@@ -130,10 +137,20 @@ def _checked(score_mod: object, inputs: Inputs) -> list[Tensor]:
         return []  # no pair has an index that the function could read
     score = torch.zeros((), dtype=sum_dtype(query), device=query.device)
     zero = torch.zeros((), dtype=torch.int64, device=query.device)
-    reading = _Reads((score, zero))
+    places = zero[None], zero[None, None], zero[None, None], zero[None, None]
+    read: list[Tensor] = []
+
+    def reading(*arguments: Tensor) -> Tensor:
+        with torch.enable_grad(), _Reads(arguments) as reads:
+            result = score_mod(*arguments)
+        read.extend(reads.found.values())
+        return result
+
+    if is_shape_alone(query):  # an index of one number, outside of vmap, needs that number
+        over_pairs(reading, score[None, None, None, None], *places)
+        return read
     try:
-        with torch.enable_grad(), reading:
-            result = score_mod(score, zero, zero, zero, zero)
+        result = reading(score, zero, zero, zero, zero)
     except TypeError as error:
         raise ValueError(
             "score_mod must take (score, batch, head, q_idx, kv_idx), a score and four index "
@@ -144,7 +161,6 @@ def _checked(score_mod: object, inputs: Inputs) -> list[Tensor]:
             "score_mod must return one number, a tensor of shape (), for a score of shape (), got "
             f"{kind_of(result)}; it may use torch.where, and no `if`"
         )
-    places = zero[None], zero[None, None], zero[None, None], zero[None, None]
     try:
         with torch.no_grad():
             over_pairs(score_mod, score[None, None, None, None], *places)
@@ -153,7 +169,7 @@ def _checked(score_mod: object, inputs: Inputs) -> list[Tensor]:
             f"score_mod must work under torch.vmap, got: {error} Choose with torch.where (not "
             "`if`), combine comparisons with & and | (not `and`, `or`)"
         ) from error
-    return list(reading.found.values())
+    return read
 
 
 def _bound(score_mod: ScoreMod, read: list[Tensor]) -> ScoreMod:

@@ -177,6 +177,19 @@ def is_traced(x: Tensor) -> bool:
     return proxies is not None and proxies.get_proxy_mode() is not None
 
 
+def is_shape_alone(x: object) -> bool:
+    """Whether a tensor has a shape and no numbers, and no tracer records what is done with it.
+
+    It is on the meta device, or of torch's FakeTensorMode. A graph that a tracer records gets
+    numbers later: there a question must raise as ever.
+    """
+    if not isinstance(x, FakeTensor) and not (isinstance(x, Tensor) and x.is_meta):
+        return False
+    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")  # slow to import
+    traced = proxies is not None and proxies.get_proxy_mode() is not None
+    return not traced and _get_tracing_state() is None
+
+
 def freeze_lengths(pattern: Any, name: str, least: int = 0, nested: bool = True) -> None:
     """Replaces a field of a frozen pattern by a tuple of ints, or by one per batch entry.
 

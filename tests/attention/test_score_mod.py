@@ -18,6 +18,7 @@ from oracles.scored_oracle import (
     table,
 )
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsering as sr
@@ -300,3 +301,21 @@ def test_tensors_indexed_in_other_ways_get_gradients(backend):
     out = sr.attention(*x, sr.Causal(), score_mod=change, backend=backend)
     counts = sr.Causal().to_dense(QUERIES, KEYS)
     assert_equal(out, dense(*x, counts, change_all), [*x, pairs, rows, row])
+
+
+@pytest.mark.parametrize("backend", [None, *ABLE])
+@pytest.mark.parametrize("fake", [False, True])
+def test_shapes_alone_have_results_and_gradients(backend, fake):
+    with FakeTensorMode() if fake else torch.device("meta"):
+        x = [torch.empty(1, heads, 40, 16, requires_grad=True) for heads in (4, 2, 2)]
+        bias = torch.empty(4, 40, 40, requires_grad=True)
+        out, lse = sr.attention(
+            *x,
+            sr.Causal(),
+            score_mod=lambda s, b, h, i, j: s + bias[h, i, j],
+            backend=backend,
+            return_lse=True,
+        )
+        grads = torch.autograd.grad(out.sum(), (*x, bias))
+    assert out.shape == x[0].shape and lse.shape == (1, 4, 40)
+    assert [g.shape for g in grads] == [y.shape for y in (*x, bias)]

@@ -9,6 +9,7 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from ...numerics import sum_dtype
+from ...patterns.arguments import is_shape_alone
 from ..problem import Problem, ScoreMod
 from .units import Chunk
 
@@ -30,7 +31,7 @@ def over_pairs(
     `pairs`: bool, broadcasts to the scores. Where it is False the function is not evaluated, since
     it may be NaN there, and so may its gradient; the result is 0.
     """
-    if pairs is None:
+    if pairs is None or is_shape_alone(pairs):
         over = torch.vmap(function, (0, None, None, None, 0))  # keys
         over = torch.vmap(over, (0, None, None, 0, None))  # queries
         over = torch.vmap(over, (0, None, 0, None, None))  # heads
