@@ -177,9 +177,12 @@ def _generate(arguments: argparse.Namespace) -> int:
     pace = f", then {len(later) / (later[-1] - first):,.0f} tokens/s" if later else ""
     if draft != "none" and passes:
         pace += f" ({(len(times) - 1) / len(passes):.1f} tokens a pass)"
+    held = f"{live:,} bytes held, {full:,} in a full cache"
+    if live >= full:  # a short text, whose last page is not full
+        held = f"{full:,} bytes, in a cache with room for more, of {live:,}"
     print(
         f"{len(prompt):,} bytes read in {first - start:.2f} s{pace}; keys and values of "
-        f"{caches[0].length:,} bytes: {live:,} bytes held, {full:,} in a full cache",
+        f"{caches[0].length:,} bytes: {held}",
         file=sys.stderr,
     )
     return 0

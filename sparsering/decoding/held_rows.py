@@ -15,7 +15,7 @@ from ..layouts.layout import Pass
 from ..numerics import round_up
 from ..streams import moved
 
-_ROOM = 8  # of so many older rows, a CPU has memory for one more
+_ROOM = 8  # of so many older rows, a CPU has memory for one more, the page among them
 
 
 @dataclass(frozen=True, eq=False)
@@ -145,7 +145,7 @@ class HeldRows:
         if like.device.type == "cpu" and len(set(counts)) == 1:
             # memory that nothing was written to costs nothing, and fresh memory costs more than a
             # copy: with room, few evictions need any
-            room = round(counts[0] / _ROOM / page) * page
+            room = max(0, round(counts[0] / _ROOM / page) - 1) * page
         result = HeldRows(_new(like, batch, counts, page, width, room), counts, page, room)
         if like.device.type != "cpu":
             self._gather(slots, count, new, result)

@@ -63,8 +63,8 @@ class KVCache:
     lengths before. Other (dead) keys remain until the next eviction. An eviction comes `page_size`
     tokens after the last one, or earlier (but not before `page_size / 8` tokens) if a head of the
     largest batch entry has over `page_size` dead keys. On a CPU there is memory for an eighth more,
-    so that an eviction which keeps each head's latest keys copies nothing. Gradients do not pass
-    through the cache: it is for decoding, not for training.
+    pages included, so that most evictions which keep each head's latest keys copy nothing.
+    Gradients do not pass through the cache: it is for decoding, not for training.
 
     Raises: ValueError if an argument is invalid.
 
@@ -434,6 +434,12 @@ class KVCache:
         Raises: ValueError if the other cache was not made with the same arguments, but for its
             batch size, or the pattern depends on the batch entry; both are then unchanged.
         """
+        self.check_join(other)
+        with ordinary_tensors():
+            self._state = self._state.joined(other._state)
+
+    def check_join(self, other: "KVCache") -> None:
+        """Raises ValueError as `join` does, which changes nothing."""
         if not isinstance(other, KVCache) or not self._is_like(other):
             raise ValueError(
                 "join needs caches made with the same arguments but for the batch size, got "
@@ -446,8 +452,6 @@ class KVCache:
                 "join needs a KVCache whose entries all follow one pattern, got "
                 f"{shortened(repr(self))}; make a cache for each request"
             )
-        with ordinary_tensors():
-            self._state = self._state.joined(other._state)
 
     def _is_like(self, other: "KVCache") -> bool:
         one, two = (

@@ -50,7 +50,7 @@ def test_rows_have_the_bits_of_one_call(name, steps):
     assert torch.equal(torch.cat(rows, 2), wanted)
     moves = sum(one != other for one, other in pairwise(seen))
     if steps == (1,):  # a chunk that does not fit into its page copies what it attends to
-        assert moves == {"causal": 5, "a window": 8, "chunks": 21}[name]  # of 25 pages
+        assert moves == {"causal": 7, "a window": 12, "chunks": 25}[name]  # of 25 pages
 
 
 @pytest.mark.parametrize("name", PATTERNS)
@@ -60,9 +60,9 @@ def test_memory_is_that_of_live_rows_and_an_eighth(name):
     for i in range(1000, 1200):
         cache.attend(*part(tensors, i, i + 1))
         kept = cache.kept
-        # dead rows of the latest page and of pages that slid, an empty page, and half a page of
-        # rounding; positions and last queries are int64
-        most = 9 * kept / 8 + 3.5 * PAGE
+        # an eighth has the page and pages that slid; beside it are half a page of rounding, and a
+        # page in which all rows are dead; positions and last queries are int64
+        most = 9 * kept / 8 + 1.5 * PAGE
         assert cache.nbytes <= 2 * 2 * HEADS * most * WIDTH * 4 + 2 * HEADS * kept * 8
 
 

@@ -209,3 +209,108 @@ def test_a_shallow_copy_of_a_sparse_cache_goes_on_alone():
         whole = result(model, input_ids=ids, use_cache=False)
     assert (first.layers[0].columns, second.layers[0].columns) == (13, 9)
     torch.testing.assert_close(out, whole[:, 6:], rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [17, 128, 300, 1024])
+def test_a_windowed_model_holds_what_transformers_holds_and_an_eighth(window):
+    """Beside the window's keys is a page: an eighth of them, rounded to blocks of 16 tokens.
+
+    Pages are tiles of the kernel, so one has 16 tokens at least. Each key has a position and a last
+    query, 16 bytes for each head.
+    """
+    model = made("mistral", "sparsering", sliding_window=window)
+    ids = tokens(1, window + 40)
+    ours, theirs = hf.SparseCache(model), DynamicCache(config=model.config)
+    most = 0
+    with torch.no_grad():
+        for cache in (ours, theirs):
+            model(input_ids=ids, past_key_values=cache)
+        for _ in range(40):
+            for cache in (ours, theirs):
+                model(input_ids=ids[:, :1], past_key_values=cache)
+            most = max(most, ours.nbytes)
+    layers, rows = theirs.layers, theirs.layers[0].keys
+    token = 2 * len(layers) * rows[:, :, :1].nbytes
+    whole = sum(x.keys.nbytes + x.values.nbytes for x in layers)
+    assert whole == token * (window - 1)
+    positions = 16 * len(layers) * rows.shape[1] * (window - 1)
+    assert most <= whole + token * max(16, window / 8 + 8) + positions
+
+
+def test_unlike_questions_behind_a_shared_text_are_rows_of_one_batch():
+    model, text = made("mistral", "sparsering"), tokens(1, 11)
+    questions = [tokens(1, n) + 1 for n in (3, 7)]
+    whole = [torch.cat((text, question), 1) for question in questions]
+    longest = max(x.shape[1] for x in whole)
+    ids = torch.cat([torch.nn.functional.pad(x, (longest - x.shape[1], 0)) for x in whole])
+    mask = torch.ones_like(ids)
+    mask[0, : longest - whole[0].shape[1]] = 0
+    shared = hf.SparseCache(model)
+    with torch.no_grad():
+        model(input_ids=text, past_key_values=shared)
+        joined, other = copy.copy(shared), copy.copy(shared)
+        for cache, question in zip((joined, other), questions, strict=True):
+            model(input_ids=question[:, :-1], past_key_values=cache)
+        joined.join(other)
+        assert joined.get_seq_length() == longest - 1
+        places = (mask.cumsum(1) - 1)[:, -1:]
+        some = {"input_ids": ids[:, -1:], "attention_mask": mask, "position_ids": places}
+        rows = result(model, **some, past_key_values=joined, use_cache=True)
+        for row, own in zip(rows, whole, strict=True):
+            assert_same(row[None], result(model, input_ids=own, use_cache=False)[:, -1:])
+        assert (shared.get_seq_length(), other.get_seq_length()) == (11, 17)
+    options = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
+    joined = copy.copy(shared)
+    with torch.no_grad():
+        model(input_ids=questions[0][:, :-1], past_key_values=joined)
+    joined.join(other)
+    written = model.generate(ids, attention_mask=mask, past_key_values=joined, **options)
+    for row, own in zip(written, whole, strict=True):
+        alone = model.generate(own, attention_mask=torch.ones_like(own), **options)
+        assert row[longest:].tolist() == alone[0, own.shape[1] :].tolist()
+
+
+def test_caches_that_cannot_be_joined_are_named_and_unchanged():
+    model = applied("llama", {0: SINKS, 1: sr.SlidingWindow(4)})
+    one, two = hf.SparseCache(model), hf.SparseCache(model)
+    with pytest.raises(ValueError, match=r"that have seen tokens, got None"):
+        one.join(two)
+    with torch.no_grad():
+        model(input_ids=tokens(), past_key_values=one)
+    with pytest.raises(ValueError, match=r"that have seen tokens, got None"):
+        one.join(two)
+    with pytest.raises(ValueError, match="join needs a SparseCache of the same model, got Dynamic"):
+        one.join(DynamicCache())
+    hf.apply(model, {1: sr.SlidingWindow(5)})
+    other = hf.SparseCache(model)
+    with torch.no_grad():
+        model(input_ids=tokens(), past_key_values=other)
+    with pytest.raises(ValueError, match="join needs two caches of one model"):
+        one.join(other)  # the first layers are alike
+    assert [len(layer.kv_cache.lengths) for layer in one.layers] == [2, 2]
+
+
+def test_a_mask_that_forgets_cached_padding_is_refused():
+    model, ids, mask = applied("llama", SINKS), tokens(), padded("left", counts=(13, 6))
+    cache = hf.SparseCache(model)
+    with torch.no_grad():
+        model(input_ids=ids, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(ValueError, match=r"with padding on the left, got none .*\[13, 6\]"):
+            model(input_ids=ids[:, :1], past_key_values=copy.copy(cache))
+        wrong = torch.ones(2, 14, dtype=torch.int64)
+        wrong[1, :3] = 0
+        with pytest.raises(ValueError, match=r"got \[13, 10\] for lengths \[13, 6\]"):
+            model(input_ids=ids[:, :1], attention_mask=wrong, past_key_values=copy.copy(cache))
+        wrong[1, :7] = 0
+        model(input_ids=ids[:, :1], attention_mask=wrong, past_key_values=cache)
+
+
+def test_padding_behind_a_shared_text_says_how_to_join():
+    model, ids = applied("llama", SINKS), tokens()
+    mask = torch.ones_like(ids)
+    mask[1, 6:9] = 0
+    with (
+        torch.no_grad(),
+        pytest.raises(ValueError, match=r"unlike questions .* then join\(\) them"),
+    ):
+        model(input_ids=ids, attention_mask=mask, past_key_values=hf.SparseCache(model))

@@ -4,6 +4,7 @@
 """
 
 from copy import copy
+from functools import lru_cache
 from typing import Any, Self
 
 from torch import Tensor
@@ -73,12 +74,34 @@ class SparseLayer(CacheLayerMixin):
             sizes = len(key), key.shape[1], key.shape[3]
             others: dict[str, Any] = {"num_heads": query.shape[1], "value_dim": value.shape[3]}
             others |= {"rollback": self.rollback, "store": self.store}
+            others["page_size"] = _page_size(self.pattern, query.shape[1], key.shape[1])
             self.kv_cache = KVCache(self.pattern, *sizes, **others)
         # `KVCache` checks options at each step, so those with default values are left out.
         defaults = {"scale": query.shape[3] ** -0.5, "dropout_p": 0.0}
         given = {name: x for name, x in extras.items() if x is not None}
         options = {k: x for k, x in given.items() if k not in defaults or x != defaults[k]}
         return self.kv_cache.attend(query, key, value, lengths=lengths, **options)
+
+    def check_tokens(self, before: list[int] | None) -> None:
+        """Raises ValueError unless the mask has as many old tokens in each row as are cached.
+
+        `before`: these numbers, None if no old token is padding.
+        """
+        if self.kv_cache is None:
+            return
+        lengths = self.kv_cache.lengths
+        if before is None and len(set(lengths)) > 1:
+            raise ValueError(
+                "a SparseCache of rows with unlike lengths needs an attention_mask with padding on "
+                f"the left, got none with padding for lengths {shortened(str(lengths))}; give "
+                "each row as many ones as it has tokens"
+            )
+        if before is not None and before != lengths:
+            raise ValueError(
+                "a SparseCache needs an attention_mask with a one for each token that it has seen, "
+                f"got {shortened(str(before))} for lengths {shortened(str(lengths))}; pass the "
+                "whole mask of earlier tokens, with padding on the left"
+            )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.columns + query_length, 0
@@ -88,6 +111,22 @@ class SparseLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+    def check_join(self, other: "SparseLayer") -> None:
+        """Raises ValueError unless `join` can add the batch entries of another layer's cache."""
+        one, two = ((x.pattern, x.rollback, x.store, x.kv_cache is None) for x in (self, other))
+        if one != two or self.kv_cache is None or other.kv_cache is None:
+            raise ValueError(
+                "join needs two caches of one model, with the same rollback and store, that have "
+                f"seen tokens, got {shortened(repr(other.kv_cache))} for "
+                f"{shortened(repr(self.kv_cache))}; run the model with each cache first"
+            )
+        self.kv_cache.check_join(other.kv_cache)
+
+    def join(self, other: "SparseLayer") -> None:
+        assert self.kv_cache is not None and other.kv_cache is not None
+        self.kv_cache.join(other.kv_cache)
+        self.columns = max(self.columns, other.columns)
 
     def reset(self) -> None:
         self.kv_cache, self.columns, self.attended = None, 0, True
@@ -114,6 +153,18 @@ class SparseLayer(CacheLayerMixin):
         if tokens_to_remove and self.kv_cache is not None:
             self.kv_cache.crop(self.kv_cache.length + tokens_to_remove)
             self.columns += tokens_to_remove
+
+
+@lru_cache(maxsize=64)
+def _page_size(pattern: Pattern, heads: int, kv_heads: int) -> int:
+    """Returns a page of about an eighth of the keys that are live after 1,023 tokens.
+
+    A window of that many tokens or fewer never has more keys. A page of 128 tokens would double
+    what a small window stores, and one below an eighth would be laid out too often.
+    """
+    length = min(1023, pattern.own_length or 1023)
+    live = pattern.live_keys(length, num_heads=heads, num_kv_heads=kv_heads)
+    return min(128, max(16, 16 * round(max(map(len, live)) / 8 / 16)))
 
 
 def cache_layer_of(key: Tensor) -> SparseLayer | None:
@@ -154,7 +205,8 @@ def attend_cached(
             f"has {shortened(str(expected))}; {way_out}"
         )
     n = inputs[0].shape[2]
-    sorted_tokens = once(mask, "sorted_tokens", lambda: _padding_last(mask, n))
+    before, sorted_tokens = once(mask, "sorted_tokens", lambda: _padding_last(mask, n))
+    layer.check_tokens(before)
     if sorted_tokens is None:
         return layer.attend(inputs, None, extras)
     order, inverse, lengths = sorted_tokens
@@ -162,25 +214,30 @@ def attend_cached(
     return _reorder(layer.attend((query, key, value), lengths, extras), inverse)
 
 
-def _padding_last(mask: ModelMask, n: int) -> tuple[Tensor, Tensor, list[int]] | None:
-    """Orders the last n tokens of each row so that padding is last; None without padding.
+def _padding_last(
+    mask: ModelMask, n: int
+) -> tuple[list[int] | None, tuple[Tensor, Tensor, list[int]] | None]:
+    """Orders the last n tokens of each row so that padding is last.
 
-    Returns: the order and its inverse, [B, n], and each row's number of tokens that are no padding.
+    Returns: each row's number of tokens before them that are no padding, None if all are none; then
+        the order and its inverse, [B, n], and each row's number of tokens that are no padding, or
+        None if there is no padding among the last n.
     """
     if mask.valid_keys is None:
-        return None
+        return None, None
     stop = mask.shape[3]
     valid = mask.valid_keys[:, :stop]
     if not bool((valid.long().diff(dim=1) >= 0).all()):
         raise ValueError(
             "a SparseCache needs padding on the left alone, because positions do not count "
-            "padding, got padding elsewhere; set tokenizer.padding_side to left"
+            "padding, got padding elsewhere; set tokenizer.padding_side to left, and give unlike "
+            "questions behind a shared prefix a copy.copy() of its cache each, then join() them"
         )
-    valid = valid[:, stop - n :]
+    before, valid = valid[:, : stop - n].sum(1).tolist(), valid[:, stop - n :]
     if bool(valid.all()):
-        return None
+        return before, None
     order = (~valid).long().argsort(dim=1, stable=True)
-    return order, order.argsort(dim=1), valid.sum(1).tolist()
+    return before, (order, order.argsort(dim=1), valid.sum(1).tolist())
 
 
 def _reorder(x: Tensor, order: Tensor) -> Tensor:
@@ -199,7 +256,8 @@ class SparseCache(Cache):
         store: "int8" or "fp8" rounds keys and values to 8 bits, as in `KVCache`.
 
     Results are the same as with a full cache. Each key/value head keeps the keys of
-    `pattern.live_keys` and at most one page (128 keys) more; left padding is not stored.
+    `pattern.live_keys`, and at most one page more: an eighth of a small window, 128 keys of a large
+    one. Left padding is not stored.
 
     Raises: ValueError unless the model runs "sparsering", or for another `store`;
         NotImplementedError for unknown layers.
@@ -243,6 +301,27 @@ class SparseCache(Cache):
         other = object.__new__(type(self))
         other.__dict__.update(vars(self), layers=[copy(layer) for layer in self.layers])
         return other
+
+    def join(self, other: "SparseCache") -> None:
+        """Adds copies of another cache's rows behind these, such as a new request.
+
+        A shorter row then counts as padded on the left: later calls need an `attention_mask` with
+        zeros before its tokens. docs/transformers.md answers unlike questions about a shared text
+        so, from copies of its cache.
+
+        Raises: ValueError if the other cache is of another model, rollback or store, or one of the
+            two is empty; both are then unchanged.
+        """
+        if not isinstance(other, SparseCache) or len(other.layers) != len(self.layers):
+            raise ValueError(
+                "join needs a SparseCache of the same model, got "
+                f"{shortened(repr(other))}; make one with SparseCache(model)"
+            )
+        pairs = list(zip(self.layers, other.layers, strict=True))
+        for layer, added in pairs:
+            layer.check_join(added)
+        for layer, added in pairs:
+            layer.join(added)
 
     @property
     def kept(self) -> list[int]:
