@@ -81,7 +81,9 @@ class Neighbourhood(Mask):
         with another number of keys.
 
     Example: `Neighbourhood((64, 64), 6)` for an image; `Neighbourhood((16, 64, 64), (1, 3, 3))` for
-        a film; `Neighbourhood((64, 64), 3) & Causal()` to draw an image token by token.
+        a film; `Neighbourhood((64, 64), 3) & Causal()` to draw an image token by token. A film of
+        64 x 64 causal in time, in which a query sees its own frame and 4 before it, is
+        `Neighbourhood((16, 64, 64), (4, 3, 3)) & BlockCausal(4096) & BlockWindow(4, 4096)`.
 
     Source: NATTEN, Neighborhood Attention (arXiv 2204.07143) and its dilation (2209.15001).
     """

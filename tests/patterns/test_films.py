@@ -1,0 +1,118 @@
+"""Films and grids of docs/coming-from.md against NATTEN's rule in plain Python: no wrong pair."""
+
+from itertools import product
+
+import pytest
+import torch
+from test_docs import ROOT, blocks
+
+import sparsering as sr
+
+BLOCKS = blocks((ROOT / "docs" / "coming-from.md").read_text(encoding="utf-8"))
+
+
+def of_page(start: str) -> dict:
+    """Runs the page's block that contains some words, and returns its names."""
+    (code,) = (x.code for x in BLOCKS if start in x.code)
+    names = {"sr": sr, "pixels": torch.randn(3, 1, 4, 384, 8)}
+    exec(code, names)
+    return names
+
+
+def keys_of(i, size, kernel, causal=False, dilation=1, stride=1):
+    """Returns the coordinates that coordinate i of a dim sees."""
+    own = [j for j in range(size) if j % dilation == i % dilation]
+    at = own.index(i)
+    if causal:
+        return own[max(0, at - kernel + 1) : at + 1]
+    leader = min(at // stride * stride + stride // 2, len(own) - 1)
+    first = min(max(leader - kernel // 2, 0), len(own) - kernel)
+    return own[first : first + kernel]
+
+
+def pairs_of(shape, kernel, **options):
+    """Returns the bool matrix of a grid's pairs; options are tuples, one value for each dim."""
+    dims = [
+        [
+            keys_of(i, size, kernel[dim], **{name: x[dim] for name, x in options.items()})
+            for i in range(size)
+        ]
+        for dim, size in enumerate(shape)
+    ]
+    numbers = {point: n for n, point in enumerate(product(*map(range, shape)))}
+    pairs = torch.zeros(len(numbers), len(numbers), dtype=torch.bool)
+    for query, n in numbers.items():
+        seen = product(*(dims[dim][i] for dim, i in enumerate(query)))
+        pairs[n, [numbers[key] for key in seen]] = True
+    return pairs
+
+
+def wrong_pairs(pattern, pairs):
+    return int((pattern.to_dense(len(pairs))[0].bool() != pairs).sum())
+
+
+def test_the_film_of_the_page_is_causal_in_time():
+    names = of_page("film = near")
+    pairs = pairs_of((13, 16, 16), (5, 7, 7), causal=(True, False, False))
+    assert pairs.sum() == 689_920
+    assert wrong_pairs(names["film"], pairs) == 0
+    # what the page said before, and two guesses of a reader: the counts are those they reported
+    near = sr.Neighbourhood((13, 16, 16), (2, 3, 3))
+    assert wrong_pairs(near & sr.Causal(), pairs) == 280_576
+    assert wrong_pairs(near & sr.BlockCausal(256), pairs) == 200_704
+    assert wrong_pairs(near & sr.SlidingWindow(4 * 256, 0, 256), pairs) == 679_936
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "dilation", "radius"),
+    [
+        ((12, 4, 6), (4, 3, 3), (1, 1, 1), 3),  # an even kernel
+        ((7, 4, 6), (4, 3, 3), (1, 1, 1), 3),  # 2 k - 1 frames
+        ((14, 4, 4), (4, 3, 3), (2, 1, 1), 3),  # 2 (2 k - 1) frames
+        ((15, 3, 6), (3, 3, 3), (2, 1, 2), 2),
+        ((7, 3, 4), (6, 3, 3), (1, 1, 1), 3),  # fewer, of an odd number: (frames - 1) // 2
+        ((12, 5), (3, 5), (1, 1), 2),
+    ],
+    ids=str,
+)
+def test_films_of_other_sizes(shape, kernel, dilation, radius):
+    causal = (True, *(False for _ in shape[1:]))
+    pairs = pairs_of(shape, kernel, causal=causal, dilation=dilation)
+    frame, k = len(pairs) // shape[0], kernel[0]
+    near = sr.Neighbourhood(shape, (radius, *(x // 2 for x in kernel[1:])), dilation)
+    film = near & sr.BlockCausal(frame) & sr.BlockWindow((k - 1) * dilation[0], frame)
+    assert wrong_pairs(film, pairs) == 0
+
+
+def test_one_dim():
+    for k, d in ((5, 1), (4, 2), (7, 3)):
+        pairs = pairs_of((40,), (k,), causal=(True,), dilation=(d,))
+        assert wrong_pairs(sr.SlidingWindow((k - 1) * d, 0, d), pairs) == 0
+
+
+def test_a_film_is_computed_frame_by_frame_in_a_cache():
+    film = of_page("film = near")["film"]
+    query, key, value = torch.randn(3, 1, 2, 13 * 256, 8, dtype=torch.float64)
+    pairs = pairs_of((13, 16, 16), (5, 7, 7), causal=(True, False, False))
+    scores = (query @ key.mT / 8**0.5).masked_fill(~pairs, -torch.inf)
+    cache = sr.KVCache(film, 1, 2, 8, dtype=torch.float64)
+    outs = [
+        cache.attend(*(x[:, :, i : i + 256] for x in (query, key, value)))
+        for i in range(0, 13 * 256, 256)
+    ]
+    torch.testing.assert_close(torch.cat(outs, 2), scores.softmax(-1) @ value)
+
+
+def test_even_kernels_and_strides():
+    names = of_page("def seen")
+    assert wrong_pairs(names["even"], pairs_of((16, 24), (6, 4), stride=(2, 1))) == 0
+    seen = names["seen"]
+    for kernel, stride in (((3, 5), (1, 1)), ((6, 4), (1, 3)), ((4, 7), (4, 2)), ((2, 9), (2, 5))):
+
+        def mask_mod(b, h, q, k, kernel=kernel, stride=stride):
+            rows = seen(q // 10, k // 10, 9, kernel[0], stride[0])
+            return rows & seen(q % 10, k % 10, 10, kernel[1], stride[1])
+
+        pairs = pairs_of((9, 10), kernel, stride=stride)
+        assert wrong_pairs(sr.from_mask_mod(mask_mod), pairs) == 0
+    assert wrong_pairs(sr.Neighbourhood((9, 10), (1, 2)), pairs_of((9, 10), (3, 5))) == 0
