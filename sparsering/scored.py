@@ -5,6 +5,7 @@ reference. It takes no operator's way: operators take tensors and numbers, and n
 """
 
 from collections.abc import Callable, Sequence
+from types import CellType, FunctionType
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ def scored_attention(
     with without_autocast(inputs[0]):
         if BACKENDS[name].forward is None:
             return reference(recipe, inputs, pattern, extras, score_mod)
+        score_mod = _with_own_variables(score_mod)
         learning = [n for n, x in OPTIONS.items() if x.learns and extras[n] is not None]
         call_of_all = _Call(recipe, pattern, extras, score_mod, learning)
         tensors = *inputs, *(extras[n] for n in learning), *read
@@ -170,6 +172,33 @@ def _checked(score_mod: object, inputs: Inputs) -> list[Tensor]:
             "`if`), combine comparisons with & and | (not `and`, `or`)"
         ) from error
     return read
+
+
+def _with_own_variables(score_mod: ScoreMod) -> ScoreMod:
+    """Returns a function whose closure and module keep the numbers that they have now.
+
+    Backward evaluates it again, when a loop has gone on. Objects with a `__call__` stay themselves.
+    """
+    if not isinstance(score_mod, FunctionType):
+        return score_mod
+    cells = [_copied(cell) for cell in score_mod.__closure__ or ()]
+    copy = FunctionType(
+        score_mod.__code__,
+        dict(score_mod.__globals__),
+        score_mod.__name__,
+        score_mod.__defaults__,
+        tuple(cells),
+    )
+    copy.__kwdefaults__ = score_mod.__kwdefaults__
+    return copy
+
+
+def _copied(cell: CellType) -> CellType:
+    """Returns another cell with the same contents, or an empty one."""
+    try:
+        return CellType(cell.cell_contents)
+    except ValueError:  # the variable has no value yet
+        return CellType()
 
 
 def _bound(score_mod: ScoreMod, read: list[Tensor]) -> ScoreMod:

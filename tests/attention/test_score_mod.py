@@ -217,6 +217,31 @@ def test_backward_reads_what_forward_read():
         torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4)
 
 
+OF_THE_MODULE = 0.5
+
+
+def test_backward_reads_the_numbers_that_forward_read(monkeypatch):
+    n = 40
+    q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for _ in range(3))
+    distance = torch.arange(n)[:, None] - torch.arange(n)
+    sparse = dense = q
+    for slope in (0.1, -3.0):
+        sparse = sparse + sr.attention(
+            sparse,
+            k,
+            v,
+            sr.Causal(),
+            score_mod=lambda s, b, h, i, j: s * OF_THE_MODULE + slope * (i - j),  # noqa: B023
+        )
+        score = (dense @ k.mT * 8**-0.5) * 0.5 + slope * distance
+        dense = dense + score.masked_fill(distance < 0, -torch.inf).softmax(-1) @ v
+    right = torch.autograd.grad(dense.square().sum(), (q, k, v))
+    monkeypatch.setitem(globals(), "OF_THE_MODULE", 7.0)
+    found = torch.autograd.grad(sparse.square().sum(), (q, k, v))
+    for grad, expected in zip(found, right, strict=True):
+        torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_table_changed_in_place_before_backward_is_an_error_of_torch():
     q, k, v = (torch.randn(1, 1, 20, 8, requires_grad=True) for _ in range(3))
     table = torch.randn(40)
