@@ -25,7 +25,7 @@ from ..patterns.algebra import Mask
 from ..patterns.arguments import checked_flag, checked_integer, shortened
 from ..patterns.blocks import Owned
 from ..patterns.keywords import class_with_hints
-from ..patterns.positions import Causal, Full, PooledCausal, SlidingWindow
+from ..patterns.positions import Causal, Full, Lengths, PooledCausal, SlidingWindow
 from ..patterns.selected import SelectedBlocks
 from ..selection import (
     BlockScorer,
@@ -37,6 +37,7 @@ from ..selection import (
 )
 from ..selection.estimates import METHODS, checked_method
 from ..selection.query_rows import checked_blocks
+from .alone import documents_by_length
 from .over_ranks import OverRanks, Ranks
 from .pooled import gated_pool, pooled_scores
 from .transformer import check_rope, checked_heads, rotate
@@ -252,7 +253,13 @@ class SelectedAttention(OverRanks, nn.Module):
         return f"{self.num_heads} heads on {self.num_kv_heads}, {', '.join(parts)}"
 
     def forward(
-        self, x: Tensor, *, rope: tuple[Tensor, Tensor] | None = None, return_loss: bool = False
+        self,
+        x: Tensor,
+        *,
+        rope: tuple[Tensor, Tensor] | None = None,
+        return_loss: bool = False,
+        documents: Lengths | None = None,
+        valid: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Computes self-attention on x.
 
@@ -262,18 +269,38 @@ class SelectedAttention(OverRanks, nn.Module):
                 `sparsering.nn.transformer.rotary_table` returns them; D is the head dim.
             return_loss: also return the loss of a learned scorer. Its gradients reach the scorer
                 alone. The module does not store the loss, so activation checkpointing works.
+            documents: lengths of the documents packed in x, as for `Documents`: ints for all batch
+                entries, ints for each, or an int64 tensor. Each document chooses and attends as it
+                does alone. `rope` still has a row for each token of x.
+            valid: bool [B, N], False for padding and other tokens that do not exist. The others of
+                a batch entry, or of a document, attend as if they were alone; the rest get 0.
 
-        Returns: [B, N, embed_dim]; with `return_loss` also a 0-d loss.
+        Returns: [B, N, embed_dim]; with `return_loss` also a 0-d loss, the mean over all rows.
 
-        Raises: ValueError for another shape of x, and for `return_loss` without a learned scorer.
+        Raises: ValueError for another shape of x, for `return_loss` without a learned scorer, and
+            for `documents` or `valid` that do not fit x.
+
+        Cost: with `documents` or `valid`, documents of equal length are computed together, those of
+            each length in a call of their own. The host waits for a GPU's lengths and `valid`.
         """
-        refused = {"return_loss": return_loss is not False, "pool_queries": self.pool_queries}
+        refused = {
+            "return_loss": return_loss is not False,
+            "pool_queries": self.pool_queries,
+            "documents": documents is not None,
+            "valid": valid is not None,
+        }
         ranks = self._ranks(x, **refused)
         with ranks or contextlib.nullcontext():
-            return self._forward(x, rope, return_loss, ranks)
+            return self._forward(x, rope, return_loss, ranks, documents, valid)
 
     def _forward(
-        self, x: Tensor, rope: Any, return_loss: bool, ranks: Ranks | None
+        self,
+        x: Tensor,
+        rope: Any,
+        return_loss: bool,
+        ranks: Ranks | None,
+        documents: Lengths | None,
+        valid: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         check_tensor("x", x, f"[batch, tokens, {self.q_proj.in_features}]")
         wanted = x.dim() == 3 and x.shape[2] == self.q_proj.in_features
@@ -298,7 +325,11 @@ class SelectedAttention(OverRanks, nn.Module):
             check_rope(rope, x.shape[1], self.head_dim)
             query, key = rotate(query, *rope), rotate(key, *rope)
         loss: Tensor | None = None
-        if ranks is None:
+        if documents is not None or valid is not None:
+            shape = x.shape[0], x.shape[1]
+            parts = documents_by_length(documents, valid, shape, x.device)
+            branches, loss = self._of_documents(parts, query, key, value, return_loss)
+        elif ranks is None:
             *branches, loss = self._branches(query, key, value, 0, return_loss)
         else:
             options = {"step": self.query_block, "options": self.extra_repr()}
@@ -334,6 +365,36 @@ class SelectedAttention(OverRanks, nn.Module):
             else:
                 branches.append(attention(query, coarse_key, coarse_value, coarse, q_start=start))
         return [*branches, loss]
+
+    def _of_documents(
+        self, parts: list[Tensor], query: Tensor, key: Tensor, value: Tensor, return_loss: bool
+    ) -> tuple[list[Tensor], Tensor | None]:
+        """Computes the branches of each document alone; tokens in none have 0.
+
+        Args:
+            parts: int64 [documents, n] for each length n, places of tokens in [B * N].
+            query, key, value: [B, H, N, D].
+
+        Returns: outputs [B, H, N, D] of the branches, and the mean loss of all rows.
+        """
+        flat = [x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)]  # [B * N, H, D]
+        number = 1 + (self.window is not None) + (self.pooled is not None)
+        outs = [torch.zeros_like(flat[0])] * number
+        losses, rows = [], 0
+        for places in parts:
+            q, k, v = (x[places].transpose(1, 2) for x in flat)  # [documents, H, n, D]
+            *found, loss = self._branches(q, k, v, 0, return_loss)
+            at = places.flatten()
+            each = [x.transpose(1, 2).flatten(0, 1).to(outs[0].dtype) for x in found]
+            outs = [out.index_copy(0, at, x) for out, x in zip(outs, each, strict=True)]
+            if loss is not None:
+                count = len(places) * -(-places.shape[1] // self.query_block)
+                losses.append(count * loss)
+                rows += count
+        back = [x.unflatten(0, (len(query), query.shape[2])).transpose(1, 2) for x in outs]
+        if not return_loss:
+            return back, None
+        return back, sum(losses, query.new_zeros(())) / max(1, rows)
 
     def _of_windows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Attends from means of queries [B, H, N, D] to pooled keys; returns [B, H, N, D]."""

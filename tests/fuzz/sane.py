@@ -402,7 +402,8 @@ SANE |= {
     "SelectedAttention.forward": lambda: (
         lambda **given: module(nn.SelectedAttention, lambda made: made(**given))(
             embed_dim=16, num_heads=2, block_size=16, k=2, scorer="learned"),
-        {"x": X, "rope": (torch.ones(N, 4), torch.zeros(N, 4)), "return_loss": True}),
+        {"x": X, "rope": (torch.ones(N, 4), torch.zeros(N, 4)), "return_loss": True,
+         "documents": (N - 5, 5), "valid": table(B, N)}),
     "nn.convert": lambda: (
         lambda **given: nn.convert(**given),
         {"module": torch.nn.Sequential(torch.nn.MultiheadAttention(16, 2)), "pattern": FIRST}),

@@ -108,6 +108,8 @@ def faults(rank: int) -> None:
     if rank == 0:  # no message to the other rank
         with pytest.raises(NotImplementedError, match="does not take return_loss"):
             made(scorer="learned", **place)(x, return_loss=True)
+        with pytest.raises(NotImplementedError, match="does not take documents, valid"):
+            made(**place)(x, documents=(2, 4), valid=torch.ones(B, 6, dtype=torch.bool))
     layer = made(**place)
     with pytest.raises(RuntimeError, match=r"set module\.group"):
         copy.deepcopy(layer)(x)
