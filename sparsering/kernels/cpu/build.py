@@ -15,6 +15,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 import warnings
 from functools import cache
 from pathlib import Path
@@ -107,7 +108,8 @@ def _compile(library: Path) -> None:
     command = [_compiler(), str(SOURCE), *_flags()]
     command += [f"-isystem{path}" for path in include_paths("cpu")] + ["-ltorch_cpu"]
     command += [f"-L{path}" for path in library_paths("cpu")]
-    print("sparsering: compiling the CPU kernel, once, for about 20 s", file=sys.stderr)
+    print("sparsering: compiling the CPU kernel, once; it takes 20 s to 2 minutes", file=sys.stderr)
+    begin = time.monotonic()
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
         output = Path(folder) / library.name
         command += ["-o", str(output)]
@@ -121,6 +123,8 @@ def _compile(library: Path) -> None:
         output.write_bytes(content + hashlib.sha256(content).digest())
         output.chmod(0o755)  # `_is_whole` rejects a file that others can write
         output.replace(library)
+    seconds = time.monotonic() - begin
+    print(f"sparsering: compiled the CPU kernel in {seconds:.0f} s", file=sys.stderr)
 
 
 def _is_whole(library: Path) -> bool:
