@@ -11,8 +11,8 @@ them. After a kill, start the same command again: it continues from the last che
 also with another number of processes. The trained model is saved in OUT/model. A finished run is
 not overwritten: more --steps go on with it.
 
-The loop is a plain one, because transformers.Trainer gives each process rows of its own, and
-processes that share a row must all have that row.
+The loop is a plain one, to be read and changed. transformers.Trainer gives each process rows of its
+own, and processes that share a row must all have that row: docs/parallel.md shows how it does.
 """
 
 import argparse
