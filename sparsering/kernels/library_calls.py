@@ -12,7 +12,8 @@ from torch.autograd import Function
 from ..numerics import sum_dtype
 
 SECOND_DERIVATIVES = (
-    "second derivatives exist for backend='reference' alone; pass that to attention"
+    "second derivatives exist for backend='reference' alone; pass that to attention, or "
+    "need_weights=True to MultiheadAttention; docs/troubleshooting.md says how for models"
 )
 
 

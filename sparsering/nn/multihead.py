@@ -67,7 +67,7 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
 
     Cost: the projections, and `attention` at the cost of the pattern, also with bool masks and with
     float masks of 0 and -inf. Other float masks and `need_weights=True` take O(N^2) memory, up to
-    2^26 weights.
+    2^26 weights. Second derivatives exist with `need_weights=True` alone.
 
     Example:
         >>> layer = MultiheadAttention(64, 4, batch_first=True, pattern=SlidingWindow(127))
