@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import check_tensor
 from ..commands import install
 from ..files import read_torch_file
 from ..patterns.arguments import shortened
@@ -51,12 +52,15 @@ def save_slide(path: str | os.PathLike[str], slide: Slide) -> None:
         path: a file that ends in .h5, or in .pt.
         slide: what to write.
 
-    Raises: ValueError for other endings; ImportError for .h5 without h5py.
+    Raises: ValueError for other endings, and for what is no tensor; ImportError for .h5 without
+        h5py.
 
     Example:
         >>> save_slide("slide.h5", Slide(features, coords, 512))
     """
     path = _checked_ending(path)
+    check_tensor("features", slide.features, "[n, C]")
+    check_tensor("coords", slide.coords, "[n, 2]")
     values = {"features": slide.features.cpu(), "coords": slide.coords.cpu()}
     if path.suffix == ".pt":
         torch.save({**values, _SIZES[0]: slide.tile_size}, path)

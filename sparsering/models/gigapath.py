@@ -274,7 +274,9 @@ class SlideEncoder(nn.Module):
         tile_size: float = 256,
         heat: Heat = None,
     ) -> SlideEmbedding:
-        """Encodes slides, with gradients; `embed` is the same for a model that does not train.
+        """Encodes slides, with gradients: the call of a training step, `model(tiles, coords)`.
+
+        `embed` is the same without gradients and dropout, and goes on where memory runs out.
 
         Args:
             tiles: one slide [n, in_width], a list of slides of any sizes, or a padded batch
@@ -308,7 +310,9 @@ class SlideEncoder(nn.Module):
         tile_size: float = 256,
         heat: Heat = None,
     ) -> SlideEmbedding:
-        """Encodes slides without gradients and without dropout.
+        """Encodes slides without gradients and without dropout, in train mode too.
+
+        To train, call the model itself: `model(tiles, coords)`.
 
         Where memory runs out, a slide is computed again with half of the rows at a time, down to
         `LEAST_ROWS`; later slides begin with the rows that sufficed. Results stay the same, up to
@@ -353,10 +357,10 @@ class SlideEncoder(nn.Module):
                 given = given[None]
             listed = isinstance(given, Sequence) and all(isinstance(x, Tensor) for x in given)
             if not (listed or (isinstance(given, Tensor) and given.dim() == 3)):
-                got = f"[{', '.join(map(str, given.shape))}]" if isinstance(given, Tensor) else None
+                got, way_out = _what_came(given)
                 raise ValueError(
                     f"{name} must be a tensor of one slide, a list of them, or a padded batch, got "
-                    f"{got or shortened(repr(given))}; put the slides' tensors into a list"
+                    f"{got}; {way_out}"
                 )
             both.append(list(given))
         if len(both[0]) != len(both[1]) or not both[0]:
@@ -468,6 +472,19 @@ def _lengths(lengths: Any, tiles: list[Tensor]) -> list[int]:
             f"{shortened(repr(lengths))}; slides of unlike sizes can also be passed as a list"
         )
     return list(sizes)
+
+
+def _what_came(given: Any) -> tuple[str, str]:
+    """Returns what was passed in place of slides' tensors, and a way out."""
+    if isinstance(given, Tensor):
+        return f"[{', '.join(map(str, given.shape))}]", "put the slides' tensors into a list"
+    listed = isinstance(given, Sequence) and not isinstance(given, str)
+    other = next((x for x in given if not isinstance(x, Tensor)), None) if listed else given
+    kind = type(other).__name__
+    if hasattr(other, "__array__"):
+        whole = "[torch.from_numpy(x) for x in slides]" if listed else "torch.from_numpy(x)"
+        return f"a list with a {kind}" if listed else f"a {kind}", f"{whole} makes tensors"
+    return shortened(repr(given)), "put the slides' tensors into a list"
 
 
 def _kind(x: Tensor) -> str:

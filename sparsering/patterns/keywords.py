@@ -50,7 +50,8 @@ def with_hints(
 def class_with_hints(cls: C) -> C:
     """Decorates a class: its constructor and public methods refuse unknown keywords with a hint.
 
-    A method that passes its `**options` on is left to the function that gets them.
+    A method that passes its `**options` on is left to the function that gets them. A class may have
+    a table `_elsewhere`: what to write for names of other libraries, as `reasons` of `with_hints`.
     """
     first = "__new__" if "__new__" in vars(cls) else "__init__"  # which sees the arguments first
     public = [x for x in vars(cls) if not x.startswith("_")]
@@ -62,7 +63,8 @@ def class_with_hints(cls: C) -> C:
         verb = cls.__name__ if name == first else f"{cls.__name__}.{name}"
         bound = not isinstance(member, staticmethod) or name == "__new__"
         names = list(inspect.signature(function).parameters.values())[bound:]
-        checked = _checked(function, verb, names, {})
+        reasons = vars(cls).get("_elsewhere", {}) if name == first else {}
+        checked = _checked(function, verb, names, reasons)
         kind = staticmethod if name == "__new__" else type(member)
         setattr(cls, name, checked if kind is FunctionType else kind(checked))
     return cls

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -91,6 +92,17 @@ class Neighbourhood(Mask):
     shape: tuple[int, ...]
     radius: int | tuple[int, ...]
     dilation: int | tuple[int, ...] = 1
+    _elsewhere = MappingProxyType(  # what to write for names of NATTEN
+        {
+            "kernel_size": "its windows are 2 * radius + 1 wide; write radius=kernel_size // 2 ("
+            "even sizes: the rule of docs/coming-from.md#natten)",
+            "stride": "its windows move by one token; for others docs/coming-from.md#natten has a "
+            "rule, which from_mask_mod takes",
+            "is_causal": "causality is a pattern; write & Causal() to draw token by token, or for "
+            "a film causal in time & BlockCausal(frame) & BlockWindow(k - 1, frame), with radius "
+            "k - 1 in time (docs/coming-from.md#natten)",
+        }
+    )
 
     def _validate(self) -> None:
         shape = checked_integers("Neighbourhood shape", self.shape, 1)

@@ -90,6 +90,11 @@ class SlidingWindow(Mask):
     right: int | None = 0
     dilation: int = 1
     asks_frame = False
+    _elsewhere = dict.fromkeys(  # what to write for names of other libraries
+        ("window", "window_size", "sliding_window", "size"),
+        "left and right do not count the token itself; write left=window - 1 for a window of past "
+        "tokens, or left=right=window // 2 for one around the token",
+    )
 
     def _validate(self) -> None:
         for name in ("left", "right"):

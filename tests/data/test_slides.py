@@ -5,6 +5,7 @@ import pickle
 import sys
 from fractions import Fraction
 
+import numpy
 import pytest
 import torch
 
@@ -155,3 +156,10 @@ def test_h5_files_of_another_kind(tmp_path):
     found = read_slide(path)
     assert torch.equal(found.features, torch.ones(3, 4)) and found.tile_size == 512
     assert found.coords.dtype == torch.int64 and found.coords.tolist() == coords.tolist()
+
+
+def test_arrays_are_refused_before_anything_is_written(tmp_path):
+    slide = Slide(numpy.zeros((3, 4), numpy.float32), numpy.zeros((3, 2)))
+    with pytest.raises(ValueError, match=r"features must be a tensor \[n, C\], got a ndarray"):
+        save_slide(tmp_path / "slide.pt", slide)
+    assert not list(tmp_path.iterdir())

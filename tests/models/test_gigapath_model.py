@@ -3,6 +3,7 @@
 import argparse
 from functools import cache
 
+import numpy
 import pytest
 import torch
 from oracles import gigapath_oracle as oracle
@@ -343,3 +344,28 @@ def test_tiles_of_this_spacing_are_not_told(file):
     for coords in (grid(256), grid(256)[::3], some, pieces, grid(256)[:2], grid(1024, 2, 3)):
         model.embed(torch.randn(len(coords), 24), coords)
     model.embed(torch.randn(400, 24), grid(1013, 20, 20) + 100, tile_size=1013.4)
+
+
+def test_arrays_are_answered_by_from_numpy():
+    model = gigapath.SlideEncoder(in_width=8, width=16, num_layers=1, num_heads=2)
+    tiles, coords = numpy.zeros((30, 8), numpy.float32), numpy.zeros((30, 2))
+    with pytest.raises(ValueError, match=r"tiles must be .* got a ndarray; torch.from_numpy\(x\)"):
+        model.embed(tiles, coords)
+    with pytest.raises(ValueError, match=r"coords must be .* got a ndarray; torch.from_numpy\(x\)"):
+        model(torch.from_numpy(tiles), coords)
+    with pytest.raises(ValueError, match=r"got a list with a ndarray; \[torch.from_numpy"):
+        model.embed([tiles], [coords])
+    with pytest.raises(ValueError, match="got a list with a ndarray"):
+        model.embed([torch.from_numpy(tiles), tiles], [coords, coords])
+    with pytest.raises(ValueError, match=r"got None; put the slides' tensors into a list"):
+        model.embed(None, coords)
+
+
+def test_a_call_trains_in_train_mode_and_embed_does_not():
+    model = gigapath.SlideEncoder(
+        in_width=8, width=16, num_layers=2, num_heads=2, checkpoint_layers=True
+    ).train()
+    tiles, coords = torch.randn(30, 8), 256.0 * torch.cartesian_prod(*2 * [torch.arange(6)])[:30]
+    assert not model.embed(tiles, coords).slide.requires_grad
+    model(tiles, coords).slide.square().sum().backward()
+    assert all(x.grad is not None and x.grad.isfinite().all() for x in model.parameters())

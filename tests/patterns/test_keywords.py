@@ -101,3 +101,31 @@ def test_a_compiled_call_keeps_the_message():
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.Unsupported, match="attention has no option return_lsee"):
         torch.compile(call, backend="eager", fullgraph=True)(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: sr.Neighbourhood((8, 8), kernel_size=3),
+            "no kernel_size.*radius=kernel_size // 2",
+        ),
+        (lambda: sr.Neighbourhood((8, 8), 1, stride=2), "no stride.*from_mask_mod"),
+        (lambda: sr.Neighbourhood((8, 8), 1, is_causal=True), r"no is_causal.*BlockCausal\(frame"),
+        (lambda: sr.SlidingWindow(window=3), "no window.*left=window - 1.*right=window // 2"),
+        (lambda: sr.SlidingWindow(window_size=3), "no window_size.*left=window - 1"),
+        (lambda: sr.parse("SlidingWindow(window=3)"), "no window.*left=window - 1"),
+    ],
+    ids=["kernel_size", "stride", "is_causal", "window", "window_size", "text"],
+)
+def test_names_of_other_libraries_are_answered(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_the_window_of_a_hint_has_that_many_keys():
+    causal, around = sr.SlidingWindow(3 - 1), sr.SlidingWindow(3 // 2, 3 // 2)
+    for pattern in (causal, around):
+        assert pattern.to_dense(9)[0, 4].sum() == 3
+    with pytest.raises(TypeError, match="has no option radius"):
+        causal.layout(64, radius=3)  # hints are of the constructor
