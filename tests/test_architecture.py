@@ -32,7 +32,7 @@ ROOMS = {
     "numerics": "patterns",
     "layouts": "patterns numerics progress rows streams",
     "dropout": "patterns rows",
-    "data": "patterns rows commands files",
+    "data": "patterns checks rows commands files",
     "kernels": "layouts patterns dropout numerics files commands progress rows streams turns",
     "dispatch": "kernels layouts patterns commands",
     "checks": "layouts patterns numerics",
