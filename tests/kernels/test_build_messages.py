@@ -1,4 +1,4 @@
-"""What the first compile of the CPU kernel prints; the compiler is a script that copies a file."""
+"""Compiling the CPU kernel prints how long it may take, and did; a script is the compiler here."""
 
 import importlib
 import re
