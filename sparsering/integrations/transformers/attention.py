@@ -6,12 +6,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...patterns.arguments import is_shape_alone
 from .calls import CallState, call_state, is_in_block, used_modules, used_pattern
 from .config import is_cross_attention
 from .indexers import BlockScorer, Chosen, chosen_keys
 from .masks import ModelMask, document_starts
 from .once import once
-from .shapes import is_shape_alone, is_true
+from .shapes import is_true
 from .sources import LayerCall, attend_by_source
 from .sparse_cache import cache_layer_of
 

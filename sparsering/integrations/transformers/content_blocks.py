@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...patterns.arguments import is_shape_alone
 from .once import once
-from .shapes import is_shape_alone, is_true
+from .shapes import is_true
 
 
 class ContentBlocks(NamedTuple):

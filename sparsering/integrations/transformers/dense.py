@@ -5,9 +5,10 @@ from torch import Tensor
 
 from ...functional import attention
 from ...numerics import capped, sum_dtype
+from ...patterns.arguments import is_shape_alone
 from ...patterns.keys import KeyMask
 from .masks import Inputs, Options
-from .shapes import is_shape_alone, is_true
+from .shapes import is_true
 
 MOST_SCORES = 1 << 28  # upper bound of B x H x Nq x Nk in one call: 1 GiB of float32 scores
 

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from ...patterns.arguments import is_shape_alone
 
-__all__ = ["is_shape_alone", "is_true"]
-
 
 def is_true(condition: Tensor, unknown: bool) -> bool:
     """Returns the bool of a tensor with one element; `unknown` if it has a shape alone."""

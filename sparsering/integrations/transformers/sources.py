@@ -12,7 +12,7 @@ from transformers.masking_utils import bidirectional_mask_function, causal_mask_
 
 from ...functional import attention
 from ...patterns.algebra import Pattern
-from ...patterns.arguments import shortened
+from ...patterns.arguments import is_shape_alone, shortened
 from ...patterns.keys import KeyMask
 from .calls import SharedCall, thread
 from .config import pattern_of
@@ -21,7 +21,6 @@ from .indexers import BlockScorer, Chosen
 from .masks import Inputs, ModelMask, Options, mask_interface
 from .once import once
 from .override import attend_lists_shared, attend_pattern, attend_shared
-from .shapes import is_shape_alone
 from .sparse_cache import SparseLayer, attend_cached
 
 
