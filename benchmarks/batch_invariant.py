@@ -2,9 +2,9 @@
 
     python -m benchmarks.batch_invariant --out benchmarks/records/avx2
 
-`batch-invariant.json`: median milliseconds of both, on one thread, their quotient, the density of
-the pattern, and the largest error of the call in the mode in sampled rows. Dense causal attention
-by torch, timed twice in the same way, is the control: its quotient shows the noise of the machine.
+`batch-invariant.json`: median milliseconds of both, on one thread, their quotient, the density
+of visited tiles, and the largest error of the forward in the mode in sampled rows. Dense causal
+attention by torch, timed twice in the same way, is the control, which shows the noise.
 """
 
 import argparse

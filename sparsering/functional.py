@@ -265,10 +265,10 @@ def batch_invariant(enabled: bool = True) -> Iterator[None]:
     The bits of a row's `out`, `lse` and gradient of the query are then a function of its query and
     position, of the keys and values that it sees and their positions, and of the options. They do
     not depend on the batch, on how many queries come at once, on documents beside its own, or on
-    padding before it. "cpu" and "triton" have another form of their kernels for it, which takes
-    some percent longer. docs/invariance.md has all that is promised, what is not, and the price;
-    `explain` names what a call cannot keep. A backward has the mode of its forward, each thread has
-    its own mode, and `torch.compile` guards on it.
+    padding before it. "cpu" and "triton" have another form of their kernels for it; that of "cpu"
+    takes a tenth to a fifth longer. docs/invariance.md has all that is promised, what is not, and
+    the price; `explain` names what a call cannot keep. A backward has the mode of its forward, each
+    thread has its own mode, and `torch.compile` guards on it.
 
     Args:
         enabled: False for code that may lose the promise again.

@@ -7,7 +7,7 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from ..commands import install
+from ..commands import install, sparsering
 from ..patterns.arguments import shortened
 from .argument_types import PATTERN, Commands, add_quiet, positive, token_count
 
@@ -197,7 +197,7 @@ def _another_kind(name: str, config: Any, got: str) -> ValueError:
         "--model must be a decoder or an encoder of text whose attention can be set "
         f"(attn_implementation), such as Llama or BERT; {shortened(name)} is for "
         f"{getattr(config, 'model_type', None) or type(config).__name__}: got {got}; pass another "
-        "model, or estimate attention alone with `sparsering plan`"
+        f"model, or estimate attention alone with `{sparsering('plan')}`"
     )
 
 
