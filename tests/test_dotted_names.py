@@ -72,7 +72,7 @@ def test_every_dotted_name_of_ours_exists():
                 foreign
                 or first not in known
                 or found.endswith(
-                    (".py", ".cpp", ".html", ".txt", ".png", ".jsonl", ".safetensors")
+                    (".py", ".cpp", ".html", ".txt", ".png", ".json", ".jsonl", ".safetensors")
                 )
             ):
                 continue
