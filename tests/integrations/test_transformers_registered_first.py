@@ -25,6 +25,7 @@ NOT_RUN_BY_EAGER = {
 }
 SCRIPT = """
 import json, logging, sys, warnings
+sys.modules["peft"] = None  # not installed: it would import files of models itself
 from sparsering.integrations import transformers as hf
 hf.register()
 imported = [name for name in sys.modules if name.startswith("transformers.models.")]
