@@ -87,8 +87,7 @@ BACKENDS: dict[str, Backend] = {
     "triton_in_order": Backend(
         triton.reasons, triton.forward_in_order, triton.backward_in_order, triton.EXTRAS,
         package="triton", reads_slots=True, runs_lists=True, list_reasons=triton.list_reasons,
-        is_invariant=True, form_of="triton",
-        keys_of_step=KEYS_IN_ORDER,
+        is_invariant=True, form_of="triton", keys_of_step=KEYS_IN_ORDER,
     ),
     "gather": Backend(
         _no_float64, gather.forward, gather.backward, gather.EXTRAS, entry_mass=gather.entry_mass,

@@ -171,10 +171,7 @@ def checked_dtype(name: str, value: object) -> torch.dtype | None:
 
 def is_traced(x: Tensor) -> bool:
     """Whether a compiler or tracer records what is done with a tensor: its numbers may change."""
-    if torch.compiler.is_compiling() or type(x) is FakeTensor or _get_tracing_state() is not None:
-        return True
-    proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")  # slow to import
-    return proxies is not None and proxies.get_proxy_mode() is not None
+    return torch.compiler.is_compiling() or type(x) is FakeTensor or _records()
 
 
 def is_shape_alone(x: object) -> bool:
@@ -183,11 +180,15 @@ def is_shape_alone(x: object) -> bool:
     It is on the meta device, or of torch's FakeTensorMode. A graph that a tracer records gets
     numbers later: there a question must raise as ever.
     """
-    if not isinstance(x, FakeTensor) and not (isinstance(x, Tensor) and x.is_meta):
-        return False
+    return isinstance(x, Tensor) and (isinstance(x, FakeTensor) or x.is_meta) and not _records()
+
+
+def _records() -> bool:
+    """Whether torch.jit.trace or torch.fx records what this thread computes."""
+    if _get_tracing_state() is not None:
+        return True
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")  # slow to import
-    traced = proxies is not None and proxies.get_proxy_mode() is not None
-    return not traced and _get_tracing_state() is None
+    return proxies is not None and proxies.get_proxy_mode() is not None
 
 
 def freeze_lengths(pattern: Any, name: str, least: int = 0, nested: bool = True) -> None:

@@ -46,9 +46,8 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
         if names and options.get("is_main_process", True):
             for name in options.get("selected_adapters") or names:
                 folder = Path(save_directory)
-                folder = (
-                    folder if name == "default" or not (folder / name).is_dir() else folder / name
-                )
+                if name != "default" and (folder / name).is_dir():
+                    folder = folder / name
                 _write(folder / FILE, stored_text(model_inside(self).config))
         return result
 

@@ -152,8 +152,7 @@ def load(path: Any, cls: Any = AutoModelForCausalLM, **options: Any) -> Any:
     model = cls.from_pretrained(path, **options)
     inside = config.model_inside(model)
     texts = config.stored_text(inside.config)
-    pairs = texts.items() if isinstance(texts, Mapping) else []
-    layers: Any = {int(key) if key.isdigit() else key: text for key, text in pairs}
+    layers: Any = _by_layer(texts) if isinstance(texts, Mapping) else {}
     config.switch(inside, _checked_modules(inside, layers, "load"), "load")
     return model
 
@@ -163,8 +162,12 @@ def _give(model: Any, texts: config.Texts) -> None:
     if isinstance(texts, str):
         apply(model, parse(texts))
     else:
-        keys = {int(key) if key.isdigit() else key: text for key, text in texts.items()}
-        apply(model, {key: parse(text) for key, text in keys.items()})
+        apply(model, {layer: parse(text) for layer, text in _by_layer(texts).items()})
+
+
+def _by_layer(texts: Mapping[str, str]) -> dict[int | str, str]:
+    """Returns the texts by layer index or type, which a config holds as strings."""
+    return {int(key) if key.isdigit() else key: text for key, text in texts.items()}
 
 
 def _checked_modules(model: Any, pattern: config.Patterns, verb: str) -> list[Any]:
