@@ -58,7 +58,7 @@ class Bounds(NamedTuple):
         Both are [B or 1, R]. A row whose queries see no key has a first block after its last.
         """
         tokens = self.first.shape[1]
-        before = q_start % query_block
+        before = q_start % query_block if tokens else 0
         rows = num_rows(q_start, tokens, query_block)
         margin = (before, rows * query_block - before - tokens)
         none = self.first >= self.stop

@@ -317,3 +317,30 @@ def test_a_capped_score_is_right_to_its_last_bits(size):
     expected = 5.0 * torch.tanh(torch.tensor(size).double() * key.double() / 5.0)[..., 0]
     _, lse = backend.forward(on_device(problem))  # of one key: its score
     assert ((lse.cpu() - expected).abs() <= 4e-7 * expected.abs() + 1e-30).all()
+
+
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "parents"),
+    [
+        (((2, 1), (2, 1)), ((-1, 0), (-1, 0))),
+        (((2, 1), (1, 2)), ((-1, 0), (-1, 0))),
+        (((1, 1, 1), (1, 1, 1)), ((-1, 0, 0), (-1, 0, 1))),
+        (((0,), (0,)), ((-1,), (-1,))),
+    ],
+)
+def test_entries_that_share_a_table_have_depths_of_their_own(lengths, parents, biased):
+    tree = sr.Tree(lengths, parents, sr.Causal())
+    tokens = sum(lengths[0])
+    args = inputs(Case(2, 2, 2, tokens, tokens, 16, 16), torch.float32, True)
+    table = torch.linspace(-1, 1, 5)[None] if biased else None
+    found = [
+        sr.attention(*args, tree, backend=name, distance_bias=table, return_lse=True)
+        for name in ("triton", "reference")
+    ]
+    for got, exact in zip(*found, strict=True):
+        assert_close(got, exact, 3e-6)
+    weight = torch.randn(2, 2, tokens, 16, generator=torch.Generator().manual_seed(1))
+    grads = [torch.autograd.grad((out * weight).sum(), args) for out, _ in found]
+    for got, exact in zip(*grads, strict=True):
+        assert_close(got, exact, 3e-6)

@@ -128,3 +128,12 @@ def test_bounds_of_another_shape(wrong):
         block_scores(query, query, 8, first=wrong)
     with pytest.raises(ValueError, match="first"):
         select_blocks(scores, 2, block_size=8, first=wrong)
+
+
+@pytest.mark.parametrize("q_start", [0, 1, 5])
+def test_without_queries_there_are_no_rows(q_start):
+    none = torch.zeros(1, 0, dtype=torch.int64)
+    found = sr.selection.select_blocks(
+        torch.zeros(2, 3, 0, 4), k=2, block_size=4, q_start=q_start, first=none, stop=none
+    )
+    assert found.shape[:3] == (2, 3, 0)

@@ -136,6 +136,8 @@ def _walk(
     p = layout.passes[number] if by_key else layout.passes[number].walked_as
     batch, heads = layout.table_shape
     heads = max(heads, len(p.query_start))
+    if p.query_depth is not None:  # entries with equal tables may stand at depths of their own
+        batch = max(batch, len(p.query_depth))
     size = p.key_tile.shape[-1]
     if by_key:
         row_ptr, other, entry = (stretched(x, batch, heads).long() for x in p.transpose)
