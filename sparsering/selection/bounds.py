@@ -94,7 +94,17 @@ def checked_valid(valid: Tensor, batch: int, key: Tensor) -> Tensor:
             f"valid must be bool [{keys}] or [{batch}, {keys}], True where a token exists, got "
             f"{valid.dtype} {tuple(valid.shape)}; convert ones and zeros by .bool()"
         )
-    return valid.view(-1, keys).to(key.device)
+    valid = valid.to(key.device)
+    return valid[None] if valid.dim() == 1 else valid
+
+
+def exist_at(position: Tensor, valid: Tensor) -> Tensor:
+    """Tells of which positions [Nq] the tokens exist: bool [B or 1, Nq]; True outside the keys."""
+    length = valid.shape[1]
+    inside = (position >= 0) & (position < length)
+    if not length:
+        return ~inside[None]
+    return valid[:, position.clamp(0, length - 1)] | ~inside
 
 
 def bounded_scores(
@@ -127,9 +137,7 @@ def bounded_scores(
     if valid is not None:  # a query whose token does not exist sees nothing
         assert estimate.exists is not None
         estimate = estimate._replace(exists=estimate.exists.flatten(0, 1))
-        position = start + torch.arange(q_len, device=valid.device)
-        inside = (position >= 0) & (position < estimate.length)
-        there = valid[:, position.clamp(0, estimate.length - 1)] | ~inside
+        there = exist_at(start + torch.arange(q_len, device=valid.device), valid)
         bounds = Bounds(bounds.first, torch.where(there, bounds.stop, 0))
         there = there.expand(batch, -1).repeat_interleave(kv_heads, 0)
         grouped = torch.where(there[..., None, None], grouped, 0.0)

@@ -32,6 +32,7 @@ def select_blocks(
     q_start: int = 0,
     first: Tensor | None = None,
     stop: Tensor | None = None,
+    valid: Tensor | None = None,
 ) -> Tensor:
     """Returns the k best-scored key blocks of each row, a group of `query_block` queries.
 
@@ -57,6 +58,9 @@ def select_blocks(
             scores; B is the first dim of scores that have more than two. No block outside the
             bounds of all queries of a row is chosen. Forced blocks are the first that the row sees,
             and the last up to its own. Default: all keys.
+        valid: bool [Nk] or [B, Nk], the tokens that exist, as for the scores. A block without any
+            is never chosen, nor counted among the forced blocks: those are the first and the last
+            that have tokens. Default: all.
 
     Returns: int64 [..., R, k], detached, on the scores' device, for `SelectedBlocks(indices,
         block_size, query_block, first_row=q_start // query_block)`.
@@ -92,8 +96,10 @@ def select_blocks(
     low = high = None
     if first is not None or stop is not None:
         low, high = _seen_blocks(scores, first, stop, block_size, query_block, q_start)
+    exists = None if valid is None else _blocks_with_tokens(scores, valid, block_size)
     scores = scores.detach().reshape(math.prod(outer), rows, blocks)
-    plain = scores.is_cuda and not observed(scores) and top_p in (None, 1) and low is None
+    plain = scores.is_cuda and not observed(scores) and top_p in (None, 1)
+    plain = plain and low is None and exists is None
     if plain and scores.numel() and first_row >= 0 and triton.ranks(k, scores.device):
         chosen = triton.best_blocks(
             scores,
@@ -109,7 +115,9 @@ def select_blocks(
     own = current_blocks(first_row, rows, query_block, block_size, scores.device)[None]
     low = torch.zeros_like(own) if low is None else low
     high = torch.full_like(own, blocks) if high is None else high
-    best = partial(_best_blocks, k=k, top_p=top_p, sink=sink, local=local, causal=causal)
+    best = partial(
+        _best_blocks, k=k, top_p=top_p, sink=sink, local=local, causal=causal, exists=exists
+    )
     if scores.device.type != "cpu" or torch.compiler.is_compiling() or not scores.numel():
         chosen = best(scores, own, low, high)
     else:
@@ -152,6 +160,25 @@ def _seen_blocks(
     return low.repeat_interleave(heads, 0), high.repeat_interleave(heads, 0)
 
 
+def _blocks_with_tokens(scores: Tensor, valid: Tensor, block_size: int) -> Tensor:
+    """Returns which blocks have tokens: bool [1, Nb], or [product of the dims before rows, Nb]."""
+    *outer, _, blocks = scores.shape
+    batch = outer[0] if outer else 1
+    check_tensor("valid", valid)
+    fits = valid.dim() in (1, 2) and -(-valid.shape[-1] // block_size) == blocks
+    if not fits or valid.dtype != torch.bool or valid.shape[:-1] not in {(), (batch,)}:
+        raise ValueError(
+            f"valid must be bool [Nk] or [{batch}, Nk] of the Nk keys in {blocks} blocks of "
+            f"{block_size}, got {valid.dtype} {tuple(valid.shape)}; pass the one that block_scores "
+            "had"
+        )
+    margin = (0, blocks * block_size - valid.shape[-1])
+    exists = pad(valid.to(scores.device), margin).unflatten(-1, (blocks, block_size)).any(-1)
+    if exists.dim() == 1 or len(exists) == 1:
+        return exists.view(1, blocks)
+    return exists.repeat_interleave(math.prod(outer[1:]), 0)
+
+
 def _best_blocks(
     scores: Tensor,
     own: Tensor,
@@ -162,19 +189,27 @@ def _best_blocks(
     sink: int,
     local: int,
     causal: bool,
+    exists: Tensor | None,
 ) -> Tensor:
     """Chooses blocks [E, R, k] by scores [E, R, Nb].
 
     Row r of entry e lies in key block `own[0, r]` and sees blocks from `low[e or 0, r]` up to the
-    one before `high[e or 0, r]`.
+    one before `high[e or 0, r]`. `exists` [E or 1, Nb] tells which blocks have tokens; None: all.
     """
     blocks = scores.shape[-1]
     block = torch.arange(blocks, device=scores.device)
     last = torch.minimum(own, high - 1)[..., None]
-    sinks = block < low[..., None] + sink
-    forced = sinks | ((block <= last) & (block > last - local))
+    number, first_seen, last_seen = block, low[..., None], last
+    if exists is not None:  # forced blocks are counted among those that have tokens
+        before = pad(exists.cumsum(-1), (1, 0))[:, None]  # [E or 1, 1, Nb + 1]
+        number = before[..., :-1]
+        first_seen, last_seen = _taken(before, first_seen), _taken(before, last + 1) - 1
+    sinks = number < first_seen + sink
+    forced = sinks | ((block <= last) & (number > last_seen - local))
     scores = scores.float() + 0.0  # -0.0 becomes 0.0: equal scores need equal bits
     unseen = (block < low[..., None]) | (block >= high[..., None])
+    if exists is not None:
+        unseen = unseen | ~exists[:, None]
     if causal:
         hidden = block > last
         unseen = unseen | hidden
@@ -195,6 +230,13 @@ def _best_blocks(
         limit = float(top_p) * mass.sum(-1, keepdim=True, dtype=torch.float64)
         chosen = torch.where((best > _LAST_SCORED) | (before < limit), chosen, -1)
     return pad(chosen, (0, k - chosen.shape[-1]), value=-1)
+
+
+def _taken(before: Tensor, index: Tensor) -> Tensor:
+    """Takes [E or 1, R, 1] of [E or 1, 1, n] at indices [E or 1, R, 1], which may lie outside."""
+    (entries,) = torch.broadcast_shapes(before.shape[:1], index.shape[:1])
+    index = index.clamp(0, before.shape[2] - 1).expand(entries, -1, -1)
+    return before.expand(entries, index.shape[1], -1).gather(2, index)
 
 
 _LAST = (1 << _BLOCK_BITS) - 1

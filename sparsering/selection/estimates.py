@@ -60,7 +60,8 @@ class BlockEstimate(NamedTuple):
         if valid is not None:
             key = torch.where(valid[:, None, :, None], key, 0.0)
             exists = pad(valid, (0, blocks * block_size - length))
-            exists = exists.view(-1, 1, blocks, block_size).expand(*key.shape[:2], -1, -1)
+            exists = exists.unflatten(1, (blocks, block_size))[:, None]
+            exists = exists.expand(*key.shape[:2], -1, -1)
         keys = pad(key, (0, 0, 0, blocks * block_size - length)).unflatten(2, (blocks, block_size))
         estimate = cls(method, length, part, keys[..., :0], keys, exists=exists)
         cut = (block_size // part, part)

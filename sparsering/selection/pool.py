@@ -10,10 +10,19 @@ from ..checks import check_tensor
 from ..numerics import sum_dtype
 from ..patterns.arguments import checked_integer
 from ..patterns.keywords import with_hints
+from .bounds import Bounds, checked_valid
 
 
 @with_hints()
-def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
+def pool_blocks(
+    x: Tensor,
+    size: int,
+    stride: int | None = None,
+    *,
+    first: Tensor | None = None,
+    stop: Tensor | None = None,
+    valid: Tensor | None = None,
+) -> Tensor:
     """Averages windows of tokens; window c covers tokens `c * stride` to `c * stride + size - 1`.
 
     The last window averages the tokens that remain. If `stride > size` it may lie past the last
@@ -23,12 +32,18 @@ def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
         x: [B, H, N, D].
         size: tokens of a window.
         stride: tokens from one window to the next, default `size`.
+        first, stop: int64 [B or 1, N]; a window that begins at token n averages only its tokens m
+            with first[n] <= m < stop[n], such as those of its document (`DocumentBlocks.bounds`).
+            Default: all.
+        valid: bool [N] or [B, N], the tokens that exist, such as those that are no padding. The
+            others are in no mean and may be anything. A window without tokens is 0. Default: all.
 
     Returns: [B, H, Np, D] in x's dtype, Np = ceil(max(0, N - size) / stride) + 1; differentiable.
 
     Raises: ValueError if an argument is invalid.
 
-    Cost: O(N D), twice that if windows overlap; sums are float32 (float64 for float64 inputs).
+    Cost: O(N D), twice that if windows overlap; sums are float32 (float64 for float64 inputs). With
+        `first`, `stop` or `valid`, O(N D size / stride) time and memory.
 
     Example:
         >>> coarse = [pool_blocks(x, 32, 16) for x in (key, value)]
@@ -46,6 +61,14 @@ def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
     stride = size if stride is None else checked_integer("stride", stride, 1)
     length = x.shape[2]
     count = -(-max(0, length - size) // stride) + 1
+    bounds = Bounds.of(first, stop, len(x), length, length)
+    if valid is not None:
+        valid = checked_valid(valid, len(x), x)
+    if valid is not None or bounds is not None:
+        inside = _inside(valid, bounds, length, count, size, stride, x.device)
+        windows = pad(x, (0, 0, 0, (count - 1) * stride + size - length)).unfold(2, size, stride)
+        total = torch.where(inside[:, None, :, None], windows, 0.0).sum(4, dtype=sum_dtype(x))
+        return (total / inside.sum(2).clamp(min=1)[:, None, :, None]).to(x.dtype)
     piece = math.gcd(size, stride)  # tokens; every window consists of whole pieces of this size
     places = (count - 1) * stride + size
     whole = pad(x, (0, 0, 0, places - length)).unflatten(2, (places // piece, piece))
@@ -56,3 +79,25 @@ def pool_blocks(x: Tensor, size: int, stride: int | None = None) -> Tensor:
         total = total[:, :, :: stride // piece]
     first = torch.arange(count, device=x.device) * stride
     return (total / (length - first).clamp(1, size)[:, None]).to(x.dtype)
+
+
+def _inside(
+    valid: Tensor | None,
+    bounds: Bounds | None,
+    length: int,
+    count: int,
+    size: int,
+    stride: int,
+    device: torch.device,
+) -> Tensor:
+    """Returns which tokens each of `count` windows averages: bool [B or 1, count, size]."""
+    first = torch.arange(count, device=device)[:, None] * stride
+    token = first + torch.arange(size, device=device)
+    inside = (token < length)[None]
+    missing = (count - 1) * stride + size - length
+    if valid is not None:
+        inside = inside & pad(valid, (0, missing)).unfold(1, size, stride)
+    if bounds is not None:
+        low, high = (pad(x, (0, missing)).unfold(1, size, stride)[..., :1] for x in bounds)
+        inside = inside & (token >= low) & (token < high)
+    return inside

@@ -14,6 +14,7 @@ from ..numerics import sum_dtype, without_autocast
 from ..patterns.arguments import checked_flag, checked_integer
 from ..patterns.keywords import class_with_hints
 from ..patterns.positions import Full
+from .bounds import Bounds, checked_valid, exist_at
 from .query_rows import checked_blocks, num_rows
 
 _AT_A_TIME = 1 << 24  # scores computed at a time, over all query heads, to bound memory
@@ -88,18 +89,33 @@ class BlockScorer(nn.Module):
         parts = [f"{name}={getattr(self, name)}" for name in ("query_block", "causal", "detach")]
         return ", ".join([sizes, f"index_dim={self.project_key.shape[1]}", *parts])
 
-    def forward(self, query: Tensor, key: Tensor, *, q_start: int | None = None) -> Tensor:
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        q_start: int | None = None,
+        first: Tensor | None = None,
+        stop: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> Tensor:
         """Scores every key block for every row (group of `query_block` queries).
 
         Args:
             query: [B, Hq, Nq, D].
             key: [B, Hkv, Nk, D].
             q_start: the first query's position, at least 0 if causal; default Nk - Nq.
+            first, stop: int64 [B or 1, Nq], the bounds of the keys that each query sees, as in
+                `block_scores`. Of a block that a bound cuts, a query averages the keys inside.
+            valid: bool [Nk] or [B, Nk], the tokens that exist, as in `block_scores`. Others are in
+                no average, and a block without any scores -inf.
 
         Returns: [B, Hkv, R, Nb], float32 (float64 for float64 inputs); the first of the R rows is
             row q_start // query_block, Nb = ceil(Nk / block_size). -inf for a block it cannot see.
 
         Raises: ValueError for invalid shapes, or a negative position if causal.
+
+        Cost: with `first`, `stop` or `valid`, the keys of two blocks are read for each query.
         """
         check_inputs(query, key, key, Full())
         if key.shape[1] != self.num_kv_heads or key.shape[3] != self.head_dim:
@@ -108,22 +124,94 @@ class BlockScorer(nn.Module):
                 f"this scorer, got {tuple(key.shape)}; construct another BlockScorer"
             )
         q_start = checked_integer_or_none("q_start", q_start)
-        first = key.shape[2] - query.shape[2] if q_start is None else q_start
-        if self.causal and first < 0:
+        start = key.shape[2] - query.shape[2] if q_start is None else q_start
+        if self.causal and start < 0:
             raise ValueError(
-                f"expected queries at positions of at least 0, got q_start={first} for "
+                f"expected queries at positions of at least 0, got q_start={start} for "
                 f"{query.shape[2]} queries and {key.shape[2]} keys; pass q_start, or causal=False"
             )
+        bounds = Bounds.of(first, stop, len(query), query.shape[2], key.shape[2])
+        if valid is not None:
+            valid = checked_valid(valid, len(query), key)
+            if bounds is None:
+                bounds = Bounds.of_all(query.shape[2], key.shape[2], query.device)
         if self.detach:
             query, key = query.detach(), key.detach()
         dtype = sum_dtype(query)
         with without_autocast(query):
             query, key = query.to(dtype), key.to(dtype)
-            return self.scores_of(query, self.summaries(key), key, first)
+            if bounds is not None:
+                return self._bounded_scores(query, key, bounds, valid, start)
+            return self.scores_of(query, self.summaries(key), key, start)
 
-    def summaries(self, key: Tensor) -> Tensor:
-        """Pools and projects each block of keys [B, Hkv, Nk, D]: [B, Hkv, Nb, index_dim]."""
-        keys, exists = _in_blocks(key, self.block_size)
+    def _bounded_scores(
+        self, query: Tensor, key: Tensor, bounds: Bounds, valid: Tensor | None, start: int
+    ) -> Tensor:
+        """Computes scores [B, Hkv, R, Nb] of queries that see only the keys in their bounds."""
+        (batch, heads, q_len, _), (kv_heads, length, width) = query.shape, key.shape[1:]
+        position = start + torch.arange(q_len, device=query.device)
+        first, stop = bounds
+        if self.causal:
+            stop = torch.minimum(stop, position + 1)
+        if valid is not None:  # a query whose token does not exist sees nothing
+            there = exist_at(position, valid)
+            stop = torch.where(there, stop, 0)
+            query = torch.where(there[:, None, :, None], query, 0.0)
+        keys, exists = _in_blocks(key, self.block_size, valid)
+        pooled = self.summaries(key, valid)
+        query = self._projected(query, kv_heads)
+        numbers = batch * (heads * pooled.shape[2] + kv_heads * self.block_size * width)
+
+        def rows(i: int, j: int) -> Tensor:
+            part, seen = query[:, :, :, i:j], Bounds(first[:, i:j], stop[:, i:j])
+            return self._bounded_rows(part, pooled, keys, exists, seen, start + i, length)
+
+        return self._by_rows(rows, q_len, start, numbers)
+
+    def _bounded_rows(
+        self,
+        query: Tensor,
+        pooled: Tensor,
+        keys: Tensor,
+        exists: Tensor,
+        bounds: Bounds,
+        start: int,
+        length: int,
+    ) -> Tensor:
+        """Computes the scores [B, Hkv, R, Nb] of the rows that contain the given queries.
+
+        Args:
+            query: [B, Hkv, G, n, index_dim], scaled.
+            pooled: [B, Hkv, Nb, index_dim], summaries of whole blocks.
+            keys: [B, Hkv, Nb, size, D].
+            exists: bool [B or 1, 1, Nb, size], keys that count.
+            bounds: [B or 1, n] each, of the `length` keys.
+            start: position of the first query.
+        """
+        size, (first, stop) = self.block_size, bounds
+        begin = torch.arange(pooled.shape[2], device=query.device) * size
+        end = (begin + size).clamp(max=length)
+        visible = (end > first[..., None]) & (begin < stop[..., None])
+        visible = visible & (first < stop)[..., None] & exists.any(3)
+        entry = torch.arange(len(query), device=query.device)[:, None]
+        exists, ends = exists.expand(len(query), -1, -1, -1)[:, 0], []
+        for token in (first, stop - 1) if length else ():
+            block = token.clamp(0, length - 1).expand(len(query), -1) // size  # [B, n]
+            place = block[..., None] * size + torch.arange(size, device=query.device)
+            inside = (place >= first[..., None]) & (place < stop[..., None]) & exists[entry, block]
+            own = keys.transpose(1, 2)[entry, block].transpose(1, 2)  # [B, Hkv, n, size, D]
+            mean = _pooled(self._gate(own), own, inside[:, None])
+            ends.append((block, mean @ self.project_key.to(mean.dtype).mT))
+            here = torch.arange(pooled.shape[2], device=query.device) == block[..., None]
+            visible = visible & ~(here & ~inside.any(2, keepdim=True))
+        return self._score_rows(query, pooled, ends, visible, start)
+
+    def summaries(self, key: Tensor, valid: Tensor | None = None) -> Tensor:
+        """Pools and projects each block of keys [B, Hkv, Nk, D]: [B, Hkv, Nb, index_dim].
+
+        `valid`: bool [B or 1, Nk], the keys that count.
+        """
+        keys, exists = _in_blocks(key, self.block_size, valid)
         return _pooled(self._gate(keys), keys, exists) @ self.project_key.to(key.dtype).mT
 
     def _gate(self, keys: Tensor) -> Tensor:
@@ -142,12 +230,10 @@ class BlockScorer(nn.Module):
             key: [B, Hkv, n, D], the keys from block `num_skipped` on, a block that begins at or
                 before position `first`.
         """
-        dtype, (batch, heads, q_len) = query.dtype, query.shape[:3]
-        size, kv_heads, blocks = self.block_size, key.shape[1], pooled.shape[2]
-        project = self.project_key.to(dtype).mT  # [Hkv, D, index_dim]
-        query = query.unflatten(1, (kv_heads, heads // kv_heads))
-        query = query @ self.project_query.to(dtype).mT[:, None]
-        query = query * project.shape[2] ** -0.5  # [B, Hkv, G, Nq, index_dim]
+        batch, heads, q_len = query.shape[:3]
+        size, blocks = self.block_size, pooled.shape[2]
+        project = self.project_key.to(query.dtype).mT  # [Hkv, D, index_dim]
+        query = self._projected(query, key.shape[1])
         own = None
         if self.causal and q_len and blocks:
             # pools, for each query, the keys from the start of its block up to the query
@@ -157,58 +243,95 @@ class BlockScorer(nn.Module):
             keys, exists = _in_blocks(own_keys, size)
             triangle = torch.ones(size, size, dtype=torch.bool, device=key.device).tril()
             gate = self._gate(keys)[:, :, :, None]
-            prefixes = _pooled(gate, keys, triangle & exists[:, None]).flatten(2, 3)
+            prefixes = _pooled(gate, keys, triangle & exists[..., None, :]).flatten(2, 3)
             place = first - begin * size + torch.arange(q_len, device=key.device)
             own = prefixes[:, :, place.clamp(max=prefixes.shape[2] - 1)] @ project
-        step = self.query_block
-        length = max(step, _AT_A_TIME // max(1, batch * heads * blocks) // step * step)
-        starts = [*range(first // step * step, first + q_len, length)] or [first]
-        score: Callable[..., Tensor] = self._score_rows
-        if len(starts) > 1 and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            score = partial(checkpoint, score, use_reentrant=False, preserve_rng_state=False)
-        parts = [
-            score(query[:, :, :, i:j], pooled, None if own is None else own[:, :, i:j], first + i)
-            for i, j in pairwise([0, *(start - first for start in starts[1:]), q_len])
-        ]
-        return torch.cat(parts, 2)
 
-    def _score_rows(self, query: Tensor, pooled: Tensor, own: Tensor | None, first: int) -> Tensor:
+        def rows(i: int, j: int) -> Tensor:
+            ends = []
+            visible = torch.ones(1, j - i, blocks, dtype=torch.bool, device=query.device)
+            if own is not None:
+                position = first + torch.arange(i, j, device=query.device)
+                own_block = position[None] // size
+                visible = torch.arange(blocks, device=query.device) <= own_block[..., None]
+                ends.append((own_block, own[:, :, i:j]))
+            return self._score_rows(query[:, :, :, i:j], pooled, ends, visible, first + i)
+
+        return self._by_rows(rows, q_len, first, batch * heads * blocks)
+
+    def _projected(self, query: Tensor, kv_heads: int) -> Tensor:
+        """Projects and scales queries [B, Hq, Nq, D]: [B, Hkv, G, Nq, index_dim]."""
+        project = self.project_query.to(query.dtype).mT[:, None]
+        query = query.unflatten(1, (kv_heads, query.shape[1] // kv_heads)) @ project
+        return query * project.shape[3] ** -0.5
+
+    def _by_rows(
+        self, rows: Callable[[int, int], Tensor], q_len: int, start: int, numbers: int
+    ) -> Tensor:
+        """Concatenates `rows(i, j)`, scores of queries i to j, over parts that fit in memory.
+
+        The first query is at `start`. Scores of a query need `numbers` numbers.
+        """
+        step = self.query_block
+        length = max(step, _AT_A_TIME // max(1, numbers) // step * step)
+        starts = [*range(start // step * step, start + q_len, length)] or [start]
+        if len(starts) > 1 and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            rows = partial(checkpoint, rows, use_reentrant=False, preserve_rng_state=False)
+        return torch.cat(
+            [rows(i, j) for i, j in pairwise([0, *(x - start for x in starts[1:]), q_len])], 2
+        )
+
+    def _score_rows(
+        self,
+        query: Tensor,
+        pooled: Tensor,
+        ends: list[tuple[Tensor, Tensor]],
+        visible: Tensor,
+        first: int,
+    ) -> Tensor:
         """Computes the scores [B, Hkv, R, Nb] of the rows that contain the given queries.
 
         Args:
             query: [B, Hkv, G, Nq, index_dim], scaled.
             pooled: [B, Hkv, Nb, index_dim], summaries of key blocks.
-            own: [B, Hkv, Nq, index_dim], the summary of the keys from the start of each query's
-                block up to the query; None if the scorer is not causal.
+            ends: blocks that a query sees in part, int64 [B or 1, Nq], each with the summary of the
+                keys that the query sees, [B, Hkv, Nq, index_dim].
+            visible: bool [B or 1, Nq, Nb], blocks that each query sees.
             first: position of the first query.
         """
         q_len, blocks, step = query.shape[3], pooled.shape[2], self.query_block
         lowest = torch.finfo(query.dtype).min
         score = query @ pooled.mT[:, :, None]  # [B, Hkv, G, Nq, Nb]
-        visible = torch.ones(q_len, blocks, dtype=torch.bool, device=query.device)
-        if own is not None:
-            block = torch.arange(blocks, device=query.device)
-            position = first + torch.arange(q_len, device=query.device)
-            own_block = position[:, None] // self.block_size
-            own_score = (query * own[:, :, None]).sum(-1, keepdim=True)
-            score = torch.where(block == own_block, own_score, score)
-            visible = block <= own_block
+        for block, summary in ends:
+            own_score = (query * summary[:, :, None]).sum(-1, keepdim=True)
+            here = torch.arange(blocks, device=query.device) == block[..., None]
+            score = torch.where(here[:, None, None], own_score, score)
         rows = num_rows(first, q_len, step)
         before = first % step if rows else 0
         margin = (0, 0, before, rows * step - before - q_len)
-        share = torch.where(visible, score, lowest).log_softmax(4)
-        share = F.pad(torch.where(visible, share, lowest), margin, value=lowest)
+        seen = visible[:, None, None]
+        share = torch.where(seen, score, lowest).log_softmax(4)
+        share = F.pad(torch.where(seen, share, lowest), margin, value=lowest)
         score = share.unflatten(3, (rows, step)).transpose(2, 3).flatten(3, 4).logsumexp(3)
-        row_visible = F.pad(visible, margin, value=False).unflatten(0, (rows, step)).any(1)
-        return torch.where(row_visible, score, -torch.inf)
+        row_visible = F.pad(visible, margin, value=False).unflatten(1, (rows, step)).any(2)
+        return torch.where(row_visible[:, None], score, -torch.inf)
 
 
-def _in_blocks(key: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Cuts keys [.., Nk, D] into zero-padded blocks [.., Nb, size, D]; also marks existing keys."""
+def _in_blocks(key: Tensor, size: int, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Cuts keys [B, H, Nk, D] into zero-padded blocks [B, H, Nb, size, D]; marks existing keys.
+
+    `valid`: bool [B or 1, Nk], the keys that exist; others become 0. The marks are bool
+    [B or 1, 1, Nb, size].
+    """
     length = key.shape[2]
     blocks = -(-length // size)
-    keys = F.pad(key, (0, 0, 0, blocks * size - length)).unflatten(2, (blocks, size))
-    return keys, torch.arange(blocks * size, device=key.device).view(blocks, size) < length
+    margin = (0, blocks * size - length)
+    if valid is None:
+        valid = torch.ones(1, length, dtype=torch.bool, device=key.device)
+    else:
+        key = torch.where(valid[:, None, :, None], key, 0.0)
+    keys = F.pad(key, (0, 0, *margin)).unflatten(2, (blocks, size))
+    return keys, F.pad(valid, margin).unflatten(1, (blocks, size))[:, None]
 
 
 def _pooled(gate: Tensor, keys: Tensor, mask: Tensor) -> Tensor:

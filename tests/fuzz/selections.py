@@ -31,17 +31,18 @@ LENGTHS = ("one token", "no token")
 ROWS = ("q_start", "query_block", "not causal", "ragged last block", *LENGTHS)
 OF_CALLS = ("scale", "strides", "groups", "large scores")
 OPTIONS: dict[str, tuple[Sequence[str], Sequence[str]]] = {  # function: (options, classes)
-    "block_scores": ((*ROWS, *OF_CALLS, "gradients", "bounds"), METHODS),
+    "block_scores": ((*ROWS, *OF_CALLS, "gradients", "bounds", "valid"), METHODS),
     "select_blocks": (
         (
             "none",
             *ROWS[:4],
             *("top_p", "sink", "local", "few visible", "no row", "no block"),
-            *("NaN", "ties", "infinite", "bounds"),
+            *("NaN", "ties", "infinite", "bounds", "valid"),
         ),
         ("-",),
     ),
-    "pool_blocks": (("overlap", "gaps", "ragged last block", *LENGTHS, "strides"), ("-",)),
+    "pool_blocks": (("overlap", "gaps", *ROWS[3:], "strides", "bounds", "valid"), ("-",)),
+    "DocumentBlocks": (("none", "query_block", "not causal", "no token", "entries"), METHODS),
     "block_mass": (("lse", "weight", "q_start", *OF_CALLS), JOINS),
     "selection_loss": (
         ("none", "indices", "row_weight", "groups", "hidden", "no mass", "no row", "no block"),
@@ -152,6 +153,7 @@ class Scores(Function):
     causal: bool
     learns: bool
     bounded: bool
+    padded: bool
     function: ClassVar[str] = "block_scores"
 
     @property
@@ -168,6 +170,7 @@ class Scores(Function):
             "no token": not scene.q_len * scene.kv_len,
             "gradients": self.learns,
             "bounds": self.bounded,
+            "valid": self.padded,
         }
 
     def inputs(self) -> dict[str, Tensor]:
@@ -184,6 +187,7 @@ class Scores(Function):
             "scale": self.call.head_dim**-0.5 if self.call.scale is None else self.call.scale,
             "q_start": self.call.scene.q_start,
             **self.bounds(),
+            **self.valid(),
         }
 
     def bounds(self) -> dict[str, Tensor]:
@@ -192,6 +196,13 @@ class Scores(Function):
             return {}
         scene = self.call.scene
         return drawn_bounds(scene.batch, scene.q_len, scene.kv_len, self.seed)
+
+    def valid(self) -> dict[str, Tensor]:
+        """Draws which tokens exist."""
+        if not self.padded:
+            return {}
+        scene = self.call.scene
+        return {"valid": drawn_valid(scene.batch, scene.kv_len, self.seed)}
 
     def largest(self, *, query: Tensor, key: Tensor) -> float:
         most = abs(self.given()["scale"])
@@ -207,6 +218,7 @@ class Choice(Function):
     shape: tuple[int, ...]
     kind: str
     bounded: bool
+    padded: bool
     k: int
     block_size: int
     query_block: int
@@ -231,6 +243,7 @@ class Choice(Function):
             "no row": not rows,
             "no block": not blocks,
             "bounds": self.bounded,
+            "valid": self.padded,
             self.kind: True,
         }
 
@@ -238,11 +251,14 @@ class Choice(Function):
         return {"scores": drawn_scores(self.shape, self.kind, self.dtype, self.seed)}
 
     def given(self) -> dict[str, Any]:
-        names = [field.name for field in fields(Choice)][5:]
+        names = [field.name for field in fields(Choice)][6:]
         given = {name: getattr(self, name) for name in names}
+        *outer, rows, blocks = self.shape
+        if self.padded:
+            keys = max(0, blocks * self.block_size - self.seed % self.block_size)
+            given["valid"] = drawn_valid(outer[0] if outer else 1, keys, self.seed)
         if not self.bounded:
             return given
-        *outer, rows, blocks = self.shape
         queries = max(0, rows * self.query_block - self.q_start % self.query_block)
         keys = blocks * self.block_size
         return given | drawn_bounds(outer[0] if outer else 1, queries, keys, self.seed)
@@ -267,6 +283,8 @@ class Pool(Function):
     arrange: str
     size: int
     stride: int
+    bounded: bool
+    padded: bool
     function: ClassVar[str] = "pool_blocks"
 
     def used(self) -> dict[str, bool]:
@@ -278,6 +296,8 @@ class Pool(Function):
             "one token": length == 1,
             "no token": not length,
             "strides": self.arrange != "contiguous",
+            "bounds": self.bounded,
+            "valid": self.padded,
         }
 
     def inputs(self) -> dict[str, Tensor]:
@@ -285,7 +305,77 @@ class Pool(Function):
         return {"x": arranged(self.shape, self.arrange, calls.DTYPES[self.dtype]).requires_grad_()}
 
     def given(self) -> dict[str, Any]:
-        return {"size": self.size, "stride": self.stride}
+        given: dict[str, Any] = {"size": self.size, "stride": self.stride}
+        batch, _, length, _ = self.shape
+        if self.bounded:
+            given |= drawn_bounds(batch, length, length, self.seed)
+        if self.padded:
+            given["valid"] = drawn_valid(batch, length, self.seed)
+        return given
+
+
+@dataclass(frozen=True)
+class Packed(Function):
+    """Scores, choices and means of packed documents, compared with those of each alone."""
+
+    lengths: tuple[tuple[int, ...], ...]  # of one entry, or of each
+    method: str
+    block_size: int
+    query_block: int
+    causal: bool
+    k: int
+    function: ClassVar[str] = "DocumentBlocks"
+
+    @property
+    def form(self) -> str:
+        return self.method
+
+    def used(self) -> dict[str, bool]:
+        return {
+            "query_block": self.query_block > 1,
+            "not causal": not self.causal,
+            "no token": any(0 in row for row in self.lengths),
+            "entries": len(self.lengths) > 1,
+        }
+
+    def check(self) -> None:
+        """Compares what each document gets in its row with what it gets alone."""
+        torch.manual_seed(self.seed)
+        size, row, tokens = self.block_size, self.query_block, sum(self.lengths[0])
+        dtype = calls.DTYPES[self.dtype]
+        query, key = (torch.randn(2, h, tokens, 6).to(dtype) for h in (4, 2))
+        given = self.lengths if len(self.lengths) > 1 else self.lengths[0]
+        blocks = sr.selection.DocumentBlocks(given, size)
+        own: dict[str, Any] = {"query_block": row, "causal": self.causal}
+        of_scores = {**own, "method": self.method, "parts": min(row, 2)}
+        q, k = blocks.arrange(query), blocks.arrange(key)
+        known = {**blocks.bounds, "valid": blocks.valid}
+        scores = sr.selection.block_scores(q, k, size, **of_scores, **known)
+        chosen = sr.selection.select_blocks(scores, self.k, block_size=size, **own, **known)
+        means = sr.selection.pool_blocks(k, size, row, **known)
+        assert torch.equal(blocks.restore(k), key)
+        unit = 2.0**-20 if self.dtype != "float64" else 2.0**-49
+        for entry in range(2):
+            first = place = 0
+            for n in self.lengths[entry % len(self.lengths)]:
+                num_blocks, num_rows = -(-n // size), -(-n // row)
+                if n:
+                    q, k = (x[entry, None, :, first : first + n].double() for x in (query, key))
+                    options = {**of_scores, "scale": 6**-0.5, "q_start": 0}
+                    alone = blocks_oracle.block_scores(q, k, size, **options)
+                    here = scores[entry, None, :, place // row :][:, :, :num_rows]
+                    of_document = here[..., place // size :][..., :num_blocks]
+                    assert_close("scores", of_document, alone, unit, 40)
+                    assert here.isfinite().sum() == of_document.isfinite().sum()
+                    right = blocks_oracle.select_blocks(of_document, self.k, block_size=size, **own)
+                    right = torch.where(right < 0, -1, right + place // size)
+                    assert torch.equal(
+                        chosen[entry, None, :, place // row :][:, :, :num_rows], right
+                    )
+                    pooled = blocks_oracle.pool_blocks(k, size, row)
+                    of_document = means[entry, None, :, place // row :][:, :, : pooled.shape[2]]
+                    assert_close("means", of_document, pooled, unit, 40)
+                first, place = first + n, place + num_blocks * size
 
 
 @dataclass(frozen=True)
@@ -337,6 +427,17 @@ def drawn_bounds(batch: int, queries: int, keys: int, seed: int) -> dict[str, Te
     first = torch.randint(-2, keys + 1, shape, generator=generator)
     stop = first + torch.randint(-2, keys + 2, shape, generator=generator)
     return [{"first": first, "stop": stop}, {"first": first}, {"stop": stop}][seed % 3]
+
+
+def drawn_valid(batch: int, keys: int, seed: int) -> Tensor:
+    """Draws tokens that exist: left padding, right padding or holes, in all entries or each."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (keys,) if seed % 2 else (batch, keys)
+    if seed % 3 == 0:
+        return torch.rand(shape, generator=generator) < 0.6
+    edge = torch.randint(0, keys + 1, (*shape[:-1], 1), generator=generator)
+    place = torch.arange(keys)
+    return (place >= edge if seed % 3 == 1 else place < edge).view(shape)
 
 
 def drawn_scores(shape: Sequence[int], kind: str, dtype: str, seed: int) -> Tensor:
@@ -456,7 +557,9 @@ def scores(draw: st.DrawFn, cell: Cell) -> Scores:
     learns = cell.option == "gradients" or draw(st.booleans())
     call = plain_call(draw, cell, scene)
     bounded = cell.option == "bounds" or draw(st.integers(0, 3)) == 3
-    return Scores(cell.dtype, call.seed, call, method, size, row, parts, causal, learns, bounded)
+    padded = cell.option == "valid" or draw(st.integers(0, 3)) == 3
+    own = cell.dtype, call.seed, call
+    return Scores(*own, method, size, row, parts, causal, learns, bounded, padded)
 
 
 @st.composite
@@ -488,7 +591,8 @@ def choices(draw: st.DrawFn, cell: Cell) -> Choice:
     shape = (*outer, rows, blocks)
     seed = draw(ints(0, 999))
     bounded = option == "bounds" or draw(st.integers(0, 3)) == 3
-    own = cell.dtype, seed, shape, kind, bounded
+    padded = option == "valid" or draw(st.integers(0, 3)) == 3
+    own = cell.dtype, seed, shape, kind, bounded, padded
     return Choice(*own, k, size, row, top_p, sink, local, causal, start)
 
 
@@ -508,7 +612,26 @@ def pools(draw: st.DrawFn, cell: Cell) -> Pool:
     arrange = draw(st.sampled_from(calls.ARRANGES[option == "strides" :]))
     batch, (heads, _), width = draw(ints(0, 2)), draw(st.sampled_from(HEADS)), draw(ints(1, 9))
     shape = (batch, heads, length, width)
-    return Pool(cell.dtype, draw(ints(0, 99)), shape, arrange, size, stride)
+    bounded = option == "bounds" or draw(ints(0, 3)) == 3
+    padded = option == "valid" or draw(ints(0, 3)) == 3
+    return Pool(cell.dtype, draw(ints(0, 99)), shape, arrange, size, stride, bounded, padded)
+
+
+@st.composite
+def packed(draw: st.DrawFn, cell: Cell) -> Packed:
+    """Draws packed documents."""
+    option, ints = cell.option, st.integers
+    row = draw(st.sampled_from((1, 2, 4)[option == "query_block" :]))
+    size = row * draw(st.sampled_from((1, 2, 4)[cell.pattern == "sub" :]))
+    lengths = st.lists(ints(0, 20), min_size=1, max_size=4)
+    first = tuple(draw(lengths)) + (0,) * (option == "no token")
+    rows = [first]
+    if option == "entries" or draw(st.booleans()):
+        cut = draw(ints(0, sum(first)))
+        rows.append((cut, sum(first) - cut))
+    causal = option != "not causal" and draw(st.booleans())
+    own = cell.dtype, draw(ints(0, 99)), tuple(rows), cell.pattern
+    return Packed(*own, size, row, causal, draw(ints(2, 5)))
 
 
 @st.composite
@@ -600,6 +723,7 @@ def cases(cell: Cell) -> st.SearchStrategy[Any]:
         "block_scores": scores,
         "select_blocks": choices,
         "pool_blocks": pools,
+        "DocumentBlocks": packed,
         "block_mass": masses,
         "selection_loss": losses,
     }

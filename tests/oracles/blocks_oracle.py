@@ -31,17 +31,43 @@ def log_masses(query: Tensor, keys: Tensor, method: str, parts: int, scale: floa
     return found
 
 
-def antidiagonals(query: Tensor, keys: Tensor, stride: int, scale: float, start: int) -> Tensor:
-    """`log_masses` from antidiagonals; query groups start at multiples of `stride`."""
+def log_masses_of(
+    query: Tensor, keys: Tensor, there: Tensor, method: str, parts: int, scale: float
+) -> Tensor:
+    """`log_masses` of the keys of a block that are `there`, bool [n]."""
+    if method == "sub":
+        pairs = zip(keys.split(parts, -2), there.split(parts), strict=True)
+        each = [log_masses(query, k[..., t, :], "mean", 1, scale) for k, t in pairs if t.any()]
+        return torch.stack(each).logsumexp(0)
+    return log_masses(query, keys[..., there, :], method, parts, scale)
+
+
+def antidiagonals(
+    query: Tensor,
+    keys: Tensor,
+    stride: int,
+    scale: float,
+    start: int,
+    asks: Tensor,
+    exists: Tensor,
+) -> Tensor:
+    """`log_masses` from antidiagonals; query groups start at multiples of `stride`.
+
+    `asks` [N] and `exists` [n] are False for queries and keys that do not count.
+    """
     length, count = query.shape[-2], keys.shape[-2]
     first = (start + torch.arange(length)) // stride * stride - start
     products, found = scale * query @ keys.mT, []
     for y in range(0, count, stride):
         pairs = [(first + stride - 1 - m, y + m) for m in range(min(stride, count - y))]
-        there = torch.stack([(q >= 0) & (q < length) for q, _ in pairs])
+        there = [
+            (q >= 0) & (q < length) & asks[q.clamp(0, length - 1)] & exists[k] for q, k in pairs
+        ]
+        there = torch.stack(there)
         each = torch.stack([products[..., q.clamp(0, length - 1), k] for q, k in pairs], -2)
         mean = (each * there).sum(-2) / there.sum(0).clamp(min=1)
-        found.append(math.log(min(stride, count - y)) + mean)
+        number = int(exists[y : y + stride].sum())
+        found.append(math.log(number) + mean if number else torch.full_like(mean, NEVER))
     return torch.stack(found).logsumexp(0)
 
 
@@ -58,9 +84,21 @@ def block_scores(
     q_start: int | None,
     first: Tensor | None = None,
     stop: Tensor | None = None,
+    valid: Tensor | None = None,
 ) -> Tensor:
     """Computes scores [B, Hkv, R, Nb], -inf for blocks that are not visible."""
+    if valid is not None and valid.dim() == 2 and len(query):
+        options = {"query_block": query_block, "method": method, "parts": parts, "causal": causal}
+        options |= {"scale": scale, "q_start": q_start}
+        of_entries = []
+        for i, own in enumerate(valid):
+            low, high = (x if x is None or len(x) == 1 else x[i : i + 1] for x in (first, stop))
+            parts_of_entry = query[i : i + 1], key[i : i + 1], block_size
+            given = {"first": low, "stop": high, "valid": own}
+            of_entries.append(block_scores(*parts_of_entry, **options, **given))
+        return torch.cat(of_entries)
     (batch, heads, length, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
+    valid = torch.ones(kv_len, dtype=torch.bool) if valid is None or valid.dim() == 2 else valid
     start = kv_len - length if q_start is None else q_start
     position, blocks = start + torch.arange(length), -(-kv_len // block_size)
     first_row = start // query_block
@@ -70,19 +108,25 @@ def block_scores(
         return (query.sum() + key.sum()) * query.new_zeros(batch, kv_heads, rows, blocks)
     first = torch.zeros(1, length) if first is None else first
     stop = torch.full((1, length), kv_len) if stop is None else stop
+    outside = (position < 0) | (position >= kv_len)
+    asks = outside | valid[position.clamp(0, kv_len - 1)]
     low, high = (x[:, None, :, None] for x in (first, stop))  # [B or 1, 1, N, 1]
     logits, seen = [], []
     for block, keys in enumerate(key.split(block_size, 2)):
-        if method == "antidiagonal":
-            logit = antidiagonals(query, keys, parts, scale, start)
+        exists = valid[block * block_size :][:block_size]
+        if not exists.any():
+            logit = (query * 0).sum(-1)
+        elif method == "antidiagonal":
+            logit = antidiagonals(query, keys, parts, scale, start, asks, exists)
         else:
-            logit = log_masses(query, keys, method, block_size // parts, scale)
+            logit = log_masses_of(query, keys, exists, method, block_size // parts, scale)
         place = block * block_size + torch.arange(keys.shape[2])
         inside = (place >= low) & (place < high)  # [B or 1, 1, N, keys]
         exact = ~inside.all(-1)
         if causal:
             inside = inside & (place <= position[:, None])
             exact = exact | (position // block_size == block)
+        inside = inside & exists & asks[:, None]
         own = (scale * query @ keys.mT).masked_fill(~inside, NEVER).logsumexp(-1)
         logits.append(torch.where(exact, own, logit))
         seen.append(inside.any(-1).expand(logit.shape))
@@ -111,6 +155,7 @@ def select_blocks(
     q_start: int = 0,
     first: Tensor | None = None,
     stop: Tensor | None = None,
+    valid: Tensor | None = None,
 ) -> Tensor:
     """Selects blocks [..., R, k] for each row of scores [..., R, Nb]."""
     *outer, rows, blocks = scores.shape
@@ -118,6 +163,10 @@ def select_blocks(
     chosen = []
     for at, of_head in enumerate(scores.reshape(math.prod(outer), rows, blocks).tolist()):
         entry = at // math.prod(outer[1:])
+        exists = set(range(blocks))
+        if valid is not None:
+            own = valid if valid.dim() == 1 else valid[entry]
+            exists = {b for b in exists if own[b * block_size :][:block_size].any()}
         for row, each in enumerate(of_head, q_start // query_block):
             seen = range(blocks)
             if first is not None or stop is not None:
@@ -133,7 +182,7 @@ def select_blocks(
                         )
                 seen = range(min(keys, default=0), max(keys, default=-1) + 1)
             current = row * query_block // block_size
-            chosen.append(chosen_blocks(each, k, current, seen=seen, **options))
+            chosen.append(chosen_blocks(each, k, current, seen=seen, exists=exists, **options))
     return torch.tensor(chosen, dtype=torch.int64).view(*outer, rows, k)
 
 
@@ -147,13 +196,20 @@ def chosen_blocks(
     local: int = 1,
     causal: bool = True,
     seen: range | None = None,
+    exists: set[int] | None = None,
 ) -> list[int]:
-    """Selects among the blocks `seen` by one row, whose queries lie in block `current`."""
+    """Selects among the blocks `seen` by one row, whose queries lie in block `current`.
+
+    `exists`: the blocks that have tokens, default all.
+    """
     seen = range(len(scores)) if seen is None else seen
     last = min(current, seen.stop - 1)
-    numbers = [b for b in seen if not causal or b <= last]
+    there = [b for b in seen if exists is None or b in exists]
+    numbers = [b for b in there if not causal or b <= last]
     score = [-math.inf if math.isnan(x) else x for x in scores]
-    forced = [b for b in numbers if b < seen.start + sink or last - local < b <= last]
+    up_to_own = [b for b in there if b <= last]
+    always = {*there[:sink], *up_to_own[max(0, len(up_to_own) - local) :]}
+    forced = [b for b in numbers if b in always]
     others = [b for b in numbers if b not in forced and score[b] > -math.inf]
     order = forced + sorted(others, key=lambda b: (-score[b], b))
     if top_p is not None and top_p < 1:
@@ -189,9 +245,31 @@ def slots_of_pairs(
     return out
 
 
-def pool_blocks(x: Tensor, size: int, stride: int) -> Tensor:
+def pool_blocks(
+    x: Tensor,
+    size: int,
+    stride: int,
+    first: Tensor | None = None,
+    stop: Tensor | None = None,
+    valid: Tensor | None = None,
+) -> Tensor:
     """Computes means of windows of tokens [B, H, N, D], 0 for an empty window."""
     count = -(-max(0, x.shape[2] - size) // stride) + 1
+    if not (first is stop is valid is None):
+        means = torch.zeros(*x.shape[:2], count, x.shape[3], dtype=x.dtype)
+        for b in range(len(x)):
+            for c in range(count):
+                tokens = [m for m in range(c * stride, c * stride + size) if m < x.shape[2]]
+                if valid is not None:
+                    own = valid if valid.dim() == 1 else valid[b]
+                    tokens = [m for m in tokens if own[m]]
+                if first is not None and tokens:
+                    tokens = [m for m in tokens if m >= first[b % len(first), c * stride]]
+                if stop is not None and tokens:
+                    tokens = [m for m in tokens if m < stop[b % len(stop), c * stride]]
+                if tokens:
+                    means[b, :, c] = x[b, :, tokens].mean(1)
+        return means + 0 * x.sum()
     windows = [x[:, :, c * stride : c * stride + size] for c in range(count)]
     return torch.stack([w.sum(2) / max(1, w.shape[2]) for w in windows], 2)
 

@@ -5,7 +5,7 @@ import torch
 from oracles import blocks_oracle
 
 import sparsering as sr
-from sparsering.selection import block_scores, bounds, select_blocks
+from sparsering.selection import BlockScorer, block_scores, bounds, pool_blocks, select_blocks
 
 METHODS = ("mean", "sub", "gauss", "bounds", "antidiagonal", "exact")
 
@@ -114,11 +114,61 @@ def test_holes_in_a_block_do_not_count(method):
     assert found[..., 1].isneginf().all() and found[:, :, ~valid].isneginf().all()
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_padded_row_chooses_what_its_tokens_choose_alone(causal):
+    """Padding by `valid` alone: forced blocks are the first and last that have tokens."""
+    scores, valid = torch.randn(2, 3, 6, 6), torch.ones(2, 48, dtype=torch.bool)
+    valid[0, 29:], valid[1, :16] = False, False
+    options = {"block_size": 8, "query_block": 8, "sink": 1, "local": 2, "causal": causal}
+    for more in ({}, {"top_p": 0.7}):
+        found = select_blocks(scores, 4, valid=valid, **options, **more)
+        alone = select_blocks(scores[:1, :, :4, :4], 4, **options, **more)
+        assert torch.equal(found[:1, :, :4], alone)
+        alone = select_blocks(scores[1:, :, 2:, 2:], 4, **options, **more)
+        assert torch.equal(found[1:, :, 2:], torch.where(alone < 0, -1, alone + 2))
+        if causal:
+            assert (found[1, :, :2] == -1).all()  # its queries see no token
+
+
+@pytest.mark.parametrize(("causal", "query_block"), [(True, 1), (True, 4), (False, 4)])
+def test_a_learned_scorer_counts_no_padding(causal, query_block):
+    scorer = BlockScorer(6, 2, 8, index_dim=5, query_block=query_block, causal=causal).double()
+    torch.nn.init.normal_(scorer.pool)
+    query, key = torch.randn(2, 4, 48, 6).double(), torch.randn(2, 2, 48, 6).double()
+    valid = torch.ones(2, 48, dtype=torch.bool)
+    valid[0, 27:], valid[1, :16] = False, False
+    hidden = ~valid[:, None, :, None]
+    q, k = query.masked_fill(hidden, torch.nan), key.masked_fill(hidden, torch.nan)
+    found = scorer(q, k, valid=valid)
+    for entry, (first, stop) in enumerate(((0, 27), (16, 48))):
+        own, x = slice(first, stop), slice(entry, entry + 1)
+        alone = scorer(query[x, :, own], key[x, :, own])
+        rows, columns = alone.shape[2:]
+        here = found[x, :, first // query_block :][:, :, :rows]
+        assert close(here[..., first // 8 :][..., :columns], alone, 1e-12)
+        assert here.isfinite().sum() == alone.isfinite().sum()
+
+
+@pytest.mark.parametrize("learned", [True, False])
+def test_keys_of_which_none_exists(learned):
+    query = torch.randn(1, 1, 9, 4)
+    score = BlockScorer(4, 1, 8) if learned else lambda *x, **rest: block_scores(*x, 8, **rest)
+    assert score(query, query, valid=torch.zeros(9).bool()).isneginf().all()
+    none = query[:, :, :0]
+    assert score(none, none, valid=torch.zeros(0).bool()).shape == (1, 1, 0, 0)
+
+
 @pytest.mark.parametrize("wrong", [torch.ones(2, 9).bool(), torch.ones(9), [True] * 9])
 def test_valid_of_another_shape(wrong):
     query = torch.randn(1, 1, 9, 4)
-    with pytest.raises(ValueError, match="valid"):
-        block_scores(query, query, 8, valid=wrong)
+    for call in (
+        lambda: block_scores(query, query, 8, valid=wrong),
+        lambda: select_blocks(query[:, :, :, :2], 2, block_size=8, valid=wrong),
+        lambda: pool_blocks(query, 8, valid=wrong),
+        lambda: BlockScorer(4, 1, 8)(query, query, valid=wrong),
+    ):
+        with pytest.raises(ValueError, match="valid"):
+            call()
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(1, 9), torch.zeros(2, 8).long(), [0] * 9])

@@ -4,7 +4,13 @@ import pytest
 import torch
 
 import sparsering as sr
-from sparsering.selection import DocumentBlocks, block_scores, select_blocks
+from sparsering.selection import (
+    BlockScorer,
+    DocumentBlocks,
+    block_scores,
+    pool_blocks,
+    select_blocks,
+)
 
 METHODS = ("mean", "sub", "gauss", "bounds", "antidiagonal", "exact")
 ROWS = [(13, 40, 0, 29, 1), (37, 46)]
@@ -49,6 +55,54 @@ def test_a_packed_document_gives_what_it_gives_alone(lengths, method, query_bloc
     found, right = (torch.autograd.grad(x, inputs, grad) for x in (out, expected))
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(("causal", "query_block"), [(True, 1), (True, 4), (False, 4)])
+def test_a_learned_scorer_scores_a_packed_document_as_alone(causal, query_block):
+    query, key = (torch.randn(2, h, 83, 8).double().requires_grad_() for h in (4, 2))
+    options = {"query_block": query_block, "causal": causal, "detach": False}
+    scorer = BlockScorer(8, 2, 16, index_dim=5, **options).double()
+    torch.nn.init.normal_(scorer.pool)
+    blocks = DocumentBlocks((13, 40, 30), 16)
+    q, k = blocks.arrange(query), blocks.arrange(key)
+    found = scorer(q, k, valid=blocks.valid, **blocks.bounds)
+    block = 0
+    for x, y in zip(*(x.split((13, 40, 30), 2) for x in (query, key)), strict=True):
+        alone = scorer(x, y)
+        rows, columns = alone.shape[2:]
+        first = block * 16 // query_block
+        here = found[:, :, first : first + rows]
+        own = here[..., block : block + columns]
+        assert torch.equal(own.isneginf(), alone.isneginf())
+        torch.testing.assert_close(own, alone, rtol=0, atol=1e-12)
+        assert here.isfinite().sum() == own.isfinite().sum()
+        weight = torch.randn_like(alone)
+        pair = ((s.where(alone.isfinite(), 0.0) * weight).sum() for s in (own, alone))
+        leaves = [query, key, *scorer.parameters()]
+        grads = [torch.autograd.grad(s, leaves, retain_graph=True) for s in pair]
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+        block += columns
+
+
+@pytest.mark.parametrize(("size", "stride"), [(16, 16), (8, 4), (4, 4), (12, 4)])
+def test_means_of_a_packed_document_are_those_of_it_alone(size, stride):
+    x = torch.randn(2, 3, 83, 5).double().requires_grad_()
+    blocks = DocumentBlocks(tuple(ROWS), 16)
+    arranged = blocks.arrange(x).masked_fill(~blocks.valid[:, None, :, None], torch.nan)
+    found = pool_blocks(arranged, size, stride, valid=blocks.valid, **blocks.bounds)
+    for entry, lengths in enumerate(ROWS):
+        place = 0
+        for part in x[entry, None].split(list(lengths), 2):
+            if part.shape[2]:
+                alone = pool_blocks(part, size, stride)
+                own = found[entry, None, :, place // stride :][:, :, : alone.shape[2]]
+                torch.testing.assert_close(own, alone, rtol=0, atol=1e-14)
+                right, got = (
+                    torch.autograd.grad(y.sum(), x, retain_graph=True) for y in (alone, own)
+                )
+                torch.testing.assert_close(got, right, rtol=0, atol=1e-14)
+            place += -(-part.shape[2] // 16) * 16
 
 
 def test_lengths_that_sum_to_unlike_numbers():
