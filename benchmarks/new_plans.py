@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 import sparsering as sr
+from sparsering.call import NO_OPTIONS
 from sparsering.distributed import RingPlan
 from sparsering.distributed.rank import Rank, Saved
 from sparsering.distributed.rank_layouts import local_step, round_step
 from sparsering.distributed.wire import wire_format
-from sparsering.extras import NO_EXTRAS
 from sparsering.kernels.cpu.build import library
 
 from .measure import write_record
@@ -72,7 +72,7 @@ def planned(pattern: sr.Pattern, tokens: int, world: int) -> tuple[RingPlan, flo
 def attended(plan: RingPlan, number: int) -> float:
     """Seconds of a rank's attention, forward and backward, without what is sent."""
     kernels, wire = "cpu", wire_format(None, torch.float32)
-    rank = Rank(plan, number, kernels, WIDTH**-0.5, wire, torch.float32, NO_EXTRAS)
+    rank = Rank(plan, number, kernels, WIDTH**-0.5, wire, torch.float32, NO_OPTIONS)
     tokens = sum(len(range(*piece)) for piece in plan.ranges[number])
     generator = torch.Generator().manual_seed(0)
 

@@ -6,18 +6,19 @@ the same row alone. The keys before it are left out, for each batch entry.
 """
 
 from collections.abc import Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .call_recipe import CallRecipe, Inputs, parts_of_call
+from .call import Call
+from .decision import Parts, parts_of_call
 from .dispatch import BACKENDS
-from .extras import Extras
 from .kernels.problem import Gradients, Problem
-from .patterns.algebra import Pattern
+from .patterns.keys import key_mask
 from .patterns.shifts import is_shift_invariant
-from .work import layout_of, problem_of
+from .work import Work, layout_of, problem_of
 
 _BY_PLACE = {"block_bias", "slot_bias", "dropout_p"}  # options that count blocks or positions
 
@@ -40,59 +41,61 @@ class Part(NamedTuple):
             to[row, :, to.shape[2] - of_row.shape[1] :] = of_row
 
 
-def parts_of(
-    recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extras
-) -> tuple[Part, ...]:
-    """Returns the parts of a checked call, by the number of leading hidden keys; often only one."""
-    problem = problem_of(recipe, inputs, pattern, extras)
-    mask, whole = problem.key_mask, (Part(problem),)
-    if mask is None or not BACKENDS[recipe.backend].is_invariant or mask.device.type != "cpu":
-        return whole
-    if problem.lists or _BY_PLACE & extras.in_use.keys():
-        return whole
-    (rest, frame, size, device), *_ = parts_of_call(recipe, *inputs[:2], pattern, extras)
-    if rest.tensors or not is_shift_invariant(rest):
-        return whole
+def parts_of(call: Call, backend: str, parts: Parts | None = None) -> tuple[Part, ...]:
+    """Returns the parts of a call, by the number of leading hidden keys; often only one.
+
+    `parts`: those of the call's pattern, if known.
+    """
+    if BACKENDS[backend].is_invariant and call.query.device.type == "cpu":
+        parts = parts or parts_of_call(call, backend)
+        if found := _without_padding(call, parts):
+            return found
+    return (Part(problem_of(call, backend, parts)),)
+
+
+def _without_padding(call: Call, parts: Parts) -> tuple[Part, ...]:
+    """Returns the parts of a call without leading hidden keys; () if none is hidden, or can be."""
+    (tiles, frame, size, device), masks, sources = parts
+    if not masks or sources or _BY_PLACE & call.options.in_use.keys():
+        return ()
+    if tiles.tensors or not is_shift_invariant(tiles):
+        return ()
+    mask = key_mask(masks, frame.kv_len, device)
     leading = (mask.cumsum(1) == 0).sum(1)
-    leading = torch.where(leading == frame.kv_len, 0, leading).expand(len(inputs[0]))
+    leading = torch.where(leading == frame.kv_len, 0, leading).expand(len(call.query))
     counts = leading.unique().tolist()
     if not any(counts):
-        return whole
-    parts = []
+        return ()
+    found = []
     for first in counts:
         entries = None if len(counts) == 1 else (leading == first).nonzero()[:, 0]
-        part = Part(problem, entries, first)
         shifted = frame._replace(kv_len=frame.kv_len - first, q_start=frame.q_start - first)
-        layout, slots = layout_of(rest, shifted, size, device)
-        table, sink = problem.distance_bias, problem.sink
-        own = problem._replace(
-            layout=layout,
-            slots=slots,
-            query=part.of(problem.query),
-            key=part.of(problem.key)[:, :, first:],
-            value=part.of(problem.value)[:, :, first:],
-            key_mask=(mask if len(mask) == 1 else part.of(mask))[:, first:].contiguous(),
-            distance_bias=None if table is None else part.of(table),
-            sink=None if sink is None else part.of(sink),
+        layout, slots = layout_of(tiles, shifted, size, device)
+        own = mask if entries is None or len(mask) == 1 else mask[entries]
+        work = Work(layout=layout, slots=slots, key_mask=own[:, first:].contiguous())
+        query, key, value = (x if entries is None else x[entries] for x in call.inputs)
+        options = call.options
+        if entries is not None:
+            options = options.mapped(itemgetter(entries))
+        problem = work.problem(
+            query, key[:, :, first:], value[:, :, first:], call.scale, **options.in_use
         )
-        parts.append(part._replace(problem=own))
-    return tuple(parts)
+        found.append(Part(problem, entries, first))
+    return tuple(found)
 
 
-def forward(
-    recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extras
-) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) of a checked call by a backend over layouts."""
-    backend, parts = BACKENDS[recipe.backend], parts_of(recipe, inputs, pattern, extras)
-    assert backend.forward is not None
-    if len(parts) == 1:
-        return backend.forward(parts[0].problem)
-    query, _, value = inputs
+def forward(call: Call, backend: str, parts: Parts | None = None) -> tuple[Tensor, Tensor]:
+    """Computes (out, lse) of a call by a backend over layouts; arguments as of `parts_of`."""
+    run, found = BACKENDS[backend].forward, parts_of(call, backend, parts)
+    assert run is not None
+    if len(found) == 1:
+        return run(found[0].problem)
+    query, value = call.query, call.value
     out = query.new_empty(*query.shape[:3], value.shape[3])
     lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    for part in parts:
-        for to, found in zip((out, lse), backend.forward(part.problem), strict=True):
-            part.put(to, found)
+    for part in found:
+        for to, result in zip((out, lse), run(part.problem), strict=True):
+            part.put(to, result)
     return out, lse
 
 
@@ -104,7 +107,7 @@ def backward(
     assert backend.backward is not None
     grads: dict[str, Tensor] = {}
     for part in parts:
-        problem = part.problem._replace(learns_distances=learns_distances).in_first_slots()
+        problem = part.problem._replace(learns_distances=learns_distances)
         found = backend.backward(problem, *(part.of(x) for x in results))
         if len(parts) == 1 and not part.first:
             return found

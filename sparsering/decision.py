@@ -3,12 +3,13 @@
 It depends on shapes, dtypes, device, pattern, options and recording by autograd, not on values.
 """
 
+import os
 from collections.abc import Hashable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
+from .call import NO_OPTIONS, Call, Inputs
 from .checks import (
     autocast_inputs,
     check_batch,
@@ -17,22 +18,13 @@ from .checks import (
     checked_scale,
     kind_of,
 )
-from .dispatch import (
-    BACKENDS,
-    Backend,
-    Inputs,
-    block_size_of,
-    choose,
-    in_company,
-    mode,
-)
-from .extras import NO_EXTRAS, OPTIONS, Extras, checked_extras, refuse_options
+from .dispatch import BACKENDS, Backend, block_size_of, choose, in_company, mode
+from .extras import OPTIONS, checked_options, refuse_options
 from .kernels.triton import interpreting
 from .layouts.lists import Source, is_only_lists, split
-from .pairs import frame_of
 from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.keys import KeyMasks, without_key_masks
-from .patterns.selected import has_lists
+from .patterns.selected import CHECK, has_lists
 
 Choices = tuple[Any, Any, Any, Any]
 """`attention`'s arguments backend, scale, q_start and block_size."""
@@ -48,106 +40,150 @@ class Parts(NamedTuple):
     sources: tuple[tuple[Source, ...], ...] = ()  # of listed keys, by branch; () if there are none
 
 
-class CallRecipe(NamedTuple):
-    """Decisions about how a call runs; equal calls reuse them until `BACKENDS` changes."""
+class Decision(NamedTuple):
+    """How the calls of one kind run; they reuse it until `BACKENDS` changes."""
 
     backend: str
     scale: float
     q_start: int
-    block_size: int | None = None  # tokens per tile; None if each call chooses it
-    plain: bool = False  # True if no compiler, tracer, profiler, mode or transform observes it
+    block_size: int | None = None  # as the caller named it
+    is_plain: bool = False  # True if no compiler, tracer, profiler, mode or transform observes it
     learns: bool = False  # True if autograd records query, key or value
-    layout_key: LayoutKey | None = None  # if a layout is all it needs: no extras, masks, gradients
+    parts: Parts | None = None  # of a pattern without tensors; those of others differ by call
+    is_bare: bool = False  # True if a layout is all that it needs: no options, masks or gradients
     table: tuple[Backend, ...] = ()  # `BACKENDS` at the time of the decision
 
+    @classmethod
+    def of(cls, call: Call, backend: str) -> "Decision":
+        """Returns the decision to run one call on a backend, which no other call reuses."""
+        return cls(
+            backend=backend, scale=call.scale, q_start=call.q_start, block_size=call.block_size
+        )
 
-_MOST = 256  # largest number of recipes in the cache
-_recipes: dict[Hashable, CallRecipe] = {}
-"""Recipes of recent calls, by the result of `_kind`."""
+
+_MOST = 256  # largest number of decisions in the cache
+_decisions: dict[Hashable, Decision] = {}
+"""Decisions about recent calls, by the result of `_kind`."""
 
 
-def recipe_of(
-    inputs: Inputs, pattern: Pattern, choices: Choices, extras: Mapping[str, Any], in_cache: bool
-) -> tuple[CallRecipe, Inputs, Extras]:
-    """Returns how a call runs: (recipe, (query, key, value), extras); checks each new kind of call.
+def decided(
+    inputs: Inputs,
+    pattern: Pattern,
+    choices: Choices,
+    options: Mapping[str, Any],
+    in_cache: bool = False,
+) -> tuple[Call, Decision]:
+    """Returns a checked call and how it runs; checks each new kind of call in full.
 
-    `extras`: options besides `choices`, {} if none is in use, which are checked in each call.
-        `in_cache`: True if the inputs are only new tokens: the recipe then fixes no layout.
+    `options`: those besides `choices`, {} if none is in use, which are checked in each call.
+        `in_cache`: True if the inputs are only new tokens: the decision then has no parts.
     """
-    kind = _kind(inputs, pattern, choices, extras, in_cache)
-    recipe = None if kind is None else _recipes.get(kind)
-    if recipe is not None and recipe.table == tuple(BACKENDS.values()):
-        if not extras:
-            return recipe, inputs, NO_EXTRAS
-        return recipe, inputs, checked_extras(*inputs[:2], pattern, choices[-1], **extras)
-    call = dict(zip(("scale", "q_start", "block_size"), choices[1:], strict=True))
-    inputs, call, options = checked_call(inputs, pattern, **call, **extras)
-    backend = in_company(choose(choices[0], inputs, options.in_use, pattern))
-    recipe = CallRecipe(backend, **call)
-    if in_cache and BACKENDS[recipe.backend].library_call is not None:
+    kind = _kind(inputs, pattern, choices, options, in_cache)
+    decision = None if kind is None else _decisions.get(kind)
+    if decision is not None and decision.table == tuple(BACKENDS.values()):
+        query, key, value = inputs
+        checked = NO_OPTIONS
+        if options:
+            checked = checked_options(query, key, pattern, choices[-1], **options)
+        call = Call(
+            query=query,
+            key=key,
+            value=value,
+            pattern=pattern,
+            scale=decision.scale,
+            q_start=decision.q_start,
+            block_size=decision.block_size,
+            options=checked,
+        )
+        return call, decision
+    named = dict(zip(("scale", "q_start", "block_size"), choices[1:], strict=True))
+    call = checked_call(inputs, pattern, **named, **options)
+    backend = in_company(choose(choices[0], call.inputs, call.options.in_use, pattern))
+    decision = Decision.of(call, backend)
+    if in_cache and BACKENDS[backend].library_call is not None:
         raise NotImplementedError(
-            f"{recipe.backend}: it runs whole sequences, and no cache; leave out backend="
+            f"{backend}: it runs whole sequences, and no cache; leave out backend="
         )
     if kind is not None:
-        recipe = recipe._replace(plain=True, learns=kind[0][-1], table=tuple(BACKENDS.values()))
-        if BACKENDS[recipe.backend].backward and not pattern.tensors and not in_cache:
-            layout_key, masks, _ = parts_of_call(recipe, *inputs[:2], pattern, options)
-            check_fits(*layout_key[:2])
-            direct = None if masks or recipe.learns or options.in_use else layout_key
-            recipe = recipe._replace(block_size=layout_key[2], layout_key=direct)
-        if len(_recipes) >= _MOST:
-            for oldest in list(_recipes)[:1]:
-                _recipes.pop(oldest, None)  # no KeyError if another thread removed it
-        _recipes[kind] = recipe
-    return recipe, inputs, options
+        learns = kind[0][-1]
+        decision = decision._replace(is_plain=True, learns=learns, table=tuple(BACKENDS.values()))
+        if BACKENDS[backend].backward and not pattern.tensors and not in_cache:
+            parts = parts_of_call(call, backend)
+            is_bare = not (parts.key_masks or learns or call.options.in_use)
+            decision = decision._replace(parts=parts, is_bare=is_bare)
+        if len(_decisions) >= _MOST:
+            for oldest in list(_decisions)[:1]:
+                _decisions.pop(oldest, None)  # no KeyError if another thread removed it
+        _decisions[kind] = decision
+    return call, decision
 
 
-def parts_of_call(
-    recipe: CallRecipe, query: Tensor, key: Tensor, pattern: Pattern, extras: Extras
-) -> Parts:
+_MOST_PARTS = 8  # frames and backends for which a pattern keeps its parts
+
+
+def parts_of_call(call: Call, backend: str) -> Parts:
+    """Returns the parts of a call's pattern, which is taken apart once and keeps them.
+
+    Raises: ValueError if the pattern is for other lengths, heads or batch entries.
+    """
+    pattern, query = call.pattern, call.query
+    in_tiles = call.options["block_bias"] is not None
+    looks = os.environ.get(CHECK) == "1"  # at each list of a call
+    kind = backend, call.frame, call.block_size, query.device, len(query), in_tiles, looks
+    kept: dict[Hashable, Parts] = vars(pattern).setdefault("_parts", {})
+    if (parts := kept.get(kind)) is None:
+        parts = _taken_apart(call, backend, in_tiles)
+        if len(kept) >= _MOST_PARTS:
+            kept.clear()
+        kept[kind] = parts
+    return parts
+
+
+def _taken_apart(call: Call, backend: str, in_tiles: bool) -> Parts:
     """Takes a call's pattern apart: tiles, key masks and sources of listed keys.
 
     Key masks are data of the backend, so a new one needs no new layout. A block bias has a number
     for each visited block of the whole pattern: with it, tiles have all pairs.
     """
-    check_batch(pattern, query.shape[0])
-    frame, kernels = frame_of(query, key, recipe.q_start), BACKENDS[recipe.backend]
+    pattern, frame, kernels = call.pattern, call.frame, BACKENDS[backend]
+    check_batch(pattern, len(call.query))
     masks: KeyMasks = ()
     sources: tuple[tuple[Source, ...], ...] = ()
-    in_tiles = extras["block_bias"] is not None
     if "key_mask" in kernels.extras:
         rest, masks = without_key_masks(pattern)
         pattern = pattern if in_tiles else rest
-    if pattern.tensors and kernels.runs_lists:
-        check_fits(pattern, frame)
-        if not in_tiles and has_lists(pattern):
-            pattern, sources = split(pattern)
-    if (size := recipe.block_size) is None:
-        size = block_size_of(recipe.backend, pattern, query, frame)
-    layout_key = pattern, frame, size, query.device
+    check_fits(pattern, frame)
+    for mask in masks:
+        check_fits(mask, frame)
+    if kernels.runs_lists and not in_tiles and has_lists(pattern):
+        pattern, sources = split(pattern)
+    if (size := call.block_size) is None:
+        size = block_size_of(backend, pattern, call.query, frame)
+    layout_key = pattern, frame, size, call.query.device
     return Parts(layout_key=layout_key, key_masks=masks, sources=sources)
 
 
 def _kind(
-    inputs: Inputs, pattern: object, choices: Choices, extras: Mapping[str, Any], in_cache: bool
+    inputs: Inputs, pattern: object, choices: Choices, options: Mapping[str, Any], in_cache: bool
 ) -> tuple[Any, ...] | None:
-    """Returns the dictionary key of a call's recipe, or None if no other call can share it."""
+    """Returns the dictionary key of a call's decision, or None if no other call can share it."""
     types = tuple(map(type, choices))
     if not isinstance(pattern, Pattern) or not _COMPARED.issuperset(types):
         return None
     if (tensors := kind_of(*inputs)) is None:
         return None
     in_use: tuple[str, ...] = ()
-    if extras:
-        if type(p := extras.get("dropout_p")) not in _COMPARED:
+    if options:
+        if type(p := options.get("dropout_p")) not in _COMPARED:
             return None
         unused = None if p else "dropout_p"
-        in_use = tuple(name for name, x in extras.items() if x is not None and name != unused)
+        in_use = tuple([name for name, x in options.items() if x is not None and name != unused])
     interpreted = (choices[0] == "triton" or tensors[4].type != "cpu") and interpreting()
-    # each call looks up the layout of a pattern with tensors; its type alone changes the recipe
+    # each call looks up the layout of a pattern with tensors; its type alone changes the decision
     pattern_key: object = pattern
     if pattern.tensors:
-        pattern_key = type(pattern), has_lists(pattern), is_only_lists(pattern)
+        listed = has_lists(pattern)
+        pattern_key = type(pattern), listed, listed and is_only_lists(pattern)
     # `types` tells 1 from True
     invariant = mode.is_batch_invariant
     return tensors, pattern_key, choices, types, in_use, interpreted, in_cache, invariant
@@ -156,16 +192,26 @@ def _kind(
 _COMPARED = frozenset((type(None), int, float, str))  # types that `_kind` accepts in `choices`
 
 
-def checked_call(
-    inputs: Inputs, pattern: Pattern, **options: Any
-) -> tuple[Inputs, dict[str, Any], Extras]:
-    """Checks a call; returns (query, key, value), {scale, q_start, block_size}, and the extras."""
+def checked_call(inputs: Inputs, pattern: Pattern, **options: Any) -> Call:
+    """Checks the arguments of `attention`; returns the call.
+
+    Raises: ValueError for a wrong shape, dtype or number, TypeError for a wrong kind.
+    """
     check_inputs(*inputs, pattern)
     scale = checked_scale(options.pop("scale", None), inputs[0])
     q_start = checked_integer_or_none("q_start", options.pop("q_start", None))
     size = checked_integer_or_none("block_size", options.pop("block_size", None))
     query, key, value = autocast_inputs(*inputs)
     q_start = key.shape[2] - query.shape[2] if q_start is None else q_start
-    call = {"scale": scale, "q_start": q_start, "block_size": size}
     refuse_options("attention", options, OPTIONS, {})
-    return (query, key, value), call, checked_extras(query, key, pattern, size, **options)
+    checked = checked_options(query, key, pattern, size, **options)
+    return Call(
+        query=query,
+        key=key,
+        value=value,
+        pattern=pattern,
+        scale=scale,
+        q_start=q_start,
+        block_size=size,
+        options=checked,
+    )

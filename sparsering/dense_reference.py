@@ -3,50 +3,42 @@
 import torch
 from torch import Tensor
 
-from .call_recipe import CallRecipe, Inputs
-from .extras import UNUSED, Extras
+from .call import Call
+from .extras import UNUSED
 from .kernels.gather.scored import over_pairs
 from .kernels.problem import ScoreMod
 from .kernels.reference import reference_attention
 from .numerics import entry_of_distance, finite_or_zero, sum_dtype
-from .pairs import distances_op, frame_of, kept_by_branch, pair_counts_op, places_op
-from .patterns.algebra import Pattern
+from .pairs import distances_op, kept_by_branch, pair_counts_op, places_op
 
 
-def reference(
-    recipe: CallRecipe,
-    inputs: Inputs,
-    pattern: Pattern,
-    extras: Extras,
-    score_mod: ScoreMod | None = None,
-) -> tuple[Tensor, Tensor]:
+def reference(call: Call, score_mod: ScoreMod | None = None) -> tuple[Tensor, Tensor]:
     """Computes dense attention by the pattern's definition; a layout only locates biased blocks."""
-    query, key, _ = inputs
+    query, key, _ = call.inputs
     dtype, factor = sum_dtype(query), None
-    text, operands = pattern.operands
-    call = query.detach(), key.detach(), operands, text, recipe.q_start
-    rest = {**UNUSED, **extras.in_use}
+    text, operands = call.pattern.operands
+    pairs = query.detach(), key.detach(), operands, text, call.q_start
+    rest = {**UNUSED, **call.options.in_use}
     block_bias, slot_bias = rest.pop("block_bias"), rest.pop("slot_bias")
     p, seed, distance_bias = map(rest.pop, ("dropout_p", "dropout_seed", "distance_bias"))
     if block_bias is None and slot_bias is None:
-        counts = pair_counts_op(*call).to(dtype)
+        counts = pair_counts_op(*pairs).to(dtype)
         log_counts = counts.log()
         if p is not None:
-            factor = pair_counts_op(*call, p, seed).to(dtype) / counts.clamp(min=1)
+            factor = pair_counts_op(*pairs, p, seed).to(dtype) / counts.clamp(min=1)
     else:
         if block_bias is not None:
-            biased = places_op(*call, recipe.block_size, block_bias.shape[-1]), block_bias.to(dtype)
+            biased = places_op(*pairs, call.block_size, block_bias.shape[-1]), block_bias.to(dtype)
         elif slot_bias is not None:  # index 0: no bias, for pairs in no listed block
-            biased = places_op(*call), torch.nn.functional.pad(slot_bias.to(dtype), (1, 0))
+            biased = places_op(*pairs), torch.nn.functional.pad(slot_bias.to(dtype), (1, 0))
         log_counts = _log_biased_counts(*biased)
         if p is not None:
-            frame = frame_of(query, key, recipe.q_start)
-            kept = kept_by_branch(pattern, frame, p, seed).to(query.device)
+            kept = kept_by_branch(call.pattern, call.frame, p, seed).to(query.device)
             factor = (_log_biased_counts(*biased, kept) - finite_or_zero(log_counts)).exp()
     if factor is not None:
         factor = factor / (1 - p)
     if distance_bias is not None:
-        entry = entry_of_distance(distances_op(*call), distance_bias)  # [B, 1, Nq, Nk]
+        entry = entry_of_distance(distances_op(*pairs), distance_bias)  # [B, 1, Nq, Nk]
         batch, head = (torch.arange(n, device=query.device) for n in query.shape[:2])
         distance_bias = distance_bias.to(dtype)[
             batch[:, None, None, None], head[:, None, None], entry
@@ -62,7 +54,7 @@ def reference(
             column.expand(sizes[0], -1),
         )
         rest["changed"] = lambda score, pairs: over_pairs(score_mod, score, *places, pairs)
-    return reference_attention(*inputs, log_counts, recipe.scale, **rest)
+    return reference_attention(*call.inputs, log_counts, call.scale, **rest)
 
 
 def _log_biased_counts(number: Tensor, block_bias: Tensor, mask: Tensor | None = None) -> Tensor:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .call import Inputs
 from .commands import install
 from .kernels import cpu, flash, gather, reference, sdpa, torch_sparse, triton
 from .kernels.problem import Gradients, Problem
@@ -19,9 +20,6 @@ from .layouts.lists import is_only_lists
 from .patterns.algebra import Frame, Pattern
 from .patterns.arguments import shortened
 from .patterns.keywords import with_hints
-
-Inputs = tuple[Tensor, Tensor, Tensor]
-"""Query, key and value."""
 
 
 class Backend(NamedTuple):
@@ -41,8 +39,6 @@ class Backend(NamedTuple):
     # As `forward`; it first stores new keys and values, from their first rows on, in the problem's.
     forward_after: Callable[..., tuple[Tensor, Tensor]] | None = None
     reads_8_bits: bool = False  # True if it reads keys and values of 8 bits, as caches store them
-    # True if `forward` accepts `Problem.slots`; for others, bitmaps are shifted so that all are 0.
-    reads_slots: bool = False
     # Builds the layout of selected blocks from a pattern, a frame, a block size and a device;
     # returns None for patterns that it does not support.
     selected_layout: Callable[..., BlockLayout | None] | None = None
@@ -72,21 +68,21 @@ def _no_float64(*tensors: Tensor) -> list[str]:
 BACKENDS: dict[str, Backend] = {
     "cpu": Backend(
         cpu.reasons, cpu.forward, cpu.backward, cpu.EXTRAS, entry_mass=cpu.entry_mass,
-        forward_after=cpu.forward, reads_8_bits=True, reads_slots=True, runs_lists=True,
+        forward_after=cpu.forward, reads_8_bits=True, runs_lists=True,
     ),
     "cpu_in_order": Backend(
         cpu.reasons, cpu.forward_in_order, cpu.backward_in_order, cpu.EXTRAS,
         entry_mass=cpu.entry_mass, forward_after=cpu.forward_in_order, reads_8_bits=True,
-        reads_slots=True, runs_lists=True, is_invariant=True, form_of="cpu",
+        runs_lists=True, is_invariant=True, form_of="cpu",
     ),
     "triton": Backend(
         triton.reasons, triton.forward, triton.backward, triton.EXTRAS, package="triton",
-        reads_slots=True, selected_layout=triton.selected_layout, runs_lists=True,
+        selected_layout=triton.selected_layout, runs_lists=True,
         list_reasons=triton.list_reasons,
     ),
     "triton_in_order": Backend(
         triton.reasons, triton.forward_in_order, triton.backward_in_order, triton.EXTRAS,
-        package="triton", reads_slots=True, runs_lists=True, list_reasons=triton.list_reasons,
+        package="triton", runs_lists=True, list_reasons=triton.list_reasons,
         is_invariant=True, form_of="triton", keys_of_step=KEYS_IN_ORDER,
     ),
     "gather": Backend(

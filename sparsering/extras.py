@@ -5,13 +5,13 @@ Extras apply in this order: score_mod, softcap, biases, the pattern, softmax, si
 """
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .call import NO_OPTIONS, Options
 from .checks import DTYPES, check_local, check_tensor, in_memory
 from .dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
 from .patterns.algebra import Pattern
@@ -26,41 +26,19 @@ class Option(NamedTuple):
 
     schema: str  # type in the schema of an operator
     by: str  # the call, head, query, key, distance, block or slot that has a number of its own
-    check: Callable[[Any, "_Call"], Any]  # converts the argument to a field of `Problem`
+    check: Callable[[Any, "_Given"], Any]  # converts the argument to a field of `Problem`
     learns: bool = False  # True if it gets a gradient
 
 
-class _Call(NamedTuple):
+class _Given(NamedTuple):
+    """The call so far, about which the check of an option may ask."""
+
     query: Tensor
     key: Tensor
     pattern: Pattern
     block_size: int | None
     options: Collection[str]  # names of the options in use
 
-
-@dataclass(frozen=True, slots=True)
-class Extras:
-    """Checked extras of a call: `in_use` has fields of `Problem` and `slot_bias`, by name."""
-
-    in_use: Mapping[str, Any]
-
-    def __getitem__(self, name: str) -> Any:
-        """Returns the value of an extra, or None if the call does not use it."""
-        return self.in_use.get(name)
-
-    def changed(self, **changes: Any) -> "Extras":
-        """Returns extras with some values replaced; None removes an extra."""
-        return Extras({name: x for name, x in {**self.in_use, **changes}.items() if x is not None})
-
-    def mapped(self, change: Callable[[Tensor], Tensor], by: str | None = None) -> "Extras":
-        """Returns extras with changed tensors: all, or those [B, H, Nq] with `by="query"`."""
-        values = {name: x for name, x in self.in_use.items() if isinstance(x, Tensor)}
-        if by is not None:
-            values = {n: x for n, x in values.items() if OPTIONS[n].by == by and x.shape[2] > 1}
-        return self.changed(**{name: change(x) for name, x in values.items()})
-
-
-NO_EXTRAS = Extras({})
 
 ELSEWHERE = {  # what to write here for options of other libraries
     "attn_mask": "the pattern says which pairs attend; pass pattern=Dense(mask) for a bool mask, "
@@ -145,15 +123,15 @@ def alibi(slopes: Tensor | int, radius: int) -> Tensor:
     return -table.float()[:, None] * distance
 
 
-def checked_extras(
+def checked_options(
     query: Tensor, key: Tensor, pattern: Pattern, block_size: int | None, /, **options: Any
-) -> Extras:
+) -> Options:
     """Checks extras and adds missing dims; raises ValueError for a wrong shape, dtype or number."""
     p = options.pop("dropout_p", 0.0)
     in_use = {name: x for name, x in options.items() if x is not None}
     if type(p) is float and p == 0.0 and not in_use:
-        return NO_EXTRAS
-    call = _Call(query=query, key=key, pattern=pattern, block_size=block_size, options=in_use)
+        return NO_OPTIONS
+    call = _Given(query=query, key=key, pattern=pattern, block_size=block_size, options=in_use)
     extras = {name: OPTIONS[name].check(x, call) for name, x in in_use.items()}
     number = extras.pop("dropout_seed", None)
     if p := OPTIONS["dropout_p"].check(p, call):
@@ -161,10 +139,10 @@ def checked_extras(
         batch, streams = len(query), pattern.num_streams  # one stream, or one per document
         seeds = batch_seeds(number, batch * streams, query.device)
         extras |= {"dropout_p": p, "dropout_seed": seeds.view(batch, streams)}
-    return Extras(extras)
+    return Options(extras)
 
 
-def _checked_block_bias(bias: object, call: _Call) -> Tensor:
+def _checked_block_bias(bias: object, call: _Given) -> Tensor:
     """Checks a block bias [B or 1, H or 1, num_blocks]; expands it to [B, Hq, num_blocks]."""
     if call.block_size is None:
         raise ValueError(
@@ -181,7 +159,7 @@ def _checked_block_bias(bias: object, call: _Call) -> Tensor:
     return bias.expand(batch, heads, -1)
 
 
-def _checked_slots(bias: object, call: _Call) -> Tensor:
+def _checked_slots(bias: object, call: _Given) -> Tensor:
     """Checks a slot bias, shaped like a selection's indices; expands it to [B, Hq, R * k]."""
     if "block_bias" in call.options:
         raise ValueError(
@@ -207,7 +185,7 @@ def _checked_slots(bias: object, call: _Call) -> Tensor:
     return each.flatten(1, 2).expand(batch, -1, -1)
 
 
-def _checked_softcap(softcap: object, call: _Call) -> float:
+def _checked_softcap(softcap: object, call: _Given) -> float:
     if isinstance(softcap, torch.SymFloat):
         return float(softcap)
     number = isinstance(softcap, Real) and not isinstance(softcap, bool | Tensor)
@@ -219,7 +197,7 @@ def _checked_softcap(softcap: object, call: _Call) -> float:
     return float(softcap)  # type: ignore[arg-type]
 
 
-def _checked_table(table: object, call: _Call) -> Tensor:
+def _checked_table(table: object, call: _Given) -> Tensor:
     """Checks a distance bias [Hq or 1, 2R + 1]; expands it to [B, Hq, 2R + 1]."""
     check_distances(call.pattern)
     heads = call.query.shape[1]
@@ -232,7 +210,7 @@ def _checked_table(table: object, call: _Call) -> Tensor:
     return table.expand(len(call.query), heads, -1)
 
 
-def _checked_sink(sink: object, call: _Call) -> Tensor:
+def _checked_sink(sink: object, call: _Given) -> Tensor:
     """Checks a sink; expands it to every batch entry and query head, [B, Hq, Nq or 1]."""
     batch, heads, tokens, _ = call.query.shape
     sink = _checked_floats("sink", sink, call)
@@ -247,12 +225,12 @@ def _checked_sink(sink: object, call: _Call) -> Tensor:
     return sink.expand(batch, -1, -1)
 
 
-def _checked_drawn(seed: object, call: _Call) -> Any:
+def _checked_drawn(seed: object, call: _Given) -> Any:
     number = checked_seed(seed)  # an int stays on the host: kernels take it as a scalar
     return number.to(call.query.device) if isinstance(seed, Tensor) else number
 
 
-def _checked_floats(name: str, x: object, call: _Call) -> Tensor:
+def _checked_floats(name: str, x: object, call: _Given) -> Tensor:
     check_tensor(name, x)
     assert isinstance(x, Tensor)
     check_local(name, x)
@@ -277,6 +255,13 @@ OPTIONS = {
 
 UNUSED: dict[str, Any] = dict.fromkeys(OPTIONS)
 """All extras with the value None, for operators and backends that take each by name."""
+
+
+def for_queries(options: Options, change: Callable[[Tensor], Tensor]) -> Options:
+    """Returns options whose tensors [B, H, Nq], with a number for each query, are changed."""
+    rows = {n: x for n, x in options.in_use.items() if OPTIONS[n].by == "query" and x.shape[2] > 1}
+    return options.changed(**{name: change(x) for name, x in rows.items()})
+
 
 ANYWHERE = [name for name, x in OPTIONS.items() if x.by in ("call", "head", "query", "distance")]
 """Extras that need neither all keys nor a layout of the whole sequence: for rings and caches."""

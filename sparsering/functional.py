@@ -6,8 +6,8 @@ from typing import Any, Literal, overload
 
 from torch import Tensor
 
-from .call_recipe import checked_call, recipe_of
 from .checks import check_batch
+from .decision import checked_call, decided
 from .dispatch import (
     BACKENDS,
     NAMES,
@@ -21,7 +21,7 @@ from .dispatch import (
 from .extras import OPTIONS, refuse_options
 from .kernels.problem import ScoreMod
 from .ops import attend
-from .patterns.algebra import Frame, Pattern, check_fits, parts_in
+from .patterns.algebra import Pattern, check_fits, parts_in
 from .patterns.arguments import checked_flag
 from .patterns.keywords import with_hints
 from .patterns.selected import SelectedBlocks, has_lists, selections_of
@@ -178,12 +178,12 @@ def attention(
         used = used or x is not None
     extras = {**extras, "dropout_p": dropout_p} if used else {}
     choices = backend, scale, q_start, block_size
-    recipe, inputs, checked = recipe_of((query, key, value), pattern, choices, extras, False)
-    if return_lse and not BACKENDS[recipe.backend].returns_lse:
+    call, decision = decided((query, key, value), pattern, choices, extras)
+    if return_lse and not BACKENDS[decision.backend].returns_lse:
         raise NotImplementedError(
-            f"{recipe.backend}: it has no lse; leave out return_lse, or leave out backend="
+            f"{decision.backend}: it has no lse; leave out return_lse, or leave out backend="
         )
-    out, lse = attend(recipe, inputs, pattern, checked)
+    out, lse = attend(call, decision)
     return (out, lse) if return_lse else out
 
 
@@ -211,16 +211,13 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     """
     refuse_options("explain", options, _EXPLAINED, _NOT_EXPLAINED)
     options = {"dropout_seed": 0, **options}  # a default seed would advance torch's generator
-    inputs, call, extras = checked_call((query, key, value), pattern, **options)
+    call = checked_call((query, key, value), pattern, **options)
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
     check_batch(pattern, batch)
-    frame = Frame(
-        q_len=q_len, kv_len=kv_len, num_heads=heads, num_kv_heads=kv_heads, q_start=call["q_start"]
-    )
-    check_fits(pattern, frame)
-    backend = choose(None, inputs, extras.in_use, pattern)
+    check_fits(pattern, frame := call.frame)
+    backend = choose(None, call.inputs, call.options.in_use, pattern)
     form = in_company(backend)
-    size = call["block_size"] or block_size_of(form, pattern, inputs[0], frame)
+    size = call.block_size or block_size_of(form, pattern, call.query, frame)
     lists = " and lists of keys" * (has_lists(pattern) and BACKENDS[backend].runs_lists)
     sizes = f"batch {batch}, {heads} heads of {q_len} queries, {kv_heads} heads of {kv_len} keys"
     lines = [f"runs: {backend}, blocks of {size}{lists}; {sizes}"]
@@ -240,9 +237,9 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     if why := _not_invariant(form):
         lines.append(f"bits: those of a row may depend on what else the call computes: {why}")
     for name in NAMES:
-        reasons = reasons_against(name, inputs, extras.in_use, pattern)
+        reasons = reasons_against(name, call.inputs, call.options.in_use, pattern)
         if not reasons and (refuses := BACKENDS[name].refuses) is not None:
-            reasons = refuses(inputs, pattern, frame)
+            reasons = refuses(call.inputs, pattern, frame)
         state = "; ".join(reasons) or "usable"
         lines.append(f"{name}: {state}" + " (only when named)" * (not is_default(name)))
     return "\n".join(lines)

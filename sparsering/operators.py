@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from .behind_padding import backward, forward, parts_of
-from .call_recipe import CallRecipe, Inputs
+from .call import Call, Options
 from .differentiable import differentiable
 from .dispatch import BACKENDS
-from .extras import OPTIONS, Extras, operator_schema
+from .extras import OPTIONS, operator_schema
 from .kernels.library_calls import SECOND_DERIVATIVES
 from .layouts.cache import layout_cache
 from .layouts.lists import split
@@ -39,11 +39,11 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     *inputs, out, lse, grad_out, grad_lse, wanted = arguments
-    recipe, tensors, pattern, extras = _parsed_call(inputs)
+    call, backend = _parsed_call(inputs)
     results, learns = (out, lse, grad_out, grad_lse), wanted[_NAMES.index("distance_bias")]
     with without_autocast(out):
-        parts = parts_of(recipe, tensors, pattern, extras)
-        grads = backward(recipe.backend, parts, results, learns_distances=learns)._asdict()
+        parts = parts_of(call, backend)
+        grads = backward(backend, parts, results, learns_distances=learns)._asdict()
     if (slots := inputs[_NAMES.index("slot_bias")]) is not None:
         grads["slot_bias"] = slot_gradient(grads["block_bias"], parts[0].problem, slots)
     return tuple(grads.get(name) for name in _NAMES[: _NAMES.index("tensors")])
@@ -62,11 +62,18 @@ def slot_mass(
     backend: str,
 ) -> Tensor:
     """Sums `weight exp(s - lse)` over the pairs of each listed block: [B, Hq, R * k]."""
-    value = parse_owned(pattern, tensors)
-    slots = lse.new_zeros(*query.shape[:2], _num_slots(value))
-    recipe = CallRecipe(backend=backend, scale=scale, q_start=q_start)
-    extras = Extras({"slot_bias": slots})
-    problem = problem_of(recipe, (query, key, key), value, extras)
+    own = parse_owned(pattern, tensors)
+    slots = lse.new_zeros(*query.shape[:2], _num_slots(own))
+    call = Call(
+        query=query,
+        key=key,
+        value=key,
+        pattern=own,
+        scale=scale,
+        q_start=q_start,
+        options=Options({"slot_bias": slots}),
+    )
+    problem = problem_of(call, backend)
     kernels = BACKENDS[backend]
     with without_autocast(query):
         if kernels.entry_mass is not None and not problem.lists:
@@ -74,7 +81,7 @@ def slot_mass(
         else:  # with out = grad_out = 0 and grad_lse = weight, backward computes dS = P * weight
             assert kernels.backward is not None
             zeros, grad_lse = torch.zeros_like(query), weight.contiguous()
-            grads = kernels.backward(problem.in_first_slots(), zeros, lse, zeros, grad_lse)
+            grads = kernels.backward(problem, zeros, lse, zeros, grad_lse)
             assert grads.block_bias is not None
             mass = grads.block_bias
     return slot_gradient(mass, problem, slots)
@@ -104,34 +111,38 @@ _NAMES = [argument.split()[-1] for argument in _CALL.split(",")]
 attention_op = differentiable("attention", _CALL, _forward, _backward, refusal=SECOND_DERIVATIVES)
 
 
-def _parsed_call(arguments: Sequence[Any]) -> tuple[CallRecipe, Inputs, Pattern, Extras]:
-    """Converts the operator's arguments to (recipe, inputs, pattern, extras)."""
-    call = dict(zip(_NAMES[3:], arguments[3:], strict=True))
-    pattern = parse_owned(call.pop("pattern"), call.pop("tensors"))
-    recipe = CallRecipe(
-        backend=call.pop("backend"),
-        scale=call.pop("scale"),
-        q_start=call.pop("q_start"),
-        block_size=call.pop("block_size"),
-    )
-    if call["distance_bias"] is not None:
+def _parsed_call(arguments: Sequence[Any]) -> tuple[Call, str]:
+    """Converts the operator's arguments to (call, backend)."""
+    given = dict(zip(_NAMES[3:], arguments[3:], strict=True))
+    pattern = parse_owned(given.pop("pattern"), given.pop("tensors"))
+    if given["distance_bias"] is not None:
         check_distances(pattern)
     query, key, value = arguments[:3]
-    extras = Extras({name: x for name, x in call.items() if x is not None})
-    return recipe, (query, key, value), pattern, extras
+    backend, scale, q_start, size = map(given.pop, ("backend", "scale", "q_start", "block_size"))
+    call = Call(
+        query=query,
+        key=key,
+        value=value,
+        pattern=pattern,
+        scale=scale,
+        q_start=q_start,
+        block_size=size,
+        options=Options({name: x for name, x in given.items() if x is not None}),
+    )
+    return call, backend
 
 
 def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int:
     """Counts FLOPs: each pair has `by_head_dim` dot products over D, `by_value_dim` over Dv."""
-    recipe, (query, key, value), pattern, extras = _parsed_call(arguments[: len(_NAMES)])
-    work = work_of(recipe, query, key, pattern, extras)
+    call, backend = _parsed_call(arguments[: len(_NAMES)])
+    work, query = work_of(call, backend), call.query
     pairs = work.num_pairs
     if work.key_mask is not None:  # tiles have pairs of hidden keys, too
-        layout, (tiles, _) = work.layout, split(pattern)
+        layout, (tiles, _) = work.layout, split(call.pattern)
         exact = layout_cache.layout(tiles, layout.frame, layout.block_size, query.device)
         pairs += float(exact.num_pairs) - float(layout.num_pairs)
     pairs *= query.shape[0] * query.shape[1]
-    return int(2 * pairs * (by_head_dim * query.shape[3] + by_value_dim * value.shape[3]))
+    return int(2 * pairs * (by_head_dim * query.shape[3] + by_value_dim * call.value.shape[3]))
 
 
 def _register_flops(counter: ModuleType) -> None:

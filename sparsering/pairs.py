@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .call import frame_of
 from .checks import check_batch, check_bias
 from .differentiable import refuse_mapped_pattern
 from .dropout import kept_pairs
@@ -15,17 +16,6 @@ from .patterns.algebra import Frame, Pattern, check_fits
 from .patterns.expression import parse
 from .patterns.selected import selections_of
 from .patterns.tree import check_distances, distance_positions
-
-
-def frame_of(query: Tensor, key: Tensor, q_start: int) -> Frame:
-    """Returns the frame of a call: its lengths, head counts and first query position."""
-    return Frame(
-        q_len=query.shape[2],
-        kv_len=key.shape[2],
-        num_heads=query.shape[1],
-        num_kv_heads=key.shape[1],
-        q_start=q_start,
-    )
 
 
 def kept_by_branch(pattern: Pattern, frame: Frame, p: float, seed: Tensor) -> Tensor:

@@ -5,6 +5,8 @@ reference. It takes no operator's way: operators take tensors and numbers, and n
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from types import CellType, FunctionType
 from typing import Any
 
@@ -14,16 +16,16 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .call_recipe import CallRecipe, Inputs, checked_call
+from .call import Call, Inputs, Options
 from .checks import check_batch, refuse_forward_mode
+from .decision import checked_call
 from .dense_reference import reference
 from .differentiable import transforming
 from .dispatch import BACKENDS, choose
-from .extras import OPTIONS, Extras
+from .extras import OPTIONS
 from .kernels.gather.scored import over_pairs
 from .kernels.problem import ScoreMod
 from .numerics import sum_dtype, without_autocast
-from .pairs import frame_of
 from .patterns.algebra import Pattern, check_fits
 from .patterns.arguments import is_shape_alone, kind_of, shortened
 from .work import problem_of, slot_gradient
@@ -37,49 +39,56 @@ def scored_attention(
     """Computes (out, lse) of a call with a score_mod; `options`: those of `attention`."""
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg=_IN_A_GRAPH)
-    inputs, call, extras = checked_call(inputs, pattern, **options)
-    refuse_forward_mode(*inputs)
+    call = checked_call(inputs, pattern, **options)
+    refuse_forward_mode(*call.inputs)
     if transforming():
         raise NotImplementedError(
             "torch.func.grad and vmap cannot see the tensors that a score_mod reads; use "
             "torch.autograd, and a batch dim, or leave out score_mod"
         )
-    name = choose(backend, inputs, [*extras.in_use, "score_mod"], pattern)
-    recipe = CallRecipe(name, **call)
-    check_batch(pattern, len(inputs[0]))
-    check_fits(pattern, frame_of(*inputs[:2], recipe.q_start))
-    read = _checked(score_mod, inputs)
-    with without_autocast(inputs[0]):
+    name = choose(backend, call.inputs, [*call.options.in_use, "score_mod"], pattern)
+    check_batch(pattern, len(call.query))
+    check_fits(pattern, call.frame)
+    read = _checked(score_mod, call.inputs)
+    with without_autocast(call.query):
         if BACKENDS[name].forward is None:
-            return reference(recipe, inputs, pattern, extras, score_mod)
-        score_mod = _with_own_variables(score_mod)
-        learning = [n for n, x in OPTIONS.items() if x.learns and extras[n] is not None]
-        call_of_all = _Call(recipe, pattern, extras, score_mod, learning)
-        tensors = *inputs, *(extras[n] for n in learning), *read
-        out, lse = _Scored.apply(call_of_all, *tensors)
+            return reference(call, score_mod)
+        learning = [n for n, x in OPTIONS.items() if x.learns and call.options[n] is not None]
+        tensors = *call.inputs, *(call.options[n] for n in learning), *read
+        scored = _ScoredCall(
+            on=partial(
+                Call,
+                pattern=pattern,
+                scale=call.scale,
+                q_start=call.q_start,
+                block_size=call.block_size,
+            ),
+            options=call.options.changed(**dict.fromkeys(learning)),
+            backend=name,
+            score_mod=_with_own_variables(score_mod),
+            learning=learning,
+        )
+        out, lse = _Scored.apply(scored, *tensors)
     return out, lse
 
 
-class _Call:
-    """Holds all that forward and backward of a call share, but its tensors."""
+@dataclass(frozen=True)
+class _ScoredCall:
+    """Shared by the forward and backward of a call with a score_mod; autograd saves its tensors."""
 
-    def __init__(
-        self,
-        recipe: CallRecipe,
-        pattern: Pattern,
-        extras: Extras,
-        score_mod: ScoreMod,
-        learning: list[str],
-    ) -> None:
-        self.recipe, self.pattern, self.extras = recipe, pattern, extras
-        self.score_mod, self.learning = score_mod, learning
+    on: Callable[..., Call]  # makes the call on query, key, value and options
+    options: Options  # those without gradients
+    backend: str
+    score_mod: ScoreMod
+    learning: list[str]  # options that get gradients
 
     def problem(self, tensors: tuple[Tensor, ...]) -> Any:
         """Returns the problem on query, key, value, extras that learn, and captured tensors."""
         query, key, value, *rest = tensors
         count = len(self.learning)
-        extras = self.extras.changed(**dict(zip(self.learning, rest[:count], strict=True)))
-        problem = problem_of(self.recipe, (query, key, value), self.pattern, extras)
+        learning = dict(zip(self.learning, rest[:count], strict=True))
+        call = self.on(query=query, key=key, value=value, options=self.options.changed(**learning))
+        problem = problem_of(call, self.backend)
         read = rest[count:]
         function = _bound(self.score_mod, read) if read else self.score_mod
         return problem._replace(
@@ -89,8 +98,8 @@ class _Call:
 
 class _Scored(Function):
     @staticmethod
-    def forward(ctx: Any, call: _Call, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        forward = BACKENDS[call.recipe.backend].forward
+    def forward(ctx: Any, call: _ScoredCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        forward = BACKENDS[call.backend].forward
         assert forward is not None
         query, _, value, *_ = tensors
         if is_shape_alone(query):  # nobody can evaluate the function where pairs are
@@ -108,7 +117,7 @@ class _Scored(Function):
         call, (*tensors, out, lse) = ctx.call, ctx.saved_tensors
         if is_shape_alone(out):
             return None, *(torch.empty_like(x) if x.requires_grad else None for x in tensors)
-        problem, backward = call.problem(tuple(tensors)), BACKENDS[call.recipe.backend].backward
+        problem, backward = call.problem(tuple(tensors)), BACKENDS[call.backend].backward
         assert backward is not None
         with without_autocast(problem.query):
             found = backward(problem, out, lse, grad_out, grad_lse)

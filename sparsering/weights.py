@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .call_recipe import CallRecipe, checked_call
 from .checks import checked_rows, refuse_forward_mode, refuse_tracers
+from .decision import Decision, checked_call
 from .dispatch import choose
 from .extras import refuse_options
 from .layouts.layout import BlockLayout
@@ -95,7 +95,7 @@ def attention_weights(
         >>> dense = weights.to_dense()  # [B, H, Nq, Nk], for short sequences
     """
     refuse_options("attention_weights", others, _OPTIONS, _REFUSED)
-    inputs, call, options = checked_call(
+    call = checked_call(
         (query, key, key),
         pattern,
         scale=scale,
@@ -107,12 +107,11 @@ def attention_weights(
         sink=sink,
     )
     refuse_tracers(query, key)
-    query, key, _ = inputs
+    query, key, options = call.query, call.key, call.options
     with without_autocast(query):
-        recipe = CallRecipe(choose(None, inputs, options.in_use), **call)
-        _, lse = attend(recipe, inputs, pattern, options)
+        _, lse = attend(call, Decision.of(call, choose(None, call.inputs, options.in_use)))
         (heads, q_len), (kv_heads, kv_len) = query.shape[1:3], key.shape[1:3]
-        counts = {"num_heads": heads, "num_kv_heads": kv_heads, "q_start": recipe.q_start}
+        counts = {"num_heads": heads, "num_kv_heads": kv_heads, "q_start": call.q_start}
         layout = pattern.layout(q_len, kv_len, **counts, block_size=block_size, device=query.device)
         group = heads // max(1, kv_heads)
         # the padding of ragged tiles reads an extra row of zeros
@@ -128,7 +127,7 @@ def attention_weights(
         for b, h in itertools.product(range(batch), range(heads)):
             weights, missing = [], blocks
             for first, rows, columns, cells in layout.visits(b, h):
-                score = recipe.scale * (q[b, h, rows] @ k[b, h // group, columns].mT)
+                score = call.scale * (q[b, h, rows] @ k[b, h // group, columns].mT)
                 score = capped(score, options["softcap"])
                 if table is not None:
                     distance = key_position[b, columns][:, None] - position[b, rows][..., None]
@@ -196,7 +195,7 @@ def key_mass(
         raise ValueError(
             "expected sink or lse, got both; the lse that attention returns includes the sink"
         )
-    inputs, call, options = checked_call(
+    call = checked_call(
         (query, key, key),
         pattern,
         scale=scale,
@@ -210,18 +209,19 @@ def key_mass(
     refuse_tracers(query, key)
     refuse_forward_mode(query, key)
     dtype = sum_dtype(query)
-    query, key, _ = (x.to(dtype) for x in inputs)
+    query, key = call.query.to(dtype), call.key.to(dtype)
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
     group = heads // max(1, kv_heads)
-    recipe = CallRecipe(choose(None, (query, key, key), options.in_use), **call)
+    backend = choose(None, (query, key, key), call.options.in_use)
+    call = call._replace(query=query, key=key, value=key[..., :1])
     if lse is None:
-        _, lse = attend(recipe, (query, key, key[..., :1]), pattern, options)
-    options = options.changed(sink=None)
+        _, lse = attend(call, Decision.of(call, backend))
     lse = checked_rows("lse", lse, query, broadcasts=False)
     each = query.new_ones(1, 1, 1) if weight is None else checked_rows("weight", weight, query)
     # grad_out has one channel for each query head of a group, to keep the sums of the heads apart
     channel = torch.eye(group, dtype=dtype, device=query.device).repeat(kv_heads, 1)[:, None]
     grad_out = (each[..., None] * channel).expand(batch, heads, q_len, group).contiguous()
     value = query.new_zeros(*key.shape[:3], group)
-    mass = value_gradient(recipe, (query, key, value), pattern, options, lse, grad_out)
+    call = call._replace(value=value, options=call.options.changed(sink=None))
+    mass = value_gradient(call, backend, lse, grad_out)
     return mass.transpose(2, 3).reshape(batch, heads, kv_len)

@@ -1,7 +1,8 @@
-"""The work of a call: `work_of` turns a pattern into tiles, lists of keys, and hidden keys.
+"""The work of a call: tiles of pairs, lists of keys, and keys that no query sees.
 
-A call of one sequence takes this way, of documents end to end, and of a rank. A cache lays its new
-tokens out itself (decoding/steps.py) and makes a `Problem` without a `Work`.
+Each verb ends in a `Work`: a call of one sequence and of documents end to end (`work_of`), new
+tokens of a cache and of a draft (decoding/), a rank of a ring (distributed/). It alone makes a
+`Problem`, which the backends take.
 """
 
 from typing import Any, NamedTuple
@@ -9,16 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .call_recipe import CallRecipe, Inputs, parts_of_call
+from .call import Call
 from .checks import check_bias
+from .decision import Parts, parts_of_call
 from .dispatch import BACKENDS
-from .extras import Extras
 from .kernels.problem import Problem
 from .layouts.cache import layout_cache
 from .layouts.last_query import last_query_layout
 from .layouts.layout import BlockLayout, stretched
 from .layouts.lists import Coordinates, Lists, lists_of
-from .patterns.algebra import Frame, Pattern, check_fits
+from .patterns.algebra import Frame, Pattern
 from .patterns.keys import key_mask
 
 
@@ -52,52 +53,50 @@ class Work(NamedTuple):
         )
 
 
-def work_of(
-    recipe: CallRecipe, query: Tensor, key: Tensor, pattern: Pattern, extras: Extras
-) -> Work:
-    """Returns the work of a checked call.
+def work_of(call: Call, backend: str, parts: Parts | None = None) -> Work:
+    """Returns the work of a call on a backend; `parts` are those of its pattern, if known.
 
     Raises: ValueError if the pattern is for other lengths, heads or batch entries.
     """
-    layout_key, masks, sources = parts_of_call(recipe, query, key, pattern, extras)
+    layout_key, masks, sources = parts or parts_of_call(call, backend)
     frame, hidden = layout_key[1], None
-    for mask in masks:
-        check_fits(mask, frame)
     if masks:
-        hidden = key_mask(masks, frame.kv_len, query.device)
+        hidden = key_mask(masks, frame.kv_len, call.query.device)
     if sources:
-        of_positions = {"distance_bias", "dropout_p"} & extras.in_use.keys()
+        of_positions = {"distance_bias", "dropout_p"} & call.options.in_use.keys()
         tiles, lists = lists_of(
             layout_key[0],
             sources,
             frame,
-            coordinates=Coordinates.of(pattern, frame) if of_positions else None,
+            coordinates=Coordinates.of(call.pattern, frame) if of_positions else None,
             valid=hidden,
-            has_slot_bias=extras["slot_bias"] is not None,
+            has_slot_bias=call.options["slot_bias"] is not None,
         )
         layout = layout_cache.layout(tiles, *layout_key[1:])
         return Work(layout=layout, lists=lists, key_mask=hidden)
-    build = BACKENDS[recipe.backend].selected_layout
-    if extras["block_bias"] is not None:
+    build = BACKENDS[backend].selected_layout
+    if call.options["block_bias"] is not None:
         return Work(layout=layout_cache.layout(*layout_key), key_mask=hidden)
-    if build and pattern.tensors and (selected := build(*layout_key)) is not None:
+    if build and call.pattern.tensors and (selected := build(*layout_key)) is not None:
         return Work(layout=selected, key_mask=hidden)
     layout, slots = layout_of(*layout_key)
     return Work(layout=layout, slots=slots, key_mask=hidden)
 
 
-def problem_of(recipe: CallRecipe, inputs: Inputs, pattern: Pattern, extras: Extras) -> Problem:
-    """Returns the problem of a checked call; a slot bias becomes one of its blocks or lists."""
-    work = work_of(recipe, *inputs[:2], pattern, extras)
-    options = dict(extras.in_use)
-    if (bias := extras["block_bias"]) is not None:
+def problem_of(call: Call, backend: str, parts: Parts | None = None) -> Problem:
+    """Returns the problem of a call on a backend; a slot bias becomes one of its blocks or lists.
+
+    Arguments are those of `work_of`.
+    """
+    work = work_of(call, backend, parts)
+    options = dict(call.options.in_use)
+    if (bias := options.get("block_bias")) is not None:
         check_bias(bias.shape[-1], work.layout)
     if (slot_bias := options.pop("slot_bias", None)) is not None:
         options["block_bias"] = (
             work.lists[0].bias(slot_bias) if work.lists else _entry_bias(slot_bias, work.layout)
         )
-    problem = work.problem(*inputs, recipe.scale, **options)
-    return problem if BACKENDS[recipe.backend].reads_slots else problem.in_first_slots()
+    return work.problem(call.query, call.key, call.value, call.scale, **options)
 
 
 def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:

@@ -30,36 +30,37 @@ ROOMS = {
     "turns": "",
     "patterns": "buffers rows streams",
     "numerics": "patterns",
+    "call": "patterns",
     "layouts": "patterns numerics progress rows streams",
     "dropout": "patterns rows",
     "kernels": "layouts patterns dropout numerics files commands progress rows streams turns",
-    "dispatch": "kernels layouts patterns commands",
+    "dispatch": "call kernels layouts patterns commands",
     "checks": "layouts patterns numerics",
     "data": "patterns checks rows commands files",
     "plots": "layouts patterns commands",
-    "extras": "checks dropout patterns",
+    "extras": "call checks dropout patterns",
     "differentiable": "checks patterns numerics streams",
-    "pairs": "differentiable checks dropout layouts patterns",
-    "call_recipe": "pairs dispatch extras checks kernels layouts patterns",
-    "work": "call_recipe dispatch extras checks kernels layouts patterns",
-    "behind_padding": "work call_recipe dispatch extras kernels patterns",
-    "dense_reference": "call_recipe pairs extras kernels patterns numerics",
-    "operators": "behind_padding work call_recipe dispatch differentiable extras kernels layouts "
+    "pairs": "call differentiable checks dropout layouts patterns",
+    "decision": "call dispatch extras checks kernels layouts patterns",
+    "work": "call decision dispatch checks kernels layouts patterns",
+    "behind_padding": "work call decision dispatch kernels patterns",
+    "dense_reference": "call pairs extras kernels numerics",
+    "operators": "behind_padding work call dispatch differentiable extras kernels layouts "
     "patterns numerics streams",
-    "ops": "behind_padding operators dense_reference work call_recipe pairs dispatch extras checks "
+    "ops": "behind_padding operators dense_reference work call decision dispatch extras checks "
     "kernels patterns numerics",
     "coordinates": "checks patterns",
-    "scored": "dense_reference work call_recipe pairs dispatch differentiable extras checks "
+    "scored": "dense_reference work call decision dispatch differentiable extras checks "
     "kernels patterns numerics",
-    "functional": "scored ops kernels call_recipe dispatch extras checks patterns",
+    "functional": "scored ops kernels decision dispatch extras checks patterns",
     "varlen": "functional extras checks patterns",
-    "weights": "ops call_recipe dispatch extras checks layouts patterns numerics",
-    "distributed": "functional work differentiable extras dropout dispatch checks kernels layouts "
-    "patterns buffers numerics rows streams",
-    "selection": "distributed weights functional ops operators call_recipe dispatch checks kernels "
+    "weights": "ops decision dispatch extras checks layouts patterns numerics",
+    "distributed": "functional work call differentiable extras dropout dispatch checks kernels "
+    "layouts patterns buffers numerics rows streams",
+    "selection": "distributed weights functional ops operators decision dispatch checks kernels "
     "layouts patterns numerics rows",
-    "decoding": "selection functional ops call_recipe dispatch extras checks kernels layouts "
-    "patterns numerics streams",
+    "decoding": "selection functional ops work call decision dispatch extras checks kernels "
+    "layouts patterns numerics streams",
     "nn": "distributed functional selection decoding checks kernels layouts patterns numerics",
     "models": "checks nn functional weights decoding patterns numerics files out_of_memory",
     "integrations": "distributed models nn functional selection decoding checks patterns numerics "

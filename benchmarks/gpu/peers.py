@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sparsering as sr
+from sparsering.call import frame_of
 from sparsering.dispatch import reasons_against
 from sparsering.kernels import flash
-from sparsering.pairs import frame_of
 
 from ..flex import block_mask, kernel_options
 from .device import DEVICE, GPU, poisoned

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..call_recipe import CallRecipe
+from ..decision import Decision
 from ..layouts.cache import layout_cache
 from ..layouts.layout import BlockLayout
 from ..layouts.lifetimes import last_visits
@@ -116,7 +116,7 @@ class Page:
     """
 
     layouts: dict[int, BlockLayout] = field(default_factory=dict)  # by number of new tokens
-    recipe: CallRecipe | None = None  # of the latest step; a step with this recipe skips checks
+    decision: Decision | None = None  # of the latest step; a step with this one skips checks
     written: int = 0
 
 

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..call_recipe import CallRecipe
 from ..checks import checked_index
+from ..decision import Decision
 from ..dispatch import BACKENDS
-from ..kernels.problem import Problem
 from ..layouts.cache import layout_cache
 from ..layouts.gathered_keys import page_over
 from ..layouts.layout import BlockLayout
@@ -20,6 +19,7 @@ from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import MOST_TOKENS, checked_integers, shortened
 from ..patterns.tree import Tree, has_tree
 from ..streams import moved
+from ..work import Work
 from .cache_state import CacheState, Draft
 from .held_rows import HeldRows
 from .steps import (
@@ -64,21 +64,21 @@ def draft_of(state: CacheState, tokens: NewTokens, tree: Sequence[int] | Tensor)
 
 
 def attend_draft(
-    state: CacheState, recipe: CallRecipe, tokens: NewTokens, draft: Draft
+    state: CacheState, decision: Decision, tokens: NewTokens, draft: Draft
 ) -> tuple[Tensor, Tensor]:
     """Attends from a draft's tokens, which are nodes of a tree below one of all cached tokens.
 
     1. The cached tokens and the draft become one tree per batch entry (`_tree_over`).
     2. One tile of queries walks the cache's slots, then the new keys: no key is copied, and the
        layers of a model share layouts (`_attend_in_slots`).
-    3. Longer drafts, and other extras, take the keys by position (`_attend_by_position`).
+    3. Longer drafts, and other options, take the keys by position (`_attend_by_position`).
     """
-    backend = BACKENDS[recipe.backend]
+    backend = BACKENDS[decision.backend]
     merges = backend.forward is not None and not backend.is_invariant  # a merge rounds rows
     fits = 0 < tokens.query.shape[2] <= _tile_of(state)
-    if fits and merges and state.histories and tokens.extras.in_use.keys() <= IN_PAGES:
-        return _attend_in_slots(state, recipe, tokens, draft)
-    return _attend_by_position(state, recipe, tokens, draft)
+    if fits and merges and state.histories and tokens.options.in_use.keys() <= IN_PAGES:
+        return _attend_in_slots(state, decision, tokens, draft)
+    return _attend_by_position(state, decision, tokens, draft)
 
 
 def _tree_over(state: CacheState, draft: Draft, lengths: Sequence[int]) -> Tree:
@@ -98,7 +98,7 @@ def _tile_of(state: CacheState) -> int:
 
 
 def _attend_by_position(
-    state: CacheState, recipe: CallRecipe, tokens: NewTokens, draft: Draft
+    state: CacheState, decision: Decision, tokens: NewTokens, draft: Draft
 ) -> tuple[Tensor, Tensor]:
     """Attends with entries of one length at a time, since a tree has the keys of its entries."""
     tokens = tokens.in_floats()
@@ -106,14 +106,14 @@ def _attend_by_position(
     for length in set(state.lengths):
         counts = [len(draft.parents) if x == length else 0 for x in state.lengths]
         within = state.changed(pattern=_tree_over(state, draft, [length]), total=None)
-        found = attend_spans(within, recipe, tokens, counts)
+        found = attend_spans(within, decision, tokens, counts)
         index = torch.tensor(counts, device=tokens.query.device).nonzero()[:, 0]
         out[index], lse[index] = (x[index] for x in found)
     return out, lse
 
 
 def _attend_in_slots(
-    state: CacheState, recipe: CallRecipe, tokens: NewTokens, draft: Draft
+    state: CacheState, decision: Decision, tokens: NewTokens, draft: Draft
 ) -> tuple[Tensor, Tensor]:
     """Attends to the cache's slots and to the draft's own keys, and merges the two results."""
     query, n, device = tokens.query, len(draft.parents), tokens.query.device
@@ -152,22 +152,16 @@ def _attend_in_slots(
     # layouts over a history that its base determines are shared by the layers of a model
     known = "draft", pattern, frame, histories[0].base, state.rollback, state.page_size, device
     exact = len(histories) == 1 and histories[0].exact
-    results, extras = [], tokens.extras.in_use
+    results, options = [], tokens.options
     for keys in parts:
         seen = keys.positions, keys.live, starts, keys.held
         build = partial(_layout, pattern, seen, frame, _tile_of(state), device)
         layout = layout_cache.keep((*known, keys is drafted), build).ready() if exact else build()
-        problem = Problem(
-            layout=layout,
-            query=query,
-            key=keys.key,
-            value=keys.value,
-            scale=recipe.scale,
-            in_float32=True,
-            **extras,
+        problem = Work(layout=layout).problem(
+            query, keys.key, keys.value, decision.scale, in_float32=True, **options.in_use
         )
-        results.append(run_backend(recipe.backend, problem))
-        extras = {name: x for name, x in extras.items() if name != "sink"}  # it counts once
+        results.append(run_backend(decision.backend, problem))
+        options = options.changed(sink=None)  # it counts once
     outs, lses = zip(*results, strict=True)  # [B, Hq, n, Dv] and [B, Hq, n] of each part
     out, lse = merge_attention(outs, lses)
     return out.to(query.dtype), lse

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .. import checks
-from ..call_recipe import Inputs, recipe_of
+from ..call import Inputs
+from ..decision import decided
 from ..extras import ANYWHERE, refuse_options
 from ..layouts.compile import BLOCK_SIZES
 from ..layouts.lifetimes import last_visits, own_length
@@ -241,8 +242,8 @@ class KVCache:
         if options:
             refuse_options("attend", options, (*_OPTIONS, *_OWN), _REFUSED)
         if torch.is_grad_enabled():
-            values = (query, key, value, *options.values())
-            if any(isinstance(x, Tensor) and x.requires_grad for x in values):
+            given = (query, key, value, *options.values())
+            if [x for x in given if isinstance(x, Tensor) and x.requires_grad]:
                 raise ValueError(
                     "attend keeps no gradients, got tensors that require them; call it under "
                     "torch.no_grad(), or train with attention() on whole sequences"
@@ -339,17 +340,18 @@ class KVCache:
     ) -> tuple[Tensor, Tensor]:
         state, given, choices = self._state, inputs, (None, None, None, None)
         if options:
-            backend, scale, size = (options.pop(name, None) for name in _OPTIONS[:3])
+            backend, scale, size = [options.pop(name, None) for name in _OPTIONS[:3]]
             choices = backend, scale, None, size
-        recipe, inputs, extras = recipe_of(given, state.pattern, choices, options, True)
-        if tree is not None or state.page.recipe is not recipe:
+        call, decision = decided(given, state.pattern, choices, options, in_cache=True)
+        inputs = call.inputs
+        if tree is not None or state.page.decision is not decision:
             self._check(*given)
             self._check_dtype(inputs[1])
-        tokens, n = NewTokens(*inputs, extras).in_store(state.store), inputs[0].shape[2]
+        tokens, n = NewTokens(*inputs, call.options).in_store(state.store), inputs[0].shape[2]
         if tree is not None:
             with ordinary_tensors():
                 draft = draft_of(state, tokens, tree)
-                results = attend_draft(state, recipe, tokens, draft)
+                results = attend_draft(state, decision, tokens, draft)
                 self._state = state.changed(draft=draft)
             return results
         new = self._state.new_tokens(lengths, n)
@@ -365,12 +367,12 @@ class KVCache:
         if not stored:
             state = state.changed(remote=(*state.remote, *range(self.length, self.length + most)))
         tokens = tokens if most == n else tokens.first(most)
-        if fits_page(state, recipe.backend, new, tokens):
+        if fits_page(state, decision.backend, new, tokens):
             if (layout := state.page.layouts.get(most)) is None:
                 with ordinary_tensors():
                     layout = page_layout(state, most)
-            out, lse = attend_page(state, layout, recipe, tokens)
-            state.page.recipe = recipe if recipe.plain else None
+            out, lse = attend_page(state, layout, decision, tokens)
+            state.page.decision = decision if decision.is_plain else None
             if keep:  # else slots behind the page's tokens hold keys that no later step reads
                 state = state.advanced(new, state.page_length + most)
                 if state.page_length >= state.page_limit:
@@ -378,7 +380,7 @@ class KVCache:
                         state = state.evicted()
         else:
             with ordinary_tensors():
-                out, lse = attend_spans(state, recipe, tokens, new)
+                out, lse = attend_spans(state, decision, tokens, new)
                 if keep:
                     after = state.advanced(new, state.page_length)
                     state = after.evicted(tokens.key, tokens.value)

@@ -6,7 +6,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..call_recipe import Inputs
+from ..call import Inputs
 from ..checks import autocast_inputs, check_inputs
 from ..functional import attention
 from ..patterns.arguments import checked_integer, shortened

@@ -1,7 +1,7 @@
 """Attention of new tokens to a cache, in one of two ways.
 
 If the new tokens fit in the page, they attend to the cache's tensors in place; all steps of the
-page share one layout. In other cases (prompts, and extras that depend on positions), the visited
+page share one layout. In other cases (prompts, and options that depend on positions), the visited
 keys are copied in the order of their positions, and a layout for them is compiled.
 """
 
@@ -9,15 +9,16 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..call_recipe import CallRecipe
+from ..call import Call, Options
+from ..decision import Decision
 from ..dispatch import BACKENDS
-from ..extras import Extras
+from ..extras import for_queries
 from ..kernels.problem import Problem
 from ..layouts.cache import layout_cache
 from ..layouts.compile import assemble, compile_passes, default_block_size
@@ -27,17 +28,18 @@ from ..layouts.layout import BlockLayout
 from ..layouts.terms import disjoint_terms
 from ..numerics import round_up, sum_dtype, without_autocast
 from ..ops import attend
-from ..patterns.algebra import Frame, Mask
+from ..patterns.algebra import Frame, Mask, Pattern
 from ..patterns.keys import KeyMask
 from ..patterns.selected import has_lists
 from ..streams import moved
+from ..work import Work
 from .cache_state import CacheState, History
 from .stored_rows import Store, from_store, is_in_store, to_store
 
 _CPU = torch.device("cpu")
 _STOPS = "query stops"  # in the memo of a page's layout: the result of `_query_stops`
 IN_PAGES = {"softcap", "sink"}
-"""Extras that need no positions of keys, which differ from their slots; dropout needs them."""
+"""Options that need no positions of keys, which differ from their slots; dropout needs them."""
 
 
 class NewTokens(NamedTuple):
@@ -49,7 +51,7 @@ class NewTokens(NamedTuple):
     query: Tensor
     key: Tensor
     value: Tensor
-    extras: Extras
+    options: Options
 
     def in_store(self, store: Store | None) -> "NewTokens":
         """Returns the tokens with their keys and values as a cache with `store` holds them."""
@@ -66,12 +68,12 @@ class NewTokens(NamedTuple):
 
     def first(self, n: int) -> "NewTokens":
         query, key, value = (x[:, :, :n] for x in self[:3])
-        return NewTokens(query, key, value, self.extras.mapped(lambda x: x[:, :, :n], by="query"))
+        return NewTokens(query, key, value, for_queries(self.options, lambda x: x[:, :, :n]))
 
     def of_entries(self, entries: Tensor) -> "NewTokens":
         """Returns the new tokens of some batch entries, given by index."""
         query, key, value = (x[entries] for x in self[:3])
-        return NewTokens(query, key, value, self.extras.mapped(lambda x: x[entries]))
+        return NewTokens(query, key, value, self.options.mapped(lambda x: x[entries]))
 
 
 def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens) -> bool:
@@ -82,7 +84,7 @@ def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens
         and state.page_length + new[0] <= state.page_size
         and BACKENDS[backend].forward is not None
         and not (state.remote and "key_mask" not in BACKENDS[backend].extras)
-        and tokens.extras.in_use.keys() <= IN_PAGES
+        and tokens.options.in_use.keys() <= IN_PAGES
     )
 
 
@@ -181,10 +183,10 @@ def slot_positions(histories: Sequence[History], count: int, columns: int) -> tu
 
 
 def attend_page(
-    state: CacheState, layout: BlockLayout, recipe: CallRecipe, tokens: NewTokens
+    state: CacheState, layout: BlockLayout, decision: Decision, tokens: NewTokens
 ) -> tuple[Tensor, Tensor]:
     """Writes new keys and values into their slots and attends by a layout of `page_layout`."""
-    query, key, value, extras = tokens
+    query, key, value, options = tokens
     keys, values = state.keys, state.values
     state.clear_page(state.page_length + query.shape[2])
     slots = (state.page_length,) * len(layout.passes)
@@ -194,24 +196,22 @@ def attend_page(
         place = (torch.tensor(state.keys.firsts)[:, None] + place).flatten()
         mask = torch.ones(1, state.keys.num_slots, dtype=torch.bool)
         mask = moved(mask.index_fill(1, place, False), query.device)
-    rest: dict[str, Any] = {"slots": slots, "key_mask": mask, **extras.in_use}
-    problem = Problem(
-        layout=layout,
-        query=query,
-        key=keys.rows if keys.are_even else keys.by_head,
-        value=values.rows if keys.are_even else values.by_head,
-        scale=recipe.scale,
-        **rest,
+    problem = Work(layout=layout, slots=slots, key_mask=mask).problem(
+        query,
+        keys.rows if keys.are_even else keys.by_head,
+        values.rows if keys.are_even else values.by_head,
+        decision.scale,
+        **options.in_use,
     )
-    if (run := BACKENDS[recipe.backend].forward_after) is not None:
+    if (run := BACKENDS[decision.backend].forward_after) is not None:
         return run(problem, (key, value, [x + state.page_length for x in state.keys.firsts]))
     keys.write(key, state.page_length)
     values.write(value, state.page_length)
-    return run_backend(recipe.backend, problem)
+    return run_backend(decision.backend, problem)
 
 
 def attend_spans(
-    state: CacheState, recipe: CallRecipe, tokens: NewTokens, new: list[int]
+    state: CacheState, decision: Decision, tokens: NewTokens, new: list[int]
 ) -> tuple[Tensor, Tensor]:
     """Attends from the first `new[i]` tokens of batch entry i.
 
@@ -226,11 +226,11 @@ def attend_spans(
         groups.setdefault((id(history), n), []).append(entry)
     if len(groups) == 1:
         return _Group(
-            state=state, history=state.histories[0], entries=None, recipe=recipe, tokens=tokens
+            state=state, history=state.histories[0], entries=None, decision=decision, tokens=tokens
         ).attend()
     query, _, value, _ = tokens
     out, lse = empty_results(query, value.shape[3])
-    whole = not _runs_spans(state, recipe.backend) and state.pattern.num_batches() is not None
+    whole = not _runs_spans(state, decision.backend) and state.pattern.num_batches() is not None
     for (_, n), numbers in groups.items():
         if not n:
             continue
@@ -238,7 +238,7 @@ def attend_spans(
         entries = torch.arange(len(query), device=query.device) if whole else index
         part, history = tokens.first(n).of_entries(entries), state.histories[numbers[0]]
         results = _Group(
-            state=state, history=history, entries=entries, recipe=recipe, tokens=part
+            state=state, history=history, entries=entries, decision=decision, tokens=part
         ).attend()
         out[index, :, :n], lse[index, :, :n] = (x[index] if whole else x for x in results)
     return out, lse
@@ -263,21 +263,18 @@ class _Group(NamedTuple):
     state: CacheState
     history: History
     entries: Tensor | None  # indices of the batch entries; None if the group is the whole batch
-    recipe: CallRecipe
+    decision: Decision
     tokens: NewTokens  # new tokens of these entries only
 
     def attend(self) -> tuple[Tensor, Tensor]:
         """Attends from the new tokens to the keys in the ranges of positions that they visit."""
-        query, *_, extras = self.tokens
-        state, recipe, begin = self.state, self.recipe, self.history.length
+        query, *_, options = self.tokens
+        state, decision, begin = self.state, self.decision, self.history.length
         frame = state.frame(query.shape[2], begin)
         apart = self.entries is not None and state.pattern.num_batches() is not None
         if begin == 0 and frame.kv_len == query.shape[2] and not state.remote and not apart:
-            prompt = CallRecipe(
-                backend=recipe.backend, scale=recipe.scale, q_start=0, block_size=recipe.block_size
-            )
-            return attend(prompt, self.tokens[:3], state.pattern, extras)
-        if not _runs_spans(state, recipe.backend):
+            return self._attend_call(self.tokens, state.pattern, 0)
+        if not _runs_spans(state, decision.backend):
             return self._attend_whole(frame)
         layout, slots = self._layout(frame)
         if apart:
@@ -289,11 +286,26 @@ class _Group(NamedTuple):
         layout = replace(spanned.layout, passes=passes)
         mask = self._stored(spanned)
         mask = None if mask is None else moved(mask, query.device)
-        rest: dict[str, Any] = {"slots": slots, "key_mask": mask, **extras.in_use}
-        problem = Problem(
-            layout=layout, query=query, key=keys, value=values, scale=recipe.scale, **rest
+        work = Work(layout=layout, slots=slots, key_mask=mask)
+        problem = work.problem(query, keys, values, decision.scale, **options.in_use)
+        return run_backend(decision.backend, problem)
+
+    def _attend_call(
+        self, tokens: NewTokens, pattern: Pattern, q_start: int
+    ) -> tuple[Tensor, Tensor]:
+        """Attends as a call of whole sequences does."""
+        decision = self.decision
+        call = Call(
+            query=tokens.query,
+            key=tokens.key,
+            value=tokens.value,
+            pattern=pattern,
+            scale=decision.scale,
+            q_start=q_start,
+            block_size=decision.block_size,
+            options=tokens.options,
         )
-        return run_backend(recipe.backend, problem)
+        return attend(call, Decision.of(call, decision.backend))
 
     def _stored(self, spanned: Spanned) -> Tensor | None:
         """Returns bool [1, spanned.length], True for stored keys; None if all keys are stored."""
@@ -309,8 +321,8 @@ class _Group(NamedTuple):
         return mask.index_fill(1, spanned.place_of(stored), True)[:, :-1]
 
     def _layout(self, frame: Frame) -> tuple[BlockLayout, tuple[int, ...]]:
-        """Returns a layout of the new queries, and the argument `slots` of its `Problem`."""
-        pattern, size = self.state.pattern, self.recipe.block_size
+        """Returns a layout of the new queries, and the `slots` of its `Work`."""
+        pattern, size = self.state.pattern, self.decision.block_size
         begin, queries = self.history.length, self.tokens.query.shape[2]
         size = default_block_size(pattern, frame.kv_len) if size is None else size
         if self.state.total is None:
@@ -351,23 +363,18 @@ class _Group(NamedTuple):
 
     def _attend_whole(self, frame: Frame) -> tuple[Tensor, Tensor]:
         """Attends over all positions: for lists, or without layouts; evicted keys are zeros."""
-        query, recipe, pattern = self.tokens.query, self.recipe, self.state.pattern
+        query, pattern = self.tokens.query, self.state.pattern
         begins, ends = torch.zeros(1, dtype=torch.int64), torch.full((1,), frame.kv_len)
         everything = Spanned(BlockLayout(frame, 128, (), math.nan), begins, ends)
         keys, values = self._spread(everything)
         first, n = self.history.length - frame.q_start, query.shape[2]
         rest = frame.q_len - first - n  # queries of zeros after the new ones; results are unused
         query = pad(query, (0, 0, first, rest))
-        extras = self.tokens.extras.mapped(lambda x: pad(x, (first, rest)), by="query")
+        options = for_queries(self.tokens.options, lambda x: pad(x, (first, rest)))
         if (mask := self._stored(everything)) is not None:
             pattern = cast(Mask, pattern) & KeyMask(mask[0])
-        call = CallRecipe(
-            backend=recipe.backend,
-            scale=recipe.scale,
-            q_start=frame.q_start,
-            block_size=recipe.block_size,
-        )
-        out, lse = attend(call, (query, keys, values), pattern, extras)
+        tokens = NewTokens(query, keys, values, options)
+        out, lse = self._attend_call(tokens, pattern, frame.q_start)
         return out[:, :, first : first + n], lse[:, :, first : first + n]
 
 
@@ -378,11 +385,11 @@ def empty_results(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def run_backend(name: str, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Runs a backend's forward, without autocast and with slots as it reads them."""
+    """Runs a backend's forward, without autocast."""
     backend = BACKENDS[name]
     assert backend.forward is not None
     if problem.key.dtype != problem.query.dtype and not backend.reads_8_bits:
         key, value = (from_store(x, problem.query.dtype) for x in (problem.key, problem.value))
         problem = problem._replace(key=key, value=value)
     with without_autocast(problem.query):
-        return backend.forward(problem if backend.reads_slots else problem.in_first_slots())
+        return backend.forward(problem)

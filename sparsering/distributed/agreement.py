@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..buffers import add_bytes
+from ..call import NO_OPTIONS, Options
 from ..checks import DTYPES
-from ..extras import ANYWHERE, NO_EXTRAS, OPTIONS, Extras, operator_schema
+from ..extras import ANYWHERE, OPTIONS, operator_schema
 from ..layouts.tiles import Ranges
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import shortened
@@ -50,7 +51,7 @@ class RingCall(NamedTuple):
     tensors: list[Tensor]
     pattern: str
     scale: float
-    extras: Extras
+    options: Options
     seed_is_given: bool
     group: str
     sharding: str
@@ -64,13 +65,13 @@ class RingCall(NamedTuple):
         """Builds the call from the operator's arguments, which `SCHEMA` names."""
         names = [argument.split()[-1] for argument in SCHEMA.split(", ")]
         call = dict(zip(names, arguments, strict=True))
-        extras = NO_EXTRAS.changed(**{name: call.pop(name) for name in ANYWHERE})
-        return cls(**call, extras=extras)
+        options = NO_OPTIONS.changed(**{name: call.pop(name) for name in ANYWHERE})
+        return cls(**call, options=options)
 
     @property
     def seed(self) -> int:
         """Dropout seed of the first batch entry; 0 without dropout."""
-        seed = self.extras["dropout_seed"]
+        seed = self.options["dropout_seed"]
         return 0 if seed is None or not len(seed) else int(seed[0])
 
 
@@ -138,10 +139,10 @@ def agree_on_call(
 def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
     """Returns {name in errors: argument or digest}, as integers that must agree on all ranks."""
     query, key, value, *_ = call
-    in_use = {name: x for name, x in call.extras.in_use.items() if name != "dropout_seed"}
+    in_use = {name: x for name, x in call.options.in_use.items() if name != "dropout_seed"}
     tables = {name: x[:1] for name, x in in_use.items() if isinstance(x, Tensor)}
     numbers = [(name, x) for name, x in in_use.items() if name not in tables]
-    extras = (sorted(numbers), call.seed if call.seed_is_given else None, sorted(tables))
+    options = (sorted(numbers), call.seed if call.seed_is_given else None, sorted(tables))
     # a tensor with a row per query differs between ranks
     equal = [x for n, x in sorted(tables.items()) if OPTIONS[n].by != "query" or x.shape[2] == 1]
     return {
@@ -151,7 +152,7 @@ def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
         "value head dim": value.shape[3], "dtype": DTYPES.index(query.dtype),
         "pattern": _digest(call.pattern, *call.tensors), "scale": _digest(call.scale),
         "sharding": _digest(call.sharding), "compression": _digest(call.compression),
-        _TABLES: _digest(extras, *equal), "whether gradients are wanted": int(call.differentiable),
+        _TABLES: _digest(options, *equal), "whether gradients are wanted": int(call.differentiable),
     }  # fmt: skip
 
 

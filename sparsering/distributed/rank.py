@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..call import Options
 from ..checks import check_batch, check_inputs, refuse_forward_mode
 from ..dispatch import BACKENDS, NAMES, choose
-from ..extras import Extras
 from ..kernels.problem import Problem, sink_gradient
 from ..numerics import add_sink, merge_into
 from ..patterns.algebra import Pattern
@@ -36,10 +36,10 @@ REFUSED = {  # why a ring does not take other options of `attention`
 
 
 def choose_kernels(
-    backend: str | None, inputs: Sequence[Tensor], extras: Extras, pattern: Pattern
+    backend: str | None, inputs: Sequence[Tensor], options: Options, pattern: Pattern
 ) -> str:
     """Returns the name of a rank's backend; NotImplementedError unless it runs every layout."""
-    name, lists = choose(backend, inputs, extras.in_use, pattern), has_lists(pattern)
+    name, lists = choose(backend, inputs, options.in_use, pattern), has_lists(pattern)
     if BACKENDS[name].backward is None or (lists and not BACKENDS[name].runs_lists):
         able = ((n, BACKENDS[n]) for n in NAMES)
         fits = (n for n, x in able if x.backward and (x.runs_lists or not lists))
@@ -96,7 +96,7 @@ class Rank:
     scale: float
     wire: Wire  # format of the key and value rows that ranks send
     dtype: torch.dtype  # dtype of sums and merged results
-    extras: Extras  # fields of `Problem`; a sink per query has this rank's queries only
+    options: Options  # fields of `Problem`; a sink per query has this rank's queries only
 
     def forward(
         self,
@@ -133,7 +133,7 @@ class Rank:
             merged, merged_lse = out[:, :, at], lse[:, :, at]
             merge_into(merged, merged_lse, results[..., :-1], results[..., -1])
             out[:, :, at], lse[:, :, at] = merged, merged_lse
-        if (sink := self.extras["sink"]) is not None:
+        if (sink := self.options["sink"]) is not None:
             out, lse = add_sink(out, lse, sink.to(self.dtype))
         return out.to(query.dtype), lse
 
@@ -143,7 +143,7 @@ class Rank:
 
     def blank_table(self) -> Tensor | None:
         """Returns zeros in which to sum the distance bias's gradient; None if there is no bias."""
-        table = self.extras["distance_bias"]
+        table = self.options["distance_bias"]
         return None if table is None else torch.zeros_like(table, dtype=self.dtype)
 
     def local_gradients(
@@ -287,7 +287,7 @@ class Rank:
     def _problem(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> Problem:
         """Builds the `Problem` of a step's kernel call, on `key` and `value`, without the sink."""
         assert step.work is not None
-        options = dict(self.extras.changed(sink=None).in_use)  # `forward` adds the sink last
+        options = dict(self.options.changed(sink=None).in_use)  # `forward` adds the sink last
         rows = query[:, :, step.queries]
         exact = self.dtype == torch.float32
         return step.work.problem(rows, key, value, self.scale, in_float32=exact, **options)

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..checks import autocast_inputs, check_group, checked_scale
 from ..differentiable import differentiable
 from ..dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
-from ..extras import ANYWHERE, OPTIONS, checked_extras, refuse_options
+from ..extras import ANYWHERE, OPTIONS, checked_options, refuse_options
 from ..functional import attention
 from ..layouts.lists import split
 from ..numerics import sum_dtype, without_autocast
@@ -130,8 +130,8 @@ def ring_attention(
             dropout_seed = checked_seed(dropout_seed) if seed_is_given else drawn_seed(query)
         options: dict[str, Any] = {"softcap": softcap, "distance_bias": distance_bias, "sink": sink}
         options |= {"dropout_p": dropout_p, "dropout_seed": dropout_seed}
-        extras = checked_extras(query, key, pattern, None, **options)
-        name = choose_kernels(backend, (query, key, value), extras, pattern)
+        checked = checked_options(query, key, pattern, None, **options)
+        name = choose_kernels(backend, (query, key, value), checked, pattern)
     except Exception:
         if group is not None and group.size() > 1 and not torch.compiler.is_compiling():
             report_failure(group, seconds, query)
@@ -140,11 +140,11 @@ def ring_attention(
         _last_traffic.update({False: Traffic(), True: Traffic()})
         options |= {"scale": scale, "return_lse": return_lse, "backend": name}
         return attention(query, key, value, pattern, **options)
-    leaves = [extras[name] for name in ANYWHERE if OPTIONS[name].learns]
+    leaves = [checked[name] for name in ANYWHERE if OPTIONS[name].learns]
     leaves = [x for x in (query, key, value, *leaves) if x is not None]
     if isinstance(dropout_seed, Tensor):  # `_begin` derives a seed per batch entry from it
-        extras = extras.changed(dropout_seed=dropout_seed.expand(len(query)))
-    fields = {name: extras[name] for name in ANYWHERE}
+        checked = checked.changed(dropout_seed=dropout_seed.expand(len(query)))
+    fields = {name: checked[name] for name in ANYWHERE}
     text, operands = pattern.operands
     out, lse = _ring(
         query=query,
@@ -235,7 +235,7 @@ def _backward(*arguments: Any) -> list[Tensor | None]:
     *inputs, out, lse, grad_out, grad_lse, _ = arguments
     call = RingCall.of(inputs)
     query, key, value, *_ = call
-    table, sink = call.extras["distance_bias"], call.extras["sink"]
+    table, sink = call.options["distance_bias"], call.options["sink"]
     rank, exchange = _begin(True, call)
     x = Saved(
         query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse
@@ -255,12 +255,12 @@ def _backward(*arguments: Any) -> list[Tensor | None]:
             dq[:, :, rank.travelling_places(host, query.device)] += part
     _last_traffic[True] = exchange.traffic
     grads = [x.to(query.dtype).contiguous() for x in (dq, dk, dv)]
-    of_extras = {
+    of_options = {
         "distance_bias": None if dtable is None else dtable.to(table.dtype),
         "sink": None if sink is None else rank.sink_gradient(x, sink),
     }
     names = (name for name in ANYWHERE if OPTIONS[name].schema == "Tensor?")
-    return [*grads, *(of_extras.get(name) for name in names)]
+    return [*grads, *(of_options.get(name) for name in names)]
 
 
 _ring = differentiable(  # the operator that autograd and torch.compile see
@@ -278,7 +278,7 @@ def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
     group = dist.distributed_c10d._resolve_process_group(call.group)  # type: ignore[arg-type]
     exchange = Exchange(group, call.timeout, query.device)
     pattern = parse(call.pattern, [tensor.cpu() for tensor in call.tensors])
-    if call.extras["distance_bias"] is not None:
+    if call.options["distance_bias"] is not None:
         check_distances(pattern)
     with exchange.break_on_error():
         lengths, compression, error, seed, own_rows = agree_on_call(
@@ -292,9 +292,9 @@ def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
             plan = plan_of_own_rows(exchange, plan, pattern)
     exchange.traffic = Traffic(compression=compression, error=error)  # resets the message counts
     seeds = None
-    if call.extras["dropout_p"] is not None:
+    if call.options["dropout_p"] is not None:
         seeds = batch_seeds(torch.tensor(seed), len(query), query.device)[:, None]
-    extras = call.extras.changed(dropout_seed=seeds)
+    options = call.options.changed(dropout_seed=seeds)
     wire, dtype = wire_format(compression, query.dtype), sum_dtype(query)
     return Rank(
         plan=plan,
@@ -303,5 +303,5 @@ def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
         scale=call.scale,
         wire=wire,
         dtype=dtype,
-        extras=extras,
+        options=options,
     ), exchange

@@ -10,7 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from ..checks import autocast_inputs, checked_scale, refuse_tracers
 from ..differentiable import for_each_gradient, is_batch, transforming
-from ..extras import ANYWHERE, checked_extras, refuse_options
+from ..extras import ANYWHERE, checked_options, for_queries, refuse_options
 from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
 from ..patterns.arguments import checked_flag, checked_integer
@@ -64,7 +64,7 @@ def simulate_ring(
     refuse_tracers(query, key, value)
     _refuse_transforms()
     query, key, value = autocast_inputs(query, key, value)
-    extras = checked_extras(
+    options = checked_options(
         query,
         key,
         pattern,
@@ -80,13 +80,13 @@ def simulate_ring(
     if offload and torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator() or device
     first = [x[:, :, :1].to(device) for x in (query, key, value)]
-    backend = choose_kernels(None, first, extras, pattern)
+    backend = choose_kernels(None, first, options, pattern)
     wire, dtype = wire_format(None, query.dtype), sum_dtype(query)
-    on_device = extras.mapped(lambda x: x.detach().to(device))
+    on_device = options.mapped(lambda x: x.detach().to(device))
     ranks = []
     for rank, ranges in enumerate(plan.ranges):
         places = positions(ranges).to(device)
-        own = on_device.mapped(partial(torch.index_select, dim=2, index=places), by="query")
+        own = for_queries(on_device, partial(torch.index_select, dim=2, index=places))
         ranks.append(
             Rank(
                 plan=plan,
@@ -95,11 +95,11 @@ def simulate_ring(
                 scale=scale,
                 wire=wire,
                 dtype=dtype,
-                extras=own,
+                options=own,
             )
         )
     with without_autocast(query):
-        tables = extras["distance_bias"], extras["sink"]
+        tables = options["distance_bias"], options["sink"]
         out, lse = _Simulated.apply(_Shards(ranks, device), query, key, value, *tables)
     return (out, lse) if return_lse else out
 
@@ -191,7 +191,7 @@ def _backward(
         return [*grads, dtable, None]
     dsink = torch.zeros_like(sink)
     for rank in ranks:
-        own = rank.sink_gradient(part(rank), rank.extras["sink"]).to(dsink.device)
+        own = rank.sink_gradient(part(rank), rank.options["sink"]).to(dsink.device)
         if dsink.shape[2] > 1:
             dsink[:, :, shards.places[rank.rank]] = own
         else:

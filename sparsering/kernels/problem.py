@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -53,8 +54,8 @@ class Problem(NamedTuple):
     # Changes each score after the scale, before the softcap.
     score_mod: ScoreMod | None = None
     # For each pass, the bitmap row of the first query; () means row 0. Decoding builds one layout
-    # for many later queries, of which a call computes a few. Backends that do not read slots run
-    # `in_first_slots()`.
+    # for many later queries, of which a call computes a few. A backend that does not read slots
+    # begins with `in_first_slots()`.
     slots: tuple[int, ...] = ()
     learns_distances: bool = True  # whether the gradient of the distance bias is needed
     # Pairs beside those of the layout. Then a block bias, [B, Hq, Nq, slots], is of the only lists.
@@ -66,15 +67,13 @@ class Problem(NamedTuple):
     @property
     def is_bare(self) -> bool:
         """True if `in_use` is empty; faster."""
-        for x in self[5:_END]:  # noqa: SIM110 - `all(...)` takes three times as long
-            if x is not None:
-                return False
-        return True
+        return {*map(type, _extras(self))} == _NOTHING
 
     @property
     def in_use(self) -> set[str]:
         """Names of the extras that the call uses, and `key_mask` if it has one."""
-        return {name for name, x in zip(_EXTRAS, self[5:], strict=False) if x is not None}
+        pairs = zip(_EXTRAS, _extras(self), strict=True)
+        return {name for name, x in pairs if x is not None}
 
     @property
     def group(self) -> int:
@@ -99,6 +98,8 @@ class Problem(NamedTuple):
 
     def in_first_slots(self) -> "Problem":
         """Returns an equivalent problem without `slots`: moves the first query to bitmap row 0."""
+        if not self.slots:
+            return self
         if not any(self.slots):
             return self._replace(slots=())
         pairs = zip(self.layout.passes, self.slots, strict=True)
@@ -113,8 +114,7 @@ class Problem(NamedTuple):
 
 
 _EXTRAS = [name for name, default in Problem._field_defaults.items() if default is None]
-_END = 5 + len(_EXTRAS)
-assert Problem._fields[5:_END] == tuple(_EXTRAS)
+_extras, _NOTHING = attrgetter(*_EXTRAS), {type(None)}
 
 
 class Gradients(NamedTuple):

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.arguments import checked_integer, shortened
-from ..patterns.keywords import class_with_hints
+from ..patterns.keywords import class_with_hints, inner
 from ..patterns.once import bytes_held, one_thread, unseen
 from ..patterns.selected import selections_of
 from ..streams import capturing
@@ -75,6 +75,7 @@ class LayoutCache:
     def __repr__(self) -> str:
         return f"<LayoutCache {self.info()}>"
 
+    @inner
     def layout(
         self, pattern: Pattern, frame: Frame, block_size: int, device: torch.device
     ) -> BlockLayout:
@@ -96,6 +97,7 @@ class LayoutCache:
             return build()
         return self.keep(key, lambda: build().shared(device)).ready()
 
+    @inner
     def keep(self, key: Hashable, build: Callable[[], Value]) -> Value:
         """Returns the value cached under a key, or builds and caches it; threads share one build.
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..patterns.algebra import Frame
 from ..patterns.arguments import checked_integer
-from ..patterns.keywords import class_with_hints
+from ..patterns.keywords import class_with_hints, inner
 from ..patterns.once import once
 from ..streams import Built, moved, moved_together
 from .bitmaps import transposed, unpack
@@ -261,6 +261,7 @@ class BlockLayout:
         copy.memo.update((name, tables["memo", name]) for name in memo)
         return copy
 
+    @inner
     def ready(self) -> "BlockLayout":
         """Makes the current CUDA stream wait until the tables are complete; returns the layout."""
 

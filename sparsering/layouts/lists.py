@@ -145,7 +145,12 @@ def split(pattern: Pattern) -> tuple[Pattern, tuple[tuple[Source, ...], ...]]:
 
 def is_only_lists(pattern: Pattern) -> bool:
     """True if sources list all pairs of a pattern: `split` leaves nothing for tiles."""
-    return all(map(_is_listed, pattern.branches))
+    found: bool | None = vars(pattern).get("_is_only_lists")
+    if found is None:
+        found = all(map(_is_listed, pattern.branches))
+        if not torch.compiler.is_compiling():
+            object.__setattr__(pattern, "_is_only_lists", found)
+    return found
 
 
 def _is_listed(mask: Mask) -> bool:

@@ -47,9 +47,16 @@ def with_hints(
     return decorate
 
 
+def inner(method: Callable[P, R]) -> Callable[P, R]:
+    """Marks a method that the library calls in each call: it has no look at its keywords."""
+    method._is_inner = True  # type: ignore[attr-defined]
+    return method
+
+
 def class_with_hints(cls: C) -> C:
     """Decorates a class: its constructor and public methods refuse unknown keywords with a hint.
 
+    Methods that are marked as `inner` stay as they are.
     A method that passes its `**options` on is left to the function that gets them. A class may have
     a table `_elsewhere`: what to write for names of other libraries, as `reasons` of `with_hints`.
     """
@@ -58,7 +65,7 @@ def class_with_hints(cls: C) -> C:
     for name in (first, *public):
         member = vars(cls).get(name) or getattr(cls, name)
         function = getattr(member, "__func__", member)  # of a class method or static method
-        if not isinstance(function, FunctionType):
+        if not isinstance(function, FunctionType) or hasattr(function, "_is_inner"):
             continue
         verb = cls.__name__ if name == first else f"{cls.__name__}.{name}"
         bound = not isinstance(member, staticmethod) or name == "__new__"

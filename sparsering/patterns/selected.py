@@ -296,4 +296,9 @@ def has_lists(pattern: Pattern) -> bool:
     """
     if not pattern.tensors:
         return False
-    return any(isinstance(x, SelectedBlocks) and x.block_size < 16 for x in parts_of(pattern))
+    found: bool | None = vars(pattern).get("_has_lists")
+    if found is None:
+        found = any(isinstance(x, SelectedBlocks) and x.block_size < 16 for x in parts_of(pattern))
+        if not torch.compiler.is_compiling():
+            object.__setattr__(pattern, "_has_lists", found)
+    return found

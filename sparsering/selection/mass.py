@@ -4,8 +4,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..call_recipe import CallRecipe, checked_call
 from ..checks import check_tensor, checked_rows, refuse_forward_mode, refuse_meta
+from ..decision import Decision, checked_call
 from ..dispatch import choose
 from ..operators import slot_mass
 from ..ops import attend
@@ -62,7 +62,7 @@ def block_mass(
     """
     if group is not None and group.size() > 1:
         key, q_start = _keys_of_ranks(query, key, lse, scale, q_start, group)
-    inputs, call, options = checked_call((query, key, key), pattern, scale=scale, q_start=q_start)
+    call = checked_call((query, key, key), pattern, scale=scale, q_start=q_start)
     selections = selections_of(pattern)
     if len(selections) != 1:
         raise ValueError(
@@ -71,16 +71,16 @@ def block_mass(
         )
     refuse_meta(query, key)
     refuse_forward_mode(query, key)
-    query, key, _ = inputs
+    query, key = call.query, call.key
     backend = choose(None, (query, key, key), ("slot_bias",))
     if lse is None:
-        recipe, first_channel = CallRecipe(backend, **call), key[..., :1]
-        _, lse = attend(recipe, (query, key, first_channel), pattern, options)
+        first_channel = call._replace(value=key[..., :1])
+        _, lse = attend(first_channel, Decision.of(call, backend))
     lse = checked_rows("lse", lse, query, broadcasts=False)
     weight = lse.new_ones(1, 1, 1) if weight is None else checked_rows("weight", weight, query)
     weight = weight.expand(lse.shape)
     text, tensors = pattern.operands
-    call_of = tensors, text, call["scale"], call["q_start"], backend
+    call_of = tensors, text, call.scale, call.q_start, backend
     mass: Tensor = slot_mass(query, key, lse, weight, *call_of)
     return mass.unflatten(-1, selections[0].indices.shape[-2:])
 

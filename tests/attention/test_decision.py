@@ -1,4 +1,4 @@
-"""Equal calls share one recipe (backend, layout, scale); other calls do not."""
+"""Equal calls share one decision (backend, layout, scale); other calls do not."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparsering as sr
-from sparsering import call_recipe
+from sparsering import decision
 from sparsering.dispatch import BACKENDS
 
 CASE = Case(2, 4, 2, 40, 40, 8, 8)
@@ -29,9 +29,9 @@ def exact(args: list[Tensor], pattern: sr.Pattern, **options: Any) -> Tensor:
 def checks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """List that gets an item for each call whose arguments are checked in full."""
     seen: list[int] = []
-    real = call_recipe.check_inputs
-    monkeypatch.setattr(call_recipe, "check_inputs", lambda *x: (seen.append(1), real(*x)))
-    call_recipe._recipes.clear()
+    real = decision.check_inputs
+    monkeypatch.setattr(decision, "check_inputs", lambda *x: (seen.append(1), real(*x)))
+    decision._decisions.clear()
     return seen
 
 
@@ -181,14 +181,14 @@ def test_strides_and_threads_change_no_decision():
         torch.set_num_threads(before)
 
 
-def test_few_recipes_are_kept(checks):
+def test_few_decisions_are_kept(checks):
     for length in range(1, 300):
         x = torch.zeros(1, 1, length, 1)
         sr.attention(x, x, x, sr.Full(), block_size=16)
-    assert len(call_recipe._recipes) == call_recipe._MOST < len(checks) == 299
+    assert len(decision._decisions) == decision._MOST < len(checks) == 299
 
 
-def test_steps_of_a_cache_share_a_recipe_and_a_call_of_their_shapes_changes_none(checks):
+def test_steps_of_a_cache_share_a_decision_and_a_call_of_their_shapes_changes_none(checks):
     args, pattern = drawn(), sr.SlidingWindow(9) & sr.Causal()
     caches = [sr.KVCache(pattern, 2, 2, 8, num_heads=4, page_size=16) for _ in range(2)]
     parts = [
@@ -196,7 +196,7 @@ def test_steps_of_a_cache_share_a_recipe_and_a_call_of_their_shapes_changes_none
     ]
     outs = [[cache.attend(*part) for part in parts] for cache in caches[:1]]
     assert len(checks) <= 4  # prompt and step, and the attention of the prompt
-    call_recipe._recipes.clear()
+    decision._decisions.clear()
     for part in parts:
         sr.attention(*part, pattern)
     outs.append([caches[1].attend(*part) for part in parts])
@@ -205,3 +205,14 @@ def test_steps_of_a_cache_share_a_recipe_and_a_call_of_their_shapes_changes_none
         caches[0].attend(*(x.double() for x in parts[-1]))
     with pytest.raises(ValueError, match="equally many new tokens"):
         caches[0].attend(*(x[:1] for x in parts[-1]))
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_pattern_has_parts_for_each_frame(requires_grad):
+    pattern = sr.SlidingWindow(5) & sr.KeyMask(torch.arange(40) % 3 > 0)
+    args = drawn(requires_grad)
+    for q_len in (40, 7, 1, 40, 7):
+        own = [args[0][:, :, :q_len], *args[1:]]
+        assert_close(sr.attention(*own, pattern).double(), exact(own, pattern), 3e-6)
+    with pytest.raises(ValueError, match="bool for each of 39 keys"):
+        sr.attention(*(x[:, :, 1:] for x in args), pattern)

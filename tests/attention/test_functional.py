@@ -13,10 +13,11 @@ from oracles.kinds import random_table
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.call_recipe import CallRecipe
+from sparsering.call import Call, Options
+from sparsering.decision import Decision
 from sparsering.dispatch import BACKENDS, reasons_against
 from sparsering.distributed import ring_attention, simulate_ring
-from sparsering.extras import OPTIONS, Extras
+from sparsering.extras import OPTIONS
 from sparsering.ops import attend
 
 CASE = Case(2, 4, 2, 40, 40, 8, 6)
@@ -159,8 +160,15 @@ def test_an_option_is_computed_or_refused_by_name_and_never_ignored(option):
         assert (f"it has no {option}" in reasons) == (option not in backend.extras)
         if option == "logit_cap" and name != "triton":
             with pytest.raises((TypeError, AssertionError), match="logit_cap"):
-                extras = Extras({"logit_cap": 5.0})
-                attend(CallRecipe(name, 1.0, 0, 16), (*args.values(),), sr.Causal(), extras)
+                call = Call(
+                    **args,
+                    pattern=sr.Causal(),
+                    scale=1.0,
+                    q_start=0,
+                    block_size=16,
+                    options=Options({"logit_cap": 5.0}),
+                )
+                attend(call, Decision.of(call, name))
 
 
 @pytest.mark.parametrize("part", ["outs", "lses"])

@@ -9,11 +9,11 @@ import torch
 
 import sparsering as sr
 from sparsering import weights
-from sparsering.call_recipe import CallRecipe
+from sparsering.call import Call, Options
 from sparsering.decoding.steps import NewTokens, fits_page
 from sparsering.dispatch import BACKENDS, reasons_against
 from sparsering.distributed import ring_attention, simulate_ring
-from sparsering.extras import ANYWHERE, OPTIONS, Extras, Option, checked_extras
+from sparsering.extras import ANYWHERE, OPTIONS, Option, checked_options, for_queries
 from sparsering.kernels.problem import Problem
 
 X = [torch.randn(1, 2, 8, 4) for _ in range(3)]
@@ -131,7 +131,7 @@ def test_a_step_with_an_unknown_extra_leaves_the_page():
     cache.attend(*X)
     step = [x[:, :, :1] for x in X]
     for extras, fits in (({}, True), ({"softcap": 2.0}, True), ({"logit_bias": X[0]}, False)):
-        tokens = NewTokens(*step, Extras(extras))
+        tokens = NewTokens(*step, Options(extras))
         assert fits_page(cache._state, "gather", [1], tokens) == fits
 
 
@@ -144,15 +144,15 @@ def test_a_problem_names_the_extras_in_use():
         assert problem._replace(**{name: 1.0}).in_use == {name}
 
 
-def test_extras_hold_what_a_call_uses():
-    extras = checked_extras(X[0], X[1], sr.Causal(), None, softcap=2.0, sink=None, dropout_p=0.0)
-    assert extras.in_use == {"softcap": 2.0} and extras["sink"] is None
-    assert checked_extras(X[0], X[1], sr.Causal(), None).in_use == {}
-    assert extras.changed(softcap=None).in_use == {}
-    rows = Extras({"sink": torch.randn(1, 2, 8), "distance_bias": torch.randn(1, 2, 8)})
-    cut = rows.mapped(lambda x: x[:, :, :3], by="query")
+def test_options_hold_what_a_call_uses():
+    options = checked_options(X[0], X[1], sr.Causal(), None, softcap=2.0, sink=None, dropout_p=0.0)
+    assert options.in_use == {"softcap": 2.0} and options["sink"] is None
+    assert checked_options(X[0], X[1], sr.Causal(), None).in_use == {}
+    assert options.changed(softcap=None).in_use == {}
+    rows = Options({"sink": torch.randn(1, 2, 8), "distance_bias": torch.randn(1, 2, 8)})
+    cut = for_queries(rows, lambda x: x[:, :, :3])
     assert cut["sink"].shape == (1, 2, 3) and cut["distance_bias"].shape == (1, 2, 8)
-    recipe = CallRecipe("cpu", 1.0, 0)
-    for value in (extras, recipe):
+    call = Call(query=X[0], key=X[1], value=X[2], pattern=sr.Causal(), scale=1.0, q_start=0)
+    for value, name in ((options, "in_use"), (call, "options")):
         with pytest.raises(AttributeError):
-            value.in_use = {}  # type: ignore[union-attr,misc]
+            setattr(value, name, {})

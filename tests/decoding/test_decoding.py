@@ -10,7 +10,7 @@ from oracles.attention_oracle import PATTERNS, Case, assert_close, inputs
 from torch import Tensor
 
 import sparsering as sr
-from sparsering import call_recipe
+from sparsering import decision
 from sparsering.distributed import simulate_ring
 from sparsering.distributed.sharding import owned_ranges
 from sparsering.layouts.cache import layout_cache
@@ -395,7 +395,7 @@ def test_a_step_like_the_last_one_gives_the_bits_of_a_step_that_is_checked():
     quick, slow = (cache_of(pattern, page_size=16, rollback=2) for _ in range(2))
     for token in range(CASE.kv_len):
         part = [y[:, :, token : token + 1] for y in x]
-        call_recipe._recipes.clear()
+        decision._decisions.clear()
         assert torch.equal(quick.attend(*part), slow.attend(*part))
         assert quick.lengths == slow.lengths
         if token % 7 == 6:

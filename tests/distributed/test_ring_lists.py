@@ -9,10 +9,10 @@ from oracles.ring_oracle import assert_plan_is_exact, plan_of
 from torch import Tensor
 
 import sparsering as sr
+from sparsering.call import NO_OPTIONS
 from sparsering.distributed import RingPlan, rank_layouts, ring_attention, shard, simulate_ring
 from sparsering.distributed.rank import choose_kernels
 from sparsering.distributed.sharding import owned_ranges
-from sparsering.extras import NO_EXTRAS
 from sparsering.layouts.compile import compile_passes
 from sparsering.patterns.selected import has_lists
 
@@ -105,7 +105,7 @@ def test_the_load_of_lists_is_a_mean_in_double_precision():
 def test_a_ring_names_the_backends_that_run_lists():
     query = torch.zeros(1, 2, TOKENS, 16)
     with pytest.raises(NotImplementedError, match="lists of keys, such as cpu, triton, gather"):
-        choose_kernels("torch_sparse", [query] * 3, NO_EXTRAS, JOINS["causal"])
+        choose_kernels("torch_sparse", [query] * 3, NO_OPTIONS, JOINS["causal"])
 
 
 def test_a_listed_key_that_is_not_finite_reaches_its_own_rows_alone():

@@ -117,8 +117,8 @@ DEFECTS = {
     "each round of a ring adds the sink": (
         "rings",
         "distributed/rank.py",
-        "options = dict(self.extras.changed(sink=None).in_use)",
-        "options = dict(self.extras.in_use)",
+        "options = dict(self.options.changed(sink=None).in_use)",
+        "options = dict(self.options.in_use)",
     ),
     "top_p keeps one block less": (
         "selections",

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -79,17 +79,19 @@ def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
     """Computes gradients."""
+    problem = problem.in_first_slots()
     if problem.lists:
         return _backward_of_lists(problem, out, lse, grad_out, grad_lse)
     by_head = takes_whole_heads(len(problem.key) * problem.key.shape[1], torch.get_num_threads())
     transposes: list[Tensor] = []
-    for p in () if by_head else problem.layout.passes:
+    passes = zip(problem.layout.passes, _walked(problem), strict=True)
+    for p, walked in () if by_head else passes:
         # the kernel expects three tensors per pass, but ignores them if it loops over key tiles
-        tables = 3 * (p.row_ptr,) if _is_walked(problem, p) else p.transpose
+        tables = 3 * (p.row_ptr,) if walked else p.transpose
         transposes += [x.contiguous() for x in tables]
     results = dense_rows(out), lse.contiguous(), dense_rows(grad_out), grad_lse.contiguous()
     learns = problem.learns_distances
-    arguments = *_arguments(problem), *results, transposes, learns
+    arguments = *_arguments(problem.with_positive_scale()), *results, transposes, learns
     dq, dk, dv, dbias, dtables, delta = library().backward(*arguments)
     bias, table, sink = problem.block_bias, problem.distance_bias, problem.sink
     dbias = None if bias is None else dbias.to(bias.dtype)
@@ -187,14 +189,16 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
 
     Raises: NotImplementedError with softcap, distance bias or dropout.
     """
+    problem = problem.in_first_slots()
     if _needs_query_walk(problem):
         raise NotImplementedError("cpu: entry_mass takes no softcap, distance_bias or dropout")
     layout, bias = problem.layout, problem.block_bias
     entries = layout.num_blocks if bias is None else bias.shape[2]
     if not layout.num_blocks:
         return lse.new_zeros(*problem.query.shape[:2], entries)
-    arguments = list(_arguments(problem.in_first_slots()))
-    arguments[4], arguments[-1] = layout.first_entry.contiguous(), [1] * len(layout.passes)
+    x = problem.with_positive_scale()
+    walked = [1] * len(layout.passes)  # the operator `mass` loops over key tiles
+    arguments = *_arguments(x, counted=True)[:-1], walked
     weight = None if weight is None else weight.float().contiguous()
     return library().mass(*arguments, lse.float().contiguous(), weight, entries)
 
@@ -210,22 +214,26 @@ def block_shares(*tensors: Tensor | None, features: str, **numbers: Any) -> bool
     return library().shares(*tensors, kind={"gauss": 1, "bounds": 2}.get(features, 0), **numbers)
 
 
-def _arguments(problem: Problem) -> tuple[Any, ...]:
-    """Returns the arguments that the operators forward, backward and mass share."""
-    problem = problem.with_positive_scale()
+def _arguments(problem: Problem, counted: bool = False) -> tuple[Any, ...]:
+    """Returns the arguments that the operators forward, backward and mass share.
+
+    The scale of the problem is above 0. `counted`: each pass has the number of its first block,
+    also without a bias.
+    """
     layout, bias, table = problem.layout, problem.block_bias, problem.distance_bias
-    mask, passes, by_query = problem.key_mask, layout.passes, _needs_query_walk(problem)
+    mask, laid, by_query = problem.key_mask, _laid(layout), _needs_query_walk(problem)
+    counted = counted or bias is not None
     return (
         problem.query,
         problem.key,
         problem.value,
         None if bias is None else bias.float().contiguous(),
-        _no_entries(len(passes)) if bias is None else layout.first_entry.contiguous(),
-        [x for p in passes for x in _tables(p, layout)],
-        [x for p in passes for x in _places(p, layout.frame.q_start)] if by_query else [],
-        [p.step for p in passes],
-        [p.branch for p in passes],
-        bool(passes) and passes[0].covers[0],
+        layout.first_entry.contiguous() if counted else _no_entries(len(laid.steps)),
+        laid.tables,
+        _places(layout) if by_query else [],
+        laid.steps,
+        laid.branches,
+        laid.covers,
         layout.block_size,
         problem.scale,
         problem.softcap or 0.0,
@@ -235,24 +243,37 @@ def _arguments(problem: Problem) -> tuple[Any, ...]:
         None if mask is None else mask.contiguous(),
         problem.in_float32,
         problem.in_order,
-        [_is_walked(problem, p) for p in passes],
+        [0] * len(laid.steps) if by_query else _walked_passes(layout),
     )
 
 
-def _is_walked(problem: Problem, p: Pass) -> int:
-    """Returns 1 if the kernel loops over a pass's key tiles (walk/visits.h), else 0."""
-    if _needs_query_walk(problem) or not p.key_tile.numel():
+def _walked(problem: Problem) -> list[int]:
+    """Returns, for each pass, 1 if the kernel loops over its key tiles (walk/visits.h), else 0."""
+    by_query = _needs_query_walk(problem)
+    return [0] * len(problem.layout.passes) if by_query else _walked_passes(problem.layout)
+
+
+def _walked_passes(layout: BlockLayout) -> list[int]:
+    """Returns `_walked` of a call without options that only a loop over query tiles computes."""
+    walked: list[int] | None = layout.memo.get("walked")
+    if walked is None:
+        walked = layout.memo["walked"] = [_is_walked(layout, p) for p in layout.passes]
+    return walked
+
+
+def _is_walked(layout: BlockLayout, p: Pass) -> int:
+    if not p.key_tile.numel():
         return 0
     shape: tuple[tuple[int, int], float] | None = p.memo.get("walked shape")
     if shape is None:
         queries, keys = p.memo.get("most tokens") or (
-            int(tile_counts(start, stop, p.step, problem.layout.block_size).max())
+            int(tile_counts(start, stop, p.step, layout.block_size).max())
             for start, stop in ((p.query_start, p.query_stop), (p.key_start, p.key_stop))
         )
         mean = float(p.num_entries.double().mean()) if queries <= _MOST_WALKED_QUERIES else 0.0
         shape = p.memo["walked shape"] = (queries, keys), mean
     longest, entries = shape
-    tiles, frame = (p.query_start.shape[1], p.key_start.shape[1]), problem.layout.frame
+    tiles, frame = (p.query_start.shape[1], p.key_start.shape[1]), layout.frame
     group = frame.num_heads / max(1, frame.num_kv_heads)
     return int(is_walked_shape(longest, tiles, entries, group))
 
@@ -272,26 +293,41 @@ def is_walked_shape(
 
 def _needs_query_walk(problem: Problem) -> bool:
     """True if the call uses an option that only the loop over query tiles computes."""
-    return not (problem.is_bare or problem.in_use <= _BY_KEY)
+    return not problem.in_use <= _BY_KEY
+
+
+class _Laid(NamedTuple):
+    """The tables of a layout, as the operators take them."""
+
+    tables: list[Tensor]  # of all passes, one after the other
+    steps: list[int]
+    branches: list[int]
+    covers: bool  # whether each query is in a tile of the first pass
+
+
+def _laid(layout: BlockLayout) -> _Laid:
+    """Returns a layout's tables, which it keeps."""
+    laid: _Laid | None = layout.memo.get("laid")
+    if laid is None:
+        passes = layout.passes
+        laid = layout.memo["laid"] = _Laid(
+            tables=[x for p in passes for x in _tables(p, layout)],
+            steps=[p.step for p in passes],
+            branches=[p.branch for p in passes],
+            covers=bool(passes) and passes[0].covers[0],
+        )
+    return laid
 
 
 def _checked_layout(problem: Problem) -> Tensor:
-    """Returns the kernel's C++ object for a layout, whose tables it has checked; caches it."""
+    """Returns the kernel's C++ object for a layout, whose tables it has checked; keeps it."""
     layout, scale = problem.layout, problem.scale
-    cached: tuple[float, Tensor] | None = layout.memo.get("checked layout")
-    if cached is None or cached[0] != scale:
-        passes = layout.passes
-        checked = library().lay(
-            [x for p in passes for x in _tables(p, layout)],
-            [p.step for p in passes],
-            [p.branch for p in passes],
-            bool(passes) and passes[0].covers[0],  # whether each query is in a tile of the first
-            layout.block_size,
-            scale,
-            [_is_walked(problem, p) for p in passes],
-        )
-        cached = layout.memo["checked layout"] = scale, checked
-    return cached[1]
+    kept: tuple[float, Tensor] | None = layout.memo.get("checked layout")
+    if kept is None or kept[0] != scale:
+        walked = _walked_passes(layout)
+        checked = library().lay(*_laid(layout), layout.block_size, scale, walked)
+        kept = layout.memo["checked layout"] = scale, checked
+    return kept[1]
 
 
 def _path(_: torch.device) -> Path:
@@ -315,6 +351,14 @@ def _tables(p: Pass, layout: BlockLayout) -> list[Tensor]:
     return [x.contiguous() for x in (*tiles, *tables, *segments)]
 
 
-def _places(p: Pass, q_start: int) -> list[Tensor]:
-    stream = p.key_start.new_empty(0) if p.stream is None else p.stream
-    return [x.contiguous() for x in (*p.coordinates(q_start), stream, *p.depths(q_start))]
+def _places(layout: BlockLayout) -> list[Tensor]:
+    """Returns where the tokens of all passes stand, for distances and dropout; it keeps them."""
+    places: list[Tensor] | None = layout.memo.get("places")
+    if places is None:
+        q_start, places = layout.frame.q_start, []
+        for p in layout.passes:
+            stream = p.key_start.new_empty(0) if p.stream is None else p.stream
+            found = *p.coordinates(q_start), stream, *p.depths(q_start)
+            places += [x.contiguous() for x in found]
+        layout.memo["places"] = places
+    return places

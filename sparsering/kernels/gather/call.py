@@ -49,6 +49,7 @@ def set_workspace(limit: int) -> int:
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) of attention over a layout, as `Problem` says."""
+    problem = problem.in_first_slots()
     query, value, sink = problem.query, problem.value, problem.sink
     dtype = sum_dtype(query)
     q, k, v = _flat(query), _flat(problem.key), _flat(value)
@@ -88,6 +89,7 @@ def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
     """Computes the gradients of the problem's tensors."""
+    problem = problem.in_first_slots()
     query, key, value, sink = problem.query, problem.key, problem.value, problem.sink
     dtype = sum_dtype(query)
     q, k, v, do = _flat(query), _flat(key), _flat(value), _flat(grad_out)
@@ -137,6 +139,7 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
 
     Returns: [B, Hq, num_blocks], in the order of the layout's entries.
     """
+    problem = problem.in_first_slots()
     dtype = sum_dtype(problem.query)
     q, k = _flat(problem.query), _flat(problem.key)
     extras = Extras(problem, dtype)
