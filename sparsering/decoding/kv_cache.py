@@ -28,10 +28,11 @@ from .cache_state import SIZES, CacheState, History, ordinary_tensors
 from .compiled import attend_op, operator_options, register
 from .drafts import attend_draft, draft_of, kept
 from .later_keys import LaterKeys
+from .padded_tokens import padding_last, taken
 from .steps import NewTokens, attend_page, attend_spans, empty_results, fits_page, page_layout
 from .stored_rows import Store, checked_store, to_store
 
-_OWN = ("lengths", "stored", "tree", "keep", "return_lse")
+_OWN = ("lengths", "valid", "stored", "tree", "keep", "return_lse")
 _OPTIONS = ("backend", "scale", "block_size", *ANYWHERE)
 _REFUSED = {  # why `attend` does not take other options of `attention`, by name or by their kind
     "q_start": "the cache knows the positions of its tokens",
@@ -207,6 +208,7 @@ class KVCache:
         value: Tensor,
         *,
         lengths: Sequence[int] | Tensor | None = None,
+        valid: Tensor | None = None,
         stored: bool = True,
         tree: Sequence[int] | Tensor | None = None,
         keep: bool = True,
@@ -222,6 +224,8 @@ class KVCache:
             query, key, value: the new tokens, [B, H, n, D] as in `attention`.
             lengths: number of new tokens of each batch entry, default n; the other tokens of the
                 entry are padding. Batch entries may thus have sequences of different lengths.
+            valid: in place of `lengths`, bool [B, n], False for tokens that are padding, on the
+                left too. The others follow one another in the sequence of their entry.
             stored: False if another rank's cache stores the new tokens. This cache then only counts
                 them in its length. `merge_attention` joins the results of the ranks.
             tree: the new tokens are guesses: parent of each, an earlier one, or -1 for the last
@@ -249,21 +253,27 @@ class KVCache:
                     "torch.no_grad(), or train with attention() on whole sequences"
                 )
         if torch.compiler.is_compiling():
-            if not stored or return_lse or tree is not None:
+            if not stored or return_lse or tree is not None or valid is not None:
                 raise ValueError(
-                    "attend takes no stored, tree or return_lse inside torch.compile; call it "
-                    "outside"
+                    "attend takes no stored, tree, valid or return_lse inside torch.compile; call "
+                    "it outside"
                 )
             inputs = checks.autocast_inputs(query, key, value)
             options |= {"lengths": lengths, "keep": keep}
             return attend_op(*inputs, self._clock, **operator_options(options))
         self._check_no_draft("attend")
-        if tree is not None and not (lengths is None and stored and keep):
+        if tree is not None and not (lengths is None and valid is None and stored and keep):
             raise ValueError(
-                "tree= needs stored=True, keep=True and no lengths, got others; leave them out, "
-                "and call keep([]) afterwards to drop the tokens of a tree"
+                "tree= needs stored=True, keep=True and no lengths or valid, got others; leave "
+                "them out, and call keep([]) afterwards to drop the tokens of a tree"
             )
-        results = self._attend((query, key, value), lengths, stored, tree, keep, **options)
+        given, place = (query, key, value), None
+        if valid is not None:
+            given, lengths, place = padding_last(given, lengths, valid)
+        results = self._attend(given, lengths, stored, tree, keep, **options)
+        if place is not None:
+            out, lse = results
+            results = taken(out, place), lse.gather(2, place[:, None].expand_as(lse))
         return results if return_lse else results[0]
 
     def keep(self, path: Sequence[int] | Tensor) -> None:

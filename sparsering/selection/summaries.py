@@ -1,8 +1,8 @@
 """`BlockSummaries`: caches summaries of key blocks while a sequence is decoded."""
 
 import math
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Iterable, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from ..checks import check_inputs, checked_index, checked_scale
 from ..numerics import sum_dtype, without_autocast
-from ..patterns.arguments import checked_integer
+from ..patterns.arguments import checked_integer, index_of, listed, shortened
 from ..patterns.keywords import class_with_hints
 from ..patterns.positions import Full
 from .estimates import BlockEstimate, checked_method, query_features
@@ -52,7 +52,7 @@ class BlockSummaries:
                 f"block_size={method.block_size} here, or construct another scorer"
             )
         self._feature: Tensor | None = None  # [B, Hkv, parts of a block, allocated blocks, F]
-        self._blocks = 0
+        self._blocks: list[int] = []  # blocks that have a summary, of each entry; [] before keys
 
     def __copy__(self) -> Self:
         """Copies the buffer too, because `scores` writes new blocks to it in place."""
@@ -65,6 +65,7 @@ class BlockSummaries:
         """Returns a copy with the same buffer, for a call that replaces this object or fails."""
         other = object.__new__(type(self))
         vars(other).update(vars(self))
+        other._blocks = list(self._blocks)
         return other
 
     @property
@@ -73,7 +74,14 @@ class BlockSummaries:
         return 0 if self._feature is None else self._feature.nbytes
 
     @torch.no_grad()
-    def scores(self, query: Tensor, key: Tensor, *, scale: float | None = None) -> Tensor:
+    def scores(
+        self,
+        query: Tensor,
+        key: Tensor,
+        *,
+        scale: float | None = None,
+        lengths: Sequence[int] | Tensor | None = None,
+    ) -> Tensor:
         """Scores all blocks for each of the last n queries, from the summaries of full blocks.
 
         `block_scores` or the `BlockScorer`, called on the whole sequence, give the same scores.
@@ -82,24 +90,71 @@ class BlockSummaries:
             query: [B, Hq, n, D], queries of the last n tokens.
             key: [B, Hkv, Nk, D], all keys so far; keys of earlier calls must not have changed.
             scale: factor of the products, default D ** -0.5; a `BlockScorer` ignores it.
+            lengths: keys of each batch entry so far, from n to Nk; those behind are padding. The
+                queries are then the last n tokens of each entry, and its scores those that it has
+                alone, -inf for blocks of padding. Default: Nk.
 
         Returns: [B, Hkv, n, Nb] without gradient, float32 (a `BlockScorer`'s may be float64).
 
         Raises: ValueError if an argument is invalid.
 
-        Cost: O(n Nb), plus reading the keys of the blocks of the queries, and new blocks once.
+        Cost: O(n Nb), plus reading the keys of the blocks of the queries, and new blocks once. With
+            `lengths`, one entry is computed after the other.
         """
         check_inputs(query, key, key, Full())
-        length, size = key.shape[2], self._size
-        if (start := length - query.shape[2]) < 0:
+        (batch, _, n, _), length = query.shape, key.shape[2]
+        if n > length:
             raise ValueError(
-                f"expected at most as many queries as keys, {length}, got {query.shape[2]}; append "
-                "the keys of the new tokens to `key` first"
+                f"expected at most as many queries as keys, {length}, got {n}; append the keys of "
+                "the new tokens to `key` first"
             )
-        dtype = sum_dtype(query)
+        if lengths is None:
+            first = self.first_needed(range(batch), length - n)
+            return self._scores(query, key[:, :, first:], length, scale)
+        given = listed("lengths", lengths)
+        ends: list[Any] = [index_of(x) for x in given] if isinstance(given, Sequence) else []
+        if len(ends) != batch or not all(x is not None and n <= x <= length for x in ends):
+            raise ValueError(
+                f"lengths must be {batch} ints from {n} to {length}, the keys of each batch entry, "
+                f"got {shortened(repr(given))}; leave lengths out if no key is padding"
+            )
+        self.reserve(key, max(ends, default=0))
+        parts = []
+        for entry, end in enumerate(ends):
+            tail = key[entry : entry + 1, :, self.first_needed([entry], end - n) : end]
+            own = self.scores_of_entry(entry, query[entry : entry + 1], tail, end, scale)
+            parts.append(pad(own, (0, -(-length // self._size) - own.shape[3]), value=-torch.inf))
+        return torch.cat(parts)
+
+    def first_needed(self, entries: Iterable[int], start: int) -> int:
+        """Returns the first key that the scores of queries from `start` on read, of some entries.
+
+        It begins the block of the first query, or an earlier block that has no summary.
+        """
+        done = [self._blocks[entry] for entry in entries if self._blocks] or [0]
+        return min(*done, start // self._size) * self._size
+
+    def scores_of_entry(
+        self, entry: int, query: Tensor, tail: Tensor, length: int, scale: float | None
+    ) -> Tensor:
+        """Computes `scores` [1, Hkv, n, Nb] of the last n of an entry's `length` tokens.
+
+        `tail`: [1, Hkv, m, D], its keys from `first_needed` on. `reserve` has made room.
+        """
+        one = self.fork()
+        assert self._feature is not None
+        one._feature, one._blocks = self._feature[entry : entry + 1], [self._blocks[entry]]
+        scores = one._scores(query, tail, length, scale)
+        self._blocks[entry] = one._blocks[0]
+        return scores
+
+    def _scores(self, query: Tensor, tail: Tensor, length: int, scale: float | None) -> Tensor:
+        """Computes scores for the last of `length` tokens, given the last keys of each entry."""
+        size, start, dtype = self._size, length - query.shape[2], sum_dtype(query)
+        first = (length - tail.shape[2]) // size  # block that begins with the first key of `tail`
         with without_autocast(query):
-            feature = self._extended(key, dtype)
-            own = key[:, :, start // size * size :].to(dtype)
+            feature = self._extended(tail, length, dtype)
+            own = tail[:, :, (start // size - first) * size :].to(dtype)
             if isinstance(self._method, BlockScorer):
                 pooled = feature[:, :, 0, : -(-length // size)]
                 return self._method.scores_of(query.to(dtype), pooled, own, start, start // size)
@@ -131,30 +186,71 @@ class BlockSummaries:
         score = mass.log_softmax(-1).logsumexp(1, keepdim=True)
         return score.unflatten(0, feature.shape[:2]).float()
 
-    def crop(self, length: int) -> None:
-        """Forgets the summaries of blocks that end after the first `length` tokens."""
-        self._blocks = min(self._blocks, checked_integer("length", length, 0) // self._size)
+    def crop(self, length: int | Sequence[int]) -> None:
+        """Forgets the summaries of blocks that end after the first `length` tokens.
+
+        `length` may be a list: that of each batch entry.
+        """
+        if isinstance(length, Sequence):
+            ends = [checked_integer("length", x, 0) // self._size for x in length]
+            if len(ends) != len(self._blocks or ends):
+                raise ValueError(
+                    f"crop needs a length for each of {len(self._blocks)} batch entries, got "
+                    f"{len(ends)}; one int crops all"
+                )
+            pairs = zip(self._blocks, ends, strict=False)
+            self._blocks = [min(blocks, end) for blocks, end in pairs]
+            return
+        whole = checked_integer("length", length, 0) // self._size
+        self._blocks = [min(blocks, whole) for blocks in self._blocks]
 
     def select(self, index: Tensor | Sequence[int]) -> None:
         """Keeps only the batch entries listed in `index`, in the order of the list."""
         if self._feature is not None:
             chosen = checked_index("select", index, len(self._feature))
             self._feature = self._feature.index_select(0, chosen.to(self._feature.device))
+            self._blocks = [self._blocks[entry] for entry in chosen.tolist()]
 
-    def _extended(self, key: Tensor, dtype: torch.dtype) -> Tensor:
-        """Summarises newly full blocks; returns the buffer [B, Hkv, parts, allocated blocks, F]."""
-        size, whole = self._size, key.shape[2] // self._size
-        first = self._blocks = min(self._blocks, whole)
+    def reserve(self, key: Tensor, length: int) -> None:
+        """Makes room for the summaries of `length` keys like `key` [B, Hkv, n, D]."""
+        dtype = sum_dtype(key)
+        if self._feature is None:
+            self._keep(self._summarised(key[:, :, :0].to(dtype)), [0] * len(key))
+        self._grow(length // self._size)
+
+    def _extended(self, tail: Tensor, length: int, dtype: torch.dtype) -> Tensor:
+        """Summarises newly full blocks; returns the buffer [B, Hkv, parts, allocated blocks, F].
+
+        `tail` has the last keys of all entries, which have `length` keys each.
+        """
+        size, whole = self._size, length // self._size
+        skipped = (length - tail.shape[2]) // size
+        first = min([whole, *self._blocks] if self._blocks else [0])
         if whole > first or self._feature is None:
-            keys = key[:, :, first * size : whole * size].to(dtype)
-            if isinstance(self._method, BlockScorer):
-                new = self._method.summaries(keys)[:, :, None]
-            else:
-                new = BlockEstimate.build(keys, size, self._method, self._part).feature
-            buffer = new[:, :, :, :0] if self._feature is None else self._feature
-            if buffer.shape[3] <= whole:  # a full buffer grows by half
-                room = max(whole, first + first // 2) + 1 - first
-                buffer = pad(buffer[:, :, :, :first], (0, 0, 0, room))
+            keys = tail[:, :, (first - skipped) * size : (whole - skipped) * size].to(dtype)
+            new = self._summarised(keys)
+            if self._feature is None:
+                self._keep(new[:, :, :, :0], [0] * len(tail))
+            buffer = self._grow(whole)
             buffer[:, :, :, first:whole] = new
-            self._feature, self._blocks = buffer, whole
+        self._blocks = [whole] * len(tail)
+        assert self._feature is not None
+        return self._feature
+
+    def _summarised(self, keys: Tensor) -> Tensor:
+        """Returns the features [B, Hkv, parts, blocks, F] of whole blocks of keys."""
+        if isinstance(self._method, BlockScorer):
+            return self._method.summaries(keys)[:, :, None]
+        return BlockEstimate.build(keys, self._size, self._method, self._part).feature
+
+    def _keep(self, feature: Tensor, blocks: list[int]) -> None:
+        self._feature, self._blocks = feature, blocks
+
+    def _grow(self, whole: int) -> Tensor:
+        """Returns the buffer with room for `whole` blocks and one more; it grows by half."""
+        assert self._feature is not None
+        if self._feature.shape[3] <= whole:
+            used = max(self._blocks, default=0)
+            room = max(whole, used + used // 2) + 1 - used
+            self._feature = pad(self._feature[:, :, :, :used], (0, 0, 0, room))
         return self._feature

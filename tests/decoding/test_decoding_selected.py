@@ -161,7 +161,9 @@ def test_what_does_not_fit_is_said(options, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"lengths": [1, 0]}, "equally many new tokens"),
+        ({"lengths": [1, 2]}, "lengths must be 2 ints from 0 to 1"),
+        ({"valid": torch.ones(2, 3).bool()}, "valid must be bool"),
+        ({"tree": [-1]}, "no tree"),
         ({"stored": False}, "stored=False"),
         ({"q_start": 3}, "attend takes no q_start"),
         ({"softcap": -1.0}, "softcap"),
@@ -265,3 +267,133 @@ def test_scorers_that_know_later_tokens_keep_no_summaries(options):
         sr.SelectedCache(1, 2, 8, method=scorer_with_weights(**options), **OPTIONS)
     with pytest.raises(ValueError, match="pass block_size=16"):
         BlockSummaries(32, method=scorer_with_weights())
+
+
+def alone(inputs: tuple[Tensor, ...], entry: int, length: int) -> Tensor:
+    """Output [1, H, length, D] of the first tokens of one entry in a cache of its own."""
+    own = tuple(x[entry : entry + 1, :, :length] for x in inputs)
+    return whole(own) if length else own[0]
+
+
+def stepped(
+    cache: sr.KVCache, inputs: tuple[Tensor, ...], new: list[int], n: int, **options
+) -> list[Tensor]:
+    """Feeds `new[i]` tokens of each entry, with NaN as padding up to n; returns their outputs."""
+    starts = cache.lengths
+    tokens = [torch.full((len(new), x.shape[1], n, x.shape[3]), torch.nan).to(x) for x in inputs]
+    for entry, (first, count) in enumerate(zip(starts, new, strict=True)):
+        for to, x in zip(tokens, inputs, strict=True):
+            to[entry, :, :count] = x[entry, :, first : first + count]
+    out, lse = cache.attend(*tokens, lengths=new, return_lse=True, **options)
+    for entry, count in enumerate(new):
+        assert not out[entry, :, count:].any() and lse[entry, :, count:].isneginf().all()
+    return [out[entry, :, :count] for entry, count in enumerate(new)]
+
+
+@pytest.mark.parametrize("page_size", [16, 32])
+@pytest.mark.parametrize("method", ["sub", "bounds", "exact"])
+def test_entries_of_unlike_lengths_choose_as_alone(method, page_size, monkeypatch):
+    monkeypatch.setattr("sparsering.decoding.selected_cache._AT_A_TIME", 2000)
+    inputs = sequence(200, 3)
+    cache = sr.SelectedCache(3, 2, 8, method=method, page_size=page_size, **OPTIONS)
+    found: list[list[Tensor]] = [[], [], []]
+    steps = [([37, 90, 0], 95)] + [([1, 1, 1], 1)] * 20 + [([20, 1, 33], 33), ([0, 1, 16], 17)]
+    steps += [([2, 2, 2], 2)] * 15
+    for new, n in steps:
+        for parts, out in zip(found, stepped(cache, inputs, new, n), strict=True):
+            parts.append(out)
+    for entry, parts in enumerate(found):
+        length = cache.lengths[entry]
+        own = tuple(x[entry : entry + 1, :, :length] for x in inputs)
+        assert close(torch.cat(parts, 1)[None], whole(own, method=method))
+
+
+def test_entries_of_unlike_lengths_with_a_learned_scorer_and_beams():
+    inputs, scorer = sequence(150, 2), scorer_with_weights()
+    cache = sr.SelectedCache(2, 2, 8, method=scorer, page_size=32, **OPTIONS)
+    stepped(cache, inputs, [70, 33], 70)
+    cache.select([1, 0, 1])
+    inputs = tuple(x[[1, 0, 1]] for x in inputs)
+    stepped(cache, inputs, [3, 3, 3], 3, keep=False)
+    found = [stepped(cache, inputs, [1, 1, 1], 1) for _ in range(40)]
+    for entry, length in enumerate([33, 70, 33]):
+        own = tuple(x[entry : entry + 1, :, : length + 40] for x in inputs)
+        chosen = select_blocks(scorer(*own[:2]), 3, block_size=16)
+        pattern = sr.SelectedBlocks(chosen, 16, 1) & sr.Causal()
+        out = torch.cat([step[entry] for step in found], 1)[None]
+        assert close(out, sr.attention(*own, pattern)[:, :, length:])
+    cache.select([0, 2])  # of equal lengths again, behind the slots of a longer entry
+    inputs = tuple(x[[0, 2]] for x in inputs)
+    out = stepped(cache, inputs, [5, 5], 5)
+    own = tuple(x[:, :, :78] for x in inputs)
+    chosen = select_blocks(scorer(*own[:2]), 3, block_size=16)
+    pattern = sr.SelectedBlocks(chosen, 16, 1) & sr.Causal()
+    assert close(torch.stack(out), sr.attention(*own, pattern)[:, :, 73:])
+
+
+@pytest.mark.parametrize("kind", ["selected", "plain"])
+def test_a_prompt_with_padding_on_the_left(kind):
+    """Each text of a padded batch, whose padding is NaN, gets what it gets alone."""
+    inputs, lengths = sequence(130, 3), [61, 90, 0]
+    if kind == "selected":
+        cache = sr.SelectedCache(3, 2, 8, page_size=16, **OPTIONS)
+        right = alone
+    else:
+        cache = sr.KVCache(sr.SlidingWindow(20), 3, 2, 8, num_heads=4, page_size=16)
+
+        def right(inputs, entry, length):
+            own = tuple(x[entry : entry + 1, :, :length] for x in inputs)
+            return sr.attention(*own, sr.SlidingWindow(20))
+
+    padded = [torch.full((3, x.shape[1], 90, 8), torch.nan).to(x) for x in inputs]
+    for to, x in zip(padded, inputs, strict=True):
+        for entry, n in enumerate(lengths):
+            to[entry, :, 90 - n :] = x[entry, :, :n]
+    valid = torch.arange(90) >= 90 - torch.tensor(lengths)[:, None]
+    out, lse = cache.attend(*padded, valid=valid, return_lse=True)
+    assert cache.lengths == lengths
+    for entry, n in enumerate(lengths):
+        assert close(out[entry : entry + 1, :, 90 - n :], right(inputs, entry, n))
+        assert not out[entry, :, : 90 - n].any() and lse[entry, :, : 90 - n].isneginf().all()
+        assert lse[entry, :, 90 - n :].isfinite().all()
+    found = [stepped(cache, inputs, [1, 1, 1], 1) for _ in range(40)]
+    for entry, n in enumerate(lengths):
+        out = torch.cat([step[entry] for step in found], 1)[None]
+        assert close(out, right(inputs, entry, n + 40)[:, :, n:])
+
+
+def test_what_goes_by_positions_needs_equal_lengths():
+    inputs = sequence(60)
+    cache = sr.SelectedCache(2, 2, 8, **OPTIONS)
+    stepped(cache, inputs, [20, 30], 30)
+    token = [x[:, :, :1] for x in inputs]
+    slopes = torch.rand(4, dtype=torch.float64)
+    with pytest.raises(ValueError, match="depends on positions only where all batch entries"):
+        cache.attend(*token, distance_bias=slopes)
+    with pytest.raises(ValueError, match="crop needs batch entries of equal length"):
+        cache.crop(10)
+    with pytest.raises(ValueError, match="needs lengths or valid, got both"):
+        cache.attend(*token, lengths=[1, 1], valid=torch.ones(2, 1).bool())
+
+
+def test_summaries_of_entries_of_unlike_lengths():
+    query, key, _ = sequence(200, 3)
+    summaries = BlockSummaries(16)
+    for ends, n in (([50, 20, 9], 9), ([51, 21, 10], 1), ([130, 37, 10], 2), ([131, 64, 32], 1)):
+        padded = key.masked_fill(
+            torch.arange(200)[:, None] >= torch.tensor(ends)[:, None, None, None], torch.nan
+        )
+        queries = torch.stack([query[i, :, end - n : end] for i, end in enumerate(ends)])
+        found = summaries.scores(queries, padded[:, :, : max(ends)], lengths=ends)
+        for i, end in enumerate(ends):
+            expected = block_scores(queries[i : i + 1], key[i : i + 1, :, :end], 16)
+            own = found[i : i + 1, ..., : expected.shape[3]]
+            assert torch.equal(own.isneginf(), expected.isneginf())
+            assert ((own - expected).nan_to_num(0, 0, 0).abs() <= 1e-6).all()
+            assert found[i, ..., expected.shape[3] :].isneginf().all()
+        summaries.crop([end - 1 for end in ends])
+    for wrong in ([1, 2], [1, 2, 300], [0, 1, 2], 3):
+        with pytest.raises(ValueError, match="lengths must be 3 ints from 1 to 200"):
+            summaries.scores(query[:, :, :1], key, lengths=wrong)
+    with pytest.raises(ValueError, match="a length for each of 3 batch entries, got 2"):
+        summaries.crop([1, 2])

@@ -84,8 +84,9 @@ class Run:
             given["lengths"] = torch.tensor(new, dtype=torch.int64) if case.seed % 2 else new
         inputs = self._inputs(n)
         options, sink = self._options(n, plain)
-        refused = case.selection is not None and (not stored or set(new) - {n})
-        if refused:
+        of_positions = {"distance_bias", "dropout_p"} & {*options}
+        unlike = len(set(self.lengths)) > 1 or (any(self.lengths) and len(set(new)) > 1)
+        if case.selection is not None and (not stored or (unlike and of_positions and any(new))):
             self.refusal = self._refused(lambda: self._call(inputs, **given, **options))
             return
         if not self._ends_well(new):
