@@ -747,14 +747,20 @@ def draw_neighbourhood(draw: Draw, scene: Scene) -> Spec:
     return ("Neighbourhood", tuple(shape), radii, dilations)
 
 
+def _neighbourhood(shape: tuple[int, ...]) -> sr.Pattern:
+    """A window of 3 along the last dim, or of 1 where the dim has less."""
+    radius = min(1, (shape[-1] - 1) // 2)
+    return sr.Neighbourhood(shape, (0,) * (len(shape) - 1) + (radius,))
+
+
 add_kind(
     name="Neighbourhood",
     rule=neighbourhood,
     draw=draw_neighbourhood,
     examples=lambda: [sr.Neighbourhood((1, 7), (0, 1), (1, 2))],
     cases={
-        "neighbourhood": lambda case: sr.Neighbourhood((case.kv_len,), 1),
-        "neighbourhood of a grid": lambda case: sr.Neighbourhood(_grid(case.kv_len), (0, 1)),
+        "neighbourhood": lambda case: _neighbourhood((case.kv_len,)),
+        "neighbourhood of a grid": lambda case: _neighbourhood(_grid(case.kv_len)),
     },
     sane=lambda: {"shape": (5, 8), "radius": (1, 1), "dilation": (1, 2)},
     stands=WHOLE,
