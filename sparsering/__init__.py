@@ -18,10 +18,10 @@ if find_spec("numpy") is None:  # which torch says on its import; nothing here n
 
 from .coordinates import coordinate_bias
 from .decoding import KVCache, SelectedCache
-from .dispatch import backends
 from .dropout import dropout_kept
 from .extras import alibi
 from .functional import attention, batch_invariant, explain
+from .kernels.backends import backends
 from .kernels.gather import set_workspace
 from .layouts.cache import layout_cache
 from .layouts.layout import BlockLayout

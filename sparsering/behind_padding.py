@@ -5,40 +5,19 @@ keys, as left padding is, positions count from the first other key: so a padded 
 the same row alone. The keys before it are left out, for each batch entry.
 """
 
-from collections.abc import Sequence
 from operator import itemgetter
-from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from .call import Call
 from .decision import Parts, parts_of_call
-from .dispatch import BACKENDS
-from .kernels.problem import Gradients, Problem
+from .kernels.backends import BACKENDS
+from .kernels.parts import Part
 from .patterns.keys import key_mask
 from .patterns.shifts import is_shift_invariant
 from .work import Work, layout_of, problem_of
 
 _BY_PLACE = {"block_bias", "slot_bias", "dropout_p"}  # options that count blocks or positions
-
-
-class Part(NamedTuple):
-    """A call's batch entries with equally many leading hidden keys."""
-
-    problem: Problem  # without those keys
-    entries: Tensor | None = None  # int64, None for all
-    first: int = 0  # number of leading keys that are left out
-
-    def of(self, x: Tensor) -> Tensor:
-        """Selects the entries of a tensor of the call, [B, ...]."""
-        return x if self.entries is None else x[self.entries]
-
-    def put(self, to: Tensor, part: Tensor) -> None:
-        """Writes what belongs to the entries into a tensor of the call; keys only the last ones."""
-        rows = range(len(to)) if self.entries is None else self.entries.tolist()
-        for row, of_row in zip(rows, part, strict=True):
-            to[row, :, to.shape[2] - of_row.shape[1] :] = of_row
 
 
 def parts_of(call: Call, backend: str, parts: Parts | None = None) -> tuple[Part, ...]:
@@ -82,46 +61,3 @@ def _without_padding(call: Call, parts: Parts) -> tuple[Part, ...]:
         )
         found.append(Part(problem, entries, first))
     return tuple(found)
-
-
-def forward(call: Call, backend: str, parts: Parts | None = None) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) of a call by a backend over layouts; arguments as of `parts_of`."""
-    run, found = BACKENDS[backend].forward, parts_of(call, backend, parts)
-    assert run is not None
-    if len(found) == 1:
-        return run(found[0].problem)
-    query, value = call.query, call.value
-    out = query.new_empty(*query.shape[:3], value.shape[3])
-    lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
-    for part in found:
-        for to, result in zip((out, lse), run(part.problem), strict=True):
-            part.put(to, result)
-    return out, lse
-
-
-def backward(
-    name: str, parts: Sequence[Part], results: Sequence[Tensor], *, learns_distances: bool
-) -> Gradients:
-    """Computes a call's gradients by a backend, from its parts and (out, lse, dout, dlse)."""
-    backend = BACKENDS[name]
-    assert backend.backward is not None
-    grads: dict[str, Tensor] = {}
-    for part in parts:
-        problem = part.problem._replace(learns_distances=learns_distances)
-        found = backend.backward(problem, *(part.of(x) for x in results))
-        if len(parts) == 1 and not part.first:
-            return found
-        for field, grad in found._asdict().items():
-            if isinstance(grad, Tensor):
-                if field not in grads:
-                    more = part.first * (field in ("key", "value"))
-                    _, heads, rows, *rest = grad.shape
-                    grads[field] = grad.new_zeros(len(results[0]), heads, rows + more, *rest)
-                part.put(grads[field], grad)
-    return Gradients(
-        query=grads["query"],
-        key=grads["key"],
-        value=grads["value"],
-        distance_bias=grads.get("distance_bias"),
-        sink=grads.get("sink"),
-    )

@@ -18,8 +18,8 @@ from .checks import (
     checked_scale,
     kind_of,
 )
-from .dispatch import BACKENDS, Backend, block_size_of, choose, in_company, mode
 from .extras import OPTIONS, checked_options, refuse_options
+from .kernels.backends import BACKENDS, Backend, block_size_of, choose, in_company, mode
 from .kernels.triton import interpreting
 from .layouts.lists import Source, is_only_lists, split
 from .patterns.algebra import Frame, Pattern, check_fits
@@ -100,14 +100,14 @@ def decided(
     call = checked_call(inputs, pattern, **named, **options)
     backend = in_company(choose(choices[0], call.inputs, call.options.in_use, pattern))
     decision = Decision.of(call, backend)
-    if in_cache and BACKENDS[backend].library_call is not None:
+    if in_cache and BACKENDS[backend].refuses is not None:
         raise NotImplementedError(
             f"{backend}: it runs whole sequences, and no cache; leave out backend="
         )
     if kind is not None:
         learns = kind[0][-1]
         decision = decision._replace(is_plain=True, learns=learns, table=tuple(BACKENDS.values()))
-        if BACKENDS[backend].backward and not pattern.tensors and not in_cache:
+        if BACKENDS[backend].reads_layouts and not pattern.tensors and not in_cache:
             parts = parts_of_call(call, backend)
             is_bare = not (parts.key_masks or learns or call.options.in_use)
             decision = decision._replace(parts=parts, is_bare=is_bare)

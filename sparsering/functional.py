@@ -8,7 +8,8 @@ from torch import Tensor
 
 from .checks import check_batch
 from .decision import checked_call, decided
-from .dispatch import (
+from .extras import OPTIONS, refuse_options
+from .kernels.backends import (
     BACKENDS,
     NAMES,
     block_size_of,
@@ -18,7 +19,6 @@ from .dispatch import (
     mode,
     reasons_against,
 )
-from .extras import OPTIONS, refuse_options
 from .kernels.problem import ScoreMod
 from .ops import attend
 from .patterns.algebra import Pattern, check_fits, parts_in
@@ -239,7 +239,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     for name in NAMES:
         reasons = reasons_against(name, call.inputs, call.options.in_use, pattern)
         if not reasons and (refuses := BACKENDS[name].refuses) is not None:
-            reasons = refuses(call.inputs, pattern, frame)
+            reasons = refuses(call)
         state = "; ".join(reasons) or "usable"
         lines.append(f"{name}: {state}" + " (only when named)" * (not is_default(name)))
     return "\n".join(lines)

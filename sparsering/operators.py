@@ -6,6 +6,7 @@ They get a pattern as its expression and its tensors, so that graphs hold no Pyt
 import math
 import sys
 from collections.abc import Sequence
+from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
@@ -15,12 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .behind_padding import backward, forward, parts_of
+from .behind_padding import parts_of
 from .call import Call, Options
 from .differentiable import differentiable
-from .dispatch import BACKENDS
 from .extras import OPTIONS, operator_schema
-from .kernels.library_calls import SECOND_DERIVATIVES
+from .kernels.backends import BACKENDS
+from .kernels.library.derivatives import SECOND_DERIVATIVES
+from .kernels.parts import differentiate
 from .layouts.cache import layout_cache
 from .layouts.lists import split
 from .numerics import without_autocast
@@ -34,7 +36,8 @@ from .work import problem_of, slot_gradient, work_of
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     with without_autocast(arguments[0]):
-        return forward(*_parsed_call(arguments))
+        call, backend = _parsed_call(arguments)
+        return BACKENDS[backend].run(call, partial(parts_of, call, backend))
 
 
 def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
@@ -43,7 +46,8 @@ def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     results, learns = (out, lse, grad_out, grad_lse), wanted[_NAMES.index("distance_bias")]
     with without_autocast(out):
         parts = parts_of(call, backend)
-        grads = backward(backend, parts, results, learns_distances=learns)._asdict()
+        run = BACKENDS[backend].backward
+        grads = differentiate(run, parts, results, learns_distances=learns)._asdict()
     if (slots := inputs[_NAMES.index("slot_bias")]) is not None:
         grads["slot_bias"] = slot_gradient(grads["block_bias"], parts[0].problem, slots)
     return tuple(grads.get(name) for name in _NAMES[: _NAMES.index("tensors")])
@@ -79,7 +83,6 @@ def slot_mass(
         if kernels.entry_mass is not None and not problem.lists:
             mass = kernels.entry_mass(problem, lse, weight)
         else:  # with out = grad_out = 0 and grad_lse = weight, backward computes dS = P * weight
-            assert kernels.backward is not None
             zeros, grad_lse = torch.zeros_like(query), weight.contiguous()
             grads = kernels.backward(problem, zeros, lse, zeros, grad_lse)
             assert grads.block_bias is not None

@@ -1,37 +1,37 @@
 """Runs a checked call: as a torch operator where something observes it, else directly."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from .behind_padding import forward
+from .behind_padding import parts_of
 from .call import Call
-from .checks import check_batch, needs_operator, refuse_forward_mode
+from .checks import needs_operator, refuse_forward_mode
 from .decision import Decision
-from .dense_reference import reference
-from .dispatch import BACKENDS
 from .extras import UNUSED
+from .kernels.backends import BACKENDS
 from .kernels.triton import remember
 from .numerics import without_autocast
 from .operators import attention_op
-from .patterns.algebra import check_fits
 from .work import Work, layout_of, problem_of
 
 
 def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) of a call.
 
-    A backend with a `backward` runs as a torch operator, unless neither autograd nor a compiler
-    observes the call: the operator takes a good part of a small call's time.
+    A backend over layouts runs as a torch operator, unless neither autograd nor a compiler observes
+    the call: the operator takes a good part of a small call's time.
     """
     backend, parts = BACKENDS[decision.backend], decision.parts
-    if decision.is_bare and parts is not None and backend.forward is not None:
+    if decision.is_bare and parts is not None:
         layout, slots = layout_of(*parts.layout_key)
         work = Work(layout=layout, slots=slots)
         return backend.forward(work.problem(call.query, call.key, call.value, call.scale))
     pattern, options = call.pattern, call.options
     if pattern.tensors and not torch.compiler.is_compiling():
         remember(pattern)
-    if backend.backward is not None:
+    if backend.reads_layouts:
         text, operands = pattern.operands
         tensors = [x for x in (*options.in_use.values(), *operands) if isinstance(x, Tensor)]
         if not decision.is_plain:
@@ -51,31 +51,12 @@ def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
                 **{**UNUSED, **options.in_use},
             )
     with without_autocast(call.query):
-        if backend.library_call is not None:
-            return _library_call(call, decision.backend)
-        if backend.forward is None:
-            return reference(call)
-        return forward(call, decision.backend, parts)
+        return backend.run(call, partial(parts_of, call, decision.backend, parts))
 
 
 def value_gradient(call: Call, backend: str, lse: Tensor, grad: Tensor) -> Tensor:
     """Sums `exp(s - lse) grad` over queries, [B, Hkv, Nk, Dv]; lse includes any sink."""
     problem = problem_of(call, backend)._replace(learns_distances=False)
-    backward = BACKENDS[backend].backward
-    assert backward is not None
     with without_autocast(call.query):
         zeros = torch.zeros_like(grad), torch.zeros_like(lse)
-        return backward(problem, zeros[0], lse, grad, zeros[1]).value
-
-
-def _library_call(call: Call, name: str) -> tuple[Tensor, Tensor]:
-    """Runs a backend that hands the whole call to a library; NotImplementedError if it cannot."""
-    backend, frame = BACKENDS[name], call.frame
-    assert backend.library_call is not None and backend.refuses is not None
-    assert not call.options.in_use, f"{name} computes no {sorted(call.options.in_use)}"
-    refuse_forward_mode(*call.inputs)
-    check_batch(call.pattern, call.query.shape[0])
-    check_fits(call.pattern, frame)
-    if refused := backend.refuses(call.inputs, call.pattern, frame):
-        raise NotImplementedError(f"{name}: {'; '.join(refused)}; leave out backend=")
-    return backend.library_call(*call.inputs, call.pattern, frame, call.scale)
+        return BACKENDS[backend].backward(problem, zeros[0], lse, grad, zeros[1]).value

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from .call import Call, Inputs, Options
 from .checks import check_batch, refuse_forward_mode
 from .decision import checked_call
-from .dense_reference import reference
 from .differentiable import transforming
-from .dispatch import BACKENDS, choose
 from .extras import OPTIONS
-from .kernels.gather.scored import over_pairs
+from .kernels.backends import BACKENDS, choose
+from .kernels.dense.call import reference
+from .kernels.over_pairs import over_pairs
 from .kernels.problem import ScoreMod
 from .numerics import sum_dtype, without_autocast
 from .patterns.algebra import Pattern, check_fits
@@ -51,7 +51,7 @@ def scored_attention(
     check_fits(pattern, call.frame)
     read = _checked(score_mod, call.inputs)
     with without_autocast(call.query):
-        if BACKENDS[name].forward is None:
+        if not BACKENDS[name].reads_layouts:
             return reference(call, score_mod)
         learning = [n for n, x in OPTIONS.items() if x.learns and call.options[n] is not None]
         tensors = *call.inputs, *(call.options[n] for n in learning), *read
@@ -99,14 +99,12 @@ class _ScoredCall:
 class _Scored(Function):
     @staticmethod
     def forward(ctx: Any, call: _ScoredCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        forward = BACKENDS[call.backend].forward
-        assert forward is not None
         query, _, value, *_ = tensors
         if is_shape_alone(query):  # nobody can evaluate the function where pairs are
             out = query.new_empty(*query.shape[:3], value.shape[3])
             lse = query.new_empty(query.shape[:3], dtype=sum_dtype(query))
         else:
-            out, lse = forward(call.problem(tensors))
+            out, lse = BACKENDS[call.backend].forward(call.problem(tensors))
         ctx.call = call
         ctx.save_for_backward(*tensors, out, lse)
         return out, lse
@@ -118,7 +116,6 @@ class _Scored(Function):
         if is_shape_alone(out):
             return None, *(torch.empty_like(x) if x.requires_grad else None for x in tensors)
         problem, backward = call.problem(tuple(tensors)), BACKENDS[call.backend].backward
-        assert backward is not None
         with without_autocast(problem.query):
             found = backward(problem, out, lse, grad_out, grad_lse)
         grads = found._asdict()

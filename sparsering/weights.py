@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 
 from .checks import checked_rows, refuse_forward_mode, refuse_tracers
 from .decision import Decision, checked_call
-from .dispatch import choose
 from .extras import refuse_options
+from .kernels.backends import choose
 from .layouts.layout import BlockLayout
 from .numerics import capped, entry_of_distance, finite_or_zero, sum_dtype, without_autocast
 from .ops import attend, value_gradient

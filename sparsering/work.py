@@ -13,7 +13,7 @@ from torch import Tensor
 from .call import Call
 from .checks import check_bias
 from .decision import Parts, parts_of_call
-from .dispatch import BACKENDS
+from .kernels.backends import BACKENDS
 from .kernels.problem import Problem
 from .layouts.cache import layout_cache
 from .layouts.last_query import last_query_layout

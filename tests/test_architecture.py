@@ -33,39 +33,35 @@ ROOMS = {
     "call": "patterns",
     "layouts": "patterns numerics progress rows streams",
     "dropout": "patterns rows",
-    "kernels": "layouts patterns dropout numerics files commands progress rows streams turns",
-    "dispatch": "call kernels layouts patterns commands",
     "checks": "layouts patterns numerics",
     "data": "patterns checks rows commands files",
     "plots": "layouts patterns commands",
     "extras": "call checks dropout patterns",
     "differentiable": "checks patterns numerics streams",
-    "pairs": "call differentiable checks dropout layouts patterns",
-    "decision": "call dispatch extras checks kernels layouts patterns",
-    "work": "call decision dispatch checks kernels layouts patterns",
-    "behind_padding": "work call decision dispatch kernels patterns",
-    "dense_reference": "call pairs extras kernels numerics",
-    "operators": "behind_padding work call dispatch differentiable extras kernels layouts "
+    "kernels": "call extras differentiable checks layouts patterns dropout numerics files commands "
+    "progress rows streams turns",
+    "decision": "call extras checks kernels layouts patterns",
+    "work": "call decision checks kernels layouts patterns",
+    "behind_padding": "work call decision kernels patterns",
+    "operators": "behind_padding work call differentiable extras kernels layouts "
     "patterns numerics streams",
-    "ops": "behind_padding operators dense_reference work call decision dispatch extras checks "
-    "kernels patterns numerics",
+    "ops": "behind_padding operators work call decision extras checks kernels patterns numerics",
     "coordinates": "checks patterns",
-    "scored": "dense_reference work call decision dispatch differentiable extras checks "
-    "kernels patterns numerics",
-    "functional": "scored ops kernels decision dispatch extras checks patterns",
+    "scored": "work call decision differentiable extras checks kernels patterns numerics",
+    "functional": "scored ops kernels decision extras checks patterns",
     "varlen": "functional extras checks patterns",
-    "weights": "ops decision dispatch extras checks layouts patterns numerics",
-    "distributed": "functional work call differentiable extras dropout dispatch checks kernels "
+    "weights": "ops decision kernels extras checks layouts patterns numerics",
+    "distributed": "functional work call differentiable extras dropout checks kernels "
     "layouts patterns buffers numerics rows streams",
-    "selection": "distributed weights functional ops operators decision dispatch checks kernels "
+    "selection": "distributed weights functional ops operators decision checks kernels "
     "layouts patterns numerics rows",
-    "decoding": "selection functional ops work call decision dispatch extras checks kernels "
+    "decoding": "selection functional ops work call decision extras checks kernels "
     "layouts patterns numerics streams",
     "nn": "distributed functional selection decoding checks kernels layouts patterns numerics",
     "models": "checks nn functional weights decoding patterns numerics files out_of_memory",
     "integrations": "distributed models nn functional selection decoding checks patterns numerics "
     "commands",
-    "planning": "functional dispatch distributed checks kernels layouts patterns files numerics "
+    "planning": "functional distributed checks kernels layouts patterns files numerics "
     "commands progress turns",
     "training": "distributed models nn planning selection functional layouts patterns files "
     "buffers commands progress out_of_memory",
@@ -82,13 +78,13 @@ EXCEPTIONS = {
 }
 
 # Backends never import one another, nor does a file another's neighbours in a folder below.
-KERNELS = ("gather", "cpu", "triton", "reference", "torch_sparse", "sdpa", "flash")
+KERNELS = ("gather", "cpu", "triton", "dense", "torch_sparse", "library")
 
 OPTIONAL = {
     "transformers": ("integrations/transformers", "cli/trying", "cli/planned_models"),
     "triton": "kernels/triton",
-    "flash_attn": "kernels/flash",
-    "flash_attn_interface": "kernels/flash",
+    "flash_attn": "kernels/library/flash",
+    "flash_attn_interface": "kernels/library/flash",
     "safetensors": "training",
     "matplotlib": "plots",
     "tqdm": "progress",

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from sparsering.dispatch import BACKENDS, NAMES
 from sparsering.extras import ANYWHERE, OPTIONS
+from sparsering.kernels.backends import BACKENDS, NAMES
 
 PAGE = Path(__file__).parents[1] / "docs" / "concepts.md"
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sparsering as sr
-from sparsering.call import frame_of
-from sparsering.dispatch import reasons_against
-from sparsering.kernels import flash
+from sparsering.decision import checked_call
+from sparsering.kernels.backends import reasons_against
+from sparsering.kernels.library import flash
 
 from ..flex import block_mask, kernel_options
 from .device import DEVICE, GPU, poisoned
@@ -65,8 +65,8 @@ def sparse(
         name: flex.call(args, partial(block_mask, args[0], pattern, block), block)
         for name, flex in flexes.items()
     }
-    frame = frame_of(*args[:2], args[1].shape[2] - args[0].shape[2])
-    if not reasons_against("flash", args[:3]) and not flash.refuses(args[:3], pattern, frame):
+    call = checked_call((args[0], args[1], args[2]), pattern)
+    if not reasons_against("flash", call.inputs) and not flash.refuses(call):
         calls["flash-attn-4"] = partial(whole_blocks, args, pattern)
     return calls
 

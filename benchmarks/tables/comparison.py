@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from sparsering.dispatch import BACKENDS, is_default
+from sparsering.kernels.backends import BACKENDS, is_default
 from sparsering.patterns.algebra import Pattern
 from sparsering.patterns.blocks import BlockDilated, BlockWindow, Hierarchical, RandomBlocks
 from sparsering.patterns.expression import parse

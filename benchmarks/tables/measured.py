@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsering.dispatch import BACKENDS
 from sparsering.functional import attention
+from sparsering.kernels.backends import BACKENDS
 from sparsering.patterns.algebra import Pattern
 from sparsering.patterns.positions import Causal, Full
 from sparsering.patterns.selected import SelectedBlocks

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from sparsering.dispatch import BACKENDS
+from sparsering.kernels.backends import BACKENDS
 from sparsering.layouts.cache import layout_cache
 from sparsering.patterns.algebra import Pattern
 from sparsering.patterns.blocks import Hierarchical, RandomBlocks

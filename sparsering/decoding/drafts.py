@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..checks import checked_index
 from ..decision import Decision
-from ..dispatch import BACKENDS
+from ..kernels.backends import BACKENDS
 from ..layouts.cache import layout_cache
 from ..layouts.gathered_keys import page_over
 from ..layouts.layout import BlockLayout
@@ -74,7 +74,7 @@ def attend_draft(
     3. Longer drafts, and other options, take the keys by position (`_attend_by_position`).
     """
     backend = BACKENDS[decision.backend]
-    merges = backend.forward is not None and not backend.is_invariant  # a merge rounds rows
+    merges = backend.reads_layouts and not backend.is_invariant  # a merge rounds rows
     fits = 0 < tokens.query.shape[2] <= _tile_of(state)
     if fits and merges and state.histories and tokens.options.in_use.keys() <= IN_PAGES:
         return _attend_in_slots(state, decision, tokens, draft)

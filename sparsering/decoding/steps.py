@@ -17,8 +17,8 @@ from torch.nn.functional import pad
 
 from ..call import Call, Options
 from ..decision import Decision
-from ..dispatch import BACKENDS
 from ..extras import for_queries
+from ..kernels.backends import BACKENDS
 from ..kernels.problem import Problem
 from ..layouts.cache import layout_cache
 from ..layouts.compile import assemble, compile_passes, default_block_size
@@ -82,7 +82,7 @@ def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens
         len(set(new)) == 1
         and state.keys.num_slots > 0
         and state.page_length + new[0] <= state.page_size
-        and BACKENDS[backend].forward is not None
+        and BACKENDS[backend].reads_layouts
         and not (state.remote and "key_mask" not in BACKENDS[backend].extras)
         and tokens.options.in_use.keys() <= IN_PAGES
     )
@@ -254,7 +254,7 @@ def _runs_spans(state: CacheState, name: str) -> bool:
     if backend.runs_lists and has_lists(state.pattern):
         return False
     all_stored = not state.remote and all(x.exact for x in state.distinct())
-    return backend.forward is not None and (all_stored or "key_mask" in backend.extras)
+    return backend.reads_layouts and (all_stored or "key_mask" in backend.extras)
 
 
 class _Group(NamedTuple):
@@ -387,7 +387,6 @@ def empty_results(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
 def run_backend(name: str, problem: Problem) -> tuple[Tensor, Tensor]:
     """Runs a backend's forward, without autocast."""
     backend = BACKENDS[name]
-    assert backend.forward is not None
     if problem.key.dtype != problem.query.dtype and not backend.reads_8_bits:
         key, value = (from_store(x, problem.query.dtype) for x in (problem.key, problem.value))
         problem = problem._replace(key=key, value=value)

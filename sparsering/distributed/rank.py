@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..call import Options
 from ..checks import check_batch, check_inputs, refuse_forward_mode
-from ..dispatch import BACKENDS, NAMES, choose
+from ..kernels.backends import BACKENDS, NAMES, choose
 from ..kernels.problem import Problem, sink_gradient
 from ..numerics import add_sink, merge_into
 from ..patterns.algebra import Pattern
@@ -40,9 +40,9 @@ def choose_kernels(
 ) -> str:
     """Returns the name of a rank's backend; NotImplementedError unless it runs every layout."""
     name, lists = choose(backend, inputs, options.in_use, pattern), has_lists(pattern)
-    if BACKENDS[name].backward is None or (lists and not BACKENDS[name].runs_lists):
+    if not BACKENDS[name].reads_layouts or (lists and not BACKENDS[name].runs_lists):
         able = ((n, BACKENDS[n]) for n in NAMES)
-        fits = (n for n, x in able if x.backward and (x.runs_lists or not lists))
+        fits = (n for n, x in able if x.reads_layouts and (x.runs_lists or not lists))
         kind = "lists of keys" if lists else "all layouts"
         raise NotImplementedError(
             f"{name}: a ring needs a backend for {kind}, such as {', '.join(fits)}"
@@ -293,16 +293,13 @@ class Rank:
         return step.work.problem(rows, key, value, self.scale, in_float32=exact, **options)
 
     def _attend(self, step: Step, query: Tensor, *keys: Tensor) -> tuple[Tensor, Tensor]:
-        forward = BACKENDS[self.backend].forward
-        assert forward is not None
-        return forward(self._problem(step, query, *keys))
+        return BACKENDS[self.backend].forward(self._problem(step, query, *keys))
 
     def _differentiate(
         self, step: Step, x: Saved, key: Tensor, value: Tensor, dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Computes (dq, dk, dv) of a step; adds the gradient of the distance bias to `dtable`."""
         backward = BACKENDS[self.backend].backward
-        assert backward is not None
         results = (t[:, :, step.queries] for t in (x.out, x.lse, x.grad_out, x.grad_lse))
         grads = backward(self._problem(step, x.query, key, value), *results)
         if dtable is not None and grads.distance_bias is not None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import checks
 from ..functional import attention
-from ..kernels.reference import dense_softmax
+from ..kernels.dense.formula import dense_softmax
 from ..numerics import autocasting, merge_attention, sum_dtype
 from ..patterns import arguments
 from ..patterns.algebra import Pattern

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checks import check_pattern
-from ..dispatch import BACKENDS, block_size_of, choose
+from ..kernels.backends import BACKENDS, block_size_of, choose
 from ..kernels.cpu.build import build_failure
 from ..layouts.compile import default_block_size
 from ..layouts.lists import split

@@ -11,7 +11,7 @@ from textwrap import wrap
 from typing import Any
 
 from ..commands import sparsering
-from ..dispatch import BACKENDS
+from ..kernels.backends import BACKENDS
 from ..kernels.cpu.build import build_failure
 from ..patterns.arguments import shortened
 from ..patterns.expression import parse

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..dispatch import block_size_of
 from ..functional import attention
+from ..kernels.backends import block_size_of
 from ..numerics import round_up
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.positions import Causal, SlidingWindow

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ..checks import check_tensor, checked_rows, refuse_forward_mode, refuse_meta
 from ..decision import Decision, checked_call
-from ..dispatch import choose
+from ..kernels.backends import choose
 from ..operators import slot_mass
 from ..ops import attend
 from ..patterns.algebra import Pattern

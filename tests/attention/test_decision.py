@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import sparsering as sr
 from sparsering import decision
-from sparsering.dispatch import BACKENDS
+from sparsering.kernels.backends import BACKENDS
 
 CASE = Case(2, 4, 2, 40, 40, 8, 8)
 

@@ -15,9 +15,9 @@ from torch import Tensor
 import sparsering as sr
 from sparsering.call import Call, Options
 from sparsering.decision import Decision
-from sparsering.dispatch import BACKENDS, reasons_against
 from sparsering.distributed import ring_attention, simulate_ring
 from sparsering.extras import OPTIONS
+from sparsering.kernels.backends import BACKENDS, reasons_against
 from sparsering.ops import attend
 
 CASE = Case(2, 4, 2, 40, 40, 8, 6)

@@ -12,7 +12,7 @@ from oracles.attention_oracle import assert_close
 from oracles.listed import CHOSEN, INNER, JOINS, LISTED, WINDOW, WITHOUT_DISTANCES
 
 import sparsering as sr
-from sparsering.dispatch import is_default
+from sparsering.kernels.backends import is_default
 from sparsering.layouts.compile import build_layout
 from sparsering.layouts.lists import is_only_lists, lists_of, split
 from sparsering.patterns.algebra import Frame

@@ -11,9 +11,9 @@ import sparsering as sr
 from sparsering import weights
 from sparsering.call import Call, Options
 from sparsering.decoding.steps import NewTokens, fits_page
-from sparsering.dispatch import BACKENDS, reasons_against
 from sparsering.distributed import ring_attention, simulate_ring
 from sparsering.extras import ANYWHERE, OPTIONS, Option, checked_options, for_queries
+from sparsering.kernels.backends import BACKENDS, reasons_against
 from sparsering.kernels.problem import Problem
 
 X = [torch.randn(1, 2, 8, 4) for _ in range(3)]

@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsering as sr
-from sparsering.dispatch import NAMES
 from sparsering.distributed import simulate_ring
+from sparsering.kernels.backends import NAMES
 
 PATTERNS = {
     "causal window": sr.Causal() & sr.SlidingWindow(25),

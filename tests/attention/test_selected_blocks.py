@@ -11,7 +11,7 @@ from oracles.extras_oracle import attend_with_extras, branches_of
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import sparsering as sr
-from sparsering.dispatch import BACKENDS
+from sparsering.kernels.backends import BACKENDS
 from sparsering.layouts.compile import build_layout
 from sparsering.patterns.algebra import Frame
 from sparsering.selection import block_mass

@@ -5,8 +5,8 @@ import torch
 from oracles.attention_oracle import Case, inputs
 
 import sparsering as sr
-from sparsering import dispatch
-from sparsering.dispatch import BACKENDS, choose
+from sparsering.kernels import backends as dispatch
+from sparsering.kernels.backends import BACKENDS, choose
 
 CASE = Case(2, 4, 2, 70, 75, 16, 16, 16)
 

@@ -11,9 +11,9 @@ from oracles.flash_packages import LAST_CALL, installed
 from torch import Tensor
 
 import sparsering as sr
+from sparsering.call import NO_OPTIONS
 from sparsering.distributed.rank import choose_kernels
-from sparsering.extras import NO_EXTRAS
-from sparsering.kernels import flash
+from sparsering.kernels.library import flash
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 GPUS = {"3": ((3,), HOPPER), "4": ((4,), HOPPER), "3 and 4": ((3, 4), BLACKWELL)}
@@ -211,7 +211,7 @@ def test_what_it_cannot_run_is_refused_with_a_way_out():
         with pytest.raises(NotImplementedError, match="flash: it has no sink "):
             sr.attention(*short, sr.Full(), backend="flash", sink=torch.zeros(4))
         with pytest.raises(NotImplementedError, match="flash: a ring needs a backend for all lay"):
-            choose_kernels("flash", short, NO_EXTRAS, sr.Full())
+            choose_kernels("flash", short, NO_OPTIONS, sr.Full())
         assert "\nflash: usable (only when named)" in sr.explain(*short, sr.SlidingWindow(3))
         assert "\nflash: for whole blocks it needs" in sr.explain(*short, sr.Dilated(16, 2))
 

@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import sparsering as sr
+from sparsering.call import NO_OPTIONS
 from sparsering.distributed.rank import choose_kernels
-from sparsering.extras import NO_EXTRAS
 
 # number of queries, number of keys, q_start
 FRAMES = {
@@ -68,7 +68,7 @@ def test_torch_gets_grouped_heads_and_no_mask_that_it_does_not_need(monkeypatch)
         calls.append((tensors[1].shape[1], options))
         return scaled_dot_product_attention(*tensors, **options)
 
-    monkeypatch.setattr("sparsering.kernels.sdpa.scaled_dot_product_attention", watched)
+    monkeypatch.setattr("sparsering.kernels.library.sdpa.scaled_dot_product_attention", watched)
     for q_len, is_causal in ((40, True), (1, False)):
         sr.attention(*drawn(q_len, 40), sr.Causal(), backend="sdpa", scale=0.3)
         heads, options = calls.pop()
@@ -141,7 +141,7 @@ def test_what_it_cannot_run_is_refused_with_a_way_out():
     with pytest.raises(NotImplementedError, match="sdpa: it runs whole sequences, and no cache"):
         cache.attend(*tensors, backend="sdpa")
     with pytest.raises(NotImplementedError, match="sdpa: a ring needs a backend for all layouts"):
-        choose_kernels("sdpa", tensors, NO_EXTRAS, sr.Full())
+        choose_kernels("sdpa", tensors, NO_OPTIONS, sr.Full())
 
 
 def test_explain_says_of_each_pattern_whether_it_runs():

@@ -9,7 +9,7 @@ from helpers.thinned import slow_except
 from triton.runtime import interpreter
 
 import sparsering as sr
-from sparsering import dispatch
+from sparsering.kernels import backends as dispatch
 
 N, BEFORE, DIM = 110, 77, 16
 EXTRAS = {

@@ -5,7 +5,7 @@ import torch
 from gpu_stub import gpu
 
 import sparsering as sr
-from sparsering.kernels import flash
+from sparsering.kernels.library import flash
 
 
 @pytest.mark.parametrize(

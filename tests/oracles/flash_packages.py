@@ -16,8 +16,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-import sparsering.kernels.flash
 from oracles.attention_oracle import dense_attention
+from sparsering.kernels.backends import BACKENDS
+from sparsering.kernels.library import flash
 
 GARBAGE = 7.0
 LAST_CALL: dict[str, Any] = {}
@@ -45,13 +46,12 @@ def installed(*versions: int, capability: tuple[int, int] = (9, 0)) -> Iterator[
 
     The backend then takes tensors of the CPU, and of any dtype.
     """
-    backends = sparsering.dispatch.BACKENDS
-    usable = backends["flash"]._replace(reasons=lambda *tensors: [])
+    usable = BACKENDS["flash"]._replace(reasons=lambda *tensors: [])
     with (
         _imported(modules(versions, capability)),
-        mock.patch.dict(backends, {"flash": usable}),
-        mock.patch.object(sparsering.kernels.flash, "_installed", lambda: versions),
-        mock.patch.object(sparsering.kernels.flash, "_capability", lambda device: capability),
+        mock.patch.dict(BACKENDS, {"flash": usable}),
+        mock.patch.object(flash, "_installed", lambda: versions),
+        mock.patch.object(flash, "_capability", lambda device: capability),
     ):
         LAST_CALL.clear()
         yield

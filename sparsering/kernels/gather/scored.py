@@ -9,39 +9,12 @@ from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
 from ...numerics import sum_dtype
-from ...patterns.arguments import is_shape_alone
-from ..problem import Problem, ScoreMod
+from ..over_pairs import over_pairs
+from ..problem import Problem
 from .units import Chunk
 
 Unit = int | slice
 """Index of the units of a chunk that are computed together: an int for one, a slice for all."""
-
-
-def over_pairs(
-    function: ScoreMod,
-    score: Tensor,
-    batch: Tensor,
-    head: Tensor,
-    query: Tensor,
-    key: Tensor,
-    pairs: Tensor | None = None,
-) -> Tensor:
-    """Evaluates a score_mod on scores [C, g, m, n], from indices [C], [C, g], [C, m] and [C, n].
-
-    `pairs`: bool, broadcasts to the scores. Where it is False the function is not evaluated, since
-    it may be NaN there, and so may its gradient; the result is 0.
-    """
-    if pairs is None or is_shape_alone(pairs):
-        over = torch.vmap(function, (0, None, None, None, 0))  # keys
-        over = torch.vmap(over, (0, None, None, 0, None))  # queries
-        over = torch.vmap(over, (0, None, 0, None, None))  # heads
-        return torch.vmap(over)(score, batch, head, query, key)
-    unit, group, row, column = places = pairs.expand(score.shape).nonzero(as_tuple=True)
-    if not len(unit):
-        return torch.zeros_like(score)
-    own = batch[unit], head[unit, group], query[unit, row], key[unit, column]
-    values = torch.vmap(function)(score[places], *own)
-    return torch.zeros_like(score).index_put(places, values.to(score.dtype))
 
 
 class _Sum:

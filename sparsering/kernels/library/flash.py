@@ -17,13 +17,14 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..layouts.cache import layout_cache
-from ..layouts.layout import Pass
-from ..patterns.algebra import And, Frame, Pattern
-from ..patterns.arguments import per_entry
-from ..patterns.positions import Causal, Documents, Full, Packed, SlidingWindow
-from ..patterns.varlen_mask import Varlen
-from .library_calls import (
+from ...call import Call
+from ...layouts.cache import layout_cache
+from ...layouts.layout import Pass
+from ...patterns.algebra import And, Frame, Pattern
+from ...patterns.arguments import per_entry
+from ...patterns.positions import Causal, Documents, Full, Packed, SlidingWindow
+from ...patterns.varlen_mask import Varlen
+from .derivatives import (
     with_first_derivatives,
     with_positive_scale,
     without_gradient,
@@ -71,12 +72,12 @@ def reasons(*tensors: Tensor) -> list[str]:
 # torch.compile breaks its graph at the next two functions, because FlashAttention-4 compiles its
 # kernels in Python. `torch.compiler.disable` would import torch._dynamo together with this file.
 @torch._disable_dynamo
-def refuses(inputs: tuple[Tensor, Tensor, Tensor], pattern: Pattern, frame: Frame) -> list[str]:
+def refuses(call: Call) -> list[str]:
     """Returns why FlashAttention cannot run a call of a pattern; [] if it can.
 
     A pattern that is no band is laid out in blocks for that.
     """
-    query, _, value = inputs
+    query, value, pattern, frame = call.query, call.value, call.pattern, call.frame
     if (band := _band(pattern)) is not None:
         fault = band.misfit(frame)
         return [fault] if fault else []
@@ -92,14 +93,13 @@ def refuses(inputs: tuple[Tensor, Tensor, Tensor], pattern: Pattern, frame: Fram
 
 
 @torch._disable_dynamo
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, frame: Frame, scale: float
-) -> tuple[Tensor, Tensor]:
+def attention(call: Call) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) of a call that `refuses` has nothing against; lse is float32.
 
     Raises: NotImplementedError for gradients that the package does not have, or has wrong.
     """
-    query, key, value = with_first_derivatives(query, key, value)
+    query, key, value = with_first_derivatives(*call.inputs)
+    pattern, frame, scale = call.pattern, call.frame, call.scale
     if not query.numel() or not key.numel():
         return without_keys(query, key, value)
     query, scale = with_positive_scale(query, scale)

@@ -1,4 +1,4 @@
-"""Parts of calls of other libraries' attention: refused derivatives, scales, calls without keys.
+"""What calls of other libraries' attention share: derivatives that they refuse, scales, no keys.
 
 Such a library differentiates itself. Of derivatives that it lacks, torch says little or nothing.
 """
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ..numerics import sum_dtype
+from ...numerics import sum_dtype
 
 SECOND_DERIVATIVES = (
     "second derivatives exist for backend='reference' alone; pass that to attention, or "

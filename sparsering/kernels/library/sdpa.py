@@ -8,16 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from ..patterns.algebra import Frame, Pattern
-from ..patterns.positions import Causal, Full
-from .library_calls import with_first_derivatives, with_positive_scale, without_keys
+from ...call import Call
+from ...patterns.algebra import Frame
+from ...patterns.positions import Causal, Full
+from .derivatives import with_first_derivatives, with_positive_scale, without_keys
 
 EXTRAS: frozenset[str] = frozenset()
 """Options of a call, other than its scale, that this backend computes."""
 
 
-def refuses(inputs: tuple[Tensor, Tensor, Tensor], pattern: Pattern, frame: Frame) -> list[str]:
+def refuses(call: Call) -> list[str]:
     """Returns why torch's attention cannot run a call of a pattern; [] if it can."""
+    pattern, frame = call.pattern, call.frame
     if type(pattern) not in (Full, Causal):
         return ["it runs Full() and Causal(), and no other pattern"]
     if type(pattern) is Full or _sees_all(frame) or frame.q_start == 0 or _ends_in_keys(frame):
@@ -28,14 +30,13 @@ def refuses(inputs: tuple[Tensor, Tensor, Tensor], pattern: Pattern, frame: Fram
     ]
 
 
-def attention(
-    query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, frame: Frame, scale: float
-) -> tuple[Tensor, Tensor]:
+def attention(call: Call) -> tuple[Tensor, Tensor]:
     """Computes attention of `Full()` or `Causal()` that `refuses` has nothing against.
 
     Returns: out [B, Hq, Nq, Dv] in the query's dtype; an empty tensor in place of lse.
     """
-    query, key, value = with_first_derivatives(query, key, value)
+    query, key, value = with_first_derivatives(*call.inputs)
+    pattern, frame, scale = call.pattern, call.frame, call.scale
     no_lse = query.new_empty(0)
     if not query.shape[3]:  # a column of zeros leaves the scores at 0
         query, key = pad(query, (0, 1)), pad(key, (0, 1))

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .call import frame_of
-from .checks import check_batch, check_bias
-from .differentiable import refuse_mapped_pattern
-from .dropout import kept_pairs
-from .layouts.cache import layout_cache
-from .patterns.algebra import Frame, Pattern, check_fits
-from .patterns.expression import parse
-from .patterns.selected import selections_of
-from .patterns.tree import check_distances, distance_positions
+from ...call import frame_of
+from ...checks import check_batch, check_bias
+from ...differentiable import refuse_mapped_pattern
+from ...dropout import kept_pairs
+from ...layouts.cache import layout_cache
+from ...patterns.algebra import Frame, Pattern, check_fits
+from ...patterns.expression import parse
+from ...patterns.selected import selections_of
+from ...patterns.tree import check_distances, distance_positions
 
 
 def kept_by_branch(pattern: Pattern, frame: Frame, p: float, seed: Tensor) -> Tensor:

@@ -1,15 +1,28 @@
-"""The backend `reference`: dense mathematics in plain torch, with all derivatives."""
+"""Calls of the backend `reference`: dense mathematics in plain torch, with all derivatives."""
 
 import torch
 from torch import Tensor
 
-from .call import Call
-from .extras import UNUSED
-from .kernels.gather.scored import over_pairs
-from .kernels.problem import ScoreMod
-from .kernels.reference import reference_attention
-from .numerics import entry_of_distance, finite_or_zero, sum_dtype
+from ...call import Call
+from ...extras import UNUSED
+from ...numerics import entry_of_distance, finite_or_zero, sum_dtype
+from ..over_pairs import over_pairs
+from ..problem import ScoreMod
+from .formula import reference_attention
 from .pairs import distances_op, kept_by_branch, pair_counts_op, places_op
+
+EXTRAS = frozenset(
+    {
+        *("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed"),
+        "score_mod",
+    }
+)
+"""Options of a call, other than its scale, that this backend computes."""
+
+
+def run(call: Call, _: object = None) -> tuple[Tensor, Tensor]:
+    """Computes (out, lse) of a call, without a layout."""
+    return reference(call)
 
 
 def reference(call: Call, score_mod: ScoreMod | None = None) -> tuple[Tensor, Tensor]:

@@ -1,19 +1,11 @@
-"""Reference backend: dense attention by its formula, in plain torch; has second derivatives."""
+"""Dense attention by its formula, in plain torch."""
 
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from ..numerics import capped, finite_or_zero, sum_dtype
-
-EXTRAS = frozenset(
-    {
-        *("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed"),
-        "score_mod",
-    }
-)
-"""Options of a call, other than its scale, that this backend computes."""
+from ...numerics import capped, finite_or_zero, sum_dtype
 
 
 def reference_attention(

@@ -1,0 +1,1 @@
+"""Backends that hand a whole call to another library's attention."""
