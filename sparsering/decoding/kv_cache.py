@@ -353,7 +353,7 @@ class KVCache:
             backend, scale, size = [options.pop(name, None) for name in _OPTIONS[:3]]
             choices = backend, scale, None, size
         call, decision = decided(given, state.pattern, choices, options, in_cache=True)
-        inputs = call.inputs
+        inputs = call.query, call.key, call.value
         if tree is not None or state.page.decision is not decision:
             self._check(*given)
             self._check_dtype(inputs[1])

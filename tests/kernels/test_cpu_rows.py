@@ -303,11 +303,12 @@ def test_an_index_outside_its_tensor_raises(name, value):
             broken()
 
 
-@pytest.mark.usefixtures("walked")
 def test_a_walk_of_what_goes_by_positions_raises():
     case = Case(1, 2, 1, 100, 100, block_size=16)
+    *arguments, walked = call._arguments(problem(selection(case, 1, block=16), case, softcap=1.0))
+    assert walked == [0]
     with pytest.raises(RuntimeError, match="not walked by key tile"):
-        forward(problem(selection(case, 1, block=16), case, softcap=1.0))
+        call.library().forward(*arguments, [1], None, [])
 
 
 # The mass of each entry
