@@ -222,7 +222,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     sizes = f"batch {batch}, {heads} heads of {q_len} queries, {kv_heads} heads of {kv_len} keys"
     lines = [f"runs: {backend}, blocks of {size}{lists}; {sizes}"]
     for selection in selections_of(pattern):
-        tokens, blocks = selection.row_size, selection.indices.shape[-1]
+        tokens, blocks = selection.row_size, round(selection.mean_slots, 2)
         more = float(selection.inflation(size, kv_len).mean())
         line = (
             f"selection: each row of {tokens} queries lists {blocks} blocks of "

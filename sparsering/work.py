@@ -18,7 +18,7 @@ from .kernels.problem import Problem
 from .layouts.cache import layout_cache
 from .layouts.last_query import last_query_layout
 from .layouts.layout import BlockLayout, stretched
-from .layouts.lists import Coordinates, Lists, lists_of
+from .layouts.lists import Coordinates, Lists, list_biases, list_slot_gradient, lists_of
 from .patterns.algebra import Frame, Pattern
 from .patterns.keys import key_mask
 
@@ -94,7 +94,9 @@ def problem_of(call: Call, backend: str, parts: Parts | None = None) -> Problem:
         check_bias(bias.shape[-1], work.layout)
     if (slot_bias := options.pop("slot_bias", None)) is not None:
         options["block_bias"] = (
-            work.lists[0].bias(slot_bias) if work.lists else _entry_bias(slot_bias, work.layout)
+            list_biases(work.lists, slot_bias)
+            if work.lists
+            else _entry_bias(slot_bias, work.layout)
         )
     return work.problem(call.query, call.key, call.value, call.scale, **options)
 
@@ -115,7 +117,7 @@ def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
 def slot_gradient(grad: Tensor, problem: Problem, slot_bias: Tensor) -> Tensor:
     """Sums a block bias's gradient [B, Hq, blocks] over the blocks of each slot: [B, Hq, R * k]."""
     if problem.lists:
-        return problem.lists[0].slot_gradient(grad)
+        return list_slot_gradient(problem.lists, grad)
     slot = stretched(problem.layout.entry_slots, *grad.shape[:2])
     by_slot = grad.new_zeros(*slot_bias.shape[:2], slot_bias.shape[2] + 1)
     return by_slot.scatter_add_(-1, slot % by_slot.shape[2], grad)[..., :-1].contiguous()

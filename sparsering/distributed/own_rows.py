@@ -23,14 +23,14 @@ def without_tables(pattern: Pattern) -> Pattern:
         masks = tuple(map(without_tables, pattern.masks))
         return type(pattern)(masks)  # type: ignore[arg-type]
     if isinstance(pattern, SelectedBlocks) and has_lists(pattern):
-        return replace(pattern, indices=pattern.indices[..., :0, :], first_row=0)
+        return pattern.without_rows()
     return pattern
 
 
 def may_be_own_rows(pattern: Pattern, tokens: int) -> bool:
     """True if the lists of a pattern have as many rows as a rank's shard of `tokens` has."""
     lists = list(filter(has_lists, selections_of(pattern)))
-    return bool(lists) and all(x.indices.shape[-2] == -(-tokens // x.row_size) for x in lists)
+    return bool(lists) and all(x.num_rows == -(-tokens // x.row_size) for x in lists)
 
 
 def plan_of_own_rows(exchange: Exchange, tiles: RingPlan, pattern: Pattern) -> RingPlan:

@@ -129,7 +129,7 @@ def _arriving_keys(plan: RingPlan, device: torch.device, rank: int, index: int, 
         length += position.shape[1]
     lists = lists_of_rows(plan.pattern, plan.frame, shard)
     for listed in () if plan.own_rows else lists:  # the hosts know these rows
-        listed.keys[:, :, local_index(shard, positions(travel))] = -1
+        listed.keys[:, :, listed.rows_in(local_index(shard, positions(travel)))] = -1
     if lists:
         of_places.append(_listed_positions(lists, keys, plan.frame))
         shared = torch.cat([x.expand(plan.frame.num_kv_heads, -1) for x in of_places], 1)
@@ -188,7 +188,11 @@ def _placed_lists(
         ]
         places = _compact(torch.stack(here, 1))
         if places.shape[3]:
-            placed.append(listed._replace(keys=places, coordinates=coordinates))
+            at_rows = coordinates
+            if listed.queries is not None:
+                of_query = coordinates.query[..., listed.queries].contiguous()
+                at_rows = coordinates._replace(query=of_query)
+            placed.append(listed._replace(keys=places, coordinates=at_rows))
     return tuple(placed)
 
 
@@ -236,6 +240,7 @@ def _step(
     starts, stops = ([x[i][x[0]] for x in placed] for i in (1, 2))
     for listed in lists:
         row = torch.nonzero((listed.keys >= 0).any(3).flatten(0, 1).any(0))[:, 0]
+        row = row if listed.queries is None else listed.queries[row]
         starts, stops = [*starts, row], [*stops, row + 1]
     if not sum(map(len, starts)):
         return Step(None, slice(0, 0))

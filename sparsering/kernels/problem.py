@@ -1,6 +1,6 @@
 """Input and output of a backend: `Problem` and `Gradients`, and helpers to prepare tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
@@ -58,7 +58,8 @@ class Problem(NamedTuple):
     # begins with `in_first_slots()`.
     slots: tuple[int, ...] = ()
     learns_distances: bool = True  # whether the gradient of the distance bias is needed
-    # Pairs beside those of the layout. Then a block bias, [B, Hq, Nq, slots], is of the only lists.
+    # Pairs beside those of the layout. Then a block bias is of the lists alone: [B, Hq, Nq, slots]
+    # of one, and of several, which share a selection, [B, Hq, numbers], those of each in turn.
     lists: tuple[Lists, ...] = ()
     captured: tuple[Tensor, ...] = ()  # tensors that `score_mod` reads and that get gradients
     in_order: bool = False  # sum each row in an order that follows from its positions alone
@@ -106,6 +107,23 @@ class Problem(NamedTuple):
         passes = tuple(p.from_slot(slot, self.layout.block_size) for p, slot in pairs)
         return self._replace(layout=replace(self.layout, passes=passes), slots=())
 
+    def of_lists(self) -> "Iterator[tuple[Lists, Problem]]":
+        """Yields each of the lists, and the problem of its queries and its numbers of the bias.
+
+        Its block bias is [B, Hq, queries, slots]. Of its layout, only `frame` has a meaning.
+        """
+        first = 0
+        for lists in self.lists:
+            own, shape = self, lists.keys.shape[2:]
+            if self.block_bias is not None and len(self.lists) > 1:
+                bias = self.block_bias.narrow(2, first, shape.numel()).unflatten(2, shape)
+                own, first = own._replace(block_bias=bias), first + shape.numel()
+            if lists.queries is not None:
+                frame = self.layout.frame._replace(q_len=shape[0])
+                layout = replace(self.layout, frame=frame, passes=())
+                own = own._replace(query=lists.of_queries(self.query), layout=layout)
+            yield lists, own
+
     def query_gradient(self, grad: Tensor) -> Tensor:
         """Converts dQ of the problem that `with_positive_scale()` returns to dQ of this problem."""
         if _is_zero(self.scale):
@@ -115,6 +133,11 @@ class Problem(NamedTuple):
 
 _EXTRAS = [name for name, default in Problem._field_defaults.items() if default is None]
 _extras, _NOTHING = attrgetter(*_EXTRAS), {type(None)}
+
+
+def bias_gradient(of_lists: list[Tensor]) -> Tensor:
+    """Joins gradients by [B, Hq, queries, slots] to that of the block bias of all lists."""
+    return of_lists[0] if len(of_lists) == 1 else torch.cat([x.flatten(2) for x in of_lists], 2)
 
 
 class Gradients(NamedTuple):

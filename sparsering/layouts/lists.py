@@ -18,7 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern
 from ..patterns.arguments import per_entry
 from ..patterns.positions import Causal, GlobalTokens, Packed, intersection
-from ..patterns.selected import SelectedBlocks, has_lists
+from ..patterns.selected import EdgeLists, SelectedBlocks, has_lists
 from ..patterns.tree import Nodes, Tree, common_tree, distance_positions
 from ..patterns.varlen_mask import Varlen
 from ..rows import first_in_row
@@ -56,20 +56,26 @@ class Coordinates(NamedTuple):
 
 
 class Lists(NamedTuple):
-    """The keys that each query of a branch lists.
+    """The keys that each query of a branch lists, or each of those queries in `queries`.
 
     Keys of a selection ascend, so that results have the same bits for each order of its slots.
+    Lists of very different lengths, as the hubs of a graph have, are several `Lists` of a branch:
+    each has the queries whose lists are about as long.
     """
 
     keys: Tensor  # int32 [B or 1, H, Nq, n], H divides Hq; -1: none. A repeat does not count.
     branch: int  # of the mixture
     coordinates: Coordinates | None = None
+    queries: Tensor | None = None  # int64, rising: the queries of the call, None for all
     # Only for a call with a slot bias, which has one selection: rows, slots and keys of a slot;
     # int64 [B or 1, Nq], each query's row; int32 like `keys`, the place in the caller's order that
     # each key had, which is its place in a bias. Of equal keys, the first in that order is first.
     shape: tuple[int, int, int] = (0, 0, 0)
     row: Tensor | None = None
     place: Tensor | None = None
+    # Of `EdgeLists` instead of `row`: int64 [B or 1, Nq, n], the slot that each number of a bias is
+    # for, in order; the number of slots for none.
+    slot: Tensor | None = None
 
     @property
     def num_pairs(self) -> float:
@@ -79,15 +85,39 @@ class Lists(NamedTuple):
 
     def of_rows(self, rows: slice, device: torch.device) -> "Lists":
         """Returns the lists of some queries, on a device, without what a slot bias needs."""
-        at = self.coordinates
+        at, queries = self.coordinates, self.queries
+        if queries is not None:
+            ends = torch.tensor([rows.start, rows.stop])
+            first, last = torch.searchsorted(queries, ends).tolist()
+            rows, queries = slice(first, last), moved(queries[first:last] - rows.start, device)
         if at is not None:
             at = Coordinates(moved(at.query[..., rows], device), moved(at.key, device))
         keys = moved(self.keys[:, :, rows].contiguous(), device)
-        return Lists(keys=keys, branch=self.branch, coordinates=at)
+        return Lists(keys=keys, branch=self.branch, coordinates=at, queries=queries)
+
+    def rows_in(self, queries: Tensor) -> Tensor:
+        """Returns the rows of `keys` that some queries of the call have."""
+        if self.queries is None:
+            return queries
+        return torch.nonzero(torch.isin(self.queries, queries))[:, 0]
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        """Returns the rows of a tensor [B, H, Nq, ...] of the call that have lists here."""
+        return x if self.queries is None else x.index_select(2, moved(self.queries, x.device))
+
+    def put(self, to: Tensor, rows: Tensor) -> None:
+        """Writes what `of_queries` read back to a tensor of the call, if it was copied."""
+        if self.queries is not None:
+            to.index_copy_(2, moved(self.queries, to.device), rows)
 
     def bias(self, slot_bias: Tensor) -> Tensor:
         """Converts a slot bias [B, Hq, R * k] to one by place, [B, Hq, Nq, n]."""
         rows, slots, size = self.shape
+        if self.slot is not None:
+            index = self.slot.to(slot_bias.device)[:, None]
+            index = index.expand(*slot_bias.shape[:2], -1, -1)
+            of_slot = pad(slot_bias, (0, 1)).gather(2, index.flatten(2)).view(index.shape)
+            return pad(of_slot, (0, self.keys.shape[3] - index.shape[3]))
         assert self.row is not None
         if not rows * slots:  # queries before row 0 have no row whose bias could be read
             return slot_bias.new_zeros(*slot_bias.shape[:2], *self.keys.shape[2:])
@@ -100,6 +130,11 @@ class Lists(NamedTuple):
     def slot_gradient(self, grad: Tensor) -> Tensor:
         """Converts the gradient of `bias` to that of the slot bias."""
         rows, slots, size = self.shape
+        if self.slot is not None:
+            index = self.slot.to(grad.device)[:, None].expand(*grad.shape[:2], -1, -1)
+            of_slots = grad.new_zeros(*grad.shape[:2], rows * slots + 1)
+            own = grad[..., : index.shape[3]].flatten(2)
+            return of_slots.scatter_add_(2, index.flatten(2), own)[..., :-1].contiguous()
         assert self.row is not None
         if not rows * slots:
             return grad.new_zeros(*grad.shape[:2], 0)
@@ -108,6 +143,24 @@ class Lists(NamedTuple):
         row = self.row[:, None, :, None].expand(*of_slot.shape)
         of_row = of_slot.new_zeros(*of_slot.shape[:2], rows, slots)  # [B, Hq, R, k]
         return of_row.scatter_add_(2, row, of_slot).flatten(2)  # [B, Hq, R * k]
+
+
+def list_biases(lists: tuple[Lists, ...], slot_bias: Tensor) -> Tensor:
+    """Converts a slot bias [B, Hq, R * k] to the block bias of a call's lists, see `Problem`."""
+    if len(lists) == 1:
+        return lists[0].bias(slot_bias)
+    return torch.cat([listed.bias(slot_bias).flatten(2) for listed in lists], 2)
+
+
+def list_slot_gradient(lists: tuple[Lists, ...], grad: Tensor) -> Tensor:
+    """Converts the gradient of `list_biases` to that of the slot bias."""
+    if len(lists) == 1:
+        return lists[0].slot_gradient(grad)
+    parts = grad.split([listed.keys.shape[2:].numel() for listed in lists], 2)
+    total = torch.zeros((), dtype=grad.dtype, device=grad.device)
+    for listed, part in zip(lists, parts, strict=True):
+        total = total + listed.slot_gradient(part.unflatten(2, listed.keys.shape[2:]))
+    return total
 
 
 class Source(NamedTuple):
@@ -217,8 +270,8 @@ def _split_intersection(masks: tuple[Mask, ...]) -> tuple[Mask | None, list[Sour
     return tiles, [source for found in listed for source in found]
 
 
-def _slots(source: Source) -> int:
-    return source.selection.indices.shape[-1] * source.selection.block_size
+def _slots(source: Source) -> float:
+    return source.selection.mean_slots * source.selection.block_size
 
 
 def lists_of(
@@ -241,7 +294,8 @@ def lists_of(
             list has all its pairs.
         positions: int64 [Nq] of the queries to list for; default all of the frame.
 
-    Cost: O(Nq n) time and memory; with a slot bias beside tiles O(Nq Nk) time.
+    Cost: O(Nq n) time and memory, of `EdgeLists` with the mean length n of a list; with a slot bias
+        beside tiles O(Nq Nk) time.
     """
     if 0 in (frame.q_len, frame.kv_len, frame.num_heads):
         return tiles, ()
@@ -257,13 +311,77 @@ def lists_of(
                 of_branch = tuple(x.or_in(own) for x in of_branch)
             else:
                 of_branch = tuple(x.within(Not(own)) for x in of_branch)
-        listed = [
-            _list_keys(source, frame, positions, valid, number, has_slot_bias, beside)
-            for source in of_branch
-        ]
-        joined = listed[0] if len(listed) == 1 else _joined(listed)
-        found.append(joined._replace(coordinates=coordinates))
+        for queries in _of_like_length(of_branch, frame, positions, beside is not None):
+            of_group, at = positions, coordinates
+            if queries is not None:
+                of_group = _positions(frame, positions, queries.device)[queries]
+                at = _of_queries(coordinates, queries, of_group, frame.kv_len)
+            listed = [
+                _list_keys(source, frame, of_group, valid, number, has_slot_bias, beside)
+                for source in of_branch
+            ]
+            joined = listed[0] if len(listed) == 1 else _joined(listed)
+            found.append(joined._replace(coordinates=at, queries=queries))
     return Mixture(tuple(branches)) if len(branches) > 1 else branches[0], tuple(found)
+
+
+_SHORT_LIST = 16  # lists up to this length are computed together
+
+
+def _of_like_length(
+    sources: tuple[Source, ...], frame: Frame, positions: Tensor | None, has_all: bool
+) -> list[Tensor | None]:
+    """Groups queries whose lists are about as long: up to 16 slots, 32, 64, and so on.
+
+    Returns: the queries of each group, int64, rising; [None], for all, if no list is of
+        `EdgeLists`. Queries without slots are in none, unless others list keys (`has_all`).
+    """
+    uneven = [(x.selection, x.inside) for x in sources if isinstance(x.selection, EdgeLists)]
+    if not uneven:
+        return [None]
+    # documents and trees are on the CPU
+    on_host = any(inside for _, inside in uneven)
+    device = torch.device("cpu") if on_host else uneven[0][0].begin.device
+    positions = _positions(frame, positions, device)
+    count = torch.zeros_like(positions)
+    for selection, inside in uneven:
+        of_entries = []
+        for entry in range(max((mask.num_batches() or 1 for mask in inside), default=1)):
+            here = _seat(inside, entry, positions, frame).position
+            slots = selection.counts_of(_rows_at(selection, here)).to(device)
+            of_entries.append(torch.where(here >= 0, slots, 0))
+        count += torch.stack(of_entries).amax(0)
+    has_all = has_all or len(uneven) < len(sources)
+    bounds = _SHORT_LIST << torch.arange(40, device=device)
+    level = torch.where((count > 0) | has_all, torch.bucketize(count, bounds), -1)
+    found: list[Tensor | None] = [
+        torch.nonzero(level == number)[:, 0] for number in level.unique().tolist() if number >= 0
+    ]
+    return found or [None]
+
+
+def _positions(frame: Frame, positions: Tensor | None, device: torch.device) -> Tensor:
+    """Returns the positions of the queries to list for, int64 [Nq]."""
+    if positions is None:
+        return torch.arange(frame.q_start, frame.q_start + frame.q_len, device=device)
+    return moved(positions, device)
+
+
+def _rows_at(selection: SelectedBlocks, position: Tensor) -> Tensor:
+    """Returns the row of each position [Nq]; some row for those that no row has."""
+    last = max(0, selection.num_rows - 1)
+    return (position // selection.row_size - selection.first_row).clamp(0, last)
+
+
+def _of_queries(
+    at: Coordinates | None, queries: Tensor, position: Tensor, kv_len: int
+) -> Coordinates:
+    """Returns the coordinates of some queries; by default their positions and those of keys."""
+    if at is None:
+        key = torch.arange(kv_len, device=queries.device).expand(1, 2, 1, -1)
+        query = torch.stack((position, position, torch.zeros_like(position)))
+        return Coordinates(query[None], key.contiguous())
+    return at._replace(query=at.query[..., moved(queries, at.query.device)].contiguous())
 
 
 def _joined(lists: list[Lists]) -> Lists:
@@ -382,35 +500,38 @@ def _list_keys(
     of_valid = 1 if valid is None else len(valid)
     batches = max(len(table), of_valid, 1, *of_seats, *of_bounds)
     heads = max(table.shape[1], *(mask.num_tables(frame) for mask in bounds), 1)
-    if positions is None:
-        positions = torch.arange(frame.q_start, frame.q_start + frame.q_len, device=device)
-    positions = moved(positions, device)
+    positions = _positions(frame, positions, device)
     seats = [_seat(source.inside, b, positions, frame) for b in range(max(of_seats, default=1))]
     entries = [(b, h, h * frame.num_heads // heads) for b in range(batches) for h in range(heads)]
     limits = [limit.at(b, head, frame) for b, _, head in entries] if limit is not None else []
     shared = None  # a limit that a device evaluates for all tables at once, in few launches
     if device.type != "cpu" and all(mask is limit for mask in limits):
         shared, limits = limit, []
-    last_row = max(0, rows - 1)
-    row_of = [  # [Nq] of each seat
-        (seat.position // selection.row_size - selection.first_row).clamp(0, last_row)
-        for seat in seats
-    ]
+    row_of = [_rows_at(selection, seat.position) for seat in seats]  # [Nq] of each seat
+    slots_of = None  # of `EdgeLists`, int64 [seats, Nq, most]
+    if isinstance(selection, EdgeLists):
+        slots_of = moved(selection.slots_of(torch.stack(row_of)), device)
+    width = slots if slots_of is None else slots_of.shape[2]
     inside = torch.arange(size, dtype=torch.int32, device=device)
-    shape = batches, heads, len(positions), slots * size
+    shape = batches, heads, len(positions), width * size
     keys = torch.empty(shape, dtype=torch.int32, device=device)
     place = torch.empty_like(keys) if has_slot_bias else None
     valid = None if valid is None else valid.to(device)
     blocks = -(-frame.kv_len // size)
     most = _MOST_CELLS if device.type == "cpu" else _MOST_CELLS_OF_DEVICE // len(entries)
-    for start in range(0, len(positions), step := max(1, most // max(1, slots * size))):
+    for start in range(0, len(positions), step := max(1, most // max(1, width * size))):
         part = slice(start, start + step)
         here, to = positions[part, None], keys[:, :, part]
         for number, seat in enumerate(seats):
             of_seat = slice(None) if len(seats) == 1 else slice(number, number + 1)
             of_table = table if len(seats) == 1 or len(table) == 1 else table[of_seat]
             # [B or 1, H or 1, n, k] numbers of blocks; the number behind the last is none
-            listed = of_table[:, :, row_of[number][part]].clamp_(-1, blocks).int()
+            if slots_of is None:
+                listed = of_table[:, :, row_of[number][part]]
+            else:
+                own_slots = slots_of[number, part]
+                listed = table[:, :, own_slots.clamp(min=0), 0].masked_fill_(own_slots < 0, -1)
+            listed = listed.clamp_(-1, blocks).int()
             if place is None:
                 listed = _ascending(listed)
             else:
@@ -429,9 +550,16 @@ def _list_keys(
             for b in range(batches):
                 seen = valid[b % len(valid)][to[b].clamp(min=0).long()]
                 to[b].masked_fill_(~seen, -1)
-    row = torch.stack(row_of) if has_slot_bias else None
+    found = Lists(
+        keys=keys,
+        branch=branch,
+        shape=(rows, slots, size),
+        row=torch.stack(row_of) if has_slot_bias else None,
+        place=place,
+        slot=None if slots_of is None else torch.where(slots_of < 0, rows * slots, slots_of),
+    )
     if beside is None:
-        return Lists(keys=keys, branch=branch, shape=(rows, slots, size), row=row, place=place)
+        return found
     every = torch.arange(frame.kv_len)
     # the keys of each (batch entry, head, query), in this order, each list as long as it is
     more = [
@@ -448,7 +576,7 @@ def _list_keys(
     more_places = torch.arange(shape[3], keys.shape[3], dtype=torch.int32)
     assert place is not None
     place = torch.cat((place, more_places.expand_as(others)), -1)
-    return Lists(keys=keys, branch=branch, shape=(rows, slots, size), row=row, place=place)
+    return found._replace(keys=keys, place=place)
 
 
 def _keys_of(blocks: Tensor, inside: Tensor) -> Tensor:

@@ -1,18 +1,28 @@
 """Lists of keys from the edges of a graph: each query's keys, and the slot of each edge."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .arguments import kind_of
 
+_MOST_PADDED = 4  # slots per edge, up to which lists are a table with as many slots in each row
 
-def listed_edges(index: Any, num_queries: int) -> tuple[Tensor, Tensor]:
-    """Lists the keys of each query, ascending; (lists [R, k] with -1 behind, slots [E]).
 
-    `slots` has the place of each edge in the flattened lists. Raises ValueError for an index that
-    is no int64 [2, E] of distinct edges (query, key).
+class ListedEdges(NamedTuple):
+    """The keys of each query, ascending."""
+
+    keys: Tensor  # int64 [R, k] with -1 behind, or [E, 1] if `starts` says where lists begin
+    slots: Tensor  # int64 [E], each edge's place in the flattened keys
+    starts: Tensor | None  # int64 [R + 1]: query r has keys[starts[r] : starts[r + 1]]
+
+
+def listed_edges(index: Any, num_queries: int) -> ListedEdges:
+    """Lists the keys of each query; one behind the other if a table would be mostly padding.
+
+    Raises ValueError for an index that is no int64 [2, E] of distinct edges (query, key).
     """
     query, key = _checked(index, num_queries)
     by_key = key.sort(stable=True).indices
@@ -29,13 +39,16 @@ def listed_edges(index: Any, num_queries: int) -> tuple[Tensor, Tensor]:
         )
     count = query.bincount(minlength=num_queries)
     most = int(count.max()) if len(count) else 0
-    number = torch.arange(len(order), device=order.device) - (count.cumsum(0) - count)[rows]
-    places = rows * most + number
+    number = torch.arange(len(order), device=order.device)
+    slots = torch.empty_like(order)
+    if num_queries * most > _MOST_PADDED * len(order):
+        slots[order] = number
+        return ListedEdges(keys=keys[:, None], slots=slots, starts=pad(count.cumsum(0), (1, 0)))
+    places = rows * most + number - (count.cumsum(0) - count)[rows]
     lists = torch.full((num_queries * most,), -1, dtype=torch.int64, device=order.device)
     lists[places] = keys
-    slots = torch.empty_like(places)
     slots[order] = places
-    return lists.view(num_queries, most), slots
+    return ListedEdges(keys=lists.view(num_queries, most), slots=slots, starts=None)
 
 
 def _checked(index: Any, num_queries: int) -> tuple[Tensor, Tensor]:

@@ -20,7 +20,7 @@ from .document_runs import FORMS
 from .keywords import with_hints
 from .neighbourhood import Neighbourhood
 from .per_head import PerHead
-from .selected import SelectedBlocks
+from .selected import EdgeLists, SelectedBlocks
 from .tree import Tree
 from .varlen_mask import Varlen
 
@@ -35,9 +35,9 @@ BUILT_IN: dict[str, Callable[..., Pattern]] = {
         *(blocks.Blocks, SelectedBlocks, blocks.Dense, PerHead, Neighbourhood),
     )
 }
-_constructors = dict(BUILT_IN)
+_constructors = {**BUILT_IN, "EdgeLists": EdgeLists}
 # Only the library writes these names, so no error message suggests them.
-_INTERNAL = ("MaskMod", "Varlen", "SameRun", "InRuns")
+_INTERNAL = ("MaskMod", "Varlen", "SameRun", "InRuns", "EdgeLists")
 
 _SHORT = 4096  # characters of a text; of longer ones, such as of many documents, few are cached
 _EXPECTED = "a pattern is an expression such as 'LongNet((2048, 4096), (1, 2)) & Causal()'"
@@ -135,7 +135,7 @@ class _Reader:
                         f"{name} must have each argument once, got an argument twice; remove one"
                     )
                 values = [self.read(argument) for argument in arguments]
-                if self.owned and values and _constructors[name] is SelectedBlocks:
+                if self.owned and values and _constructors[name] in (SelectedBlocks, EdgeLists):
                     values[0] = blocks.Owned(values[0])
                 if named or not values or not all(isinstance(x, Tensor) for x in values):
                     return _constructors[name](*values, **named)

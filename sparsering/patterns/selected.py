@@ -1,7 +1,7 @@
 """Key blocks chosen by content: each row of queries has a list of them."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import torch
@@ -67,6 +67,10 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         is one scatter, which is differentiable; its `slot_shape` is the shape of that bias,
         (1, num_heads, num_queries, k), k the largest number of edges of a query.
 
+        If few queries have most of the edges, as the hubs of a graph do, such a table would be
+        mostly padding. From four slots for each edge on, lists stand one behind the other instead:
+        `indices` are [E, 1], a slot for each edge, and `slot_shape` is (1, num_heads, E, 1).
+
         Args:
             index: int64 [2, E] of (query, key), in any order, each edge once. Edges that point from
                 a source to a target, as torch_geometric's `edge_index`, are flipped first:
@@ -74,13 +78,14 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
             num_queries: number of queries; those without edges have out 0.
             num_heads: heads of the bias. The lists are the same for all heads.
 
-        Returns: `SelectedBlocks(lists, 1, query_block=1)`, keys ascending, -1 behind them. Give
-            `q_start=0` to the call where the keys are not as many as the queries.
+        Returns: `SelectedBlocks(lists, 1, query_block=1)`, keys ascending, -1 behind them; of a
+            graph with hubs, a subclass of it. Give `q_start=0` to the call where the keys are not
+            as many as the queries.
 
         Raises: ValueError if `index` is no such tensor, has an edge twice, a key below 0, or a
             query beyond `num_queries`.
 
-        Cost: O(E log E) time, once for a graph; O(num_queries * k) memory.
+        Cost: O(E log E) time, once for a graph; O(E + num_queries) memory.
 
         Example:
             >>> graph = SelectedBlocks.from_edges(edge_index.flip(0), nodes, num_heads=4)
@@ -90,9 +95,12 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         """
         heads = checked_integer("from_edges num_heads", num_heads, 1)
         rows = checked_integer("from_edges num_queries", num_queries, 0)
-        lists, slots = listed_edges(index, rows)
-        graph = cls(lists, 1, query_block=1)
-        object.__setattr__(graph, "_edges", (slots, heads))
+        listed = listed_edges(index, rows)
+        if listed.starts is None:
+            graph = cls(listed.keys, 1, query_block=1)
+        else:
+            graph = EdgeLists(listed.keys, 1, 1, 0, listed.starts)
+        object.__setattr__(graph, "_edges", (listed.slots, heads))
         return graph
 
     @property
@@ -102,7 +110,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
 
     @property
     def slot_shape(self) -> tuple[int, int, int, int]:
-        """Shape of a bias per edge, (1, num_heads, num_queries, k); see `from_edges`."""
+        """Shape of a bias per edge, (1, num_heads, R, k) of `indices` [R, k]; see `from_edges`."""
         heads = self._of_edges("slot_shape")[1]
         rows, slots = self.indices.shape[-2:]
         return 1, heads, rows, slots
@@ -141,6 +149,24 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
     def row_size(self) -> int:
         assert self.query_block is not None
         return self.query_block
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, each of which has a list."""
+        return self.indices.shape[-2]
+
+    @property
+    def mean_slots(self) -> float:
+        """Mean number of slots of a row."""
+        return self.indices.shape[-1]
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """Returns the lists of some rows [n], [..., n, k], on the device of the indices."""
+        return self.indices[..., rows.to(self.indices.device), :]
+
+    def without_rows(self) -> "SelectedBlocks":
+        """Returns the mask without its table, for what does not depend on it."""
+        return replace(self, indices=self.indices[..., :0, :], first_row=0)
 
     def num_batches(self) -> int | None:
         return self.indices.shape[0] if self.indices.dim() == 4 and len(self.indices) != 1 else None
@@ -184,13 +210,17 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         chosen = self._table_of(0 if one else batch, head, frame)
         blocks = -(-frame.kv_len // self.block_size)
         slot = torch.nonzero(((chosen >= 0) & (chosen < blocks)).flatten())[:, 0]
-        row = slot // max(1, chosen.shape[1])
+        row = self._row_of(slot)
         listed, order = (row * blocks + chosen.flatten()[slot]).sort(stable=True)
         return listed, slot[order], blocks
 
+    def _row_of(self, slot: Tensor) -> Tensor:
+        """Returns the row of each slot of one head's flattened table."""
+        return slot // max(1, self.indices.shape[-1])
+
     def check(self, frame: Frame) -> None:
         super().check(frame)
-        rows, size = self.indices.shape[-2], self.row_size
+        rows, size = self.num_rows, self.row_size
         last = -(-max(0, frame.q_start + frame.q_len) // size)
         if self.first_row + rows < last:
             way_out = "pass more rows, or q_start=0 for cross attention"
@@ -232,6 +262,92 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         blocks = -(-frame.kv_len // self.block_size)
         of = "" if self.block_size == 1 else f"the {blocks} blocks of {self.block_size} in "
         return f"0 to {blocks - 1}, of {of}{frame.kv_len} keys"
+
+
+@class_with_hints
+@dataclass(frozen=True, repr=False, eq=False)
+class EdgeLists(SelectedBlocks):
+    """Lists of different lengths, one behind the other: those of a graph with hubs.
+
+    A query in row r sees the keys `indices[starts[r] : starts[r + 1], 0]`. `from_edges` makes it.
+
+    Args:
+        indices: int64 [E, 1], the keys of row 0, then those of row 1, and so on.
+        block_size, query_block: 1, single keys and a list for each query.
+        first_row: as `SelectedBlocks`.
+        starts: int64 [R + 1], rising from 0 to E.
+    """
+
+    starts: Tensor | None = None
+    table_dims: ClassVar[tuple[int, ...]] = (2,)
+
+    def _validate(self) -> None:
+        super()._validate()
+        assert isinstance(self.starts, Tensor) and self.starts.dim() == 1
+        assert self.block_size == 1 and self.indices.shape[1] == 1
+
+    @property
+    def begin(self) -> Tensor:
+        """Place of each row's first slot, and behind them their number, int64 [R + 1]."""
+        assert self.starts is not None
+        return self.starts
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.begin) - 1
+
+    @property
+    def mean_slots(self) -> float:
+        return len(self.indices) / max(1, self.num_rows)
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        slot = self.slots_of(rows)
+        return torch.where(slot < 0, -1, self.indices[slot.clamp(min=0), 0])
+
+    def slots_of(self, rows: Tensor) -> Tensor:
+        """Returns the slots of some rows [..., n], [..., n, the most of them], with -1 behind."""
+        count = self.counts_of(rows)
+        most = int(count.max()) if count.numel() else 0
+        number = torch.arange(most, device=count.device)
+        first = self.begin[rows.to(count.device)]
+        return torch.where(number < count[..., None], first[..., None] + number, -1)
+
+    def counts_of(self, rows: Tensor) -> Tensor:
+        """Returns the number of slots of some rows, on the device of the indices."""
+        rows = rows.to(self.begin.device)
+        return self.begin[rows + 1] - self.begin[rows]
+
+    def without_rows(self) -> SelectedBlocks:
+        return SelectedBlocks(self.indices[:0], self.block_size, self.query_block)
+
+    def _row_of(self, slot: Tensor) -> Tensor:
+        return torch.searchsorted(self.begin.to(slot.device), slot, right=True) - 1
+
+    def inflation(self, queries: int, kv_len: int) -> Tensor:
+        rows, tiles = max(1, queries), -(-self.num_rows // max(1, queries))
+        key = self.indices[:, 0]
+        row = self._row_of(torch.arange(len(key), device=key.device))
+        pairs = (row * kv_len + key)[(key >= 0) & (key < kv_len)].unique()
+        row, key = pairs // max(1, kv_len), pairs % max(1, kv_len)
+        in_union = len((row // rows * kv_len + key).unique())
+        used = (row.unique() // rows).bincount(minlength=tiles).clamp(min=1)
+        in_rows = (row // rows).bincount(minlength=tiles) / used
+        return (in_union / in_rows.sum().clamp(min=1e-9))[None]
+
+    def listed_outside(self, frame: Frame) -> str:
+        first, last = (
+            min(self.num_rows, max(0, max(0, end) - self.first_row))
+            for end in (frame.q_start, frame.q_start + frame.q_len)
+        )
+        begin, end = self.begin[[first, max(first, last)]].tolist()
+        keys = self.indices[begin:end, 0]
+        wrong = torch.nonzero((keys < -1) | (keys >= frame.kv_len))[:, 0]
+        if not len(wrong):
+            return ""
+        slot = begin + wrong[:1]
+        row = int(self._row_of(slot))
+        where = f"{int(self.indices[slot, 0])} in row {row}, slot {int(slot - self.begin[row])}"
+        return where + f", and {len(wrong) - 1} more slots" * (len(wrong) > 1)
 
 
 def _has_numbers(x: Tensor) -> bool:

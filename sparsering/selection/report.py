@@ -231,7 +231,7 @@ class _Comparison:
     def listed(self) -> Tensor:
         """Marks the visible blocks that the selection lists, [B, H, rows, Nb]."""
         rows = self.sample + self.first_row - self.selected.first_row
-        indices = self.selected.indices.to(self.query.device)[..., rows, :]
+        indices = self.selected.of_rows(rows).to(self.query.device)
         return listed_blocks(indices, self.blocks).expand_as(self.mass) & (self.visible > 0)
 
     def ranks(self, seed: int) -> dict[str, Tensor]:

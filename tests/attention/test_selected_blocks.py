@@ -56,7 +56,7 @@ def slot_of_pairs(chosen, q_len):
     """[B, 4, Nq, Nk] the first slot that lists each pair's block, -1 for none; pair by pair."""
     shape, first = (2, 4, q_len, KEYS), KEYS - q_len
     rest = chosen.block_size, chosen.query_block, chosen.first_row
-    found = blocks_oracle.slots_of_pairs(chosen.indices.numpy(), shape, first, *rest)
+    found = blocks_oracle.slots_of_pairs(chosen.indices.tolist(), shape, first, *rest)
     return torch.from_numpy(np.where(found < chosen.indices.shape[2] * SLOTS, found, -1))
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from oracles import flash_packages
 from oracles.attention_oracle import arranged
+from oracles.kinds import slots_shape
 from oracles.patterns_oracle import Spec, build, counts, leaves
 from oracles.strategies import LAYOUT_BLOCK_SIZES, Scene, scenes
 from torch import Tensor
@@ -155,7 +156,7 @@ class Call(Options):
         if self.slot_bias is not None:
             each_entry, each_head = self.slot_bias
             (indices,) = (leaf[1] for leaf in leaves(self.spec) if leaf[0] == "SelectedBlocks")
-            shape = torch.tensor(indices).shape[-2:]
+            shape = slots_shape(indices)
             outer = (batch if each_entry else 1, heads if each_head else 1)
             found["slot_bias"] = torch.randn(*outer, *shape)
         for name in found.keys() & {"block_bias", "slot_bias"}:

@@ -15,6 +15,7 @@ import torch
 from oracles import blocks_oracle
 from oracles import strategies as drawn
 from oracles.attention_oracle import arranged
+from oracles.kinds import slots_shape
 from oracles.patterns_oracle import build
 from oracles.strategies import HEADS, Scene, scenes
 from torch import Tensor
@@ -470,7 +471,7 @@ class Mass(calls.Call):
         tensors = self.tensors()
         query, key = tensors["query"], tensors["key"]
         (selection,) = specs.selections(self.spec)
-        slots = torch.tensor(selection[1]).shape[-2:]
+        slots = slots_shape(selection[1])
         shape = query.shape[:3]
         weight, further = torch.ones(shape), torch.zeros(shape)
         given: dict[str, Any] = {"scale": self.scale, "q_start": self.scene.q_start}

@@ -23,6 +23,7 @@ from oracles.kinds import (
     Spec,
     depth_in_tree,
     parts_of,
+    slots_shape,
     with_parts,
 )
 from oracles.patterns_oracle import is_mixture, leaves
@@ -152,11 +153,11 @@ def slots(spec: Spec, scene: Scene) -> np.ndarray:
         listed = selections(branch)
         if listed:
             _, indices, *rest = listed[0]
-            table, first = np.array(indices), scene.first_position
-            found.append(blocks_oracle.slots_of_pairs(table, shape, first, *rest))
+            first = scene.first_position
+            found.append(blocks_oracle.slots_of_pairs(indices, shape, first, *rest))
         else:
             (selection,) = selections(spec)
-            found.append(np.full(shape, np.prod(np.array(selection[1]).shape[-2:])))
+            found.append(np.full(shape, np.prod(slots_shape(selection[1]))))
     return np.stack(found)
 
 

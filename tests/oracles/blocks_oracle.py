@@ -4,6 +4,9 @@ It is plain torch, so that autograd gives the gradients; it shares no code with 
 """
 
 import math
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -226,23 +229,35 @@ def chosen_blocks(
 
 
 def slots_of_pairs(
-    table: np.ndarray,
+    table: Any,
     shape: tuple[int, int, int, int],
     first: int,
     block_size: int,
     query_block: int,
     first_row: int,
 ) -> np.ndarray:
-    """[B, H, Nq, Nk] slot of each pair's block in its row of a table; R * k if none lists it."""
-    table = table.reshape((1,) * (4 - table.ndim) + table.shape)
-    rows, listed = table.shape[2:]
-    out = np.full(shape, rows * listed)
+    """[B, H, Nq, Nk] slot of each pair's block in its row of a table; all slots if none lists it.
+
+    `table` are nested sequences, [R, k], [H, R, k] or [B, H, R, k]; rows of [R, k] may be unequal.
+    """
+    for _ in range(4 - _depth(table)):
+        table = [table]
+    starts = [0, *accumulate(map(len, table[0][0]))]
+    out = np.full(shape, starts[-1])
     for b, h, i, k in np.ndindex(shape):
         row = (first + i) // query_block - first_row
-        blocks = list(table[b % len(table), h * table.shape[1] // shape[1], row])
+        of_entry = table[b % len(table)]
+        blocks = of_entry[h * len(of_entry) // shape[1]][row]
         if k // block_size in blocks:
-            out[b, h, i, k] = row * listed + blocks.index(k // block_size)
+            out[b, h, i, k] = starts[row] + blocks.index(k // block_size)
     return out
+
+
+def _depth(table: Any) -> int:
+    """Number of dims of nested sequences; rows of the last dim may be empty."""
+    if not isinstance(table, Sequence):
+        return 0
+    return 1 + max(map(_depth, table), default=0)
 
 
 def pool_blocks(

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
+from sparsering.patterns.selected import EdgeLists
 
 with suppress(ModuleNotFoundError):  # a GPU machine may lack hypothesis: it draws nothing
     import hypothesis.strategies as st
@@ -1386,7 +1387,10 @@ def draw_selected_keys(draw: Draw, scene: Scene) -> Spec:
 
 
 def _selection(draw: Draw, scene: Scene, block_size: int, query_block: int, slots: Any) -> Spec:
-    """Draws the table of a selection; it has repeats, -1, and numbers past the last block."""
+    """Draws the table of a selection; it has repeats, -1, and numbers past the last block.
+
+    Tables of single keys may have rows of different lengths, one of them a hub's.
+    """
     first = max(0, scene.first_position) // query_block
     first_row = draw(st.sampled_from((0, first)))
     last = max(0, scene.first_position + scene.q_len)
@@ -1399,14 +1403,39 @@ def _selection(draw: Draw, scene: Scene, block_size: int, query_block: int, slot
     listed = draw(slots)
     numbers = random.Random(seed)
 
-    def row() -> tuple[int, ...]:
-        return tuple(numbers.randint(-1, blocks) for _ in range(listed))
+    def row(most: int = listed) -> tuple[int, ...]:
+        return tuple(numbers.randint(-1, blocks) for _ in range(most))
 
+    if block_size == 1 and rows > 1 and draw(st.sampled_from((False, False, True))):
+        hub, most = numbers.randrange(rows), draw(st.sampled_from((20, 40, 70)))
+        lengths = [most if r == hub else numbers.randint(0, 3) for r in range(rows)]
+        return ("SelectedBlocks", tuple(map(row, lengths)), 1, 1, first_row)
     table = tuple(tuple(row() for _ in range(rows)) for _ in range(heads))
     if batch > 1 or draw(st.booleans()):
         rest = [tuple(tuple(row() for _ in range(rows)) for _ in range(heads))] * (batch - 1)
         return ("SelectedBlocks", (table, *rest), block_size, query_block, first_row)
     return ("SelectedBlocks", table, block_size, query_block, first_row)
+
+
+def has_hubs(table: Any) -> bool:
+    """Whether the rows of a selection's table have different lengths."""
+    return table_depth(table) == 2 and len(set(map(len, table))) > 1
+
+
+def slots_shape(table: Any) -> tuple[int, int]:
+    """Shape of a slot bias: rows and slots of a table, or a slot for each key if it has hubs."""
+    if has_hubs(table):
+        return sum(map(len, table)), 1
+    rows, slots = torch.tensor(table).shape[-2:]
+    return rows, slots
+
+
+def build_selected_blocks(table: Any, *rest: int) -> Any:
+    if not has_hubs(table):
+        return sr.SelectedBlocks(torch.tensor(table, dtype=torch.int64), *rest)
+    keys = torch.tensor([key for row in table for key in row], dtype=torch.int64)
+    starts = torch.tensor([0, *map(len, table)]).cumsum(0)
+    return EdgeLists(keys[:, None], *rest, starts)
 
 
 add_kind(
@@ -1415,7 +1444,7 @@ add_kind(
     draw=draw_selected_blocks,
     examples=list,
     sane=lambda: {"indices": chosen(), "block_size": 16, "query_block": 16, "first_row": 0},
-    build=tensor_first(sr.SelectedBlocks, torch.int64),
+    build=build_selected_blocks,
     stands=WHOLE,
     batched=nested(4),
     joined=False,

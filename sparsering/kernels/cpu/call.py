@@ -11,7 +11,7 @@ from torch import Tensor
 from ...layouts.layout import BlockLayout, Pass, tile_counts
 from ...layouts.lists import Lists
 from ...numerics import round_up
-from ..problem import Gradients, Problem, dense_rows, sink_gradient
+from ..problem import Gradients, Problem, bias_gradient, dense_rows, sink_gradient
 from ..tuning_file import TuningFile, file_of, processor_name
 from .build import build_failure, library, vectors
 
@@ -112,14 +112,19 @@ def _forward_of_lists(problem: Problem) -> tuple[Tensor, Tensor]:
     rest, fresh = problem._replace(lists=(), block_bias=None, in_float32=True), False
     if problem.layout.num_blocks:
         out, lse = forward(rest)
-    else:  # the first list writes all rows
-        query, fresh, sink = problem.query, True, problem.sink
-        dtype = problem.result_dtype if len(problem.lists) == 1 else torch.float32
+    else:  # the first list writes all rows, if it is for all queries
+        query, sink = problem.query, problem.sink
+        fresh = problem.lists[0].queries is None
+        dtype = problem.result_dtype if fresh and len(problem.lists) == 1 else torch.float32
         out = query.new_empty(*query.shape[:3], problem.value.shape[3], dtype=dtype)
+        out = out if fresh else out.zero_()
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
         lse = lse if sink is None else lse.copy_(sink)
-    for number, listed in enumerate(problem.lists):
-        library().forward_lists(*_list_arguments(problem, listed), fresh and number == 0, out, lse)
+    for number, (listed, own) in enumerate(problem.of_lists()):
+        rows = [listed.of_queries(x) for x in (out, lse)]
+        library().forward_lists(*_list_arguments(own, listed), fresh and number == 0, *rows)
+        for x, of_queries in zip((out, lse), rows, strict=True):
+            listed.put(x, of_queries)
     return out.to(problem.result_dtype), lse
 
 
@@ -130,9 +135,15 @@ def _backward_of_lists(problem: Problem, *results: Tensor) -> Gradients:
         sums = backward(rest, *results)
     out, lse, grad_out, grad_lse = results
     results = dense_rows(out), lse.contiguous(), dense_rows(grad_out), grad_lse.contiguous()
-    for listed in problem.lists:
-        arguments = *_list_arguments(problem, listed), *results, problem.learns_distances
+    biases = []
+    for listed, own in problem.of_lists():
+        rows = (listed.of_queries(x) for x in results)
+        arguments = *_list_arguments(own, listed), *rows, problem.learns_distances
         dq, dk, dv, dbias, dtables = library().backward_lists(*arguments)
+        biases.append(dbias)
+        if listed.queries is not None:
+            of_queries, dq = dq, dq.new_zeros(problem.query.shape)
+            listed.put(dq, of_queries)
         table = problem.distance_bias if problem.learns_distances else None
         dtable = None if table is None else dtables.sum(2).to(table.dtype)
         if sums is None:
@@ -142,8 +153,9 @@ def _backward_of_lists(problem: Problem, *results: Tensor) -> Gradients:
                 total.add_(grad)
             if sums.distance_bias is not None and dtable is not None:
                 sums.distance_bias.add_(dtable)
-        sums = sums._replace(block_bias=None if problem.block_bias is None else dbias)
     assert sums is not None
+    if problem.block_bias is not None:
+        sums = sums._replace(block_bias=bias_gradient(biases))
     dq, dk, dv = (grad.to(problem.result_dtype) for grad in sums[:3])
     return sums._replace(query=dq, key=dk, value=dv)
 

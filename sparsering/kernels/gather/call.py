@@ -174,9 +174,11 @@ def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
                 per_pair += 128
             for chunk in chunks(problem, number, units, _workspace["bytes"], per_token, per_pair):
                 yield units.fresh and number == 0, chunk
+    first = 0  # place of the lists' first number in a head's bias
     for lists in problem.lists:
-        for chunk in list_chunks(problem, lists, _workspace["bytes"], per_token):
+        for chunk in list_chunks(problem, lists, first, _workspace["bytes"], per_token):
             yield False, chunk
+        first += lists.keys.shape[2:].numel()
 
 
 def _units(

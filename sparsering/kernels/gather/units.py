@@ -298,21 +298,30 @@ def chunks(
         )
 
 
-def list_chunks(problem: Problem, lists: Lists, workspace: int, per_token: int) -> Iterator[Chunk]:
+def list_chunks(
+    problem: Problem, lists: Lists, first_bias: int, workspace: int, per_token: int
+) -> Iterator[Chunk]:
     """Cuts the lists of a selection into chunks of about `workspace` bytes, of at least one unit.
 
-    A unit is one query with its list of keys. `per_token`: bytes of a gathered token.
+    A unit is one query with its list of keys. `per_token`: bytes of a gathered token; `first_bias`:
+    place of the first number of these lists in a head's block bias.
     """
-    query, frame, (batches, tables, _, n) = problem.query, problem.layout.frame, lists.keys.shape
+    query, frame, (batches, tables, rows_of_lists, n) = (
+        problem.query,
+        problem.layout.frame,
+        lists.keys.shape,
+    )
     device, heads = query.device, max(tables, frame.num_kv_heads)
     group = frame.num_heads // max(1, heads)
-    shape = len(query), heads, frame.q_len
+    shape = len(query), heads, rows_of_lists
+    queries = None if lists.queries is None else lists.queries.to(device)
     if not math.prod(shape) * n:
         return
     per_unit = (group + n) * (per_token + 40) + group * n * per_token
     for part in torch.arange(math.prod(shape), device=device).split(max(1, workspace // per_unit)):
-        bat, hd, q = torch.unravel_index(part, shape)
-        key = lists.keys.to(device)[bat * (batches > 1), hd * tables // heads, q].long()
+        bat, hd, row = torch.unravel_index(part, shape)
+        q = row if queries is None else queries[row]
+        key = lists.keys.to(device)[bat * (batches > 1), hd * tables // heads, row].long()
         cells, key = first_in_row(key, frame.kv_len), key.clamp(min=0)
         q_head = hd[:, None] * group + torch.arange(group, device=device)
         rows = (bat[:, None] * frame.num_heads + q_head) * frame.q_len + q[:, None]
@@ -320,14 +329,17 @@ def list_chunks(problem: Problem, lists: Lists, workspace: int, per_token: int) 
         bias = None
         if problem.block_bias is not None:
             assert lists.place is not None
-            place = lists.place.to(device)[bat * (batches > 1), hd * tables // heads, q].long()
-            bias = (rows[..., None] * n + torch.arange(n, device=device), place)
+            place = lists.place.to(device)[bat * (batches > 1), hd * tables // heads, row].long()
+            numbers = problem.block_bias.shape[2:].numel()  # of a head
+            number = (bat[:, None] * frame.num_heads + q_head) * numbers
+            number = (number + first_bias + row[:, None] * n)[..., None]
+            bias = (number + torch.arange(n, device=device), place)
         position = query_depth = q[:, None] + frame.q_start
         key_position = key_depth = key
         stream = torch.zeros_like(position)
         if (at := lists.coordinates) is not None:
             own = bat * (len(at.query) > 1)
-            position, query_depth, stream = at.query.to(device)[own, :, q][..., None].unbind(1)
+            position, query_depth, stream = at.query.to(device)[own, :, row][..., None].unbind(1)
             kv_head = hd * frame.num_kv_heads // heads
             of_head = kv_head * at.key.shape[2] // max(1, frame.num_kv_heads)
             of_key = at.key.to(device).movedim(1, -1)  # [B or 1, H, Nk, 2]

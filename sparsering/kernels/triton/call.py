@@ -16,7 +16,14 @@ from torch import Tensor
 
 from ...commands import program
 from ...numerics import power_of_2
-from ..problem import Gradients, Problem, constant_in_graphs, dense_rows, sink_gradient
+from ..problem import (
+    Gradients,
+    Problem,
+    bias_gradient,
+    constant_in_graphs,
+    dense_rows,
+    sink_gradient,
+)
 from . import extra_arguments
 from .configs import Config, config_for, in_order
 from .even_depths import of_whole_tiles, with_even_depths
@@ -134,16 +141,20 @@ def backward_in_order(problem: Problem, *results: Tensor) -> Gradients:
 def _forward_of_lists(problem: Problem) -> tuple[Tensor, Tensor]:
     """Merges the results of lists into those of the layout, in float32."""
     query, fresh = problem.query, not _has_tiles(problem)
-    if fresh:  # the first list writes all rows
-        dtype = problem.result_dtype if len(problem.lists) == 1 else torch.float32
+    if fresh:  # the first list writes all rows, if it is for all queries
+        fresh = problem.lists[0].queries is None
+        dtype = problem.result_dtype if fresh and len(problem.lists) == 1 else torch.float32
         out = query.new_empty(*query.shape[:3], problem.value.shape[3], dtype=dtype)
+        out = out if fresh else out.zero_()
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=torch.float32)
         lse = lse if problem.sink is None else lse.copy_(problem.sink)
     else:
         out, lse = forward(problem._replace(lists=(), block_bias=None, in_float32=True))
-    own = _for_lists(problem)
-    for number, lists in enumerate(problem.lists):
-        attend_lists(own, on_device(own, lists), fresh and number == 0, out, lse)
+    for number, (lists, own) in enumerate(_for_lists(problem).of_lists()):
+        rows = [lists.of_queries(x) for x in (out, lse)]
+        attend_lists(own, on_device(own, lists), fresh and number == 0, *rows)
+        for x, of_queries in zip((out, lse), rows, strict=True):
+            lists.put(x, of_queries)
     return out.to(problem.result_dtype), lse
 
 
@@ -159,10 +170,12 @@ def _backward_of_lists(
     )
     grad_out = dense_rows(grad_out)
     rows = _prepared(grad_out, grad_lse, out, lse, 1.0)
-    dbias = None
+    biases = []
     if fresh := not _has_tiles(problem):
-        dtype = problem.result_dtype if len(problem.lists) == 1 else torch.float32
+        fresh = problem.lists[0].queries is None
+        dtype = problem.result_dtype if fresh and len(problem.lists) == 1 else torch.float32
         dq, dk, dv = (x.new_empty(x.shape, dtype=dtype) for x in inputs)
+        dq, dk, dv = (x if fresh else x.zero_() for x in (dq, dk, dv))
         dtable = (
             None
             if table is None or not problem.learns_distances
@@ -172,17 +185,21 @@ def _backward_of_lists(
     else:
         rest = problem._replace(lists=(), block_bias=None, in_float32=True)
         dq, dk, dv, _, dtable, dsink, _ = backward(rest, out, lse, grad_out, grad_lse)
-    own = _for_lists(problem)
-    for number, lists in enumerate(problem.lists):
-        to = ListGradients(query=dq, key=dk, value=dv, running=not fresh or number > 0)
-        dbias, by_distance = add_gradients(own, on_device(own, lists), grad_out, rows, to)
+    for number, (lists, own) in enumerate(_for_lists(problem).of_lists()):
+        of_query, of_out, *of_rows = (lists.of_queries(x) for x in (dq, grad_out, *rows))
+        to = ListGradients(query=of_query, key=dk, value=dv, running=not fresh or number > 0)
+        delta_and_lse = of_rows[0], of_rows[1]
+        dbias, by_distance = add_gradients(own, on_device(own, lists), of_out, delta_and_lse, to)
+        lists.put(dq, of_query)
+        if dbias is not None:
+            biases.append(dbias)
         if dtable is not None and by_distance is not None:
             dtable = dtable + by_distance
     return Gradients(
         query=dq.to(problem.result_dtype),
         key=dk.to(problem.result_dtype),
         value=dv.to(problem.result_dtype),
-        block_bias=None if bias is None or dbias is None else dbias.to(bias.dtype),
+        block_bias=None if bias is None else bias_gradient(biases).to(bias.dtype),
         distance_bias=None if table is None or dtable is None else dtable.to(table.dtype),
         sink=dsink,
     )
