@@ -234,7 +234,10 @@ def test_the_cpu_kernel_takes_a_few_tensors_at_any_length(name, dtype):
     """Forward and backward, one [B, H, N, D] counting as one tensor.
 
     Out, packed keys and values of some heads, where several passes meet in half precision their
-    float32 sums; with backward the gradients, too.
+    float32 sums; with backward the gradients, too. A backward over dilated passes has ten float32
+    copies of one head for each thread: K as it is and transposed, V, dK and dV of the latest
+    segment of queries and of those before, so that they are added in one order, and the sums of
+    dQ, dK and dV over the passes. With products of bfloat16, K and V take half of that.
     """
     pattern, heads = PATTERNS[name], 8
     forward_and_backward(inputs(64, heads, heads, dtype), pattern, backend="cpu")  # keeps 8 bytes
@@ -247,5 +250,6 @@ def test_the_cpu_kernel_takes_a_few_tensors_at_any_length(name, dtype):
         assert got.peak <= 2.5 * tensor + lse + fixed
         assert got.kept == tensor + lse
         got = measure(lambda args=args: forward_and_backward(args, pattern, backend="cpu"))
-        assert got.peak <= 6 * tensor + 2 * lse + fixed
+        of_heads = torch.get_num_threads() * 10 * FLOAT * args[0].numel() // heads
+        assert got.peak <= max(6 * tensor, 4 * tensor + of_heads) + 2 * lse + fixed
         assert got.kept == 4 * tensor + lse
