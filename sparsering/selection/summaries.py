@@ -52,6 +52,7 @@ class BlockSummaries:
                 f"block_size={method.block_size} here, or construct another scorer"
             )
         self._feature: Tensor | None = None  # [B, Hkv, parts of a block, allocated blocks, F]
+        self._head_dim = 0  # of the keys, once there are summaries
         self._blocks: list[int] = []  # blocks that have a summary, of each entry; [] before keys
 
     def __copy__(self) -> Self:
@@ -108,6 +109,7 @@ class BlockSummaries:
                 f"expected at most as many queries as keys, {length}, got {n}; append the keys of "
                 "the new tokens to `key` first"
             )
+        self._check_like_before(key)
         if lengths is None:
             first = self.first_needed(range(batch), length - n)
             return self._scores(query, key[:, :, first:], length, scale)
@@ -125,6 +127,17 @@ class BlockSummaries:
             own = self.scores_of_entry(entry, query[entry : entry + 1], tail, end, scale)
             parts.append(pad(own, (0, -(-length // self._size) - own.shape[3]), value=-torch.inf))
         return torch.cat(parts)
+
+    def _check_like_before(self, key: Tensor) -> None:
+        """Raises ValueError if earlier keys had other batch entries, heads or a head dim."""
+        batch, heads, _, width = key.shape
+        if self._feature is None:
+            self._head_dim = width
+        elif (before := (*self._feature.shape[:2], self._head_dim)) != (batch, heads, width):
+            raise ValueError(
+                f"key must have the batch entries, heads and head dim of earlier calls, {before}, "
+                f"got {(batch, heads, width)}; other keys need a BlockSummaries of their own"
+            )
 
     def first_needed(self, entries: Iterable[int], start: int) -> int:
         """Returns the first key that the scores of queries from `start` on read, of some entries.

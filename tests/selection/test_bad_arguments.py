@@ -43,6 +43,12 @@ def selected_cache(**options):
     return SelectedCache(1, 2, 8, block_size=16, **{"k": 2, **options})
 
 
+def again(keys):
+    summaries = BlockSummaries(16)
+    summaries.scores(QUERY, QUERY)
+    summaries.scores(keys, keys)
+
+
 def summaries_of(index):
     summaries = BlockSummaries(16)
     summaries.scores(QUERY, QUERY)
@@ -55,6 +61,9 @@ def summaries_of(index):
         (lambda: block_scores(QUERY, QUERY, 16, causal=SEVERAL), "causal must be True or False"),
         (lambda: block_scores(QUERY, QUERY, NESTED), "block_size must be an int"),
         (lambda: select_blocks(SCORES, 2, block_size=16, causal=None), "causal must be True or"),
+        (lambda: again(QUERY[:, :1]), r"heads and head dim .*, \(1, 2, 8\), got \(1, 1, 8\)"),
+        (lambda: again(QUERY[..., :4]), r"heads and head dim .*, \(1, 2, 8\), got \(1, 2, 4\)"),
+        (lambda: again(QUERY.expand(2, -1, -1, -1)), r"\(1, 2, 8\), got \(2, 2, 8\); other keys"),
         (lambda: scorer(causal=SEVERAL), "causal must be True or False"),
         (lambda: scorer(detach=0), "detach must be True or False, got 0"),
         (lambda: scorer()(QUERY, QUERY, q_start=SEVERAL), "q_start must be an int or None"),
