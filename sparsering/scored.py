@@ -5,14 +5,17 @@ reference. It takes no operator's way: operators take tensors and numbers, and n
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from enum import Enum
 from functools import partial
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -28,6 +31,7 @@ from .kernels.problem import ScoreMod
 from .numerics import sum_dtype, without_autocast
 from .patterns.algebra import Pattern, check_fits
 from .patterns.arguments import is_shape_alone, kind_of, shortened
+from .patterns.function_state import in_library, names_of
 from .work import problem_of, slot_gradient
 
 _IN_A_GRAPH = "attention with a score_mod cannot run inside a compiled function; call it outside"
@@ -65,7 +69,7 @@ def scored_attention(
             ),
             options=call.options.changed(**dict.fromkeys(learning)),
             backend=name,
-            score_mod=_with_own_variables(score_mod),
+            score_mod=_kept(score_mod, {}),
             learning=learning,
         )
         out, lse = _Scored.apply(scored, *tensors)
@@ -180,31 +184,58 @@ def _checked(score_mod: object, inputs: Inputs) -> list[Tensor]:
     return read
 
 
-def _with_own_variables(score_mod: ScoreMod) -> ScoreMod:
-    """Returns a function whose closure and module keep the numbers that they have now.
+def _kept(value: Any, memo: dict[int, Any]) -> Any:
+    """Copies a function and what it holds, so that the copy keeps the numbers that it reads now.
 
-    Backward evaluates it again, when a loop has gone on. Objects with a `__call__` stay themselves.
+    Backward evaluates it again, when a loop or the caller has gone on. Copied are closures, globals
+    that the code names, and attributes of objects, modules of torch among them. Tensors, lists,
+    dicts and what libraries define stay themselves: a function may write to them.
     """
-    if not isinstance(score_mod, FunctionType):
-        return score_mod
-    cells = [_copied(cell) for cell in score_mod.__closure__ or ()]
-    copy = FunctionType(
-        score_mod.__code__,
-        dict(score_mod.__globals__),
-        score_mod.__name__,
-        score_mod.__defaults__,
-        tuple(cells),
+    if id(value) in memo:
+        return memo[id(value)][0]
+    kind = type(value)
+    if kind is FunctionType:
+        if in_library(value.__module__):
+            return value
+        known = dict(value.__globals__)
+        cells = [CellType() for _ in value.__closure__ or ()]
+        copy = FunctionType(value.__code__, known, value.__name__, value.__defaults__, tuple(cells))
+        memo[id(value)] = copy, value
+        copy.__kwdefaults__ = value.__kwdefaults__
+        for name in names_of(value.__code__) & known.keys():
+            known[name] = _kept(known[name], memo)
+        for cell, of in zip(cells, value.__closure__ or (), strict=True):
+            with suppress(ValueError):  # an empty cell
+                cell.cell_contents = _kept(of.cell_contents, memo)
+        return copy
+    if kind is MethodType:
+        return MethodType(value.__func__, _kept(value.__self__, memo))
+    if kind is partial:
+        parts = (_kept(x, memo) for x in (value.func, value.args, value.keywords))
+        function, args, keywords = parts
+        return partial(function, *args, **keywords)
+    if kind is tuple:
+        return tuple(_kept(x, memo) for x in value)
+    own = isinstance(value, Module) or not in_library(kind.__module__)
+    if not own or isinstance(value, Tensor | type | ModuleType | Enum) or not _is_plain(value):
+        return value
+    other = object.__new__(kind)
+    memo[id(value)] = other, value
+    vars(other).update({name: _kept(x, memo) for name, x in vars(value).items()})
+    if isinstance(value, Module):
+        inner = {name: _kept(x, memo) for name, x in value._modules.items()}
+        vars(other)["_modules"] = inner
+    return other
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether all that an object holds is in its `__dict__`."""
+    kind = type(value)
+    made = "__new__" not in {name for x in kind.__mro__[:-1] for name in vars(x)} or isinstance(
+        value, Module
     )
-    copy.__kwdefaults__ = score_mod.__kwdefaults__
-    return copy
-
-
-def _copied(cell: CellType) -> CellType:
-    """Returns another cell with the same contents, or an empty one."""
-    try:
-        return CellType(cell.cell_contents)
-    except ValueError:  # the variable has no value yet
-        return CellType()
+    slots = any(getattr(x, "__slots__", ()) for x in kind.__mro__)
+    return made and not slots and hasattr(value, "__dict__")
 
 
 def _bound(score_mod: ScoreMod, read: list[Tensor]) -> ScoreMod:

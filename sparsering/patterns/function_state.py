@@ -95,7 +95,7 @@ class _Reader:
             case BuiltinFunctionType() if not isinstance(value.__self__, ModuleType | type | None):
                 return value.__name__, self.read(value.__self__)
             case ModuleType():
-                own = {} if _in_library(value.__name__) else vars(value)
+                own = {} if in_library(value.__name__) else vars(value)
                 return value.__name__, [self.read(own.get(x)) for x in self.attributes]
             case type():
                 return value.__module__, value.__qualname__, self.parts_of_class(value)
@@ -114,7 +114,7 @@ class _Reader:
             return kind.__name__, items
         if hasattr(value, "__wrapped__"):
             return self.read(value.__wrapped__)
-        if _in_library(kind.__module__) or isinstance(value, Enum):
+        if in_library(kind.__module__) or isinstance(value, Enum):
             reduced = value.__reduce_ex__(4)  # as pickle does
             parts = [reduced] if isinstance(reduced, str) else reduced
             return [self.read(list(x) if isinstance(x, Iterator) else x) for x in parts]
@@ -125,11 +125,11 @@ class _Reader:
 
     def function(self, value: FunctionType) -> Any:
         cells = [self.read(cell.cell_contents) for cell in value.__closure__ or ()]
-        if _in_library(value.__module__):
+        if in_library(value.__module__):
             return value.__module__, value.__qualname__, cells
         reads = [
             (name, self.read(known[name]))
-            for name in sorted(_names_of(value.__code__))
+            for name in sorted(names_of(value.__code__))
             for known in (value.__globals__, sys.modules)  # it may import modules
             if name in known
         ]
@@ -142,16 +142,18 @@ class _Reader:
         return [
             (name, self.read(part))
             for base in cls.__mro__
-            if not _in_library(base.__module__)
+            if not in_library(base.__module__)
             for name, part in vars(base).items()
             if name in self.attributes or (name.startswith("__") and isinstance(part, FunctionType))
         ]
 
 
-def _in_library(module: str | None) -> bool:
+def in_library(module: str | None) -> bool:
+    """Whether a module is of torch, NumPy, Python's library or this package."""
     return (module or "").partition(".")[0] in _LIBRARIES
 
 
-def _names_of(code: CodeType) -> set[str]:
+def names_of(code: CodeType) -> set[str]:
+    """Returns the globals and attributes that code and its inner functions name."""
     inner = (x for x in code.co_consts if isinstance(x, CodeType))
-    return set(code.co_names).union(*map(_names_of, inner))
+    return set(code.co_names).union(*map(names_of, inner))

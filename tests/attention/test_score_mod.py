@@ -344,3 +344,55 @@ def test_shapes_alone_have_results_and_gradients(backend, fake):
         grads = torch.autograd.grad(out.sum(), (*x, bias))
     assert out.shape == x[0].shape and lse.shape == (1, 4, 40)
     assert [g.shape for g in grads] == [y.shape for y in (*x, bias)]
+
+
+class Scaled(torch.nn.Module):
+    """A module with a number of its own, and one of an object that it holds."""
+
+    def __init__(self, number):
+        super().__init__()
+        self.number, self.held, self.part = number, Held(number), torch.nn.Module()
+        self.part.number = number
+
+    def forward(self, score, b, h, i, j):
+        return score * self.number + self.held.number * self.part.number * 2 * (i - j)
+
+
+class Held:
+    def __init__(self, number):
+        self.number = number
+
+    def mod(self, score, b, h, i, j):
+        return score * self.number + self.number * (i - j)
+
+    __call__ = mod
+
+
+HELD = Held(0.5)
+FORMS = {
+    "bound method": lambda held: held.mod,
+    "object": lambda held: held,
+    "object in a closure": lambda held: (
+        lambda s, b, h, i, j: s * held.number + held.number * (i - j)
+    ),
+    "partial": lambda held: functools.partial(lambda a, *rest: a.mod(*rest), held),
+    "global": lambda held: lambda s, b, h, i, j: s * HELD.number + HELD.number * (i - j),
+}
+
+
+@pytest.mark.parametrize("form", [*FORMS, "module"])
+def test_numbers_of_objects_are_those_of_the_forward(form):
+    """The attributes change before backward, as in a loop over one object."""
+    x = [torch.randn(1, 2, 20, 4, requires_grad=True) for _ in range(3)]
+    HELD.number = 0.5
+    held = Scaled(0.5) if form == "module" else HELD
+    mod = held if form == "module" else FORMS[form](held)
+    out = sr.attention(*x, sr.Causal(), score_mod=mod)
+    held.number = 9.0
+    if form == "module":
+        held.held.number = held.part.number = 9.0
+    found = torch.autograd.grad(out.square().sum(), x)
+    out = sr.attention(*x, sr.Causal(), score_mod=lambda s, b, h, i, j: s * 0.5 + 0.5 * (i - j))
+    right = torch.autograd.grad(out.square().sum(), x)
+    for a, b in zip(found, right, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
