@@ -116,8 +116,10 @@ class Problem(NamedTuple):
         for lists in self.lists:
             own, shape = self, lists.keys.shape[2:]
             if self.block_bias is not None and len(self.lists) > 1:
-                bias = self.block_bias.narrow(2, first, shape.numel()).unflatten(2, shape)
-                own, first = own._replace(block_bias=bias), first + shape.numel()
+                # kernels read it as one piece of memory
+                bias = self.block_bias.narrow(2, first, shape.numel()).contiguous()
+                own = own._replace(block_bias=bias.unflatten(2, shape))
+                first += shape.numel()
             if lists.queries is not None:
                 frame = self.layout.frame._replace(q_len=shape[0])
                 layout = replace(self.layout, frame=frame, passes=())

@@ -120,6 +120,23 @@ def test_every_option(options, beside, heads, biased, size):
     assert_is_exact(pattern, case, **extras)
 
 
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0, "dropout_p": 0.3, "dropout_seed": 5}])
+def test_lists_of_a_hub(beside, options):
+    """Groups of queries with lists of like length, each with its numbers of the slot bias."""
+    case = Case(num_heads=4, num_kv_heads=2, q_len=24, kv_len=24, q_start=0)
+    others = torch.arange(24)
+    hub = torch.full_like(others, 5)
+    star = torch.stack((torch.cat((hub, others)), torch.cat((others, hub)))).unique(dim=1)
+    graph = sr.SelectedBlocks.from_edges(star, 24, num_heads=4)
+    assert graph.slot_shape == (1, 4, 47, 1)
+    generator = torch.Generator().manual_seed(1)
+    bias = torch.randn(graph.slot_shape, generator=generator)
+    table = torch.randn(4, 31, generator=generator)
+    pattern = graph + sr.SlidingWindow(3, 0) if beside else graph
+    assert_is_exact(pattern, case, slot_bias=bias, distance_bias=table, **options)
+
+
 @pytest.mark.parametrize("width", [16, 40, 544])
 @pytest.mark.parametrize("beside", ["alone", "a window"])
 def test_half_precision(width, beside):
