@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sparsering.cli.argument_types import add_quiet, positive
-from sparsering.files import replace_file
+from sparsering.ground.files import replace_file
 from sparsering.mistakes import OneLineParser, run_command
 from sparsering.plots.figure import require_matplotlib
 

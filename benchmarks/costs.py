@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.files import replace_file
+from sparsering.ground.files import replace_file
 
 from .measure import Row, give_back_freed, peak_extra_bytes, write_record
 

@@ -28,9 +28,9 @@ import torch.distributed as dist
 import torch.multiprocessing as torch_multiprocessing
 from torch import Tensor
 
+from sparsering.ground.turns import in_turns
 from sparsering.kernels.tuning_file import processor_name
 from sparsering.patterns.algebra import Pattern
-from sparsering.turns import in_turns
 
 Row = dict[str, Any]
 Result = TypeVar("Result")

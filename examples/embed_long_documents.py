@@ -16,7 +16,7 @@ from torch import Tensor
 
 import sparsering as sr
 from sparsering.cli.argument_types import positive
-from sparsering.commands import install
+from sparsering.ground.commands import install
 from sparsering.mistakes import OneLineParser, one_line_errors
 
 with one_line_errors("embed_long_documents", install=install("hf")):

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from sparsering.commands import install
+from sparsering.ground.commands import install
 from sparsering.mistakes import OneLineParser, one_line_errors
 
 with one_line_errors("finetune_long_context", install=install("cli,hf")):

@@ -12,7 +12,7 @@ import torch
 
 import sparsering as sr
 from sparsering.cli.argument_types import positive
-from sparsering.commands import install
+from sparsering.ground.commands import install
 from sparsering.mistakes import OneLineParser, one_line_errors
 
 with one_line_errors("generate_past_the_window", install=install("hf")):

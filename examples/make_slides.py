@@ -17,7 +17,7 @@ from torch import Tensor
 
 from sparsering.cli.argument_types import positive
 from sparsering.data.slides import Slide, save_slide
-from sparsering.files import replace_file
+from sparsering.ground.files import replace_file
 from sparsering.mistakes import OneLineParser, one_line_errors
 
 LEAN, TILE = 3.0, 512

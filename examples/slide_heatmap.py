@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import sparsering as sr
 from sparsering.cli.argument_types import positive
-from sparsering.commands import install
+from sparsering.ground.commands import install
 from sparsering.mistakes import OneLineParser, one_line_errors
 from sparsering.models import LongNetEncoder
 

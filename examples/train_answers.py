@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 
 import sparsering as sr
 from sparsering.cli.argument_types import positive
-from sparsering.commands import install
+from sparsering.ground.commands import install
 from sparsering.mistakes import OneLineParser, one_line_errors
 
 with one_line_errors("train_answers", install=install("hf")):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsering.cli.argument_types import positive
-from sparsering.commands import install
+from sparsering.ground.commands import install
 from sparsering.mistakes import OneLineParser, one_line_errors
 
 with one_line_errors("train_longformer", install=install("hf")):

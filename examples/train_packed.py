@@ -28,9 +28,9 @@ from torch._dynamo.utils import counters
 
 import sparsering as sr
 from sparsering.cli.argument_types import positive
-from sparsering.commands import install
 from sparsering.data import PackedRows, pack
-from sparsering.files import replace_file
+from sparsering.ground.commands import install
+from sparsering.ground.files import replace_file
 from sparsering.mistakes import OneLineParser, one_line_errors
 from sparsering.models import LongNetLM
 

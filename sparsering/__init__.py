@@ -18,14 +18,14 @@ if find_spec("numpy") is None:  # which torch says on its import; nothing here n
 
 from .coordinates import coordinate_bias
 from .decoding import KVCache, SelectedCache
-from .dropout import dropout_kept
 from .extras import alibi
 from .functional import attention, batch_invariant, explain
+from .ground.dropout import dropout_kept
+from .ground.numerics import merge_attention
 from .kernels.backends import backends
 from .kernels.gather import set_workspace
 from .layouts.cache import layout_cache
 from .layouts.layout import BlockLayout
-from .numerics import merge_attention
 from .patterns import *  # noqa: F403
 from .patterns import __all__ as _patterns
 from .planning.comparison import Comparison, compare

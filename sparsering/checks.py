@@ -21,11 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from .layouts.cache import place_of
-from .layouts.layout import BlockLayout
-from .numerics import autocasting, sum_dtype
-from .patterns.algebra import Pattern
-from .patterns.arguments import (
+from .ground.arguments import (
     MOST_TOKENS,
     as_float,
     checked_integers,
@@ -34,6 +30,10 @@ from .patterns.arguments import (
     shortened,
     way_to_tensor,
 )
+from .ground.numerics import autocasting, sum_dtype
+from .layouts.cache import place_of
+from .layouts.layout import BlockLayout
+from .patterns.algebra import Pattern
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PLAIN, _STRIDED = (Tensor, Parameter), torch.strided

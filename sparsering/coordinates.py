@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from .checks import DTYPES, check_tensor
-from .patterns.arguments import INTEGERS
-from .patterns.keywords import with_hints
+from .ground.arguments import INTEGERS
+from .ground.keywords import with_hints
 
 
 class CoordinateBias:

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .checks import NO_FORWARD_MODE, observed
-from .numerics import sum_dtype
+from .ground.numerics import sum_dtype
+from .ground.streams import OUTSIDE_CUDA_GRAPHS
 from .patterns.expression import parse
-from .streams import OUTSIDE_CUDA_GRAPHS
 
 _operator: Any = partial(torch.library.custom_op, mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
 _LIBRARY = torch.library.Library("sparsering", "FRAGMENT")  # its operators live as long as it does

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from .call import NO_OPTIONS, Options
 from .checks import DTYPES, check_local, check_tensor, in_memory
-from .dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
+from .ground.arguments import checked_integer, index_of, shortened
+from .ground.dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
+from .ground.keywords import refuse_unknown, with_hints
 from .patterns.algebra import Pattern
-from .patterns.arguments import checked_integer, index_of, shortened
-from .patterns.keywords import refuse_unknown, with_hints
 from .patterns.selected import selections_of
 from .patterns.tree import check_distances
 

@@ -9,6 +9,8 @@ from torch import Tensor
 from .checks import check_batch
 from .decision import checked_call, decided
 from .extras import OPTIONS, refuse_options
+from .ground.arguments import checked_flag
+from .ground.keywords import with_hints
 from .kernels.backends import (
     BACKENDS,
     NAMES,
@@ -22,8 +24,6 @@ from .kernels.backends import (
 from .kernels.problem import ScoreMod
 from .ops import attend
 from .patterns.algebra import Pattern, check_fits, parts_in
-from .patterns.arguments import checked_flag
-from .patterns.keywords import with_hints
 from .patterns.selected import SelectedBlocks, has_lists, selections_of
 from .scored import scored_attention
 

@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NoReturn
 
-from .patterns.arguments import shortened
-from .progress import showing
+from .ground.arguments import shortened
+from .ground.progress import showing
 
 USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
 TOO_LARGE = (MemoryError, OverflowError, RecursionError)  # and torch's RuntimeError of memory

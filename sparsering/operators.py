@@ -20,17 +20,17 @@ from .behind_padding import parts_of
 from .call import Call, Options
 from .differentiable import differentiable
 from .extras import OPTIONS, operator_schema
+from .ground.numerics import without_autocast
+from .ground.streams import OUTSIDE_CUDA_GRAPHS
 from .kernels.backends import BACKENDS
 from .kernels.library.derivatives import SECOND_DERIVATIVES
 from .kernels.parts import differentiate
 from .layouts.cache import layout_cache
 from .layouts.lists import split
-from .numerics import without_autocast
 from .patterns.algebra import Pattern
 from .patterns.expression import parse, parse_owned
 from .patterns.selected import selections_of
 from .patterns.tree import check_distances
-from .streams import OUTSIDE_CUDA_GRAPHS
 from .work import problem_of, slot_gradient, work_of
 
 

@@ -10,9 +10,9 @@ from .call import Call
 from .checks import needs_operator, refuse_forward_mode
 from .decision import Decision
 from .extras import UNUSED
+from .ground.numerics import without_autocast
 from .kernels.backends import BACKENDS
 from .kernels.triton import remember
-from .numerics import without_autocast
 from .operators import attention_op
 from .work import Work, layout_of, problem_of
 

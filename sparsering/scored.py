@@ -24,13 +24,13 @@ from .checks import check_batch, refuse_forward_mode
 from .decision import checked_call
 from .differentiable import transforming
 from .extras import OPTIONS
+from .ground.arguments import is_shape_alone, kind_of, shortened
+from .ground.numerics import sum_dtype, without_autocast
 from .kernels.backends import BACKENDS, choose
 from .kernels.dense.call import reference
 from .kernels.over_pairs import over_pairs
 from .kernels.problem import ScoreMod
-from .numerics import sum_dtype, without_autocast
 from .patterns.algebra import Pattern, check_fits
-from .patterns.arguments import is_shape_alone, kind_of, shortened
 from .patterns.function_state import in_library, names_of
 from .work import problem_of, slot_gradient
 

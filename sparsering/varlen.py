@@ -10,8 +10,8 @@ from torch import Tensor
 from .checks import check_pattern, check_tensor
 from .extras import ANYWHERE, refuse_options
 from .functional import attention
+from .ground.arguments import index_of, is_traced, listed, shortened
 from .patterns.algebra import Pattern
-from .patterns.arguments import index_of, is_traced, listed, shortened
 from .patterns.positions import Full
 from .patterns.varlen_mask import Varlen
 

@@ -11,12 +11,12 @@ from torch.nn.functional import pad
 from .checks import checked_rows, refuse_forward_mode, refuse_tracers
 from .decision import Decision, checked_call
 from .extras import refuse_options
+from .ground.keywords import class_with_hints
+from .ground.numerics import capped, entry_of_distance, finite_or_zero, sum_dtype, without_autocast
 from .kernels.backends import choose
 from .layouts.layout import BlockLayout
-from .numerics import capped, entry_of_distance, finite_or_zero, sum_dtype, without_autocast
 from .ops import attend, value_gradient
 from .patterns.algebra import Pattern
-from .patterns.keywords import class_with_hints
 from .patterns.tree import distance_positions
 
 _OPTIONS = ("scale", "q_start", "block_size", "block_bias", "softcap", "distance_bias", "sink")

@@ -20,53 +20,39 @@ FILES = sorted(path.relative_to(PACKAGE) for path in PACKAGE.rglob("*.py"))
 # A room (a file, or a folder) and the rooms that it may import. Rooms without files are those that
 # the next parts go to.
 ROOMS = {
-    "buffers": "",
-    "commands": "",
-    "files": "",
-    "out_of_memory": "",
-    "progress": "",
-    "rows": "",
-    "streams": "",
-    "turns": "",
-    "patterns": "buffers rows streams",
-    "numerics": "patterns",
-    "call": "patterns",
-    "layouts": "patterns numerics progress rows streams",
-    "dropout": "patterns rows",
-    "checks": "layouts patterns numerics",
-    "data": "patterns checks rows commands files",
-    "plots": "layouts patterns commands",
-    "extras": "call checks dropout patterns",
-    "differentiable": "checks patterns numerics streams",
-    "kernels": "call extras differentiable checks layouts patterns dropout numerics files commands "
-    "progress rows streams turns",
-    "decision": "call extras checks kernels layouts patterns",
-    "work": "call decision checks kernels layouts patterns",
-    "behind_padding": "work call decision kernels patterns",
-    "operators": "behind_padding work call differentiable extras kernels layouts "
-    "patterns numerics streams",
-    "ops": "behind_padding operators work call decision extras checks kernels patterns numerics",
-    "coordinates": "checks patterns",
-    "scored": "work call decision differentiable extras checks kernels patterns numerics",
-    "functional": "scored ops kernels decision extras checks patterns",
-    "varlen": "functional extras checks patterns",
-    "weights": "ops decision kernels extras checks layouts patterns numerics",
-    "distributed": "functional work call differentiable extras dropout checks kernels "
-    "layouts patterns buffers numerics rows streams",
-    "selection": "distributed weights functional ops operators decision checks kernels "
-    "layouts patterns numerics rows",
-    "decoding": "selection functional ops work call decision extras checks kernels "
-    "layouts patterns numerics streams",
-    "nn": "distributed functional selection decoding checks kernels layouts patterns numerics",
-    "models": "checks nn functional weights decoding patterns numerics files out_of_memory",
-    "integrations": "distributed models nn functional selection decoding checks patterns numerics "
-    "commands",
-    "planning": "functional distributed checks kernels layouts patterns files numerics "
-    "commands progress turns",
-    "training": "distributed models nn planning selection functional layouts patterns files "
-    "buffers commands progress out_of_memory",
-    "demo": "training models plots nn distributed kernels layouts patterns files commands",
-    "mistakes": "patterns progress",
+    "ground": "",
+    "patterns": "ground",
+    "call": "patterns ground",
+    "layouts": "patterns ground",
+    "checks": "layouts patterns ground",
+    "data": "patterns checks ground",
+    "plots": "layouts patterns ground",
+    "extras": "call checks patterns ground",
+    "differentiable": "checks patterns ground",
+    "kernels": "call extras differentiable checks layouts patterns ground",
+    "decision": "call extras checks kernels layouts patterns ground",
+    "work": "call decision checks kernels layouts patterns ground",
+    "behind_padding": "work call decision kernels patterns ground",
+    "operators": "behind_padding work call differentiable extras kernels layouts patterns ground",
+    "ops": "behind_padding operators work call decision extras checks kernels patterns ground",
+    "coordinates": "checks patterns ground",
+    "scored": "work call decision differentiable extras checks kernels patterns ground",
+    "functional": "scored ops kernels decision extras checks patterns ground",
+    "varlen": "functional extras checks patterns ground",
+    "weights": "ops decision kernels extras checks layouts patterns ground",
+    "distributed": "functional work call differentiable extras checks kernels layouts patterns "
+    "ground",
+    "selection": "distributed weights functional ops operators decision checks kernels layouts "
+    "patterns ground",
+    "decoding": "selection functional ops work call decision extras checks kernels layouts "
+    "patterns ground",
+    "nn": "distributed functional selection decoding checks kernels layouts patterns ground",
+    "models": "checks nn functional weights decoding patterns ground",
+    "integrations": "distributed models nn functional selection decoding checks patterns ground",
+    "planning": "functional distributed checks kernels layouts patterns ground",
+    "training": "distributed models nn planning selection functional layouts patterns ground",
+    "demo": "training models plots nn distributed kernels layouts patterns ground",
+    "mistakes": "patterns ground",
     "cli": "",  # the command line takes what a command needs
 }
 ANYTHING = ("cli", "__init__", "__main__")
@@ -87,7 +73,7 @@ OPTIONAL = {
     "flash_attn_interface": "kernels/library/flash",
     "safetensors": "training",
     "matplotlib": "plots",
-    "tqdm": "progress",
+    "tqdm": "ground/progress",
     "h5py": "data/slides",
 }
 

@@ -7,9 +7,9 @@ import sys
 import pytest
 
 import sparsering as sr
-from sparsering import progress as shown_progress
 from sparsering.cli import main
-from sparsering.progress import progress, showing, unshown
+from sparsering.ground import progress as shown_progress
+from sparsering.ground.progress import progress, showing, unshown
 
 
 class Terminal(io.StringIO):

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import sparsering as sr
-from sparsering import streams as module
 from sparsering.distributed import rank_layouts
+from sparsering.ground import streams as module
 from sparsering.kernels.triton.walk import Walk, walk
 from sparsering.layouts.compile import build_layout
 from sparsering.layouts.layout import BlockLayout

@@ -14,7 +14,7 @@ from helpers import forked
 from test_docs import ROOT
 from test_page_commands import COMMANDS, FINISHED
 
-from sparsering import commands
+from sparsering.ground import commands
 
 SOURCES = [path for name in ("sparsering", "benchmarks") for path in (ROOT / name).rglob("*.py")]
 TYPED = re.compile(

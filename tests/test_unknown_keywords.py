@@ -60,7 +60,7 @@ def methods(name: str, cls: type) -> Iterator[tuple[str, Callable[..., Any], int
         value = getattr(cls, method)
         if method.startswith("_") or not (inspect.isfunction(value) or inspect.ismethod(value)):
             continue
-        if value.__module__.startswith("sparsering"):
+        if value.__module__.startswith("sparsering") and not hasattr(value, "_is_inner"):
             bound = inspect.isfunction(value) and not isinstance(
                 inspect.getattr_static(cls, method), staticmethod
             )

@@ -5,7 +5,7 @@ Run them with `python -m benchmarks bench --out DIR`; each writes one JSON recor
 
 from pathlib import Path
 
-from sparsering.progress import progress
+from sparsering.ground.progress import progress
 
 from ..measure import write_record
 from ..plots import sweeps_png

@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsering.functional import attention
+from sparsering.ground.numerics import merge_attention
 from sparsering.kernels.cpu.build import library
 from sparsering.layouts.cache import layout_cache
 from sparsering.layouts.layout import BlockLayout
-from sparsering.numerics import merge_attention
 from sparsering.patterns.algebra import Pattern
 from sparsering.patterns.blocks import RandomBlocks
 from sparsering.patterns.mask_mod import from_mask_mod

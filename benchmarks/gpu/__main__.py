@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from sparsering.files import replace_file
+from sparsering.ground.files import replace_file
 from sparsering.kernels import triton
 
 from . import parts, running, table

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 import sparsering as sr
-from sparsering.files import replace_file
+from sparsering.ground.files import replace_file
 
 from ..measure import environment
 from . import bars, device, parts, tuned

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from sparsering.files import replace_file
-from sparsering.progress import progress
+from sparsering.ground.files import replace_file
+from sparsering.ground.progress import progress
 
 from ..measure import Budget, Row, environment
 from .comparison import comparison, gallery, roofline, sparsity

@@ -28,7 +28,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
     import sparsering
 
-    from ..commands import install
+    from ..ground.commands import install
     from ..training.recipe import best_dtype
 
     def installed(name: str, extra: str) -> str:
@@ -74,8 +74,8 @@ def _build(arguments: argparse.Namespace) -> int:
     import torch
 
     from .. import Causal, attention
+    from ..ground.arguments import escaped
     from ..kernels import cpu
-    from ..patterns.arguments import escaped
 
     if arguments.gpu and not torch.cuda.is_available():
         raise ValueError("--gpu needs a GPU that torch.cuda can use, got none; leave --gpu out")

@@ -49,7 +49,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _plot(arguments: argparse.Namespace) -> int:
-    from ..files import replace_file
+    from ..ground.files import replace_file
     from ..plots.figure import kind_of, require_matplotlib
 
     if (arguments.pattern is None) == (arguments.losses is None):
@@ -63,7 +63,7 @@ def _plot(arguments: argparse.Namespace) -> int:
         replace_file(arguments.out, loss_image(read_metrics(arguments.losses), {}, kind=kind))
         print(f"Wrote {arguments.out}: losses over the steps")
         return 0
-    from ..patterns.arguments import shortened
+    from ..ground.arguments import shortened
     from ..patterns.expression import parse
     from ..plots.attended import pattern_image
 

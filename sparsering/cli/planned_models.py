@@ -5,7 +5,7 @@ import re
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..commands import install
+from ..ground.commands import install
 
 if TYPE_CHECKING:
     import torch

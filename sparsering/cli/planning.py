@@ -68,7 +68,7 @@ def add_commands(commands: Commands) -> None:
 def _plan(arguments: argparse.Namespace) -> int:
     import torch
 
-    from ..commands import sparsering
+    from ..ground.commands import sparsering
     from ..patterns.expression import parse
     from ..planning.estimate import Scenario
     from ..planning.fit import memory_of, usable

@@ -7,8 +7,8 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-from ..commands import install, sparsering
-from ..patterns.arguments import shortened
+from ..ground.arguments import shortened
+from ..ground.commands import install, sparsering
 from .argument_types import PATTERN, Commands, add_quiet, positive, token_count
 
 _VOCABULARY = 1024  # tokens of the tried model: its embedding costs no time here

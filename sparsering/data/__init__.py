@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..ground.arguments import INTEGERS, checked_integer, kind_of, shortened
+from ..ground.keywords import class_with_hints, with_hints
+from ..ground.rows import expand_counts
 from ..patterns.algebra import Pattern
-from ..patterns.arguments import INTEGERS, checked_integer, kind_of, shortened
-from ..patterns.keywords import class_with_hints, with_hints
 from ..patterns.positions import Packed
-from ..rows import expand_counts
 
 __all__ = ["PackedRows", "pack"]
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from ..checks import check_tensor
-from ..commands import install
-from ..files import read_torch_file
-from ..patterns.arguments import shortened
-from ..patterns.keywords import class_with_hints, with_hints
+from ..ground.arguments import shortened
+from ..ground.commands import install
+from ..ground.files import read_torch_file
+from ..ground.keywords import class_with_hints, with_hints
 
 __all__ = ["Slide", "read_slide", "save_slide"]
 

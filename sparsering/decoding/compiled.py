@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..extras import ANYWHERE, OPTIONS
-from ..streams import OUTSIDE_CUDA_GRAPHS
+from ..ground.streams import OUTSIDE_CUDA_GRAPHS
 
 _NUMBERS = itertools.count()
 _CACHES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

@@ -10,15 +10,15 @@ from torch import Tensor
 
 from ..checks import checked_index
 from ..decision import Decision
+from ..ground.arguments import MOST_TOKENS, checked_integers, shortened
+from ..ground.numerics import merge_attention
+from ..ground.streams import moved
 from ..kernels.backends import BACKENDS
 from ..layouts.cache import layout_cache
 from ..layouts.gathered_keys import page_over
 from ..layouts.layout import BlockLayout
-from ..numerics import merge_attention
 from ..patterns.algebra import Frame, Pattern
-from ..patterns.arguments import MOST_TOKENS, checked_integers, shortened
 from ..patterns.tree import Tree, has_tree
-from ..streams import moved
 from ..work import Work
 from .cache_state import CacheState, Draft
 from .held_rows import HeldRows

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..ground.numerics import round_up
+from ..ground.streams import moved
 from ..layouts.layout import Pass
-from ..numerics import round_up
-from ..streams import moved
 
 _ROOM = 8  # of so many older rows, a CPU has memory for one more, the page among them
 

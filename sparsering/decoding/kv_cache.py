@@ -11,11 +11,7 @@ from .. import checks
 from ..call import Inputs
 from ..decision import decided
 from ..extras import ANYWHERE, refuse_options
-from ..layouts.compile import BLOCK_SIZES
-from ..layouts.lifetimes import last_visits, own_length
-from ..numerics import autocasting
-from ..patterns.algebra import Pattern, check_fits
-from ..patterns.arguments import (
+from ..ground.arguments import (
     MOST_TOKENS,
     checked_dtype,
     checked_flag,
@@ -23,7 +19,11 @@ from ..patterns.arguments import (
     index_of,
     shortened,
 )
-from ..patterns.keywords import class_with_hints
+from ..ground.keywords import class_with_hints
+from ..ground.numerics import autocasting
+from ..layouts.compile import BLOCK_SIZES
+from ..layouts.lifetimes import last_visits, own_length
+from ..patterns.algebra import Pattern, check_fits
 from .cache_state import SIZES, CacheState, History, ordinary_tensors
 from .compiled import attend_op, operator_options, register
 from .drafts import attend_draft, draft_of, kept

@@ -6,6 +6,7 @@ own call: `BlockCausal(8)` is decoded by whole blocks.
 
 from typing import Any
 
+from ..ground.arguments import shortened
 from ..layouts.lookahead import (
     PAGE,
     Tokens,
@@ -14,7 +15,6 @@ from ..layouts.lookahead import (
     is_causal_page,
     next_end,
 )
-from ..patterns.arguments import shortened
 from .cache_state import CacheState
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_tensor, refuse_meta
-from ..patterns.arguments import shortened
+from ..ground.arguments import shortened
 
 
 def padding_last(

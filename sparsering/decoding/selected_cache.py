@@ -11,8 +11,8 @@ from torch.nn.functional import pad
 from ..call import Inputs
 from ..checks import autocast_inputs, check_inputs
 from ..functional import attention
-from ..patterns.arguments import checked_integer, shortened
-from ..patterns.keywords import class_with_hints
+from ..ground.arguments import checked_integer, shortened
+from ..ground.keywords import class_with_hints
 from ..patterns.positions import Causal
 from ..patterns.selected import SelectedBlocks
 from ..selection.choose import select_blocks

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..layouts.tiles import kernel_operators
-from ..patterns.arguments import shortened
+from ..ground.arguments import shortened
+from ..ground.kernel_library import kernel_operators
 
 Store = Literal["int8", "fp8"]
 _MOST = {"int8": 127.0, "fp8": 448.0}

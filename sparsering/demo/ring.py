@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from ..commands import over_processes
 from ..distributed import RingPlan, last_traffic
 from ..distributed.sharding import num_tokens
-from ..files import replace_file
+from ..ground.commands import over_processes
+from ..ground.files import replace_file
 from ..patterns.positions import Full
 from ..plots.traffic import traffic_image
 from ..training.checkpoint import has_checkpoint

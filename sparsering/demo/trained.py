@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from .. import __version__
-from ..commands import sparsering
-from ..files import replace_file
+from ..ground.commands import sparsering
+from ..ground.files import replace_file
 from ..kernels.tuning_file import processor_name
 from ..patterns.expression import parse
 from ..patterns.positions import Causal

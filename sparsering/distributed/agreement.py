@@ -15,13 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buffers import add_bytes
 from ..call import NO_OPTIONS, Options
 from ..checks import DTYPES
 from ..extras import ANYWHERE, OPTIONS, operator_schema
+from ..ground.arguments import shortened
+from ..ground.buffers import add_bytes
 from ..layouts.tiles import Ranges
 from ..patterns.algebra import Pattern
-from ..patterns.arguments import shortened
 from ..patterns.selected import has_lists
 from .exchange import Exchange, RingMismatchError
 from .own_rows import may_be_own_rows, without_tables

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from ..patterns.keywords import class_with_hints
-from ..streams import capturing
+from ..ground.keywords import class_with_hints
+from ..ground.streams import capturing
 
 _RECORD = 32  # integers in the first message of an agreement
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..numerics import sum_dtype
+from ..ground.numerics import sum_dtype
 from .exchange import Exchange
 
 Span = tuple[int, int]

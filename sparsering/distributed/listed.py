@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..ground.rows import first_in_row
 from ..layouts.lists import Lists, lists_of, split
 from ..layouts.tiles import Ranges
 from ..patterns.algebra import Frame, Pattern
-from ..rows import first_in_row
 from .needs import Cut, TokenRanges, union
 from .sharding import num_tokens, positions
 

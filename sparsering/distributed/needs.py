@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..ground.rows import expand_counts, number_rows
 from ..layouts.bitmaps import count_pairs as count_bits
 from ..layouts.bitmaps import unpack
 from ..layouts.compile import evaluate
@@ -23,7 +24,6 @@ from ..layouts.terms import disjoint_terms, terms
 from ..layouts.tiles import Axis, Grid, Ranges, Spans
 from ..patterns.algebra import Frame, Mask, joined_masks
 from ..patterns.blocks import BlockwiseMask
-from ..rows import expand_counts, number_rows
 from .sharding import without
 
 _LEAF = 128  # tokens in the smallest tiles

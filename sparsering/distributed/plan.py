@@ -14,22 +14,22 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from ..checks import check_pattern
-from ..layouts.cache import layout_cache
-from ..layouts.compile import checked_block_size, default_block_size
-from ..layouts.lists import split
-from ..layouts.terms import distinct_heads, distinct_kv_heads
-from ..layouts.tiles import Ranges
-from ..numerics import sum_dtype
-from ..patterns.algebra import Frame, Pattern, check_fits
-from ..patterns.arguments import (
+from ..ground.arguments import (
     checked_dtype,
     checked_flag,
     checked_integer,
     checked_integers,
     shortened,
 )
-from ..patterns.keywords import class_with_hints
-from ..patterns.once import once
+from ..ground.keywords import class_with_hints
+from ..ground.numerics import sum_dtype
+from ..ground.once import once
+from ..layouts.cache import layout_cache
+from ..layouts.compile import checked_block_size, default_block_size
+from ..layouts.lists import split
+from ..layouts.terms import distinct_heads, distinct_kv_heads
+from ..layouts.tiles import Ranges
+from ..patterns.algebra import Frame, Pattern, check_fits
 from .listed import listed, united
 from .needs import Cut, FineVisits, TokenRanges, count_pairs, cut, needed_keys
 from .sharding import check_sharding, num_tokens, overlap, owned_ranges

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..call import Options
 from ..checks import check_batch, check_inputs, refuse_forward_mode
+from ..ground.numerics import add_sink, merge_into
 from ..kernels.backends import BACKENDS, NAMES, choose
 from ..kernels.problem import Problem, sink_gradient
-from ..numerics import add_sink, merge_into
 from ..patterns.algebra import Pattern
 from ..patterns.selected import has_lists
 from .plan import RingPlan, default_plan

@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ..ground.once import once
+from ..ground.rows import expand_counts
+from ..ground.streams import moved
 from ..layouts.cache import layout_cache
 from ..layouts.compile import assemble, compile_passes
 from ..layouts.layout import BlockLayout, Pass, by_axis, tile_counts
@@ -20,10 +23,7 @@ from ..layouts.lists import Coordinates, Lists, split
 from ..layouts.tiles import Ranges
 from ..patterns.algebra import Frame
 from ..patterns.keys import key_mask, without_key_masks
-from ..patterns.once import once
 from ..patterns.tree import common_tree
-from ..rows import expand_counts
-from ..streams import moved
 from ..work import Work
 from .listed import lists_of_rows
 from .plan import RingPlan

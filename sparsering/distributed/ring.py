@@ -17,15 +17,15 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks import autocast_inputs, check_group, checked_scale
 from ..differentiable import differentiable
-from ..dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
 from ..extras import ANYWHERE, OPTIONS, checked_options, refuse_options
 from ..functional import attention
+from ..ground.arguments import checked_flag, is_finite, shortened
+from ..ground.dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
+from ..ground.keywords import with_hints
+from ..ground.numerics import sum_dtype, without_autocast
 from ..layouts.lists import split
-from ..numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
-from ..patterns.arguments import checked_flag, is_finite, shortened
 from ..patterns.expression import parse
-from ..patterns.keywords import with_hints
 from ..patterns.tree import check_distances
 from .agreement import SCHEMA, RingCall, agree_on_call, check_lengths, error_budget, report_failure
 from .exchange import Exchange, Traffic

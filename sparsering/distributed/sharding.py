@@ -8,8 +8,8 @@ ceil(N / chunks) tokens; the last chunks may have fewer, or none.
 import torch
 from torch import Tensor
 
+from ..ground.arguments import shortened
 from ..layouts.tiles import Ranges
-from ..patterns.arguments import shortened
 
 SHARDINGS = ("contiguous", "zigzag", "balanced", "auto")
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..patterns.arguments import shortened
+from ..ground.arguments import shortened
 
 FORMATS = ("bf16", "fp8", "int8")
 _LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}

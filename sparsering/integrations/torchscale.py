@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from ..functional import attention
+from ..ground.arguments import shortened
+from ..ground.keywords import class_with_hints, with_hints
+from ..ground.numerics import sum_dtype
 from ..nn.transformer import checked_heads
 from ..nn.zero_keys import check_reproducible, checked_padding, zero_sink
-from ..numerics import sum_dtype
 from ..patterns.algebra import Pattern
-from ..patterns.arguments import shortened
 from ..patterns.keys import KeyMask
-from ..patterns.keywords import class_with_hints, with_hints
 from ..patterns.positions import Causal, LongNet
 
 __all__ = ["DilatedAttention", "convert"]

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..ground.arguments import checked_integer, shortened
+from ..ground.keywords import class_with_hints
 from ..models import gigapath
-from ..patterns.arguments import checked_integer, shortened
-from ..patterns.keywords import class_with_hints
 
 __all__ = ["SlideEncoder"]
 

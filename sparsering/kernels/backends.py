@@ -8,12 +8,12 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from ..commands import install
+from ..ground.arguments import shortened
+from ..ground.commands import install
+from ..ground.keywords import with_hints
 from ..layouts.compile import chosen_block_size
 from ..layouts.lists import is_only_lists
 from ..patterns.algebra import Frame, Pattern
-from ..patterns.arguments import shortened
-from ..patterns.keywords import with_hints
 from . import cpu, dense, gather, torch_sparse, triton
 from .backend import Backend as Backend
 from .backend import over_layouts

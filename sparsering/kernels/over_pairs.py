@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from ..patterns.arguments import is_shape_alone
+from ..ground.arguments import is_shape_alone
 from .problem import ScoreMod
 
 

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..dropout import kept_pairs
-from ..layouts.layout import BlockLayout, Pass
-from ..numerics import (
+from ..ground.dropout import kept_pairs
+from ..ground.numerics import (
     capped,
     entry_of_distance,
     finite_or_zero,
@@ -23,6 +22,7 @@ from ..numerics import (
     merge_into,
     sum_dtype,
 )
+from ..layouts.layout import BlockLayout, Pass
 from .problem import Gradients, Problem, sink_gradient
 
 EXTRAS = frozenset(

@@ -17,10 +17,10 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ..ground.progress import Progress, progress
+from ..ground.turns import in_turns, timed
 from ..layouts.cache import layout_cache
 from ..patterns.algebra import Frame, Pattern
-from ..progress import Progress, progress
-from ..turns import in_turns, timed
 from .cpu import call as cpu
 from .problem import Problem
 from .triton import call as triton

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..commands import sparsering
-from ..files import cache_folder, opened, replace_file, unique_pairs
+from ..ground.arguments import shortened
+from ..ground.commands import sparsering
+from ..ground.files import cache_folder, opened, replace_file, unique_pairs
 from ..layouts.compile import checked_block_size
-from ..patterns.arguments import shortened
 
 Choices = dict[str, dict[str, Any]]
 """Content of a file: the table `configs` of kernels, and the table `block_sizes` of patterns."""

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..rows import distinct_rows
-from .tiles import kernel_operators
+from ..ground.kernel_library import kernel_operators
+from ..ground.rows import distinct_rows
 
 _GATHER = 0x0102040810204080  # factor that packs 8 bytes of 0 or 1 into a word's top byte
 _BITS = (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F)  # bit masks of `_ones`

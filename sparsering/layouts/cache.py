@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch.profiler import record_function
 
+from ..ground.arguments import checked_integer, shortened
+from ..ground.keywords import class_with_hints, inner
+from ..ground.once import bytes_held, one_thread, unseen
+from ..ground.streams import capturing
 from ..patterns.algebra import Frame, Pattern
-from ..patterns.arguments import checked_integer, shortened
-from ..patterns.keywords import class_with_hints, inner
-from ..patterns.once import bytes_held, one_thread, unseen
 from ..patterns.selected import selections_of
-from ..streams import capturing
 from .compile import build_layout, checked_block_size
 from .layout import BlockLayout
 

@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..ground.arguments import index_of, shortened
+from ..ground.once import one_thread
+from ..ground.progress import progress
+from ..ground.rows import distinct_rows, number_rows
 from ..patterns.algebra import Frame, Mask, Mixture, Pattern, check_fits, joined_masks
-from ..patterns.arguments import index_of, shortened
 from ..patterns.blocks import BlockwiseMask
 from ..patterns.keys import without_key_masks
-from ..patterns.once import one_thread
 from ..patterns.selected import selections_of
-from ..progress import progress
-from ..rows import distinct_rows, number_rows
 from .bitmaps import Table, count_pairs, pack, share_bitmaps, share_tables
 from .documents import Ground, ground_of, laid_in_documents
 from .layout import BlockLayout, Pass, if_several

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ..ground.rows import expand_counts
 from ..patterns.algebra import Frame, Mask
 from ..patterns.blocks import BlockwiseMask
-from ..rows import expand_counts
 from .leaves import EMPTY, FULL, VARIES, Condition, Repeats, SameDocument, with_any_key
 from .tiles import Axis, Origin, Spans, TilePairs, spans_of_positions
 

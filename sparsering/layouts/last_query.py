@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ground.streams import Built, capturing, moved_together
 from ..patterns.algebra import Frame, Pattern
-from ..streams import Built, capturing, moved_together
 from .cache import layout_cache
 from .layout import BlockLayout, Pass
 

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..ground.arguments import checked_integer
+from ..ground.keywords import class_with_hints, inner
+from ..ground.once import once
+from ..ground.streams import Built, moved, moved_together
 from ..patterns.algebra import Frame
-from ..patterns.arguments import checked_integer
-from ..patterns.keywords import class_with_hints, inner
-from ..patterns.once import once
-from ..streams import Built, moved, moved_together
 from .bitmaps import transposed, unpack
 from .drawing import drawing
 from .tiles import segment_length

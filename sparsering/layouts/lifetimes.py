@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..ground.arguments import MOST_TOKENS, checked_integer, shortened
+from ..ground.once import one_thread
 from ..patterns.algebra import And, Frame, Mask, Mixture, Or, Pattern, check_fits
-from ..patterns.arguments import MOST_TOKENS, checked_integer, shortened
-from ..patterns.once import one_thread
 from ..patterns.positions import Full, Packed
 from ..patterns.selected import SelectedBlocks
 from ..patterns.tree import Tree

@@ -15,14 +15,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
+from ..ground.arguments import per_entry
+from ..ground.rows import first_in_row
+from ..ground.streams import moved
 from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern
-from ..patterns.arguments import per_entry
 from ..patterns.positions import Causal, GlobalTokens, Packed, intersection
 from ..patterns.selected import EdgeLists, SelectedBlocks, has_lists
 from ..patterns.tree import Nodes, Tree, common_tree, distance_positions
 from ..patterns.varlen_mask import Varlen
-from ..rows import first_in_row
-from ..streams import moved
 
 _MOST_CELLS = 1 << 18  # (query, key) pairs that are compared with a mask at a time, on the host
 _MOST_CELLS_OF_DEVICE = 1 << 24  # of all heads and batch entries; each time costs some launches

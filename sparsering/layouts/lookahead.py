@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..ground.arguments import MOST_TOKENS, shortened
+from ..ground.once import one_thread
 from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern
-from ..patterns.arguments import MOST_TOKENS, shortened
-from ..patterns.once import one_thread
 from ..patterns.per_head import PerHead
 from ..patterns.positions import Causal, Packed, SlidingWindow
 from ..patterns.tree import Tree

@@ -10,18 +10,19 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..ground.kernel_library import kernel_operators
+from ..ground.once import spared_threads
 from ..patterns import blocks, positions
 from ..patterns.algebra import And, Frame, Mask, Not, Or
 from ..patterns.blocks import BlockwiseMask
 from ..patterns.keys import KeyMask
 from ..patterns.neighbourhood import Neighbourhood
-from ..patterns.once import spared_threads
 from ..patterns.tree import Tree
 from .joints import AllOf, AnyOf, Declared, InBlocks, Negated, PerDocument
 from .leaves import Condition, Congruent, InKeys, Linear, OnGrid, SameDocument, SameSegment
 from .neighbourhoods import InNeighbourhood
 from .paths import OnPath
-from .tiles import Axis, kernel_operators
+from .tiles import Axis
 
 
 def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:

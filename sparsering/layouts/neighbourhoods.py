@@ -6,9 +6,9 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from ..ground.rows import expand_counts
 from ..patterns.algebra import Frame
 from ..patterns.neighbourhood import Neighbourhood
-from ..rows import expand_counts
 from .leaves import EMPTY, VARIES, Condition
 from .tiles import Axis, Origin, Spans, TilePairs, spans_of_positions
 

@@ -5,9 +5,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..ground.rows import expand_counts
 from ..patterns.algebra import Frame
 from ..patterns.tree import Nodes
-from ..rows import expand_counts
 from .leaves import EMPTY, FULL, VARIES, Condition
 from .tiles import Axis, Origin, Spans, TilePairs
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..numerics import long_sum_dtype
+from ..ground.numerics import long_sum_dtype
 from ..patterns.algebra import And, Frame, Mask, Pattern
 from ..patterns.positions import Causal
 from ..patterns.selected import SelectedBlocks, selections_of

@@ -4,17 +4,17 @@ A tile is an arithmetic progression of positions start, start + step, ... below 
 `block_size` of them. A `Grid` is the rule by which queries, and also keys, are cut into tiles.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch._C import _len_torch_dispatch_stack
 
+from ..ground.kernel_library import kernel_operators
+from ..ground.rows import expand_counts, number_rows
 from ..patterns.algebra import Frame
 from ..patterns.positions import Dilated
-from ..rows import expand_counts, number_rows
 
 Ranges = Sequence[tuple[int, int]]
 """Ranges of positions (first, exclusive end), ascending and disjoint."""
@@ -29,24 +29,6 @@ MOST_TILES = 1 << 25
 def segment_length(step: int, block_size: int) -> int:
     """Returns the positions of a segment of sums in a pass of tiles of that step."""
     return step * block_size * max(1, SEGMENT // block_size)
-
-
-def kernel_operators() -> Any:
-    """Returns the operators of the compiled kernel.
-
-    None if no library of it exists yet, or a torch mode (tracing, fake tensors) is active.
-    """
-    if _len_torch_dispatch_stack():
-        return None
-    while load_existing_kernel:  # once in a process: the CPU backend puts it here
-        load_existing_kernel.pop()()
-    # Attributes of `torch.ops` take a lock, which a forked process may inherit held.
-    operators = vars(torch.ops).get("sparsering_cpu")
-    return operators if operators is not None and "table" in vars(operators) else None
-
-
-load_existing_kernel: list[Callable[[], None]] = []
-"""Loads the CPU backend's library if it exists, without compiling it; empty after the first use."""
 
 
 @dataclass(frozen=True)

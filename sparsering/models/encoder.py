@@ -19,10 +19,10 @@ from torch.utils.checkpoint import checkpoint
 
 from ..checks import check_pattern, check_tensor
 from ..functional import attention
+from ..ground.arguments import checked_flag, checked_integer, checked_number, is_traced
+from ..ground.keywords import class_with_hints
 from ..nn.transformer import Attend, Block, checked_sizes, rotary_table
 from ..patterns.algebra import Pattern
-from ..patterns.arguments import checked_flag, checked_integer, checked_number, is_traced
-from ..patterns.keywords import class_with_hints
 
 _PIXELS = 16
 """Least common divisor of distances that looks like the size of a tile. Grid steps have 1."""

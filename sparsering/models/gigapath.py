@@ -24,15 +24,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..files import read_torch_file
 from ..functional import attention
+from ..ground.arguments import checked_flag, checked_integer, checked_number, shortened
+from ..ground.files import read_torch_file
+from ..ground.keywords import class_with_hints, with_hints
+from ..ground.numerics import sum_dtype
+from ..ground.out_of_memory import ran_out_of_memory, return_memory
 from ..nn.transformer import checked_heads
 from ..nn.zero_keys import check_reproducible, checked_padding, zero_sink
-from ..numerics import sum_dtype
-from ..out_of_memory import ran_out_of_memory, return_memory
 from ..patterns.algebra import Pattern
-from ..patterns.arguments import checked_flag, checked_integer, checked_number, shortened
-from ..patterns.keywords import class_with_hints, with_hints
 from ..patterns.positions import LongNet
 from ..weights import key_mass
 

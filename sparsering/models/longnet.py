@@ -22,10 +22,10 @@ from torch.utils.checkpoint import checkpoint
 from ..checks import check_pattern, check_tensor, refuse_meta
 from ..decoding import KVCache
 from ..functional import attention
+from ..ground import arguments
+from ..ground.keywords import class_with_hints
 from ..nn.transformer import Attend, Block, checked_sizes, rotary_table
-from ..patterns import arguments
 from ..patterns.algebra import And, Mask, Pattern
-from ..patterns.keywords import class_with_hints
 from ..patterns.positions import Causal
 from .next_token import Sampling
 from .speculation import from_model, from_text, verified

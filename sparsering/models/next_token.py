@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..patterns.arguments import checked_number, index_of, is_finite, shortened
+from ..ground.arguments import checked_number, index_of, is_finite, shortened
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .. import checks
 from ..functional import attention
+from ..ground import arguments
+from ..ground.keywords import class_with_hints, with_hints
+from ..ground.numerics import autocasting, merge_attention, sum_dtype
 from ..kernels.dense.formula import dense_softmax
-from ..numerics import autocasting, merge_attention, sum_dtype
-from ..patterns import arguments
 from ..patterns.algebra import Pattern
 from ..patterns.blocks import Dense
 from ..patterns.keys import KeyMask, KeyPadding
-from ..patterns.keywords import class_with_hints, with_hints
 from ..patterns.positions import Causal, Full
 from .over_ranks import OverRanks, Ranks, refusal
 from .transformer import checked_heads

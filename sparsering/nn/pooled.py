@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..numerics import sum_dtype, without_autocast
+from ..ground.numerics import sum_dtype, without_autocast
 
 LEAST = 1e-30  # lower bound of the weight of a visible key, so that its log is finite
 _AT_A_TIME = 1 << 22  # weights computed at a time, to bound memory

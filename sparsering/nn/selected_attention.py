@@ -20,11 +20,11 @@ from torch.nn.functional import pad
 
 from ..checks import check_tensor, checked_integer_or_none
 from ..functional import attention
-from ..numerics import autocasting
+from ..ground.arguments import checked_flag, checked_integer, shortened
+from ..ground.keywords import class_with_hints
+from ..ground.numerics import autocasting
 from ..patterns.algebra import Mask
-from ..patterns.arguments import checked_flag, checked_integer, shortened
 from ..patterns.blocks import Owned
-from ..patterns.keywords import class_with_hints
 from ..patterns.positions import Causal, Full, Lengths, PooledCausal, SlidingWindow
 from ..patterns.selected import SelectedBlocks
 from ..selection import (

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..patterns.arguments import checked_integer, shortened
+from ..ground.arguments import checked_integer, shortened
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Type of an attention function: maps (query, key, value), each [B, H, N, D], to [B, H, N, D]."""

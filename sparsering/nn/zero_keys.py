@@ -7,9 +7,9 @@ value 0, so a row that sees z of them has one sink of logit log z.
 import torch
 from torch import Tensor
 
-from ..numerics import sum_dtype
+from ..ground.arguments import shortened
+from ..ground.numerics import sum_dtype
 from ..patterns.algebra import Pattern
-from ..patterns.arguments import shortened
 from ..patterns.positions import Dilated
 
 ZERO_PADDINGS = ("exact", "torchscale")

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 
-from ..rows import expand_counts
-from .arguments import not_a_pattern, shortened
+from ..ground.arguments import not_a_pattern, shortened
+from ..ground.keywords import class_with_hints
+from ..ground.rows import expand_counts
 from .frame import Frame as Frame
 from .frame import Restarts as Restarts
-from .keywords import class_with_hints
 from .written import WrittenValue, part_text
 
 if TYPE_CHECKING:

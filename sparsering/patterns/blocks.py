@@ -14,9 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..rows import expand_counts, mix, permute
-from .algebra import Frame, Mask
-from .arguments import (
+from ..ground.arguments import (
     checked_flag,
     checked_integer,
     freeze_integer,
@@ -24,7 +22,9 @@ from .arguments import (
     per_entry,
     shortened,
 )
-from .keywords import class_with_hints
+from ..ground.keywords import class_with_hints
+from ..ground.rows import expand_counts, mix, permute
+from .algebra import Frame, Mask
 from .positions import Lengths, _InDocuments
 
 

@@ -23,11 +23,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..ground.arguments import checked_integer, kind_of, shortened
+from ..ground.keywords import with_hints
 from .algebra import And, Frame, Mask, Not, Or, Pattern
-from .arguments import checked_integer, kind_of, shortened
 from .expression import BUILT_IN, add_constructor
 from .function_state import Reads
-from .keywords import with_hints
 
 Own = TypeVar("Own", bound=Mask)
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import INTEGERS, checked_integer, is_traced, kind_of
+from ..ground.arguments import INTEGERS, checked_integer, is_traced, kind_of
 
 _TO_BE_SURE = 8  # from more tokens on, lengths that rise by 0 or 1 from 0 on are refused as ids
 

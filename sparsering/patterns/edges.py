@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .arguments import kind_of
+from ..ground.arguments import kind_of
 
 _MOST_PADDED = 4  # slots per edge, up to which lists are a table with as many slots in each row
 

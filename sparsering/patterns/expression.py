@@ -13,11 +13,11 @@ from typing import Any
 
 from torch import Tensor
 
+from ..ground.arguments import shortened
+from ..ground.keywords import with_hints
 from . import blocks, keys, positions
 from .algebra import Pattern
-from .arguments import shortened
 from .document_runs import FORMS
-from .keywords import with_hints
 from .neighbourhood import Neighbourhood
 from .per_head import PerHead
 from .selected import EdgeLists, SelectedBlocks

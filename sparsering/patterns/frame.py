@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from .arguments import MOST_TOKENS, checked_integer
+from ..ground.arguments import MOST_TOKENS, checked_integer
 
 Restarts = tuple[tuple[int, ...], tuple[int, ...]]
 """(query lengths, key lengths) of adjacent documents, in each of which positions restart."""

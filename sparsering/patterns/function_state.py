@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..buffers import add_bytes
+from ..ground.buffers import add_bytes
 
 _LIBRARIES = {*sys.stdlib_module_names, "numpy", "sparsering", "torch"} - {"__main__"}
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), type(...), slice, range}

@@ -11,11 +11,11 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..streams import capturing, moved
+from ..ground.arguments import freeze_lengths, same_lengths, same_tensor
+from ..ground.keywords import class_with_hints
+from ..ground.streams import capturing, moved
 from .algebra import And, Frame, Mask, Mixture, Pattern
-from .arguments import freeze_lengths, same_lengths, same_tensor
 from .blocks import TensorMask
-from .keywords import class_with_hints
 from .positions import GlobalTokens, intersection
 
 

@@ -17,13 +17,13 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
+from ..ground.arguments import checked_integer, kind_of, shortened
+from ..ground.keywords import with_hints
+from ..ground.once import one_thread
 from .algebra import Frame, Mask
-from .arguments import checked_integer, kind_of, shortened
 from .expression import add_constructor
 from .frame import MOST_HEADS
 from .function_state import Reads
-from .keywords import with_hints
-from .once import one_thread
 
 MaskModFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..ground.arguments import MOST_TOKENS, checked_integer, checked_integers, shortened
+from ..ground.keywords import class_with_hints
 from .algebra import Frame, Mask
-from .arguments import MOST_TOKENS, checked_integer, checked_integers, shortened
-from .keywords import class_with_hints
 
 
 class GridDim(NamedTuple):

@@ -6,8 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .arguments import INTEGERS, kind_of
-from .keywords import class_with_hints, with_hints
+from ..ground.arguments import INTEGERS, kind_of
+from ..ground.keywords import class_with_hints, with_hints
 from .tree import Tree
 
 

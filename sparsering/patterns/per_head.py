@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from ..ground.arguments import not_a_pattern, shortened
+from ..ground.keywords import class_with_hints
 from .algebra import Frame, Mask, Mixture, Pattern, parts_of
-from .arguments import not_a_pattern, shortened
-from .keywords import class_with_hints
 from .positions import GlobalTokens
 from .selected import SelectedBlocks
 from .written import part_text

@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .algebra import And, Frame, Mask, Mixture, Pattern
-from .arguments import (
+from ..ground.arguments import (
     MOST_TOKENS,
     checked_flag,
     checked_integer,
@@ -20,8 +19,9 @@ from .arguments import (
     per_entry,
     shortened,
 )
+from ..ground.keywords import class_with_hints, with_hints
+from .algebra import And, Frame, Mask, Mixture, Pattern
 from .document_runs import LengthsFrom, looks_like_ids
-from .keywords import class_with_hints, with_hints
 
 MOST_DILATION = 1 << 31
 

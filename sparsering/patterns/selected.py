@@ -9,12 +9,12 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn.functional import pad
 
-from ..rows import expand_counts, first_in_row
+from ..ground.arguments import checked_integer, freeze_integer, is_traced
+from ..ground.keywords import class_with_hints
+from ..ground.rows import expand_counts, first_in_row
 from .algebra import Frame, Mask, Pattern, joined_masks, parts_of
-from .arguments import checked_integer, freeze_integer, is_traced
 from .blocks import BlockwiseMask, TensorMask
 from .edges import listed_edges
-from .keywords import class_with_hints
 
 CHECK = "SPARSERING_CHECK"  # a variable of the environment: "1" looks at each list of a call
 
@@ -318,7 +318,7 @@ class EdgeLists(SelectedBlocks):
         return self.begin[rows + 1] - self.begin[rows]
 
     def without_rows(self) -> SelectedBlocks:
-        return SelectedBlocks(self.indices[:0], self.block_size, self.query_block)
+        return SelectedBlocks(self.indices[:0], self.block_size, self.query_block, self.first_row)
 
     def _row_of(self, slot: Tensor) -> Tensor:
         return torch.searchsorted(self.begin.to(slot.device), slot, right=True) - 1

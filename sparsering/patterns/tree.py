@@ -9,11 +9,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from ..ground.arguments import MOST_TOKENS, checked_integer, freeze_lengths, per_entry, shortened
+from ..ground.keywords import class_with_hints
+from ..ground.once import once
 from .algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, parts_of
-from .arguments import MOST_TOKENS, checked_integer, freeze_lengths, per_entry, shortened
 from .blocks import RandomBlocks
-from .keywords import class_with_hints
-from .once import once
 from .positions import Causal, Lengths, SlidingWindow, _InDocuments, check_inner, entries_of
 from .selected import SelectedBlocks
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ground.arguments import freeze_lengths
 from .algebra import Frame, Mask, Mixture, Pattern, Restarts, parts_of
-from .arguments import freeze_lengths
 from .keys import KeyMask
 from .positions import check_inner, holds_in_documents
 

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .arguments import digest_of, same_tensor
+from ..ground.arguments import digest_of, same_tensor
+from ..ground.keywords import class_with_hints
 from .document_runs import LengthsFrom
-from .keywords import class_with_hints
 
 # Expressions number the classes of one name and what they read; `repr` leaves this out.
 _VERSION = re.compile(r"__v\d+(?=\()|(, )?_state='\w+'(?=\))")

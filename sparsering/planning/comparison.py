@@ -19,12 +19,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from ..checks import check_inputs
 from ..functional import attention
+from ..ground.arguments import checked_number, shortened
+from ..ground.keywords import class_with_hints, with_hints
+from ..ground.progress import progress
+from ..ground.turns import in_turns, timed
 from ..patterns.algebra import Pattern
-from ..patterns.arguments import checked_number, shortened
-from ..patterns.keywords import class_with_hints, with_hints
 from ..patterns.positions import Causal
-from ..progress import progress
-from ..turns import in_turns, timed
 from .fit import numbers_in
 from .sizes import show_bytes, show_seconds
 

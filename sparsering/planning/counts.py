@@ -14,6 +14,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..ground.numerics import round_up
+from ..ground.once import one_thread
 from ..kernels.cpu.build import library
 from ..layouts.cache import layout_cache
 from ..layouts.compile import axes_of, checked_block_size, compile_table, terms_of
@@ -23,9 +25,7 @@ from ..layouts.leaves import FULL, VARIES
 from ..layouts.lists import lists_of, split
 from ..layouts.lower import condition
 from ..layouts.tiles import GROUP, Axis, Origin, Spans, TilePairs
-from ..numerics import round_up
 from ..patterns.algebra import Frame, Mask, Pattern, check_fits
-from ..patterns.once import one_thread
 from ..patterns.selected import has_lists, selections_of
 
 MOST_ENTRIES = 1 << 21

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..checks import check_pattern
+from ..ground.arguments import checked_flag, checked_integer, shortened
+from ..ground.keywords import class_with_hints, with_hints
 from ..kernels.backends import BACKENDS, block_size_of, choose
 from ..kernels.cpu.build import build_failure
 from ..layouts.compile import default_block_size
 from ..layouts.lists import split
 from ..patterns.algebra import Frame, Pattern
-from ..patterns.arguments import checked_flag, checked_integer, shortened
-from ..patterns.keywords import class_with_hints, with_hints
 from .counts import Counts, counts_of, flops
 from .machines import OTHER_NAMES, Machine, machine_of
 from .memory import MEMORY, Call, Memory

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import torch
 
+from ..ground.arguments import checked_integer, checked_number
+from ..ground.keywords import with_hints
 from ..patterns.algebra import Pattern
-from ..patterns.arguments import checked_integer, checked_number
-from ..patterns.keywords import with_hints
 from .estimate import Scenario, memory_of_call
 from .machines import OTHER_NAMES, Machine, machine_of
 from .memory import Memory

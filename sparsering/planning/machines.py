@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..patterns.arguments import checked_number, shortened
+from ..ground.arguments import checked_number, shortened
 from .sizes import parse_bytes
 
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 
+from ..ground.numerics import sum_dtype
 from ..kernels.cpu.build import build_failure, library
 from ..kernels.cpu.call import is_walked_shape, takes_whole_heads
 from ..kernels.gather import set_workspace
-from ..numerics import sum_dtype
 from ..patterns.algebra import Frame
 from .counts import Counts, PassCounts
 

@@ -13,12 +13,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..commands import sparsering
+from ..ground.arguments import checked_flag, checked_number
+from ..ground.commands import sparsering
+from ..ground.keywords import class_with_hints, with_hints
+from ..ground.progress import Progress, progress
 from ..patterns import Causal, Full, Pattern
-from ..patterns.arguments import checked_flag, checked_number
 from ..patterns.expression import parse
-from ..patterns.keywords import class_with_hints, with_hints
-from ..progress import Progress, progress
 from .estimate import Estimate, Scenario, estimate_of
 from .fit import memory_of
 from .machines import OTHER_NAMES, Machine, machine_of

@@ -6,11 +6,11 @@ from functools import lru_cache, partial
 import torch
 from torch import Tensor
 
+from ..ground.once import one_thread
 from ..layouts.bitmaps import unpack
 from ..layouts.cache import layout_cache
 from ..layouts.layout import BlockLayout, slots_of
 from ..patterns.algebra import Frame, Pattern
-from ..patterns.once import one_thread
 
 _MOST_BLOCKS = 1 << 21  # in one layout; a larger one is laid out in parts, each when it is needed
 _MOST_PARTS = 4  # that stay for the next layer, some 30 MB each

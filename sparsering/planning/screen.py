@@ -10,10 +10,10 @@ from dataclasses import replace
 from textwrap import wrap
 from typing import Any
 
-from ..commands import sparsering
+from ..ground.arguments import shortened
+from ..ground.commands import sparsering
 from ..kernels.backends import BACKENDS
 from ..kernels.cpu.build import build_failure
-from ..patterns.arguments import shortened
 from ..patterns.expression import parse
 from .comparison import hides_later_keys
 from .counts import counts_of

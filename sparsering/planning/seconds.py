@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from ..functional import attention
+from ..ground.numerics import round_up
+from ..ground.turns import timed
 from ..kernels.backends import block_size_of
-from ..numerics import round_up
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.positions import Causal, SlidingWindow
 from ..patterns.selected import SelectedBlocks
-from ..turns import timed
 from .counts import Counts, counts_of
 from .memory import Call, takes_heads
 

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Mapping
 
-from ..patterns.arguments import index_of, shortened
+from ..ground.arguments import index_of, shortened
 
 BYTE_UNITS = {"": 1, "b": 1}
 for _power, _letter in enumerate("kmgt", 1):

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from ..commands import sparsering
+from ..ground.commands import sparsering
+from ..ground.turns import timed
 from ..patterns.algebra import Pattern
-from ..turns import timed
 from .estimate import Scenario, estimate_of
 from .fit import about_largest, usable
 from .sizes import show_bytes, show_seconds

@@ -5,7 +5,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from ..commands import install
+from ..ground.commands import install
 
 SPARSE, DENSE, GREY = "#1f6f8b", "#d1603d", "#8a8f98"
 KINDS = ("png", "svg")  # endings of file names, and formats of images

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..checks import check_tensor, observed
+from ..ground.arguments import checked_flag, checked_integer, is_finite, shortened
+from ..ground.keywords import with_hints
 from ..kernels import triton
-from ..patterns.arguments import checked_flag, checked_integer, is_finite, shortened
-from ..patterns.keywords import with_hints
 from .bounds import Bounds
 from .query_rows import checked_blocks, current_blocks, num_rows
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from ..checks import check_tensor
-from ..patterns.arguments import checked_integer, per_entry
-from ..patterns.keywords import class_with_hints
+from ..ground.arguments import checked_integer, per_entry
+from ..ground.keywords import class_with_hints
 from ..patterns.positions import Documents, Lengths
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..patterns.arguments import checked_integer, shortened
+from ..ground.arguments import checked_integer, shortened
 
 NEVER = -1e30  # logit of missing or hidden keys: finite, so that gradients are not NaN
 METHODS = ("mean", "sub", "gauss", "bounds", "antidiagonal", "exact")

@@ -12,9 +12,9 @@ from ..checks import (
     checked_scale,
     refuse_meta,
 )
-from ..numerics import sum_dtype, without_autocast
-from ..patterns.arguments import checked_flag, checked_integer
-from ..patterns.keywords import with_hints
+from ..ground.arguments import checked_flag, checked_integer
+from ..ground.keywords import with_hints
+from ..ground.numerics import sum_dtype, without_autocast
 from .bounds import check_bounds
 from .over_ranks import agreed, check_own_tokens, checks_of_a_rank, first_rows, of_all_ranks
 from .query_rows import at_a_time

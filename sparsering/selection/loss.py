@@ -5,9 +5,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import check_tensor
-from ..numerics import sum_dtype
-from ..patterns.keywords import with_hints
-from ..rows import first_in_row
+from ..ground.keywords import with_hints
+from ..ground.numerics import sum_dtype
+from ..ground.rows import first_in_row
 from .over_ranks import agreed, checks_of_a_rank
 
 

@@ -7,9 +7,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..checks import check_tensor
-from ..numerics import sum_dtype
-from ..patterns.arguments import checked_integer
-from ..patterns.keywords import with_hints
+from ..ground.arguments import checked_integer
+from ..ground.keywords import with_hints
+from ..ground.numerics import sum_dtype
 from .bounds import Bounds, checked_valid
 
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..patterns.arguments import checked_integer, shortened
+from ..ground.arguments import checked_integer, shortened
 
 _TIMES_ON_DEVICE = 16  # so many times as many on a GPU, where each part costs launches
 

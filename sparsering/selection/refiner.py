@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import check_group, refuse_meta
-from ..patterns.arguments import checked_integer, digest_of, is_finite, shortened
-from ..patterns.keywords import class_with_hints
-from ..rows import first_in_row
+from ..ground.arguments import checked_integer, digest_of, is_finite, shortened
+from ..ground.keywords import class_with_hints
+from ..ground.rows import first_in_row
 from .loss import checked_mass, checked_slots
 
 UNIT = 1 << 32

@@ -9,10 +9,10 @@ from torch.nn.functional import pad
 
 from ..checks import check_inputs, refuse_meta
 from ..functional import attention
-from ..numerics import long_sum_dtype, sum_dtype, without_autocast
+from ..ground.arguments import checked_integer, shortened
+from ..ground.keywords import class_with_hints, with_hints
+from ..ground.numerics import long_sum_dtype, sum_dtype, without_autocast
 from ..patterns.algebra import And, Frame, Pattern, check_fits
-from ..patterns.arguments import checked_integer, shortened
-from ..patterns.keywords import class_with_hints, with_hints
 from ..patterns.positions import Causal
 from ..patterns.selected import SelectedBlocks
 from .loss import listed_blocks

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ..checks import check_group
-from ..patterns.arguments import as_float, checked_integer, is_finite, shortened
-from ..patterns.keywords import class_with_hints
+from ..ground.arguments import as_float, checked_integer, is_finite, shortened
+from ..ground.keywords import class_with_hints
 
 KINDS = ("linear", "cosine", "step")
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from ..checks import check_inputs, checked_integer_or_none
-from ..numerics import sum_dtype, without_autocast
-from ..patterns.arguments import checked_flag, checked_integer
-from ..patterns.keywords import class_with_hints
+from ..ground.arguments import checked_flag, checked_integer
+from ..ground.keywords import class_with_hints
+from ..ground.numerics import sum_dtype, without_autocast
 from ..patterns.positions import Full
 from .bounds import Bounds, checked_valid, exist_at
 from .query_rows import checked_blocks, num_rows

@@ -10,10 +10,10 @@ from torch.nn.functional import logsigmoid, pad
 from torch.utils.checkpoint import checkpoint
 
 from ..checks import check_inputs, checked_integer_or_none, checked_scale, in_memory
+from ..ground.arguments import checked_flag
+from ..ground.keywords import with_hints
+from ..ground.numerics import sum_dtype, without_autocast
 from ..kernels import cpu
-from ..numerics import sum_dtype, without_autocast
-from ..patterns.arguments import checked_flag
-from ..patterns.keywords import with_hints
 from ..patterns.positions import Full
 from .bounds import Bounds, bounded_scores, checked_valid
 from .estimates import NEVER, BlockEstimate, checked_method

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..checks import check_inputs, checked_index, checked_scale
-from ..numerics import sum_dtype, without_autocast
-from ..patterns.arguments import checked_integer, index_of, listed, shortened
-from ..patterns.keywords import class_with_hints
+from ..ground.arguments import checked_integer, index_of, listed, shortened
+from ..ground.keywords import class_with_hints
+from ..ground.numerics import sum_dtype, without_autocast
 from ..patterns.positions import Full
 from .estimates import BlockEstimate, checked_method, query_features
 from .query_rows import checked_blocks

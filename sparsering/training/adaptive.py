@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..functional import attention
+from ..ground.arguments import shortened
 from ..nn.transformer import Attend
-from ..patterns.arguments import shortened
 from ..patterns.positions import Causal
 from ..patterns.selected import SelectedBlocks
 from ..selection import GatedSchedule, PatternRefiner, Schedule, block_scores, select_blocks

@@ -31,10 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ..files import opened, replace_file, unique_pairs
+from ..ground.arguments import escaped
+from ..ground.files import opened, replace_file, unique_pairs
+from ..ground.keywords import with_hints
 from ..models.longnet import LongNetLM
-from ..patterns.arguments import escaped
-from ..patterns.keywords import with_hints
 from .adaptive import Selection, blocks_of
 from .micro_batches import make_moments
 from .ranks import ALONE, Ranks

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..patterns.keywords import class_with_hints, with_hints
+from ..ground.keywords import class_with_hints, with_hints
 
 SEPARATOR = b"\0"
 Windows = list[tuple[Tensor, Tensor]]

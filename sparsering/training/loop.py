@@ -19,11 +19,11 @@ from typing import Any, Literal, TextIO
 
 import torch
 
+from ..ground.keywords import with_hints
+from ..ground.out_of_memory import ran_out_of_memory
+from ..ground.progress import Progress, progress, unshown
 from ..models.longnet import LongNetLM
 from ..nn.transformer import Attend
-from ..out_of_memory import ran_out_of_memory
-from ..patterns.keywords import with_hints
-from ..progress import Progress, progress, unshown
 from .adaptive import Selection
 from .checkpoint import Checkpoint
 from .data import Text, Windows, validation_windows

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..files import check_file, replace_file
+from ..ground.files import check_file, replace_file
 
 MOST_METRICS_BYTES = 256 << 20
 

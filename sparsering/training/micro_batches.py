@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from ..out_of_memory import ran_out_of_memory, return_memory
-from ..patterns.arguments import index_of, shortened
+from ..ground.arguments import index_of, shortened
+from ..ground.out_of_memory import ran_out_of_memory, return_memory
 from ..planning.comparison import peak_of
 from ..planning.fit import gpu_memory, memory_here, usable
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from ..files import unique_pairs
+from ..ground.files import unique_pairs
 from .ranks import Ranks
 from .tensor_files import hash_file, kind_of, opened_tensors, safetensors_or_hint
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..commands import program, sparsering
 from ..distributed import RingPlan, ring_attention, shard
 from ..distributed.plan import default_plan
+from ..ground.commands import program, sparsering
 from ..models.longnet import LongNetLM
 from ..nn.transformer import Attend
 from .recipe import Recipe

@@ -8,9 +8,9 @@ from typing import Annotated, Any, get_type_hints
 
 import torch
 
+from ..ground.keywords import class_with_hints
 from ..models.longnet import LongNetLM
 from ..patterns.expression import parse
-from ..patterns.keywords import class_with_hints
 from ..patterns.positions import Causal
 from .adaptive import schedule_of
 

@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ..buffers import add_bytes
-from ..commands import install
-from ..files import check_file
+from ..ground.buffers import add_bytes
+from ..ground.commands import install
+from ..ground.files import check_file
 
 MOST_HEADER_BYTES = 16 << 20  # about 50,000 tensors; parsing needs ten times this memory
 

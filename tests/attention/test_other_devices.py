@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import sparsering as sr
+from sparsering.ground.numerics import long_sum_dtype
 from sparsering.kernels.gather import chunk_extras
-from sparsering.numerics import long_sum_dtype
 from sparsering.selection import selection_report
 
 PATTERN = sr.LongNet((16, 32), (1, 2)) & sr.Causal()

@@ -70,7 +70,7 @@ def test_a_warm_call_enters_few_functions(most, pattern, options, learns):
     found = entered(lambda: sr.attention(*args, pattern, **options))
     assert found.total() <= most, found
     assert sum(n for (_, name), n in found.items() if name == "has_lists") <= 1
-    assert not [file for file, _ in found if file == "patterns/keywords.py"]
+    assert not [file for file, _ in found if file == "ground/keywords.py"]
 
 
 def test_a_step_of_a_cache_enters_few_functions():

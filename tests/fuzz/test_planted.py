@@ -158,13 +158,13 @@ DEFECTS = {
     ),
     "a forked process inherits a lock": (
         "ways",
-        "patterns/once.py",
+        "ground/once.py",
         "with one_thread(), unseen(instance):",
         "with vars(sys).setdefault('lock', __import__('threading').RLock()), unseen(instance):",
     ),
     "another thread sees a property that is not computed yet": (
         "ways",
-        "patterns/once.py",
+        "ground/once.py",
         "        with one_thread(), unseen(instance):",
         "        vars(instance)[self.name] = None\n        with one_thread(), unseen(instance):",
         "return vars(instance).setdefault(self.name, value)",
@@ -178,7 +178,7 @@ DEFECTS = {
     ),
     "a compiled call has its documents in another order": (
         "ways",
-        "patterns/arguments.py",
+        "ground/arguments.py",
         'name: value.detach().to("cpu", torch.int64, copy=True)}',
         'name: value.detach().to("cpu", torch.int64, copy=True).roll(1, -1)}',
     ),

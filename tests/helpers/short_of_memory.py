@@ -7,7 +7,7 @@ import resource
 from collections.abc import Callable
 from pathlib import Path
 
-from sparsering.out_of_memory import ran_out_of_memory
+from sparsering.ground.out_of_memory import ran_out_of_memory
 
 _MMAP_THRESHOLD, _TRIM_THRESHOLD, _TOP_PAD = -3, -1, -2  # of mallopt
 

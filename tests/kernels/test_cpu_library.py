@@ -224,7 +224,7 @@ importlib.import_module("sparsering.kernels.cpu.build").SOURCE = pathlib.Path({s
 LAYOUT = """
 import os
 import sparsering as sr
-from sparsering.layouts.tiles import kernel_operators
+from sparsering.ground.kernel_library import kernel_operators
 pattern = sr.LongNet((64, 256), (1, 4)) & sr.Causal()
 layout = pattern.layout(1000)
 print(kernel_operators() is not None, layout.num_blocks, layout.num_pairs)

@@ -12,7 +12,7 @@ from oracles.attention_oracle import PATTERNS, Case, assert_close, dense_attenti
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.dropout import batch_seeds, kept_pairs
+from sparsering.ground.dropout import batch_seeds, kept_pairs
 from sparsering.kernels.problem import Problem
 from sparsering.kernels.triton import call as backend
 from sparsering.kernels.triton import extra_arguments

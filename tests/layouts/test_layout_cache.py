@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import sparsering as sr
+from sparsering.ground.once import bytes_held
 from sparsering.layouts.cache import LayoutCache
-from sparsering.patterns.once import bytes_held
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 

@@ -17,7 +17,7 @@ def test_layouts_of_a_process_without_a_kernel(tmp_path: Path) -> None:
     options += ["-W", "ignore:Module already imported"]  # the process is forked
     code = f"""
 import pytest, torch
-from sparsering.layouts.tiles import kernel_operators
+from sparsering.ground.kernel_library import kernel_operators
 status = pytest.main({[*options, *files]!r})
 assert kernel_operators() is None
 raise SystemExit(status)

@@ -7,7 +7,7 @@ import torch
 from helpers.forked import run
 
 import sparsering as sr
-from sparsering.patterns.once import bytes_held, once
+from sparsering.ground.once import bytes_held, once
 
 # OpenMP starts its second thread in the first parallel region of a process.
 _COUNT = """
@@ -61,7 +61,7 @@ def test_tables_open_no_parallel_region(work: str, regions: bool) -> None:
 def test_one_thread_holds_in_its_block_and_in_its_thread_alone() -> None:
     code = """
 import threading, torch
-from sparsering.patterns.once import one_thread
+from sparsering.ground.once import one_thread
 torch.set_num_threads(3)
 seen = []
 with one_thread():

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import sparsering as sr
-from sparsering.rows import mix
+from sparsering.ground.rows import mix
 
 
 def chosen_blocks(pattern: Any, blocks: int, block_size: int = 2, **arguments: Any) -> Tensor:

@@ -119,7 +119,7 @@ ALLOWED = {
     # its storage of safetensors; test_shards.py plants pickles where its usual storage has them
     ("training/parts.py", "torch.distributed.checkpoint"),
     # slides and Prov-GigaPath's weights are .pt and .pth files; tensors alone, see the next test
-    *(("files.py", "torch.load"), ("data/slides.py", "torch.save")),
+    *(("ground/files.py", "torch.load"), ("data/slides.py", "torch.save")),
 }
 
 

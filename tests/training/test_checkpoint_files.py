@@ -35,7 +35,7 @@ from stranger import (
     write_about,
 )
 
-from sparsering.files import replace_file
+from sparsering.ground.files import replace_file
 from sparsering.training.checkpoint import load_checkpoint
 
 # The file of tensors

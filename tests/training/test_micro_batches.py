@@ -11,7 +11,7 @@ import torch
 from helpers import forked
 
 from sparsering.cli import main
-from sparsering.out_of_memory import ran_out_of_memory
+from sparsering.ground.out_of_memory import ran_out_of_memory
 from sparsering.training import Recipe, loop, train
 from sparsering.training.micro_batches import (
     largest_part,

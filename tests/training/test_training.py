@@ -203,7 +203,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(recipe, tmp_path, capsys, 
     argv = ["train", "--out", out, "--save-every", 2, "--data", recipe.data, "--quiet"]
     for name in ("pattern", "context", "width", "num_layers", "num_heads", "steps", "dtype"):
         argv += ["--" + name.replace("_", "-"), getattr(recipe, name)]
-    monkeypatch.setattr("sparsering.files.os.fsync", FullDisk(room))
+    monkeypatch.setattr("sparsering.ground.files.os.fsync", FullDisk(room))
     assert "No space left" in fails(capsys, *argv)
     monkeypatch.undo()
     assert not list(out.glob(".*"))

@@ -15,7 +15,7 @@
 docs/transformers.md explains the rules.
 """
 
-from ...commands import install
+from ...ground.commands import install
 
 try:
     import transformers

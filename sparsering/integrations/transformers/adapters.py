@@ -15,7 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from ...patterns.arguments import shortened
+from ...ground.arguments import shortened
 from .config import NAME, Texts, model_inside, stored_text
 
 FILE = "sparsering.json"

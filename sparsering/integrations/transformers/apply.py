@@ -13,10 +13,10 @@ from transformers.masking_utils import AttentionMaskInterface
 from ...checks import check_module, check_pattern
 from ...distributed.plan import RingPlan
 from ...functional import explain as explain_call
+from ...ground.arguments import shortened
+from ...ground.keywords import with_hints
 from ...patterns.algebra import Pattern
-from ...patterns.arguments import shortened
 from ...patterns.expression import parse
-from ...patterns.keywords import with_hints
 from ...patterns.packed_tree import PackedTree
 from ...patterns.positions import Full
 from ...patterns.tree import Tree

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...patterns.arguments import is_shape_alone
+from ...ground.arguments import is_shape_alone
 from .calls import CallState, call_state, is_in_block, used_modules, used_pattern
 from .config import is_cross_attention
 from .indexers import BlockScorer, Chosen, chosen_keys

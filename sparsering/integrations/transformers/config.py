@@ -18,8 +18,8 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ...checks import check_module, check_pattern
+from ...ground.arguments import shortened
 from ...patterns.algebra import Pattern, parts_of
-from ...patterns.arguments import shortened
 from ...patterns.expression import parse
 from ...patterns.mask_mod import MaskMod
 from ...patterns.positions import Causal, Dilated, Full, SlidingWindow

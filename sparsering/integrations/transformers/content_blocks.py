@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...patterns.arguments import is_shape_alone
+from ...ground.arguments import is_shape_alone
 from .once import once
 from .shapes import is_true
 

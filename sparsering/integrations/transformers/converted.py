@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from ...checks import check_module
 from ...functional import attention
+from ...ground.keywords import with_hints
 from ...patterns.algebra import Mask, Pattern
 from ...patterns.keys import KeyMask
-from ...patterns.keywords import with_hints
 from ...patterns.positions import Documents, Full, SlidingWindow
 from .once import once
 from .shapes import is_true

@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from ...functional import attention
-from ...numerics import capped, sum_dtype
-from ...patterns.arguments import is_shape_alone
+from ...ground.arguments import is_shape_alone
+from ...ground.numerics import capped, sum_dtype
 from ...patterns.keys import KeyMask
 from .masks import Inputs, Options
 from .shapes import is_true

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from ...distributed.ring import ring_attention
 from ...functional import attention
-from ...numerics import merge_attention
+from ...ground.arguments import shortened
+from ...ground.numerics import merge_attention
 from ...patterns.algebra import Pattern, parts_of
-from ...patterns.arguments import shortened
 from ...patterns.blocks import RandomBlocks
 from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal

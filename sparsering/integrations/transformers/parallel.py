@@ -23,9 +23,9 @@ from ...distributed.exchange import Exchange
 from ...distributed.plan import RingPlan
 from ...distributed.ring import resolve_group
 from ...distributed.sharding import check_sharding, num_tokens, owned_ranges, positions
+from ...ground.arguments import shortened
+from ...ground.keywords import with_hints
 from ...patterns.algebra import Pattern
-from ...patterns.arguments import shortened
-from ...patterns.keywords import with_hints
 from ...patterns.positions import Causal, Full
 from . import shared_arguments
 from .apply import is_causal, patterns_of, register

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from ...patterns.arguments import shortened
+from ...ground.arguments import shortened
 from .calls import SharedCall
 from .config import decoder_config, is_cross_attention, types_of
 from .indexers import is_other_indexer

@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
 from ...functional import attention
+from ...ground.arguments import is_shape_alone, shortened
 from ...patterns.algebra import Pattern
-from ...patterns.arguments import is_shape_alone, shortened
 from ...patterns.keys import KeyMask
 from .calls import SharedCall, thread
 from .config import pattern_of

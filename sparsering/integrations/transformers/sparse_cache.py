@@ -12,9 +12,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...decoding import KVCache
 from ...decoding.stored_rows import Store, checked_store
+from ...ground.arguments import shortened
+from ...ground.keywords import class_with_hints
 from ...patterns.algebra import Pattern
-from ...patterns.arguments import shortened
-from ...patterns.keywords import class_with_hints
 from .config import NAME, decoder_config, layer_patterns, model_inside, types_of
 from .masks import Inputs, ModelMask, Options
 from .once import once

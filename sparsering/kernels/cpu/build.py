@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from ...commands import sparsering
-from ...files import cache_folder, opened
-from ...layouts.tiles import load_existing_kernel
+from ...ground.commands import sparsering
+from ...ground.files import cache_folder, opened
+from ...ground.kernel_library import load_existing_kernel
 from ..problem import constant_in_graphs
 
 SOURCE = Path(__file__).with_name("cpu.cpp")

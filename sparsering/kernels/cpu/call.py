@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...ground.numerics import round_up
 from ...layouts.layout import BlockLayout, Pass, tile_counts
 from ...layouts.lists import Lists
-from ...numerics import round_up
 from ..problem import Gradients, Problem, bias_gradient, dense_rows, sink_gradient
 from ..tuning_file import TuningFile, file_of, processor_name
 from .build import build_failure, library, vectors

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ...call import Call
 from ...extras import UNUSED
-from ...numerics import entry_of_distance, finite_or_zero, sum_dtype
+from ...ground.numerics import entry_of_distance, finite_or_zero, sum_dtype
 from ..over_pairs import over_pairs
 from ..problem import ScoreMod
 from .formula import reference_attention

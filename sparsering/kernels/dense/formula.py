@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...numerics import capped, finite_or_zero, sum_dtype
+from ...ground.numerics import capped, finite_or_zero, sum_dtype
 
 
 def reference_attention(

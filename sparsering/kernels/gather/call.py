@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ...numerics import merge_into, sum_dtype
-from ...patterns.arguments import checked_integer
-from ...patterns.keywords import with_hints
+from ...ground.arguments import checked_integer
+from ...ground.keywords import with_hints
+from ...ground.numerics import merge_into, sum_dtype
 from ..problem import Gradients, Problem, sink_gradient
 from .chunk_extras import Extras
 from .scored import Scores

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from ...dropout import kept_pairs
-from ...numerics import long_sum_dtype
+from ...ground.dropout import kept_pairs
+from ...ground.numerics import long_sum_dtype
 from ..problem import Problem
 from .units import Chunk, Places
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.overrides import TorchFunctionMode
 
-from ...numerics import sum_dtype
+from ...ground.numerics import sum_dtype
 from ..over_pairs import over_pairs
 from ..problem import Problem
 from .units import Chunk

@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...ground.rows import expand_counts, first_in_row, mix, number_rows
 from ...layouts.bitmaps import unpack
 from ...layouts.layout import Pass, slots_of, tile_counts
 from ...layouts.lists import Lists
-from ...rows import expand_counts, first_in_row, mix, number_rows
 from ..problem import Problem
 
 

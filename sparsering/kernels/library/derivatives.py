@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from ...numerics import sum_dtype
+from ...ground.numerics import sum_dtype
 
 SECOND_DERIVATIVES = (
     "second derivatives exist for backend='reference' alone; pass that to attention, or "

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ...call import Call
+from ...ground.arguments import per_entry
 from ...layouts.cache import layout_cache
 from ...layouts.layout import Pass
 from ...patterns.algebra import And, Frame, Pattern
-from ...patterns.arguments import per_entry
 from ...patterns.positions import Causal, Documents, Full, Packed, SlidingWindow
 from ...patterns.varlen_mask import Varlen
 from .derivatives import (

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...commands import program
-from ...numerics import power_of_2
+from ...ground.commands import program
+from ...ground.numerics import power_of_2
 from ..problem import (
     Gradients,
     Problem,

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...numerics import power_of_2
+from ...ground.numerics import power_of_2
 from ..tuning_file import TuningFile, file_of
 
 KERNELS = ("forward", "query", "key")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ...ground.rows import distinct_rows, expand_counts
 from ...layouts.bitmaps import pack, unpack
 from ...layouts.layout import BlockLayout, Pass, stretched, tile_counts
-from ...rows import distinct_rows, expand_counts
 from ..problem import Gradients, Problem
 
 _MOST_CELLS = 1 << 24  # (query, key) pairs of tiles that are cut at a time, to bound memory

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dropout import threshold
+from ...ground.dropout import threshold
 from ..problem import Problem
 from .configs import Config
 from .launch import Launch, launch, power_of_2, processors

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...numerics import power_of_2
-from ...streams import capturing
+from ...ground.numerics import power_of_2
+from ...ground.streams import capturing
 from .configs import Config
 
 _launches: dict[Any, list["Launch"]] = {}  # of recent calls, for all layouts of the same shapes

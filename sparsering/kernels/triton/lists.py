@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...dropout import threshold
+from ...ground.dropout import threshold
+from ...ground.numerics import power_of_2
+from ...ground.rows import first_in_row
+from ...ground.streams import moved
 from ...layouts.lists import Coordinates, Lists
-from ...numerics import power_of_2
-from ...rows import first_in_row
-from ...streams import moved
 from ..problem import Problem
 from .configs import Config, generation
 from .launch import Launch, kept, kind_of, launch, padded, precision, strides

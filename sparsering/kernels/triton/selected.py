@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ...ground.streams import Built, capturing
 from ...layouts.compile import checked_block_size
 from ...layouts.layout import BlockLayout, Pass
 from ...layouts.selected_on_device import selection_of
 from ...patterns.algebra import Frame, Pattern, check_fits
-from ...streams import Built, capturing
 from .call import interpreting, reasons
 from .launch import Launch, kept, kinds, launch, power_of_2
 from .walk import Walk, hand_over

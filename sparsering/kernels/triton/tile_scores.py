@@ -7,7 +7,7 @@ first token, int32 for the distance of a token from it.
 import triton
 import triton.language as tl
 
-from ...dropout import ADDENDS, KEY_MULTIPLIER, MULTIPLIERS
+from ...ground.dropout import ADDENDS, KEY_MULTIPLIER, MULTIPLIERS
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _FAR = tl.constexpr(1 << 30)
@@ -87,7 +87,7 @@ def _word(word, head, branch, query, ADDEND: tl.constexpr):
 
 @triton.jit
 def words_of(seed, head, branch, query):
-    """Hashes each row of scores to the words a and b of dropout; see `sparsering.dropout`."""
+    """Hashes each row of scores to the words a and b of dropout (ground/dropout.py)."""
     a = _word(seed, head, branch, query, _ADDEND_A)
     return a, _word(seed >> 32, head, branch, query, _ADDEND_B)
 

@@ -13,8 +13,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from ...ground.streams import Built, capturing, moved_together
 from ...layouts.layout import BlockLayout, Pass, stretched, tile_counts
-from ...streams import Built, capturing, moved_together
 
 UNIT, CUT = 5, 3  # how many int32 numbers describe a unit, and a cut tile
 _LEAST_ENTRIES = 8  # shorter pieces cost more to combine than they save

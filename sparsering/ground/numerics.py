@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .patterns.keywords import with_hints
+from .keywords import with_hints
 
 _Integers = TypeVar("_Integers", int, Tensor)
 

@@ -22,8 +22,8 @@ from numbers import Real
 import torch
 from torch import Tensor
 
-from .patterns.arguments import index_of, shortened
-from .patterns.keywords import with_hints
+from .arguments import index_of, shortened
+from .keywords import with_hints
 from .rows import mix
 
 KEY_MULTIPLIER = 0x9E3779B1 - (1 << 32)  # constants are written as signed int32

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._C import _get_tracing_state
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..rows import mix
+from .rows import mix
 
 MOST_TOKENS = 1 << 53
 """The largest length in a pattern, so that sums of positions fit in 64 bits."""

@@ -1,0 +1,1 @@
+"""What all other parts stand on: checks of arguments, files, streams, numbers, random bits."""

@@ -1,0 +1,29 @@
+"""The operators of the compiled CPU kernel, for whoever can do without them.
+
+The backend `cpu` compiles and loads the library. Layouts and caches ask here for its operators, and
+compute with torch where there are none.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._C import _len_torch_dispatch_stack
+
+
+def kernel_operators() -> Any:
+    """Returns the operators of the compiled kernel.
+
+    None if no library of it exists yet, or a torch mode (tracing, fake tensors) is active.
+    """
+    if _len_torch_dispatch_stack():
+        return None
+    while load_existing_kernel:  # once in a process: the CPU backend puts it here
+        load_existing_kernel.pop()()
+    # Attributes of `torch.ops` take a lock, which a forked process may inherit held.
+    operators = vars(torch.ops).get("sparsering_cpu")
+    return operators if operators is not None and "table" in vars(operators) else None
+
+
+load_existing_kernel: list[Callable[[], None]] = []
+"""Loads the CPU backend's library if it exists, without compiling it; empty after the first use."""
