@@ -18,7 +18,6 @@ if find_spec("numpy") is None:  # which torch says on its import; nothing here n
 
 from .coordinates import coordinate_bias
 from .decoding import KVCache, SelectedCache
-from .extras import alibi
 from .functional import attention, batch_invariant, explain
 from .ground.dropout import dropout_kept
 from .ground.numerics import merge_attention
@@ -31,6 +30,7 @@ from .patterns import __all__ as _patterns
 from .planning.comparison import Comparison, compare
 from .planning.estimate import Estimate, Figure, estimate
 from .planning.fit import choose_batch_size, longest_sequence
+from .route.options import alibi
 from .varlen import attention_varlen
 from .weights import BlockWeights, attention_weights, key_mass
 

@@ -265,6 +265,15 @@ def refuse_tracers(*tensors: Tensor) -> None:
         )
 
 
+def refuse_mapped_pattern(in_dims: Sequence[int | None]) -> None:
+    """Raises NotImplementedError if vmap maps over a tensor of the pattern."""
+    if any(dim is not None for dim in in_dims):
+        raise NotImplementedError(
+            "vmap cannot map over the tensors of a pattern, since layouts depend on their values; "
+            "give the pattern a batch dim ([B, H, ...]) and call attention without vmap"
+        )
+
+
 def refuse_forward_mode(*values: object) -> None:
     """Raises if a tensor has a forward-mode tangent: the operator would silently drop it."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:

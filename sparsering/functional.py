@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor
 
 from .checks import check_batch
-from .decision import checked_call, decided
-from .extras import OPTIONS, refuse_options
 from .ground.arguments import checked_flag
 from .ground.keywords import with_hints
 from .kernels.backends import (
@@ -22,18 +21,19 @@ from .kernels.backends import (
     reasons_against,
 )
 from .kernels.problem import ScoreMod
-from .ops import attend
 from .patterns.algebra import Pattern, check_fits, parts_in
 from .patterns.selected import SelectedBlocks, has_lists, selections_of
-from .scored import scored_attention
+from .route.decision import checked_call, decided
+from .route.options import OPTIONS, refuse_options
+from .route.run import attend
 
 _EXPLAINED = ("scale", "q_start", "block_size", *OPTIONS)
-_OPTIONS = (*_EXPLAINED, "score_mod", "return_lse", "backend")
+_OPTIONS = (*_EXPLAINED, "return_lse", "backend")
 _NOT_EXPLAINED = {  # why `explain` does not take other options of `attention`
     "return_lse": "it attends to nothing, so there is no lse",
     "backend": "it says of every backend whether it can run",
-    "score_mod": "calls with one run on gather, or on reference if named",
 }
+_IN_A_GRAPH = "attention with a score_mod cannot run inside a compiled function; call it outside"
 
 
 @overload
@@ -166,15 +166,12 @@ def attention(
         "distance_bias": distance_bias,
         "sink": sink,
         "dropout_seed": dropout_seed,
+        "score_mod": score_mod,
     }
-    if score_mod is not None:
-        scores = {**extras, "scale": scale, "q_start": q_start, "block_size": block_size}
-        out, lse = scored_attention(
-            (query, key, value), pattern, score_mod, backend, dropout_p=dropout_p, **scores
-        )
-        return (out, lse) if return_lse else out
+    if score_mod is not None and torch.compiler.is_compiling():
+        torch._dynamo.graph_break(msg=_IN_A_GRAPH)
     used = not (type(dropout_p) is float and dropout_p == 0.0)
-    for x in extras.values():  # a generator would be seven calls
+    for x in extras.values():  # a generator would be eight calls
         used = used or x is not None
     extras = {**extras, "dropout_p": dropout_p} if used else {}
     choices = backend, scale, q_start, block_size

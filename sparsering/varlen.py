@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from .checks import check_pattern, check_tensor
-from .extras import ANYWHERE, refuse_options
 from .functional import attention
 from .ground.arguments import index_of, is_traced, listed, shortened
 from .patterns.algebra import Pattern
 from .patterns.positions import Full
 from .patterns.varlen_mask import Varlen
+from .route.options import ANYWHERE, refuse_options
 
 _OPTIONS = ("scale", "block_size", *ANYWHERE, "return_lse", "backend")
 _REFUSED = {  # why `attention_varlen` does not take other options of `attention`

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .checks import checked_rows, refuse_forward_mode, refuse_tracers
-from .decision import Decision, checked_call
-from .extras import refuse_options
 from .ground.keywords import class_with_hints
 from .ground.numerics import capped, entry_of_distance, finite_or_zero, sum_dtype, without_autocast
 from .kernels.backends import choose
 from .layouts.layout import BlockLayout
-from .ops import attend, value_gradient
 from .patterns.algebra import Pattern
 from .patterns.tree import distance_positions
+from .route.decision import Decision, checked_call
+from .route.options import refuse_options
+from .route.run import attend, value_gradient
 
 _OPTIONS = ("scale", "q_start", "block_size", "block_bias", "softcap", "distance_bias", "sink")
 _REFUSED = {  # why `attention_weights` and `key_mass` do not take other options of `attention`

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from sparsering.extras import ANYWHERE, OPTIONS
 from sparsering.kernels.backends import BACKENDS, NAMES
+from sparsering.route.options import ANYWHERE, OPTIONS
 
 PAGE = Path(__file__).parents[1] / "docs" / "concepts.md"
 
@@ -25,8 +25,8 @@ def test_the_page_tells_which_backend_computes_which_option():
             break
         option, *cells = (cell.strip() for cell in line.strip("|").split("|"))
         found[option.strip("`")] = dict(zip(heads, cells, strict=True))
-    options = ["score_mod", *(name for name in OPTIONS if name != "dropout_seed")]
     assert found == {
         option: {head: "yes" if option in columns[head] else "no" for head in heads}
-        for option in options
+        for option in OPTIONS
+        if option != "dropout_seed"
     }

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsering.extras import alibi
 from sparsering.functional import attention
 from sparsering.layouts.cache import layout_cache
 from sparsering.patterns.algebra import Pattern
@@ -16,6 +15,7 @@ from sparsering.patterns.blocks import RandomBlocks
 from sparsering.patterns.keys import KeyMask, KeyPadding
 from sparsering.patterns.positions import Causal, Full, SlidingWindow
 from sparsering.patterns.varlen_mask import Varlen
+from sparsering.route.options import alibi
 
 from ..measure import (
     Row,

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import sparsering as sr
-from sparsering.decision import checked_call
 from sparsering.kernels.backends import reasons_against
 from sparsering.kernels.library import flash
+from sparsering.route.decision import checked_call
 
 from ..flex import block_mask, kernel_options
 from .device import DEVICE, GPU, poisoned

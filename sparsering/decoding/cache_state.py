@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..decision import Decision
 from ..ground.arguments import index_of, listed, shortened
 from ..layouts.cache import layout_cache
 from ..layouts.layout import BlockLayout
 from ..layouts.lifetimes import last_visits
 from ..patterns.algebra import Frame, Pattern
+from ..route.decision import Decision
 from ..selection.summaries import BlockSummaries
 from .held_rows import HeldRows
 from .stored_rows import Store

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..extras import ANYWHERE, OPTIONS
 from ..ground.streams import OUTSIDE_CUDA_GRAPHS
+from ..route.options import ANYWHERE, OPTIONS
 
 _NUMBERS = itertools.count()
 _CACHES: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ..checks import checked_index
-from ..decision import Decision
 from ..ground.arguments import MOST_TOKENS, checked_integers, shortened
 from ..ground.numerics import merge_attention
 from ..ground.streams import moved
@@ -19,7 +18,8 @@ from ..layouts.gathered_keys import page_over
 from ..layouts.layout import BlockLayout
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.tree import Tree, has_tree
-from ..work import Work
+from ..route.decision import Decision
+from ..route.work import Work
 from .cache_state import CacheState, Draft
 from .held_rows import HeldRows
 from .steps import (

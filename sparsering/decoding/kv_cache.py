@@ -9,8 +9,6 @@ from torch.nn.functional import pad
 
 from .. import checks
 from ..call import Inputs
-from ..decision import decided
-from ..extras import ANYWHERE, refuse_options
 from ..ground.arguments import (
     MOST_TOKENS,
     checked_dtype,
@@ -24,6 +22,8 @@ from ..ground.numerics import autocasting
 from ..layouts.compile import BLOCK_SIZES
 from ..layouts.lifetimes import last_visits, own_length
 from ..patterns.algebra import Pattern, check_fits
+from ..route.decision import decided
+from ..route.options import ANYWHERE, refuse_options
 from .cache_state import SIZES, CacheState, History, ordinary_tensors
 from .compiled import attend_op, operator_options, register
 from .drafts import attend_draft, draft_of, kept

@@ -16,8 +16,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..call import Call, Options
-from ..decision import Decision
-from ..extras import for_queries
 from ..ground.numerics import round_up, sum_dtype, without_autocast
 from ..ground.streams import moved
 from ..kernels.backends import BACKENDS
@@ -28,11 +26,13 @@ from ..layouts.gathered_keys import Spanned, page_over
 from ..layouts.last_query import last_query_layout
 from ..layouts.layout import BlockLayout
 from ..layouts.terms import disjoint_terms
-from ..ops import attend
 from ..patterns.algebra import Frame, Mask, Pattern
 from ..patterns.keys import KeyMask
 from ..patterns.selected import has_lists
-from ..work import Work
+from ..route.decision import Decision
+from ..route.options import for_queries
+from ..route.run import attend
+from ..route.work import Work
 from .cache_state import CacheState, History
 from .stored_rows import Store, from_store, is_in_store, to_store
 

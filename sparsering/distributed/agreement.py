@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ..call import NO_OPTIONS, Options
 from ..checks import DTYPES
-from ..extras import ANYWHERE, OPTIONS, operator_schema
 from ..ground.arguments import shortened
 from ..ground.buffers import add_bytes
 from ..layouts.tiles import Ranges
 from ..patterns.algebra import Pattern
 from ..patterns.selected import has_lists
+from ..route.options import ANYWHERE, OPTIONS, operator_schema
 from .exchange import Exchange, RingMismatchError
 from .own_rows import may_be_own_rows, without_tables
 from .sharding import num_tokens, owned_ranges

@@ -24,7 +24,7 @@ from ..layouts.tiles import Ranges
 from ..patterns.algebra import Frame
 from ..patterns.keys import key_mask, without_key_masks
 from ..patterns.tree import common_tree
-from ..work import Work
+from ..route.work import Work
 from .listed import lists_of_rows
 from .plan import RingPlan
 from .sharding import local_index, num_tokens, positions, without

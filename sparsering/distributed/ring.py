@@ -16,8 +16,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks import autocast_inputs, check_group, checked_scale
-from ..differentiable import differentiable
-from ..extras import ANYWHERE, OPTIONS, checked_options, refuse_options
 from ..functional import attention
 from ..ground.arguments import checked_flag, is_finite, shortened
 from ..ground.dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
@@ -27,6 +25,8 @@ from ..layouts.lists import split
 from ..patterns.algebra import Pattern
 from ..patterns.expression import parse
 from ..patterns.tree import check_distances
+from ..route.differentiable import differentiable
+from ..route.options import ANYWHERE, OPTIONS, checked_options, refuse_options
 from .agreement import SCHEMA, RingCall, agree_on_call, check_lengths, error_budget, report_failure
 from .exchange import Exchange, Traffic
 from .network import Network

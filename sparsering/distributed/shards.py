@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..checks import check_tensor
-from ..differentiable import for_each_gradient, is_batch
 from ..ground.arguments import checked_integer, index_of, shortened
 from ..ground.keywords import with_hints
 from ..layouts.tiles import Ranges
+from ..route.differentiable import for_each_gradient, is_batch
 from .agreement import agree_on_shards, agree_to_begin
 from .exchange import Exchange
 from .ring import resolve_group

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..checks import autocast_inputs, checked_scale, refuse_tracers
-from ..differentiable import for_each_gradient, is_batch, transforming
-from ..extras import ANYWHERE, checked_options, for_queries, refuse_options
 from ..ground.arguments import checked_flag, checked_integer
 from ..ground.numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
+from ..route.differentiable import for_each_gradient, is_batch, transforming
+from ..route.options import ANYWHERE, checked_options, for_queries, refuse_options
 from .rank import REFUSED, Rank, Saved, check_ring_inputs, choose_kernels, plan_of_call
 from .sharding import positions
 from .wire import wire_format

@@ -1,1 +1,1 @@
-"""What all other parts stand on: checks of arguments, files, streams, numbers, random bits."""
+"""The lowest floor, on which all other parts stand: arguments, files, streams, numbers."""

@@ -1,4 +1,4 @@
-"""What a backend is: a row of the table in backends.py."""
+"""`Backend`: a row of the table in backends.py."""
 
 from collections.abc import Callable
 from functools import partial

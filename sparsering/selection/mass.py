@@ -5,13 +5,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..checks import check_tensor, checked_rows, refuse_forward_mode, refuse_meta
-from ..decision import Decision, checked_call
 from ..ground.keywords import with_hints
 from ..kernels.backends import choose
-from ..operators import slot_mass
-from ..ops import attend
 from ..patterns.algebra import Pattern
 from ..patterns.selected import selections_of
+from ..route.decision import Decision, checked_call
+from ..route.operators import slot_mass
+from ..route.run import attend
 from .over_ranks import agreed, check_own_tokens, checks_of_a_rank, first_rows, of_all_ranks
 
 

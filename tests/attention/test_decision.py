@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import sparsering as sr
-from sparsering import decision
 from sparsering.kernels.backends import BACKENDS
+from sparsering.route import decision
 
 CASE = Case(2, 4, 2, 40, 40, 8, 8)
 

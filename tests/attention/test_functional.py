@@ -14,11 +14,11 @@ from torch import Tensor
 
 import sparsering as sr
 from sparsering.call import Call, Options
-from sparsering.decision import Decision
 from sparsering.distributed import ring_attention, simulate_ring
-from sparsering.extras import OPTIONS
 from sparsering.kernels.backends import BACKENDS, reasons_against
-from sparsering.ops import attend
+from sparsering.route.decision import Decision
+from sparsering.route.options import OPTIONS
+from sparsering.route.run import attend
 
 CASE = Case(2, 4, 2, 40, 40, 8, 6)
 SHAPES = "batch 2, 4 heads of 40 queries, 2 heads of 40 keys"

@@ -459,7 +459,7 @@ def test_fresh_processes_load_no_optional_package_and_compute_the_same_bits():
         assert torch.ops.sparsering.attention_backward in counter.flop_registry
         import importlib  # again registers nothing again
         registered = torch.ops.sparsering.attention.default
-        importlib.import_module("sparsering.operators")
+        importlib.import_module("sparsering.route.operators")
         assert torch.ops.sparsering.attention.default is registered
         from sparsering.cli import build_parser
         build_parser()

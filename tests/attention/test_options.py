@@ -1,6 +1,8 @@
 """The table of options: what derives from it agrees, and a verb refuses what it does not name."""
 
 import inspect
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,9 +14,16 @@ from sparsering import weights
 from sparsering.call import Call, Options
 from sparsering.decoding.steps import NewTokens, fits_page
 from sparsering.distributed import ring_attention, simulate_ring
-from sparsering.extras import ANYWHERE, OPTIONS, Option, checked_options, for_queries
 from sparsering.kernels.backends import BACKENDS, reasons_against
 from sparsering.kernels.problem import Problem
+from sparsering.route.options import (
+    ANYWHERE,
+    IN_OPERATORS,
+    OPTIONS,
+    Option,
+    checked_options,
+    for_queries,
+)
 
 X = [torch.randn(1, 2, 8, 4) for _ in range(3)]
 WHOLE = {"block_bias", "slot_bias"}
@@ -68,10 +77,10 @@ def test_an_option_of_attention_is_refused_with_a_reason(verb, options):
     ("function", "without"),
     [
         (sr.attention, set()),
-        (ring_attention, WHOLE),
-        (simulate_ring, WHOLE),
-        (sr.attention_weights, {"slot_bias", *DROPOUT}),
-        (sr.key_mass, {"slot_bias", *DROPOUT}),
+        (ring_attention, {*WHOLE, "score_mod"}),
+        (simulate_ring, {*WHOLE, "score_mod"}),
+        (sr.attention_weights, {"slot_bias", "score_mod", *DROPOUT}),
+        (sr.key_mass, {"slot_bias", "score_mod", *DROPOUT}),
     ],
 )
 def test_signatures_spell_out_the_table(function, without):
@@ -87,7 +96,7 @@ def test_signatures_spell_out_the_table(function, without):
 @pytest.mark.parametrize(
     ("operator", "names"),
     [
-        ("attention", list(OPTIONS)),
+        ("attention", IN_OPERATORS),
         ("ring_attention", ANYWHERE),
         ("cached_attention", ANYWHERE),
     ],
@@ -156,3 +165,67 @@ def test_options_hold_what_a_call_uses():
     for value, name in ((options, "in_use"), (call, "options")):
         with pytest.raises(AttributeError):
             setattr(value, name, {})
+
+
+REVERSED = """
+import sys
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
+
+class Reversed(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name != "sparsering.route.options":
+            return None
+        sys.meta_path.remove(self)
+        spec = find_spec(name)
+        run = spec.loader.exec_module
+
+        def execute(module):
+            run(module)
+            rows = list(module.OPTIONS.items())[::-1]
+            module.OPTIONS.clear()
+            module.OPTIONS.update(rows)
+            module.IN_OPERATORS.reverse()
+            module.ANYWHERE.reverse()
+
+        spec.loader.exec_module = execute
+        return spec
+
+sys.meta_path.insert(0, Reversed())
+"""
+CALLS = """
+import hashlib
+import torch
+import sparsering as sr
+from sparsering.distributed import simulate_ring
+
+torch.manual_seed(0)
+x = [torch.randn(1, 2, 48, 8, requires_grad=True) for _ in range(3)]
+table, sink = torch.randn(2, 9, requires_grad=True), torch.randn(2, requires_grad=True)
+options = {"softcap": 3.0, "distance_bias": table, "sink": sink}
+dropped = {"dropout_p": 0.25, "dropout_seed": 7}
+found = []
+for attend, more in ((sr.attention, {}), (simulate_ring, {"world_size": 3})):
+    out = attend(*x, sr.LongNet((16, 48), (1, 2)), **options, **dropped, **more)
+    found += [out, *torch.autograd.grad(out.cos().sum(), [*x, table, sink])]
+near = sr.SelectedBlocks(torch.arange(48)[:, None], 1, query_block=1)
+bias = torch.randn(1, 2, 48, 1, requires_grad=True)
+out = sr.attention(*x, near, slot_bias=bias, softcap=2.0)
+found += [out, *torch.autograd.grad(out.cos().sum(), [*x, bias])]
+with torch.no_grad():
+    cache = sr.KVCache(sr.Causal(), 1, num_kv_heads=2, head_dim=8)
+    found += [cache.attend(*(y[:, :, :40] for y in x), **options)]
+    found += [cache.attend(*(y[:, :, 40:] for y in x), **options)]
+print(hashlib.sha256(b"".join(y.detach().numpy().tobytes() for y in found)).hexdigest())
+"""
+
+
+def test_the_order_of_the_rows_changes_nothing():
+    runs = [
+        subprocess.run(
+            [sys.executable, "-c", first + CALLS], capture_output=True, text=True, check=True
+        ).stdout
+        for first in ("", REVERSED)
+    ]
+    assert len(runs[0]) == 65
+    assert runs[0] == runs[1]

@@ -396,3 +396,12 @@ def test_numbers_of_objects_are_those_of_the_forward(form):
     right = torch.autograd.grad(out.square().sum(), x)
     for a, b in zip(found, right, strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)
+
+
+def test_explain_takes_a_score_mod():
+    x = torch.zeros(1, 2, 20, 8)
+    text = sr.explain(x, x, x, sr.Causal(), score_mod=lambda score, b, h, q, k: score - q)
+    assert text.startswith("runs: gather, ")
+    assert "\ncpu: it has no score_mod (gather, reference have it)" in text
+    with pytest.raises(ValueError, match="score_mod must be a function"):
+        sr.explain(x, x, x, sr.Causal(), score_mod=3)

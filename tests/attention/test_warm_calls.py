@@ -87,4 +87,4 @@ def test_work_alone_makes_problems():
         for path in PACKAGE.rglob("*.py")
         if re.search(r"\bProblem\(", path.read_text().replace("class Problem(", ""))
     }
-    assert makers == {"work.py", "kernels/tune.py"}
+    assert makers == {"route/work.py", "kernels/tune.py"}

@@ -10,10 +10,10 @@ from oracles.attention_oracle import PATTERNS, Case, assert_close, inputs
 from torch import Tensor
 
 import sparsering as sr
-from sparsering import decision
 from sparsering.distributed import simulate_ring
 from sparsering.distributed.sharding import owned_ranges
 from sparsering.layouts.cache import layout_cache
+from sparsering.route import decision
 
 CASE = Case(num_heads=4, num_kv_heads=2, q_len=75, kv_len=75, head_dim=8, value_dim=6)
 SPLITS = ([75], [30, 17, 5, 1, 1, 1, 1, 16, 3], [1] * 75)

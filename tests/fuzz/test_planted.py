@@ -152,7 +152,7 @@ DEFECTS = {
     ),
     "a batch of gradients of a pattern of fixed batch is its first": (
         "ways",
-        "differentiable.py",
+        "route/differentiable.py",
         "rows = ((x.select(d, i) if",
         "rows = ((x.select(d, 0) if",
     ),

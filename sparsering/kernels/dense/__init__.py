@@ -1,5 +1,5 @@
 """The backend `reference`: dense attention over all pairs, by a pattern's definition."""
 
-from .call import EXTRAS, reference, run
+from .call import EXTRAS, run
 
-__all__ = ["EXTRAS", "reference", "run"]
+__all__ = ["EXTRAS", "run"]

@@ -4,10 +4,8 @@ import torch
 from torch import Tensor
 
 from ...call import Call
-from ...extras import UNUSED
 from ...ground.numerics import entry_of_distance, finite_or_zero, sum_dtype
 from ..over_pairs import over_pairs
-from ..problem import ScoreMod
 from .formula import reference_attention
 from .pairs import distances_op, kept_by_branch, pair_counts_op, places_op
 
@@ -21,19 +19,17 @@ EXTRAS = frozenset(
 
 
 def run(call: Call, _: object = None) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) of a call, without a layout."""
-    return reference(call)
+    """Computes (out, lse) of a call by the pattern's definition.
 
-
-def reference(call: Call, score_mod: ScoreMod | None = None) -> tuple[Tensor, Tensor]:
-    """Computes dense attention by the pattern's definition; a layout only locates biased blocks."""
+    A layout only locates biased blocks.
+    """
     query, key, _ = call.inputs
     dtype, factor = sum_dtype(query), None
     text, operands = call.pattern.operands
     pairs = query.detach(), key.detach(), operands, text, call.q_start
-    rest = {**UNUSED, **call.options.in_use}
-    block_bias, slot_bias = rest.pop("block_bias"), rest.pop("slot_bias")
-    p, seed, distance_bias = map(rest.pop, ("dropout_p", "dropout_seed", "distance_bias"))
+    rest = dict(call.options.in_use)
+    names = "block_bias", "slot_bias", "dropout_p", "dropout_seed", "distance_bias", "score_mod"
+    block_bias, slot_bias, p, seed, distance_bias, score_mod = (rest.pop(x, None) for x in names)
     if block_bias is None and slot_bias is None:
         counts = pair_counts_op(*pairs).to(dtype)
         log_counts = counts.log()
@@ -66,7 +62,7 @@ def reference(call: Call, score_mod: ScoreMod | None = None) -> tuple[Tensor, Te
             row.expand(sizes[0], -1),
             column.expand(sizes[0], -1),
         )
-        rest["changed"] = lambda score, pairs: over_pairs(score_mod, score, *places, pairs)
+        rest["changed"] = lambda score, pairs: over_pairs(score_mod.function, score, *places, pairs)
     return reference_attention(*call.inputs, log_counts, call.scale, **rest)
 
 

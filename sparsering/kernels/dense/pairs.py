@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from ...call import frame_of
-from ...checks import check_batch, check_bias
-from ...differentiable import refuse_mapped_pattern
+from ...checks import check_batch, check_bias, refuse_mapped_pattern
 from ...ground.dropout import kept_pairs
 from ...layouts.cache import layout_cache
 from ...patterns.algebra import Frame, Pattern, check_fits

@@ -1,4 +1,4 @@
-"""What calls of other libraries' attention share: derivatives that they refuse, scales, no keys.
+"""Shared by calls of other libraries' attention: refused derivatives, scales, calls without keys.
 
 Such a library differentiates itself. Of derivatives that it lacks, torch says little or nothing.
 """

@@ -1,143 +1,49 @@
-"""Attention with a function of scores: `attention(..., score_mod=f)`, as in FlexAttention.
+"""The function of `attention(..., score_mod=f)`: it is checked, and what it reads is kept.
 
-The function is evaluated on visited tiles alone, by the backend gather, or on all pairs, by the
-reference. It takes no operator's way: operators take tensors and numbers, and no functions.
+Backward evaluates it again. By then a loop or the caller may have gone on, so the call keeps the
+tensors and the numbers that the function has read.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 from types import CellType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from .call import Call, Inputs, Options
-from .checks import check_batch, refuse_forward_mode
-from .decision import checked_call
-from .differentiable import transforming
-from .extras import OPTIONS
-from .ground.arguments import is_shape_alone, kind_of, shortened
-from .ground.numerics import sum_dtype, without_autocast
-from .kernels.backends import BACKENDS, choose
-from .kernels.dense.call import reference
-from .kernels.over_pairs import over_pairs
-from .kernels.problem import ScoreMod
-from .patterns.algebra import Pattern, check_fits
-from .patterns.function_state import in_library, names_of
-from .work import problem_of, slot_gradient
-
-_IN_A_GRAPH = "attention with a score_mod cannot run inside a compiled function; call it outside"
+from ..ground.arguments import is_shape_alone, kind_of, shortened
+from ..ground.numerics import sum_dtype
+from ..kernels.over_pairs import over_pairs
+from ..kernels.problem import ScoreMod
+from ..patterns.function_state import in_library, names_of
 
 
-def scored_attention(
-    inputs: Inputs, pattern: Pattern, score_mod: ScoreMod, backend: str | None, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) of a call with a score_mod; `options`: those of `attention`."""
-    if torch.compiler.is_compiling():
-        torch._dynamo.graph_break(msg=_IN_A_GRAPH)
-    call = checked_call(inputs, pattern, **options)
-    refuse_forward_mode(*call.inputs)
-    if transforming():
-        raise NotImplementedError(
-            "torch.func.grad and vmap cannot see the tensors that a score_mod reads; use "
-            "torch.autograd, and a batch dim, or leave out score_mod"
-        )
-    name = choose(backend, call.inputs, [*call.options.in_use, "score_mod"], pattern)
-    check_batch(pattern, len(call.query))
-    check_fits(pattern, call.frame)
-    read = _checked(score_mod, call.inputs)
-    with without_autocast(call.query):
-        if not BACKENDS[name].reads_layouts:
-            return reference(call, score_mod)
-        learning = [n for n, x in OPTIONS.items() if x.learns and call.options[n] is not None]
-        tensors = *call.inputs, *(call.options[n] for n in learning), *read
-        scored = _ScoredCall(
-            on=partial(
-                Call,
-                pattern=pattern,
-                scale=call.scale,
-                q_start=call.q_start,
-                block_size=call.block_size,
-            ),
-            options=call.options.changed(**dict.fromkeys(learning)),
-            backend=name,
-            score_mod=_kept(score_mod, {}),
-            learning=learning,
-        )
-        out, lse = _Scored.apply(scored, *tensors)
-    return out, lse
+class ScoreFunction(NamedTuple):
+    """A checked score_mod, and the tensors that it reads, in the order of reading."""
+
+    function: ScoreMod
+    read: tuple[Tensor, ...] = ()
+
+    def kept(self) -> "ScoreFunction":
+        """Returns a function that keeps the numbers that it reads now, for a later evaluation."""
+        return self._replace(function=_kept(self.function, {}))
+
+    def on(self, read: Sequence[Tensor]) -> "ScoreFunction":
+        """Returns a function that reads these tensors, whatever its closure holds by now."""
+        return ScoreFunction(_bound(self.function, read), tuple(read)) if read else self
 
 
-@dataclass(frozen=True)
-class _ScoredCall:
-    """Shared by the forward and backward of a call with a score_mod; autograd saves its tensors."""
-
-    on: Callable[..., Call]  # makes the call on query, key, value and options
-    options: Options  # those without gradients
-    backend: str
-    score_mod: ScoreMod
-    learning: list[str]  # options that get gradients
-
-    def problem(self, tensors: tuple[Tensor, ...]) -> Any:
-        """Returns the problem on query, key, value, extras that learn, and captured tensors."""
-        query, key, value, *rest = tensors
-        count = len(self.learning)
-        learning = dict(zip(self.learning, rest[:count], strict=True))
-        call = self.on(query=query, key=key, value=value, options=self.options.changed(**learning))
-        problem = problem_of(call, self.backend)
-        read = rest[count:]
-        function = _bound(self.score_mod, read) if read else self.score_mod
-        return problem._replace(
-            score_mod=function, captured=tuple(x for x in read if x.requires_grad)
-        )
-
-
-class _Scored(Function):
-    @staticmethod
-    def forward(ctx: Any, call: _ScoredCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        query, _, value, *_ = tensors
-        if is_shape_alone(query):  # nobody can evaluate the function where pairs are
-            out = query.new_empty(*query.shape[:3], value.shape[3])
-            lse = query.new_empty(query.shape[:3], dtype=sum_dtype(query))
-        else:
-            out, lse = BACKENDS[call.backend].forward(call.problem(tensors))
-        ctx.call = call
-        ctx.save_for_backward(*tensors, out, lse)
-        return out, lse
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-        call, (*tensors, out, lse) = ctx.call, ctx.saved_tensors
-        if is_shape_alone(out):
-            return None, *(torch.empty_like(x) if x.requires_grad else None for x in tensors)
-        problem, backward = call.problem(tuple(tensors)), BACKENDS[call.backend].backward
-        with without_autocast(problem.query):
-            found = backward(problem, out, lse, grad_out, grad_lse)
-        grads = found._asdict()
-        if "slot_bias" in call.learning:
-            slots = tensors[3 + call.learning.index("slot_bias")]
-            grads["slot_bias"] = slot_gradient(grads["block_bias"], problem, slots)
-        own = (grads[name] for name in ("query", "key", "value", *call.learning))
-        captured = iter(found.captured)
-        read = tensors[3 + len(call.learning) :]
-        return None, *own, *(next(captured) if x.requires_grad else None for x in read)
-
-
-def _checked(score_mod: object, inputs: Inputs) -> list[Tensor]:
-    """Checks a score_mod on one pair; returns the tensors that it reads, in the order of reading.
+def checked_function(score_mod: Any, query: Tensor, key: Tensor) -> ScoreFunction:
+    """Checks a score_mod on one pair, and finds the tensors that it reads.
 
     The call saves them, so that backward evaluates the function on what forward read.
     """
-    query, key, _ = inputs
     if not callable(score_mod):
         raise ValueError(
             "score_mod must be a function of (score, batch, head, q_idx, kv_idx), got "
@@ -146,7 +52,7 @@ def _checked(score_mod: object, inputs: Inputs) -> list[Tensor]:
     if (check := getattr(score_mod, "check", None)) is not None:
         check(query, key)
     if not query.numel() or not key.numel():
-        return []  # no pair has an index that the function could read
+        return ScoreFunction(score_mod)  # no pair has an index that the function could read
     score = torch.zeros((), dtype=sum_dtype(query), device=query.device)
     zero = torch.zeros((), dtype=torch.int64, device=query.device)
     places = zero[None], zero[None, None], zero[None, None], zero[None, None]
@@ -160,7 +66,7 @@ def _checked(score_mod: object, inputs: Inputs) -> list[Tensor]:
 
     if is_shape_alone(query):  # an index of one number, outside of vmap, needs that number
         over_pairs(reading, score[None, None, None, None], *places)
-        return read
+        return ScoreFunction(score_mod, tuple(read))
     try:
         result = reading(score, zero, zero, zero, zero)
     except TypeError as error:
@@ -181,7 +87,7 @@ def _checked(score_mod: object, inputs: Inputs) -> list[Tensor]:
             f"score_mod must work under torch.vmap, got: {error} Choose with torch.where (not "
             "`if`), combine comparisons with & and | (not `and`, `or`)"
         ) from error
-    return read
+    return ScoreFunction(score_mod, tuple(read))
 
 
 def _kept(value: Any, memo: dict[int, Any]) -> Any:
@@ -238,7 +144,7 @@ def _is_plain(value: Any) -> bool:
     return made and not slots and hasattr(value, "__dict__")
 
 
-def _bound(score_mod: ScoreMod, read: list[Tensor]) -> ScoreMod:
+def _bound(score_mod: ScoreMod, read: Sequence[Tensor]) -> ScoreMod:
     """Returns a score_mod that reads the tensors `read`, whatever its closure holds by now."""
 
     def bound(*arguments: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The extras of a call: the options, besides `scale`, that change its scores or weights.
+"""The options of a call, besides `scale`, that change its scores or weights.
 
 Each has a row in `OPTIONS`, at the end; operators, rings and caches derive their options from it.
-Extras apply in this order: score_mod, softcap, biases, the pattern, softmax, sink, dropout.
+They apply in this order: score_mod, softcap, biases, the pattern, softmax, sink, dropout.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -11,21 +11,23 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .call import NO_OPTIONS, Options
-from .checks import DTYPES, check_local, check_tensor, in_memory
-from .ground.arguments import checked_integer, index_of, shortened
-from .ground.dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
-from .ground.keywords import refuse_unknown, with_hints
-from .patterns.algebra import Pattern
-from .patterns.selected import selections_of
-from .patterns.tree import check_distances
+from ..call import NO_OPTIONS, Options
+from ..checks import DTYPES, check_local, check_tensor, in_memory
+from ..ground.arguments import checked_integer, index_of, shortened
+from ..ground.dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
+from ..ground.keywords import refuse_unknown, with_hints
+from ..patterns.algebra import Pattern
+from ..patterns.selected import selections_of
+from ..patterns.tree import check_distances
+from .score_function import checked_function
 
 
 class Option(NamedTuple):
     """A row of `OPTIONS`."""
 
-    schema: str  # type in the schema of an operator
-    by: str  # the call, head, query, key, distance, block or slot that has a number of its own
+    schema: str  # type in the schema of an operator; "" for what no operator takes
+    # The call, head, query, key, pair, distance, block or slot that has a number of its own.
+    by: str
     check: Callable[[Any, "_Given"], Any]  # converts the argument to a field of `Problem`
     learns: bool = False  # True if it gets a gradient
 
@@ -126,7 +128,7 @@ def alibi(slopes: Tensor | int, radius: int) -> Tensor:
 def checked_options(
     query: Tensor, key: Tensor, pattern: Pattern, block_size: int | None, /, **options: Any
 ) -> Options:
-    """Checks extras and adds missing dims; raises ValueError for a wrong shape, dtype or number."""
+    """Checks options and adds missing dims; ValueError for a wrong shape, dtype or number."""
     p = options.pop("dropout_p", 0.0)
     in_use = {name: x for name, x in options.items() if x is not None}
     if type(p) is float and p == 0.0 and not in_use:
@@ -250,11 +252,12 @@ OPTIONS = {
     "sink": Option("Tensor?", "query", _checked_sink, learns=True),
     "dropout_p": Option("float?", "call", lambda p, call: checked_probability(p)),
     "dropout_seed": Option("Tensor?", "call", _checked_drawn),
+    "score_mod": Option("", "pair", lambda f, call: checked_function(f, call.query, call.key)),
 }
-"""All extras, by name, in the order of `attention`'s signature."""
+"""All options, by name, in the order of `attention`'s signature."""
 
-UNUSED: dict[str, Any] = dict.fromkeys(OPTIONS)
-"""All extras with the value None, for operators and backends that take each by name."""
+IN_OPERATORS = [name for name, x in OPTIONS.items() if x.schema]
+"""Options that an operator takes: tensors and numbers."""
 
 
 def for_queries(options: Options, change: Callable[[Tensor], Tensor]) -> Options:

@@ -9,12 +9,12 @@ from operator import itemgetter
 
 import torch
 
-from .call import Call
+from ..call import Call
+from ..kernels.backends import BACKENDS
+from ..kernels.parts import Part
+from ..patterns.keys import key_mask
+from ..patterns.shifts import is_shift_invariant
 from .decision import Parts, parts_of_call
-from .kernels.backends import BACKENDS
-from .kernels.parts import Part
-from .patterns.keys import key_mask
-from .patterns.shifts import is_shift_invariant
 from .work import Work, layout_of, problem_of
 
 _BY_PLACE = {"block_bias", "slot_bias", "dropout_p"}  # options that count blocks or positions

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .checks import NO_FORWARD_MODE, observed
-from .ground.numerics import sum_dtype
-from .ground.streams import OUTSIDE_CUDA_GRAPHS
-from .patterns.expression import parse
+from ..checks import NO_FORWARD_MODE, observed, refuse_mapped_pattern
+from ..ground.numerics import sum_dtype
+from ..ground.streams import OUTSIDE_CUDA_GRAPHS
+from ..patterns.expression import parse
 
 _operator: Any = partial(torch.library.custom_op, mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
 _LIBRARY = torch.library.Library("sparsering", "FRAGMENT")  # its operators live as long as it does
@@ -227,15 +227,6 @@ def _mapped(
         x.reshape(size, len(x) // size, *x.shape[1:]) if x.dim() > 1 else x for x in run(*folded)
     ]
     return tuple(results), tuple(0 if x.dim() > 1 else None for x in results)
-
-
-def refuse_mapped_pattern(in_dims: Sequence[int | None]) -> None:
-    """Raises NotImplementedError if vmap maps over a tensor of the pattern."""
-    if any(dim is not None for dim in in_dims):
-        raise NotImplementedError(
-            "vmap cannot map over the tensors of a pattern, since layouts depend on their values; "
-            "give the pattern a batch dim ([B, H, ...]) and call attention without vmap"
-        )
 
 
 def _stacked(x: Any, dim: int | None, size: int) -> Any:

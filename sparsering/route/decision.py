@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .call import NO_OPTIONS, Call, Inputs
-from .checks import (
+from ..call import NO_OPTIONS, Call, Inputs
+from ..checks import (
     autocast_inputs,
     check_batch,
     check_inputs,
@@ -18,13 +18,13 @@ from .checks import (
     checked_scale,
     kind_of,
 )
-from .extras import OPTIONS, checked_options, refuse_options
-from .kernels.backends import BACKENDS, Backend, block_size_of, choose, in_company, mode
-from .kernels.triton import interpreting
-from .layouts.lists import Source, is_only_lists, split
-from .patterns.algebra import Frame, Pattern, check_fits
-from .patterns.keys import KeyMasks, without_key_masks
-from .patterns.selected import CHECK, has_lists
+from ..kernels.backends import BACKENDS, Backend, block_size_of, choose, in_company, mode
+from ..kernels.triton import interpreting
+from ..layouts.lists import Source, is_only_lists, split
+from ..patterns.algebra import Frame, Pattern, check_fits
+from ..patterns.keys import KeyMasks, without_key_masks
+from ..patterns.selected import CHECK, has_lists
+from .options import OPTIONS, checked_options, refuse_options
 
 Choices = tuple[Any, Any, Any, Any]
 """`attention`'s arguments backend, scale, q_start and block_size."""

@@ -10,17 +10,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .call import Call
-from .checks import check_bias
+from ..call import Call
+from ..checks import check_bias
+from ..kernels.backends import BACKENDS
+from ..kernels.problem import Problem
+from ..layouts.cache import layout_cache
+from ..layouts.last_query import last_query_layout
+from ..layouts.layout import BlockLayout, stretched
+from ..layouts.lists import Coordinates, Lists, list_biases, list_slot_gradient, lists_of
+from ..patterns.algebra import Frame, Pattern
+from ..patterns.keys import key_mask
 from .decision import Parts, parts_of_call
-from .kernels.backends import BACKENDS
-from .kernels.problem import Problem
-from .layouts.cache import layout_cache
-from .layouts.last_query import last_query_layout
-from .layouts.layout import BlockLayout, stretched
-from .layouts.lists import Coordinates, Lists, list_biases, list_slot_gradient, lists_of
-from .patterns.algebra import Frame, Pattern
-from .patterns.keys import key_mask
 
 
 class Work(NamedTuple):
@@ -98,6 +98,9 @@ def problem_of(call: Call, backend: str, parts: Parts | None = None) -> Problem:
             if work.lists
             else _entry_bias(slot_bias, work.layout)
         )
+    if (function := options.get("score_mod")) is not None:
+        options["score_mod"] = function.function
+        options["captured"] = tuple(x for x in function.read if x.requires_grad)
     return work.problem(call.query, call.key, call.value, call.scale, **options)
 
 

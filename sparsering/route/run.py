@@ -1,20 +1,24 @@
 """Runs a checked call: as a torch operator where something observes it, else directly."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..call import Call
+from ..checks import needs_operator, refuse_forward_mode
+from ..ground.numerics import without_autocast
+from ..kernels.backends import BACKENDS
+from ..kernels.triton import remember
 from .behind_padding import parts_of
-from .call import Call
-from .checks import needs_operator, refuse_forward_mode
 from .decision import Decision
-from .extras import UNUSED
-from .ground.numerics import without_autocast
-from .kernels.backends import BACKENDS
-from .kernels.triton import remember
 from .operators import attention_op
+from .options import IN_OPERATORS
+from .scored import attend_scored
 from .work import Work, layout_of, problem_of
+
+_UNUSED: dict[str, Any] = dict.fromkeys(IN_OPERATORS)
 
 
 def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
@@ -31,6 +35,9 @@ def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
     pattern, options = call.pattern, call.options
     if pattern.tensors and not torch.compiler.is_compiling():
         remember(pattern)
+    if options["score_mod"] is not None and backend.reads_layouts:
+        with without_autocast(call.query):
+            return attend_scored(call, decision.backend)
     if backend.reads_layouts:
         text, operands = pattern.operands
         tensors = [x for x in (*options.in_use.values(), *operands) if isinstance(x, Tensor)]
@@ -48,7 +55,7 @@ def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
                 q_start=call.q_start,
                 block_size=call.block_size,
                 backend=decision.backend,
-                **{**UNUSED, **options.in_use},
+                **{**_UNUSED, **options.in_use},
             )
     with without_autocast(call.query):
         return backend.run(call, partial(parts_of, call, decision.backend, parts))

@@ -16,21 +16,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..call import Call, Options
+from ..ground.numerics import without_autocast
+from ..ground.streams import OUTSIDE_CUDA_GRAPHS
+from ..kernels.backends import BACKENDS
+from ..kernels.library.derivatives import SECOND_DERIVATIVES
+from ..kernels.parts import differentiate
+from ..layouts.cache import layout_cache
+from ..layouts.lists import split
+from ..patterns.algebra import Pattern
+from ..patterns.expression import parse, parse_owned
+from ..patterns.selected import selections_of
+from ..patterns.tree import check_distances
 from .behind_padding import parts_of
-from .call import Call, Options
 from .differentiable import differentiable
-from .extras import OPTIONS, operator_schema
-from .ground.numerics import without_autocast
-from .ground.streams import OUTSIDE_CUDA_GRAPHS
-from .kernels.backends import BACKENDS
-from .kernels.library.derivatives import SECOND_DERIVATIVES
-from .kernels.parts import differentiate
-from .layouts.cache import layout_cache
-from .layouts.lists import split
-from .patterns.algebra import Pattern
-from .patterns.expression import parse, parse_owned
-from .patterns.selected import selections_of
-from .patterns.tree import check_distances
+from .options import IN_OPERATORS, operator_schema
 from .work import problem_of, slot_gradient, work_of
 
 
@@ -108,7 +108,7 @@ def _num_slots(pattern: Pattern) -> int:
     return math.prod(selection.indices.shape[-2:])
 
 
-_CALL = operator_schema(OPTIONS, "SymInt q_start, SymInt? block_size, str backend")
+_CALL = operator_schema(IN_OPERATORS, "SymInt q_start, SymInt? block_size, str backend")
 _NAMES = [argument.split()[-1] for argument in _CALL.split(",")]
 
 attention_op = differentiable("attention", _CALL, _forward, _backward, refusal=SECOND_DERIVATIVES)

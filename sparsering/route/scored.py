@@ -1,0 +1,102 @@
+"""Runs calls with a score_mod, as in FlexAttention, by a backend over layouts.
+
+They take no operator's way: operators take tensors and numbers, and no functions.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from ..call import Call, Options
+from ..checks import refuse_forward_mode
+from ..ground.arguments import is_shape_alone
+from ..ground.numerics import sum_dtype, without_autocast
+from ..kernels.backends import BACKENDS
+from ..kernels.problem import Problem
+from .differentiable import transforming
+from .options import OPTIONS
+from .work import problem_of, slot_gradient
+
+
+def attend_scored(call: Call, backend: str) -> tuple[Tensor, Tensor]:
+    """Computes (out, lse) of a call with a score_mod by a backend over layouts."""
+    refuse_forward_mode(*call.inputs)
+    if transforming():
+        raise NotImplementedError(
+            "torch.func.grad and vmap cannot see the tensors that a score_mod reads; use "
+            "torch.autograd, and a batch dim, or leave out score_mod"
+        )
+    function = call.options["score_mod"]
+    learning = [n for n, x in OPTIONS.items() if x.learns and call.options[n] is not None]
+    tensors = *call.inputs, *(call.options[n] for n in learning), *function.read
+    rest = {**dict.fromkeys(learning), "score_mod": function.kept()}
+    shared = _ScoredCall(
+        on=partial(
+            Call,
+            pattern=call.pattern,
+            scale=call.scale,
+            q_start=call.q_start,
+            block_size=call.block_size,
+        ),
+        options=call.options.changed(**rest),
+        backend=backend,
+        learning=learning,
+    )
+    out, lse = _Scored.apply(shared, *tensors)
+    return out, lse
+
+
+@dataclass(frozen=True)
+class _ScoredCall:
+    """Shared by the forward and backward of a call with a score_mod; autograd saves its tensors."""
+
+    on: Callable[..., Call]  # makes the call on query, key, value and options
+    options: Options  # those without gradients
+    backend: str
+    learning: list[str]  # options that get gradients
+
+    def problem(self, tensors: tuple[Tensor, ...]) -> Problem:
+        """Returns the problem on query, key, value, options that learn, and tensors read."""
+        query, key, value, *rest = tensors
+        count = len(self.learning)
+        changes: dict[str, Any] = dict(zip(self.learning, rest[:count], strict=True))
+        changes["score_mod"] = self.options["score_mod"].on(rest[count:])
+        options = self.options.changed(**changes)
+        return problem_of(self.on(query=query, key=key, value=value, options=options), self.backend)
+
+
+class _Scored(Function):
+    @staticmethod
+    def forward(ctx: Any, call: _ScoredCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        query, _, value, *_ = tensors
+        if is_shape_alone(query):  # nobody can evaluate the function where pairs are
+            out = query.new_empty(*query.shape[:3], value.shape[3])
+            lse = query.new_empty(query.shape[:3], dtype=sum_dtype(query))
+        else:
+            out, lse = BACKENDS[call.backend].forward(call.problem(tensors))
+        ctx.call = call
+        ctx.save_for_backward(*tensors, out, lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        call, (*tensors, out, lse) = ctx.call, ctx.saved_tensors
+        if is_shape_alone(out):
+            return None, *(torch.empty_like(x) if x.requires_grad else None for x in tensors)
+        problem, backward = call.problem(tuple(tensors)), BACKENDS[call.backend].backward
+        with without_autocast(problem.query):
+            found = backward(problem, out, lse, grad_out, grad_lse)
+        grads = found._asdict()
+        if "slot_bias" in call.learning:
+            slots = tensors[3 + call.learning.index("slot_bias")]
+            grads["slot_bias"] = slot_gradient(grads["block_bias"], problem, slots)
+        own = (grads[name] for name in ("query", "key", "value", *call.learning))
+        captured = iter(found.captured)
+        read = tensors[3 + len(call.learning) :]
+        return None, *own, *(next(captured) if x.requires_grad else None for x in read)
