@@ -1,1 +1,4 @@
-"""Integrations for models of other libraries, one module each; `import sparsering` imports none."""
+"""Integrations for models of other libraries, one module or folder each.
+
+`import sparsering` imports none.
+"""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..ground.arguments import checked_integer, shortened
 from ..ground.keywords import class_with_hints
-from ..models import gigapath
+from . import gigapath
 
 __all__ = ["SlideEncoder"]
 

@@ -9,6 +9,7 @@ import torch
 from oracles import gigapath_oracle as oracle
 from torch import Tensor
 
+from sparsering.integrations.gigapath import encoder
 from sparsering.models import gigapath
 
 SEGMENTS, RATES = (16, 36, 80), (1, 2, 4)  # tiny ones; 36 and 80 are not powers of 2
@@ -149,7 +150,7 @@ def test_training_alone_drops_channels_and_paths(file):
 @pytest.mark.parametrize("heat", ["class", "all"])
 def test_out_of_memory_is_answered_by_fewer_rows(file, heat, global_pool, monkeypatch):
     """Linear layers refuse more than 20 rows; the results stay those of the whole."""
-    monkeypatch.setattr(gigapath, "LEAST_ROWS", 4)
+    monkeypatch.setattr(encoder, "LEAST_ROWS", 4)
     model = loaded(file, global_pool=global_pool)
     most, tried = 20, []
 
