@@ -317,7 +317,7 @@ def drafts() -> Iterator[Row]:
 
 def stored() -> Iterator[Row]:
     """Checks a cache of 8 bits against attention over the rounded keys and values."""
-    from sparsering.decoding.stored_rows import from_store, to_store
+    from sparsering.kernels.rounding import from_store, to_store
 
     heads, kv_heads, length, width = sized((8, 2, 500, 64), (2, 1, 60, 16))
     prompt = length - sized(20, 4)

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..ground.arguments import index_of, listed, shortened
+from ..kernels.rounding import Store
 from ..layouts.cache import layout_cache
 from ..layouts.layout import BlockLayout
 from ..layouts.lifetimes import last_visits
@@ -23,7 +24,6 @@ from ..patterns.algebra import Frame, Pattern
 from ..route.decision import Decision
 from ..selection.summaries import BlockSummaries
 from .held_rows import HeldRows
-from .stored_rows import Store
 
 SIZES = ("heads", "kv_heads", "total", "rollback", "page_size", "store")
 _LIFETIMES = 1024  # last queries are computed and cached for at least this many keys at once

@@ -19,6 +19,7 @@ from ..ground.arguments import (
 )
 from ..ground.keywords import class_with_hints
 from ..ground.numerics import autocasting
+from ..kernels.rounding import Store, checked_store, to_store
 from ..layouts.compile import BLOCK_SIZES
 from ..layouts.lifetimes import last_visits, own_length
 from ..patterns.algebra import Pattern, check_fits
@@ -30,7 +31,6 @@ from .drafts import attend_draft, draft_of, kept
 from .later_keys import LaterKeys
 from .padded_tokens import padding_last, taken
 from .steps import NewTokens, attend_page, attend_spans, empty_results, fits_page, page_layout
-from .stored_rows import Store, checked_store, to_store
 
 _OWN = ("lengths", "valid", "stored", "tree", "keep", "return_lse")
 _OPTIONS = ("backend", "scale", "block_size", *ANYWHERE)

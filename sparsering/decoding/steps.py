@@ -20,6 +20,7 @@ from ..ground.numerics import round_up, sum_dtype, without_autocast
 from ..ground.streams import moved
 from ..kernels.backends import BACKENDS
 from ..kernels.problem import Problem
+from ..kernels.rounding import Store, from_store, is_in_store, to_store
 from ..layouts.cache import layout_cache
 from ..layouts.compile import assemble, compile_passes, default_block_size
 from ..layouts.gathered_keys import Spanned, page_over
@@ -34,7 +35,6 @@ from ..route.options import for_queries
 from ..route.run import attend
 from ..route.work import Work
 from .cache_state import CacheState, History
-from .stored_rows import Store, from_store, is_in_store, to_store
 
 _CPU = torch.device("cpu")
 _STOPS = "query stops"  # in the memo of a page's layout: the result of `_query_stops`
@@ -386,9 +386,5 @@ def empty_results(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
 
 def run_backend(name: str, problem: Problem) -> tuple[Tensor, Tensor]:
     """Runs a backend's forward, without autocast."""
-    backend = BACKENDS[name]
-    if problem.key.dtype != problem.query.dtype and not backend.reads_8_bits:
-        key, value = (from_store(x, problem.query.dtype) for x in (problem.key, problem.value))
-        problem = problem._replace(key=key, value=value)
     with without_autocast(problem.query):
-        return backend.forward(problem)
+        return BACKENDS[name].forward(problem)

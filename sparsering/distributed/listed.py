@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 from ..ground.rows import first_in_row
-from ..layouts.lists import Lists, lists_of, split
+from ..layouts.lists import Lists, lists_of_pattern
 from ..layouts.tiles import Ranges
 from ..patterns.algebra import Frame, Pattern
+from ..patterns.selected import has_lists
 from .needs import Cut, TokenRanges, union
 from .sharding import num_tokens, positions
 
 
 def lists_of_rows(pattern: Pattern, frame: Frame, rows: Ranges) -> tuple[Lists, ...]:
     """Lists the keys of the query rows in `rows`, in their order, as positions of the sequence."""
-    tiles, sources = split(pattern)
-    if not any(sources):
+    if not has_lists(pattern):
         return ()
-    return lists_of(tiles, sources, frame, positions=positions(rows))[1]
+    return lists_of_pattern(pattern, frame, positions(rows))[1]
 
 
 class Listed(NamedTuple):
@@ -37,8 +37,7 @@ def listed(pattern: Pattern, frame: Frame, queries: Cut, keys: Cut, world: int) 
 
     Cost: O(listed keys), and O(Nk) for each group of rows and each kv head with lists of its own.
     """
-    _, sources = split(pattern)
-    if not any(sources) or 0 in (frame.kv_len, frame.num_heads) or pattern.num_batches() == 0:
+    if not has_lists(pattern) or 0 in (frame.kv_len, frame.num_heads) or pattern.num_batches() == 0:
         return None
     labels = int(queries.label.max()) + 1
     owner_of = keys.rank[keys.piece_at(torch.arange(frame.kv_len))]

@@ -26,7 +26,7 @@ from ..ground.numerics import sum_dtype
 from ..ground.once import once
 from ..layouts.cache import layout_cache
 from ..layouts.compile import checked_block_size, default_block_size
-from ..layouts.lists import split
+from ..layouts.lists import tiles_of
 from ..layouts.terms import distinct_heads, distinct_kv_heads
 from ..layouts.tiles import Ranges
 from ..patterns.algebra import Frame, Pattern, check_fits
@@ -209,7 +209,7 @@ class RingPlan:
         travellers = [(t.owner, t.rows) for t in self.travellers]
         sides = cut(self.ranges, travellers), cut(self.ranges)
         loads = torch.zeros(world, dtype=torch.float64)
-        tiles, _ = split(self.pattern)
+        tiles = tiles_of(self.pattern)
         for branches, heads in distinct_heads(tiles, self.frame).items():
             labels = world + len(travellers)
             if shared is None:
@@ -315,7 +315,7 @@ class RingPlan:
 
 def default_plan(pattern: Pattern, seq_len: int, world_size: int, **options: Any) -> RingPlan:
     """Builds a plan for the default block size of `attention`; `options`: of `RingPlan.build`."""
-    size = default_block_size(split(pattern)[0], seq_len)
+    size = default_block_size(tiles_of(pattern), seq_len)
     return RingPlan.build(pattern, seq_len, world_size, block_size=size, **options)
 
 
@@ -356,7 +356,7 @@ def _needs(
     pattern: Pattern, frame: Frame, queries: Cut, keys: Cut, world: int, shared: FineVisits | None
 ) -> tuple[list[TokenRanges], list[list[int]]]:
     """Returns the fields `needs` and `need_of` of a plan, by group of query rows."""
-    tiles, _ = split(pattern)
+    tiles = tiles_of(pattern)
     of_tiles = [[0] * frame.num_kv_heads for _ in range(tiles.num_batches() or 1)]
     in_tiles: list[TokenRanges] = []
     for masks, places in distinct_kv_heads(tiles, frame).items():
@@ -382,7 +382,7 @@ def _choose_sharding(pattern: Pattern, frame: Frame, world: int, block_size: int
         shardings = [of_chunks]
         if name == "auto":
             shardings += [owned_ranges(x, frame.kv_len, world) for x in ("contiguous", "zigzag")]
-        tiles, _ = split(pattern)
+        tiles = tiles_of(pattern)
         masks = dict.fromkeys(mask for masks in distinct_heads(tiles, frame) for mask in masks)
         shared = FineVisits(masks, frame, shardings, global_rows(pattern, frame))
         even = _balanced(pattern, frame, world, shared)
@@ -411,7 +411,7 @@ def _balanced(pattern: Pattern, frame: Frame, world_size: int, shared: FineVisit
     pieces = cut(owned_ranges("contiguous", frame.kv_len, chunks))
     load = torch.zeros(chunks, dtype=torch.float64)
     tokens = torch.zeros(chunks, chunks, dtype=torch.float64)
-    tiles, _ = split(pattern)
+    tiles = tiles_of(pattern)
     for branches, places in distinct_heads(tiles, frame).items():
         load += shared.count_pairs(branches, pieces, pieces, chunks, chunks).sum(1) * len(places)
         runs = shared.needed_keys(branches, pieces, pieces, chunks)

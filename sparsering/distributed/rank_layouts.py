@@ -19,7 +19,7 @@ from ..ground.streams import moved
 from ..layouts.cache import layout_cache
 from ..layouts.compile import assemble, compile_passes
 from ..layouts.layout import BlockLayout, Pass, by_axis, tile_counts
-from ..layouts.lists import Coordinates, Lists, split
+from ..layouts.lists import Coordinates, Lists, tiles_of
 from ..layouts.tiles import Ranges
 from ..patterns.algebra import Frame
 from ..patterns.keys import key_mask, without_key_masks
@@ -209,7 +209,7 @@ def _passes(plan: RingPlan, queries: Ranges, keys: Ranges) -> list[Pass]:
     """Compiles passes for ranges of queries and keys; tiles start at positions of the sequence."""
     if not (queries and keys and plan.frame.num_heads and plan.pattern.num_batches() != 0):
         return []
-    tiles, _ = split(plan.pattern)
+    tiles = tiles_of(plan.pattern)
 
     def build() -> list[Pass]:
         compiled = compile_passes(tiles, plan.frame, plan.block_size, queries, keys)

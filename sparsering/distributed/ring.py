@@ -21,7 +21,7 @@ from ..ground.arguments import checked_flag, is_finite, shortened
 from ..ground.dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
 from ..ground.keywords import with_hints
 from ..ground.numerics import sum_dtype, without_autocast
-from ..layouts.lists import split
+from ..layouts.lists import tiles_of
 from ..patterns.algebra import Pattern
 from ..patterns.expression import parse
 from ..patterns.tree import check_distances
@@ -284,7 +284,7 @@ def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
         lengths, compression, error, seed, own_rows = agree_on_call(
             exchange, backward, call, pattern
         )
-    planned = split(pattern)[0] if own_rows else pattern
+    planned = tiles_of(pattern) if own_rows else pattern
     plan = plan_of_call(planned, sum(lengths), len(lengths), call.sharding, query, key)
     check_lengths(plan.sharding, plan.ranges, lengths, exchange.rank)
     if own_rows:

@@ -6,13 +6,13 @@ With one byte per number ("fp8", "int8"), two float32 scales, of key and value, 
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..ground.arguments import shortened
+from ..kernels import rounding
 
 FORMATS = ("bf16", "fp8", "int8")
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
+_ROUNDED = {form.numbers: form for form in rounding.FORMATS.values()}
 
 
 class Wire(NamedTuple):
@@ -23,7 +23,7 @@ class Wire(NamedTuple):
 
     @property
     def scaled(self) -> bool:
-        return self.numbers in _LARGEST
+        return self.numbers in _ROUNDED
 
     @property
     def element(self) -> torch.dtype:
@@ -41,17 +41,9 @@ class Wire(NamedTuple):
         """Encodes rows [n, D + Dv] to the tensor that is sent, [n, columns]; `width` is D."""
         if not self.scaled:
             return rows.to(self.numbers)
-        largest = _LARGEST[self.numbers]
-        numbers, scales = [], []
-        for part in (rows[:, :width], rows[:, width:]):
-            part = F.pad(part.float(), (0, 1))  # amax fails without columns (D = 0)
-            scale = part.abs().amax(1, keepdim=True)
-            scale = (scale / largest).clamp(min=torch.finfo(torch.float32).tiny)
-            part = part[:, :-1] / scale
-            part = part.round() if self.numbers == torch.int8 else part
-            numbers.append(part.clamp(-largest, largest).to(self.numbers).view(torch.uint8))
-            scales.append(scale.view(torch.uint8))
-        return torch.cat((*numbers, *scales), 1)
+        parts = [_ROUNDED[self.numbers].rounded(x) for x in (rows[:, :width], rows[:, width:])]
+        numbers = [part.view(torch.uint8) for part, _ in parts]
+        return torch.cat((*numbers, *(scale.view(torch.uint8) for _, scale in parts)), 1)
 
     def decode(self, sent: Tensor, width: int, value_width: int) -> Tensor:
         """Decodes sent rows to keys and values [n, D + Dv], up to the rounding of `encode`."""
@@ -72,5 +64,6 @@ def wire_format(compression: str | None, dtype: torch.dtype) -> Wire:
             f"compression must be None, {', '.join(map(repr, FORMATS))} or 'auto', got "
             f"{shortened(repr(compression))}"
         )
-    numbers = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn, "int8": torch.int8}[compression]
+    form = rounding.FORMATS.get(compression)
+    numbers = torch.bfloat16 if form is None else form.numbers
     return Wire(dtype if dtype.itemsize <= numbers.itemsize else numbers, dtype)

@@ -33,7 +33,6 @@ class Backend(NamedTuple):
     entry_mass: Callable[[Problem, Tensor, Tensor], Tensor] | None = None
     # As `forward`; it first stores new keys and values, from their first rows on, in the problem's.
     forward_after: Callable[..., tuple[Tensor, Tensor]] | None = None
-    reads_8_bits: bool = False  # True if it reads keys and values of 8 bits, as caches store them
     # Builds the layout of selected blocks from a pattern, a frame, a block size and a device;
     # returns None for patterns that it does not support.
     selected_layout: Callable[..., BlockLayout | None] | None = None

@@ -37,7 +37,6 @@ BACKENDS: dict[str, Backend] = {
         cpu.EXTRAS,
         entry_mass=cpu.entry_mass,
         forward_after=cpu.forward,
-        reads_8_bits=True,
         runs_lists=True,
     ),
     "cpu_in_order": over_layouts(
@@ -47,7 +46,6 @@ BACKENDS: dict[str, Backend] = {
         cpu.EXTRAS,
         entry_mass=cpu.entry_mass,
         forward_after=cpu.forward_in_order,
-        reads_8_bits=True,
         runs_lists=True,
         is_invariant=True,
         form_of="cpu",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..layouts.layout import BlockLayout
 from ..layouts.lists import Lists
+from .rounding import from_store, is_in_store
 
 _LEAST_SCALE = torch.finfo(torch.float32).smallest_normal
 
@@ -96,6 +97,13 @@ class Problem(NamedTuple):
         if _is_zero(self.scale):  # in float32
             return self._replace(query=torch.zeros_like(self.query), scale=1.0)
         return self if self.scale > 0 else self._replace(query=-self.query, scale=-self.scale)
+
+    def in_floats(self) -> "Problem":
+        """Returns the problem with keys and values in the query's dtype, if they are in 8 bits."""
+        if not is_in_store(self.key):
+            return self
+        dtype = self.query.dtype
+        return self._replace(key=from_store(self.key, dtype), value=from_store(self.value, dtype))
 
     def in_first_slots(self) -> "Problem":
         """Returns an equivalent problem without `slots`: moves the first query to bitmap row 0."""

@@ -68,7 +68,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 
     Cost: O(pairs of one head) memory beyond the results.
     """
-    problem = problem.in_first_slots()
+    problem = problem.in_first_slots().in_floats()
     query, value, sink = problem.query, problem.value, problem.sink
     dtype = sum_dtype(query)
     out = torch.zeros(*query.shape[:3], value.shape[3], dtype=dtype, device=query.device)

@@ -196,6 +196,18 @@ def split(pattern: Pattern) -> tuple[Pattern, tuple[tuple[Source, ...], ...]]:
     return Mixture(tiles) if len(tiles) > 1 else tiles[0], sources
 
 
+def tiles_of(pattern: Pattern) -> Pattern:
+    """Returns the pattern of the pairs that no source lists."""
+    return split(pattern)[0]
+
+
+def lists_of_pattern(
+    pattern: Pattern, frame: Frame, positions: Tensor | None = None
+) -> tuple[Pattern, tuple[Lists, ...]]:
+    """Returns (the pattern for tiles, lists) of a pattern, as `lists_of` does of its parts."""
+    return lists_of(*split(pattern), frame, positions=positions)
+
+
 def is_only_lists(pattern: Pattern) -> bool:
     """True if sources list all pairs of a pattern: `split` leaves nothing for tiles."""
     found: bool | None = vars(pattern).get("_is_only_lists")

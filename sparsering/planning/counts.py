@@ -22,7 +22,7 @@ from ..layouts.compile import axes_of, checked_block_size, compile_table, terms_
 from ..layouts.documents import Ground, ground_of
 from ..layouts.layout import BlockLayout, Pass, if_several, tile_counts
 from ..layouts.leaves import FULL, VARIES
-from ..layouts.lists import lists_of, split
+from ..layouts.lists import lists_of_pattern
 from ..layouts.lower import condition
 from ..layouts.tiles import GROUP, Axis, Origin, Spans, TilePairs
 from ..patterns.algebra import Frame, Mask, Pattern, check_fits
@@ -116,7 +116,7 @@ def counts_of(
 
     def count() -> Counts:
         if lists and has_lists(pattern):
-            tiles, listed = lists_of(*split(pattern), frame)
+            tiles, listed = lists_of_pattern(pattern, frame)
             rest = counts_of(tiles, frame, block_size, cut=cut)
             pairs = sum(x.num_pairs for x in listed)
             return replace(

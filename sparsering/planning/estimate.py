@@ -17,7 +17,7 @@ from ..ground.keywords import class_with_hints, with_hints
 from ..kernels.backends import BACKENDS, block_size_of, choose
 from ..kernels.cpu.build import build_failure
 from ..layouts.compile import default_block_size
-from ..layouts.lists import split
+from ..layouts.lists import tiles_of
 from ..patterns.algebra import Frame, Pattern
 from .counts import Counts, counts_of, flops
 from .machines import OTHER_NAMES, Machine, machine_of
@@ -319,7 +319,7 @@ def _backend_and_block_size(scenario: Scenario, frame: Frame) -> tuple[str, int]
         return backend, size
     if gpu:
         return backend, default_block_size(pattern, scenario.tokens)
-    tiles = split(pattern)[0] if BACKENDS[backend].runs_lists else pattern
+    tiles = tiles_of(pattern) if BACKENDS[backend].runs_lists else pattern
     return backend, block_size_of(backend, tiles, query, frame)
 
 

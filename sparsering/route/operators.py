@@ -23,7 +23,7 @@ from ..kernels.backends import BACKENDS
 from ..kernels.library.derivatives import SECOND_DERIVATIVES
 from ..kernels.parts import differentiate
 from ..layouts.cache import layout_cache
-from ..layouts.lists import split
+from ..layouts.lists import tiles_of
 from ..patterns.algebra import Pattern
 from ..patterns.expression import parse, parse_owned
 from ..patterns.selected import selections_of
@@ -141,7 +141,7 @@ def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int
     work, query = work_of(call, backend), call.query
     pairs = work.num_pairs
     if work.key_mask is not None:  # tiles have pairs of hidden keys, too
-        layout, (tiles, _) = work.layout, split(call.pattern)
+        layout, tiles = work.layout, tiles_of(call.pattern)
         exact = layout_cache.layout(tiles, layout.frame, layout.block_size, query.device)
         pairs += float(exact.num_pairs) - float(layout.num_pairs)
     pairs *= query.shape[0] * query.shape[1]

@@ -14,7 +14,7 @@ from oracles.attention_oracle import arranged
 from oracles.patterns_oracle import Spec, build, leaves
 from torch import Tensor
 
-from sparsering.decoding.stored_rows import from_store, to_store
+from sparsering.kernels.rounding import from_store, to_store
 from sparsering.selection import block_scores, select_blocks
 
 from . import oracle

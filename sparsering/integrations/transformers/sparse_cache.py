@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ...decoding import KVCache
-from ...decoding.stored_rows import Store, checked_store
 from ...ground.arguments import shortened
 from ...ground.keywords import class_with_hints
+from ...kernels.rounding import Store, checked_store
 from ...patterns.algebra import Pattern
 from .config import NAME, decoder_config, layer_patterns, model_inside, types_of
 from .masks import Inputs, ModelMask, Options

@@ -1,5 +1,5 @@
 // Rows of keys or values that a cache stores in 8 bits: `width` numbers, then their scale, a float.
-// decoding/stored_rows.py says the same with torch.
+// kernels/rounding.py says the same with torch.
 
 #pragma once
 

@@ -49,7 +49,7 @@ def set_workspace(limit: int) -> int:
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) of attention over a layout, as `Problem` says."""
-    problem = problem.in_first_slots()
+    problem = problem.in_first_slots().in_floats()
     query, value, sink = problem.query, problem.value, problem.sink
     dtype = sum_dtype(query)
     q, k, v = _flat(query), _flat(problem.key), _flat(value)

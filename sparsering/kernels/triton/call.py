@@ -92,6 +92,7 @@ def interpreting() -> bool:
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) over a layout; lse is float32. A sink is the initial lse of its rows."""
+    problem = problem.in_floats()
     if problem.lists:
         return _forward_of_lists(problem)
     if problem.distance_bias is not None:

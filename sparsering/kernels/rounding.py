@@ -1,4 +1,4 @@
-"""Keys and values of a cache in 8 bits: for each token and head, numbers and their scale.
+"""Rows of keys and values in 8 bits: numbers and their scale, in caches and between ranks.
 
 A row of `width` values x becomes `width` numbers of 8 bits and a float32, its scale: the largest
 |x| divided by the largest number, 127 of int8 and 448 of float8 (e4m3). The last four bytes are the
@@ -7,7 +7,7 @@ scale, so that a row is copied as a whole. A row that holds NaN or infinity beco
 The compiled kernel reads such rows as they are (kernels/cpu/stored.h). Other backends get floats.
 """
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,14 +16,36 @@ from ..ground.arguments import shortened
 from ..ground.kernel_library import kernel_operators
 
 Store = Literal["int8", "fp8"]
-_MOST = {"int8": 127.0, "fp8": 448.0}
-_DTYPES = {"int8": torch.int8, "fp8": torch.uint8}
 _SCALE = 4  # bytes of a float32
+
+
+class Format(NamedTuple):
+    """A format of 8 bits: numbers, of which each row has a float32 scale."""
+
+    numbers: torch.dtype
+    largest: float  # number of the format
+    bytes: torch.dtype  # dtype of the bytes of stored rows, by which they are told
+
+    def rounded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Rounds rows [..., width]; returns numbers [..., width], and scales float32 [..., 1]."""
+        x = rows.float()
+        most = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
+        scale = torch.where(most < torch.inf, most / self.largest, torch.nan)
+        x = torch.where(scale > 0, x / scale, 0.0).clamp(-self.largest, self.largest)
+        x = torch.where(scale.isnan(), torch.nan, x)
+        return (x if self.numbers.is_floating_point else x.round()).to(self.numbers), scale
+
+
+FORMATS = {
+    "int8": Format(torch.int8, 127.0, torch.int8),
+    "fp8": Format(torch.float8_e4m3fn, 448.0, torch.uint8),
+}
+"""All formats of 8 bits, by the name that caches and rings give them."""
 
 
 def checked_store(store: object) -> Store | None:
     """Returns how a cache stores rows; raises ValueError for another value."""
-    if store is None or (isinstance(store, str) and store in _MOST):
+    if store is None or (isinstance(store, str) and store in FORMATS):
         return store  # type: ignore[return-value]
     raise ValueError(
         f'store must be "int8", "fp8" or None, got {shortened(repr(store))}; None stores keys and '
@@ -36,24 +58,19 @@ def to_store(rows: Tensor, store: Store) -> Tensor:
     kernel = kernel_operators()
     if kernel is not None and rows.device.type == "cpu" and rows.dtype != torch.float64:
         return kernel.store(rows, store == "fp8")
-    x = rows.float()
-    most = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
-    scale = torch.where(most < torch.inf, most / _MOST[store], torch.nan)
-    x = torch.where(scale > 0, x / scale, 0.0).clamp(-_MOST[store], _MOST[store])
-    numbers = x.round().to(torch.int8) if store == "int8" else x.to(torch.float8_e4m3fn)
-    kind = _DTYPES[store]
-    return torch.cat((numbers.view(kind), scale.contiguous().view(kind)), -1)
+    form = FORMATS[store]
+    numbers, scale = form.rounded(rows)
+    return torch.cat((numbers.view(form.bytes), scale.contiguous().view(form.bytes)), -1)
 
 
 def from_store(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the values of rows from `to_store`, in a dtype."""
     numbers, scale = rows[..., :-_SCALE], rows[..., -_SCALE:]
     scale = scale.clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
-    of_fp8 = rows.dtype == _DTYPES["fp8"]
-    numbers = numbers.contiguous().view(torch.float8_e4m3fn) if of_fp8 else numbers
-    return (numbers.float() * scale).to(dtype)
+    form = next(x for x in FORMATS.values() if x.bytes == rows.dtype)
+    return (numbers.contiguous().view(form.numbers).float() * scale).to(dtype)
 
 
 def is_in_store(rows: Tensor) -> bool:
     """Whether rows are in 8 bits, as `to_store` makes them."""
-    return rows.dtype in _DTYPES.values()
+    return any(rows.dtype == form.bytes for form in FORMATS.values())

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 import sparsering as sr
-from sparsering.decoding import stored_rows
-from sparsering.decoding.stored_rows import from_store, to_store
+from sparsering.kernels import rounding
+from sparsering.kernels.rounding import from_store, to_store
 
 STREAMING = sr.Causal() & (sr.SlidingWindow(15) | sr.GlobalTokens(4, rows=False))
 PATTERNS = {
@@ -62,7 +62,7 @@ def assert_close(actual, wanted, atol=5e-6):
 @pytest.mark.parametrize("compiled", [True, False])
 def test_a_row_is_its_numbers_and_their_scale(store, dtype, compiled, monkeypatch):
     if not compiled:
-        monkeypatch.setattr(stored_rows, "kernel_operators", lambda: None)
+        monkeypatch.setattr(rounding, "kernel_operators", lambda: None)
     x = torch.randn(2, 3, 60, 40) * torch.logspace(-6, 4, 60)[:, None]
     x[0, 0, 0] = 0
     x = x.to(dtype)
