@@ -26,6 +26,7 @@ import sparsering as sr
 from sparsering.kernels.cpu import call
 from sparsering.kernels.cpu.call import backward, entry_mass, forward
 from sparsering.kernels.problem import Problem
+from sparsering.layouts.lists import Lists
 
 
 @pytest.fixture(autouse=True)
@@ -305,10 +306,27 @@ def test_an_index_outside_its_tensor_raises(name, value):
 
 def test_a_walk_of_what_goes_by_positions_raises():
     case = Case(1, 2, 1, 100, 100, block_size=16)
-    *arguments, walked = call._arguments(problem(selection(case, 1, block=16), case, softcap=1.0))
-    assert walked == [0]
+    arguments = call._arguments(problem(selection(case, 1, block=16), case, softcap=1.0))
+    assert arguments["walked"] == [0]
     with pytest.raises(RuntimeError, match="not walked by key tile"):
-        call.library().forward(*arguments, [1], None, [])
+        call.library().forward(**{**arguments, "walked": [1]}, sink=None, slots=[])
+
+
+@pytest.mark.parametrize("operator", ["forward", "backward", "mass"])
+def test_arguments_stand_in_the_order_of_the_schema(operator):
+    case = Case(1, 2, 1, 40, 40, block_size=16)
+    schema = getattr(call.library(), operator).default._schema
+    arguments = call._arguments(problem(sr.Causal(), case))
+    assert [x.name for x in schema.arguments][: len(arguments)] == list(arguments)
+
+
+@pytest.mark.parametrize("operator", ["forward_lists", "backward_lists"])
+def test_arguments_of_lists_stand_in_the_order_of_the_schema(operator):
+    case = Case(1, 2, 1, 40, 40, block_size=16)
+    schema = getattr(call.library(), operator).default._schema
+    lists = Lists(keys=torch.zeros(1, 1, 40, 1, dtype=torch.int32), branch=0)
+    arguments = call._list_arguments(problem(sr.Causal(), case), lists)
+    assert [x.name for x in schema.arguments][: len(arguments)] == list(arguments)
 
 
 # The mass of each entry
