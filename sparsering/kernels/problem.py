@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..layouts.layout import BlockLayout
 from ..layouts.lists import Lists
-from .rounding import from_store, is_in_store
+from .rounding import from_store
 
 _LEAST_SCALE = torch.finfo(torch.float32).smallest_normal
 
@@ -89,8 +89,9 @@ class Problem(NamedTuple):
 
     def with_dense_rows(self) -> "Problem":
         """Returns the problem with query, key and value contiguous in the head dim."""
-        query, key, value = (dense_rows(x) for x in (self.query, self.key, self.value))
-        return self._replace(query=query, key=key, value=value)
+        return self._replace(
+            query=dense_rows(self.query), key=dense_rows(self.key), value=dense_rows(self.value)
+        )
 
     def with_positive_scale(self) -> "Problem":
         """Returns a problem with equal scores and a scale above 0, as softmax kernels need."""
@@ -100,9 +101,8 @@ class Problem(NamedTuple):
 
     def in_floats(self) -> "Problem":
         """Returns the problem with keys and values in the query's dtype, if they are in 8 bits."""
-        if not is_in_store(self.key):
+        if (dtype := self.query.dtype) == self.key.dtype:
             return self
-        dtype = self.query.dtype
         return self._replace(key=from_store(self.key, dtype), value=from_store(self.value, dtype))
 
     def in_first_slots(self) -> "Problem":

@@ -5,7 +5,7 @@ SelectedBlocks(indices, 1) & Causal()                   each query's list, witho
 Packed(lengths, SelectedBlocks(indices, 1))             lists of places in the query's document
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import NamedTuple
@@ -486,6 +486,45 @@ def _path(nodes: Nodes, of_query: Tensor) -> Callable[[Tensor, slice], Tensor]:
     return step
 
 
+class _Seated(NamedTuple):
+    """The queries of a call, placed in the sequences that a selection counts in."""
+
+    seats: list[_Seat]  # one, or one of each batch entry
+    rows: list[Tensor]  # [Nq] of each seat: the row of the table that each query has
+    slots: Tensor | None  # of `EdgeLists`, int64 [seats, Nq, most]
+    table: Tensor  # [B or 1, H or 1, R, k] numbers of blocks
+    positions: Tensor  # [Nq] of the call
+    batches: int
+    heads: int
+
+    @property
+    def width(self) -> int:
+        """Slots of a query."""
+        return self.table.shape[3] if self.slots is None else self.slots.shape[2]
+
+    def parts(self, width: int) -> Iterator[slice]:
+        """Yields slices of the queries, of so many (query, key) pairs as are computed at once."""
+        most = _MOST_CELLS
+        if self.table.device.type != "cpu":
+            most = _MOST_CELLS_OF_DEVICE // (self.batches * self.heads)
+        step = max(1, most // max(1, width))
+        for start in range(0, len(self.positions), step):
+            yield slice(start, start + step)
+
+    def listed(self, number: int, part: slice) -> Tensor:
+        """Returns the blocks that some queries of a seat list, [B or 1, H or 1, n, k]."""
+        if self.slots is not None:
+            own = self.slots[number, part]
+            return self.table[:, :, own.clamp(min=0), 0].masked_fill_(own < 0, -1)
+        one = len(self.seats) == 1 or len(self.table) == 1
+        table = self.table if one else self.table[number : number + 1]
+        return table[:, :, self.rows[number][part]]
+
+    def of(self, tables: Tensor, number: int) -> Tensor:
+        """Selects the batch entries of a seat."""
+        return tables if len(self.seats) == 1 else tables[number : number + 1]
+
+
 def _list_keys(
     source: Source,
     frame: Frame,
@@ -495,100 +534,143 @@ def _list_keys(
     has_slot_bias: bool,
     beside: Mask | None,
 ) -> Lists:
-    """Lists the keys of a selection within its limit, and then those of `beside`."""
-    selection, _, limit = source
-    size, table = selection.block_size, selection.indices
+    """Lists the keys of a selection within its limit, and then those of `beside`.
+
+    1. The queries take their seats: rows of the table, places in documents and trees.
+    2. The keys of their slots are listed.
+    3. The limit and hidden keys take some of them away.
+    4. With a slot bias, the other keys of the branch stand behind them.
+    """
+    seated = _seated(source, frame, positions, valid, beside)
+    keys, place = _keys_of_slots(seated, source.selection.block_size, frame, has_slot_bias)
+    valid = None if valid is None else valid.to(keys.device)
+    _take_away(keys, seated, source.limit, valid, frame)
+    rows, width = source.selection.indices.shape[-2:]
+    found = Lists(
+        keys=keys,
+        branch=branch,
+        shape=(rows, width, source.selection.block_size),
+        row=torch.stack(seated.rows) if has_slot_bias else None,
+        place=place,
+        slot=_slots_or_none(seated, rows * width),
+    )
+    return found if beside is None else _with_others(found, seated, beside, valid, frame)
+
+
+def _slots_or_none(seated: _Seated, none: int) -> Tensor | None:
+    """Returns `Lists.slot`: the slots of `EdgeLists`, `none` where a query has fewer."""
+    return None if seated.slots is None else torch.where(seated.slots < 0, none, seated.slots)
+
+
+def _seated(
+    source: Source,
+    frame: Frame,
+    positions: Tensor | None,
+    valid: Tensor | None,
+    beside: Mask | None,
+) -> _Seated:
+    selection, inside, limit = source
+    table = selection.indices
     bounds = [mask for mask in (limit, beside) if mask is not None]
     # Masks with tensors or lengths are evaluated on the CPU; other lists stay where they are.
-    on_host = source.inside or any(mask.tensors or mask.asks_frame for mask in bounds)
+    on_host = inside or any(mask.tensors or mask.asks_frame for mask in bounds)
     table = table.cpu() if on_host or beside is not None else table
-    device = table.device
-    table = table.view((1,) * (4 - table.dim()) + table.shape)  # [B or 1, H or 1, R, k]
-    rows, slots = table.shape[2:]
-    if not rows:  # no query has a position: none lists a key
+    table = table.view((1,) * (4 - table.dim()) + table.shape)
+    if not table.shape[2]:  # no query has a position: none lists a key
         table = pad(table, (0, 0, 0, 1), value=-1)
-    of_seats = [mask.num_batches() or 1 for mask in source.inside]
+    positions = _positions(frame, positions, table.device)
+    of_seats = [mask.num_batches() or 1 for mask in inside]
     of_bounds = [mask.num_batches() or 1 for mask in bounds]
     of_valid = 1 if valid is None else len(valid)
-    batches = max(len(table), of_valid, 1, *of_seats, *of_bounds)
-    heads = max(table.shape[1], *(mask.num_tables(frame) for mask in bounds), 1)
-    positions = _positions(frame, positions, device)
-    seats = [_seat(source.inside, b, positions, frame) for b in range(max(of_seats, default=1))]
-    entries = [(b, h, h * frame.num_heads // heads) for b in range(batches) for h in range(heads)]
-    limits = [limit.at(b, head, frame) for b, _, head in entries] if limit is not None else []
-    shared = None  # a limit that a device evaluates for all tables at once, in few launches
-    if device.type != "cpu" and all(mask is limit for mask in limits):
-        shared, limits = limit, []
-    row_of = [_rows_at(selection, seat.position) for seat in seats]  # [Nq] of each seat
-    slots_of = None  # of `EdgeLists`, int64 [seats, Nq, most]
+    seats = [_seat(inside, b, positions, frame) for b in range(max(of_seats, default=1))]
+    rows = [_rows_at(selection, seat.position) for seat in seats]
+    slots = None
     if isinstance(selection, EdgeLists):
-        slots_of = moved(selection.slots_of(torch.stack(row_of)), device)
-    width = slots if slots_of is None else slots_of.shape[2]
+        slots = moved(selection.slots_of(torch.stack(rows)), table.device)
+    return _Seated(
+        seats=seats,
+        rows=rows,
+        slots=slots,
+        table=table,
+        positions=positions,
+        batches=max(len(table), of_valid, 1, *of_seats, *of_bounds),
+        heads=max(table.shape[1], *(mask.num_tables(frame) for mask in bounds), 1),
+    )
+
+
+def _keys_of_slots(
+    seated: _Seated, size: int, frame: Frame, has_slot_bias: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the keys of the slots, int32 [B, H, Nq, slots * size], and `Lists.place` of them."""
+    device, heads = seated.table.device, seated.heads
     inside = torch.arange(size, dtype=torch.int32, device=device)
-    shape = batches, heads, len(positions), width * size
+    shape = seated.batches, heads, len(seated.positions), seated.width * size
     keys = torch.empty(shape, dtype=torch.int32, device=device)
     place = torch.empty_like(keys) if has_slot_bias else None
-    valid = None if valid is None else valid.to(device)
-    blocks = -(-frame.kv_len // size)
-    most = _MOST_CELLS if device.type == "cpu" else _MOST_CELLS_OF_DEVICE // len(entries)
-    for start in range(0, len(positions), step := max(1, most // max(1, width * size))):
-        part = slice(start, start + step)
-        here, to = positions[part, None], keys[:, :, part]
-        for number, seat in enumerate(seats):
-            of_seat = slice(None) if len(seats) == 1 else slice(number, number + 1)
-            of_table = table if len(seats) == 1 or len(table) == 1 else table[of_seat]
-            # [B or 1, H or 1, n, k] numbers of blocks; the number behind the last is none
-            if slots_of is None:
-                listed = of_table[:, :, row_of[number][part]]
-            else:
-                own_slots = slots_of[number, part]
-                listed = table[:, :, own_slots.clamp(min=0), 0].masked_fill_(own_slots < 0, -1)
-            listed = listed.clamp_(-1, blocks).int()
+    blocks = -(-frame.kv_len // size)  # this number, behind the last block, is none
+    for part in seated.parts(shape[3]):
+        for number, seat in enumerate(seated.seats):
+            listed = seated.listed(number, part).clamp_(-1, blocks).int()
             if place is None:
                 listed = _ascending(listed)
             else:
                 listed, slot = _ascending_slots(listed, blocks)
-                place[of_seat, :, part] = _of_heads(_keys_of(slot, inside), heads)
-            each = _keys_of(listed, inside)  # [B or 1, H or 1, n, k * size]
+                seated.of(place, number)[:, :, part] = _of_heads(_keys_of(slot, inside), heads)
+            each = _keys_of(listed, inside)
             own, tokens = seat.position[part, None], seat.length
             tokens = tokens[part, None] if isinstance(tokens, Tensor) else tokens
             each.masked_fill_((each < 0) | (each >= tokens) | (own < 0), -1)
-            to[of_seat] = _of_heads(seat.keys(each, part), heads)
+            seated.of(keys, number)[:, :, part] = _of_heads(seat.keys(each, part), heads)
+    return keys, place
+
+
+def _entries(seated: _Seated, frame: Frame) -> list[tuple[int, int, int]]:
+    """Returns (batch entry, table, a query head that has the table) of each table."""
+    heads, group = seated.heads, frame.num_heads
+    return [(b, h, h * group // heads) for b in range(seated.batches) for h in range(heads)]
+
+
+def _take_away(
+    keys: Tensor, seated: _Seated, limit: Mask | None, valid: Tensor | None, frame: Frame
+) -> None:
+    """Replaces keys by -1 where the limit or `valid` does not have them, in place."""
+    entries = _entries(seated, frame)
+    limits = [limit.at(b, head, frame) for b, _, head in entries] if limit is not None else []
+    shared = None  # a limit that a device evaluates for all tables at once, in few launches
+    if keys.device.type != "cpu" and all(mask is limit for mask in limits):
+        shared, limits = limit, []
+    for part in seated.parts(keys.shape[3]):
+        here, to = seated.positions[part, None], keys[:, :, part]
         if shared is not None:
             to.masked_fill_(~shared.holds(here, to.long(), frame), -1)
         for (b, h, _), mask in zip(entries, limits, strict=False):
             to[b, h].masked_fill_(~mask.holds(here, to[b, h].long(), frame), -1)
-        if valid is not None:
-            for b in range(batches):
-                seen = valid[b % len(valid)][to[b].clamp(min=0).long()]
-                to[b].masked_fill_(~seen, -1)
-    found = Lists(
-        keys=keys,
-        branch=branch,
-        shape=(rows, slots, size),
-        row=torch.stack(row_of) if has_slot_bias else None,
-        place=place,
-        slot=None if slots_of is None else torch.where(slots_of < 0, rows * slots, slots_of),
-    )
-    if beside is None:
-        return found
+        for b in range(seated.batches if valid is not None else 0):
+            assert valid is not None
+            seen = valid[b % len(valid)][to[b].clamp(min=0).long()]
+            to[b].masked_fill_(~seen, -1)
+
+
+def _with_others(
+    found: Lists, seated: _Seated, beside: Mask, valid: Tensor | None, frame: Frame
+) -> Lists:
+    """Puts the keys of `beside` behind those of a list with a slot bias; they have no slot."""
     every = torch.arange(frame.kv_len)
     # the keys of each (batch entry, head, query), in this order, each list as long as it is
     more = [
         (cells.expand(frame.kv_len) if valid is None else cells & valid[b % len(valid)])
         .nonzero()[:, 0]
         .int()
-        for b, _, head in entries
-        for here in positions.split(max(1, _MOST_CELLS // max(1, frame.kv_len)))
+        for b, _, head in _entries(seated, frame)
+        for here in seated.positions.split(max(1, _MOST_CELLS // max(1, frame.kv_len)))
         for cells in beside.at(b, head, frame).holds(here[:, None], every, frame)
     ]
     others = pad_sequence(more, batch_first=True, padding_value=-1)  # [B * H * Nq, most]
-    others = others.view(*shape[:3], -1)  # [B, H, Nq, most]
-    keys = torch.cat((keys, others), -1)
-    more_places = torch.arange(shape[3], keys.shape[3], dtype=torch.int32)
-    assert place is not None
-    place = torch.cat((place, more_places.expand_as(others)), -1)
-    return found._replace(keys=keys, place=place)
+    others = others.view(*found.keys.shape[:3], -1)  # [B, H, Nq, most]
+    keys = torch.cat((found.keys, others), -1)
+    places = torch.arange(found.keys.shape[3], keys.shape[3], dtype=torch.int32)
+    assert found.place is not None
+    return found._replace(keys=keys, place=torch.cat((found.place, places.expand_as(others)), -1))
 
 
 def _keys_of(blocks: Tensor, inside: Tensor) -> Tensor:
