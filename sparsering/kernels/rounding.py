@@ -32,7 +32,6 @@ class Format(NamedTuple):
         most = x.abs().amax(-1, keepdim=True) if x.shape[-1] else x.new_zeros(*x.shape[:-1], 1)
         scale = torch.where(most < torch.inf, most / self.largest, torch.nan)
         x = torch.where(scale > 0, x / scale, 0.0).clamp(-self.largest, self.largest)
-        x = torch.where(scale.isnan(), torch.nan, x)
         return (x if self.numbers.is_floating_point else x.round()).to(self.numbers), scale
 
 
