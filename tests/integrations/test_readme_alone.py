@@ -5,7 +5,7 @@ It is with the tests of the integration, which also run beside the newest transf
 
 import pytest
 from helpers import forked
-from test_docs import README, blocks
+from helpers.pages import README, blocks
 
 BLOCKS = [x for x in blocks(README.read_text(encoding="utf-8")) if x.language == "python"]
 STRICT = "import warnings\nwarnings.simplefilter('error')\n"

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_docs import ROOT, blocks
+from helpers.pages import ROOT, blocks
 
 pytest.importorskip("accelerate")  # which Trainer needs
 

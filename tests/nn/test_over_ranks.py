@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.pages import ROOT, blocks
 from helpers.ring_workers import MAX_WORLD, groups, workers_of
 from helpers.thinned import thinned
-from test_docs import ROOT, blocks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.pages import ROOT, blocks
 from helpers.ring_workers import workers_of
 from oracles.attention_oracle import assert_close, attend_by_rows, dense_attention
-from test_docs import ROOT, blocks
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 

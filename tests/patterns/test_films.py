@@ -4,7 +4,7 @@ from itertools import product
 
 import pytest
 import torch
-from test_docs import ROOT, blocks
+from helpers.pages import ROOT, blocks
 
 import sparsering as sr
 

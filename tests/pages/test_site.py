@@ -5,8 +5,8 @@ import unicodedata
 from pathlib import Path
 
 import pytest
+from helpers.pages import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 PAGES = [*sorted(DOCS.rglob("*.md")), *sorted(DOCS.rglob("*.ipynb"))]
 LINKED = [*PAGES, *sorted(ROOT.glob("*.md"))]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.pages import ROOT
 from transformers import (
     DynamicCache,
     GPTJConfig,
@@ -26,7 +27,7 @@ from sparsering.distributed import ring_attention
 from sparsering.integrations import transformers as hf
 from sparsering.layouts.cache import LayoutCache
 
-PAGE = Path(__file__).parent.parent / "docs" / "troubleshooting.md"
+PAGE = ROOT / "docs" / "troubleshooting.md"
 CAUSAL = sr.Causal()
 SIZES = {
     "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 16,

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from test_docs import ROOT, SHELLS, blocks
+from helpers.pages import ROOT, SHELLS, blocks
 
 INDEX = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
 LISTED = re.findall(
@@ -28,7 +28,7 @@ SCREEN = 30  # lines
 
 
 def faults(text: str) -> list[str]:
-    """Lists faults of the first screen of a page; tests/test_docs.py runs its code."""
+    """Lists faults of the first screen of a page; tests/pages/test_docs.py runs its code."""
     found = blocks(text)
     install = next((x for x in found if x.language in SHELLS and "pip install" in x.code), None)
     first = next((x for x in found if x.language == "python"), None)

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.pages import ROOT, blocks
 from helpers.ring_workers import Workers, workers_of
-from test_docs import ROOT, blocks
 from torch.distributed.tensor import DTensor
 
 from sparsering.integrations import transformers as hf

@@ -4,41 +4,15 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+from helpers.pages import PAGES, README, ROOT, SHELLS, Block, blocks
 
 import benchmarks.__main__ as benchmarks
 from sparsering import cli
 
-ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-
-# A fence opens with its indentation, its backticks and its language; as many backticks close it.
-FENCE = re.compile(
-    r"^(?P<indent>[ ]*)(?P<ticks>`{3,})(?P<language>[^\n`]*)\n(?P<code>.*?)^[ ]*(?P=ticks)[ ]*$",
-    re.MULTILINE | re.DOTALL,
-)
-SHELLS = {"bash", "sh", "shell", "console"}
 PROGRAMS = {"sparsering": cli.build_parser, "python -m benchmarks": benchmarks.build_parser}
-
-
-class Block(NamedTuple):
-    language: str
-    code: str
-    line: int  # 1-based, of the block's first line of code
-
-
-def blocks(text: str) -> list[Block]:
-    """The fenced code blocks of a Markdown text, in order, without their indentation."""
-    found = []
-    for match in FENCE.finditer(text):
-        language = (match["language"].split() or [""])[0].lower()
-        code = re.sub(f"^ {{0,{len(match['indent'])}}}", "", match["code"], flags=re.MULTILINE)
-        found.append(Block(language, code, text.count("\n", 0, match.start("code")) + 1))
-    return found
 
 
 def command_lines(script: str, program: str = "sparsering") -> Iterator[list[str]]:

@@ -7,12 +7,13 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
+
+from helpers.pages import ROOT
 
 from sparsering import Mask, Pattern
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs" / "reference"
+FOLDER = ROOT / "docs" / "reference"
 MODULES = (
     *("sparsering", "sparsering.distributed", "sparsering.integrations.torchscale"),
     *("sparsering.integrations.transformers", "sparsering.models", "sparsering.nn"),

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.pages import ROOT
 from helpers.ring_workers import Workers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-FOLDER = Path(__file__).resolve().parent.parent / "examples"
+FOLDER = ROOT / "examples"
 
 
 def loaded(name: str) -> Any:

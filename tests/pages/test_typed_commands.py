@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from helpers import forked
-from test_docs import ROOT
+from helpers.pages import ROOT
 from test_page_commands import COMMANDS, FINISHED
 
 from sparsering.ground import commands

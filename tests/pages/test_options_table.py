@@ -1,11 +1,11 @@
 """The table of options in docs/concepts.md is what the code computes."""
 
-from pathlib import Path
+from helpers.pages import ROOT
 
 from sparsering.kernels.backends import BACKENDS, NAMES
 from sparsering.route.options import ANYWHERE, OPTIONS
 
-PAGE = Path(__file__).parents[1] / "docs" / "concepts.md"
+PAGE = ROOT / "docs" / "concepts.md"
 
 
 def test_the_page_tells_which_backend_computes_which_option():

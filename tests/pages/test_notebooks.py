@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+from helpers.pages import ROOT
 
-FOLDER = Path(__file__).resolve().parent.parent / "docs" / "notebooks"
+FOLDER = ROOT / "docs" / "notebooks"
 NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 

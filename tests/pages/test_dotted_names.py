@@ -7,12 +7,12 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
+
+from helpers.pages import ROOT
 
 import sparsering
 
-ROOT = Path(__file__).resolve().parent.parent
 NAME = re.compile(r"`(\w+(?:\.\w+)+)(?:\(.*?\))?`")
 SHORT = {"sr": "sparsering", "hf": "sparsering.integrations.transformers"}
 # Variables: a model of transformers, its config, one of its layers.

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.pages import ROOT
 
 import sparsering.integrations
 
-FOLDER = Path(__file__).resolve().parent.parent / "examples"
+FOLDER = ROOT / "examples"
 EXAMPLES = sorted(FOLDER.glob("*.py"))
 BELOW_1_IS_RIGHT = {"--seed", "--most", "--lr"}
 each_example = pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)

@@ -3,7 +3,7 @@
 import re
 import subprocess
 
-from test_docs import ROOT
+from helpers.pages import ROOT
 
 UNMEASURED = {  # a new target says its minutes, or stands here
     *("bench", "check-dist", "compare", "demo-ring", "dist", "docs", "mutants", "setup"),

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import pytest
 from helpers import forked
-from test_docs import PAGES, README, ROOT, SHELLS, blocks
+from helpers.pages import PAGES, README, ROOT, SHELLS, blocks
 from test_first_screens import SCREEN
 
 BIN = Path(sys.executable).parent
@@ -130,8 +130,12 @@ COMMANDS = [
         r"python tests/kernels/compile_triton\.py .*",
         not_run="tests/kernels/test_triton_compile.py compiles",
     ),
-    Command(r"(torchrun .*|python )train_(long|v4)\.py", not_run="tests/test_parallel_page.py"),
-    Command(r"torchrun --nproc-per-node 4 train\.py", not_run="the page's block, tests/test_docs"),
+    Command(
+        r"(torchrun .*|python )train_(long|v4)\.py", not_run="tests/pages/test_parallel_page.py"
+    ),
+    Command(
+        r"torchrun --nproc-per-node 4 train\.py", not_run="the page's block, tests/pages/test_docs"
+    ),
     Command(
         r"torchrun (--numa-binding|--nproc-per-node 2 --no-python) .*",
         not_run="tests/distributed/test_numa_binding.py",
