@@ -186,6 +186,20 @@ def test_optional_packages_are_imported_where_they_are_used(package):
     assert found and all(name.startswith(OPTIONAL[package]) for name in found), found
 
 
+# Public in two modules, which callers name: `gigapath.SlideEncoder` and `trident.SlideEncoder`.
+TWICE = {"SlideEncoder"}
+
+
+def test_no_two_classes_have_one_name():
+    places: dict[str, list[str]] = {}
+    for file in FILES:
+        for node in ast.walk(ast.parse((PACKAGE / file).read_text())):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{file}:{node.lineno}")
+    twice = {name: where for name, where in places.items() if len(where) > 1}
+    assert set(twice) == TWICE, twice
+
+
 MAP = (PACKAGE.parent / "docs" / "architecture.md").read_text()
 
 

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     import torch
 
     from ..patterns import Pattern
-    from ..planning.training_step import ModelOutline, Saved
+    from ..planning.training_step import ModelBytes, ModelOutline
 
 OWN = ("longnet-encoder", "longnet")
 _NAME = "sparsering-planned"
@@ -69,7 +69,7 @@ def _longnet(arguments: argparse.Namespace) -> "ModelOutline":
         pattern = pattern & Causal()
 
     @cache
-    def saved(batch_size: int, tokens: int, dtype: "torch.dtype") -> "Saved":
+    def saved(batch_size: int, tokens: int, dtype: "torch.dtype") -> "ModelBytes":
         with torch.device("meta"):
             model = make(pattern, **sizes).to(dtype)
             if encodes:
@@ -124,7 +124,7 @@ def _of_transformers(path: str, text: str | None) -> "ModelOutline":
     heads, kv_heads, head_dim = heads_of(decoder)
 
     @cache
-    def saved(batch_size: int, tokens: int, dtype: "torch.dtype") -> "Saved":
+    def saved(batch_size: int, tokens: int, dtype: "torch.dtype") -> "ModelBytes":
         return saved_by_config(config, batch_size, tokens, dtype)
 
     return ModelOutline(
@@ -137,7 +137,9 @@ def _of_transformers(path: str, text: str | None) -> "ModelOutline":
     )
 
 
-def saved_by_config(config: Any, batch_size: int, tokens: int, dtype: "torch.dtype") -> "Saved":
+def saved_by_config(
+    config: Any, batch_size: int, tokens: int, dtype: "torch.dtype"
+) -> "ModelBytes":
     """Runs a causal language model of a config on the meta device: no memory, a second or two.
 
     Raises: NotImplementedError if the model's code does not run without numbers.

@@ -54,7 +54,7 @@ class Pairs(NamedTuple):
         return Pairs(*(x[~hidden] for x in self))
 
 
-class Scores(NamedTuple):
+class PairScores(NamedTuple):
     """The scores of `Pairs`, and what the backward needs of how they came about."""
 
     pairs: Pairs
@@ -205,7 +205,7 @@ def _pairs(layout: BlockLayout, p: Pass, b: int, h: int, mask: Tensor | None) ->
 
 def _scores(
     problem: Problem, p: Pass, b: int, h: int, pairs: Pairs, q: Tensor, k: Tensor
-) -> Scores:
+) -> PairScores:
     """Computes the scores of a head's pairs; leaves out the pairs whose bias is -inf."""
     bias = None
     if problem.block_bias is not None:
@@ -225,7 +225,7 @@ def _scores(
         places = torch.full_like(pairs.query, h), pairs.query_position, pairs.key_position
         kept = kept_pairs(seed, chance, *places, p.branch).to(q.dtype) / (1 - chance)
     score = score if bias is None else score + bias
-    return Scores(pairs=pairs, score=score, slope=slope, kept=kept)
+    return PairScores(pairs=pairs, score=score, slope=slope, kept=kept)
 
 
 def _rows(problem: Problem, b: int, h: int) -> tuple[Tensor, Tensor, Tensor]:

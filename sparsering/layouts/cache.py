@@ -49,7 +49,7 @@ class _Build:
 
 
 @dataclass(slots=True, eq=False)
-class _Entry:
+class _CachedValue:
     value: Any
     size: int  # bytes
     used: int  # misses until the last use
@@ -66,7 +66,7 @@ class LayoutCache:
     def __init__(self, limit: int = 256 << 20) -> None:
         self._lock = threading.Lock()
         self._building: dict[Hashable, _Build] = {}
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._entries: OrderedDict[Hashable, _CachedValue] = OrderedDict()
         self._cheap: deque[Hashable] = deque()  # keys whose values are dropped when idle
         self._limit = limit
         self._hits = self._misses = self._bytes = 0
@@ -166,7 +166,7 @@ class LayoutCache:
         if (earlier := self._entries.get(key)) is not None:
             self._bytes -= earlier.size
             used = earlier.used
-        self._entries[key] = _Entry(value, size, self._misses if used is None else used)
+        self._entries[key] = _CachedValue(value, size, self._misses if used is None else used)
         self._bytes += size
 
     def _drop(self, key: Hashable) -> None:

@@ -163,23 +163,23 @@ def list_slot_gradient(lists: tuple[Lists, ...], grad: Tensor) -> Tensor:
     return total
 
 
-class Source(NamedTuple):
+class ListedPairs(NamedTuple):
     """A selection from which queries list keys, within a branch of a pattern."""
 
     selection: SelectedBlocks
     inside: tuple[Mask, ...] = ()  # documents and trees that the selection is inside, outer first
     limit: Mask | None = None  # the branch has those listed pairs that this mask has; None: all
 
-    def within(self, mask: Mask) -> "Source":
+    def within(self, mask: Mask) -> "ListedPairs":
         """Returns the source in a union of intersections that `mask` limits further."""
         return self._replace(limit=mask if self.limit is None else And((self.limit, mask)))
 
-    def or_in(self, mask: Mask) -> "Source":
+    def or_in(self, mask: Mask) -> "ListedPairs":
         """Returns the source in a union with `mask`: listed pairs of either."""
         return self._replace(limit=None if self.limit is None else Or((self.limit, mask)))
 
 
-def split(pattern: Pattern) -> tuple[Pattern, tuple[tuple[Source, ...], ...]]:
+def split(pattern: Pattern) -> tuple[Pattern, tuple[tuple[ListedPairs, ...], ...]]:
     """Splits a pattern into (a pattern for tiles, sources of listed keys of each branch).
 
     Each pair of a branch is in its tiles, or one of its sources lists it within the source's limit,
@@ -241,13 +241,13 @@ def _is_nothing(branch: Mask) -> bool:
     return branch is _NOTHING or (isinstance(branch, Varlen) and branch.pattern is _NOTHING)
 
 
-def _split(mask: Mask) -> tuple[Mask | None, list[Source]]:
+def _split(mask: Mask) -> tuple[Mask | None, list[ListedPairs]]:
     """Returns (a mask of pairs without lists, or None; sources of all the other pairs)."""
     if not has_lists(mask):
         return mask, []
     match mask:
         case SelectedBlocks():
-            return None, [Source(mask)]
+            return None, [ListedPairs(mask)]
         case Or(masks):
             parts = [_split(part) for part in masks]
             own = tuple(tiles for tiles, _ in parts if tiles is not None)
@@ -267,7 +267,7 @@ def _split(mask: Mask) -> tuple[Mask | None, list[Source]]:
     raise NotImplementedError(f"lists of keys inside {type(mask).__name__} are not computed")
 
 
-def _split_intersection(masks: tuple[Mask, ...]) -> tuple[Mask | None, list[Source]]:
+def _split_intersection(masks: tuple[Mask, ...]) -> tuple[Mask | None, list[ListedPairs]]:
     parts = [_split(mask) for mask in masks]
     others = [intersection([*masks[:i], *masks[i + 1 :]]) for i in range(len(masks))]
     listed = [
@@ -282,13 +282,13 @@ def _split_intersection(masks: tuple[Mask, ...]) -> tuple[Mask | None, list[Sour
     return tiles, [source for found in listed for source in found]
 
 
-def _slots(source: Source) -> float:
+def _slots(source: ListedPairs) -> float:
     return source.selection.mean_slots * source.selection.block_size
 
 
 def lists_of(
     tiles: Pattern,
-    sources: tuple[tuple[Source, ...], ...],
+    sources: tuple[tuple[ListedPairs, ...], ...],
     frame: Frame,
     *,
     coordinates: Coordinates | None = None,
@@ -341,7 +341,7 @@ _SHORT_LIST = 16  # lists up to this length are computed together
 
 
 def _of_like_length(
-    sources: tuple[Source, ...], frame: Frame, positions: Tensor | None, has_all: bool
+    sources: tuple[ListedPairs, ...], frame: Frame, positions: Tensor | None, has_all: bool
 ) -> list[Tensor | None]:
     """Groups queries whose lists are about as long: up to 16 slots, 32, 64, and so on.
 
@@ -526,7 +526,7 @@ class _Seated(NamedTuple):
 
 
 def _list_keys(
-    source: Source,
+    source: ListedPairs,
     frame: Frame,
     positions: Tensor | None,
     valid: Tensor | None,
@@ -563,7 +563,7 @@ def _slots_or_none(seated: _Seated, none: int) -> Tensor | None:
 
 
 def _seated(
-    source: Source,
+    source: ListedPairs,
     frame: Frame,
     positions: Tensor | None,
     valid: Tensor | None,

@@ -27,7 +27,7 @@ from ..patterns.algebra import Pattern
 from ..patterns.blocks import Dense
 from ..patterns.keys import KeyMask, KeyPadding
 from ..patterns.positions import Causal, Full
-from .over_ranks import OverRanks, Ranks, refusal
+from .over_ranks import CallRanks, OverRanks, refusal
 from .transformer import checked_heads
 
 MOST_WEIGHTS = 1 << 26
@@ -174,7 +174,7 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
         average_attn_weights: bool,
         is_causal: bool,
         nested: bool,
-        ranks: Ranks | None,
+        ranks: CallRanks | None,
     ) -> tuple[Tensor, Tensor | None]:
         if not nested:
             for name, x in (("query", query), ("key", key), ("value", value)):

@@ -43,11 +43,11 @@ class OverRanks:
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | ({} if self._group is None else {"_group": False})
 
-    def _ranks(self, like: object, **refused: bool) -> "Ranks | None":
+    def _ranks(self, like: object, **refused: bool) -> "CallRanks | None":
         """Returns the ranks of a call if there are several; refuses options in use by name."""
         if (group := self.group) is not None and any(refused.values()):
             raise refusal(", ".join(name for name, is_used in refused.items() if is_used))
-        return None if group is None or group.size() == 1 else Ranks(group, self.sharding, like)
+        return None if group is None or group.size() == 1 else CallRanks(group, self.sharding, like)
 
 
 def refusal(what: str) -> NotImplementedError:
@@ -56,7 +56,7 @@ def refusal(what: str) -> NotImplementedError:
     return NotImplementedError(f"over ranks, a module does not take {what}; {way_out}")
 
 
-class Ranks(contextlib.AbstractContextManager["Ranks"]):
+class CallRanks(contextlib.AbstractContextManager["CallRanks"]):
     """The ranks of a call; used as a context, it tells the others if this rank raises early."""
 
     def __init__(self, group: dist.ProcessGroup, sharding: str, like: object) -> None:

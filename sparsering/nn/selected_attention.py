@@ -38,7 +38,7 @@ from ..selection import (
 from ..selection.estimates import METHODS, checked_method
 from ..selection.query_rows import checked_blocks
 from .alone import documents_by_length
-from .over_ranks import OverRanks, Ranks
+from .over_ranks import CallRanks, OverRanks
 from .pooled import gated_pool, pooled_scores
 from .transformer import check_rope, checked_heads, rotate
 
@@ -298,7 +298,7 @@ class SelectedAttention(OverRanks, nn.Module):
         x: Tensor,
         rope: Any,
         return_loss: bool,
-        ranks: Ranks | None,
+        ranks: CallRanks | None,
         documents: Lengths | None,
         valid: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:

@@ -54,14 +54,14 @@ def _state(roots: tuple[Any, ...], quick: bool) -> tuple[str, Any]:
     """Returns a digest of what `roots` read, and the objects, whose addresses stay in use."""
     names: set[str] = set()
     while True:
-        reader = _Reader(sorted(names), quick)
+        reader = _StateReader(sorted(names), quick)
         parts = repr([reader.read(root) for root in roots])
         if reader.names <= names:
             return hashlib.blake2b(parts.encode(), digest_size=12).hexdigest(), reader.seen
         names |= reader.names
 
 
-class _Reader:
+class _StateReader:
     def __init__(self, attributes: list[str], quick: bool) -> None:
         self.attributes, self.quick = attributes, quick
         self.names: set[str] = set()  # names that code uses

@@ -21,7 +21,7 @@ from ..layouts.lists import tiles_of
 from ..patterns.algebra import Frame, Pattern
 from .counts import Counts, counts_of, flops
 from .machines import OTHER_NAMES, Machine, machine_of
-from .memory import MEMORY, Call, Memory
+from .memory import MEMORY, CallSizes, Memory
 from .seconds import seconds_of
 from .sizes import parse_tokens, show_bytes
 
@@ -257,8 +257,8 @@ def _plan(scenario: Scenario) -> _Plan:
     )
 
 
-def _call(scenario: Scenario) -> Call:
-    return Call(scenario.batch_size, scenario.head_dim, scenario.dtype)
+def _call(scenario: Scenario) -> CallSizes:
+    return CallSizes(scenario.batch_size, scenario.head_dim, scenario.dtype)
 
 
 def estimate_of(scenario: Scenario) -> Estimate:

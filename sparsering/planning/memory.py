@@ -31,7 +31,7 @@ class Memory(NamedTuple):
         return sum(self)
 
 
-class Call(NamedTuple):
+class CallSizes(NamedTuple):
     """Sizes of a call of `attention` that do not affect its layout."""
 
     batch_size: int
@@ -67,7 +67,7 @@ class Tensors(NamedTuple):
         )
 
 
-def tensors_of(frame: Frame, call: Call) -> Tensors:
+def tensors_of(frame: Frame, call: CallSizes) -> Tensors:
     """Returns the bytes of a call's tensors, which do not depend on the pattern."""
     per_token = call.batch_size * call.head_dim * call.dtype.itemsize
     out = per_token * frame.num_heads * frame.q_len
@@ -75,7 +75,7 @@ def tensors_of(frame: Frame, call: Call) -> Tensors:
     return Tensors(out + 2 * per_token * frame.num_kv_heads * frame.kv_len, out, lse)
 
 
-def cpu_memory(counts: Counts, call: Call, backward: bool) -> Memory:
+def cpu_memory(counts: Counts, call: CallSizes, backward: bool) -> Memory:
     """Predicts the bytes of a call of the CPU kernel, whose library reports its buffer sizes."""
     if build_failure():  # `attention` then runs the backend "gather"
         return gather_memory(counts, call, backward)
@@ -93,7 +93,7 @@ def cpu_memory(counts: Counts, call: Call, backward: bool) -> Memory:
     )
 
 
-def _cpu_workspace(counts: Counts, call: Call, backward: bool) -> int:
+def _cpu_workspace(counts: Counts, call: CallSizes, backward: bool) -> int:
     frame = counts.frame
     query, key = (
         torch.empty(call.batch_size, heads, length, call.head_dim, dtype=call.dtype, device="meta")
@@ -112,7 +112,7 @@ def _cpu_workspace(counts: Counts, call: Call, backward: bool) -> int:
     return int(library().workspace_bytes(query, key, key, *options))
 
 
-def gather_memory(counts: Counts, call: Call, backward: bool) -> Memory:
+def gather_memory(counts: Counts, call: CallSizes, backward: bool) -> Memory:
     """Predicts the bytes of a call of "gather" that uses its workspace up to the limit."""
     sizes = tensors_of(counts.frame, call)
     limit = set_workspace(1)  # returns the previous limit, which the next line restores
@@ -129,7 +129,7 @@ def gather_memory(counts: Counts, call: Call, backward: bool) -> Memory:
     )
 
 
-def triton_memory(counts: Counts, call: Call, backward: bool) -> Memory:
+def triton_memory(counts: Counts, call: CallSizes, backward: bool) -> Memory:
     """Predicts the bytes of a call of the GPU kernels, which add up several passes in float32."""
     sizes = tensors_of(counts.frame, call)
     layout = counts.layout_bytes
@@ -146,7 +146,7 @@ MEMORY = {"cpu": cpu_memory, "gather": gather_memory, "triton": triton_memory}
 """For each backend, the function that computes the bytes of a call."""
 
 
-def takes_heads(counts: Counts, call: Call) -> bool:
+def takes_heads(counts: Counts, call: CallSizes) -> bool:
     """Whether each thread of the CPU kernel's backward pass computes whole kv heads."""
     return takes_whole_heads(call.batch_size * counts.frame.num_kv_heads, torch.get_num_threads())
 

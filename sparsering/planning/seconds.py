@@ -21,7 +21,7 @@ from ..patterns.algebra import Frame, Pattern
 from ..patterns.positions import Causal, SlidingWindow
 from ..patterns.selected import SelectedBlocks
 from .counts import Counts, counts_of
-from .memory import Call, takes_heads
+from .memory import CallSizes, takes_heads
 
 _PROBES: tuple[tuple[Pattern, int], ...] = (
     (Causal(), 64),
@@ -40,7 +40,7 @@ class _Rates(NamedTuple):
     row: float  # seconds of a channel of a query, or of a key that is copied
 
 
-def seconds_of(backend: str, counts: Counts, call: Call, backward: bool) -> float:
+def seconds_of(backend: str, counts: Counts, call: CallSizes, backward: bool) -> float:
     """Predicts the seconds of a call; the first of its kind takes some 0.2 s to measure."""
     kind = backend, call.dtype, call.head_dim, backward, torch.get_num_threads()
     rates = _rates(*kind)
@@ -54,7 +54,7 @@ def seconds_of(backend: str, counts: Counts, call: Call, backward: bool) -> floa
     return seconds
 
 
-def _amounts(counts: Counts, call: Call, backward: bool) -> tuple[float, float]:
+def _amounts(counts: Counts, call: CallSizes, backward: bool) -> tuple[float, float]:
     """Returns channels of pairs in visited blocks, and of queries and keys."""
     heads, kv_heads = (
         call.batch_size * n for n in (counts.frame.num_heads, counts.frame.num_kv_heads)
@@ -83,7 +83,7 @@ def _rates(backend: str, dtype: torch.dtype, head_dim: int, backward: bool, thre
         run()
         seconds.append(min(timed(run, device) for _ in range(_ROUNDS)))
         counts = counts_of(pattern, frame, size)
-        amounts.append(_amounts(counts, Call(1, head_dim, dtype), backward))
+        amounts.append(_amounts(counts, CallSizes(1, head_dim, dtype), backward))
     first, *others = seconds
     a, b = (max(x - first, 1e-9) for x in others)
     (a_pairs, a_rows), (b_pairs, b_rows) = amounts[1:]

@@ -29,7 +29,7 @@ MOST_SEARCHED = 1 << 22
 """Most tokens of a row that are planned in a search; longer rows are extrapolated."""
 
 
-class Saved(NamedTuple):
+class ModelBytes(NamedTuple):
     """Bytes of a model's weights, and of what a forward pass keeps for its backward pass."""
 
     weights: int
@@ -65,7 +65,7 @@ class ModelOutline(NamedTuple):
     num_kv_heads: int
     head_dim: int
     # maps (batch size, tokens, dtype) to what a step saves
-    saved: Callable[[int, int, torch.dtype], Saved]
+    saved: Callable[[int, int, torch.dtype], ModelBytes]
 
 
 class _Attention(torch.autograd.Function):
@@ -92,7 +92,7 @@ def saved_by(
     *,
     logits: int = 0,
     products: int | None = None,
-) -> Saved:
+) -> ModelBytes:
     """Runs a model of the meta device once, and counts the bytes that autograd saves.
 
     Args:
@@ -140,7 +140,7 @@ def saved_by(
         ) from error
     sizes = [sum(x) for x in of_layers]
     largest = max(range(len(sizes)), key=sizes.__getitem__)
-    return Saved(
+    return ModelBytes(
         weights=sum(x.nbytes for x in model.parameters()),
         kept=sum(found.values()),
         layers=sum(sizes),
@@ -273,7 +273,7 @@ def longest_row(
 
 
 class _Step(NamedTuple):
-    saved: Saved
+    saved: ModelBytes
     weights: int  # bytes of weights on a device
     at_work: int  # bytes of workspace and layout of the attention call that has most
     seconds: dict[Pattern, float]  # of a layer's attention
@@ -304,7 +304,7 @@ def _step_of(planned: ModelOutline, scenario: Scenario, parts: int) -> _Step:
     )
 
 
-def _model_text(planned: ModelOutline, saved: Saved, scenario: Scenario) -> str:
+def _model_text(planned: ModelOutline, saved: ModelBytes, scenario: Scenario) -> str:
     return (
         f"{planned.name}, {len(planned.patterns)} layers, "
         f"{saved.weights // scenario.dtype.itemsize:,} parameters, "

@@ -20,7 +20,7 @@ from ..checks import (
 )
 from ..kernels.backends import BACKENDS, Backend, block_size_of, choose, in_company, mode
 from ..kernels.triton import interpreting
-from ..layouts.lists import Source, is_only_lists, split
+from ..layouts.lists import ListedPairs, is_only_lists, split
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.keys import KeyMasks, without_key_masks
 from ..patterns.selected import CHECK, has_lists
@@ -37,7 +37,8 @@ class Parts(NamedTuple):
 
     layout_key: LayoutKey  # what a layout of tiles is built from
     key_masks: KeyMasks = ()  # keys that no query sees, for the backend as data
-    sources: tuple[tuple[Source, ...], ...] = ()  # of listed keys, by branch; () if there are none
+    # Listed keys, by branch; () if there are none.
+    sources: tuple[tuple[ListedPairs, ...], ...] = ()
 
 
 class Decision(NamedTuple):
@@ -148,7 +149,7 @@ def _taken_apart(call: Call, backend: str, in_tiles: bool) -> Parts:
     pattern, frame, kernels = call.pattern, call.frame, BACKENDS[backend]
     check_batch(pattern, len(call.query))
     masks: KeyMasks = ()
-    sources: tuple[tuple[Source, ...], ...] = ()
+    sources: tuple[tuple[ListedPairs, ...], ...] = ()
     if "key_mask" in kernels.extras:
         rest, masks = without_key_masks(pattern)
         pattern = pattern if in_tiles else rest

@@ -11,7 +11,7 @@ from sparsering.kernels import cpu
 from sparsering.kernels.problem import Problem
 from sparsering.planning import memory as module
 from sparsering.planning.counts import counted
-from sparsering.planning.memory import Call, cpu_memory, gather_memory
+from sparsering.planning.memory import CallSizes, cpu_memory, gather_memory
 
 pytestmark = pytest.mark.skipif(bool(cpu.reasons()), reason="no compiled kernel")
 
@@ -59,7 +59,7 @@ def test_the_kernel_announces_the_buffers_that_it_allocates(pattern, head_dim, t
     problem = Problem(layout, query, key, value, head_dim**-0.5)
     out, lse = cpu.forward(problem)
     grads = torch.randn_like(out), torch.zeros_like(lse)
-    work, call = counted(layout, cut=True), Call(1, head_dim, torch.float32)
+    work, call = counted(layout, cut=True), CallSizes(1, head_dim, torch.float32)
     results = 4 * (out.numel() + lse.numel())
     told = module._cpu_workspace(work, call, False)
     assert most_allocated(lambda: cpu.forward(problem)) - results == pytest.approx(told, rel=0.05)
@@ -73,5 +73,5 @@ def test_without_a_compiler_the_bytes_are_those_of_gather(monkeypatch):
     monkeypatch.setattr(module, "build_failure", lambda: ("no C++ compiler found",))
     work = counted(sr.Causal().layout(512, num_heads=2))
     for backward in (False, True):
-        call = Call(1, 64, torch.float32)
+        call = CallSizes(1, 64, torch.float32)
         assert cpu_memory(work, call, backward) == gather_memory(work, call, backward)

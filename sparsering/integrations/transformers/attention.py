@@ -9,7 +9,7 @@ from torch import Tensor
 from ...ground.arguments import is_shape_alone
 from .calls import CallState, call_state, is_in_block, used_modules, used_pattern
 from .config import is_cross_attention
-from .indexers import BlockScorer, Chosen, chosen_keys
+from .indexers import Chosen, UnchosenBlocks, chosen_keys
 from .masks import ModelMask, document_starts
 from .once import once
 from .shapes import is_true
@@ -54,7 +54,7 @@ def attention_function(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     indices: Tensor | None = None,
-    block_indices: Tensor | BlockScorer | None = None,
+    block_indices: Tensor | UnchosenBlocks | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention over the layer's pattern or, without one, over the model's mask.
@@ -75,7 +75,7 @@ def attention_function(
     if used is None and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
         attention_mask = _with_documents(attention_mask, cu_seq_lens_q, cu_seq_lens_k, len(query))
     if used is None and isinstance(attention_mask, ModelMask):
-        takes_lengths = chosen is None or isinstance(chosen, BlockScorer)
+        takes_lengths = chosen is None or isinstance(chosen, UnchosenBlocks)
         _warn_of_packing(attention_mask, position_ids, takes_lengths)
     if chosen is not None:
         _check_documents(attention_mask, chosen, cu_seq_lens_q, known)
@@ -148,7 +148,7 @@ def _with_documents(
 
 def _check_documents(
     mask: ModelMask | Chosen | Tensor | None,
-    chosen: Chosen | BlockScorer,
+    chosen: Chosen | UnchosenBlocks,
     cu_seq_lens: Tensor | None,
     known: Tensor | None,
 ) -> None:
@@ -156,7 +156,7 @@ def _check_documents(
 
     `known` are the documents [B or 1, Nk] of the mask that the indexer got, if any.
     """
-    if cu_seq_lens is None or isinstance(chosen, BlockScorer) or not isinstance(mask, ModelMask):
+    if cu_seq_lens is None or isinstance(chosen, UnchosenBlocks) or not isinstance(mask, ModelMask):
         return
     before = torch.zeros(1, 1, dtype=torch.bool) if known is None else known.diff(dim=1) != 0
     after = (

@@ -72,7 +72,7 @@ class Chosen(NamedTuple):
         return replace(found, indices=table.transpose(1, 2), first_row=0)
 
 
-class BlockScorer(NamedTuple):
+class UnchosenBlocks(NamedTuple):
     """Queries and keys of MiniMax-M3's indexer, which does not get the model's mask to choose."""
 
     indexer: Any
@@ -91,8 +91,8 @@ class BlockScorer(NamedTuple):
 
 
 def chosen_keys(
-    module: Any, mask: Any, indices: Tensor | None, block_indices: Tensor | BlockScorer | None
-) -> Chosen | BlockScorer | None:
+    module: Any, mask: Any, indices: Tensor | None, block_indices: Tensor | UnchosenBlocks | None
+) -> Chosen | UnchosenBlocks | None:
     """Returns what a layer's indexer or compressor has chosen in this call, or None."""
     if isinstance(mask, Chosen):
         return mask
@@ -105,7 +105,7 @@ def chosen_keys(
             )
     if indices is not None:
         return Chosen(indices[:, None])  # [B, N, k] -> [B, 1, N, k]
-    if isinstance(block_indices, BlockScorer):
+    if isinstance(block_indices, UnchosenBlocks):
         return block_indices
     if block_indices is not None:
         if (
@@ -398,7 +398,7 @@ def _not_yet_chosen(
     position_embeddings: tuple[Tensor, Tensor],
     past_key_values: Any,
     __: Tensor,
-) -> BlockScorer:
+) -> UnchosenBlocks:
     """Computes the queries and keys of MiniMax-M3's indexer."""
     rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
     # query [B, H, N, D], key [B, 1, N, D]
@@ -409,7 +409,7 @@ def _not_yet_chosen(
     query, key = rotate(query, key, *(x[..., : indexer.head_dim] for x in position_embeddings))
     if past_key_values is not None:
         key = past_key_values.layers[indexer.layer_idx].update_index(key)  # [B, 1, M, D]
-    return BlockScorer(indexer, query, key)
+    return UnchosenBlocks(indexer, query, key)
 
 
 class _Wrapped(NamedTuple):

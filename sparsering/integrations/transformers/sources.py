@@ -17,7 +17,7 @@ from ...patterns.keys import KeyMask
 from .calls import SharedCall, thread
 from .config import pattern_of
 from .dense import attend_tensor, dense_attention
-from .indexers import BlockScorer, Chosen
+from .indexers import Chosen, UnchosenBlocks
 from .masks import Inputs, ModelMask, Options, mask_interface
 from .once import once
 from .override import attend_lists_shared, attend_pattern, attend_shared
@@ -32,7 +32,7 @@ class LayerCall(NamedTuple):
     mask: ModelMask | Chosen | Tensor | None  # a tensor broadcasts to [B, Hq, Nq, Nk]
     is_causal: bool | None  # what the model says beside a mask of None
     bias: Tensor | None  # added to scores, broadcasts to [B, Hq, Nq, Nk]
-    chosen: Chosen | BlockScorer | None  # what the layer's indexer chose
+    chosen: Chosen | UnchosenBlocks | None  # what the layer's indexer chose
     used: Pattern | None  # of an open `hf.using` block
     shared: SharedCall | None  # set if ranks share the model's call
     cache: SparseLayer | None  # the layer of a `SparseCache` that has the keys
@@ -67,7 +67,7 @@ def _refuses_chosen(call: LayerCall) -> Exception | None:
 def _attend_chosen(call: LayerCall) -> Tensor:
     """Attends over the keys that an indexer chose, within the model's mask."""
     mask, chosen = call.mask, call.chosen
-    if isinstance(chosen, BlockScorer):
+    if isinstance(chosen, UnchosenBlocks):
         assert isinstance(mask, ModelMask)
         chosen = chosen.choose(mask, call.shared)
     assert chosen is not None

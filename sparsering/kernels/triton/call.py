@@ -29,7 +29,7 @@ from .configs import Config, config_for, in_order
 from .even_depths import of_whole_tiles, with_even_depths
 from .launch import Launch, kept, kind_of, kinds, launch, padded, precision, processors, strides
 from .lists import MOST_LIST_DIM, ListGradients, add_gradients, attend_lists, on_device
-from .operands import MOST_HEAD_DIM, Part, of_call, of_inputs, of_tiles, streamed
+from .operands import MOST_HEAD_DIM, HeadGroup, of_call, of_inputs, of_tiles, streamed
 from .walk import Walk, use, walk
 
 EXTRAS = frozenset(
@@ -262,7 +262,7 @@ def _in_turn(problem: Problem) -> bool:
     return half and len(problem.layout.passes) > 1
 
 
-def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Iterator[Part]:
+def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Iterator[HeadGroup]:
     """Splits a call by kv heads, up to `at_most` per part; if `in_turn`, just enough for a GPU."""
     problem = problem.with_positive_scale().with_dense_rows()
     tables = problem.block_bias, problem.distance_bias
@@ -288,10 +288,10 @@ def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Itera
                 block_bias=None if bias is None else bias[:, heads],
                 distance_bias=None if table is None else table[:, heads],
             )
-        yield Part(own, heads, kv_heads)
+        yield HeadGroup(own, heads, kv_heads)
 
 
-def _forward_pass(part: Part, number: int, out: Tensor, lse: Tensor) -> None:
+def _forward_pass(part: HeadGroup, number: int, out: Tensor, lse: Tensor) -> None:
     """Merges the attention over one pass into `out` and `lse`."""
     from .combine import merge_kernel
     from .forward import forward_kernel
@@ -320,7 +320,7 @@ def _forward_pass(part: Part, number: int, out: Tensor, lse: Tensor) -> None:
 
 
 def _query_pass(
-    part: Part, number: int, grads: list[Tensor], dq: Tensor, of_biases: list[Tensor | None]
+    part: HeadGroup, number: int, grads: list[Tensor], dq: Tensor, of_biases: list[Tensor | None]
 ) -> None:
     """Adds the gradients of one pass to `dq`, and to those of block bias and distance bias."""
     from .backward import query_kernel
@@ -358,7 +358,7 @@ def _query_pass(
         extra_arguments.add_diagonals(dtable, room, problem.layout.passes[number].step)
 
 
-def _key_passes(part: Part, grads: list[Tensor], results: list[Tensor]) -> None:
+def _key_passes(part: HeadGroup, grads: list[Tensor], results: list[Tensor]) -> None:
     """Writes dK and dV over all passes, [B, kv heads, Nk, D] and [.., Dv]; sums may be float32."""
     from .backward import key_kernel
     from .combine import sum_kernel
@@ -439,7 +439,7 @@ def _prepared(
 
 
 def _launches(
-    kernel: str, part: Part, number: int, config: Config, build: _Build, *results: Tensor
+    kernel: str, part: HeadGroup, number: int, config: Config, build: _Build, *results: Tensor
 ) -> tuple[Walk, dict[str, Tensor], list[Launch]]:
     """Returns a pass's work units, tables and launches; layouts of equal shapes share launches."""
     problem, by_key = part.problem, kernel == "key"

@@ -23,7 +23,7 @@ _SPLITS, _COUNT = 16, 256  # of the pairs of a distance, and numbers that a prog
 _PAIRS_OF_KEY = 4096  # numbers of queries in the registers of a program that sums dK
 
 
-class Listed(NamedTuple):
+class DeviceLists(NamedTuple):
     """Lists on the device of a call, as kernels read them."""
 
     keys: Tensor  # int32 [B or 1, tables, Nq, n], -1: none; no repeats
@@ -33,7 +33,7 @@ class Listed(NamedTuple):
     heads: int  # lists that are read apart: those of tables, or of kv heads
 
 
-def on_device(problem: Problem, lists: Lists) -> Listed:
+def on_device(problem: Problem, lists: Lists) -> DeviceLists:
     """Moves lists to the device of a call; a repeated key of a query becomes -1."""
     device, at = problem.query.device, lists.coordinates
     keys = moved(lists.keys, device)
@@ -44,7 +44,7 @@ def on_device(problem: Problem, lists: Lists) -> Listed:
         place = moved(lists.place, device).contiguous()
     if at is not None:
         at = Coordinates(*(moved(x, device).contiguous() for x in at))
-    return Listed(
+    return DeviceLists(
         keys=keys,
         place=place,
         coordinates=at,
@@ -53,7 +53,9 @@ def on_device(problem: Problem, lists: Lists) -> Listed:
     )
 
 
-def attend_lists(problem: Problem, listed: Listed, fresh: bool, out: Tensor, lse: Tensor) -> None:
+def attend_lists(
+    problem: Problem, listed: DeviceLists, fresh: bool, out: Tensor, lse: Tensor
+) -> None:
     """Merges the attention over lists into `out` [B, Hq, Nq, Dv] and `lse`, both contiguous.
 
     If `fresh`, it writes all of `out`, and `lse` is -inf or has the sinks; else `out` is float32.
@@ -92,7 +94,7 @@ class ListGradients(NamedTuple):
 
 def add_gradients(
     problem: Problem,
-    listed: Listed,
+    listed: DeviceLists,
     grad_out: Tensor,
     rows: tuple[Tensor, Tensor],
     to: ListGradients,
@@ -147,7 +149,7 @@ def add_gradients(
     return grad_bias, None if grad_score is None else _by_distance(problem, listed, grad_score)
 
 
-def _by_distance(problem: Problem, listed: Listed, grad_score: Tensor) -> Tensor:
+def _by_distance(problem: Problem, listed: DeviceLists, grad_score: Tensor) -> Tensor:
     """Sums dS [B, Hq, Nq, n] over the pairs of each distance: float32 [B, Hq, 2R + 1]."""
     from .list_kernels import list_distance_kernel
 
@@ -196,7 +198,7 @@ def _sorted_by(numbers: Tensor, stop: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(ordered, each)
 
 
-def _tensors(problem: Problem, listed: Listed) -> dict[str, Tensor]:
+def _tensors(problem: Problem, listed: DeviceLists) -> dict[str, Tensor]:
     """Returns the tensors that all kernels of lists read; placeholders for those not in use."""
     at, seed, table = listed.coordinates, problem.dropout_seed, problem.distance_bias
     optional = {
@@ -212,7 +214,7 @@ def _tensors(problem: Problem, listed: Listed) -> dict[str, Tensor]:
     return {**inputs, "keys": listed.keys, **given}
 
 
-def _numbers(problem: Problem, listed: Listed) -> dict[str, int]:
+def _numbers(problem: Problem, listed: DeviceLists) -> dict[str, int]:
     """Returns the lengths of a call, for which no launch is prepared anew."""
     return {
         "q_start": problem.layout.frame.q_start, "q_len": problem.query.shape[2],
@@ -221,7 +223,7 @@ def _numbers(problem: Problem, listed: Listed) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _batches(problem: Problem, listed: Listed) -> dict[str, int]:
+def _batches(problem: Problem, listed: DeviceLists) -> dict[str, int]:
     """Returns the strides of batch entries, 0 where all share one table."""
     at, seed = listed.coordinates, problem.dropout_seed
     return {
@@ -232,7 +234,7 @@ def _batches(problem: Problem, listed: Listed) -> dict[str, int]:
     }
 
 
-def _fixed(problem: Problem, listed: Listed) -> dict[str, Any]:
+def _fixed(problem: Problem, listed: DeviceLists) -> dict[str, Any]:
     """Returns the arguments that are equal for calls of one kind."""
     query, value, table = problem.query, problem.value, problem.distance_bias
     at, dropped = listed.coordinates, problem.dropout_p or 0.0
@@ -254,7 +256,7 @@ def _fixed(problem: Problem, listed: Listed) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _shape(problem: Problem, listed: Listed, config: Config) -> dict[str, int]:
+def _shape(problem: Problem, listed: DeviceLists, config: Config) -> dict[str, int]:
     group = problem.query.shape[1] // listed.heads
     return {
         "ROWS": config.rows, "KEYS": config.streamed, "STAGES": config.stages,
@@ -262,7 +264,7 @@ def _shape(problem: Problem, listed: Listed, config: Config) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _kind(problem: Problem, listed: Listed, *results: Tensor) -> tuple[Any, ...]:
+def _kind(problem: Problem, listed: DeviceLists, *results: Tensor) -> tuple[Any, ...]:
     """Returns what the launches of lists depend on: no length, and no value of a tensor."""
     at, extras = listed.coordinates, (problem.block_bias, problem.distance_bias)
     return (
@@ -276,12 +278,12 @@ def _kind(problem: Problem, listed: Listed, *results: Tensor) -> tuple[Any, ...]
     )  # fmt: skip
 
 
-def _most_keys(listed: Listed) -> int:
+def _most_keys(listed: DeviceLists) -> int:
     """Returns the width of the longest lists, for a config: 16, 32 or 64."""
     return min(64, max(16, power_of_2(listed.keys.shape[3])))
 
 
-def _config(problem: Problem, listed: Listed) -> Config:
+def _config(problem: Problem, listed: DeviceLists) -> Config:
     """Chooses rows (heads), keys of a step, warps and stages; by registers, not by timings."""
     group = problem.query.shape[1] // listed.heads
     width = max(problem.query.shape[3], problem.value.shape[3])

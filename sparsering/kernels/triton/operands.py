@@ -19,7 +19,7 @@ from .walk import Walk
 MOST_HEAD_DIM = 512
 
 
-class Part(NamedTuple):
+class HeadGroup(NamedTuple):
     """Some kv heads of a call and the query heads that use them, as a separate problem."""
 
     problem: Problem
@@ -54,7 +54,9 @@ def of_inputs(problem: Problem, config: Config) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def of_tiles(part: Part, number: int, w: Walk, config: Config, *, by_key: bool) -> dict[str, Any]:
+def of_tiles(
+    part: HeadGroup, number: int, w: Walk, config: Config, *, by_key: bool
+) -> dict[str, Any]:
     """Returns the arguments for a pass's tiles and work units; `by_key`: units are key tiles."""
     tile, p = (layout := part.problem.layout).block_size, layout.passes[number]
     starts = p.key_start if by_key else p.query_start
@@ -74,7 +76,12 @@ def of_tiles(part: Part, number: int, w: Walk, config: Config, *, by_key: bool) 
 
 
 def streamed(
-    part: Part, number: int, config: Config, unit: int, rows: dict[str, Tensor], **tensors: Tensor
+    part: HeadGroup,
+    number: int,
+    config: Config,
+    unit: int,
+    rows: dict[str, Tensor],
+    **tensors: Tensor,
 ) -> dict[str, Any]:
     """Returns arguments for streamed `tensors`, and for `rows`, which have one number per token.
 
