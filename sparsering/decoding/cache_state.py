@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..ground.arguments import index_of, listed, shortened
+from ..ground.once import unseen_beside
 from ..kernels.rounding import Store
 from ..layouts.cache import layout_cache
 from ..layouts.layout import BlockLayout
@@ -370,7 +371,10 @@ class CacheState(_Record):
 
 
 @contextlib.contextmanager
-def ordinary_tensors() -> Iterator[None]:
-    """Lets the `with` body create tensors without gradients that work outside inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
+def ordinary_tensors(beside: Tensor | None = None) -> Iterator[None]:
+    """Lets the `with` body create tensors without gradients that work outside inference mode.
+
+    Its tables on the host have numbers also beside keys that have a shape alone.
+    """
+    with torch.inference_mode(False), torch.no_grad(), unseen_beside(beside):
         yield

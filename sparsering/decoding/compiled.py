@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ground.once import unseen
 from ..ground.streams import OUTSIDE_CUDA_GRAPHS
 from ..route.options import ANYWHERE, OPTIONS
 
@@ -28,7 +29,7 @@ def register(cache: Any) -> Tensor:
     """Returns int64 [2], the `clock` of `attend_op`: a new number of the cache, and its length."""
     number = next(_NUMBERS)
     _CACHES[number] = cache
-    with torch.inference_mode(False):
+    with torch.inference_mode(False), unseen():
         return torch.tensor([number, 0])
 
 

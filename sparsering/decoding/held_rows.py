@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..ground.arguments import is_shape_alone
 from ..ground.numerics import round_up
 from ..ground.streams import moved
 from ..layouts.layout import Pass
@@ -101,7 +102,7 @@ class HeldRows:
     def clear(self, first: int, stop: int) -> None:
         """Zeroes slots of the page."""
         for begin in self.firsts:
-            self.rows[:, :, begin + first : begin + stop] = 0
+            self.rows[:, :, begin + first : begin + stop].zero_()
 
     def in_use(self, count: int) -> list[Tensor]:
         """Returns the rows of each head without the page's slots from `count` on."""
@@ -147,6 +148,8 @@ class HeldRows:
             # copy: with room, few evictions need any
             room = max(0, round(counts[0] / _ROOM / page) - 1) * page
         result = HeldRows(_new(like, batch, counts, page, width, room), counts, page, room)
+        if is_shape_alone(like):
+            return result
         if like.device.type != "cpu":
             self._gather(slots, count, new, result)
             return result
@@ -177,7 +180,7 @@ class HeldRows:
         begin = self.rows.storage_offset() + (end - kept) * width
         size = batch, heads, kept + self.page_size, width
         rows = self.rows.as_strided(size, self.rows.stride(), begin)
-        rows[:, :, kept:] = 0
+        rows[:, :, kept:].zero_()
         return HeldRows(rows, (kept,) * heads, self.page_size, self.room - count)
 
     def _within(self, slots: Tensor, head: int) -> Tensor:
@@ -224,7 +227,11 @@ class HeldRows:
 
     def of_entries(self, entries: Tensor) -> "HeldRows":
         """Returns the rows of some batch entries."""
-        return HeldRows(self.rows[entries], self.older, self.page_size)
+        if is_shape_alone(self.rows):
+            rows = self.rows.new_empty(len(entries), *self.rows.shape[1:])
+        else:
+            rows = self.rows[entries]
+        return HeldRows(rows, self.older, self.page_size)
 
     def columns(self, block_size: int) -> int:
         """Returns before how many slots of `placed`'s layout those of the page begin."""

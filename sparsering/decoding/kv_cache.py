@@ -15,10 +15,12 @@ from ..ground.arguments import (
     checked_flag,
     checked_integer,
     index_of,
+    is_shape_alone,
     shortened,
 )
 from ..ground.keywords import class_with_hints
 from ..ground.numerics import autocasting
+from ..ground.once import unseen, unseen_beside
 from ..kernels.rounding import Store, checked_store, to_store
 from ..layouts.compile import BLOCK_SIZES
 from ..layouts.lifetimes import last_visits, own_length
@@ -77,6 +79,7 @@ class KVCache:
     """
 
     _takes_parts = True  # whether `load` takes the keys of some positions only
+    _takes_shapes = True  # whether tokens may have a shape alone, without numbers
 
     def __init__(
         self,
@@ -111,7 +114,8 @@ class KVCache:
         checks.check_batch(pattern, batch_size, "batch_size=")
         heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
         last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises if a bound is missing
-        none = torch.zeros(1 + len(pattern.branches), 0, dtype=torch.int64)
+        with unseen():
+            none = torch.zeros(1 + len(pattern.branches), 0, dtype=torch.int64)
         empty = History(length=0, base=0, keys=none, counts=(0,) * num_kv_heads, width=0)
         histories = [empty] * batch_size
         total = own_length(pattern, max_length)
@@ -136,7 +140,7 @@ class KVCache:
         """Copies the keys and values too, because steps write to their pages in place."""
         other = object.__new__(type(self))
         other.__setstate__(self.__getstate__())
-        with ordinary_tensors():
+        with ordinary_tensors(self._state.keys.rows):
             other._state = self._state.copied()
         return other
 
@@ -189,9 +193,11 @@ class KVCache:
         """Positions of the keys stored for a kv head of a batch entry, ascending int64."""
         entry = checked_integer("entry", entry, 0, len(self.lengths) - 1)
         head = checked_integer("head", head, 0, self._state.kv_heads - 1)
-        history, remote = self._state.histories[entry], torch.tensor(self._state.remote).long()
-        positions = history.positions_with(history.length - history.base)[head]
-        return positions[(positions >= 0) & ~torch.isin(positions, remote)].sort().values
+        history = self._state.histories[entry]
+        with unseen():
+            remote = torch.tensor(self._state.remote, dtype=torch.int64)
+            positions = history.positions_with(history.length - history.base)[head]
+            return positions[(positions >= 0) & ~torch.isin(positions, remote)].sort().values
 
     @overload
     def attend(
@@ -270,7 +276,8 @@ class KVCache:
         given, place = (query, key, value), None
         if valid is not None:
             given, lengths, place = padding_last(given, lengths, valid)
-        results = self._attend(given, lengths, stored, tree, keep, **options)
+        with unseen_beside(query if self._takes_shapes else None):
+            results = self._attend(given, lengths, stored, tree, keep, **options)
         if place is not None:
             out, lse = results
             results = taken(out, place), lse.gather(2, place[:, None].expand_as(lse))
@@ -320,7 +327,11 @@ class KVCache:
         query = torch.empty(shape, dtype=key.dtype, device=key.device)
         checks.check_inputs(query, key, value, self._state.pattern)
         self._check(query, key, value)
-        places = torch.arange(n)
+        with unseen_beside(key):
+            return self._load(key, value, positions, length)
+
+    def _load(self, key: Tensor, value: Tensor, positions: Any, length: int | None) -> None:
+        places = torch.arange(key.shape[2])
         if positions is not None:
             places = checks.checked_index("positions", positions, MOST_TOKENS)
         end = int(places[-1]) + 1 if len(places) else 0
@@ -377,25 +388,20 @@ class KVCache:
         if not stored:
             state = state.changed(remote=(*state.remote, *range(self.length, self.length + most)))
         tokens = tokens if most == n else tokens.first(most)
-        if fits_page(state, decision.backend, new, tokens):
+        in_page = fits_page(state, decision.backend, new, tokens)
+        if is_shape_alone(tokens.query):
+            out, lse = empty_results(tokens.query, self._dims[1])
+        elif in_page:
             if (layout := state.page.layouts.get(most)) is None:
                 with ordinary_tensors():
                     layout = page_layout(state, most)
             out, lse = attend_page(state, layout, decision, tokens)
             state.page.decision = decision if decision.is_plain else None
-            if keep:  # else slots behind the page's tokens hold keys that no later step reads
-                state = state.advanced(new, state.page_length + most)
-                if state.page_length >= state.page_limit:
-                    with ordinary_tensors():
-                        state = state.evicted()
         else:
             with ordinary_tensors():
                 out, lse = attend_spans(state, decision, tokens, new)
-                if keep:
-                    after = state.advanced(new, state.page_length)
-                    state = after.evicted(tokens.key, tokens.value)
-        if keep:
-            self._state = state
+        if keep:  # else slots behind the page's tokens hold keys that no later step reads
+            self._state = _after(state, tokens, new, in_page)
             if state.store is not None:  # the rows do not tell
                 self._first_kind = inputs[1].dtype, inputs[1].device
         if padding := n - most:
@@ -424,7 +430,7 @@ class KVCache:
                 f"{self.length} tokens and rollback={self._state.rollback}; use a larger rollback"
             )
         self._later_keys.check_crop(self._state, length)
-        with ordinary_tensors():
+        with ordinary_tensors(self._state.keys.rows):
             self._state = self._state.cropped(length)
 
     def reorder(self, index: Tensor | Sequence[int]) -> None:
@@ -434,7 +440,7 @@ class KVCache:
     def repeat(self, n: int) -> None:
         """Repeats each batch entry n times, copies adjacent (0 0 1 1), as beam search needs."""
         n = checked_integer("n", n, 1)
-        self._take("repeat", torch.arange(len(self.lengths)).repeat_interleave(n))
+        self._take("repeat", [entry for entry in range(len(self.lengths)) for _ in range(n)])
 
     def select(self, index: Tensor | Sequence[int]) -> None:
         """Keeps only the batch entries that an index lists, in its order."""
@@ -447,7 +453,7 @@ class KVCache:
             batch size, or the pattern depends on the batch entry; both are then unchanged.
         """
         self.check_join(other)
-        with ordinary_tensors():
+        with ordinary_tensors(self._state.keys.rows):
             self._state = self._state.joined(other._state)
 
     def check_join(self, other: "KVCache") -> None:
@@ -480,13 +486,14 @@ class KVCache:
                 f"{name} cannot exchange batch entries, because they have different masks in the "
                 f"pattern {shortened(str(self.pattern))}; make a cache for each entry"
             )
-        entries = checks.checked_index(name, index, len(self.lengths))
+        with unseen_beside(self._state.keys.rows):
+            entries = checks.checked_index(name, index, len(self.lengths))
         if size not in (None, len(entries)):
             raise ValueError(
                 f"{name} needs an index of {size} entries, got {len(entries)}; select() takes an "
                 "index of any size"
             )
-        with ordinary_tensors():
+        with ordinary_tensors(self._state.keys.rows):
             self._state = self._state.of_entries(entries.clone())  # a clone is no inference tensor
 
     def _check_no_draft(self, what: str) -> None:
@@ -497,7 +504,8 @@ class KVCache:
             )
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        checks.refuse_tracers(query, key, value)
+        if not (self._takes_shapes and is_shape_alone(query)):
+            checks.refuse_tracers(query, key, value)
         batch, new, (width, value_width) = len(self.lengths), query.shape[2], self._dims
         expected = (
             (batch, self._state.heads, new, width),
@@ -529,3 +537,12 @@ class KVCache:
                 f"the cache holds {dtype}, got keys of {key.dtype}; cast them with .to({dtype}), "
                 "or make another cache"
             )
+
+
+def _after(state: CacheState, tokens: NewTokens, new: list[int], in_page: bool) -> CacheState:
+    """Returns the state after `new[i]` more tokens of entry i, which are in the page or beside."""
+    with ordinary_tensors():
+        if not in_page:
+            return state.advanced(new, state.page_length).evicted(tokens.key, tokens.value)
+        state = state.advanced(new, state.page_length + tokens.query.shape[2])
+        return state.evicted() if state.page_length >= state.page_limit else state

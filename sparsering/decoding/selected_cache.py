@@ -62,7 +62,7 @@ class SelectedCache(KVCache):
     Source: Quest (arXiv 2406.10774), section 3; InfLLM-V2 (2509.24663).
     """
 
-    _takes_parts = False
+    _takes_parts = _takes_shapes = False
 
     def __init__(
         self,

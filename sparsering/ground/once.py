@@ -7,7 +7,7 @@ import ctypes
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar, overload
 
@@ -17,9 +17,12 @@ from torch._C import (
     _are_functorch_transforms_active,
     _DisableFuncTorch,
     _len_torch_dispatch_stack,
+    _len_torch_function_stack,
 )
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
+
+from .arguments import is_shape_alone
 
 Owner = TypeVar("Owner")
 Value = TypeVar("Value")
@@ -77,10 +80,25 @@ def unseen(*values: object) -> Iterator[None]:
 
     What is stored must hold numbers: later calls, which nobody traces, read it.
     """
-    if not (_len_torch_dispatch_stack() or _are_functorch_transforms_active()) or _fake(values):
+    if _fake(values):
         yield
         return
-    with _disable_current_modes(), _DisableFuncTorch():
+    with ExitStack() as hidden:
+        if _len_torch_dispatch_stack() or _are_functorch_transforms_active():
+            hidden.enter_context(_disable_current_modes())
+            hidden.enter_context(_DisableFuncTorch())
+        if _len_torch_function_stack():  # a block of torch.device("meta") makes meta tensors
+            hidden.enter_context(torch.device("cpu"))
+        yield
+
+
+@contextmanager
+def unseen_beside(x: object) -> Iterator[None]:
+    """Hides modes as `unseen` does if a tensor has a shape alone, for tables on the host."""
+    if not is_shape_alone(x):
+        yield
+        return
+    with unseen():
         yield
 
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ground.arguments import shortened
+from ..ground.arguments import is_shape_alone, shortened
 from ..ground.kernel_library import kernel_operators
 
 Store = Literal["int8", "fp8"]
@@ -54,10 +54,12 @@ def checked_store(store: object) -> Store | None:
 
 def to_store(rows: Tensor, store: Store) -> Tensor:
     """Rounds rows [B, H, n, width] to 8 bits: int8 or uint8 [B, H, n, width + 4]."""
+    form = FORMATS[store]
+    if is_shape_alone(rows):
+        return rows.new_empty(*rows.shape[:-1], rows.shape[-1] + _SCALE, dtype=form.bytes)
     kernel = kernel_operators()
     if kernel is not None and rows.device.type == "cpu" and rows.dtype != torch.float64:
         return kernel.store(rows, store == "fp8")
-    form = FORMATS[store]
     numbers, scale = form.rounded(rows)
     return torch.cat((numbers.view(form.bytes), scale.contiguous().view(form.bytes)), -1)
 

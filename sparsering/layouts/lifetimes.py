@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..ground.arguments import MOST_TOKENS, checked_integer, shortened
-from ..ground.once import one_thread
+from ..ground.once import one_thread, unseen
 from ..patterns.algebra import And, Frame, Mask, Mixture, Or, Pattern, check_fits
 from ..patterns.positions import Full, Packed
 from ..patterns.selected import SelectedBlocks
@@ -57,10 +57,12 @@ def last_visits(
     """
     start = checked_integer("start", start, 0)
     stop = checked_integer("stop", stop, start)
-    sequence = _sequence(pattern, num_heads, num_kv_heads, max_length)
-    sequence.check_position("stop", stop)
-    of_mask = {mask: sequence.last(rule, start, stop) for mask, rule in sequence.rules.items()}
-    return [_latest([of_mask[mask] for mask in masks], stop - start) for masks in sequence.masks]
+    with unseen(pattern):
+        sequence = _sequence(pattern, num_heads, num_kv_heads, max_length)
+        sequence.check_position("stop", stop)
+        of_mask = {mask: sequence.last(rule, start, stop) for mask, rule in sequence.rules.items()}
+        parts = ([of_mask[mask] for mask in masks] for masks in sequence.masks)
+        return [_latest(part, stop - start) for part in parts]
 
 
 @one_thread()
@@ -69,15 +71,16 @@ def live_keys(
 ) -> list[Tensor]:
     """Implements `Pattern.live_keys`."""
     length = checked_integer("length", length, 0)
-    sequence = _sequence(pattern, num_heads, num_kv_heads, max_length)
-    sequence.check_position("length", length)
-    of_mask = {}
-    for mask, rule in sequence.rules.items():
-        parts = [torch.zeros(0, dtype=torch.int64)]
-        for key in sequence.keys_seen_after(length, rule):
-            parts.append(key[sequence.last_of(rule, key, length) >= 0])
-        of_mask[mask] = torch.cat(parts)
-    return [_union([of_mask[mask] for mask in masks]) for masks in sequence.masks]
+    with unseen(pattern):
+        sequence = _sequence(pattern, num_heads, num_kv_heads, max_length)
+        sequence.check_position("length", length)
+        of_mask = {}
+        for mask, rule in sequence.rules.items():
+            parts = [torch.zeros(0, dtype=torch.int64)]
+            for key in sequence.keys_seen_after(length, rule):
+                parts.append(key[sequence.last_of(rule, key, length) >= 0])
+            of_mask[mask] = torch.cat(parts)
+        return [_union([of_mask[mask] for mask in masks]) for masks in sequence.masks]
 
 
 @one_thread()
@@ -85,18 +88,19 @@ def cache_bound(
     pattern: Pattern, num_heads: int, num_kv_heads: int | None, max_length: int | None
 ) -> int | None:
     """Implements `Pattern.cache_bound`."""
-    sequence = _sequence(pattern, num_heads, num_kv_heads, max_length)
-    repeats = sequence.shifted() if sequence.length is None else Repeats(sequence.length, 0)
-    stop = repeats.first + repeats.period
-    of_mask = {mask: sequence.last(rule, 0, stop) for mask, rule in sequence.rules.items()}
-    most = 0
-    for masks in sequence.masks:
-        last = _latest([of_mask[mask] for mask in masks], stop)
-        bound = sequence.most_ever(last, repeats) if repeats.period else _most_live(last)
-        if bound is None:
-            return None
-        most = max(most, bound)
-    return most
+    with unseen(pattern):
+        sequence = _sequence(pattern, num_heads, num_kv_heads, max_length)
+        repeats = sequence.shifted() if sequence.length is None else Repeats(sequence.length, 0)
+        stop = repeats.first + repeats.period
+        of_mask = {mask: sequence.last(rule, 0, stop) for mask, rule in sequence.rules.items()}
+        most = 0
+        for masks in sequence.masks:
+            last = _latest([of_mask[mask] for mask in masks], stop)
+            bound = sequence.most_ever(last, repeats) if repeats.period else _most_live(last)
+            if bound is None:
+                return None
+            most = max(most, bound)
+        return most
 
 
 class _Sequence(NamedTuple):

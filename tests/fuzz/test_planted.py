@@ -233,10 +233,8 @@ DEFECTS = {
     "a denoising step is kept": (
         "caches",
         "decoding/kv_cache.py",
-        "            if keep:  # else slots",
-        "            if True:  # else slots",
-        "        if keep:\n            self._state = state",
-        "        if True:\n            self._state = state",
+        "        if keep:  # else slots",
+        "        if True:  # else slots",
     ),
     "a draft holds the tensors of its caller": (
         "caches",
@@ -279,8 +277,8 @@ DEFECTS = {
     "queries of a static cache stand at the end of its room": (
         "models",
         "integrations/transformers/sources.py",
-        " else int(mask.q_start)\n    if bias is not None and _depends_on",
-        " else key.shape[2] - q_len\n    if bias is not None and _depends_on",
+        "q_start = mask.first_query",
+        "q_start = key.shape[2] - q_len",
     ),
 }
 

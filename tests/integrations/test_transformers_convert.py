@@ -7,6 +7,7 @@ import pytest
 import torch
 from sharing_families import InFloat64
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LEDConfig, LEDModel, LongformerConfig, LongformerModel
 
 import sparsering as sr
@@ -199,3 +200,34 @@ def test_models_stay_what_they_are_and_others_are_refused():
         model(**inputs, output_attentions=True)
     with pytest.raises(ValueError, match="expected a Longformer, an LED or a Chronos-2 model"):
         hf.convert(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize("scope", [FakeTensorMode, lambda: torch.device("meta")])
+def test_chronos_runs_for_its_shapes_alone(scope):
+    model = chronos()
+    with scope():
+        model = type(model)(model.config)
+        shapes = []
+        for _ in range(2):
+            inputs = {"context": torch.zeros(9, 37), "group_ids": torch.zeros(9).long()}
+            out = model(**inputs, num_output_patches=2).quantile_preds
+            grads = torch.autograd.grad(out.sum(), [*model.parameters()], allow_unused=True)
+            shapes.append([x if x is None else x.shape for x in (out, *grads)])
+            hf.convert(model)
+    assert shapes[0] == shapes[1] and shapes[0][0] == (9, 3, 8)
+
+
+@pytest.mark.parametrize("scope", [FakeTensorMode, lambda: torch.device("meta")])
+def test_a_layer_with_global_tokens_runs_for_its_shapes_alone(scope):
+    """Longformer itself asks for numbers before its layers run, but a layer can run alone."""
+    model = longformer()
+    hf.convert(model)
+    attention = model.encoder.layer[0].attention.self
+    with scope():
+        attention = type(model)._from_config(model.config).encoder.layer[0].attention.self
+        attention.__class__ = module.LocalAndGlobalAttention
+        states = torch.zeros(3, LENGTH, 32, requires_grad=True)
+        masked = torch.zeros(3, LENGTH, dtype=torch.bool)
+        (out,) = attention(states, torch.zeros(3, LENGTH), masked, masked, True)
+        (grad,) = torch.autograd.grad(out.sum(), states)
+    assert out.shape == grad.shape == (3, LENGTH, 32)

@@ -190,7 +190,7 @@ def _warn_of_packing(mask: ModelMask, position_ids: Tensor | None, takes_lengths
     # Three planes: where time falls, a document may begin that `document_starts` does not tell.
     falls = ids[0].diff() < 0 if len(ids) == 3 and ids.dim() == 3 else torch.zeros_like(starts)
     if mask.valid_keys is not None:
-        first = int(mask.q_start) + mask.kv_start
+        first = mask.first_query + mask.kv_start
         valid = mask.valid_keys[:, first : first + q_len]
         valid = valid[:, 1:] & valid[:, :-1]
         starts, falls = starts & valid, falls & valid

@@ -34,7 +34,7 @@ def content_blocks(mask: Any, batch: int, queries: int, size: int, device: Any) 
 
 
 def _content_blocks(mask: Any, batch: int, queries: int, size: int, device: Any) -> ContentBlocks:
-    length = int(mask.q_start) + queries  # a static cache is empty from there on
+    length = mask.first_query + queries  # a static cache is empty from there on
     valid = mask.valid(length)
     every = torch.ones(batch, length, dtype=torch.bool, device=device)
     valid = every if valid is None else valid.bool().expand(batch, length)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from ...checks import check_module
 from ...functional import attention
+from ...ground.arguments import is_shape_alone
 from ...ground.keywords import with_hints
 from ...patterns.algebra import Mask, Pattern
 from ...patterns.keys import KeyMask
@@ -111,9 +112,12 @@ def _patterns(size: int, masked: Tensor, is_global: Tensor) -> tuple[Pattern, Pa
 
 
 def _global_rows(is_global: Tensor) -> Tensor:
-    """Returns places [B, most] of global tokens; a row with fewer has others at its end."""
+    """Returns places [B, most] of global tokens; a row with fewer has others at its end.
+
+    In a call for shapes alone all tokens count as global, because no shape depends on them.
+    """
     order = is_global.byte().argsort(dim=1, descending=True, stable=True)
-    return order[:, : int(is_global.sum(1).max())]
+    return order if is_shape_alone(order) else order[:, : int(is_global.sum(1).max())]
 
 
 class Groups(NamedTuple):
@@ -127,8 +131,10 @@ class Groups(NamedTuple):
     def of(group_ids: Tensor, attention_mask: Tensor, _: torch.dtype) -> "Groups":
         """Sorts series by group; attention_mask [B, T] is 0 where a series has no value."""
         ids, order = group_ids.sort(stable=True)
-        pattern: Pattern = Documents(ids.unique_consecutive(return_counts=True)[1])
-        if not bool((valid := attention_mask > 0).all()):
+        pattern: Pattern = Full()  # of a single group, as in a call for shapes alone
+        if not is_shape_alone(ids):
+            pattern = Documents(ids.unique_consecutive(return_counts=True)[1])
+        if not is_true((valid := attention_mask > 0).all(), True):
             pattern = pattern & KeyMask(valid[order].T)
         return Groups(order, order.argsort(), pattern)
 

@@ -20,6 +20,9 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from ...distributed.fetching import fetched
+from ...ground.arguments import is_shape_alone
+from ...patterns.algebra import Mask
+from ...patterns.positions import Full
 from ...patterns.selected import SelectedBlocks, has_lists
 from ...selection.indexer import top_tokens
 from .calls import SharedCall, thread
@@ -49,8 +52,10 @@ class Chosen(NamedTuple):
     block_size: int = 1
     entries: int = 0  # keys behind the tokens, whose lists are joined to the model's own mask
 
-    def mask(self, q_start: int, tokens: int = 0) -> SelectedBlocks:
+    def mask(self, q_start: int, tokens: int = 0) -> Mask:
         """Returns the mask of the queries from q_start on; listed entries are behind `tokens`."""
+        if is_shape_alone(self.indices):  # no shape depends on which keys were chosen
+            return Full()
         blocks = self.indices.long()
         if self.entries:
             blocks = torch.where(blocks < 0, -1, blocks + tokens)

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.cache_utils import DynamicLayer
 
+from ...ground.arguments import is_shape_alone
 from ...patterns.algebra import Frame, Mask, Mixture, Pattern
 from ...patterns.blocks import TensorMask
 from ...patterns.expression import add_constructor
@@ -128,6 +129,12 @@ class ModelMask:
     layer_keys: tuple[int, ...] | None = None  # of each layer, if the layers hold unlike numbers
     packing_checked: bool = False  # so that packed documents cause one warning per forward pass
     state: CallState = PLAIN_CALL
+
+    @property
+    def first_query(self) -> int:
+        """Position of the first query. Without numbers, the new tokens are the last keys."""
+        q_len, kv_len = self.shape[2:]
+        return kv_len - q_len if is_shape_alone(self.q_start) else int(self.q_start)
 
     @property
     def device(self) -> NoReturn:

@@ -14,6 +14,7 @@ from ...distributed.ring import ring_attention
 from ...functional import attention
 from ...ground.arguments import shortened
 from ...ground.numerics import merge_attention
+from ...ground.once import unseen
 from ...patterns.algebra import Pattern, parts_of
 from ...patterns.blocks import RandomBlocks
 from ...patterns.keys import KeyMask
@@ -130,8 +131,9 @@ def _check_dropped(
 ) -> None:
     """Raises ValueError if the cache has dropped keys that the pattern needs."""
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
-    needed = [keys for keys in pattern.live_keys(q_start + dropped, **heads) if len(keys)]
-    first = min((int(keys[0]) for keys in needed), default=dropped)
+    with unseen(pattern):
+        needed = [keys for keys in pattern.live_keys(q_start + dropped, **heads) if len(keys)]
+        first = min((int(keys[0]) for keys in needed), default=dropped)
     if first < dropped or not is_shift_invariant(pattern):
         raise ValueError(
             f"the cache has dropped the first {dropped} keys, which lie outside the model's own "

@@ -227,7 +227,7 @@ def attend_masked(
         if mask.visible is None or bias is not None:
             return dense_attention("a compiled static cache", *inputs, mask.dense(), bias, **extras)
         return attention(*inputs, KeyMask(mask.visible), q_start=0, **extras)
-    q_start = kv_len - q_len if is_shape_alone(mask.q_start) else int(mask.q_start)
+    q_start = mask.first_query
     if bias is not None and _depends_on_distance(bias, module):
         extras, bias = {**extras, "distance_bias": _distance_table(bias, q_start)}, None
     if pattern is not None and (mask.kind is None or bias is not None):
