@@ -69,7 +69,9 @@ def from_store(rows: Tensor, dtype: torch.dtype) -> Tensor:
     numbers, scale = rows[..., :-_SCALE], rows[..., -_SCALE:]
     scale = scale.clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
     form = next(x for x in FORMATS.values() if x.bytes == rows.dtype)
-    return (numbers.contiguous().view(form.numbers).float() * scale).to(dtype)
+    if form.numbers != rows.dtype:
+        numbers = numbers.contiguous().view(form.numbers)
+    return (numbers.float() * scale).to(dtype)
 
 
 def is_in_store(rows: Tensor) -> bool:
