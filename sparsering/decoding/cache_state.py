@@ -193,7 +193,8 @@ class CacheState(_Record):
         entries, total = len(self.histories), self.total
         new = [most] * entries if lengths is None else listed("lengths", lengths)
         counts: list[Any] = [index_of(n) for n in new] if isinstance(new, Sequence) else []
-        if len(counts) != entries or not all(n is not None and 0 <= n <= most for n in counts):
+        wrong = [n for n in counts if n is None or not 0 <= n <= most]
+        if len(counts) != entries or wrong:
             raise ValueError(
                 f"lengths must be {entries} ints from 0 to {most}, the new tokens of each batch "
                 f"entry, got {shortened(repr(new))}; leave lengths out if no token is padding"

@@ -276,7 +276,10 @@ class KVCache:
         given, place = (query, key, value), None
         if valid is not None:
             given, lengths, place = padding_last(given, lengths, valid)
-        with unseen_beside(query if self._takes_shapes else None):
+        if self._takes_shapes and is_shape_alone(query):
+            with unseen():
+                results = self._attend(given, lengths, stored, tree, keep, **options)
+        else:
             results = self._attend(given, lengths, stored, tree, keep, **options)
         if place is not None:
             out, lse = results
@@ -401,7 +404,12 @@ class KVCache:
             with ordinary_tensors():
                 out, lse = attend_spans(state, decision, tokens, new)
         if keep:  # else slots behind the page's tokens hold keys that no later step reads
-            self._state = _after(state, tokens, new, in_page)
+            if in_page:
+                state = state.advanced(new, state.page_length + most)
+            if not in_page or state.page_length >= state.page_limit:
+                with ordinary_tensors():
+                    state = state.evicted() if in_page else _after(state, tokens, new)
+            self._state = state
             if state.store is not None:  # the rows do not tell
                 self._first_kind = inputs[1].dtype, inputs[1].device
         if padding := n - most:
@@ -539,10 +547,6 @@ class KVCache:
             )
 
 
-def _after(state: CacheState, tokens: NewTokens, new: list[int], in_page: bool) -> CacheState:
-    """Returns the state after `new[i]` more tokens of entry i, which are in the page or beside."""
-    with ordinary_tensors():
-        if not in_page:
-            return state.advanced(new, state.page_length).evicted(tokens.key, tokens.value)
-        state = state.advanced(new, state.page_length + tokens.query.shape[2])
-        return state.evicted() if state.page_length >= state.page_limit else state
+def _after(state: CacheState, tokens: NewTokens, new: list[int]) -> CacheState:
+    """Returns the state after `new[i]` more tokens of entry i, which are not in the page."""
+    return state.advanced(new, state.page_length).evicted(tokens.key, tokens.value)

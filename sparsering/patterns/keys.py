@@ -112,7 +112,8 @@ def without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
     if "_without_key_masks" in vars(pattern):
         return vars(pattern)["_without_key_masks"]
     split = _without_key_masks(pattern)
-    if split[1] and not torch.compiler.is_compiling():
+    itself = any(mask is pattern for mask in split[1])  # kept, it would live until a gc
+    if split[1] and not itself and not torch.compiler.is_compiling():
         object.__setattr__(pattern, "_without_key_masks", split)
     return split
 

@@ -23,6 +23,7 @@ from ..kernels.triton import interpreting
 from ..layouts.lists import ListedPairs, is_only_lists, split
 from ..patterns.algebra import Frame, Pattern, check_fits
 from ..patterns.keys import KeyMasks, without_key_masks
+from ..patterns.positions import Full
 from ..patterns.selected import CHECK, has_lists
 from .options import OPTIONS, checked_options, refuse_options
 
@@ -119,6 +120,7 @@ def decided(
     return call, decision
 
 
+_ITSELF = Full()  # stands for a pattern in the parts that it keeps
 _MOST_PARTS = 8  # frames and backends for which a pattern keeps its parts
 
 
@@ -128,16 +130,56 @@ def parts_of_call(call: Call, backend: str) -> Parts:
     Raises: ValueError if the pattern is for other lengths, heads or batch entries.
     """
     pattern, query = call.pattern, call.query
-    in_tiles = call.options["block_bias"] is not None
+    in_tiles = "block_bias" in call.options.in_use
     looks = os.environ.get(CHECK) == "1"  # at each list of a call
     kind = backend, call.frame, call.block_size, query.device, len(query), in_tiles, looks
-    kept: dict[Hashable, Parts] = vars(pattern).setdefault("_parts", {})
-    if (parts := kept.get(kind)) is None:
+    kept: dict[Hashable, _KeptParts] = vars(pattern).setdefault("_parts", {})
+    if (found := kept.get(kind)) is None:
         parts = _taken_apart(call, backend, in_tiles)
         if len(kept) >= _MOST_PARTS:
             kept.clear()
-        kept[kind] = parts
-    return parts
+        kept[kind] = _KeptParts.of(parts, pattern)
+        return parts
+    return found.parts if found.is_whole else found.with_pattern(pattern)
+
+
+class _KeptParts(NamedTuple):
+    """Parts that a pattern keeps, without the pattern itself: such a circle lives until a gc."""
+
+    parts: Parts
+    is_whole: bool  # False if the pattern itself has to be put back
+
+    @classmethod
+    def of(cls, parts: Parts, pattern: Pattern) -> "_KeptParts":
+        found = _exchanged(parts, pattern, _ITSELF)
+        return cls(found, not _holds(parts, pattern))
+
+    def with_pattern(self, pattern: Pattern) -> Parts:
+        """Returns the parts with the pattern where it was."""
+        return _exchanged(self.parts, _ITSELF, pattern)
+
+
+def _holds(parts: Parts, pattern: Pattern) -> bool:
+    listed = [x.selection for of_branch in parts.sources for x in of_branch]
+    return any(x is pattern for x in (parts.layout_key[0], *parts.key_masks, *listed))
+
+
+def _exchanged(parts: Parts, old: Any, new: Any) -> Parts:
+    """Returns parts with one pattern in the place of another, wherever it stands as a whole."""
+    tiles, frame, size, device = parts.layout_key
+    sources = parts.sources
+    if sources:
+        sources = tuple(
+            [
+                tuple([x._replace(selection=new) if x.selection is old else x for x in of_branch])
+                for of_branch in sources
+            ]
+        )
+    return Parts(
+        layout_key=(new if tiles is old else tiles, frame, size, device),
+        key_masks=tuple([new if x is old else x for x in parts.key_masks]),
+        sources=sources,
+    )
 
 
 def _taken_apart(call: Call, backend: str, in_tiles: bool) -> Parts:

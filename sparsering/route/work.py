@@ -59,23 +59,24 @@ def work_of(call: Call, backend: str, parts: Parts | None = None) -> Work:
     Raises: ValueError if the pattern is for other lengths, heads or batch entries.
     """
     layout_key, masks, sources = parts or parts_of_call(call, backend)
+    in_use = call.options.in_use
     frame, hidden = layout_key[1], None
     if masks:
         hidden = key_mask(masks, frame.kv_len, call.query.device)
     if sources:
-        of_positions = {"distance_bias", "dropout_p"} & call.options.in_use.keys()
+        of_positions = {"distance_bias", "dropout_p"} & in_use.keys()
         tiles, lists = lists_of(
             layout_key[0],
             sources,
             frame,
             coordinates=Coordinates.of(call.pattern, frame) if of_positions else None,
             valid=hidden,
-            has_slot_bias=call.options["slot_bias"] is not None,
+            has_slot_bias="slot_bias" in in_use,
         )
         layout = layout_cache.layout(tiles, *layout_key[1:])
         return Work(layout=layout, lists=lists, key_mask=hidden)
     build = BACKENDS[backend].selected_layout
-    if call.options["block_bias"] is not None:
+    if "block_bias" in in_use:
         return Work(layout=layout_cache.layout(*layout_key), key_mask=hidden)
     if build and call.pattern.tensors and (selected := build(*layout_key)) is not None:
         return Work(layout=selected, key_mask=hidden)

@@ -1,5 +1,7 @@
 """Equal calls share one decision (backend, layout, scale); other calls do not."""
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -216,3 +218,42 @@ def test_a_pattern_has_parts_for_each_frame(requires_grad):
         assert_close(sr.attention(*own, pattern).double(), exact(own, pattern), 3e-6)
     with pytest.raises(ValueError, match="bool for each of 39 keys"):
         sr.attention(*(x[:, :, 1:] for x in args), pattern)
+
+
+TABLE = torch.arange(40)[:, None].clamp(max=39)
+WITH_TENSORS = {
+    "lists": lambda: sr.SelectedBlocks(TABLE, 1, query_block=1),
+    "lists and a mask": lambda: sr.SelectedBlocks(TABLE, 1, query_block=1) & sr.Causal(),
+    "lists beside tiles": lambda: sr.SelectedBlocks(TABLE, 1, query_block=1) | sr.SlidingWindow(3),
+    "a mixture": lambda: sr.SelectedBlocks(TABLE, 1, query_block=1) + sr.SlidingWindow(3),
+    "blocks": lambda: sr.SelectedBlocks(torch.zeros(3, 1, dtype=torch.int64), 16),
+    "key mask": lambda: sr.KeyMask(torch.arange(40) % 3 > 0),
+    "masked": lambda: sr.Causal() & sr.KeyMask(torch.arange(40) % 3 > 0),
+    "dense": lambda: sr.Dense(torch.ones(40, 40, dtype=torch.bool).tril()),
+    "edges": lambda: sr.SelectedBlocks.from_edges(
+        torch.cat((torch.stack((torch.zeros(39).long(), torch.arange(1, 40))), INDEX), 1), 40
+    ),
+}
+INDEX = torch.tensor([[5, 6], [1, 2]])
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("name", WITH_TENSORS)
+def test_a_pattern_with_tensors_is_freed_with_its_last_reference(name, requires_grad):
+    """Its parts do not hold it in a circle, which would live until Python looks for such."""
+    args, make = drawn(requires_grad), WITH_TENSORS[name]
+    options = {"q_start": 0}
+    wanted = sr.attention(*args, make(), backend="reference", **options)
+    gc.collect()
+    gc.disable()
+    try:
+        pattern = make()
+        for _ in range(3):
+            assert_close(sr.attention(*args, pattern, **options), wanted, 3e-6)
+        assert requires_grad or vars(pattern)["_parts"]
+        alive = weakref.ref(pattern)
+        del pattern
+        sr.layout_cache.clear()
+        assert alive() is None
+    finally:
+        gc.enable()
