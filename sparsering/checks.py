@@ -249,8 +249,8 @@ def refuse_meta(*tensors: Tensor, named: str = "tensors") -> None:
     """Raises ValueError if a tensor is on the meta device, where it has no numbers."""
     if any(x.is_meta for x in tensors):
         raise ValueError(
-            f"expected {named} with numbers, got some on the meta device; only attention takes "
-            "meta tensors, to compute shapes"
+            f"expected {named} with numbers, got some on the meta device; attention and KVCache "
+            "take meta tensors, to compute shapes"
         )
 
 
