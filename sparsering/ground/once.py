@@ -80,14 +80,16 @@ def unseen(*values: object) -> Iterator[None]:
 
     What is stored must hold numbers: later calls, which nobody traces, read it.
     """
-    if _fake(values):
+    traced = _len_torch_dispatch_stack() or _are_functorch_transforms_active()
+    in_block = _len_torch_function_stack() > 0  # torch.device("meta") makes meta tensors
+    if not (traced or in_block) or _fake(values):
         yield
         return
     with ExitStack() as hidden:
-        if _len_torch_dispatch_stack() or _are_functorch_transforms_active():
+        if traced:
             hidden.enter_context(_disable_current_modes())
             hidden.enter_context(_DisableFuncTorch())
-        if _len_torch_function_stack():  # a block of torch.device("meta") makes meta tensors
+        if in_block:
             hidden.enter_context(torch.device("cpu"))
         yield
 
@@ -106,8 +108,9 @@ def _fake(value: object, depth: int = 4) -> bool:
     """True for a tensor without numbers, and for a container or object with one inside."""
     if isinstance(value, Tensor) or not depth:
         return isinstance(value, FakeTensor)
-    parts = value if isinstance(value, tuple | list) else getattr(value, "__dict__", {}).values()
-    return any(_fake(part, depth - 1) for part in parts)
+    if not isinstance(value, tuple | list):
+        value = [*getattr(value, "__dict__", {}).values()]  # another thread may add to it
+    return any(_fake(part, depth - 1) for part in value)
 
 
 class once(Generic[Owner, Value]):  # noqa: N801 - used as `property` is
