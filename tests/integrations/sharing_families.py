@@ -20,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 from transformers_families import BY_PLACE, NOT_BUILT, layer_types, tiny
 
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import indexers, sources
+from sparsering.integrations.transformers import sources
+from sparsering.integrations.transformers.families import qwen
 
 LENGTH, PADDING, DOCUMENT = 13, 8, 5  # tokens; 2 ranks have 7 and 6, or chunks of 4
 
@@ -53,14 +54,14 @@ class InFloat64(TorchFunctionMode):
 @contextmanager
 def choices_in_float32() -> Iterator[None]:
     """Lets `top_tokens` convert scores to float32, which `InFloat64` would undo."""
-    best = indexers.top_tokens
+    best = qwen.top_tokens
 
     def in_float32(*args: Any, **options: Any) -> Any:
         with torch._C.DisableTorchFunction():
             return best(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(indexers, "top_tokens", in_float32)
+        patch.setattr(qwen, "top_tokens", in_float32)
         yield
 
 

@@ -24,7 +24,8 @@ from transformers_families import tiny
 
 import sparsering as sr
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import indexers
+from sparsering.integrations.transformers import chosen as module
+from sparsering.integrations.transformers import families, rows
 from sparsering.integrations.transformers.attention import attention_function
 from sparsering.integrations.transformers.masks import mask_interface
 
@@ -52,10 +53,8 @@ def _choices_in_float32():
 @pytest.fixture
 def chosen(monkeypatch) -> list[tuple]:
     """Returns the arguments of each `SelectedBlocks` that is made, as they come."""
-    found, listed = [], indexers.SelectedBlocks
-    monkeypatch.setattr(
-        indexers, "SelectedBlocks", lambda *args: found.append(args) or listed(*args)
-    )
+    found, listed = [], module.SelectedBlocks
+    monkeypatch.setattr(chosen, "SelectedBlocks", lambda *args: found.append(args) or listed(*args))
     return found
 
 
@@ -127,11 +126,11 @@ def test_gradient_checkpointing_changes_nothing(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_of_some_queries_at_a_time_choose_the_same_keys(family, monkeypatch):
     parts = []
-    make = indexers.Rows.__init__
+    make = rows.Rows.__init__
     monkeypatch.setattr(
-        indexers.Rows, "__init__", lambda self, *args: parts.append(args) or make(self, *args)
+        rows.Rows, "__init__", lambda self, *args: parts.append(args) or make(self, *args)
     )
-    monkeypatch.setattr(indexers, "_AT_A_TIME", 150)
+    monkeypatch.setattr(rows, "AT_A_TIME", 150)
     with InFloat64():
         model = tiny(family).train(False)
         inputs = batch("no padding" if family == MINIMAX else "left padding")
@@ -146,7 +145,7 @@ def test_scores_of_some_queries_at_a_time_choose_the_same_keys(family, monkeypat
     "family", slow_except(["deepseek_v32", "dots3_note_text", "hy_v4"], BY_TOKEN)
 )
 def test_memory_grows_with_the_tokens_not_with_their_pairs(family, monkeypatch):
-    monkeypatch.setattr(indexers, "_AT_A_TIME", 1 << 12)
+    monkeypatch.setattr(rows, "AT_A_TIME", 1 << 12)
     model = tiny(family)
     hf.register()
     growth = {}
@@ -200,7 +199,7 @@ def assert_rows_alone(model, inputs: dict[str, Tensor], rows: list[Tensor]) -> N
 @pytest.mark.parametrize("positions", ["places", "skip padding"])
 @pytest.mark.parametrize("padding", [1, 4, 7, 15])  # blocks are of 4 tokens
 def test_minimax_behind_padding_is_the_row_alone(padding, positions, at_a_time, monkeypatch):
-    monkeypatch.setattr(indexers, "_AT_A_TIME", at_a_time)
+    monkeypatch.setattr(rows, "AT_A_TIME", at_a_time)
     with InFloat64():
         model = tiny(MINIMAX).train(False)
         assert model.model.layers[0].self_attn.indexer.block_size == 4
@@ -323,4 +322,4 @@ def test_every_class_of_transformers_that_chooses_keys_is_in_the_table():
             chooses = name.endswith(("Indexer", "CSACompressor", "HCACompressor"))
             if chooses or "def build_attention_mask_from_topk" in part:
                 wanted.add(name)
-    assert len(wanted) > 10 and wanted == set(indexers._WRAPPED)
+    assert len(wanted) > 10 and wanted == set(families.WRAPPED)

@@ -18,7 +18,7 @@ import sparsering as sr
 from sparsering.integrations import transformers as hf
 from sparsering.integrations.transformers import dense, masks, sources
 from sparsering.integrations.transformers.attention import attention_function
-from sparsering.integrations.transformers.indexers import Chosen
+from sparsering.integrations.transformers.chosen import Chosen
 
 
 class Module(torch.nn.Module):

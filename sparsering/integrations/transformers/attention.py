@@ -8,8 +8,10 @@ from torch import Tensor
 
 from ...ground.arguments import is_shape_alone
 from .calls import CallState, call_state, is_in_block, used_modules, used_pattern
+from .chosen import Chosen
 from .config import is_cross_attention
-from .indexers import Chosen, UnchosenBlocks, chosen_keys
+from .families.minimax import UnchosenBlocks
+from .indexers import chosen_keys
 from .masks import ModelMask, document_starts
 from .once import once
 from .shapes import is_true

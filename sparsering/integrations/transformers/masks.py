@@ -24,10 +24,11 @@ from ...patterns.expression import add_constructor
 from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Dilated, Documents, Full, Packed, SlidingWindow
 from .calls import PLAIN_CALL, CallState, MaskRequest, call_state, packing, replacement, thread
+from .chosen import Chosen
 from .config import NAME
-from .indexers import Chosen, Rows
 from .mask_kind import MaskKind, recognise, recognise_inside_compile, runs_by_neighbours
 from .once import once
+from .rows import Rows
 from .shapes import is_true
 
 # Arguments of a call that hide where documents begin, in the words of a warning.

@@ -21,8 +21,8 @@ from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal
 from ...patterns.shifts import is_shift_invariant
 from .calls import SharedCall
+from .chosen import Chosen
 from .config import pattern_of
-from .indexers import Chosen
 from .masks import Inputs, InRuns, ModelMask, Options, SameRun, several_runs
 from .once import once
 

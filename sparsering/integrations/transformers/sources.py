@@ -15,9 +15,10 @@ from ...ground.arguments import is_shape_alone, shortened
 from ...patterns.algebra import Pattern
 from ...patterns.keys import KeyMask
 from .calls import SharedCall, thread
+from .chosen import Chosen
 from .config import pattern_of
 from .dense import attend_tensor, dense_attention
-from .indexers import Chosen, UnchosenBlocks
+from .families.minimax import UnchosenBlocks
 from .masks import Inputs, ModelMask, Options, mask_interface
 from .once import once
 from .override import attend_lists_shared, attend_pattern, attend_shared

@@ -1,0 +1,116 @@
+"""DeepSeek-V3.2, and families that took its indexer; DeepSeek-V4's compressors.
+
+transformers' indexer scores all pairs. Here scores are computed for some queries at a time. A
+compressor of DeepSeek-V4 has an indexer of its own, whose lists of entries its layer takes.
+"""
+
+import inspect
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calls import SharedCall, thread
+from ..chosen import Chosen
+from ..moving import keys_so_far
+from ..rows import InParts
+from ..shared_entries import EntriesOfRanks
+from .glm import own_padding
+from .wrapped import Wrapped
+
+
+class _Now(threading.local):
+    def __init__(self) -> None:
+        self.listed: list[Tensor] | None = None  # collects what a compressor's indexer lists
+        self.chosen: Chosen | None = None  # the entries of the layer that attends next
+
+
+_now = _Now()
+
+
+def taken_entries() -> Chosen | None:
+    """Returns the entries that this thread's last compressor has chosen, once."""
+    chosen, _now.chosen = _now.chosen, None
+    return chosen
+
+
+class _KeysOfRanks:
+    """Stands for the layer of a cache in an indexer: the "cached" keys are of earlier ranks."""
+
+    def __init__(self, shared: SharedCall) -> None:
+        self.shared = shared
+        self.keys = torch.empty(0)
+
+    def get_seq_length(self) -> int:
+        """Returns the number of tokens up to this rank's last one."""
+        return int(self.shared.tokens[-1]) + 1
+
+    def update_indexer(self, keys: Tensor, _: int) -> Tensor:
+        """Returns the keys [B, N, D] of the whole row, from this rank's [B, n, D]."""
+        self.keys = keys_so_far(keys, self.shared)
+        return self.keys
+
+
+def _in_parts(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any) -> Any:
+    """Runs an indexer with `Rows` of scores; keeps its lists for a compressor (DeepSeek-V4)."""
+    if thread.shared is not None and _now.listed is None:  # else the compressor has its keys
+        given = inspect.signature(own).bind(indexer, *args, **options)
+        keys = _KeysOfRanks(thread.shared)
+        given.arguments["past_key_values"] = SimpleNamespace(
+            layers={indexer.layer_idx: keys}, update_indexer=keys.update_indexer
+        )
+        mask = given.arguments["attention_mask"]
+        if isinstance(mask, Tensor) and mask.dim() == 2:  # of padding (GLM-5)
+            given.arguments["attention_mask"] = own_padding(mask, thread.shared)
+        indexer, *args = given.args  # type: ignore[assignment]
+        options = given.kwargs
+    with InParts():
+        listed = own(indexer, *args, **options)
+    if _now.listed is not None:
+        _now.listed.append(listed)
+    return listed
+
+
+def _compress(own: Callable[..., Any], compressor: Any, *args: Any, **options: Any) -> Any:
+    """Runs DeepSeek-V4's compressor; keeps which of its entries each query sees."""
+    _now.listed, _now.chosen = [], None
+    if (shared := thread.shared) is not None:
+        given = inspect.signature(own).bind(compressor, *args, **options)
+        layers = {given.arguments["layer_idx"]: EntriesOfRanks(compressor, shared)}
+        given.arguments["past_key_values"] = SimpleNamespace(layers=layers)
+        compressor, *args = given.args  # type: ignore[assignment]
+        options = given.kwargs
+    try:
+        keys, bias = own(compressor, *args, **options)
+        listed = _now.listed
+    finally:
+        _now.listed = None
+    if (entries := keys.shape[2]) and not listed:  # no indexer; a single query sees all entries
+        place = torch.arange(entries, device=keys.device)[None, None]  # [1, 1, entries]
+        if shared is not None:  # a single query may be one of many
+            closed = (given.arguments["position_ids"] + 1) // compressor.compress_rate
+            bias = torch.where(place < closed[..., None], 0, -1)[:, None]
+        listed = [place if bias is None else torch.where(bias[:, 0] == 0, place, -1)]
+    if entries:
+        _now.chosen = Chosen(listed[0][:, None], entries=entries)
+    return keys, bias
+
+
+_INDEXER = Wrapped("forward", _in_parts)
+_COMPRESSOR = Wrapped("forward", _compress, own_in_graphs=False)
+WRAPPED: dict[str, Wrapped] = {
+    "DeepseekV32Indexer": _INDEXER,
+    "AXK2Indexer": _INDEXER,
+    "Dots3NoteTextIndexer": _INDEXER,
+    "Glm5NextTextIndexer": _INDEXER,
+    "GlmMoeDsaIndexer": _INDEXER,
+    "HYV4Indexer": _INDEXER,
+    "MistralLarge4TextIndexer": _INDEXER._replace(finds_keys_of_ranks=False),
+    "DeepseekV4Indexer": _INDEXER,
+    "DeepseekV4CSACompressor": _COMPRESSOR,
+    "DeepseekV4HCACompressor": _COMPRESSOR,
+}
+"""By the name of a class of transformers."""
