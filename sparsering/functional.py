@@ -107,7 +107,7 @@ def attention(
 
     `out_q = sum_k m(q, k) e^{s_k} v_k / sum_k m(q, k) e^{s_k}`, `s_k = scale * q.k`, m(q, k) the
     number of branches with the pair. Without keys, a query has out 0, lse -inf, zero gradients.
-    Extras apply in this order: `s = scale * q.k`; score_mod; softcap; + distance_bias + block_bias
+    Options apply in this order: `s = scale * q.k`; score_mod; softcap; + distance_bias + block_bias
     + slot_bias; the pattern; softmax; sink; dropout. A score of -inf removes its pair. A score of
     +inf or NaN makes out and lse of its row NaN, as a softmax does.
 
@@ -159,7 +159,7 @@ def attention(
     if unknown:
         refuse_options("attention", unknown, _OPTIONS, {})
     return_lse = checked_flag("return_lse", return_lse)
-    extras: dict[str, Any] = {
+    options: dict[str, Any] = {
         "block_bias": block_bias,
         "slot_bias": slot_bias,
         "softcap": softcap,
@@ -171,11 +171,11 @@ def attention(
     if score_mod is not None and torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg=_IN_A_GRAPH)
     used = not (type(dropout_p) is float and dropout_p == 0.0)
-    for x in extras.values():  # a generator would be eight calls
+    for x in options.values():  # a generator would be eight calls
         used = used or x is not None
-    extras = {**extras, "dropout_p": dropout_p} if used else {}
+    options = {**options, "dropout_p": dropout_p} if used else {}
     choices = backend, scale, q_start, block_size
-    call, decision = decided((query, key, value), pattern, choices, extras)
+    call, decision = decided((query, key, value), pattern, choices, options)
     if return_lse and not BACKENDS[decision.backend].returns_lse:
         raise NotImplementedError(
             f"{decision.backend}: it has no lse; leave out return_lse, or leave out backend="

@@ -63,7 +63,7 @@ ELSEWHERE = {  # what to write here for options of other libraries
 
 
 def operator_schema(options: Collection[str], rest: str) -> str:
-    """Returns the arguments of an operator: query, key, value, a pattern, extras, then `rest`."""
+    """Returns the arguments of an operator: query, key, value, a pattern, options, then `rest`."""
     rows = [f"{OPTIONS[name].schema} {name}" for name in options]
     tensors = [row for row in rows if row.startswith("Tensor")]
     inputs = ["Tensor query, Tensor key, Tensor value", *tensors]
@@ -134,14 +134,14 @@ def checked_options(
     if type(p) is float and p == 0.0 and not in_use:
         return NO_OPTIONS
     call = _Given(query=query, key=key, pattern=pattern, block_size=block_size, options=in_use)
-    extras = {name: OPTIONS[name].check(x, call) for name, x in in_use.items()}
-    number = extras.pop("dropout_seed", None)
+    checked = {name: OPTIONS[name].check(x, call) for name, x in in_use.items()}
+    number = checked.pop("dropout_seed", None)
     if p := OPTIONS["dropout_p"].check(p, call):
         number = drawn_seed(query) if number is None else number
         batch, streams = len(query), pattern.num_streams  # one stream, or one per document
         seeds = batch_seeds(number, batch * streams, query.device)
-        extras |= {"dropout_p": p, "dropout_seed": seeds.view(batch, streams)}
-    return Options(extras)
+        checked |= {"dropout_p": p, "dropout_seed": seeds.view(batch, streams)}
+    return Options(checked)
 
 
 def _checked_block_bias(bias: object, call: _Given) -> Tensor:
@@ -267,4 +267,4 @@ def for_queries(options: Options, change: Callable[[Tensor], Tensor]) -> Options
 
 
 ANYWHERE = [name for name, x in OPTIONS.items() if x.by in ("call", "head", "query", "distance")]
-"""Extras that need neither all keys nor a layout of the whole sequence: for rings and caches."""
+"""Options that need neither all keys nor a layout of the whole sequence: for rings and caches."""
