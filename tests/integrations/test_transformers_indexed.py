@@ -54,7 +54,7 @@ def _choices_in_float32():
 def chosen(monkeypatch) -> list[tuple]:
     """Returns the arguments of each `SelectedBlocks` that is made, as they come."""
     found, listed = [], module.SelectedBlocks
-    monkeypatch.setattr(chosen, "SelectedBlocks", lambda *args: found.append(args) or listed(*args))
+    monkeypatch.setattr(module, "SelectedBlocks", lambda *args: found.append(args) or listed(*args))
     return found
 
 
