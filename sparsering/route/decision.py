@@ -131,14 +131,15 @@ def parts_of_call(call: Call, backend: str) -> Parts:
     """
     pattern, query = call.pattern, call.query
     in_tiles = "block_bias" in call.options.in_use
-    looks = os.environ.get(CHECK) == "1"  # at each list of a call
+    looks = bool(pattern.tensors) and os.environ.get(CHECK) == "1"  # at each list of a call
     kind = backend, call.frame, call.block_size, query.device, len(query), in_tiles, looks
     kept: dict[Hashable, _KeptParts] = vars(pattern).setdefault("_parts", {})
     if (found := kept.get(kind)) is None:
         parts = _taken_apart(call, backend, in_tiles)
         if len(kept) >= _MOST_PARTS:
             kept.clear()
-        kept[kind] = _KeptParts.of(parts, pattern)
+        # a circle of a pattern without tensors holds little
+        kept[kind] = _KeptParts.of(parts, pattern) if pattern.tensors else _KeptParts(parts, True)
         return parts
     return found.parts if found.is_whole else found.with_pattern(pattern)
 
