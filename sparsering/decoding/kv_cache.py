@@ -404,11 +404,11 @@ class KVCache:
             with ordinary_tensors():
                 out, lse = attend_spans(state, decision, tokens, new)
         if keep:  # else slots behind the page's tokens hold keys that no later step reads
-            if in_page:
-                state = state.advanced(new, state.page_length + most)
-            if not in_page or state.page_length >= state.page_limit:
+            state = state.advanced(new, state.page_length + (most if in_page else 0))
+            beside = () if in_page else (tokens.key, tokens.value)
+            if beside or state.page_length >= state.page_limit:
                 with ordinary_tensors():
-                    state = state.evicted() if in_page else _after(state, tokens, new)
+                    state = state.evicted(*beside)
             self._state = state
             if state.store is not None:  # the rows do not tell
                 self._first_kind = inputs[1].dtype, inputs[1].device
@@ -545,8 +545,3 @@ class KVCache:
                 f"the cache holds {dtype}, got keys of {key.dtype}; cast them with .to({dtype}), "
                 "or make another cache"
             )
-
-
-def _after(state: CacheState, tokens: NewTokens, new: list[int]) -> CacheState:
-    """Returns the state after `new[i]` more tokens of entry i, which are not in the page."""
-    return state.advanced(new, state.page_length).evicted(tokens.key, tokens.value)
