@@ -138,8 +138,7 @@ def parts_of_call(call: Call, backend: str) -> Parts:
         parts = _taken_apart(call, backend, in_tiles)
         if len(kept) >= _MOST_PARTS:
             kept.clear()
-        # a circle of a pattern without tensors holds little
-        kept[kind] = _KeptParts.of(parts, pattern) if pattern.tensors else _KeptParts(parts, True)
+        kept[kind] = _KeptParts.of(parts, pattern)
         return parts
     return found.parts if found.is_whole else found.with_pattern(pattern)
 
@@ -152,8 +151,10 @@ class _KeptParts(NamedTuple):
 
     @classmethod
     def of(cls, parts: Parts, pattern: Pattern) -> "_KeptParts":
-        found = _exchanged(parts, pattern, _ITSELF)
-        return cls(found, not _holds(parts, pattern))
+        # a circle of a pattern without tensors holds little
+        if not pattern.tensors or not _holds(parts, pattern):
+            return cls(parts, is_whole=True)
+        return cls(_exchanged(parts, pattern, _ITSELF), is_whole=False)
 
     def with_pattern(self, pattern: Pattern) -> Parts:
         """Returns the parts with the pattern where it was."""
@@ -161,6 +162,7 @@ class _KeptParts(NamedTuple):
 
 
 def _holds(parts: Parts, pattern: Pattern) -> bool:
+    """Whether a pattern stands as a whole in its parts."""
     listed = [x.selection for of_branch in parts.sources for x in of_branch]
     return any(x is pattern for x in (parts.layout_key[0], *parts.key_masks, *listed))
 
