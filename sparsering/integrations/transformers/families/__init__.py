@@ -11,4 +11,4 @@ WRAPPED: dict[str, Wrapped] = {
 }
 """What runs in the place of a method, by the name of its class."""
 
-__all__ = ["WRAPPED", "Wrapped", "deepseek", "glm", "minimax", "qwen"]
+__all__ = ["WRAPPED", "Wrapped"]
