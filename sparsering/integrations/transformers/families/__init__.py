@@ -10,5 +10,3 @@ WRAPPED: dict[str, Wrapped] = {
     **qwen.WRAPPED,
 }
 """What runs in the place of a method, by the name of its class."""
-
-__all__ = ["WRAPPED", "Wrapped"]
