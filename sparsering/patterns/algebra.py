@@ -35,7 +35,7 @@ class Pattern(WrittenValue):
     __array_ufunc__ = None  # makes `array & pattern` call the pattern's operator, not NumPy's
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """Raises TypeError: only an unregistered class lacks the `__init__` of a dataclass."""
+        """Raises TypeError; each registered class is a dataclass with an `__init__` of its own."""
         raise TypeError(
             f"{type(self).__name__} is no pattern yet; put @sparsering.register_pattern above its "
             "class"
@@ -173,7 +173,11 @@ class Pattern(WrittenValue):
                 mask.check(inner)
 
     def _frames(self, frame: Frame) -> Iterable[Frame]:
-        """Yields the frames in which the parts of the pattern are used, equal ones once."""
+        """Yields the frame of each part, without repeats.
+
+        A mask that restarts positions, such as `Packed`, overrides this: its part sees one frame
+        for each distinct document length.
+        """
         return (frame,)
 
     def num_batches(self) -> int | None:
@@ -187,7 +191,7 @@ class Pattern(WrittenValue):
         return sizes.pop() if sizes else None
 
     def _own_batches(self) -> int | None:
-        return None  # what this class's own fields require
+        return None  # a class whose fields have a batch dim overrides this
 
     def num_tables(self, frame: Frame) -> int:
         """Returns how many heads need separate tables: 1, num_kv_heads or num_heads."""
@@ -211,7 +215,10 @@ class Pattern(WrittenValue):
         return 1
 
     def coordinates(self, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns positions of queries [Nq] and keys [Nk], and documents of queries [Nq] (or 0)."""
+        """Returns positions of queries [Nq] and keys [Nk], and each query's document [Nq].
+
+        Positions restart in documents; without documents, all queries are in document 0.
+        """
         if self.restarts is None:
             query = torch.arange(frame.q_start, frame.q_start + frame.q_len)
             return query, torch.arange(frame.kv_len), query * 0
@@ -245,7 +252,7 @@ class Pattern(WrittenValue):
 class Mask(Pattern):
     """A set of (query position, key position) pairs."""
 
-    has_complement: ClassVar[bool] = True  # False if it cannot be the right side of `-`
+    has_complement: ClassVar[bool] = True  # False if the mask cannot be subtracted by `-`
 
     @property
     def asks_frame(self) -> bool:
@@ -389,7 +396,10 @@ class Not(Mask):
 
 
 def joined_masks(pattern: Pattern) -> Iterator[Mask]:
-    """Yields the masks in a pattern that `&`, `|` and `+` combine, in order."""
+    """Yields the masks that `&`, `|` and `+` combine in a pattern, in order.
+
+    Inner masks of other classes, such as the pattern inside `Packed`, are not yielded.
+    """
     if isinstance(pattern, _Combination):
         for mask in pattern.masks:
             yield from joined_masks(mask)
@@ -405,7 +415,7 @@ def parts_of(pattern: Pattern) -> Iterator[Pattern]:
 
 
 def parts_in(pattern: Pattern, frame: Frame) -> Iterator[tuple[Pattern, Frame]]:
-    """Yields a pattern and all its parts, at any depth, each with every frame it is used in."""
+    """Yields a pattern and all its parts, at any depth, with every frame in which each is used."""
     yield pattern, frame
     for part in pattern._components():
         for inner in pattern._frames(frame):

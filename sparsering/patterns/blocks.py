@@ -47,11 +47,15 @@ class BlockwiseMask(Mask):
         return self.blocks_hold(p // self.row_size, k // self.block_size, frame.kv_len) & (p >= 0)
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
-        """Whether each query block sees each key block; block indices are >= 0 and broadcast."""
+        """Whether query blocks see key blocks: bool, for indices >= 0 that broadcast."""
         raise NotImplementedError
 
     def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns ranges of visible key blocks: (index into `q_block`, first block, last block)."""
+        """Lists the key blocks that query blocks [n] see, as ranges for the layout of tiles.
+
+        Returns: int64 [m] each: index into `q_block`, first key block, last key block (inclusive).
+        A query block may have several ranges, and they may overlap or reach outside the keys.
+        """
         raise NotImplementedError
 
 
@@ -137,7 +141,7 @@ class BlockCausal(BlockwiseMask):
 
 
 def _are_sizes(block_size: Any) -> bool:
-    """Whether an argument of `BlockCausal` is sizes of blocks, not one size for all."""
+    """Whether an argument of `BlockCausal` is a size for each block, not one size for all."""
     if isinstance(block_size, Tensor):
         return block_size.dim() > 0
     if isinstance(block_size, str | bytes | type):
@@ -158,7 +162,7 @@ class CausalBlocks(_InDocuments):
         return CausalBlocks(self.entries[batch]) if per_entry(self.lengths) else self
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        # an earlier key's block is the query's or an earlier one, a later key's the query's or none
+        # a key before the query is always visible; a later key only if it is in the query's block
         ends = self.ends()
         same = torch.searchsorted(ends, p, right=True) == torch.searchsorted(ends, k, right=True)
         return ((k <= p) | (same & (p >= 0))) & (k < frame.kv_len)
@@ -255,7 +259,7 @@ class Hierarchical(BlockwiseMask):
         object.__setattr__(self, "levels", levels)
 
     def in_blocks(self) -> list[tuple[int, int | None]]:
-        """Returns (distance between query blocks, radius of the window) per level, in blocks."""
+        """Returns (stride between query blocks, window radius or None) per level, in blocks."""
         size = self.block_size
         return [(max(1, s // size), None if w is None else w // size // 2) for s, w in self.levels]
 
@@ -300,7 +304,7 @@ class RandomBlocks(BlockwiseMask):
         number: Any = self.density
         if isinstance(number, bool) or not isinstance(number, Real):
             raise TypeError(f"RandomBlocks density must be a number, got {shortened(repr(number))}")
-        if type(self.density) is not int:  # a number of numpy has another text form
+        if type(self.density) is not int:  # the repr of a numpy number is no literal
             object.__setattr__(self, "density", float(number))
         checked_flag("RandomBlocks per_head", self.per_head)
         if not 0 < self.density <= 1:
@@ -330,13 +334,17 @@ class _RandomBlocksOfHead(BlockwiseMask):
     key: int
 
     def counts(self, kv_len: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the number of key blocks, and of those that a query block sees."""
+        """Returns (number of key blocks, number of key blocks that each query block sees)."""
         blocks = -(-torch.as_tensor(kv_len) // self.block_size)
         count = (self.density * blocks.double() + 0.5).floor().long().clamp(min=1).minimum(blocks)
         return blocks, count
 
     def _row(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns per query block: has a diagonal, number of draws, blocks to draw from, hash."""
+        """Returns the numbers that determine the random choice of each query block.
+
+        They are: whether it has a diagonal block, how many other blocks it draws, from how many it
+        draws them, and the hash that keys the permutation.
+        """
         blocks, count = self.counts(kv_len)
         diagonal = q_block < blocks
         own = diagonal.long()
@@ -360,7 +368,7 @@ class _RandomBlocksOfHead(BlockwiseMask):
 
 
 class Owned(NamedTuple):
-    """Marks a tensor that nobody will write to, so that a mask on a GPU need not copy it."""
+    """Wraps a tensor that nobody will write to, so that a mask on a GPU need not copy it."""
 
     tensor: Tensor
 
@@ -457,7 +465,7 @@ class Dense(TensorMask):
 
 
 def lookup(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """Returns table[row, column] of a bool table, and False outside it."""
+    """Returns table[row, column] of a bool table [R, C]; False for an index outside it."""
     rows, columns = table.shape
     if not table.numel():
         return (row != row) | (column != column)

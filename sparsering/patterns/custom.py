@@ -126,7 +126,11 @@ _unreadable = itertools.count()
 
 
 def _state_of(cls: Any, exact: bool = False) -> str:
-    """Returns a digest of what a class's methods read now; "" for what they read at first."""
+    """Returns a digest of the globals and attributes that a class's methods read now.
+
+    It is "" while they equal those of the class's first pattern. `exact` compares tensors by
+    content, not by version counter.
+    """
     if (state := cls._reads.now(exact)) is None:
         return f"unreadable{next(_unreadable)}" if exact else "unreadable"
     if cls._first_state is None:
@@ -135,6 +139,7 @@ def _state_of(cls: Any, exact: bool = False) -> str:
 
 
 def _in_state(cls: type[Mask], *values: Any, _state: str = "", **named: Any) -> Mask:
+    """Constructs a pattern that has a state already; `parse` and `at` call it."""
     pattern = object.__new__(cls)
     object.__setattr__(pattern, "_state", _state)
     pattern.__init__(*values, **named)  # type: ignore[misc]
@@ -149,7 +154,7 @@ def _spell(self: Any, tensors: list[Tensor], as_data: bool) -> str:
 
 
 def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method: raises ValueError if it reads other values than at the pattern's creation."""
+    """Wraps a method: ValueError if globals that it reads changed since the pattern was made."""
 
     def checked(self: Any, *arguments: Any) -> Any:
         cls: Any = type(self)
@@ -159,7 +164,7 @@ def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
                 "so its mask is another; create it again"
             )
         result = method(self, *arguments)
-        if (state := _state_of(cls)) != self._state:  # the method has changed it, as a counter does
+        if (state := _state_of(cls)) != self._state:  # the method itself changed what it reads
             cls._accepted[self._state] = state
         return result
 
@@ -167,7 +172,7 @@ def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_expression(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wraps a user's `__post_init__`, so that `Pattern.__post_init__` always runs too."""
+    """Wraps a user's `__post_init__` to store the state first and write the expression last."""
 
     def check(self: Mask) -> None:
         if not torch.compiler.is_compiling() and "_state" not in vars(self):
@@ -186,18 +191,20 @@ def _fits(shape: torch.Size, target: torch.Size) -> bool:
 
 
 def _masks_of(pattern: Mask) -> dict[str, Mask]:
+    """Returns the arguments of a custom pattern that are masks, by field name."""
     values = {field.name: getattr(pattern, field.name) for field in fields(pattern)}  # type: ignore[arg-type]
     return {name: value for name, value in values.items() if isinstance(value, Mask)}
 
 
 def _at(self: Any, batch: int, head: int, frame: Frame) -> Mask:
+    """Implements `Mask.at` for a custom class: applies it to the arguments that are masks."""
     changes = {name: mask.at(batch, head, frame) for name, mask in _masks_of(self).items()}
     values = {x.name: changes.get(x.name, getattr(self, x.name)) for x in fields(self)}
     return _in_state(type(self), **values, _state=self._state) if changes else self
 
 
 def _freeze_arguments(pattern: Pattern) -> None:
-    """Replaces the arguments by values that `expression` can write as text."""
+    """Replaces the arguments by immutable values that `expression` can write as text."""
     for field in fields(pattern):  # type: ignore[arg-type]
         value = getattr(pattern, field.name)
         label = f"{type(pattern).__name__} {field.name}"
@@ -206,6 +213,7 @@ def _freeze_arguments(pattern: Pattern) -> None:
 
 
 def _frozen(label: str, value: object) -> object:
+    """Returns an immutable copy of one argument; TypeError if `expression` could not write it."""
     match value:
         case None | bool():
             return value
@@ -229,7 +237,10 @@ def _frozen(label: str, value: object) -> object:
 
 
 def _inside_sequence(holds: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wraps `holds`: clamps positions, as tiles may extend past the sequence; checks the result."""
+    """Wraps `holds`: clamps positions into the sequence, because tiles may extend past its end.
+
+    It also checks the dtype and shape of the result, and expands it to all pairs.
+    """
     checked = _checked(holds)
 
     def inside(self: Mask, p: Tensor, k: Tensor, frame: Frame) -> Tensor:

@@ -9,19 +9,19 @@ from torch import Tensor
 
 from ..ground.arguments import INTEGERS, checked_integer, is_traced, kind_of
 
-_TO_BE_SURE = 8  # from more tokens on, lengths that rise by 0 or 1 from 0 on are refused as ids
+_TO_BE_SURE = 8  # up to so many tokens, lengths such as 0, 0, 1, 1, 2 are not taken for ids
 
 
 @dataclass(frozen=True, eq=False)
 class LengthsFrom:
-    """Numbers that say the document lengths of a `Documents` or `Packed`, and how they do.
+    """Document lengths of a `Documents` or `Packed`, kept as the numbers that the user gave.
 
-    An operator gets the numbers as a tensor, so that they are data of compiled functions.
+    An operator gets the numbers as a tensor, so that a compiled function serves other lengths too.
     """
 
-    form: str  # one of `FORMS`
-    numbers: Tensor  # [N] or [B, N]; cumulative lengths [n + 1]
-    most: int | None = None  # largest number of documents in a row; the others are empty
+    form: str  # what the numbers are: "ids", "positions" or "cu_seqlens"
+    numbers: Tensor  # [N] or [B, N], one per token; [n + 1] for cumulative lengths
+    most: int | None = None  # rows are padded to so many documents by empty ones, if given
 
     @classmethod
     def checked(cls, form: str, numbers: Any, most: int | None = None) -> "LengthsFrom":
@@ -46,11 +46,14 @@ class LengthsFrom:
         return len(self.numbers) if self.numbers.dim() == 2 else None
 
     def spelled(self, name: str) -> str:
-        """Returns the text of an operator's pattern, whose tensor of this name has the numbers."""
+        """Returns the constructor call that stands for these lengths in an operator's text.
+
+        `name` is the name of the tensor that has the numbers, such as "t0".
+        """
         return f"lengths_from_{self.form}({name}, {self.most})"
 
     def lengths(self) -> tuple[Any, ...]:
-        """Returns the lengths of documents: a tuple for all batch entries, or one for each."""
+        """Returns document lengths: a tuple that holds for all batch entries, or one for each."""
         numbers = self.numbers.cpu()
         if self.form == "cu_seqlens":
             return self._differences(numbers)
@@ -61,6 +64,10 @@ class LengthsFrom:
         return tuple(found) if numbers.dim() == 2 else found[0]
 
     def _runs(self, row: int, begins: Tensor) -> tuple[int, ...]:
+        """Returns the document lengths of one row, given where documents begin: bool [N - 1].
+
+        `row` is its number for the error; `most` pads the result by empty documents.
+        """
         count = self.numbers.shape[-1]
         edges = torch.nonzero(begins)[:, 0] + 1
         edges = torch.nn.functional.pad(edges, (1, 0))
@@ -77,6 +84,7 @@ class LengthsFrom:
         return (*lengths, *(0,) * (self.most - len(lengths)))
 
     def _differences(self, ends: Tensor) -> tuple[int, ...]:
+        """Returns document lengths from cumulative lengths [n + 1], which must ascend from 0."""
         lengths = ends.diff()
         if not len(ends) or int(ends[0]) != 0 or bool((lengths < 0).any()):
             shown = ends[:9].tolist()
@@ -89,15 +97,15 @@ class LengthsFrom:
 
 
 def lengths_from(form: str) -> Any:
-    """Returns the constructor that `LengthsFrom.spelled` writes."""
+    """Returns the constructor that the text of `LengthsFrom.spelled` calls."""
     return lambda numbers, most=None: LengthsFrom.checked(form, numbers, most)
 
 
 FORMS = {f"lengths_from_{form}": lengths_from(form) for form in ("ids", "positions", "cu_seqlens")}
-"""Constructors in the text of an operator's pattern, by name."""
+"""Constructors that `parse` accepts in an operator's text, by name."""
 
 
 def looks_like_ids(lengths: tuple[int, ...]) -> bool:
-    """Whether lengths, as many as tokens, are 0, 0, ..., 1, 1, ..., 2: surely ids of documents."""
+    """Whether numbers, one per token, start at 0 and only ever stay or rise by 1, as ids do."""
     steps = {b - a for a, b in pairwise(lengths)}
     return len(lengths) > _TO_BE_SURE and lengths[0] == 0 and steps == {0, 1}

@@ -1,4 +1,4 @@
-"""Lists of keys from the edges of a graph: each query's keys, and the slot of each edge."""
+"""Turns the edges of a graph into a list of keys per query, and finds each edge's slot in it."""
 
 from typing import Any, NamedTuple
 
@@ -8,19 +8,19 @@ from torch.nn.functional import pad
 
 from ..ground.arguments import kind_of
 
-_MOST_PADDED = 4  # slots per edge, up to which lists are a table with as many slots in each row
+_MOST_PADDED = 4  # with more slots than this per edge, a padded table is not worth its memory
 
 
 class ListedEdges(NamedTuple):
-    """The keys of each query, ascending."""
+    """The keys of each query in ascending order, padded to a table or one list after the other."""
 
-    keys: Tensor  # int64 [R, k] with -1 behind, or [E, 1] if `starts` says where lists begin
-    slots: Tensor  # int64 [E], each edge's place in the flattened keys
+    keys: Tensor  # int64 [R, k], padded with -1; or [E, 1], divided into lists by `starts`
+    slots: Tensor  # int64 [E], index of each edge in the flattened keys
     starts: Tensor | None  # int64 [R + 1]: query r has keys[starts[r] : starts[r + 1]]
 
 
 def listed_edges(index: Any, num_queries: int) -> ListedEdges:
-    """Lists the keys of each query; one behind the other if a table would be mostly padding.
+    """Lists the keys of each query: a padded table, or lists end to end if most would be padding.
 
     Raises ValueError for an index that is no int64 [2, E] of distinct edges (query, key).
     """
@@ -52,7 +52,7 @@ def listed_edges(index: Any, num_queries: int) -> ListedEdges:
 
 
 def _checked(index: Any, num_queries: int) -> tuple[Tensor, Tensor]:
-    """Returns the queries and keys of an index; raises ValueError if it is none."""
+    """Returns the queries and keys of an index, [E] each; ValueError if it is malformed."""
     if not isinstance(index, Tensor) or index.dtype != torch.int64:
         raise ValueError(
             f"from_edges needs an int64 tensor [2, E] of (query, key), got {kind_of(index)}; "

@@ -39,7 +39,7 @@ _constructors = {**BUILT_IN, "EdgeLists": EdgeLists}
 # Only the library writes these names, so no error message suggests them.
 _INTERNAL = ("MaskMod", "Varlen", "SameRun", "InRuns", "EdgeLists")
 
-_SHORT = 4096  # characters of a text; of longer ones, such as of many documents, few are cached
+_SHORT = 4096  # texts with more characters, such as of many documents, have a smaller cache
 _EXPECTED = "a pattern is an expression such as 'LongNet((2048, 4096), (1, 2)) & Causal()'"
 
 
@@ -112,9 +112,11 @@ def _parse(text: str, tensors: tuple[Tensor, ...], owned: bool = False) -> Patte
 
 
 class _Reader:
+    """Builds the pattern that a parsed text describes, node by node, without executing the text."""
+
     def __init__(self, text: str, tensors: tuple[Tensor, ...], owned: bool) -> None:
         self.text, self.tensors, self.owned = text.strip(), tensors, owned
-        self.patterns: dict[tuple[object, ...], Pattern] = {}  # equal texts share a pattern
+        self.patterns: dict[tuple[object, ...], Pattern] = {}  # so that equal calls share a pattern
 
     def read(self, node: ast.expr) -> Any:
         match node:
@@ -160,6 +162,7 @@ class _Reader:
 
 
 def _way_out(node: ast.expr) -> str:
+    """Suggests a constructor with a similar name; without one, lists all constructors."""
     names = [name for name in _constructors if name not in _INTERNAL and "__v" not in name]
     name = node.func if isinstance(node, ast.Call) else node
     similar = difflib.get_close_matches(name.id, names, 1) if isinstance(name, ast.Name) else []

@@ -48,11 +48,14 @@ class Frame(NamedTuple):
         return p.clamp(self.q_start, last_query), k.clamp(0, last_key)
 
     def of_document(self, q_len: int, kv_len: int) -> "Frame":
-        """Returns the frame of one document; its last query has the position of its last key."""
+        """Returns the frame of one document, whose last query is at its last key's position."""
         return self._replace(q_len=q_len, kv_len=kv_len, q_start=kv_len - q_len)
 
     def of_documents(self, q_lengths: Tensor, kv_lengths: Tensor) -> "Frame":
-        """Returns a frame for positions in any of the documents, for masks that ignore lengths."""
+        """Returns one frame that covers the positions in all documents.
+
+        Only masks that ignore lengths may read it, because documents have different lengths.
+        """
         longest = int(kv_lengths.max())
         return self.of_document(longest - int((kv_lengths - q_lengths).min()), longest)
 

@@ -1,9 +1,9 @@
-"""Text that says what functions read: where texts are equal, functions compute the same mask.
+"""Digests of all that functions read: with an equal digest, a function computes the same mask.
 
     Reads(function).now()       # None if a part of it cannot be read
 
-It has code, constants, defaults, closures, and those globals and attributes whose names are in the
-code. The functions and classes of torch, NumPy and Python's library count by their names.
+A digest covers the code, constants, defaults, closures, and the globals and attributes whose names
+occur in the code. Functions and classes of torch, NumPy and Python's library count by name only.
 """
 
 import hashlib
@@ -32,14 +32,18 @@ _MOST_PARTS = 10_000
 
 
 class Reads:
-    """Follows what functions or classes read."""
+    """Watches what functions or classes read, to notice when it changes."""
 
     def __init__(self, *roots: Any) -> None:
         self.roots, self.state = roots, ""
         self.quick: tuple[str, Any] = ("", None)
 
     def now(self, exact: bool = False) -> str | None:
-        """Returns the state; unless `exact`, trusts the version counters of tensors."""
+        """Returns the digest now; None if something cannot be read.
+
+        Unless `exact`, a tensor counts as unchanged while its version counter is, so that a
+        repeated call does not hash its numbers.
+        """
         try:
             quick = _state(self.roots, quick=True)
             if exact or quick[0] != self.quick[0]:
@@ -51,7 +55,11 @@ class Reads:
 
 
 def _state(roots: tuple[Any, ...], quick: bool) -> tuple[str, Any]:
-    """Returns a digest of what `roots` read, and the objects, whose addresses stay in use."""
+    """Returns a digest of all that `roots` read, and the objects that were read.
+
+    The caller holds these objects, so that no other object gets their addresses, which a quick
+    digest contains. It repeats until the code that was read names no further attributes.
+    """
     names: set[str] = set()
     while True:
         reader = _StateReader(sorted(names), quick)
@@ -62,10 +70,12 @@ def _state(roots: tuple[Any, ...], quick: bool) -> tuple[str, Any]:
 
 
 class _StateReader:
+    """Reads objects recursively into tuples that `repr` can write; `seen` stops cycles."""
+
     def __init__(self, attributes: list[str], quick: bool) -> None:
         self.attributes, self.quick = attributes, quick
-        self.names: set[str] = set()  # names that code uses
-        self.seen: dict[int, tuple[int, Any]] = {}  # number of each object, by its address
+        self.names: set[str] = set()  # names that the code read so far uses
+        self.seen: dict[int, tuple[int, Any]] = {}  # (running number, object), by address
 
     def read(self, value: Any) -> Any:
         if (kind := type(value)) in _PLAIN:
@@ -115,7 +125,7 @@ class _StateReader:
         if hasattr(value, "__wrapped__"):
             return self.read(value.__wrapped__)
         if in_library(kind.__module__) or isinstance(value, Enum):
-            reduced = value.__reduce_ex__(4)  # as pickle does
+            reduced = value.__reduce_ex__(4)  # pickle's description of the object
             parts = [reduced] if isinstance(reduced, str) else reduced
             return [self.read(list(x) if isinstance(x, Iterator) else x) for x in parts]
         for name in self.attributes:
@@ -124,13 +134,14 @@ class _StateReader:
         return self.read(kind), items
 
     def function(self, value: FunctionType) -> Any:
+        """Reads a function: its code, defaults, closure, and the globals that its code names."""
         cells = [self.read(cell.cell_contents) for cell in value.__closure__ or ()]
         if in_library(value.__module__):
             return value.__module__, value.__qualname__, cells
         reads = [
             (name, self.read(known[name]))
             for name in sorted(names_of(value.__code__))
-            for known in (value.__globals__, sys.modules)  # it may import modules
+            for known in (value.__globals__, sys.modules)  # its body may import modules
             if name in known
         ]
         reads += [(x, self.read(y)) for x, y in vars(value).items() if x in self.attributes]

@@ -112,13 +112,15 @@ def without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
     if "_without_key_masks" in vars(pattern):
         return vars(pattern)["_without_key_masks"]
     split = _without_key_masks(pattern)
-    itself = any(mask is pattern for mask in split[1])  # kept, it would live until a gc
+    # A pattern that refers to itself would live until a garbage collection.
+    itself = any(mask is pattern for mask in split[1])
     if split[1] and not itself and not torch.compiler.is_compiling():
         object.__setattr__(pattern, "_without_key_masks", split)
     return split
 
 
 def _without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
+    """Computes what `without_key_masks` returns and caches."""
     rests: list[Mask] = []
     common: KeyMasks = ()
     for branch in pattern.branches:
@@ -133,6 +135,7 @@ def _without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
 
 
 def _same_masks(some: KeyMasks, others: KeyMasks) -> bool:
+    """Whether two sets of key masks are equal, in any order."""
     pairs = (some, others), (others, some)
     return all(any(_same(a, b) for b in right) for left, right in pairs for a in left)
 
@@ -149,11 +152,12 @@ def _same(a: KeyMask | KeyPadding, b: KeyMask | KeyPadding) -> bool:
 
 
 def key_mask(masks: KeyMasks, kv_len: int, device: torch.device) -> Tensor:
-    """Combines key masks to bool [B or 1, kv_len] on a device; their lengths must fit."""
+    """Combines key masks by "and" to bool [B or 1, kv_len] on a device; their lengths must fit."""
     return reduce(torch.logical_and, [_valid_keys(mask, kv_len, device) for mask in masks])
 
 
 def _valid_keys(mask: KeyMask | KeyPadding, kv_len: int, device: torch.device) -> Tensor:
+    """Returns one key mask as bool [B or 1, kv_len] on a device."""
     if isinstance(mask, KeyMask):
         valid = mask.valid if mask.valid.dim() == 2 else mask.valid[None]
         return valid if valid.device == device else moved(valid, device)

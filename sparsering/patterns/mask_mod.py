@@ -2,7 +2,7 @@
 
     attention(query, key, value, from_mask_mod(lambda b, h, q, k: q - k < 512) & Causal())
 
-In the text of a pattern, a name stands for the function; it is valid in this process alone.
+The text of such a pattern has a name in place of the function, which only this process knows.
 """
 
 import math
@@ -89,6 +89,10 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
 
 
 def _check_function(mask_mod: MaskModFunction) -> None:
+    """Calls the function once on zeros, and raises ValueError if the result is no single bool.
+
+    It also tries the call under `torch.vmap`, by which masks are evaluated.
+    """
     zero = torch.zeros((), dtype=torch.int64)
     try:
         result = mask_mod(zero, zero, zero, zero)
@@ -113,7 +117,7 @@ def _check_function(mask_mod: MaskModFunction) -> None:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class MaskMod(Mask):
-    """The mask that `from_mask_mod` returns; a name stands for its function."""
+    """The mask that `from_mask_mod` returns; `name` stands for its function in this process."""
 
     name: str
     batch_size: int | None = None
@@ -149,16 +153,19 @@ class MaskMod(Mask):
         alike = self._alike(frame)
         if len(set(alike)) <= 1:
             return 1
-        # one mask for each kv head: as many pairs of a kv head and a mask as there are kv heads
+        # if every kv head has a single mask, there are as many (kv head, mask) as kv heads
         of_kv_heads = {(frame.kv_head(head), mask) for head, mask in enumerate(alike)}
         in_groups = len(of_kv_heads) == frame.num_kv_heads
         return frame.num_kv_heads if in_groups else frame.num_heads
 
     def _alike(self, frame: Frame) -> tuple[int, ...]:
-        """Returns, for each query head, the first head that is known to have its mask."""
+        """Returns, for each query head, the first head that is known to have the same mask.
+
+        `at` and `num_tables` use it, so that heads with equal masks share a table.
+        """
         entry: _Entry = self._entry  # type: ignore[attr-defined]
         if (found := entry.alike.get(frame.num_heads)) is None:
-            with ThreadPoolExecutor(1) as thread:  # as in `holds`
+            with ThreadPoolExecutor(1) as thread:  # for the reason that `holds` gives
                 thread.submit(entry.check).result()
                 found = thread.submit(_heads_alike, entry.function, frame.num_heads).result()
                 thread.submit(entry.accept).result()
@@ -192,7 +199,10 @@ class MaskMod(Mask):
 def _over_pairs(
     function: MaskModFunction, at: tuple[Tensor, Tensor], row: Tensor, column: Tensor
 ) -> Tensor:
-    """Evaluates a mask_mod on indices that broadcast, without a copy of them for each pair."""
+    """Evaluates a mask_mod on row and column indices that broadcast: bool, of their common shape.
+
+    `at` is the batch entry and the head. Indices stay as small as they are: vmap maps each dim.
+    """
     dims = max(row.dim(), column.dim())
     row, column = (x[(None,) * (dims - x.dim())] for x in (row, column))
     outer, over = range(dims), cast(Callable[..., Tensor], partial(function, *at))
@@ -205,21 +215,23 @@ def _over_pairs(
 
 
 def _of_function(function: MaskModFunction, name: str, *arguments: Any) -> MaskMod:
+    """Unpickles a `MaskMod`; registers its function if this process does not know its name."""
     entry = _by_name.get(name)
     known = entry is not None and entry.function is function
     return MaskMod(name if known else _registered(function).name, *arguments)
 
 
 class _Entry:
-    """A mask_mod and its name; it lives while a pattern or `_recent` refers to it."""
+    """A registered mask_mod and its name; it lives while a pattern or `_recent` refers to it."""
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.depends: tuple[bool | None, bool] = None, False  # on the batch entry, on the head
-        self.alike: dict[int, tuple[int, ...]] = {}  # `MaskMod._alike` by number of heads
+        # whether the mask depends on (the batch entry, the head); None until it was traced
+        self.depends: tuple[bool | None, bool] = None, False
+        self.alike: dict[int, tuple[int, ...]] = {}  # results of `MaskMod._alike`, by num_heads
         self.function: MaskModFunction
         self.reads: Reads
-        self.state: str | None  # what the function reads at the values that the name stands for
+        self.state: str | None  # digest of the values that the function read when registered
 
     def check(self) -> None:
         """Raises ValueError if the function reads other values than when the mask was created."""
@@ -230,17 +242,20 @@ class _Entry:
             )
 
     def accept(self) -> None:
-        """Accepts what the function itself has changed, such as a counter of its calls."""
+        """Stores the new digest after a call that changed what it reads, as a call counter does."""
         self.state = self.reads.now()
 
 
 _by_name: WeakValueDictionary[str, _Entry] = WeakValueDictionary()
 _recent: OrderedDict[str, _Entry] = OrderedDict()  # a backward pass may outlive its pattern
-_counts: Counter[str] = Counter()  # number of functions so far that cannot be read
+_counts: Counter[str] = Counter()  # functions that had no digest so far, by `__qualname__`
 
 
 def _registered(function: MaskModFunction) -> _Entry:
-    """Registers a function under its `__qualname__` and a digest; a count if it cannot be read."""
+    """Registers a function; its name is its `__qualname__` and a digest of what it reads.
+
+    A function that cannot be digested gets a running number instead.
+    """
     reads = Reads(function)
     stem, state = getattr(function, "__qualname__", type(function).__name__), reads.now(exact=True)
     _counts[stem] += state is None
@@ -252,7 +267,7 @@ def _registered(function: MaskModFunction) -> _Entry:
 
 
 def _use(entry: _Entry) -> None:
-    """Keeps a function alive until `_MOST_FUNCTIONS` other functions have been used."""
+    """Marks a function as used now; the last `_MOST_FUNCTIONS` used functions stay alive."""
     _recent[entry.name] = entry
     _recent.move_to_end(entry.name)
     while len(_recent) > _MOST_FUNCTIONS:
@@ -260,7 +275,10 @@ def _use(entry: _Entry) -> None:
 
 
 def _cannot_be_mapped(mask_mod: MaskModFunction, argument: int) -> bool:
-    """True if torch.vmap over one argument fails: the mask may then depend on this argument."""
+    """True if `torch.vmap` over one argument fails with an output that does not have its dim.
+
+    The mask may then depend on this argument. It is asked where the function cannot be traced.
+    """
     indices = [torch.zeros((), dtype=torch.int64)] * 4
     indices[argument] = torch.zeros(2, dtype=torch.int64)
     in_dims = tuple(0 if number == argument else None for number in range(4))
@@ -278,7 +296,7 @@ _LIKE_AN_ARGUMENT = {
 
 
 def _dependence(mask_mod: MaskModFunction) -> tuple[bool, bool]:
-    """Traces a mask_mod; returns whether it depends on the batch entry, and on the head."""
+    """Returns whether a mask_mod depends on (the batch entry, the head), which its trace shows."""
     indices = [torch.zeros(2, dtype=torch.int64) for _ in range(4)]
     if (traced := _traced(mask_mod, indices)) is None:
         return _cannot_be_mapped(mask_mod, 0), _cannot_be_mapped(mask_mod, 1)
@@ -287,20 +305,20 @@ def _dependence(mask_mod: MaskModFunction) -> tuple[bool, bool]:
 
 
 class _Traced(NamedTuple):
-    """The graph of a mask_mod under vmap."""
+    """The traced graph of a mask_mod under vmap."""
 
     module: Any
-    result: Any  # the output's node
-    sources: dict[Any, set[int]]  # of each node, the arguments that its value depends on, by index
+    result: Any  # the node of the output
+    sources: dict[Any, set[int]]  # for each node, the indices of the arguments that it depends on
 
 
 def _traced(mask_mod: MaskModFunction, indices: list[Tensor]) -> _Traced | None:
-    """Traces a mask_mod with four tensors; None for one that reads values of its arguments."""
+    """Traces a mask_mod with four tensors; None if it branches on values of its arguments."""
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
     try:
         module = make_fx(torch.vmap(mask_mod))(*indices)
-    except Exception:  # of any kind, since the function may raise anything
+    except Exception:  # the user's function may raise anything
         return None
     sources: dict[Any, set[int]] = {}
     arguments = 0
@@ -318,8 +336,9 @@ def _traced(mask_mod: MaskModFunction, indices: list[Tensor]) -> _Traced | None:
 def _heads_alike(mask_mod: MaskModFunction, num_heads: int) -> tuple[int, ...]:
     """Returns, for each head, the first head whose mask is known to be equal.
 
-    The function may compute something of the head alone, such as a flag of each head in a tensor.
-    Heads with equal values of it have equal masks, if the rest reads the head in no other way.
+    A function may first compute something from the head alone, such as to look up a flag per head.
+    If the rest of the graph uses the head only through these values, heads with equal values have
+    equal masks.
     """
     from torch.fx import Interpreter
 
@@ -341,7 +360,7 @@ def _heads_alike(mask_mod: MaskModFunction, num_heads: int) -> tuple[int, ...]:
 
     Reader(traced.module).run(heads * 0, heads, heads * 0, heads * 0)
     found = [values[node] for node in read]
-    # a value of a head that is no single number may have its heads in any dim
+    # only one number per head can be compared; other shapes may have heads in any dim
     if not all(isinstance(x, Tensor) and x.shape == (num_heads,) for x in found):
         return every
     rows = list(zip(*(x.tolist() for x in found), strict=True))

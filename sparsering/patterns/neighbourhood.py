@@ -15,10 +15,10 @@ from .algebra import Frame, Mask
 
 
 class GridDim(NamedTuple):
-    """One dim of a grid of tokens: its window, and where its coordinate is in a position."""
+    """One dim of a grid of tokens: its window, and how a position's coordinate is computed."""
 
     size: int  # number of coordinates
-    stride: int  # tokens between neighbours in this dim
+    stride: int  # difference in position between neighbors in this dim
     radius: int
     dilation: int
 
@@ -26,14 +26,18 @@ class GridDim(NamedTuple):
         return position // self.stride % self.size
 
     def windows(self, coordinate: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (residue modulo the dilation, first key's index in the residue class)."""
+        """Returns where the window of each query coordinate begins.
+
+        Keys with one residue modulo the dilation form a class, numbered from 0. Returns (residue,
+        number of the window's first key in this class); windows at an edge are shifted inward.
+        """
         residue = coordinate % self.dilation
         last = (self.size - 1 - residue) // self.dilation
         first = (coordinate // self.dilation - self.radius).clamp(min=0)
         return residue, torch.minimum(first, last - 2 * self.radius)
 
     def holds(self, query: Tensor, key: Tensor) -> Tensor:
-        """Whether coordinates of queries see coordinates of keys."""
+        """Whether query coordinates see key coordinates in this dim."""
         residue, first = self.windows(query)
         index = key // self.dilation
         near = (index >= first) & (index <= first + 2 * self.radius)
@@ -46,7 +50,10 @@ class GridDim(NamedTuple):
         return index * self.dilation + residue[..., None]
 
     def queries(self, key: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the first and last coordinate that see each key; between them in steps."""
+        """Returns the first and last query coordinate that see each key coordinate.
+
+        Between the two, every `dilation`-th coordinate sees the key.
+        """
         residue, index = key % self.dilation, key // self.dilation
         last = (self.size - 1 - residue) // self.dilation
         low = torch.where(index <= 2 * self.radius, 0, index - self.radius)
@@ -54,7 +61,7 @@ class GridDim(NamedTuple):
         return low * self.dilation + residue, high * self.dilation + residue
 
     def reach(self, first: Tensor, last: Tensor) -> tuple[Tensor, Tensor]:
-        """Bounds the keys that coordinates from `first` to `last` see."""
+        """Returns bounds (low, high) of the keys that query coordinates in [first, last] see."""
         far, size = self.radius * self.dilation, self.size
         low = torch.clamp(first - far, max=size - self.dilation - 2 * far).clamp(min=0)
         high = torch.clamp(last + far, min=2 * far + self.dilation - 1).clamp(max=size - 1)
@@ -92,7 +99,7 @@ class Neighbourhood(Mask):
     shape: tuple[int, ...]
     radius: int | tuple[int, ...]
     dilation: int | tuple[int, ...] = 1
-    _elsewhere = MappingProxyType(  # what to write for names of NATTEN
+    _elsewhere = MappingProxyType(  # hints for NATTEN's argument names
         {
             "kernel_size": "its windows are 2 * radius + 1 wide; write radius=kernel_size // 2 ("
             "even sizes: the rule of docs/coming-from.md#natten)",
@@ -126,7 +133,7 @@ class Neighbourhood(Mask):
 
     @property
     def dims(self) -> list[GridDim]:
-        """The dims of the grid, from the slowest to the fastest."""
+        """The dims of the grid, slowest first (the last dim has stride 1)."""
         found, stride = [], self.own_length
         for number, size in enumerate(self.shape):
             stride //= size
@@ -155,7 +162,7 @@ class Neighbourhood(Mask):
 
 
 def _of_each_dim(name: str, value: Any, least: int, dims: int) -> tuple[int, ...]:
-    """Returns a number for each dim; raises ValueError if there are not as many."""
+    """Returns a number for each dim; repeats a single one. ValueError if the count differs."""
     label = f"Neighbourhood {name}"
     if not isinstance(value, Sequence) and getattr(value, "ndim", 0) == 0:
         return (checked_integer(label, value, least),) * dims

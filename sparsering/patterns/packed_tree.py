@@ -70,7 +70,7 @@ def pack_tree(sequences: Sequence[Tensor]) -> PackedTree:
     parts: list[list[tuple[int, int]]] = [[] for _ in rows]  # (node, tokens) of each sequence
     columns: list[list[Tensor]] = [[], [], [], []]
     total = 0
-    # A group is sequences that agree on their first `depth` tokens and have more, below a node.
+    # Each item is (sequences with equal tokens up to and including `depth`, depth, parent node).
     pending = [(group, 0, -1) for group in reversed(_by_next_token(rows, range(len(rows)), 0))]
     while pending:
         group, depth, parent = pending.pop()
@@ -103,14 +103,17 @@ def pack_tree(sequences: Sequence[Tensor]) -> PackedTree:
 
 
 def _agreement(longest: Tensor, other: Tensor, depth: int, end: int) -> int:
-    """Returns where two sequences differ, at most `end`; `end` if `other` ends before that."""
+    """Returns the first place from `depth` on where two sequences differ.
+
+    It is `end` if they agree up to there, or if `other` ends before.
+    """
     stop = min(end, len(other))
     differs = torch.nonzero(longest[depth:stop] != other[depth:stop])
     return depth + int(differs[0]) if len(differs) else end
 
 
 def _by_next_token(rows: list[Tensor], group: Sequence[int], depth: int) -> list[list[int]]:
-    """Groups sequences by their token at `depth`, in the order of their first appearance."""
+    """Groups sequences by their token at `depth`; groups are in order of first appearance."""
     groups: dict[int, list[int]] = {}
     for i in group:
         groups.setdefault(int(rows[i][depth]), []).append(i)
@@ -118,7 +121,7 @@ def _by_next_token(rows: list[Tensor], group: Sequence[int], depth: int) -> list
 
 
 def _checked(sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the sequences as int64 tensors on the CPU; ValueError names a wrong one."""
+    """Returns the sequences as int64 tensors on the CPU; ValueError says which one is wrong."""
     given: object = sequences
     if not isinstance(given, list | tuple) or not given:
         raise ValueError(

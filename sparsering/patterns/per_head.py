@@ -101,4 +101,4 @@ class PerHead(Mask):
         return inner if len(self._components()) == 1 else max(inner, frame.num_kv_heads)
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-        return self.patterns[0].holds(p, k, frame)  # masks of other heads are those of `at`
+        return self.patterns[0].holds(p, k, frame)  # for other heads, callers first take `at`

@@ -90,7 +90,7 @@ class SlidingWindow(Mask):
     right: int | None = 0
     dilation: int = 1
     asks_frame = False
-    _elsewhere = dict.fromkeys(  # what to write for names of other libraries
+    _elsewhere = dict.fromkeys(  # hints for argument names of other libraries
         ("window", "window_size", "sliding_window", "size"),
         "left and right do not count the token itself; write left=window - 1 for a window of past "
         "tokens, or left=right=window // 2 for one around the token",
@@ -173,7 +173,7 @@ class Dilated(Mask):
             freeze_integer(self, "offset", None, None)
 
     def offset_of(self, kv_head: int, num_kv_heads: int) -> int:
-        """Returns s(h), in [0, dilation_rate), of one kv head."""
+        """Returns the offset s(h) of one kv head, in [0, dilation_rate)."""
         if self.offset == "head":
             return kv_head % self.dilation_rate
         if self.offset == "block":
@@ -198,7 +198,7 @@ class Dilated(Mask):
         return self.on_grid(self.offset_of(0, 1), p, k)
 
     def on_grid(self, s: int | Tensor, p: Tensor, k: Tensor) -> Tensor:
-        """Whether pairs lie in one segment and on the grid of offset `s`, which may be a tensor."""
+        """Whether p and k lie in one segment and both on the grid of offset `s` (int or tensor)."""
         w, r = self.segment_length, self.dilation_rate
         if r == 1:
             return p // w == k // w
@@ -241,17 +241,17 @@ def LongNet(  # noqa: N802 - named like a mask class, since it constructs a patt
 Lengths = tuple[int, ...] | tuple[tuple[int, ...], ...] | Tensor
 """Document lengths: one tuple for all batch entries, or one tuple per batch entry.
 
-An int64 tensor, [n] or [B, n], stays one only while a compiler traces.
+An int64 tensor, [n] or [B, n], is kept only while a compiler traces; else it becomes tuples.
 """
 
 
 @class_with_hints
 class _InDocuments(Mask):
-    """Base of masks like `Documents`, whose first field has the document lengths."""
+    """Base of masks whose first field is the lengths of documents, nodes or blocks."""
 
     lengths: Lengths
-    _unit = "document"
-    _counts = "lengths"  # what an error calls the numbers of tokens
+    _unit = "document"  # the word for one of them in errors
+    _counts = "lengths"  # the word for their numbers of tokens in errors
 
     @property
     def entries(self) -> tuple[tuple[int, ...], ...]:
@@ -272,7 +272,7 @@ class _InDocuments(Mask):
 
     def _validate(self) -> None:
         given: Any = self.lengths
-        if isinstance(given, LengthsFrom):  # while a compiler traces, it stays the field
+        if isinstance(given, LengthsFrom):  # a traced one stays the field, without its lengths
             if not is_traced(given.numbers):
                 object.__setattr__(self, "lengths", given.lengths())
                 object.__setattr__(self, "_given", {**self._given, "lengths": given})
@@ -311,7 +311,7 @@ class _InDocuments(Mask):
                 f"{self._label} {self._counts}{of} must sum to the key length {frame.kv_len}, got "
                 f"{total}; {way_out}"
             )
-        super().check(frame)  # the parts, in documents
+        super().check(frame)  # checks the inner pattern in the frames of the documents
 
     @property
     def _label(self) -> str:
@@ -508,7 +508,7 @@ class Packed(_InDocuments):
 
 
 def _of(cls: Any, lengths: LengthsFrom, *pattern: Pattern) -> Any:
-    """Constructs a `Documents` or `Packed`, whose fields are typed as users give them."""
+    """Calls `cls(lengths, *pattern)`; the type hints of `cls` do not name `LengthsFrom`."""
     return cls(lengths, *pattern)
 
 
@@ -518,12 +518,12 @@ def intersection(masks: Sequence[Mask]) -> Mask:
 
 
 def entries_of(lengths: Lengths) -> tuple[tuple[int, ...], ...]:
-    """Returns a tuple of document lengths per batch entry, or only one if `lengths` is for all."""
+    """Returns document lengths per batch entry; a tuple of one if all entries share them."""
     return lengths if per_entry(lengths) else (lengths,)  # type: ignore[return-value]
 
 
 def check_inner(name: str, pattern: object) -> None:
-    """Raises TypeError if the pattern of `Packed` or `Varlen` is no mask."""
+    """Raises TypeError if the inner pattern of a `Packed`, `Varlen` or `Tree` is no mask."""
     if not isinstance(pattern, Mask):
         raise TypeError(
             f"{name} needs a pattern for each document, got {type(pattern).__name__}; for example "
@@ -534,7 +534,11 @@ def check_inner(name: str, pattern: object) -> None:
 def holds_in_documents(
     pattern: Mask, p: Tensor, k: Tensor, q_lengths: Tensor, kv_lengths: Tensor, frame: Frame
 ) -> Tensor:
-    """Whether a pattern holds for each pair, inside documents as in `Varlen`; False across them."""
+    """Whether each pair is in one document and `pattern` holds there.
+
+    `Packed` and `Varlen` call it with positions p and k in the whole sequence, which broadcast, and
+    lengths [documents]. Inside a document, positions restart and the last query is at the last key.
+    """
     if not kv_lengths.any():
         return (p != p) | (k != k)
     q_ends, kv_ends = q_lengths.cumsum(0), kv_lengths.cumsum(0)
@@ -550,7 +554,7 @@ def holds_in_documents(
     pair = torch.nonzero(inside.flatten())[:, 0]
     scale = int(kv_lengths.max()) + 1  # one integer then encodes both lengths of a document
     kind = (q_lengths * scale + kv_lengths)[k_document.expand(inside.shape).flatten()[pair]]
-    if len(kind) and kind.min() < kind.max():  # evaluate documents of equal lengths together
+    if len(kind) and kind.min() < kind.max():  # sort, to evaluate equal lengths together
         kind, order = kind.sort(stable=True)
         pair = pair[order]
     distinct, counts = kind.unique_consecutive(return_counts=True)

@@ -16,7 +16,7 @@ from .algebra import Frame, Mask, Pattern, joined_masks, parts_of
 from .blocks import BlockwiseMask, TensorMask
 from .edges import listed_edges
 
-CHECK = "SPARSERING_CHECK"  # a variable of the environment: "1" looks at each list of a call
+CHECK = "SPARSERING_CHECK"  # environment variable; "1" makes each call check its lists
 
 
 @class_with_hints
@@ -56,7 +56,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
     has_complement = False
     table_dims: ClassVar[tuple[int, ...]] = (2, 3, 4)
     dtype: ClassVar[torch.dtype] = torch.int64
-    # slots of the edges and heads of a bias, if `from_edges` made the lists; not compared
+    # (slot of each edge, number of bias heads) of a mask from `from_edges`; `==` ignores it
     _edges: ClassVar["tuple[Tensor, int] | None"] = None
 
     @classmethod
@@ -161,11 +161,11 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return self.indices.shape[-1]
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """Returns the lists of some rows [n], [..., n, k], on the device of the indices."""
+        """Returns the lists of rows [n]: [..., n, k], on the device of the indices."""
         return self.indices[..., rows.to(self.indices.device), :]
 
     def without_rows(self) -> "SelectedBlocks":
-        """Returns the mask without its table, for what does not depend on it."""
+        """Returns the mask with an empty table, as a key for results that ignore the lists."""
         return replace(self, indices=self.indices[..., :0, :], first_row=0)
 
     def num_batches(self) -> int | None:
@@ -177,7 +177,11 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return _ListedBlocks(listed.unique_consecutive(), blocks, *rows)
 
     def slot_of_pairs(self, p: Tensor, k: Tensor, batch: int, head: int, frame: Frame) -> Tensor:
-        """Returns the first slot, in flattened [R, k], that lists each pair's key block, or -1."""
+        """Returns the first slot of a head's table that lists each pair's key block, or -1.
+
+        A slot is an index into the flattened [R, k]; p and k are positions that broadcast. Layouts
+        use it to place a bias per slot, and the dense reference does too.
+        """
         listed, slot, blocks = self._listed(batch, head, frame)
         if not len(listed):
             return p * 0 + k * 0 - 1
@@ -201,10 +205,10 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return in_union.sum((0, 2)) / mean_of_rows.sum((0, 2)).clamp(min=1e-9)
 
     def _listed(self, batch: int, head: int, frame: Frame) -> tuple[Tensor, Tensor, int]:
-        """Lists one head's pairs of a row and a block, sorted by row, then block.
+        """Lists the (row, key block) pairs of one head, sorted by row, then block.
 
-        Returns: row * blocks + block of each pair, its slot in flattened [R, k], and `blocks`, the
-            number of key blocks.
+        Returns: for each pair row * blocks + block and its slot in the flattened [R, k]; and
+        `blocks`, the number of key blocks.
         """
         one = self.indices.dim() == 4 and len(self.indices) == 1
         chosen = self._table_of(0 if one else batch, head, frame)
@@ -215,7 +219,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return listed, slot[order], blocks
 
     def _row_of(self, slot: Tensor) -> Tensor:
-        """Returns the row of each slot of one head's flattened table."""
+        """Returns the row of each slot, an index into one head's flattened [R, k]."""
         return slot // max(1, self.indices.shape[-1])
 
     def check(self, frame: Frame) -> None:
@@ -245,9 +249,9 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
             )
 
     def listed_outside(self, frame: Frame) -> str:
-        """Names the slots of a frame's queries that hold neither a block nor -1; "" if none do.
+        """Describes slots of a frame's queries that hold no key block and no -1; "" if none.
 
-        The host waits for a GPU.
+        It reads the numbers, so the host waits for a GPU.
         """
         first = max(0, max(0, frame.q_start) // self.row_size - self.first_row)
         last = -(-max(0, frame.q_start + frame.q_len) // self.row_size) - self.first_row
@@ -258,7 +262,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return _first_of(rows, (rows < -1) | (rows >= blocks), first)
 
     def numbers(self, frame: Frame) -> str:
-        """Says which numbers are blocks of a frame."""
+        """Says, for an error, which block numbers are valid in a frame."""
         blocks = -(-frame.kv_len // self.block_size)
         of = "" if self.block_size == 1 else f"the {blocks} blocks of {self.block_size} in "
         return f"0 to {blocks - 1}, of {of}{frame.kv_len} keys"
@@ -288,7 +292,7 @@ class EdgeLists(SelectedBlocks):
 
     @property
     def begin(self) -> Tensor:
-        """Place of each row's first slot, and behind them their number, int64 [R + 1]."""
+        """Index of each row's first slot, int64 [R + 1]; the last item is the number of slots."""
         assert self.starts is not None
         return self.starts
 
@@ -305,7 +309,7 @@ class EdgeLists(SelectedBlocks):
         return torch.where(slot < 0, -1, self.indices[slot.clamp(min=0), 0])
 
     def slots_of(self, rows: Tensor) -> Tensor:
-        """Returns the slots of some rows [..., n], [..., n, the most of them], with -1 behind."""
+        """Returns the slots of rows [..., n], padded with -1: [..., n, most slots of a row]."""
         count = self.counts_of(rows)
         most = int(count.max()) if count.numel() else 0
         number = torch.arange(most, device=count.device)
@@ -351,15 +355,18 @@ class EdgeLists(SelectedBlocks):
 
 
 def _has_numbers(x: Tensor) -> bool:
-    """Whether the host can look at numbers now: on a CPU, outside of tracers and transforms."""
+    """Whether the host can read a tensor's numbers now without waiting.
+
+    True on a CPU, if no tracer and no functorch transform wraps the tensor.
+    """
     known = x.device.type == "cpu" and type(x) is Tensor and x.numel() > 0
     return known and not (is_traced(x) or is_functorch_wrapped_tensor(x))
 
 
 def _first_of(table: Tensor, wrong: Tensor, first_row: int = 0) -> str:
-    """Says the first marked number of a table [.., R, k], its place, and how many others there are.
+    """Describes the first number of a table [..., R, k] that `wrong` marks, and counts the others.
 
-    Rows of the table count from `first_row`.
+    Rows of the table are numbered from `first_row`.
     """
     place = wrong.nonzero()[0].tolist()
     number, others = int(table[tuple(place)]), int(wrong.sum()) - 1
@@ -371,7 +378,10 @@ def _first_of(table: Tensor, wrong: Tensor, first_row: int = 0) -> str:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _ListedBlocks(TensorMask, BlockwiseMask):
-    """Selection of one head and batch entry; `listed` is each row * blocks + block, ascending."""
+    """The selection of one head of one batch entry, which `SelectedBlocks.at` returns.
+
+    `listed` has row * blocks + block of each listed pair, ascending without repeats.
+    """
 
     listed: Tensor
     blocks: int
@@ -406,9 +416,9 @@ def selections_of(pattern: Pattern) -> list[SelectedBlocks]:
 
 
 def has_lists(pattern: Pattern) -> bool:
-    """True if a selection in a pattern has blocks below 16 tokens, which are read key by key.
+    """True if a selection in a pattern has blocks below 16 tokens, which kernels read key by key.
 
-    Selections inside documents and trees count.
+    Selections inside documents and trees count too.
     """
     if not pattern.tensors:
         return False

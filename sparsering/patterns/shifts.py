@@ -1,4 +1,4 @@
-"""Patterns that depend on the distance of a query and a key alone."""
+"""Patterns in which only the distance of a query and a key decides whether they pair."""
 
 from .algebra import And, Mixture, Or, Pattern
 from .per_head import PerHead
@@ -6,7 +6,10 @@ from .positions import Causal, Full, SlidingWindow
 
 
 def is_shift_invariant(pattern: Pattern) -> bool:
-    """True if a pattern stays the same if all positions shift by the same amount."""
+    """True if a pattern does not change when all positions move by the same amount.
+
+    It returns False for classes that it does not know, even if they would qualify.
+    """
     if isinstance(pattern, And | Or | Mixture):
         return all(is_shift_invariant(mask) for mask in pattern.masks)
     if isinstance(pattern, PerHead):

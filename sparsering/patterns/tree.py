@@ -18,27 +18,31 @@ from .positions import Causal, Lengths, SlidingWindow, _InDocuments, check_inner
 from .selected import SelectedBlocks
 
 Parents = tuple[int, ...] | tuple[tuple[int, ...], ...] | Tensor
-"""Parents of nodes, in the forms of `Lengths`."""
+"""Parents of nodes: one tuple for all batch entries, one tuple per entry, or an int64 tensor."""
 
 
 class Nodes(NamedTuple):
-    """The nodes of a tree that have tokens; tensors are int64 [nodes] unless stated.
+    """Nodes of a tree that have at least one token; tensors are int64 [nodes] unless stated.
 
-    Under a causal pattern, an only child whose tokens follow its parent's belongs to that node.
+    Under a causal pattern, an only child whose tokens directly follow those of its parent is merged
+    into the parent, so that a long chain is one node.
     """
 
-    start: Tensor  # [nodes + 1] first token of each node, then the number of tokens
-    depth: Tensor  # depth of the node's first token
-    enter: Tensor  # number of the node in depth-first order
-    leave: Tensor  # exclusive end of the numbers of the node and its descendants
-    last: Tensor  # largest index of the node and its descendants
+    start: Tensor  # [nodes + 1] first token of each node; the last item is the number of tokens
+    depth: Tensor  # number of tokens above the node's first token, on its path from the root
+    enter: Tensor  # the node's number in depth-first order
+    leave: Tensor  # descendants have the depth-first numbers enter + 1 to leave - 1
+    last: Tensor  # largest node index among the node and its descendants
     longest: int  # most tokens on any path
     parent: Tensor  # the parent, which comes before its node; -1 for a root
-    jump: Tensor  # some ancestor, so that O(log nodes) of them lead to any ancestor; -1: none
+    jump: Tensor  # a farther ancestor, or -1; any ancestor is O(log nodes) parents and jumps away
 
     @classmethod
     def of(cls, lengths: Sequence[int], parents: Sequence[int], causal: bool) -> "Nodes":
-        """Drops nodes without tokens; joins chains if `causal`. Cost: O(nodes)."""
+        """Builds the nodes from token counts and parents; drops nodes without tokens.
+
+        If `causal`, it also merges chains (see the class). Cost: O(nodes).
+        """
         above: list[int] = []  # nearest ancestor with tokens, or -1
         for parent in parents:
             above.append(parent if parent < 0 or lengths[parent] else above[parent])
@@ -71,7 +75,7 @@ class Nodes(NamedTuple):
             free[i] = enter[i] + 1
         longest = max(map(int.__add__, depth, size), default=0)
         start = torch.tensor([0, *size]).cumsum(0)
-        level, jump = [-1], [-1]  # of each node; first of what stands above roots
+        level, jump = [-1], [-1]  # item i + 1 is for node i; item 0 is for the parent of roots, -1
         for place in parent_of:
             far = jump[place + 1]
             farther = jump[far + 1]
@@ -105,7 +109,10 @@ class Nodes(NamedTuple):
         return token + (self.depth - self.start[:-1])[self.of_token(token)]
 
     def nearest(self, node: Tensor, most: Tensor) -> Tensor:
-        """Returns the nearest of each node and its ancestors that is at most `most`, or -1."""
+        """Returns the nearest of each node [n] and its ancestors with index <= `most` [n].
+
+        The result is -1 if there is none. Layouts call it to skip nodes after the last visible one.
+        """
         node = node.clone()
         pending = torch.nonzero(node > most)[:, 0]
         while len(pending):
@@ -212,7 +219,7 @@ class Tree(_InDocuments):
 
     @once
     def nodes_of_entries(self) -> tuple[Nodes, ...]:
-        """The nodes of each batch entry; of the only tree if all entries share it."""
+        """The nodes of each batch entry; a tuple of one if all entries share a tree."""
         if not per_entry(self.lengths):
             return (self.nodes,)
         causal = _is_causal(self.pattern)
@@ -252,9 +259,9 @@ class Tree(_InDocuments):
 
 
 def common_tree(pattern: Pattern) -> Tree | None:
-    """Returns the only tree of a pattern, alike in all branches; else None.
+    """Returns the tree that all branches of a pattern share; None if there is none or they differ.
 
-    Lengths and parents may be nested: one tree for each batch entry.
+    Its lengths and parents may be nested, one tree for each batch entry.
     """
     found = [list(_trees(branch)) for branch in pattern.branches]
     if not all(found):
@@ -279,7 +286,7 @@ def check_distances(pattern: Pattern) -> None:
 
 
 def distance_positions(pattern: Pattern, frame: Frame) -> tuple[Tensor, Tensor]:
-    """Returns positions for distances: in a tree, depths.
+    """Returns the positions that distances are computed from; in a tree they are depths.
 
     Returns: positions of queries [B or 1, Nq] and of keys [B or 1, Nk].
     """
@@ -295,7 +302,7 @@ def has_tree(pattern: Pattern) -> bool:
 
 
 def _trees(mask: Mask) -> Iterator[Tree | None]:
-    """Yields each tree in a mask; None for one inside a document."""
+    """Yields each tree in a mask; yields None for a tree inside documents, whose depths restart."""
     if isinstance(mask, Tree):
         yield mask
         return
@@ -306,7 +313,7 @@ def _trees(mask: Mask) -> Iterator[Tree | None]:
 
 
 def _is_causal(mask: Mask) -> bool:
-    """Whether the parts of a mask show that no query sees a later key."""
+    """Whether the classes in a mask already show that no query sees a later key."""
     match mask:
         case And(masks) | Or(masks):
             return (any if isinstance(mask, And) else all)(map(_is_causal, masks))

@@ -19,9 +19,9 @@ Lengths = tuple[int, ...] | Tensor
 class Varlen(Mask):
     """A pattern inside each document: positions restart, and the last query is at the last key.
 
-    The queries of document i begin at sum(q_lengths[:i]), its keys at sum(kv_lengths[:i]). Query r
-    of the document has position kv_lengths[i] - q_lengths[i] + r, key c has position c. A length
-    may be 0. Varlen of a mixture is a mixture.
+    The queries of document i begin at sum(q_lengths[:i]), its keys at sum(kv_lengths[:i]). In it,
+    query r has position kv_lengths[i] - q_lengths[i] + r and key c has position c. A length may be
+    0. A Varlen of a mixture is a mixture.
     """
 
     q_lengths: Lengths

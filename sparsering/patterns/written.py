@@ -1,4 +1,4 @@
-"""Values that are written as text and tensors: how patterns are compared, hashed and copied."""
+"""Values that can be written as text and tensors; by these, patterns are compared and hashed."""
 
 import ast
 import re
@@ -12,26 +12,28 @@ from ..ground.arguments import digest_of, same_tensor
 from ..ground.keywords import class_with_hints
 from .document_runs import LengthsFrom
 
-# Expressions number the classes of one name and what they read; `repr` leaves this out.
+# Expressions mark which version of a custom class and which state they mean; `repr` omits this.
 _VERSION = re.compile(r"__v\d+(?=\()|(, )?_state='\w+'(?=\))")
 _SYMBOLS = {ast.BitAnd: "&", ast.BitOr: "|", ast.Add: "+", ast.Sub: "-"}
 
 
 @class_with_hints
 class WrittenValue:
-    """Base of `Pattern`: a frozen dataclass whose `expression` has t0, t1, ... for its `tensors`.
+    """Base of `Pattern`: a frozen dataclass that can be written as an `expression` and `tensors`.
 
-    Lengths that came as a tensor are numbers in the expression; `operands` has them as a tensor.
+    In the expression, t0, t1, ... stand for the tensors. Lengths that the user gave as a tensor are
+    numbers in the expression; `operands` has them as a tensor.
     """
 
     expression: str
     tensors: tuple[Tensor, ...]
-    # lengths that came as a tensor, or from ids, by field
+    # fields whose lengths the user gave as a tensor or as ids, with what was given
     _given: Mapping[str, Tensor | LengthsFrom] = {}
-    _data: tuple[str, tuple[Tensor, ...]] | None = None  # text and tensors, with lengths as tensors
-    _name: ClassVar[str] = ""  # name in the expression, "" for the name of the class
-    # How the user wrote it, for people: a text, or an operator and its sides. Two patterns may
-    # differ in it and be equal; `expression` is what is compared.
+    # the expression and tensors with such lengths as tensors; None if there are none
+    _data: tuple[str, tuple[Tensor, ...]] | None = None
+    _name: ClassVar[str] = ""  # name in the expression if it is not the name of the class
+    # The user's own spelling, which `repr` shows: a text, or an operator and its two sides.
+    # Equality ignores it and compares `expression`.
     _written: "str | tuple[str, WrittenValue, WrittenValue] | None" = None
 
     def __post_init__(self) -> None:
@@ -53,7 +55,8 @@ class WrittenValue:
     def _spell(self, tensors: list[Tensor], as_data: bool) -> str:
         """Returns the text of the pattern, and appends its tensors to `tensors`.
 
-        With `as_data`, lengths that came as a tensor are one of the tensors.
+        With `as_data`, lengths that the user gave as a tensor are written as a tensor, not as
+        numbers.
         """
         values = []
         for value in self._values(as_data):
@@ -70,12 +73,13 @@ class WrittenValue:
         return f"{self._name or type(self).__name__}({', '.join(values)})"
 
     def _values(self, as_data: bool = False) -> Iterator[Any]:
+        """Yields the fields in order; with `as_data`, lengths in the form that the user gave."""
         names = self.__match_args__  # type: ignore[attr-defined]  # all fields, in order, at no cost
         own = map(getattr, [self] * len(names), names)
         return map(self._given_or_own, names) if as_data else own
 
     def _given_or_own(self, name: str) -> Any:
-        """Returns a field, as the tensor of lengths that it came as, if it did."""
+        """Returns what the user gave for a field if it is kept, else the field itself."""
         return self._given[name] if name in self._given else getattr(self, name)
 
     @property
@@ -95,7 +99,7 @@ class WrittenValue:
 
     @property
     def normal_text(self) -> str:
-        """The text that equal patterns share, for files; `repr` has the user's own spelling."""
+        """The text that equal patterns share, for keys in files; `repr` has the user's spelling."""
         return _VERSION.sub("", self.expression)
 
     def __repr__(self) -> str:
@@ -103,6 +107,7 @@ class WrittenValue:
         return self.normal_text if self.tensors else _VERSION.sub("", self._shown())
 
     def _shown(self) -> str:
+        """Returns the user's spelling if it is known, else a text from the fields."""
         match self._written:
             case str(text):
                 return text
@@ -111,7 +116,10 @@ class WrittenValue:
         return self._shown_by_default()
 
     def _shown_by_default(self) -> str:
-        """Writes the arguments that are not defaults, by keyword behind one that is left out."""
+        """Writes a constructor call without default arguments.
+
+        Arguments after an omitted one are written by keyword.
+        """
         values, skipped = [], False
         for name, value in zip(self.__match_args__, self._values(), strict=False):  # type: ignore[attr-defined]
             if value == self.__dataclass_fields__[name].default:  # type: ignore[attr-defined]
@@ -122,7 +130,7 @@ class WrittenValue:
         return f"{self._name or type(self).__name__}({', '.join(values)})"
 
     def write_as(self, written: "str | tuple[str, WrittenValue, WrittenValue]") -> None:
-        """Stores how the user wrote a new pattern; it changes what `repr` shows, and no more."""
+        """Stores how the user wrote a new pattern; this changes only what `repr` shows."""
         if not torch.compiler.is_compiling():
             object.__setattr__(self, "_written", written)
 
@@ -133,20 +141,20 @@ class WrittenValue:
         return alike and all(map(same_tensor, self.tensors, other.tensors))
 
     def __hash__(self) -> int:
-        """Hashes by content, once. Of a GPU tensor it hashes only the shape, to avoid a sync."""
+        """Hashes by content, once. For a GPU tensor it hashes only the shape, to avoid a sync."""
         if "_hash" not in vars(self):
             content = (digest_of(tensor) for tensor in self.tensors)
             object.__setattr__(self, "_hash", hash((type(self), self.expression, *content)))
         return int(vars(self)["_hash"])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles only the arguments: hashes and class numbers differ by process."""
+        """Pickles only the arguments, because hashes and class versions differ by process."""
         state = None if self._written is None else {"_written": self._shown()}
         return type(self), tuple(self._values(as_data=True)), state
 
 
 def _side(side: WrittenValue, symbol: str, *, right: bool = False) -> str:
-    """Returns the text of one side of an operator, in parentheses where it is another operator."""
+    """Returns the text of one side of an operator, in parentheses if they are needed."""
     text = side._shown()
     top = ast.parse(text, mode="eval").body
     in_parentheses = top.col_offset > 0
@@ -157,6 +165,6 @@ def _side(side: WrittenValue, symbol: str, *, right: bool = False) -> str:
 
 
 def part_text(part: WrittenValue, tensors: list[Tensor], as_data: bool) -> str:
-    """Returns the text of a part; its tensors go behind `tensors`, with numbers from there on."""
+    """Returns the text of a part, and appends its tensors to `tensors`, numbered on from there."""
     has_tensors = part.tensors or (as_data and part._data)
     return part._spell(tensors, as_data) if has_tensors else part.expression
