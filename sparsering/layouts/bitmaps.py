@@ -17,13 +17,13 @@ _SWAPS = (7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F
 
 
 class Table(NamedTuple):
-    """Visited pairs of tiles of one head in one pass, ordered by query tile, then key tile."""
+    """Visited tile pairs of one head in one pass, ordered by query tile, then by key tile."""
 
-    row_ptr: Tensor  # [query tiles + 1], index of each query tile's first pair of tiles
-    key_tile: Tensor  # [pairs of tiles], index of the key tile
-    bitmap: Tensor  # [pairs of tiles], index of the bitmap, or -1 if all positions attend
+    row_ptr: Tensor  # [query tiles + 1], index of each query tile's first tile pair
+    key_tile: Tensor  # [tile pairs], index of the key tile
+    bitmap: Tensor  # [tile pairs], index of the bitmap, or -1 if all positions attend
     num_pairs: int  # number of (query, key) pairs that attend
-    longest: tuple[int, int]  # most pairs of tiles of a query tile, and of a key tile
+    longest: tuple[int, int]  # most tile pairs with one query tile, and with one key tile
 
 
 def pack(cells: Tensor) -> Tensor:
@@ -39,7 +39,10 @@ def unpack(bitmaps: Tensor, block_size: int) -> Tensor:
 
 
 def transposed(bitmaps: Tensor) -> Tensor:
-    """Transposes bitmaps of b x b bits; works on 64-bit words that hold 8 x 8 bits each."""
+    """Transposes each bitmap of b x b bits: [n, b * b / 8] uint8, as in `pack`.
+
+    It works on 64-bit words that hold 8 x 8 bits each.
+    """
     if bitmaps.device.type == "cpu" and (kernel := kernel_operators()) is not None:
         return kernel.transposed(bitmaps)
     num, nbytes = bitmaps.shape
@@ -81,7 +84,12 @@ def _ones(words: Tensor) -> Tensor:
 def share_tables(
     tables: list[tuple[Table, Tensor]], rows: list[list[int]]
 ) -> tuple[Tensor, list[list[Table]]]:
-    """Returns (bitmaps, tables [batch][head]); a list has one item if all would be equal."""
+    """Stores equal tables and bitmaps once.
+
+    Takes the distinct (table, its bitmaps), and for each batch entry and head the index of its
+    table. Returns (bitmaps, tables [batch][head]); a list has one item if all its items would be
+    equal.
+    """
     bitmaps, distinct = tables[0][1], [table for table, _ in tables]
     if not all(torch.equal(bitmaps, other) for _, other in tables[1:]):
         bitmaps, distinct = share_bitmaps(tables)
@@ -94,7 +102,10 @@ def share_tables(
 
 
 def share_bitmaps(tables: list[tuple[Table, Tensor]]) -> tuple[Tensor, list[Table]]:
-    """Stores equal bitmaps once, drops unused ones: (bitmaps, tables with new bitmap indices)."""
+    """Stores equal bitmaps once and drops unused ones.
+
+    Returns (distinct bitmaps, the tables with indices into them).
+    """
     start, numbers = 0, []
     for table, bitmaps in tables:
         numbers.append(torch.where(table.bitmap < 0, -1, table.bitmap + start))

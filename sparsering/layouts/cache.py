@@ -1,4 +1,4 @@
-"""The cache of layouts, which are compared by the values of their patterns."""
+"""The cache of layouts; a layout is found again if its pattern, lengths and device are equal."""
 
 import os
 import threading
@@ -22,8 +22,9 @@ from ..patterns.selected import selections_of
 from .compile import build_layout, checked_block_size
 from .layout import BlockLayout
 
-# A value that took less time to build is dropped after so many later builds without a use. Small
-# tables that stay lie between the large tensors of steps: memory grows by far more than they hold.
+# A value that took less than `_CHEAP_SECONDS` to build is dropped if it is not used during the
+# next `_IDLE_BUILDS` builds. If small tables stayed, they would lie between the large tensors of
+# training steps and fragment memory, which then grows by far more than the tables hold.
 _CHEAP_SECONDS, _IDLE_BUILDS = 0.005, 80
 
 
@@ -41,7 +42,7 @@ Value = TypeVar("Value")
 
 
 class _Build:
-    """A value (None at first) that one thread builds while others wait for the lock `turn`."""
+    """A value that one thread builds (None until then) while others wait for the lock `turn`."""
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
@@ -52,7 +53,7 @@ class _Build:
 class _CachedValue:
     value: Any
     size: int  # bytes
-    used: int  # misses until the last use
+    used: int  # number of misses of the cache at the last use
 
 
 @class_with_hints
@@ -81,9 +82,10 @@ class LayoutCache:
     ) -> BlockLayout:
         """Returns the cached layout, or builds it; threads that need one layout wait for one build.
 
-        Some layouts are never cached: of patterns with tensors on a GPU, since comparing tensors
-        waits for the GPU; of a selection for a single query, which no other call needs; and those
-        built while a CUDA graph is captured, since their tables are empty until the graph runs.
+        Some layouts are never cached: those of patterns with tensors on a GPU, because comparing
+        tensors waits for the GPU; those of a selection for a single query, because no other call
+        needs them; and those built while a CUDA graph is captured, because their tables are empty
+        until it runs.
         """
         block_size = checked_block_size(block_size)
         key, reusable = (pattern, frame, block_size, device), _is_reusable(pattern, frame)
@@ -126,15 +128,16 @@ class LayoutCache:
         return value
 
     def _add(self, key: Hashable, value: Any, cheap: bool) -> None:
+        """Counts a miss and stores a value; drops idle cheap values and those over the limit."""
         with self._lock:
             self._misses += 1
-            if self._entries:  # measure the latest entry again: backward may have added transposes
+            if self._entries:  # measure the latest entry again; backward may have transposed it
                 latest = next(reversed(self._entries))
                 self._put(latest, self._entries[latest].value)
             self._put(key, value)
             if cheap:
                 self._cheap.append(key)
-            for _ in range(min(4, len(self._cheap))):  # a few, so that a miss costs the same always
+            for _ in range(min(4, len(self._cheap))):  # only a few, so that each miss stays cheap
                 oldest = self._cheap.popleft()
                 if (entry := self._entries.get(oldest)) is None:
                     continue
@@ -236,7 +239,10 @@ class LayoutCache:
 
 
 def _is_reusable(pattern: Pattern, frame: Frame) -> bool:
-    """Whether a later call may need this layout, and can look it up without waiting for a GPU."""
+    """Whether a layout is worth caching.
+
+    False if no later call can need it, or if a lookup would have to wait for a GPU.
+    """
     if not pattern.tensors:
         return True
     once = frame.q_len == 1 and selections_of(pattern)
@@ -244,7 +250,7 @@ def _is_reusable(pattern: Pattern, frame: Frame) -> bool:
 
 
 def place_of(device: torch.device | str) -> torch.device:
-    """Returns a torch.device with its index; ValueError if this machine does not have it."""
+    """Returns a torch.device that has an index; ValueError if this machine has no such device."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, ValueError, OverflowError, AssertionError) as error:

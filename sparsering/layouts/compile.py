@@ -39,8 +39,8 @@ _MOST_CELLS = 1 << 20  # (query, key) pairs evaluated at a time, to bound memory
 _MOST_BITMAPS = 1 << 12  # bitmaps collected before equal ones are merged
 
 _MOST_PAIRS_OF_TILES = 1 << 35  # more take an hour, and a table of 256 GB
-_TILES_OF_SAMPLE = 8
-_PARTS = 1024  # of the keys, which `check_not_dense` looks at
+_TILES_OF_SAMPLE = 8  # query tiles from which the size of a large table is estimated
+_PARTS = 1024  # parts into which `check_not_dense` cuts the keys
 
 _SAMPLE = 2048  # number of query positions in the sample
 _LEAST_KEYS = 128  # a shorter sequence has too few tiles for a choice to matter
@@ -64,15 +64,15 @@ class CompiledPass:
     bitmaps: Tensor  # the distinct bitmaps, to which `Table.bitmap` refers
     num_pairs: float  # number of (query, key) pairs, mean over batch entries and heads
     branch: int  # index of the mask in a mixture `a + b`
-    origins: dict[str, Tensor]  # more `Pass` fields, by name
+    origins: dict[str, Tensor]  # further fields of `Pass`, by name
 
 
 @one_thread()
 def build_layout(pattern: Pattern, frame: Frame, size: int, device: torch.device) -> BlockLayout:
-    """Compiles a pattern to a layout, not cached; the host does not wait for copies to a GPU.
+    """Compiles a pattern to a layout without the cache; the host does not wait for copies to a GPU.
 
     Raises: ValueError for an illegal block size, a pattern for other lengths or heads, or tables
-        that would take an hour.
+    that would take an hour.
     """
     size = checked_block_size(size)
     check_fits(pattern, frame)
@@ -90,9 +90,10 @@ def build_layout(pattern: Pattern, frame: Frame, size: int, device: torch.device
 
 
 def check_not_dense(pattern: Pattern, frame: Frame, size: int) -> None:
-    """Raises ValueError if large parts of a long sequence attend whole: a layout takes an hour.
+    """Raises ValueError if a long sequence attends so densely that its layout would take an hour.
 
-    Cost: some milliseconds at any length, before any tile is listed.
+    Cost: some milliseconds at any length, because it estimates from a few queries before any tile
+    is listed.
     """
     most = (frame.q_len // size) * (frame.kv_len // size)
     if most <= _MOST_PAIRS_OF_TILES or pattern.restarts is not None or not frame.num_heads:
@@ -126,7 +127,7 @@ def checked_block_size(block_size: object) -> int:
 
 
 def assemble(compiled: CompiledPass, frame: Frame) -> Pass:
-    """Stacks the tables of a compiled pass to tensors; pads shorter tables with 0."""
+    """Stacks the tables of heads and batch entries to one `Pass`; pads shorter ones with 0."""
     tables = compiled.tables
     longest = max(len(t.key_tile) for row in tables for t in row)
     of_query, of_key = zip(*(t.longest for row in tables for t in row), strict=True)
@@ -169,7 +170,8 @@ def default_block_size(pattern: Pattern, kv_len: int) -> int:
     The default is the smallest `block_size` of the pattern's blockwise masks, if it is such a
     multiple. Otherwise, a pattern with a selection gets the largest multiple of 16 up to 128 that
     divides the selection's `block_size`, or 128 if there is none. All other patterns get 128 tokens
-    for more than 64 keys, 64 for 33 to 64 keys, and 32 for fewer. Documents count by the longest.
+    for more than 64 keys, 64 for 33 to 64 keys, and 32 for fewer. If positions restart in
+    documents, the longest document decides instead of `kv_len`.
     """
     if pattern.restarts is not None:
         inner = Mixture(tuple(map(laid_in_documents, pattern.branches)))
@@ -185,9 +187,10 @@ def default_block_size(pattern: Pattern, kv_len: int) -> int:
 
 @one_thread()
 def chosen_block_size(pattern: Pattern, frame: Frame, device: torch.device) -> int:
-    """Returns the default tokens per tile; on a CPU, a sparse pattern may get less than 128.
+    """Returns the default tokens per tile, as `default_block_size`; on a CPU, it may choose fewer.
 
-    Cost: counts pairs in tiles of some thousand queries, once per `typical` pattern and length.
+    A sparse pattern then has fewer pairs outside the pattern in its tiles. Cost: counts pairs in
+    the tiles of some thousand queries, once per `typical` pattern and length.
     """
     size = default_block_size(pattern, frame.kv_len)
     if device.type != "cpu" or size != _LARGEST or frame.q_len <= 1 or frame.kv_len < _LEAST_KEYS:
@@ -202,6 +205,10 @@ def chosen_block_size(pattern: Pattern, frame: Frame, device: torch.device) -> i
 
 @lru_cache(256)
 def _by_density(pattern: Pattern, frame: Frame) -> int:
+    """Chooses the tokens per tile: a smaller tile if it contains far fewer pairs than a larger one.
+
+    It compiles a sample of queries from the middle of the sequence with each size (see `_SMALLER`).
+    """
     steps = (grid.step for branch in pattern.branches for grid, _ in terms(branch, _LARGEST))
     sample = max(_SAMPLE, 2 * _LARGEST * max(steps, default=1))
     first = max(0, frame.q_len - sample) // 2 // sample * sample + frame.q_start
@@ -217,7 +224,10 @@ def _by_density(pattern: Pattern, frame: Frame) -> int:
 
 
 def _pairs_in_tiles(pattern: Pattern, frame: Frame, size: int, queries: tuple[int, int]) -> float:
-    """Counts all (query, key) pairs in visited tiles: a mean per query and head."""
+    """Returns the mean number of keys in the tiles that a query visits, in a range of queries.
+
+    Queries are [first, exclusive end); the mean is over queries, heads and batch entries.
+    """
     total, ground = 0.0, ground_of(pattern, frame, size, [queries], None)
     for _, grid, mask in terms_of(pattern, ground):
         term = _Term.of(ground, grid, mask)
@@ -227,6 +237,7 @@ def _pairs_in_tiles(pattern: Pattern, frame: Frame, size: int, queries: tuple[in
 
 
 def _count_in_tiles(ground: Ground, mask: Mask, queries: Axis, keys: Axis) -> int:
+    """Counts the (query, key) pairs in the tile pairs that one mask visits, attending or not."""
     rule = condition(mask, ground.frame, ground.in_document)
     if (counted := native_table(rule, queries, keys, ground.block_size, count=True)) is not None:
         return int(counted[0])
@@ -260,12 +271,12 @@ def compile_passes(
 
 
 class _Term(NamedTuple):
-    """The tiles of a term, and its masks for heads and batch entries."""
+    """The tiles of one term, and its mask for each head and batch entry."""
 
     queries: list[Axis]  # query tiles of each kv head, or one Axis for all heads
     keys: list[Axis]  # key tiles of each kv head, or one Axis for all heads
-    rows: list[list[Mask]]  # [batch][head]; one item if all are equal
-    tiles_of: dict[Mask, tuple[Axis, Axis]]  # query tiles and key tiles of each distinct mask
+    rows: list[list[Mask]]  # [batch][head]; a list has one item if all would be equal
+    tiles_of: dict[Mask, tuple[Axis, Axis]]  # (query tiles, key tiles) of each distinct mask
 
     @classmethod
     def of(cls, ground: Ground, grid: Grid, mask: Mask) -> "_Term":
@@ -290,11 +301,12 @@ class _Term(NamedTuple):
 
 
 def _compile_pass(ground: Ground, branch: int, grid: Grid, mask: Mask) -> CompiledPass:
+    """Compiles one term to a pass: a table for each distinct mask of a head and batch entry."""
     term = _Term.of(ground, grid, mask)
     tables = [compile_table(ground, x, *tiles) for x, tiles in term.tiles_of.items()]
     number = {own: index for index, own in enumerate(term.tiles_of)}
     rows = [[number[own] for own in row] for row in term.rows]
-    # Equal tables of two heads may count different numbers of pairs, as their tiles may differ.
+    # Two heads with equal tables may have different numbers of pairs, since their tiles may differ.
     mean = sum(tables[index][0].num_pairs for row in rows for index in row) / term.num_tables
     bitmaps, shared = share_tables(tables, rows)
     queries, keys, origins = ground.placed(term.queries, term.keys)
@@ -317,7 +329,7 @@ def _compile_pass(ground: Ground, branch: int, grid: Grid, mask: Mask) -> Compil
 
 
 def axes_of(ground: Ground, grid: Grid, mask: Mask, offset: int) -> tuple[Axis, Axis]:
-    """Cuts query tiles and key tiles, from `offset` tokens after the start of each segment."""
+    """Cuts query tiles and key tiles; the first one begins `offset` tokens into its segment."""
     keys, block_size = ground.keys(grid, offset), ground.block_size
     rows = [x.row_size for x in selections_of(mask)] if grid == Grid(1, block_size) else []
     tokens = math.gcd(block_size, *rows)  # so that no query tile spans two rows of a selection
@@ -329,7 +341,7 @@ def axes_of(ground: Ground, grid: Grid, mask: Mask, offset: int) -> tuple[Axis, 
 def compile_table(
     ground: Ground, mask: Mask, queries: Axis, keys: Axis, among: Spans | None = None
 ) -> tuple[Table, Tensor]:
-    """Compiles the table and bitmaps of one mask, for all pairs of tiles or those in `among`."""
+    """Compiles the table and bitmaps of one mask, for all tile pairs or those in `among`."""
     rule, block_size = condition(mask, ground.frame, ground.in_document), ground.block_size
     if among is None:
         _check_size(ground, rule, queries, keys)
@@ -372,7 +384,7 @@ def compile_table(
 
 
 def _check_size(ground: Ground, rule: Condition, queries: Axis, keys: Axis) -> None:
-    """Raises ValueError if a table would take an hour; some query tiles of a large one say so."""
+    """Raises ValueError if a table would take an hour; estimates that from a few query tiles."""
     if len(queries) * len(keys) <= _MOST_PAIRS_OF_TILES:
         return
     step = -(-len(queries) // _TILES_OF_SAMPLE)
@@ -394,9 +406,10 @@ def _too_many(pairs: int, frame: Frame) -> ValueError:
 def _cells(
     ground: Ground, mask: Mask, rule: Condition, pairs: TilePairs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Evaluates a mask; returns (bitmaps, bitmap index and number of 1 bits of each tile pair).
+    """Evaluates a mask on the n tile pairs in which only some positions attend.
 
-    Tile pairs that differ only in length share the bitmap of the longest one.
+    Returns: the bitmaps; for each tile pair, the index of its bitmap [n] and its number of 1 bits
+    [n]. Tile pairs that differ only in length share the bitmap of the longest one.
     """
     q_count, k_count, block_size = pairs.q.count, pairs.k.count, ground.block_size
     kind, largest = _largest_of_kind(rule.signature(pairs), q_count, k_count)
@@ -426,7 +439,10 @@ def _cells(
 def _largest_of_kind(
     signature: list[Tensor], q_count: Tensor, k_count: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Groups pairs of tiles by signature: (group of each pair, index of each group's largest)."""
+    """Groups tile pairs [n] that may share a bitmap, since only the longest one is evaluated.
+
+    Returns: the group of each tile pair [n]; for each group, the index of its longest pair.
+    """
     kind, _ = number_rows(signature)
     zero, counts = torch.zeros_like(kind), (q_count, k_count)
     most_q, most_k = (zero.scatter_reduce(0, kind, x, "amax")[kind] for x in counts)

@@ -1,4 +1,4 @@
-"""Cuts a sequence, or documents in which positions restart, into tiles.
+"""Cuts a sequence, or documents in which positions restart, into tiles (a `Ground`).
 
 Tiles are cut by positions; `placed` converts these to indices in the tensors.
 """
@@ -16,13 +16,13 @@ from .tiles import Axis, Grid, Origin, Ranges
 
 @dataclass(frozen=True)
 class WholeSequence:
-    """One sequence, of which the positions in `query_ranges` and `key_ranges` are compiled."""
+    """One sequence; only the positions in `query_ranges` and `key_ranges` are compiled."""
 
     frame: Frame
     block_size: int
     query_ranges: Ranges
     key_ranges: Ranges
-    tree: Tree | None = None  # the pattern's only tree, by whose depths distances count
+    tree: Tree | None = None  # the pattern's only tree, whose depths give distances
     in_document = False
 
     @property
@@ -40,13 +40,13 @@ class WholeSequence:
         return grid.axis(self.key_ranges, self.block_size, offset)
 
     def origin(self, tiles: Axis) -> Origin:
-        """Returns the `Origin` of each tile: masks count positions from 0."""
+        """Returns the `Origin` of each tile; in a sequence, masks count positions from 0."""
         return Origin.of_sequence(len(tiles), self.frame.kv_len)
 
     def placed(
         self, queries: list[Axis], keys: list[Axis]
     ) -> tuple[list[Axis], list[Axis], dict[str, Tensor]]:
-        """Returns the tiles unchanged, and `Pass` fields: the depths of tiles in a tree."""
+        """Returns the tiles unchanged, and more `Pass` fields: the depths of tiles in a tree."""
         if self.tree is None:
             return queries, keys, {}
         depths = [_depths(self.tree, axes, self.block_size) for axes in (queries, keys)]
@@ -55,7 +55,7 @@ class WholeSequence:
 
 @dataclass(frozen=True, eq=False)
 class RestartedDocuments:
-    """Documents end to end, in each of which positions restart at 0, as in `Varlen`."""
+    """Documents end to end, in each of which positions restart at 0, as `Varlen` defines them."""
 
     frame: Frame
     block_size: int
@@ -77,6 +77,7 @@ class RestartedDocuments:
         return grid.axis_of_documents(first, self.kv_lengths, self.block_size, offset)
 
     def document_of(self, tiles: Axis) -> Tensor:
+        """Returns the document of each tile, which `axis_of_documents` put into its residue."""
         return tiles.residue % max(1, len(self.q_lengths))
 
     def origin(self, tiles: Axis) -> Origin:
@@ -86,6 +87,7 @@ class RestartedDocuments:
     def placed(
         self, queries: list[Axis], keys: list[Axis]
     ) -> tuple[list[Axis], list[Axis], dict[str, Tensor]]:
+        """Returns the tiles at their places in the tensors, and `Pass` fields for positions."""
         of_query, of_key = self.document_of(queries[0]), self.document_of(keys[0])
         origins = {
             "query_origin": torch.stack([tiles.start for tiles in queries]),
@@ -104,7 +106,7 @@ Ground = WholeSequence | RestartedDocuments
 def ground_of(
     pattern: Pattern, frame: Frame, size: int, queries: Ranges | None, keys: Ranges | None
 ) -> Ground:
-    """Returns documents if positions restart, else one sequence with ranges (default: all)."""
+    """Returns the documents if positions restart, else one sequence with ranges (default all)."""
     if pattern.restarts is not None and queries is None and keys is None:
         lengths = (torch.tensor(x, dtype=torch.int64) for x in pattern.restarts)
         return RestartedDocuments(frame, size, *lengths)
@@ -122,7 +124,10 @@ def ground_of(
 
 
 def _depths(tree: Tree, axes: list[Axis], block_size: int) -> Tensor:
-    """Returns `Pass.query_depth` of query tiles, or `Pass.key_depth` of key tiles."""
+    """Returns the depths in a tree of one side's tiles: `Pass.query_depth` or `Pass.key_depth`.
+
+    The last dim is 1 if each tile lies in one node, else it has each token of a tile.
+    """
     first = torch.stack([tiles.start for tiles in axes])  # [S, tiles]
     last = torch.stack([tiles.last for tiles in axes])
     ends = tree.depths_of(torch.stack((first, torch.maximum(first, last))))  # [B or 1, 2, S, tiles]

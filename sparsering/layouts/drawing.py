@@ -14,7 +14,7 @@ _AT_A_TIME = 1 << 22  # (query, key) pairs evaluated at once, to bound memory
 
 
 def drawing(layout: "BlockLayout", rows: int = 32, columns: int = 64) -> list[str]:
-    """Returns lines of characters, queries downwards, darker where more pairs attend."""
+    """Returns lines of characters, one row of queries each; darker where more pairs attend."""
     shares = pair_shares(layout, rows, columns, most_samples=1 << 20)
     if not shares.numel():
         return []
@@ -60,6 +60,6 @@ def pair_shares(
 
 
 def _positions(length: int, parts: int) -> Tensor:
-    """Returns how many positions x lie in each part, which is x * parts // length."""
+    """Returns how many of `length` positions lie in each part; x is in part x * parts // length."""
     first = [-(-part * length // parts) for part in range(parts + 1)] if parts else [0]
     return torch.tensor(first).diff()

@@ -21,7 +21,7 @@ from .layout import BlockLayout, Pass, if_several
 from .lower import native_page
 from .tiles import Spans
 
-_MOST_TILES = 1.3  # more tiles of segments than of whole blocks cost more than they save
+_MOST_TILES = 1.3  # cutting at segments is worth it up to so many times the number of tiles
 _MOST_CELLS = 1 << 21  # (query, key) pairs evaluated at a time, to bound memory
 
 
@@ -68,7 +68,7 @@ def page_over(
     if segments is not None:
         of_keys = torch.where(keys >= 0, segments(keys.clamp(min=0)), -1).int()
     start, stop = _cut(None if of_keys is None else of_keys[:1], num_keys, block_size, boundary)
-    # behind its last key a tile repeats it: bits there have no meaning, and the tile may be full
+    # A short tile repeats its last key: bits there mean nothing, and the tile may still be full.
     slots = (start[:, None] + torch.arange(block_size)).minimum(stop[:, None] - 1).flatten()
     keys = keys[:, slots]
     numbers = [head * (frame.num_heads // heads) for head in range(heads)]
@@ -107,11 +107,12 @@ def page_over(
 def _cut(
     of_keys: Tensor | None, num_keys: int, block_size: int, boundary: int
 ) -> tuple[Tensor, Tensor]:
-    """Cuts slots into tiles: returns the first slot of each, and the one behind its last.
+    """Cuts keys, in the order in which they are stored, into tiles; one begins at `boundary`.
 
-    Args:
-        of_keys: [0 or 1, keys] segment of each key, -1 for no key; None if there is one segment.
-        boundary: slot at which a tile begins.
+    Args: `of_keys` [0 or 1, keys] has the segment of each key, -1 for no key; None if there is one
+    segment. Tiles also end where the segment changes, unless that makes too many of them.
+
+    Returns: index of each tile's first key, and its exclusive end.
     """
     edges = [0, boundary, num_keys] if 0 < boundary < num_keys else [0, num_keys]
     if of_keys is not None and len(of_keys):
@@ -128,13 +129,15 @@ def _cut(
 def _in_segments(
     of_keys: Tensor, row_ptr: Tensor, key_tile: Tensor, bitmap: Tensor, bitmaps: Tensor
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Lists a tile of keys that are in several segments once for each of these.
+    """Lists a tile whose keys are in several segments once for each of these segments.
 
-    Args:
-        of_keys: [rows, keys] int32, segment of each key, -1 for no key; the rows of the tables.
-        others: tables of a pass [B, heads, ...], and its bitmaps.
+    Sums of attention are added segment by segment, so a visited tile may have only one.
 
-    Returns: for each column the tile of keys that it lists, its segment [1, columns], and tables.
+    Args: `of_keys` [rows, keys] int32 has the segment of each key, -1 for no key; a row per table.
+    The others are the tables of a pass [B, heads, ...] and its bitmaps.
+
+    Returns: for each new key tile, the old tile that it is a part of; its segment [1, tiles]; and
+    the new tables and bitmaps.
     """
     rows, block = len(of_keys), math.isqrt(8 * bitmaps.shape[1])
     tiles = -(-of_keys.shape[1] // block)
@@ -142,7 +145,7 @@ def _in_segments(
     of_keys = torch.nn.functional.pad(of_keys, padding, value=-1).view(rows, tiles, block)
     real = of_keys >= 0
     least = torch.where(real, of_keys, torch.iinfo(torch.int32).max).amin((0, 2))
-    most = of_keys.amax((0, 2))  # -1 for a tile without keys, which no entry lists
+    most = of_keys.amax((0, 2))  # -1 for a tile without keys, which no table lists
     mixed, column, segment = least < most, torch.arange(tiles), most.clamp(min=0)
     if not mixed.any():
         return column, segment[None], (row_ptr, key_tile, bitmap, bitmaps)
@@ -188,7 +191,7 @@ def _page_in_torch(
     rows, tiles = len(keys), -(-keys.shape[1] // block_size)
     of_rows = [*masks] * (rows // len(masks)) if len(masks) > 1 else masks
     query = (first[:, None] + torch.arange(queries))[:, None]  # [rows, 1, queries] positions
-    # key-major: a byte has 8 queries of one key; transposed at the end
+    # Key-major while it is filled: a byte has 8 queries of one key. The end transposes it.
     bits = torch.zeros(rows, tiles * block_size, block_size // 8, dtype=torch.uint8)
     real = keys >= 0
     most = int(real.sum(1).max()) if real.numel() else 0
@@ -214,7 +217,7 @@ def _page_in_torch(
 
 
 def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-    """Evaluates masks[i] on p[i] and k[i]; all at once if only offsets of `Dilated` differ."""
+    """Evaluates masks[i] on p[i] and k[i]; in one call if only offsets of `Dilated` differ."""
     first = masks[0]
     if all(mask == first for mask in masks):
         return first.holds(p, k, frame)
@@ -236,9 +239,12 @@ def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Spanned:
-    """A layout whose keys are only the visited ranges of positions, stored one after the other."""
+    """A layout whose keys are only the visited ranges of positions, stored one after the other.
 
-    layout: BlockLayout  # `Pass.key_start` has indices in the stored keys, `key_origin` positions
+    A cache that holds just these keys attends over it.
+    """
+
+    layout: BlockLayout  # `Pass.key_start` is an index in the stored keys, `key_origin` a position
     begin: Tensor  # first position of each range; ranges are ascending and disjoint
     end: Tensor  # exclusive end of each range
 
@@ -259,7 +265,7 @@ class Spanned:
         return int((self.end - self.begin).sum())
 
     def place_of(self, positions: Tensor) -> Tensor:
-        """Returns the index of each position in the stored keys; `length` if no range has it."""
+        """Returns the index of each position among the stored keys; `length` if not stored."""
         if not len(self.begin):
             return torch.zeros_like(positions)
         lengths = self.end - self.begin
@@ -269,6 +275,10 @@ class Spanned:
         return torch.where(inside, positions - self.begin[span] + first[span], self.length)
 
     def _moved(self, p: Pass, visited: Tensor) -> Pass:
+        """Returns a pass with key tiles at their indices among the stored keys.
+
+        Tiles that are not visited become empty.
+        """
         start = torch.where(visited, self.place_of(p.key_start), 0)
         stop = torch.where(visited, start + p.key_stop - p.key_start, 0)
         covers = (p.covers[0], False)

@@ -1,6 +1,6 @@
 """Conditions that contain others (and, or, not, per block, per document), and custom masks.
 
-And, or, not follow Kleene logic: one part that is EMPTY or FULL may decide a tile pair by itself.
+`&`, `|` and `-` follow Kleene logic: a part that is EMPTY or FULL may decide a tile pair alone.
 """
 
 import math
@@ -26,8 +26,8 @@ _LEAPS = (1 << 14, 1 << 10)  # sizes of query ranges that `Declared.before` may 
 class _Joint(Condition):
     """Base of `AllOf` and `AnyOf`: several conditions and the operations that join them."""
 
-    extreme: ClassVar[Any]  # minimum or maximum, joins the statuses of the parts
-    join: ClassVar[Any]  # intersection or union, joins the candidates of the parts
+    extreme: ClassVar[Any]  # minimum or maximum; it joins the statuses of the parts
+    join: ClassVar[Any]  # intersection or union; it joins the candidates of the parts
 
     def __init__(self, parts: Iterable[Condition]) -> None:
         self.parts = tuple(parts)
@@ -38,7 +38,7 @@ class _Joint(Condition):
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
         columns = []
-        for part in self.parts:  # zeros where a part is EMPTY or FULL
+        for part in self.parts:  # a part that is EMPTY or FULL has zeros, since it does not vary
             varies = part.status(pairs) == VARIES
             columns.append(varies.long())
             if varies.any():
@@ -121,23 +121,25 @@ class Negated(Condition):
 
 @dataclass(frozen=True, eq=False)
 class InBlocks(Condition):
-    """Condition that a mask has the pair of blocks of a pair of tokens; read from a table."""
+    """Condition that a blockwise mask has the (query block, key block) of a pair of tokens."""
 
     mask: BlockwiseMask
     rule: Condition | None = None  # condition on block indices; None for tables and random blocks
-    length: int | None = None  # number of keys; None where positions restart in each document
-    # attending block pairs, by kv_len
+    length: int | None = None  # number of keys; None if positions restart in each document
+    # by kv_len, the attending block pairs that `_last_listed` found
     _listed: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     def _sides(self, pairs: TilePairs) -> list[tuple[Tensor, Tensor, int]]:
-        """Returns (first position, last position, block size), for queries and for keys."""
+        """Returns (first position, last position, block size) for queries, and for keys."""
         q0, q1, k0, k1 = pairs.edges()
         return [(q0, q1, self.mask.row_size), (k0, k1, self.mask.block_size)]
 
     def _cells(self, pairs: TilePairs) -> tuple[Tensor, Tensor] | None:
-        """Returns (do blocks attend?, do tiles have them?) [block pairs, tile pairs], or None.
+        """Looks up the block pairs inside each tile pair.
 
-        None means that a tile pair has more than `_MOST_SUB_BLOCKS` block pairs.
+        Returns: bool [block pairs, tile pairs] whether they attend, and whether they lie inside the
+        tiles, since tiles have different numbers of blocks. None if a tile pair has more than
+        `_MOST_SUB_BLOCKS` block pairs.
         """
         (q0, q1), (k0, k1) = ((low // n, high // n) for low, high, n in self._sides(pairs))
         if not len(q0):
@@ -213,13 +215,14 @@ class InBlocks(Condition):
         return self._in_tokens(self.rule.shifted() if self.rule else None)
 
     def _in_tokens(self, blocks: Repeats | None) -> Repeats | None:
+        """Converts a period in blocks to one in tokens."""
         size = self.mask.block_size
         return blocks and Repeats(blocks.first * size, blocks.period * size, blocks.empty)
 
 
 @dataclass(frozen=True, eq=False)
 class PerDocument(Condition):
-    """Condition that query and key lie in one document, in which they meet condition `inner`."""
+    """Condition that query and key lie in one document, inside which condition `inner` holds."""
 
     same: SameDocument
     inner: Condition  # on positions counted from the document's start
@@ -230,7 +233,7 @@ class PerDocument(Condition):
         return self.inner.settled
 
     def _document(self, first: Tensor, last: Tensor, origin: Origin) -> tuple[Tensor, Origin]:
-        """Returns (do `first` and `last` share a document?, `Origin` of `first`'s document)."""
+        """Returns whether `first` and `last` share a document, and the first one's `Origin`."""
         starts = self.same.starts
         number = self.same.document_of(first - origin.start)
         inside = (number == self.same.document_of(last - origin.start)) & (number < len(starts) - 1)
@@ -239,6 +242,7 @@ class PerDocument(Condition):
         return inside & (number >= 0), Origin(origin.start + start, end - start, end - start)
 
     def _in_documents(self, pairs: TilePairs) -> tuple[Tensor, TilePairs]:
+        """Returns whether each tile pair lies in one document, and the pairs with its origin."""
         q, k = pairs.q, pairs.k
         first, last = torch.minimum(q.start, k.start), torch.maximum(q.last, k.last)
         inside, document = self._document(first, last, pairs.origin)
@@ -274,7 +278,7 @@ class PerDocument(Condition):
 
 @dataclass(frozen=True, eq=False)
 class Declared(Condition):
-    """Condition of a custom mask: calls `holds` where `status` and `candidates` did not decide."""
+    """Condition of a custom mask; calls `holds` where `status` and `candidates` did not decide."""
 
     mask: Mask
     frame: Frame
@@ -282,7 +286,7 @@ class Declared(Condition):
     settled = False
 
     def _frames(self, origin: Origin) -> Iterable[tuple[Tensor, Frame]]:
-        """Returns (tile indices, `Frame`) of the sequence, or of each distinct document length."""
+        """Returns (tile indices, `Frame`), one item per distinct length in documents."""
         if self.in_document:
             return origin.frames(self.frame)
         return [(torch.arange(len(origin.start)), self.frame)]
@@ -315,7 +319,7 @@ class Declared(Condition):
         result = torch.full_like(x, -1)
         chosen = torch.nonzero(x >= 0)[:, 0]
         k, x = k[chosen], x[chosen]
-        step = torch.zeros_like(x)  # number of queries from x down that do not see the key
+        step = torch.zeros_like(x)  # number of queries, counted down from x, that miss the key
         for leap in _LEAPS:
             step = torch.where(step == 0, leap * self._is_empty(k, x, leap, frame), step)
         near = torch.nonzero(step == 0)[:, 0]
@@ -336,7 +340,7 @@ class Declared(Condition):
 
 
 def _together(parts: Sequence[Repeats | None]) -> Repeats | None:
-    """Returns the period common to all parts; None if the period of one is unknown."""
+    """Returns a period that all parts share, the lcm of theirs; None if one of them is unknown."""
     repeats = [part for part in parts if part is not None]
     if len(repeats) < len(parts):
         return None

@@ -1,7 +1,7 @@
 """Layouts of the last query of a growing sequence, so that decoding compiles nothing per token.
 
-A page of 1,024 queries is compiled at once, about as fast as a single query, and cached. The layout
-of one query is a copy of the tables of its query tile in the page, with the keys so far.
+A page of 1,024 queries is compiled at once, which takes about as long as for a single query, and
+cached. The layout of one query is then the row of its query tile, cut to this query and its keys.
 """
 
 import math
@@ -26,7 +26,8 @@ def last_query_layout(
 ) -> tuple[BlockLayout, tuple[int, ...]] | None:
     """Returns the layout of the last query alone, and its row in each pass's bitmaps.
 
-    Returns None if `frame` has other queries, or the pattern has tensors or depends on lengths.
+    A bitmap row is needed because the bitmaps of the page have all queries of a tile. Returns None
+    if `frame` has other queries, or the pattern has tensors or depends on lengths.
     """
     last = frame.q_len == 1 and frame.q_start == frame.kv_len - 1
     if not last or pattern.tensors or not _positions_decide(pattern):
@@ -49,33 +50,33 @@ def last_query_layout(
 
 @lru_cache(256)
 def _positions_decide(pattern: Pattern) -> bool:
-    """Whether a pattern depends on positions alone, and not on lengths."""
+    """Whether positions alone decide a pattern, not lengths."""
     return pattern.restarts is None and not any(x.asks_frame for x in pattern.branches)
 
 
 @dataclass(eq=False)
 class _Page:
-    """The layout of a page (1,024 queries) on the host, and the query tile that has each query.
+    """The layout of a page (1,024 queries) on the host, and the query tile of each query.
 
-    `rows[pass][query tile]` is a pass with this tile alone, and a pass from which kernels take the
-    order of key tiles (`Pass.walked_as`). `latest` is the latest result of `query`: all layers of a
-    model ask for the same query. `launches` are kernel launches, by query tile in each pass.
+    `rows[pass][query tile]` is a pass that has this tile alone, and a pass that tells kernels the
+    order of key tiles (`Pass.walked_as`). `latest` is the latest result of `query`, because all
+    layers of a model ask for the same query. `launches` keeps kernel launches for each query tile.
     """
 
     layout: BlockLayout
     rows: list[list[tuple[Pass, Pass]]]
     row_of: list[list[int]]  # [pass][query]: index of the query's tile, or -1 if no tile has it
     slot_of: list[list[int]]  # [pass][query]: place of the query in its tile
-    stops: list[Tensor]  # per pass [queries, sets of tiles, 1]: 1 if the set has the query, else 0
+    stops: list[Tensor]  # per pass [queries, S, 1]: 1 if tiles of kv head s have the query, else 0
     latest: tuple[Frame, tuple[BlockLayout, tuple[int, ...]], Built | None] | None = None
     launches: dict[tuple[int, ...], dict[Hashable, Any]] = field(default_factory=dict)
-    built: Built | None = None  # where other CUDA streams must wait for `rows` and `stops`
+    built: Built | None = None  # other CUDA streams wait for it before they read `rows`, `stops`
 
     @classmethod
     def of(cls, layout: BlockLayout) -> "_Page":
         rows, row_of, slot_of, stops = [], [], [], []
         for p in layout.passes:
-            _ = p.transposed_bitmaps  # built once; the passes in `rows` share them
+            _ = p.transposed_bitmaps  # builds it once here, so that the passes in `rows` share it
             tile, slot, in_axis = _places(p, layout.block_size)
             row_of.append(tile)
             slot_of.append(slot)
@@ -92,6 +93,7 @@ class _Page:
         return replace(self, rows=rows, stops=stops, built=Built.now(device))
 
     def query(self, frame: Frame) -> tuple[BlockLayout, tuple[int, ...]]:
+        """Returns the layout of one query, and its row in each pass's bitmaps."""
         if (latest := self.latest) is not None and latest[0] == frame:
             if latest[2] is not None:
                 latest[2].wait(x.key_stop for x in latest[1][0].passes)
@@ -117,20 +119,23 @@ class _Page:
 
 
 def _places(p: Pass, block_size: int) -> tuple[list[int], list[int], Tensor]:
-    """Returns (tile index, place in the tile) of each query, and which sets of tiles have it."""
+    """Returns, for each query of a page, the index of its tile and its place in the tile.
+
+    Also returns bool [S, queries]: whether the tiles of each kv head have the query at all.
+    """
     query = p.query_start[..., None] + p.step * torch.arange(block_size, device=p.row_ptr.device)
     real = query < p.query_stop[..., None]
     axis, row, slot = torch.nonzero(real, as_tuple=True)
     query = query[real]
     in_axis = torch.zeros(len(p.query_start), PAGE, dtype=torch.bool, device=query.device)
-    in_axis[axis, query] = True  # tile index and place agree in all sets that have a query
+    in_axis[axis, query] = True  # all kv heads whose tiles have a query agree on tile and place
     row_of, slot_of = (torch.full((PAGE,), -1, device=query.device) for _ in range(2))
     row_of[query], slot_of[query] = row, slot
     return row_of.tolist(), slot_of.tolist(), in_axis
 
 
 def _row(p: Pass, row: int) -> Pass:
-    """Returns a pass with one query tile, of index `row`, cut to a single query."""
+    """Returns the pass of a single query tile, number `row`; it has one query, at index 0."""
     begin, end = p.row_ptr[..., row].long(), p.row_ptr[..., row + 1].long()
     count = end - begin
     place = torch.arange(int(count.max()) if count.numel() else 0, device=count.device)
@@ -149,9 +154,10 @@ def _row(p: Pass, row: int) -> Pass:
 
 
 def _walked(row: Pass, p: Pass, number: int, layout: BlockLayout) -> Pass:
-    """Gives bitmaps to the key tiles without one that end after the query tile's first query.
+    """Returns `row` with a full bitmap for each key tile that lacks one but may be cut.
 
-    `Pass.cut` may shorten these tiles, so kernels must not read them as whole tiles.
+    `Pass.cut` may shorten tiles that end after the query tile's first query, so kernels that take
+    their order from this pass must not read them as whole tiles.
     """
     last = torch.minimum(p.key_start + (layout.block_size - 1) * p.step, p.key_stop - 1)
     later = (last > layout.frame.q_start + p.query_start[:, number].min()).any(0)  # [key tiles]

@@ -21,7 +21,7 @@ from .tiles import segment_length
 class Transpose(NamedTuple):
     """The visited pairs of tiles of a `Pass`, sorted by key tile; `Pass` explains the dims."""
 
-    row_ptr: Tensor  # [Bt, Ht, key tiles + 1] index of each key tile's first pair
+    row_ptr: Tensor  # [Bt, Ht, key tiles + 1] index of each key tile's first tile pair
     query_tile: Tensor  # [Bt, Ht, entries] query tile of each pair
     entry: Tensor  # [Bt, Ht, entries] index of the pair in `Pass.key_tile`
 
@@ -54,18 +54,19 @@ class Pass:
     covers: tuple[bool, bool] = (False, False)  # do tiles contain every query, and every key?
     longest: tuple[int, int] | None = None  # most entries of any query tile, and of any key tile
     branch: int = 0  # index of the pass's mask in a mixture `a + b`
-    query_origin: Tensor | None = None  # [S, query tiles] first positions, if they restart at 0
-    key_origin: Tensor | None = None  # [S, key tiles] first positions, if not key_start
-    # Depths in a tree, by which distances count; None if positions do. The last dim has a depth for
-    # each token of a tile; or it is 1, for the first token, if in all tiles depths rise by `step`.
+    query_origin: Tensor | None = None  # [S, query tiles] first positions, if positions restart
+    key_origin: Tensor | None = None  # [S, key tiles] first positions, if `key_start` has others
+    # Depths in a tree, which give distances there; None if positions do. The last dim has each
+    # token
+    # of a tile, or only the first token if depths rise by `step` in every tile.
     query_depth: Tensor | None = None  # [B or 1, S, query tiles, block_size or 1]
     key_depth: Tensor | None = None  # [B or 1, S, key tiles, block_size or 1]
-    stream: Tensor | None = None  # [S, query tiles] index of the dropout seed; None: all 0
-    # Result of `segments`; None: it follows from `coordinates`.
+    stream: Tensor | None = None  # [S, query tiles] index of the dropout seed; None if all are 0
+    # Results of `segments`, if they do not follow from `coordinates`.
     query_segment: Tensor | None = None  # [S, query tiles] int32, or empty
     key_segment: Tensor | None = None  # [S, key tiles] int32, or empty
-    slot: Tensor | None = None  # [B or 1, H or 1, entries] int64 place in a selection's indices
-    # values that other files derive from the pass, by name; copies and pickles begin without any
+    slot: Tensor | None = None  # [B or 1, H or 1, entries] int64 index in a selection's [R * k]
+    # values that other modules derived from this pass, by name; copies and pickles drop them
     memo: dict[Hashable, Any] = field(default_factory=dict, init=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -77,10 +78,10 @@ class Pass:
         return query, self.key_start if self.key_origin is None else self.key_origin
 
     def depths(self, q_start: int) -> tuple[Tensor, Tensor]:
-        """Returns positions as distances count them: by depth in a tree.
+        """Returns the positions that distances are computed from; in a tree they are depths.
 
         Returns: for query tiles and for key tiles [B or 1, S, tiles, block_size or 1]; the last dim
-            has each token, or the first one, from which the others follow by `step`.
+        has each token, or only the first one, from which the others follow by `step`.
         """
         if self.query_depth is None or self.key_depth is None:
             query, key = self.coordinates(q_start)
@@ -96,9 +97,10 @@ class Pass:
     def segments(self, q_start: int, block_size: int) -> tuple[Tensor, Tensor]:
         """Returns the segment of each query tile and each key tile, [S, tiles] int32.
 
-        Kernels add up the sums of segments in their order, which depends on positions alone. So
-        rounding errors stay small, threads can share the keys of a query, and its bits do not
-        depend on what else a call computes. A tensor is empty if all its tiles are in one segment.
+        Kernels first sum within a segment, then add up the segments in order. Segments depend on
+        positions alone, so rounding errors stay small, threads can share the keys of a query, and
+        the bits of a result do not depend on what else a call computes. A tensor is empty if all
+        its tiles are in one segment.
         """
         if self.query_segment is not None and self.key_segment is not None:
             return self.query_segment, self.key_segment
@@ -134,7 +136,7 @@ class Pass:
         return row_of(self.row_ptr, self.key_tile.shape[-1])
 
     def visited_keys(self) -> Tensor:
-        """Returns [S, key tiles] bool: True for a tile with keys that some query head visits."""
+        """Returns [S, key tiles] bool: True for a non-empty tile that some query head visits."""
         real = torch.arange(self.key_tile.shape[-1]) < self.num_entries[..., None]
         visits = torch.zeros(*real.shape[:2], self.key_start.shape[1], dtype=torch.int32)
         visits.scatter_reduce_(2, self.key_tile.long(), real.int(), "amax")
@@ -172,20 +174,21 @@ class Pass:
 
     @property
     def walked_as(self) -> "Pass":
-        """Pass that gives kernels over query tiles their order: `whole` of `cut`, or this one."""
+        """The pass whose order of tiles kernels follow: `whole` of `cut`, else this pass."""
         return self.memo.get("whole", self)
 
     def cut(self, query_stop: Tensor, key_stop: Tensor, whole: "Pass") -> "Pass":
         """Returns a copy with fewer queries and keys; kernels use the tile order of `whole`.
 
-        `whole` has the same pairs of tiles, and bitmaps for all those that a cut may shorten.
+        `whole` has the same tile pairs, and bitmaps for all those that a cut may shorten, so
+        launches that were prepared for it stay valid.
         """
         other = self.like(query_stop=query_stop, key_stop=key_stop)
         other.memo["whole"] = whole
         return other
 
     def from_slot(self, slot: int, block_size: int) -> "Pass":
-        """Returns a copy whose bitmaps begin at query row `slot`; their last `slot` rows are 0."""
+        """Returns a copy whose bitmaps begin at query row `slot`; zeros fill their last rows."""
         rows = self.bitmaps.view(len(self.bitmaps), block_size, block_size // 8)
         rows = torch.nn.functional.pad(rows[:, slot:], (0, 0, 0, slot))
         return replace(self, bitmaps=rows.reshape(self.bitmaps.shape))
@@ -226,7 +229,7 @@ class BlockLayout:
         return {**vars(self), "memo": {}}
 
     def shared(self, device: torch.device) -> "BlockLayout":
-        """Returns a copy safe to share across CUDA streams; builds shared tables first."""
+        """Returns a copy safe to share across CUDA streams; builds its shared tables first."""
         if device.type == "cpu":
             return self
         counts, first = self.entry_counts, self.first_entry
@@ -238,9 +241,9 @@ class BlockLayout:
     def on_gpu(
         self, device: torch.device, memo: Mapping[str, Tensor] = MappingProxyType({})
     ) -> "BlockLayout":
-        """Returns a copy on a GPU, by one transfer, safe to share across CUDA streams.
+        """Returns a copy on a GPU, safe to share across CUDA streams, by one transfer.
 
-        The memo of each pass has the pass on the host, so that walks are built there. Tensors of
+        The memo of each pass keeps the pass on the host, so that walks are built there. Tensors in
         `memo` travel with the tables, into the memo of the copy.
         """
         tables: dict[Any, Tensor] = {"counts": self.entry_counts, "first": self.first_entry}
@@ -357,7 +360,10 @@ class BlockLayout:
         return torch.cat(rows) if rows else torch.zeros(0, 4, dtype=torch.int64)
 
     def table(self, p: Pass, batch: int, head: int) -> tuple[Tensor, Tensor, Tensor, int]:
-        """Returns indices: query tile, key tile, bitmap of a head's entries; its set of tiles."""
+        """Returns a head's visited tile pairs as indices: query tiles, key tiles, bitmaps [n] each.
+
+        The last result is the index of its set of tiles in dim 0 of `query_start`.
+        """
         b = batch if p.row_ptr.shape[0] > 1 else 0
         h = p.table_of(head, self.frame.num_heads)
         n = int(p.num_entries[b, h])
@@ -455,7 +461,7 @@ def tile_counts(start: Tensor, stop: Tensor, step: int, block_size: int) -> Tens
 
 
 def by_axis(used: Tensor, axes: int) -> Tensor:
-    """Converts `used` [tables, tiles] to [axes, tiles]: True where a table of the axis has it."""
+    """Converts bool [tables, tiles] to [axes, tiles]: True where any table of the axis has True."""
     if (tables := len(used)) <= axes:
         return used.repeat_interleave(axes // tables, 0)
     return used.view(axes, tables // axes, -1).any(1)
@@ -468,7 +474,7 @@ def stretched(table: Tensor, batch: int, heads: int) -> Tensor:
 
 
 def row_of(row_ptr: Tensor, entries: int) -> Tensor:
-    """Returns the rows of items 0 to entries - 1 of a CSR table; the row count past its end."""
+    """Returns the row of each item 0 to entries - 1 of a CSR table; past its end, the row count."""
     position = torch.arange(entries, device=row_ptr.device).expand(*row_ptr.shape[:-1], -1)
     ends = row_ptr[..., 1:].long().contiguous()
     return torch.searchsorted(ends, position.contiguous(), right=True)

@@ -1,9 +1,9 @@
 """Conditions on a query and a key position, which replace masks while a layout is built.
 
-For many pairs of tiles at once, a condition computes `status` (no pair of positions meets it, all
-do, or some), `signature` (integers; varying pairs of tiles with equal ones have equal bitmaps) and
-`candidates` (tile pairs that may attend). Bitmaps come from `Mask.holds`. For the lifetimes of
-keys, `before` steps from a query down to one that may see a key; `future` and `shifted` say how
+For many tile pairs at once, a condition computes `status` (whether no, all or some pairs of
+positions meet it), `signature` (integers; tile pairs with equal ones have equal bitmaps) and
+`candidates` (tile pairs that may attend). Bitmaps come from `Mask.holds`. To compute how long keys
+live, `before` steps from a query down to one that may see a key; `future` and `shifted` tell how
 pairs repeat in a sequence without end.
 """
 
@@ -33,12 +33,12 @@ class Repeats(NamedTuple):
 class Condition:
     """Condition on a query and a key position, counted from the sequence's or document's start."""
 
-    convex: bool = False  # True if the queries that see a key have no gap between them
-    moving: "Sequence[Condition]" = ()  # parts that are not convex; `queries` ignores them
+    convex: bool = False  # True if the queries that see a key are an interval
+    moving: "Sequence[Condition]" = ()  # parts that are not convex, which `queries` ignores
     settled: bool = True  # True if `before` is exact, False if it is an upper bound
 
     def status(self, pairs: TilePairs) -> Tensor:
-        """Returns for each tile pair EMPTY (no pair attends), FULL (all attend) or VARIES."""
+        """Returns, for each tile pair, EMPTY (no pair attends), FULL (all attend) or VARIES."""
         raise NotImplementedError
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
@@ -46,11 +46,11 @@ class Condition:
         raise NotImplementedError
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
-        """Returns all pairs of tiles that may attend; `origin`: document of each query tile."""
+        """Returns all tile pairs that may attend; `origin` has the document of each query tile."""
         return with_any_key(queries, keys, torch.arange(len(queries)))
 
     def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the first and last query that see each key, if `convex`; None: no bound."""
+        """Returns the first and last query that see each key, if `convex`; None for no bound."""
         raise NotImplementedError
 
     def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
@@ -66,11 +66,11 @@ class Condition:
         return x if first is None else torch.where(x >= first, x, -1)
 
     def future(self, stop: int) -> Repeats | None:
-        """Returns the period of the queries that see the keys below `stop`; None if unknown."""
+        """Returns how the queries that see keys below `stop` repeat; None if that is unknown."""
         return None
 
     def shifted(self) -> Repeats | None:
-        """Returns by how much query and key may both shift without a change; None if unknown."""
+        """Returns by how much query and key may both move without a change; None if unknown."""
         return None
 
 
@@ -184,7 +184,7 @@ class OnGrid(Condition):
     residue: int
 
     def _place(self, pairs: TilePairs) -> tuple[Tensor, Tensor]:
-        """Returns (place of a tile's start in its segment, does the tile end in that segment?)."""
+        """Returns where a tile's start lies in its segment, and whether it also ends there."""
         tile = pairs.q if self.of_query else pairs.k
         first = (tile.start - pairs.origin.start) % self.segment
         return first, first + tile.last - tile.start < self.segment

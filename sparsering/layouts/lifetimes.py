@@ -2,8 +2,8 @@
 
     last_visits(Causal() & SlidingWindow(511), 0, 4)       ->  [tensor([511, 512, 513, 514])]
 
-In a sequence without end, visits to a key become periodic in the query position: a key that is
-    visited in one whole period is visited forever.
+In a sequence without end, visits become periodic in the query position. So a key that is visited
+in one whole period, after the pattern became periodic, is visited forever.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from .tiles import Axis, TilePairs
 _KEYS_AT_A_TIME = 1 << 16
 _TILE, _SPLIT = 1 << 10, 1 << 10  # keys in the smallest tile; parts of each larger tile
 _MOST_POSITION = 1 << 60
-_MOST_KEYS = 1 << 32  # that are looked at one by one: 32 GB of positions
+_MOST_KEYS = 1 << 32  # most keys that are examined one by one, which takes 32 GB
 _MOST_PERIOD = 1 << 40  # longest period of a pattern, in queries
 _MOST_SHIFT = 1 << 26  # most positions that `cache_bound` examines in an endless sequence
 
@@ -69,7 +69,7 @@ def last_visits(
 def live_keys(
     pattern: Pattern, length: int, num_heads: int, num_kv_heads: int | None, max_length: int | None
 ) -> list[Tensor]:
-    """Implements `Pattern.live_keys`."""
+    """Implements `Pattern.live_keys`; its arguments are documented there."""
     length = checked_integer("length", length, 0)
     with unseen(pattern):
         sequence = _sequence(pattern, num_heads, num_kv_heads, max_length)
@@ -87,7 +87,7 @@ def live_keys(
 def cache_bound(
     pattern: Pattern, num_heads: int, num_kv_heads: int | None, max_length: int | None
 ) -> int | None:
-    """Implements `Pattern.cache_bound`."""
+    """Implements `Pattern.cache_bound`; its arguments are documented there."""
     with unseen(pattern):
         sequence = _sequence(pattern, num_heads, num_kv_heads, max_length)
         repeats = sequence.shifted() if sequence.length is None else Repeats(sequence.length, 0)
@@ -104,12 +104,12 @@ def cache_bound(
 
 
 class _Sequence(NamedTuple):
-    """A pattern over a sequence of some length, or without end."""
+    """A pattern over a sequence of a given length, or without end."""
 
     pattern: Pattern  # for error messages
-    length: int | None  # in tokens; None: without end
-    frame: Frame  # lengths and heads; `MOST_TOKENS` tokens if without end
-    masks: list[list[Mask]]  # for each kv head, masks whose union its queries see
+    length: int | None  # tokens of the sequence; None if it has no end
+    frame: Frame  # lengths and heads; a sequence without end has `MOST_TOKENS` tokens in it
+    masks: list[list[Mask]]  # for each kv head, the masks of its query heads and branches
     rules: dict[Mask, Condition]  # each mask, converted to a condition (leaves.py)
 
     def check_position(self, name: str, position: int) -> None:
@@ -148,7 +148,10 @@ class _Sequence(NamedTuple):
         return keys
 
     def last_of(self, rule: Condition, k: Tensor, first_query: int) -> Tensor:
-        """Returns each key's last query from `first_query` on; -1: none, FOREVER: no end."""
+        """Returns the last query from `first_query` on that sees each key of `k`, ascending.
+
+        It is -1 if no query does, and FOREVER if there is always a later one.
+        """
         if self.length is not None:
             return self._descend(rule, k, self.length - 1, first_query)
         if (repeats := rule.future(int(k[-1]) + 1)) is None:
@@ -163,17 +166,17 @@ class _Sequence(NamedTuple):
         return last.masked_fill_(last >= first, FOREVER)
 
     def _descend(self, rule: Condition, k: Tensor, most: int, least: int) -> Tensor:
-        """Returns the last query in [least, most] that visits each key, or -1."""
+        """Returns the last query in [least, most] that visits each key, or -1 if none does."""
         last = rule.before(k, torch.full_like(k, most), self.frame)
         pending = torch.nonzero((last < most) & (last >= least) & (not rule.settled))[:, 0]
-        while len(pending):  # keys for which `last` is not known to be exact
+        while len(pending):  # keys whose `last` is only an upper bound so far
             above = last[pending]
             below = last[pending] = rule.before(k[pending], above, self.frame)
             pending = pending[(below < above) & (below >= least)]
         return last.masked_fill_(last < least, -1)
 
     def keys_seen_after(self, length: int, rule: Condition) -> Iterator[Tensor]:
-        """Yields in parts the keys below `length` of all tiles that later queries may visit."""
+        """Yields parts of the keys below `length`: those in tiles that later queries may visit."""
         end = FOREVER if self.length is None else self.length
         begin, size = torch.zeros(min(1, length, end - length), dtype=torch.int64), _TILE
         while size < length:
@@ -195,7 +198,10 @@ class _Sequence(NamedTuple):
     def _seen_tiles(
         self, begin: Tensor, size: int, length: int, end: int, rule: Condition
     ) -> Tensor:
-        """Cuts tiles into tiles of `size` keys; returns those that later queries may visit."""
+        """Cuts tiles that begin at `begin` into tiles of `size` keys.
+
+        Returns where those begin that queries in [length, end) may visit.
+        """
         begin = (begin[:, None] + size * torch.arange(_SPLIT)).flatten()
         begin = begin[begin < length]
         none, stop = torch.zeros_like(begin), (begin + size).clamp(max=length)
@@ -207,7 +213,7 @@ class _Sequence(NamedTuple):
         return begin[status != EMPTY]
 
     def shifted(self) -> Repeats:
-        """Returns by how much query and key may both shift so that the same pairs attend."""
+        """Returns by how much query and key may both move so that the same pairs attend."""
         if (repeats := AnyOf(self.rules.values()).shifted()) is None:
             raise self.needs_length("a mask whose period is not known")
         first, period, _ = repeats
@@ -216,9 +222,9 @@ class _Sequence(NamedTuple):
         return repeats
 
     def most_ever(self, last: Tensor, repeats: Repeats) -> int | None:
-        """Returns the most keys that are live at once, or None if unbounded.
+        """Returns the most keys that are live at once; None if there is no bound.
 
-        `last`: last visit of each key below first + period.
+        `last` has the last visit of each key below first + period.
         """
         first, period = repeats.first, repeats.period
         early, later = last[:first], last[first:]
@@ -243,11 +249,10 @@ class _Sequence(NamedTuple):
 def _sequence(
     pattern: Pattern, num_heads: int, num_kv_heads: int | None, max_length: int | None
 ) -> _Sequence:
-    """Checks that a pattern fits the heads and the length.
+    """Checks that a pattern fits the heads and the length, and converts its masks to conditions.
 
-    Returns: for each kv head the masks that its queries use, and the condition of each mask. A
-        selection counts as `Full`. `max_length`: tokens; None for the pattern's own length, or for
-        no end if it has none.
+    A selection counts as `Full`, since later selections are unknown. `max_length` is the number of
+    tokens; None stands for the length that the pattern requires, or for no end if it requires none.
     """
     plain = _without_selection(pattern)
     length = own_length(plain, max_length)
@@ -284,17 +289,19 @@ def _without_selection(pattern: Pattern) -> Pattern:
 
 
 def own_length(pattern: Pattern, max_length: int | None = None) -> int | None:
-    """Returns `max_length` if given, else the pattern's own length; None if it has no end."""
+    """Returns `max_length` if it is given, else the length that the pattern requires, else None."""
     if max_length is not None:
         return checked_integer("max_length", max_length, 0)
     return pattern.own_length
 
 
 def _latest(parts: list[Tensor], keys: int) -> Tensor:
+    """Returns the latest visit of each key over several masks; -1 if none visits it."""
     return reduce(torch.maximum, parts, torch.full((keys,), -1, dtype=torch.int64))
 
 
 def _union(parts: list[Tensor]) -> Tensor:
+    """Returns the keys that are in any part, ascending."""
     filled = [part for part in parts if len(part)]
     if len(filled) == 1:
         return filled[0].clone()  # the caller may write to it, and heads share the original

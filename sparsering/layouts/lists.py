@@ -24,21 +24,21 @@ from ..patterns.selected import EdgeLists, SelectedBlocks, has_lists
 from ..patterns.tree import Nodes, Tree, common_tree, distance_positions
 from ..patterns.varlen_mask import Varlen
 
-_MOST_CELLS = 1 << 18  # (query, key) pairs that are compared with a mask at a time, on the host
-_MOST_CELLS_OF_DEVICE = 1 << 24  # of all heads and batch entries; each time costs some launches
+_MOST_CELLS = 1 << 18  # most (query, key) pairs that are computed at a time, on the host
+_MOST_CELLS_OF_DEVICE = 1 << 24  # on a GPU, where each time costs some launches: over all heads
 
 
 class Coordinates(NamedTuple):
-    """Where queries and keys stand, for distances and dropout, if not at their index."""
+    """Positions of queries and keys for distances and dropout, if they differ from indices."""
 
-    # position, depth in a tree (or position), index of dropout's seed
-    query: Tensor  # int64 [B or 1, 3, Nq]
-    # position, depth in a tree (or position)
-    key: Tensor  # int64 [B or 1, 2, H, Nk], H divides the kv heads
+    # int64 [B or 1, 3, Nq]: position; depth in a tree, else position; index of the dropout seed
+    query: Tensor
+    # int64 [B or 1, 2, H, Nk]: position; depth in a tree, else position. H divides the kv heads.
+    key: Tensor
 
     @classmethod
     def of(cls, pattern: Pattern, frame: Frame) -> "Coordinates | None":
-        """Returns the coordinates of a call's tokens; None if each is its place in the sequence."""
+        """Returns the coordinates of a call's tokens; None if positions equal indices."""
         if pattern.restarts is None and common_tree(pattern) is None:
             return None
         query, key, stream = pattern.coordinates(frame)
@@ -49,32 +49,38 @@ class Coordinates(NamedTuple):
     def joined(
         cls, query: Tensor, query_depth: Tensor, stream: Tensor, key: Tensor, key_depth: Tensor
     ) -> "Coordinates":
-        """Joins [Nq], [B or 1, Nq], [Nq], of keys [H, Nk] and [B or 1, H, Nk]."""
+        """Stacks the coordinates of a call.
+
+        Takes, for queries, positions [Nq], depths [B or 1, Nq] and streams [Nq]; for keys,
+        positions [H, Nk] and depths [B or 1, H, Nk].
+        """
         of_query = [x.expand_as(query_depth) for x in (query, query_depth, stream)]
         of_key = [x.expand_as(key_depth) for x in (key, key_depth)]
         return cls(torch.stack(of_query, 1), torch.stack(of_key, 1))
 
 
 class Lists(NamedTuple):
-    """The keys that each query of a branch lists, or each of those queries in `queries`.
+    """The keys that queries of a branch list, one list for each of `queries`.
 
-    Keys of a selection ascend, so that results have the same bits for each order of its slots.
-    Lists of very different lengths, as the hubs of a graph have, are several `Lists` of a branch:
-    each has the queries whose lists are about as long.
+    Keys of a selection ascend, so that results have the same bits for each order of its slots. If
+    lists have very different lengths, as with hubs of a graph, a branch has several `Lists`, each
+    for the queries whose lists are about as long.
     """
 
-    keys: Tensor  # int32 [B or 1, H, Nq, n], H divides Hq; -1: none. A repeat does not count.
-    branch: int  # of the mixture
+    keys: Tensor  # int32 [B or 1, H, Nq, n], -1 for none; H divides Hq. A repeat does not count.
+    branch: int  # index of the branch in a mixture `a + b`
     coordinates: Coordinates | None = None
-    queries: Tensor | None = None  # int64, rising: the queries of the call, None for all
-    # Only for a call with a slot bias, which has one selection: rows, slots and keys of a slot;
-    # int64 [B or 1, Nq], each query's row; int32 like `keys`, the place in the caller's order that
-    # each key had, which is its place in a bias. Of equal keys, the first in that order is first.
+    queries: Tensor | None = None  # int64, ascending indices of queries of the call; None for all
+    # The next three are for a call with a slot bias, which has one selection. `shape` is its rows,
+    # slots per row and keys per slot; `row` int64 [B or 1, Nq] the row of each query; `place`
+    # int32,
+    # like `keys`, each key's index in the caller's order, which is its place in the bias. Of equal
+    # keys, the first in that order comes first.
     shape: tuple[int, int, int] = (0, 0, 0)
     row: Tensor | None = None
     place: Tensor | None = None
-    # Of `EdgeLists` instead of `row`: int64 [B or 1, Nq, n], the slot that each number of a bias is
-    # for, in order; the number of slots for none.
+    # `EdgeLists` have this instead of `row`: int64 [B or 1, Nq, n], the slot of each list item in
+    # the caller's order; the number of slots for an item that is none.
     slot: Tensor | None = None
 
     @property
@@ -84,7 +90,7 @@ class Lists(NamedTuple):
         return float(counted.double().sum((2, 3)).mean())
 
     def of_rows(self, rows: slice, device: torch.device) -> "Lists":
-        """Returns the lists of some queries, on a device, without what a slot bias needs."""
+        """Returns the lists of the queries `rows` on a device, without slot bias fields."""
         at, queries = self.coordinates, self.queries
         if queries is not None:
             ends = torch.tensor([rows.start, rows.stop])
@@ -96,22 +102,22 @@ class Lists(NamedTuple):
         return Lists(keys=keys, branch=self.branch, coordinates=at, queries=queries)
 
     def rows_in(self, queries: Tensor) -> Tensor:
-        """Returns the rows of `keys` that some queries of the call have."""
+        """Returns the rows of `keys` whose queries are among `queries` (indices in the call)."""
         if self.queries is None:
             return queries
         return torch.nonzero(torch.isin(self.queries, queries))[:, 0]
 
     def of_queries(self, x: Tensor) -> Tensor:
-        """Returns the rows of a tensor [B, H, Nq, ...] of the call that have lists here."""
+        """Returns the rows of a call's tensor [B, H, Nq, ...] whose queries have lists here."""
         return x if self.queries is None else x.index_select(2, moved(self.queries, x.device))
 
     def put(self, to: Tensor, rows: Tensor) -> None:
-        """Writes what `of_queries` read back to a tensor of the call, if it was copied."""
+        """Writes the rows that `of_queries` returned back to the call's tensor, if it copied."""
         if self.queries is not None:
             to.index_copy_(2, moved(self.queries, to.device), rows)
 
     def bias(self, slot_bias: Tensor) -> Tensor:
-        """Converts a slot bias [B, Hq, R * k] to one by place, [B, Hq, Nq, n]."""
+        """Converts a slot bias [B, Hq, R * k] to a bias per list item [B, Hq, Nq, n]."""
         rows, slots, size = self.shape
         if self.slot is not None:
             index = self.slot.to(slot_bias.device)[:, None]
@@ -128,7 +134,7 @@ class Lists(NamedTuple):
         return pad(of_key, (0, self.keys.shape[3] - slots * size))
 
     def slot_gradient(self, grad: Tensor) -> Tensor:
-        """Converts the gradient of `bias` to that of the slot bias."""
+        """Converts the gradient of `bias` to that of the slot bias [B, Hq, R * k]."""
         rows, slots, size = self.shape
         if self.slot is not None:
             index = self.slot.to(grad.device)[:, None].expand(*grad.shape[:2], -1, -1)
@@ -146,14 +152,14 @@ class Lists(NamedTuple):
 
 
 def list_biases(lists: tuple[Lists, ...], slot_bias: Tensor) -> Tensor:
-    """Converts a slot bias [B, Hq, R * k] to the block bias of a call's lists, see `Problem`."""
+    """Converts a slot bias [B, Hq, R * k] to the block bias that kernels take (see `Problem`)."""
     if len(lists) == 1:
         return lists[0].bias(slot_bias)
     return torch.cat([listed.bias(slot_bias).flatten(2) for listed in lists], 2)
 
 
 def list_slot_gradient(lists: tuple[Lists, ...], grad: Tensor) -> Tensor:
-    """Converts the gradient of `list_biases` to that of the slot bias."""
+    """Converts the gradient of `list_biases` back to that of the slot bias [B, Hq, R * k]."""
     if len(lists) == 1:
         return lists[0].slot_gradient(grad)
     parts = grad.split([listed.keys.shape[2:].numel() for listed in lists], 2)
@@ -167,23 +173,22 @@ class ListedPairs(NamedTuple):
     """A selection from which queries list keys, within a branch of a pattern."""
 
     selection: SelectedBlocks
-    inside: tuple[Mask, ...] = ()  # documents and trees that the selection is inside, outer first
-    limit: Mask | None = None  # the branch has those listed pairs that this mask has; None: all
+    inside: tuple[Mask, ...] = ()  # masks of documents and trees around the selection, outer first
+    limit: Mask | None = None  # mask that restricts the listed pairs; None for no restriction
 
     def within(self, mask: Mask) -> "ListedPairs":
-        """Returns the source in a union of intersections that `mask` limits further."""
+        """Returns these pairs restricted further to those of `mask`."""
         return self._replace(limit=mask if self.limit is None else And((self.limit, mask)))
 
     def or_in(self, mask: Mask) -> "ListedPairs":
-        """Returns the source in a union with `mask`: listed pairs of either."""
+        """Returns these pairs with the limit widened: pairs of `mask` count, too."""
         return self._replace(limit=None if self.limit is None else Or((self.limit, mask)))
 
 
 def split(pattern: Pattern) -> tuple[Pattern, tuple[tuple[ListedPairs, ...], ...]]:
-    """Splits a pattern into (a pattern for tiles, sources of listed keys of each branch).
+    """Splits a pattern into a pattern for tiles and, for each branch, the pairs that lists serve.
 
-    Each pair of a branch is in its tiles, or one of its sources lists it within the source's limit,
-    or both.
+    Each pair of a branch is in the tiles, in one of the `ListedPairs` within its limit, or in both.
     """
     if not has_lists(pattern):
         return pattern, ((),) * len(pattern.branches)
@@ -197,19 +202,19 @@ def split(pattern: Pattern) -> tuple[Pattern, tuple[tuple[ListedPairs, ...], ...
 
 
 def tiles_of(pattern: Pattern) -> Pattern:
-    """Returns the pattern of the pairs that no source lists."""
+    """Returns the part of a pattern that tiles serve, without listed pairs."""
     return split(pattern)[0]
 
 
 def lists_of_pattern(
     pattern: Pattern, frame: Frame, positions: Tensor | None = None
 ) -> tuple[Pattern, tuple[Lists, ...]]:
-    """Returns (the pattern for tiles, lists) of a pattern, as `lists_of` does of its parts."""
+    """Splits a pattern and lists its keys; returns (pattern for tiles, lists) as `lists_of`."""
     return lists_of(*split(pattern), frame, positions=positions)
 
 
 def is_only_lists(pattern: Pattern) -> bool:
-    """True if sources list all pairs of a pattern: `split` leaves nothing for tiles."""
+    """True if lists serve all pairs of a pattern, so that `split` leaves nothing for tiles."""
     found: bool | None = vars(pattern).get("_is_only_lists")
     if found is None:
         found = all(map(_is_listed, pattern.branches))
@@ -219,7 +224,10 @@ def is_only_lists(pattern: Pattern) -> bool:
 
 
 def _is_listed(mask: Mask) -> bool:
-    """True if `_split` finds no tiles in a mask; in plain steps, which torch.compile follows."""
+    """True if lists cover the mask whole.
+
+    It repeats the rules of `_split` without `match`, which torch.compile does not trace.
+    """
     if not has_lists(mask) or isinstance(mask, SelectedBlocks):
         return has_lists(mask)
     if isinstance(mask, Or):
@@ -233,7 +241,7 @@ _NOTHING = GlobalTokens(0)
 
 
 def _nothing(branch: Mask) -> Mask:
-    """Returns a mask without pairs, in the same documents of `attention_varlen` as a branch."""
+    """Returns a mask without pairs; in `attention_varlen`, with the branch's documents."""
     return replace(branch, pattern=_NOTHING) if isinstance(branch, Varlen) else _NOTHING
 
 
@@ -242,7 +250,7 @@ def _is_nothing(branch: Mask) -> bool:
 
 
 def _split(mask: Mask) -> tuple[Mask | None, list[ListedPairs]]:
-    """Returns (a mask of pairs without lists, or None; sources of all the other pairs)."""
+    """Returns (mask of the pairs that tiles serve, or None for no pairs; all other pairs)."""
     if not has_lists(mask):
         return mask, []
     match mask:
@@ -268,13 +276,14 @@ def _split(mask: Mask) -> tuple[Mask | None, list[ListedPairs]]:
 
 
 def _split_intersection(masks: tuple[Mask, ...]) -> tuple[Mask | None, list[ListedPairs]]:
+    """Splits `a & b & ...`; listed pairs of one part are limited by the other parts."""
     parts = [_split(mask) for mask in masks]
     others = [intersection([*masks[:i], *masks[i + 1 :]]) for i in range(len(masks))]
     listed = [
         [source.within(other) for source in sources]
         for (_, sources), other in zip(parts, others, strict=True)
     ]
-    # all pairs are in the lists of a part that has no tiles: the shortest such lists are enough
+    # If a part has no tiles, its lists have all pairs of the intersection. Take the shortest ones.
     alone = [found for (tiles, _), found in zip(parts, listed, strict=True) if tiles is None]
     if alone:
         return None, min(alone, key=lambda found: sum(map(_slots, found)))
@@ -283,6 +292,7 @@ def _split_intersection(masks: tuple[Mask, ...]) -> tuple[Mask | None, list[List
 
 
 def _slots(source: ListedPairs) -> float:
+    """Returns the mean number of keys that a query lists."""
     return source.selection.mean_slots * source.selection.block_size
 
 
@@ -318,7 +328,7 @@ def lists_of(
             continue
         own, beside = branches[number], None
         if not _is_nothing(own):
-            if has_slot_bias:  # pairs of either that are listed have their slot's bias
+            if has_slot_bias:  # then tiles could not add the bias, so lists take all pairs
                 beside, branches[number] = own, _nothing(own)
                 of_branch = tuple(x.or_in(own) for x in of_branch)
             else:
@@ -337,7 +347,7 @@ def lists_of(
     return Mixture(tuple(branches)) if len(branches) > 1 else branches[0], tuple(found)
 
 
-_SHORT_LIST = 16  # lists up to this length are computed together
+_SHORT_LIST = 16  # lists of at most so many slots are computed together
 
 
 def _of_like_length(
@@ -345,8 +355,9 @@ def _of_like_length(
 ) -> list[Tensor | None]:
     """Groups queries whose lists are about as long: up to 16 slots, 32, 64, and so on.
 
-    Returns: the queries of each group, int64, rising; [None], for all, if no list is of
-        `EdgeLists`. Queries without slots are in none, unless others list keys (`has_all`).
+    Returns: the query indices of each group, int64, ascending; or [None], which stands for all
+    queries, if no list is of `EdgeLists`. A query without slots is in no group, unless another
+    source may list keys for it (`has_all`).
     """
     uneven = [(x.selection, x.inside) for x in sources if isinstance(x.selection, EdgeLists)]
     if not uneven:
@@ -373,14 +384,14 @@ def _of_like_length(
 
 
 def _positions(frame: Frame, positions: Tensor | None, device: torch.device) -> Tensor:
-    """Returns the positions of the queries to list for, int64 [Nq]."""
+    """Returns the positions of the queries whose keys are listed, int64 [Nq], on a device."""
     if positions is None:
         return torch.arange(frame.q_start, frame.q_start + frame.q_len, device=device)
     return moved(positions, device)
 
 
 def _rows_at(selection: SelectedBlocks, position: Tensor) -> Tensor:
-    """Returns the row of each position [Nq]; some row for those that no row has."""
+    """Returns the selection's row of each position [Nq], clamped to an existing row."""
     last = max(0, selection.num_rows - 1)
     return (position // selection.row_size - selection.first_row).clamp(0, last)
 
@@ -388,7 +399,7 @@ def _rows_at(selection: SelectedBlocks, position: Tensor) -> Tensor:
 def _of_queries(
     at: Coordinates | None, queries: Tensor, position: Tensor, kv_len: int
 ) -> Coordinates:
-    """Returns the coordinates of some queries; by default their positions and those of keys."""
+    """Returns the coordinates of some queries and of all keys; positions if `at` is None."""
     if at is None:
         key = torch.arange(kv_len, device=queries.device).expand(1, 2, 1, -1)
         query = torch.stack((position, position, torch.zeros_like(position)))
@@ -397,28 +408,32 @@ def _of_queries(
 
 
 def _joined(lists: list[Lists]) -> Lists:
-    """Joins lists of one branch; a key in several of them counts once."""
+    """Joins several lists of one branch to one; a key in several of them counts once."""
     batches, heads = (max(x.keys.shape[dim] for x in lists) for dim in (0, 1))
     keys = [_of_heads(x.keys, heads).expand(batches, -1, -1, -1) for x in lists]
     return lists[0]._replace(keys=_ascending(torch.cat(keys, -1)))
 
 
 class _Seat(NamedTuple):
-    """Where the queries of a call stand in the sequence that a selection counts in."""
+    """Where the queries of a call stand in the sequence in which a selection counts positions.
 
-    position: Tensor  # [Nq], -1 outside all documents
-    length: Tensor | int  # [Nq] tokens of that sequence, or of all
-    # Each turns keys [..., n, k] of queries i to i + n - 1 from a sequence into the next outer one.
+    In documents this is the query's document, in a tree the path from the root to the query.
+    """
+
+    position: Tensor  # [Nq] position in that sequence, -1 outside all documents
+    length: Tensor | int  # [Nq] tokens of that sequence, or one number for all queries
+    # Each function converts keys [..., n, k] of a slice of n queries to the next outer sequence.
     outwards: tuple[Callable[[Tensor, slice], Tensor], ...]
 
     def keys(self, own: Tensor, part: slice) -> Tensor:
-        """Converts keys [..., n, k] of some queries to keys of the call; -1 stays."""
+        """Converts keys [..., n, k] of the queries `part` to keys of the call; -1 stays."""
         for step in self.outwards:
             own = step(own, part)
         return own
 
 
 def _seat(inside: tuple[Mask, ...], entry: int, position: Tensor, frame: Frame) -> _Seat:
+    """Finds the seats of queries at `position` [Nq] in one batch entry, from outer mask inward."""
     length: Tensor | int = frame.kv_len
     steps = []
     for mask in inside:
@@ -453,6 +468,7 @@ def _documents(mask: Mask, entry: int) -> tuple[Tensor, Tensor]:
 
 
 def _nodes(tree: Tree, entry: int) -> Nodes:
+    """Returns the nodes of a tree in one batch entry."""
     if not per_entry(tree.lengths):
         return tree.nodes
     lengths, parents = tree.entries[entry], tree.parents[entry]
@@ -460,7 +476,10 @@ def _nodes(tree: Tree, entry: int) -> Nodes:
 
 
 def _shift(start: Tensor) -> Callable[[Tensor, slice], Tensor]:
-    """Returns a step out of documents whose first keys are `start` [Nq]."""
+    """Returns a function that converts keys in a document to keys of the sequence around it.
+
+    `start` [Nq] has the first key of each query's document.
+    """
 
     def step(keys: Tensor, part: slice) -> Tensor:
         return torch.where(keys >= 0, keys + start[part, None].to(keys.dtype), keys)
@@ -469,7 +488,10 @@ def _shift(start: Tensor) -> Callable[[Tensor, slice], Tensor]:
 
 
 def _path(nodes: Nodes, of_query: Tensor) -> Callable[[Tensor, slice], Tensor]:
-    """Returns a step out of the paths to `of_query` [Nq]: from a depth to the token there."""
+    """Returns a function that converts depths on the path to a query into tokens of the tree.
+
+    `of_query` [Nq] has the node of each query; a depth below the query's node becomes -1.
+    """
 
     def step(depths: Tensor, part: slice) -> Tensor:
         wanted = depths.long()
@@ -487,23 +509,23 @@ def _path(nodes: Nodes, of_query: Tensor) -> Callable[[Tensor, slice], Tensor]:
 
 
 class _Seated(NamedTuple):
-    """The queries of a call, placed in the sequences that a selection counts in."""
+    """The queries of a call with their seats, and the tables of a selection."""
 
-    seats: list[_Seat]  # one, or one of each batch entry
-    rows: list[Tensor]  # [Nq] of each seat: the row of the table that each query has
-    slots: Tensor | None  # of `EdgeLists`, int64 [seats, Nq, most]
-    table: Tensor  # [B or 1, H or 1, R, k] numbers of blocks
-    positions: Tensor  # [Nq] of the call
+    seats: list[_Seat]  # one for all batch entries, or one per entry
+    rows: list[Tensor]  # for each seat, the row of the table that each query has, [Nq]
+    slots: Tensor | None  # int64 [seats, Nq, most], each query's slots; only for `EdgeLists`
+    table: Tensor  # [B or 1, H or 1, R, k] block numbers, as in `SelectedBlocks.indices`
+    positions: Tensor  # [Nq] positions in the call
     batches: int
     heads: int
 
     @property
     def width(self) -> int:
-        """Slots of a query."""
+        """Number of slots per query."""
         return self.table.shape[3] if self.slots is None else self.slots.shape[2]
 
     def parts(self, width: int) -> Iterator[slice]:
-        """Yields slices of the queries, of so many (query, key) pairs as are computed at once."""
+        """Yields slices of the queries, small enough to bound memory if each has `width` keys."""
         most = _MOST_CELLS
         if self.table.device.type != "cpu":
             most = _MOST_CELLS_OF_DEVICE // (self.batches * self.heads)
@@ -512,7 +534,7 @@ class _Seated(NamedTuple):
             yield slice(start, start + step)
 
     def listed(self, number: int, part: slice) -> Tensor:
-        """Returns the blocks that some queries of a seat list, [B or 1, H or 1, n, k]."""
+        """Returns the blocks that queries `part` of a seat list, [B or 1, H or 1, n, k]."""
         if self.slots is not None:
             own = self.slots[number, part]
             return self.table[:, :, own.clamp(min=0), 0].masked_fill_(own < 0, -1)
@@ -521,7 +543,7 @@ class _Seated(NamedTuple):
         return table[:, :, self.rows[number][part]]
 
     def of(self, tables: Tensor, number: int) -> Tensor:
-        """Selects the batch entries of a seat."""
+        """Returns the batch entries of `tables` that a seat is for."""
         return tables if len(self.seats) == 1 else tables[number : number + 1]
 
 
@@ -536,10 +558,9 @@ def _list_keys(
 ) -> Lists:
     """Lists the keys of a selection within its limit, and then those of `beside`.
 
-    1. The queries take their seats: rows of the table, places in documents and trees.
-    2. The keys of their slots are listed.
-    3. The limit and hidden keys take some of them away.
-    4. With a slot bias, the other keys of the branch stand behind them.
+    1. Find the seats of the queries: rows of the table, places in documents and trees. 2. List the
+    keys of their slots. 3. Replace keys outside the limit and hidden keys by -1. 4. With a slot
+    bias, append the other keys of the branch, which are pairs of `beside`.
     """
     seated = _seated(source, frame, positions, valid, beside)
     keys, place = _keys_of_slots(seated, source.selection.block_size, frame, has_slot_bias)
@@ -558,7 +579,7 @@ def _list_keys(
 
 
 def _slots_or_none(seated: _Seated, none: int) -> Tensor | None:
-    """Returns `Lists.slot`: the slots of `EdgeLists`, `none` where a query has fewer."""
+    """Returns `Lists.slot`: the slots of `EdgeLists`, and `none` where a query has fewer."""
     return None if seated.slots is None else torch.where(seated.slots < 0, none, seated.slots)
 
 
@@ -569,14 +590,15 @@ def _seated(
     valid: Tensor | None,
     beside: Mask | None,
 ) -> _Seated:
+    """Gathers the tables of a source, and the seats of queries in each batch entry."""
     selection, inside, limit = source
     table = selection.indices
     bounds = [mask for mask in (limit, beside) if mask is not None]
-    # Masks with tensors or lengths are evaluated on the CPU; other lists stay where they are.
+    # Masks with tensors or lengths are evaluated on the CPU; other lists stay on their device.
     on_host = inside or any(mask.tensors or mask.asks_frame for mask in bounds)
     table = table.cpu() if on_host or beside is not None else table
     table = table.view((1,) * (4 - table.dim()) + table.shape)
-    if not table.shape[2]:  # no query has a position: none lists a key
+    if not table.shape[2]:  # a table without rows lists nothing: give it one row of -1
         table = pad(table, (0, 0, 0, 1), value=-1)
     positions = _positions(frame, positions, table.device)
     of_seats = [mask.num_batches() or 1 for mask in inside]
@@ -601,13 +623,17 @@ def _seated(
 def _keys_of_slots(
     seated: _Seated, size: int, frame: Frame, has_slot_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Returns the keys of the slots, int32 [B, H, Nq, slots * size], and `Lists.place` of them."""
+    """Lists the keys of all slots before limits apply.
+
+    Returns: keys int32 [B, H, Nq, slots * size], -1 for none; with a slot bias, also `Lists.place`,
+    which has the index of each key in the caller's order.
+    """
     device, heads = seated.table.device, seated.heads
     inside = torch.arange(size, dtype=torch.int32, device=device)
     shape = seated.batches, heads, len(seated.positions), seated.width * size
     keys = torch.empty(shape, dtype=torch.int32, device=device)
     place = torch.empty_like(keys) if has_slot_bias else None
-    blocks = -(-frame.kv_len // size)  # this number, behind the last block, is none
+    blocks = -(-frame.kv_len // size)  # larger numbers than this are clamped to it, for "no block"
     for part in seated.parts(shape[3]):
         for number, seat in enumerate(seated.seats):
             listed = seated.listed(number, part).clamp_(-1, blocks).int()
@@ -625,7 +651,7 @@ def _keys_of_slots(
 
 
 def _entries(seated: _Seated, frame: Frame) -> list[tuple[int, int, int]]:
-    """Returns (batch entry, table, a query head that has the table) of each table."""
+    """Returns (batch entry, table, first query head of that table) for each table."""
     heads, group = seated.heads, frame.num_heads
     return [(b, h, h * group // heads) for b in range(seated.batches) for h in range(heads)]
 
@@ -633,10 +659,10 @@ def _entries(seated: _Seated, frame: Frame) -> list[tuple[int, int, int]]:
 def _take_away(
     keys: Tensor, seated: _Seated, limit: Mask | None, valid: Tensor | None, frame: Frame
 ) -> None:
-    """Replaces keys by -1 where the limit or `valid` does not have them, in place."""
+    """Replaces keys that the limit or `valid` excludes by -1, in place."""
     entries = _entries(seated, frame)
     limits = [limit.at(b, head, frame) for b, _, head in entries] if limit is not None else []
-    shared = None  # a limit that a device evaluates for all tables at once, in few launches
+    shared = None  # the limit if all tables share it: a GPU evaluates it at once, in few launches
     if keys.device.type != "cpu" and all(mask is limit for mask in limits):
         shared, limits = limit, []
     for part in seated.parts(keys.shape[3]):
@@ -654,9 +680,9 @@ def _take_away(
 def _with_others(
     found: Lists, seated: _Seated, beside: Mask, valid: Tensor | None, frame: Frame
 ) -> Lists:
-    """Puts the keys of `beside` behind those of a list with a slot bias; they have no slot."""
+    """Appends the keys of `beside` to lists with a slot bias; they have no slot, so no bias."""
     every = torch.arange(frame.kv_len)
-    # the keys of each (batch entry, head, query), in this order, each list as long as it is
+    # one tensor of keys for each (batch entry, head, query), in this order
     more = [
         (cells.expand(frame.kv_len) if valid is None else cells & valid[b % len(valid)])
         .nonzero()[:, 0]
@@ -674,20 +700,23 @@ def _with_others(
 
 
 def _keys_of(blocks: Tensor, inside: Tensor) -> Tensor:
-    """Replaces each block [..., k] by its keys, [..., k * size]."""
+    """Replaces block numbers [..., k] by the keys in the blocks, [..., k * size].
+
+    `inside` is the range 0 to size - 1; a block below 0 gives keys below 0.
+    """
     size = len(inside)
     return (blocks[..., None] * size + inside).flatten(-2) if size > 1 else blocks
 
 
 def _of_heads(tables: Tensor, heads: int) -> Tensor:
-    """Repeats tables [B, H, ...] for `heads` heads."""
+    """Repeats tables [B, H, ...] to [B, heads, ...]."""
     return tables.repeat_interleave(heads // tables.shape[1], 1)
 
 
 def _ascending_slots(listed: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
     """Sorts int32 rows of numbers from -1 to `blocks`; returns them and the slots they came from.
 
-    Of equal numbers, the first slot is first: numbers and slots are sorted as one integer.
+    Equal numbers keep the order of their slots, because number and slot are sorted as one integer.
     """
     slots = listed.shape[-1]
     bits = slots.bit_length()
@@ -698,7 +727,7 @@ def _ascending_slots(listed: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
 
 
 def _ascending(listed: Tensor) -> Tensor:
-    """Sorts rows of integers; on the CPU in place by numpy, in a tenth of torch's time."""
+    """Sorts rows of integers; on the CPU in place by numpy, which takes a tenth of torch's time."""
     if listed.device.type == "cpu":
         with suppress(RuntimeError):  # torch runs without numpy too
             listed.numpy().sort(-1)

@@ -1,4 +1,4 @@
-"""Keys behind a call's end that its queries see: a cache cannot attend to what has not come.
+"""Finds keys after the end of a call that its queries see; a cache does not have them yet.
 
 first_ahead(BlockCausal(8), 0, 5, sequence)     ->  (0, 5): query 0 sees key 5
 next_end(BlockCausal(8), 0, 5, sequence)        ->  8: no query below 8 sees a key from 8 on
@@ -22,18 +22,18 @@ from .tiles import Axis, Origin, TilePairs
 
 _TILE, _SPLIT = 1 << 10, 1 << 10  # positions in the smallest tile; parts of each larger tile
 _MOST_KEYS = 1 << 20  # keys that are examined one by one in a sequence without end
-_MOST_ENDS = 64  # ends that `next_end` tries before it says that there is none
+_MOST_ENDS = 64  # ends that `next_end` tries before it gives up
 PAGE = 128
-"""Queries of which it is known at once whether none sees a later key."""
+"""Number of queries for which one cached answer says whether any of them sees a later key."""
 
 
 class Tokens(NamedTuple):
-    """The tokens that a cache is for."""
+    """The sequence of tokens that a cache is for."""
 
-    total: int | None  # number of tokens; None: without end
+    total: int | None  # length of the sequence; None if it is not bounded
     num_heads: int
     num_kv_heads: int
-    entry: int = 0  # batch entry, whose own masks count
+    entry: int = 0  # the batch entry whose masks are examined
 
     @property
     def frame(self) -> Frame:
@@ -42,7 +42,10 @@ class Tokens(NamedTuple):
 
 
 def hides_later_keys(pattern: Pattern) -> bool:
-    """Whether the parts of a pattern show that no query sees a later key; no pair is evaluated."""
+    """Whether the classes in a pattern already show that no query sees a later key.
+
+    It evaluates no pair, and returns False if it does not know.
+    """
     match pattern:
         case Causal() | SlidingWindow(_, 0, _):
             return True
@@ -83,9 +86,10 @@ def first_ahead(
 
 @one_thread()
 def next_end(pattern: Pattern, begin: int, end: int, sequence: Tokens) -> int | None:
-    """Returns the smallest end from `end` on behind which no query in [begin, end) sees a key.
+    """Returns the smallest end from `end` on at which a call may stop without missing keys.
 
-    None if there is none, or only far behind.
+    That is, no query in [begin, end) sees a key from there on. If no end is found within
+    `_MOST_ENDS` tries, it returns the length of the sequence, which may be None.
     """
     total = sequence.frame.kv_len
     searches = list(_searches(pattern, sequence))
@@ -100,7 +104,7 @@ def next_end(pattern: Pattern, begin: int, end: int, sequence: Tokens) -> int | 
 
 
 def is_causal_page(pattern: Pattern, page: int, sequence: Tokens) -> bool:
-    """Whether no query of a page, `PAGE` queries, sees a later key: an answer for all its calls."""
+    """Whether no query of a page of `PAGE` queries sees a later key; calls share the answer."""
 
     def build() -> bool:
         begin, end = page * PAGE, min((page + 1) * PAGE, sequence.frame.kv_len)
@@ -113,7 +117,10 @@ def is_causal_page(pattern: Pattern, page: int, sequence: Tokens) -> bool:
 def _searches(
     pattern: Pattern, sequence: Tokens, within: Mask | None = None
 ) -> Iterator["_Search"]:
-    """Yields a search in each distinct mask of a pattern's branches and heads."""
+    """Yields a `_Search` for each distinct mask of a pattern's branches and heads.
+
+    With `within`, each mask is first intersected with it.
+    """
     frame, heads = sequence.frame, range(sequence.num_heads)
     entry = sequence.entry if pattern.num_batches() is not None else 0
     masks = dict.fromkeys(x.at(entry, h, frame) for x in pattern.branches for h in heads)
@@ -129,7 +136,7 @@ def _searches(
 
 
 class _Search(NamedTuple):
-    """Looks for pairs of one mask, in tiles of keys that may have some."""
+    """Looks for attending pairs of one mask, tile by tile of keys."""
 
     mask: Mask
     rule: Condition
@@ -138,7 +145,7 @@ class _Search(NamedTuple):
     pattern: Pattern  # for error messages
 
     def lowest(self, begin: int, end: int, key: int) -> tuple[int, int] | None:
-        """Returns (query, key) of the first key from `key` on that a query in [begin, end) sees."""
+        """Returns (query, key): the first key from `key` on that a query in [begin, end) sees."""
         return next(self._pairs(begin, end, key, self.frame.kv_len, False), None)
 
     def highest(self, begin: int, end: int, most: int) -> int | None:
@@ -149,7 +156,10 @@ class _Search(NamedTuple):
     def _pairs(
         self, begin: int, end: int, low: int, high: int, backwards: bool
     ) -> Iterator[tuple[int, int]]:
-        """Yields pairs with keys in [low, high), in the order of tiles of keys."""
+        """Yields a pair (query, key) for each tile of keys in [low, high) that has one.
+
+        Keys ascend from tile to tile, or descend if `backwards`.
+        """
         examined, ranges = 0, [(low, high)]
         while ranges:
             low, high = ranges.pop()
@@ -188,7 +198,7 @@ class _Search(NamedTuple):
     def _evaluated(
         self, begin: int, end: int, low: int, high: int, backwards: bool
     ) -> tuple[int, int] | None:
-        """Returns the pair of the first (or last) key of one tile that a query sees."""
+        """Returns (query, key) for the first (or last) key in [low, high) that a query sees."""
         best: tuple[int, int] | None = None
         keys = torch.arange(low, high)
         starts = range(begin, end, _TILE)

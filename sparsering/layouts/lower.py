@@ -26,11 +26,14 @@ from .tiles import Axis
 
 
 def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
-    """Returns the condition of a mask (`Mask.at`); `in_document`: positions restart in each."""
+    """Returns the condition of a mask that `Mask.at` has resolved to one head.
+
+    With `in_document`, positions restart in each document.
+    """
     match mask:
         case positions.Documents():
             return SameDocument(pad(mask.ends(), (1, 0)))
-        case blocks.CausalBlocks():  # the query's block, or an earlier key
+        case blocks.CausalBlocks():  # the key is in the query's block, or earlier
             return AnyOf((SameDocument(pad(mask.ends(), (1, 0))), Linear(1, -1, 0)))
         case positions.Packed(_, inner):
             same = SameDocument(pad(mask.ends(), (1, 0)))
@@ -53,7 +56,7 @@ def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
 
 
 def _of_positions(mask: Mask) -> Condition | None:
-    """Returns the condition of a mask that a few comparisons of two positions define, or None."""
+    """Returns the condition of a mask that comparisons of two positions define, else None."""
     match mask:
         case positions.Full():
             return Linear(0, 0, 0)
@@ -76,13 +79,17 @@ def _of_positions(mask: Mask) -> Condition | None:
 
 
 def _near(left: int | None, right: int | None) -> list[Condition]:
-    """Returns conditions for p - left <= k <= p + right; None for a side sets no bound there."""
+    """Returns conditions for p - left <= k <= p + right; a side that is None has no bound."""
     parts: list[Condition] = [] if left is None else [Linear(-1, 1, -left)]
     return parts if right is None else [*parts, Linear(1, -1, -right)]
 
 
 def _in_blocks(mask: BlockwiseMask, length: int | None) -> Condition:
-    """Returns the condition that block indices meet all conditions of some item of `levels`."""
+    """Returns the condition of a blockwise mask.
+
+    Each item of `levels` is a list of conditions on block indices; a pair must meet all of one
+    item.
+    """
     levels: list[Sequence[Condition]]
     match mask:
         case blocks.BlockDilated(rates, _):
@@ -105,12 +112,13 @@ def _in_blocks(mask: BlockwiseMask, length: int | None) -> Condition:
 def native_table(
     rule: Condition, queries: Axis, keys: Axis, block_size: int, count: bool = False
 ) -> list[Tensor] | None:
-    """Compiles a condition in the kernel; returns None if it cannot.
+    """Compiles a condition to a table in the C++ kernel; returns None if it cannot.
 
-    Long sequences are shared out among the threads that `one_thread` spares.
+    Threads that `one_thread` spares share the work of long sequences.
 
-    Returns: row pointers, key tiles, bitmap indices, bitmaps, and int64 (pairs, most entries of a
-        query tile, most of a key tile). With `count`, the number of pairs in visited tiles alone.
+    Returns: row pointers, key tiles, bitmap indices, bitmaps, and int64 (pairs, most tile pairs
+    with one query tile, and with one key tile). With `count`, only the number of pairs in visited
+    tiles.
     """
     tiles = ([x.residue, x.start, x.last] for x in (queries, keys))
     return _native("table", [rule], *tiles, keys.step, block_size, count, spared_threads())
@@ -119,19 +127,20 @@ def native_table(
 def native_page(
     masks: Sequence[Mask], frame: Frame, first: Tensor, keys: Tensor, queries: int, block_size: int
 ) -> list[Tensor] | None:
-    """Finds in the kernel what a tile of queries sees (gathered_keys.py); None if it cannot.
+    """Finds the tiles of keys that a tile of queries sees, in the C++ kernel; None if it cannot.
 
-    Row i of `first` and `keys` has mask i modulo the number of masks.
+    `page_over` calls it. Row i of `first` [rows] and `keys` [rows, keys] has mask i modulo the
+    number of masks.
 
-    Returns: int32 [rows, 2] row pointers; [rows, most visited tiles] key tiles, and bitmap indices
-        (-1: all pairs attend), 0 behind the last of a row; the bitmaps.
+    Returns: int32 [rows, 2] row pointers; [rows, most visited tiles] key tiles and bitmap indices
+    (-1 if all pairs attend), padded with 0; the bitmaps.
     """
     rules = (condition(mask, frame) for mask in masks)
     return _native("page", rules, first, keys, queries, block_size)
 
 
 def _native(name: str, rules: Iterable[Condition], *rest: Any) -> list[Tensor] | None:
-    """Calls an operator of the kernel on programs of conditions; returns None if it cannot."""
+    """Calls an operator of the C++ kernel on the programs of conditions; None if it cannot."""
     kernel = kernel_operators()
     program: tuple[list[int], list[Tensor]] = [], []
     if kernel is None or not all(_encode(rule, *program) for rule in rules):
@@ -140,7 +149,10 @@ def _native(name: str, rules: Iterable[Condition], *rest: Any) -> list[Tensor] |
 
 
 def _encode(rule: Condition, numbers: list[int], tensors: list[Tensor]) -> bool:
-    """Appends a condition in prefix order; returns False if the kernel does not know its kind."""
+    """Appends a condition in prefix order to a program for the C++ kernel.
+
+    Returns False if the kernel does not know its kind.
+    """
     parts: tuple[Condition, ...] = ()
     match rule:
         case Linear(a, b, c):

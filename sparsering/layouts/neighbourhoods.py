@@ -20,7 +20,7 @@ class InNeighbourhood(Condition):
     mask: Neighbourhood
 
     def _rows(self, pairs: TilePairs) -> tuple[Tensor, Tensor]:
-        """Returns the first and last coordinate, in the slowest dim, of the queries of tiles."""
+        """Returns the first and last coordinate of each query tile in the slowest dim."""
         first, last, _, _ = pairs.edges()
         slowest, most = self.mask.dims[0], self.mask.own_length - 1
         return slowest.coordinate(first.clamp(0, most)), slowest.coordinate(last.clamp(0, most))
@@ -47,7 +47,7 @@ class InNeighbourhood(Condition):
         width, total = fastest.size, self.mask.own_length
         first = (queries.start - origin.start).clamp(min=0)
         last = (queries.last - origin.start).clamp(max=total - 1)
-        # parts of query tiles that lie in one line of the grid
+        # Cut query tiles into parts that each lie in one line of the grid.
         lines = torch.where(first <= last, last // width - first // width + 1, 0)
         tile, number = expand_counts(lines)
         line = (first // width)[tile] + number
@@ -63,8 +63,9 @@ class InNeighbourhood(Condition):
         return spans_of_positions(queries, keys, tile, place + low, place + high)
 
     def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
-        # The queries that see a key are a product of progressions, one of each dim. The last one up
-        # to x equals x in some first dims, is below it in the next dim, and largest in the others.
+        # In each dim, the coordinates that see a key are a progression; the queries that see it are
+        # the product of these. The last such query <= x equals x in its first dims, is below x in
+        # the next dim, and has the largest coordinate in the remaining dims.
         dims, x = self.mask.dims, x.clamp(max=self.mask.own_length - 1)
         bounds = [dim.queries(dim.coordinate(k)) for dim in dims]
         largest = [high * dim.stride for dim, (_, high) in zip(dims, bounds, strict=True)]

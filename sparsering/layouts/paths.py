@@ -11,11 +11,11 @@ from ..patterns.tree import Nodes
 from .leaves import EMPTY, FULL, VARIES, Condition
 from .tiles import Axis, Origin, Spans, TilePairs
 
-_MOST_PAIRS = 1 << 16  # pairs of tiles whose nodes are listed at a time, to bound memory
+_MOST_PAIRS = 1 << 16  # tile pairs whose nodes are listed at a time, to bound memory
 
 
 class _Side:
-    """The tokens of n tiles in a tree: their nodes `first` to `last`, and bounds of depths."""
+    """Tokens of n tiles in a tree: their nodes `first` to `last`, and bounds of their depths."""
 
     def __init__(self, nodes: Nodes, tokens: tuple[Tensor, Tensor]) -> None:
         most = int(nodes.start[-1]) - 1
@@ -25,13 +25,13 @@ class _Side:
         self.first, self.last = nodes.of_token(begin), nodes.of_token(end)
         self.several = self.last > self.first
         low, high = nodes.depth_of(begin), nodes.depth_of(end)
-        # Of several nodes, the first has its last tokens in the tile, and the last its first ones.
+        # A tile over several nodes has the first one's last tokens and the last one's first tokens.
         self.low = torch.where(self.several, torch.minimum(low, self._least(nodes.depth, 1)), low)
         most_before = self._most(nodes.depth + nodes.start.diff(), 0, -1) - 1
         self.high = torch.where(self.several, torch.maximum(high, most_before), high)
 
     def _most(self, values: Tensor, after: int = 0, before: int = 0) -> Tensor:
-        """Returns the maximum of node values from first + after to last + before."""
+        """Returns each tile's maximum of node values, from first + after to last + before."""
         low, high = self.first + after, self.last + before
         low = torch.minimum(low, high.clamp(min=0))
         size = (high - low + 1).clamp(min=1)
@@ -46,6 +46,7 @@ class _Side:
         return torch.maximum(table[power, low.clamp(min=0)], table[power, end])
 
     def _least(self, values: Tensor, after: int = 0) -> Tensor:
+        """Returns, for each tile, the minimum of `values` over nodes first + after to last."""
         return -self._most(-values, after)
 
     def bounds(self, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -53,7 +54,7 @@ class _Side:
         return self._least(values), self._most(values)
 
     def depths(self, step: int) -> Axis:
-        """Returns the depths as tiles; those of several nodes are only bounds."""
+        """Returns the depths of each tile's tokens as tiles; over several nodes they are bounds."""
         return Axis(
             step=step,
             residue=torch.zeros_like(self.low),
@@ -65,7 +66,7 @@ class _Side:
 
 @dataclass(frozen=True, eq=False)
 class OnPath(Condition):
-    """Condition that the key's node is the query's or an ancestor, and `inner` on the depths."""
+    """Condition that the key's node is the query's or an ancestor; `inner` applies to depths."""
 
     nodes: Nodes
     inner: Condition
@@ -76,12 +77,13 @@ class OnPath(Condition):
         return _Side(self.nodes, (q0, q1)), _Side(self.nodes, (k0, k1))
 
     def _relation(self, query: _Side, key: _Side) -> Tensor:
-        """Returns whether all, some or none of the nodes of two tiles lie on one path."""
+        """Returns whether all (FULL), some (VARIES) or no nodes of two tiles share a path."""
         first, last = query.bounds(self.nodes.enter)
         enter, leave = key.bounds(self.nodes.enter), key.bounds(self.nodes.leave)
         every = (enter[1] <= first) & (last < leave[0]) & query.inside & key.inside
         none = (enter[0] > last) | (leave[1] <= first) | ~query.touches | ~key.touches
-        # Bounds of numbers say little of nodes that are in no order; ancestors of each node do.
+        # These bounds decide little if nodes are not in depth-first order, so walk up the
+        # ancestors.
         unknown = torch.nonzero(~none & ~every)[:, 0]
         for part in unknown.split(_MOST_PAIRS):
             pair, number = expand_counts(query.last[part] - query.first[part] + 1)
@@ -92,6 +94,7 @@ class OnPath(Condition):
         return torch.where(none, EMPTY, torch.where(every, FULL, VARIES)).to(torch.int8)
 
     def _depth_pairs(self, query: _Side, key: _Side, q_step: int, k_step: int) -> TilePairs:
+        """Returns tile pairs whose positions are depths, for the inner condition."""
         return TilePairs.of_sequence(query.depths(q_step), key.depths(k_step), self.nodes.longest)
 
     def status(self, pairs: TilePairs) -> Tensor:
@@ -115,7 +118,10 @@ class OnPath(Condition):
         return [own, *(torch.where(alone, 0, column) for column in columns)]
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
-        """Halves ranges of key tiles until none or all of their pairs attend, or one is left."""
+        """Finds attending tile pairs by halving ranges of key tiles.
+
+        It stops at a range when none or all of its pairs attend, or when one tile is left.
+        """
         row, first = torch.arange(len(queries)), torch.minimum(keys.start, keys.stop)
         lanes = keys.residue.contiguous(), queries.residue.contiguous()
         low = torch.searchsorted(*lanes)
@@ -127,7 +133,7 @@ class OnPath(Condition):
             tiles = Axis(
                 step=1, residue=keys.residue[low], start=first[low], stop=stop, last=stop - 1
             )
-            of_row = replace(queries[row], step=1)  # as of `tiles`, which may be several
+            of_row = replace(queries[row], step=1)  # `tiles` joins several tiles, so it has step 1
             status = self.status(TilePairs(of_row, tiles, Origin(*(x[row] for x in origin))))
             found = (status != EMPTY) & ((status == FULL) | (high - low == 1))
             begins.append((row * len(keys) + low)[found])

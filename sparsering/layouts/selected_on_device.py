@@ -22,7 +22,7 @@ def selected_layout(pattern: Pattern, frame: Frame, block_size: int) -> BlockLay
 
     A query tile is a row of the selection, or an equal part of a row that divides `block_size`.
     Tables have room for all k indices of a row, so shapes are known without reading them. Indices
-    of no block, repeated blocks and, with `Causal`, later blocks become padding at a table's end.
+    of no block, repeats and, with `Causal`, later blocks become padding at a table's end.
     """
     if (found := selection_of(pattern, frame, block_size)) is None:
         return None
@@ -101,11 +101,12 @@ def selection_of(pattern: Pattern, frame: Frame, size: int) -> tuple[SelectedBlo
 
 
 def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int, alone: bool) -> Pass:
-    """Adds `Pass.slot`: where the mask's selection lists the key block of each pair of tiles.
+    """Adds `Pass.slot`, the index at which the mask's selection lists each tile pair's key block.
 
     Returns the pass unchanged if the mask does not have exactly one selection, or if a tile spans
-    several rows or blocks of the selection. Also if the mask has several passes (not `alone`) and
-    `block_size` does not divide the selection's blocks: then selected pairs may be in any pass.
+    several rows or blocks of it; also if the mask has several passes (`alone` is False) and
+    `block_size` does not divide the selection's blocks, since any pass may then have selected
+    pairs.
     """
     selections = selections_of(mask)
     if len(selections) != 1 or p.step > 1 or p.query_origin is not None:
@@ -135,7 +136,10 @@ def _each_in_one(start: Tensor, stop: Tensor, size: int) -> bool:
 
 
 def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Returns `Causal` in each query tile's own key tile: (index by tile, unpacked bitmaps)."""
+    """Returns bitmaps of `Causal` for the key tile that contains each query tile.
+
+    Returns: for each query tile the index of its bitmap; the bitmaps, unpacked [n, b, b].
+    """
     places = torch.arange(block_size, device=first.device)
     offsets, number = places[::tokens], first % block_size // tokens
     if len(first) <= len(offsets):
@@ -147,14 +151,17 @@ def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tup
 
 
 def _above_diagonal(first: Tensor, last: Tensor, frame: Frame, block_size: int) -> Tensor:
-    """Counts each query tile's pairs with later keys, in the key tile that contains it."""
+    """Counts the pairs of each query tile with later keys, in the key tile that contains it."""
     end = ((first // block_size + 1) * block_size).clamp(max=frame.kv_len)
     hidden_first, hidden_last = ((end - 1 - x).clamp(min=0) for x in (first, last))
     return (hidden_first * (hidden_first + 1) - (hidden_last - 1).clamp(min=-1) * hidden_last) // 2
 
 
 def _packed(nothing: Tensor, *tables: Tensor) -> list[Tensor]:
-    """Flattens dims [tiles, width]; moves items where `nothing` is True to the end, as -1."""
+    """Moves items where `nothing` is True to the end of each table, as -1.
+
+    Takes tensors [B, H, tiles, width] and flattens their last two dims.
+    """
     nothing = nothing.flatten(2)
     room = nothing.shape[2]
     place = torch.where(nothing, room, (~nothing).cumsum(-1) - 1)

@@ -16,18 +16,17 @@ from .tiles import Grid
 Heads = dict[tuple[Mask, ...], list[tuple[int, int]]]
 """For each tuple of masks, the (batch entry, head) pairs that have these masks."""
 
-_SHORT_NODE = (
-    32  # tokens: dilated tiles of nodes that are shorter on average cost more than whole tiles
-)
-_MOST_SPLIT = 256  # most masks after the split; `&` of unions multiplies their sizes
+_SHORT_NODE = 32  # tokens; if nodes have fewer on average, dilated tiles cost more than whole tiles
+_MOST_SPLIT = 256  # most masks after a split; `&` of unions multiplies their numbers
 
 
 def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
     """Splits a mask into masks that together have its pairs, and that each fit one grid of tiles.
 
     Returns: (grid, mask) for each. A pair in several masks belongs to the first of them. If the
-        mask has one selection and tiles divide its blocks, the first mask has all selected pairs.
-        Its grid has step 1, so that no tile spans several rows or blocks of the selection.
+    mask has one selection whose block size is a multiple of `block_size`, the first mask has all
+    selected pairs, in a grid of step 1, so that no tile spans several rows or blocks of the
+    selection.
     """
     found, plain = _split(mask, block_size), Grid(1, block_size)
     selections = selections_of(mask)
@@ -41,7 +40,7 @@ def terms(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
 
 
 def disjoint_terms(mask: Mask, block_size: int) -> Iterator[tuple[Grid, Mask]]:
-    """Yields each of `terms` without the pairs of earlier terms, so that no two share a pair."""
+    """Yields `terms`, each without the pairs of earlier terms, so that no two share a pair."""
     earlier: list[Mask] = []
     for grid, term in terms(mask, block_size):
         yield grid, And((term, Not(Or(tuple(earlier))))) if earlier else term
@@ -56,6 +55,7 @@ def _is_within(mask: Mask, selection: Mask) -> bool:
 
 
 def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
+    """Splits a mask by the grids that fit its parts; a mask without such a part stays whole."""
     if not any(map(_has_grid, joined_masks(mask))):
         return [(Grid(1, block_size), mask)]
     match mask:
@@ -100,6 +100,7 @@ def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
 
 
 def _has_grid(mask: Mask) -> bool:
+    """Whether a mask is cut into other tiles than plain ones, at least for some arguments."""
     if isinstance(mask, PerHead):
         return any(_has_grid(part) for x in mask.patterns for part in joined_masks(x))
     dilated = isinstance(mask, SlidingWindow) and mask.dilation > 1
@@ -107,6 +108,7 @@ def _has_grid(mask: Mask) -> bool:
 
 
 def _unite(found: list[tuple[Grid, Mask]]) -> list[tuple[Grid, Mask]]:
+    """Joins the masks of each grid by `|`."""
     by_grid: dict[Grid, list[Mask]] = {}
     for grid, mask in found:
         by_grid.setdefault(grid, []).append(mask)
@@ -114,6 +116,7 @@ def _unite(found: list[tuple[Grid, Mask]]) -> list[tuple[Grid, Mask]]:
 
 
 def _dilated_grid(mask: Dilated, block_size: int) -> Grid:
+    """Returns the grid of a `Dilated`: tiles that hold only positions with its residue."""
     length, rate = mask.segment_length, mask.dilation_rate
     reach = rate * block_size
     if length < reach and length % rate == 0:
@@ -124,6 +127,7 @@ def _dilated_grid(mask: Dilated, block_size: int) -> Grid:
 
 
 def _in_documents(grid: Grid, lengths: tuple[int, ...]) -> Grid:
+    """Returns a grid whose segments restart in each document."""
     if grid.documents is not None:  # Packed in Packed: inner lengths repeat in each document
         times = sum(length > 0 for length in lengths)
         depths = None if grid.depths is None else grid.depths * times
@@ -135,8 +139,8 @@ def _in_nodes(grid: Grid, nodes: Nodes, block_size: int) -> Grid:
     """Returns the grid for a tree, along whose paths a mask has `grid`.
 
     A long node has tiles of its own, which start at depths that are multiples of the block size, so
-    that they share bitmaps. Tiles of short nodes hold several of them: else tables would list each
-    node and its ancestors one by one.
+    that they share bitmaps. A tile of short nodes holds several of them, because tables would
+    otherwise list each node and its ancestors one by one.
     """
     sizes, depths = nodes.start.diff().tolist(), nodes.depth.tolist()
     plain = Grid(1, block_size)
@@ -144,11 +148,11 @@ def _in_nodes(grid: Grid, nodes: Nodes, block_size: int) -> Grid:
         if not sizes or sum(sizes) >= _SHORT_NODE * len(sizes):
             return replace(grid, documents=tuple(sizes), depths=tuple(depths))
         grid = plain  # tiles of a node would hold a few tokens each
-    groups: list[tuple[int, int, bool]] = []  # tokens, depth of the first one, are nodes short?
+    groups: list[tuple[int, int, bool]] = []  # (tokens, depth of the first one, are nodes short)
     for size, depth in zip(sizes, depths, strict=True):
         short = size < block_size
         if groups and short and groups[-1][2]:
-            groups[-1] = groups[-1][0] + size, 0, True  # positions of several nodes: no one depth
+            groups[-1] = groups[-1][0] + size, 0, True  # several nodes have no common depth
         else:
             groups.append((size, depth, short))
     if len(groups) == 1 and groups[0][1] == 0:
@@ -158,7 +162,10 @@ def _in_nodes(grid: Grid, nodes: Nodes, block_size: int) -> Grid:
 
 
 def typical(pattern: Pattern, frame: Frame) -> tuple[Pattern, Frame]:
-    """Returns a pattern and lengths of rounded sizes; all that share them get one block size."""
+    """Returns a pattern and frame with rounded sizes, so that similar calls share a block size.
+
+    Returns both unchanged if a mask in the pattern has no typical form.
+    """
     length = _rounded(frame.kv_len)
     branches = tuple(_typical(branch, length) for branch in pattern.branches)
     if frame.q_start != frame.kv_len - frame.q_len or None in branches:
@@ -169,7 +176,7 @@ def typical(pattern: Pattern, frame: Frame) -> tuple[Pattern, Frame]:
 
 
 def _typical(mask: Mask, length: int) -> Mask | None:
-    """Returns the typical mask of a mask's kind, or None if it has none."""
+    """Returns a mask of the same kind with rounded sizes, or None if the kind has none."""
     match mask:
         case And(masks) | Or(masks):
             parts = tuple(_typical(part, length) for part in masks)
@@ -191,7 +198,7 @@ def _typical(mask: Mask, length: int) -> Mask | None:
                 return None
             return Packed(_lengths(_most_documents(mask), length), inner)
         case Tree(lengths, parents, pattern, own_length) if mask._own_batches() is None:
-            edges = [0] * (len(lengths) + 1)  # of each node's path from its root; -1: above a root
+            edges = [0] * (len(lengths) + 1)  # nodes on each node's path; item -1 is above roots
             for node, parent in enumerate(parents):
                 edges[node] = edges[parent] + 1
             number = _rounded(len(lengths))
@@ -216,20 +223,20 @@ def _rounded(size: int) -> int:
 
 
 def _most_documents(mask: Documents | Packed | CausalBlocks) -> int:
-    """Returns the most documents with tokens of a batch entry, rounded."""
+    """Returns the rounded number of non-empty documents in the batch entry that has the most."""
     return _rounded(max(sum(n > 0 for n in lengths) for lengths in mask.entries))
 
 
 @lru_cache(256)
 def _lengths(number: int, length: int) -> tuple[int, ...]:
-    """Returns many lengths, from short to twice the mean, which sum to `length`."""
+    """Returns `number` lengths, from short to twice the mean, whose sum is `length`."""
     ends = [length * i * i // number**2 for i in range(number + 1)] if number else [0, length]
     return tuple(map(int.__sub__, ends[1:], ends))
 
 
 @lru_cache(256)
 def _tree(number: int, length: int, children: int) -> Tree:
-    """Returns a tree of `number` nodes, in which each node has `children` nodes below it."""
+    """Returns a tree of `number` nodes with `length` tokens and `children` children per node."""
     lengths = _lengths(number, length)
     parents = ((node - 1) // children if node else -1 for node in range(len(lengths)))
     return Tree(lengths, tuple(parents))

@@ -20,14 +20,14 @@ Ranges = Sequence[tuple[int, int]]
 """Ranges of positions (first, exclusive end), ascending and disjoint."""
 
 SEGMENT, GROUP = 512, 8  # `GROUP` is kGroup of kernels/cpu/layout.h
-"""Tokens of a pass whose sums are added before those of others; and segments of a group."""
+"""Kernels first sum over `SEGMENT` keys, then over `GROUP` of these sums, then over the groups."""
 
 MOST_TILES = 1 << 25
 """Most tiles of queries, or of keys, that are listed: 2^32 tokens in tiles of 128, some GB."""
 
 
 def segment_length(step: int, block_size: int) -> int:
-    """Returns the positions of a segment of sums in a pass of tiles of that step."""
+    """Returns how many positions a segment of sums covers, in tiles of this step and size."""
     return step * block_size * max(1, SEGMENT // block_size)
 
 
@@ -39,15 +39,15 @@ class Grid:
     are cut into tiles: 1, or `step` for all. A query tile visits only key tiles of its own class.
     """
 
-    step: int  # distance of neighbouring positions in a tile
+    step: int  # distance of neighboring positions in a tile
     segment: int  # tokens in a segment; segments begin at 0, or at each document's start
     residues: int = 1
     documents: tuple[int, ...] | None = None  # document lengths, if segments restart in each
     depths: tuple[int, ...] | None = None  # position of each document's first token, default 0
-    anchor: Dilated | None = None  # mask whose offset for a head shifts that head's tiles
+    anchor: Dilated | None = None  # a mask whose offset for a head shifts the tiles of the head
 
     def selectivity(self) -> tuple[int, bool, int]:
-        """Sort key: tiles of a grid with a higher key contain fewer pairs outside the mask."""
+        """Returns a sort key; tiles of a grid with a higher key hold fewer pairs off the mask."""
         return self.step, self.documents is not None, self.segment
 
     def offset_of(self, kv_head: int, num_kv_heads: int) -> int:
@@ -138,7 +138,7 @@ class Grid:
         return segment, start, end, int(length.max()) if len(length) else 0
 
     def _tiles(self, residue: Tensor, start: Tensor, low: Tensor, stop: Tensor) -> "Axis":
-        """Returns a tile of each residue class in each piece; it omits positions below `low`."""
+        """Returns a tile for each residue class in each piece, without positions below `low`."""
         start = start + (low - start).clamp(min=0).add(self.step - 1) // self.step * self.step
         start, stop = start.flatten(), stop.repeat(len(start))
         steps = (stop - 1 - start).clamp(min=-1) // self.step
@@ -153,13 +153,18 @@ class Grid:
         )
 
     def _residues(self, ranges: Ranges, longest: int) -> Tensor:
-        """Returns the residue classes in `ranges`; `longest`: tokens of the longest segment."""
+        """Returns the residue classes in `ranges`; the longest segment has `longest` tokens."""
         if self.documents is None and ranges and ranges[-1][1] - ranges[0][0] < self.residues:
             return (torch.arange(ranges[0][0], ranges[-1][1]) % self.residues).unique()
         return torch.arange(min(self.residues, max(1, longest)))
 
     def _segments(self, low: int, high: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns start, end and least position of segments: in all `documents`, or [low, high)."""
+        """Returns the start, end and first position of each segment.
+
+        These are the segments of all documents if the grid has `documents`, else those that meet
+        [low, high). The first position may lie after the start of a segment that another document
+        shares.
+        """
         if self.documents is None:
             first = low // self.segment
             begin = torch.arange(first, max(first, -(-high // self.segment))) * self.segment
@@ -182,12 +187,12 @@ class Grid:
 class Axis:
     """Query tiles or key tiles, sorted by residue class, then position; tensors are [tiles]."""
 
-    step: int  # distance of neighbouring positions in a tile
+    step: int  # distance of neighboring positions in a tile
     residue: Tensor  # residue class; query tiles visit key tiles of equal `residue`
     start: Tensor  # first position
     stop: Tensor  # exclusive end
     last: Tensor  # last position; below `start` for a tile without positions
-    tokens: tuple[int, int] = (0, 0)  # number of positions in all tiles that a `Grid` cut; in one
+    tokens: tuple[int, int] = (0, 0)  # positions in all tiles, and in the largest; a `Grid` sets it
 
     def __len__(self) -> int:
         return len(self.start)
@@ -207,7 +212,7 @@ class Axis:
         )
 
     def runs(self, size: int) -> tuple["Axis", Tensor]:
-        """Joins each `size` neighbouring tiles; returns (joined tiles, which have no gap)."""
+        """Joins each `size` neighboring tiles; returns (joined tiles, whether each has no gap)."""
         first = torch.arange(len(self) // size) * size
         end = first + size - 1
         runs = replace(self[first], stop=self.stop[end], last=self.last[end])
@@ -235,7 +240,7 @@ class Origin(NamedTuple):
         return cls(torch.zeros(tiles, dtype=torch.int64), lengths, lengths)
 
     def frames(self, frame: Frame, by_length: bool = True) -> Iterator[tuple[Tensor, Frame]]:
-        """Yields (tile indices, `Frame`) per document length; without `by_length`, one for all."""
+        """Yields (tile indices, `Frame`) per document length, or one for all unless `by_length`."""
         if not len(self.start):
             return
         if not by_length:
@@ -249,7 +254,7 @@ class Origin(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TilePairs:
-    """Pairs of query tile q[i] and key tile k[i]; masks count positions from `origin.start[i]`."""
+    """Pairs of query tile q[i] and key tile k[i]; their masks count from `origin.start[i]`."""
 
     q: Axis
     k: Axis
@@ -266,7 +271,7 @@ class TilePairs:
         return TilePairs(self.q[index], self.k[index], Origin(*(x[index] for x in self.origin)))
 
     def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns each pair's first and last query and key, less its `origin.start`."""
+        """Returns each pair's first and last query and first and last key, from `origin.start`."""
         q, k, start = self.q, self.k, self.origin.start
         return q.start - start, q.last - start, k.start - start, k.last - start
 
@@ -298,7 +303,7 @@ class Spans:
         return self & Spans(begin, torch.cat((other.begin, torch.tensor([1 << 62]))))
 
     def runs(self, columns: int, size: int) -> "Spans":
-        """Returns all (row, r) whose columns [r * size, (r + 1) * size) are all in the set."""
+        """Returns all (row, r) for which the set has each column in [r * size, (r + 1) * size)."""
         most = columns // size
 
         def place(edge: Tensor, above: int) -> Tensor:
@@ -324,7 +329,7 @@ def spans_of_positions(queries: Axis, keys: Axis, row: Tensor, low: Tensor, high
     row, low, high = (x[low <= high] for x in (row, low, high))
     lane = queries.residue[row] * stride
     key_lane = keys.residue * stride
-    key_start = torch.minimum(keys.start, keys.stop)  # an empty tile may begin beyond the next one
+    key_start = torch.minimum(keys.start, keys.stop)  # an empty tile may begin after the next one
     begin = torch.searchsorted(key_lane + (keys.stop - 1), lane + low)
     end = torch.searchsorted(key_lane + key_start, lane + high, right=True)
     return Spans(row * len(keys) + begin, row * len(keys) + end)
