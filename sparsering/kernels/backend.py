@@ -1,4 +1,4 @@
-"""`Backend`: a row of the table in backends.py."""
+"""`Backend`: what the table in backends.py stores for each backend."""
 
 from collections.abc import Callable
 from functools import partial
@@ -19,34 +19,34 @@ def _reads_no_layout(problem: Problem, *results: Tensor) -> Any:
 class Backend(NamedTuple):
     """The functions of a backend, and the calls that they can run."""
 
-    # Lists why the backend cannot run on query, key and value, or, without them, on this machine.
+    # Lists why the backend cannot run on (query, key, value); without arguments, on this machine.
     reasons: Callable[..., list[str]]
-    # Computes (out, lse) of a call. The second argument returns its parts; a backend that reads no
-    # layout does not ask for them.
+    # Computes (out, lse) of a call. The second argument returns the call's parts (parts.py), which
+    # take time to build; a backend that reads no layout does not call it.
     run: Callable[[Call, Callable[[], Any]], tuple[Tensor, Tensor]]
     extras: frozenset[str]  # options of a call, such as softcap or sink, that it computes
     forward: Forward = _reads_no_layout  # computes (out, lse) over a layout, in an operator
     backward: Backward = _reads_no_layout
-    package: str = ""  # that it needs; the pip extra with the backend's name has it
+    package: str = ""  # the package that it needs, which the pip extra of its name installs
     # Sums each block's attention weights, times a factor per query: [B, Hq, blocks]. If it is None,
     # callers take these sums from the gradient of a block bias.
     entry_mass: Callable[[Problem, Tensor, Tensor], Tensor] | None = None
-    # As `forward`; it first stores new keys and values, from their first rows on, in the problem's.
+    # Like `forward`, but first writes new keys and values into the problem's, for a cache's step.
     forward_after: Callable[..., tuple[Tensor, Tensor]] | None = None
     # Builds the layout of selected blocks from a pattern, a frame, a block size and a device;
     # returns None for patterns that it does not support.
     selected_layout: Callable[..., BlockLayout | None] | None = None
     runs_lists: bool = False  # True if it computes `Problem.lists`
-    # As `reasons`, for a pattern that is nothing but lists of single keys; None: they are the same.
+    # Replaces `reasons` for patterns that are only lists of single keys; None if they are the same.
     list_reasons: Callable[..., list[str]] | None = None
     only_named: bool = False  # True if it runs only calls that name it
     # Lists why a library cannot run a call; None for backends that run every pattern.
     refuses: Callable[[Call], list[str]] | None = None
     returns_lse: bool = True  # False if its lse is an empty tensor
-    is_invariant: bool = False  # True if rows have the same bits in any company
-    # Name of the backend whose form for `batch_invariant` this is. No call names a form.
+    is_invariant: bool = False  # True if a row's bits do not depend on the rest of the call
+    # Name of the backend that this one replaces under `batch_invariant`. No call names a form.
     form_of: str = ""
-    # Keys that a form adds up in one step: its tiles have as many, or twice as many. 0: any number.
+    # Keys that a form adds up in one step; its tiles must have as many or twice as many. 0: any.
     keys_of_step: int = 0
 
     @property
@@ -62,7 +62,7 @@ def over_layouts(
     extras: frozenset[str],
     **more: Any,
 ) -> Backend:
-    """Returns a backend that computes each call by layouts; `more`: further fields of it."""
+    """Returns a backend that computes each call over layouts; `more` has further fields of it."""
     return Backend(
         reasons=reasons,
         run=partial(run_parts, forward),

@@ -104,7 +104,7 @@ BACKENDS: dict[str, Backend] = {
         refuses=flash.refuses,
     ),
 }
-"""All backends, in order of preference; those that run only when named are last."""
+"""All backends, in order of preference; the last ones run only if a call names them."""
 
 NAMES = tuple(name for name, backend in BACKENDS.items() if not backend.form_of)
 """Backends that a call may name."""
@@ -147,6 +147,8 @@ def choose(
 
 
 class _Mode(threading.local):
+    """The thread's setting of `batch_invariant`."""
+
     is_batch_invariant = False
 
 
@@ -155,7 +157,7 @@ mode = _Mode()
 
 
 def in_company(name: str) -> str:
-    """Returns the form of a backend that the mode of this thread asks for."""
+    """Returns the backend itself, or its batch-invariant form if this thread is in that mode."""
     if not mode.is_batch_invariant:
         return name
     return next((form for form, its in BACKENDS.items() if its.form_of == name), name)
@@ -179,7 +181,7 @@ def reasons_against(
         own = backend.list_reasons if is_only_lists(pattern) else own
     reasons = list(own(*tensors))
     for option in options:
-        extra = "block_bias" if option == "slot_bias" else option  # kernels get it as a block bias
+        extra = "block_bias" if option == "slot_bias" else option  # kernels get a block bias
         if extra not in backend.extras:
             able = [other for other in NAMES if extra in BACKENDS[other].extras]
             reasons.append(f"it has no {option} ({', '.join(able)} have it)")
@@ -189,7 +191,7 @@ def reasons_against(
 def block_size_of(backend: str, pattern: Pattern, query: Tensor, frame: Frame) -> int:
     """Returns the block size that `sparsering tune` measured for a pattern, else an estimate.
 
-    If the backend's rows add up keys in steps, it is one or two of those.
+    A backend that adds up keys in steps (`keys_of_step`) gets one or two steps instead.
     """
     if step := BACKENDS[backend].keys_of_step:
         return step if chosen_block_size(pattern, frame, query.device) < 2 * step else 2 * step

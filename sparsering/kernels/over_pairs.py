@@ -1,4 +1,4 @@
-"""Evaluates a `score_mod` on scores of pairs."""
+"""Evaluates a user's `score_mod` on the scores of (query, key) pairs."""
 
 import torch
 from torch import Tensor
@@ -16,10 +16,11 @@ def over_pairs(
     key: Tensor,
     pairs: Tensor | None = None,
 ) -> Tensor:
-    """Evaluates a score_mod on scores [C, g, m, n], from indices [C], [C, g], [C, m] and [C, n].
+    """Evaluates a score_mod on scores [C, g, m, n]: C batch entries, g heads, m queries, n keys.
 
-    `pairs`: bool, broadcasts to the scores. Where it is False the function is not evaluated, since
-    it may be NaN there, and so may its gradient; the result is 0.
+    The indices are batch [C], head [C, g], query [C, m] and key [C, n]. `pairs` is bool and
+    broadcasts to the scores. Where it is False, the function is not evaluated, because it and its
+    gradient may be NaN there; the result is 0.
     """
     if pairs is None or is_shape_alone(pairs):
         over = torch.vmap(function, (0, None, None, None, 0))  # keys

@@ -1,4 +1,4 @@
-"""A call as one problem or several, one for each group of batch entries."""
+"""A call as one problem, or as several: batch entries with different left padding are split."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,18 +14,24 @@ Backward = Callable[[Problem, Tensor, Tensor, Tensor, Tensor], Gradients]
 
 
 class Part(NamedTuple):
-    """The problem of some batch entries of a call, without keys that lead and are hidden."""
+    """The problem of some batch entries of a call.
 
-    problem: Problem  # without those keys
-    entries: Tensor | None = None  # int64, None for all
+    Keys at the front of these entries that a mask hides, such as left padding, are left out of it.
+    """
+
+    problem: Problem
+    entries: Tensor | None = None  # int64 indices of the batch entries; None for all
     first: int = 0  # number of leading keys that are left out
 
     def of(self, x: Tensor) -> Tensor:
-        """Selects the entries of a tensor of the call, [B, ...]."""
+        """Selects the part's batch entries from a tensor of the call, [B, ...]."""
         return x if self.entries is None else x[self.entries]
 
     def put(self, to: Tensor, part: Tensor) -> None:
-        """Writes what belongs to the entries into a tensor of the call; keys only the last ones."""
+        """Writes the part's results into a tensor of the call, [B, ...].
+
+        Keys that were left out at the front keep what the tensor has there.
+        """
         rows = range(len(to)) if self.entries is None else self.entries.tolist()
         for row, of_row in zip(rows, part, strict=True):
             to[row, :, to.shape[2] - of_row.shape[1] :] = of_row
@@ -50,7 +56,7 @@ def run_parts(
 def differentiate(
     backward: Backward, parts: Sequence[Part], results: Sequence[Tensor], *, learns_distances: bool
 ) -> Gradients:
-    """Computes a call's gradients from those of its parts; `results`: (out, lse, dout, dlse)."""
+    """Computes a call's gradients from those of its parts; `results` is (out, lse, dout, dlse)."""
     grads: dict[str, Tensor] = {}
     for part in parts:
         problem = part.problem._replace(learns_distances=learns_distances)

@@ -18,7 +18,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-"""A function of a score, and the batch entry, query head, query index and key index of its pair."""
+"""A function (score, batch entry, query head, query index, key index) -> changed score."""
 
 
 class Problem(NamedTuple):
@@ -41,13 +41,13 @@ class Problem(NamedTuple):
     # [B, Hq, num_blocks], added to every score of an entry (a visited pair of tiles)
     block_bias: Tensor | None = None
     softcap: float | None = None  # scores become `softcap * tanh(s / softcap)`
-    # [B, Hq, 2R + 1], entry `R + clamp(k - p, -R, R)` is added to the score of query position p and
+    # [B, Hq, 2R + 1]; item `R + clamp(k - p, -R, R)` is added to the score of query position p and
     # key position k. Strides may be 0.
     distance_bias: Tensor | None = None
     sink: Tensor | None = None  # [B, Hq, Nq or 1] logit of one more key of each row, of value 0
     dropout_p: float | None = None  # probability that a weight is dropped
-    # [B, streams] int64 seeds for `dropout.kept_pairs`. `Pass.stream` has the index of the seed
-    # that each query tile uses; without it all use the first.
+    # [B, streams] int64 seeds for `dropout.kept_pairs`. `Pass.stream` says which seed each query
+    # tile uses; without it all use the first.
     dropout_seed: Tensor | None = None
     # [B or 1, Nk] bool, False for keys that no query sees, even if the layout has pairs with them.
     # These keys and values may be NaN, and must not change results.
@@ -55,12 +55,13 @@ class Problem(NamedTuple):
     # Changes each score after the scale, before the softcap.
     score_mod: ScoreMod | None = None
     # For each pass, the bitmap row of the first query; () means row 0. Decoding builds one layout
-    # for many later queries, of which a call computes a few. A backend that does not read slots
-    # begins with `in_first_slots()`.
+    # for many later queries, and each call computes a few of them. A backend that does not read
+    # slots begins with `in_first_slots()`.
     slots: tuple[int, ...] = ()
     learns_distances: bool = True  # whether the gradient of the distance bias is needed
-    # Pairs beside those of the layout. Then a block bias is of the lists alone: [B, Hq, Nq, slots]
-    # of one, and of several, which share a selection, [B, Hq, numbers], those of each in turn.
+    # Lists of single keys, which have pairs beside those of the layout. If there are lists, a block
+    # bias is for them alone: [B, Hq, Nq, n] for one; for several, theirs flattened end to end,
+    # [B, Hq, numbers].
     lists: tuple[Lists, ...] = ()
     captured: tuple[Tensor, ...] = ()  # tensors that `score_mod` reads and that get gradients
     in_order: bool = False  # sum each row in an order that follows from its positions alone
@@ -68,7 +69,7 @@ class Problem(NamedTuple):
 
     @property
     def is_bare(self) -> bool:
-        """True if `in_use` is empty; faster."""
+        """True if `in_use` is empty; it is faster than to build the set."""
         return {*map(type, _extras(self))} == _NOTHING
 
     @property
@@ -116,9 +117,10 @@ class Problem(NamedTuple):
         return self._replace(layout=replace(self.layout, passes=passes), slots=())
 
     def of_lists(self) -> "Iterator[tuple[Lists, Problem]]":
-        """Yields each of the lists, and the problem of its queries and its numbers of the bias.
+        """Yields each of the lists with the problem of its queries and its part of the block bias.
 
-        Its block bias is [B, Hq, queries, slots]. Of its layout, only `frame` has a meaning.
+        The block bias becomes [B, Hq, queries, slots]. Only `frame` of the problem's layout is
+        valid.
         """
         first = 0
         for lists in self.lists:
@@ -146,7 +148,7 @@ _extras, _NOTHING = attrgetter(*_EXTRAS), {type(None)}
 
 
 def bias_gradient(of_lists: list[Tensor]) -> Tensor:
-    """Joins gradients by [B, Hq, queries, slots] to that of the block bias of all lists."""
+    """Joins the bias gradients of lists, [B, Hq, queries, slots] each, as `Problem.lists` says."""
     return of_lists[0] if len(of_lists) == 1 else torch.cat([x.flatten(2) for x in of_lists], 2)
 
 
@@ -163,7 +165,10 @@ class Gradients(NamedTuple):
 
 
 def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
-    """Returns the gradient of a sink [B, Hq, Nq or 1], from lse and delta [B, Hq, Nq]."""
+    """Returns the gradient of a sink [B, Hq, Nq or 1].
+
+    Takes lse [B, Hq, Nq] and delta = rowsum(dO * O) - dlse [B, Hq, Nq].
+    """
     share = (sink.to(lse.dtype) - lse).exp()
     share = torch.where(lse == -torch.inf, 0.0, share)  # rows without keys and with a sink of -inf
     rows = -(share * delta)  # dS = P * (dP - delta), and dP is 0 because the sink's value is 0
@@ -171,7 +176,7 @@ def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def dense_rows(x: Tensor) -> Tensor:
-    """Returns the tensor contiguous in its last dim; copies only if needed."""
+    """Returns a tensor that is contiguous in its last dim; copies only if needed."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
 
 
@@ -180,9 +185,9 @@ def _is_zero(scale: float) -> bool:
 
 
 def constant_in_graphs(function: F) -> F:
-    """Lets torch.compile treat results as constants, without the slow import of torch._dynamo.
+    """Marks a function so that torch.compile treats its results as constants.
 
-    A result must be immutable: a graph shares it, and refuses code that changes it.
+    It avoids the slow import of torch._dynamo. A result must be immutable, because graphs share it.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function

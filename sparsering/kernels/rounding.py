@@ -1,4 +1,4 @@
-"""Rows of keys and values in 8 bits: numbers and their scale, in caches and between ranks.
+"""Rounds rows of keys and values to 8 bits, for caches and for transfers between ranks.
 
 A row of `width` values x becomes `width` numbers of 8 bits and a float32, its scale: the largest
 |x| divided by the largest number, 127 of int8 and 448 of float8 (e4m3). The last four bytes are the
@@ -20,11 +20,11 @@ _SCALE = 4  # bytes of a float32
 
 
 class Format(NamedTuple):
-    """A format of 8 bits: numbers, of which each row has a float32 scale."""
+    """A format of 8 bits: the numbers of a row, and one float32 scale for the row."""
 
     numbers: torch.dtype
-    largest: float  # number of the format
-    bytes: torch.dtype  # dtype of the bytes of stored rows, by which they are told
+    largest: float  # largest number that the format can represent
+    bytes: torch.dtype  # dtype of stored rows; it tells which format they have
 
     def rounded(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Rounds rows [..., width]; returns numbers [..., width], and scales float32 [..., 1]."""
@@ -39,11 +39,11 @@ FORMATS = {
     "int8": Format(torch.int8, 127.0, torch.int8),
     "fp8": Format(torch.float8_e4m3fn, 448.0, torch.uint8),
 }
-"""All formats of 8 bits, by the name that caches and rings give them."""
+"""All formats of 8 bits, by the names that users write, as in `store="int8"`."""
 
 
 def checked_store(store: object) -> Store | None:
-    """Returns how a cache stores rows; raises ValueError for another value."""
+    """Returns the value of a `store` argument; raises ValueError if it names no format."""
     if store is None or (isinstance(store, str) and store in FORMATS):
         return store  # type: ignore[return-value]
     raise ValueError(
@@ -67,7 +67,7 @@ def to_store(rows: Tensor, store: Store) -> Tensor:
 def from_store(rows: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the values of rows from `to_store`, in a dtype."""
     numbers, scale = rows[..., :-_SCALE], rows[..., -_SCALE:]
-    scale = scale.clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligned
+    scale = scale.clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligns them
     form = next(x for x in FORMATS.values() if x.bytes == rows.dtype)
     if form.numbers != rows.dtype:
         numbers = numbers.contiguous().view(form.numbers)

@@ -1,7 +1,7 @@
 """Backend for comparison: sampled products of torch.sparse over a CSR matrix of (query, key) pairs.
 
-Experimental and slow: it stores the index of each pair, and runs one head of one pass at a time.
-The passes of a layout are matrices of their own, because a matrix has a pair once only.
+It is experimental and slow: it stores the index of each pair, and runs one head of one pass at a
+time. Each pass of a layout is a matrix of its own, because a matrix cannot have a pair twice.
 """
 
 import itertools
@@ -39,7 +39,7 @@ def reasons(*tensors: Tensor) -> list[str]:
 
 
 class Pairs(NamedTuple):
-    """The n (query, key) pairs of one head in one pass, by query and then by key."""
+    """The n (query, key) pairs of one head in one pass, sorted by query, then by key."""
 
     query: Tensor  # [n] query indices, ascending
     key: Tensor  # [n] key positions, ascending for each query
@@ -55,7 +55,7 @@ class Pairs(NamedTuple):
 
 
 class PairScores(NamedTuple):
-    """The scores of `Pairs`, and what the backward needs of how they came about."""
+    """The scores of `Pairs`, and the derivatives that the backward needs."""
 
     pairs: Pairs
     score: Tensor  # [n]
@@ -130,7 +130,7 @@ def backward(
         weight = weight if kept is None else weight * kept
         kv = h // problem.group
         dq[b, h] += _matrix(_edges(pairs.query, len(q)), pairs.key, dscore, len(k)) @ k
-        # the matrices with rows and columns exchanged: their rows are keys
+        # Sort the pairs by key: the rows of the next two matrices are keys.
         order = pairs.key.argsort(stable=True)
         first, columns = _edges(pairs.key[order], len(k)), pairs.query[order]
         dk[b, kv] += _matrix(first, columns, dscore[order], len(q)) @ q
@@ -146,9 +146,9 @@ def backward(
 
 
 def _heads(problem: Problem) -> Iterator[tuple[Pass, int, int, Pairs]]:
-    """Yields (pass, batch entry, query head, its pairs) of the heads that have pairs.
+    """Yields (pass, batch entry, query head, its pairs) for each head that has pairs.
 
-    Heads that follow one another and share a table are listed once.
+    Consecutive heads that share a table also share the work of listing its pairs.
     """
     layout, mask = problem.layout, problem.key_mask
     batch, heads = problem.query.shape[:2]
@@ -169,7 +169,7 @@ def _heads(problem: Problem) -> Iterator[tuple[Pass, int, int, Pairs]]:
 
 
 def _pairs(layout: BlockLayout, p: Pass, b: int, h: int, mask: Tensor | None) -> Pairs:
-    """Lists the pairs of a head; `mask` [Nk] is False for keys to leave out."""
+    """Lists the pairs of a query head in one pass, without keys where `mask` [Nk] is False."""
     row, key_tile, _, axis = layout.table(p, b, h)
     slots = torch.arange(layout.block_size, device=p.row_ptr.device)
     queries, keys, cells = layout.cells(p, b, h, slots)
@@ -237,7 +237,7 @@ def _rows(problem: Problem, b: int, h: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _product_at(pairs: Pairs, left: Tensor, right: Tensor) -> Tensor:
-    """Returns `left[query] . right[key]` of each pair, [n]."""
+    """Returns the dot product `left[query] . right[key]` of each pair, [n]."""
     zeros = left.new_zeros(len(pairs.query))
     if not left.shape[1]:
         return zeros
@@ -254,7 +254,7 @@ def _matrix(first: Tensor, columns: Tensor, values: Tensor, width: int) -> Tenso
 
 @cache
 def _take_warning() -> None:
-    """Takes torch's warnings of sparse CSR tensors, which come once a process."""
+    """Triggers and hides torch's warnings about CSR tensors, which come once per process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse (CSR tensor support is|invariant checks are)")
         none = torch.zeros(0, dtype=torch.int64)
@@ -262,10 +262,10 @@ def _take_warning() -> None:
 
 
 def _edges(ascending: Tensor, rows: int) -> Tensor:
-    """Returns [rows + 1]: where the items of each row begin in a sorted list of row numbers."""
+    """Returns [rows + 1] indices: where the items of each row begin in a sorted list of rows."""
     return torch.searchsorted(ascending, torch.arange(rows + 1, device=ascending.device))
 
 
 def _by_query(values: Tensor, first: Tensor, reduction: str, none: float) -> Tensor:
-    """Reduces the values of each query's pairs in a fixed order; `none` for queries without."""
+    """Reduces the values of each query's pairs in a fixed order; `none` for no pairs."""
     return torch.segment_reduce(values, reduction, offsets=first, axis=0, initial=none)

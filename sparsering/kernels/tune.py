@@ -92,6 +92,7 @@ def tune(
 
 
 def _forward_and_backward(kernel: ModuleType, problem: Problem, grad: Tensor) -> tuple[Tensor, ...]:
+    """Runs a backend once; returns out and the gradients of query, key and value."""
     out, lse = kernel.forward(problem)
     return out, *kernel.backward(problem, out, lse, grad, torch.zeros_like(lse))[:3]
 
@@ -99,6 +100,7 @@ def _forward_and_backward(kernel: ModuleType, problem: Problem, grad: Tensor) ->
 def _choose_configs(
     problem: Problem, grad: Tensor, chosen: dict[str, Config], turns: "_Turns"
 ) -> None:
+    """Finds the fastest config of each Triton kernel for one block size; adds it to `chosen`."""
     query, size = problem.query, problem.layout.block_size
     out, lse = triton.forward(problem)
     no_grad = torch.zeros_like(lse)
@@ -119,7 +121,7 @@ def _choose_configs(
 
 @dataclass
 class _Turns:
-    """Times the candidates of one choice after another, and shows how far it has come."""
+    """Times the candidates of one choice after another, and shows the progress."""
 
     device: torch.device
     work: Progress

@@ -17,13 +17,13 @@ from ..ground.files import cache_folder, opened, replace_file, unique_pairs
 from ..layouts.compile import checked_block_size
 
 Choices = dict[str, dict[str, Any]]
-"""Content of a file: the table `configs` of kernels, and the table `block_sizes` of patterns."""
+"""Content of a file: `configs` by kernel, and `block_sizes` by pattern."""
 
 _MOST_BYTES = 4 << 20
 
 
 class TuningFile:
-    """Measured block sizes and configs of one backend; reads the file of each device once."""
+    """The measured block sizes and configs of one backend; each device has a file, read once."""
 
     def __init__(self, path: Callable[[torch.device], Path]) -> None:
         self.path = path
@@ -67,7 +67,10 @@ def processor_name() -> str:
 
 
 def file_of(kind: str, processor: str, version: str) -> Path:
-    """Returns the path of the file for a kind (backend) and a processor; it need not exist."""
+    """Returns where the results for a kind of kernel and a processor are stored.
+
+    The file need not exist. `kind` is the backend.
+    """
     plain = "".join(c if c.isalnum() else "-" for c in processor)
     return cache_folder() / f"{kind}-{plain}-{version}.json"
 
@@ -88,6 +91,7 @@ def read(path: Path) -> Choices:
 
 
 def _checked(content: Any) -> Choices:
+    """Returns the content of a file; ValueError if it is not what `sparsering tune` writes."""
     if not isinstance(content, dict) or set(content) != {"configs", "block_sizes"}:
         raise ValueError("expected a JSON object with the keys configs and block_sizes")
     if not all(isinstance(table, dict) for table in content.values()):

@@ -1,7 +1,7 @@
 """Finds the kernel's library in the wheel, or builds `cpu.cpp` on first use and caches the library.
 
-A process builds it in a folder of its own, under a lock, and moves it into the cache. The file ends
-with a digest of its content; if the digest is wrong, the library is built again.
+A process builds it in a temporary folder, under a lock, and moves it into the cache. The file ends
+with a digest of its content, so that a damaged library is noticed and built again.
 """
 
 import atexit
@@ -37,7 +37,10 @@ _VECTOR_FLAGS = {
 
 
 def vectors() -> str:
-    """Returns a name in `_VECTOR_FLAGS`: SPARSERING_CPU, or the most that this processor has."""
+    """Returns the vector instructions to build for, a name in `_VECTOR_FLAGS`.
+
+    It is the value of SPARSERING_CPU, or the most that this processor has.
+    """
     able, most = list(_VECTOR_FLAGS), torch.backends.cpu.get_cpu_capability()
     del able[able.index(most) + 1 if most in able else 1 :]
     if (name := (os.environ.get("SPARSERING_CPU") or able[-1]).upper()) not in able:
@@ -46,7 +49,10 @@ def vectors() -> str:
 
 
 def build(compiles: bool = False) -> Path:
-    """Returns the library: the wheel's, else (or if it `compiles`) one built here and cached."""
+    """Returns the path of the library: the wheel's, or one built here and kept in the cache.
+
+    If `compiles`, the wheel's is not considered.
+    """
     if not compiles and (library := _of_the_wheel()) is not None:
         return library
     try:
@@ -62,7 +68,7 @@ def build(compiles: bool = False) -> Path:
 
 
 def _of_the_wheel() -> Path | None:
-    """Returns the wheel's library for this processor, if it has one and no flags ask for more."""
+    """Returns the wheel's library for this processor; None without one, or with custom flags."""
     library = SOURCE.with_name(f"binary-{vectors().lower()}.so")
     return library if library.exists() and not os.environ.get("SPARSERING_CXXFLAGS") else None
 
@@ -74,13 +80,13 @@ def _of_this_user() -> Path | None:
     folder = Path(tempfile.gettempdir()) / f"sparsering-{os.geteuid()}"
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    status = folder.lstat()  # not of what a link names
+    status = folder.lstat()  # lstat, so that a link is not followed
     private = stat.S_ISDIR(status.st_mode) and not status.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
     return folder if private and status.st_uid == os.geteuid() else None
 
 
 def _library_in(folder: Path) -> Path:
-    """Returns the path of the library for this machine, torch, flags and sources."""
+    """Returns where a folder has the library for this machine, torch, flags and sources."""
     machine = (torch.__version__, str(torch.version.git_version), platform.machine())
     recipe = "\0".join([*machine, *platform.libc_ver(), *_flags()]).encode()
     recipe += b"".join(path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.rglob("*.h"))))
@@ -88,6 +94,7 @@ def _library_in(folder: Path) -> Path:
 
 
 def _cached(folder: Path) -> Path:
+    """Returns the library in a cache folder; compiles it there if it is missing or damaged."""
     library = _library_in(folder)
     if _is_whole(library):
         return library
@@ -103,6 +110,7 @@ def _cached(folder: Path) -> Path:
 
 
 def _compile(library: Path) -> None:
+    """Compiles the kernel and appends a digest; replaces `library` in one step."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     command = [_compiler(), str(SOURCE), *_flags()]
@@ -128,6 +136,7 @@ def _compile(library: Path) -> None:
 
 
 def _is_whole(library: Path) -> bool:
+    """Whether a library exists, has its digest, and could not have been changed by another user."""
     if not library.exists():
         return False
     with opened(library) as file:
@@ -159,7 +168,7 @@ def _flags() -> list[str]:
 
 
 def _standard() -> int:
-    """Returns the C++ standard: the kernel needs 20, torch's headers may need a newer one."""
+    """Returns the C++ standard to compile with: 20, or a newer one that torch's headers need."""
     header = Path(torch.__file__).with_name("include") / "ATen" / "ATen.h"
     asked = re.search(r"__cplusplus < 20(\d\d)", header.read_text()) if header.exists() else None
     return max(20, int(asked[1]) if asked else 0)  # 201703 is C++17, 202302 is C++23
@@ -179,13 +188,13 @@ def library() -> Any:
 
 
 def load_existing() -> None:
-    """Loads the library for layouts if the wheel or the cache has it; compiles nothing."""
+    """Loads the library if the wheel or the cache has it, for layouts; compiles nothing."""
     with contextlib.suppress(ImportError, OSError, RuntimeError, ValueError):
         wheels = _of_the_wheel()
         library = _library_in(cache_folder()) if wheels is None else wheels
         if wheels is not None or _is_whole(library):
             torch.ops.load_library(library)
-            _ = torch.ops.sparsering_cpu.table  # as in `_load`
+            _ = torch.ops.sparsering_cpu.table  # registers it, as in `_load`
 
 
 load_existing_kernel.append(load_existing)
@@ -193,12 +202,13 @@ load_existing_kernel.append(load_existing)
 
 @cache
 def _load() -> str:
+    """Builds and loads the library; returns why it could not, or ""."""
     try:
         library = build()
         try:
             torch.ops.load_library(library)
-        except OSError:  # built for another system
-            if library.parent != SOURCE.parent:  # which shares the cache folder
+        except OSError:  # it was built for another system
+            if library.parent != SOURCE.parent:  # in a cache folder that systems share
                 library.unlink()
             torch.ops.load_library(build(compiles=True))
         _ = torch.ops.sparsering_cpu.table  # layouts take it if it is there (`kernel_operators`)

@@ -19,7 +19,7 @@ EXTRAS = frozenset(
     ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_mask")
 )
 """Options of a call, other than its scale, that this backend computes."""
-_BY_KEY = {"block_bias", "sink", "key_mask"}  # extras that a loop over key tiles computes too
+_BY_KEY = {"block_bias", "sink", "key_mask"}  # extras that the loop over key tiles computes, too
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # must equal kFewQueries of layout.h; with more queries, the kernel has no use for `slots`
@@ -45,7 +45,8 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) over a layout.
 
-    It first stores `new`: keys, values, and their first row, of all kv heads or of each.
+    For a cache, it first writes `new` into the problem's keys and values: new keys, new values, and
+    the row where they begin, one for all kv heads or one for each.
     """
     if problem.lists:
         return _forward_of_lists(problem)
@@ -66,19 +67,19 @@ def forward(
 def forward_in_order(
     problem: Problem, new: tuple[Tensor, Tensor, Sequence[int]] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """As `forward`; the bits of a row do not depend on what else the call computes."""
+    """Computes `forward` so that a row's bits do not depend on what else the call computes."""
     return forward(problem._replace(in_order=True), new)
 
 
 def backward_in_order(problem: Problem, *results: Tensor) -> Gradients:
-    """As `backward`; the bits of a query's gradient do not depend on what else is computed."""
+    """Computes `backward` so that a query's bits do not depend on what else the call computes."""
     return backward(problem._replace(in_order=True), *results)
 
 
 def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
-    """Computes gradients."""
+    """Computes the gradients of the problem's tensors from (out, lse) and their gradients."""
     problem = problem.in_first_slots()
     if problem.lists:
         return _backward_of_lists(problem, out, lse, grad_out, grad_lse)
@@ -118,7 +119,7 @@ def _forward_of_lists(problem: Problem) -> tuple[Tensor, Tensor]:
     rest, fresh = problem._replace(lists=(), block_bias=None, in_float32=True), False
     if problem.layout.num_blocks:
         out, lse = forward(rest)
-    else:  # the first list writes all rows, if it is for all queries
+    else:  # if the first list is for all queries, it writes all rows, so they need no zeros
         query, sink = problem.query, problem.sink
         fresh = problem.lists[0].queries is None
         dtype = problem.result_dtype if fresh and len(problem.lists) == 1 else torch.float32
@@ -168,7 +169,7 @@ def _backward_of_lists(problem: Problem, *results: Tensor) -> Gradients:
 
 
 def _list_arguments(problem: Problem, lists: Lists) -> dict[str, Any]:
-    """Returns the arguments that the operators of lists share, in their order (`_arguments`)."""
+    """Returns the arguments that the operators for lists share, in the order of their schema."""
     bias, table, seeds = problem.block_bias, problem.distance_bias, problem.dropout_seed
     at = lists.coordinates
     return {
@@ -192,7 +193,10 @@ def _list_arguments(problem: Problem, lists: Lists) -> dict[str, Any]:
 
 
 def takes_whole_heads(kv_heads: int, threads: int) -> bool:
-    """True if each thread of a backward should take whole kv heads, because few would then idle."""
+    """True if each thread of a backward should take whole kv heads.
+
+    That repeats less work than sharing a head, unless too many threads would idle.
+    """
     return round_up(kv_heads, threads) <= _MOST_REPEATED_WORK * kv_heads
 
 
@@ -238,9 +242,9 @@ def block_shares(*tensors: Tensor | None, features: str, **numbers: Any) -> bool
 def _arguments(problem: Problem, counted: bool = False) -> dict[str, Any]:
     """Returns the arguments that the operators forward, backward and mass share, in their order.
 
-    Names are those of their schemas, as tests check: by place a call takes a tenth less time.
-    The scale of the problem is above 0. `counted`: each pass has the number of its first block,
-    also without a bias.
+    Names are those of their schemas, as tests check; calls pass them by place, which takes a tenth
+    less time. The scale of the problem is above 0. With `counted`, each pass has the index of its
+    first block even if the call has no bias.
     """
     layout, bias, table = problem.layout, problem.block_bias, problem.distance_bias
     mask, laid, by_query = problem.key_mask, _laid(layout), _needs_query_walk(problem)
@@ -279,7 +283,7 @@ def _walked(problem: Problem) -> list[int]:
 
 
 def _walked_passes(layout: BlockLayout) -> list[int]:
-    """Returns `_walked` of a call without options that only a loop over query tiles computes."""
+    """Returns `_walked` for calls without options that only a loop over query tiles computes."""
     walked: list[int] | None = layout.memo.get("walked")
     if walked is None:
         walked = layout.memo["walked"] = [_is_walked(layout, p) for p in layout.passes]
@@ -287,6 +291,7 @@ def _walked_passes(layout: BlockLayout) -> list[int]:
 
 
 def _is_walked(layout: BlockLayout, p: Pass) -> int:
+    """Returns 1 if the kernel should loop over a pass's key tiles, else 0 (`is_walked_shape`)."""
     if not p.key_tile.numel():
         return 0
     shape: tuple[tuple[int, int], float] | None = p.memo.get("walked shape")
@@ -306,9 +311,10 @@ def _is_walked(layout: BlockLayout, p: Pass) -> int:
 def is_walked_shape(
     longest: tuple[int, int], tiles: tuple[int, int], entries: float, group: float
 ) -> bool:
-    """True if a loop over key tiles is faster than one over query tiles, for a pass of this shape.
+    """True if, for a pass of this shape, a loop over key tiles is faster than over query tiles.
 
-    `longest`, `tiles`: most tokens and number of tiles, (query, key). `entries`: per query head.
+    `longest` is the most tokens of a (query tile, key tile), `tiles` their numbers, and `entries`
+    the visited tile pairs per query head.
     """
     queries, keys = longest
     rows = entries * queries * group / max(1, tiles[1])  # mean queries that visit a key tile
@@ -322,16 +328,16 @@ def _needs_query_walk(problem: Problem) -> bool:
 
 
 class _Laid(NamedTuple):
-    """The tables of a layout, as the operators take them."""
+    """The tables of a layout in the form that the kernel's operators take."""
 
-    tables: list[Tensor]  # of all passes, one after the other
+    tables: list[Tensor]  # the tensors of all passes, one pass after the other
     steps: list[int]
     branches: list[int]
     covers: bool  # whether each query is in a tile of the first pass
 
 
 def _laid(layout: BlockLayout) -> _Laid:
-    """Returns a layout's tables, which it keeps."""
+    """Returns a layout's tables for the operators; the layout keeps them."""
     laid: _Laid | None = layout.memo.get("laid")
     if laid is None:
         passes = layout.passes
@@ -345,7 +351,10 @@ def _laid(layout: BlockLayout) -> _Laid:
 
 
 def _checked_layout(problem: Problem) -> Tensor:
-    """Returns the kernel's C++ object for a layout, whose tables it has checked; keeps it."""
+    """Returns the kernel's C++ object for a layout, which the layout keeps.
+
+    The kernel checks the tables when it makes the object, so that calls need not.
+    """
     layout, scale = problem.layout, problem.scale
     kept: tuple[float, Tensor] | None = layout.memo.get("checked layout")
     if kept is None or kept[0] != scale:
@@ -365,11 +374,12 @@ measured = TuningFile(_path)
 
 @cache
 def _no_entries(passes: int) -> Tensor:
-    """Returns the argument `first_entry` of a call without block bias: zeros, cached."""
+    """Returns the argument `first_entry` for calls without block bias: zeros, cached."""
     return torch.zeros(passes, 1, 1, dtype=torch.int64)
 
 
 def _tables(p: Pass, layout: BlockLayout) -> list[Tensor]:
+    """Returns the tensors of a pass that the kernel reads, in its order."""
     tiles = p.query_start, p.query_stop, p.key_start, p.key_stop
     tables = p.row_ptr, p.key_tile, p.bitmap, p.transposed_bitmaps, p.bitmaps
     segments = p.segments(layout.frame.q_start, layout.block_size)
@@ -377,7 +387,7 @@ def _tables(p: Pass, layout: BlockLayout) -> list[Tensor]:
 
 
 def _places(layout: BlockLayout) -> list[Tensor]:
-    """Returns where the tokens of all passes stand, for distances and dropout; it keeps them."""
+    """Returns where the tokens of all passes stand, for distances and dropout, and keeps it."""
     places: list[Tensor] | None = layout.memo.get("places")
     if places is None:
         q_start, places = layout.frame.q_start, []

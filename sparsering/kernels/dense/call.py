@@ -1,4 +1,4 @@
-"""Calls of the backend `reference`: dense mathematics in plain torch, with all derivatives."""
+"""Calls of the backend `reference`: dense attention in plain torch, differentiable at any order."""
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ EXTRAS = frozenset(
 def run(call: Call, _: object = None) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) of a call by the pattern's definition.
 
-    A layout only locates biased blocks.
+    A layout is used only to number the blocks that a block bias refers to.
     """
     query, key, _ = call.inputs
     dtype, factor = sum_dtype(query), None
@@ -38,7 +38,7 @@ def run(call: Call, _: object = None) -> tuple[Tensor, Tensor]:
     else:
         if block_bias is not None:
             biased = places_op(*pairs, call.block_size, block_bias.shape[-1]), block_bias.to(dtype)
-        elif slot_bias is not None:  # index 0: no bias, for pairs in no listed block
+        elif slot_bias is not None:  # index 0 is a bias of 0, for pairs in no listed block
             biased = places_op(*pairs), torch.nn.functional.pad(slot_bias.to(dtype), (1, 0))
         log_counts = _log_biased_counts(*biased)
         if p is not None:
@@ -69,7 +69,8 @@ def run(call: Call, _: object = None) -> tuple[Tensor, Tensor]:
 def _log_biased_counts(number: Tensor, block_bias: Tensor, mask: Tensor | None = None) -> Tensor:
     """Returns log(sum of exp(bias)) over the branches that have a pair, [B, Hq, Nq, Nk].
 
-    `number` [branches, B, Hq, Nq, Nk]: pair's index in `block_bias`, or -1; `mask`: False omits it.
+    `number` [branches, B, Hq, Nq, Nk] is the index of each pair's bias in `block_bias`, or -1 for
+    no pair. Pairs where `mask` is False do not count.
     """
     block_bias = torch.nn.functional.pad(block_bias, (0, 1))  # gather fails on an empty dim
     flat = block_bias[None, :, :, None].expand(len(number), -1, -1, number.shape[3], -1)

@@ -51,7 +51,8 @@ def reference_attention(
     weight, pairs = weight[..., : k.shape[2]], score[..., : k.shape[2]] != -torch.inf
     weight = weight if dropout_factor is None else weight * dropout_factor
     finite = v.isfinite()
-    # 0 * NaN is NaN, so values that are not finite are set to 0, and rows that see them to NaN
+    # 0 * NaN is NaN even for keys that a row does not see. So set values that are not finite to 0,
+    # and set the rows that see such a value to NaN.
     spoilt = pairs.to(dtype) @ (~finite).to(dtype) > 0
     out = weight @ torch.where(finite, v, 0.0) / total
     out = torch.where(lse[..., None] == -torch.inf, 0.0, out)
@@ -61,7 +62,8 @@ def reference_attention(
 def dense_softmax(score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Returns weights `e^{s - max s}` [..., n], their sum [..., 1] and lse [...].
 
-    A score of -inf is no pair. Rows without pairs have weights 0, sum 1, lse -inf and gradients 0.
+    A score of -inf stands for no pair. Rows without pairs have weights 0, sum 1, lse -inf and
+    gradients 0.
     """
     pairs = score != -torch.inf  # a NaN score counts as a pair and makes its row NaN
     highest = finite_or_zero(score.detach().amax(-1, keepdim=True)) if score.shape[-1] else 0.0

@@ -18,7 +18,10 @@ from ...patterns.tree import check_distances, distance_positions
 
 
 def kept_by_branch(pattern: Pattern, frame: Frame, p: float, seed: Tensor) -> Tensor:
-    """Returns bool [branches, B, Hq, Nq, Nk]: pairs kept by dropout with seeds [B, streams]."""
+    """Returns bool [branches, B, Hq, Nq, Nk], True for weights that dropout keeps.
+
+    `seed` is [B, streams]; `Pattern.coordinates` says which stream each query uses.
+    """
     query, key, stream = pattern.coordinates(frame)
     stream = stream.to(seed.device)
     row_seed = seed[:, stream][:, None, :, None]  # [B, 1, Nq, 1]
@@ -38,7 +41,7 @@ def pair_counts_op(
     dropout_p: float | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """Counts, for each pair, the branches that have it and keep it in dropout: [B, Hq, Nq, Nk]."""
+    """Counts the branches that have each pair, and in which dropout keeps it: [B, Hq, Nq, Nk]."""
     value = parse(pattern, tensors)
     check_batch(value, query.shape[0])
     frame = frame_of(query, key, q_start)
@@ -53,6 +56,7 @@ def pair_counts_op(
 
 
 def _dense(pattern: Pattern, frame: Frame) -> Tensor:
+    """Writes a pattern out for a frame, as int64 counts."""
     q_len, kv_len, num_heads, num_kv_heads, q_start = frame
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     return pattern.to_dense(q_len, kv_len, **heads, q_start=q_start).to(torch.int64)
@@ -68,10 +72,11 @@ def places_op(
     block_size: int | None = None,
     blocks: int = 0,
 ) -> Tensor:
-    """Returns the index of each pair's bias, int64 [branches, B, Hq, Nq, Nk]; -1: no such pair.
+    """Returns the index of each pair's bias, int64 [branches, B, Hq, Nq, Nk]; -1 for no pair.
 
-    With a block size: of its tiles in the layout's `entries`, of which there must be `blocks`. Else
-    1 + the index at which the selection's flattened indices list its block; 0 if none does.
+    With a block size, it is the index of the pair's tiles in the layout's `entries`, of which there
+    must be `blocks`. Without, it is 1 + the slot at which the selection lists the pair's block, an
+    index in the flattened [R, k]; 0 if no slot does.
     """
     value, frame = parse(pattern, tensors), frame_of(query, key, q_start)
     check_batch(value, len(query))
@@ -124,7 +129,7 @@ def _(query: Tensor, key: Tensor, *rest: object) -> Tensor:
 
 
 def _of_lengths(operator: Any) -> Callable[..., tuple[Tensor, None]]:
-    """Returns a vmap rule for an operator that reads only sizes: runs it once, without vmap."""
+    """Returns a vmap rule for an operator that reads only sizes: it runs it once, without vmap."""
 
     def rule(info: Any, in_dims: Any, query: Tensor, key: Tensor, *rest: Any) -> Any:
         refuse_mapped_pattern(in_dims[2])

@@ -1,9 +1,9 @@
 """Forward and backward of the portable backend.
 
 A unit is a few query tiles and the keys that all of them visit. Forward computes two matmuls and a
-softmax per unit, and merges the results; backward computes five matmuls. A chunk is some units that
-fit into the workspace (`set_workspace`). Other extra memory is O(N), for sums. The backend runs on
-any device and dtype; half precision computes in float32. Sums run in a fixed order.
+softmax per unit, and merges the results; backward computes five matmuls. A chunk is several units
+that together fit into the workspace (`set_workspace`). Sums need O(N) more memory. The backend runs
+on any device and dtype; half precision is computed in float32. Sums run in a fixed order.
 """
 
 from collections.abc import Callable, Iterator
@@ -55,7 +55,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     q, k, v = _flat(query), _flat(problem.key), _flat(value)
     extras, scores = Extras(problem, dtype), Scores(problem)
     shape = query.shape[:3]
-    results = (  # not views of flat ones, which autograd would guard against changes in place
+    results = (  # allocated in full shape: autograd would forbid in-place changes of views
         torch.zeros(*shape, v.shape[1], dtype=dtype, device=q.device),
         torch.full(shape, -torch.inf, dtype=dtype, device=q.device),
     )
@@ -88,7 +88,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
-    """Computes the gradients of the problem's tensors."""
+    """Computes the gradients of the problem's tensors from (out, lse) and their gradients."""
     problem = problem.in_first_slots()
     query, key, value, sink = problem.query, problem.key, problem.value, problem.sink
     dtype = sum_dtype(query)
@@ -162,7 +162,10 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
 
 
 def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
-    """Yields (fresh, chunk) for all passes; `fresh`: no earlier chunk has this chunk's queries."""
+    """Yields (fresh, chunk) for all passes and lists.
+
+    `fresh` is True if no earlier chunk has a query of this chunk, so that results need no merge.
+    """
     query, b, dtype = problem.query, problem.layout.block_size, sum_dtype(problem.query)
     per_token = 3 * dtype.itemsize * (query.shape[-1] + problem.value.shape[-1])
     most_queries = 1 if problem.block_bias is not None else max(1, _MOST_QUERIES // b)
@@ -174,7 +177,7 @@ def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
                 per_pair += 128
             for chunk in chunks(problem, number, units, _workspace["bytes"], per_token, per_pair):
                 yield units.fresh and number == 0, chunk
-    first = 0  # place of the lists' first number in a head's bias
+    first = 0  # index of the lists' first number in a head's bias
     for lists in problem.lists:
         for chunk in list_chunks(problem, lists, first, _workspace["bytes"], per_token):
             yield False, chunk
@@ -184,10 +187,10 @@ def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
 def _units(
     chunk: Chunk, extras: Extras
 ) -> Iterator[tuple[int | slice, Callable[[Tensor, Tensor], Tensor], Tensor | None]]:
-    """Yields the units of a chunk: large ones one by one, so that scores stay in cache.
+    """Yields the units of a chunk: large ones one by one, so that their scores stay in cache.
 
-    Yields: (index of a unit, or a slice of all; function for a @ b^T; tensor to add to scores, or
-        None).
+    Yields: (index of a unit, or a slice of all; function that computes a @ b^T; tensor to add to
+    the scores, or None).
     """
     added = extras.added(chunk)
     if not _alone(chunk.q[0].numel() * chunk.k.shape[1], chunk.q.device, extras.dtype):
@@ -198,7 +201,7 @@ def _units(
 
 
 def _alone(pairs: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """True if a unit of `pairs` (query, key) pairs is computed by itself, not in a batch."""
+    """True if a unit of `pairs` (query, key) pairs is large enough to run outside a batch."""
     large = pairs >= _LEAST_PAIRS_ALONE and device.type == "cpu" and dtype == torch.float32
     return large and torch.backends.mkldnn.is_available()
 
@@ -241,4 +244,5 @@ def _take(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _flat(x: Tensor) -> Tensor:
+    """Joins all dims but the last: [B, H, N, D] becomes [B * H * N, D]."""
     return x.flatten(0, -2)

@@ -36,9 +36,9 @@ class Extras:
                 x.masked_fill_(self.masked[chunk.k[unit]][..., None], 0.0)
 
     def added(self, chunk: Chunk) -> Tensor | None:
-        """Returns what to add to the scores of a chunk, -inf where there is no pair; or None.
+        """Returns what is added to the scores of a chunk, -inf for no pair; None if nothing is.
 
-        Its shape is [C or 1, g or 1, m or 1, n]: units, heads of a group, queries, keys.
+        Its shape is [C or 1, g or 1, m or 1, n]: units, query heads per kv head, queries, keys.
         """
         added = zero = torch.zeros((), dtype=self.dtype, device=chunk.q.device)
         if self.bias is not None and chunk.bias is not None:
@@ -77,13 +77,16 @@ class Extras:
         return weight.mul_(mask.flatten(-3, -2)).div_(1 - p)
 
     def add_distance_gradient(self, dscore: Tensor, chunk: Chunk, unit: Unit) -> None:
-        """Adds score gradients [..., g * m, n] to the distance bias gradient, by distance."""
+        """Adds score gradients [..., g * m, n] into the gradient of the distance bias."""
         if self.dtable is not None and chunk.places is not None:
             entry = self._entries(chunk.places, unit)
             self.dtable.index_add_(0, entry.flatten(), dscore.flatten().to(self.dtable.dtype))
 
     def add_bias_gradient(self, unit_sums: list[Tensor], chunk: Chunk) -> None:
-        """Adds score gradients [.., g, n], summed over queries, to the block bias gradient."""
+        """Adds score gradients, summed over queries, into the gradient of the block bias.
+
+        `unit_sums` has a tensor [.., g, n] for each unit, or one for all units.
+        """
         if self.dbias is None or chunk.bias is None:
             return
         entries, slots = chunk.bias

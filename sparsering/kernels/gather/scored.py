@@ -20,8 +20,8 @@ Unit = int | slice
 class _Sum:
     """The gradient of a tensor that a score_mod indexes, summed in place over all chunks.
 
-    Autograd would make zeros of the tensor's shape for each chunk. The number of chunks grows with
-    the tokens, so for a tensor of a number per pair that would cost the cube of the tokens.
+    Autograd would allocate zeros of the tensor's shape for each chunk. The number of chunks grows
+    with the tokens, so a tensor with a number per pair would cost time cubic in the tokens.
     """
 
     def __init__(self, of: Tensor) -> None:
@@ -35,7 +35,7 @@ class _Sum:
 
 
 class _Indexed(Function):
-    """Indexes a tensor by tensors; its gradient goes to a `_Sum`."""
+    """Computes `x[index]`; backward adds the gradient to a `_Sum` and returns none to autograd."""
 
     @staticmethod
     def forward(x: Tensor, to: _Sum, *index: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class _Indexed(Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], x: Tensor, to: _Sum, *index: Tensor
     ) -> tuple[Tensor, int]:
-        """Puts the mapped dim of the indices before their own, which broadcast."""
+        """Moves the mapped dim of each index in front of the dims that broadcast."""
         dims = in_dims[2:]
         own = max(i.dim() - (dim is not None) for i, dim in zip(index, dims, strict=True))
 
@@ -71,7 +71,7 @@ class _Indexed(Function):
 
 
 class _Sums(TorchFunctionMode):
-    """Sums the gradients of some tensors where a function indexes them by tensors of integers."""
+    """Replaces `x[index]` in a score_mod by `_Indexed`, for captured x and int64 indices."""
 
     def __init__(self, captured: Sequence[Tensor]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class _Sums(TorchFunctionMode):
 
 
 class Scores:
-    """The scores of a problem's chunks, changed by its `score_mod`, if it has one."""
+    """Applies a problem's `score_mod` to its chunks and collects gradients, if it has one."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -96,7 +96,7 @@ class Scores:
         self._sums = _Sums(problem.captured)
 
     def changed(self, score: Tensor, chunk: Chunk, unit: Unit, added: Tensor | None) -> Tensor:
-        """Returns the changed scores [.., g * m, n]; 0 where `added` is -inf, since no pair is."""
+        """Returns the changed scores [.., g * m, n]; 0 where `added` is -inf, for no pair."""
         if self.problem.score_mod is None:
             return score
         query, key = chunk.q[unit], chunk.k[unit]
@@ -119,7 +119,7 @@ class Scores:
     def recorded(
         self, score: Tensor, chunk: Chunk, unit: Unit, added: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns the scores, and changed ones whose gradient `gradient` takes."""
+        """Returns (scores, changed scores), recorded by autograd for `gradient`."""
         if self.problem.score_mod is None:
             return score, score
         with torch.enable_grad(), self._sums:
@@ -127,14 +127,17 @@ class Scores:
             return leaf, self.changed(leaf, chunk, unit, added)
 
     def gradient(self, leaf: Tensor, changed: Tensor, grad: Tensor) -> Tensor:
-        """Returns the gradient of the scores; adds those of the captured tensors to their sums."""
+        """Converts the gradient of changed scores to that of scores.
+
+        It also adds the gradients of captured tensors to their sums.
+        """
         if self.problem.score_mod is None:
             return grad
-        if not changed.requires_grad:  # a function that reads neither scores nor such tensors
+        if not changed.requires_grad:  # the function reads neither scores nor captured tensors
             return torch.zeros_like(grad)
         inputs: Sequence[Tensor] = (leaf, *self.problem.captured)
         grads: Any = torch.autograd.grad(changed, inputs, grad, allow_unused=True)
-        found, *others = grads  # None for what the result does not depend on
+        found, *others = grads  # None for an input that does not affect the result
         for number, other in enumerate(others):
             self._grads[number] = _added(self._grads[number], other)
         return torch.zeros_like(grad) if found is None else found
@@ -149,6 +152,7 @@ class Scores:
 
 
 def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Adds two gradients; None counts as 0."""
     if one is None or other is None:
         return one if other is None else other
     return one + other

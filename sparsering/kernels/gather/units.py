@@ -54,8 +54,8 @@ _plans: WeakKeyDictionary[Pass, dict[tuple[int, int], list[Units]]] = WeakKeyDic
 def plan(p: Pass, block_size: int, most_queries: int, most_keys: int) -> list[Units]:
     """Returns the units of a pass, cached as long as the pass exists.
 
-    A unit has at most `most_queries` neighbouring query tiles and `most_keys` key tiles. Tile pairs
-    with and without a bitmap are in different units, except where one for both saves a merge.
+    A unit has at most `most_queries` neighboring query tiles and `most_keys` key tiles. Tile pairs
+    with and without a bitmap are in different units, unless one unit for both saves a merge.
     """
     plans = _plans.setdefault(p, {})
     if (most_queries, most_keys) not in plans:
@@ -64,11 +64,12 @@ def plan(p: Pass, block_size: int, most_queries: int, most_keys: int) -> list[Un
 
 
 def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Iterator[Units]:
+    """Computes the units of a pass, grouped by shape."""
     heads, tiles = max(p.row_ptr.shape[1], len(p.query_start)), p.query_start.shape[-1]
     tables = p.row_ptr.shape[1]
     real = torch.arange(p.bitmap.shape[-1], device=p.bitmap.device) < p.num_entries[..., None]
     real = real.repeat_interleave(heads // tables, 1).flatten(0, 1)
-    table, entry = torch.nonzero(real, as_tuple=True)  # table: batch entry * heads + head
+    table, entry = torch.nonzero(real, as_tuple=True)  # table is batch entry * heads + head
     head = table % heads
     place = (table // heads, head * tables // heads, entry)
     row, key, bitmap = p.query_tiles()[place], p.key_tile[place].long(), p.bitmap[place].long()
@@ -86,7 +87,7 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
         if masked or most_queries == 1:
             first = torch.arange(len(begin), device=begin.device)
         else:
-            # a unit joins runs of equal `line`: from one table, and of equal index in their rows
+            # A unit joins runs of equal `line`: they are of one table and have one index in rows.
             line = table[index][begin] * (piece.max() + 1) + piece
             order = line.argsort(stable=True)
             begin, length, piece = begin[order], length[order], piece[order]
@@ -117,7 +118,10 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
 
 
 def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
-    """Returns for each query tile if one unit has its pairs with and without bitmap."""
+    """Returns, for each query tile, whether one unit computes its pairs with and without bitmap.
+
+    That saves a merge if the tile has few key tiles, and its bitmaps are shared or tiles are few.
+    """
     total = torch.bincount(row)
     place = torch.arange(len(row), device=row.device) - (total.cumsum(0) - total)[row]
     digest = torch.zeros_like(total).index_add_(0, row, mix(place) * (bitmap + 2))
@@ -127,7 +131,11 @@ def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
 
 
 def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cuts pairs of query tiles `row` into runs: (first pair, pairs, index in its tile)."""
+    """Cuts the tile pairs of each query tile into runs of at most `longest` pairs.
+
+    `row` is the query tile of each pair, ascending. Returns, for each run: its first pair, its
+    number of pairs, and its index in its tile.
+    """
     index = torch.arange(len(row), device=row.device)
     head = torch.diff(row, prepend=row[:1] - 1) != 0
     place = index - index[head][head.cumsum(0) - 1]
@@ -136,7 +144,10 @@ def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _first_runs(begin: Tensor, length: Tensor, line: Tensor, key: Tensor, most: int) -> Tensor:
-    """Returns each unit's first run; a unit is up to `most` runs of equal `line` and key tiles."""
+    """Returns the first run of each unit; a unit joins runs with equal `line` and key tiles.
+
+    A unit has at most `most` runs, which must follow one another.
+    """
     index = torch.arange(len(begin), device=begin.device)
     before = (index - 1).clamp(min=0)
     same = (line == line[before]) & (length == length[before]) & (index > 0)
@@ -149,7 +160,7 @@ def _first_runs(begin: Tensor, length: Tensor, line: Tensor, key: Tensor, most: 
 
 
 def _sums(values: Tensor, begin: Tensor, length: Tensor | None = None) -> Tensor:
-    """Sums `values[begin : begin + length]`; without `length`, from each `begin` to the next."""
+    """Sums `values[begin : begin + length]`; without `length`, from each begin to the next."""
     total = F.pad(values.cumsum(0), (1, 0))
     if length is None:
         return torch.diff(total[begin], append=total[-1:])
@@ -157,16 +168,16 @@ def _sums(values: Tensor, begin: Tensor, length: Tensor | None = None) -> Tensor
 
 
 def _equal_rows(columns: list[Tensor]) -> Iterator[Tensor]:
-    """Groups the equal rows of a table, given its columns; yields the row indices of each group."""
+    """Yields the row indices of each group of equal rows of a table, given by its columns."""
     number, _ = number_rows(columns)
     yield from number.argsort(stable=True).split(torch.bincount(number).tolist())
 
 
 def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Groups units with equal bitmaps.
+    """Groups units with equal bitmaps, so that each group unpacks them once.
 
-    Yields: (unit indices, bitmap indices [1, key tiles]) of each group. With too many groups, all
-        units at once, with bitmap indices [units, key tiles].
+    Yields, for each group: (unit indices, bitmap indices [1, key tiles]). If there are too many
+    groups, it yields all units at once, with bitmap indices [units, key tiles].
     """
     sets = list(_equal_rows(list(bitmaps.unbind(1))))
     if len(sets) > max(8, len(bitmaps) // 16):
@@ -177,7 +188,7 @@ def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Places(NamedTuple):
-    """Batch entry, g query heads, m query positions and n key positions of each of C units."""
+    """Where the tokens of C units stand: g query heads, m queries and n keys in each unit."""
 
     batch: Tensor  # [C]
     head: Tensor  # [C, g] query heads
@@ -185,7 +196,7 @@ class Places(NamedTuple):
     query: Tensor  # [C, m] absolute positions
     key: Tensor  # [C, n] absolute positions
     stream: Tensor  # [C, m] index of the dropout seed
-    depths: tuple[Tensor, Tensor]  # [C, m], [C, n] positions for distances
+    depths: tuple[Tensor, Tensor]  # [C, m], [C, n] positions that give distances
 
 
 @dataclass(frozen=True)
@@ -214,9 +225,8 @@ def chunks(
 ) -> Iterator[Chunk]:
     """Cuts the units of pass `number` into chunks whose buffers take at most `workspace` bytes.
 
-    Args:
-        per_token: bytes of a gathered token: its query, key, value and results.
-        per_pair: bytes of a pair of query and key: its score, bias and mask.
+    `per_token` is the bytes of a gathered token (its query, key, value and results), `per_pair`
+    those of a pair (its score, bias and mask).
     """
     layout, batch = problem.layout, len(problem.query)
     p, frame, b = layout.passes[number], layout.frame, layout.block_size
@@ -301,10 +311,10 @@ def chunks(
 def list_chunks(
     problem: Problem, lists: Lists, first_bias: int, workspace: int, per_token: int
 ) -> Iterator[Chunk]:
-    """Cuts the lists of a selection into chunks of about `workspace` bytes, of at least one unit.
+    """Cuts lists of keys into chunks of about `workspace` bytes; a unit is a query with its list.
 
-    A unit is one query with its list of keys. `per_token`: bytes of a gathered token; `first_bias`:
-    place of the first number of these lists in a head's block bias.
+    A chunk has at least one unit. `per_token` is the bytes of a gathered token, `first_bias` the
+    index of the lists' first number in a head's block bias.
     """
     query, frame, (batches, tables, rows_of_lists, n) = (
         problem.query,
@@ -365,12 +375,15 @@ def list_chunks(
 def _positions(
     start: Tensor, stop: Tensor, axis: Tensor, tiles: Tensor, step: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns tokens [C, t * block_size] of `tiles` [C, t], and a mask: False marks padding."""
+    """Returns the tokens of `tiles` [C, t], and a mask that is False for padding.
+
+    Both are [C, t * block_size].
+    """
     first, end = (edge[axis[:, None], tiles] for edge in (start, stop))
     positions, real = slots_of(first, end, step, block_size)
     return positions.flatten(1), real.flatten(1)
 
 
 def _per_token(per_tile: Tensor, axis: Tensor, tiles: Tensor, block_size: int) -> Tensor:
-    """Returns for each token the value of its tile in `per_tile`: [C, t * block_size]."""
+    """Repeats a value per tile for each token of the tiles [C, t]: [C, t * block_size]."""
     return per_tile[axis[:, None], tiles].repeat_interleave(block_size, 1)

@@ -1,6 +1,7 @@
-"""Shared by calls of other libraries' attention: refused derivatives, scales, calls without keys.
+"""Code that calls of other libraries' attention share: derivatives, scales, calls without keys.
 
-Such a library differentiates itself. Of derivatives that it lacks, torch says little or nothing.
+Such a library computes its own gradients. For derivatives that it lacks, torch's errors say little
+or nothing, so the functions below raise clear ones.
 """
 
 from typing import Any
@@ -18,14 +19,14 @@ SECOND_DERIVATIVES = (
 
 
 def with_first_derivatives(*tensors: Tensor) -> list[Tensor]:
-    """Returns equal tensors whose gradients raise NotImplementedError if differentiated again."""
+    """Returns equal tensors whose gradients refuse to be differentiated again."""
     if torch.compiler.is_compiling():  # its graphs refuse second derivatives themselves
         return list(tensors)
     return [_FirstDerivative.apply(x) if x.requires_grad else x for x in tensors]
 
 
 def without_gradient(x: Tensor, refusal: str) -> Tensor:
-    """Returns an equal tensor whose gradient raises NotImplementedError with the text `refusal`."""
+    """Returns an equal tensor whose backward raises NotImplementedError with the text `refusal`."""
     equal: Tensor = _Refused.apply(x, refusal) if x.requires_grad else x
     return equal
 
@@ -41,7 +42,7 @@ def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def without_keys(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) of a call without keys, or with no results: 0 and -inf, gradients of 0."""
+    """Returns (out, lse) of a call without keys, or with empty results: 0, -inf, zero gradients."""
     group = query.shape[1] // max(1, key.shape[1])
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     score = query @ key.mT
@@ -49,6 +50,8 @@ def without_keys(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
 
 
 class _FirstDerivative(Function):
+    """The identity, whose gradient cannot be differentiated again."""
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -65,6 +68,8 @@ class _FirstDerivative(Function):
 
 
 class _Refused(Function):
+    """The identity, whose backward raises NotImplementedError."""
+
     generate_vmap_rule = True
 
     @staticmethod

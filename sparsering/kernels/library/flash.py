@@ -1,10 +1,10 @@
 """Adapter to FlashAttention-3 and FlashAttention-4, where they are installed.
 
 FlashAttention-3 is the package `flash_attn_interface` (Hopper), FlashAttention-4 is
-`flash_attn.cute` (Hopper and Blackwell). Bands of pairs (full, causal, windows), whole or in
-documents that lie end to end, run as their own dense and varlen calls; on Hopper FlashAttention-3
-does so if it is there. Patterns of whole blocks run by FlashAttention-4's block sparsity. The
-packages differentiate themselves.
+`flash_attn.cute` (Hopper and Blackwell). A band (full, causal, a window) runs as one dense call of
+the package, or in adjacent documents as one varlen call; on Hopper FlashAttention-3 is preferred.
+Patterns of whole blocks run by FlashAttention-4's block sparsity. The packages compute their own
+gradients.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,7 +75,7 @@ def reasons(*tensors: Tensor) -> list[str]:
 def refuses(call: Call) -> list[str]:
     """Returns why FlashAttention cannot run a call of a pattern; [] if it can.
 
-    A pattern that is no band is laid out in blocks for that.
+    For a pattern that is no band, it builds the layout, to see whether it has whole blocks only.
     """
     query, value, pattern, frame = call.query, call.value, call.pattern, call.frame
     if (band := _band(pattern)) is not None:
@@ -94,9 +94,9 @@ def refuses(call: Call) -> list[str]:
 
 @torch._disable_dynamo
 def attention(call: Call) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) of a call that `refuses` has nothing against; lse is float32.
+    """Computes (out, lse) of a call that `refuses` accepts; lse is float32.
 
-    Raises: NotImplementedError for gradients that the package does not have, or has wrong.
+    Raises: NotImplementedError for gradients that the package lacks or computes wrongly.
     """
     query, key, value = with_first_derivatives(*call.inputs)
     pattern, frame, scale = call.pattern, call.frame, call.scale
@@ -116,7 +116,7 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
 
 @cache
 def _installed() -> tuple[int, ...]:
-    """Returns which of FlashAttention-3 and -4 are installed; imports neither."""
+    """Returns which of FlashAttention-3 and -4 are installed, without importing them."""
     found = (3,) if find_spec("flash_attn_interface") is not None else ()
     package = find_spec("flash_attn")  # FlashAttention-2 has this name too, without `cute`
     folders = (package.submodule_search_locations or ()) if package is not None else ()
@@ -129,13 +129,13 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _version(query: Tensor) -> int:
-    """Returns the FlashAttention, 3 or 4, that runs bands on a tensor's GPU."""
+    """Returns which FlashAttention, 3 or 4, runs bands on a tensor's GPU."""
     is_hopper = _capability(query.device)[0] == _HOPPER
     return 3 if is_hopper and 3 in _installed() else 4
 
 
 def _head_dim_fault(query: Tensor, key: Tensor, value: Tensor) -> str:
-    """Returns why both packages cannot run a call's head dims, or ""."""
+    """Returns why neither package can run a call's head dims, or "" if they can."""
     dim, value_dim = query.shape[-1], value.shape[-1]
     if dim != value_dim:
         return f"it runs one head dim for query, key and value, got {dim} and {value_dim}"
@@ -150,15 +150,15 @@ def _head_dim_fault(query: Tensor, key: Tensor, value: Tensor) -> str:
 
 
 class _Band(NamedTuple):
-    """A pattern that FlashAttention's dense or varlen call computes."""
+    """A pattern that FlashAttention's dense or varlen call computes: a band around the diagonal."""
 
-    left: int | None  # keys before the query's position, None without a bound
-    right: int | None  # keys after it
-    lengths: Any = None  # of adjacent documents: as `Documents.lengths`; None without documents
-    q_lengths: Any = None  # of their queries, if they differ from the keys' (`Varlen`)
+    left: int | None  # number of keys before the query's position; None without a bound
+    right: int | None  # number of keys after it; None without a bound
+    lengths: Any = None  # lengths of adjacent documents, as `Documents.lengths`; None without
+    q_lengths: Any = None  # numbers of their queries, if they differ from `lengths` (`Varlen`)
 
     def misfit(self, frame: Frame) -> str:
-        """Returns why the package cannot align queries and keys as a call does, or ""."""
+        """Returns why the package cannot align queries and keys as the call does; "" if it can."""
         if self.q_lengths is not None:
             return ""
         if self.lengths is not None:
@@ -178,9 +178,9 @@ class _Band(NamedTuple):
         )
 
     def aligned(self, frame: Frame) -> "_Band":
-        """Returns the band as counted from the position that the package gives each query.
+        """Returns the band relative to the positions that the package gives the queries.
 
-        In the package, the last query is at the last key.
+        The package always puts the last query at the last key.
         """
         if self.lengths is not None:
             return self
@@ -196,7 +196,7 @@ class _Band(NamedTuple):
 
 
 def _band(pattern: Pattern) -> _Band | None:
-    """Returns the band of a pattern, None if it is none."""
+    """Returns the band that a pattern is, or None."""
     if type(pattern) is Full:
         return _Band(left=None, right=None)
     if type(pattern) is Causal:
@@ -218,7 +218,7 @@ def _band(pattern: Pattern) -> _Band | None:
 
 
 def _intersection(bands: Sequence[_Band | None]) -> _Band | None:
-    """Returns the band of pairs in all bands; None if that is no band."""
+    """Returns the band of the pairs that all bands share; None if that is no band."""
     found = [band for band in bands if band is not None]
     documents = [band for band in found if band.lengths is not None]
     if len(found) < len(bands) or len(documents) > 1:
@@ -247,7 +247,7 @@ def _dense(
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, band: _Band, frame: Frame, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) of a band in adjacent documents, of all batch entries in one call."""
+    """Computes (out, lse) of a band in adjacent documents, in one call for all batch entries."""
     batch, device = len(query), query.device
     k_lengths = _rows(band.lengths, batch)  # [B, documents]
     if band.q_lengths is not None:
@@ -277,7 +277,7 @@ def _varlen(
 
 
 def _rows_without_keys(q_lengths: Tensor, k_lengths: Tensor, right: int | None) -> Tensor:
-    """Returns bool [sum of q_lengths]: the queries of documents that see none of its keys."""
+    """Returns bool [sum of q_lengths]: True for queries that see no key of their document."""
     blind = torch.zeros_like(q_lengths) if right is None else q_lengths - k_lengths - right
     blind = torch.where(k_lengths == 0, q_lengths, blind)  # the first rows of each document
     first = (q_lengths.cumsum(0) - q_lengths).repeat_interleave(q_lengths)
@@ -285,7 +285,7 @@ def _rows_without_keys(q_lengths: Tensor, k_lengths: Tensor, right: int | None) 
 
 
 def _rows(lengths: Any, batch: int) -> Tensor:
-    """Returns the lengths of each batch entry's documents, [B, documents], filled up with zeros."""
+    """Returns the document lengths of each batch entry, [B, documents], padded with zeros."""
     if isinstance(lengths, Tensor):
         return lengths.cpu().expand(batch, -1)
     entries = lengths if per_entry(lengths) else (lengths,) * batch
@@ -295,14 +295,14 @@ def _rows(lengths: Any, batch: int) -> Tensor:
 
 
 def _without_rows(out: Tensor, lse: Tensor, empty: Tensor) -> tuple[Tensor, Tensor]:
-    """Gives rows without keys (`empty`, [..., Nq]) out 0 and lse -inf, whatever a kernel wrote."""
+    """Sets out to 0 and lse to -inf in rows without keys (`empty`, [..., Nq])."""
     return torch.where(empty[..., None], 0.0, out), torch.where(empty, -torch.inf, lse)
 
 
 def _function(
     query: Tensor, name: str, band: _Band, scale: float
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], dict[str, Any]]:
-    """Returns a package's function of this name, and its options for a band."""
+    """Returns the package's function of this name, and the options that it needs for a band."""
     options: dict[str, Any] = {
         "softmax_scale": scale,
         "causal": band.is_causal,
@@ -378,11 +378,11 @@ def _block_sparse(
 
 
 class _Blocks(NamedTuple):
-    """The visited blocks of a pattern: of each row of blocks, and of each column for the backward.
+    """The visited blocks of a pattern: for each row of blocks, and for each column, for backward.
 
-    Both are (their number, int32 [B or 1, H or 1, rows]; the blocks in ascending order, and behind
-    them the others, int32 [B or 1, H or 1, rows, columns]), for columns with rows and columns
-    exchanged.
+    Each field is (number of visited blocks, int32 [B or 1, H or 1, rows]; block indices with the
+    visited ones first, ascending, int32 [B or 1, H or 1, rows, columns]). In `of_columns`, rows and
+    columns are exchanged.
     """
 
     of_rows: tuple[Tensor, Tensor]
@@ -402,15 +402,16 @@ class _Blocks(NamedTuple):
 
 
 def _block_rows(frame: Frame, query: Tensor) -> int:
-    """Returns the queries in a block: on Blackwell a program has two tiles, if there are two."""
+    """Returns the number of queries in a block: one tile, or two on Blackwell if there are two."""
     is_blackwell = _capability(query.device)[0] > _HOPPER
     return 2 * _BLOCK if is_blackwell and frame.q_len > _BLOCK else _BLOCK
 
 
 def _blocks(pattern: Pattern, frame: Frame, query: Tensor) -> _Blocks | str:
-    """Lists which blocks of `_block_rows` queries and 128 keys a pattern visits; or says why not.
+    """Lists the blocks of `_block_rows` queries and 128 keys that a pattern visits.
 
-    A layout keeps them, since a GPU is waited for to read its tables.
+    Returns a text that says why not if the pattern has others. The layout keeps the result, because
+    reading its tables waits for a GPU.
     """
     if frame.q_len % _BLOCK or frame.kv_len % _BLOCK or not frame.q_len or not frame.kv_len:
         return (
@@ -442,7 +443,10 @@ def _blocks(pattern: Pattern, frame: Frame, query: Tensor) -> _Blocks | str:
 
 
 def _visits(p: Pass, frame: Frame) -> Tensor | str:
-    """Returns which blocks of 128 a pass visits, [B or 1, H or 1, rows, columns]; or why not."""
+    """Returns which blocks of 128 x 128 a pass visits, bool [B or 1, H or 1, rows, columns].
+
+    Returns a text that says why not if the pass does not consist of whole blocks.
+    """
     rows, columns = frame.q_len // _BLOCK, frame.kv_len // _BLOCK
     is_regular = p.step == 1 and all(
         torch.equal(start, torch.arange(n, device=start.device)[None] * _BLOCK)
@@ -462,7 +466,7 @@ def _visits(p: Pass, frame: Frame) -> Tensor | str:
 
 
 def _of_two_rows(visits: Tensor) -> Tensor | str:
-    """Returns which blocks of 256 queries and 128 keys are visited; or why not."""
+    """Joins pairs of rows: which blocks of 256 queries and 128 keys are visited, or why not."""
     first, second = visits[:, :, ::2], visits[:, :, 1::2]
     if not torch.equal(first[:, :, : second.shape[2]], second):
         return (

@@ -1,7 +1,7 @@
-"""Adapter to torch's own fused attention, `scaled_dot_product_attention`: dense calls alone.
+"""Adapter to torch's own fused attention, `scaled_dot_product_attention`, for dense calls only.
 
-Torch chooses its kernel (flash, memory-efficient, cuDNN, or its plain formula) and differentiates
-it. It returns no lse, and it cannot run the layouts of a cache or a ring.
+Torch chooses the kernel (flash, memory-efficient, cuDNN, or a plain formula) and computes the
+gradients. It returns no lse, so it cannot serve caches and rings, which merge results by lse.
 """
 
 import torch
@@ -31,9 +31,9 @@ def refuses(call: Call) -> list[str]:
 
 
 def attention(call: Call) -> tuple[Tensor, Tensor]:
-    """Computes attention of `Full()` or `Causal()` that `refuses` has nothing against.
+    """Computes attention of `Full()` or `Causal()`, in a call that `refuses` accepts.
 
-    Returns: out [B, Hq, Nq, Dv] in the query's dtype; an empty tensor in place of lse.
+    Returns: out [B, Hq, Nq, Dv] in the query's dtype, and an empty tensor in place of lse.
     """
     query, key, value = with_first_derivatives(*call.inputs)
     pattern, frame, scale = call.pattern, call.frame, call.scale
@@ -67,12 +67,12 @@ def _sees_all(frame: Frame) -> bool:
 
 
 def _ends_in_keys(frame: Frame) -> bool:
-    """True if all queries of a causal call have positions of keys."""
+    """True if every query of a causal call is at the position of a key."""
     return 0 <= frame.q_start <= frame.kv_len - frame.q_len
 
 
 def _last_query_at_last_key(q_len: int, kv_len: int, device: torch.device) -> Tensor:
-    """Returns the causal mask [Nq, Nk] of later queries, as torch's attention takes it."""
+    """Returns a causal mask whose last query is at the last key, in a form that torch takes."""
     if device.type == "cuda" and not torch.compiler.is_compiling():
         from torch.nn.attention.bias import causal_lower_right
 

@@ -1,4 +1,4 @@
-"""Runs a call by a library that reads no layout."""
+"""Runs a whole call by another library's attention, which reads no layout."""
 
 from collections.abc import Callable
 
@@ -16,9 +16,9 @@ def run_whole(
     call: Call,
     _: object = None,
 ) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) of a call by `attention`; NotImplementedError if `refuses` has reasons.
+    """Computes (out, lse) of a call by `attention`, unless `refuses` returns reasons.
 
-    `name` is the backend's, for messages.
+    Then it raises NotImplementedError with them; `name` is the backend's name for the message.
     """
     assert not call.options.in_use, f"{name} computes no {sorted(call.options.in_use)}"
     refuse_forward_mode(*call.inputs)
