@@ -281,7 +281,9 @@ def test_load_says_why_a_pattern_does_not_hold(tmp_path):
     sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 1, "attention_window": 8}
     config = LongformerConfig(**sizes, num_attention_heads=4, intermediate_size=48)
     LongformerModel(config).save_pretrained(tmp_path / "other")
-    with pytest.raises(NotImplementedError, match=r"or hf\.convert\(model\) \(Longformer, LED\)"):
+    with pytest.raises(
+        NotImplementedError, match=r"hf\.convert\(model\) \(Longformer, LED, Chronos-2"
+    ):
         hf.load(tmp_path / "other", LongformerModel)
 
 

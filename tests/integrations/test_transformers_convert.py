@@ -12,7 +12,7 @@ from transformers import LEDConfig, LEDModel, LongformerConfig, LongformerModel
 
 import sparsering as sr
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import converted as module
+from sparsering.integrations.transformers import families
 
 NO_DROPOUT = {"attention_probs_dropout_prob": 0.0, "hidden_dropout_prob": 0.0}
 LENGTH = 50
@@ -150,7 +150,7 @@ PLANTED = {
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted_faults_are_found(fault, monkeypatch):
     name, wrong = PLANTED[fault]
-    monkeypatch.setattr(module, name, wrong)
+    monkeypatch.setattr(families.longformer, name, wrong)
     with pytest.raises(AssertionError):
         assert_equal(longformer(), texts(padded=False, is_global=True))
 
@@ -164,7 +164,9 @@ def test_shared_projections_and_mixed_groups_are_found(monkeypatch):
 
     with pytest.raises(AssertionError):
         assert_equal(longformer(), texts(padded=False, is_global=True), shares)
-    monkeypatch.setattr(module, "Documents", lambda lengths: sr.Documents(lengths.flip(0)))
+    monkeypatch.setattr(
+        families.chronos, "Documents", lambda lengths: sr.Documents(lengths.flip(0))
+    )
     with pytest.raises(AssertionError):
         assert_equal(chronos(), series(gaps=False))
 
@@ -198,7 +200,7 @@ def test_models_stay_what_they_are_and_others_are_refused():
         assert (a - b).abs().max() <= 1e-5 * max(1, b.abs().max())
     with pytest.raises(NotImplementedError, match="no attention weights"):
         model(**inputs, output_attentions=True)
-    with pytest.raises(ValueError, match="expected a Longformer, an LED or a Chronos-2 model"):
+    with pytest.raises(ValueError, match="one of the families Longformer, LED, Chronos-2"):
         hf.convert(torch.nn.Linear(2, 2))
 
 
@@ -225,7 +227,7 @@ def test_a_layer_with_global_tokens_runs_for_its_shapes_alone(scope):
     attention = model.encoder.layer[0].attention.self
     with scope():
         attention = type(model)._from_config(model.config).encoder.layer[0].attention.self
-        attention.__class__ = module.LocalAndGlobalAttention
+        attention.__class__ = families.longformer.LocalAndGlobalAttention
         states = torch.zeros(3, LENGTH, 32, requires_grad=True)
         masked = torch.zeros(3, LENGTH, dtype=torch.bool)
         (out,) = attention(states, torch.zeros(3, LENGTH), masked, masked, True)

@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ...ground.arguments import shortened
-from .config import NAME, Texts, model_inside, stored_text
+from .config import Texts, model_inside, stored_text
+from .name import NAME
 
 FILE = "sparsering.json"
 _WHERE = ("subfolder", "revision", "token", "cache_dir", "local_files_only", "force_download")

@@ -22,7 +22,9 @@ from ...patterns.positions import Full
 from ...patterns.tree import Tree
 from . import adapters, calls, config, indexers
 from .attention import attention_function
+from .families import CONVERTED_NAMES
 from .masks import mask_interface, watch_requests
+from .name import NAME
 
 
 @with_hints()
@@ -38,12 +40,12 @@ def register() -> None:
         >>> register()
         >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sparsering")
     """
-    AttentionInterface.register(config.NAME, attention_function)
-    AttentionMaskInterface.register(config.NAME, mask_interface)
+    AttentionInterface.register(NAME, attention_function)
+    AttentionMaskInterface.register(NAME, mask_interface)
     watch_requests()
     adapters.watch_adapters(_give)
     check = PreTrainedModel._check_and_adjust_attn_implementation
-    if not hasattr(check, config.NAME):
+    if not hasattr(check, NAME):
         PreTrainedModel._check_and_adjust_attn_implementation = _with_warning(check)
         PreTrainedModel.post_init = _with_indexers(PreTrainedModel.post_init)
 
@@ -56,23 +58,23 @@ def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
         is_built = bool(self._modules)
         if not is_built:
             config.notice_new_model(self.config)
-        if (implementation := check(self, *arguments, **options)) == config.NAME:
+        if (implementation := check(self, *arguments, **options)) == NAME:
             calls.remember_positions(self, indexers.watch)
             if is_built:
                 config.separate(self)
                 indexers.watch(self)
         if (texts := config.stored_text(self.config)) is not None:
             config.parse_in_advance(texts)
-            if implementation != config.NAME:
+            if implementation != NAME:
                 warnings.warn(
                     f"the config of this {type(self).__name__} holds the pattern {_line(texts)}, "
                     f"which {implementation!r} attention does not follow; load it with "
-                    f'attn_implementation="{config.NAME}"',
+                    f'attn_implementation="{NAME}"',
                     stacklevel=4,
                 )
         return implementation
 
-    setattr(checked, config.NAME, True)
+    setattr(checked, NAME, True)
     return checked
 
 
@@ -82,7 +84,7 @@ def _with_indexers(post_init: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(post_init)
     def prepared(self: Any, *arguments: Any, **options: Any) -> None:
         post_init(self, *arguments, **options)
-        if getattr(self.config, "_attn_implementation", None) == config.NAME:
+        if getattr(self.config, "_attn_implementation", None) == NAME:
             indexers.watch(self)
 
     return prepared
@@ -120,7 +122,7 @@ def apply(model: Any, pattern: config.Patterns) -> None:
     register()
     config.switch(model, modules, "apply")
     for module in (model, *modules):
-        setattr(module.config, config.NAME, texts)
+        setattr(module.config, NAME, texts)
 
 
 def load(path: Any, cls: Any = AutoModelForCausalLM, **options: Any) -> Any:
@@ -143,9 +145,9 @@ def load(path: Any, cls: Any = AutoModelForCausalLM, **options: Any) -> Any:
         >>> model.save_pretrained("tuned")
         >>> model = load("tuned")
     """
-    if (given := options.setdefault("attn_implementation", config.NAME)) != config.NAME:
+    if (given := options.setdefault("attn_implementation", NAME)) != NAME:
         raise ValueError(
-            f'load runs attn_implementation="{config.NAME}", got {given!r}; leave it out, or call '
+            f'load runs attn_implementation="{NAME}", got {given!r}; leave it out, or call '
             f"{getattr(cls, '__name__', 'the class')}.from_pretrained"
         )
     register()
@@ -178,7 +180,7 @@ def _checked_modules(model: Any, pattern: config.Patterns, verb: str) -> list[An
         raise NotImplementedError(
             f"{type(model).__name__} computes attention in its own classes and does not ask "
             "transformers' attention interface, so a pattern would have no effect; use a family "
-            "for which attn_implementation can be set, or hf.convert(model) (Longformer, LED)"
+            f"for which attn_implementation can be set, or hf.convert(model) ({CONVERTED_NAMES})"
         )
     numbers = {getattr(module, "layer_idx", None) for module in modules}
     indices = [index for index in numbers if isinstance(index, int)]
@@ -274,10 +276,10 @@ def explain(model: Any) -> str:
     """
     model = config.model_inside(model)
     decoder = config.decoder_config(model)
-    if (implementation := decoder._attn_implementation) != config.NAME:
+    if (implementation := decoder._attn_implementation) != NAME:
         texts = config.stored_text(decoder)
         note = f"; the pattern {_line(texts)} in its config is not in force" if texts else ""
-        return f"{type(model).__name__} runs {implementation!r}, not {config.NAME!r}{note}"
+        return f"{type(model).__name__} runs {implementation!r}, not {NAME!r}{note}"
     causal = is_causal(model)
     heads, kv_heads, head_dim = config.heads_of(decoder)
     weight = next(model.parameters())  # a DTensor under FSDP2, so only its kind is asked

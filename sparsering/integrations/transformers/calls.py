@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ...patterns.algebra import Pattern
-from .config import NAME
+from .name import NAME
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,10 +24,8 @@ from ...patterns.expression import parse
 from ...patterns.mask_mod import MaskMod
 from ...patterns.positions import Causal, Dilated, Full, SlidingWindow
 from ...patterns.selected import selections_of
+from .name import NAME
 from .own_config import forget_own_config, give_own_config
-
-NAME = "sparsering"
-"""Name of the attn_implementation, and of the config attribute that holds patterns."""
 
 Patterns = Pattern | Mapping[int | str, Pattern]
 Texts = str | Mapping[str, str]

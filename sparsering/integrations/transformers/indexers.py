@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 
 from .calls import thread
 from .chosen import Chosen
-from .config import NAME
 from .families import WRAPPED
 from .families.deepseek import taken_entries
 from .families.minimax import UnchosenBlocks
 from .families.wrapped import Wrapped
+from .name import NAME
 
 _watched: WeakSet[Any] = WeakSet()
 

@@ -25,8 +25,8 @@ from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Dilated, Documents, Full, Packed, SlidingWindow
 from .calls import PLAIN_CALL, CallState, MaskRequest, call_state, packing, replacement, thread
 from .chosen import Chosen
-from .config import NAME
 from .mask_kind import MaskKind, recognise, recognise_inside_compile, runs_by_neighbours
+from .name import NAME
 from .once import once
 from .rows import Rows
 from .shapes import is_true

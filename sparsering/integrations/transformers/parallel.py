@@ -31,7 +31,6 @@ from . import shared_arguments
 from .apply import is_causal, patterns_of, register
 from .calls import SharedCall, remember_blocks, replacement, runs_layers_again, shared_calls, thread
 from .config import (
-    NAME,
     Hold,
     attention_modules,
     decoder_config,
@@ -40,6 +39,7 @@ from .config import (
     release,
 )
 from .indexers import lists_keys
+from .name import NAME
 from .shared_loss import sharded_loss, with_loss
 
 

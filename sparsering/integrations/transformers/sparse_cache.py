@@ -15,8 +15,9 @@ from ...ground.arguments import shortened
 from ...ground.keywords import class_with_hints
 from ...kernels.rounding import Store, checked_store
 from ...patterns.algebra import Pattern
-from .config import NAME, decoder_config, layer_patterns, model_inside, types_of
+from .config import decoder_config, layer_patterns, model_inside, types_of
 from .masks import Inputs, ModelMask, Options
+from .name import NAME
 from .once import once
 from .override import looking_back
 

@@ -1,7 +1,14 @@
-"""Families of transformers that choose keys for each query: a file for each, with what it wraps."""
+"""Knowledge of families of transformers: a file for each family, and a table for each kind.
 
-from . import deepseek, glm, minimax, qwen
-from .wrapped import Wrapped
+All other modules name no family: they read the tables of this file. A file of a family imports
+`calls`, `chosen` and what stands below them, never a module that reads a table.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from . import chronos, deepseek, glm, longformer, minimax, qwen
+from .wrapped import Converted, Wrapped
 
 WRAPPED: dict[str, Wrapped] = {
     **deepseek.WRAPPED,
@@ -10,3 +17,12 @@ WRAPPED: dict[str, Wrapped] = {
     **qwen.WRAPPED,
 }
 """What runs in the place of a method, by the name of its class."""
+
+CONVERTED: dict[str, Converted] = {**longformer.CONVERTED, **chronos.CONVERTED}
+"""What `convert` puts in the place of a class, by its name."""
+
+CONVERTED_NAMES = ", ".join(dict.fromkeys(row.family for row in CONVERTED.values()))
+"""Families that `convert` knows, for errors."""
+
+MASK_BUILDERS: dict[str, Callable[..., Any]] = {**chronos.MASK_BUILDERS}
+"""What `convert` puts in the place of a method that builds a mask, by its name."""

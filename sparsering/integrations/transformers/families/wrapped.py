@@ -1,7 +1,9 @@
-"""`Wrapped`: a method of a class of a family, and what runs in its place."""
+"""`Wrapped` and `Converted`: a method or a class of a family, and what runs in its place."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
+
+from torch import nn
 
 
 class Wrapped(NamedTuple):
@@ -11,3 +13,17 @@ class Wrapped(NamedTuple):
     runs: Callable[..., Any]  # gets the method, the module and the method's arguments
     finds_keys_of_ranks: bool = True
     own_in_graphs: bool = True  # whether a compiled graph has the family's own method instead
+
+
+class Converted(NamedTuple):
+    """A class that `convert` gives to modules of a family, which keep their parameters."""
+
+    family: str
+    runs: type[nn.Module]
+
+
+def refuse_weights() -> NoReturn:
+    """Raises NotImplementedError: a call of a converted module asks for attention weights."""
+    raise NotImplementedError(
+        "a converted model gives no attention weights, got output_attentions=True; leave it out"
+    )
