@@ -92,7 +92,7 @@ def test_guesses_of_the_prompt_lookup_write_the_text_of_greedy_decoding(family):
 
 def test_a_model_that_caches_latents_is_refused_by_name():
     model = made("deepseek-v3", "sparsering")
-    with pytest.raises(NotImplementedError, match=r"DeepSeek caches latents.*the default cache"):
+    with pytest.raises(NotImplementedError, match=r"it caches latents.*the default cache"):
         stepped(model, hf.SparseCache(model), tokens(), padded("left"))
 
 

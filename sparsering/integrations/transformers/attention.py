@@ -8,9 +8,8 @@ from torch import Tensor
 
 from ...ground.arguments import is_shape_alone
 from .calls import CallState, call_state, is_in_block, used_modules, used_pattern
-from .chosen import Chosen
+from .chosen import Chosen, Unchosen
 from .config import is_cross_attention
-from .families.minimax import UnchosenBlocks
 from .indexers import chosen_keys
 from .masks import ModelMask, document_starts
 from .once import once
@@ -56,7 +55,7 @@ def attention_function(
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     indices: Tensor | None = None,
-    block_indices: Tensor | UnchosenBlocks | None = None,
+    block_indices: Tensor | Unchosen | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention over the layer's pattern or, without one, over the model's mask.
@@ -77,7 +76,7 @@ def attention_function(
     if used is None and (cu_seq_lens_q is not None or cu_seq_lens_k is not None):
         attention_mask = _with_documents(attention_mask, cu_seq_lens_q, cu_seq_lens_k, len(query))
     if used is None and isinstance(attention_mask, ModelMask):
-        takes_lengths = chosen is None or isinstance(chosen, UnchosenBlocks)
+        takes_lengths = chosen is None or isinstance(chosen, Unchosen)
         _warn_of_packing(attention_mask, position_ids, takes_lengths)
     if chosen is not None:
         _check_documents(attention_mask, chosen, cu_seq_lens_q, known)
@@ -150,7 +149,7 @@ def _with_documents(
 
 def _check_documents(
     mask: ModelMask | Chosen | Tensor | None,
-    chosen: Chosen | UnchosenBlocks,
+    chosen: Chosen | Unchosen,
     cu_seq_lens: Tensor | None,
     known: Tensor | None,
 ) -> None:
@@ -158,7 +157,7 @@ def _check_documents(
 
     `known` are the documents [B or 1, Nk] of the mask that the indexer got, if any.
     """
-    if cu_seq_lens is None or isinstance(chosen, UnchosenBlocks) or not isinstance(mask, ModelMask):
+    if cu_seq_lens is None or isinstance(chosen, Unchosen) or not isinstance(mask, ModelMask):
         return
     before = torch.zeros(1, 1, dtype=torch.bool) if known is None else known.diff(dim=1) != 0
     after = (

@@ -1,7 +1,8 @@
 """The keys that a family's indexer or compressor has chosen for each query of a call."""
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -45,3 +46,9 @@ class Chosen(NamedTuple):
         wanted = [(0, shared.length)] * len(spans)
         table = fetched(own.transpose(1, 2), spans, wanted, shared.group, "chosen blocks")
         return replace(found, indices=table.transpose(1, 2), first_row=0)
+
+
+class Unchosen(NamedTuple):
+    """What an indexer that does not get the model's mask returns: its layer chooses later."""
+
+    choose: Callable[[Any, SharedCall | None], Chosen]  # by the mask, and by the ranks' call

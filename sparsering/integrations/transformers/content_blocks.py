@@ -1,7 +1,6 @@
-"""Blocks of visible tokens, which begin anew in each document, and a choice among them.
+"""Blocks of visible tokens, which begin anew in each document.
 
-A row has the same blocks alone, behind padding and packed with others. Qwen 4's indexer means them
-so; MiniMax-M3's counts places of a row in transformers, and is right only without either.
+A row has the same blocks alone, behind padding and packed with others.
 """
 
 from typing import Any, NamedTuple
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from ...ground.arguments import is_shape_alone
 from .once import once
-from .shapes import is_true
 
 
 class ContentBlocks(NamedTuple):
@@ -72,56 +70,3 @@ def _content_blocks(mask: Any, batch: int, queries: int, size: int, device: Any)
         tokens=tokens.unflatten(1, (blocks, size)),
         real=real.unflatten(1, (blocks, size)),
     )
-
-
-@torch.no_grad()
-def best_blocks(
-    query: Tensor,
-    key: Tensor,
-    found: ContentBlocks,
-    most: int,
-    local: int,
-    at_a_time: int,
-    first: int | None = None,
-) -> tuple[Tensor, int]:
-    """Lists blocks for each query by the best score of a visible key in each, as MiniMax-M3 does.
-
-    Args:
-        query: [B, H, N, D] of the N tokens from `first` on, default the last ones.
-        key: [B, M, D], M at least the tokens of `found`.
-        most: number of blocks that a query lists.
-        local: number of blocks, the query's own and those before it, that are always listed.
-        at_a_time: scores in memory at a time.
-
-    Returns: (int64 [B, H, N, k], size): blocks of keys, or single tokens (size 1) if blocks do not
-        begin at multiples of their size; -1 for none.
-    """
-    batch, heads, queries, _ = query.shape
-    blocks, size = found.tokens.shape[1:]
-    length, device = found.valid.shape[1], query.device
-    entry = torch.arange(batch, device=device)[:, None]
-    key = key.float()[entry, found.tokens.flatten(1)][:, None].mT  # [B, 1, D, blocks * size]
-    tokens = torch.where(found.real, found.tokens, -1)  # [B, blocks, size]
-    number = torch.arange(blocks, device=device)
-    start = length - queries if first is None else first
-    places = torch.arange(start, start + queries, device=device)
-    step = max(1, at_a_time // max(1, batch * heads * blocks * size))
-    lists = []
-    for part, here in zip(query.float().split(step, 2), places.split(step), strict=True):
-        own, outside = found.block[:, here, None], found.blocks_outside[:, here, None]
-        of_document = (number >= outside) & (number <= own)  # [B, n, blocks]
-        hidden = (
-            ~of_document[..., None] | ~found.real[:, None] | (tokens[:, None] > here[:, None, None])
-        )
-        scores = (part @ key).unflatten(3, (blocks, size))
-        scores = scores.masked_fill(hidden[:, None], -torch.inf).amax(-1)
-        nearest = of_document & (number > own - local)
-        scores = scores.masked_fill(nearest[:, None], torch.inf)
-        best, listed = scores.topk(min(most, blocks), dim=-1)
-        lists.append(listed.masked_fill(best == -torch.inf, -1))
-    listed = torch.cat(lists, 2)
-    aligned = torch.arange(blocks * size, device=device).view(blocks, size)
-    if not is_true((found.real & (found.tokens != aligned)).any(), False):
-        return listed, size
-    of_row = tokens[entry[..., None, None], listed.clamp(min=0)]  # [B, H, N, k, size]
-    return torch.where(listed[..., None] < 0, -1, of_row).flatten(3), 1

@@ -14,10 +14,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from .calls import thread
-from .chosen import Chosen
-from .families import WRAPPED
-from .families.deepseek import taken_entries
-from .families.minimax import UnchosenBlocks
+from .chosen import Chosen, Unchosen
+from .families import LEFT_BY, WRAPPED
 from .families.wrapped import Wrapped
 from .name import NAME
 
@@ -25,8 +23,8 @@ _watched: WeakSet[Any] = WeakSet()
 
 
 def chosen_keys(
-    module: Any, mask: Any, indices: Tensor | None, block_indices: Tensor | UnchosenBlocks | None
-) -> Chosen | UnchosenBlocks | None:
+    module: Any, mask: Any, indices: Tensor | None, block_indices: Tensor | Unchosen | None
+) -> Chosen | Unchosen | None:
     """Returns what a layer's indexer or compressor has chosen in this call, or None."""
     if isinstance(mask, Chosen):
         return mask
@@ -39,7 +37,7 @@ def chosen_keys(
             )
     if indices is not None:
         return Chosen(indices[:, None])  # [B, N, k] -> [B, 1, N, k]
-    if isinstance(block_indices, UnchosenBlocks):
+    if isinstance(block_indices, Unchosen):
         return block_indices
     if block_indices is not None:
         if (
@@ -52,10 +50,11 @@ def chosen_keys(
                 "position_ids out where nothing is padded, or call the model without compile"
             )
         return Chosen(block_indices, int(module.indexer.block_size))
-    if getattr(module, "compressor", None) is None:
-        return None
-    # The compressor runs outside of compiled graphs, which cannot trace a `threading.local`.
-    return _uncompiled(taken_entries) if torch.compiler.is_compiling() else taken_entries()
+    for name, taken in LEFT_BY.items():
+        if getattr(module, name, None) is not None:
+            # It ran outside of compiled graphs, which cannot trace a `threading.local`.
+            return _uncompiled(taken) if torch.compiler.is_compiling() else taken()
+    return None
 
 
 def watch(model: Any) -> None:

@@ -15,10 +15,9 @@ from ...ground.arguments import is_shape_alone, shortened
 from ...patterns.algebra import Pattern
 from ...patterns.keys import KeyMask
 from .calls import SharedCall, thread
-from .chosen import Chosen
+from .chosen import Chosen, Unchosen
 from .config import pattern_of
 from .dense import attend_tensor, dense_attention
-from .families.minimax import UnchosenBlocks
 from .masks import Inputs, ModelMask, Options, mask_interface
 from .once import once
 from .override import attend_lists_shared, attend_pattern, attend_shared
@@ -33,7 +32,7 @@ class LayerCall(NamedTuple):
     mask: ModelMask | Chosen | Tensor | None  # a tensor broadcasts to [B, Hq, Nq, Nk]
     is_causal: bool | None  # what the model says beside a mask of None
     bias: Tensor | None  # added to scores, broadcasts to [B, Hq, Nq, Nk]
-    chosen: Chosen | UnchosenBlocks | None  # what the layer's indexer chose
+    chosen: Chosen | Unchosen | None  # what the layer's indexer chose
     used: Pattern | None  # of an open `hf.using` block
     shared: SharedCall | None  # set if ranks share the model's call
     cache: SparseLayer | None  # the layer of a `SparseCache` that has the keys
@@ -68,7 +67,7 @@ def _refuses_chosen(call: LayerCall) -> Exception | None:
 def _attend_chosen(call: LayerCall) -> Tensor:
     """Attends over the keys that an indexer chose, within the model's mask."""
     mask, chosen = call.mask, call.chosen
-    if isinstance(chosen, UnchosenBlocks):
+    if isinstance(chosen, Unchosen):
         assert isinstance(mask, ModelMask)
         chosen = chosen.choose(mask, call.shared)
     assert chosen is not None

@@ -51,7 +51,7 @@ class SparseLayer(CacheLayerMixin):
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
         """Counts the new tokens; returns (keys, values), and attaches this layer to the keys."""
-        self._alternate("makes other keys of them (DeepSeek caches latents)", False)
+        self._alternate("makes other keys of them (it caches latents)", False)
         self.lazy_initialization(key_states, value_states)
         self.columns += key_states.shape[2]
         key_states = key_states.view_as(key_states)
@@ -198,7 +198,7 @@ def attend_cached(
         way_out = "make another cache after apply"
         if pattern is None:
             way_out = (
-                "the model's config names other masks than the model makes (Moshi's windows), or "
+                "the model's config names other masks than the model makes (another window), or "
                 "its pattern has changed; use the default cache, or make another one"
             )
         raise ValueError(

@@ -7,6 +7,7 @@ All other modules name no family: they read the tables of this file. A file of a
 from collections.abc import Callable
 from typing import Any
 
+from ..chosen import Chosen
 from . import chronos, deepseek, glm, longformer, minimax, qwen
 from .wrapped import Converted, Wrapped
 
@@ -17,6 +18,9 @@ WRAPPED: dict[str, Wrapped] = {
     **qwen.WRAPPED,
 }
 """What runs in the place of a method, by the name of its class."""
+
+LEFT_BY: dict[str, Callable[[], Chosen | None]] = {**deepseek.LEFT_BY}
+"""What takes the choice that a module of a layer has left, by the layer's attribute for it."""
 
 CONVERTED: dict[str, Converted] = {**longformer.CONVERTED, **chronos.CONVERTED}
 """What `convert` puts in the place of a class, by its name."""

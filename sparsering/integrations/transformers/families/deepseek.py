@@ -17,7 +17,7 @@ from ..calls import SharedCall, thread
 from ..chosen import Chosen
 from ..moving import keys_so_far
 from ..rows import InParts
-from ..shared_entries import EntriesOfRanks
+from .deepseek_entries import EntriesOfRanks
 from .glm import own_padding
 from .wrapped import Wrapped
 
@@ -114,3 +114,6 @@ WRAPPED: dict[str, Wrapped] = {
     "DeepseekV4HCACompressor": _COMPRESSOR,
 }
 """By the name of a class of transformers."""
+
+LEFT_BY: dict[str, Callable[[], Chosen | None]] = {"compressor": taken_entries}
+"""By the attribute of a layer's module that leaves a choice for the layer's attention."""

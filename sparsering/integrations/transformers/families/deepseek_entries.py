@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...distributed.fetching import Span, fetched
-from .calls import SharedCall
-from .moving import own_rank, own_spans
+from ....distributed.fetching import Span, fetched
+from ..calls import SharedCall
+from ..moving import own_rank, own_spans
 
 
 class EntriesOfRanks:
