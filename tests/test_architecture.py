@@ -186,6 +186,42 @@ def test_optional_packages_are_imported_where_they_are_used(package):
     assert found and all(name.startswith(OPTIONAL[package]) for name in found), found
 
 
+HF = PACKAGE / "integrations" / "transformers"
+# Families whose names are not those of their files.
+OTHER_FAMILIES = {"llama", "led", "chronos2", "nllb", "pegasus", "moshi", "esm", "mobilebert"}
+
+
+def words_of_code(file: Path) -> Iterator[str]:
+    """Lower-case words of a file's names and texts, without docstrings and comments."""
+    tree = ast.parse(file.read_text())
+    documents = {id(x.value) for x in ast.walk(tree) if isinstance(x, ast.Expr)}
+    for node in ast.walk(tree):
+        if id(node) in documents:
+            continue
+        for _, value in ast.iter_fields(node):
+            for text in value if isinstance(value, list) else [value]:
+                if isinstance(text, str):
+                    yield from re.findall(r"[a-z0-9]+|[A-Z][a-z0-9]*", text)
+
+
+def test_general_modules_of_transformers_name_no_family():
+    """What is known of a family stands in its file; others read the tables of `families`."""
+    own = HF / "families"
+    shared = {own / "__init__.py", own / "wrapped.py"}
+    stems = {file.stem for file in set(own.glob("*.py")) - shared}
+    families = {part for stem in stems for part in stem.split("_")} - {"entries", "moe"}
+    assert {"gemma", "llama4", "t5", "longformer", "chronos", "nllb"} <= families
+    wrong = []
+    for file in sorted(set(HF.rglob("*.py")) - set(own.glob("*.py"))):
+        words = {word.lower() for word in words_of_code(file)}
+        named = words & (families | OTHER_FAMILIES)
+        wrong += [f"{file.relative_to(HF)} names {x}" for x in sorted(named)]
+        inside = [x for x in imported_files(file.relative_to(PACKAGE)) if "/families/" in x]
+        doors = {path.relative_to(PACKAGE).as_posix() for path in shared}
+        wrong += [f"{file.relative_to(HF)} imports {x}" for x in sorted({*inside} - doors)]
+    assert not wrong, wrong
+
+
 # Public in two modules, which callers name: `gigapath.SlideEncoder` and `trident.SlideEncoder`.
 TWICE = {"SlideEncoder"}
 

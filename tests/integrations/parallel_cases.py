@@ -410,7 +410,7 @@ def _other_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def _local_temperature(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(override, "_at_whole_positions", lambda module, query, shared: query)
+    patch.setattr(override, "QUERIES_OF_RANKS", ())
 
 
 PLANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

@@ -215,7 +215,7 @@ def _warn_of_packing(mask: ModelMask, position_ids: Tensor | None, takes_lengths
 
 
 def _is_zero(bias: Tensor) -> bool:
-    """Whether a bias is all zeros and needs no gradient, as in T5's cross attention."""
+    """Whether a bias is all zeros and needs no gradient, as in cross attention."""
     if torch.compiler.is_compiling() or bias.requires_grad:
         return False
     return not once(bias, "any", lambda: is_true(bias.any(), True))

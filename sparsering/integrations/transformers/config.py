@@ -24,6 +24,7 @@ from ...patterns.expression import parse
 from ...patterns.mask_mod import MaskMod
 from ...patterns.positions import Causal, Dilated, Full, SlidingWindow
 from ...patterns.selected import selections_of
+from .families import MAY_BE_EITHER
 from .name import NAME
 from .own_config import forget_own_config, give_own_config
 
@@ -178,13 +179,14 @@ def types_of(config: Any) -> list[str]:
 def is_cross_attention(module: Any, mask: Any = None) -> bool:
     """Whether a module's keys come from another sequence, for example from the encoder.
 
-    NLLB-MoE and Pegasus-X make both attentions of a decoder alike: there a causal mask, if one is
-    given, says that this is self-attention.
+    Some families make both attentions of a decoder alike: there a causal mask, if one is given,
+    says that this is self-attention.
     """
     if not may_be_self_attention(module):
         return True
-    decodes = getattr(module, "is_decoder", False) and getattr(module, "is_causal", None) is False
-    return bool(decodes) and not getattr(getattr(mask, "kind", None), "causal", False)
+    if not any(may_be_either(module) for may_be_either in MAY_BE_EITHER):
+        return False
+    return not getattr(getattr(mask, "kind", None), "causal", False)
 
 
 def may_be_self_attention(module: Any) -> bool:

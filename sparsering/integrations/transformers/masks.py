@@ -25,6 +25,7 @@ from ...patterns.keys import KeyMask
 from ...patterns.positions import Causal, Dilated, Documents, Full, Packed, SlidingWindow
 from .calls import PLAIN_CALL, CallState, MaskRequest, call_state, packing, replacement, thread
 from .chosen import Chosen
+from .families import PARTS_OF_MASKS
 from .mask_kind import MaskKind, recognise, recognise_inside_compile, runs_by_neighbours
 from .name import NAME
 from .once import once
@@ -186,39 +187,35 @@ class ModelMask:
         return mask
 
     def __getitem__(self, index: Any) -> "ModelMask | Rows | Tensor":
-        """Returns the mask of the last queries, or the rows of `mask[:, 0]`.
+        """Returns what a family's own code takes by this index; refuses an index of no family."""
+        for taken in PARTS_OF_MASKS:
+            if (part := taken(self, index)) is not None:
+                return part
+        return _refuse("__getitem__")
 
-        Gemma 4 takes `mask[:, :, -n:, :]`. Indexers take `mask[:, 0]`, [B, Nq, Nk], beside
-        their scores of all pairs, and get it as `Rows`.
-        """
-        whole = slice(None)
-        if index in ((whole, 0), (whole, 0, whole, whole)):
-            first, queries = 0, self.shape[2]
-            if (shared := self.state.shared) is not None:  # the mask is of all ranks' queries
-                first, queries = int(shared.tokens[0]), len(shared.tokens)
-            if torch.compiler.is_compiling():
-                return self.dense(first, first + queries)[:, 0]
-            return Rows(
-                lambda part: self.dense(first + part.start, first + part.stop)[:, 0], queries
-            )
-        rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
-        if not isinstance(rows, slice) or index != (whole, whole, rows, whole):
-            _refuse("__getitem__")
+    def rows(self) -> "Rows | Tensor":
+        """Returns this rank's rows of the mask, bool [B, Nq, Nk], for some queries at a time."""
+        first, queries = 0, self.shape[2]
+        if (shared := self.state.shared) is not None:  # the mask is of all ranks' queries
+            first, queries = int(shared.tokens[0]), len(shared.tokens)
+        if torch.compiler.is_compiling():
+            return self.dense(first, first + queries)[:, 0]
+        return Rows(lambda part: self.dense(first + part.start, first + part.stop)[:, 0], queries)
+
+    def of_last(self, queries: int) -> "ModelMask":
+        """Returns the mask of the last queries."""
         batch, heads, q_len, kv_len = self.shape
-        begin, end, step = rows.indices(q_len)
-        if end != q_len or step != 1:
-            _refuse("__getitem__")
-        if begin == 0:
+        if (begin := q_len - queries) == 0:
             return self
-        shape, q_start = (batch, heads, q_len - begin, kv_len), self.q_start + begin
+        shape, q_start = (batch, heads, queries, kv_len), self.q_start + begin
 
-        def dense(first: int = 0, stop: int = q_len - begin) -> Tensor:
+        def dense(first: int = 0, stop: int = queries) -> Tensor:
             return self.dense(begin + first, begin + stop)
 
         return replace(self, shape=shape, q_start=q_start, dense=dense)
 
     def __and__(self, other: Any) -> Chosen:
-        """Returns lists, which Qwen 4's indexer makes within this mask."""
+        """Returns lists that an indexer made within this mask."""
         return other if isinstance(other, Chosen) else _refuse("__and__")
 
     def of_layer(self, module: Any, kv_len: int) -> "ModelMask":

@@ -23,6 +23,7 @@ from ...patterns.shifts import is_shift_invariant
 from .calls import SharedCall
 from .chosen import Chosen
 from .config import pattern_of
+from .families import QUERIES_OF_RANKS
 from .masks import Inputs, InRuns, ModelMask, Options, SameRun, several_runs
 from .once import once
 
@@ -166,7 +167,8 @@ def _over_ranks(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Returns the result of ring attention for this rank's own tokens, without any other row."""
     query, key, value = (x[:, :, : shared.num_tokens] for x in inputs)
-    query = _at_whole_positions(module, query, shared)
+    for at_whole_positions in QUERIES_OF_RANKS:
+        query = at_whole_positions(module, query, shared)
     if not torch.compiler.is_compiling():
         sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
         shared.shapes[getattr(module, "layer_idx", len(shared.shapes))] = (*sizes, query.dtype)
@@ -242,17 +244,3 @@ def _whole_pattern(module: Any, mask: ModelMask | Chosen | Tensor) -> Pattern:
     if mask.kind.causal:
         pattern = looking_back(pattern)
     return within(pattern, mask, length)
-
-
-def _at_whole_positions(module: Any, query: Tensor, shared: SharedCall) -> Tensor:
-    """Corrects Llama 4's temperature: it scales queries by their index among the tokens it sees."""
-    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
-        return query
-
-    def scale(index: Tensor) -> Tensor:
-        steps = torch.floor((index.float() + 1) / module.floor_scale)
-        return (torch.log1p(steps) * module.attn_scale + 1).double()
-
-    own = torch.arange(len(shared.tokens), device=query.device)
-    factor = (scale(shared.tokens) / scale(own))[: query.shape[2], None]
-    return (query * factor).to(query.dtype)

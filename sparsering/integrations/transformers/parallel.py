@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
-from transformers import masking_utils
 
 from ...distributed.agreement import agree_on_batch, digests_of
 from ...distributed.exchange import Exchange
@@ -29,7 +28,7 @@ from ...patterns.algebra import Pattern
 from ...patterns.positions import Causal, Full
 from . import shared_arguments
 from .apply import is_causal, patterns_of, register
-from .calls import SharedCall, remember_blocks, replacement, runs_layers_again, shared_calls, thread
+from .calls import SharedCall, remember_blocks, runs_layers_again, shared_calls, thread
 from .config import (
     Hold,
     attention_modules,
@@ -38,8 +37,8 @@ from .config import (
     model_inside,
     release,
 )
+from .families import PREPARES_RANKS
 from .indexers import lists_keys
-from .name import NAME
 from .shared_loss import sharded_loss, with_loss
 
 
@@ -133,7 +132,8 @@ def parallelize(
             f'got sharding={shortened(repr(sharding))}; pass sharding="auto"'
         )
     _undo(model)
-    _share_restarts()
+    for prepare in PREPARES_RANKS:
+        prepare()
     forward = type(model).forward
     parallel = Parallel(
         group=resolved,
@@ -296,16 +296,3 @@ def _sharding(model: Any, parallel: Parallel, length: int) -> str:
     if len(choices) == 1:
         return choices.pop()
     return min(sorted(choices), key=lambda x: sum(n * plan(p, x).cost for p, n in layers.items()))
-
-
-def _share_restarts() -> None:
-    """Lets transformers restart chunks in the documents of the whole batch, if ranks share it."""
-    restart = masking_utils.remap_positions_for_packed_sequence
-    if hasattr(restart, NAME):
-        return
-
-    def of_whole_batch(given: dict[str, Any]) -> None:
-        if (shared := thread.shared) is not None:
-            given["position_ids"] = shared.position_ids.expand(len(given["position_ids"]), -1)
-
-    masking_utils.remap_positions_for_packed_sequence = replacement(restart, of_whole_batch)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ...ground.arguments import shortened
 from .calls import SharedCall
 from .config import decoder_config, is_cross_attention, types_of
+from .families import AGAINST_RANKS, LAYER_TYPES
 from .indexers import is_other_indexer
 from .shared_loss import check_loss, own_labels, shifts
 
@@ -56,11 +57,7 @@ _POOLED = (
     *("SequenceClassification", "QuestionAnswering", "MultipleChoice", "ForPreTraining"),
     *("NextSentencePrediction", "ImageClassification", "DoubleHeadsModel"),
 )
-_ATTENTION = {
-    *("full_attention", "sliding_attention", "chunked_attention"),
-    *("indexed_attention", "minimax_m3_sparse"),  # within one of its masks
-    *("compressed_sparse_attention", "heavily_compressed_attention"),
-}
+_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", *LAYER_TYPES}
 _MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)  # modules that join tokens otherwise
 
 
@@ -206,9 +203,12 @@ def reason_against(model: Any, modules: list[Any]) -> str | None:
     parameters = inspect.signature(type(model).forward).parameters
     if "position_ids" not in parameters:
         return "its forward takes no position_ids"
-    if "shared_kv_states" in parameters:
-        return "it attends to keys of another model (shared_kv_states)"
-    return _reason_in_modules(model, config) or _reason_in_settings(model, config)
+    of_families = (reason(model, config) for reason in AGAINST_RANKS)
+    return (
+        _reason_in_modules(model, config)
+        or next(filter(None, of_families), None)
+        or _reason_in_settings(model, config)
+    )
 
 
 def _reason_in_modules(model: Any, config: Any) -> str | None:
@@ -219,36 +219,19 @@ def _reason_in_modules(model: Any, config: Any) -> str | None:
             return f"{path} ({type(module).__name__}) joins tokens without attention"
         if hasattr(module, "create_position_ids_from_input_ids"):
             return f"{path} ({type(module).__name__}) derives positions from the padding"
-        if _embeds_by_mask(module):
-            return (
-                f"{path} ({type(module).__name__}) scales embeddings by the padding or the masked "
-                "tokens of the whole row"
-            )
     return None
 
 
 def _reason_in_settings(model: Any, config: Any) -> str | None:
     """Returns why ranks cannot share what the model's config or its head asks for, or None."""
     name = type(model).__name__
-    if getattr(config, "trigram_input", False):
-        return "its embeddings join neighbouring tokens (trigram_input)"
     if any(part in name for part in _POOLED) or getattr(model, "pooler", None) is not None:
         return "its head pools over tokens"
-    if getattr(model, "sparse_prediction", False) and model.sparse_pred_ignore_index != -100:
-        return "its config sets a sparse_pred_ignore_index other than -100"
     if getattr(config, "output_router_logits", False):
         return "its config sets output_router_logits, an auxiliary loss that needs all tokens"
     if rope := _dynamic_positions(config):
         return f"its positions ({rope}) depend on the length of the whole sequence"
     return None
-
-
-def _embeds_by_mask(module: Any) -> bool:
-    """Whether embeddings depend on the attention mask, as ESM's do."""
-    name = type(module).__name__
-    return name.endswith("Embeddings") and (
-        "attention_mask" in inspect.signature(module.forward).parameters
-    )
 
 
 def _towers(model: Any, config: Any) -> tuple[str, ...]:

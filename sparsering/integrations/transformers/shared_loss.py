@@ -70,7 +70,7 @@ def sharded_loss(original: Callable[..., Tensor], scale: float) -> Callable[...,
 
 
 def with_loss(out: Any, shared: SharedCall, scale: float) -> Any:
-    """Adds the loss of a family that takes the mean of cross entropies itself, as BERT does."""
+    """Adds the loss of a family that takes the mean of cross entropies itself."""
     assert shared.labels is not None
     logits = out.logits if isinstance(out, ModelOutput) else out[0]
     labels = own_labels(shared).flatten().to(logits.device)

@@ -18,6 +18,7 @@ from .calls import SharedCall, thread
 from .chosen import Chosen, Unchosen
 from .config import pattern_of
 from .dense import attend_tensor, dense_attention
+from .families import LEARN_DISTANCES
 from .masks import Inputs, ModelMask, Options, mask_interface
 from .once import once
 from .override import attend_lists_shared, attend_pattern, attend_shared
@@ -268,8 +269,8 @@ def _mask_of_layer(module: Any, mask: ModelMask, kv_len: int) -> ModelMask:
 
 
 def _depends_on_distance(bias: Tensor, module: Any) -> bool:
-    """Whether a bias depends only on key - query position (a learnt one: only if it is T5's)."""
-    learnt = bias.requires_grad and not hasattr(module, "has_relative_attention_bias")
+    """Whether a bias depends only on key - query position; a learnt one if its family says so."""
+    learnt = bias.requires_grad and not any(learns(module) for learns in LEARN_DISTANCES)
     if torch.compiler.is_compiling() or bias.dim() != 4 or bias.shape[0] != 1 or learnt:
         return False
     shifted = bias[..., 1:, 1:], bias[..., :-1, :-1]

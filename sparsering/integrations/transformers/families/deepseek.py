@@ -99,6 +99,15 @@ def _compress(own: Callable[..., Any], compressor: Any, *args: Any, **options: A
     return keys, bias
 
 
+def of_indexer(mask: Any, index: Any) -> Any:
+    """Returns the rows of `mask[:, 0]`, [B, Nq, Nk], or None for another index.
+
+    Indexers take them beside their scores of all pairs.
+    """
+    whole = slice(None)
+    return mask.rows() if index in ((whole, 0), (whole, 0, whole, whole)) else None
+
+
 _INDEXER = Wrapped("forward", _in_parts)
 _COMPRESSOR = Wrapped("forward", _compress, own_in_graphs=False)
 WRAPPED: dict[str, Wrapped] = {
@@ -117,3 +126,9 @@ WRAPPED: dict[str, Wrapped] = {
 
 LEFT_BY: dict[str, Callable[[], Chosen | None]] = {"compressor": taken_entries}
 """By the attribute of a layer's module that leaves a choice for the layer's attention."""
+
+PARTS_OF_MASKS: tuple[Callable[[Any, Any], Any], ...] = (of_indexer,)
+"""Functions of a mask and an index, None for an index of another family."""
+
+LAYER_TYPES = ("indexed_attention", "compressed_sparse_attention", "heavily_compressed_attention")
+"""Types of layers that attend within one of the model's masks."""

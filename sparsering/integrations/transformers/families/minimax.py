@@ -113,3 +113,6 @@ def _not_yet_chosen(
 
 WRAPPED: dict[str, Wrapped] = {"MiniMaxM3VLIndexer": Wrapped("forward", _not_yet_chosen)}
 """By the name of a class of transformers."""
+
+LAYER_TYPES = ("minimax_m3_sparse",)
+"""Types of layers that attend within one of the model's masks."""

@@ -1,0 +1,45 @@
+"""Llama 4, over ranks: a temperature by the number of tokens, and chunks within documents."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import masking_utils
+
+from ..calls import SharedCall, replacement, thread
+from ..name import NAME
+
+
+def at_whole_positions(module: Any, query: Tensor, shared: SharedCall) -> Tensor:
+    """Corrects the temperature: the layer scales queries by their index among its rank's tokens."""
+    if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
+        return query
+
+    def scale(index: Tensor) -> Tensor:
+        steps = torch.floor((index.float() + 1) / module.floor_scale)
+        return (torch.log1p(steps) * module.attn_scale + 1).double()
+
+    own = torch.arange(len(shared.tokens), device=query.device)
+    factor = (scale(shared.tokens) / scale(own))[: query.shape[2], None]
+    return (query * factor).to(query.dtype)
+
+
+def share_restarts() -> None:
+    """Lets transformers restart chunks in the documents of the whole batch, if ranks share it."""
+    restart = masking_utils.remap_positions_for_packed_sequence
+    if hasattr(restart, NAME):
+        return
+
+    def of_whole_batch(given: dict[str, Any]) -> None:
+        if (shared := thread.shared) is not None:
+            given["position_ids"] = shared.position_ids.expand(len(given["position_ids"]), -1)
+
+    masking_utils.remap_positions_for_packed_sequence = replacement(restart, of_whole_batch)
+
+
+QUERIES_OF_RANKS: tuple[Callable[[Any, Tensor, SharedCall], Tensor], ...] = (at_whole_positions,)
+"""Functions that correct a layer's queries [B, H, n, D], before ranks attend."""
+
+PREPARES_RANKS: tuple[Callable[[], None], ...] = (share_restarts,)
+"""Functions that run before ranks share a first call."""
