@@ -49,6 +49,6 @@ class Chosen(NamedTuple):
 
 
 class Unchosen(NamedTuple):
-    """What an indexer that does not get the model's mask returns: its layer chooses later."""
+    """Stands for the choice of an indexer that does not get the model's mask: its layer chooses."""
 
     choose: Callable[[Any, SharedCall | None], Chosen]  # by the mask, and by the ranks' call
