@@ -106,6 +106,6 @@ FORMS = {f"lengths_from_{form}": lengths_from(form) for form in ("ids", "positio
 
 
 def looks_like_ids(lengths: tuple[int, ...]) -> bool:
-    """Whether numbers, one per token, start at 0 and only ever stay or rise by 1, as ids do."""
+    """Whether more than 8 numbers start at 0 and then stay or rise by 1, as ids of documents do."""
     steps = {b - a for a, b in pairwise(lengths)}
     return len(lengths) > _TO_BE_SURE and lengths[0] == 0 and steps == {0, 1}

@@ -1,4 +1,4 @@
-"""The backward Triton kernels: dQ in a loop over key tiles, dK and dV in one over query tiles.
+"""The backward Triton kernels: one loops over key tiles for dQ, one over query tiles for dK and dV.
 
 With the merged lse and `delta = rowsum(dO * O) - dlse`, every visited pair of every pass has
 `P = exp(s - lse)` and `dS = P * (dP - delta)`; dP is 0 where P was dropped. No two programs write
@@ -32,7 +32,10 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def weight_of(power):
-    """Returns 2 ** power, at most 1, since the forward may have rounded huge scores differently."""
+    """Returns 2 ** power, but at most 1.
+
+    The backward rounds huge scores in another way than the forward, so a power can be above 0.
+    """
     return tl.exp2(tl.minimum(power, 0.0, propagate_nan=tl.PropagateNan.ALL))
 
 
@@ -66,10 +69,10 @@ def query_kernel(
     KEYS_MASKED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Writes dQ [B, heads, Nq, D] of each work unit; with BIASED, also sums of dS per tile pair.
+    """Writes dQ [B, heads, Nq, D] of each work unit: a query tile and some of its key tiles.
 
-    A unit is a query tile and some of its key tiles; `forward_kernel` explains pieces and CUT. With
-    RUNNING, adds to a float32 dQ. With LEARNS_DISTANCES, also writes sums of dS by distance.
+    `forward_kernel` explains pieces and CUT. With BIASED, it also writes sums of dS per tile pair;
+    with LEARNS_DISTANCES, sums of dS by distance. With RUNNING, it adds to a float32 dQ.
     """
     step = step_of(step, TMA)
     STEPS: tl.constexpr = (TILE + KEYS - 1) // KEYS
@@ -130,7 +133,7 @@ def query_kernel(
             tl.load(seed + batch * seed_batch + number), first_head + heads, branch,
             first_query + slot * step,
         )
-    packed = tl.arange(0, ROWS // TOKENS)  # heads of this program; each has its own sums of dS
+    packed = tl.arange(0, ROWS // TOKENS)  # the program's heads; each has sums of dS of its own
     there = (packed < PACK) & (head % group + packed < group)
     dq = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     for masked_entries in tl.static_range(2):
@@ -262,7 +265,10 @@ def key_kernel(
     TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Writes shares of dK [B, shares, Nk, D] and dV of key tiles: sums over HEADS query heads."""
+    """Writes dK [B, shares, Nk, D] and dV of each work unit: a key tile and its query tiles.
+
+    A share is the sum over HEADS query heads; the caller adds up the shares of a kv head.
+    """
     step = step_of(step, TMA)
     PARTS: tl.constexpr = (TILE + KEYS - 1) // KEYS
     STEPS: tl.constexpr = (TILE + QUERIES - 1) // QUERIES
@@ -409,9 +415,9 @@ def key_kernel(
                     dscore *= slope
                 dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision=PRECISION)
 
-    # load these again, because keeping them through the loop would take registers
+    # Load these again, because they would take registers if they were kept through the loop.
     tile, cut = tl.load(units), tl.load(units + 4)
-    head += tile >> 31  # adds 0, but `axis` now depends on the load: no register keeps it
+    head += tile >> 31  # adds 0, but `axis` now depends on the load, so no register keeps it
     _, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     begin, stop = span_of(tile_start, tile_stop, axis, num_tiles, tile, first_key, step, WIDE)
     position = begin + tl.arange(0, KEYS) * step.to(begin.dtype)

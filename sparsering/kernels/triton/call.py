@@ -39,9 +39,9 @@ EXTRAS = frozenset(
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _WRONG_INTERPRETED = (torch.bfloat16,)  # dtypes that Triton's interpreter multiplies wrongly
-_LEAST_PROGRAMS = 8  # programs per multiprocessor that fill the device
-_ROWS = 64  # rows per program of the kernel that prepares; fewer for head dims above 256
-_COMBINED = 256  # numbers of a result per program of the kernels that combine 8 pieces at a time
+_LEAST_PROGRAMS = 8  # programs per multiprocessor that keep the device busy
+_ROWS = 64  # rows per program of `prepare_kernel`; fewer for head dims above 256
+_COMBINED = 256  # numbers of a result per program of the kernels that combine pieces (combine.py)
 _ALIGNED = 4  # float32 values in 16 bytes, the alignment that a descriptor needs
 _Build = Callable[[Walk, dict[str, Any]], list[Launch]]
 
@@ -57,7 +57,7 @@ def list_reasons(*tensors: Tensor) -> list[str]:
 
 
 def _reasons(tensors: Sequence[Tensor], most: Sequence[int]) -> list[str]:
-    """Lists the reasons; `most`: the largest head dims of query, key and value."""
+    """Lists the reasons; `most` has the largest head dims of query, key and value."""
     found = [*_machine_reasons(tuple({x.device.index for x in tensors if x.is_cuda}) or (None,))]
     wanted = "cpu" if interpreting() else "cuda"
     if any(x.device.type != wanted for x in tensors):
@@ -74,6 +74,7 @@ def _reasons(tensors: Sequence[Tensor], most: Sequence[int]) -> list[str]:
 
 @constant_in_graphs
 def _machine_reasons(gpus: tuple[int | None, ...]) -> tuple[str, ...]:
+    """Lists why the kernels cannot run on this machine, on the GPUs with these indices."""
     missing = f"the package triton is missing ({program('pip', 'pip')} install triton)"
     found = () if find_spec("triton") else (missing,)
     if interpreting():
@@ -91,7 +92,10 @@ def interpreting() -> bool:
 
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) over a layout; lse is float32. A sink is the initial lse of its rows."""
+    """Computes (out, lse) over a layout; lse is float32.
+
+    A sink is the initial lse of its rows.
+    """
     problem = problem.in_floats()
     if problem.lists:
         return _forward_of_lists(problem)
@@ -130,19 +134,22 @@ def backward(
 
 
 def forward_in_order(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Computes `forward` with bits that do not depend on a row's company (docs/invariance.md)."""
+    """Computes `forward` so that a row's bits do not depend on the rest of the call.
+
+    docs/invariance.md says for which calls.
+    """
     return forward(problem._replace(in_order=True))
 
 
 def backward_in_order(problem: Problem, *results: Tensor) -> Gradients:
-    """Computes `backward` with bits that do not depend on a row's company."""
+    """Computes `backward` so that a row's bits do not depend on the rest of the call."""
     return backward(problem._replace(in_order=True), *results)
 
 
 def _forward_of_lists(problem: Problem) -> tuple[Tensor, Tensor]:
     """Merges the results of lists into those of the layout, in float32."""
     query, fresh = problem.query, not _has_tiles(problem)
-    if fresh:  # the first list writes all rows, if it is for all queries
+    if fresh:  # if the first list is for all queries, it writes all rows, so they need no zeros
         fresh = problem.lists[0].queries is None
         dtype = problem.result_dtype if fresh and len(problem.lists) == 1 else torch.float32
         out = query.new_empty(*query.shape[:3], problem.value.shape[3], dtype=dtype)
@@ -207,12 +214,12 @@ def _backward_of_lists(
 
 
 def _has_tiles(problem: Problem) -> bool:
-    """True if a layout may visit tiles; from shapes, since their number would be waited for."""
+    """True if a layout may visit tiles; only shapes are read, as counts would wait for a GPU."""
     return any(p.key_tile.shape[-1] for p in problem.layout.passes)
 
 
 def _for_lists(problem: Problem) -> Problem:
-    """Returns the problem with what kernels of lists read: dense rows, biases in float32."""
+    """Returns the problem in the form that kernels over lists read: dense rows, float32 biases."""
     bias, table = problem.block_bias, problem.distance_bias
     return problem.with_dense_rows()._replace(
         block_bias=None if bias is None else bias.float().contiguous(),
@@ -223,6 +230,7 @@ def _for_lists(problem: Problem) -> Problem:
 def _gradients(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
+    """Computes the gradients of a problem without lists, in whose tiles depths rise by the step."""
     sink, bias = problem.sink, problem.block_bias
     table = problem.distance_bias if problem.learns_distances else None
     grad_out = dense_rows(grad_out)
@@ -257,13 +265,19 @@ def _gradients(
 
 
 def _in_turn(problem: Problem) -> bool:
-    """True if several passes add to half-precision results; parts then run in turn, in float32."""
+    """True if several passes add to half-precision results.
+
+    Groups of heads then run one after the other, with sums in float32, to save memory.
+    """
     half = problem.query.itemsize < 4 and not problem.in_float32
     return half and len(problem.layout.passes) > 1
 
 
 def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Iterator[HeadGroup]:
-    """Splits a call by kv heads, up to `at_most` per part; if `in_turn`, just enough for a GPU."""
+    """Splits a call by kv heads, at most `at_most` at a time.
+
+    If `in_turn`, a part has just enough heads to keep a GPU busy.
+    """
     problem = problem.with_positive_scale().with_dense_rows()
     tables = problem.block_bias, problem.distance_bias
     bias, table = (None if x is None else dense_rows(x.float()) for x in tables)
@@ -359,7 +373,10 @@ def _query_pass(
 
 
 def _key_passes(part: HeadGroup, grads: list[Tensor], results: list[Tensor]) -> None:
-    """Writes dK and dV over all passes, [B, kv heads, Nk, D] and [.., Dv]; sums may be float32."""
+    """Writes dK and dV over all passes, [B, kv heads, Nk, D] and [.., Dv].
+
+    With several passes or shares, it sums them in float32 first.
+    """
     from .backward import key_kernel
     from .combine import sum_kernel
 
@@ -413,7 +430,10 @@ def _key_passes(part: HeadGroup, grads: list[Tensor], results: list[Tensor]) -> 
 def _prepared(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, unit: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns delta and lse * unit, both [B, Hq, Nq]; the lse of a row without keys is +inf."""
+    """Returns delta and lse * unit, both [B, Hq, Nq]; the lse of a row without keys is +inf.
+
+    delta is rowsum(dO * O) - dlse.
+    """
     from .prepare import prepare_kernel
 
     batch, heads, q_len = lse.shape
@@ -441,7 +461,10 @@ def _prepared(
 def _launches(
     kernel: str, part: HeadGroup, number: int, config: Config, build: _Build, *results: Tensor
 ) -> tuple[Walk, dict[str, Tensor], list[Launch]]:
-    """Returns a pass's work units, tables and launches; layouts of equal shapes share launches."""
+    """Returns the work units, tables and launches of one kernel for one pass.
+
+    Layouts of equal shapes share launches, so that preparing them takes time only once.
+    """
     problem, by_key = part.problem, kernel == "key"
     layout = problem.layout
     query, key, value, scale, bias, softcap, table, sink, dropped, seed, mask = problem[1:12]
@@ -496,7 +519,7 @@ def _launches(
 
 
 def _rows(problem: Problem, number: int, config: Config) -> dict[str, int]:
-    """Chooses how many tokens of a query tile, and heads of a group, each program computes."""
+    """Chooses how many tokens of a query tile and heads of a group each program computes."""
     layout, group = problem.layout, problem.group
     most = min(layout.block_size, -(-layout.frame.q_len // layout.passes[number].step))
     tokens = min(config.rows, _compiled_tokens(most, layout.block_size))
@@ -512,19 +535,19 @@ def _rows(problem: Problem, number: int, config: Config) -> dict[str, int]:
 
 
 def _compiled_tokens(tokens: int, block_size: int) -> int:
-    """Returns how many of a query tile's tokens a kernel is compiled for: 1, 16 or all.
+    """Returns the number of a tile's tokens that a kernel is compiled for: 1, 16 or all.
 
-    A service meets all numbers of new tokens, in drafts and at the ends of prompts, and a kernel
-    takes seconds to compile.
+    It is the smallest that suffices. A service meets every number of new tokens, in drafts and at
+    the ends of prompts, and a kernel takes seconds to compile.
     """
     forms = (1, 16, power_of_2(block_size))
     return next((n for n in forms if tokens <= n), forms[-1])
 
 
 def _heads_at_a_time(problem: Problem) -> int:
-    """Returns over how many query heads of a group one program of `key_kernel` sums: 1, or all.
+    """Returns over how many query heads one program of `key_kernel` sums: 1, or a whole group.
 
-    It is compiled for this number, which may depend on lengths and the batch.
+    The kernel is compiled for this number. It depends on lengths and batch, unless `in_order`.
     """
     layout, group = problem.layout, problem.group
     if _by_query_head(problem):
@@ -539,9 +562,10 @@ def _heads_at_a_time(problem: Problem) -> int:
 def packed_rows(kernel: str, problem: Problem) -> int:
     """Returns how many rows a program computes together, at most 128; 0 if one head at a time.
 
-    A row is one query of one head. The heads of a program share keys and a table.
+    A row is one query of one head. The heads of a program share keys and a table. It is a part of
+    the key under which a config is measured.
     """
-    heads = problem.group & -problem.group  # a divisor of the group: no program lacks a head
+    heads = problem.group & -problem.group  # divides the group, so that all programs are full
     if kernel == "key" or heads == 1 or _by_query_head(problem):
         return 0
     size = problem.layout.block_size
@@ -549,17 +573,19 @@ def packed_rows(kernel: str, problem: Problem) -> int:
 
 
 def _by_query_head(problem: Problem) -> bool:
+    """True if query heads that share a kv head have different tables."""
     return problem.group > 1 and problem.layout.table_shape[1] > problem.layout.frame.num_kv_heads
 
 
 def _slots(problem: Problem, like: Tensor, w: Walk) -> tuple[int, ...]:
+    """Returns the shape of the buffer for the pieces of cut tiles, as results like `like`."""
     return len(problem.query), like.shape[1], w.slots, problem.layout.block_size, like.shape[3]
 
 
 def _combined(
     kernel: Any, w: Walk, like: Tensor, arguments: dict[str, Any], **names: str
 ) -> list[Launch]:
-    """Returns the launch that combines the pieces of cut tiles, or [] if no tile can be cut."""
+    """Returns the launch that combines the pieces of cut tiles; [] if no tile can be cut."""
     if not w.slots:
         return []
     tokens = arguments.get("parts", 1) * arguments.get("TOKENS", arguments["TILE"])
@@ -585,12 +611,13 @@ def _blank(
 
 
 def _config_for(kernel: str, problem: Problem) -> Config:
+    """Returns the config of a kernel for a problem, with smaller steps if extras need registers."""
     head_dim = max(problem.query.shape[3], problem.value.shape[3])
     size, packed = problem.layout.block_size, packed_rows(kernel, problem)
     if problem.in_order:
         return in_order(kernel, problem.query.dtype, problem.query.device, head_dim)
     config = config_for(kernel, problem.query, head_dim, size, packed)
-    # where loads wait for a key mask, Triton keeps another step, for which wide heads leave no room
+    # If loads wait for a key mask, Triton buffers one more step; wide heads leave no room for it.
     waits = head_dim > 256 and problem.key_mask is not None and kernel != "key"
     if waits or problem.distance_bias is not None:
         return config._replace(streamed=max(16, config.streamed // 2), masked=0)

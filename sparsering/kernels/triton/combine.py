@@ -1,4 +1,4 @@
-"""Triton kernels that combine results: of several passes, and of the pieces of cut tiles."""
+"""Triton kernels that combine the results of several passes, and of the pieces of cut tiles."""
 
 import triton
 import triton.language as tl
@@ -78,7 +78,7 @@ def sum_kernel(
     parts: tl.int32, TILE: tl.constexpr, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, ALIGN: tl.constexpr, RUNNING: tl.constexpr,
 ):
-    """Sums the pieces of cut tiles into grad; for dK and dV, `head` counts shares."""
+    """Sums the pieces of cut tiles into a gradient; for dK and dV, `head` counts shares."""
     part, number, head, batch = program_of(parts, 1, num_cuts, num_heads, 1)
     table, axis = table_of(batch, first_head + head, all_heads, tables, table_batches, axes)
     cuts += (table * num_cuts + number) * _CUT

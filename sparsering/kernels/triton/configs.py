@@ -1,7 +1,7 @@
 """Block shapes, warps and stages of each Triton kernel, by GPU, dtype, head dim and tile.
 
 The defaults compile to few or no spilled registers for each generation of GPU. `sparsering tune`
-measures their neighbours; a call never measures, so its time and bits do not depend on chance.
+measures similar ones; a call never measures, so its time and bits do not depend on chance.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from ...ground.numerics import power_of_2
 from ..tuning_file import TuningFile, file_of
 
 KERNELS = ("forward", "query", "key")
-KEYS_IN_ORDER = 64  # most tokens of a step of kernels whose rows sum in order
+KEYS_IN_ORDER = 64  # most keys that a batch-invariant kernel reads per step
 
 
 class Config(NamedTuple):
@@ -29,7 +29,7 @@ class Config(NamedTuple):
     stages: int  # Triton's num_stages
     tma: bool = False  # load streamed tensors through tensor descriptors, if they permit it
     warp_specialize: bool = False  # split loading and computing between warps, if Triton can
-    masked: int = 0  # tokens read per step in tile pairs with a mask; 0: as many as `streamed`
+    masked: int = 0  # tokens read per step in tile pairs with a mask; 0 stands for `streamed`
 
 
 # By generation and kernel, for head dims up to 64, 128 and 256: rows, streamed, warps, stages and,
@@ -60,7 +60,10 @@ _SINGLE = {  # for float32, by generation, for every kernel; products use tf32x3
 
 
 def config_for(kernel: str, like: Tensor, head_dim: int, tile: int, packed: int = 0) -> Config:
-    """Returns the measured or default config for max(D, Dv), a tile and `call.packed_rows`."""
+    """Returns the measured config for a call, else the default.
+
+    `head_dim` is max(D, Dv), `tile` the block size and `packed` the result of `call.packed_rows`.
+    """
     tuned, shape = measured.choices(like.device)["configs"], (head_dim, tile, packed)
     if tuned and (found := tuned.get(config_key(kernel, like.dtype, *shape))) is not None:
         return Config(*found)
@@ -71,7 +74,7 @@ def config_for(kernel: str, like: Tensor, head_dim: int, tile: int, packed: int 
 def default(
     kernel: str, dtype: torch.dtype, device: torch.device, head_dim: int, tile: int, packed: int = 0
 ) -> Config:
-    """Returns the default config, from the tables above, for use if none was measured."""
+    """Returns the default config, from the tables above, for calls without a measured one."""
     size = sum(head_dim > most for most in (64, 128, 256))
     gpu = generation(device)
     if dtype.itemsize == 4:
@@ -95,10 +98,10 @@ def default(
 
 @cache
 def in_order(kernel: str, dtype: torch.dtype, device: torch.device, head_dim: int) -> Config:
-    """Returns a config that neither the tiles of a call nor a tuning file changes.
+    """Returns a config that neither a call's tiles nor a tuning file can change.
 
-    All steps read equally many tokens, so it does not matter which of them need a mask; TMA, which
-    those cannot use, is off.
+    All steps read equally many tokens, so the order of a row's sums does not depend on which of
+    them need a mask. TMA is off, because steps with a mask cannot use it.
     """
     chosen = default(kernel, dtype, device, head_dim, KEYS_IN_ORDER)
     step = min(chosen.masked or chosen.streamed, KEYS_IN_ORDER)
@@ -132,7 +135,7 @@ def candidates(
 
 @contextlib.contextmanager
 def trial(configs: dict[str, Config], device: torch.device) -> Iterator[None]:
-    """Uses `configs` in the `with` block, in preference to those that were measured before."""
+    """Uses `configs` inside the `with` block instead of measured ones; `tune` calls it."""
     known = measured.choices(device)["configs"]
     before = dict(known)
     known |= configs
@@ -186,18 +189,22 @@ def _fitted(
 
 
 def _shared_bytes(kernel: str, config: Config, gpu: int, width: int) -> int:
-    """Returns an upper bound of the numbers that a compiled kernel keeps in shared memory."""
+    """Returns an upper bound of how many numbers a compiled kernel keeps in shared memory.
+
+    The caller multiplies it by the bytes of a number.
+    """
     tensors = 1 if kernel == "forward" and gpu <= 90 else 2
     if gpu >= 90 and config.rows >= 64:  # fewer rows are multiplied by the instructions of 8.0
         return (tensors * config.rows + 2 * config.stages * config.streamed) * width
-    # `stages - 1` steps of two streamed tensors, and one step's weights; 8.0 keeps up to 12% less
+    # This counts `stages - 1` steps of two streamed tensors, and one step's weights. A GPU of
+    # capability 8.0 keeps up to 12% less.
     tokens = tensors * config.rows + 2 * (config.stages - 1) * config.streamed
     return tokens * width + config.rows * config.streamed
 
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Returns the bytes of shared memory for a program, less 2 KiB; 62 KiB if it is unknown."""
+    """Returns the bytes of shared memory that a program may use, less 2 KiB; 62 KiB if unknown."""
     if device.type != "cuda":
         return 1 << 20
     found = torch.cuda.get_device_properties(device)

@@ -1,7 +1,7 @@
-"""Functions that Triton kernels share: which work unit a program computes, how it reads tiles.
+"""Functions that Triton kernels share: they find a program's work unit, and read tiles.
 
-A `tl.constexpr` is fixed when a kernel is compiled. Lengths, counts, strides and scales are not, so
-that new ones need no compilation.
+A `tl.constexpr` is fixed when a kernel is compiled. Lengths, counts, strides and scales are plain
+arguments, so that new values need no compilation.
 """
 
 import inspect
@@ -12,13 +12,13 @@ import triton
 import triton.language as tl
 
 _INTS = (tl.int32, tl.int64)
-_TABLES = ("tile_start", "tile_stop", "tile_origin")  # programs load a single number of each
+_TABLES = ("tile_start", "tile_stop", "tile_origin")  # each program loads a single number of them
 
 
 def kernel(function: Callable[..., None]) -> Any:
     """Decorates a Triton kernel that is compiled once for all values of its integer arguments.
 
-    Another alignment of layout tables, as after each decoded token, needs no compilation either.
+    A new alignment of layout tables, as after each decoded token, needs no compilation either.
     """
     kinds = inspect.get_annotations(function)
     tables = [name for name in _TABLES if name in inspect.signature(function).parameters]
@@ -35,11 +35,12 @@ def load_rows(
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, ALL: tl.constexpr, TMA: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Loads [COUNT, PADDED_DIM]: every `step`-th row from `token` on, of [.., tokens, HEAD_DIM].
+    """Loads rows of [.., tokens, HEAD_DIM]: every `step`-th row from `token` on.
 
-    With TMA it uses the descriptor `tiles` of a matrix where the head begins at (row, column); then
-    all rows must exist, and step must be 1. Otherwise it reads from `source + offset`; rows where
-    `real` is False become 0. ALL is True if all rows exist, so that `real` is not needed.
+    Returns [COUNT, PADDED_DIM]. With TMA it reads from the descriptor `tiles` of a matrix in which
+    the head begins at (row, column); all rows must then exist, and step must be 1. Without TMA it
+    reads from `source + offset`, and rows where `real` is False become 0. ALL says that all rows
+    exist, so that `real` is not needed.
     """
     if TMA:
         return tiles.load([row + token.to(tl.int32), column])
@@ -62,7 +63,8 @@ def head_of(batch, head, batch_stride, head_stride, side, token_stride, ALIGN: t
             TMA: tl.constexpr):
     """Returns where a head of [B, H, N, D] begins: its offset, and its row and column for TMA.
 
-    With TMA, a matrix has the tokens as rows; strides count rows, heads are `side` columns apart.
+    With TMA, the tensor is a matrix whose rows are tokens: strides count rows, and heads that lie
+    side by side are `side` columns apart.
     """
     if TMA:
         row, column = batch * batch_stride + head * head_stride, head * elements(side, ALIGN)
@@ -74,25 +76,25 @@ def head_of(batch, head, batch_stride, head_stride, side, token_stride, ALIGN: t
 
 @triton.jit
 def step_of(step, TMA: tl.constexpr):
-    """Returns the distance between a tile's neighbouring tokens; with TMA, the constant 1."""
+    """Returns the distance between neighboring tokens of a tile; with TMA, the constant 1."""
     return tl.full([], 1, tl.int64) if TMA else step
 
 
 @triton.jit
 def visible(words, bitmap, rows, first, TILE: tl.constexpr, WORD: tl.constexpr,
             COUNT: tl.constexpr):
-    """Returns int32 [rows, COUNT], not 0 where a bitmap has the pair; bitmap -1 has all pairs.
+    """Returns int32 [rows, COUNT] that is not 0 where a bitmap has the pair.
 
-    `rows` are indices of tokens in a tile: a bitmap has a line of TILE bits for each token. Columns
-    are COUNT tokens of the other tile, from index `first` on. Each word of a line is loaded once;
-    the compiler knows which columns it has.
+    Bitmap -1 has all pairs. `rows` are indices of tokens in a tile: a bitmap has a line of TILE
+    bits for each of them. Columns are COUNT tokens of the other tile, from index `first` on. Each
+    word of a line is loaded once, because the compiler knows which columns it has.
     """
     LINE: tl.constexpr = TILE // WORD
     line = words + bitmap.to(tl.int64) * (TILE * LINE) + rows[:, None] * LINE
     along = tl.arange(0, COUNT)[None, :]
     bits = tl.zeros_like(rows[:, None] + along)
     for w in tl.static_range((COUNT + WORD - 1) // WORD):
-        lines = tl.where((bitmap >= 0) & (first // WORD + w < LINE), TILE, 0)  # that have the word
+        lines = tl.where((bitmap >= 0) & (first // WORD + w < LINE), TILE, 0)  # 0: no such word
         word = tl.load(line + first // WORD + w, mask=rows[:, None] < lines, other=-1).to(tl.int32)
         bit = word & (1 << (along & (WORD - 1)))
         bits = tl.where((along & ~(WORD - 1)) == w * WORD, bit, bits)
@@ -101,7 +103,10 @@ def visible(words, bitmap, rows, first, TILE: tl.constexpr, WORD: tl.constexpr,
 
 @triton.jit
 def program_of(parts, PACK: tl.constexpr, num_units, num_heads, group):
-    """Returns (part of a tile, work unit, first head, batch entry); parts vary the fastest."""
+    """Returns what a program computes: (part of a tile, work unit, first head, batch entry).
+
+    Parts vary the fastest between programs.
+    """
     program = tl.program_id(0).to(tl.int64)
     part = (program % parts).to(tl.int32)
     unit = program // parts % num_units
@@ -118,7 +123,7 @@ def program_of(parts, PACK: tl.constexpr, num_units, num_heads, group):
 
 @triton.jit
 def table_of(batch, head, num_heads, tables, table_batches, axes):
-    """Returns the index of a query head's table of visited tiles, and of its tile bounds (axis)."""
+    """Returns the indices of a query head's table of tiles and of its tile bounds (axis)."""
     of_batch = tl.where(table_batches > 1, batch, 0)
     axis = (head * axes // num_heads).to(tl.uint32)  # unsigned: widening takes no register
     return of_batch * tables + head * tables // num_heads, axis.to(tl.int64)
@@ -129,7 +134,7 @@ def rows_of(
     begin, stop, step, part, head, group, TILE: tl.constexpr, ROWS: tl.constexpr,
     TOKENS: tl.constexpr, PACK: tl.constexpr,
 ):
-    """Returns (index in the tile, token, query head, whether it exists) of each program row."""
+    """Returns, for each row of a program: index in the tile, token, query head, and existence."""
     row = tl.arange(0, ROWS)
     slot = part * TOKENS + row % TOKENS
     of_pack = row // TOKENS
@@ -140,21 +145,21 @@ def rows_of(
 
 @triton.jit
 def elements(stride, ALIGN: tl.constexpr):
-    """Converts a stride in units of ALIGN to elements; the known factor permits wide loads."""
+    """Converts a stride from units of ALIGN to elements; the known factor permits wide loads."""
     return tl.cast(stride, tl.int64) * ALIGN  # the interpreter may pass an int32
 
 
 @triton.jit
 def unit_at(unit):
-    """Returns a unit: (tile or -1 if unused, first entry, first entry that needs a mask, end)."""
+    """Loads a unit: (tile, or -1 if unused; first entry; first entry that needs a mask; end)."""
     return tl.load(unit), tl.load(unit + 1), tl.load(unit + 2), tl.load(unit + 3)
 
 
 @triton.jit
 def span_of(tile_start, tile_stop, axis, num_tiles, tile, first_slot, step, WIDE: tl.constexpr):
-    """Returns (index of the tile's token number `first_slot`, counted from 0; end of the tile).
+    """Returns the index of the tile's token number `first_slot`, and the end of the tile.
 
-    Both are indices of tokens in the sequence: int64 if WIDE, int32 otherwise.
+    Both are indices of tokens in the sequence: int64 if WIDE, else int32.
     """
     index: tl.constexpr = tl.int64 if WIDE else tl.int32
     at = axis * num_tiles + tile
@@ -164,6 +169,6 @@ def span_of(tile_start, tile_stop, axis, num_tiles, tile, first_slot, step, WIDE
 
 @triton.jit
 def from_table(start, tokens, bitmap, entry, table, num_entries):
-    """Returns four pointers to the items of one table, from pointers to lists of all tables."""
+    """Moves four pointers from the lists of all tables to the items of one table."""
     offset = table * num_entries
     return start + offset, tokens + offset, bitmap + offset, entry + offset

@@ -1,7 +1,7 @@
 """The gradient of a distance bias: sums of dS along the diagonals of tiles, in a fixed order.
 
-In each step, `query_kernel` writes a *line*: a list that has, for each distance, the sum of dS over
-the step's pairs of that distance. `sum_diagonals_kernel` adds up all lines.
+In each step, `query_kernel` writes a *line*: for each distance, the sum of dS over the step's pairs
+that are this far apart. `sum_diagonals_kernel` adds up all lines.
 """
 
 import triton
@@ -28,7 +28,7 @@ def store_diagonals(
     TURNS: tl.constexpr = (KEYS + TOKENS - 2) // KEYS + 1
     column = tl.arange(0, KEYS)
     shifted = (tl.arange(0, ROWS) % TOKENS)[:, None] + column[None, :]
-    turned = tl.gather(dscore, shifted % KEYS, 1)  # each diagonal is now (part of) a column
+    turned = tl.gather(dscore, shifted % KEYS, 1)  # now each diagonal is a part of a column
     low = tl.zeros([ROWS // TOKENS], tl.float32)
     high = tl.zeros([ROWS // TOKENS], tl.float32)
     first -= (TURNS - 1) * KEYS * step.to(tl.int32)

@@ -1,7 +1,7 @@
-"""Layouts whose tiles lie in one node of a tree each, so that depths in a tile rise by its step.
+"""Cuts tiles that span several nodes of a tree, so that depths inside a tile rise by its step.
 
-Kernels sum the gradient of a distance bias along the diagonals of tiles, which each have one
-distance. So a call with a distance bias cuts tiles of several nodes where depths leap.
+Kernels sum the gradient of a distance bias along the diagonals of tiles, and expect one distance on
+a diagonal. So a call with a distance bias cuts tiles where depths leap, which is between nodes.
 """
 
 from dataclasses import replace
@@ -20,31 +20,31 @@ _MOST_CELLS = 1 << 24  # (query, key) pairs of tiles that are cut at a time, to 
 
 
 class _Pieces(NamedTuple):
-    """Pieces of the tiles of one side; a tile has pieces first to first + number - 1."""
+    """Pieces of the tiles of one side; tile t has pieces first[t] to first[t] + number[t] - 1."""
 
     slot: Tensor  # [S, pieces] index of the piece's first token in its tile
-    size: Tensor  # [S, pieces] tokens; 0 for padding
-    tile: Tensor  # [S, pieces]
-    first: Tensor  # [S, tiles]
-    number: Tensor  # [S, tiles]
-    depth: Tensor  # [B or 1, S, pieces, 1]
+    size: Tensor  # [S, pieces] number of tokens; 0 for padding
+    tile: Tensor  # [S, pieces] the tile that the piece is cut from
+    first: Tensor  # [S, tiles] the tile's first piece
+    number: Tensor  # [S, tiles] the tile's number of pieces
+    depth: Tensor  # [B or 1, S, pieces, 1] depth of the piece's first token
 
 
 class _Parts(NamedTuple):
-    """Parts of the entries of a table that have pairs, by query piece and key piece."""
+    """The (query piece, key piece) pairs of a table that have attending pairs."""
 
     query: Tensor  # [parts] query piece
     key: Tensor  # [parts] key piece
-    bitmap: Tensor  # [parts] index in `bitmaps`, or -1
+    bitmap: Tensor  # [parts] index in `bitmaps`, or -1 if all pairs attend
     bitmaps: Tensor
-    entry: Tensor  # [parts] index of the entry in the table
+    entry: Tensor  # [parts] index of the original tile pair in the table
 
 
 def with_even_depths(problem: Problem) -> tuple[Problem, Tensor | None]:
-    """Returns a problem of equal results, in each of whose tiles depths rise by the step.
+    """Returns a problem with equal results, in whose tiles depths rise by the step.
 
-    Returns: the problem; and for each of its entries [Bt, Ht, entries] the entry of the original
-        layout that it is a part of, or None if there was nothing to cut.
+    Returns: the problem; and, for each of its tile pairs [Bt, Ht, entries], the index of the
+    original tile pair that it is a part of. The second is None if there was nothing to cut.
     """
     layout = problem.layout
     if not any(map(_leaps, layout.passes)):
@@ -65,7 +65,7 @@ def _leaps(p: Pass) -> bool:
 
 
 def of_whole_tiles(grads: Gradients, problem: Problem, entries: Tensor | None) -> Gradients:
-    """Sums the gradient of a block bias over the parts of each entry of `problem`."""
+    """Sums a block bias's gradient over the parts of each original tile pair of `problem`."""
     if entries is None or grads.block_bias is None or problem.block_bias is None:
         return grads
     place = stretched(entries, *grads.block_bias.shape[:2])
@@ -75,7 +75,10 @@ def of_whole_tiles(grads: Gradients, problem: Problem, entries: Tensor | None) -
 
 
 def _cut(layout: BlockLayout) -> tuple[BlockLayout, Tensor]:
-    """Cuts a layout's passes; returns (layout, original entry of each entry [Bt, Ht, entries])."""
+    """Cuts a layout's passes.
+
+    Returns: the new layout; for each of its tile pairs [Bt, Ht, entries], the original tile pair.
+    """
     host = torch.device("cpu")
     cut = [_cut_pass(layout, p.memo.get("host") or p.to(host)) for p in layout.passes]
     passes = tuple(p for p, _ in cut)
@@ -95,6 +98,7 @@ def _cut(layout: BlockLayout) -> tuple[BlockLayout, Tensor]:
 
 
 def _cut_pass(layout: BlockLayout, p: Pass) -> tuple[Pass, Tensor]:
+    """Cuts one pass; returns it and each entry's original entry, [Bt, Ht, entries]."""
     size, frame = layout.block_size, layout.frame
     of_query, of_key = p.depths_of_tokens(frame.q_start, size)
     batch, heads = (max(n) for n in zip(p.row_ptr.shape[:2], (len(of_query), 1), strict=True))
@@ -157,7 +161,7 @@ def _cut_pass(layout: BlockLayout, p: Pass) -> tuple[Pass, Tensor]:
 
 
 def _renumbered(bitmap: Tensor, number: Tensor) -> Tensor:
-    """Returns `number` of each bitmap; -1 stays."""
+    """Replaces each bitmap index by its item in `number`; -1 stays."""
     return torch.where(bitmap >= 0, pad(number, (0, 1))[bitmap], -1)
 
 
@@ -192,7 +196,7 @@ def _pieces(start: Tensor, stop: Tensor, step: int, depth: Tensor) -> _Pieces:
 def _cut_table(
     p: Pass, table: tuple[int, int], axis: int, queries: _Pieces, keys: _Pieces, size: int
 ) -> _Parts:
-    """Cuts the entries of a table; leaves out parts without pairs."""
+    """Cuts each visited tile pair of one table into pairs of pieces; drops those without pairs."""
     entries = int(p.num_entries[table])
     column, bitmap = p.key_tile[table][:entries].long(), p.bitmap[table][:entries].long()
     row = p.query_tiles()[table][:entries]

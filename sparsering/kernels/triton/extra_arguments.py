@@ -1,4 +1,7 @@
-"""Kernel arguments for extras (placeholders if not in use), and a distance bias's gradient."""
+"""Kernel arguments for the extras of a call, and buffers for a distance bias's gradient.
+
+Kernels take an argument for every extra; a placeholder stands for one that is not in use.
+"""
 
 from typing import Any
 
@@ -13,9 +16,9 @@ from .walk import Walk
 
 DIAGONALS = ("diagonals", "ends", "diagonal_start")  # buffers for sums of dS along diagonals
 _FAR = 1 << 30  # a distance beyond every table
-_LINES, _DISTANCES = 16, 256  # lines per loop step, distances per program (distances.py)
+_LINES, _DISTANCES = 16, 256  # of `sum_diagonals_kernel`: lines per step, distances per program
 _PROGRAMS = 8  # programs of `sum_diagonals_kernel` per multiprocessor
-_MOST_SPLITS = 64  # most partial gradients per head; `add_diagonals` adds them up
+_MOST_SPLITS = 64  # most partial gradients per head, which `add_diagonals` adds up
 _DIAGONAL_BYTES = 1 << 28  # limit in bytes of the DIAGONALS buffers, unless one kv head needs more
 
 
@@ -49,7 +52,7 @@ def arguments(
 
 
 def of_call(problem: Problem, number: int, w: Walk, *, by_key: bool) -> dict[str, Tensor]:
-    """Returns the tensors of the extras that a call uses, by the name of the kernel argument."""
+    """Returns the tensors of the extras that a call uses, by name of the kernel argument."""
     table, mask = problem.distance_bias, problem.key_mask
     seed = problem.dropout_seed if problem.dropout_p else None
     tensors = {"bias": problem.block_bias, "distance_bias": table}
@@ -64,7 +67,7 @@ def of_call(problem: Problem, number: int, w: Walk, *, by_key: bool) -> dict[str
 
 
 def kv_heads_at_a_time(problem: Problem, config: Config) -> int:
-    """Returns for how many kv heads (at least 1) the sums of dS fit into `_DIAGONAL_BYTES`."""
+    """Returns for how many kv heads the sums of dS fit into `_DIAGONAL_BYTES`; at least 1."""
     layout = problem.layout
     tokens = min(config.rows, power_of_2(layout.block_size))
     parts, steps = (-(-layout.block_size // n) for n in (tokens, config.streamed))
@@ -75,19 +78,19 @@ def kv_heads_at_a_time(problem: Problem, config: Config) -> int:
 
 
 def diagonals_of(tokens: int, keys: int) -> int:
-    """Returns the length of a line: a sum per diagonal of [tokens, keys], padded to full `keys`."""
+    """Returns the length of a line: a sum per diagonal of [tokens, keys], padded to `keys`."""
     return ((keys + tokens - 2) // keys + 1) * keys
 
 
 def room_for_diagonals(
     problem: Problem, w: Walk, rows: dict[str, int], config: Config
 ) -> dict[str, Tensor]:
-    """Allocates the lines of sums (see distances.py); `query_kernel` writes one line per step."""
+    """Allocates the lines of sums (see distances.py), one for each step of `query_kernel`."""
     steps = rows["parts"] * -(-problem.layout.block_size // config.streamed)
     lines = (*problem.query.shape[:2], w.start.shape[2] * steps)
     new = torch.empty(*lines, diagonals_of(rows["TOKENS"], config.streamed), device=w.start.device)
     return {
-        "diagonals": new,  # uninitialized: only what was written is read
+        "diagonals": new,  # uninitialized, because only written numbers are read
         "ends": new.new_zeros(*lines, 2),
         "diagonal_start": new.new_full(lines, _FAR, dtype=torch.int32),
     }

@@ -1,8 +1,8 @@
 """The forward Triton kernel: a program keeps a query tile and loops over the tile's key tiles.
 
 A program's rows are the tokens of one tile (or of a part of it), for `PACK` query heads that share
-keys and table: row r is token r % TOKENS of head r // TOKENS. Scores [rows, keys] are in float32
-registers; exponentials are computed as powers of two.
+keys and a table: row r is token r % TOKENS of head r // TOKENS. Scores [rows, keys] are in float32
+registers. Exponentials are computed as powers of two.
 """
 
 import triton
@@ -33,10 +33,10 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 @triton.jit
 def _attend(acc, highest, total, score, v, bias, scale, keep, stays, MASKED: tl.constexpr,
             BIASED: tl.constexpr, DROPPING: tl.constexpr, PRECISION: tl.constexpr):
-    """Runs an online softmax step; returns (acc [rows, Dv], highest [rows], total [rows]).
+    """Runs a step of the online softmax; returns (acc [rows, Dv], highest [rows], total [rows]).
 
     `score` is not yet multiplied by `scale`. Where `keep` is 0, there is no pair. Where `stays` is
-    false, dropout removes the weight from acc, but not from total.
+    False, dropout removes the weight from acc, but not from total.
     """
     if MASKED:
         score = tl.where(keep != 0, score, float("-inf"))
@@ -46,7 +46,7 @@ def _attend(acc, highest, total, score, v, bias, scale, keep, stays, MASKED: tl.
         scaled += bias
     now = tl.maximum(highest, scaled)
     base = tl.where(now == float("-inf"), 0.0, now)
-    # subtract the maximum before any rounding: then the highest score gives exactly 0
+    # Subtract the maximum before any rounding, so that the highest score gives exactly 0.
     most = tl.where(most == float("-inf"), 0.0, most)
     shift = (scaled - base) * _LOG2_E
     weight = tl.exp2((score - most[:, None]) * (scale * _LOG2_E) + shift[:, None])

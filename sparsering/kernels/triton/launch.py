@@ -13,7 +13,7 @@ from ...ground.numerics import power_of_2
 from ...ground.streams import capturing
 from .configs import Config
 
-_launches: dict[Any, list["Launch"]] = {}  # of recent calls, for all layouts of the same shapes
+_launches: dict[Any, list["Launch"]] = {}  # launches of recent calls, by shapes and options
 _MOST_KINDS = 256  # most kinds of calls (shapes, dtypes, options) whose launches a cache keeps
 
 
@@ -48,7 +48,7 @@ class Launch:
         self.compiled: Any = None
 
     def arguments(self, of_call: Mapping[str, Any]) -> list[Any]:
-        """Returns all arguments of a call, in the order of the kernel's parameters."""
+        """Returns all arguments of a call in the order of the kernel's parameters."""
         arguments = self.fixed.copy()
         for place, name, tiles, rows_before in self.places:
             x = of_call[name]
@@ -68,9 +68,12 @@ class Launch:
 
 
 def kept(kind: Any, build: Callable[[], Any], device: torch.device, own: Any = _launches) -> Any:
-    """Returns `build()`, cached in `own` or for all layouts unless a CUDA graph is captured."""
+    """Returns `build()`, or its earlier result for this `kind` from the cache `own`.
+
+    During a CUDA graph capture it caches nothing.
+    """
     if (found := own.get(kind)) is not None or capturing(device):
-        return found or build()  # in a capture, tables have no values until the replay
+        return found or build()  # tables built in a capture are empty until the replay
     if len(own) >= _MOST_KINDS:
         for oldest in list(own)[:1]:
             own.pop(oldest, None)  # no KeyError if another thread removed it
@@ -78,7 +81,7 @@ def kept(kind: Any, build: Callable[[], Any], device: torch.device, own: Any = _
 
 
 def kinds(named: Mapping[str, Any]) -> list[Any]:
-    """Returns values of arguments; of tensors, the properties that kernels are compiled for."""
+    """Returns the values of arguments; for tensors, what kernels are compiled for instead."""
     return [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in named.values()]
 
 
@@ -96,9 +99,10 @@ def options(config: Config | None) -> dict[str, Any]:
 
 
 def strides(**tensors: Tensor) -> dict[str, int]:
-    """Returns NAME_batch, NAME_head and NAME_token: strides of tensors, in units of ALIGN elements.
+    """Returns NAME_batch, NAME_head and NAME_token: strides of tensors in units of ALIGN elements.
 
-    ALIGN is the number of elements in 16 bytes if it divides all strides (wide loads), else 1.
+    ALIGN is the number of elements in 16 bytes if it divides all strides, which permits wide loads;
+    else it is 1.
     """
     least = max(16 // x.itemsize for x in tensors.values())
     of_tensors = {name: x.stride()[:3] for name, x in tensors.items()}
@@ -114,12 +118,13 @@ class Matrix(NamedTuple):
     """A tensor [B, H, N, D] as a matrix whose rows are tokens."""
 
     tiles: Any  # a descriptor of the matrix
-    # "batch" and "head" in rows; "side": that of heads in columns, if they lie side by side, else 0
+    # "batch" and "head" count rows; "side" is the columns between heads if they lie side by side,
+    # else 0
     strides: dict[str, int]
 
 
 def matrix(x: Tensor, rows: int) -> Matrix | None:
-    """Views [B, H, N, D] as a matrix to read `rows` tokens at a time; None if TMA cannot do it."""
+    """Views [B, H, N, D] as a matrix, so that TMA reads `rows` tokens; None if TMA cannot."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     batch, heads, tokens, head_dim = x.shape
@@ -138,7 +143,7 @@ def matrix(x: Tensor, rows: int) -> Matrix | None:
 
 
 def line(x: Tensor, count: int) -> Any:
-    """Returns a descriptor to read `count` numbers of [B, H, N] at a time; None if TMA cannot."""
+    """Returns a TMA descriptor for `count` numbers of [B, H, N] at a time; None if impossible."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     batch, heads, tokens = x.shape
@@ -149,10 +154,11 @@ def line(x: Tensor, count: int) -> Any:
 
 
 def precision(dtype: torch.dtype) -> str:
-    """Returns how tensor cores multiply float32.
+    """Returns how tensor cores multiply float32, as Triton's `input_precision`.
 
-    By default as three products of tf32 ("tf32x3"), nearly as exact as products of float32, which
-    have no tensor cores. torch can be set to float32 products ("ieee") or to one product of tf32.
+    The default is three products of tf32 ("tf32x3"), which are nearly as exact as float32 products,
+    for which there are no tensor cores. torch's settings can ask for float32 products ("ieee") or a
+    single product of tf32.
     """
     if dtype != torch.float32 or torch.version.hip:
         return "ieee"

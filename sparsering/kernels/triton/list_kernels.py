@@ -1,10 +1,11 @@
 """The Triton kernels over lists of keys: a program gathers the keys that one query lists.
 
-Rows of scores are the query heads that share a list and a kv head, columns are listed keys. For dK
-and dV, entries of lists are sorted by key, and a program sums over the entries of one key. No two
-programs write the same memory, and sums run in a fixed order.
+Rows of scores are the query heads that share a list and a kv head; columns are listed keys. For dK
+and dV, the items of all lists are sorted by key, and a program sums over the items of one key. No
+two programs write the same memory, and sums run in a fixed order.
 
-Head dims above 512 are computed as 512 and a rest, so that 576 needs no padding to 1,024.
+Head dims above 512 are split into the first 512 channels and a rest, so that 576 is not padded to
+1,024.
 """
 
 import triton
@@ -16,12 +17,15 @@ from .device import elements, kernel
 from .tile_scores import apart, bias_at, capped, kept_pairs, products, words_of
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_FIRST = tl.constexpr(512)  # numbers of a row before its rest
+_FIRST = tl.constexpr(512)  # channels of a row before its rest
 
 
 @triton.jit
 def _query_of(program, parts, q_len, lists, heads, kv_heads, tables):
-    """Returns (part of the heads, query, batch entry, kv head, table) of a program; parts first."""
+    """Returns what a program computes: (part of the heads, query, batch entry, kv head, table).
+
+    Parts vary the fastest between programs.
+    """
     part = (program % parts).to(tl.int32)
     query = program // parts % q_len
     rest = program // parts // q_len
@@ -38,7 +42,7 @@ def _query_of(program, parts, q_len, lists, heads, kv_heads, tables):
 
 @triton.jit
 def _rest_of(pointers, real, HEAD_DIM: tl.constexpr, REST: tl.constexpr):
-    """Loads the numbers of rows from 512 on, [rows, REST]."""
+    """Loads the channels of rows from 512 on, [rows, REST]."""
     dim = _FIRST + tl.arange(0, REST)
     return tl.load(
         pointers[:, None] + dim[None, :],
@@ -49,7 +53,7 @@ def _rest_of(pointers, real, HEAD_DIM: tl.constexpr, REST: tl.constexpr):
 
 @triton.jit
 def _rows_of(pointers, real, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
-    """Loads the first numbers of rows, [rows, PADDED_DIM]."""
+    """Loads the first channels of rows, [rows, PADDED_DIM]."""
     dim = tl.arange(0, PADDED_DIM)
     return tl.load(
         pointers[:, None] + dim[None, :],
@@ -60,7 +64,7 @@ def _rows_of(pointers, real, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
 
 @triton.jit
 def _place_of_query(of_query, batch, query, q_start, q_len, query_batch, PLACED: tl.constexpr):
-    """Returns (position, depth, index of the dropout seed) of queries, all int64."""
+    """Returns (position, depth, index of the dropout seed) of queries, int64 each."""
     if PLACED:
         at = of_query + batch * query_batch + query
         return tl.load(at), tl.load(at + q_len), tl.load(at + 2 * q_len)
@@ -74,7 +78,7 @@ def _place_of_key(
     of_key, batch, kv_head, token, there, kv_len, kv_heads, key_batch, key_heads,
     PLACED: tl.constexpr,
 ):
-    """Returns (position, depth) of keys, both int64."""
+    """Returns (position, depth) of keys, int64 each."""
     if PLACED:
         at = of_key + batch * key_batch + (kv_head * key_heads // kv_heads) * kv_len + token
         depth = tl.load(at + key_heads * kv_len, mask=there, other=0)
@@ -102,8 +106,9 @@ def list_forward_kernel(
 ):
     """Writes out [B, heads, Nq, Dv] and lse [B, heads, Nq] over listed keys.
 
-    `keys` [B or 1, tables, Nq, slots] has no repeats, and -1 for no key. With RUNNING, merges into
-    `out` (float32) and `lse`; with SINK, into zeros and `lse`, which has the sinks.
+    `keys` [B or 1, tables, Nq, slots] has no repeats, and -1 for no key. With RUNNING, results are
+    merged into `out` (float32) and `lse`; with SINK, `lse` has the sinks at first, and `out` counts
+    as zeros.
     """
     program = tl.program_id(0).to(tl.int64)
     part, row, batch, of_list, kv_head, table = _query_of(
@@ -212,10 +217,10 @@ def list_query_kernel(
     DISTANCES: tl.constexpr, LEARNS_DISTANCES: tl.constexpr, DROPPING: tl.constexpr,
     PLACED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """Writes dQ [B, heads, Nq, D], or adds it with RUNNING.
+    """Writes dQ [B, heads, Nq, D]; with RUNNING, it adds to what memory holds.
 
-    With BIASED, it writes dS [B, heads, Nq, slots] by the place of each slot; with
-    LEARNS_DISTANCES, by slot. Numbers of slots without a key are not written.
+    With BIASED, it also writes dS [B, heads, Nq, slots] by the place of each key in the bias; with
+    LEARNS_DISTANCES, by slot. Slots without a key are not written.
     """
     program = tl.program_id(0).to(tl.int64)
     part, row, batch, of_list, kv_head, table = _query_of(
@@ -307,7 +312,10 @@ def _store_rows(
     pointers, rows, real,
     FIRST: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, RUNNING: tl.constexpr,
 ):
-    """Stores rows [rows, PADDED_DIM] at the numbers from FIRST on; adds them with RUNNING."""
+    """Writes rows [rows, PADDED_DIM] to the channels from FIRST on.
+
+    With RUNNING, it adds them to what memory holds.
+    """
     dim = FIRST + tl.arange(0, PADDED_DIM)
     to = pointers[:, None] + dim[None, :]
     kept = real[:, None] & (dim < HEAD_DIM)[None, :]
@@ -334,10 +342,11 @@ def list_key_kernel(
     RUNNING: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, DISTANCES: tl.constexpr,
     DROPPING: tl.constexpr, PLACED: tl.constexpr,
 ):
-    """Writes dK [B, kv heads, Nk, D] and dV [.., Dv] of one key, or adds them with RUNNING.
+    """Writes dK [B, kv heads, Nk, D] and dV [.., Dv] of one key; with RUNNING, adds to memory.
 
-    Entry i of `order` [B or 1, tables, Nq * slots] is an index of a query and a slot; those of key
-    k are from `start[k]` to `start[k + 1]`, by rising query. Rows are pairs of an entry and a head.
+    `order` [B or 1, tables, Nq * slots] has the items of lists, as query * slots + slot, sorted by
+    key, then by query; those of key k are from `start[k]` to `start[k + 1]`. Rows are pairs of an
+    item and a head.
     """
     program = tl.program_id(0).to(tl.int64)
     token = program % kv_len
@@ -362,7 +371,7 @@ def list_key_kernel(
         key_position, key_depth = _place_of_key(
             of_key, batch, kv_head, token, True, kv_len, kv_heads, key_batch, key_heads, PLACED
         )
-    for of_kv_head in range(lists // kv_heads):  # lists of these query heads
+    for of_kv_head in range(lists // kv_heads):  # each list that query heads of this kv head have
         of_list = kv_head * lists // kv_heads + of_kv_head
         table = of_list * tables // lists
         starts = start + batch * start_batch + table * (kv_len + 1) + token
@@ -430,7 +439,7 @@ def list_key_kernel(
 
 @triton.jit
 def _store_row(pointer, row, dim, HEAD_DIM: tl.constexpr, RUNNING: tl.constexpr):
-    """Stores the numbers `dim` of one row; adds them with RUNNING."""
+    """Writes channels `dim` of one row; with RUNNING, adds them to what memory holds."""
     if RUNNING:
         row += tl.load(pointer + dim, mask=dim < HEAD_DIM, other=0.0)
     tl.store(pointer + dim, row.to(pointer.dtype.element_ty), mask=dim < HEAD_DIM)
@@ -443,10 +452,10 @@ def list_distance_kernel(
     lists: tl.int32, heads: tl.int32, size: tl.int32, splits: tl.int32,
     COUNT: tl.constexpr,
 ):
-    """Writes grad [B, heads, size, splits]: shares of the sums of dS over the pairs of a distance.
+    """Writes grad [B, heads, size, splits]: partial sums of dS over the pairs of each distance.
 
-    `order` [B or 1, lists, entries] has the entries of lists by rising distance; those of distance
-    number r are from `start[r]` to `start[r + 1]`. A split is a range of these.
+    `order` [B or 1, lists, entries] has the items of lists sorted by distance; those of distance
+    number r are from `start[r]` to `start[r + 1]`. A split is a part of this range.
     """
     program = tl.program_id(0).to(tl.int64)
     split = program % splits

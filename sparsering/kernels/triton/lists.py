@@ -1,6 +1,7 @@
-"""Launches the kernels over lists of keys: results merge into those of a layout, or are all.
+"""Launches the kernels over lists of keys.
 
-The host never waits: repeats are found, and entries are sorted by key, on the device.
+Results are merged into those of a layout, if there is one. The host never waits for the GPU: the
+device finds repeats, and sorts the items of lists by key.
 """
 
 from typing import Any, NamedTuple
@@ -18,19 +19,19 @@ from .configs import Config, generation
 from .launch import Launch, kept, kind_of, launch, padded, precision, strides
 
 MOST_LIST_DIM = 576
-_FIRST = 512  # numbers of a row before its rest (list_kernels.py)
-_SPLITS, _COUNT = 16, 256  # of the pairs of a distance, and numbers that a program adds at a time
-_PAIRS_OF_KEY = 4096  # numbers of queries in the registers of a program that sums dK
+_FIRST = 512  # channels of a row before its rest (list_kernels.py)
+_SPLITS, _COUNT = 16, 256  # parts of a distance's pairs; numbers that a program adds at a time
+_PAIRS_OF_KEY = 4096  # numbers of query rows in the registers of a program that sums dK
 
 
 class DeviceLists(NamedTuple):
-    """Lists on the device of a call, as kernels read them."""
+    """Lists on the device of a call, in the form that kernels read."""
 
-    keys: Tensor  # int32 [B or 1, tables, Nq, n], -1: none; no repeats
-    place: Tensor | None  # int32 like `keys`, if the call has a slot bias
+    keys: Tensor  # int32 [B or 1, tables, Nq, n] without repeats, -1 for no key
+    place: Tensor | None  # int32 like `keys`: `Lists.place`, if the call has a slot bias
     coordinates: Coordinates | None
     branch: int
-    heads: int  # lists that are read apart: those of tables, or of kv heads
+    heads: int  # heads whose lists are read separately: those with a table, or kv heads if more
 
 
 def on_device(problem: Problem, lists: Lists) -> DeviceLists:
@@ -58,7 +59,8 @@ def attend_lists(
 ) -> None:
     """Merges the attention over lists into `out` [B, Hq, Nq, Dv] and `lse`, both contiguous.
 
-    If `fresh`, it writes all of `out`, and `lse` is -inf or has the sinks; else `out` is float32.
+    If `fresh`, it overwrites all of `out`, and `lse` holds -inf or the sinks; else `out` is
+    float32.
     """
     from .list_kernels import list_forward_kernel
 
@@ -84,7 +86,7 @@ def attend_lists(
 
 
 class ListGradients(NamedTuple):
-    """Where the gradients of lists go; `running` adds to what is there, in float32."""
+    """Where the gradients of lists are written; if `running`, they are added to float32 sums."""
 
     query: Tensor
     key: Tensor
@@ -99,7 +101,7 @@ def add_gradients(
     rows: tuple[Tensor, Tensor],
     to: ListGradients,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Writes dQ, dK and dV of lists; returns those of the slot bias and the distance bias.
+    """Writes dQ, dK and dV of lists; returns the gradients of the slot bias and the distance bias.
 
     `rows` are delta and lse [B, Hq, Nq] (+inf for rows without keys). The gradient of the distance
     bias is float32 [B, Hq, 2R + 1].
@@ -187,10 +189,10 @@ def _by_distance(problem: Problem, listed: DeviceLists, grad_score: Tensor) -> T
 
 
 def _sorted_by(numbers: Tensor, stop: int) -> tuple[Tensor, Tensor]:
-    """Sorts the entries of lists [B or 1, T, Nq, n] by a number below `stop`; -1 counts as none.
+    """Sorts the items of lists [B or 1, T, Nq, n] by a number below `stop`; -1 counts as none.
 
-    Returns: order, int64 [B or 1, T, Nq * n], indices of entries, those of equal numbers rising;
-        start, int64 [B or 1, T, stop + 1], where the entries of each number begin in it.
+    Returns: order, int64 [B or 1, T, Nq * n], the indices of the items, where equal numbers keep
+    their order; start, int64 [B or 1, T, stop + 1], the place in `order` where each number begins.
     """
     ordered, order = numbers.flatten(2).sort(dim=2, stable=True)
     each = torch.arange(stop + 1, dtype=ordered.dtype, device=ordered.device)
@@ -199,7 +201,7 @@ def _sorted_by(numbers: Tensor, stop: int) -> tuple[Tensor, Tensor]:
 
 
 def _tensors(problem: Problem, listed: DeviceLists) -> dict[str, Tensor]:
-    """Returns the tensors that all kernels of lists read; placeholders for those not in use."""
+    """Returns the tensors that all kernels over lists read; a placeholder for one not in use."""
     at, seed, table = listed.coordinates, problem.dropout_seed, problem.distance_bias
     optional = {
         "place": listed.place,
@@ -215,7 +217,7 @@ def _tensors(problem: Problem, listed: DeviceLists) -> dict[str, Tensor]:
 
 
 def _numbers(problem: Problem, listed: DeviceLists) -> dict[str, int]:
-    """Returns the lengths of a call, for which no launch is prepared anew."""
+    """Returns the lengths of a call; launches are reused for other lengths."""
     return {
         "q_start": problem.layout.frame.q_start, "q_len": problem.query.shape[2],
         "kv_len": problem.key.shape[2], "slots": listed.keys.shape[3],
@@ -224,7 +226,7 @@ def _numbers(problem: Problem, listed: DeviceLists) -> dict[str, int]:
 
 
 def _batches(problem: Problem, listed: DeviceLists) -> dict[str, int]:
-    """Returns the strides of batch entries, 0 where all share one table."""
+    """Returns the strides between batch entries; 0 where all entries share a table."""
     at, seed = listed.coordinates, problem.dropout_seed
     return {
         "keys_batch": listed.keys.stride(0) if len(listed.keys) > 1 else 0,
@@ -235,7 +237,7 @@ def _batches(problem: Problem, listed: DeviceLists) -> dict[str, int]:
 
 
 def _fixed(problem: Problem, listed: DeviceLists) -> dict[str, Any]:
-    """Returns the arguments that are equal for calls of one kind."""
+    """Returns the arguments that do not change between calls of one kind."""
     query, value, table = problem.query, problem.value, problem.distance_bias
     at, dropped = listed.coordinates, problem.dropout_p or 0.0
     wide = query.shape[3] > _FIRST
@@ -257,6 +259,7 @@ def _fixed(problem: Problem, listed: DeviceLists) -> dict[str, Any]:
 
 
 def _shape(problem: Problem, listed: DeviceLists, config: Config) -> dict[str, int]:
+    """Returns the sizes of a program's work: heads (rows), keys per step, parts of the heads."""
     group = problem.query.shape[1] // listed.heads
     return {
         "ROWS": config.rows, "KEYS": config.streamed, "STAGES": config.stages,
@@ -265,7 +268,7 @@ def _shape(problem: Problem, listed: DeviceLists, config: Config) -> dict[str, i
 
 
 def _kind(problem: Problem, listed: DeviceLists, *results: Tensor) -> tuple[Any, ...]:
-    """Returns what the launches of lists depend on: no length, and no value of a tensor."""
+    """Returns what launches for lists depend on; no tensor's values are among it."""
     at, extras = listed.coordinates, (problem.block_bias, problem.distance_bias)
     return (
         "lists", problem.query.device, problem.query.shape[2], listed.heads, listed.keys.shape[1],
@@ -279,12 +282,12 @@ def _kind(problem: Problem, listed: DeviceLists, *results: Tensor) -> tuple[Any,
 
 
 def _most_keys(listed: DeviceLists) -> int:
-    """Returns the width of the longest lists, for a config: 16, 32 or 64."""
+    """Returns the width of lists that a config is chosen for: 16, 32 or 64."""
     return min(64, max(16, power_of_2(listed.keys.shape[3])))
 
 
 def _config(problem: Problem, listed: DeviceLists) -> Config:
-    """Chooses rows (heads), keys of a step, warps and stages; by registers, not by timings."""
+    """Chooses rows (heads), keys per step, warps and stages, by registers instead of timings."""
     group = problem.query.shape[1] // listed.heads
     width = max(problem.query.shape[3], problem.value.shape[3])
     single = problem.query.dtype == torch.float32

@@ -1,8 +1,8 @@
 """Kernel arguments for some heads of a call: tensors, and the tiles of the layout.
 
-A program keeps one tile and reads ("streams") others, one after another. Streamed tensors have
-pointers, and on Hopper and later GPUs also descriptors, by which TMA copies whole tiles. Tiles that
-need a mask are read by pointers, since TMA cannot skip rows.
+A program keeps one tile and reads ("streams") others, one after another. Streamed tensors are read
+by pointers, or on Hopper and later GPUs by descriptors, with which TMA copies whole tiles. Tiles
+that need a mask are always read by pointers, because TMA cannot skip rows.
 """
 
 from typing import Any, NamedTuple
@@ -57,7 +57,7 @@ def of_inputs(problem: Problem, config: Config) -> dict[str, Any]:
 def of_tiles(
     part: HeadGroup, number: int, w: Walk, config: Config, *, by_key: bool
 ) -> dict[str, Any]:
-    """Returns the arguments for a pass's tiles and work units; `by_key`: units are key tiles."""
+    """Returns the arguments for a pass's tiles and work units; units are key tiles if `by_key`."""
     tile, p = (layout := part.problem.layout).block_size, layout.passes[number]
     starts = p.key_start if by_key else p.query_start
     masked = config.masked or config.streamed
@@ -83,11 +83,11 @@ def streamed(
     rows: dict[str, Tensor],
     **tensors: Tensor,
 ) -> dict[str, Any]:
-    """Returns arguments for streamed `tensors`, and for `rows`, which have one number per token.
+    """Returns the arguments for streamed `tensors`, and for `rows`, which have a number per token.
 
     Tensors get TMA descriptors if all of them permit it. A descriptor reads a fixed number of
-    consecutive rows, so it needs step 1, a tile of equal parts, and no masked key. Strides are in
-    units of `unit` elements. WIDE is True if offsets need int64.
+    consecutive rows, so it needs step 1, tiles that are a multiple of this number, and no masked
+    key. Strides are in units of `unit` elements. WIDE is True if offsets need int64.
     """
     layout, mask = part.problem.layout, part.problem.key_mask
     step, tile = layout.passes[number].step, layout.block_size

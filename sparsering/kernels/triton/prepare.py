@@ -16,8 +16,9 @@ def prepare_kernel(
 ):
     """Writes delta [B, heads, Nq], and row_lse = lse * unit, which is subtracted from scores.
 
-    row_lse is +inf for a row without keys, so that P = 0. `unit` is log2(e), since kernels compute
-    powers of 2. With a block bias it is 1: kernels subtract the bias from lse, then apply log2(e).
+    row_lse is +inf for a row without keys, so that P = 0. `unit` is log2(e), because kernels
+    compute powers of 2. With a block bias it is 1, because kernels first subtract the bias from
+    lse, then multiply by log2(e).
     """
     program = tl.program_id(0).to(tl.int64)
     blocks = (q_len + ROWS - 1) // ROWS

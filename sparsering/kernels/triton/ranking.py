@@ -2,8 +2,8 @@
 
 The tables equal those of `layouts.selected_on_device` and of walk.py, bit for bit. An entry is a
 visited pair of tiles. A program computes ROWS consecutive query tiles (a run) of one table, in
-arrays [ROWS, LANES]: a column (lane) for each entry that a query tile may have. Entries are counted
-in bins: bin 2k has the entries of key tile k that need no mask, bin 2k + 1 its other entries.
+arrays [ROWS, LANES] with a column (lane) for each entry that a query tile may have. Entries are
+counted in bins: bin 2k has the entries of key tile k that need no mask, bin 2k + 1 the others.
 """
 
 import triton
@@ -15,7 +15,7 @@ _LAST = tl.constexpr((1 << 30) - 1)  # these three must equal the constants of s
 _FORCED = tl.constexpr((1 << 61) + (1 << 30) - 1)
 _NOT_CHOSEN = tl.constexpr(-(1 << 62))
 LANE = tl.constexpr(256)  # an item of `lists` is key tile * LANE + lane of that key tile
-_CHUNKS = tl.constexpr(32)  # number of runs whose counts are added in one loop step
+_CHUNKS = tl.constexpr(32)  # number of runs whose counts are added up in one loop step
 _TILES = tl.constexpr(128)  # number of tiles, units or bins that are computed in one loop step
 
 
@@ -26,7 +26,7 @@ def rank_kernel(
     query_block: tl.int64, block_size: tl.int64,
     CAUSAL: tl.constexpr, ROWS: tl.constexpr, BLOCKS: tl.constexpr, BEST: tl.constexpr,
 ):
-    """Writes the k best blocks of ROWS rows; see `selection.select_blocks` for their order."""
+    """Writes the k best blocks of ROWS rows, in the order of `selection.select_blocks`."""
     runs = tl.cdiv(num_rows, ROWS)
     entry = (tl.program_id(0) // runs).to(tl.int64)
     row = (tl.program_id(0) % runs) * ROWS + tl.arange(0, ROWS)
@@ -60,14 +60,17 @@ def rank_kernel(
 
 @triton.jit
 def tile_at(tile, q_start, q_stop, tokens):
-    """Returns a query tile's start (a multiple of `tokens`), first query and exclusive end."""
+    """Returns a query tile's start (a multiple of `tokens`), its first query and its end."""
     begin = (q_start // tokens + tile) * tokens
     return begin, tl.maximum(begin, q_start), tl.minimum(begin + tokens, q_stop)
 
 
 @triton.jit
 def key_at(source, lane, real, own, parts, num_keys, CAUSAL: tl.constexpr):
-    """Returns the key tile of a lane, or `num_keys` if none; CAUSAL excludes tiles after `own`."""
+    """Returns the key tile that a lane lists, or `num_keys` for none.
+
+    CAUSAL excludes tiles after `own`, the tile's own key tile.
+    """
     block = tl.load(source + lane // parts, mask=real, other=-1)
     listed = (block >= 0) & (block < num_keys)
     key = tl.where(listed, tl.minimum(block * parts + lane % parts, num_keys), num_keys)
@@ -88,8 +91,9 @@ def rows_kernel(
 ):
     """Lists the distinct visible key tiles of each query tile in order; counts them by bin.
 
-    `lengths`: for each n, how many query tiles of a run have n entries. `bins`: for each bin, how
-    many entries of a run are in lower bins. Table 0's programs also write tile bounds and bitmaps.
+    It also writes, for each run: `lengths`, how many query tiles have n entries, for each n; and
+    `bins`, how many entries are in lower bins, for each bin. The programs of table 0 also write the
+    bounds of tiles and the bitmaps.
     """
     chunks = tl.cdiv(num_tiles, ROWS)
     table, chunk = (tl.program_id(0) // chunks).to(tl.int64), tl.program_id(0) % chunks
@@ -164,12 +168,13 @@ def place_kernel(
     TILE: tl.constexpr, CAUSAL: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
     LENGTHS: tl.constexpr,
 ):
-    """Writes a pass's table and its work units by query tile; more programs run `add_bins`.
+    """Writes a pass's table and its work units by query tile.
 
-    `begins`: index of each bin's first entry, if all entries are sorted by bin. `offsets`: for each
-    run and bin, what to add to an entry's index among the run's sorted entries to get its index
-    among all sorted entries. `spans`: for each query tile, the index of its first entry, and of its
-    first entry that needs a mask; at the end, the number of entries.
+    Further programs run `add_bins`. `begins` is the index of each bin's first entry when all
+    entries are sorted by bin. `offsets` is what to add, for each run and bin, to an entry's index
+    among the run's sorted entries to get its index among all of them. `spans` has, for each query
+    tile, the index of its first entry and of its first entry that needs a mask; its last item is
+    the number of entries.
     """
     chunks = tl.cdiv(num_tiles, ROWS)
     if tl.program_id(0) >= tables * chunks:
@@ -244,7 +249,10 @@ def place_kernel(
 
 @triton.jit
 def add_bins(bins, offsets, begins, table, low, chunks, num_bins):
-    """Adds up the runs' entries per bin, so that `place_kernel` knows where each run writes."""
+    """Adds up the entries per bin over all runs, so that each run knows where it writes.
+
+    `keys_kernel` reads the results.
+    """
     bin = (low + tl.arange(0, _TILES))[None, :]
     total = tl.zeros([_TILES], tl.int32)
     for first in range(0, chunks, _CHUNKS):
@@ -272,7 +280,7 @@ def keys_kernel(
     num_units: tl.int32, num_cuts: tl.int32,
     TILE: tl.constexpr, ROWS: tl.constexpr, LANES: tl.constexpr,
 ):
-    """Writes entries by key tile, in a program per run; one more per table writes the units."""
+    """Writes entries by key tile, one program per run; one more per table writes the units."""
     chunks = tl.cdiv(num_tiles, ROWS)
     if tl.program_id(0) >= tables * chunks:
         table = (tl.program_id(0) - tables * chunks).to(tl.int64)
@@ -335,9 +343,10 @@ def units_kernel(
 
 @triton.jit
 def write_units(begins, units, unit_lengths, cuts, num_keys, limit, num_units, num_cuts):
-    """Writes a table's work units, longest first, and `cuts`: the tiles cut into several units.
+    """Writes a table's work units, the longest first, and the tiles that are cut into several.
 
-    `begins` has two numbers per tile, like `spans` of `place_kernel`; walk.py describes the units.
+    `begins` has two numbers per tile, like `spans` of `place_kernel`; walk.py describes units and
+    `cuts`.
     """
     for low in range(0, num_units, 64):
         unit = low + tl.arange(0, 64)
@@ -387,7 +396,10 @@ def pieces_of(begins, tile, num_keys, limit):
 
 @triton.jit
 def unit_of(begins, unit, num_keys, limit):
-    """Returns (tile, first entry, first masked entry, end, slot, length) of units; see walk.py."""
+    """Returns (tile, first entry, first masked entry, end, slot, length) of units.
+
+    walk.py explains them.
+    """
     tile, before, slot = unit * 0, unit * 0, unit * 0
     seen = 0
     for low in range(0, num_keys, _TILES):

@@ -1,9 +1,9 @@
-"""Selections on a GPU: ranks blocks, and builds the tables of selected blocks, in four launches.
+"""Selections on a GPU: ranks blocks and builds the tables of selected blocks, in four launches.
 
 One launch ranks (`best_blocks`), two build the layout and its work units by query tile
 (`selected_layout`), and one the units by key tile, on first use. walk.py explains units. The tables
-have the same bits as those of `layouts.selected_on_device` and walk.py, which build layouts that
-are too large for these kernels. The host never waits for the device.
+have the same bits as those of `layouts.selected_on_device` and walk.py, which are used for layouts
+that are too large for these kernels. The host never waits for the device.
 """
 
 import math
@@ -23,8 +23,10 @@ from .call import interpreting, reasons
 from .launch import Launch, kept, kinds, launch, power_of_2
 from .walk import Walk, hand_over
 
-# Numbers of best blocks that are compiled for, 256 at most since they stay in registers. Few sizes,
-# because a cache that grows would compile at each doubling; `tl.topk` of 1 fails for a single row.
+# The numbers of best blocks that `rank_kernel` is compiled for. 256 is the most that registers
+# hold.
+# There are few, because a cache that grows would compile at each doubling. 1 is not among them,
+# because `tl.topk` of 1 fails for a single row.
 _RANKED = (2, 8, 32, 128, 256)
 _MOST_ENTRIES = 128  # largest number of entries of a query tile
 _MOST_KEY_TILES = 4096  # with more, counting entries by key tile would take too much memory
@@ -40,7 +42,7 @@ def best_blocks(
 ) -> Tensor:
     """Returns the best blocks [entries, rows, k] by scores [entries, rows, blocks].
 
-    `numbers`: first_row, query_block and block_size, as the kernel names them.
+    `numbers` are first_row, query_block and block_size, as the kernel names them.
     """
     from .ranking import rank_kernel
 
@@ -66,6 +68,7 @@ def ranks(k: int, device: torch.device) -> bool:
 
 @cache
 def _compiles_for(device: torch.device) -> bool:
+    """True if a device is a GPU that runs these kernels compiled, not interpreted."""
     if device.type != "cuda" or interpreting():
         return False
     with torch.cuda.device(device):
@@ -85,7 +88,7 @@ def remember(pattern: Pattern) -> None:
 def selected_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> BlockLayout | None:
-    """Returns the layout of a selection, shared with backward; None if kernels cannot build it."""
+    """Returns the layout of a selection, which backward reuses; None if kernels cannot build it."""
     if (found := selection_of(pattern, frame, block_size)) is None:
         return None
     selection, causal = found
@@ -112,7 +115,11 @@ def selected_layout(
 def _built(
     indices: Tensor, rows: tuple[int, int, int], parts: int, causal: bool, frame: Frame, tile: int
 ) -> BlockLayout:
-    """Builds a layout; `rows`: tokens per query tile, queries per selection row, its first row."""
+    """Builds a layout from indices [B, H, R, k].
+
+    `rows` is (tokens per query tile, queries per row of the selection, first row); `parts` is the
+    number of key tiles per block.
+    """
     from .ranking import place_kernel, rows_kernel
 
     tokens, device = rows[0], indices.device
@@ -188,7 +195,7 @@ def _built(
 
 
 def _cut(w: Walk, spans: Tensor, limit: int) -> Walk:
-    """Returns the walk `w` over query tiles, and cuts tiles of more than `limit` entries."""
+    """Returns the walk over query tiles in which tiles of more than `limit` entries are cut."""
     from .ranking import units_kernel
 
     num_tiles = w.units.shape[2]
@@ -200,7 +207,7 @@ def _cut(w: Walk, spans: Tensor, limit: int) -> Walk:
 
 
 def _walk_by_key(given: dict[str, Any], bitmaps: Tensor, programs: int, limit: int) -> Walk:
-    """Returns the walk over key tiles, and cuts tiles of more than `limit` entries."""
+    """Returns the walk over key tiles in which tiles of more than `limit` entries are cut."""
     from .ranking import keys_kernel
 
     like = given["bitmap"]
@@ -223,7 +230,10 @@ def _walk_by_key(given: dict[str, Any], bitmaps: Tensor, programs: int, limit: i
 
 
 def _of_units(like: Tensor, num_tiles: int, limit: int) -> dict[str, Any]:
-    """Returns kernel arguments for units of at most `limit` entries; `like` is [B, H, entries]."""
+    """Allocates units of at most `limit` entries; returns kernel arguments.
+
+    `like` is [B, H, entries].
+    """
     batch, heads, size = like.shape
     spare = size // limit
     units = like.new_empty(batch, heads, num_tiles + spare, 5)
@@ -235,6 +245,7 @@ def _of_units(like: Tensor, num_tiles: int, limit: int) -> dict[str, Any]:
 
 
 def _run(kernel: Any, programs: int, arguments: dict[str, Any], device: torch.device) -> None:
+    """Launches a kernel; calls with equal shapes and numbers share a `Launch`."""
     kind = kernel.fn, programs, device, *kinds(arguments)
     launches = kept(kind, lambda: [Launch(kernel, programs, None, arguments)], device)
     launch(launches, arguments, device)

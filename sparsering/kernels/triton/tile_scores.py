@@ -1,7 +1,7 @@
 """Functions that apply extras to scores and weights, in forward and backward.
 
 Arrays of pairs are [queries, keys] or [keys, queries]. Positions are absolute: int64 for a tile's
-first token, int32 for the distance of a token from it.
+first token, and int32 for how far another token is from it.
 """
 
 import triton
@@ -11,7 +11,7 @@ from ...ground.dropout import ADDENDS, KEY_MULTIPLIER, MULTIPLIERS
 
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _FAR = tl.constexpr(1 << 30)
-_PART = tl.constexpr(64)  # numbers of a row in a part of `products`
+_PART = tl.constexpr(64)  # channels that `products` multiplies at a time
 _OF_KEY = tl.constexpr(KEY_MULTIPLIER % 2**32)
 _MULTIPLIER_1 = tl.constexpr(MULTIPLIERS[0] % 2**32)
 _MULTIPLIER_2 = tl.constexpr(MULTIPLIERS[1] % 2**32)
@@ -21,10 +21,11 @@ _ADDEND_B = tl.constexpr(ADDENDS[1] % 2**32)
 
 @triton.jit
 def products(x, y, x_rows, y_rows, x_real, y_real, HEAD_DIM: tl.constexpr, PRECISION: tl.constexpr):
-    """Returns the products of rows, `x @ y.T`; of wide float32 rows, as a sum over parts of them.
+    """Returns `x @ y.T` for rows x and y; it splits wide float32 rows into parts of the channels.
 
-    Both operands are then in registers, and 512 numbers of each row do not fit. A part is read
-    again, from the pointers `x_rows` and `y_rows` to the first numbers of all rows that are `real`.
+    Both operands are then in registers, where 512 channels of each row do not fit. The parts are
+    read again from `x_rows` and `y_rows`, which point to the first channels of the rows that are
+    `real`.
     """
     if x.dtype != tl.float32 or HEAD_DIM <= 256:
         return tl.dot(x, tl.trans(y), input_precision=PRECISION)
@@ -73,6 +74,7 @@ def bias_at(table, distance, reach, there):
 
 @triton.jit
 def _mixed(x):
+    """Scrambles a 32-bit word, as the rounds of ground/dropout.py do."""
     x = (x ^ (x >> 16)) * _MULTIPLIER_1
     x = (x ^ (x >> 15)) * _MULTIPLIER_2
     return x ^ (x >> 15)
@@ -80,6 +82,7 @@ def _mixed(x):
 
 @triton.jit
 def _word(word, head, branch, query, ADDEND: tl.constexpr):
+    """Hashes a row's head, branch and query position into one word."""
     x = _mixed((word.to(tl.uint32) ^ head.to(tl.uint32)) + ADDEND)
     x = _mixed((x ^ branch.to(tl.uint32)) + ADDEND)
     return _mixed((x ^ query.to(tl.uint32)) + ADDEND)
@@ -94,7 +97,7 @@ def words_of(seed, head, branch, query):
 
 @triton.jit
 def kept_pairs(a, b, key, least):
-    """True where dropout keeps a pair, by its row's hash words a and b and its key position."""
+    """True where dropout keeps a pair; a and b are its row's hash words, `key` its key position."""
     x = (key.to(tl.uint32) * _OF_KEY) ^ a
     x = (x ^ (x >> 16)) * _MULTIPLIER_1
     x = ((x ^ (x >> 15)) + b) * _MULTIPLIER_2

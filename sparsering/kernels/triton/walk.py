@@ -1,8 +1,9 @@
 """Cuts a pass's table into units of work for the programs of a Triton launch, on the device.
 
-An entry is a visited pair of tiles. A unit is a tile and some of its entries; entries without a
-mask come first. A tile with many more entries than the rest is cut into pieces, whose results are
-combined. A walk is all units of a pass, the longest first. The host never waits for the device.
+An entry is a visited pair of tiles. A unit is a tile and some of its entries, of which those that
+need no mask come first. A tile with many more entries than others is cut into pieces, whose results
+are combined later. A walk is all units of a pass, the longest first. The host never waits for the
+device.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,40 +19,45 @@ from ...layouts.layout import BlockLayout, Pass, stretched, tile_counts
 
 UNIT, CUT = 5, 3  # how many int32 numbers describe a unit, and a cut tile
 _LEAST_ENTRIES = 8  # shorter pieces cost more to combine than they save
-_UNITS_PER_PROCESSOR = 4  # units per multiprocessor, so that all finish at about one time
+_UNITS_PER_PROCESSOR = 4  # units per multiprocessor, so that all finish at about the same time
 
 
 class Walk(NamedTuple):
-    """Units and entries of a pass, as int32 tensors.
+    """The units and entries of a pass, as int32 tensors.
 
-    Dims: Bt is B, or 1 if all batch entries share the tables; T (1, Hkv or Hq) counts the tables
-    of a batch entry, E the entries of a table. The other tile of an entry is not the unit's.
+    Bt is B, or 1 if all batch entries share the tables; T (1, Hkv or Hq) is the number of tables of
+    a batch entry, E the entries of a table. The "other tile" of an entry is the one that is not the
+    unit's.
     """
 
-    # [Bt, T, units, 5] tile (-1: nothing to do), first entry, first entry that needs a mask, end of
-    # the entries, slot for a piece's result (-1: the tile is not cut)
+    # [Bt, T, units, 5]: tile (-1 for an unused unit), first entry, first entry that needs a mask,
+    # end of the entries, slot for a piece's result (-1 if the tile is not cut)
     units: Tensor
     start: Tensor  # [Bt, T, E] first token of the entry's other tile
     tokens: Tensor  # [Bt, T, E] number of tokens of the other tile
     bitmap: Tensor  # [Bt, T, E] index of the entry's bitmap, -1 if it has all pairs
     entry: Tensor  # [Bt, T, E] index of the entry in `layout.entries`
-    cuts: Tensor  # [Bt, T, cuts, 3] tile (-1: none), first slot, number of pieces of each cut tile
+    cuts: Tensor  # [Bt, T, cuts, 3] each cut tile (-1 for none), its first slot, number of pieces
     slots: int  # upper bound of the slots of a table; a slot is memory for a piece's result
     bitmaps: Tensor  # bitmaps of the pass, with a line of bits for each token of a unit's tile
     origin: Tensor | None = None  # [Bt, T, E] int64 the other tile's first position, if not `start`
-    # [Bt, T, E] int64 the other tile's dropout seed, by index; None for key tiles, or a single seed
+    # [Bt, T, E] int64 index of the other tile's dropout seed; None for key tiles or a single seed
     stream: Tensor | None = None
-    shift: Tensor | None = None  # [Bt, T, E] depth less position, key minus query; None if all 0
-    built: Built | None = None  # where other CUDA streams must wait; None if no other stream waits
+    # [Bt, T, E] (depth - position) of the key tile minus that of the query tile; None if all are 0
+    shift: Tensor | None = None
+    built: Built | None = None  # other CUDA streams wait for it; None if none needs to wait
 
 
-_captured: list[object] = []  # tensors that CUDA graphs read, never freed
+_captured: list[object] = []  # tensors that captured CUDA graphs read; they are never freed
 _walks: WeakKeyDictionary[Pass, dict[object, Walk]] = WeakKeyDictionary()
 _builders: WeakKeyDictionary[Pass, tuple[Callable[[int], Walk], ...]] = WeakKeyDictionary()
 
 
 def hand_over(p: Pass, uncut: Walk, *builders: Callable[[int], Walk]) -> None:
-    """Caches a pass's uncut walk over query tiles, and functions that build its other walks."""
+    """Caches a pass's uncut walk over query tiles, and functions that build its other walks.
+
+    `selected_layout` calls it, because its kernels have computed the walk already.
+    """
     _walks[p] = {(False, p.key_tile.shape[-1] + 1): uncut}
     _builders[p] = builders
 
@@ -68,8 +74,9 @@ def walk(
     """Returns the walk over the entries of pass `number`, cached for the life of the pass.
 
     For a pass that `Pass.cut` made, the walk over query tiles is that of `walked_as`. With
-    `by_key`, units are key tiles. A unit takes `programs` programs; `processors` run them. With
-    `in_order`, no tile is cut, and all entries lie in their order, as if each needed a mask.
+    `by_key`, units are key tiles. A unit takes `programs` programs, which `processors`
+    multiprocessors run. With `in_order`, no tile is cut, and all entries keep their order, as if
+    each needed a mask.
     """
     p = layout.passes[number] if by_key else layout.passes[number].walked_as
     entries = p.key_tile.shape[-1]
@@ -85,7 +92,7 @@ def walk(
         use(found, layout, number, by_key=by_key)
         return found
     builders = None if in_order else _builders.get(p)
-    if capturing(p.key_tile.device):  # not cached: it has no values until the graph runs
+    if capturing(p.key_tile.device):  # not cached, because it is empty until the graph runs
         if builders is not None:
             return builders[by_key](limit)
         layout = replace(layout, passes=tuple(replace(x) for x in layout.passes))  # drops caches
@@ -121,6 +128,8 @@ def use(w: Walk, layout: BlockLayout, number: int, *, by_key: bool) -> None:
 
 
 def _wait(p: Pass, w: Walk) -> None:
+    """Makes the current stream wait until a walk and the pass's shared tables are complete."""
+
     def shared() -> Iterator[Tensor]:
         yield from (x for x in w if isinstance(x, Tensor))
         yield from Pass.transpose.stored(p) or ()
@@ -133,6 +142,7 @@ def _wait(p: Pass, w: Walk) -> None:
 def _walk(
     layout: BlockLayout, number: int, by_key: bool, limit: int, in_order: bool = False
 ) -> Walk:
+    """Builds a walk on the device of the pass; tiles with more than `limit` entries are cut."""
     p = layout.passes[number] if by_key else layout.passes[number].walked_as
     batch, heads = layout.table_shape
     heads = max(heads, len(p.query_start))
