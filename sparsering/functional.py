@@ -15,7 +15,7 @@ from .kernels.backends import (
     NAMES,
     block_size_of,
     choose,
-    in_company,
+    form_for_mode,
     is_default,
     mode,
     reasons_against,
@@ -213,7 +213,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     check_batch(pattern, batch)
     check_fits(pattern, frame := call.frame)
     backend = choose(None, call.inputs, call.options.in_use, pattern)
-    form = in_company(backend)
+    form = form_for_mode(backend)
     size = call.block_size or block_size_of(form, pattern, call.query, frame)
     lists = " and lists of keys" * (has_lists(pattern) and BACKENDS[backend].runs_lists)
     sizes = f"batch {batch}, {heads} heads of {q_len} queries, {kv_heads} heads of {kv_len} keys"

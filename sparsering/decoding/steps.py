@@ -189,14 +189,14 @@ def attend_page(
     query, key, value, options = tokens
     keys, values = state.keys, state.values
     state.clear_page(state.page_length + query.shape[2])
-    slots = (state.page_length,) * len(layout.passes)
+    rows = (state.page_length,) * len(layout.passes)
     mask = None
     if state.remote:
         place = torch.tensor(state.remote) - state.histories[0].base
         place = (torch.tensor(state.keys.firsts)[:, None] + place).flatten()
         mask = torch.ones(1, state.keys.num_slots, dtype=torch.bool)
         mask = moved(mask.index_fill(1, place, False), query.device)
-    problem = Work(layout=layout, slots=slots, key_mask=mask).problem(
+    problem = Work(layout=layout, first_bitmap_rows=rows, key_mask=mask).problem(
         query,
         keys.rows if keys.are_even else keys.by_head,
         values.rows if keys.are_even else values.by_head,
@@ -276,7 +276,7 @@ class _Group(NamedTuple):
             return self._attend_call(self.tokens, state.pattern, 0)
         if not _runs_spans(state, decision.backend):
             return self._attend_whole(frame)
-        layout, slots = self._layout(frame)
+        layout, rows = self._layout(frame)
         if apart:
             entries = cast(Tensor, self.entries).cpu()
             layout = replace(layout, passes=tuple(p.of_entries(entries) for p in layout.passes))
@@ -286,7 +286,7 @@ class _Group(NamedTuple):
         layout = replace(spanned.layout, passes=passes)
         mask = self._stored(spanned)
         mask = None if mask is None else moved(mask, query.device)
-        work = Work(layout=layout, slots=slots, key_mask=mask)
+        work = Work(layout=layout, first_bitmap_rows=rows, key_mask=mask)
         problem = work.problem(query, keys, values, decision.scale, **options.in_use)
         return run_backend(decision.backend, problem)
 

@@ -156,7 +156,7 @@ mode = _Mode()
 """What `batch_invariant` has set in this thread; torch.compile guards on it."""
 
 
-def in_company(name: str) -> str:
+def form_for_mode(name: str) -> str:
     """Returns the backend itself, or its batch-invariant form if this thread is in that mode."""
     if not mode.is_batch_invariant:
         return name

@@ -56,8 +56,8 @@ class Problem(NamedTuple):
     score_mod: ScoreMod | None = None
     # For each pass, the bitmap row of the first query; () means row 0. Decoding builds one layout
     # for many later queries, and each call computes a few of them. A backend that does not read
-    # slots begins with `in_first_slots()`.
-    slots: tuple[int, ...] = ()
+    # them begins with `from_bitmap_row_0()`.
+    first_bitmap_rows: tuple[int, ...] = ()
     learns_distances: bool = True  # whether the gradient of the distance bias is needed
     # Lists of single keys, which have pairs beside those of the layout. If there are lists, a block
     # bias is for them alone: [B, Hq, Nq, n] for one; for several, theirs flattened end to end,
@@ -106,15 +106,15 @@ class Problem(NamedTuple):
             return self
         return self._replace(key=from_store(self.key, dtype), value=from_store(self.value, dtype))
 
-    def in_first_slots(self) -> "Problem":
-        """Returns an equivalent problem without `slots`: moves the first query to bitmap row 0."""
-        if not self.slots:
+    def from_bitmap_row_0(self) -> "Problem":
+        """Moves the first query to bitmap row 0: an equivalent problem without the field."""
+        if not self.first_bitmap_rows:
             return self
-        if not any(self.slots):
-            return self._replace(slots=())
-        pairs = zip(self.layout.passes, self.slots, strict=True)
+        if not any(self.first_bitmap_rows):
+            return self._replace(first_bitmap_rows=())
+        pairs = zip(self.layout.passes, self.first_bitmap_rows, strict=True)
         passes = tuple(p.from_slot(slot, self.layout.block_size) for p, slot in pairs)
-        return self._replace(layout=replace(self.layout, passes=passes), slots=())
+        return self._replace(layout=replace(self.layout, passes=passes), first_bitmap_rows=())
 
     def of_lists(self) -> "Iterator[tuple[Lists, Problem]]":
         """Yields each of the lists with the problem of its queries and its part of the block bias.

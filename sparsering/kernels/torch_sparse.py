@@ -68,7 +68,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 
     Cost: O(pairs of one head) memory beyond the results.
     """
-    problem = problem.in_first_slots().in_floats()
+    problem = problem.from_bitmap_row_0().in_floats()
     query, value, sink = problem.query, problem.value, problem.sink
     dtype = sum_dtype(query)
     out = torch.zeros(*query.shape[:3], value.shape[3], dtype=dtype, device=query.device)
@@ -100,7 +100,7 @@ def backward(
     With `P = exp(s - lse)` and `delta = rowsum(dO * O) - dlse`, `dS = P * (dP - delta)`; each of
     dP, dQ, dK and dV is one product over the pairs.
     """
-    problem = problem.in_first_slots()
+    problem = problem.from_bitmap_row_0()
     query, key, value, sink = problem.query, problem.key, problem.value, problem.sink
     bias, table, dtype = problem.block_bias, problem.distance_bias, sum_dtype(query)
     delta = (grad_out.to(dtype) * out.to(dtype)).sum(3) - grad_lse.to(dtype)

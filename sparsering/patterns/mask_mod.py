@@ -74,18 +74,18 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
         batch_size = checked_integer("batch_size", batch_size, 0, MOST_HEADS)
     if torch.compiler.is_compiling():
         torch._dynamo.graph_break(msg=_IN_A_GRAPH)
-    entry = _registered(mask_mod)
-    if entry.depends[0] is None:
+    named = _registered(mask_mod)
+    if named.depends[0] is None:
         _check_function(mask_mod)
-        entry.depends = _dependence(mask_mod)
-        entry.accept()
-    by_batch, by_head = entry.depends
+        named.depends = _dependence(mask_mod)
+        named.accept()
+    by_batch, by_head = named.depends
     if by_batch and batch_size is None:
         raise ValueError(
             "mask_mod depends on the batch entry: expected batch_size, got None; pass the number "
             "of batch entries, as in from_mask_mod(mask_mod, batch_size=2)"
         )
-    return MaskMod(entry.name, batch_size if by_batch else None, by_head)
+    return MaskMod(named.name, batch_size if by_batch else None, by_head)
 
 
 def _check_function(mask_mod: MaskModFunction) -> None:
@@ -126,18 +126,18 @@ class MaskMod(Mask):
     head: int = 0
 
     def _validate(self) -> None:
-        if (entry := _by_name.get(self.name)) is None:
+        if (named := _by_name.get(self.name)) is None:
             raise ValueError(
                 f"the mask_mod {self.name!r} is not known in this process, or was dropped after "
                 f"{_MOST_FUNCTIONS} newer ones; build it again with from_mask_mod, and hold a "
                 "reference to the pattern"
             )
-        _use(entry)
-        object.__setattr__(self, "_entry", entry)
+        _use(named)
+        object.__setattr__(self, "_named", named)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles by the function, since the name is valid in this process alone."""
-        return _of_function, (self._entry.function, *self._values())  # type: ignore[attr-defined]
+        return _of_function, (self._named.function, *self._values())  # type: ignore[attr-defined]
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         batch = batch if self.batch_size is not None else 0
@@ -163,13 +163,13 @@ class MaskMod(Mask):
 
         `at` and `num_tables` use it, so that heads with equal masks share a table.
         """
-        entry: _Entry = self._entry  # type: ignore[attr-defined]
-        if (found := entry.alike.get(frame.num_heads)) is None:
+        named: _NamedFunction = self._named  # type: ignore[attr-defined]
+        if (found := named.alike.get(frame.num_heads)) is None:
             with ThreadPoolExecutor(1) as thread:  # for the reason that `holds` gives
-                thread.submit(entry.check).result()
-                found = thread.submit(_heads_alike, entry.function, frame.num_heads).result()
-                thread.submit(entry.accept).result()
-            entry.alike[frame.num_heads] = found
+                thread.submit(named.check).result()
+                found = thread.submit(_heads_alike, named.function, frame.num_heads).result()
+                thread.submit(named.accept).result()
+            named.alike[frame.num_heads] = found
         return found
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
@@ -177,15 +177,15 @@ class MaskMod(Mask):
         shape = torch.broadcast_shapes(p.shape, k.shape)
         if not math.prod(shape):
             return torch.zeros(shape, dtype=torch.bool)
-        entry: _Entry = self._entry  # type: ignore[attr-defined]
+        named: _NamedFunction = self._named  # type: ignore[attr-defined]
         at = torch.tensor(self.batch), torch.tensor(self.head)
         try:
             # torch.compile sets modes in this thread, so another thread evaluates the function.
             with ThreadPoolExecutor(1) as thread:
-                thread.submit(entry.check).result()
-                pairs = thread.submit(_over_pairs, entry.function, at, p - frame.q_start, k)
+                thread.submit(named.check).result()
+                pairs = thread.submit(_over_pairs, named.function, at, p - frame.q_start, k)
                 result: Tensor = pairs.result()
-                thread.submit(entry.accept).result()
+                thread.submit(named.accept).result()
                 return result
         except IndexError as error:
             raise ValueError(
@@ -216,12 +216,12 @@ def _over_pairs(
 
 def _of_function(function: MaskModFunction, name: str, *arguments: Any) -> MaskMod:
     """Unpickles a `MaskMod`; registers its function if this process does not know its name."""
-    entry = _by_name.get(name)
-    known = entry is not None and entry.function is function
+    named = _by_name.get(name)
+    known = named is not None and named.function is function
     return MaskMod(name if known else _registered(function).name, *arguments)
 
 
-class _Entry:
+class _NamedFunction:
     """A registered mask_mod and its name; it lives while a pattern or `_recent` refers to it."""
 
     def __init__(self, name: str) -> None:
@@ -246,12 +246,12 @@ class _Entry:
         self.state = self.reads.now()
 
 
-_by_name: WeakValueDictionary[str, _Entry] = WeakValueDictionary()
-_recent: OrderedDict[str, _Entry] = OrderedDict()  # a backward pass may outlive its pattern
+_by_name: WeakValueDictionary[str, _NamedFunction] = WeakValueDictionary()
+_recent: OrderedDict[str, _NamedFunction] = OrderedDict()  # a backward pass may outlive its pattern
 _counts: Counter[str] = Counter()  # functions that had no digest so far, by `__qualname__`
 
 
-def _registered(function: MaskModFunction) -> _Entry:
+def _registered(function: MaskModFunction) -> _NamedFunction:
     """Registers a function; its name is its `__qualname__` and a digest of what it reads.
 
     A function that cannot be digested gets a running number instead.
@@ -260,16 +260,16 @@ def _registered(function: MaskModFunction) -> _Entry:
     stem, state = getattr(function, "__qualname__", type(function).__name__), reads.now(exact=True)
     _counts[stem] += state is None
     name = f"{stem}-{state or _counts[stem]}"
-    entry = _by_name.setdefault(name, _Entry(name))
-    entry.function, entry.reads, entry.state = function, reads, state
-    _use(entry)
-    return entry
+    named = _by_name.setdefault(name, _NamedFunction(name))
+    named.function, named.reads, named.state = function, reads, state
+    _use(named)
+    return named
 
 
-def _use(entry: _Entry) -> None:
+def _use(named: _NamedFunction) -> None:
     """Marks a function as used now; the last `_MOST_FUNCTIONS` used functions stay alive."""
-    _recent[entry.name] = entry
-    _recent.move_to_end(entry.name)
+    _recent[named.name] = named
+    _recent.move_to_end(named.name)
     while len(_recent) > _MOST_FUNCTIONS:
         _recent.popitem(last=False)
 

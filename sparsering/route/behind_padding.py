@@ -49,9 +49,9 @@ def _without_padding(call: Call, parts: Parts) -> tuple[Part, ...]:
     for first in counts:
         entries = None if len(counts) == 1 else (leading == first).nonzero()[:, 0]
         shifted = frame._replace(kv_len=frame.kv_len - first, q_start=frame.q_start - first)
-        layout, slots = layout_of(tiles, shifted, size, device)
+        layout, rows = layout_of(tiles, shifted, size, device)
         own = mask if entries is None or len(mask) == 1 else mask[entries]
-        work = Work(layout=layout, slots=slots, key_mask=own[:, first:].contiguous())
+        work = Work(layout=layout, first_bitmap_rows=rows, key_mask=own[:, first:].contiguous())
         query, key, value = (x if entries is None else x[entries] for x in call.inputs)
         options = call.options
         if entries is not None:

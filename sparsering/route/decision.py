@@ -18,7 +18,7 @@ from ..checks import (
     checked_scale,
     kind_of,
 )
-from ..kernels.backends import BACKENDS, Backend, block_size_of, choose, in_company, mode
+from ..kernels.backends import BACKENDS, Backend, block_size_of, choose, form_for_mode, mode
 from ..kernels.triton import interpreting
 from ..layouts.lists import ListedPairs, is_only_lists, split
 from ..patterns.algebra import Frame, Pattern, check_fits
@@ -100,7 +100,7 @@ def decided(
         return call, decision
     named = dict(zip(("scale", "q_start", "block_size"), choices[1:], strict=True))
     call = checked_call(inputs, pattern, **named, **options)
-    backend = in_company(choose(choices[0], call.inputs, call.options.in_use, pattern))
+    backend = form_for_mode(choose(choices[0], call.inputs, call.options.in_use, pattern))
     decision = Decision.of(call, backend)
     if in_cache and BACKENDS[backend].refuses is not None:
         raise NotImplementedError(

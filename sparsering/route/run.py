@@ -29,8 +29,8 @@ def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
     """
     backend, parts = BACKENDS[decision.backend], decision.parts
     if decision.is_bare and parts is not None:
-        layout, slots = layout_of(*parts.layout_key)
-        work = Work(layout=layout, slots=slots)
+        layout, rows = layout_of(*parts.layout_key)
+        work = Work(layout=layout, first_bitmap_rows=rows)
         return backend.forward(work.problem(call.query, call.key, call.value, call.scale))
     pattern, options = call.pattern, call.options
     if pattern.tensors and not torch.compiler.is_compiling():

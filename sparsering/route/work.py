@@ -27,7 +27,8 @@ class Work(NamedTuple):
     """The pairs that a call computes: those of tiles and those of lists, without hidden keys."""
 
     layout: BlockLayout  # tiles of the pairs that no list has
-    slots: tuple[int, ...] = ()  # bitmap row of the first query in each pass, () if all are 0
+    # For each pass, the bitmap row of the first query; () if all are 0.
+    first_bitmap_rows: tuple[int, ...] = ()
     lists: tuple[Lists, ...] = ()  # single keys that queries list, beside the tiles
     key_mask: Tensor | None = None  # bool [B or 1, Nk], False for keys that no query sees
 
@@ -47,7 +48,7 @@ class Work(NamedTuple):
             value=value,
             scale=scale,
             key_mask=self.key_mask,
-            slots=self.slots,
+            first_bitmap_rows=self.first_bitmap_rows,
             lists=self.lists,
             **options,
         )
@@ -80,8 +81,8 @@ def work_of(call: Call, backend: str, parts: Parts | None = None) -> Work:
         return Work(layout=layout_cache.layout(*layout_key), key_mask=hidden)
     if build and call.pattern.tensors and (selected := build(*layout_key)) is not None:
         return Work(layout=selected, key_mask=hidden)
-    layout, slots = layout_of(*layout_key)
-    return Work(layout=layout, slots=slots, key_mask=hidden)
+    layout, rows = layout_of(*layout_key)
+    return Work(layout=layout, first_bitmap_rows=rows, key_mask=hidden)
 
 
 def problem_of(call: Call, backend: str, parts: Parts | None = None) -> Problem:

@@ -1,21 +1,23 @@
-"""Each block of the README runs alone, in a process of its own, with all warnings as errors.
+"""The first block of README and of four pages runs alone, in a process of its own, strictly.
 
-It is with the tests of the integration, which also run beside the newest transformers.
+Warnings are errors there. It is with the tests of the integration, which also run beside the newest
+transformers.
 """
 
 import pytest
 from helpers import forked
-from helpers.pages import README, blocks
+from helpers.pages import README, ROOT, blocks
 
-BLOCKS = [x for x in blocks(README.read_text(encoding="utf-8")) if x.language == "python"]
+PAGES = [
+    README,
+    *(ROOT / "docs" / f"{x}.md" for x in ("start", "selection", "transformers", "ring")),
+]
 STRICT = "import warnings\nwarnings.simplefilter('error')\n"
 
 
-def test_there_are_four():
-    assert len(BLOCKS) == 4
-
-
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"line {block.line}")
-def test_a_block_runs_alone_without_warnings(block):
-    done = forked.run(STRICT + block.code)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_a_first_block_runs_alone_without_warnings(page):
+    found = blocks(page.read_text(encoding="utf-8"))
+    code = next(x.code for x in found if x.language == "python")
+    done = forked.run(STRICT + code)
     assert done.returncode == 0, done.stderr

@@ -200,13 +200,13 @@ def test_a_backward_has_the_mode_of_its_forward():
 def test_the_mode_is_of_a_thread_nests_and_is_guarded_on():
     seen = []
     work = torch.compile(
-        lambda x: x + (dispatch.in_company("triton") == "triton_in_order"),
+        lambda x: x + (dispatch.form_for_mode("triton") == "triton_in_order"),
         backend="eager",
         fullgraph=True,
     )
 
     def both():
-        seen.append((dispatch.in_company("triton"), work(torch.zeros(()))))
+        seen.append((dispatch.form_for_mode("triton"), work(torch.zeros(()))))
 
     both()
     with sr.batch_invariant():

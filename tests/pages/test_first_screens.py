@@ -12,17 +12,9 @@ LISTED = re.findall(
     re.MULTILINE,
 )
 READERS = [
-    *("finetune.md", "packing.md", "trees.md", "decoding.md", "diffusion.md", "streaming.md"),
-    *(
-        "drafts.md",
-        "invariance.md",
-        "longnet.md",
-        "slides.md",
-        "encoders.md",
-        "eviction.md",
-        "graphs.md",
-    ),
-    *("selection.md", "parallel.md"),
+    *("finetune.md", "packing.md", "trees.md", "invariance.md", "diffusion.md", "drafts.md"),
+    *("selection.md", "decoding.md", "eviction.md", "streaming.md", "longnet.md", "slides.md"),
+    *("encoders.md", "graphs.md", "parallel.md"),
 ]
 SCREEN = 30  # lines
 

@@ -15,7 +15,7 @@ from ...nn.transformer import checked_heads
 from ...nn.zero_keys import check_reproducible, checked_padding, zero_sink
 from ...patterns.positions import LongNet
 from .grid import positions
-from .layers import EncoderLayer, Heat, SlidePass, by_rows
+from .layers import EncoderLayer, Heat, SlideTokens, by_rows
 from .slides import checked_slides, checked_tile_size
 
 LEAST_ROWS = 256
@@ -220,7 +220,7 @@ class SlideEncoder(nn.Module):
         if self.zero_padding == "torchscale":
             check_reproducible(self.pattern, 0, length, False, None)
             sink = zero_sink(self.pattern, self.num_heads, length, x)
-        how = SlidePass(self.pattern, sink, rows, heat, self.dropout)
+        how = SlideTokens(self.pattern, sink, rows, heat, self.dropout)
         pooled, received = [self._pooled(x)], []
         for layer, share in zip(self.layers, self._shares(), strict=True):
             if self.checkpoint_layers and torch.is_grad_enabled():

@@ -18,7 +18,7 @@ Heat = Literal["class", "all"] | None
 
 
 @dataclass(frozen=True)
-class SlidePass:
+class SlideTokens:
     """Says how a slide's tokens attend, and what else is computed in each layer."""
 
     pattern: Pattern
@@ -68,7 +68,7 @@ class EncoderLayer(nn.Module):
         self.final_layer_norm = nn.LayerNorm(width)
 
     def forward(
-        self, x: Tensor, how: SlidePass, shares: Tensor | None = None
+        self, x: Tensor, how: SlideTokens, shares: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Returns the new rows of x [N, width], and what each row's key received, [N] or None.
 
@@ -84,7 +84,7 @@ class EncoderLayer(nn.Module):
         return by_rows(mapped, states, how.rows), received
 
     def _attended(
-        self, x: Tensor, how: SlidePass, share: Tensor | float
+        self, x: Tensor, how: SlideTokens, share: Tensor | float
     ) -> tuple[Tensor, Tensor | None]:
         """Returns x + share * attention(norm(x)), and what each row's key received."""
         attn, norm = self.self_attn, self.self_attn_layer_norm

@@ -50,17 +50,17 @@ def forward(
     """
     if problem.lists:
         return _forward_of_lists(problem)
-    if problem.slots and problem.query.shape[2] > _FEW_QUERIES:
-        problem = problem.in_first_slots()
+    if problem.first_bitmap_rows and problem.query.shape[2] > _FEW_QUERIES:
+        problem = problem.from_bitmap_row_0()
     x = problem.with_positive_scale()
     kernels, new_rows = library(), () if new is None else new
     if x.is_bare and not x.in_float32:
         run = kernels.forward_laid if new is None else kernels.forward_laid_after
         layout = _checked_layout(x)
-        out, lse = run(*new_rows, x.query, x.key, x.value, layout, x.in_order, x.slots)
+        out, lse = run(*new_rows, x.query, x.key, x.value, layout, x.in_order, x.first_bitmap_rows)
     else:
         run = kernels.forward if new is None else kernels.forward_after
-        out, lse = run(*new_rows, *_arguments(x).values(), x.sink, x.slots)
+        out, lse = run(*new_rows, *_arguments(x).values(), x.sink, x.first_bitmap_rows)
     return out, lse
 
 
@@ -80,7 +80,7 @@ def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
     """Computes the gradients of the problem's tensors from (out, lse) and their gradients."""
-    problem = problem.in_first_slots()
+    problem = problem.from_bitmap_row_0()
     if problem.lists:
         return _backward_of_lists(problem, out, lse, grad_out, grad_lse)
     by_head = takes_whole_heads(len(problem.key) * problem.key.shape[1], torch.get_num_threads())
@@ -214,7 +214,7 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
 
     Raises: NotImplementedError with softcap, distance bias or dropout.
     """
-    problem = problem.in_first_slots()
+    problem = problem.from_bitmap_row_0()
     if _needs_query_walk(problem):
         raise NotImplementedError("cpu: entry_mass takes no softcap, distance_bias or dropout")
     layout, bias = problem.layout, problem.block_bias

@@ -49,7 +49,7 @@ def set_workspace(limit: int) -> int:
 
 def forward(problem: Problem) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) of attention over a layout, as `Problem` says."""
-    problem = problem.in_first_slots().in_floats()
+    problem = problem.from_bitmap_row_0().in_floats()
     query, value, sink = problem.query, problem.value, problem.sink
     dtype = sum_dtype(query)
     q, k, v = _flat(query), _flat(problem.key), _flat(value)
@@ -89,7 +89,7 @@ def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
     """Computes the gradients of the problem's tensors from (out, lse) and their gradients."""
-    problem = problem.in_first_slots()
+    problem = problem.from_bitmap_row_0()
     query, key, value, sink = problem.query, problem.key, problem.value, problem.sink
     dtype = sum_dtype(query)
     q, k, v, do = _flat(query), _flat(key), _flat(value), _flat(grad_out)
@@ -139,7 +139,7 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
 
     Returns: [B, Hq, num_blocks], in the order of the layout's entries.
     """
-    problem = problem.in_first_slots()
+    problem = problem.from_bitmap_row_0()
     dtype = sum_dtype(problem.query)
     q, k = _flat(problem.query), _flat(problem.key)
     extras = Extras(problem, dtype)

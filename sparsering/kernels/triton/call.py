@@ -123,7 +123,7 @@ def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
     """Returns the gradients of the problem's tensors, from those of out and lse."""
-    problem = problem.in_first_slots()
+    problem = problem.from_bitmap_row_0()
     if problem.lists:
         return _backward_of_lists(problem, out, lse, grad_out, grad_lse)
     if problem.distance_bias is None:

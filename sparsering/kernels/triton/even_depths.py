@@ -49,7 +49,7 @@ def with_even_depths(problem: Problem) -> tuple[Problem, Tensor | None]:
     layout = problem.layout
     if not any(map(_leaps, layout.passes)):
         return problem, None
-    problem = problem.in_first_slots()
+    problem = problem.from_bitmap_row_0()
     layout = problem.layout
     cut, entries = layout.memo.get("even depths") or _cut(layout)
     layout.memo["even depths"] = cut, entries

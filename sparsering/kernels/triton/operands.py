@@ -34,7 +34,8 @@ def of_call(problem: Problem, number: int, w: Walk, *, by_key: bool) -> dict[str
     return {
         "query": problem.query, "key": problem.key, "value": problem.value,
         "tile_start": starts.contiguous(), "tile_stop": stops.contiguous(),
-        "kv_len": problem.key.shape[2], "bitmap_row": problem.slots[number] if problem.slots else 0,
+        "kv_len": problem.key.shape[2],
+        "bitmap_row": problem.first_bitmap_rows[number] if problem.first_bitmap_rows else 0,
         **extra_arguments.of_call(problem, number, w, by_key=by_key),
     }  # fmt: skip
 

@@ -17,7 +17,7 @@ from ..calls import SharedCall, thread
 from ..chosen import Chosen
 from ..moving import keys_so_far
 from ..rows import InParts
-from .deepseek_entries import EntriesOfRanks
+from .deepseek_entries import CompressedKeysOfRanks
 from .glm import own_padding
 from .wrapped import Wrapped
 
@@ -79,7 +79,7 @@ def _compress(own: Callable[..., Any], compressor: Any, *args: Any, **options: A
     _now.listed, _now.chosen = [], None
     if (shared := thread.shared) is not None:
         given = inspect.signature(own).bind(compressor, *args, **options)
-        layers = {given.arguments["layer_idx"]: EntriesOfRanks(compressor, shared)}
+        layers = {given.arguments["layer_idx"]: CompressedKeysOfRanks(compressor, shared)}
         given.arguments["past_key_values"] = SimpleNamespace(layers=layers)
         compressor, *args = given.args  # type: ignore[assignment]
         options = given.kwargs

@@ -13,7 +13,7 @@ from ..calls import SharedCall
 from ..moving import own_rank, own_spans
 
 
-class EntriesOfRanks:
+class CompressedKeysOfRanks:
     """Stands for the layer of a cache in a compressor: those of other ranks are "cached".
 
     A compressor asks its cache for the tokens of the windows that close in this call, for those of
