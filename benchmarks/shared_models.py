@@ -28,7 +28,7 @@ from sparsering.distributed.exchange import Traffic
 from sparsering.distributed.ring import ring_attention
 from sparsering.distributed.sharding import owned_ranges
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import override
+from sparsering.integrations.transformers.call import override
 
 from .measure import (
     Row,

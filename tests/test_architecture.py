@@ -205,7 +205,7 @@ def words_of_code(file: Path) -> Iterator[str]:
 
 
 def test_general_modules_of_transformers_name_no_family():
-    """What is known of a family stands in its file; others read the tables of `families`."""
+    """Keeps what is known of a family in its file; others read the tables of `families`."""
     own = HF / "families"
     shared = {own / "__init__.py", own / "wrapped.py"}
     stems = {file.stem for file in set(own.glob("*.py")) - shared}

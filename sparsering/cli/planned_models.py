@@ -109,7 +109,7 @@ def _of_transformers(path: str, text: str | None) -> "ModelOutline":
     try:
         from transformers import AutoConfig
 
-        from ..integrations.transformers.config import heads_of, layer_patterns
+        from ..integrations.transformers.model.config import heads_of, layer_patterns
     except ImportError as error:
         raise ImportError(f"plan --model needs transformers; {install('hf')}") from error
     from ..patterns import Causal

@@ -43,8 +43,8 @@ def _try(arguments: argparse.Namespace) -> int:
     except ImportError as error:
         raise ImportError(f"try needs transformers; {install('hf')}") from error
     from ..functional import attention
-    from ..integrations.transformers.apply import patterns_of
-    from ..integrations.transformers.config import heads_of
+    from ..integrations.transformers.model.apply import patterns_of
+    from ..integrations.transformers.model.config import heads_of
     from ..patterns.expression import parse
     from ..planning.comparison import beside, error_of, measured, timed
     from ..planning.fit import memory_here
@@ -140,7 +140,7 @@ def _class_of(config: Any, model: Any) -> str:
     """Returns the name of a class of transformers that makes the model of a config."""
     import transformers
 
-    from ..integrations.transformers.config import attention_modules
+    from ..integrations.transformers.model.config import attention_modules
 
     for name in config.architectures or []:
         if hasattr(transformers, name):  # not a class of code that comes with the model
@@ -178,7 +178,7 @@ def _built(config: Any, attention: str, dtype: Any, name: str) -> Any:
     """Builds the model of a config with random weights; ValueError if it does not read tokens."""
     from transformers import AutoModel
 
-    from ..integrations.transformers.config import attention_modules
+    from ..integrations.transformers.model.config import attention_modules
 
     try:
         model = AutoModel.from_config(config, attn_implementation=attention, dtype=dtype)
@@ -203,7 +203,7 @@ def _another_kind(name: str, config: Any, got: str) -> ValueError:
 
 def _shorten(config: Any, layers: int | None, tokens: int) -> None:
     """Leaves a config the first layers, by default until each type of layer has come once."""
-    from ..integrations.transformers.config import types_of
+    from ..integrations.transformers.model.config import types_of
 
     number, types = config.num_hidden_layers, types_of(config)
     kept = min(number, layers or max(2, *(types.index(kind) + 1 for kind in set(types)), 2))

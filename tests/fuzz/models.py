@@ -30,7 +30,7 @@ from transformers_models import ENCODERS, like, made, result, tokens
 from using_oracle import objective
 
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers.config import attention_modules
+from sparsering.integrations.transformers.model.config import attention_modules
 
 SIZES: dict[str, dict[str, tuple]] = {  # configs to draw from
     "llama": {"num_key_value_heads": (1, 2, 4)},

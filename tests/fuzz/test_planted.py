@@ -196,19 +196,19 @@ DEFECTS = {
     ),
     "packed documents of one token are joined": (
         "models",
-        "integrations/transformers/masks.py",
+        "integrations/transformers/call/masks.py",
         "return text[:, 1:] <= text[:, :-1]",
         "return text[:, 1:] < text[:, :-1]",
     ),
     "results of padded steps are in the order of their keys": (
         "models",
-        "integrations/transformers/sparse_cache.py",
+        "integrations/transformers/call/sparse_cache.py",
         "lengths, extras), inverse)",
         "lengths, extras), order)",
     ),
     "each rank counts positions from 0": (
         "ranks",
-        "integrations/transformers/parallel.py",
+        "integrations/transformers/ranks/parallel.py",
         'arguments["position_ids"] = ids',
         'arguments["position_ids"] = ids - ids[:, tokens[:1]]',
     ),
@@ -276,7 +276,7 @@ DEFECTS = {
     ),
     "queries of a static cache stand at the end of its room": (
         "models",
-        "integrations/transformers/sources.py",
+        "integrations/transformers/call/sources.py",
         "q_start = mask.first_query",
         "q_start = key.shape[2] - q_len",
     ),

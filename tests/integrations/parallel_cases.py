@@ -25,7 +25,8 @@ from transformers_models import DECODERS, ENCODERS, tokens
 import sparsering as sr
 from sparsering.distributed import RingPlan
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import masks, override, parallel, shared_arguments
+from sparsering.integrations.transformers.call import masks, override
+from sparsering.integrations.transformers.ranks import parallel, shared_arguments
 
 
 def _with_head(family: str, head: Any, **options: Any) -> Callable[..., Any]:

@@ -32,8 +32,8 @@ from transformers_families import BY_PLACE, CAUSAL, MASKED, shrunk, tiny
 
 import sparsering as sr
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import attention
-from sparsering.integrations.transformers.chosen import Chosen
+from sparsering.integrations.transformers.call import attention
+from sparsering.integrations.transformers.call.chosen import Chosen
 
 LENGTH, ANSWER, PADDING = 13, 7, 5  # tokens of a row, of its answer, of padding
 DECODER, ENCODER, BOTH, MORE, OTHERS = INPUTS = (

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from transformers_families import BY_PLACE, NOT_BUILT, layer_types, tiny
 
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import sources
+from sparsering.integrations.transformers.call import sources
 from sparsering.integrations.transformers.families import qwen
 
 LENGTH, PADDING, DOCUMENT = 13, 8, 5  # tokens; 2 ranks have 7 and 6, or chunks of 4

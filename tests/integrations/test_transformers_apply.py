@@ -21,8 +21,8 @@ from transformers_models import DECODERS, assert_same, like, made, padded, resul
 
 import sparsering as sr
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import masks
-from sparsering.integrations.transformers.attention import attention_function
+from sparsering.integrations.transformers.call import masks
+from sparsering.integrations.transformers.call.attention import attention_function
 
 WINDOW_AND_SINKS = sr.SlidingWindow(3) | sr.GlobalTokens(2, rows=False)
 LONGNET = sr.LongNet((4, 8), (1, 2))

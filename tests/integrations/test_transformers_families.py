@@ -16,7 +16,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers_families import tiny
 
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import masks, override, shared_arguments
+from sparsering.integrations.transformers.call import masks, override
+from sparsering.integrations.transformers.ranks import shared_arguments
 from sparsering.patterns.positions import SlidingWindow
 
 FAST = {

@@ -24,10 +24,11 @@ from transformers_families import tiny
 
 import sparsering as sr
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import chosen as module
-from sparsering.integrations.transformers import families, rows
-from sparsering.integrations.transformers.attention import attention_function
-from sparsering.integrations.transformers.masks import mask_interface
+from sparsering.integrations.transformers import families
+from sparsering.integrations.transformers.call import chosen as module
+from sparsering.integrations.transformers.call import rows
+from sparsering.integrations.transformers.call.attention import attention_function
+from sparsering.integrations.transformers.call.masks import mask_interface
 
 PADDED = {
     "no padding": slice(0, 0),

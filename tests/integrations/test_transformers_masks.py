@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import masking_utils as theirs
 
-from sparsering.integrations.transformers import mask_kind, sources
-from sparsering.integrations.transformers.attention import attention_function
-from sparsering.integrations.transformers.masks import mask_interface
+from sparsering.integrations.transformers.call import mask_kind, sources
+from sparsering.integrations.transformers.call.attention import attention_function
+from sparsering.integrations.transformers.call.masks import mask_interface
 
 ROWS = 2
 

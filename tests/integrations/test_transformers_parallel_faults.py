@@ -17,7 +17,7 @@ from transformers_models import GROUPED, SIZES, made, tokens
 
 from sparsering.distributed import fetching
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers.calls import thread
+from sparsering.integrations.transformers.call.calls import thread
 
 WORLD = 3
 TIMEOUT, LONG = 2.0, 30.0  # seconds of a group; and far less than the 60 of other groups

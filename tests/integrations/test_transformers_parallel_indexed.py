@@ -16,7 +16,7 @@ from transformers_families import tiny
 import sparsering as sr
 from sparsering.distributed import RingMismatchError, fetching
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import override
+from sparsering.integrations.transformers.call import override
 from sparsering.patterns.selected import selections_of
 
 CHOSEN = "chosen keys"

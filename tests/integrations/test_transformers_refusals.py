@@ -16,9 +16,9 @@ from transformers_models import assert_same, like, made, padded, pair, result, t
 
 import sparsering as sr
 from sparsering.integrations import transformers as hf
-from sparsering.integrations.transformers import dense, masks, sources
-from sparsering.integrations.transformers.attention import attention_function
-from sparsering.integrations.transformers.chosen import Chosen
+from sparsering.integrations.transformers.call import dense, masks, sources
+from sparsering.integrations.transformers.call.attention import attention_function
+from sparsering.integrations.transformers.call.chosen import Chosen
 
 
 class Module(torch.nn.Module):

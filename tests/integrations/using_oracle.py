@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers_models import made, result, tokens
 
 import sparsering as sr
-from sparsering.integrations.transformers.config import attention_modules
+from sparsering.integrations.transformers.model.config import attention_modules
 
 LEAST = torch.finfo(torch.float64).min
 

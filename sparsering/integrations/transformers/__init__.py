@@ -30,10 +30,10 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 23
         f"{transformers.__version__}; {install('hf')}"
     )
 
-from .apply import apply, explain, load, register, using
-from .converted import convert
-from .parallel import local_positions, parallelize
-from .sparse_cache import SparseCache
+from .call.sparse_cache import SparseCache
+from .model.apply import apply, explain, load, register, using
+from .model.converted import convert
+from .ranks.parallel import local_positions, parallelize
 
 __all__ = [
     "SparseCache", "apply", "convert", "explain", "load", "local_positions", "parallelize",

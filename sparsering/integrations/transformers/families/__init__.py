@@ -1,7 +1,7 @@
 """Knowledge of families of transformers: a file for each family, and a table for each kind.
 
-All other modules name no family: they read the tables of this file. A file of a family imports
-`calls`, `chosen` and what stands below them, never a module that reads a table.
+All other modules name no family: they read the tables of this file. A file of a family imports no
+module that reads a table.
 """
 
 from collections.abc import Callable
@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..calls import SharedCall
-from ..chosen import Chosen
+from ..call.calls import SharedCall
+from ..call.chosen import Chosen
 from . import bert, chronos, deepseek, gemma, glm, llama4, longformer, minimax, nllb_moe, qwen, t5
 from .wrapped import Converted, Wrapped
 

@@ -14,7 +14,7 @@ from ....ground.arguments import is_shape_alone
 from ....patterns.algebra import Pattern
 from ....patterns.keys import KeyMask
 from ....patterns.positions import Documents, Full
-from ..shapes import is_true
+from ..call.shapes import is_true
 from .wrapped import Converted, refuse_weights
 
 

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import SharedCall, thread
-from ..chosen import Chosen
-from ..moving import keys_so_far
-from ..rows import InParts
+from ..call.calls import SharedCall, thread
+from ..call.chosen import Chosen
+from ..call.rows import InParts
+from ..ranks.moving import keys_so_far
 from .deepseek_entries import CompressedKeysOfRanks
 from .glm import own_padding
 from .wrapped import Wrapped

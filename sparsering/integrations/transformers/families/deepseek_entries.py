@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from ....distributed.fetching import Span, fetched
-from ..calls import SharedCall
-from ..moving import own_rank, own_spans
+from ..call.calls import SharedCall
+from ..ranks.moving import own_rank, own_spans
 
 
 class CompressedKeysOfRanks:

@@ -5,8 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calls import SharedCall
-from ..chosen import Chosen
+from ..call.calls import SharedCall
+from ..call.chosen import Chosen
 from .wrapped import Wrapped
 
 

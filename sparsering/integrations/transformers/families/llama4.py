@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils
 
-from ..calls import SharedCall, replacement, thread
+from ..call.calls import SharedCall, replacement, thread
 from ..name import NAME
 
 

@@ -14,8 +14,8 @@ from ....ground.arguments import is_shape_alone
 from ....patterns.algebra import Mask, Pattern
 from ....patterns.keys import KeyMask
 from ....patterns.positions import Full, SlidingWindow
-from ..once import once
-from ..shapes import is_true
+from ..call.once import once
+from ..call.shapes import is_true
 from .wrapped import Converted, refuse_weights
 
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import rows
-from ..calls import SharedCall
-from ..chosen import Chosen, Unchosen
-from ..content_blocks import ContentBlocks, content_blocks
-from ..moving import keys_so_far
-from ..shapes import is_true
+from ..call import rows
+from ..call.calls import SharedCall
+from ..call.chosen import Chosen, Unchosen
+from ..call.content_blocks import ContentBlocks, content_blocks
+from ..call.shapes import is_true
+from ..ranks.moving import keys_so_far
 from .wrapped import Wrapped
 
 

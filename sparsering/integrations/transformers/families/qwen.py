@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from ....selection.indexer import top_tokens
-from ..calls import thread
-from ..chosen import Chosen
-from ..content_blocks import content_blocks
-from ..moving import keys_so_far
+from ..call.calls import thread
+from ..call.chosen import Chosen
+from ..call.content_blocks import content_blocks
+from ..ranks.moving import keys_so_far
 from .wrapped import Wrapped
 
 

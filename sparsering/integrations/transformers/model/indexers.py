@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .calls import thread
-from .chosen import Chosen, Unchosen
-from .families import LEFT_BY, WRAPPED
-from .families.wrapped import Wrapped
-from .name import NAME
+from ..call.calls import thread
+from ..call.chosen import Chosen, Unchosen
+from ..families import LEFT_BY, WRAPPED
+from ..families.wrapped import Wrapped
+from ..name import NAME
 
 _watched: WeakSet[Any] = WeakSet()
 

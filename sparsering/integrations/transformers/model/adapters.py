@@ -15,9 +15,9 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from ...ground.arguments import shortened
+from ....ground.arguments import shortened
+from ..name import NAME
 from .config import Texts, model_inside, stored_text
-from .name import NAME
 
 FILE = "sparsering.json"
 _WHERE = ("subfolder", "revision", "token", "cache_dir", "local_files_only", "force_download")

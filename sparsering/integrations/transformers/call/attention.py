@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ground.arguments import is_shape_alone
+from ....ground.arguments import is_shape_alone
+from ..model.config import is_cross_attention
+from ..model.indexers import chosen_keys
 from .calls import CallState, call_state, is_in_block, used_modules, used_pattern
 from .chosen import Chosen, Unchosen
-from .config import is_cross_attention
-from .indexers import chosen_keys
 from .masks import ModelMask, document_starts
 from .once import once
 from .shapes import is_true

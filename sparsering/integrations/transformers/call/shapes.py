@@ -6,7 +6,7 @@ with: such a call has no padding and a single document, because neither changes 
 
 from torch import Tensor
 
-from ...ground.arguments import is_shape_alone
+from ....ground.arguments import is_shape_alone
 
 
 def is_true(condition: Tensor, unknown: bool) -> bool:

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ...patterns.algebra import Pattern
-from .name import NAME
+from ....patterns.algebra import Pattern
+from ..name import NAME
 
 
 @dataclass(frozen=True, eq=False)

@@ -9,7 +9,7 @@ from torch.nn.functional import cross_entropy
 from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import ModelOutput
 
-from .calls import SharedCall, thread
+from ..call.calls import SharedCall, thread
 
 _CAUSAL_LOSS = LOSS_MAPPING["ForCausalLM"]
 _TOKEN_LOSSES = (LOSS_MAPPING["ForMaskedLM"], LOSS_MAPPING["ForTokenClassification"])

@@ -10,20 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...distributed.ring import ring_attention
-from ...functional import attention
-from ...ground.arguments import shortened
-from ...ground.numerics import merge_attention
-from ...ground.once import unseen
-from ...patterns.algebra import Pattern, parts_of
-from ...patterns.blocks import RandomBlocks
-from ...patterns.keys import KeyMask
-from ...patterns.positions import Causal
-from ...patterns.shifts import is_shift_invariant
+from ....distributed.ring import ring_attention
+from ....functional import attention
+from ....ground.arguments import shortened
+from ....ground.numerics import merge_attention
+from ....ground.once import unseen
+from ....patterns.algebra import Pattern, parts_of
+from ....patterns.blocks import RandomBlocks
+from ....patterns.keys import KeyMask
+from ....patterns.positions import Causal
+from ....patterns.shifts import is_shift_invariant
+from ..families import QUERIES_OF_RANKS
+from ..model.config import pattern_of
 from .calls import SharedCall
 from .chosen import Chosen
-from .config import pattern_of
-from .families import QUERIES_OF_RANKS
 from .masks import Inputs, InRuns, ModelMask, Options, SameRun, several_runs
 from .once import once
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...ground.arguments import is_shape_alone
+from ....ground.arguments import is_shape_alone
 from .once import once
 
 

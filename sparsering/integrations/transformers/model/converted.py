@@ -2,9 +2,9 @@
 
 from typing import Any
 
-from ...checks import check_module
-from ...ground.keywords import with_hints
-from .families import CONVERTED, CONVERTED_NAMES, MASK_BUILDERS
+from ....checks import check_module
+from ....ground.keywords import with_hints
+from ..families import CONVERTED, CONVERTED_NAMES, MASK_BUILDERS
 
 
 @with_hints()

@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
-from ...distributed.fetching import Span, fetched
-from ...distributed.sharding import owned_ranges
-from .calls import SharedCall
+from ....distributed.fetching import Span, fetched
+from ....distributed.sharding import owned_ranges
+from ..call.calls import SharedCall
 
 
 def own_spans(shared: SharedCall) -> list[Span]:

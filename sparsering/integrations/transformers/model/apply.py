@@ -10,21 +10,22 @@ import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from ...checks import check_module, check_pattern
-from ...distributed.plan import RingPlan
-from ...functional import explain as explain_call
-from ...ground.arguments import shortened
-from ...ground.keywords import with_hints
-from ...patterns.algebra import Pattern
-from ...patterns.expression import parse
-from ...patterns.packed_tree import PackedTree
-from ...patterns.positions import Full
-from ...patterns.tree import Tree
-from . import adapters, calls, config, indexers
-from .attention import attention_function
-from .families import CONVERTED_NAMES
-from .masks import mask_interface, watch_requests
-from .name import NAME
+from ....checks import check_module, check_pattern
+from ....distributed.plan import RingPlan
+from ....functional import explain as explain_call
+from ....ground.arguments import shortened
+from ....ground.keywords import with_hints
+from ....patterns.algebra import Pattern
+from ....patterns.expression import parse
+from ....patterns.packed_tree import PackedTree
+from ....patterns.positions import Full
+from ....patterns.tree import Tree
+from ..call import calls
+from ..call.attention import attention_function
+from ..call.masks import mask_interface, watch_requests
+from ..families import CONVERTED_NAMES
+from ..name import NAME
+from . import adapters, config, indexers
 
 
 @with_hints()

@@ -10,14 +10,14 @@ from typing import Any, Self
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ...decoding import KVCache
-from ...ground.arguments import shortened
-from ...ground.keywords import class_with_hints
-from ...kernels.rounding import Store, checked_store
-from ...patterns.algebra import Pattern
-from .config import decoder_config, layer_patterns, model_inside, types_of
+from ....decoding import KVCache
+from ....ground.arguments import shortened
+from ....ground.keywords import class_with_hints
+from ....kernels.rounding import Store, checked_store
+from ....patterns.algebra import Pattern
+from ..model.config import decoder_config, layer_patterns, model_inside, types_of
+from ..name import NAME
 from .masks import Inputs, ModelMask, Options
-from .name import NAME
 from .once import once
 from .override import looking_back
 

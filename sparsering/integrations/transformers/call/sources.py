@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
-from ...functional import attention
-from ...ground.arguments import is_shape_alone, shortened
-from ...patterns.algebra import Pattern
-from ...patterns.keys import KeyMask
+from ....functional import attention
+from ....ground.arguments import is_shape_alone, shortened
+from ....patterns.algebra import Pattern
+from ....patterns.keys import KeyMask
+from ..families import LEARN_DISTANCES
+from ..model.config import pattern_of
 from .calls import SharedCall, thread
 from .chosen import Chosen, Unchosen
-from .config import pattern_of
 from .dense import attend_tensor, dense_attention
-from .families import LEARN_DISTANCES
 from .masks import Inputs, ModelMask, Options, mask_interface
 from .once import once
 from .override import attend_lists_shared, attend_pattern, attend_shared

@@ -17,19 +17,19 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
-from ...distributed.agreement import agree_on_batch, digests_of
-from ...distributed.exchange import Exchange
-from ...distributed.plan import RingPlan
-from ...distributed.ring import resolve_group
-from ...distributed.sharding import check_sharding, num_tokens, owned_ranges, positions
-from ...ground.arguments import shortened
-from ...ground.keywords import with_hints
-from ...patterns.algebra import Pattern
-from ...patterns.positions import Causal, Full
-from . import shared_arguments
-from .apply import is_causal, patterns_of, register
-from .calls import SharedCall, remember_blocks, runs_layers_again, shared_calls, thread
-from .config import (
+from ....distributed.agreement import agree_on_batch, digests_of
+from ....distributed.exchange import Exchange
+from ....distributed.plan import RingPlan
+from ....distributed.ring import resolve_group
+from ....distributed.sharding import check_sharding, num_tokens, owned_ranges, positions
+from ....ground.arguments import shortened
+from ....ground.keywords import with_hints
+from ....patterns.algebra import Pattern
+from ....patterns.positions import Causal, Full
+from ..call.calls import SharedCall, remember_blocks, runs_layers_again, shared_calls, thread
+from ..families import PREPARES_RANKS
+from ..model.apply import is_causal, patterns_of, register
+from ..model.config import (
     Hold,
     attention_modules,
     decoder_config,
@@ -37,8 +37,8 @@ from .config import (
     model_inside,
     release,
 )
-from .families import PREPARES_RANKS
-from .indexers import lists_keys
+from ..model.indexers import lists_keys
+from . import shared_arguments
 from .shared_loss import sharded_loss, with_loss
 
 

@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...distributed.fetching import fetched
-from ...ground.arguments import is_shape_alone
-from ...patterns.algebra import Mask
-from ...patterns.positions import Full
-from ...patterns.selected import SelectedBlocks, has_lists
+from ....distributed.fetching import fetched
+from ....ground.arguments import is_shape_alone
+from ....patterns.algebra import Mask
+from ....patterns.positions import Full
+from ....patterns.selected import SelectedBlocks, has_lists
+from ..ranks.moving import own_spans
 from .calls import SharedCall
-from .moving import own_spans
 
 
 class Chosen(NamedTuple):

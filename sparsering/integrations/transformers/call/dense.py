@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from ...functional import attention
-from ...ground.arguments import is_shape_alone
-from ...ground.numerics import capped, sum_dtype
-from ...patterns.keys import KeyMask
+from ....functional import attention
+from ....ground.arguments import is_shape_alone
+from ....ground.numerics import capped, sum_dtype
+from ....patterns.keys import KeyMask
 from .masks import Inputs, Options
 from .shapes import is_true
 

@@ -17,17 +17,17 @@ from torch import Tensor
 from transformers import masking_utils
 from transformers.cache_utils import DynamicLayer
 
-from ...ground.arguments import is_shape_alone
-from ...patterns.algebra import Frame, Mask, Mixture, Pattern
-from ...patterns.blocks import TensorMask
-from ...patterns.expression import add_constructor
-from ...patterns.keys import KeyMask
-from ...patterns.positions import Causal, Dilated, Documents, Full, Packed, SlidingWindow
+from ....ground.arguments import is_shape_alone
+from ....patterns.algebra import Frame, Mask, Mixture, Pattern
+from ....patterns.blocks import TensorMask
+from ....patterns.expression import add_constructor
+from ....patterns.keys import KeyMask
+from ....patterns.positions import Causal, Dilated, Documents, Full, Packed, SlidingWindow
+from ..families import PARTS_OF_MASKS
+from ..name import NAME
 from .calls import PLAIN_CALL, CallState, MaskRequest, call_state, packing, replacement, thread
 from .chosen import Chosen
-from .families import PARTS_OF_MASKS
 from .mask_kind import MaskKind, recognise, recognise_inside_compile, runs_by_neighbours
-from .name import NAME
 from .once import once
 from .rows import Rows
 from .shapes import is_true

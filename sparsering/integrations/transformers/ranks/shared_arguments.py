@@ -11,11 +11,11 @@ from torch.nn.functional import pad
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from ...ground.arguments import shortened
-from .calls import SharedCall
-from .config import decoder_config, is_cross_attention, types_of
-from .families import AGAINST_RANKS, LAYER_TYPES
-from .indexers import is_other_indexer
+from ....ground.arguments import shortened
+from ..call.calls import SharedCall
+from ..families import AGAINST_RANKS, LAYER_TYPES
+from ..model.config import decoder_config, is_cross_attention, types_of
+from ..model.indexers import is_other_indexer
 from .shared_loss import check_loss, own_labels, shifts
 
 

@@ -17,15 +17,15 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ...checks import check_module, check_pattern
-from ...ground.arguments import shortened
-from ...patterns.algebra import Pattern, parts_of
-from ...patterns.expression import parse
-from ...patterns.mask_mod import MaskMod
-from ...patterns.positions import Causal, Dilated, Full, SlidingWindow
-from ...patterns.selected import selections_of
-from .families import MAY_BE_EITHER
-from .name import NAME
+from ....checks import check_module, check_pattern
+from ....ground.arguments import shortened
+from ....patterns.algebra import Pattern, parts_of
+from ....patterns.expression import parse
+from ....patterns.mask_mod import MaskMod
+from ....patterns.positions import Causal, Dilated, Full, SlidingWindow
+from ....patterns.selected import selections_of
+from ..families import MAY_BE_EITHER
+from ..name import NAME
 from .own_config import forget_own_config, give_own_config
 
 Patterns = Pattern | Mapping[int | str, Pattern]

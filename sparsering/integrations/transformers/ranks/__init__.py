@@ -1,0 +1,1 @@
+"""Calls that the ranks of a process group share: hooks, arguments, losses and moved rows."""
