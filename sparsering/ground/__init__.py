@@ -1,1 +1,1 @@
-"""The lowest floor, on which all other parts stand: arguments, files, streams, numbers."""
+"""The lowest layer of the package: arguments, files, CUDA streams, numerics, dropout."""

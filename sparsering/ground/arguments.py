@@ -18,7 +18,7 @@ MOST_TOKENS = 1 << 53
 """The largest length in a pattern, so that sums of positions fit in 64 bits."""
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-_SAMPLE = 1 << 14  # a tensor's hash reads at most this many elements, evenly spaced
+_SAMPLE = 1 << 14  # a tensor's hash reads at most so many elements, evenly spaced
 
 
 def not_a_pattern(other: object) -> str:
@@ -38,18 +38,18 @@ def not_a_pattern(other: object) -> str:
 
 
 def escaped(text: str) -> str:
-    """Escapes unprintable characters but line breaks: a terminal would obey a name with them."""
+    """Escapes unprintable characters except line breaks, because a terminal would obey them."""
     return "".join(c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in text)
 
 
 def shortened(text: str, most: int = 200) -> str:
-    """Returns the text for a message: unprintable characters escaped, a long middle left out."""
+    """Returns a text for a message: escapes unprintable characters, and cuts out a long middle."""
     half, text = most // 2, escaped(text)
     return text if len(text) <= most else f"{text[:half]} ... {text[-half:]}"
 
 
 def index_of(value: object) -> int | None:
-    """Returns an integer, of numpy too, as an int; None for bools, tensors and other values."""
+    """Returns an integer (also of numpy) as an int; None for bools, tensors and other values."""
     if type(value) is int:
         return value  # operator.index would make it a constant of a compiled function
     try:
@@ -170,15 +170,14 @@ def checked_dtype(name: str, value: object) -> torch.dtype | None:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether a compiler or tracer records what is done with a tensor: its numbers may change."""
+    """Whether a compiler or tracer records operations on a tensor; its numbers may then change."""
     return torch.compiler.is_compiling() or type(x) is FakeTensor or _records()
 
 
 def is_shape_alone(x: object) -> bool:
-    """Whether a tensor has a shape and no numbers, and no tracer records what is done with it.
+    """Whether a tensor has a shape but no numbers, as on the meta device or under FakeTensorMode.
 
-    It is on the meta device, or of torch's FakeTensorMode. A graph that a tracer records gets
-    numbers later: there a question must raise as ever.
+    False if a tracer records: its graph gets numbers later, so checks of numbers must still raise.
     """
     return isinstance(x, Tensor) and (isinstance(x, FakeTensor) or x.is_meta) and not _records()
 
@@ -192,10 +191,11 @@ def _records() -> bool:
 
 
 def freeze_lengths(pattern: Any, name: str, least: int = 0, nested: bool = True) -> None:
-    """Replaces a field of a frozen pattern by a tuple of ints, or by one per batch entry.
+    """Replaces a field of a frozen pattern by a tuple of ints, or by one tuple per batch entry.
 
-    A tensor of integers, [n] or with `nested` [B, n], is kept beside them, as data of traced calls.
-    While a compiler traces, it is without numbers, and stays the field; the operator checks it.
+    A tensor of integers, [n] or with `nested` [B, n], is kept as well, as data for traced calls.
+    While a compiler traces, a tensor has no numbers and stays the field; the operator checks it
+    later.
     """
     value, label = getattr(pattern, name), f"{pattern._name or type(pattern).__name__} {name}"
     if isinstance(value, Tensor) and is_traced(value):
@@ -230,7 +230,7 @@ def per_entry(lengths: Any) -> bool:
 
 
 def same_lengths(a: tuple[int, ...] | Tensor, b: tuple[int, ...] | Tensor) -> bool:
-    """Whether lengths are equal; while a compiler traces, whether they are one tensor."""
+    """Whether lengths are equal; tensors, while a compiler traces, must be the same object."""
     return a is b or (isinstance(a, tuple) and isinstance(b, tuple) and a == b)
 
 
@@ -242,7 +242,7 @@ def same_tensor(a: Tensor, b: Tensor) -> bool:
 
 
 def digest_of(tensor: Tensor) -> int:
-    """Hashes a tensor's shape, and on the CPU also a sample of its elements."""
+    """Hashes a tensor's shape and, on the CPU, a sample of its elements."""
     content = 0
     if tensor.device.type == "cpu" and tensor.numel():
         numbers = tensor.contiguous().flatten()

@@ -1,4 +1,4 @@
-"""Reads the bytes of tensors for hashes, without numpy, which torch does not need either."""
+"""Feeds the bytes of tensors to hashes, without numpy, which torch does not need either."""
 
 import ctypes
 from typing import Any, Protocol
@@ -7,14 +7,14 @@ from torch import Tensor
 
 
 class Hash(Protocol):
-    """A hash of `hashlib`."""
+    """A hash object of `hashlib`."""
 
     def update(self, data: Any, /) -> None:
         """Adds bytes."""
 
 
 def add_bytes(state: Hash, x: Tensor) -> None:
-    """Adds a tensor's bytes in row-major order to a hash; copies only what lies elsewhere."""
+    """Adds a tensor's bytes in row-major order to a hash; copies only from a GPU or if strided."""
     x = x.detach().cpu().contiguous()
     if x.nbytes:  # x lives until the hash has read its memory
         state.update((ctypes.c_ubyte * x.nbytes).from_address(x.data_ptr()))

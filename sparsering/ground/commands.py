@@ -1,4 +1,4 @@
-"""Says what to type to run a program of this Python, for messages.
+"""Finds what a user must type to run a program of this Python, for messages.
 
 program("pip", "pip")                        # "pip", or "/path/to/python -m pip"
 program("torchrun", "torch.distributed.run")
@@ -14,8 +14,8 @@ from pathlib import Path
 def program(name: str, module: str) -> str:
     """Returns `name` if PATH finds this Python's own program of that name, else `python -m module`.
 
-    A virtual environment that is not activated has its programs beside its Python but not on PATH.
-    There `name` alone would run another Python's program, or none.
+    A virtual environment that is not activated has its programs beside its Python, but not on PATH.
+    Then `name` would run another Python's program, or none.
     """
     own, found = Path(sys.executable).parent / name, shutil.which(name)
     if found is not None and own.exists() and os.path.samefile(found, own):
@@ -34,6 +34,6 @@ def sparsering(arguments: str) -> str:
 
 
 def over_processes(arguments: str, number: int = 4) -> str:
-    """Returns the shell command that runs `sparsering ARGUMENTS` in some processes of a machine."""
+    """Returns the shell command that runs `sparsering ARGUMENTS` in `number` processes."""
     torchrun = program("torchrun", "torch.distributed.run")
     return f"{torchrun} --standalone --nproc-per-node {number} -m sparsering {arguments}"

@@ -8,10 +8,10 @@ two 32-bit words a and b. A key position k then gives
     x = ((x ^ (x >> 15)) + b) * 0xD35A2D97
 
 modulo 2^32, and the pair is kept if x, as a signed number, is at least round(p * 2^32) - 2^31.
-Beyond the product with k, which is shared by rows, this takes two multiplications per pair; Philox
-takes twenty. With one multiplication less, or without multiplying the key first, neighbouring pairs
-are dependent; `tests/attention/test_dropout.py` measures that. A row repeats after 2^32 keys. Two
-rows share both words with probability 2^-64.
+Besides the product with k, which rows share, this takes two multiplications per pair; Philox takes
+twenty. With one multiplication less, or if the key is not multiplied first, neighboring pairs are
+dependent; `tests/attention/test_dropout.py` measures that. A row repeats after 2^32 keys. Two rows
+share both words with probability 2^-64.
 
 Source: the multipliers and shifts are those of hash-prospector's two-round 32-bit hash
 (https://github.com/skeeto/hash-prospector), 0x9E3779B1 is 2^32 over the golden ratio.
@@ -32,9 +32,9 @@ ADDENDS = (0x9E3779B9 - (1 << 32), 0x7F4A7C15)  # for the words a and b
 
 
 def batch_seeds(seed: Tensor, batch: int, device: torch.device | None = None) -> Tensor:
-    """Derives an int64 seed for each batch entry, [batch], on a device (None: that of `seed`).
+    """Derives an int64 seed for each batch entry, [batch], on a device (default: the seed's).
 
-    A seed on the CPU needs no copy to a GPU: kernels get it as a number.
+    A seed on the CPU needs no copy to a GPU, because kernels get it as a number.
     """
     return mix(seed, torch.arange(batch, device=seed.device if device is None else device))
 
@@ -85,7 +85,7 @@ def _words(
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Logical right shift of int32: zeros come in from the left."""
+    """Shifts int32 right logically: zeros come in from the left."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)
 
 
@@ -138,7 +138,7 @@ def checked_probability(p: object) -> float:
 
 
 def checked_seed(seed: object) -> Tensor:
-    """Returns a seed as int64 tensor without dims; raises ValueError if it is no 64-bit integer."""
+    """Returns a seed as an int64 tensor without dims; ValueError if it is no 64-bit integer."""
     if (number := _as_int64(seed)) is not None and not number.dim():
         return number
     got = shortened(repr(seed))
@@ -161,7 +161,7 @@ def _checked_numbers(name: str, x: object) -> Tensor:
 
 
 def _as_int64(x: object) -> Tensor | None:
-    """Returns an int64 tensor x itself, a 64-bit integer as a tensor, and None for other values."""
+    """Returns an int64 tensor unchanged, a 64-bit integer as a tensor, other values as None."""
     if isinstance(x, Tensor):
         return x if x.dtype == torch.int64 and not (x.is_nested or x.is_meta) else None
     number = index_of(x)

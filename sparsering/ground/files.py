@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 def replace_file(path: Path, content: bytes) -> None:
     """Writes `content` to `path` atomically; creates the folder if needed.
 
-    A reader, or a crash at any moment, sees the old file or the new one. Replaces a link, not its
-    target. Raises OSError if it cannot write; the old file is then untouched.
+    A reader, also after a crash at any moment, sees the old file or the new one. It replaces a
+    link, not its target. Raises OSError if it cannot write; the old file is then untouched.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -58,10 +58,10 @@ def check_file(path: Path, most: int | None = None) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
-    """Opens a plain file, or a link to one, to read bytes, without blocking.
+    """Opens a plain file, or a link to one, to read bytes; it never blocks, as a pipe would.
 
     Raises: OSError if it cannot be opened; ValueError for a folder, pipe or device, or above `most`
-        bytes.
+    bytes.
     """
     flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
     with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
@@ -74,10 +74,10 @@ def opened(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
 
 
 def read_torch_file(path: Path, way_out: str, known: Sequence[type] = ()) -> Any:
-    """Returns what torch.save wrote, on the CPU: tensors and plain values. No code of it runs.
+    """Loads a file of torch.save on the CPU: tensors and plain values. None of its code runs.
 
     Raises: OSError if it cannot be opened; ValueError, which ends with `way_out`, for another file,
-        or one with objects that are neither plain nor of the classes `known`.
+    or one with objects that are neither plain nor of the classes `known`.
     """
     import torch
 

@@ -1,7 +1,7 @@
-"""The operators of the compiled CPU kernel, for whoever can do without them.
+"""The operators of the compiled CPU kernel, for code that can also do without them.
 
-The backend `cpu` compiles and loads the library. Layouts and caches ask here for its operators, and
-compute with torch where there are none.
+The backend `cpu` compiles and loads the library. Layouts and caches get its operators here; without
+them they compute with torch.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from torch._C import _len_torch_dispatch_stack
 
 
 def kernel_operators() -> Any:
-    """Returns the operators of the compiled kernel.
+    """Returns the operators of the compiled kernel, or None.
 
-    None if no library of it exists yet, or a torch mode (tracing, fake tensors) is active.
+    None if its library does not exist yet, or a torch mode (tracing, fake tensors) is active.
     """
     if _len_torch_dispatch_stack():
         return None
-    while load_existing_kernel:  # once in a process: the CPU backend puts it here
+    while load_existing_kernel:  # runs once per process; the CPU backend fills the list
         load_existing_kernel.pop()()
     # Attributes of `torch.ops` take a lock, which a forked process may inherit held.
     operators = vars(torch.ops).get("sparsering_cpu")

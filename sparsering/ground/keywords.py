@@ -1,7 +1,7 @@
 """Hints for keywords that a function, constructor or method does not have.
 
-They say what is meant where a name is close, and list all names. Calls with right names pay only
-for a look at the names that they gave.
+An error suggests a similar name and lists all names. Calls with right names pay only for a check of
+the names that they pass.
 """
 
 import difflib
@@ -34,9 +34,9 @@ def refuse_unknown(verb: str, name: str, options: Sequence[str]) -> NoReturn:
 def with_hints(
     reasons: Mapping[str, str] | None = None,
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a function: unknown keywords are refused with a hint.
+    """Decorates a function so that unknown keywords are refused with a hint.
 
-    `reasons`: what to write in place of names that users bring from elsewhere; these are a
+    `reasons` says what to write instead of names that users bring from other libraries; these raise
     ValueError.
     """
 
@@ -48,19 +48,19 @@ def with_hints(
 
 
 def inner(method: Callable[P, R]) -> Callable[P, R]:
-    """Marks a method that the library calls in each call: it has no look at its keywords."""
+    """Marks a method that the library itself calls often, so that its keywords are not checked."""
     method._is_inner = True  # type: ignore[attr-defined]
     return method
 
 
 def class_with_hints(cls: C) -> C:
-    """Decorates a class: its constructor and public methods refuse unknown keywords with a hint.
+    """Decorates a class so that its constructor and public methods refuse unknown keywords.
 
-    Methods that are marked as `inner` stay as they are.
-    A method that passes its `**options` on is left to the function that gets them. A class may have
-    a table `_elsewhere`: what to write for names of other libraries, as `reasons` of `with_hints`.
+    Methods marked as `inner` stay as they are. A method that passes its `**options` on leaves the
+    check to the function that gets them. A class may have a table `_elsewhere` for names from other
+    libraries, like `reasons` of `with_hints`.
     """
-    first = "__new__" if "__new__" in vars(cls) else "__init__"  # which sees the arguments first
+    first = "__new__" if "__new__" in vars(cls) else "__init__"  # it sees the arguments first
     public = [x for x in vars(cls) if not x.startswith("_")]
     for name in (first, *public):
         member = vars(cls).get(name) or getattr(cls, name)
@@ -83,6 +83,7 @@ def _checked(
     parameters: Iterable[inspect.Parameter],
     reasons: Mapping[str, str],
 ) -> Callable[P, R]:
+    """Wraps a function so that it refuses keywords that its `parameters` do not name."""
     parameters = list(parameters)
     if any(x.kind is x.VAR_KEYWORD for x in parameters):
         return function  # it takes every keyword

@@ -1,4 +1,4 @@
-"""Numerics shared by the whole library: dtypes of sums, and merging of partial results."""
+"""Numerics that the whole library shares: dtypes of sums, and merging of partial results."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -78,7 +78,7 @@ def sum_dtype(x: Tensor | torch.dtype) -> torch.dtype:
 
 
 def long_sum_dtype(device: torch.device) -> torch.dtype:
-    """Returns float64 for sums of many terms; float32 on devices that may have no float64 (MPS)."""
+    """Returns the dtype for sums of many terms: float64, or float32 on devices without it (MPS)."""
     return torch.float64 if device.type in ("cpu", "cuda", "meta") else torch.float32
 
 
@@ -119,7 +119,7 @@ def entry_of_distance(distance: Tensor, table: Tensor) -> Tensor:
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merges a part [..., Dv] and its lse [...], over other keys, into (out, lse), in place."""
+    """Merges a part [..., Dv] and its lse [...], over other keys, into (out, lse) in place."""
     highest = finite_or_zero(torch.maximum(lse, part_lse))
     a, b = (lse - highest).exp_(), (part_lse - highest).exp_()
     total = a + b
@@ -129,7 +129,7 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) after one more key of logit `sink` and value 0; arguments broadcast."""
+    """Returns (out, lse) after one more key with logit `sink` and value 0; arguments broadcast."""
     none = (lse == -torch.inf) & (sink == -torch.inf)  # logaddexp has a NaN derivative here
     merged = torch.logaddexp(torch.where(none, 0.0, lse), torch.where(none, 0.0, sink))
     share = torch.where(lse == -torch.inf, 0.0, (finite_or_zero(lse) - merged).exp())

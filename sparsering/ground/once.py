@@ -1,6 +1,6 @@
 """Values that are computed once, on one thread, and the bytes that they hold.
 
-Small tables take microseconds on one core; several cores only add the wait for one that is busy.
+Small tables take microseconds on one core; with several cores, a busy one would delay all.
 """
 
 import ctypes
@@ -28,10 +28,10 @@ Owner = TypeVar("Owner")
 Value = TypeVar("Value")
 
 _PACKAGE = __name__.partition(".")[0] + "."
-_TENSOR_BYTES = 640  # of a small CPU tensor beside its data: its objects in C++ and in Python
-_NUMBER_BYTES = 24  # most numbers are small, and shared
+_TENSOR_BYTES = 640  # bytes of a tensor's C++ and Python objects, besides its data
+_NUMBER_BYTES = 24  # an average, because most numbers are small and shared
 _PLAIN = {int, float, bool, str, type(None)}
-_OBJECT_BYTES = 64  # of a value that `bytes_held` does not look into
+_OBJECT_BYTES = 64  # estimate for a value that `bytes_held` does not look into
 
 
 def _load_openmp() -> ctypes.CDLL | None:
@@ -70,15 +70,16 @@ _SPARED = _Spared()
 
 
 def spared_threads() -> int:
-    """Returns how many threads the caller of `one_thread` has, itself among them; 1 outside."""
+    """Returns how many threads the caller of `one_thread` could use, with its own; 1 outside."""
     return _SPARED.number
 
 
 @contextmanager
 def unseen(*values: object) -> Iterator[None]:
-    """Hides operators from tracers, modes and transforms, unless one made a tensor in the values.
+    """Hides operators in the block from tracers, modes and transforms.
 
-    What is stored must hold numbers: later calls, which nobody traces, read it.
+    A value that is cached must hold numbers, because later calls read it without the tracer. If one
+    of `values` has a tensor that the tracer made, nothing is hidden.
     """
     traced = _len_torch_dispatch_stack() or _are_functorch_transforms_active()
     in_block = _len_torch_function_stack() > 0  # torch.device("meta") makes meta tensors
@@ -96,7 +97,10 @@ def unseen(*values: object) -> Iterator[None]:
 
 @contextmanager
 def unseen_beside(x: object) -> Iterator[None]:
-    """Hides modes as `unseen` does if a tensor has a shape alone, for tables on the host."""
+    """Hides modes as `unseen` does if `x` has a shape but no numbers.
+
+    It is for tables on the host, which need numbers even in such a call.
+    """
     if not is_shape_alone(x):
         yield
         return
@@ -105,7 +109,7 @@ def unseen_beside(x: object) -> Iterator[None]:
 
 
 def _fake(value: object, depth: int = 4) -> bool:
-    """True for a tensor without numbers, and for a container or object with one inside."""
+    """True for a FakeTensor, and for a container or object that has one inside."""
     if isinstance(value, Tensor) or not depth:
         return isinstance(value, FakeTensor)
     if not isinstance(value, tuple | list):
@@ -116,8 +120,8 @@ def _fake(value: object, depth: int = 4) -> bool:
 class once(Generic[Owner, Value]):  # noqa: N801 - used as `property` is
     """A property that is computed on first use, on one thread, and then stored in the instance.
 
-    `functools.cached_property` of Python 3.11 has one lock for all instances. A process that forks
-    while another thread holds it gives its child a lock that nobody releases.
+    `functools.cached_property` of Python 3.11 has one lock for all instances. If a process forks
+    while another thread holds the lock, nobody releases it in the child.
     """
 
     def __init__(self, make: Callable[[Owner], Value]) -> None:

@@ -1,4 +1,4 @@
-"""Recognizes errors that say that memory ran out, and gives memory back before a second try."""
+"""Recognizes out-of-memory errors, and frees memory before a second try."""
 
 import gc
 import re
@@ -15,7 +15,7 @@ def ran_out_of_memory(error: BaseException) -> bool:
 
 
 def return_memory() -> None:
-    """Collects what a failed call has left, and returns memory that torch keeps for later."""
+    """Frees what a failed call left behind, and memory that torch keeps for later."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,13 +1,13 @@
-"""Shows how far long work has come: a bar in a terminal, plain lines elsewhere, on stderr.
+"""Shows the progress of long work on stderr: a bar in a terminal, plain lines elsewhere.
 
 with progress("tune", len(candidates), "candidate") as work:
     for candidate in candidates:
         ...
         work.advance(note=f"best {best:.1f} ms")
 
-Commands show bars and lines; `--quiet` shows neither. Functions that a program calls show a bar in
-a terminal and nothing elsewhere, since a program's output is its own. Bars come from `tqdm`, which
-the extra `cli` installs; without it, lines take their place.
+Commands show bars and lines; `--quiet` shows neither. Functions that a user's program calls show a
+bar in a terminal and nothing elsewhere, because the program's output is its own. Bars come from
+`tqdm`, which the extra `cli` installs; without it, lines take their place.
 """
 
 import os
@@ -23,12 +23,12 @@ LINE_EVERY_S = 5.0
 _BAR = "{desc} {n_fmt}/{total_fmt} |{bar}| {rate_fmt}, {remaining} left{postfix}"
 
 _shown: Shown = "bars"
-_busy = False  # True inside of shown work: work within it shows nothing of its own
+_busy = False  # True inside of shown work, so that work within it shows nothing
 
 
 @contextmanager
 def showing(shown: Shown) -> Iterator[None]:
-    """Shows, within the context, `shown` of all work in this process."""
+    """Shows only `shown` (nothing, bars, or bars and lines) of all work in the block."""
     global _shown
     before, _shown = _shown, shown
     try:
@@ -73,12 +73,12 @@ def progress(
 
 @contextmanager
 def unshown(total: int, done: int = 0) -> Iterator["Progress"]:
-    """Yields the progress of work that another process shows."""
+    """Yields the progress of work that another process shows already."""
     yield Progress(total, done)
 
 
 class Progress:
-    """How many units of some work are done; `progress` makes one."""
+    """How many units of some work are done; `progress` yields one."""
 
     bar: Any = None  # of tqdm
 
@@ -86,14 +86,14 @@ class Progress:
         self.total, self.done = total, done
 
     def advance(self, units: int = 1, note: str = "") -> None:
-        """Counts units as done; `note` stands beside the bar or at the end of the line."""
+        """Counts units as done; `note` is shown beside the bar or at the end of the line."""
         self.done += units
         if self.bar is not None:
             self.bar.set_postfix_str(note, refresh=False)
             self.bar.update(units)
 
     def expect(self, total: int) -> None:
-        """Changes the number of units, where only the work tells how many there are."""
+        """Changes the number of units, for work that finds out on the way how many there are."""
         self.total = total
         if self.bar is not None:
             self.bar.total = total
@@ -133,7 +133,7 @@ class _Lines(Progress):
 
 
 def _bar(title: str, total: int, unit: str, done: int, after_s: float) -> Any:
-    """Returns a bar of tqdm, or None where it is not installed."""
+    """Returns a tqdm bar, or None if tqdm is not installed."""
     try:
         from tqdm import tqdm
     except ImportError:
@@ -151,7 +151,7 @@ def _bar(title: str, total: int, unit: str, done: int, after_s: float) -> Any:
 
 
 def _pace(rate: float, unit: str) -> str:
-    """Writes units a second, or seconds a unit where they take longer."""
+    """Writes a rate as units per second, or as seconds per unit if it is below 1."""
     return f"{rate:,.1f} {unit}s/s" if rate >= 1 else f"{1 / max(rate, 1e-9):,.1f} s/{unit}"
 
 

@@ -15,7 +15,10 @@ def expand_counts(count: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def number_rows(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """Numbers a table's distinct rows in order: (number of each row, one row of each number)."""
+    """Numbers the distinct rows of a table, given its columns, in sorted order.
+
+    Returns: the number of each row; for each number, the index of one of its rows.
+    """
     group = torch.zeros_like(columns[0])
     for column in columns:
         if (column != column[0]).any():
@@ -50,8 +53,8 @@ def distinct_rows(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mix(*parts: int | Tensor) -> Tensor:
-    """Hashes a tuple of ints or broadcastable integer tensors to int64 in [0, 2^62)."""
-    plain = all(type(part) is int for part in parts)  # numbers of Python cost a tenth of tensors
+    """Hashes a tuple of ints, or of integer tensors that broadcast, to int64 in [0, 2^62)."""
+    plain = all(type(part) is int for part in parts)  # Python ints take a tenth of the time
 
     def wrapped(x: Any) -> Any:
         return (x + 2**63) % 2**64 - 2**63 if plain else x
@@ -69,9 +72,10 @@ def mix(*parts: int | Tensor) -> Tensor:
 
 
 def permute(value: Tensor, size: Tensor, key: Tensor, inverse: bool = False) -> Tensor:
-    """Returns the image of `value` in the permutation of [0, size) with seed `key`, or its inverse.
+    """Applies the permutation of [0, size) with seed `key` to `value`; or its inverse.
 
-    A Feistel network permutes [0, 4^h); it is repeated until the result is below size.
+    A Feistel network permutes [0, 4^h), the smallest such range that covers size; it is applied
+    again until the result is below size. Arguments broadcast.
     """
     every = torch.broadcast_tensors(value, size, key)
     value, size, key = (x.flatten() for x in every)
@@ -85,7 +89,10 @@ def permute(value: Tensor, size: Tensor, key: Tensor, inverse: bool = False) -> 
 
 
 def _network(value: Tensor, half_bits: Tensor, key: Tensor, inverse: bool) -> Tensor:
-    """Runs the rounds; the inverse runs them in reverse order, on swapped halves."""
+    """Runs the rounds of a Feistel network on numbers of 2 * half_bits bits.
+
+    The inverse runs the rounds in reverse order, on swapped halves.
+    """
     half_mask = (1 << half_bits) - 1
     left, right, rounds = value >> half_bits, value & half_mask, range(4)
     if inverse:
@@ -98,7 +105,7 @@ def _network(value: Tensor, half_bits: Tensor, key: Tensor, inverse: bool) -> Te
 
 
 def _scramble(half: Tensor, key: Tensor, number: int) -> Tensor:
-    """Feistel round function of round `number`; equal rounds would bias small permutations."""
+    """Computes round `number` of the network; equal rounds would bias small permutations."""
     state = (key ^ (number << 40)) * SPLITMIX[1] + half * SPLITMIX[0]
     for multiplier in SPLITMIX:
         state = (state ^ (state >> 29)) * multiplier

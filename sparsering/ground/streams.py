@@ -19,7 +19,7 @@ them outside its CUDA graphs, which would overwrite the tables' memory."""
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """Point of a CUDA stream at which some tensors, computed there, are complete."""
+    """The point in a CUDA stream after which some tensors, computed there, are complete."""
 
     stream: torch.cuda.Stream
     event: torch.cuda.Event
@@ -49,9 +49,10 @@ def capturing(device: torch.device) -> bool:
 
 
 def moved(x: Tensor, device: torch.device) -> Tensor:
-    """Returns x on `device`; copies from the CPU to a GPU run asynchronously from pinned memory.
+    """Returns x on `device`; from the CPU to a GPU it copies asynchronously from pinned memory.
 
-    Raises: RuntimeError in a CUDA graph's capture: each replay would read the pinned memory again.
+    Raises: RuntimeError while a CUDA graph is captured, because each replay would read the pinned
+    memory again.
     """
     if device.type != "cuda":
         return x.to(device)

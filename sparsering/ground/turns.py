@@ -1,4 +1,4 @@
-"""Times calls in turns, so that what else the machine does slows all of them alike."""
+"""Times several calls in turns, so that other load on the machine slows all of them alike."""
 
 import time
 from collections.abc import Callable, Mapping

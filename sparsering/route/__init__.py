@@ -1,5 +1,5 @@
-"""The way of a call from a verb to a backend.
+"""The route of a call from a public function to a backend.
 
-options.py checks the options of a call, decision.py decides how its kind runs, work.py makes the
-work and the problem, run.py runs it, directly or as an operator (operators.py).
+options.py checks the options of a call, decision.py decides how calls of its kind run, work.py
+builds the `Work` and the `Problem`, and run.py runs it, directly or as an operator (operators.py).
 """

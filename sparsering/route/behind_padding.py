@@ -1,8 +1,8 @@
-"""Rows behind padding, in a backend whose bits depend on no company.
+"""Gives a left-padded row the same bits as the row alone, in batch-invariant backends.
 
-Such a backend cuts a row's sums where positions are multiples of a number. Behind leading hidden
-keys, as left padding is, positions count from the first other key: so a padded row has the bits of
-the same row alone. The keys before it are left out, for each batch entry.
+Such a backend cuts a row's sums where positions are multiples of a number. So in a batch entry that
+begins with hidden keys, as left padding does, positions are counted from its first visible key, and
+the keys before it are left out.
 """
 
 from operator import itemgetter
@@ -17,13 +17,13 @@ from ..patterns.shifts import is_shift_invariant
 from .decision import Parts, parts_of_call
 from .work import Work, layout_of, problem_of
 
-_BY_PLACE = {"block_bias", "slot_bias", "dropout_p"}  # options that count blocks or positions
+_BY_PLACE = {"block_bias", "slot_bias", "dropout_p"}  # options that depend on absolute positions
 
 
 def parts_of(call: Call, backend: str, parts: Parts | None = None) -> tuple[Part, ...]:
-    """Returns the parts of a call, by the number of leading hidden keys; often only one.
+    """Splits a call into parts, one for each number of leading hidden keys; often only one.
 
-    `parts`: those of the call's pattern, if known.
+    `parts` are those of the call's pattern, if they are known.
     """
     if BACKENDS[backend].is_invariant and call.query.device.type == "cpu":
         parts = parts or parts_of_call(call, backend)
@@ -33,7 +33,10 @@ def parts_of(call: Call, backend: str, parts: Parts | None = None) -> tuple[Part
 
 
 def _without_padding(call: Call, parts: Parts) -> tuple[Part, ...]:
-    """Returns the parts of a call without leading hidden keys; () if none is hidden, or can be."""
+    """Returns the parts of a call without leading hidden keys; () if there are none to leave out.
+
+    That needs a mask of keys, and a pattern and options that depend on distances alone.
+    """
     (tiles, frame, size, device), masks, sources = parts
     if not masks or sources or _BY_PLACE & call.options.in_use.keys():
         return ()

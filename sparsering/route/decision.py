@@ -1,6 +1,7 @@
 """Checks a call and decides how it runs; later calls with equal properties reuse the decision.
 
-It depends on shapes, dtypes, device, pattern, options and recording by autograd, not on values.
+A decision depends on shapes, dtypes, device, pattern and options, and on whether autograd records
+the call, but not on values.
 """
 
 import os
@@ -38,7 +39,7 @@ class Parts(NamedTuple):
 
     layout_key: LayoutKey  # what a layout of tiles is built from
     key_masks: KeyMasks = ()  # keys that no query sees, for the backend as data
-    # Listed keys, by branch; () if there are none.
+    # for each branch, the selections whose keys are listed; () if there are no lists
     sources: tuple[tuple[ListedPairs, ...], ...] = ()
 
 
@@ -48,11 +49,11 @@ class Decision(NamedTuple):
     backend: str
     scale: float
     q_start: int
-    block_size: int | None = None  # as the caller named it
+    block_size: int | None = None  # the caller's argument
     is_plain: bool = False  # True if no compiler, tracer, profiler, mode or transform observes it
     learns: bool = False  # True if autograd records query, key or value
-    parts: Parts | None = None  # of a pattern without tensors; those of others differ by call
-    is_bare: bool = False  # True if a layout is all that it needs: no options, masks or gradients
+    parts: Parts | None = None  # None for a pattern with tensors, whose parts depend on the call
+    is_bare: bool = False  # True if it only needs a layout: no options, masks or gradients
     table: tuple[Backend, ...] = ()  # `BACKENDS` at the time of the decision
 
     @classmethod
@@ -75,10 +76,10 @@ def decided(
     options: Mapping[str, Any],
     in_cache: bool = False,
 ) -> tuple[Call, Decision]:
-    """Returns a checked call and how it runs; checks each new kind of call in full.
+    """Returns a checked call and how it runs; checks the first call of each kind in full.
 
-    `options`: those besides `choices`, {} if none is in use, which are checked in each call.
-        `in_cache`: True if the inputs are only new tokens: the decision then has no parts.
+    `options` are those besides `choices`, {} if none is in use; they are checked in each call.
+    `in_cache` is True if the inputs are only new tokens of a cache: the decision then has no parts.
     """
     kind = _kind(inputs, pattern, choices, options, in_cache)
     decision = None if kind is None else _decisions.get(kind)
@@ -120,18 +121,18 @@ def decided(
     return call, decision
 
 
-_ITSELF = Full()  # stands for a pattern in the parts that it keeps
-_MOST_PARTS = 8  # frames and backends for which a pattern keeps its parts
+_ITSELF = Full()  # placeholder for a pattern in the parts that it keeps
+_MOST_PARTS = 8  # a pattern keeps its parts for so many kinds of calls
 
 
 def parts_of_call(call: Call, backend: str) -> Parts:
-    """Returns the parts of a call's pattern, which is taken apart once and keeps them.
+    """Returns the parts of a call's pattern; the pattern keeps them for later calls.
 
     Raises: ValueError if the pattern is for other lengths, heads or batch entries.
     """
     pattern, query = call.pattern, call.query
     in_tiles = "block_bias" in call.options.in_use
-    looks = bool(pattern.tensors) and os.environ.get(CHECK) == "1"  # at each list of a call
+    looks = bool(pattern.tensors) and os.environ.get(CHECK) == "1"  # checks each call's lists
     kind = backend, call.frame, call.block_size, query.device, len(query), in_tiles, looks
     kept: dict[Hashable, _KeptParts] = vars(pattern).setdefault("_parts", {})
     if (found := kept.get(kind)) is None:
@@ -144,31 +145,34 @@ def parts_of_call(call: Call, backend: str) -> Parts:
 
 
 class _KeptParts(NamedTuple):
-    """Parts that a pattern keeps, without the pattern itself: such a circle lives until a gc."""
+    """Parts that a pattern keeps, without a reference to the pattern itself.
+
+    A pattern that refers to itself would live until a garbage collection, with its tensors.
+    """
 
     parts: Parts
     is_whole: bool  # False if the pattern itself has to be put back
 
     @classmethod
     def of(cls, parts: Parts, pattern: Pattern) -> "_KeptParts":
-        # a circle of a pattern without tensors holds little
+        # without tensors, a pattern that refers to itself wastes little memory
         if not pattern.tensors or not _holds(parts, pattern):
             return cls(parts, is_whole=True)
         return cls(_exchanged(parts, pattern, _ITSELF), is_whole=False)
 
     def with_pattern(self, pattern: Pattern) -> Parts:
-        """Returns the parts with the pattern where it was."""
+        """Returns the parts with the pattern back in its places."""
         return _exchanged(self.parts, _ITSELF, pattern)
 
 
 def _holds(parts: Parts, pattern: Pattern) -> bool:
-    """Whether a pattern stands as a whole in its parts."""
+    """Whether a pattern itself is one of its parts, for example its own tiles."""
     listed = [x.selection for of_branch in parts.sources for x in of_branch]
     return any(x is pattern for x in (parts.layout_key[0], *parts.key_masks, *listed))
 
 
 def _exchanged(parts: Parts, old: Any, new: Any) -> Parts:
-    """Returns parts with one pattern in the place of another, wherever it stands as a whole."""
+    """Returns parts in which pattern `new` replaces `old`, wherever `old` itself is a part."""
     tiles, frame, size, device = parts.layout_key
     sources = parts.sources
     if sources:
@@ -186,10 +190,10 @@ def _exchanged(parts: Parts, old: Any, new: Any) -> Parts:
 
 
 def _taken_apart(call: Call, backend: str, in_tiles: bool) -> Parts:
-    """Takes a call's pattern apart: tiles, key masks and sources of listed keys.
+    """Takes a call's pattern apart: tiles, key masks, and selections whose keys are listed.
 
-    Key masks are data of the backend, so a new one needs no new layout. A block bias has a number
-    for each visited block of the whole pattern: with it, tiles have all pairs.
+    Key masks are data of the backend, so a new mask needs no new layout. A block bias has a number
+    for each visited block of the whole pattern, so with it the tiles keep all pairs.
     """
     pattern, frame, kernels = call.pattern, call.frame, BACKENDS[backend]
     check_batch(pattern, len(call.query))
@@ -212,7 +216,7 @@ def _taken_apart(call: Call, backend: str, in_tiles: bool) -> Parts:
 def _kind(
     inputs: Inputs, pattern: object, choices: Choices, options: Mapping[str, Any], in_cache: bool
 ) -> tuple[Any, ...] | None:
-    """Returns the dictionary key of a call's decision, or None if no other call can share it."""
+    """Returns the key of a call's decision in the cache; None if no other call can share it."""
     types = tuple(map(type, choices))
     if not isinstance(pattern, Pattern) or not _COMPARED.issuperset(types):
         return None
@@ -225,17 +229,17 @@ def _kind(
         unused = None if p else "dropout_p"
         in_use = tuple([name for name, x in options.items() if x is not None and name != unused])
     interpreted = (choices[0] == "triton" or tensors[4].type != "cpu") and interpreting()
-    # each call looks up the layout of a pattern with tensors; its type alone changes the decision
+    # For a pattern with tensors, each call looks up its layout; the decision depends on its type.
     pattern_key: object = pattern
     if pattern.tensors:
         listed = has_lists(pattern)
         pattern_key = type(pattern), listed, listed and is_only_lists(pattern)
-    # `types` tells 1 from True
+    # `types` is needed because 1 == True
     invariant = mode.is_batch_invariant
     return tensors, pattern_key, choices, types, in_use, interpreted, in_cache, invariant
 
 
-_COMPARED = frozenset((type(None), int, float, str))  # types that `_kind` accepts in `choices`
+_COMPARED = frozenset((type(None), int, float, str))  # other types in `choices` are not cached
 
 
 def checked_call(inputs: Inputs, pattern: Pattern, **options: Any) -> Call:

@@ -1,8 +1,8 @@
 """Makes differentiable operators (query, key, value, ...) -> (out, lse), for local and ring calls.
 
 Each operator is registered with torch.library, so that torch.compile, FLOP counters and tracers see
-it. `torch.func.grad` and `vmap` cannot handle such an operator: they get an autograd.Function. If
-only autograd observes a call, it gets a Function too, which costs a tenth of the operator.
+it. `torch.func.grad` and `vmap` cannot handle such an operator, so inside them an autograd.Function
+runs. If only autograd observes a call, a Function runs too, because its overhead is a tenth.
 """
 
 from collections.abc import Callable, Sequence
@@ -106,7 +106,7 @@ def _gradients(
 ) -> Callable[..., Sequence[Any]]:
     """Registers the operator `sparsering::NAME_backward`; returns a function that runs it.
 
-    The function takes the arguments of `backward`. Gradients that are not wanted are empty tensors.
+    The function takes the arguments of `backward`. Gradients that nobody wants are empty tensors.
     """
 
     def gradients(*arguments: Any) -> list[Tensor]:
@@ -142,7 +142,10 @@ def _gradients(
 def _transformed(
     op: Callable[..., Any], count: int, save: Callable[..., None], backward: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Returns an autograd.Function that runs an operator inside transforms of torch.func."""
+    """Returns an autograd.Function that runs an operator inside transforms of torch.func.
+
+    `save` and `backward` are those of the operator; `count` is the number of its tensor inputs.
+    """
 
     class Transformed(Function):
         forward = staticmethod(lambda *inputs: tuple(op(*inputs)))
@@ -170,7 +173,7 @@ def transforming() -> bool:
 
 
 def is_batch(*grads: Tensor) -> bool:
-    """True if a tensor stands for a batch of gradients, as `is_grads_batched` of torch makes."""
+    """True if a tensor is torch's stand-in for a batch of gradients (`is_grads_batched`)."""
     return any(map(torch._C._functorch.is_legacy_batchedtensor, grads))
 
 
@@ -179,8 +182,8 @@ def for_each_gradient(
 ) -> list[Any]:
     """Runs a backward on a batch of gradients (`is_batch`), for which torch has no hook.
 
-    `mapped`: a rule of vmap, (run, size, in_dims, inputs) -> (results, out_dims), that `run` runs
-    under; default a loop over the batch.
+    `mapped` is a vmap rule (run, size, in_dims, inputs) -> (results, out_dims) that replaces the
+    default, a loop over the batch.
     """
     level = torch._C._vmapmode_increment_nesting()
     torch._C._vmapmode_decrement_nesting()
@@ -201,7 +204,7 @@ def for_each_gradient(
 def _looped(
     run: Callable[..., Any], size: int, in_dims: Sequence[Any], inputs: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Implements vmap by a loop; returns the results, and the mapped dim of each, 0 or None."""
+    """Implements vmap by a loop over `size` rows; returns (results, mapped dim or None of each)."""
     pairs = list(zip(inputs, in_dims, strict=True))
     rows = ((x.select(d, i) if isinstance(d, int) else x for x, d in pairs) for i in range(size))
     parts = list(zip(*(run(*row) for row in rows), strict=True))
@@ -212,7 +215,7 @@ def _looped(
 def _mapped(
     count: int, run: Callable[..., Any], size: int, in_dims: Sequence[Any], inputs: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Implements vmap: joins the mapped dim to the batch, or loops if the batch is fixed."""
+    """Implements vmap: folds the mapped dim into the batch, or loops if the batch is fixed."""
     tensors, pattern = inputs[count], inputs[count + 1]
     refuse_mapped_pattern(in_dims[count] or ())
     if not size:
@@ -230,7 +233,10 @@ def _mapped(
 
 
 def _stacked(x: Any, dim: int | None, size: int) -> Any:
-    """Moves a tensor's mapped dim to the front, or adds one by expand(); keeps other values."""
+    """Moves a tensor's mapped dim to the front; without one, adds it by expand().
+
+    Other values are returned unchanged.
+    """
     if not isinstance(x, Tensor):
         return x
     return x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)

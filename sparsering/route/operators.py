@@ -1,6 +1,6 @@
-"""The torch operators of `attention`, which torch.compile, autograd and the FLOP counter see.
+"""The torch operators behind `attention`, which torch.compile, autograd and FLOP counters see.
 
-They get a pattern as its expression and its tensors, so that graphs hold no Python objects.
+They take a pattern as its expression and its tensors, so that graphs hold no Python objects.
 """
 
 import math
@@ -35,12 +35,14 @@ from .work import problem_of, slot_gradient, work_of
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Computes (out, lse) from the arguments that `_CALL` lists."""
     with without_autocast(arguments[0]):
         call, backend = _parsed_call(arguments)
         return BACKENDS[backend].run(call, partial(parts_of, call, backend))
 
 
 def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """Computes the gradients of the operator's tensors; None for one that gets no gradient."""
     *inputs, out, lse, grad_out, grad_lse, wanted = arguments
     call, backend = _parsed_call(inputs)
     results, learns = (out, lse, grad_out, grad_lse), wanted[_NAMES.index("distance_bias")]
@@ -65,7 +67,10 @@ def slot_mass(
     q_start: int,
     backend: str,
 ) -> Tensor:
-    """Sums `weight exp(s - lse)` over the pairs of each listed block: [B, Hq, R * k]."""
+    """Sums `weight exp(s - lse)` over the pairs of each listed block: [B, Hq, R * k].
+
+    lse and weight are [B, Hq, Nq].
+    """
     own = parse_owned(pattern, tensors)
     slots = lse.new_zeros(*query.shape[:2], _num_slots(own))
     call = Call(
@@ -115,7 +120,7 @@ attention_op = differentiable("attention", _CALL, _forward, _backward, refusal=S
 
 
 def _parsed_call(arguments: Sequence[Any]) -> tuple[Call, str]:
-    """Converts the operator's arguments to (call, backend)."""
+    """Converts the operators' arguments to (call, backend)."""
     given = dict(zip(_NAMES[3:], arguments[3:], strict=True))
     pattern = parse_owned(given.pop("pattern"), given.pop("tensors"))
     if given["distance_bias"] is not None:
@@ -136,11 +141,11 @@ def _parsed_call(arguments: Sequence[Any]) -> tuple[Call, str]:
 
 
 def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int:
-    """Counts FLOPs: each pair has `by_head_dim` dot products over D, `by_value_dim` over Dv."""
+    """Counts FLOPs: each pair takes `by_head_dim` products over D and `by_value_dim` over Dv."""
     call, backend = _parsed_call(arguments[: len(_NAMES)])
     work, query = work_of(call, backend), call.query
     pairs = work.num_pairs
-    if work.key_mask is not None:  # tiles have pairs of hidden keys, too
+    if work.key_mask is not None:  # the work's tiles also have pairs with hidden keys
         layout, tiles = work.layout, tiles_of(call.pattern)
         exact = layout_cache.layout(tiles, layout.frame, layout.block_size, query.device)
         pairs += float(exact.num_pairs) - float(layout.num_pairs)
@@ -149,13 +154,17 @@ def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int
 
 
 def _register_flops(counter: ModuleType) -> None:
+    """Registers the FLOP formulas of both operators with torch's counter."""
     for operator, *dims in (("attention", 1, 1), ("attention_backward", 3, 2)):
         register = counter.register_flop_formula(getattr(torch.ops.sparsering, operator), True)
         register(lambda *arguments, dims=dims, **_: _flops(arguments, *dims))
 
 
 class _CounterImport(MetaPathFinder):
-    """Registers the FLOP formulas when torch's counter is imported: to import it loads Triton."""
+    """Registers the FLOP formulas when torch's counter is imported.
+
+    Importing the counter here would load Triton.
+    """
 
     def find_spec(self, name: str, *_: Any) -> ModuleSpec | None:
         if name != _COUNTER:

@@ -23,17 +23,17 @@ from .score_function import checked_function
 
 
 class Option(NamedTuple):
-    """A row of `OPTIONS`."""
+    """What `OPTIONS` stores for each option."""
 
-    schema: str  # type in the schema of an operator; "" for what no operator takes
-    # The call, head, query, key, pair, distance, block or slot that has a number of its own.
+    schema: str  # its type in an operator's schema; "" for an option that no operator takes
+    # what the option has a number for: each call, head, query, key, pair, distance, block or slot
     by: str
     check: Callable[[Any, "_Given"], Any]  # converts the argument to a field of `Problem`
     learns: bool = False  # True if it gets a gradient
 
 
 class _Given(NamedTuple):
-    """The call so far, about which the check of an option may ask."""
+    """The call that an option belongs to, for its check."""
 
     query: Tensor
     key: Tensor
@@ -42,7 +42,7 @@ class _Given(NamedTuple):
     options: Collection[str]  # names of the options in use
 
 
-ELSEWHERE = {  # what to write here for options of other libraries
+ELSEWHERE = {  # hints for option names of other libraries
     "attn_mask": "the pattern says which pairs attend; pass pattern=Dense(mask) for a bool mask, "
     "and distance_bias for a bias by distance",
     "mask": "the pattern says which pairs attend; pass pattern=Dense(mask) for a bool mask of "
@@ -74,11 +74,12 @@ def operator_schema(options: Collection[str], rest: str) -> str:
 def refuse_options(
     verb: str, others: Collection[str], options: Collection[str], reasons: Mapping[str, str]
 ) -> None:
-    """Raises ValueError, TypeError for a name of no option, if `others` are not among `options`.
+    """Raises if any of `others` is not among `options`, the names that `verb` takes.
 
-    `reasons`: why `verb` does not take other options of `attention`, by name or by `Option.by`, and
-    what to do, after a semicolon, where leaving the option out would change the result. Those of
-    `ELSEWHERE` are of every verb.
+    `reasons` says, by name or by `Option.by`, why `verb` does not take another option of
+    `attention`, and what to do (after a semicolon) if leaving it out would change the result; these
+    raise ValueError. The hints of `ELSEWHERE` hold for every verb. An unknown name raises
+    TypeError.
     """
     reasons = {**ELSEWHERE, **reasons}
     for name in others:
@@ -188,6 +189,7 @@ def _checked_slots(bias: object, call: _Given) -> Tensor:
 
 
 def _checked_softcap(softcap: object, call: _Given) -> float:
+    """Checks a softcap: a number from 2^-100 to 2^100."""
     if isinstance(softcap, torch.SymFloat):
         return float(softcap)
     number = isinstance(softcap, Real) and not isinstance(softcap, bool | Tensor)
@@ -228,11 +230,13 @@ def _checked_sink(sink: object, call: _Given) -> Tensor:
 
 
 def _checked_drawn(seed: object, call: _Given) -> Any:
+    """Checks a dropout seed; a tensor moves to the query's device."""
     number = checked_seed(seed)  # an int stays on the host: kernels take it as a scalar
     return number.to(call.query.device) if isinstance(seed, Tensor) else number
 
 
 def _checked_floats(name: str, x: object, call: _Given) -> Tensor:
+    """Checks that an option is a tensor of floats on the query's device."""
     check_tensor(name, x)
     assert isinstance(x, Tensor)
     check_local(name, x)
@@ -257,14 +261,14 @@ OPTIONS = {
 """All options, by name, in the order of `attention`'s signature."""
 
 IN_OPERATORS = [name for name, x in OPTIONS.items() if x.schema]
-"""Options that an operator takes: tensors and numbers."""
+"""Names of the options that an operator takes: tensors and numbers, but no functions."""
 
 
 def for_queries(options: Options, change: Callable[[Tensor], Tensor]) -> Options:
-    """Returns options whose tensors [B, H, Nq], with a number for each query, are changed."""
+    """Applies `change` to the options that have a number for each query, tensors [B, H, Nq]."""
     rows = {n: x for n, x in options.in_use.items() if OPTIONS[n].by == "query" and x.shape[2] > 1}
     return options.changed(**{name: change(x) for name, x in rows.items()})
 
 
 ANYWHERE = [name for name, x in OPTIONS.items() if x.by in ("call", "head", "query", "distance")]
-"""Options that need neither all keys nor a layout of the whole sequence: for rings and caches."""
+"""Options that rings and caches take: they need neither all keys nor the whole layout."""

@@ -1,4 +1,4 @@
-"""Runs a checked call: as a torch operator where something observes it, else directly."""
+"""Runs a checked call, as a torch operator if something observes it, else directly."""
 
 from functools import partial
 from typing import Any
@@ -24,8 +24,8 @@ _UNUSED: dict[str, Any] = dict.fromkeys(IN_OPERATORS)
 def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) of a call.
 
-    A backend over layouts runs as a torch operator, unless neither autograd nor a compiler observes
-    the call: the operator takes a good part of a small call's time.
+    A backend over layouts runs as a torch operator only if autograd, a compiler or a mode observes
+    the call, because an operator takes a good part of a small call's time.
     """
     backend, parts = BACKENDS[decision.backend], decision.parts
     if decision.is_bare and parts is not None:
@@ -62,7 +62,7 @@ def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
 
 
 def value_gradient(call: Call, backend: str, lse: Tensor, grad: Tensor) -> Tensor:
-    """Sums `exp(s - lse) grad` over queries, [B, Hkv, Nk, Dv]; lse includes any sink."""
+    """Sums `exp(s - lse) grad` over queries: [B, Hkv, Nk, Dv]; lse includes any sink."""
     problem = problem_of(call, backend)._replace(learns_distances=False)
     with without_autocast(call.query):
         zeros = torch.zeros_like(grad), torch.zeros_like(lse)

@@ -1,7 +1,7 @@
-"""The function of `attention(..., score_mod=f)`: it is checked, and what it reads is kept.
+"""Checks the function of `attention(..., score_mod=f)`, and keeps what it reads for backward.
 
-Backward evaluates it again. By then a loop or the caller may have gone on, so the call keeps the
-tensors and the numbers that the function has read.
+Backward evaluates the function again. By then its variables may have changed, for example in a
+loop, so the call keeps the tensors and the numbers that the function read.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,17 +25,17 @@ from ..patterns.function_state import in_library, names_of
 
 
 class ScoreFunction(NamedTuple):
-    """A checked score_mod, and the tensors that it reads, in the order of reading."""
+    """A checked score_mod and the tensors that it reads, in the order in which it reads them."""
 
     function: ScoreMod
     read: tuple[Tensor, ...] = ()
 
     def kept(self) -> "ScoreFunction":
-        """Returns a function that keeps the numbers that it reads now, for a later evaluation."""
+        """Returns a copy that keeps the numbers that the function reads now, for backward."""
         return self._replace(function=_kept(self.function, {}))
 
     def on(self, read: Sequence[Tensor]) -> "ScoreFunction":
-        """Returns a function that reads these tensors, whatever its closure holds by now."""
+        """Returns a copy that reads these tensors instead of what its closure holds by then."""
         return ScoreFunction(_bound(self.function, read), tuple(read)) if read else self
 
 
@@ -52,7 +52,7 @@ def checked_function(score_mod: Any, query: Tensor, key: Tensor) -> ScoreFunctio
     if (check := getattr(score_mod, "check", None)) is not None:
         check(query, key)
     if not query.numel() or not key.numel():
-        return ScoreFunction(score_mod)  # no pair has an index that the function could read
+        return ScoreFunction(score_mod)  # there is no pair to evaluate the function on
     score = torch.zeros((), dtype=sum_dtype(query), device=query.device)
     zero = torch.zeros((), dtype=torch.int64, device=query.device)
     places = zero[None], zero[None, None], zero[None, None], zero[None, None]
@@ -64,7 +64,7 @@ def checked_function(score_mod: Any, query: Tensor, key: Tensor) -> ScoreFunctio
         read.extend(reads.found.values())
         return result
 
-    if is_shape_alone(query):  # an index of one number, outside of vmap, needs that number
+    if is_shape_alone(query):  # outside of vmap, an index without dims would have to be a number
         over_pairs(reading, score[None, None, None, None], *places)
         return ScoreFunction(score_mod, tuple(read))
     try:
@@ -91,11 +91,11 @@ def checked_function(score_mod: Any, query: Tensor, key: Tensor) -> ScoreFunctio
 
 
 def _kept(value: Any, memo: dict[int, Any]) -> Any:
-    """Copies a function and what it holds, so that the copy keeps the numbers that it reads now.
+    """Copies a function and what it holds, so that later changes of its variables do not matter.
 
-    Backward evaluates it again, when a loop or the caller has gone on. Copied are closures, globals
-    that the code names, and attributes of objects, modules of torch among them. Tensors, lists,
-    dicts and what libraries define stay themselves: a function may write to them.
+    It copies closures, globals that the code names, and attributes of objects, among them torch
+    modules. It does not copy tensors, lists, dicts and what libraries define, because a function
+    may write to them.
     """
     if id(value) in memo:
         return memo[id(value)][0]
@@ -145,7 +145,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _bound(score_mod: ScoreMod, read: Sequence[Tensor]) -> ScoreMod:
-    """Returns a score_mod that reads the tensors `read`, whatever its closure holds by now."""
+    """Returns a score_mod that reads the tensors `read` instead of those in its closure."""
 
     def bound(*arguments: Tensor) -> Tensor:
         with _Reads(arguments, read) as reading:
@@ -162,10 +162,10 @@ def _bound(score_mod: ScoreMod, read: Sequence[Tensor]) -> ScoreMod:
 
 
 class _Reads(TorchFunctionMode):
-    """Finds the tensors that a function reads, but not its arguments or those that it makes.
+    """Finds the tensors that a function reads, except its arguments and tensors that it makes.
 
-    With `saved`, the n-th tensor that the function reads is replaced by the n-th of `saved`: a
-    variable of its closure, an attribute or a global may hold another tensor by then.
+    With `saved`, the n-th tensor that the function reads is replaced by the n-th of `saved`,
+    because a variable of its closure, an attribute or a global may hold another tensor by then.
     """
 
     def __init__(self, arguments: Sequence[Tensor], saved: Sequence[Tensor] | None = None) -> None:

@@ -1,6 +1,6 @@
 """Runs calls with a score_mod, as in FlexAttention, by a backend over layouts.
 
-They take no operator's way: operators take tensors and numbers, and no functions.
+They do not run as torch operators, because operators take tensors and numbers, but no functions.
 """
 
 from collections.abc import Callable
@@ -53,15 +53,15 @@ def attend_scored(call: Call, backend: str) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class _ScoredCall:
-    """Shared by the forward and backward of a call with a score_mod; autograd saves its tensors."""
+    """Data that forward and backward of a call with a score_mod share; autograd saves tensors."""
 
-    on: Callable[..., Call]  # makes the call on query, key, value and options
-    options: Options  # those without gradients
+    on: Callable[..., Call]  # makes the `Call` from query, key, value and options
+    options: Options  # the options without gradients
     backend: str
-    learning: list[str]  # options that get gradients
+    learning: list[str]  # names of the options that get gradients
 
     def problem(self, tensors: tuple[Tensor, ...]) -> Problem:
-        """Returns the problem on query, key, value, options that learn, and tensors read."""
+        """Returns the problem; `tensors` are query, key, value, learning options, tensors read."""
         query, key, value, *rest = tensors
         count = len(self.learning)
         changes: dict[str, Any] = dict(zip(self.learning, rest[:count], strict=True))
@@ -71,10 +71,12 @@ class _ScoredCall:
 
 
 class _Scored(Function):
+    """Runs a call with a score_mod under autograd."""
+
     @staticmethod
     def forward(ctx: Any, call: _ScoredCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:
         query, _, value, *_ = tensors
-        if is_shape_alone(query):  # nobody can evaluate the function where pairs are
+        if is_shape_alone(query):  # without numbers, the function cannot be evaluated
             out = query.new_empty(*query.shape[:3], value.shape[3])
             lse = query.new_empty(query.shape[:3], dtype=sum_dtype(query))
         else:

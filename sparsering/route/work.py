@@ -1,7 +1,7 @@
 """The work of a call: tiles of pairs, lists of keys, and keys that no query sees.
 
-Each verb ends in a `Work`: a call of one sequence and of documents end to end (`work_of`), new
-tokens of a cache and of a draft (decoding/), a rank of a ring (distributed/). It alone makes a
+Each public function ends in a `Work`: attention over a sequence or documents (`work_of`), new
+tokens of a cache or a draft (decoding/), and a rank of a ring (distributed/). Only a `Work` makes a
 `Problem`, which the backends take.
 """
 
@@ -26,7 +26,7 @@ from .decision import Parts, parts_of_call
 class Work(NamedTuple):
     """The pairs that a call computes: those of tiles and those of lists, without hidden keys."""
 
-    layout: BlockLayout  # tiles of the pairs that no list has
+    layout: BlockLayout  # the tiles, which have the pairs that are in no list
     # For each pass, the bitmap row of the first query; () if all are 0.
     first_bitmap_rows: tuple[int, ...] = ()
     lists: tuple[Lists, ...] = ()  # single keys that queries list, beside the tiles
@@ -86,9 +86,9 @@ def work_of(call: Call, backend: str, parts: Parts | None = None) -> Work:
 
 
 def problem_of(call: Call, backend: str, parts: Parts | None = None) -> Problem:
-    """Returns the problem of a call on a backend; a slot bias becomes one of its blocks or lists.
+    """Returns the problem of a call on a backend; takes the arguments of `work_of`.
 
-    Arguments are those of `work_of`.
+    A slot bias becomes a bias of the layout's blocks or of the lists.
     """
     work = work_of(call, backend, parts)
     options = dict(call.options.in_use)
@@ -107,8 +107,8 @@ def problem_of(call: Call, backend: str, parts: Parts | None = None) -> Problem:
 
 
 def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
-    """Converts a slot bias [B, Hq, R * k] to a block bias [B, Hq, blocks] of the layout."""
-    has_entries = layout.entry_slots.shape[-1] > 0  # no entries without queries
+    """Converts a slot bias [B, Hq, R * k] to a bias of the layout's blocks, [B, Hq, blocks]."""
+    has_entries = layout.entry_slots.shape[-1] > 0  # False if there are no queries
     if all(p.slot is None for p in layout.passes) and has_entries and slot_bias.shape[2]:
         raise NotImplementedError(
             "slot_bias needs tiles of one row and one block of SelectedBlocks, got tiles that span "
@@ -120,7 +120,10 @@ def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
 
 
 def slot_gradient(grad: Tensor, problem: Problem, slot_bias: Tensor) -> Tensor:
-    """Sums a block bias's gradient [B, Hq, blocks] over the blocks of each slot: [B, Hq, R * k]."""
+    """Converts the gradient of `problem.block_bias` to that of the slot bias, [B, Hq, R * k].
+
+    It sums over the blocks, or the list items, of each slot.
+    """
     if problem.lists:
         return list_slot_gradient(problem.lists, grad)
     slot = stretched(problem.layout.entry_slots, *grad.shape[:2])
@@ -131,6 +134,9 @@ def slot_gradient(grad: Tensor, problem: Problem, slot_bias: Tensor) -> Tensor:
 def layout_of(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]]:
-    """Returns (cached layout, bitmap row of the first query in each pass, or () if all are 0)."""
+    """Returns (layout, bitmap row of the first query in each pass, or () if all rows are 0).
+
+    A single last query gets a row of a cached page of queries, so that decoding compiles nothing.
+    """
     page = last_query_layout(pattern, frame, block_size, device) if frame.q_len == 1 else None
     return page or (layout_cache.layout(pattern, frame, block_size, device), ())
