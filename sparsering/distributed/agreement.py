@@ -1,8 +1,8 @@
-"""Ranks compare the arguments of a call before they send keys; a difference raises on every rank.
+"""Compares the arguments of all ranks before keys are sent; a difference raises on every rank.
 
-Each sends all others a few integers: digests of the call's kind and arguments, whether it failed,
-its shard's length, its seed. Every collective of the library begins so, also in a backward pass: a
-rank that is in another call is then named, where gloo would abort the process.
+Each rank sends a few integers to all others: digests of the call's kind and arguments, whether it
+failed, its shard's length, its seed. Every collective of the library begins so, also in a backward
+pass. An error then names a rank that is in another call, where gloo would abort the process.
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from .own_rows import may_be_own_rows, without_tables
 from .sharding import num_tokens, owned_ranges
 from .wire import FORMATS, wire_format
 
-_VERSION = 6  # version of the record; ranks with different versions raise an error
+_VERSION = 6  # version of these integers; ranks with different versions raise an error
 _BUDGET = 0.01  # default error bound of compression="auto"
 
 SCHEMA = operator_schema(
@@ -39,7 +39,7 @@ SCHEMA = operator_schema(
 
 
 class RingCall(NamedTuple):
-    """Arguments of the ring operator on one rank.
+    """The arguments of the ring operator on one rank.
 
     They must be equal on all ranks, except `timeout`, `group`, `backend`, and tensors that have a
     row per token. If `seed_is_given` is False, all ranks use the seed of rank 0.
@@ -76,17 +76,17 @@ class RingCall(NamedTuple):
 
 
 class Agreement(NamedTuple):
-    """Results of `agree_on_call`, which are equal on all ranks, except `error`."""
+    """The results of `agree_on_call`, which are equal on all ranks except for `error`."""
 
     lengths: list[int]  # tokens of each rank's shard
     compression: str | None  # wire format of keys and values, never "auto"
     error: float  # relative error of this rank's keys and values in that format
     seed: int
-    own_rows: bool  # each rank passes the rows of lists of its own tokens
+    own_rows: bool  # True if each rank passes only the rows of lists for its own tokens
 
 
 _TABLES = f"{', '.join(ANYWHERE[:-1])} and {ANYWHERE[-1]}"
-# fields that are compared by digest; an error cannot show their values
+# These fields are compared by digest, so an error cannot show their values.
 _HASHED = ("pattern", "scale", "sharding", "compression", _TABLES)
 
 
@@ -137,7 +137,10 @@ def agree_on_call(
 
 
 def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
-    """Returns {name in errors: argument or digest}, as integers that must agree on all ranks."""
+    """Returns the integers that must agree on all ranks, by the name that errors show.
+
+    They are arguments or digests of arguments.
+    """
     query, key, value, *_ = call
     in_use = {name: x for name, x in call.options.in_use.items() if name != "dropout_seed"}
     tables = {name: x[:1] for name, x in in_use.items() if isinstance(x, Tensor)}
@@ -179,14 +182,14 @@ def _mismatch(text: str, rank: int, peer: int) -> RingMismatchError:
 
 
 def report_failure(group: dist.ProcessGroup, timeout: float | None, query: object) -> None:
-    """Tells the other ranks that this rank raised before the call began, so that they raise too."""
+    """Tells the other ranks that this rank raised before the call began; they then raise, too."""
     device = query.device if isinstance(query, Tensor) else None
     with contextlib.suppress(RuntimeError):  # a RingError, or a CUDA graph is being captured
         agree_on_batch(Exchange(group, timeout, device), "", None)
 
 
 def digests_of(values: dict[str, object]) -> dict[str, int]:
-    """Returns a digest of each value: of a tensor's elements, dtype and shape; else of its repr."""
+    """Returns a digest of each value: of a tensor's elements, dtype and shape, else of its repr."""
     return {name: _digest(value) for name, value in values.items()}
 
 
@@ -232,7 +235,7 @@ def agree_to_begin(
 ) -> None:
     """Waits until all ranks are in the same call with equal values; else RingMismatchError on all.
 
-    `like`: a tensor on the device of the messages; it is needed by groups without a CPU backend.
+    `like` is a tensor on the device of the messages, which groups without a CPU backend need.
     """
     exchange = Exchange(group, None, None if like is None else like.device)
     with exchange.break_on_error():
@@ -242,7 +245,11 @@ def agree_to_begin(
 def agree_on_shards(
     exchange: Exchange, call: str, sharding: str, lengths: Sequence[int], common: dict[str, object]
 ) -> list[tuple[Ranges, ...]]:
-    """Returns all ranks' ranges for each length; RingMismatchError on all if ranks do not fit."""
+    """Returns, for each length, the ranges that each rank owns.
+
+    `lengths` are this rank's shard lengths. Raises RingMismatchError on all ranks if shards do not
+    fit.
+    """
     digests = digests_of(common | {"sharding": sharding})
     with exchange.break_on_error():
         counts = agree_on_batch(exchange, call, digests, lengths)
@@ -253,7 +260,7 @@ def agree_on_shards(
 
 
 def check_lengths(sharding: str, ranges: Sequence[Ranges], sizes: Sequence[int], rank: int) -> None:
-    """Raises RingMismatchError if a rank's shard is not as long as the sharding says."""
+    """Raises RingMismatchError if a rank's shard has another length than the sharding gives it."""
     for peer, (length, owned) in enumerate(zip(sizes, ranges, strict=True)):
         if length != num_tokens(owned):
             text = (

@@ -1,4 +1,4 @@
-"""Sends messages between ranks. A peer that died or does not answer in time raises `RingError`.
+"""Sends messages between ranks; raises `RingError` if a peer died or does not answer in time.
 
 If two ranks expect different sizes of a message, gloo aborts a process or corrupts memory. So
 ranks first compare the arguments of their calls, and only then send tensors.
@@ -98,9 +98,9 @@ class Exchange:
     def agree(self, record: Sequence[int]) -> list[list[int]]:
         """Sends a record of integers to all ranks, and returns the records of all ranks.
 
-        The first message has one size in every call of the library, so that ranks in different
-        calls learn of it: gloo aborts a process that expects another size. A peer's record is cut,
-        or filled with zeros, to the length of this rank's own.
+        The first message has the same size in every call of the library, because gloo aborts a
+        process that expects another size; so ranks in different calls can notice it. A peer's
+        record is cut, or filled with zeros, to the length of this rank's own.
         """
         first = [len(record), *record[: _RECORD - 1]]
         rows = self._records(first + [0] * (_RECORD - len(first)))
@@ -121,6 +121,7 @@ class Exchange:
         return min(kinds)
 
     def _records(self, record: Sequence[int]) -> list[list[int]]:
+        """Sends integers to all ranks, and returns those of all ranks; all send equally many."""
         own = torch.tensor(list(record), dtype=torch.int64, device=self.device_of_numbers)
         others = {p: torch.empty_like(own) for p in range(self.world_size) if p != self.rank}
         self.start("agreement", dict.fromkeys(others, own), others).wait()
@@ -140,7 +141,7 @@ class Exchange:
         operations: list[tuple[Any, int, Tensor]]
         operations = [(dist.irecv, peer, x) for peer, x in receives.items()]
         operations += [(dist.isend, peer, x) for peer, x in sends.items()]
-        # NCCL could deadlock on separate messages, but not on one batch of all messages
+        # NCCL could deadlock on separate messages, but not on a batch of all of them
         if operations and operations[0][2].device.type != "cpu":
             batch = [dist.P2POp(op, x, group=self.group, group_peer=p) for op, p, x in operations]
             with pending.failing(None):
@@ -154,7 +155,7 @@ class Exchange:
 
 
 class Pending:
-    """Unfinished messages of one step of a call; keeps their tensors alive until they finish."""
+    """Unfinished messages of one step of a call; it keeps their tensors alive until they finish."""
 
     def __init__(self, exchange: Exchange, step: str, tensors: list[Tensor]) -> None:
         self.exchange, self.step, self.tensors = exchange, step, tensors
@@ -162,9 +163,9 @@ class Pending:
         self.failure: RingError | None = None
 
     def wait(self) -> None:
-        """Waits until all messages are sent and received; raises RingError if one fails.
+        """Waits until all messages are sent and received; raises RingError if one failed.
 
-        After a failure it still waits for the other peers. They would otherwise report this rank as
+        After a failure it still waits for the other peers. Otherwise they would report this rank as
         failed, instead of the peer that failed first.
         """
         deadline = None

@@ -1,6 +1,6 @@
-"""Rows of a sharded sequence, sent to the ranks that want them, and their gradients sent back.
+"""Sends rows of a sharded sequence to the ranks that want them, and their gradients back.
 
-Every rank knows which rows each rank has and wants, so all agree on the messages without asking.
+Every rank knows which rows each rank has and wants, so no rank needs to ask another.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from ..ground.numerics import sum_dtype
 from .exchange import Exchange
 
 Span = tuple[int, int]
-"""Rows from `start` to before `stop`."""
+"""A range of rows (start, exclusive stop)."""
 
 
 def fetched(
@@ -41,7 +41,7 @@ def fetched(
 
 
 class _Fetched(torch.autograd.Function):
-    """Sends rows to the ranks that want them, and the gradients back to the owners."""
+    """Sends rows to the ranks that want them; its backward sends the gradients to the owners."""
 
     @staticmethod
     def forward(
@@ -100,7 +100,7 @@ class _Fetched(torch.autograd.Function):
 
 
 def _common(one: Span, two: Span) -> Span:
-    """Returns the rows that are in both spans, as an empty span where there are none."""
+    """Returns the rows that are in both spans; an empty span if there are none."""
     low, high = max(one[0], two[0]), min(one[1], two[1])
     return (low, high) if low < high else (one[0], one[0])
 
@@ -112,6 +112,7 @@ def _exchange(
     sends: dict[int, Tensor],
     receives: dict[int, Tensor],
 ) -> None:
+    """Sends tensors to peers and receives others from them; `step` names the messages in errors."""
     exchange = Exchange(group, None, like.device)
     with exchange.break_on_error():
         exchange.start(step, sends, receives).wait()

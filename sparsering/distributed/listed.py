@@ -1,4 +1,4 @@
-"""Lists of single keys over ranks: the keys that each rank's queries list, by their owners."""
+"""Lists of single keys over ranks: finds which keys of other ranks each rank's queries list."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -16,20 +16,22 @@ from .sharding import num_tokens, positions
 
 
 def lists_of_rows(pattern: Pattern, frame: Frame, rows: Ranges) -> tuple[Lists, ...]:
-    """Lists the keys of the query rows in `rows`, in their order, as positions of the sequence."""
+    """Lists the keys of the query positions in `rows`, in their order, as positions."""
     if not has_lists(pattern):
         return ()
     return lists_of_pattern(pattern, frame, positions(rows))[1]
 
 
 class Listed(NamedTuple):
-    """The keys that groups of query rows list, and the pairs that they form."""
+    """The keys that groups of query rows list on other ranks, and the number of their pairs."""
 
-    # Set `label * world + owner` has the keys of rank `owner` that the rows of group `label` list,
-    # unless the rank has these rows itself. Kv heads with equal lists share an item.
+    # One item for each distinct list of a kv head. Its set `label * world + owner` has the keys of
+    # rank `owner` that the rows of group `label` list; it is empty if the rows are on that rank.
     needs: tuple[TokenRanges, ...]
     need_of: tuple[tuple[int, ...], ...]  # index into `needs`, [batch entry (or one)][kv head]
-    pairs: Tensor  # float64 [groups, world], summed over query heads, mean over batch entries
+    # float64 [groups, world] number of listed pairs by group and owner, summed over query heads,
+    # mean over batch entries
+    pairs: Tensor
 
 
 def listed(pattern: Pattern, frame: Frame, queries: Cut, keys: Cut, world: int) -> Listed | None:
@@ -74,10 +76,8 @@ def united(
 ) -> tuple[list[TokenRanges], list[list[int]]]:
     """Unites what tiles and lists need; returns the fields `needs` and `need_of` of a plan.
 
-    Args:
-        in_tiles, of_tiles: these fields of the tiles' plan.
-        in_lists, of_lists: for each item the keys that lists need, and the item of each
-            [batch entry][kv head].
+    `in_tiles` and `of_tiles` are these fields of the plan for tiles. `in_lists` has, for each item,
+    the keys that lists need, and `of_lists` the item of each [batch entry][kv head].
     """
     items: dict[tuple[int, int], int] = {}  # by item of tiles and of lists
     need_of = [
@@ -94,16 +94,17 @@ def united(
 def keys_by_item(
     lists: tuple[Lists, ...], batches: int, frame: Frame
 ) -> tuple[list[Tensor], list[list[int]]]:
-    """Returns the keys, ascending, that rows list, and their index by [batch entry][kv head].
+    """Returns the listed keys of each item, ascending, and the item of each [batch entry][kv head].
 
-    Kv heads and batch entries with equal lists share an item, whether or not there are rows.
+    Kv heads and batch entries with equal lists share an item, even if there are no rows.
     """
     need_of = [[0] * frame.num_kv_heads for _ in range(batches)]
     found = []
     for item, (tables, places) in enumerate(_by_tables(lists, need_of, frame).items()):
         seen = torch.zeros(frame.kv_len + 1, dtype=torch.bool)
         for branch, entry, table in set(tables):
-            seen[lists[branch].keys[entry, table].flatten().long()] = True  # -1: the last place
+            # -1, for no key, marks the last place, which is not read
+            seen[lists[branch].keys[entry, table].flatten().long()] = True
         found.append(torch.nonzero(seen[:-1])[:, 0])
         for batch, head in places:
             need_of[batch][head] = item
@@ -111,13 +112,16 @@ def keys_by_item(
 
 
 _Table = tuple[int, int, int]
-"""A branch's list of keys: (branch's index among the lists, batch entry, head) of its tensor."""
+"""Identifies one head's lists: (index among the `Lists`, batch entry, head) of their tensor."""
 
 
 def _by_tables(
     lists: tuple[Lists, ...], need_of: list[list[int]], frame: Frame
 ) -> dict[tuple[_Table, ...], list[tuple[int, int]]]:
-    """Groups (batch entry, kv head) whose query heads have the same tables of listed keys."""
+    """Groups the (batch entry, kv head) pairs whose query heads have the same lists.
+
+    The key of a group is the tables of all its query heads in all branches.
+    """
     size = frame.num_heads // frame.num_kv_heads
     found: dict[tuple[_Table, ...], list[tuple[int, int]]] = {}
     for batch, row in enumerate(need_of):

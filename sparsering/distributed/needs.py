@@ -1,8 +1,8 @@
 """Finds the key tokens that ranks need from each other, and counts the pairs that they compute.
 
-It tests pairs of a query tile and a key tile. A tile pair of which the mask has some (query, key)
-pairs is split into smaller ones; in the smallest, the mask is evaluated for each pair. So the cost
-grows with the borders between masked and visited areas, not with the areas.
+It tests pairs of a query tile and a key tile. If only some of a tile pair's (query, key) pairs
+attend, it is split into smaller ones; in the smallest, the mask is evaluated for each pair. So the
+cost grows with the borders between masked and visited areas, not with the areas.
 """
 
 import itertools
@@ -31,13 +31,13 @@ _SPLIT = 4  # number of smaller tiles that a tile is split into
 _COARSE_TILES = 512  # queries are first cut into about this many tiles at most
 _AT_A_TIME = 1 << 15  # tile pairs that are tested at once
 _ROWS_AT_A_TIME = 1 << 10  # query tiles whose key tiles are listed at once
-_MOST_LINES = 4096  # `union` lists single tokens if the steps' least common multiple is larger
+_MOST_LINES = 4096  # if the lcm of all steps is larger, `union` lists single tokens
 
 
 class Cut(NamedTuple):
     """Ascending ranges of positions; each belongs to one rank, and to one group of query rows.
 
-    `label` is the index of the group. With P ranks, group r < P has the rows that rank r keeps.
+    `label` is the index of the group. With P ranks, group r < P has the rows that stay on rank r.
     Group P + i has the rows of `travellers[i]` (see `cut`), which may be sent to other ranks.
     """
 
@@ -46,7 +46,7 @@ class Cut(NamedTuple):
     label: Tensor  # [ranges] the group of each range
 
     def piece_of(self, tiles: Axis) -> Tensor:
-        """Returns the index of the range that contains each tile; each tile lies in one range."""
+        """Returns the index of the range that contains each tile; a tile never spans two ranges."""
         return self.piece_at(tiles.start)
 
     def piece_at(self, position: Tensor) -> Tensor:
@@ -58,7 +58,8 @@ class Cut(NamedTuple):
 def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ()) -> Cut:
     """Cuts the positions of all ranks into ranges; the rows of `travellers[i]` are group world + i.
 
-    Args: the positions that each rank owns; (rank, some of its rows that may be sent to others).
+    Args: the positions that each rank owns; (rank, some of its rows that may be sent to others) for
+    each traveller.
     """
     pieces = []
     for rank, owned in enumerate(ranges):
@@ -73,12 +74,12 @@ def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ())
 
 @dataclass(frozen=True, eq=False)
 class TokenRanges:
-    """Sets of tokens as arithmetic progressions from start to last; `union` makes them disjoint."""
+    """Sets of tokens as arithmetic progressions, start to last; `union` makes them disjoint."""
 
     step: int
-    number: Tensor  # per range start..last: index of its token set; `union` sorts by it
-    start: Tensor
-    last: Tensor
+    number: Tensor  # the index of each progression's set; `union` sorts by it
+    start: Tensor  # first token of each progression
+    last: Tensor  # last token of each progression
 
     @property
     def count(self) -> Tensor:
@@ -101,20 +102,20 @@ class TokenRanges:
 
 
 class Visits(NamedTuple):
-    """Keys that the query rows of some masks visit on other ranks, and the pairs of each mask.
+    """The keys that query rows of some masks visit on other ranks, and the number of pairs.
 
     Set `label * world + owner` of `keys` has the keys of rank `owner` that the rows of group
     `label` visit.
     """
 
-    keys: list[TokenRanges]  # progressions of one step per item; they may share tokens
+    keys: list[TokenRanges]  # one item per step of progressions; items may have the same tokens
     pairs: Tensor  # [labels, world]: (query, key) pairs by the query's label and the key's rank
 
 
 def needed_keys(
     masks: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int
 ) -> TokenRanges:
-    """Returns the keys that query rows visit, but that the rank of these rows does not own.
+    """Returns the keys that query rows visit on other ranks than their own.
 
     Set `label * world + owner` has the keys of rank `owner` that the rows of group `label` visit.
     """
@@ -125,7 +126,7 @@ def needed_keys(
 def count_pairs(
     branches: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int, labels: int
 ) -> Tensor:
-    """Counts each branch's (query, key) pairs by query `label` and key's rank: [labels, world]."""
+    """Counts the branches' (query, key) pairs by query label and key's rank: [labels, world]."""
     total = torch.zeros(labels, world, dtype=torch.int64)
     for branch in branches:
         total += visits(branch, frame, queries, keys, world, labels, list_keys=False).pairs
@@ -143,12 +144,12 @@ def visits(
     list_keys: bool = True,
     count: bool = True,
 ) -> Visits:
-    """Lists a mask's `Visits`; what is not asked for is empty, and zeros."""
+    """Finds the `Visits` of one mask; it leaves `keys` empty, or `pairs` 0, if not asked for."""
     total = torch.zeros(labels, world, dtype=torch.int64)
     needed: list[TokenRanges] = []
     size = _first_size(mask, frame)
     for (grid, term), (_, rest) in zip(terms(mask, size), disjoint_terms(mask, size), strict=True):
-        # `rest` has the pairs of `term` that are in no earlier term, so that each counts once
+        # `rest` is `term` without the pairs of earlier terms, so that each pair counts once
         rule, rule_of_rest = condition(term, frame), condition(rest, frame)
         for pairs in _pairs(rule, grid, size, frame, queries, keys):
             piece, sender = queries.piece_of(pairs.q), keys.rank[keys.piece_of(pairs.k)]
@@ -166,10 +167,10 @@ def visits(
 
 
 class FineVisits:
-    """The `Visits` of a pattern's masks between pieces of which several shardings are made.
+    """The `Visits` of a pattern's masks between small pieces, for several possible shardings.
 
-    Where one of the shardings cuts, all pieces are cut. So each tile is tested once for all of
-    them: `needed_keys` and `count_pairs` return what the functions of these names do.
+    Pieces are cut at the edges of all shardings, so each tile is tested once for all of them.
+    `needed_keys` and `count_pairs` return what the functions of these names do.
     """
 
     def __init__(
@@ -179,7 +180,10 @@ class FineVisits:
         shardings: Sequence[Sequence[Ranges]],
         rows: Ranges,
     ) -> None:
-        """Looks at the tiles. `rows`: query rows at whose edges queries are cut too."""
+        """Tests all tiles.
+
+        Queries are also cut at the edges of `rows`, which may be sent to others.
+        """
         owned = [edge for parts in shardings for part in parts for piece in part for edge in piece]
         keys = _between(owned)
         queries = _between([*owned, *(edge for row in rows for edge in row)])
@@ -196,7 +200,7 @@ class FineVisits:
     def needed_keys(
         self, masks: Iterable[Mask], queries: Cut, keys: Cut, world: int
     ) -> TokenRanges:
-        """Returns what `needs.needed_keys` does, for the cuts of one of the shardings."""
+        """Returns what `needs.needed_keys` returns for the cuts of one of the shardings."""
         piece, sender = queries.piece_at(self.query_starts), self._senders(keys)
         needed: list[TokenRanges] = []
         for runs in (runs for mask in masks for runs in self.of_mask[mask].keys):
@@ -210,7 +214,7 @@ class FineVisits:
     def count_pairs(
         self, branches: Iterable[Mask], queries: Cut, keys: Cut, world: int, labels: int
     ) -> Tensor:
-        """Returns what `needs.count_pairs` does, for the cuts of one of the shardings."""
+        """Returns what `needs.count_pairs` returns for the cuts of one of the shardings."""
         label = queries.label[queries.piece_at(self.query_starts)]
         place = (label[:, None] * world + self._senders(keys)).flatten()
         total = torch.zeros(labels * world, dtype=torch.int64)
@@ -219,6 +223,7 @@ class FineVisits:
         return total.view(labels, world)
 
     def _senders(self, keys: Cut) -> Tensor:
+        """Returns the rank that owns each small piece of keys."""
         return keys.rank[keys.piece_at(self.key_starts)]
 
 
@@ -227,13 +232,13 @@ def _starts(ranges: Ranges) -> Tensor:
 
 
 def _between(edges: list[int]) -> list[tuple[int, int]]:
-    """Returns the ranges between neighbouring edges."""
+    """Returns the ranges between neighboring edges."""
     return list(itertools.pairwise(sorted(set(edges))))
 
 
 def _first_size(mask: Mask, frame: Frame) -> int:
-    """Returns the number of tokens in the first tiles of a mask, which are then split."""
-    size = _LEAF  # not enlarged for a blockwise mask, which lists its blocks fast at any size
+    """Returns the number of tokens in the first tiles of a mask, which are split later."""
+    size = _LEAF  # a blockwise mask keeps it, because it lists its blocks fast at any size
     blockwise = any(isinstance(part, BlockwiseMask) for part in joined_masks(mask))
     while not blockwise and size * _COARSE_TILES < frame.q_len:
         size *= _SPLIT
@@ -273,7 +278,7 @@ def _visited_keys(
 ) -> Iterator[TokenRanges]:
     """Yields the keys that a query of tile pair i visits, as part of the set `set_number[i]`.
 
-    `status`: that of the pairs, where the caller has it.
+    `status` is the status of the pairs, if the caller has it already.
     """
     status = rule.status(pairs) if status is None else status
     full = status == FULL
@@ -283,7 +288,7 @@ def _visited_keys(
     if not len(varies):
         return
     pairs, set_number = pairs[varies], set_number[varies]
-    # tile pairs that add equal keys to the same set form a group; one pair of a group is enough
+    # Tile pairs that add equal keys to the same set form a group; one pair of it is enough.
     _, first = _kinds(rule, pairs, set_number, pairs.k.start)
     pairs, set_number = pairs[first], set_number[first]
     if size > _LEAF:
@@ -315,9 +320,9 @@ def _pairs_of(
     frame: Frame,
     status: Tensor | None = None,
 ) -> Tensor:
-    """Counts (query, key) pairs in each tile pair; evaluates tile pairs of equal bitmaps once.
+    """Counts the (query, key) pairs in each tile pair; evaluates those with equal bitmaps once.
 
-    `status`: that of the pairs, where the caller has it.
+    `status` is the status of the pairs, if the caller has it already.
     """
     status = rule.status(pairs) if status is None else status
     total = torch.where(status == FULL, pairs.q.count * pairs.k.count, 0)
@@ -340,12 +345,15 @@ def _pairs_of(
 
 
 def _kinds(rule: Condition, pairs: TilePairs, *further: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups tile pairs of equal bitmaps, counts and `further`: (group of each, one of each)."""
+    """Groups tile pairs with equal bitmaps, counts and `further`.
+
+    Returns: the group of each pair; the index of one pair of each group.
+    """
     return number_rows([pairs.q.count, pairs.k.count, *further, *rule.signature(pairs)])
 
 
 def _split(pairs: TilePairs, size: int) -> tuple[Tensor, TilePairs]:
-    """Splits tile pairs into smaller ones; returns (index of the large pair, small pair)."""
+    """Splits tile pairs into smaller ones; returns (index of the large pair, small pairs)."""
     at = torch.cartesian_prod(torch.arange(_SPLIT), torch.arange(_SPLIT))
     pair = torch.arange(len(pairs)).repeat_interleave(len(at))
     whole, size = pairs[pair], size // _SPLIT
@@ -362,10 +370,9 @@ def _split(pairs: TilePairs, size: int) -> tuple[Tensor, TilePairs]:
 
 
 def union(parts: list[TokenRanges], length: int) -> TokenRanges:
-    """Joins the tokens of each set, all below `length`.
+    """Joins the tokens of each set; all tokens are below `length`.
 
-    Returns progressions (start, start + step, ... to the last token) of one step for all; no two
-    of a set share a token.
+    Returns progressions that all have one step; no two of a set share a token.
     """
     by_step = _joined_by_step(parts, length)
     if len(by_step) <= 1:
@@ -378,14 +385,14 @@ def union(parts: list[TokenRanges], length: int) -> TokenRanges:
 
 
 def _joined_by_step(parts: list[TokenRanges], length: int) -> list[TokenRanges]:
-    """Joins the progressions of each step, as `union` does; steps ascend."""
+    """Joins the progressions of each step separately; returns one item per step, ascending."""
     steps = sorted({part.step for part in parts if len(part.number)})
     return [_merged([x for x in parts if x.step == step], step, length) for step in steps]
 
 
 def _merged(parts: list[TokenRanges], step: int, length: int) -> TokenRanges:
     """Joins progressions of equal `step`, so that no two progressions of a set share a token."""
-    # each (set, token % step) has its own `reach` integers; the last is never used, as a gap
+    # Each (set, token % step) has `reach` integers of its own; the last one stays unused as a gap.
     reach = length // step + 2
     begin, end = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
     for part in parts:
@@ -399,7 +406,7 @@ def _merged(parts: list[TokenRanges], step: int, length: int) -> TokenRanges:
 
 
 def _with_step(runs: TokenRanges, step: int) -> TokenRanges:
-    """Splits each progression into progressions of a larger `step`, a multiple of its old step."""
+    """Splits each progression into progressions of step `step`, a multiple of its old step."""
     lines = step // runs.step
     number, start, last = (x.repeat_interleave(lines) for x in (runs.number, runs.start, runs.last))
     start = start + runs.step * torch.arange(lines).repeat(len(runs.start))

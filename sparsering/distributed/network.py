@@ -1,4 +1,4 @@
-"""Sends and receives rows over a process group; starts messages early, waits for them late."""
+"""Sends and receives rows over a process group; it starts messages early and waits late."""
 
 from collections.abc import Iterable, Iterator
 from itertools import chain, islice
@@ -14,7 +14,7 @@ _Arriving = TypeVar("_Arriving")
 
 
 class Network:
-    """Messages of one rank's call. All ranks start the same kinds of messages in the same order.
+    """Messages of one rank's call; all ranks start the same kinds of messages in the same order.
 
     The constructor starts to send some of this rank's query rows `travelling` [B, Hq, tokens,
     columns] to other ranks, their hosts. Rows that arrive from other ranks are called guests.
@@ -42,9 +42,10 @@ class Network:
         self.pending_guests = exchange.start("query rows to their hosts", sends, self.arriving)
 
     def rounds(self) -> Iterator[Tensor]:
-        """Yields a tensor per round: the encoded rows that arrive, followed by a row of zeros."""
+        """Yields a tensor per round: the encoded rows that arrive, then a row of zeros."""
         posts = map(self._post_round, range(len(self.plan.rounds)))
-        return _arrivals(chain(list(islice(posts, 1)), posts))  # starts the first round at once
+        # the list starts the first round now
+        return _arrivals(chain(list(islice(posts, 1)), posts))
 
     def guests(self) -> Tensor | None:
         """Waits for other ranks' query rows: [B, Hq, rows, columns], or None if there are none."""
@@ -59,10 +60,9 @@ class Network:
         return guests
 
     def answers(self, results: Tensor | None, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """Sends `results` of guests to their owners.
+        """Sends `results` of guests back to their owners; receives those of own query rows.
 
-        Yields: (rank that computed them, received results [B, Hq, rows, columns]) of own query
-        rows.
+        Yields: (rank that computed them, results [B, Hq, rows, columns]) of own query rows.
         """
         rounds = self.plan.answer_rounds
         posts = (self._post_answers(offsets, results, columns) for offsets in rounds)
@@ -71,6 +71,7 @@ class Network:
     def _post_answers(
         self, offsets: tuple[int, ...], results: Tensor | None, columns: int
     ) -> tuple[dict[int, Tensor], Pending]:
+        """Starts the messages of a round of answers; returns (tensors that arrive, messages)."""
         rank, world, sends, arriving = self.rank.rank, self.plan.world_size, {}, {}
         for offset in offsets:
             owner, host = (rank - offset) % world, (rank + offset) % world
@@ -82,13 +83,14 @@ class Network:
         return arriving, self.exchange.start("answers to their owners", sends, arriving)
 
     def return_gradients(self, parts: Iterable[dict[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-        """Sends key gradients of each round to the keys' ranks; yields (rank, its gradients)."""
+        """Sends key gradients of each round to the keys' owners; yields (rank, its gradients)."""
         posts = (self._post_gradients(number, part) for number, part in enumerate(parts))
         return chain.from_iterable(map(dict.items, _arrivals(posts)))
 
     def _post_gradients(
         self, number: int, part: dict[int, Tensor]
     ) -> tuple[dict[int, Tensor], Pending]:
+        """Starts to send a round's key gradients; returns (arriving tensors by rank, messages)."""
         rank, width = self.rank.rank, self.key.shape[3] + self.value.shape[3]
         arriving = {}
         for receiver in self.plan.receivers(rank, number):
@@ -97,6 +99,7 @@ class Network:
         return arriving, self.exchange.start(f"gradients of round {number + 1}", part, arriving)
 
     def _post_round(self, number: int) -> tuple[Tensor, Pending]:
+        """Starts to send and receive a round's keys; returns (memory for the rows, messages)."""
         room, parts = self.rank.room(number, self.key, self.value)
         receivers = self.plan.receivers(self.rank.rank, number)
         sends = {peer: self.rank.pack(peer, self.key, self.value) for peer in receivers}
@@ -105,7 +108,7 @@ class Network:
 
 
 def _arrivals(posts: Iterable[tuple[_Arriving, Pending]]) -> Iterator[_Arriving]:
-    """Yields tensors as they arrive; starts the next message before it waits for this one."""
+    """Yields tensors as they arrive; starts the next messages before it waits for these."""
     posts = iter(posts)
     under_way = next(posts, None)
     while under_way is not None:
@@ -114,4 +117,4 @@ def _arrivals(posts: Iterable[tuple[_Arriving, Pending]]) -> Iterator[_Arriving]
         pending.wait()
         under_way = following
         yield arriving
-        del arriving  # the next message needs the memory
+        del arriving  # frees the memory for the next message

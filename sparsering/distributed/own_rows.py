@@ -1,7 +1,7 @@
-"""Lists of single keys of which each rank passes the rows of its own tokens.
+"""Plans rings with lists of single keys, if each rank passes only the rows for its own tokens.
 
-What moves then depends on numbers that only one rank has. Each rank unites the keys that its
-queries list with those that its tiles need, and tells the owners which keys it listed.
+Then only one rank knows which keys its rows list. So each rank unites these keys with those that
+its tiles need, and tells the owners which keys it listed.
 """
 
 from dataclasses import replace
@@ -18,7 +18,7 @@ from .plan import RingPlan
 
 
 def without_tables(pattern: Pattern) -> Pattern:
-    """Returns the pattern without the rows of its lists; ranks must agree on it."""
+    """Returns the pattern without the rows of its lists; ranks can then compare it."""
     if isinstance(pattern, And | Or | Mixture):
         masks = tuple(map(without_tables, pattern.masks))
         return type(pattern)(masks)  # type: ignore[arg-type]
@@ -28,7 +28,7 @@ def without_tables(pattern: Pattern) -> Pattern:
 
 
 def may_be_own_rows(pattern: Pattern, tokens: int) -> bool:
-    """True if the lists of a pattern have as many rows as a rank's shard of `tokens` has."""
+    """True if the lists of a pattern have exactly the rows of a shard of `tokens` tokens."""
     lists = list(filter(has_lists, selections_of(pattern)))
     return bool(lists) and all(x.num_rows == -(-tokens // x.row_size) for x in lists)
 
@@ -50,7 +50,7 @@ def plan_of_own_rows(exchange: Exchange, tiles: RingPlan, pattern: Pattern) -> R
     lists = () if fault else lists_of_rows(pattern, frame, shard)
     found, need_of = keys_by_item(lists, pattern.num_batches() or 1, frame)
     keys = cut(tiles.ranges)
-    foreign: list[list[Tensor]] = []  # [item][owner] keys that this rank lists and others own
+    foreign: list[list[Tensor]] = []  # [item][owner] keys that this rank lists but others own
     for token in found:
         owner = keys.rank[keys.piece_at(token)]
         foreign.append([token[(owner == r) & (r != rank)] for r in range(world)])
@@ -79,7 +79,7 @@ def plan_of_own_rows(exchange: Exchange, tiles: RingPlan, pattern: Pattern) -> R
 
 
 def _fault(pattern: Pattern, tiles: RingPlan, rank: int) -> str:
-    """Returns what is wrong with a rank's rows of its lists, or an empty text."""
+    """Returns what is wrong with this rank's rows of its lists, or ""."""
     if tiles.sharding != "contiguous":
         return (
             "lists of each rank's own rows need sharding='contiguous', got "
@@ -104,16 +104,17 @@ def _fault(pattern: Pattern, tiles: RingPlan, rank: int) -> str:
 
 
 def _set(receiver: int, owner: int, token: Tensor, world: int) -> TokenRanges:
-    """Returns the set of keys that `owner` sends to `receiver`."""
+    """Returns one set of keys, which `owner` sends to `receiver`."""
     return TokenRanges(1, torch.full_like(token, receiver * world + owner), token, token)
 
 
 def _received(
     exchange: Exchange, foreign: list[list[Tensor]], counts: Tensor
 ) -> dict[int, list[Tensor]]:
-    """Tells owners which of their keys this rank lists; returns what others list of this rank's.
+    """Tells owners which of their keys this rank lists; returns which of its keys others list.
 
-    `counts`: [receiver, item] number of this rank's keys that a receiver lists.
+    `counts` [receiver, item] is the number of this rank's keys that each receiver lists. Returns,
+    for each receiver, the keys of each item.
     """
     place = exchange.device_of_numbers
     peers = [peer for peer in range(exchange.world_size) if peer != exchange.rank]

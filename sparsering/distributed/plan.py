@@ -3,7 +3,7 @@
     plan = RingPlan.build(LongNet((2048, 32768), (1, 4)) & Causal(), 1 << 20, 64)
     plan.tokens_received(3), plan.load(3)
 
-A plan is arithmetic on the pattern. It needs no processes, and all ranks compute equal plans.
+A plan is computed from the pattern alone. It needs no processes, and all ranks get equal plans.
 """
 
 from dataclasses import dataclass
@@ -205,6 +205,7 @@ class RingPlan:
         return self._loads(None)
 
     def _loads(self, shared: FineVisits | None) -> Tensor:
+        """Computes `loads`; `shared` saves testing the tiles again."""
         world = self.world_size
         travellers = [(t.owner, t.rows) for t in self.travellers]
         sides = cut(self.ranges, travellers), cut(self.ranges)
@@ -309,12 +310,12 @@ class RingPlan:
 
     @property
     def is_even(self) -> bool:
-        """True if ranks receive nothing and have equal loads, so that no sharding costs less."""
+        """True if ranks receive nothing and have equal loads, so that no sharding can cost less."""
         return self.cost == float(f"{float(self.loads.mean() / max(1, self.frame.num_heads)):.6g}")
 
 
 def default_plan(pattern: Pattern, seq_len: int, world_size: int, **options: Any) -> RingPlan:
-    """Builds a plan for the default block size of `attention`; `options`: of `RingPlan.build`."""
+    """Builds a plan for the default block size of `attention`; options are those of `build`."""
     size = default_block_size(tiles_of(pattern), seq_len)
     return RingPlan.build(pattern, seq_len, world_size, block_size=size, **options)
 
@@ -327,7 +328,7 @@ def _plan(
     sharding: str,
     shared: FineVisits | None = None,
 ) -> RingPlan:
-    """Returns the plan, from the cache if it is there; `shared` saves another look at the tiles."""
+    """Returns the plan from the cache, or builds it; `shared` saves testing the tiles again."""
     key = (pattern, frame, world, block_size, sharding)
 
     def build() -> RingPlan:
@@ -355,7 +356,7 @@ def _plan(
 def _needs(
     pattern: Pattern, frame: Frame, queries: Cut, keys: Cut, world: int, shared: FineVisits | None
 ) -> tuple[list[TokenRanges], list[list[int]]]:
-    """Returns the fields `needs` and `need_of` of a plan, by group of query rows."""
+    """Returns the fields `needs` and `need_of` of a plan, for the groups of query rows."""
     tiles = tiles_of(pattern)
     of_tiles = [[0] * frame.num_kv_heads for _ in range(tiles.num_batches() or 1)]
     in_tiles: list[TokenRanges] = []
@@ -375,6 +376,8 @@ def _needs(
 
 
 def _choose_sharding(pattern: Pattern, frame: Frame, world: int, block_size: int, name: str) -> str:
+    """Returns the sharding with the least cost that "auto" or "balanced" considers."""
+
     def choose() -> str:
         if world == 1:
             return "contiguous"
@@ -403,7 +406,7 @@ def _balanced(pattern: Pattern, frame: Frame, world_size: int, shared: FineVisit
 
     It assigns the chunks with the most pairs first. A chunk goes to the rank with the least cost:
     the pairs that the rank has so far, minus the cost of the tokens that the chunk and the rank's
-    chunks need from each other, because chunks of one rank send no messages.
+    chunks need from each other, because these need not be sent within a rank.
     """
     if frame.kv_len < _CHUNKS_PER_RANK * world_size:
         return "contiguous"
@@ -421,7 +424,7 @@ def _balanced(pattern: Pattern, frame: Frame, world_size: int, shared: FineVisit
         for item in (item for row in of_lists.need_of for item in row):
             tokens += of_lists.needs[item].sizes(chunks * chunks).view(chunks, chunks)
     tokens = tokens + tokens.T
-    # together: tokens that are not sent if the rank gets the chunk
+    # together: tokens that need not be sent if the rank gets the chunk
     together = torch.zeros(chunks, world_size, dtype=torch.float64)
     sums, room = torch.zeros(world_size, dtype=torch.float64), [_CHUNKS_PER_RANK] * world_size
     owners = [0] * chunks

@@ -1,4 +1,4 @@
-"""Computes one rank's part of a ring call; `network` or `simulate` provides other ranks' rows.
+"""Computes one rank's part of a ring call; network.py or simulate.py brings other ranks' rows.
 
 A rank attends to its own keys, then to the keys that arrive, round by round. It may send some query
 rows to other ranks (their hosts); it merges their results last. It also attends from
@@ -27,7 +27,7 @@ from .rank_layouts import Step, local_step, round_step
 from .sharding import local_index, positions
 from .wire import Wire
 
-REFUSED = {  # why a ring does not take other options of `attention`
+REFUSED = {  # why rings refuse other options of `attention`, by name or by `Option.by`
     "q_start": "each rank's queries and keys are of the same tokens",
     "block_size": "the plan chooses the blocks",
     "block": "it needs the blocks of a whole sequence; call attention in one process",
@@ -71,7 +71,7 @@ def plan_of_call(
 
 
 class Saved(NamedTuple):
-    """Tensors that a backward pass needs, of one rank or of all; dim 2 of each counts tokens."""
+    """The tensors that a backward pass needs, of one rank or of all; dim 2 of each is tokens."""
 
     query: Tensor
     key: Tensor
@@ -96,7 +96,7 @@ class Rank:
     scale: float
     wire: Wire  # format of the key and value rows that ranks send
     dtype: torch.dtype  # dtype of sums and merged results
-    options: Options  # fields of `Problem`; a sink per query has this rank's queries only
+    options: Options  # fields of `Problem`; a sink per query is for this rank's queries only
 
     def forward(
         self,
@@ -138,11 +138,11 @@ class Rank:
         return out.to(query.dtype), lse
 
     def sink_gradient(self, x: Saved, sink: Tensor) -> Tensor:
-        """Returns this rank's summand of the sink's gradient; for a sink per query, its rows."""
+        """Returns this rank's summand of the sink's gradient, or the rows of a sink per query."""
         return sink_gradient(sink, x.lse, self._delta(x))
 
     def blank_table(self) -> Tensor | None:
-        """Returns zeros in which to sum the distance bias's gradient; None if there is no bias."""
+        """Returns zeros to sum the distance bias's gradient in; None if there is no bias."""
         table = self.options["distance_bias"]
         return None if table is None else torch.zeros_like(table, dtype=self.dtype)
 
@@ -195,7 +195,7 @@ class Rank:
         return dict(zip(sizes, rows.split([*sizes.values()]), strict=True))
 
     def add_returned(self, receiver: int, rows: Tensor, dk: Tensor, dv: Tensor) -> None:
-        """Adds to `dk` and `dv` the gradients [rows, D + Dv] that the rank `receiver` returned."""
+        """Adds the gradients [rows, D + Dv] that rank `receiver` returned to `dk` and `dv`."""
         first, width = 0, dk.shape[3]
         for b, h, index in self._message(receiver, len(dk)):
             shape = (*dk[b, h].shape[:-2], len(index))
@@ -205,7 +205,10 @@ class Rank:
             dv[b, h].index_add_(-2, index, part[..., width:])
 
     def answer(self, guests: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends from other ranks' rows to this rank's keys: out and lse [B, Hq, rows, Dv + 1]."""
+        """Attends from other ranks' query rows to this rank's keys.
+
+        Returns out and lse in one tensor, [B, Hq, rows, Dv + 1].
+        """
         step = local_step(self.plan, self.rank, key.device, of_guests=True)
         answers = guests.new_zeros(*guests.shape[:3], value.shape[3] + 1, dtype=self.dtype)
         answers[..., -1] = -torch.inf
@@ -219,8 +222,8 @@ class Rank:
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the gradients of other ranks' query rows, and of this rank's keys and values.
 
-        `guests`: those rows, [B, Hq, rows, D + Dv + 2], as their owners' `gradient_rows` packed
-        them.
+        `guests` are these rows, [B, Hq, rows, D + Dv + 2], as `gradient_rows` of their owners
+        packed them.
         """
         step = local_step(self.plan, self.rank, key.device, of_guests=True)
         width, value_width = key.shape[3], value.shape[3]
@@ -229,7 +232,7 @@ class Rank:
             return dq, torch.zeros_like(key), torch.zeros_like(value)
         query, grad_out, lse, delta = guests.split([width, value_width, 1, 1], -1)
         query, grad_out = query.to(key.dtype), grad_out.to(key.dtype)
-        no_out = torch.zeros_like(grad_out)  # so that rowsum(dO * O) - grad_lse equals delta
+        no_out = torch.zeros_like(grad_out)  # with it, rowsum(dO * O) - grad_lse equals delta
         x = Saved(
             query=query,
             key=key,
@@ -248,10 +251,11 @@ class Rank:
         return torch.cat((query, grad_out, x.lse[..., None], self._delta(x)[..., None]), -1)
 
     def _delta(self, x: Saved) -> Tensor:
+        """Returns rowsum(dO * O) - dlse, [B, Hq, rows]."""
         return (x.grad_out.to(self.dtype) * x.out.to(self.dtype)).sum(-1) - x.grad_lse
 
     def pack(self, receiver: int, key: Tensor, value: Tensor) -> Tensor:
-        """Encodes the keys and values of this rank that `receiver` needs, as rows to send."""
+        """Encodes this rank's keys and values that `receiver` needs, as rows to send."""
         rows = [key.new_empty(0, key.shape[3] + value.shape[3])]
         for b, h, index in self._message(receiver, len(key)):
             parts = (x[b, h].index_select(-2, index.to(key.device)) for x in (key, value))
@@ -259,7 +263,7 @@ class Rank:
         return self.wire.encode(torch.cat(rows) if len(rows) > 2 else rows[-1], key.shape[3])
 
     def room(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
-        """Allocates memory for the rows that arrive in a round, followed by a row of zeros.
+        """Allocates memory for the rows that arrive in a round, and a row of zeros behind them.
 
         Returns: the memory, and {sender: the part of the memory for its rows}.
         """
@@ -275,7 +279,7 @@ class Rank:
         return {sender: self.plan.message_rows(self.rank, sender, batch) for sender in senders}
 
     def travelling_places(self, host: int, device: torch.device) -> Tensor:
-        """Returns the indices, in this rank's shard, of query rows that it sends to `host`."""
+        """Returns the indices in this rank's shard of the query rows that it sends to `host`."""
         rows = positions(self.plan.rows_of(self.rank, host))
         return local_index(self.plan.ranges[self.rank], rows).to(device)
 
@@ -285,7 +289,7 @@ class Rank:
         return local_index(self.plan.guests_of(self.rank), rows).to(device)
 
     def _problem(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> Problem:
-        """Builds the `Problem` of a step's kernel call, on `key` and `value`, without the sink."""
+        """Builds the `Problem` of a step's kernel call on `key` and `value`, without the sink."""
         assert step.work is not None
         options = dict(self.options.changed(sink=None).in_use)  # `forward` adds the sink last
         rows = query[:, :, step.queries]
@@ -293,6 +297,7 @@ class Rank:
         return step.work.problem(rows, key, value, self.scale, in_float32=exact, **options)
 
     def _attend(self, step: Step, query: Tensor, *keys: Tensor) -> tuple[Tensor, Tensor]:
+        """Computes (out, lse) of a step's queries over the given keys and values."""
         return BACKENDS[self.backend].forward(self._problem(step, query, *keys))
 
     def _differentiate(
@@ -307,7 +312,7 @@ class Rank:
         return grads.query, grads.key, grads.value
 
     def _buffer(self, step: Step, raw: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Decodes the rows that arrived, and copies them into the keys and values of a step."""
+        """Decodes the rows that arrived, and arranges them as the keys and values of a step."""
         assert step.work is not None
         rows = self.wire.decode(raw, key.shape[3], value.shape[3])
         if step.rows is None:
@@ -318,11 +323,11 @@ class Rank:
         return rows[..., : key.shape[3]], rows[..., key.shape[3] :]
 
     def _message(self, receiver: int, batch: int) -> Iterator[tuple[Any, Any, Tensor]]:
-        """Yields a message's parts in order, as (batch entry, kv head, indices in the shard)."""
+        """Yields the parts of a message in order: (batch entry, kv head, indices in the shard)."""
         plan = self.plan
         for b, h in product(range(batch), range(plan.frame.num_kv_heads)):
             index = local_index(plan.ranges[self.rank], plan.tokens_of(receiver, self.rank, b, h))
-            if plan.alike:  # a single part, because all batch entries and heads need equal tokens
+            if plan.alike:  # all batch entries and heads need equal tokens, so one part is enough
                 yield slice(None), slice(None), index
                 return
             yield b, h, index

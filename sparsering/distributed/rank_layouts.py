@@ -1,8 +1,8 @@
-"""Builds layouts of a rank's kernel calls; tiles index the rank's shard, or keys that arrived.
+"""Builds the layouts of a rank's kernel calls, whose tiles index its shard or arrived keys.
 
 The starts of tiles are rewritten from positions to indices in the shard, or in a buffer of arrived
-keys. A kernel uses one stride, `step`, for the tokens of query tiles and of key tiles. So `step`
-key tiles are interleaved in the buffer, one token of each in turn.
+keys. A kernel uses the same stride, `step`, for the tokens of query tiles and of key tiles. So in
+the buffer, `step` key tiles are interleaved, one token of each in turn.
 """
 
 from collections import defaultdict
@@ -32,13 +32,13 @@ from .sharding import local_index, num_tokens, positions, without
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One kernel call: query rows (of this rank, or sent by others) attend to one array of keys."""
+    """One kernel call: query rows, of this rank or sent by others, attend to one array of keys."""
 
     work: Work | None  # None if no query visits a key
     queries: slice  # from the first to the last query that visits a key
-    # [B, Hkv, buffer length] index of the arrived row at each place of the key buffer. Places that
-    # no query visits have the index `arrived`, a row of zeros. None if the rank owns the keys, or
-    # if rows arrive in the order of the buffer.
+    # [B, Hkv, buffer length] which arrived row is at each place of the key buffer; `arrived`, a row
+    # of zeros, at places that no query visits. None if the rank owns the keys, or if rows arrive in
+    # the order of the buffer.
     rows: Tensor | None = None
     arrived: int = 0  # number of rows that arrive
 
@@ -52,7 +52,7 @@ class Step:
 
     @once
     def copies(self) -> list[Tensor]:
-        """Places of the arrived rows in the flattened key buffer, which may repeat a row.
+        """The places of arrived rows in the flattened key buffer, where a row may be several times.
 
         `copies[n]` [arrived] is the place of copy n of each row, or the buffer's length if the row
         has no copy n. The gradients of a row's copies are summed in this order.
@@ -72,18 +72,20 @@ class Step:
 
 
 def local_step(plan: RingPlan, rank: int, device: torch.device, of_guests: bool = False) -> Step:
-    """Returns the kernel call of a rank's keys, with its queries or those that others send it."""
+    """Returns the kernel call on a rank's own keys, for its queries or for its guests."""
     return _cached(plan, device, _own_keys, rank, of_guests)
 
 
 def round_step(plan: RingPlan, rank: int, number: int, batch: int, device: torch.device) -> Step:
-    """Returns the kernel call of a rank's queries with the keys that arrive in round `number`."""
+    """Returns the kernel call of a rank's queries on the keys that arrive in round `number`."""
     return _cached(plan, device, _arriving_keys, rank, number, batch)
 
 
 def _cached(
     plan: RingPlan, device: torch.device, compile_step: Callable[..., Step], *arguments: int
 ) -> Step:
+    """Builds a step, or returns it from the cache."""
+
     def build() -> Step:
         step = compile_step(plan, device, *arguments)
         if step.work is None or device.type == "cpu":
@@ -91,13 +93,14 @@ def _cached(
         work = step.work._replace(layout=step.work.layout.shared(device))
         return replace(step, work=work)
 
-    if plan.own_rows:  # the numbers of other ranks, which decide what arrives, are in no key
+    if plan.own_rows:  # other ranks' lists decide what arrives, and the cache's key lacks them
         return build().ready()
     plan_key = (plan.pattern, plan.frame, plan.world_size, plan.block_size, plan.sharding)
     return layout_cache.keep((*plan_key, compile_step, *arguments, device), build).ready()
 
 
 def _own_keys(plan: RingPlan, device: torch.device, rank: int, of_guests: bool) -> Step:
+    """Builds the step on a rank's own keys, for its queries or for its guests."""
     keys = plan.ranges[rank]
     queries = plan.guests_of(rank) if of_guests else keys
     passes = []
@@ -119,6 +122,7 @@ def _own_keys(plan: RingPlan, device: torch.device, rank: int, of_guests: bool) 
 
 
 def _arriving_keys(plan: RingPlan, device: torch.device, rank: int, index: int, batch: int) -> Step:
+    """Builds the step on the keys that arrive in round `index`."""
     senders, shard, travel = plan.senders(rank, index), plan.ranges[rank], plan.rows_of(rank)
     keys = sorted(piece for sender in senders for piece in plan.ranges[sender])
     passes, of_places, length = [], [], 0
@@ -128,7 +132,7 @@ def _arriving_keys(plan: RingPlan, device: torch.device, rank: int, index: int, 
         of_places.append(position)
         length += position.shape[1]
     lists = lists_of_rows(plan.pattern, plan.frame, shard)
-    for listed in () if plan.own_rows else lists:  # the hosts know these rows
+    for listed in () if plan.own_rows else lists:  # their hosts compute these rows
         listed.keys[:, :, listed.rows_in(local_index(shard, positions(travel)))] = -1
     if lists:
         of_places.append(_listed_positions(lists, keys, plan.frame))
@@ -143,9 +147,9 @@ def _arriving_keys(plan: RingPlan, device: torch.device, rank: int, index: int, 
 
 
 def _listed_positions(lists: tuple[Lists, ...], keys: Ranges, frame: Frame) -> Tensor:
-    """Returns the keys in the ranges `keys` that rows of any batch entry list.
+    """Returns the keys within the ranges `keys` that rows of any batch entry list.
 
-    Their positions are [Hkv or 1, most of a kv head], ascending; -1 fills shorter rows.
+    The result is [Hkv or 1, most keys of a kv head], ascending, padded with -1.
     """
     heads = 1 if all(x.keys.shape[1] == 1 for x in lists) else frame.num_kv_heads
     seen = torch.zeros(heads, frame.kv_len + 1, dtype=torch.bool)
@@ -165,7 +169,8 @@ def _placed_lists(
 ) -> tuple[Lists, ...]:
     """Rewrites listed keys from positions to places in an array of keys; drops other keys.
 
-    `of_places`: [Hkv or 1, places] position at each place, -1: none; lists use those from `first`.
+    `of_places` [Hkv or 1, places] is the position at each place, -1 for none. Lists use only places
+    from `first` on.
     """
     heads = len(of_places)
     place_of = torch.full((heads, plan.frame.kv_len + 1), -1, dtype=torch.int32)
@@ -197,7 +202,7 @@ def _placed_lists(
 
 
 def _compact(keys: Tensor) -> Tensor:
-    """Moves the real keys of each row [..., n] to its front; the longest row becomes n."""
+    """Drops -1 from rows of keys [..., n], and cuts all rows to the longest."""
     real = keys >= 0
     longest = int(real.sum(-1).max()) if keys.numel() else 0
     place = torch.where(real, real.cumsum(-1) - 1, longest)
@@ -206,7 +211,7 @@ def _compact(keys: Tensor) -> Tensor:
 
 
 def _passes(plan: RingPlan, queries: Ranges, keys: Ranges) -> list[Pass]:
-    """Compiles passes for ranges of queries and keys; tiles start at positions of the sequence."""
+    """Compiles passes for ranges of queries and keys; their tiles start at positions."""
     if not (queries and keys and plan.frame.num_heads and plan.pattern.num_batches() != 0):
         return []
     tiles = tiles_of(plan.pattern)
@@ -231,7 +236,7 @@ def _step(
     device: torch.device,
     lists: tuple[Lists, ...],
 ) -> Step:
-    """Builds a step over `length` keys; query tiles become indices in `queries`, as lists have."""
+    """Builds a step over `length` keys; query tiles and lists become indices in `queries`."""
     placed = []
     for p in passes:
         visits = by_axis((p.row_ptr.diff(dim=-1) > 0).any(0), len(p.query_start))
@@ -263,21 +268,21 @@ def _step(
 
 
 def _placed(start: Tensor, stop: Tensor, ranges: Ranges, used: Tensor) -> tuple[Tensor, Tensor]:
-    """Rewrites tiles from positions to indices in `ranges`; makes tiles empty if not `used`."""
+    """Rewrites tiles from positions to indices in `ranges`; empties tiles that are not `used`."""
     shift = local_index(ranges, start) - start
     return torch.where(used, start + shift, 0), torch.where(used, stop + shift, 0)
 
 
 def _covered(start: Tensor, stop: Tensor, step: int, block_size: int, length: int) -> bool:
-    """True if the tiles in each row of `start` together contain all `length` tokens."""
+    """True if the tiles of each row of `start` together have all `length` tokens."""
     return bool((tile_counts(start, stop, step, block_size).sum(1) == length).all())
 
 
 def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Places visited key tiles in a buffer, from index `first` on.
 
-    Returns: start and stop of each tile in the buffer, [Hkv or 1, tiles]; and the key position at
-        each index from `first` on, [Hkv or 1, places], -1 where no key is.
+    Returns: start and stop of each tile in the buffer, [Hkv or 1, tiles]; and the position at each
+    index from `first` on, [Hkv or 1, places], -1 for no key.
     """
     used = p.visited_keys()
     count = tile_counts(p.key_start, p.key_stop, p.step, block_size)
@@ -298,7 +303,7 @@ def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, 
 def _arrived_rows(
     plan: RingPlan, rank: int, senders: list[int], positions: list[Tensor], batch: int, length: int
 ) -> tuple[Tensor, int]:
-    """Returns the arrived row of each place of the buffer, [B, Hkv, length], and the row count.
+    """Returns which arrived row is at each place of the buffer, [B, Hkv, length]; and their number.
 
     Rows arrive sorted by sender, batch entry and kv head, then in the order of
     `RingPlan.tokens_of`.

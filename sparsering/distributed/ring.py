@@ -1,8 +1,8 @@
-"""Ring attention over a process group: local shards in, local shards out.
+"""Ring attention over a process group: takes and returns each rank's shard.
 
 All ranks first check that their arguments agree. Then each rank builds the same plan, exchanges
 keys and values, and attends to them as they arrive. The backward pass fetches keys and values
-again, so that between the two passes a rank stores only its own shards.
+again, so that between the two passes a rank stores only its own shard.
 """
 
 import os
@@ -166,6 +166,7 @@ def ring_attention(
 
 
 def _seconds(timeout: object) -> float | None:
+    """Returns a timeout in seconds as a float; ValueError unless it is positive."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if seconds is None:
         return None
@@ -214,6 +215,7 @@ def resolve_group(
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Computes (out, lse) of this rank's queries; the arguments are those of `RingCall`."""
     call = RingCall.of(arguments)
     query, key, value, *_ = call
     rank, exchange = _begin(False, call)
@@ -231,7 +233,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*arguments: Any) -> list[Tensor | None]:
-    """Returns gradients of q, k, v, distance_bias and sink; None for the seed."""
+    """Returns the gradients of query, key, value, distance_bias and sink; None for the seed."""
     *inputs, out, lse, grad_out, grad_lse, _ = arguments
     call = RingCall.of(inputs)
     query, key, value, *_ = call
@@ -250,7 +252,7 @@ def _backward(*arguments: Any) -> list[Tensor | None]:
         parts = (rank.round_gradients(number, sent, x, dq, dtable) for number, sent in rounds)
         for receiver, rows in network.return_gradients(parts):
             rank.add_returned(receiver, rows, dk, dv)
-            del rows  # the next round needs the memory
+            del rows  # frees the memory for the next round
         for host, part in network.answers(answers, query.shape[3]):
             dq[:, :, rank.travelling_places(host, query.device)] += part
     _last_traffic[True] = exchange.traffic

@@ -1,4 +1,4 @@
-"""Shardings: strings that say which rank owns which of the equal chunks of a sequence.
+"""Shardings: strings that say which rank owns which chunk of a sequence.
 
 `"contiguous"`: rank r of P owns chunk r of P. `"zigzag"`: rank r owns chunks r and 2P - 1 - r of
 2P, which shares causal work equally. `"chunks:0,1,1,0"` lists the owner of each chunk. A chunk has
@@ -47,7 +47,7 @@ def check_sharding(sharding: str, world_size: int) -> None:
 
 
 def owned_ranges(sharding: str, seq_len: int, world_size: int) -> tuple[Ranges, ...]:
-    """Returns the ranges of positions that each rank owns, in ascending order, as in its shard."""
+    """Returns the ranges of positions that each rank owns, ascending, in the order of its shard."""
     owners = chunk_owners(sharding, world_size)
     size = -(-seq_len // len(owners))
     owned: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
@@ -78,7 +78,7 @@ def positions(*ranges: Ranges) -> Tensor:
 
 
 def local_index(ranges: Ranges, position: Tensor) -> Tensor:
-    """Maps positions of the sequence to indices in a shard that has the positions in `ranges`."""
+    """Converts positions of the sequence to indices in a shard with the positions in `ranges`."""
     starts = torch.tensor([start for start, _ in ranges], dtype=torch.int64)
     sizes = torch.tensor([stop - start for start, stop in ranges], dtype=torch.int64)
     number = (torch.searchsorted(starts, position, right=True) - 1).clamp(min=0)

@@ -1,4 +1,4 @@
-"""Cuts a tensor of the whole sequence into shards of ranks, and joins shards again."""
+"""Cuts a tensor of the whole sequence into shards, one per rank, and joins shards again."""
 
 from typing import Any
 
@@ -84,6 +84,8 @@ def unshard(
 
 
 class _Gather(torch.autograd.Function):
+    """Gathers the shards of all ranks; backward sums the gradients and cuts this rank's part."""
+
     @staticmethod
     def forward(
         ctx: Any, tensor: Tensor, dim: int, group: dist.ProcessGroup, ranges: tuple[Ranges, ...]
@@ -122,6 +124,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _cut(tensor: Tensor, dim: int, ranges: Ranges) -> Tensor:
+    """Returns the parts of a tensor in `ranges`, joined along `dim`."""
     parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
     return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0).clone()
 

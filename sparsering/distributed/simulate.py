@@ -1,4 +1,4 @@
-"""Ring attention in one process, without messages: computes the part of each rank in turn."""
+"""Ring attention in one process without messages: it computes the part of each rank in turn."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -105,6 +105,8 @@ def simulate_ring(
 
 
 class _Simulated(torch.autograd.Function):
+    """Computes all ranks' parts; its backward computes all ranks' gradients."""
+
     @staticmethod
     def forward(ctx: Any, shards: "_Shards", *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
         query, key, value, *tables = inputs
@@ -200,7 +202,7 @@ def _backward(
 
 
 class _Shards:
-    """Cuts tensors of the whole sequence into the shards of simulated ranks, on one device."""
+    """Cuts tensors of the whole sequence into shards of simulated ranks, on one device."""
 
     def __init__(self, ranks: list[Rank], device: torch.device) -> None:
         self.ranks, self.plan, self.device = ranks, ranks[0].plan, device
@@ -229,7 +231,7 @@ class _Shards:
         return travelling[:, :, at.to(travelling.device)].to(self.device)
 
     def answers(self, rank: Rank, answers: dict[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yields (host, its results for rows of `rank`), in the order of a real rank's messages."""
+        """Yields (host, its results for rows of `rank`) in the order of real messages."""
         hosts = self.plan.hosts_of(rank.rank)
         for offset in (offset for offsets in self.plan.answer_rounds for offset in offsets):
             if (host := (rank.rank + offset) % self.plan.world_size) in hosts:

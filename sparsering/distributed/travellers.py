@@ -1,6 +1,6 @@
-"""Chooses query rows that are sent to the ranks that own the keys, instead of fetching the keys.
+"""Chooses query rows to send to the ranks that own the keys, instead of fetching the keys.
 
-This moves fewer bytes for global rows, which visit keys of all ranks.
+For global rows, which visit keys on all ranks, this moves fewer bytes.
 """
 
 from typing import NamedTuple
@@ -70,7 +70,7 @@ def choose_travellers(
     Returns: the rows to send, and the keys to fetch for all other query rows.
     """
     travellers: list[Traveller] = []
-    # home[label] is the rank that computes the rows with this label.
+    # home[label] is the rank that computes the rows of group `label`, or -1 for rows that are sent.
     home = list(range(world)) + [owner for owner, _ in candidates]
     for number, (owner, rows) in enumerate(candidates):
         saved, hosts = 0, set()
@@ -94,7 +94,10 @@ def choose_travellers(
 def _relabelled(
     runs: TokenRanges, some: Tensor, home: list[int], world: int, length: int
 ) -> TokenRanges:
-    """Replaces labels by ranks home[label]; keeps progressions in `some` whose rank is not -1."""
+    """Replaces the group of each set by the rank home[group], and unites sets of equal rank.
+
+    It keeps only progressions in `some` whose rank is not -1.
+    """
     receiver = torch.tensor(home)[runs.number // world]
     some = some & (receiver >= 0)
     number = (receiver * world + runs.number % world)[some]

@@ -1,6 +1,7 @@
-"""Wire formats: how ranks send rows. A row is the key, then the value, of one token and kv head.
+"""Wire formats: how ranks encode rows that they send.
 
-With one byte per number ("fp8", "int8"), two float32 scales, of key and value, end each row.
+A row is the key and then the value of one token and kv head. With one byte per number ("fp8",
+"int8"), each row ends with two float32 scales, one for the key and one for the value.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,7 @@ _ROUNDED = {form.numbers: form for form in rounding.FORMATS.values()}
 
 
 class Wire(NamedTuple):
-    """Format in which ranks send rows of keys and values to each other."""
+    """A format in which ranks send rows of keys and values to each other."""
 
     numbers: torch.dtype  # dtype of the sent numbers
     dtype: torch.dtype  # dtype of the rows before encoding and after decoding
