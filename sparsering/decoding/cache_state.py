@@ -1,8 +1,8 @@
 """State of a cache: keys and values in slots, their positions, and the last query of each key.
 
-The first slots of a head store its keys that survived the last eviction. The others are the page:
-its slot i is for the i-th token after that eviction. The last query of a key is the last that
-visits it.
+The first slots of a head store its keys that survived the last eviction. The other slots are the
+page: slot i of the page is for token i after that eviction. The last query of a key is the position
+of the last query that visits it.
 """
 
 import contextlib
@@ -27,10 +27,12 @@ from ..selection.summaries import BlockSummaries
 from .held_rows import HeldRows
 
 SIZES = ("heads", "kv_heads", "total", "rollback", "page_size", "store")
-_LIFETIMES = 1024  # last queries are computed and cached for at least this many keys at once
+_LIFETIMES = 1024  # last queries are computed and cached for at least so many keys at once
 
 
 class _Record:
+    """Base of the frozen classes below."""
+
     def changed(self, **changes: Any) -> Self:
         """Returns a copy with changed attributes; faster than `dataclasses.replace`."""
         other = object.__new__(type(self))
@@ -40,23 +42,25 @@ class _Record:
 
 @dataclass(frozen=True, eq=False)
 class History(_Record):
-    """Length of a sequence and its keys from before the last eviction; entries may share one."""
+    """The length of a sequence and its keys from before the last eviction.
+
+    Batch entries may share one.
+    """
 
     length: int
     base: int  # length at the last eviction, which is the position of the page's first token
-    # int64 [1 + branches, keys of all heads]: position of each key, and the last query that visits
-    # it in each branch
+    # int64 [1 + branches, keys of all heads]: each key's position, and its last query per branch
     keys: Tensor
-    counts: tuple[int, ...]  # keys of each kv head
-    width: int  # slots of the head with the most
+    counts: tuple[int, ...]  # number of keys of each kv head
+    width: int  # number of slots of each head, at least the largest count
     exact: bool = True  # True if `base` alone determines which keys are stored before the page
-    oldest: int = 0  # smallest length that the batch entry can be cropped to
+    oldest: int = 0  # smallest length to which the batch entry can be cropped
 
     @classmethod
     def of(cls, positions: Tensor, last: Tensor, **rest: Any) -> "History":
-        """Builds a history of positions [Hkv, slots] and last queries [branches, Hkv, slots].
+        """Builds a history from positions [Hkv, slots] and last queries [branches, Hkv, slots].
 
-        Positions are -1 in empty slots, which stand behind a head's keys.
+        Positions are -1 in empty slots, which come after a head's keys.
         """
         real, width = positions >= 0, positions.shape[1]
         counts = tuple(real.sum(1).tolist())
@@ -66,7 +70,7 @@ class History(_Record):
 
     @property
     def _in_slots(self) -> Tensor:
-        """The rows of `keys` as [1 + branches, Hkv, slots], -1 in empty slots."""
+        """The rows of `keys` as [1 + branches, Hkv, slots], with -1 in empty slots."""
         heads = len(self.counts)
         if min(self.counts, default=0) == self.width:
             return self.keys.view(len(self.keys), heads, self.width)
@@ -81,12 +85,12 @@ class History(_Record):
 
     @property
     def last(self) -> Tensor:
-        """Position of the last query that visits each key [branches, Hkv, slots], or -1."""
+        """The last query that visits each key, [branches, Hkv, slots]; -1 if none does."""
         return self._in_slots[1:]
 
     @property
     def num_keys(self) -> int:
-        """Largest number of keys before the page that a kv head stores."""
+        """The largest number of keys that a kv head stores before the page."""
         return max(self.counts, default=0)
 
     def cropped(self, length: int) -> "History":
@@ -99,10 +103,10 @@ class History(_Record):
         )
 
     def positions_with(self, count: int) -> Tensor:
-        """Returns the key positions [Hkv, slots + count].
+        """Returns the key positions [Hkv, slots + count] with `count` tokens of the page.
 
-        First come `positions` (-1: an empty slot), then base, base + 1, ... of `count` tokens
-        since the last eviction.
+        First come `positions` (-1 for an empty slot), then base, base + 1, ... for the page's
+        tokens.
         """
         new = torch.arange(self.base, self.base + count).expand(len(self.counts), -1)
         return torch.cat((self.positions, new), 1)
@@ -110,42 +114,42 @@ class History(_Record):
 
 @dataclass(eq=False)
 class Page:
-    """Layouts and checks that the decoding steps between two evictions share.
+    """The layouts and checks that the decoding steps between two evictions share.
 
     The page's slots before `written` may store keys, even of cropped tokens or failed steps. Its
     slots from `written` on are zeros.
     """
 
     layouts: dict[int, BlockLayout] = field(default_factory=dict)  # by number of new tokens
-    decision: Decision | None = None  # of the latest step; a step with this one skips checks
+    decision: Decision | None = None  # the latest step's; a step with the same one skips checks
     written: int = 0
 
 
 class Draft(NamedTuple):
-    """A tree of new tokens that `attend` has seen, and the cache does not have yet."""
+    """A tree of new tokens that `attend(tree=)` has computed, but the cache does not store yet."""
 
     key: Tensor  # [B, Hkv, n, D]
     value: Tensor  # [B, Hkv, n, Dv]
-    parents: tuple[int, ...]  # of each token; -1: the last token of the cache
-    depth: int  # most tokens on a path
+    parents: tuple[int, ...]  # each token's parent; -1 stands for the last token of the cache
+    depth: int  # the most tokens on a path
 
 
 @dataclass(frozen=True, eq=False)
 class CacheState(_Record):
-    """State of a `KVCache`. A step replaces it as a whole, so that a failed step changes nothing.
+    """The state of a `KVCache`; a step replaces it as a whole, so a failed step changes nothing.
 
-    In place, steps write only to `page` and to unused slots of the page. The next eviction comes
-    after `page_limit` tokens: a page, or less if no later query visits many of the keys of a batch
-    entry that has almost as many keys as the largest.
+    In place, steps only write to `page` and to unused slots of the page. The next eviction comes
+    after `page_limit` tokens. This is a page, or less if later queries do not visit many keys of a
+    batch entry that stores almost as many as the largest.
     """
 
     pattern: Pattern
     heads: int
     kv_heads: int
     total: int | None  # upper bound of a sequence's tokens; None if there is no bound
-    rollback: int
+    rollback: int  # number of latest tokens that `crop` can remove
     page_size: int
-    store: Store | None  # how keys and values are rounded to 8 bits, if they are
+    store: Store | None  # format of 8 bits to which keys and values are rounded; None for floats
     histories: list[History]  # one per batch entry
     keys: HeldRows = field(default_factory=HeldRows.empty)
     values: HeldRows = field(default_factory=HeldRows.empty)
@@ -153,7 +157,7 @@ class CacheState(_Record):
     page_limit: int = 0
     remote: tuple[int, ...] = ()  # positions of tokens in the page whose keys other ranks store
     summaries: BlockSummaries | None = None  # block summaries of a `SelectedCache`
-    draft: Draft | None = None  # tokens of `attend(tree=)`, until `keep`
+    draft: Draft | None = None  # the tokens of `attend(tree=)` until `keep` is called
     page: Page = field(default_factory=Page)
 
     @property
@@ -161,10 +165,11 @@ class CacheState(_Record):
         return [history.length for history in self.histories]
 
     def distinct(self) -> list[History]:
+        """Returns the histories without repeats."""
         return list({id(history): history for history in self.histories}.values())
 
     def frame(self, queries: int, first: int) -> Frame:
-        """Returns the `Frame` of new queries, or of the whole sequence if its length is bounded."""
+        """Returns the `Frame` of new queries; of the whole sequence if its length is bounded."""
         if self.total is not None:
             return Frame(
                 q_len=self.total,
@@ -182,7 +187,7 @@ class CacheState(_Record):
         )
 
     def clear_page(self, start: int) -> None:
-        """Zeroes the page's slots from `start` on: a NaN there would spread, although masked."""
+        """Zeroes the page's slots from `start` on: a NaN there would spread even if masked."""
         if (written := self.page.written) > start:
             for held in (self.keys, self.values):
                 held.clear(start, written)
@@ -208,7 +213,7 @@ class CacheState(_Record):
         return counts
 
     def advanced(self, new: list[int], page_length: int) -> "CacheState":
-        """Returns the state after `new[i]` more tokens in each batch entry i."""
+        """Returns the state after `new[i]` more tokens in each batch entry i; moves no keys."""
         longer: dict[tuple[int, int], History] = {}
         histories = []
         for history, n in zip(self.histories, new, strict=True):
@@ -219,7 +224,7 @@ class CacheState(_Record):
         return self.changed(histories=histories, page_length=page_length)
 
     def cropped(self, length: int) -> "CacheState":
-        """Returns the state without tokens from `length` on; entries must have equal lengths."""
+        """Returns the state without tokens from `length` on; all entries must be equally long."""
         shorter = {id(history): history.cropped(length) for history in self.distinct()}
         histories = [shorter[id(history)] for history in self.histories]
         page_length = max((x.length - x.base for x in histories), default=0)
@@ -229,7 +234,7 @@ class CacheState(_Record):
         return state.evicted() if past_page else state
 
     def appended(self, key: Tensor, value: Tensor) -> "CacheState":
-        """Returns the state after n more tokens in each batch entry, whose keys it stores."""
+        """Returns the state after n more tokens in each batch entry, and stores their keys."""
         new, page_length = [key.shape[2]] * len(self.histories), self.page_length + key.shape[2]
         if not self.keys.num_slots or page_length > self.page_size:
             return self.advanced(new, self.page_length).evicted(key, value)
@@ -240,13 +245,14 @@ class CacheState(_Record):
         return after.evicted() if page_length >= self.page_limit else after
 
     def loaded(self, key: Tensor, value: Tensor, positions: Tensor, length: int) -> "CacheState":
-        """Returns the state after a prompt of `length` tokens, with its keys at `positions`."""
+        """Returns the state after a prompt of `length` tokens, whose keys are at `positions`."""
         last = self._last_visits(0, length)[..., positions]
         positions = positions.expand(self.kv_heads, -1)
         history = History.of(positions, last, length=length, base=length, exact=False)
         return self.changed(histories=[history] * len(self.histories)).evicted(key, value)
 
     def of_entries(self, entries: Tensor) -> "CacheState":
+        """Returns the state of some batch entries, given by index."""
         if (summaries := self.summaries) is not None:
             summaries = summaries.fork()
             summaries.select(entries)
@@ -259,7 +265,7 @@ class CacheState(_Record):
         return taken.changed(keys=self.keys.of_entries(at), values=self.values.of_entries(at))
 
     def copied(self) -> "CacheState":
-        """Returns an equal state that shares no memory to which a step of the cache writes."""
+        """Returns an equal state that shares no memory that the steps of a cache write to."""
         return self.changed(
             histories=list(self.histories),
             keys=self.keys.copied(),
@@ -269,7 +275,7 @@ class CacheState(_Record):
         )
 
     def joined(self, other: "CacheState") -> "CacheState":
-        """Returns the state with the batch entries of another one behind its own."""
+        """Returns the state with the batch entries of another state after its own."""
         states = [x.evicted() if x.keys.num_slots else x for x in (self, other)]
         if not (full := [x for x in states if x.keys.num_slots]):
             return self.changed(histories=self.histories + other.histories)
@@ -283,7 +289,10 @@ class CacheState(_Record):
         return full[0].changed(histories=histories, keys=keys, values=values, page_limit=limit)
 
     def _widened(self, older: tuple[int, ...], like: "CacheState") -> "CacheState":
-        """Returns a state with an empty page and `older` slots of each head before it."""
+        """Returns a state with an empty page and `older` slots per head before it.
+
+        `like` gives the dtype and width of keys if the state has none yet.
+        """
         wider = {id(x): x.changed(width=max(older)) for x in self.distinct()}
         histories, batch = [wider[id(x)] for x in self.histories], len(self.histories)
         keys = self.keys.widened(older, batch, like.keys)
@@ -291,10 +300,10 @@ class CacheState(_Record):
         return self.changed(histories=histories, keys=keys, values=values)
 
     def evicted(self, key: Tensor | None = None, value: Tensor | None = None) -> "CacheState":
-        """Returns a state with only the keys that later queries visit, then an empty page.
+        """Returns a state with only the keys that later queries visit, and an empty page.
 
-        `key`, `value`: the latest tokens [B, Hkv, n, D], if they are not in the page; they may end
-        with padding.
+        `key` and `value` [B, Hkv, n, D] are the latest tokens if they are not in the page; they may
+        end with padding.
         """
         survivors = {id(history): self._survivors(history) for history in self.distinct()}
         most = max((slots.shape[1] for _, slots in survivors.values()), default=0)
@@ -304,7 +313,7 @@ class CacheState(_Record):
         of_entries = [survivors[id(history)] for history in self.histories]
         slots = torch.zeros(0, self.kv_heads, 0, dtype=torch.int64)
         if of_entries:
-            # if all batch entries share one history, they share one row of slots
+            # If all batch entries share one history, they also share one row of slots.
             rows = of_entries if len(survivors) > 1 else of_entries[:1]
             slots = torch.stack([slots for _, slots in rows])
         keys, values = (
@@ -317,17 +326,20 @@ class CacheState(_Record):
         return self.changed(**stored, page_length=0, page_limit=limit, remote=(), page=Page())
 
     def _survivors(self, history: History) -> tuple[History, Tensor]:
-        """Returns (history after an eviction, slots [Hkv, keys] of its keys; -1 for no key)."""
+        """Finds the keys of a history that survive an eviction now.
+
+        Returns: the history after it; the slots [Hkv, keys] that they are in now, -1 for no key.
+        """
         positions = history.positions_with(history.length - history.base)
         last = torch.cat((history.last, self._last_visits(history.base, history.length)), 2)
         oldest = max(history.oldest, history.length - self.rollback)
         alive = (positions >= 0) & (last.amax(0) >= oldest)
         if self.remote:
             alive &= ~torch.isin(positions, torch.tensor(self.remote))
-        if bool(alive.all()):  # as behind causal patterns, whose many keys take long to sort
+        if bool(alive.all()):  # as in causal patterns, where sorting the many keys takes long
             slot = torch.arange(positions.shape[1]).expand_as(positions)
         else:
-            # keys stay in the order of positions, in which kernels sum over them
+            # Keys stay in the order of their positions, because kernels sum in this order.
             order = (~alive).to(torch.int8).argsort(dim=1, stable=True)
             slot = order[:, : int(alive.sum(1).max()) if alive.numel() else 0]
             positions = torch.where(alive, positions, -1).gather(1, slot)
@@ -339,8 +351,13 @@ class CacheState(_Record):
         ), slot
 
     def _page_limit(self, history: History) -> int:
-        """Returns after how many tokens a head has over `page_size` keys that no query sees."""
-        # `birth`, `death`: tokens in the page when a key is stored, and when no later query sees it
+        """Returns the number of new tokens after which an eviction is due.
+
+        It is due when some head stores more than `page_size` keys that no later query visits; a
+        full page is the upper limit.
+        """
+        # `birth` and `death` count the tokens in the page when a key is stored, and from when on no
+        # later query sees it.
         base, page_size = history.base, self.page_size
         end = base + page_size if self.total is None else min(base + page_size, self.total)
         old = torch.where(history.positions < 0, base + page_size, history.last.amax(0))
@@ -351,11 +368,11 @@ class CacheState(_Record):
         deaths = torch.zeros(len(death), page_size + 2, dtype=torch.int64)
         dead = deaths.scatter_add(1, death, torch.ones_like(death)).cumsum(1)[:, :-1]
         due = torch.nonzero((dead > page_size).any(0))
-        # rarely, since evictions copy the cache, and keys may die at each step
+        # At least an eighth of a page, because evictions copy the cache.
         return max(int(due[0]), page_size // 8) if len(due) else page_size
 
     def _last_visits(self, start: int, stop: int) -> Tensor:
-        """Returns [branches, Hkv, keys]: the last query that visits each key in [start, stop)."""
+        """Returns the last query that visits each key in [start, stop): [branches, Hkv, keys]."""
         first = start // _LIFETIMES * _LIFETIMES
         end = max(first + _LIFETIMES, stop)
         end = end if self.total is None else min(end, self.total)
@@ -375,7 +392,7 @@ class CacheState(_Record):
 def ordinary_tensors(beside: Tensor | None = None) -> Iterator[None]:
     """Lets the `with` body create tensors without gradients that work outside inference mode.
 
-    Its tables on the host have numbers also beside keys that have a shape alone.
+    If the keys `beside` have a shape but no numbers, tables on the host still get numbers.
     """
     with torch.inference_mode(False), torch.no_grad(), unseen_beside(beside):
         yield

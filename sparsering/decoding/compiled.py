@@ -1,6 +1,6 @@
-"""A decoding step as a torch operator, so that torch.compile needs one graph for all lengths.
+"""Wraps a decoding step in a torch operator, so that torch.compile needs one graph for all lengths.
 
-The graph does not contain the cache, only its clock: a tensor [number that stands for the cache,
+The graph does not contain the cache, only its clock: a tensor [number that identifies the cache,
 length of the cache], which each step changes.
 """
 
@@ -26,7 +26,7 @@ _SCHEMA += ", ".join(f"{kind} {name}=None" for name, kind in _TYPES.items()) + "
 
 
 def register(cache: Any) -> Tensor:
-    """Returns int64 [2], the `clock` of `attend_op`: a new number of the cache, and its length."""
+    """Registers a cache; returns its `clock` for `attend_op`, int64 [new number, length 0]."""
     number = next(_NUMBERS)
     _CACHES[number] = cache
     with torch.inference_mode(False), unseen():
@@ -34,7 +34,7 @@ def register(cache: Any) -> Tensor:
 
 
 def operator_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Converts options of `attend` to the operator's types."""
+    """Converts options of `attend` to the types that the operator takes."""
     tensors = ("dropout_seed", int), ("lengths", Sequence)
     given = {name: options[name] for name, kind in tensors if isinstance(options.get(name), kind)}
     return options | {name: torch.tensor(x) for name, x in given.items()}
@@ -47,8 +47,8 @@ def operator_options(options: dict[str, Any]) -> dict[str, Any]:
     tags=OUTSIDE_CUDA_GRAPHS,
 )
 def attend_op(query: Tensor, key: Tensor, value: Tensor, clock: Tensor, *options: Any) -> Tensor:
-    """Runs a step of the cache whose clock is given; torch.compile sees one operator."""
-    # PyTorch's dispatcher passes no trailing options that have their defaults
+    """Runs a step of the cache whose clock is given."""
+    # PyTorch's dispatcher leaves out trailing options that have their defaults.
     in_use = {name: x for name, x in zip(_TYPES, options, strict=False) if x is not None}
     cache = _CACHES[int(clock[0])]
     out: Tensor = cache.attend(query, key, value, **in_use)

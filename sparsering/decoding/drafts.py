@@ -1,4 +1,4 @@
-"""Drafts: a tree of guessed tokens behind a cache, of which the cache then keeps one path."""
+"""Drafts: attends from a tree of guessed tokens after a cache, which then keeps one path of it."""
 
 import math
 from collections.abc import Sequence
@@ -33,14 +33,14 @@ from .steps import (
 
 
 def draft_of(state: CacheState, tokens: NewTokens, tree: Sequence[int] | Tensor) -> Draft:
-    """Checks the parents of new tokens; ValueError names the first that is wrong."""
+    """Checks the parents of new tokens, and returns the draft; ValueError names a wrong parent."""
     n, parents = tokens.query.shape[2], checked_integers("tree", tree, -MOST_TOKENS)
     if len(parents) != n:
         raise ValueError(
             f"tree needs a parent for each of the {n} new tokens, got {len(parents)}; -1 stands "
             "for the last cached token"
         )
-    depth = [0] * (n + 1)  # last item: of the cached tokens' end
+    depth = [0] * (n + 1)  # the last item is for parent -1, the end of the cached tokens
     for token, parent in enumerate(parents):
         if not -1 <= parent < token:
             raise ValueError(
@@ -66,15 +66,16 @@ def draft_of(state: CacheState, tokens: NewTokens, tree: Sequence[int] | Tensor)
 def attend_draft(
     state: CacheState, decision: Decision, tokens: NewTokens, draft: Draft
 ) -> tuple[Tensor, Tensor]:
-    """Attends from a draft's tokens, which are nodes of a tree below one of all cached tokens.
+    """Attends from a draft's tokens, which are nodes of a tree below one node of all cached tokens.
 
     1. The cached tokens and the draft become one tree per batch entry (`_tree_over`).
-    2. One tile of queries walks the cache's slots, then the new keys: no key is copied, and the
+    2. One tile of queries visits the cache's slots, then the new keys: no key is copied, and the
        layers of a model share layouts (`_attend_in_slots`).
-    3. Longer drafts, and other options, take the keys by position (`_attend_by_position`).
+    3. Longer drafts and other options take the keys in the order of their positions
+       (`_attend_by_position`).
     """
     backend = BACKENDS[decision.backend]
-    merges = backend.reads_layouts and not backend.is_invariant  # a merge rounds rows
+    merges = backend.reads_layouts and not backend.is_invariant  # merging results changes bits
     fits = 0 < tokens.query.shape[2] <= _tile_of(state)
     if fits and merges and state.histories and tokens.options.in_use.keys() <= IN_PAGES:
         return _attend_in_slots(state, decision, tokens, draft)
@@ -82,7 +83,10 @@ def attend_draft(
 
 
 def _tree_over(state: CacheState, draft: Draft, lengths: Sequence[int]) -> Tree:
-    """Returns the tree of cached tokens, one node, and of the draft's; of each entry if several."""
+    """Returns the tree of one node for all cached tokens, and the draft's tokens below it.
+
+    `lengths` has the cached tokens of each batch entry; the tree has entries if there are several.
+    """
     count = len(draft.parents)
     nodes: Any = tuple((length, *(1,) * count) for length in lengths)
     above: Any = ((-1, *(parent + 1 for parent in draft.parents)),) * len(lengths)
@@ -93,14 +97,14 @@ def _tree_over(state: CacheState, draft: Draft, lengths: Sequence[int]) -> Tree:
 
 
 def _tile_of(state: CacheState) -> int:
-    """Returns how many queries a tile over the cache's slots has."""
+    """Returns the number of queries in a tile over the cache's slots."""
     return max(state.page_size, 128)
 
 
 def _attend_by_position(
     state: CacheState, decision: Decision, tokens: NewTokens, draft: Draft
 ) -> tuple[Tensor, Tensor]:
-    """Attends with entries of one length at a time, since a tree has the keys of its entries."""
+    """Attends with the batch entries of one length at a time, because a tree fixes the length."""
     tokens = tokens.in_floats()
     out, lse = empty_results(tokens.query, tokens.value.shape[3])
     for length in set(state.lengths):
@@ -149,7 +153,7 @@ def _attend_in_slots(
                 held=held,
             ),
         )
-    # layouts over a history that its base determines are shared by the layers of a model
+    # If its base determines a history, the layers of a model share the layouts over it.
     known = "draft", pattern, frame, histories[0].base, state.rollback, state.page_size, device
     exact = len(histories) == 1 and histories[0].exact
     results, options = [], tokens.options
@@ -161,24 +165,26 @@ def _attend_in_slots(
             query, keys.key, keys.value, decision.scale, in_float32=True, **options.in_use
         )
         results.append(run_backend(decision.backend, problem))
-        options = options.changed(sink=None)  # it counts once
+        options = options.changed(sink=None)  # the sink must count only once
     outs, lses = zip(*results, strict=True)  # [B, Hq, n, Dv] and [B, Hq, n] of each part
     out, lse = merge_attention(outs, lses)
     return out.to(query.dtype), lse
 
 
 class _Keys(NamedTuple):
-    """Keys that a draft's queries walk: those of the cache's slots, or the draft's own."""
+    """The keys that a draft's queries visit: those in the cache's slots, or the draft's own."""
 
     key: Tensor  # [B, Hkv, slots, D]
     value: Tensor  # [B, Hkv, slots, Dv]
     positions: Tensor  # [B or 1, Hkv, slots], -1 for no key
-    live: Any  # by branch: bool [B or 1, Hkv, slots], False if no later query visits the key
-    held: HeldRows | None  # where the slots lie in `key`; None: as they are
+    live: Any  # for each branch, bool [B or 1, Hkv, slots], False if no later query visits the key
+    held: HeldRows | None  # says where each head's slots are in `key`; None if heads are alike
 
 
 def _layout(tree: Pattern, seen: Any, frame: Frame, block: int, place: torch.device) -> BlockLayout:
-    positions, live, starts, held = seen  # [B, Hkv, slots], the same by branch, [B], or None
+    """Builds the layout of a tile of queries over the keys of one `_Keys`."""
+    # positions [B, Hkv, slots]; `live`, the same for each branch; starts [B]; `held` or None
+    positions, live, starts, held = seen
     passes, n = [], frame.q_len
     queries = -(-n // 8) * 8  # bitmaps have whole bytes of queries
     for number, branch in enumerate(tree.branches):
@@ -192,7 +198,10 @@ def _layout(tree: Pattern, seen: Any, frame: Frame, block: int, place: torch.dev
 
 
 def kept(state: CacheState, path: Sequence[int] | Tensor) -> CacheState:
-    """Returns the state without its draft, after the draft's tokens on a path; or ValueError."""
+    """Returns the state without its draft, after the tokens on a path of it.
+
+    ValueError if `path` is no path from the cache's end.
+    """
     if (draft := state.draft) is None:
         raise ValueError("keep needs a draft, got none; call attend(tree=) first")
     index = checked_index("path", path, len(draft.parents))

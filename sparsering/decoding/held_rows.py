@@ -1,4 +1,4 @@
-"""`HeldRows`: the keys or the values of a cache in memory, by kv head.
+"""`HeldRows`: how the keys or the values of a cache lie in memory, by kv head.
 
 Each head has its older rows, in the order of their positions, and then a page for new tokens.
 Layouts over them (`gathered_keys.page_over`) know where each head's rows begin.
@@ -16,23 +16,24 @@ from ..ground.numerics import round_up
 from ..ground.streams import moved
 from ..layouts.layout import Pass
 
-_ROOM = 8  # of so many older rows, a CPU has memory for one more, the page among them
+_ROOM = 8  # on a CPU, memory for later pages is at most one row per so many older rows
 
 
 @dataclass(frozen=True, eq=False)
 class HeldRows:
-    """Rows of keys or values: of each kv head its older ones, then a page.
+    """The rows of keys or values: for each kv head its older rows, then a page.
 
-    Heads that hold equally many have a dim of their own in `rows`. The rows of unlike heads lie one
-    head after the other, so that each takes the memory of what it holds itself.
+    If all heads hold equally many rows ("even"), `rows` has a dim of heads. Otherwise the rows of
+    the heads lie one head after the other, so that each head takes only the memory that it needs.
     """
 
-    rows: Tensor  # [B, Hkv, slots, width], or of unlike heads [B, 1, slots of all heads, width]
-    older: tuple[int, ...]  # of each kv head, the rows before its page
+    # [B, Hkv, slots, width]; if heads are not even, [B, 1, slots of all heads, width]
+    rows: Tensor
+    older: tuple[int, ...]  # number of rows before the page, for each kv head
     page_size: int
-    room: int = 0  # slots of even heads behind the page in the same memory, for later pages
-    # numbers that each step of decoding reads
-    num_slots: int = field(init=False)  # of a head, or of all unlike heads; 0 before the first key
+    room: int = 0  # if heads are even, allocated slots after the page, for later pages
+    # The next three are stored because each decoding step reads them.
+    num_slots: int = field(init=False)  # dim 2 of `rows`; 0 before the first key
     are_even: bool = field(init=False)  # whether all heads hold equally many rows
     firsts: tuple[int, ...] = field(init=False)  # first slot of each head's page; one if even
     memo: dict[str, Tensor] = field(default_factory=dict, init=False)  # `firsts` on the device
@@ -50,20 +51,20 @@ class HeldRows:
 
     @classmethod
     def empty(cls) -> "HeldRows":
-        """Returns rows of a cache that has seen no token."""
+        """Returns the rows of a cache that has seen no token yet."""
         return cls(torch.empty(0, 0, 0, 0), (), 0)
 
     @classmethod
     def zeros(cls, like: "HeldRows", older: Sequence[int], batch: int) -> "HeldRows":
-        """Returns zeros of the dtype, device, width and page of others."""
+        """Returns zeros with the dtype, device, width and page size of `like`."""
         kept, page, width = tuple(older), like.page_size, like.rows.shape[3]
         return cls(_new(like.rows, batch, kept, page, width).zero_(), kept, page)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the rows, of the page, and of slots before them that pages left behind.
+        """Bytes of the rows, the page, and the slots before them that earlier pages left behind.
 
-        Room that nothing was written to takes no memory of a CPU.
+        Room that was never written to takes no memory on a CPU.
         """
         if not self.rows.nbytes:
             return 0
@@ -72,7 +73,7 @@ class HeldRows:
 
     @property
     def by_head(self) -> Tensor:
-        """The rows [B, Hkv, slots, width]; unlike heads share the same slots."""
+        """The rows as [B, Hkv, slots, width]; heads that are not even all see the same slots."""
         return self.rows if self.are_even else self.rows.expand(-1, len(self.older), -1, -1)
 
     def heads(self) -> list[Tensor]:
@@ -109,12 +110,10 @@ class HeldRows:
         return [x[:, : n + count] for x, n in zip(self.heads(), self.older, strict=True)]
 
     def in_slots(self, numbers: Tensor, width: int, unused: int) -> list[Tensor]:
-        """Gives each slot in memory its number, by head: [older + page] for each head.
+        """Returns a number for each slot in memory, by head: [older + page] for each head.
 
-        Args:
-            numbers: [Hkv, width + count] of the older rows, of which the longest head has `width`,
-                and of `count` slots of the page.
-            unused: number of the page's other slots.
+        `numbers` [Hkv, width + count] are those of the older rows, of which the longest head has
+        `width`, and of `count` slots of the page. The page's other slots get the number `unused`.
         """
         parts, rest = [], self.page_size - (numbers.shape[1] - width)
         for head, n in enumerate(self.older):
@@ -123,7 +122,7 @@ class HeldRows:
         return parts
 
     def with_new(self, count: int, new: Tensor) -> Tensor:
-        """Returns the rows of even heads up to slot `count` of the page, then new ones."""
+        """Returns the rows of even heads up to slot `count` of the page, followed by new ones."""
         used = self.rows[:, :, : self.rows.shape[2] - self.page_size + count]
         return torch.cat((used, new), 2) if used.shape[2] else new
 
@@ -144,8 +143,8 @@ class HeldRows:
         like = self.rows if new is None else new
         batch, width, room = len(like), like.shape[-1], 0
         if like.device.type == "cpu" and len(set(counts)) == 1:
-            # memory that nothing was written to costs nothing, and fresh memory costs more than a
-            # copy: with room, few evictions need any
+            # Memory that was never written to costs nothing, but fresh memory costs more than a
+            # copy. With room for later pages, few evictions need fresh memory.
             room = max(0, round(counts[0] / _ROOM / page) - 1) * page
         result = HeldRows(_new(like, batch, counts, page, width, room), counts, page, room)
         if is_shape_alone(like):
@@ -168,7 +167,7 @@ class HeldRows:
     def _slid(self, slots: Tensor, count: int) -> "HeldRows | None":
         """Implements `gathered` without a copy: the new page begins where the old one ends.
 
-        Returns None unless all heads keep all their rows but the first ones, and there is room.
+        Returns None unless all heads drop only their first rows, and there is room.
         """
         kept = slots.shape[2]
         if not (self.are_even and len(slots) and kept and count <= self.room):
@@ -184,13 +183,16 @@ class HeldRows:
         return HeldRows(rows, (kept,) * heads, self.page_size, self.room - count)
 
     def _within(self, slots: Tensor, head: int) -> Tensor:
-        """Converts slots of the head with the most older rows to those of a head."""
+        """Returns this head's own slot numbers.
+
+        `slots` are numbered for the head with the most older rows; -1 stays.
+        """
         widest = max(self.older, default=0)
         own = self.older[head] if self.older else 0
         return torch.where(slots >= widest, slots - (widest - own), slots)
 
     def _gather(self, slots: Tensor, count: int, new: Tensor | None, to: "HeldRows") -> None:
-        """Implements `gathered` on a GPU: few launches, however many heads there are."""
+        """Implements `gathered` on a GPU, with few launches however many heads there are."""
         source = self.rows.flatten(1, 2) if self.num_slots else None  # [B, slots of all heads, w]
         held = 0 if source is None else source.shape[1]
         if new is not None:
@@ -210,11 +212,11 @@ class HeldRows:
         rows = to.rows.view(size)
         places = moved(index.clamp(min=0), source.device)[..., None].expand(size)
         torch.gather(source, 1, places, out=rows)
-        # a masked key must not be NaN
+        # Zeros, because a masked key must not be NaN.
         rows.masked_fill_(moved(index < 0, source.device)[..., None], 0)
 
     def widened(self, older: Sequence[int], batch: int, like: "HeldRows") -> "HeldRows":
-        """Returns the rows with more slots for older ones: zeros behind those of each head."""
+        """Returns the rows with room for `older` older rows per head; the new slots are zeros."""
         result = HeldRows.zeros(like, older, batch)
         if self.num_slots:
             for source, n, to in zip(self.heads(), self.older, result.heads(), strict=True):
@@ -222,7 +224,7 @@ class HeldRows:
         return result
 
     def copied(self) -> "HeldRows":
-        """Returns the same rows in memory of their own; room for later pages is left out."""
+        """Returns the same rows in memory of their own, without the room for later pages."""
         return HeldRows(self.rows.clone(), self.older, self.page_size)
 
     def of_entries(self, entries: Tensor) -> "HeldRows":
@@ -234,7 +236,7 @@ class HeldRows:
         return HeldRows(rows, self.older, self.page_size)
 
     def columns(self, block_size: int) -> int:
-        """Returns before how many slots of `placed`'s layout those of the page begin."""
+        """Returns the number of slots before the page in a layout for `placed`."""
         widest = max(self.older, default=0)
         return widest if self.are_even else round_up(widest, block_size)
 
@@ -263,6 +265,7 @@ class HeldRows:
 def _new(
     like: Tensor, batch: int, older: Sequence[int], page: int, width: int, room: int = 0
 ) -> Tensor:
+    """Allocates rows for heads with `older` rows and a page each; even heads may get room."""
     if len(set(older)) <= 1:
         slots = sum(older[:1]) + page
         return like.new_empty(batch, len(older), slots + room, width).narrow(2, 0, slots)

@@ -36,7 +36,7 @@ from .steps import NewTokens, attend_page, attend_spans, empty_results, fits_pag
 
 _OWN = ("lengths", "valid", "stored", "tree", "keep", "return_lse")
 _OPTIONS = ("backend", "scale", "block_size", *ANYWHERE)
-_REFUSED = {  # why `attend` does not take other options of `attention`, by name or by their kind
+_REFUSED = {  # why `attend` refuses other options of `attention`, by name or by `Option.by`
     "q_start": "the cache knows the positions of its tokens",
     "block": "it needs the blocks of a whole sequence; call attention on all tokens",
     "slot": "it needs the rows of a whole sequence; call attention on all tokens",
@@ -78,8 +78,8 @@ class KVCache:
         >>> out = cache.attend(query, key, value)  # then token by token
     """
 
-    _takes_parts = True  # whether `load` takes the keys of some positions only
-    _takes_shapes = True  # whether tokens may have a shape alone, without numbers
+    _takes_parts = True  # whether `load` takes the keys of only some positions
+    _takes_shapes = True  # whether tokens may have a shape but no numbers
 
     def __init__(
         self,
@@ -137,7 +137,7 @@ class KVCache:
         self._clock = register(self)
 
     def __copy__(self) -> Self:
-        """Copies the keys and values too, because steps write to their pages in place."""
+        """Copies the keys and values, too, because steps write to their pages in place."""
         other = object.__new__(type(self))
         other.__setstate__(self.__getstate__())
         with ordinary_tensors(self._state.keys.rows):
@@ -169,7 +169,7 @@ class KVCache:
 
     @property
     def _kind(self) -> tuple[torch.dtype | None, torch.device | None]:
-        """Dtype and device of the keys and values; None if the first keys will decide them."""
+        """Dtype and device of the keys and values; None until the first keys decide them."""
         keys = self._state.keys
         if self._state.store is not None:
             return self._first_kind
@@ -334,6 +334,7 @@ class KVCache:
             return self._load(key, value, positions, length)
 
     def _load(self, key: Tensor, value: Tensor, positions: Any, length: int | None) -> None:
+        """Checks positions and lengths, and stores the keys and values."""
         places = torch.arange(key.shape[2])
         if positions is not None:
             places = checks.checked_index("positions", positions, MOST_TOKENS)
@@ -362,6 +363,7 @@ class KVCache:
     def _attend(
         self, inputs: Inputs, lengths: Any, stored: bool, tree: Any, keep: bool, **options: Any
     ) -> tuple[Tensor, Tensor]:
+        """Runs a step on checked options: in the page if the new tokens fit, else by positions."""
         state, given, choices = self._state, inputs, (None, None, None, None)
         if options:
             backend, scale, size = [options.pop(name, None) for name in _OPTIONS[:3]]
@@ -403,14 +405,14 @@ class KVCache:
         else:
             with ordinary_tensors():
                 out, lse = attend_spans(state, decision, tokens, new)
-        if keep:  # else slots behind the page's tokens hold keys that no later step reads
+        if keep:  # otherwise the new keys stay in unused slots, which no later step reads
             state = state.advanced(new, state.page_length + (most if in_page else 0))
             beside = () if in_page else (tokens.key, tokens.value)
             if beside or state.page_length >= state.page_limit:
                 with ordinary_tensors():
                     state = state.evicted(*beside)
             self._state = state
-            if state.store is not None:  # the rows do not tell
+            if state.store is not None:  # the rounded rows do not tell which dtype they had
                 self._first_kind = inputs[1].dtype, inputs[1].device
         if padding := n - most:
             out, lse = pad(out, (0, 0, 0, padding)), pad(lse, (0, padding), value=-torch.inf)
@@ -480,14 +482,16 @@ class KVCache:
             )
 
     def _is_like(self, other: "KVCache") -> bool:
+        """Whether another cache was made with the same arguments except for its batch size."""
         one, two = (
             (type(x), x.pattern, x._dims, *(getattr(x._state, name) for name in SIZES))
             for x in (self, other)
         )
-        kinds = zip(self._kind, other._kind, strict=True)  # None: the first keys will decide
+        kinds = zip(self._kind, other._kind, strict=True)  # None if the first keys will decide
         return one == two and all(None in pair or pair[0] == pair[1] for pair in kinds)
 
     def _take(self, name: str, index: Tensor | Sequence[int], size: int | None = None) -> None:
+        """Keeps the batch entries that an index lists; `name` is the caller for errors."""
         self._check_no_draft(name)
         if self.pattern.num_batches() is not None:
             raise ValueError(
@@ -505,6 +509,7 @@ class KVCache:
             self._state = self._state.of_entries(entries.clone())  # a clone is no inference tensor
 
     def _check_no_draft(self, what: str) -> None:
+        """Raises ValueError if there is a draft, after which `what` is not possible."""
         if self._state.draft is not None:
             raise ValueError(
                 f"{what} needs a cache without a draft, got one of "
@@ -512,6 +517,7 @@ class KVCache:
             )
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """Raises ValueError if the shapes or the device of new tokens do not fit the cache."""
         if not (self._takes_shapes and is_shape_alone(query)):
             checks.refuse_tracers(query, key, value)
         batch, new, (width, value_width) = len(self.lengths), query.shape[2], self._dims
@@ -533,6 +539,7 @@ class KVCache:
             )
 
     def _check_dtype(self, key: Tensor) -> None:
+        """Raises ValueError if the dtype of new keys differs from that of the cache."""
         if (dtype := self._kind[0]) not in (None, key.dtype):
             kind = key.device.type
             if autocasting(key) and key.dtype == torch.get_autocast_dtype(kind):

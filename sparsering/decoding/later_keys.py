@@ -1,7 +1,7 @@
-"""Refuses calls of a cache in which a token sees a key that has not come.
+"""Refuses calls of a cache in which a token would see a key that the cache does not have yet.
 
-A cache keeps results of tokens that it computed, so that each token must see all its keys in its
-own call: `BlockCausal(8)` is decoded by whole blocks.
+A cache computes the result of a token once, so all keys that the token sees must come in the same
+call or earlier. `BlockCausal(8)`, for example, is decoded in whole blocks.
 """
 
 from typing import Any
@@ -19,7 +19,7 @@ from .cache_state import CacheState
 
 
 class LaterKeys:
-    """Asks a pattern which tokens see later ones; remembers the pages where none does."""
+    """Asks a pattern which tokens see later ones, and remembers the pages in which none does."""
 
     def __init__(self, state: CacheState) -> None:
         self.pattern = state.pattern
@@ -31,7 +31,7 @@ class LaterKeys:
         """Raises ValueError if one of `new[i]` more tokens of entry i sees a key after them."""
         if self.never:
             return
-        calls: dict[Any, int] = {}  # entries of equal calls are asked once
+        calls: dict[Any, int] = {}  # one entry for each distinct call, so that it is asked once
         by_entry, known = self.pattern.num_batches() is not None, self.causal_pages
         for entry, call in enumerate(zip(state.lengths, new, strict=True)):
             calls.setdefault((*call, entry) if by_entry else (*call, 0), entry)
@@ -67,7 +67,10 @@ class LaterKeys:
                 )
 
     def _next_end(self, state: CacheState, entry: int, begin: int, end: int) -> int | None:
-        """Returns where a call may end: for all entries if they are equally long, else for one."""
+        """Returns the number of tokens at which a call may end; None if there is none.
+
+        It holds for all entries if they are equally long, else for this entry.
+        """
         alike, least = len(set(state.lengths)) == 1, end
         while True:
             for number in range(len(state.lengths)) if alike else [entry]:
@@ -81,5 +84,6 @@ class LaterKeys:
 
 
 def _tokens(state: CacheState, entry: int) -> Tokens:
+    """Returns the sequence of a batch entry as lookahead.py takes it."""
     entry = entry if state.pattern.num_batches() is not None else 0
     return Tokens(state.total, state.heads, state.kv_heads, entry)

@@ -1,4 +1,4 @@
-"""New tokens with padding anywhere, for `KVCache.attend(valid=)`: the padding moves behind them."""
+"""Moves padding behind the new tokens, for `KVCache.attend(valid=)`, where it may be anywhere."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -46,5 +46,5 @@ def padding_last(
 
 
 def taken(x: Tensor, place: Tensor) -> Tensor:
-    """Takes tokens of [B, H, n, D] in the order of `place`, int64 [B, n]."""
+    """Reorders the tokens of [B, H, n, D] by `place`, int64 [B, n]."""
     return x.gather(2, place[:, None, :, None].expand_as(x))

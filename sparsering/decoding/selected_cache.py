@@ -22,8 +22,8 @@ from .cache_state import CacheState, ordinary_tensors
 from .kv_cache import KVCache
 from .steps import IN_PAGES, empty_results
 
-_IN_SLOTS = {"scale", "backend", "block_size", *IN_PAGES}  # options that need no positions of keys
-_AT_A_TIME = 1 << 22  # listed keys of queries attended at a time, to bound memory
+_IN_SLOTS = {"scale", "backend", "block_size", *IN_PAGES}  # options that need no key positions
+_AT_A_TIME = 1 << 22  # listed keys that are attended to at a time, to bound memory
 
 
 @class_with_hints
@@ -140,7 +140,7 @@ class SelectedCache(KVCache):
         are_alike = len(set(starts)) <= 1 and (len(set(new)) <= 1 or max(starts) == 0)
         older = state.keys.older[0] if state.keys.num_slots else 0
         if len(set(starts)) <= 1 and any(x.base != older for x in state.histories):
-            state = state.evicted()  # entries beside which a longer one was: closes the gap
+            state = state.evicted()  # closes the gap in entries that were beside a longer one
         names = sorted(x for x in {*options} - _IN_SLOTS if not _is_none(options[x]))
         if names and not are_alike:
             raise ValueError(
@@ -148,7 +148,7 @@ class SelectedCache(KVCache):
                 f"entries have equal lengths, got {names[0]} for lengths {shortened(str(starts))}; "
                 "make a cache for each entry"
             )
-        # `after` is without keys that no later token sees
+        # `after` has evicted the keys that no later token sees
         if len(set(new)) <= 1:
             after = state.appended(key, value)
         else:
@@ -184,7 +184,7 @@ class SelectedCache(KVCache):
         begin: int,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        """Attends from the last tokens of all keys, the first at position `begin`."""
+        """Attends from the last tokens of all keys; the first of them is at position `begin`."""
         scores = summaries.scores(query, keys, scale=options.get("scale"))
         blocks = self._select_blocks(scores, q_start=begin)
         pattern = SelectedBlocks(blocks, self._size, 1, begin) & Causal()
@@ -201,7 +201,8 @@ class SelectedCache(KVCache):
     ) -> tuple[Tensor, Tensor]:
         """Attends from `new[i]` tokens of each batch entry i to its own keys.
 
-        The keys are in slots: the chosen ones of each query are listed by the slots that hold them.
+        The keys are in slots, so each query lists the slots that hold the keys of its chosen
+        blocks.
         """
         (batch, _, width, _), state, lists = query.shape, self._state, []
         summaries.reserve(keys, max(map(sum, zip(self.lengths, new, strict=True))))
@@ -228,7 +229,7 @@ class SelectedCache(KVCache):
             part = slice(i, i + step)
             pattern = SelectedBlocks(listed[:, :, part], 1, 1)
             rest: dict[str, Any] = {**options, "q_start": 0}
-            if isinstance(sink, Tensor) and sink.shape[2:] == (width,):  # one for each query
+            if isinstance(sink, Tensor) and sink.shape[2:] == (width,):  # a sink per query
                 rest["sink"] = sink[:, :, part]
             parts.append(
                 attention(query[:, :, part], keys, values, pattern, return_lse=True, **rest)
@@ -242,15 +243,15 @@ class SelectedCache(KVCache):
 
 
 def _is_none(option: Any) -> bool:
-    """Whether an option of `attention` has no effect, as dropout_p=0 has none."""
+    """Whether an option of `attention` has no effect, such as dropout_p=0."""
     return option is None or (isinstance(option, float | int) and option == 0)
 
 
 def _slots(state: CacheState, entry: int, position: Tensor) -> Tensor:
     """Returns the slots that hold the keys at some positions of a batch entry.
 
-    An entry has its keys from before the last eviction in its first slots, and the others behind
-    the older keys of the longest entry.
+    The keys from before the last eviction are in an entry's first slots; the others come after the
+    older keys of the longest entry.
     """
     base = state.histories[entry].base
     older = state.keys.older[0] if state.keys.num_slots else 0
@@ -264,5 +265,5 @@ def _padding(new: Sequence[int], n: int, device: torch.device) -> Tensor:
 
 
 def _without_padding(x: Tensor, new: Sequence[int]) -> Tensor:
-    """Replaces the padding in [B, H, n, D] by zeros: a NaN there would spread, although masked."""
+    """Zeroes the padding in [B, H, n, D]: a NaN there would spread even if it is masked."""
     return x.masked_fill(_padding(new, x.shape[2], x.device)[..., None], 0)

@@ -1,6 +1,6 @@
-"""Attention of new tokens to a cache, in one of two ways.
+"""Computes attention from new tokens to a cache, in one of two ways.
 
-If the new tokens fit in the page, they attend to the cache's tensors in place; all steps of the
+If the new tokens fit in the page, they attend to the cache's tensors in place, and all steps of the
 page share one layout. In other cases (prompts, and options that depend on positions), the visited
 keys are copied in the order of their positions, and a layout for them is compiled.
 """
@@ -37,15 +37,15 @@ from ..route.work import Work
 from .cache_state import CacheState, History
 
 _CPU = torch.device("cpu")
-_STOPS = "query stops"  # in the memo of a page's layout: the result of `_query_stops`
+_STOPS = "query stops"  # key of `_query_stops`'s result in the memo of a page's layout
 IN_PAGES = {"softcap", "sink"}
-"""Options that need no positions of keys, which differ from their slots; dropout needs them."""
+"""Options that do not depend on the positions of keys, which slots do not tell."""
 
 
 class NewTokens(NamedTuple):
-    """Query, key and value [B, H, n, D] of new tokens, and other options, such as softcap.
+    """Query, key and value [B, H, n, D] of new tokens, and further options such as softcap.
 
-    In a cache with `store`, keys and values are rows in 8 bits (stored_rows.py).
+    In a cache with `store`, keys and values are rows in 8 bits (kernels/rounding.py).
     """
 
     query: Tensor
@@ -54,7 +54,7 @@ class NewTokens(NamedTuple):
     options: Options
 
     def in_store(self, store: Store | None) -> "NewTokens":
-        """Returns the tokens with their keys and values as a cache with `store` holds them."""
+        """Returns the tokens with keys and values in the format in which the cache stores them."""
         if store is None:
             return self
         return self._replace(key=to_store(self.key, store), value=to_store(self.value, store))
@@ -67,6 +67,7 @@ class NewTokens(NamedTuple):
         return self._replace(key=from_store(self.key, dtype), value=from_store(self.value, dtype))
 
     def first(self, n: int) -> "NewTokens":
+        """Returns the first n tokens."""
         query, key, value = (x[:, :, :n] for x in self[:3])
         return NewTokens(query, key, value, for_queries(self.options, lambda x: x[:, :, :n]))
 
@@ -77,7 +78,7 @@ class NewTokens(NamedTuple):
 
 
 def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens) -> bool:
-    """True if `attend_page` can run: equally many new tokens per batch entry fit in the page."""
+    """True if `attend_page` can run: all batch entries have equally many new tokens, which fit."""
     return (
         len(set(new)) == 1
         and state.keys.num_slots > 0
@@ -89,10 +90,10 @@ def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens
 
 
 def page_layout(state: CacheState, queries: int) -> BlockLayout:
-    """Returns a layout of `queries` new queries over all slots; stores it for later steps.
+    """Returns a layout of `queries` new queries over all slots; the page keeps it for later steps.
 
-    It has views of the page's tables alone, so that a step in the capture of a CUDA graph stores
-    no memory that only the replay fills. Its walks over query tiles are those of the page.
+    It only has views of the page's tables. So a step in the capture of a CUDA graph stores no
+    memory that only the replay fills, and all steps share the walks of the page.
     """
     layouts = state.page.layouts
     if state.page_size not in layouts:
@@ -111,10 +112,10 @@ def page_layout(state: CacheState, queries: int) -> BlockLayout:
 
 
 def _query_stops(layout: BlockLayout) -> Tensor:
-    """Returns `query_stop` of each number of queries of a page, int64 [page_size + 1, tiles].
+    """Returns `query_stop` for each number of queries of a page, int64 [page_size + 1, tiles].
 
-    A row has a number for each query tile of a pass, and begins at an address that is aligned to 16
-    bytes: kernels are compiled for the alignment of tensors.
+    A row has a number for each query tile of a pass. It begins at an address that is aligned to 16
+    bytes, because kernels are compiled for the alignment of tensors.
     """
     most = max((p.query_stop.numel() for p in layout.passes), default=0)
     numbers = torch.arange(layout.frame.q_len + 1)[:, None]
@@ -122,7 +123,7 @@ def _query_stops(layout: BlockLayout) -> Tensor:
 
 
 def _whole_page_layout(state: CacheState) -> BlockLayout:
-    """Builds a layout of a page's queries over all slots; batch entries may share one table."""
+    """Builds the layout of a whole page of queries over all slots; entries may share one table."""
     histories = state.distinct() if len(state.distinct()) == 1 else state.histories
     held, page_size, device = state.keys, state.page_size, state.keys.rows.device
     slots = held.num_slots
@@ -139,7 +140,8 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
         size = default_block_size(state.pattern, frame.kv_len)
         passes = []
         for number, branch in enumerate(state.pattern.branches):
-            for grid, term in disjoint_terms(branch, size):  # in the passes of whole sequences
+            # the passes that a whole sequence has, so that sums have the same segments
+            for grid, term in disjoint_terms(branch, size):
                 segments = partial(grid.segment_of, block_size=size)
                 boundary = 0 if held.are_even else held.columns(block)
                 p = page_over(number, term, positions, live[number], *rest, segments, boundary)
@@ -168,10 +170,10 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
 
 
 def slot_positions(histories: Sequence[History], count: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Returns what lies in the slots of a layout: `columns` for older keys, `count` of the page.
+    """Returns which keys are in the slots of a layout, given `columns` older slots and `count` new.
 
-    Returns: positions [entries, Hkv, slots] of the keys, -1 for no key; and by branch [branches,
-        entries, Hkv, slots] False for keys that no later query sees.
+    Returns: positions [entries, Hkv, slots] of the keys, -1 for no key; and bool [branches,
+    entries, Hkv, slots], False for keys that no later query sees.
     """
     rows, alive = [], []
     for history in histories:
@@ -185,7 +187,7 @@ def slot_positions(histories: Sequence[History], count: int, columns: int) -> tu
 def attend_page(
     state: CacheState, layout: BlockLayout, decision: Decision, tokens: NewTokens
 ) -> tuple[Tensor, Tensor]:
-    """Writes new keys and values into their slots and attends by a layout of `page_layout`."""
+    """Writes new keys and values into their slots, and attends with a layout of `page_layout`."""
     query, key, value, options = tokens
     keys, values = state.keys, state.values
     state.clear_page(state.page_length + query.shape[2])
@@ -215,10 +217,9 @@ def attend_spans(
 ) -> tuple[Tensor, Tensor]:
     """Attends from the first `new[i]` tokens of batch entry i.
 
-    Entries with equal cached positions are computed in one call.
-
-    Returns: out [B, Hq, n, Dv] and lse [B, Hq, n]; rows behind an entry's new tokens are 0 and
-        -inf, if entries differ in their number.
+    Entries with equal cached positions are computed in one call. Returns: out [B, Hq, n, Dv] and
+    lse [B, Hq, n]. If entries have different numbers of new tokens, the rows after them are 0 and
+    -inf.
     """
     tokens = tokens.in_floats()
     groups: dict[tuple[int, int], list[int]] = {}
@@ -245,10 +246,10 @@ def attend_spans(
 
 
 def _runs_spans(state: CacheState, name: str) -> bool:
-    """True if the backend `name` runs a layout of the pattern, and can hide keys if asked to.
+    """True if a backend runs a layout of the pattern, and can hide keys if needed.
 
-    The cache asks where other ranks store some of the keys, or keys were cropped. Lists of single
-    keys have no layout.
+    Keys must be hidden if other ranks store some, or if some were cropped. Lists of single keys
+    have no layout.
     """
     backend = BACKENDS[name]
     if backend.runs_lists and has_lists(state.pattern):
@@ -258,7 +259,7 @@ def _runs_spans(state: CacheState, name: str) -> bool:
 
 
 class _Group(NamedTuple):
-    """New tokens of batch entries that share a `History`: their keys have equal positions."""
+    """New tokens of batch entries that share a `History`, so their keys have equal positions."""
 
     state: CacheState
     history: History
@@ -293,7 +294,7 @@ class _Group(NamedTuple):
     def _attend_call(
         self, tokens: NewTokens, pattern: Pattern, q_start: int
     ) -> tuple[Tensor, Tensor]:
-        """Attends as a call of whole sequences does."""
+        """Attends as a call of `attention` on whole sequences."""
         decision = self.decision
         call = Call(
             query=tokens.query,
@@ -316,7 +317,7 @@ class _Group(NamedTuple):
         stored = history.positions_with(history.length - history.base).flatten()
         stored = torch.cat((stored[stored >= 0], torch.arange(history.length, end)))
         stored = stored[~torch.isin(stored, torch.tensor(remote, dtype=torch.int64))]
-        # one mask serves all heads: a head visits no key that was evicted for this head only
+        # One mask serves all heads, because no head visits a key that was evicted for it alone.
         mask = torch.zeros(1, spanned.length + 1, dtype=torch.bool)
         return mask.index_fill(1, spanned.place_of(stored), True)[:, :-1]
 
@@ -338,19 +339,22 @@ class _Group(NamedTuple):
         return layout_cache.keep((pattern, frame, size, begin, queries, "rows"), build), ()
 
     def _spread(self, spanned: Spanned) -> list[Tensor]:
-        """Copies cached and new keys and values by position: [batch, Hkv, spanned.length, D]."""
+        """Copies cached and new keys and values to their places among the visited ranges.
+
+        Returns keys and values, [batch, Hkv, spanned.length, D] each.
+        """
         state, history, length = self.state, self.history, spanned.length
         positions = history.positions_with(state.page_length)
         place = torch.where(positions < 0, length, spanned.place_of(positions.clamp(min=0)))
         device, results = self.tokens.key.device, []
         places = [
-            head * (length + 1) + own  # the result's heads one after the other
+            head * (length + 1) + own  # in the result, heads lie one after the other
             for head, own in enumerate(state.keys.in_slots(place, history.width, length))
         ]
         index = moved(torch.cat(places), device) if places else None
         for held, new in ((state.keys, self.tokens.key), (state.values, self.tokens.value)):
             batch, heads, count, width = new.shape
-            # the extra place at the end receives keys that are not visited
+            # The extra place at the end receives the keys that are not visited.
             result = new.new_zeros(batch, heads, length + 1, width)
             if index is not None:
                 cached = held.rows if self.entries is None else held.rows[self.entries]
@@ -362,13 +366,16 @@ class _Group(NamedTuple):
         return results
 
     def _attend_whole(self, frame: Frame) -> tuple[Tensor, Tensor]:
-        """Attends over all positions: for lists, or without layouts; evicted keys are zeros."""
+        """Attends over all positions; evicted keys are zeros.
+
+        It is for lists of keys, and for backends that read no layout.
+        """
         query, pattern = self.tokens.query, self.state.pattern
         begins, ends = torch.zeros(1, dtype=torch.int64), torch.full((1,), frame.kv_len)
         everything = Spanned(BlockLayout(frame, 128, (), math.nan), begins, ends)
         keys, values = self._spread(everything)
         first, n = self.history.length - frame.q_start, query.shape[2]
-        rest = frame.q_len - first - n  # queries of zeros after the new ones; results are unused
+        rest = frame.q_len - first - n  # zero queries after the new ones, whose results are unused
         query = pad(query, (0, 0, first, rest))
         options = for_queries(self.tokens.options, lambda x: pad(x, (first, rest)))
         if (mask := self._stored(everything)) is not None:

@@ -23,7 +23,7 @@ from .score_function import checked_function
 
 
 class Option(NamedTuple):
-    """What `OPTIONS` stores for each option."""
+    """A row of `OPTIONS`: how an option reaches operators, and how it is checked."""
 
     schema: str  # its type in an operator's schema; "" for an option that no operator takes
     # what the option has a number for: each call, head, query, key, pair, distance, block or slot

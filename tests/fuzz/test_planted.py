@@ -233,8 +233,8 @@ DEFECTS = {
     "a denoising step is kept": (
         "caches",
         "decoding/kv_cache.py",
-        "        if keep:  # else slots",
-        "        if True:  # else slots",
+        "        if keep:  # otherwise the new keys",
+        "        if True:  # otherwise the new keys",
     ),
     "a draft holds the tensors of its caller": (
         "caches",
