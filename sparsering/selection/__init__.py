@@ -4,7 +4,7 @@
     chosen = select_blocks(scores, 16, block_size=64)
     out = attention(query, key, value, SelectedBlocks(chosen, 64, query_block=1) & Causal())
 
-Scores and chosen blocks stay on the device of the keys; these three calls do not wait for it.
+Scores and chosen blocks stay on the keys' device; these three calls do not wait for a GPU.
 """
 
 from .choose import select_blocks

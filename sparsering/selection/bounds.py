@@ -1,4 +1,4 @@
-"""Bounds of the keys that each query sees, and `block_scores` of queries with bounds."""
+"""Bounds of the keys that each query sees, and `block_scores` for queries with such bounds."""
 
 from collections.abc import Callable
 from functools import partial
@@ -27,7 +27,7 @@ class Bounds(NamedTuple):
     def of(
         cls, first: Tensor | None, stop: Tensor | None, batch: int, tokens: int, keys: int
     ) -> "Bounds | None":
-        """Checks `first` and `stop`, and fills in the one that is missing; None if both are."""
+        """Checks `first` and `stop`, and fills in a missing one; None if both are missing."""
         check_bounds(batch, tokens, first=first, stop=stop)
         if first is None and stop is None:
             return None
@@ -39,7 +39,7 @@ class Bounds(NamedTuple):
 
     @classmethod
     def of_all(cls, tokens: int, keys: int, device: torch.device) -> "Bounds":
-        """Bounds of queries that see all keys."""
+        """Returns the bounds of queries that see all keys."""
         first = torch.zeros(1, tokens, dtype=torch.int64, device=device)
         return cls(first, torch.full_like(first, keys))
 
@@ -53,7 +53,7 @@ class Bounds(NamedTuple):
     def blocks_of_rows(
         self, block_size: int, query_block: int, q_start: int
     ) -> tuple[Tensor, Tensor]:
-        """Returns the first block that any query of a row sees, and the one after the last.
+        """Returns the first block that any query of a row sees, and the block after the last.
 
         Both are [B or 1, R]. A row whose queries see no key has a first block after its last.
         """
@@ -70,7 +70,7 @@ class Bounds(NamedTuple):
 
 
 def check_bounds(batch: int, tokens: int, **bounds: Tensor | None) -> None:
-    """Raises ValueError for bounds of queries with another shape or dtype."""
+    """Raises ValueError for bounds of queries with a wrong shape or dtype."""
     for name, bound in bounds.items():
         if bound is None:
             continue
@@ -83,9 +83,9 @@ def check_bounds(batch: int, tokens: int, **bounds: Tensor | None) -> None:
 
 
 def checked_valid(valid: Tensor, batch: int, key: Tensor) -> Tensor:
-    """Returns `valid` as [B or 1, Nk] on the keys' device; ValueError for another shape or dtype.
+    """Returns `valid` as [B or 1, Nk] on the keys' device; ValueError for a wrong shape or dtype.
 
-    For keys [B, Hkv, Nk, D].
+    `key` is [B, Hkv, Nk, D].
     """
     check_tensor("valid", valid)
     keys = key.shape[2]
@@ -99,7 +99,7 @@ def checked_valid(valid: Tensor, batch: int, key: Tensor) -> Tensor:
 
 
 def exist_at(position: Tensor, valid: Tensor) -> Tensor:
-    """Tells of which positions [Nq] the tokens exist: bool [B or 1, Nq]; True outside the keys."""
+    """Returns whether the tokens at positions [Nq] exist: bool [B or 1, Nq]; True past the keys."""
     length = valid.shape[1]
     inside = (position >= 0) & (position < length)
     if not length:
@@ -120,8 +120,8 @@ def bounded_scores(
 ) -> Tensor:
     """Computes `block_scores` [B, Hkv, R, Nb] of queries that see only the keys in their bounds.
 
-    A block that a query's bounds cut has the exact log mass of the keys that the query sees. So has
-    the query's own block if `causal`.
+    A block that a query's bounds cut gets the exact log mass of the keys that the query sees, and
+    so does the query's own block if `causal`. Other blocks get estimates.
     """
     (batch, heads, q_len, _), blocks = query.shape, estimate.num_blocks
     kv_heads = estimate.feature.shape[1]
@@ -144,7 +144,7 @@ def bounded_scores(
     else:
         there = None
     bounds = bounds.of_heads(batch, kv_heads)
-    numbers = group * estimate.slots * blocks + keys.shape[2] * keys.shape[3]  # of a query
+    numbers = group * estimate.slots * blocks + keys.shape[2] * keys.shape[3]  # per query
     room = at_a_time(_AT_A_TIME, keys.device) // (len(grouped) * numbers)
     step = max(1, room // query_block) * query_block
     cuts = [0, *(cut - start for cut in range((start // step + 1) * step, start + q_len, step))]
@@ -169,9 +169,10 @@ def _rows_of_scores(
     scale: float,
     start: int,
 ) -> Tensor:
-    """Computes scores [B * Hkv, rows, Nb] of the queries in `part`, the first at `start`.
+    """Computes scores [B * Hkv, rows, Nb] of the queries in `part`, the first at position `start`.
 
-    `there` [B * Hkv, Nq] is False for queries that do not exist; None if all do.
+    `query` is [B * Hkv, Nq, G, D]. `there` [B * Hkv, Nq] is False for queries that do not exist;
+    None if all do.
     """
     query = query[:, part].to(estimate.feature.dtype)
     n, size, blocks = query.shape[1], estimate.block_size, estimate.num_blocks
@@ -190,7 +191,7 @@ def _rows_of_scores(
     ends = [first.clamp(max=estimate.length - 1), (stop - 1).clamp(min=0)]
     for block in (end_token // size for end_token in ends):
         is_cut = (block * size < first) | (torch.minimum((block + 1) * size, end[-1]) > stop)
-        if causal:  # the own block is exact although its last query sees all of it
+        if causal:  # the query's own block is always exact, even if it sees all of the block
             is_cut = is_cut | (block == position // size)
         mass = _exact_mass(query, estimate, block, first, stop, scale)
         here = is_cut[..., None] & (torch.arange(blocks, device=query.device) == block[..., None])
@@ -210,7 +211,10 @@ def _rows_of_scores(
 def _estimated(
     query: Tensor, estimate: BlockEstimate, there: Tensor | None, scale: float, start: int
 ) -> Tensor:
-    """Estimates the log mass of whole blocks: [B * Hkv, n, G, Nb] of queries [B * Hkv, n, G, D]."""
+    """Estimates the log mass of whole blocks for queries [B * Hkv, n, G, D].
+
+    Returns [B * Hkv, n, G, Nb].
+    """
     (_, n, group, _), stride = query.shape, estimate.stride
     front, present = start % stride, None
     back = -(front + n) % stride
@@ -229,7 +233,10 @@ def _estimated(
 def _exact_mass(
     query: Tensor, estimate: BlockEstimate, block: Tensor, first: Tensor, stop: Tensor, scale: float
 ) -> Tensor:
-    """Computes the log mass [B * Hkv, n, G] of the visible keys of a block [B * Hkv, n] each."""
+    """Computes the log mass of the visible keys of one block per query: [B * Hkv, n, G].
+
+    `block` [B * Hkv, n] is the block; keys outside [first, stop) are not visible.
+    """
     place = block[..., None] * estimate.block_size
     place = place + torch.arange(estimate.block_size, device=query.device)  # [B * Hkv, n, size]
     hidden = (place < first[..., None]) | (place >= stop[..., None])

@@ -15,7 +15,7 @@ from .bounds import Bounds
 from .query_rows import checked_blocks, current_blocks, num_rows
 
 _AT_A_TIME = 1 << 17  # scores ranked at a time on a CPU, so that they fit its cache
-_BLOCK_BITS = 30
+_BLOCK_BITS = 30  # low bits of a rank, which hold the block's index
 
 
 @with_hints()
@@ -135,7 +135,7 @@ def _seen_blocks(
     query_block: int,
     q_start: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the first block that each row sees, and the one after the last.
+    """Returns the first block that each row sees, and the block after the last.
 
     Both are int64 [1, R], or [product of the dims before the rows, R].
     """
@@ -193,14 +193,15 @@ def _best_blocks(
 ) -> Tensor:
     """Chooses blocks [E, R, k] by scores [E, R, Nb].
 
-    Row r of entry e lies in key block `own[0, r]` and sees blocks from `low[e or 0, r]` up to the
-    one before `high[e or 0, r]`. `exists` [E or 1, Nb] tells which blocks have tokens; None: all.
+    Row r of entry e lies in key block `own[0, r]` and sees the blocks from `low[e or 0, r]` to
+    `high[e or 0, r] - 1`. `exists` [E or 1, Nb] is False for blocks without tokens; None if all
+    have some.
     """
     blocks = scores.shape[-1]
     block = torch.arange(blocks, device=scores.device)
     last = torch.minimum(own, high - 1)[..., None]
     number, first_seen, last_seen = block, low[..., None], last
-    if exists is not None:  # forced blocks are counted among those that have tokens
+    if exists is not None:  # count forced blocks only among blocks that have tokens
         before = pad(exists.cumsum(-1), (1, 0))[:, None]  # [E or 1, 1, Nb + 1]
         number = before[..., :-1]
         first_seen, last_seen = _taken(before, first_seen), _taken(before, last + 1) - 1
@@ -218,7 +219,7 @@ def _best_blocks(
     scores = scores.nan_to_num(-torch.inf, torch.inf, -torch.inf)
     bits = scores.view(torch.int32)
     sortable = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # integers that sort as the floats do
-    rank = (sortable.long() << _BLOCK_BITS) + (_LAST - block)  # no ties: the lower block wins
+    rank = (sortable.long() << _BLOCK_BITS) + (_LAST - block)  # equal scores: lower block first
     rank = torch.where(scores == -torch.inf, _NOT_CHOSEN, rank)
     rank = torch.where(forced, _FORCED - block, rank)
     best = rank.topk(min(k, blocks), -1).values
@@ -233,14 +234,14 @@ def _best_blocks(
 
 
 def _taken(before: Tensor, index: Tensor) -> Tensor:
-    """Takes [E or 1, R, 1] of [E or 1, 1, n] at indices [E or 1, R, 1], which may lie outside."""
+    """Returns `before` [E or 1, 1, n] at indices [E or 1, R, 1], clamped to the range."""
     (entries,) = torch.broadcast_shapes(before.shape[:1], index.shape[:1])
     index = index.clamp(0, before.shape[2] - 1).expand(entries, -1, -1)
     return before.expand(entries, index.shape[1], -1).gather(2, index)
 
 
 _LAST = (1 << _BLOCK_BITS) - 1
-_LAST_SCORED = ((1 << 31) << _BLOCK_BITS) - 1  # the highest rank of a block that is not forced
+_LAST_SCORED = ((1 << 31) << _BLOCK_BITS) - 1  # the highest rank of blocks that are not forced
 _FORCED = _LAST_SCORED + 1 + _LAST
 _NOT_CHOSEN = -(1 << 62)
 _FINITE = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max

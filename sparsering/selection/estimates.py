@@ -1,8 +1,8 @@
 """Summaries of key blocks, from which queries estimate the softmax mass of each block.
 
-A block's mass is the sum of e^score over its keys. Each block is cut into equal parts. The method
-turns a query, and each part, into a vector of features. The log mass of a part is estimated by its
-logit: the dot product of both vectors, plus the log of the number of tokens in the part.
+A block's mass is the sum of e^score over its keys. Each block is cut into equal parts. A method
+turns each query and each part into a vector of features. A part's logit, which estimates its log
+mass, is the dot product of both vectors plus the log of the number of tokens in the part.
 """
 
 from typing import NamedTuple
@@ -13,12 +13,12 @@ from torch.nn.functional import pad
 
 from ..ground.arguments import checked_integer, shortened
 
-NEVER = -1e30  # logit of missing or hidden keys: finite, so that gradients are not NaN
+NEVER = -1e30  # logit of missing or hidden keys; it is finite so that gradients are not NaN
 METHODS = ("mean", "sub", "gauss", "bounds", "antidiagonal", "exact")
 
 
 def checked_method(method: str, parts: int, block_size: int, query_block: int = 0) -> int:
-    """Checks the arguments, and returns how many tokens each part of a block has."""
+    """Checks the arguments, and returns the number of tokens in each part of a block."""
     if not isinstance(method, str) or method not in METHODS:
         raise ValueError(
             f"method must be one of {', '.join(METHODS)}, got {shortened(repr(method))}"
@@ -34,7 +34,7 @@ def checked_method(method: str, parts: int, block_size: int, query_block: int = 
 
 
 class BlockEstimate(NamedTuple):
-    """Keys cut into blocks, and the features that summarise the parts of each block."""
+    """Keys cut into blocks, and the features that summarize the parts of each block."""
 
     method: str  # one of METHODS
     length: int  # number of keys, Nk
@@ -42,17 +42,18 @@ class BlockEstimate(NamedTuple):
     # [B, Hkv, parts, Nb, F], features of each part of each block. A last block that is not full may
     # be missing if only queries inside it see it, because these queries use `keys` instead.
     feature: Tensor
-    keys: Tensor  # [B, Hkv, blocks, block_size, D], from block `first_own` on, padded with zeros
+    keys: Tensor  # [B, Hkv, blocks, block_size, D] from block `first_own` on, padded with zeros
     first_own: int = 0  # index of the first block in `keys`
-    exists: Tensor | None = None  # bool [B, Hkv, Nb, block_size], keys that count; default all
+    exists: Tensor | None = None  # bool [B, Hkv, Nb, block_size], True for keys that count
 
     @classmethod
     def build(
         cls, key: Tensor, block_size: int, method: str, part: int, valid: Tensor | None = None
     ) -> "BlockEstimate":
-        """Cuts keys [B, Hkv, Nk, D] into blocks and summarises the parts of each block.
+        """Cuts keys [B, Hkv, Nk, D] into blocks and summarizes the parts of each block.
 
-        `valid`: bool [B or 1, Nk], the keys that count; the others may be anything, NaN too.
+        `valid` is bool [B or 1, Nk], True for keys that count; the others may hold anything, even
+        NaN.
         """
         length = key.shape[2]
         blocks = -(-length // block_size)
@@ -92,9 +93,10 @@ class BlockEstimate(NamedTuple):
         return self.length % self.block_size > 0
 
     def counts(self, blocks: int | None = None) -> Tensor:
-        """Number of tokens in each part of the first `blocks` blocks: float64 [.., blocks, parts].
+        """Returns the number of tokens in each part of the first `blocks` blocks.
 
-        Where some keys do not count, the dims before the blocks are those of `exists`.
+        The result is float64 [.., blocks, parts]. If some keys do not count, the dims before the
+        blocks are those of `exists`.
         """
         if self.exists is not None:
             parts = self.exists.unflatten(-1, (-1, self.part))
@@ -105,14 +107,15 @@ class BlockEstimate(NamedTuple):
         return (self.length - first).clamp(0, part).double()[:blocks]
 
     def log_counts(self, blocks: int) -> Tensor:
-        """Log of the number of tokens in each part [.., parts, blocks]; NEVER for empty parts."""
+        """Returns the log of the tokens in each part [.., parts, blocks]; NEVER for empty parts."""
         count = self.counts(blocks)
         return torch.where(count > 0, count.clamp(min=1).log(), NEVER).mT.to(self.feature)
 
     def query_strides(self, query: Tensor, scale: float, front: int) -> Tensor:
         """Returns scaled features [B * Hkv, n / stride * G, F] of queries [B * Hkv, n, G, D].
 
-        A stride is a run of queries; `front` zero queries come before the first.
+        A stride is a run of queries that share logits; `front` zero queries come before the first
+        query, so that strides begin at multiples of their length.
         """
         query = query_features(query, scale, self.method)
         if self.stride > 1:  # an antidiagonal pairs the last query of a stride with the first key
@@ -122,10 +125,10 @@ class BlockEstimate(NamedTuple):
         return query.flatten(1, 2)
 
     def antidiagonal_weight(self, blocks: int, present: Tensor | None) -> Tensor | float:
-        """Returns 1 / number of query-key products on each antidiagonal, to turn sums into means.
+        """Returns 1 / (number of query-key products on each antidiagonal), to turn sums into means.
 
-        `present` [.., n / stride, stride] is False where a query is missing; None if all exist.
-        Returns a float if all antidiagonals have `stride` products, else [.., parts, n / stride, 1,
+        `present` [.., n / stride, stride] is False for a missing query; None if all exist. Returns
+        a float if all antidiagonals have `stride` products, else [.., parts, n / stride, 1,
         blocks].
         """
         if self.exists is not None:
@@ -144,7 +147,7 @@ class BlockEstimate(NamedTuple):
 
 
 def query_features(query: Tensor, scale: float, method: str) -> Tensor:
-    """Returns features [.., F] of queries [.., D]; their product with key features is a logit."""
+    """Query features [.., F] of queries [.., D]; their product with key features is the logit."""
     if method == "gauss":
         return torch.cat((query * scale, query.square() * (scale * scale / 2)), -1)
     if method == "bounds":
@@ -153,10 +156,10 @@ def query_features(query: Tensor, scale: float, method: str) -> Tensor:
 
 
 def features(keys: Tensor, count: Tensor, method: str, exists: Tensor | None = None) -> Tensor:
-    """Returns features [..., blocks, parts, F] of keys [..., blocks, parts, tokens of a part, D].
+    """Computes features [..., blocks, parts, F] of keys [..., blocks, parts, tokens of a part, D].
 
-    `count` [.., blocks, parts]: the number of keys in each part. `exists` [.., blocks, parts,
-    tokens of a part] says which; by default the first ones. Zeros stand in place of the others.
+    `count` [.., blocks, parts] is the number of keys that count in each part. `exists` [.., blocks,
+    parts, tokens of a part] says which; by default the first ones. Other keys must be 0.
     """
     if method == "exact":
         return keys.squeeze(-2)

@@ -1,4 +1,4 @@
-"""The indexer of DSA: scores of single keys, and the best keys of each query, in bounded memory."""
+"""The indexer of DSA (DeepSeek sparse attention): scores single keys, and lists the best ones."""
 
 import torch
 import torch.distributed as dist
@@ -75,7 +75,7 @@ def index_scores(
         products = torch.einsum("bhnd,bnkd->bhnk", query * scale, keys).relu()
         return torch.einsum("bhnk,bnh->bnk", products, weight).masked_fill(listed < 0, -torch.inf)
 
-    products = batch * slots * max(heads, 0 if indices is None else width)  # of a query
+    products = batch * slots * max(heads, 0 if indices is None else width)  # per query
     step = max(1, at_a_time(_AT_A_TIME, query.device) // max(1, products))
     with without_autocast(query):
         dtype = max((sum_dtype(x) for x in (query, key, weight)), key=lambda kind: kind.itemsize)
@@ -97,7 +97,10 @@ def _keys_of_ranks(
     q_start: int | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Returns the index keys [B, N, Di] of all ranks, differentiable; raises on all or none."""
+    """Returns the index keys [B, N, Di] of all ranks, differentiable.
+
+    If the check of one rank fails, all ranks raise.
+    """
     with checks_of_a_rank(group, query):
         _checked(query, key, weight, scale, q_start)
         check_own_tokens("index_scores", query.shape[2], key.shape[1], q_start)
@@ -120,7 +123,7 @@ def _keys_of_ranks(
 
 
 def _check_indices(indices: Tensor, query: Tensor, keys: int | None = None) -> None:
-    """Raises ValueError for lists of another shape or dtype, or of numbers that are no key."""
+    """Raises ValueError for lists with a wrong shape or dtype, or with numbers that are no keys."""
     check_tensor("indices", indices)
     refuse_meta(indices, named="indices")
     batch, _, tokens, _ = query.shape
@@ -129,7 +132,7 @@ def _check_indices(indices: Tensor, query: Tensor, keys: int | None = None) -> N
     past = False
     if fits and keys is not None:
         all_exist = (indices < keys).all()
-        if indices.is_cuda:  # the host does not wait: the GPU ends the process later
+        if indices.is_cuda:  # the host does not wait; the GPU stops the process later
             torch._assert_async(all_exist, f"indices must be keys below {keys}")
         else:
             past = not bool(all_exist)
@@ -208,7 +211,7 @@ def _top_tokens_of_ranks(
     stop: Tensor | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Chooses among the keys of all ranks: those of one rank after the other, best ones kept."""
+    """Chooses among the keys of all ranks; ranks send their keys in turn, and the best are kept."""
     from ..distributed.exchange import Exchange  # slow, so `import sparsering` must not load it
 
     with checks_of_a_rank(group, query):
@@ -245,7 +248,7 @@ def _top_tokens_of_ranks(
 def _check_bounds(
     query: Tensor, lengths: Tensor | None, first: Tensor | None, stop: Tensor | None
 ) -> None:
-    """Raises ValueError for bounds of keys of another shape or dtype."""
+    """Raises ValueError for bounds of keys with a wrong shape or dtype."""
     batch, _, tokens, _ = query.shape
     if lengths is not None:
         check_tensor("lengths", lengths)
@@ -258,10 +261,10 @@ _NONE = torch.iinfo(torch.int64).min
 
 
 class _Best:
-    """The best keys of each query among those that were added, as one integer each.
+    """The best keys of each query among those added so far, each as one integer.
 
-    Its upper half orders scores, its lower half counts down with the key's position: so the first
-    of equal scores is the largest.
+    Its upper half orders scores. Its lower half counts down with the key's position, so that of
+    equal scores the first position ranks highest.
     """
 
     def __init__(
@@ -272,7 +275,7 @@ class _Best:
         k: int,
         causal: bool,
         q_start: int,  # position of the first query
-        keys: int,  # of the whole sequence
+        keys: int,  # number of keys in the whole sequence
         lengths: Tensor | None,
         first: Tensor | None,
         stop: Tensor | None,
@@ -283,7 +286,7 @@ class _Best:
         end = place + (q_start + 1) if causal else torch.full_like(place, keys)
         for bound in (stop, None if lengths is None else lengths[:, None]):
             end = end if bound is None else torch.minimum(end, bound)
-        self.end = end  # [B or 1, N] key behind the last that a query sees
+        self.end = end  # [B or 1, N] the key after the last one that each query sees
         batch, _, tokens, _ = query.shape
         self.found = torch.full((batch, tokens, k), _NONE, device=query.device)
 
@@ -291,7 +294,7 @@ class _Best:
         """Compares keys [B, n, Di] at positions from `start` on with the best ones so far."""
         batch, heads, tokens, _ = self.query.shape
         key, keys = key.float(), key.shape[1]
-        products = batch * heads * min(keys, _TILE)  # of a query
+        products = batch * heads * min(keys, _TILE)  # per query
         step = max(1, at_a_time(_AT_A_TIME, key.device) // max(1, products))
         for begin in range(0, tokens, step):
             rows = slice(begin, min(begin + step, tokens))
@@ -302,10 +305,11 @@ class _Best:
                 self._compare(rows, part[:, None].mT, here)
 
     def _compare(self, rows: slice, keys: Tensor, here: Tensor) -> None:
-        """Compares keys [B, 1, Di, m] at positions `here` [m] with the best of some queries."""
+        """Compares keys [B, 1, Di, m] at positions `here` [m] with the best of queries `rows`."""
         scores = _scores(self.query[:, :, rows], keys, self.weight[:, rows], self.scale)
-        scores = scores + 0.0  # no -0.0
-        bits = scores.view(torch.int32).long()  # in the order of the scores, once flipped:
+        scores = scores + 0.0  # turns -0.0 into 0.0
+        # After negative ones are flipped, the bits have the order of the scores.
+        bits = scores.view(torch.int32).long()
         bits = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
         bits = bits.masked_fill(scores.isnan(), -(1 << 31))
         ranked = bits * (1 << 32) + ((1 << 32) - 1 - here)  # equal scores: first position first
@@ -316,13 +320,13 @@ class _Best:
         self.found[:, rows] = best.topk(self.found.shape[2]).values
 
     def keys(self) -> Tensor:
-        """Returns the best keys, int64 [B, 1, N, k]: best first; -1 where there are fewer."""
+        """Returns the best keys, int64 [B, 1, N, k], best first; -1 if there are fewer."""
         place = (1 << 32) - 1 - (self.found & ((1 << 32) - 1))
         return torch.where(self.found == _NONE, -1, place)[:, None]
 
 
 def _scores(query: Tensor, keys: Tensor, weight: Tensor, scale: float) -> Tensor:
-    """Scores [B, n, m] of queries [B, Hi, n, Di] for keys [B, 1, Di, m]."""
+    """Computes index scores [B, n, m] of queries [B, Hi, n, Di] and keys [B, 1, Di, m]."""
     return torch.einsum("bhnm,bnh->bnm", (query * scale @ keys).relu(), weight)
 
 

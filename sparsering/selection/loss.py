@@ -83,7 +83,7 @@ def _summed_over_ranks(
 def _summed(
     scores: Tensor, mass: Tensor, indices: Tensor | None, row_weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the sum of weighted divergences of all rows, and the sum of their weights."""
+    """Returns the sum of all rows' weighted divergences, and the sum of their weights."""
     check_tensor("scores", scores, "[B, H, R, Nb]")
     if scores.dim() != 4 or not scores.is_floating_point():
         raise ValueError(
@@ -134,8 +134,8 @@ def _summed(
 def listed_blocks(indices: Tensor, num_blocks: int) -> Tensor:
     """Marks the key blocks that each row lists: bool [B or 1, H or 1, R, num_blocks].
 
-    `indices`: [R, k], [H, R, k] or [B, H, R, k], the k blocks of each row; what is not from 0 to
-    num_blocks - 1 is ignored.
+    `indices` [R, k], [H, R, k] or [B, H, R, k] has the k blocks of each row; numbers outside 0 to
+    num_blocks - 1 are ignored.
     """
     indices = indices.view((1,) * (4 - indices.dim()) + indices.shape)
     valid = (indices >= 0) & (indices < num_blocks)
@@ -144,7 +144,7 @@ def listed_blocks(indices: Tensor, num_blocks: int) -> Tensor:
 
 
 def checked_mass(mass: Tensor, heads: int, rows: int) -> Tensor:
-    """Checks masses of slots [B, heads * G, rows, slots]; sums them over groups of G heads."""
+    """Checks masses per slot [B, heads * G, rows, slots], and sums them over groups of G heads."""
     check_tensor("mass", mass, "[batch, heads, rows, slots]")
     group = mass.shape[1] // max(1, heads) if mass.dim() == 4 else 0
     fits = mass.dim() == 4 and mass.is_floating_point() and mass.shape[1:3] == (group * heads, rows)
@@ -157,7 +157,7 @@ def checked_mass(mass: Tensor, heads: int, rows: int) -> Tensor:
 
 
 def checked_slots(indices: Tensor, shape: torch.Size) -> Tensor:
-    """Expands indices to `shape`, [B, H, R, m]; ValueError if they do not broadcast to it."""
+    """Expands indices to `shape` [B, H, R, m]; ValueError if they do not broadcast to it."""
     check_tensor("indices", indices, "[..., rows, slots]")
     fits = indices.dtype == torch.int64 and 2 <= indices.dim() <= 4
     fits = fits and indices.shape[-2:] == shape[-2:]

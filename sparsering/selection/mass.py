@@ -1,4 +1,4 @@
-"""`block_mass`: softmax mass of each selected block, the training target of a block scorer."""
+"""`block_mass`: the softmax mass of each selected block, which is a block scorer's target."""
 
 import torch
 import torch.distributed as dist
@@ -93,7 +93,7 @@ def _keys_of_ranks(
     q_start: int | None,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, int]:
-    """Returns the keys of all ranks, and the position of this rank's first query."""
+    """Returns the keys of all ranks [B, Hkv, N, D], and the position of this rank's first query."""
     with checks_of_a_rank(group, query):
         for name, x in (("query", query), ("key", key)):
             check_tensor(name, x, "[B, H, N, D]")

@@ -1,6 +1,7 @@
-"""Calls that several ranks make together, each with its own tokens: checks, and rows of all ranks.
+"""Helps calls that several ranks make together, each with its own tokens.
 
-`distributed` is slow to import, and `import sparsering` must not load it: functions here do.
+`distributed` is slow to import, so that `import sparsering` must not load it. The functions here
+import it when they are called.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ from ..checks import check_group
 
 @contextmanager
 def checks_of_a_rank(group: dist.ProcessGroup, query: Tensor) -> Iterator[None]:
-    """Makes the other ranks raise, too, if this rank's checks in the `with` body do."""
+    """Makes the other ranks raise, too, if this rank's checks in the `with` body raise."""
     from ..distributed.agreement import report_failure
 
     try:
@@ -27,7 +28,7 @@ def checks_of_a_rank(group: dist.ProcessGroup, query: Tensor) -> Iterator[None]:
 
 
 def check_own_tokens(call: str, queries: int, keys: int, q_start: int | None) -> None:
-    """Raises ValueError if a rank's queries and keys are not of the same tokens."""
+    """Raises ValueError unless a rank's queries and keys are those of the same tokens."""
     if q_start is not None:
         raise ValueError(
             f"{call} over ranks counts positions from the first token of rank 0, got a q_start; "
@@ -43,9 +44,9 @@ def check_own_tokens(call: str, queries: int, keys: int, q_start: int | None) ->
 def agreed(
     call: str, group: dist.ProcessGroup, query: Tensor, common: dict[str, object], *own: int
 ) -> list[tuple[int, ...]]:
-    """Checks that ranks pass equal values in `common`, by name; raises on all if they do not.
+    """Checks that all ranks pass equal values in `common`; raises on all ranks if they do not.
 
-    Returns: for each number in `own`, those of all ranks.
+    Returns: for each number in `own`, the numbers of all ranks.
     """
     from ..distributed.agreement import agree_on_batch, digests_of
     from ..distributed.exchange import Exchange
@@ -61,7 +62,7 @@ def first_rows(counts: Sequence[int]) -> list[int]:
 
 
 def of_all_ranks(own: Tensor, counts: Sequence[int], group: dist.ProcessGroup, name: str) -> Tensor:
-    """Returns the rows of all ranks of `own` [B, n, ...], differentiable; `name` is for errors."""
+    """Gathers the rows `own` [B, n, ...] of all ranks, differentiable; `name` is for errors."""
     from ..distributed.fetching import fetched
 
     owned = [(start, start + n) for start, n in zip(first_rows(counts), counts, strict=True)]

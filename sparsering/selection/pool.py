@@ -69,7 +69,7 @@ def pool_blocks(
         windows = pad(x, (0, 0, 0, (count - 1) * stride + size - length)).unfold(2, size, stride)
         total = torch.where(inside[:, None, :, None], windows, 0.0).sum(4, dtype=sum_dtype(x))
         return (total / inside.sum(2).clamp(min=1)[:, None, :, None]).to(x.dtype)
-    piece = math.gcd(size, stride)  # tokens; every window consists of whole pieces of this size
+    piece = math.gcd(size, stride)  # every window consists of whole pieces of so many tokens
     places = (count - 1) * stride + size
     whole = pad(x, (0, 0, 0, places - length)).unflatten(2, (places // piece, piece))
     total = whole.sum(3, dtype=sum_dtype(x))  # [B, H, pieces, D]

@@ -7,20 +7,23 @@ from torch import Tensor
 
 from ..ground.arguments import checked_integer, shortened
 
-_TIMES_ON_DEVICE = 16  # so many times as many on a GPU, where each part costs launches
+_TIMES_ON_DEVICE = 16  # a GPU computes so many times more at a time, as each part costs launches
 
 
 def at_a_time(on_cpu: int, device: torch.device) -> int:
-    """Returns how many numbers are computed at a time, to bound memory, given those of a CPU."""
+    """Returns how many numbers to compute at a time on a device, given the number for a CPU."""
     return on_cpu * (1 if device.type == "cpu" else _TIMES_ON_DEVICE)
 
 
 class Span(NamedTuple):
-    """Range of queries that are scored together; it covers `blocks` key blocks, `width` in each."""
+    """A range of queries that are scored together.
+
+    It covers `blocks` key blocks, with `width` queries in each.
+    """
 
     first: int  # index of the first query in the query tensor
     block: int  # index of the key block at the first query's position
-    blocks: int  # key blocks that contain the queries; above 1 only if queries fill them all
+    blocks: int  # number of key blocks that have the queries; above 1 only if queries fill them
     width: int  # queries in each of the `blocks` key blocks
     row: int  # queries in each row, a divisor of `width`
     offset: int  # number of positions in key block `block` before the first query
@@ -60,12 +63,12 @@ def spans(q_start: int, q_len: int, query_block: int, block_size: int) -> list[S
 
 
 def num_rows(q_start: int, q_len: int, query_block: int) -> int:
-    """Number of rows of `query_block` positions that the queries touch, partial rows included."""
+    """Returns how many rows of `query_block` positions the queries touch, with partial rows."""
     return -(-(q_start + q_len) // query_block) - q_start // query_block if q_len else 0
 
 
 def checked_blocks(query_block: int, block_size: int) -> tuple[int, int]:
-    """Returns both sizes as ints; ValueError if query_block does not divide block_size."""
+    """Returns both sizes as ints; ValueError unless query_block divides block_size."""
     block_size = checked_integer("block_size", block_size, 1)
     query_block = checked_integer("query_block", query_block, 1)
     if block_size % query_block:
@@ -83,6 +86,6 @@ def current_blocks(
     block_size: int,
     device: torch.device | None = None,
 ) -> Tensor:
-    """Returns the key block at the position of each row's queries: int64 [rows], default CPU."""
+    """Returns the key block at the position of each row's queries: int64 [rows] (default CPU)."""
     row = torch.arange(rows, device="cpu" if device is None else device)
     return (row + first_row) * query_block // block_size

@@ -14,7 +14,7 @@ from ..ground.rows import first_in_row
 from .loss import checked_mass, checked_slots
 
 UNIT = 1 << 32
-"""Mass is summed as integers in units of 1 / UNIT, so that the order of a sum does not matter."""
+"""Mass is summed as integers in units of 1 / UNIT, so that sums do not depend on their order."""
 
 
 @class_with_hints
@@ -115,7 +115,7 @@ class PatternRefiner:
         self._updates = torch.zeros((), dtype=torch.int64)
 
     def __copy__(self) -> Self:
-        """Copies the state too, because `observe` adds to its sums in place."""
+        """Copies the state, too, because `observe` adds to its sums in place."""
         other = object.__new__(type(self))
         vars(other).update(vars(self), **{name: getattr(self, name).clone() for name in STATE})
         return other
@@ -180,7 +180,7 @@ class PatternRefiner:
         most = min(self.swaps, self.k, self.shape[2])
         enter_mass, entering = _least(torch.where(can_enter, -self._mass, torch.inf), most)
         leave_mass, leaving = _least(torch.where(can_leave, self._mass, torch.inf), most)
-        # a mass is inf if there is no candidate; the comparison is then False
+        # Without a candidate, a mass is inf, and the comparison is False.
         swap = -enter_mass > (1 + self.margin) * leave_mass
         if not bool(swap.any()):
             return False
@@ -212,7 +212,7 @@ class PatternRefiner:
             setattr(self, name, state[name.lstrip("_")].detach().cpu().clone())
 
     def _group_sums(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """Sums masses and their counts over the ranks; ValueError if the ranks' states differ."""
+        """Sums masses and counts over the ranks; ValueError if the states of ranks differ."""
         check_group(group)
         if group is None:
             return self._sums, self._counts
@@ -222,8 +222,9 @@ class PatternRefiner:
         names = (name for name in STATE if name not in ("_sums", "_counts"))  # they differ by rank
         state = settings, self._protected, *(getattr(self, name) for name in names)
         own = torch.tensor([_digest(x) for x in state])
-        extremes = torch.cat((own, ~own)).to(device)  # ~ reverses the order: MAX of ~x is ~MIN of x
-        from ..distributed.agreement import agree_to_begin  # only where there are ranks
+        # ~ reverses the order, so that the maximum of ~x is ~ of the minimum of x
+        extremes = torch.cat((own, ~own)).to(device)
+        from ..distributed.agreement import agree_to_begin  # imported only if there are ranks
 
         agree_to_begin(group, "PatternRefiner.update", extremes, sizes=tuple(self._sums.shape))
         dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
@@ -247,6 +248,6 @@ def _digest(x: Tensor) -> int:
 
 
 def _least(value: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the `count` least values of each row and their blocks; the lower block wins ties."""
+    """Returns the `count` least values of each row and their blocks; ties go to the lower one."""
     least, block = value.sort(dim=2, stable=True)
     return least[..., :count], block[..., :count]

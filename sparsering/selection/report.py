@@ -171,6 +171,8 @@ def selection_report(
 
 
 class _Comparison:
+    """Compares selections of the examined rows with dense attention, which it computes once."""
+
     def __init__(
         self,
         query: Tensor,
@@ -188,7 +190,7 @@ class _Comparison:
         self.first_row = start // size  # index of the row that contains the first query
         position = start + torch.arange(query.shape[2], device=query.device)
         row = position // size - self.first_row
-        # n queries are in examined rows: their index, position, and row (as an index in `sample`)
+        # For the n queries in examined rows: index, position, and row (as an index in `sample`).
         self.query_index = torch.nonzero(torch.isin(row, self.sample))[:, 0]  # [n]
         self.position = position[self.query_index]
         self.row = torch.searchsorted(self.sample, row[self.query_index])  # [n]
@@ -199,12 +201,12 @@ class _Comparison:
         stop = self.position[:, None] + 1 if causal else torch.full_like(block[:1], key.shape[2])
         keys = (stop.clamp(max=key.shape[2]) - block).clamp(0, selected.block_size).double()
         keys = keys.expand(len(self.position), -1)
-        # number of visible pairs of each row and block: [rows, Nb]
+        # [rows, Nb] number of visible pairs of each row and block
         self.visible = keys.new_zeros(len(sample), self.blocks).index_add(0, self.row, keys)
         self._attend()
 
     def _attend(self) -> None:
-        """Stores dense attention's lse [B, Hq, n], out [B, Hq, n, Dv], mass [B, H, rows, Nb]."""
+        """Stores dense attention's lse [B, Hq, n], out [B, Hq, n, Dv] and mass [B, H, rows, Nb]."""
         dtype, size = sum_dtype(self.query), self.selected.block_size
         batch, heads, _, dim = self.query.shape
         group, kv_len = heads // self.key.shape[1], self.key.shape[2]
@@ -235,7 +237,7 @@ class _Comparison:
         return listed_blocks(indices, self.blocks).expand_as(self.mass) & (self.visible > 0)
 
     def ranks(self, seed: int) -> dict[str, Tensor]:
-        """Ranks blocks for each baseline, [B, H, rows, Nb]; a baseline lists the lowest ranks."""
+        """Ranks blocks for each baseline, [B, H, rows, Nb]; a baseline selects the lowest ranks."""
         block = torch.arange(self.blocks, device=self.query.device)
         own = (self.sample + self.first_row) * self.selected.row_size // self.selected.block_size
         generator = torch.Generator().manual_seed(seed)
@@ -246,7 +248,7 @@ class _Comparison:
         return dict(zip(_BASELINES, map(self._rank, scores), strict=True))
 
     def _rank(self, score: Tensor) -> Tensor:
-        """Ranks blocks by descending score; blocks that a row does not see come last."""
+        """Ranks blocks by descending score; blocks that a row cannot see come last."""
         score = torch.where(self.visible > 0, score, -torch.inf)
         return score.argsort(dim=-1, descending=True, stable=True).argsort(-1)
 
@@ -255,7 +257,7 @@ class _Comparison:
     ) -> SelectionReport:
         """Reports on a selection of the blocks that are marked in `listed` [B, H, rows, Nb]."""
         kv_heads = self.key.shape[1]
-        # Examined rows list their marked blocks; all other rows list none (index -1).
+        # Examined rows list their marked blocks; all other rows list none, as -1.
         most = int(listed.sum(-1).max())
         order = listed.to(torch.int8).argsort(dim=-1, descending=True, stable=True)[..., :most]
         indices = order.new_full((*order.shape[:2], self.total, most), -1)
@@ -295,6 +297,6 @@ class _Comparison:
         )
 
     def _of_kv_heads(self, x: Tensor) -> Tensor:
-        """Averages x [H] over the heads of each kv head: [Hkv]; H may be 1 or a multiple of Hkv."""
+        """Averages x [H] over the heads of each kv head: [Hkv]. H may be 1 or a multiple of Hkv."""
         kv_heads = self.key.shape[1]
         return x.unflatten(0, (kv_heads, -1)).mean(-1) if len(x) > 1 else x.expand(kv_heads)

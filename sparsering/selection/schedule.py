@@ -125,7 +125,7 @@ class GatedSchedule:
         if group is not None:
             device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
             total = torch.tensor(metric, dtype=torch.float64, device=device)
-            from ..distributed.agreement import agree_to_begin  # only where there are ranks
+            from ..distributed.agreement import agree_to_begin  # imported only if there are ranks
 
             agree_to_begin(group, "GatedSchedule.step", total)
             dist.all_reduce(total, group=group)

@@ -17,7 +17,7 @@ from ..patterns.positions import Full
 from .bounds import Bounds, checked_valid, exist_at
 from .query_rows import checked_blocks, num_rows
 
-_AT_A_TIME = 1 << 24  # scores computed at a time, over all query heads, to bound memory
+_AT_A_TIME = 1 << 24  # scores computed at a time over all query heads, to bound memory
 
 
 @class_with_hints
@@ -184,9 +184,10 @@ class BlockScorer(nn.Module):
             query: [B, Hkv, G, n, index_dim], scaled.
             pooled: [B, Hkv, Nb, index_dim], summaries of whole blocks.
             keys: [B, Hkv, Nb, size, D].
-            exists: bool [B or 1, 1, Nb, size], keys that count.
-            bounds: [B or 1, n] each, of the `length` keys.
+            exists: bool [B or 1, 1, Nb, size], True for keys that count.
+            bounds: [B or 1, n] each, the keys that each query sees.
             start: position of the first query.
+            length: number of keys.
         """
         size, (first, stop) = self.block_size, bounds
         begin = torch.arange(pooled.shape[2], device=query.device) * size
@@ -209,13 +210,13 @@ class BlockScorer(nn.Module):
     def summaries(self, key: Tensor, valid: Tensor | None = None) -> Tensor:
         """Pools and projects each block of keys [B, Hkv, Nk, D]: [B, Hkv, Nb, index_dim].
 
-        `valid`: bool [B or 1, Nk], the keys that count.
+        `valid` is bool [B or 1, Nk], True for keys that count.
         """
         keys, exists = _in_blocks(key, self.block_size, valid)
         return _pooled(self._gate(keys), keys, exists) @ self.project_key.to(key.dtype).mT
 
     def _gate(self, keys: Tensor) -> Tensor:
-        """Computes pooling logits u . k, [B, Hkv, Nb, size], of keys [B, Hkv, Nb, size, D]."""
+        """Computes the pooling logits u . k of keys [B, Hkv, Nb, size, D]: [B, Hkv, Nb, size]."""
         return (keys @ self.pool.to(keys.dtype)[:, None, :, None])[..., 0]
 
     def scores_of(
@@ -236,7 +237,7 @@ class BlockScorer(nn.Module):
         query = self._projected(query, key.shape[1])
         own = None
         if self.causal and q_len and blocks:
-            # pools, for each query, the keys from the start of its block up to the query
+            # For each query, pool the keys from the start of its block up to the query.
             begin = min(first // size, blocks - 1)
             end = min((first + q_len - 1) // size, blocks - 1) + 1
             own_keys = key[:, :, (begin - num_skipped) * size : (end - num_skipped) * size]
@@ -268,9 +269,9 @@ class BlockScorer(nn.Module):
     def _by_rows(
         self, rows: Callable[[int, int], Tensor], q_len: int, start: int, numbers: int
     ) -> Tensor:
-        """Concatenates `rows(i, j)`, scores of queries i to j, over parts that fit in memory.
+        """Concatenates `rows(i, j)`, the scores of queries i to j, over parts that fit in memory.
 
-        The first query is at `start`. Scores of a query need `numbers` numbers.
+        The first query is at position `start`. The scores of a query need `numbers` numbers.
         """
         step = self.query_block
         length = max(step, _AT_A_TIME // max(1, numbers) // step * step)
@@ -318,10 +319,10 @@ class BlockScorer(nn.Module):
 
 
 def _in_blocks(key: Tensor, size: int, valid: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Cuts keys [B, H, Nk, D] into zero-padded blocks [B, H, Nb, size, D]; marks existing keys.
+    """Cuts keys [B, H, Nk, D] into zero-padded blocks [B, H, Nb, size, D], and marks existing keys.
 
-    `valid`: bool [B or 1, Nk], the keys that exist; others become 0. The marks are bool
-    [B or 1, 1, Nb, size].
+    `valid` is bool [B or 1, Nk], True for keys that exist; others become 0. The marks are bool [B
+    or 1, 1, Nb, size].
     """
     length = key.shape[2]
     blocks = -(-length // size)
@@ -335,7 +336,7 @@ def _in_blocks(key: Tensor, size: int, valid: Tensor | None = None) -> tuple[Ten
 
 
 def _pooled(gate: Tensor, keys: Tensor, mask: Tensor) -> Tensor:
-    """Averages keys [.., Nb, size, D], weighted by the softmax of `gate` where `mask` is true."""
+    """Averages keys [.., Nb, size, D], weighted by the softmax of `gate` over keys in `mask`."""
     weight = torch.where(mask, gate, torch.finfo(gate.dtype).min).softmax(-1)
     weight = torch.where(mask, weight, 0.0)
     return weight @ keys if weight.dim() == keys.dim() else (weight[..., None, :] @ keys)[..., 0, :]

@@ -19,8 +19,8 @@ from .bounds import Bounds, bounded_scores, checked_valid
 from .estimates import NEVER, BlockEstimate, checked_method
 from .query_rows import Span, at_a_time, checked_blocks, num_rows, spans
 
-_AT_A_TIME = 1 << 22  # logits computed at a time where no fused kernel runs
-_MANY = 64  # with fewer queries the C++ kernel is slower than torch, because it copies the keys
+_AT_A_TIME = 1 << 22  # logits computed at a time if no fused kernel runs
+_MANY = 64  # with fewer query rows the C++ kernel, which copies the keys, is slower than torch
 
 
 @with_hints()
@@ -133,7 +133,7 @@ def block_scores(
 def scores_of(
     query: Tensor, estimate: BlockEstimate, query_block: int, causal: bool, scale: float, start: int
 ) -> Tensor:
-    """Computes `block_scores` [B, Hkv, R, Nb] from summarised keys, in the summary's dtype."""
+    """Computes `block_scores` [B, Hkv, R, Nb] from summarized keys, in the summary's dtype."""
     batch, heads, q_len, _ = query.shape
     blocks = estimate.num_blocks
     kv_heads = estimate.feature.shape[1]
@@ -171,7 +171,7 @@ def scores_of(
 def _write(
     span: Span, query: Tensor, estimate: BlockEstimate, causal: bool, scale: float, out: Tensor
 ) -> None:
-    """Writes the scores of one range of queries into `out` with torch, in pieces to save memory."""
+    """Writes the scores of one range of queries to `out` with torch, in pieces to save memory."""
     group = query.shape[2]
     step = max(1, _room(estimate) // (span.width * group * estimate.slots * estimate.num_blocks))
     for first in range(0, len(query), step):
@@ -187,7 +187,7 @@ def _write(
 def _write_by_kernel(
     span: Span, query: Tensor, estimate: BlockEstimate, causal: bool, scale: float, out: Tensor
 ) -> bool:
-    """Writes the scores of one range of queries by the C++ kernel; False if a share underflowed."""
+    """Writes the scores of a range of queries by the C++ kernel; False if a share underflowed."""
     # log(tokens / part) for each part of a last block that is not full; the kernel adds log(part)
     last = (estimate.counts()[-1] / estimate.part).log().float() if estimate.ragged else None
     underflow = cpu.block_shares(
@@ -219,7 +219,7 @@ def _room(estimate: BlockEstimate) -> int:
 
 
 def _cut(span: Span, heads: int, estimate: BlockEstimate, causal: bool) -> Iterator[Span]:
-    """Cuts a range of queries at block boundaries, into parts of about _AT_A_TIME logits."""
+    """Cuts a range of queries at block boundaries into parts of about _AT_A_TIME logits."""
     room, blocks = _room(estimate) // (heads * span.width * estimate.slots), estimate.num_blocks
     done = 0
     while done < span.blocks:
@@ -254,9 +254,9 @@ def _span_scores(
 
 
 def _own_mass(span: Span, query: Tensor, estimate: BlockEstimate, scale: float) -> Tensor:
-    """Computes the logsumexp of each query's scores with the keys of its own block, up to itself.
+    """Computes the log mass of the keys of each query's own block, up to the query itself.
 
-    `query`: [B * Hkv, n, G, D] with G query heads of a kv head. Returns [B * Hkv, n, G].
+    `query` is [B * Hkv, n, G, D] with G query heads per kv head. Returns [B * Hkv, n, G].
     """
     group = query.shape[2]
     first, stop = max(span.block, 0), min(span.block + span.blocks, estimate.num_blocks)
@@ -281,9 +281,9 @@ def _shares(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns the log of each block's softmax share, summed over the queries of each row.
 
-    Without `mass`, the softmax is over the first `stop` blocks; returns their shares [B *
-    Hkv, rows, stop], and None. Else it is over the query's own block, of this log mass, and the
-    blocks before it; returns also the shares of the own block [B * Hkv, rows].
+    Without `mass`, the softmax is over the first `stop` blocks; returns their shares [B * Hkv,
+    rows, stop], and None. With `mass`, it is over the query's own block, which has this log mass,
+    and the blocks before it; it then also returns the shares of the own blocks [B * Hkv, rows].
     """
     (_, n, group, _), stride = query.shape, estimate.stride
     front, present = span.offset % stride, None

@@ -1,4 +1,4 @@
-"""`BlockSummaries`: caches summaries of key blocks while a sequence is decoded."""
+"""`BlockSummaries`: keeps summaries of key blocks while a sequence is decoded."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -52,18 +52,18 @@ class BlockSummaries:
                 f"block_size={method.block_size} here, or construct another scorer"
             )
         self._feature: Tensor | None = None  # [B, Hkv, parts of a block, allocated blocks, F]
-        self._head_dim = 0  # of the keys, once there are summaries
-        self._blocks: list[int] = []  # blocks that have a summary, of each entry; [] before keys
+        self._head_dim = 0  # head dim of the keys, once there are summaries
+        self._blocks: list[int] = []  # per batch entry, number of summarized blocks; [] before keys
 
     def __copy__(self) -> Self:
-        """Copies the buffer too, because `scores` writes new blocks to it in place."""
+        """Copies the buffer, too, because `scores` writes new blocks to it in place."""
         other = self.fork()
         if self._feature is not None:
             other._feature = self._feature.clone()
         return other
 
     def fork(self) -> Self:
-        """Returns a copy with the same buffer, for a call that replaces this object or fails."""
+        """Returns a copy that shares the buffer, for a call that fails or replaces this object."""
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other._blocks = list(self._blocks)
@@ -140,9 +140,9 @@ class BlockSummaries:
             )
 
     def first_needed(self, entries: Iterable[int], start: int) -> int:
-        """Returns the first key that the scores of queries from `start` on read, of some entries.
+        """Returns the first key that the scores of queries from `start` on read, for some entries.
 
-        It begins the block of the first query, or an earlier block that has no summary.
+        It begins the block of the first query, or an earlier block that has no summary yet.
         """
         done = [self._blocks[entry] for entry in entries if self._blocks] or [0]
         return min(*done, start // self._size) * self._size
@@ -150,9 +150,9 @@ class BlockSummaries:
     def scores_of_entry(
         self, entry: int, query: Tensor, tail: Tensor, length: int, scale: float | None
     ) -> Tensor:
-        """Computes `scores` [1, Hkv, n, Nb] of the last n of an entry's `length` tokens.
+        """Computes `scores` [1, Hkv, n, Nb] for the last n of an entry's `length` tokens.
 
-        `tail`: [1, Hkv, m, D], its keys from `first_needed` on. `reserve` has made room.
+        `tail` [1, Hkv, m, D] has its keys from `first_needed` on. `reserve` must have made room.
         """
         one = self.fork()
         assert self._feature is not None
@@ -162,7 +162,7 @@ class BlockSummaries:
         return scores
 
     def _scores(self, query: Tensor, tail: Tensor, length: int, scale: float | None) -> Tensor:
-        """Computes scores for the last of `length` tokens, given the last keys of each entry."""
+        """Computes scores for the last of `length` tokens, given each entry's last keys `tail`."""
         size, start, dtype = self._size, length - query.shape[2], sum_dtype(query)
         first = (length - tail.shape[2]) // size  # block that begins with the first key of `tail`
         with without_autocast(query):
@@ -171,7 +171,7 @@ class BlockSummaries:
             if isinstance(self._method, BlockScorer):
                 pooled = feature[:, :, 0, : -(-length // size)]
                 return self._method.scores_of(query.to(dtype), pooled, own, start, start // size)
-            feature = feature[:, :, :, : max(length // size, 1)]  # one unused block if none is full
+            feature = feature[:, :, :, : max(length // size, 1)]  # an unused one if none is full
             scale = checked_scale(scale, query)
             if query.shape[2] == 1 and query.shape[1]:
                 feature = feature[:, :, :, : start // size]
@@ -190,7 +190,7 @@ class BlockSummaries:
     def _scores_of_one(
         self, method: str, query: Tensor, feature: Tensor, own: Tensor, scale: float
     ) -> Tensor:
-        """Scores blocks for a single query, at the last position."""
+        """Scores blocks for a single query at the last position, faster than `scores_of` does."""
         query = query.unflatten(1, (feature.shape[1], -1)).flatten(0, 1)  # [B * Hkv, G, 1, D]
         query_feature = query_features(query.transpose(1, 2), scale, method)  # [B * Hkv, 1, G, F]
         logits = query_feature @ feature.flatten(0, 1).mT + math.log(self._part)
@@ -202,7 +202,7 @@ class BlockSummaries:
     def crop(self, length: int | Sequence[int]) -> None:
         """Forgets the summaries of blocks that end after the first `length` tokens.
 
-        `length` may be a list: that of each batch entry.
+        `length` may be a list with a length for each batch entry.
         """
         if isinstance(length, Sequence):
             ends = [checked_integer("length", x, 0) // self._size for x in length]
@@ -232,7 +232,7 @@ class BlockSummaries:
         self._grow(length // self._size)
 
     def _extended(self, tail: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """Summarises newly full blocks; returns the buffer [B, Hkv, parts, allocated blocks, F].
+        """Summarizes newly full blocks; returns the buffer [B, Hkv, parts, allocated blocks, F].
 
         `tail` has the last keys of all entries, which have `length` keys each.
         """
@@ -251,7 +251,7 @@ class BlockSummaries:
         return self._feature
 
     def _summarised(self, keys: Tensor) -> Tensor:
-        """Returns the features [B, Hkv, parts, blocks, F] of whole blocks of keys."""
+        """Returns the features [B, Hkv, parts, blocks, F] of full blocks of keys."""
         if isinstance(self._method, BlockScorer):
             return self._method.summaries(keys)[:, :, None]
         return BlockEstimate.build(keys, self._size, self._method, self._part).feature
