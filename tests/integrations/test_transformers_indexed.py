@@ -142,6 +142,37 @@ def test_scores_of_some_queries_at_a_time_choose_the_same_keys(family, monkeypat
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-10)
 
 
+def test_other_products_inside_an_indexer_are_its_own(monkeypatch):
+    """Only the keys that an indexer scores are in parts, whatever the shape of other products."""
+    monkeypatch.setattr(rows, "AT_A_TIME", 1)
+    model, products = tiny("deepseek_v32"), []
+    query, key = torch.randn(2, 5, 3, 4), torch.randn(2, 1, 4, 6)
+
+    def multiply(*_: object) -> None:
+        products.append(torch.matmul(query, key))
+
+    model.model.layers[0].self_attn.indexer.weights_proj.register_forward_hook(multiply)
+    wanted = query @ key
+    run(model, "sparsering", batch())
+    assert products and all(type(x) is Tensor and torch.equal(x, wanted) for x in products)
+
+
+def test_a_product_with_keys_in_parts_is_that_of_tensors(monkeypatch):
+    query, key = torch.randn(2, 5, 3, 4).double(), torch.randn(2, 6, 4).double()
+    keys = rows.KeysInParts(key.float()).transpose(-1, -2).double().unsqueeze(1)
+    wanted = query @ key.float().double().mT[:, None]
+    assert keys.shape == (2, 1, 4, 6) and keys.dtype == torch.float64 and keys.size(dim=3) == 6
+    assert torch.equal(torch.matmul(query, keys), wanted)  # small: one tensor
+    monkeypatch.setattr(rows, "AT_A_TIME", 2 * 3 * 6)  # a query at a time
+    product = torch.matmul(query, keys)
+    assert isinstance(product, rows.Rows) and len(product.parts()) == 5
+    best, places = product.topk(2, dim=-1)
+    for got, right in zip((best, places), wanted.topk(2, dim=-1), strict=True):
+        torch.testing.assert_close(got, right, rtol=0, atol=1e-12)
+    one = torch.matmul(query[:, :1], keys)
+    assert type(one) is Tensor and torch.allclose(one, wanted[:, :1], rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize(
     "family", slow_except(["deepseek_v32", "dots3_note_text", "hy_v4"], BY_TOKEN)
 )
@@ -320,7 +351,7 @@ def test_every_class_of_transformers_that_chooses_keys_is_in_the_table():
     for file in folder.glob("*/modeling_*.py"):
         for part in re.split(r"^class ", file.read_text(), flags=re.MULTILINE)[1:]:
             name = re.match(r"\w+", part)[0]
-            chooses = name.endswith(("Indexer", "CSACompressor", "HCACompressor"))
+            chooses = name.endswith(("Indexer", "IndexerScorer", "CSACompressor", "HCACompressor"))
             if chooses or "def build_attention_mask_from_topk" in part:
                 wanted.add(name)
     assert len(wanted) > 10 and wanted == set(families.WRAPPED)

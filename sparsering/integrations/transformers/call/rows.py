@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 AT_A_TIME = 1 << 22  # scores in memory at a time
 _BY_ROW = {"matmul", "mul", "relu", "masked_fill", "add", "squeeze", "sum", "bitwise_not"}
@@ -67,18 +66,35 @@ def _rows(x: Any, part: slice, queries: int) -> Any:
     return x[:, part] if isinstance(x, Tensor) and x.dim() > 2 and x.shape[1] == queries else x
 
 
-class InParts(TorchFunctionMode):
-    """Makes the product of index queries [B, N, H, D] with all keys [B, 1, D, M] `Rows`."""
+class KeysInParts:
+    """Keys [B, M, D] of an indexer; a large product with its queries [B, N, H, D] is `Rows`.
 
+    It stands for a tensor: methods that return one, such as `transpose`, return keys in parts.
+    """
+
+    def __init__(self, keys: Tensor) -> None:
+        self.keys = keys
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self.keys, name)
+
+        def method(*args: Any, **options: Any) -> Any:
+            result = own(*args, **options)
+            return KeysInParts(result) if isinstance(result, Tensor) else result
+
+        return method if callable(own) else own
+
+    @classmethod
     def __torch_function__(
-        self, function: Any, _: Any, args: Any = (), options: dict[str, Any] | None = None
+        cls, function: Any, _: Any, args: tuple[Any, ...], options: dict[str, Any] | None = None
     ) -> Any:
-        if function is torch.matmul and all(isinstance(x, Tensor) and x.dim() == 4 for x in args):
-            query, key = args
+        query, *others = (x.keys if isinstance(x, KeysInParts) else x for x in args)
+        if function is torch.matmul:
+            (key,) = others  # [B, 1, D, M]
             pairs = query[..., 0].numel() * key.shape[3]
-            if key.shape[1] == 1 < query.shape[1] and pairs > AT_A_TIME:
+            if query.shape[1] > 1 and pairs > AT_A_TIME:
                 return Rows(partial(_products, query, key[:, 0]), query.shape[1])
-        return function(*args, **(options or {}))
+        return function(query, *others, **(options or {}))
 
 
 def _products(query: Tensor, key: Tensor, part: slice) -> Tensor:

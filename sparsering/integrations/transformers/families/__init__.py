@@ -14,13 +14,13 @@ from ..call.chosen import Chosen
 from . import bert, chronos, deepseek, gemma, glm, llama4, longformer, minimax, nllb_moe, qwen, t5
 from .wrapped import Converted, Wrapped
 
-WRAPPED: dict[str, Wrapped] = {
+WRAPPED: dict[str, tuple[Wrapped, ...]] = {
     **deepseek.WRAPPED,
     **glm.WRAPPED,
     **minimax.WRAPPED,
     **qwen.WRAPPED,
 }
-"""What runs in the place of a method, by the name of its class."""
+"""What runs in the place of methods, by the name of their class."""
 
 LEFT_BY: dict[str, Callable[[], Chosen | None]] = {**deepseek.LEFT_BY}
 """What takes the choice that a module of a layer has left, by the layer's attribute for it."""

@@ -1,24 +1,24 @@
 """DeepSeek-V3.2, and families that took its indexer; DeepSeek-V4's compressors.
 
-transformers' indexer scores all pairs. Here scores are computed for some queries at a time. A
-compressor of DeepSeek-V4 has an indexer of its own, whose lists of entries its layer takes.
+transformers' indexer multiplies its queries with all keys that its cache gives it. Here they are
+keys whose product is computed for some queries at a time. A compressor of DeepSeek-V4 has an
+indexer of its own, with a module for scores, and its layer takes the lists of entries.
 """
 
 import inspect
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..call.calls import SharedCall, thread
 from ..call.chosen import Chosen
-from ..call.rows import InParts
+from ..call.rows import KeysInParts
 from ..ranks.moving import keys_so_far
 from .deepseek_entries import CompressedKeysOfRanks
-from .glm import own_padding
 from .wrapped import Wrapped
 
 
@@ -37,7 +37,7 @@ def taken_entries() -> Chosen | None:
     return chosen
 
 
-class _KeysOfRanks:
+class KeysOfRanks:
     """Stands for the layer of a cache in an indexer: the "cached" keys are of earlier ranks."""
 
     def __init__(self, shared: SharedCall) -> None:
@@ -54,21 +54,36 @@ class _KeysOfRanks:
         return self.keys
 
 
+class _Cache(NamedTuple):
+    """Stands for the cache of an indexer, which then scores some queries at a time."""
+
+    own: Any  # with `update_indexer`, or None
+
+    def update_indexer(self, keys: Tensor, layer: int) -> KeysInParts:
+        """Returns the keys [B, M, D] of all tokens so far, from the new ones."""
+        return KeysInParts(keys if self.own is None else self.own.update_indexer(keys, layer))
+
+
 def _in_parts(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any) -> Any:
-    """Runs an indexer with `Rows` of scores; keeps its lists for a compressor (DeepSeek-V4)."""
-    if thread.shared is not None and _now.listed is None:  # else the compressor has its keys
-        given = inspect.signature(own).bind(indexer, *args, **options)
-        keys = _KeysOfRanks(thread.shared)
-        given.arguments["past_key_values"] = SimpleNamespace(
-            layers={indexer.layer_idx: keys}, update_indexer=keys.update_indexer
-        )
-        mask = given.arguments["attention_mask"]
-        if isinstance(mask, Tensor) and mask.dim() == 2:  # of padding (GLM-5)
-            given.arguments["attention_mask"] = own_padding(mask, thread.shared)
-        indexer, *args = given.args  # type: ignore[assignment]
-        options = given.kwargs
-    with InParts():
-        listed = own(indexer, *args, **options)
+    """Runs an indexer that scores all keys of its cache."""
+    given = inspect.signature(own).bind(indexer, *args, **options)
+    keys = given.arguments.get("past_key_values")
+    if thread.shared is not None:
+        keys = KeysOfRanks(thread.shared)
+    given.arguments["past_key_values"] = _Cache(keys)
+    return own(*given.args, **given.kwargs)
+
+
+def _scores(
+    own: Callable[..., Any], scorer: Any, query: Tensor, entries: Tensor, hidden_states: Tensor
+) -> Any:
+    """Runs the module by which DeepSeek-V4's indexer scores its entries [B, E, D]."""
+    return own(scorer, query, KeysInParts(entries), hidden_states)
+
+
+def _lists(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any) -> Any:
+    """Runs DeepSeek-V4's indexer, and keeps its lists for the compressor that called it."""
+    listed = own(indexer, *args, **options)
     if _now.listed is not None:
         _now.listed.append(listed)
     return listed
@@ -110,17 +125,17 @@ def of_indexer(mask: Any, index: Any) -> Any:
 
 _INDEXER = Wrapped("forward", _in_parts)
 _COMPRESSOR = Wrapped("forward", _compress, own_in_graphs=False)
-WRAPPED: dict[str, Wrapped] = {
-    "DeepseekV32Indexer": _INDEXER,
-    "AXK2Indexer": _INDEXER,
-    "Dots3NoteTextIndexer": _INDEXER,
-    "Glm5NextTextIndexer": _INDEXER,
-    "GlmMoeDsaIndexer": _INDEXER,
-    "HYV4Indexer": _INDEXER,
-    "MistralLarge4TextIndexer": _INDEXER._replace(finds_keys_of_ranks=False),
-    "DeepseekV4Indexer": _INDEXER,
-    "DeepseekV4CSACompressor": _COMPRESSOR,
-    "DeepseekV4HCACompressor": _COMPRESSOR,
+WRAPPED: dict[str, tuple[Wrapped, ...]] = {
+    "DeepseekV32Indexer": (_INDEXER,),
+    "AXK2Indexer": (_INDEXER,),
+    "Dots3NoteTextIndexer": (_INDEXER,),
+    "GlmMoeDsaIndexer": (_INDEXER,),
+    "HYV4Indexer": (_INDEXER,),
+    "MistralLarge4TextIndexer": (_INDEXER._replace(finds_keys_of_ranks=False),),
+    "DeepseekV4IndexerScorer": (Wrapped("forward", _scores),),
+    "DeepseekV4Indexer": (Wrapped("forward", _lists),),
+    "DeepseekV4CSACompressor": (_COMPRESSOR,),
+    "DeepseekV4HCACompressor": (_COMPRESSOR,),
 }
 """By the name of a class of transformers."""
 

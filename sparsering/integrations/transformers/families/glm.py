@@ -1,12 +1,17 @@
-"""GLM-5: a mask of all pairs that is built from lists, and a mask of padding for its indexer."""
+"""GLM-5: a mask of all pairs built from lists, and an indexer of pools with a mask of padding."""
 
+import inspect
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call.calls import SharedCall
+from ..call.calls import SharedCall, thread
 from ..call.chosen import Chosen
+from ..call.rows import KeysInParts
+from .deepseek import KeysOfRanks
 from .wrapped import Wrapped
 
 
@@ -20,12 +25,32 @@ def own_padding(mask: Tensor, shared: SharedCall) -> Tensor:
     return shared.valid.index_select(1, shared.tokens).to(mask.dtype)
 
 
+def _over_ranks(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any) -> Any:
+    """Runs GLM-5's indexer with the keys of earlier ranks, if ranks share the call."""
+    if (shared := thread.shared) is None:
+        return own(indexer, *args, **options)
+    given = inspect.signature(own).bind(indexer, *args, **options)
+    keys = KeysOfRanks(shared)
+    given.arguments["past_key_values"] = SimpleNamespace(
+        layers={indexer.layer_idx: keys}, update_indexer=keys.update_indexer
+    )
+    given.arguments["attention_mask"] = own_padding(given.arguments["attention_mask"], shared)
+    return own(*given.args, **given.kwargs)
+
+
+def _pooled(own: Callable[..., Any], indexer: Any, packed_states: Tensor) -> Any:
+    """Pools keys; returns the pools [B, P, D], which the indexer scores, and their places."""
+    keys, *places = own(indexer, packed_states)
+    return KeysInParts(keys), *places
+
+
 def _as_lists(_: Any, __: Any, topk_indices: Tensor, *___: Any, **____: Any) -> Chosen:
     """Takes the place of GLM-5's mask of all pairs, whose lists hold causality and padding."""
     return Chosen(topk_indices[:, None])
 
 
-WRAPPED: dict[str, Wrapped] = {
-    "Glm5NextTextAttention": Wrapped("build_attention_mask_from_topk", _as_lists),
+WRAPPED: dict[str, tuple[Wrapped, ...]] = {
+    "Glm5NextTextAttention": (Wrapped("build_attention_mask_from_topk", _as_lists),),
+    "Glm5NextTextIndexer": (Wrapped("forward", _over_ranks), Wrapped("get_pooled_states", _pooled)),
 }
 """By the name of a class of transformers."""

@@ -111,7 +111,9 @@ def _not_yet_chosen(
     return Unchosen(partial(_choose, indexer, query, key))
 
 
-WRAPPED: dict[str, Wrapped] = {"MiniMaxM3VLIndexer": Wrapped("forward", _not_yet_chosen)}
+WRAPPED: dict[str, tuple[Wrapped, ...]] = {
+    "MiniMaxM3VLIndexer": (Wrapped("forward", _not_yet_chosen),)
+}
 """By the name of a class of transformers."""
 
 LAYER_TYPES = ("minimax_m3_sparse",)

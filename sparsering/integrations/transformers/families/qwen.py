@@ -78,7 +78,7 @@ def _pooled(
     return Chosen(torch.cat((listed, tail), 2)[:, None])  # [B, 1, N, k * size + size - 1]
 
 
-WRAPPED: dict[str, Wrapped] = {
-    "Qwen4ExpTextQSAIndexer": Wrapped("forward", _pooled, own_in_graphs=False),
+WRAPPED: dict[str, tuple[Wrapped, ...]] = {
+    "Qwen4ExpTextQSAIndexer": (Wrapped("forward", _pooled, own_in_graphs=False),),
 }
 """By the name of a class of transformers."""

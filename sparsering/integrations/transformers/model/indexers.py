@@ -67,12 +67,11 @@ def watch(model: Any) -> None:
     _watched.add(model)
     for part in model.modules():  # models in it come later: an indexer has the innermost's config
         for module in part.modules() if isinstance(part, PreTrainedModel) else ():
-            if (wrapped := _wrapped_of(module)) is None:
-                continue
-            module._sparsering_config = part.config  # names the attention that runs
-            own = getattr(type(module), wrapped.method)
-            if not hasattr(own, NAME):
-                setattr(type(module), wrapped.method, _under_our_name(own, wrapped))
+            for wrapped in _wrapped_of(module):
+                module._sparsering_config = part.config  # names the attention that runs
+                own = getattr(type(module), wrapped.method)
+                if not hasattr(own, NAME):
+                    setattr(type(module), wrapped.method, _under_our_name(own, wrapped))
 
 
 def _under_our_name(own: Callable[..., Any], wrapped: Wrapped) -> Callable[..., Any]:
@@ -102,17 +101,17 @@ def _uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any
 
 def lists_keys(model: Any) -> bool:
     """Whether layers of a model choose keys for each query."""
-    return any(_wrapped_of(module) is not None for module in model.modules())
+    return any(_wrapped_of(module) for module in model.modules())
 
 
 def is_other_indexer(module: Any) -> bool:
     """Whether a module chooses keys among those of its own rank only."""
-    if (wrapped := _wrapped_of(module)) is not None:
-        return not wrapped.finds_keys_of_ranks
+    if wrapped := _wrapped_of(module):
+        return not all(each.finds_keys_of_ranks for each in wrapped)
     return type(module).__name__.endswith(("Indexer", "Compressor"))
 
 
-def _wrapped_of(module: Any) -> Wrapped | None:
+def _wrapped_of(module: Any) -> tuple[Wrapped, ...]:
     """Returns what this file runs for a module of the family, or of a user's class on top of it."""
     names = (kind.__name__ for kind in type(module).__mro__)
-    return next((WRAPPED[name] for name in names if name in WRAPPED), None)
+    return next((WRAPPED[name] for name in names if name in WRAPPED), ())
