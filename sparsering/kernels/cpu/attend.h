@@ -9,9 +9,9 @@
 
 namespace sparsering::cpu {
 
-// Work item: entries (visited key tiles) `begin` to `end` of query tile `row`, for `heads` heads.
-// If a tile has many entries, it is cut into pieces, one for each group of segments, whose sums are
-// added later: `piece` is the index of the piece, -1 if the tile is not cut.
+// A work item: entries (visited key tiles) `begin` to `end` of query tile `row`, for `heads` heads.
+// A tile with many entries is cut into pieces, one for each group of segments, whose sums are added
+// later. `piece` is the index of the piece, or -1 if the tile is not cut.
 struct Item {
   int64_t batch, head, heads, row, begin, end, piece;
 };
@@ -28,15 +28,15 @@ class Attend {
     const T *k, *v;
   };
 
-  // Sums of the rows of a query tile: those of the weights (`total`), and of the weighted values.
+  // The sums of each row of a query tile: of its weights (`total`), and of its weighted values.
   struct Sums {
     Sums() = default;
     Sums(int64_t rows, int64_t width) : highest(rows), total(rows), values(rows * width) {}
     Buffer<float> highest, total, values;
   };
 
-  // Buffers of a thread, for items of `many` queries, of `few` queries (few.h), or both; `segments`
-  // if a pass has several segments of keys.
+  // The buffers of a thread, for items of `many` queries, of `few` queries (few.h), or both.
+  // `segments` is true if a pass has several segments of keys.
   struct Scratch {
     Scratch(const Attend& f, bool many, bool few, bool segments) {
       const auto& x = f.x_;
@@ -61,18 +61,18 @@ class Attend {
       packed = Buffer<T>(many ? queries * f.width_ : 0);
       weights = Buffer<T>(many && kPaired<T> ? queries * most_keys : 0);
     }
-    Sums now;         // of a segment of the keys
-    Sums earlier[2];  // of the segments before in its group, and of the groups before
+    Sums now;         // the sums of the current segment of keys
+    Sums earlier[2];  // those of earlier segments in its group, and those of earlier groups
     Buffer<float> rows, lse, factor, scores, biases, query, keys;
-    Buffer<float> highest, totals;  // of all keys so far; of the segments in a softmax step
+    Buffer<float> highest, totals;  // maxima over all keys so far; totals per segment of a step
     Buffer<uint32_t> a, b;
     Buffer<T> tile, packed, weights;
     Buffer<BFloat16> nothing;  // a row of zeros
   };
 
-  // Returns the item's query tile. Its rows, in `s.rows`, are results, and those of `s.lse`; of a
-  // piece they are sums, for `s.highest` and `s.total`.
-  // `later`: an item of the same head that this thread will probably compute next, or nullptr.
+  // Computes an item and returns its query tile. `s.rows` and `s.lse` get the results; for a piece,
+  // `s.rows` gets sums, to which `s.now.highest` and `s.now.total` belong. `later` is an item of
+  // the same head that this thread will probably compute next, or nullptr.
   Tile many_queries(Scratch& s, const Pass& pass, const Item& item, const Item* later,
                     int64_t number, const Operands* operands) const {
     const int64_t axis = item.head * pass.axes / x_.Hq, block = x_.block;
@@ -187,15 +187,15 @@ class Attend {
     }
   }
 
-  // Computes attention of few queries: one query tile of all heads that share keys. Reads each key
-  // and value once, without packing.
+  // Computes attention of a few queries: one query tile of all heads that share keys. It reads each
+  // key and value once, without packing.
   Tile few_queries(Scratch& s, const Pass& pass, const Item& item, int64_t number) const {
     return with_width(x_.D, x_.Dv,
                       [&](auto width) { return few_queries_of<width()>(s, pass, item, number); });
   }
 
  private:
-  // True if keys and values stay in pairs of bfloat16, whose products are added in their order.
+  // True if keys and values stay in pairs of bfloat16, and products of pairs are added in order.
   static bool adds_pairs() {
     return kPaired<T> && has_pairs() && (in_order() || !has_tiles());
   }
@@ -206,7 +206,7 @@ class Attend {
     const Tile tile = pass.query_tile(axis, item.row);
     const int64_t table = pass.table(item.batch, item.head, x_.Hq), rows = item.heads * tile.count;
     const bool* seen = x_.extras.key_mask(item.batch);
-    // pairs are transposed like floats, so there is a multiple of kLanes of them
+    // Pairs are transposed like floats, so their number must be a multiple of kLanes.
     const int64_t width = round_up(x_.D, adds_pairs() ? 2 * kLanes : kLanes);
     for (int64_t i = 0; i < item.heads; ++i) {
       const auto read = [&](auto* queries) {
@@ -319,7 +319,7 @@ class Attend {
     std::fill_n(s.now.total.get(), rows, 0.f);
     std::fill_n(s.now.values.get(), rows * x_.Dv, 0.f);
   }
-  // Adds sums, whose values are transposed.
+  // Adds the sums `from` to `to`; their values are transposed, [Dv, queries].
   void add_columns(Sums& to, const Sums& from, int64_t queries) const {
     for (int64_t i = 0; i < queries; i += kLanes) {
       float *highest = to.highest.get() + i, *total = to.total.get() + i;
@@ -366,9 +366,9 @@ class Attend {
     return result;
   }
 
-  // Finds the keys and values of up to `most` entries from `entry` on that do not lie behind those
-  // of the entry before; at the end of an item, those of `later`. Smaller tiles, and tiles of half
-  // precision, gained nothing by it.
+  // Returns memory to prefetch: the keys and values of up to `most` entries from `entry` on that do
+  // not directly follow those of the entry before. At the end of an item it takes those of `later`.
+  // For smaller tiles and for half precision, prefetching gained nothing.
   Ahead far_tiles(const Pass& pass, const Item& item, const Item* later, int64_t entry,
                   int64_t most, const Operands* operands) const {
     Ahead ahead;
@@ -390,7 +390,8 @@ class Attend {
   }
 
   // True if bitmap `number` has a pair with one of the call's queries. Decoding builds one layout
-  // for a range of queries, of which a call has a few: an entry may have no pair with these few.
+  // for a range of queries, and a call has only a few of them, so an entry may have no pair with
+  // these.
   bool visited(const Pass& pass, int64_t number, int64_t queries, int64_t keys) const {
     int any = 0;
     for (int64_t i = 0; i < queries; ++i) {
@@ -438,7 +439,7 @@ class Attend {
                        s.factor.get() + c, ahead);
   }
 
-  // Multiplies the sums O^T [Dv, queries] by a factor of each query.
+  // Multiplies the sums O^T [Dv, queries] by a factor per query.
   void multiply_sums(Scratch& s, int64_t queries) const {
     for (int64_t d = 0; d < x_.Dv; ++d) {
       float* sum = s.now.values.get() + d * queries;
@@ -448,7 +449,7 @@ class Attend {
     }
   }
 
-  // Applies extras to the scores of one query, with index `i` in its tile, and a tile of keys.
+  // Applies extras to the scores of one query, which has index `i` in its tile, with a key tile.
   void adjust_row(const Pass& pass, const Item& item, int64_t head, int64_t i, int64_t column,
                   int64_t count, float* biases, float* scores) const {
     const float* table = x_.extras.table(item.batch, head);

@@ -1,4 +1,5 @@
-// Backward pass: each thread takes kv heads (run_heads), or query, then key tiles (run_tiles).
+// Backward pass. Each thread takes whole kv heads (run_heads), or threads share query tiles and
+// then key tiles (run_tiles).
 
 #pragma once
 
@@ -45,7 +46,7 @@ class Backward {
     }
   }
 
-  // Computes five products per pair of tiles: each thread takes whole kv heads, and sums dK and dV
+  // Computes five products per pair of tiles. Each thread takes whole kv heads, and sums dK and dV
   // in the same sweep as dQ.
   void run_heads() const {
     const int64_t rows = x_.group * x_.Nq;
@@ -64,8 +65,8 @@ class Backward {
     });
   }
 
-  // Computes seven products per pair, but is parallel over tiles: dQ by query tile, then dK and dV
-  // by key tile.
+  // Computes seven products per pair of tiles, but is parallel over tiles: first dQ by query tile,
+  // then dK and dV by key tile.
   void run_tiles(const std::vector<Transpose>& by_key) const {
     parallel_for(0, x_.B * x_.Hq * x_.Nq, 1024,
                  [&](int64_t begin, int64_t end) { delta_of_.of_rows(begin, end, delta_); });
@@ -153,9 +154,9 @@ class Backward {
     Gradients::Room sums;
   };
 
-  // Work item: entries `begin` to `end` of a query tile, or of a key tile (with the entries of all
-  // heads of its group). A tile with many entries is cut into pieces, whose sums are added in their
-  // order, see most_entries: `piece` is the index of the piece, -1 for a whole tile.
+  // A work item: entries `begin` to `end` of a query tile, or of a key tile (which has the entries
+  // of all heads of its group). A tile with many entries is cut into pieces (see most_entries),
+  // whose sums are added in order. `piece` is the index of the piece, or -1 for a whole tile.
   struct Item {
     int64_t head, tile, begin, end, piece;
   };
@@ -232,13 +233,14 @@ class Backward {
     }
   }
 
-  // dK and dV of a kv head's key tiles: of the queries of a segment, and of earlier segments.
+  // dK and dV of a kv head's key tiles: sums over the current segment of queries, and over earlier
+  // segments.
   struct Columns {
     float *dk, *dv, *earlier_dk, *earlier_dv;
     std::vector<int64_t> segment;
     std::vector<bool> any_earlier;
   };
-  // Begins a segment of the queries of a key tile, if it is another one.
+  // Begins a segment of queries for a key tile, unless it is the current one.
   void begin_segment(Columns& x, int64_t column, int64_t segment) const {
     const int64_t dk_size = row_size(), dv_size = column_size() - dk_size;
     if (x.segment[column] == segment) {
@@ -254,7 +256,7 @@ class Backward {
     std::fill_n(x.dv + column * dv_size, dv_size, 0.f);
     x.segment[column] = segment;
   }
-  // Adds the sums of the segments before to those of a key tile's latest segment.
+  // Adds the sums of earlier segments to those of a key tile's latest segment.
   void end_segment(const Columns& x, int64_t column) const {
     const int64_t dk_size = row_size(), dv_size = column_size() - dk_size;
     if (x.any_earlier[column]) {
@@ -271,7 +273,7 @@ class Backward {
     return x_.group > 1 || std::any_of(passes_.begin(), passes_.end(),
                                        [](const Pass& pass) { return pass.query_segments; });
   }
-  // Sums of dK and dV are those of each head, and segment of its queries.
+  // Identifies a head and a segment of its queries; dK and dV are summed for each of these.
   int64_t column_segment(const Pass& pass, int64_t head, int64_t row) const {
     return (head << 32) + pass.query_segment(head * pass.axes / x_.Hq, row);
   }
@@ -284,7 +286,7 @@ class Backward {
     });
   }
 
-  // Computes dQ, by query tile, for a wave: `count` kv heads from `first` on.
+  // Computes dQ by query tile for a wave, which is `count` kv heads from `first` on.
   void sweep_rows(const Pass& pass, int64_t number, int64_t first, int64_t count,
                   const PackedKeys<T>& keys, const Gradients& sums) const {
     const int64_t heads = count * x_.group, size = row_size();
@@ -330,7 +332,7 @@ class Backward {
            [&](const Split& split, const float* dq) { add_queries(pass, split.item, dq, sums); });
   }
 
-  // Computes dK and dV, by key tile, for a wave: `count` kv heads from `first` on.
+  // Computes dK and dV by key tile for a wave, which is `count` kv heads from `first` on.
   void sweep_columns(const Pass& pass, const Transpose& by_key, int64_t number, int64_t first,
                      int64_t count, const PackedKeys<T>& keys, const Gradients& sums) const {
     const int64_t dk_size = row_size(), size = column_size();
@@ -377,7 +379,7 @@ class Backward {
     });
   }
 
-  // Adds the pieces of each cut tile in order, and calls put(cut tile, its sum).
+  // Adds up the pieces of each cut tile in order, and calls put(cut tile, its sum).
   template <typename Put>
   static void add_up(const std::vector<Split>& splits, float* parts, int64_t size, const Put& put) {
     share_out<int>(
@@ -391,9 +393,10 @@ class Backward {
         });
   }
 
-  // Returns dQ of some entries of a query tile, in rows, or nullptr without entries: a sum of
-  // groups of segments, as in the forward pass. Also writes the gradient of the block bias, and
-  // adds to `columns` unless it is nullptr. `keys` are the packed keys of the kv head.
+  // Returns dQ of some entries of a query tile in rows, or nullptr without entries. It sums by
+  // segments and groups, as the forward pass does. It also writes the gradient of the block bias,
+  // and adds dK and dV to `columns` unless that is nullptr. `keys` are the packed keys of the kv
+  // head.
   const float* sweep_row(Scratch& s, const Pass& pass, int64_t number, const Item& item,
                          int64_t group, const Keys* keys, Columns* columns) const {
     const int64_t b = item.head / x_.Hq, head = item.head % x_.Hq, block = x_.block;
@@ -474,8 +477,8 @@ class Backward {
     return kv % x_.Hkv * pass.axes / x_.Hkv;
   }
 
-  // Calls f(query head, query tile, entry) for an item's entries: the visits of all heads of the
-  // group to a key tile, head after head.
+  // Calls f(query head, query tile, entry) for an item's entries, which are the visits of all heads
+  // of the group to a key tile, head after head.
   template <typename F>
   void for_visits(const Pass& pass, const Transpose& by_key, const Item& item, const F& f) const {
     const int64_t b = item.head / x_.Hkv, kv_head = item.head % x_.Hkv;
@@ -548,8 +551,9 @@ class Backward {
   float* dbias_;
   double* dtable_;  // [B, Hq, groups, 2R + 1]
   int64_t groups_;
-  // Largest numbers in one pass: key tiles in any pass (`most_columns_`); in passes that are not
-  // walked, key tiles (`columns_`), and query tiles of a group's heads (`rows_`).
+  // The largest numbers in one pass: of key tiles in any pass (`most_columns_`); in passes without
+  // a loop over key tiles, of key tiles (`columns_`) and of query tiles of a group's heads
+  // (`rows_`).
   int64_t most_columns_ = 0, columns_ = 0, rows_ = 0;
 };
 

@@ -36,12 +36,12 @@
 namespace sparsering::cpu {
 namespace {
 
-// Returns x contiguous in the head dim, as all loops need it; copies it only if needed.
+// Returns x, contiguous in the head dim as all loops need it; copies only if needed.
 Tensor dense_rows(const Tensor& x) {
   return x.dim() != 4 || x.size(3) <= 1 || x.stride(3) == 1 ? x : contiguous(x);
 }
 
-// Reads and checks the passes. `places` has tensors only if extras depend on positions.
+// Reads and checks the passes. `places` is empty unless extras depend on positions.
 std::vector<Pass> passes_of(const Problem& x, Tensors tensors, Tensors places, Ints steps,
                             Ints branches, Ints walked) {
   const bool placed = x.extras.adjusts() || x.extras.drops();
@@ -68,8 +68,8 @@ std::vector<Pass> passes_of(const Problem& x, Tensors tensors, Tensors places, I
   return passes;
 }
 
-// Common first arguments of operators. `covers`: true if the first pass has every query in a tile;
-// `ordered`: a row's sums are in the order of its keys, whatever else the call computes.
+// The common first arguments of operators. `covers` is true if the first pass has every query in a
+// tile. `ordered` asks for sums of a row in the order of its keys, whatever else the call computes.
 #define SPARSERING_CALL                                                                          \
   const Tensor &query, const Tensor &key, const Tensor &value, const std::optional<Tensor>&bias, \
       const Tensor &first_entry, Tensors tensors, Tensors places, Ints steps, Ints branches,     \
@@ -95,7 +95,7 @@ std::tuple<Tensor, Tensor> attend(const Problem& x, const std::vector<Pass>& pas
       covers ? empty({x.B, x.Hq, x.Nq, x.Dv}, of_out) : zeros({x.B, x.Hq, x.Nq, x.Dv}, of_out);
   Tensor lse = empty({x.B, x.Hq, x.Nq}, kFloat);
   if (sink) {
-    copy(lse, *sink);  // results are merged into rows with out = 0 and lse = sink
+    copy(lse, *sink);  // results will be merged into rows with out = 0 and lse = sink
   } else {
     std::fill_n(lse.mutable_data_ptr<float>(), lse.numel(), -kInf);
   }
@@ -175,8 +175,8 @@ std::tuple<Tensor, Tensor> forward_laid(const Tensor& query, const Tensor& key, 
   return attend(x, passes, laid.covers, false, {});
 }
 
-// Copies rows [B, H, n, width] into the tensor `held`, from row `first` of all heads on, or from
-// one of each head.
+// Copies rows [B, H, n, width] into the tensor `held`, beginning at row `first`, which is one
+// number for all heads or one per head.
 void put(const Tensor& held, const Tensor& rows, Ints first) {
   const Tensor from = dense_rows(rows);
   const int64_t B = held.size(0), H = held.size(1), width = held.size(3), n = rows.size(2);
@@ -196,7 +196,7 @@ void put(const Tensor& held, const Tensor& rows, Ints first) {
   }
 }
 
-// Copies new keys and values into key and value from rows `first` on, then runs `forward`.
+// Copies new keys and values into key and value from rows `first` on, and runs `forward`.
 std::tuple<Tensor, Tensor> forward_after(const Tensor& new_key, const Tensor& new_value, Ints first,
                                          SPARSERING_CALL, const std::optional<Tensor>& sink,
                                          Ints slots) {
@@ -216,7 +216,7 @@ std::tuple<Tensor, Tensor> forward_laid_after(const Tensor& new_key, const Tenso
   return forward_laid(query, key, value, layout, ordered, slots);
 }
 
-// An empty `transposes` selects run_heads, else run_tiles.
+// Computes the gradients by run_heads if `transposes` is empty, else by run_tiles.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     SPARSERING_CALL, const Tensor& out, const Tensor& lse, const Tensor& grad_out,
     const Tensor& grad_lse, Tensors transposes, bool learns_distances) {
@@ -250,7 +250,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
         "sparsering cpu: lse and its gradient must be as forward made them");
   }
   Tensor delta = empty(grad_lse.sizes(), kFloat);
-  // The gradient of a head's distance table is summed in groups of rows, so that all threads work.
+  // A head's gradient of the distance table is summed in several groups, so that all threads work.
   const int64_t wanted = 4 * num_threads() / std::max<int64_t>(1, x.B * x.Hq) + 1;
   const int64_t groups = by_key.empty() ? 1 : wanted;
   const int64_t distances = distance_bias && learns_distances ? distance_bias->size(2) : 0;
@@ -275,7 +275,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {dq, dk, dv, dbias, dtable, delta};
 }
 
-// Returns the sum of the softmax weights in each block, [B, Hq, blocks]; loops by key tile.
+// Returns the sum of the softmax weights in each block, [B, Hq, blocks]. It loops over key tiles.
 Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& weight,
             int64_t blocks) {
   const Order order(ordered);
@@ -401,7 +401,7 @@ extern "C" [[gnu::visibility("default")]] void sparsering_repeat_product(int64_t
                                                                          const float* B, float* C) {
   repeat_product(times, M, N, K, A, B, C);
 }
-// Returns false if torch multiplies no bfloat16.
+// Repeats a product of bfloat16 tiles; returns false if torch cannot multiply bfloat16.
 extern "C" [[gnu::visibility("default")]] bool sparsering_repeat_bfloat16_product(
     int64_t times, int64_t M, int64_t N, int64_t K, const BFloat16* A, const BFloat16* B,
     float* C) {

@@ -1,5 +1,5 @@
-// Attention of a few queries, as in decoding. Each key and value is read once; packing would read
-// and write each once more.
+// Attention of a few queries, as in decoding. Each key and value is read once, because packing
+// would read and write each once more.
 
 #pragma once
 
@@ -8,14 +8,14 @@
 
 namespace sparsering::cpu {
 
-// Head dim of a loop. Common head dims are the constant `W`, so that the compiler unrolls the loop;
-// W = 0 for others.
+// Returns the head dim of a loop. For a common head dim it is the constant `W`, so that the
+// compiler unrolls the loop; for others W is 0.
 template <int W>
 int64_t width_or(int64_t width) {
   return W ? W : width;
 }
 
-// Calls f with the width of keys and values as a constant, if it is a common one; else with 0.
+// Calls f with the width of keys and values as a constant if it is a common one, else with 0.
 template <typename F>
 auto with_width(int64_t key_width, int64_t value_width, const F& f) {
   if (key_width == value_width && key_width == 64) {
@@ -28,10 +28,10 @@ auto with_width(int64_t key_width, int64_t value_width, const F& f) {
 // Queries of one kv head, all with the same keys; row r of scores begins at r * ld.
 struct FewQueries {
   int64_t count, key_width, value_width, ld;
-  int64_t width;  // values of a query: the head dim, padded with zeros to whole vectors
+  int64_t width;  // numbers of a query: the head dim, padded with zeros to whole vectors
   const float* queries;
   float *scores, *sums;
-  float* spare;  // room for few_spare(width) values
+  float* spare;  // memory for few_spare(width) numbers
 
   // Returns a copy whose scores begin at another key.
   FewQueries from(int64_t key) const {
@@ -76,16 +76,16 @@ void prefetch(StoredRow<S> from, int64_t size) {
   prefetch<W>(from.data, size);
 }
 
-// Keys are transposed, kLanes at a time, up to so many times kLanes before products: the sums of
-// products do not wait for one another, and one query has several of them.
+// Up to so many groups of kLanes keys are transposed before products are computed. Then one query
+// has several sums, which need not wait for one another.
 constexpr int64_t kTurned = kLanes > 8 ? 4 : 2;
-// Values of `FewQueries::spare`, for queries of `width` values.
+// Returns the size of `FewQueries::spare` for queries of `width` numbers.
 constexpr int64_t few_spare(int64_t width) {
   return (1 + kTurned) * kLanes * width;
 }
 
-// Computes dot products of R queries, from `row` on, with G * kLanes keys that are transposed. Each
-// is one sum in the order of the head dim, as products of tiles compute it.
+// Computes dot products of R queries, from `row` on, with G * kLanes transposed keys. Each dot
+// product is one sum in the order of the head dim, as in products of tiles.
 template <int R, int G>
 void score_rows(const FewQueries& x, int64_t row, const float* turned, int64_t first) {
   const float* query = x.queries + row * x.width;
@@ -121,7 +121,7 @@ void score_all_rows(const FewQueries& x, const float* turned, int64_t first) {
   }
 }
 
-// Transposes kLanes rows of whole vectors.
+// Transposes kLanes rows, whose width is a multiple of kLanes.
 template <int W, typename Rows>
 void transpose_rows(const Rows& rows, int64_t width, float* to) {
   decltype(rows[0]) row[kLanes];
@@ -138,7 +138,7 @@ void transpose_rows(const Rows& rows, int64_t width, float* to) {
   }
 }
 
-// Computes dot products of a query with G * kLanes keys, which are transposed in registers.
+// Computes dot products of a query with G * kLanes keys, which it transposes in registers.
 template <int G, int W, typename Rows>
 void score_row(const float* query, const Rows& keys, int64_t width, float* scores) {
   Vec sum[G];
@@ -164,8 +164,8 @@ void score_row(const float* query, const Rows& keys, int64_t width, float* score
   }
 }
 
-// Calls turn(first, n, to) for kLanes keys at a time from `first` on, n of them real, then
-// score(groups, first) for up to kTurned groups that are transposed.
+// Calls turn(first, n, to) for kLanes keys at a time from `first` on, of which n are real; then
+// calls score(groups, first) for up to kTurned transposed groups.
 template <typename Turn, typename Score>
 void for_turned_keys(int64_t first, int64_t count, int64_t size, float* turned, const Turn& turn,
                      const Score& score) {
@@ -186,7 +186,7 @@ void for_turned_keys(int64_t first, int64_t count, int64_t size, float* turned, 
   }
 }
 
-// Computes dot products of each query with `count` keys; prefetches the values.
+// Computes dot products of each query with `count` keys, and prefetches the values.
 template <int W, typename Rows>
 void score_keys(const FewQueries& x, const Rows& keys, int64_t count, const Rows& values) {
   float *block = x.spare, *turned = block + kLanes * x.width;
@@ -231,8 +231,8 @@ inline void keep_bits(const uint8_t* bits, int64_t count, float* scores) {
   }
 }
 
-// Runs a softmax step of one query: replaces `count` scores by weights, see softmax.h. `scale`
-// turns scores into units of 2; `bias` is in units of e.
+// Runs a softmax step of one query: replaces `count` scores by weights, as softmax.h defines them.
+// `scale` turns scores into exponents of 2; `bias` is an exponent of e.
 inline void weigh(const FewQueries& x, int64_t row, int64_t count, float scale, float bias,
                   float& highest, float& total) {
   float *scores = x.scores + row * x.ld, *sums = x.sums + row * x.value_width;
@@ -261,7 +261,7 @@ inline void weigh(const FewQueries& x, int64_t row, int64_t count, float scale, 
 
 template <int R, int Width, typename Rows>
 void add_to_rows(const FewQueries& x, int64_t row, const Rows& values, int64_t count) {
-  // so many sums that they need not wait for one another; AVX2 has 16 registers
+  // Enough sums that they need not wait for one another, but AVX2 has only 16 registers.
   constexpr int W = kLanes <= 8 ? (R > 1 ? 2 : 4) : R > 1 || Width == 64 ? 4 : 8;
   const int64_t width = width_or<Width>(x.value_width);
   const float* weights = x.scores + row * x.ld;

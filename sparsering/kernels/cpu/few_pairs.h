@@ -1,5 +1,5 @@
-// Attention of a few queries in bfloat16, whose products add pairs of keys in their order, as those
-// of query tiles do (machine/pairs_in_order.h).
+// Attention of a few queries in bfloat16. Products are added in pairs and in order, as for query
+// tiles (machine/pairs_in_order.h).
 
 #pragma once
 
@@ -7,13 +7,13 @@
 
 namespace sparsering::cpu {
 
-// Rows of keys or values of a tile; those of unseen keys are zeros, because they may be NaN.
+// The rows of a tile's keys or values; a masked key has a row of zeros, because it may be NaN.
 struct PairRows {
   const BFloat16* operator[](int64_t j) const {
     return seen && !seen[j * step] ? zeros : rows[j];
   }
   Strided<BFloat16> rows;
-  const bool* seen;  // of the tile's first key, or nullptr if all are seen
+  const bool* seen;  // the key mask from the tile's first key on, or nullptr if all are seen
   int64_t step;
   const BFloat16* zeros;
 };
@@ -25,7 +25,7 @@ template <int R, int G>
 SPARSERING_PAIRS void score_pair_rows(const FewQueries& x, int64_t row, const float* turned,
                                       int64_t first) {
   const int64_t pairs = x.width / 2, size = pairs * kLanes;
-  const float* query = x.queries + row * pairs;  // a float is a pair
+  const float* query = x.queries + row * pairs;  // a float holds a pair of bfloat16
   __m512 sum[R * G];
 #pragma GCC unroll 16
   for (int i = 0; i < R * G; ++i) {
@@ -48,7 +48,7 @@ SPARSERING_PAIRS void score_pair_rows(const FewQueries& x, int64_t row, const fl
   }
 }
 
-// Computes dot products of a query with G * kLanes keys, whose pairs are transposed in registers.
+// Computes dot products of a query with G * kLanes keys, whose pairs it transposes in registers.
 template <int G>
 SPARSERING_PAIRS void score_pair_row(const float* query, const Strided<float>& keys, int64_t pairs,
                                      float* scores) {
@@ -79,8 +79,8 @@ SPARSERING_PAIRS void score_pair_row(const float* query, const Strided<float>& k
   }
 }
 
-// Computes dot products of each query with `count` keys; prefetches the values. `x.queries` has
-// rows of `x.width` values of bfloat16.
+// Computes dot products of each query with `count` keys, and prefetches the values. `x.queries` has
+// rows of `x.width` numbers of bfloat16.
 template <int W>
 void score_pairs(const FewQueries& x, const Strided<BFloat16>& keys, int64_t count,
                  const Strided<BFloat16>& values) {
@@ -123,7 +123,7 @@ void score_pairs(const FewQueries& x, const Strided<BFloat16>& keys, int64_t cou
                   });
 }
 
-// Converts the weights of each query to bfloat16, in place: the first of a pair in the high half.
+// Converts each query's weights to bfloat16 in place, with the first of a pair in the high half.
 inline void pack_weights(const FewQueries& x, int64_t count) {
   for (int64_t r = 0; r < x.count; ++r) {
     float* weights = x.scores + r * x.ld;
@@ -141,7 +141,7 @@ inline void pack_weights(const FewQueries& x, int64_t count) {
 template <int R>
 SPARSERING_PAIRS void add_pairs_to_rows(const FewQueries& x, int64_t row, const PairRows& values,
                                         int64_t count) {
-  constexpr int W = R > 1 ? 2 : 4;  // sums that do not wait for one another
+  constexpr int W = R > 1 ? 2 : 4;  // vectors of sums, which do not wait for one another
   const float* weights = x.scores + row * x.ld;
   float* sums = x.sums + row * x.value_width;
   for (int64_t d = 0; d < x.value_width; d += 16 * W) {
@@ -177,8 +177,8 @@ SPARSERING_PAIRS void add_pairs_to_rows(const FewQueries& x, int64_t row, const 
   }
 }
 
-// Adds the values of `count` keys, with weights of `pack_weights`, to each query's sums; also
-// prefetches the keys of the next tile.
+// Adds the values of `count` keys, weighted by the result of `pack_weights`, to each query's sums.
+// It also prefetches the keys of the next tile.
 template <int W>
 void add_pairs(const FewQueries& x, const PairRows& values, int64_t count,
                const Strided<BFloat16>& next_keys, int64_t num_next) {

@@ -35,7 +35,8 @@ class Forward {
     }
   }
 
-  // `fresh`: every query is in a tile of the first pass, so its rows are written instead of merged.
+  // Computes all passes. `fresh` says that every query is in a tile of the first pass, so that its
+  // rows can be written instead of merged.
   void run(bool fresh, const Tensor& out, const Tensor& lse) const {
     const int64_t num_kv = x_.B * x_.Hkv;
     if (alone()) {
@@ -91,7 +92,8 @@ class Forward {
   using Operands = typename Attend<T>::Operands;
   using Scratch = typename Attend<T>::Scratch;
 
-  // Limit in bytes of packed keys and values that stay in a core's cache.
+  // If the packed keys and values of a head have at most so many bytes, they stay in a core's
+  // cache.
   static constexpr int64_t kNear = 1 << 19;
 
   struct Split {
@@ -107,7 +109,8 @@ class Forward {
         : rows(pieces * x.block * x.Dv), highest(pieces * x.block), total(pieces * x.block) {}
     Buffer<float> rows, highest, total;
   };
-  // Buffers and items of kv heads that are computed together, by one thread (`alone`) or by all.
+  // The buffers and items of kv heads that are computed together, by one thread (`alone`) or by
+  // all.
   struct Wave {
     bool alone;
     int64_t first = 0, count = 0;
@@ -216,10 +219,11 @@ class Forward {
         [&](auto& s, int64_t i) { forward.run(s, chunks[i], fresh, out); });
   }
 
-  // Returns the item that a thread will probably compute after item i, if it is of the same head.
+  // Returns the item that a thread will probably compute after item i; nullptr if it is of another
+  // head.
   const Item* later(const Wave& w, int64_t i) const {
     const size_t next = i + (w.alone ? 1 : num_threads());
-    if (kLanes > 8 || next >= w.items.size()) {  // not measured with AVX-512
+    if (kLanes > 8 || next >= w.items.size()) {  // prefetching was not measured with AVX-512
       return nullptr;
     }
     const Item &item = w.items[i], &found = w.items[next];
@@ -248,7 +252,7 @@ class Forward {
     return most;
   }
 
-  // Lists the work items of a head. Cuts query tiles with more entries than most_entries allows.
+  // Lists the work items of a head, and cuts query tiles with more entries than most_entries.
   int64_t list_items(const Pass& pass, int64_t b, int64_t head, int64_t heads, bool fresh,
                      int64_t pieces, std::vector<Item>& items, std::vector<Split>& splits) const {
     const int64_t axis = head * pass.axes / x_.Hq, table = pass.table(b, head, x_.Hq);
@@ -310,8 +314,8 @@ class Forward {
     put(pass, split.item, tile, rows, total, fresh, out);
   }
 
-  // Packs K (in rows) and V^T of the key tiles that a head of the group visits. Keys that can be
-  // read in place are not copied.
+  // Packs K (in rows) and V^T of the key tiles that some head of the group visits. It does not copy
+  // keys that can be read in place.
   void pack_keys(Wave& w, const Pass& pass) const {
     const int64_t first = w.first, count = w.count;
     const int64_t columns = pass.columns, block = x_.block;
@@ -369,8 +373,10 @@ class Forward {
   const std::vector<Pass>& passes_;
   const Attend<T> attend_;
   const int64_t width_;
-  std::vector<int64_t> few_;        // per pass: heads that few.h computes at once; 0 if it does not
-  int64_t columns_ = 0, rows_ = 0;  // largest numbers of tiles in a pass with packed keys
+  // For each pass, how many heads few.h computes at once; 0 if it does not compute the pass.
+  std::vector<int64_t> few_;
+  // largest numbers of key and query tiles in a pass that is packed
+  int64_t columns_ = 0, rows_ = 0;
 };
 
 }  // namespace sparsering::cpu

@@ -11,13 +11,13 @@
 
 namespace sparsering::cpu {
 
-// Passes of a layout for calls without extras, read and checked once. Python keeps them in a tensor
-// of one byte, at which this struct lies, and which owns it.
+// The passes of a layout for calls without extras, read and checked once. Python keeps this struct
+// as a tensor of one byte: the tensor's data points at the struct, and the tensor owns it.
 struct Laid {
   std::vector<Tensor> tensors;
   std::vector<Pass> passes;
   Tensor first_entry;
-  int64_t block, queries = 0, keys = 0;  // least numbers that a call must have
+  int64_t block, queries = 0, keys = 0;  // a call must have at least so many queries and keys
   std::vector<AtenTensorHandle>
       counted;           // tensors that have a version: inference tensors have none
   int64_t versions = 0;  // sum of their versions when the tensors were checked
@@ -65,7 +65,7 @@ struct Laid {
     delete static_cast<Laid*>(laid);
   }
   static std::mutex& lock() {
-    static auto* const mutex = new std::mutex;  // tensors may outlive static objects
+    static auto* const mutex = new std::mutex;  // never deleted: tensors may outlive static objects
     return *mutex;
   }
   static std::unordered_set<const void*>& living() {

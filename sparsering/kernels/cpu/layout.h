@@ -18,7 +18,7 @@ namespace sparsering::cpu {
 using Vec = at::vec::Vectorized<float>;
 
 constexpr int64_t kLanes = Vec::size();
-constexpr int64_t kMostScores = 1 << 15;  // of a softmax step: they stay in a core's cache
+constexpr int64_t kMostScores = 1 << 15;  // scores of a softmax step that fit in a core's cache
 constexpr int64_t kFewQueries = 8;  // for so few queries, packing keys costs more than it saves
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
@@ -29,7 +29,7 @@ inline int64_t round_up(int64_t n, int64_t unit) {
   return (n + unit - 1) / unit * unit;
 }
 
-// Most keys of a softmax step, for query tiles of `block` tokens; and most key tiles.
+// The most keys of a softmax step, for query tiles of `block` tokens; below, the most key tiles.
 inline int64_t most_keys(int64_t block) {
   return std::max(block, kMostScores / round_up(block, 32));
 }
@@ -47,8 +47,8 @@ void with_type(Dtype type, const F& f) {
   }
 }
 
-// View of a tensor [B, H, N, width] of float, bfloat16 or half, contiguous in its last dimension;
-// or of rows that are stored in 8 bits, with their scale behind them (stored.h).
+// A view of a tensor [B, H, N, width] that is contiguous in its last dimension. Its values are
+// float, bfloat16 or half, or rows are stored in 8 bits with their scale at the end (stored.h).
 struct Source {
   explicit Source(const Tensor& x)
       : data(static_cast<const char*>(x.const_data_ptr())),
@@ -56,7 +56,7 @@ struct Source {
         width(x.size(3) - (is_stored(x.dtype()) ? sizeof(float) : 0)),
         item(x.element_size()),
         strides{x.stride(0), x.stride(1), x.stride(2)} {
-    // an empty tensor may have any strides, because no row is read
+    // An empty tensor may have any strides, because no row is read.
     const bool dense = width <= 1 || x.stride(3) == 1 || x.numel() == 0;
     SPARSERING_CHECK(dense, "sparsering cpu: the last dimension must be dense");
   }
@@ -77,7 +77,7 @@ struct Source {
     return static_cast<const S*>(row(b, h, n));
   }
 
-  // True if a head's rows are contiguous and have `wide` values of type T each.
+  // True if a head's rows are contiguous, with `wide` values of type T each.
   template <typename T>
   bool lies_as(int64_t wide) const {
     return type == dtype_of<T>() && width == wide && strides[2] == wide;
@@ -92,7 +92,7 @@ struct Tile {
   int64_t start, count;
 };
 
-// Positions for distances: of each token of a tile, or (`width` 1) of the first one alone.
+// The positions that give distances: of each token of a tile, or of only the first one (`width` 1).
 struct Depths {
   Depths() = default;
   explicit Depths(const Tensor& x) : data(values_of<int64_t>(x)) {
@@ -110,16 +110,17 @@ struct Depths {
   int64_t batch = 0, width = 1;
 };
 
-// One pass of a layout: tiles, and a table of the key tiles (entries) that each query tile visits.
-// layouts/layout.py describes its tensors; the last four are `transposed_bitmaps`, `bitmaps` and
-// `segments`.
+// One pass of a layout: its tiles, and a table of the key tiles (entries) that each query tile
+// visits. layouts/layout.py describes its tensors; the last four are `transposed_bitmaps`,
+// `bitmaps` and the two of `segments`.
 struct Pass {
   static constexpr int kTensors = 11, kPlaces = 5;
   static constexpr int64_t kGroup = 8, kNoSegment = std::numeric_limits<int32_t>::min();
 
-  // `places`: positions of query tiles and of key tiles, dropout streams of query tiles (empty: all
-  // 0), and positions of queries and keys for distances [batches, axes, tiles, tokens]: of each
-  // token of a tile, or of the first. It is empty if no extra needs them.
+  // `places` has the positions of query tiles and of key tiles, the dropout streams of query tiles
+  // (empty if all are 0), and positions of queries and keys that give distances [batches, axes,
+  // tiles, tokens], where the last dim has each token of a tile or only the first. It is empty if
+  // no extra needs them.
   Pass(Tensors tensors, Tensors places, int64_t step_, int64_t block_, int64_t branch_)
       : step(step_),
         block(block_),
@@ -150,7 +151,8 @@ struct Pass {
         query_depth_(places.empty() ? Depths() : Depths(places[3])),
         key_depth_(places.empty() ? Depths() : Depths(places[4])) {}
 
-  // A pass of a plan, which has sizes but no tables. `longest`: queries of its longest tile.
+  // Makes a pass of a plan, which has sizes but no tables. `longest` is the queries of its longest
+  // tile.
   Pass(int64_t step_, int64_t block_, int64_t rows_, int64_t columns_, int64_t tables_,
        int64_t longest_, bool walked_)
       : step(step_),
@@ -176,7 +178,8 @@ struct Pass {
   int64_t key_origin(int64_t axis, int64_t column) const {
     return key_origin_[axis * columns + column];
   }
-  // Whether distances of a pair of tiles depend on the difference of the tokens' places alone.
+  // True if distances in a pair of tiles depend only on the difference of the tokens' places in
+  // them.
   bool has_even_depths() const {
     return query_depth_.width == 1 && key_depth_.width == 1;
   }
@@ -186,13 +189,13 @@ struct Pass {
     return key_depth_.of(b, axis * columns + column, j, step) -
            query_depth_.of(b, axis * rows + row, i, step);
   }
-  // Distance from the first query to the first key, or 0 unless depths are even.
+  // Distance from the first query to the first key; 0 if depths are not even.
   int64_t even_distance(int64_t b, int64_t axis, int64_t row, int64_t column) const {
     return has_even_depths() ? distance(b, axis, row, column) : 0;
   }
-  // Segment of the sequence in which a tile lies. Sums over keys, or over queries, are those of
-  // each segment, added in their order: so threads can share the keys of a query, and change no
-  // bit.
+  // The segment of the sequence in which a tile lies. Sums over keys or queries first run within a
+  // segment; the segments are then added in order. So threads can share the keys of a query without
+  // a change in any bit.
   int64_t query_segment(int64_t axis, int64_t row) const {
     return query_segment_ ? query_segment_[axis * rows + row] : 0;
   }
@@ -236,7 +239,7 @@ struct Pass {
   const int32_t *query_segment_ = nullptr, *key_segment_ = nullptr;
   int64_t branch = 0;
   int64_t longest = -1;  // only in a plan: queries of its longest tile
-  bool walked = false;   // true for a loop over key tiles, see walk/visits.h
+  bool walked = false;   // true if the pass is computed in a loop over key tiles (walk/visits.h)
   int64_t slot = 0;      // bitmap row of a tile's first query
   const int64_t *query_origin_ = nullptr, *key_origin_ = nullptr, *stream_ = nullptr;
   Depths query_depth_, key_depth_;
@@ -250,14 +253,14 @@ struct Pass {
 
 constexpr int64_t kLeastRowsCut = 64;  // `at_least` of most_entries in the forward pass
 
-// Query tiles with more entries are cut into pieces, one for each group of segments of their keys;
-// key tiles with more entries where the segment of their queries changes. At least
-// 16, else twice the mean number over max(rows, at_least) tiles.
+// Query tiles with more entries than this are cut into pieces, one for each group of segments of
+// their keys. Key tiles with more entries are cut where the segment of their queries changes. The
+// number is at least 16, else twice the mean over max(rows, at_least) tiles.
 inline int64_t most_entries(int64_t entries, int64_t rows, int64_t at_least) {
   return std::max<int64_t>(16, 2 * entries / std::max<int64_t>(rows, at_least));
 }
 
-// Table of a pass by key tile: the query tiles that visit each key tile.
+// The table of a pass by key tile: the query tiles that visit each key tile.
 struct Transpose {
   static constexpr int kTensors = 3;
 
@@ -367,7 +370,8 @@ inline void check_transpose(Tensors t, const Pass& p) {
   }
 }
 
-// Extras of a call except block bias and sink, as in kernels/problem.py; 0 or null if unused.
+// The extras of a call except block bias and sink, as in kernels/problem.py; 0 or null if not in
+// use.
 struct Extras {
   Extras() = default;
   Extras(double softcap_, const std::optional<Tensor>& distance_bias, double dropout_p,
@@ -432,7 +436,8 @@ struct Extras {
 
   float softcap = 0.f, factor = 1.f;
   int64_t radius = 0;
-  int64_t streams = std::numeric_limits<int64_t>::max();  // without seeds, every stream fits
+  // without seeds, any stream index is valid
+  int64_t streams = std::numeric_limits<int64_t>::max();
   int32_t threshold = 0;
   const int64_t* seeds = nullptr;
 
@@ -482,7 +487,7 @@ struct Problem {
         "sparsering cpu: a bias must be contiguous, of each batch entry and head");
   }
 
-  // Throws for rows in 8 bits, which forward passes over tiles alone read.
+  // Throws for rows in 8 bits, which only forward passes over tiles can read.
   void check_is_whole() const {
     SPARSERING_CHECK(!k.is_stored(), "sparsering cpu: expected keys in the dtype of the query");
   }
@@ -508,7 +513,7 @@ struct Problem {
     return bias ? bias[bias_of(pass, b, head) + entry] : 0.f;
   }
 
-  // Factor that scores still need: 1 if `adjust` ran, because it scales them.
+  // The factor that scores still need; 1 if extras are in use, because `adjust` scales scores.
   float rest_of_scale() const {
     return extras.adjusts() ? 1.f : scale;
   }

@@ -65,7 +65,7 @@ void convert_row(const S* from, float* to, int64_t width) {
 
 // Transposes a square in registers.
 #if defined(CPU_CAPABILITY_AVX2)
-// Halves of registers change places last, as AVX2 shuffles quickest within halves.
+// Exchanges the halves of registers last, because AVX2 shuffles fastest within halves.
 inline void transpose_square(Vec (&a)[kLanes]) {
   __m256 b[8], c[8];
 #pragma GCC unroll 4
@@ -86,7 +86,7 @@ inline void transpose_square(Vec (&a)[kLanes]) {
   }
 }
 #elif defined(CPU_CAPABILITY_AVX512)
-// Quarters of registers change places last.
+// Exchanges the quarters of registers last.
 inline void transpose_square(Vec (&a)[kLanes]) {
   __m512 b[16], c[16];
 #pragma GCC unroll 8
@@ -150,7 +150,7 @@ void transpose_square(const float* from, int64_t ld_from, float* to, int64_t ld_
   transpose_square(a, to, ld_to);
 }
 
-// Transposes [rows, width]. A value may be a pair of bfloat16, so its address may be unaligned.
+// Transposes [rows, width]. A value may be a pair of bfloat16, whose address may be unaligned.
 inline void transpose(const float* from, int64_t rows, int64_t width, float* to) {
   const int64_t whole_rows = rows / kLanes * kLanes, whole_width = width / kLanes * kLanes;
   for (int64_t i = 0; i < whole_rows; i += kLanes) {
@@ -186,8 +186,8 @@ inline void transpose_scaled(const float* from, int64_t rows, int64_t width, flo
 inline const float* pack(const float* from, int64_t rows, int64_t width, float* to) {
   return from;
 }
-// Packs bfloat16: interleaves pairs of rows, the first of a pair in the low half, or in the high
-// one.
+// Packs bfloat16: interleaves pairs of rows. The first row of a pair is in the high half if
+// FirstIsHigh, else in the low half.
 template <bool FirstIsHigh>
 const BFloat16* pack_pairs(const BFloat16* from, int64_t rows, int64_t width, BFloat16* to) {
   using Ints = at::vec::Vectorized<int32_t>;
@@ -214,7 +214,8 @@ inline const BFloat16* pack(const BFloat16* from, int64_t rows, int64_t width, B
 }
 
 // Transposes [rows, width]. For bfloat16, `spare` must have room for rows * width values, and the
-// first of two rows comes second: products add the high half of a pair first (pairs_in_order.h).
+// first of two rows is put in the high half, because products add the high half first
+// (pairs_in_order.h).
 inline void transpose(const float* from, int64_t rows, int64_t width, float* to, float*) {
   transpose(from, rows, width, to);
 }
@@ -236,7 +237,7 @@ inline void pack_transposed(const BFloat16* from, int64_t rows, int64_t width, B
 template <typename T>
 void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T* B, int64_t ldb,
               float* C, int64_t ldc, bool add) {
-  if (M == 0 || N == 0) {  // else brgemm would allocate gigabytes
+  if (M == 0 || N == 0) {  // brgemm would allocate gigabytes
     return;
   }
   will_read(A, (M - 1) * lda + K);
@@ -251,7 +252,7 @@ void multiply(int64_t M, int64_t N, int64_t K, const T* A, int64_t lda, const T*
   multiply(M, N, K, A, lda, B, N, C, N, add);
 }
 
-// Zeroes the rows of masked keys, because they may be NaN.
+// Zeroes the rows of masked keys, which may be NaN.
 template <typename T>
 void clear_unseen(const bool* seen, Tile tile, int64_t step, int64_t width, T* rows) {
   for (int64_t j = 0; seen && j < tile.count; ++j) {
@@ -285,7 +286,8 @@ void for_runs(const bool* seen, Tile tile, int64_t step, const F& f) {
   }
 }
 
-// Sets scores [keys, ld] to -inf where the bitmap has no pair; its rows are keys, its bits queries.
+// Sets scores [keys, ld] to -inf where the bitmap has no pair. A row of the bitmap is a key, a bit
+// is a query.
 inline void apply_mask(const uint8_t* bitmap, int64_t block, int64_t keys, int64_t queries,
                        float* scores, int64_t ld) {
   for (int64_t j = 0; j < keys; ++j) {
@@ -302,11 +304,12 @@ inline void apply_mask(const uint8_t* bitmap, int64_t block, int64_t keys, int64
   }
 }
 
-// So many queries of a masked tile are multiplied apart, with the keys that one of them sees.
+// The queries of a masked tile are multiplied in parts of so many, each with only the keys that one
+// of them sees.
 constexpr int64_t kApart = 32;
 
-// Returns bitmap `number` if the tile's queries are multiplied apart, else nullptr: it gains
-// nothing for fewer queries, and was not measured with AVX-512.
+// Returns bitmap `number` if the tile's queries are multiplied in such parts, else nullptr. Parts
+// gain nothing for fewer queries, and were not measured with AVX-512.
 template <typename T>
 const uint8_t* apart(const Pass& pass, int64_t number, int64_t queries) {
   const bool gains = !kPaired<T> && kLanes <= 8 && queries >= 128 && queries % kApart == 0;
@@ -314,8 +317,9 @@ const uint8_t* apart(const Pass& pass, int64_t number, int64_t queries) {
 }
 
 // Calls f(first query, number of queries, first key, number of keys) for each part of a pair of
-// tiles that is multiplied. With a bitmap of `apart`, a part has kApart queries that see keys, and
-// the keys between the first and the last that they see, in sixteens; without one it is the pair.
+// tiles that must be multiplied. Given a bitmap from `apart`, a part has kApart queries that see
+// keys, and the keys from the first to the last that they see, rounded to multiples of 16. Without
+// a bitmap the only part is the whole pair.
 template <typename F>
 void for_parts(const uint8_t* bitmap, int64_t block, int64_t keys, int64_t queries, const F& f) {
   if (!bitmap) {

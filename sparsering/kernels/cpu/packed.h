@@ -1,4 +1,4 @@
-// Packed operands of the key tiles of some kv heads, for the backward pass.
+// Packs the key tiles of some kv heads for the backward pass.
 
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace sparsering::cpu {
 
-// Operands of key tiles: K^T, and copies of K and V if the tensor's rows cannot be used.
+// Operands of key tiles: K^T, and copies of K and V if the tensor's rows cannot be used directly.
 template <typename T>
 class PackedKeys {
  public:
@@ -18,7 +18,7 @@ class PackedKeys {
         key_size_(problem.block * pairs.width()),
         value_size_(problem.block * pairs.value_width()) {}
 
-  // Makes room for `slots` tiles; `copied` of them also need copies of K and V.
+  // Makes room for `slots` tiles, of which `copied` also need copies of K and V.
   void reserve(int64_t slots, int64_t copied) {
     transposed_.at_least(slots * key_size_);
     copies_.at_least(copied * (key_size_ + value_size_));

@@ -1,4 +1,5 @@
-// Backward of one pair of tiles: its weights, their gradients, and what it adds to dQ, dK and dV.
+// Backward of one pair of tiles: its weights, their gradients, and its contributions to dQ, dK and
+// dV.
 
 #pragma once
 
@@ -67,25 +68,25 @@ class Pairs {
     }
     Buffer<T> tile, pairs, q, qt, dout, dout_t, p, ds, ds_paired;
     Buffer<float> floats, lse, delta, scores, dscores, dq, dk, dv, slope, kept, biases, dbiases;
-    Buffer<float> earlier[2];              // dQ of segments before, see `Segments`
-    Buffer<float> earlier_dk, earlier_dv;  // of the segments before
+    Buffer<float> earlier[2];              // dQ of earlier segments, see `Segments`
+    Buffer<float> earlier_dk, earlier_dv;  // dK and dV of earlier segments
     Buffer<uint32_t> a, b;
-    // Sums of dS in `dbiases`: of the pair of key 0 and query 0, and from a key to the next. Where
-    // depths are even, each sum is of a distance, else of a pair.
+    // Where `dbiases` has the sum of dS of key 0 and query 0, and how far the next key's sum is
+    // from it. If depths are even, it has a sum per distance, else per pair.
     float* by_distance = nullptr;
     int64_t next_key = 0;
   };
 
-  // A query tile and a key tile of one head, with their bitmap and extras.
+  // A query tile and a key tile of one head, with the pair's bitmap and extras.
   struct Pair {
     int64_t b, head, row, column, entry;
-    int64_t bitmap;  // -1 for none
+    int64_t bitmap;  // index of the bitmap, -1 for none
     float bias;
-    double* dtable;  // gradient of the distance table, to be added to; or nullptr
+    double* dtable;  // gradient of the distance table, which it adds to; or nullptr
     Keys keys;
-    int64_t padded;       // keys of the tile, padded
-    int64_t first;        // row of its first key in the scratch, which has room for most_keys
-    const uint8_t* seen;  // the bitmap, if parts of the pair are multiplied apart
+    int64_t padded;       // padded number of keys in the tile
+    int64_t first;        // row of the first key in the scratch, which has room for most_keys
+    const uint8_t* seen;  // result of `apart` (pack.h): the bitmap, or nullptr
   };
 
   int64_t width() const {
@@ -105,9 +106,9 @@ class Pairs {
            pass.key_tile(kv_head * pass.axes / x_.Hkv, column).count % 16;
   }
 
-  // Packs K^T of a key tile to `kt`; also copies K and V to `k` and `v` if the tile `is_copied`.
-  // `kt` and `k` need room for block * width values, `v` for block * value_width; `spare`, used for
-  // bfloat16, for the larger of these.
+  // Packs K^T of a key tile to `kt`, and copies K and V to `k` and `v` if the tile `is_copied`.
+  // `kt` and `k` need room for block * width values, and `v` for block * value_width. `spare`,
+  // which bfloat16 uses, needs room for the larger of these.
   Keys pack_keys(T* spare, const Pass& pass, int64_t b, int64_t kv_head, int64_t column, T* k,
                  T* kt, T* v) const {
     const Tile tile = pass.key_tile(kv_head * pass.axes / x_.Hkv, column);
@@ -129,7 +130,7 @@ class Pairs {
   Queries pack_queries(Scratch& s, const Pass& pass, int64_t b, int64_t head, Tile tile) const {
     const int64_t count = round_up(tile.count, kQueryUnit<T>);
     const auto operands = [&](const Source& x, int64_t width, T* to, T* transposed) {
-      // bfloat16 rows are copied to another buffer first, because packing interleaves them
+      // Copy bfloat16 rows to another buffer first, because packing interleaves them.
       T* spare = kPaired<T> ? s.tile.get() : to;
       const T* rows = tile_rows(x, b, head, tile, pass.step, count, width, spare);
       pack_transposed(rows, count, width, transposed);
@@ -139,7 +140,7 @@ class Pairs {
     const T* dout = operands(do_, value_width_, s.dout.get(), s.dout_t.get());
     const int64_t first = (b * x_.Hq + head) * x_.Nq + tile.start;
     for (int64_t i = 0; i < count; ++i) {
-      s.lse.get()[i] = kInf;  // exp(score - inf) = 0 for rows without keys and for padding
+      s.lse.get()[i] = kInf;  // so that exp(score - lse) = 0 in rows without keys and in padding
       s.delta.get()[i] = 0.f;
       if (i < tile.count) {
         const int64_t row = first + i * pass.step;
@@ -150,13 +151,13 @@ class Pairs {
     return {count, q, s.qt.get(), dout, s.dout_t.get()};
   }
 
-  // Computes S^T and dP^T of some pairs of one query tile. Products of one shape follow each other,
-  // here and below, because a new shape costs a set-up of the processor's tiles.
+  // Computes S^T and dP^T for some pairs of one query tile. Here and below, products of one shape
+  // follow each other, because for a new shape the processor's tile registers must be set up again.
   void multiply_keys(Scratch& s, const Queries& q, std::span<const Pair> pairs) const {
     const auto products = [&](const Pair& x, const T* keys, int64_t width, const T* queries,
                               float* to) {
       to += x.first * q.count;
-      if (x.seen) {  // pairs that are left out are read, too
+      if (x.seen) {  // zeros, because scores that are not multiplied are read, too
         std::fill_n(to, x.padded * q.count, 0.f);
       }
       for_parts(x.seen, x_.block, x.padded, q.count,
@@ -173,8 +174,9 @@ class Pairs {
     }
   }
 
-  // Finds what the products after `differentiate` read: K^T of some pairs' key tiles, and their
-  // tiles of `dv` and `dk`. Fetching them ahead gained nothing for smaller tiles, nor with AVX-512.
+  // Returns memory to prefetch for the products after `differentiate`: K^T of some pairs' key
+  // tiles, and their tiles of `dv` and `dk`. Prefetching gained nothing for smaller tiles or with
+  // AVX-512.
   Ahead later_operands(std::span<const Pair> pairs, const float* dk, const float* dv) const {
     Ahead ahead;
     if (kLanes > 8 || x_.block * width_ < 128 * 64) {
@@ -196,7 +198,7 @@ class Pairs {
   }
 
   // Computes P^T and dS^T of a multiplied pair as left operands, and dS^T also as a right operand.
-  // Returns the sum of dS. dS uses P before dropout, the stored P^T is after dropout.
+  // Returns the sum of dS. dS is computed from P before dropout; the stored P^T is after dropout.
   float differentiate(Scratch& s, const Pass& pass, const Queries& q, Tile tile, const Pair& pair,
                       Ahead& ahead) const {
     const int64_t axis = pair.head * pass.axes / x_.Hq;
@@ -236,7 +238,7 @@ class Pairs {
               });
   }
 
-  // Adds dV, or dK, of a differentiated pair.
+  // Adds dV of a differentiated pair to `dv`.
   void add_to_values(Scratch& s, const Queries& q, const Pair& x, float* dv) const {
     add_to_rows(q, x, std::get<0>(operands(s, q, x)), q.dout, value_width_, dv);
   }
@@ -301,7 +303,7 @@ class Pairs {
     for (int64_t j = 0; j < round_up(keys, 16); j += 2) {
       for (int64_t c = 0; c < queries; c += W * kLanes) {
         ahead.fetch();
-        Vec p[2 * W], ds[2 * W];  // of two keys, W vectors each
+        Vec p[2 * W], ds[2 * W];  // for two keys, W vectors each
 #pragma GCC unroll 8
         for (int n = 0; n < 2 * W; ++n) {
           const int64_t i = c + n % W * kLanes, at = (j + n / W) * queries + i;
@@ -357,7 +359,7 @@ class Pairs {
     return sum_of_lanes(total);
   }
 
-  // P^T and dS^T of a pair, and dS^T as a right operand.
+  // Returns P^T and dS^T of a pair, and dS^T as a right operand.
   std::tuple<const T*, const T*, const T*> operands(const Scratch& s, const Queries& q,
                                                     const Pair& pair) const {
     const int64_t offset = pair.first * q.count;

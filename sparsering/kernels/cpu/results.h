@@ -1,5 +1,5 @@
-// Results of several passes or pieces: outputs are merged by their lse, and gradients are summed in
-// float.
+// Combines the results of several passes or pieces: merges outputs by their lse, and sums gradients
+// in float.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace sparsering::cpu {
 
-// Some heads of a dense result [B, H, N, width]. If several passes add to them, sums are in float
-// in `room`, until `finish` converts them. The next heads reuse the room.
+// Some heads of a dense result [B, H, N, width]. If several passes add to them, sums are float
+// values in `room` until `finish` converts them. The next heads reuse the room.
 class Part {
  public:
   Part(const Tensor& whole, int64_t first, int64_t heads, bool single_pass, Buffer<float>& room)
@@ -25,7 +25,7 @@ class Part {
         sums_(is_apart() ? room.at_least(rows_ * width_) : nullptr),
         data_(is_apart() ? reinterpret_cast<char*>(sums_) : whole_) {}
 
-  // True if sums are in `room`, which is not zeroed, instead of in the result itself.
+  // True if sums are in `room` (which is not zeroed) instead of in the result itself.
   bool is_apart() const {
     return type_ != whole_type_;
   }
@@ -61,7 +61,7 @@ class Part {
   }
 
  private:
-  static constexpr int64_t kMuch = 1 << 20;  // least bytes per thread that are worth its start
+  static constexpr int64_t kMuch = 1 << 20;  // with fewer bytes, another thread is not worth it
 
   Dtype type_, whole_type_;
   int64_t width_, first_row_, rows_;
@@ -74,8 +74,8 @@ class Part {
 struct Output {
   Output(const Part& part, const Tensor& lse_) : sums(part), lse(lse_.mutable_data_ptr<float>()) {}
 
-  // Merges rows, each with its lse, into the output rows from `first` on, `step` apart. If `fresh`,
-  // the output counts as 0 there, and its lse is -inf or the row's sink.
+  // Merges rows, each with its lse, into the output rows from `first` on, which are `step` apart.
+  // If `fresh`, the output counts as 0 there, and its lse is -inf or the row's sink.
   void put(int64_t first, int64_t step, int64_t count, float* rows, const float* lses, bool fresh) {
     const int64_t width = sums.width();
     with_type(sums.type(), [&](auto value) {
@@ -119,7 +119,7 @@ struct Output {
     const float highest = std::max(part_lse, sink);
     const float a = std::exp(part_lse - highest), total = a + std::exp(sink - highest);
     for (int64_t d = 0; d < width; ++d) {
-      part[d] = a * part[d] / total;  // as `merge` with a row of zeros
+      part[d] = a * part[d] / total;  // what `merge` computes with a row of zeros
     }
     return highest + std::log(total);
   }
@@ -150,7 +150,7 @@ struct Delta {
   Delta(const Problem& x, const Tensor& grad_out, const Tensor& out, const Tensor& grad_lse)
       : dout(grad_out), o(out), dlse(values_of<float>(grad_lse)), Hq(x.Hq), Nq(x.Nq) {}
 
-  // Computes rows `begin` to `end` among the rows of all batch entries and heads.
+  // Computes rows `begin` to `end`, counted over all batch entries and heads.
   void of_rows(int64_t begin, int64_t end, float* to) const {
     with_type(o.type, [&](auto value) {
       using S = decltype(value);
@@ -173,7 +173,7 @@ struct Delta {
   int64_t Hq, Nq;
 };
 
-// Gradients of some kv heads, and of the query heads of their groups.
+// The gradients of some kv heads and of the query heads of their groups.
 struct Gradients {
   struct Room {
     Buffer<float> q, k, v;

@@ -1,5 +1,5 @@
-// Extras of a call, applied to the transposed scores S^T [keys, queries] of a pair of tiles, and to
-// their weights.
+// Applies the extras of a call to the transposed scores S^T [keys, queries] of a pair of tiles, and
+// to its weights.
 
 #pragma once
 
@@ -7,8 +7,8 @@
 
 namespace sparsering::cpu {
 
-// tanh x with relative error 3e-7; NaN for NaN. A rational function of x^2, fitted up to 8, where
-// tanh is 1 up to 2e-7.
+// Returns tanh x with relative error 3e-7; NaN for NaN. It uses a rational function of x^2 that is
+// fitted up to 8, where tanh is 1 up to 2e-7.
 inline Vec tanh_of(Vec x) {
   const Vec bounded = at::vec::clamp(x, Vec(-8.f), Vec(8.f)), u = bounded * bounded;
   Vec p(1.523041227e-8f), q(8.522444414e-7f);
@@ -39,13 +39,13 @@ inline void add_distances(double* table, int64_t radius, int64_t first, int64_t 
   }
 }
 
-// A pair of tiles of a pass, of a batch entry and an axis.
+// A pair of tiles of a pass, for a batch entry and an axis (a set of tiles).
 struct TilesOfPass {
   int64_t b, axis, row, column;
 };
 
-// Reads the biases of token j of a key tile for `queries` tokens of a query tile, where distances
-// follow no step.
+// Reads the biases of token j of a key tile for `queries` tokens of a query tile, if distances do
+// not change by the step from token to token.
 inline void read_distances_of_key(const Extras& extras, const float* table, const Pass& pass,
                                   const TilesOfPass& x, int64_t j, int64_t queries, float* to) {
   for (int64_t i = 0; i < queries; ++i) {
@@ -53,7 +53,7 @@ inline void read_distances_of_key(const Extras& extras, const float* table, cons
   }
 }
 
-// Adds values [keys, queries] of pairs, of which rows have `ld` numbers, to a distance table.
+// Adds the values [keys, queries] of pairs to a distance table; their rows are `ld` apart.
 inline void add_distances_of_pairs(double* table, int64_t radius, const Pass& pass,
                                    const TilesOfPass& x, int64_t keys, int64_t queries, int64_t ld,
                                    const float* from) {
@@ -66,8 +66,8 @@ inline void add_distances_of_pairs(double* table, int64_t radius, const Pass& pa
 }
 
 // Scales `size` scores of one key (or of one query), applies softcap `cap` (0 for none) and adds
-// `bias`, which may be nullptr if there is a cap. If `slope` is not nullptr, it gets the derivative
-// of the cap.
+// `bias`, which may be nullptr if there is a cap. `slope` gets the derivative of the cap, unless it
+// is nullptr.
 inline void adjust(float* scores, int64_t size, float scale, float cap, const float* bias,
                    float* slope) {
   for (int64_t i = 0; i < size; i += kLanes) {
@@ -86,7 +86,7 @@ inline void adjust(float* scores, int64_t size, float scale, float cap, const fl
   }
 }
 
-// Mixes the bits of a hash word; dropout.py describes the hash of a (query, key) pair.
+// Mixes the bits of a hash word; ground/dropout.py describes the hash of a (query, key) pair.
 inline uint32_t mixed(uint32_t x) {
   x = (x ^ (x >> 16)) * 0x21F0AAADu;
   x = (x ^ (x >> 15)) * 0xD35A2D97u;
@@ -127,10 +127,10 @@ inline bool is_kept(uint32_t key, uint32_t a, uint32_t b, int32_t threshold) {
   return static_cast<int32_t>(x) >= threshold;
 }
 
-// Input of dropout for a pair of tiles: hash words of its queries, and positions of its keys.
+// The input of dropout for a pair of tiles: hash words of its queries, and positions of its keys.
 struct Dropout {
   const uint32_t *a, *b;  // hash words of each query
-  int64_t first, step;    // position of the first key, and distance of neighbours
+  int64_t first, step;    // position of the first key, and distance between neighbors
   int32_t threshold;
 };
 
@@ -144,7 +144,7 @@ inline void drop(float* weights, int64_t keys, int64_t queries, const Dropout& x
     }
   }
 }
-// Sets dropped weights to 0 in a tile of bfloat16, as `store_pair` stores it.
+// Sets dropped weights to 0 in a tile of bfloat16 that `store_pair` has stored.
 inline void drop(BFloat16* weights, int64_t keys, int64_t queries, const Dropout& x) {
   using Pair [[gnu::may_alias]] = uint32_t;
   for (int64_t j = 0; j < keys; j += 2) {

@@ -1,4 +1,4 @@
-// Sums over the keys of a query tile, segment by segment: `Pass::key_segment` says why.
+// Sums over the keys of a query tile, segment by segment; `Pass::query_segment` says why.
 
 #pragma once
 
@@ -8,16 +8,16 @@
 
 namespace sparsering::cpu {
 
-// Adds the sums of segments in their order: those of a group first, then those of groups. `now` has
-// the sums of the latest segment, `earlier` those of the segments before in its group, and those of
-// the groups before. add(to, from) adds sums.
+// Adds up the sums of segments in order: first within a group of segments, then over groups. `now`
+// has the sums of the current segment; `earlier` has those of earlier segments in its group, and
+// those of earlier groups. add(to, from) adds sums.
 class Segments {
  public:
   bool changes_to(int64_t next) const {
     return segment_ != Pass::kNoSegment && next != segment_;
   }
-  // Begins a segment. Returns true if another one came before; its sums have left `now`, which has
-  // to be cleared.
+  // Begins a segment. Returns true if another one came before: its sums have been moved out of
+  // `now`, which the caller must clear.
   template <typename Sums, typename Add>
   bool begin(Sums& now, Sums (&earlier)[2], int64_t next, const Add& add) {
     const bool another = changes_to(next);
@@ -56,8 +56,8 @@ class Segments {
   bool any_in_group_ = false, any_groups_ = false;
 };
 
-// Calls f(from, to) for the runs of entries in [begin, end) with one `segment_of(entry)`, if there
-// are several runs. Segments ascend. Returns false if there is one run at most.
+// Calls f(from, to) for each run of entries in [begin, end) with equal `segment_of(entry)`, if
+// there are several runs. Segments ascend. Returns false if there is at most one run.
 template <typename Segment, typename F>
 bool for_runs_of(int64_t begin, int64_t end, const Segment& segment_of, const F& f) {
   if (begin == end || segment_of(begin) == segment_of(end - 1)) {

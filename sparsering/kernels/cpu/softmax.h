@@ -1,9 +1,9 @@
 // Online softmax: each step computes the weights of a stack of key tiles.
 //
-// Weights are 2^(x - n): x is a score times log2 e, and n the least integer that no x of the row so
-// far exceeds. If n grows, older sums are multiplied by a power of two, which rounds nothing. So
-// the bits of a row do not depend on which keys a step has, nor on keys that the row does not see:
-// its total, and the sum of its values, are sums over its keys in their order.
+// Weights are 2^(x - n), where x is a score times log2 e, and n is the smallest integer that is at
+// least every x of the row so far. If n grows, older sums are multiplied by a power of two, which
+// rounds nothing. So the bits of a row depend neither on which keys are in one step, nor on keys
+// that the row does not see: its total and its weighted values are sums over its keys in order.
 
 #pragma once
 
@@ -16,9 +16,10 @@ namespace sparsering::cpu {
 
 constexpr float kLog2E = 1.44269504f;
 
-// Replaces N vectors x by e^x for x <= 88, with relative error 3e-7; 0 below -88, NaN for NaN.
-// e^x = 2^(n + rest): adding a large number rounds to n, in the low bits of the sum; 2^rest is a
-// polynomial. Each line is done for all vectors before the next: they do not wait for one another.
+// Replaces N vectors x by e^x for x <= 88, with relative error 3e-7; 0 below -88, NaN for NaN. It
+// computes e^x = 2^(n + rest): adding a large number rounds to n, which is then in the low bits of
+// the sum, and 2^rest is a polynomial. Each line runs for all vectors before the next line, so that
+// the vectors need not wait for one another.
 template <int N>
 inline void exponentiate(Vec (&x)[N]) {
   const Vec large(12582912.f + 127.f);  // 1.5 * 2^23 + 127
@@ -36,7 +37,7 @@ inline void exponentiate(Vec (&x)[N]) {
   each([&](int i) { p[i] = at::vec::fmadd(p[i], x[i], Vec(5.5507135e-2f)); });
   each([&](int i) { p[i] = at::vec::fmadd(p[i], x[i], Vec(2.402212e-1f)); });
   each([&](int i) { p[i] = at::vec::fmadd(p[i], x[i], Vec(6.9314694e-1f)) * x[i]; });
-  each([&](int i) {  // the exponent's bits of n = -127 are 0, so is 2^n
+  each([&](int i) {  // for n = -127 the exponent's bits are 0, which makes 2^n 0
     const auto bits = at::vec::cast<int32_t>(moved[i]) << at::vec::Vectorized<int32_t>(23);
     const Vec power = at::vec::cast<float>(bits);
     x[i] = at::vec::fmadd(p[i], power, power);
@@ -55,7 +56,8 @@ inline Vec power_of_two(Vec k) {
 }
 
 // Replaces N vectors x by 2^(x - n) for integers n >= x, with relative error 3e-7; 0 below 2^-126,
-// NaN for NaN. The rest of x, after an integer, has the same power for each n.
+// NaN for NaN. The fractional part of x has the same power for each n, so that n changes only the
+// exponent.
 template <int N>
 inline void powers_below(Vec (&x)[N], const Vec (&n)[N]) {
   Vec whole[N], p[N];
@@ -78,8 +80,8 @@ inline void powers_below(Vec (&x)[N], const Vec (&n)[N]) {
   });
 }
 
-// Factors that turn a score, and what is added to it, into x: scores times `scale` are in units of
-// e, x is in units of 2.
+// Factors that turn a score, and what is added to it, into x. Scaled scores are exponents of e; x
+// is an exponent of 2.
 struct Units {
   explicit Units(float of_scores) : scale(of_scores * kLog2E) {
     constexpr float kLeast = 1e-30f;  // below it, scale itself may be rounded to few digits
@@ -87,7 +89,7 @@ struct Units {
   }
 
   float scale;
-  double of_lse;  // turns a number in units of 2 into one of e, without the rounding of `scale`
+  double of_lse;  // turns an exponent of 2 into one of e, without the rounding of `scale`
 
   // Computes the factor that normalizes a row's sums, and its lse; 0 and -inf without keys.
   void finish(float highest, float total, float& factor, float& lse) const {
@@ -98,7 +100,7 @@ struct Units {
   }
 };
 
-// Multiplies a row's older sums, whose weights have the exponent `from`, to those of exponent `to`.
+// Returns the factor that turns a row's sums with exponent `from` into sums with exponent `to`.
 inline float rescaling(float from, float to) {
   const float k = from - (to == -kInf ? 0.f : to);
   return k > -127.f ? std::bit_cast<float>((static_cast<int32_t>(k) + 127) << 23)
@@ -106,7 +108,7 @@ inline float rescaling(float from, float to) {
                     : k;  // NaN for NaN
 }
 
-// Adds the sums of a segment to those of earlier ones: the totals, and `size` sums, of one row.
+// Adds the sums of a segment to those of earlier segments: the total and `size` sums of one row.
 inline void add_segment(float& highest, float& total, float* sums, float of_segment,
                         float total_of_segment, const float* sums_of_segment, int64_t size) {
   const float top = of_segment > highest || of_segment != of_segment ? of_segment : highest,
@@ -124,7 +126,8 @@ inline Vec rounded_to_bfloat16(Vec x) {
   return at::vec::cast<float>(bits + Ints(0x7fff) + ((bits >> Ints(16)) & Ints(1)));
 }
 
-// Stores two rows of a right operand, interleaved; the first comes second, as in `transpose`.
+// Stores two rows of a right operand interleaved, with the first one in the high half, as
+// `transpose` does.
 inline void store_pair(BFloat16* to, Vec even, Vec odd) {
   using Ints = at::vec::Vectorized<int32_t>;
   const auto low = at::vec::cast<int32_t>(rounded_to_bfloat16(odd)) >> Ints(16);
@@ -133,18 +136,18 @@ inline void store_pair(BFloat16* to, Vec even, Vec odd) {
       .store(to);
 }
 
-// Key tiles of one softmax step, whose scores are stacked in rows.
+// The key tiles of one softmax step; their scores are stacked in rows.
 struct Stack {
   struct Part {
     int64_t column, entry, rows, padded, segment;
     float bias;
   };
-  Part parts[kMostTiles];  // a part is a key tile, padded to at least 16 rows
+  Part parts[kMostTiles];  // a part is a key tile, padded to a multiple of 16 rows
   int64_t size = 0, padded = 0;
 };
 
-// Memory that the next products read, fetched some cache lines at a time while exponentials are
-// computed: a processor fetches neighbours by itself, but not what lies far away.
+// Memory that the next products will read. Some cache lines at a time are prefetched while
+// exponentials are computed, because a processor prefetches only memory nearby by itself.
 class Ahead {
  public:
   void add(const void* from, int64_t bytes) {
@@ -163,7 +166,7 @@ class Ahead {
   }
 
  private:
-  // with AVX2, enough for tiles of 32 queries and D 128
+  // With AVX2, this is enough for tiles of 32 queries and head dim 128.
   static constexpr int64_t kLines = kLanes <= 8 ? 32 : 16, kLine = 64;
   struct Part {
     const char *at, *end;
@@ -172,10 +175,10 @@ class Ahead {
   int64_t size_ = 0, place_ = 0;
 };
 
-// One softmax step for W * kLanes queries: replaces scores by weights 2^(x - highest), updates
+// Runs a softmax step for W * kLanes queries: replaces scores by weights 2^(x - highest), updates
 // `highest`, and sets `factor`, by which older sums must be multiplied. Writes the total of each
-// run of parts in one segment to `totals`, `ld` apart; the first goes on from `total`. `scale`
-// turns scores into x.
+// run of parts in one segment to `totals`, which are `ld` apart; the first continues from `total`.
+// `scale` turns scores into x.
 template <typename T, int W>
 void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, float scale,
                   float* highest, const float* total, float* totals, float* factor, Ahead& ahead) {
@@ -192,7 +195,7 @@ void softmax_step(const Stack& stack, float* scores, T* weights, int64_t ld, flo
     }
     for (int64_t j = 0; j < part.rows; ++j) {
       for (int w = 0; w < W; ++w) {
-        // The maximum may skip a NaN score, but the NaN weight still reaches the sum.
+        // The maximum may skip a NaN score, but its NaN weight still reaches the sum.
         most[w] = at::vec::clamp_min(Vec::loadu(s + j * ld + w * kLanes), most[w]);
       }
     }

@@ -1,5 +1,5 @@
-// Rows of keys or values that a cache stores in 8 bits: `width` numbers, then their scale, a float.
-// kernels/rounding.py says the same with torch.
+// Rows of keys or values that a cache stores in 8 bits: `width` numbers, then a float, their scale.
+// kernels/rounding.py does the same with torch.
 
 #pragma once
 
@@ -15,11 +15,11 @@ namespace sparsering::cpu {
 
 using Float8 = c10::Float8_e4m3fn;
 
-// Largest number of a row that is stored as an S.
+// The largest number that a stored row of type S can have.
 template <typename S>
 constexpr float kMostStored = std::is_same_v<S, int8_t> ? 127.f : 448.f;
 
-// One row: `data[d] * scale` is a value.
+// One row; its value d is `data[d] * scale`.
 template <typename S>
 struct StoredRow {
   StoredRow operator+(int64_t d) const {
@@ -63,7 +63,7 @@ void with_stored_type(Dtype type, const F& f) {
   }
 }
 
-// Float8 numbers become those of half precision by a shift of their bits: 2^-8 of their value.
+// Shifting the bits of a float8 number gives a half-precision number with 2^-8 of its value.
 #if defined(CPU_CAPABILITY_AVX512)
 inline Vec load_lanes(StoredRow<int8_t> from) {
   const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from.data));
@@ -110,7 +110,7 @@ void copy_lanes(StoredRow<S> from, float* to, int64_t size) {
   }
 }
 
-// Stores a row of `width` values. A row with NaN or infinity becomes NaN as a whole.
+// Stores a row of `width` values. A row that has NaN or infinity becomes NaN as a whole.
 template <typename S, typename From>
 void store_row(const From* from, int64_t width, char* to) {
   float most = 0.f;
@@ -133,7 +133,7 @@ void store_row(const From* from, int64_t width, char* to) {
   std::memcpy(to + width, &scale, sizeof(scale));
 }
 
-// Returns rows [B, H, n, width] in 8 bits: [B, H, n, width + 4], int8 for int8, uint8 for float8.
+// Rounds rows [B, H, n, width] to 8 bits: returns int8 or (for float8) uint8 [B, H, n, width + 4].
 inline Tensor store(const Tensor& rows, bool float8) {
   const Tensor dense = contiguous(rows);
   const int64_t width = dense.size(3), count = dense.numel() / std::max<int64_t>(width, 1);
@@ -157,7 +157,7 @@ inline Tensor store(const Tensor& rows, bool float8) {
   return result;
 }
 
-// Copies a tile's tokens to `rows` rows of `width` values, padded with zeros.
+// Copies the rows of a tile's tokens to `rows` rows of `width` values, padded with zeros.
 template <typename T>
 void read_tile(const Source& x, int64_t b, int64_t h, Tile tile, int64_t step, int64_t rows,
                int64_t width, T* to) {

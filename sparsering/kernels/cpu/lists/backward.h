@@ -1,5 +1,5 @@
-// Backward pass over lists of keys. dK and dV belong to kv heads: a thread takes the queries of a
-// kv head, or a piece of them, with sums of its own.
+// Backward pass over lists of keys. A thread takes the queries of a kv head, or a piece of them,
+// and has sums of its own for dK and dV of the head.
 
 #pragma once
 
@@ -9,9 +9,10 @@
 
 namespace sparsering::cpu::lists {
 
-constexpr int64_t kMostPieces = 16;  // bounds the memory for sums
+constexpr int64_t kMostPieces = 16;  // most pieces per kv head; it bounds the memory for sums
 
-// Adds to `R` rows of `to` that a list names: row j gets the sum of factors[r * ld + j] * x[r].
+// Adds to `R` rows of `to` that a list names: row keys[j] gets the sum of factors[r * ld + j] *
+// x[r].
 template <int R>
 void add_products(float* to, int64_t width, const int32_t* keys, const float* factors, int64_t ld,
                   const float* x, int64_t x_ld, int64_t queries) {
@@ -79,7 +80,8 @@ struct BackwardScratch {
 
 class Backward {
  public:
-  // Gradients. `dtable`: [B, Hq, pieces, 2R + 1]; nullptr where there is no such gradient.
+  // Where gradients are written. `dtable` is [B, Hq, pieces, 2R + 1]; nullptr stands for no such
+  // gradient.
   struct To {
     float *dq, *dk, *dv, *dbias;
     double* dtable;
@@ -95,7 +97,7 @@ class Backward {
         to_(to),
         merges_(!in_order() && (most_lists(call.group) == 1 || has_finite_keys())) {}
 
-  // Pieces of the queries of a kv head, so that all threads work.
+  // Returns into how many pieces a kv head's queries are cut, so that all threads work.
   static int64_t pieces(const Problem& x) {
     const int64_t heads = std::max<int64_t>(1, x.B * x.Hkv);
     return std::min({(num_threads() + heads - 1) / heads, kMostPieces, parts(x)});
@@ -103,7 +105,7 @@ class Backward {
 
   void run() const {
     const int64_t pieces = Backward::pieces(x_), heads = x_.B * x_.Hkv,
-                  keys = heads * x_.Nk;  // rows of dK and dV
+                  keys = heads * x_.Nk;  // number of rows of dK, and of dV
     Buffer<float> more_k = Buffer<float>::zeros((pieces - 1) * keys * x_.D),
                   more_v = Buffer<float>::zeros((pieces - 1) * keys * x_.Dv);
     const auto part = [&](float* first, const Buffer<float>& more, int64_t piece, int64_t width) {
@@ -138,7 +140,8 @@ class Backward {
   }
 
  private:
-  // Numbers of neighbouring queries whose lists may be merged: they do not depend on the threads.
+  // Returns the number of runs of neighboring queries whose lists may be merged; it does not depend
+  // on the threads.
   static int64_t parts(const Problem& x) {
     return std::max<int64_t>(1, (x.Nq + kQueries - 1) / kQueries);
   }
@@ -151,7 +154,8 @@ class Backward {
     });
   }
 
-  // A key of -inf leaves lse and delta finite.
+  // False if a key is not finite. That must be checked here, because a key of -inf leaves lse and
+  // delta finite.
   bool has_finite_keys() const {
     std::atomic<bool> finite{true};
     const int64_t heads = x_.B * x_.Hkv, padded = round_up(x_.D, kLanes);
@@ -168,8 +172,8 @@ class Backward {
     return finite;
   }
 
-  // Reads the lists of some queries. Reads one if a number is not finite: 0 times it would spoil
-  // gradients of queries and keys that do not see each other.
+  // Reads the lists of some queries, to be merged. It reads a single one if a number is not finite,
+  // because 0 times it would spoil the gradients of queries and keys that do not see each other.
   void read_lists(BackwardScratch& s, int64_t b, int64_t unit, int64_t query, int64_t stop) const {
     call_.read(s.list, b, unit, query, merges_ ? stop - query : 1);
     bool finite = true;
@@ -227,8 +231,8 @@ class Backward {
     }
   }
 
-  // Replaces a head's products with keys by the gradients dS of these products, and its products
-  // with values by the weights of the values. Its list is the `i`th that is read.
+  // Replaces a head's products with keys by their gradients dS, and its products with values by the
+  // weights of the values. Its list is number `i` of those that were read.
   void run_row(BackwardScratch& s, int64_t b, int64_t head, int64_t first_query, int64_t i,
                int64_t from, int64_t count, int64_t piece, int64_t pieces, int64_t r) const {
     float *scores = s.scores.get() + r * kTile, *weights = s.weights.get() + r * kTile,
@@ -237,7 +241,7 @@ class Backward {
     const bool capped = x_.extras.softcap > 0.f;
     call_.adjust(b, head, query, s.list, i, from, count, s.biases.get(), scores,
                  capped ? slopes : nullptr);
-    if (x_.extras.drops()) {  // the products with values become gradients of weights
+    if (x_.extras.drops()) {  // turns the products with values into gradients of the weights
       call_.for_kept(b, head, query, s.list, from, count, [&](int64_t j, bool kept) {
         weights[j] = kept ? weights[j] * x_.extras.factor : 0.f;
       });
@@ -281,7 +285,7 @@ class Backward {
   const Source dout_;
   const float *lse_, *delta_;
   const To to_;
-  const bool merges_;  // a merged row may be cut otherwise; -inf of a key would spoil others
+  const bool merges_;  // false if bits must not depend on merging, or if a key is not finite
 };
 
 }  // namespace sparsering::cpu::lists

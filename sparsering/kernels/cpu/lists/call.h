@@ -1,5 +1,5 @@
-// Attention of queries to keys that lists name, one by one: without tiles and layouts. The query
-// heads of a unit share a kv head and a list.
+// Attention of queries to single keys that lists name, without tiles and layouts. A unit is the
+// query heads that share a kv head and a list.
 
 #pragma once
 
@@ -30,7 +30,7 @@ inline bool all_finite(const float* x, int64_t size) {
   return sum_of_lanes(sum) == 0.f;
 }
 
-// Where queries and keys stand: at their index (queries from `first` on), or as tensors say.
+// The positions of queries and keys: their index (queries from `first` on), or what tensors say.
 struct Stand {
   Stand(int64_t first_, const std::optional<Tensor>& of_queries,
         const std::optional<Tensor>& of_keys, const Problem& x)
@@ -67,22 +67,22 @@ struct Stand {
   int64_t stream(int64_t i) const {
     return streams ? streams[i] : 0;
   }
-  // Row of positions of a kv head's keys, out of `kv_heads`; nullptr if a key stands at its index.
+  // Returns the positions of a kv head's keys; nullptr if positions are indices.
   const int64_t* of_head(const int64_t* rows, int64_t kv_head, int64_t kv_heads) const {
     return rows ? rows + kv_head * heads / std::max<int64_t>(1, kv_heads) * keys_in_head : nullptr;
   }
 
   int64_t first, heads = 1, keys_in_head = 0;
-  int64_t query_batch = 0, key_batch = 0;  // numbers of a batch entry; 0: entries share depths
+  int64_t query_batch = 0, key_batch = 0;  // strides between batch entries; 0 if they share depths
   const int64_t *positions = nullptr, *depths = nullptr, *streams = nullptr,
                 *key_positions = nullptr, *key_depths = nullptr;
 };
 
 // Input of a call.
 struct Call {
-  // keys: int32 [B or 1, H, Nq, slots], where H divides the kv heads, or is a multiple of them that
-  // divides the query heads. bias: [B, Hq, Nq, slots], added to the scores of a slot's key; places:
-  // like keys, where in the bias each slot has its number.
+  // `keys` is int32 [B or 1, H, Nq, slots], where H divides the kv heads, or is a multiple of them
+  // that divides the query heads. `bias` [B, Hq, Nq, slots] is added to the scores of a slot's key.
+  // `places`, like keys, says where in the bias each slot has its number.
   Call(const Problem& problem, const Tensor& keys_, const std::optional<Tensor>& places_,
        const std::optional<Tensor>& bias_, int64_t branch_, const Stand& stand_)
       : x(problem),
@@ -124,14 +124,14 @@ struct Call {
                    int64_t from) const {
     return {source.rows<S>(b, kv_head(unit), 0), source.strides[2], list.keys() + from};
   }
-  // Returns the first of the rows (queries of a unit's heads) that may list keys from `from` on.
-  // Earlier rows are added until they are in fours, as products take them.
+  // Returns the first of the rows (queries of a unit's heads) that may list keys from `from` on. It
+  // includes some earlier rows, so that their number is a multiple of 4, as products need.
   int64_t first_row(const Distinct& list, int64_t from) const {
     const int64_t all = list.size * group, listing = all - list.first_list(from) * group;
     return std::max<int64_t>(0, all - round_up(listing, 4));
   }
-  // Calls f(j, n, first) for n keys from the `j`th of a tile on, and the first row that may list
-  // one of them: if lists are merged, the last keys are those of few rows.
+  // Calls f(j, n, first) for steps of n keys from key j of a tile on; `first` is the first row that
+  // may list one of them. In merged lists, only the last rows list the last keys.
   template <typename F>
   void for_steps(const Distinct& list, int64_t from, int64_t count, const F& f) const {
     const int64_t step = list.size > 1 ? kLanes : count;
@@ -144,7 +144,7 @@ struct Call {
     return (b * x.Hq + head) * x.Nq + query;
   }
 
-  // Copies queries (or gradients of their outputs), padded with zeros: each of all heads of a unit.
+  // Copies queries (or gradients of their outputs) of all heads of a unit, padded with zeros.
   void read_rows(const Source& source, int64_t b, int64_t unit, int64_t query, int64_t queries,
                  float* to) const {
     const int64_t padded = round_up(source.width, kLanes);
@@ -154,8 +154,8 @@ struct Call {
     }
   }
 
-  // Turns products of a head's query, whose list is the `i`th of `list`, with `count` keys, from
-  // `from` on, into scores. Sets `slope`, if it is not nullptr, to the derivative by the product.
+  // Turns products of a head's query with `count` keys, from `from` on, into scores. The query's
+  // list is number `i` of `list`. `slope` gets the derivative by the product, unless it is nullptr.
   void adjust(int64_t b, int64_t head, int64_t query, const Distinct& list, int64_t i, int64_t from,
               int64_t count, float* biases, float* scores, float* slope) const {
     const float *table = x.extras.table(b, head),
@@ -195,7 +195,8 @@ struct Call {
     return radius + std::clamp(far, -radius, radius);
   }
 
-  // Calls f(j, kept) for `count` keys of a list, from `from` on, with what dropout keeps.
+  // Calls f(j, kept) for `count` keys of a list, from `from` on; `kept` is false if dropout drops
+  // the pair.
   template <typename F>
   void for_kept(int64_t b, int64_t head, int64_t query, const Distinct& list, int64_t from,
                 int64_t count, const F& f) const {
@@ -217,7 +218,7 @@ struct Call {
   const Stand stand;
   const int32_t* places;
   const float* bias;
-  int64_t width;  // of a padded row
+  int64_t width;  // padded number of values in a row
 };
 
 }  // namespace sparsering::cpu::lists

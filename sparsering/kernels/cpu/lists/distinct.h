@@ -1,4 +1,4 @@
-// Lists of neighbouring queries, merged: each key once.
+// Merges the lists of neighboring queries, so that each key is read once.
 
 #pragma once
 
@@ -8,19 +8,19 @@
 
 namespace sparsering::cpu::lists {
 
-constexpr int64_t kTile = 128;     // keys of a softmax step: with their values they stay in a cache
-constexpr int64_t kQueries = 16;   // neighbouring queries that a thread takes at a time
-constexpr int64_t kMostRows = 64;  // queries of all heads that share products with keys
-constexpr int64_t kMostMerged = 4;  // bounds the merged keys, in lengths of a list
+constexpr int64_t kTile = 128;      // keys of a softmax step; with their values they fit in a cache
+constexpr int64_t kQueries = 16;    // neighboring queries that a thread takes at a time
+constexpr int64_t kMostRows = 64;   // queries of all heads that share products with keys
+constexpr int64_t kMostMerged = 4;  // most merged keys, as a multiple of the length of a list
 
 // The most lists that are merged, for `heads` query heads that share a list.
 inline int64_t most_lists(int64_t heads) {
   return std::clamp<int64_t>(kMostRows / std::max<int64_t>(heads, 1), 1, kQueries);
 }
 
-// Some lists without repeats and without numbers that are no key. Keys are in the order of the
-// first list that has them, and ascend within it: a key's first list and later ones may have it,
-// earlier ones do not. So the order of a list's slots changes no sum.
+// Some lists, without repeats and without numbers that are no keys. Keys are sorted by the first
+// list that has them, and ascend within it. So no earlier list has a key, and the order of a list's
+// slots changes no sum.
 class Distinct {
  public:
   Distinct(int64_t slots, int64_t num_keys, int64_t heads, bool has_bias)
@@ -37,9 +37,9 @@ class Distinct {
         sorted_(is_long_ ? 0 : slots),
         seen_(Buffer<uint64_t>::zeros(is_long_ ? (num_keys + 63) / 64 : 0)) {}
 
-  // Reads the list of the first query, and those of the next ones as long as sharing products is
-  // faster; of `most` queries at most. The lists follow each other in memory, and with a bias their
-  // places in it.
+  // Reads the list of the first query, and the next lists as long as sharing products is faster,
+  // but at most `most`. The lists follow each other in memory; with a bias, so do their places in
+  // it.
   void read(const int32_t* list, const int32_t* places, int64_t most) {
     begin();
     places_ = places;
@@ -52,7 +52,7 @@ class Distinct {
   const int32_t* keys() const {
     return keys_.get();
   }
-  // For each key, its place in the bias of list i, if that has the key. Only with a bias.
+  // Returns, for each key, its place in the bias of list i, if that list has the key.
   const int32_t* places(int64_t i) const {
     return place_.get() + i * most_;
   }
@@ -68,7 +68,7 @@ class Distinct {
     return i;
   }
 
-  // Sets those of `count` scores to -inf whose keys, from `place` on, are not in list i.
+  // Sets scores to -inf if list i does not have their key; the `count` keys begin at `place`.
   void hide_others(int64_t i, int64_t place, int64_t count, float* scores) const {
     using Ints = at::vec::Vectorized<int32_t>;
     if (size == 1) {
@@ -100,7 +100,7 @@ class Distinct {
     size = count = 0;
   }
 
-  // Several numbers are no key: -1, and those that no tensor has.
+  // -1 is no key, and neither is a number past the last key.
   bool is_key(int32_t key) const {
     return key >= 0 && key < num_keys_;
   }
@@ -188,7 +188,7 @@ class Distinct {
 
   void finish(const int32_t* list, int64_t start) {
     const int32_t* places = places_ ? places_ + size * slots_ : nullptr;
-    for (int64_t slot = slots_; places && slot-- > 0;) {  // the first slot of a key remains
+    for (int64_t slot = slots_; places && slot-- > 0;) {  // from the end: a key's first slot wins
       if (is_key(list[slot])) {
         place_.get()[size * most_ + place(list[slot])] = places[slot];
       }
@@ -196,10 +196,10 @@ class Distinct {
     starts_[size++] = start;
   }
 
-  // True if the next list has so many keys of those before that sharing products with all keys
-  // takes less time. A sample of the list decides. The unit of time is a product of a key and a
-  // row; beside it, packing a key takes 3, and reading it for fewer rows than are packed for 2.
-  // `python -m benchmarks bench --only lists` measures what the choice gains.
+  // True if the next list shares so many keys with the lists before that merging it takes less
+  // time. A sample of the list decides. The unit of time is the product of a key and a row: packing
+  // a key takes 3 units, and reading an unpacked key takes 2. `python -m benchmarks bench --only
+  // lists` measures what the choice gains.
   bool is_near(const int32_t* list) const {
     constexpr int64_t kSamples = 16, kPacking = 3, kReading = 2;
     if (count + slots_ > most_) {
@@ -219,10 +219,11 @@ class Distinct {
 
   int64_t slots_, heads_, most_, words_, num_keys_;
   Buffer<int32_t> keys_, place_;
-  const int32_t* places_ = nullptr;  // of the slots of the lists
-  Buffer<uint32_t> bits_;            // of each list, a bit for each key
-  Buffer<uint32_t> marks_;           // of each key: base_ + its place, or less if no list has it
-  // A long list is sorted by a bit for each key: words without a bit take less time than a sort.
+  const int32_t* places_ = nullptr;  // place in the bias of each slot of the lists
+  Buffer<uint32_t> bits_;            // for each list, a bit for each key
+  Buffer<uint32_t> marks_;           // for each key, base_ + its place; less if no list has it
+  // A long list is sorted by setting a bit for each key, because skipping empty words takes less
+  // time than a sort.
   static constexpr int64_t kMuch = 32;
   const bool is_long_;
   Buffer<int32_t> sorted_;

@@ -8,8 +8,8 @@
 
 namespace sparsering::cpu::lists {
 
-// The slots of lists from which on merging them pays in a forward pass; a backward pass, which also
-// adds to the gradients of keys and values, gains from merging short lists too.
+// In a forward pass, merging lists pays if they have at least so many slots. A backward pass, which
+// also adds to the gradients of keys and values, gains from merging short lists, too.
 constexpr int64_t kLeastSlots = 384;
 
 struct ForwardScratch {
@@ -50,8 +50,8 @@ struct Results {
   }
 };
 
-// Computes the queries whose lists are read, for the heads of a unit. Returns false, and writes no
-// results, if a number is not finite: 0 times it would spoil rows that do not list its key.
+// Computes the queries whose lists were read, for the heads of a unit. Returns false, without
+// results, if a number is not finite, because 0 times it would spoil rows that do not list its key.
 template <int W, typename S, typename O>
 bool forward_queries(const Call& call, ForwardScratch& s, int64_t b, int64_t unit, int64_t query,
                      const Results<O>& results) {
@@ -107,7 +107,7 @@ void forward(const Call& call, const Results<O>& results) {
   const Problem& x = call.x;
   const int64_t parts = (x.Nq + kQueries - 1) / kQueries;
   const bool merges =
-      call.slots >= kLeastSlots && !in_order();  // a merged row may be cut otherwise
+      call.slots >= kLeastSlots && !in_order();  // merging changes where a row is cut, and its bits
   const auto make = [&] { return ForwardScratch(call); };
   with_width(x.D, x.Dv, [&](auto width) {
     share_out<ForwardScratch>(x.B * call.units * parts, 1, make, [&](ForwardScratch& s, int64_t i) {

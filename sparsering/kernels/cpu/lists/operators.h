@@ -1,4 +1,4 @@
-// The operators for lists of keys. Their first arguments are those of a `Call`.
+// The torch operators for lists of keys. Their first arguments are those of a `Call`.
 
 #pragma once
 
@@ -23,7 +23,7 @@ namespace sparsering::cpu::lists {
   "float scale, float softcap, Tensor? distance_bias, float dropout_p, Tensor? seeds, bool " \
   "ordered, "
 
-// Calls f with a `Call` of an operator's arguments.
+// Builds a `Call` from an operator's arguments, and calls f with it.
 template <typename F>
 void with_call(SPARSERING_LISTS, const F& f) {
   const Order order(ordered);
@@ -41,7 +41,7 @@ inline void check_results(const Problem& x, const Tensor& rows, const Tensor& nu
                    "sparsering cpu: results of lists do not fit the call");
 }
 
-// Merges the results of the lists into `out`, which is float unless `fresh`, and `lse`.
+// Merges the results of the lists into `out` and `lse`. `out` is float unless `fresh`.
 inline void forward_lists(SPARSERING_LISTS, bool fresh, const Tensor& out, const Tensor& lse) {
   with_call(query, key, value, keys, places, bias, branch, first, of_queries, of_keys, scale,
             softcap, distance_bias, dropout_p, seeds, ordered, [&](const Call& call) {
@@ -64,7 +64,7 @@ inline void forward_lists(SPARSERING_LISTS, bool fresh, const Tensor& out, const
             });
 }
 
-// Returns dQ, dK, dV, and the gradients of the bias and of the distance bias, in pieces.
+// Returns dQ, dK, dV, the gradient of the bias, and that of the distance bias, which is in pieces.
 inline std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_lists(
     SPARSERING_LISTS, const Tensor& out, const Tensor& lse, const Tensor& grad_out,
     const Tensor& grad_lse, bool learns_distances) {

@@ -1,6 +1,6 @@
-// The key blocks that each query block sees: a list of them, or those that `RandomBlocks` draws for
-// one kv head. patterns/blocks.py has the rule of these, and rows.py the hash and the permutation,
-// which are the same here bit for bit.
+// The key blocks that each query block sees: listed ones, or those that `RandomBlocks` draws for
+// one kv head. patterns/blocks.py defines the draw, and ground/rows.py the hash and the
+// permutation; this file computes the same, bit for bit.
 #pragma once
 
 #include <algorithm>
@@ -13,11 +13,11 @@
 
 namespace sparsering::cpu::lower {
 
-constexpr int64_t kMostBlocks = 1024;  // pairs of blocks that are looked up in a pair of tiles
+constexpr int64_t kMostBlocks = 1024;  // most block pairs that are looked up per tile pair
 
 constexpr uint64_t kSplitMix[] = {0xBF58476D1CE4E5B9u, 0x94D049BB133111EBu};
 
-// Right shift of a signed number, which keeps its sign.
+// Shifts right as a signed number, so that the sign is kept.
 inline uint64_t shifted_down(uint64_t x, int by) {
   return static_cast<uint64_t>(static_cast<int64_t>(x) >> by);
 }
@@ -25,12 +25,13 @@ inline uint64_t shifted_down(uint64_t x, int by) {
 class BlockRows {
  public:
   BlockRows() = default;
-  // A query block sees `count` of `blocks` key blocks, drawn at random.
+  // For random blocks: each query block sees `count` of `blocks` key blocks.
   BlockRows(int64_t key, int64_t blocks, int64_t count)
       : key_(key), blocks_(blocks), count_(count) {
     SPARSERING_CHECK(count >= 0 && count <= blocks, "sparsering: malformed random blocks");
   }
-  // Query block i sees key block j < blocks if i * blocks + j is in `listed`, which ascends from 0.
+  // For listed blocks: query block i sees key block j < blocks if i * blocks + j is in `listed`,
+  // which ascends and is >= 0.
   BlockRows(Ints listed, int64_t blocks) : blocks_(blocks), words_((blocks + 63) / 64) {
     SPARSERING_CHECK(blocks > 0 && listed[0] >= 0, "sparsering: malformed list of blocks");
     bits_.resize((listed.back() / blocks + 1) * words_);
@@ -93,7 +94,8 @@ class BlockRows {
     return state & ((uint64_t{1} << 62) - 1);
   }
 
-  // Permutes [0, 4^h) by a Feistel network, repeated until the result is below size.
+  // Permutes [0, size): a Feistel network permutes [0, 4^h), and is applied until the result is
+  // below size.
   static int64_t permuted(int64_t index, int64_t size, uint64_t key) {
     int half_bits = 1;
     while ((int64_t{1} << (2 * half_bits)) < size) ++half_bits;
@@ -119,7 +121,7 @@ class BlockRows {
   }
 
   int64_t key_ = 0, blocks_ = 0, count_ = 0;
-  int64_t words_ = 0;  // of a row of `bits_`; 0 if blocks are drawn
+  int64_t words_ = 0;  // number of words in a row of `bits_`; 0 if blocks are drawn
   std::vector<uint64_t> bits_;
   mutable std::unordered_map<int64_t, std::vector<int64_t>> rows_;
 };

@@ -1,10 +1,10 @@
 // Conditions on a query and a key position, read from the program that layouts/lower.py writes.
 //
-// `Condition::status` decides for a pair of tiles whether no position pair, some or all meet the
-// condition; `signature` writes integers, and varying pairs of tiles with equal ones have equal
-// bitmaps; `row` finds the keys of a tile that one query sees. The first two compute exactly what
-// the classes of layouts/leaves.py, joints.py and paths.py do for tensors: a change here or there
-// is a change in both, and tests compare the tables of the two.
+// `Condition::status` decides for a pair of tiles whether no, some or all position pairs meet the
+// condition. `signature` writes integers: pairs of tiles that vary and have equal integers have
+// equal bitmaps. `row` finds the keys of a tile that one query sees. The first two compute exactly
+// what the classes of layouts/leaves.py, joints.py and paths.py compute for tensors, so a change
+// must be made in both places; tests compare the tables of the two.
 #pragma once
 
 #include <algorithm>
@@ -30,8 +30,8 @@ enum Kind : int64_t {
   kPerDocument,
   kOnPath,
   kInBlocks,
-  kBlockRows,    // of `RandomBlocks`
-  kListedBlocks  // once read, it is kBlockRows too
+  kBlockRows,    // drawn by `RandomBlocks`
+  kListedBlocks  // becomes kBlockRows when it is read
 };
 
 class Condition {
@@ -55,7 +55,8 @@ class Condition {
     for (int64_t i = 0; i < parts; ++i) parts_.emplace_back(in);
   }
 
-  // `exact` for a pair of tiles; for several, kVaries may hide that none or all meet the condition.
+  // Set `exact` for a single pair of tiles. Without it, as for ranges of tiles, kVaries may be
+  // returned even if none or all position pairs meet the condition.
   int status(const Pair& x, bool exact = true) const {
     switch (kind_) {
       case kLinear: {
@@ -123,8 +124,9 @@ class Condition {
     }
   }
 
-  // True if pairs of tiles that span so many positions have few pairs of blocks (layouts/joints.py
-  // has the same limit). Blocks of a tree count depths, of which a tile may span more.
+  // True if pairs of tiles that span so many positions have few block pairs (layouts/joints.py has
+  // the same limit). It is false for blocks in a tree, where a tile may span more depths than it
+  // has tokens.
   bool fits(int64_t queries, int64_t keys, bool in_tree = false) const {
     if (kind_ >= kInBlocks) {
       return !in_tree && ((queries - 1) / c_[0] + 2) * ((keys - 1) / c_[1] + 2) <= kMostBlocks;
@@ -134,12 +136,12 @@ class Condition {
     });
   }
 
-  // True if `signature` with `contents` may equate what it tells apart without.
+  // True if `signature` may find more equal pairs of tiles with `contents` than without.
   bool has_contents() const {
     return kind_ == kInKeys || std::ranges::any_of(parts_, &Condition::has_contents);
   }
 
-  // Appends the parts that decide whether a pair of `x`, which varies, meets the condition.
+  // Appends the parts that decide which position pairs of `x` meet the condition; `x` varies.
   void deciding(const Pair& x, std::vector<const Condition*>& out) const {
     if (kind_ != kAllOf) out.push_back(this);
     for (const Condition& part : parts_) {
@@ -153,8 +155,9 @@ class Condition {
     return bits &= Bits::range(0, (k.last - k.first) / k.step + 1);
   }
 
-  // Appends the integers; `number` is of this pair of tiles alone. With `contents`, which takes
-  // longer, tiles of listed keys that have equal bits have equal integers, too.
+  // Appends the integers. `number` is unique to this pair of tiles, for conditions that cannot
+  // compare pairs. With `contents`, which takes longer, tiles of a key mask with equal bits get
+  // equal integers, too.
   void signature(const Pair& x, int64_t number, std::vector<int64_t>& out,
                  bool contents = false) const {
     switch (kind_) {
@@ -240,7 +243,7 @@ class Condition {
     }
   }
 
-  // As `row`, with any bits past the last key.
+  // Returns `row`, but bits past the last key may have any value.
   Bits row_past(int64_t p, const Side& k) const {
     switch (kind_) {
       case kLinear: {
@@ -320,7 +323,8 @@ class Condition {
                                : parts_[0].status({{query, query, 1}, {key, key, 1}}) == kFull;
   }
 
-  // Status of ranges of blocks: looks up each pair of them for `exact`, unless there are many.
+  // Returns the status of ranges of blocks. If `exact`, it looks up each block pair, unless there
+  // are too many.
   int status_of_blocks(const Side& q, const Side& k, bool exact) const {
     const int64_t width = k.last - k.first + 1, most = (q.last - q.first + 1) * width;
     int64_t seen = 0;
@@ -337,7 +341,8 @@ class Condition {
     return seen ? kFull : kEmpty;
   }
 
-  // As `keys_where`, for a rule that asks nothing of the query: keeps the bits of the latest tile.
+  // Returns `keys_where` for a rule that does not depend on the query, and keeps the latest tile's
+  // bits.
   template <typename Holds>
   Bits same_keys(const Side& k, Holds holds) const {
     if (!(k == latest_tile_)) latest_bits_ = keys_where(k, holds);
@@ -364,7 +369,7 @@ class Condition {
       }
     }
 
-    // Minimum and maximum of a number of the tile's nodes.
+    // Returns the minimum and maximum over the tile's nodes; of[0] holds the negated numbers.
     std::pair<int64_t, int64_t> bounds(const RangeMax (&of)[2]) const {
       return {-of[0].of(first, last), of[1].of(first, last)};
     }
@@ -373,14 +378,14 @@ class Condition {
     bool inside, touches, several;
   };
 
-  // The nearest of a node and its ancestors that is at most `most`, or -1.
+  // Returns the nearest of a node and its ancestors whose index is at most `most`, or -1.
   int64_t nearest(int64_t node, int64_t most) const {
     while (node > most) node = jump_[node] > most ? jump_[node] : parent_[node];
     return node;
   }
 
-  // Whether a key's node is the node of a query or one of its ancestors. Bounds of numbers say
-  // little of nodes that are in no order.
+  // True if some key's node is the node of a query or one of its ancestors. Bounds of depth-first
+  // numbers cannot decide that if nodes are not in depth-first order.
   bool sees_any(const Path& query, const Path& key) const {
     for (int64_t node = query.first; node <= query.last; ++node) {
       if (nearest(node, key.last) >= key.first) return true;
@@ -400,7 +405,7 @@ class Condition {
     return side(x).stride();
   }
 
-  // Place of a tile's first position in its segment, and whether the tile ends in that segment.
+  // Returns where a tile's first position lies in its segment, and whether the tile ends in it.
   std::pair<int64_t, bool> place(const Pair& x) const {
     const int64_t first = remainder(side(x).first, c_[1]);
     return {first, first + side(x).last - side(x).first < c_[1]};
@@ -413,7 +418,8 @@ class Condition {
     return held_[0].numel() - 1;
   }
 
-  // Index of the document or node that has a position; -1 before the first, `ranges()` past all.
+  // Returns the index of the document or node that has a position; -1 before the first one,
+  // `ranges()` past the last.
   int64_t range_of(int64_t position) const {
     if (position < starts()[0]) return -1;
     if (position >= starts()[ranges()]) return ranges();
@@ -455,8 +461,8 @@ class Condition {
     index_ancestors();
   }
 
-  // Finds each node's parent, which comes before it, and an ancestor to jump to: of a chain of
-  // ancestors, O(log nodes) are visited.
+  // Finds each node's parent, which comes before it, and an ancestor to jump to, so that any
+  // ancestor is O(log nodes) parents and jumps away.
   void index_ancestors() {
     const int64_t nodes = ranges(), *enter = data_[2], *leave = data_[3];
     std::vector<int64_t> in_order(nodes), level(nodes);
@@ -478,20 +484,20 @@ class Condition {
     }
   }
 
-  static constexpr int64_t kMostIndexed = 1 << 22;  // a longer sequence is searched
+  static constexpr int64_t kMostIndexed = 1 << 22;  // longer sequences have no `number_of_`
 
   int64_t kind_;
   int64_t c_[5] = {};
   BlockRows rows_;
   std::vector<Tensor> held_;
-  std::vector<const int64_t*> data_;  // of the tensors in `held_`
+  std::vector<const int64_t*> data_;  // data of the tensors in `held_`
   std::vector<Condition> parts_;
-  mutable Side latest_tile_{0, -1, 1};  // of kInKeys, with its bits
+  mutable Side latest_tile_{0, -1, 1};  // the latest tile of `same_keys`, and its bits
   mutable Bits latest_bits_;
   std::vector<int32_t> number_of_;      // document or node of each position, if there are few
-  RangeMax depth_, end_;                // of nodes: -depth, depth of the end
-  std::vector<int64_t> parent_, jump_;  // of nodes: the parent, and some ancestor; -1: none
-  RangeMax enter_[2], leave_[2];        // of nodes: of the negative number, of the number
+  RangeMax depth_, end_;                // maxima over nodes of -depth, and of the depth of the end
+  std::vector<int64_t> parent_, jump_;  // each node's parent and a farther ancestor; -1 for none
+  RangeMax enter_[2], leave_[2];        // maxima over nodes of the negated number, and the number
 };
 
 }  // namespace sparsering::cpu::lower

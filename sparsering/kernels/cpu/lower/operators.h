@@ -8,7 +8,8 @@
 
 namespace sparsering::cpu::lower {
 
-// Residue class, start, stop and last position of the tiles of ranges of positions.
+// Cuts ranges of positions into tiles: returns residue class, start, stop and last position of
+// each.
 inline std::vector<Tensor> tiles(int64_t step, int64_t segment, int64_t residues, int64_t block,
                                  int64_t offset, Ints ranges, Ints documents, Ints depths) {
   SPARSERING_CHECK(step > 0 && segment > 0 && residues > 0 && block > 0 && ranges.size() % 2 == 0 &&
@@ -17,8 +18,9 @@ inline std::vector<Tensor> tiles(int64_t step, int64_t segment, int64_t residues
   return Grid{step, segment, residues, block, offset}.tiles(ranges, documents, depths);
 }
 
-// The table of a pass and what a layout stores beside it; with `count`, the pairs in its tiles
-// alone; nothing if a pair of tiles may have too many pairs of blocks. At most `threads` work.
+// Compiles the table of a pass: `native_table` in layouts/lower.py lists the results. With `count`,
+// returns only the number of pairs in its tiles. Returns nothing if a pair of tiles may have too
+// many block pairs. At most `threads` threads work.
 inline std::vector<Tensor> table(Ints program, Tensors constants, Tensors queries, Tensors keys,
                                  int64_t step, int64_t block, bool count, int64_t threads) {
   Reader in{program, constants};
@@ -39,9 +41,9 @@ inline std::vector<Tensor> table(Ints program, Tensors constants, Tensors querie
   return compiler.table();
 }
 
-// The table of a tile of queries and of rows of keys (positions, -1 for none): `native_page` in
-// layouts/lower.py. The rows take the rules in turns; nothing if a rule asks for too many pairs of
-// blocks.
+// Compiles the table of a tile of queries and rows of keys (positions, -1 for none), as
+// `native_page` in layouts/lower.py says. Row i has rule i modulo the number of rules. Returns
+// nothing if a rule needs too many block pairs.
 inline std::vector<Tensor> page(Ints programs, Tensors constants, const Tensor& first,
                                 const Tensor& keys, int64_t queries, int64_t block) {
   SPARSERING_CHECK(first.dtype() == kLong && keys.dtype() == kLong && keys.dim() == 2 &&
@@ -67,7 +69,7 @@ inline std::vector<Tensor> page(Ints programs, Tensors constants, const Tensor& 
   return page.table();
 }
 
-// Bitmaps with the other side along the bits: `transposed` in layouts/bitmaps.py.
+// Transposes bitmaps, as `transposed` in layouts/bitmaps.py.
 inline Tensor transposed(const Tensor& bitmaps) {
   const Tensor rows = contiguous(bitmaps);
   const int64_t bytes = rows.dim() == 2 ? rows.size(1) : 0;

@@ -1,8 +1,9 @@
 // Bitmaps of one tile of queries and tiles of keys in any order, for `page_over` in
 // layouts/gathered_keys.py.
 //
-// The keys of a tile are cut into pieces. The positions of a piece ascend, on a grid of at most 256
-// positions; if some pairs of queries and this grid may not attend, each query's row is evaluated.
+// The keys of a tile are cut into pieces. The positions of a piece ascend and lie on a grid of at
+// most 256 positions. If only some pairs of the queries and this grid attend, each query's row is
+// evaluated.
 #pragma once
 
 #include <cstring>
@@ -30,7 +31,7 @@ class Page {
     }
   }
 
-  // Row pointers, key tiles, bitmap indices, bitmaps.
+  // Returns row pointers, key tiles, bitmap indices and bitmaps.
   std::vector<Tensor> table() const {
     const int64_t rows = rows_.size(), bytes = block_ * block_ / 8;
     int64_t longest = 0;
@@ -53,7 +54,7 @@ class Page {
   struct Queries {
     const Condition& rule;
     int64_t first;
-    bool fits_all;  // with any keys (`Condition::fits`)
+    bool fits_all;  // `Condition::fits` for any keys
   };
 
   // Stores the bitmap of `tile_`, with keys along the bits; returns its index.
@@ -121,8 +122,8 @@ class Page {
   }
 
   const int64_t block_;
-  std::vector<int64_t> slots_;   // of the tile's keys that are not -1
-  std::vector<int64_t> places_;  // of these keys on the grid of their piece
+  std::vector<int64_t> slots_;   // indices in the tile of its keys that are not -1
+  std::vector<int64_t> places_;  // places of these keys on the grid of their piece
   std::vector<Bits> tile_;       // the keys that each query sees
   std::vector<const Condition*> deciding_;
   std::vector<std::pair<std::vector<int32_t>, std::vector<int32_t>>> rows_;  // tiles, bitmaps

@@ -1,4 +1,4 @@
-// Positions of tiles, bits of a tile's keys, and maxima of ranges, for `Condition`.
+// Positions of tiles, bits of a tile's keys, and maxima over ranges; `Condition` uses them.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,8 @@ namespace sparsering::cpu::lower {
 
 enum Status : int { kEmpty = 0, kVaries = 1, kFull = 2 };
 
-// Whether all or some numbers from q0 to q1 equal those from k0 to k1.
+// Returns kFull if the ranges [q0, q1] and [k0, k1] are the same single number, kEmpty if they do
+// not meet, else kVaries.
 inline int overlap(int64_t q0, int64_t q1, int64_t k0, int64_t k1) {
   if (q0 > k1 || k0 > q1) return kEmpty;
   return q0 == q1 && k0 == k1 ? kFull : kVaries;
@@ -26,7 +27,7 @@ inline int64_t remainder(int64_t a, int64_t b) {
   return a - floor_div(a, b) * b;
 }
 
-// Positions first, first + step, ..., last of a tile, or of several; all lie within [first, last].
+// Positions first, first + step, ..., last of a tile; or bounds of the positions of several tiles.
 struct Side {
   int64_t first, last, step;
 
@@ -38,7 +39,7 @@ struct Side {
   Side blocks(int64_t size) const {
     return {floor_div(first, size), floor_div(last, size), 1};
   }
-  // Distance of neighbours; 0 for a single position, which is a multiple of everything.
+  // Distance between neighbors; 0 for a single position, because 0 is a multiple of everything.
   int64_t stride() const {
     return first == last ? 0 : step;
   }
@@ -78,7 +79,7 @@ struct Bits {
     return sum;
   }
 
-  static const std::array<Bits, 257> kPrefix;  // kPrefix[n]: the first n bits
+  static const std::array<Bits, 257> kPrefix;  // kPrefix[n] has the first n bits
 };
 
 inline const std::array<Bits, 257> Bits::kPrefix = [] {
@@ -113,7 +114,7 @@ struct Pair {
   }
 };
 
-// Maxima of any range of some integers, in constant time.
+// Finds the maximum of any range of a list of integers in constant time.
 class RangeMax {
  public:
   RangeMax() = default;

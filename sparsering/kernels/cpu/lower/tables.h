@@ -1,7 +1,7 @@
 // Compiles one condition and two lists of tiles to the table of a pass (layouts/compile.py).
 //
-// For each query tile, the key tiles of its residue class are halved until a range of them is
-// empty, full, or a single tile. Varying pairs of tiles with one signature share one bitmap.
+// For each query tile, ranges of the key tiles of its residue class are halved until a range is
+// empty, full, or a single tile. Pairs of tiles that vary and have equal signatures share a bitmap.
 #pragma once
 
 #include <array>
@@ -51,7 +51,7 @@ inline void transpose_bits(const uint8_t* from, int64_t count, int64_t size, uin
         for (int64_t j = 0; j < 8; ++j) {
           x |= uint64_t{from[i + (8 * row + j) * bytes + column]} << 8 * j;
         }
-        // swaps bits above and below the diagonal of squares of 2, 4 and 8 bits
+        // Swaps the bits above and below the diagonal, in squares of 2, then 4, then 8 bits.
         for (const auto& [shift, above] : {std::pair{7, uint64_t{0x00AA00AA00AA00AA}},
                                            {14, uint64_t{0x0000CCCC0000CCCC}},
                                            {28, uint64_t{0x00000000F0F0F0F0}}}) {
@@ -74,7 +74,7 @@ struct Hash {
   }
 };
 
-// Rule that cuts positions into tiles: `Grid` in layouts/tiles.py.
+// The rule that cuts positions into tiles, as `Grid` in layouts/tiles.py.
 struct Grid {
   int64_t step, segment, residues, block, offset;
 
@@ -82,7 +82,7 @@ struct Grid {
     int64_t begin, end, least;
   };
 
-  // Segments of the sequence between two positions, or of all documents.
+  // Returns the segments of the sequence between two positions, or those of all documents.
   std::vector<Segment> segments(int64_t first, int64_t stop, Ints documents, Ints depths) const {
     std::vector<Segment> found;
     if (documents.empty()) {
@@ -90,7 +90,7 @@ struct Grid {
         found.push_back({i * segment, (i + 1) * segment, i * segment});
       }
     }
-    int64_t begin = 0;  // of the document
+    int64_t begin = 0;  // the document's first position
     for (size_t i = 0; i < documents.size(); ++i) {
       const int64_t depth = depths.empty() ? 0 : depths[i], end = begin + documents[i];
       const int64_t zero = begin - depth;  // where position 0 of the document would be
@@ -103,8 +103,8 @@ struct Grid {
     return found;
   }
 
-  // Residue class, start, stop and last position of each tile of the positions in `ranges`; then
-  // how many positions all tiles have, and one at most.
+  // Returns residue class, start, stop and last position of each tile of the positions in `ranges`;
+  // then how many positions all tiles have, and the largest tile.
   std::vector<Tensor> tiles(Ints ranges, Ints documents, Ints depths) const {
     struct Piece {
       int64_t start, least, end;
@@ -179,7 +179,7 @@ class Compiler {
       real_.push_back(i);
       before_.push_back(before_.back() + keys.positions(i));
     }
-    // The positions of one class may lie on several grids, one for each segment.
+    // The positions of one residue class may be on several grids, one for each segment.
     for (size_t i = 1; i < real_.size(); ++i) {
       const int64_t a = real_[i - 1], b = real_[i];
       regular_ &=
@@ -188,7 +188,7 @@ class Compiler {
     find();
   }
 
-  // Position pairs in visited pairs of tiles; a tile counts as a multiple of 16 positions.
+  // Returns the position pairs in visited pairs of tiles; a tile's size is rounded up to 16.
   int64_t pairs_in_tiles() const {
     int64_t total = 0;
     for (const Run& run : runs_) {
@@ -200,7 +200,8 @@ class Compiler {
     return total;
   }
 
-  // Row pointers, key tiles, bitmap indices, bitmaps; then pairs, longest row, longest column.
+  // Returns row pointers, key tiles, bitmap indices and bitmaps; then the number of pairs, and the
+  // most entries of a row and of a column.
   std::vector<Tensor> table() {
     choose_largest();
     const auto [bitmaps, number] = distinct_bitmaps();
@@ -266,8 +267,8 @@ class Compiler {
     return out;
   }
 
-  // A query tile and the key tiles real_[low] to real_[high - 1], of which all positions attend, or
-  // one, of kind `kind`.
+  // A query tile with the key tiles real_[low] to real_[high - 1]. Either all their pairs attend,
+  // or it is a single key tile whose bitmap has kind `kind`.
   struct Run {
     int64_t query;
     size_t low, high;
@@ -286,7 +287,7 @@ class Compiler {
   using Signature = std::vector<int64_t>;
   using Numbers = std::unordered_map<Signature, int64_t, Hash>;
 
-  // Lists the pairs of tiles of some neighbouring query tiles that may attend.
+  // Lists the pairs of tiles that may attend, for some neighboring query tiles.
   struct Finder {
     Finder(const Compiler& own, const Condition& rule, int64_t part)
         : own(own), rule(rule), part(part), has_contents(rule.has_contents()) {}
@@ -323,7 +324,7 @@ class Compiler {
       runs.push_back(run);
     }
 
-    // Number of the kind of a varying pair of tiles: those with equal signatures.
+    // Returns the kind of a pair of tiles that varies; pairs with equal signatures have one kind.
     int64_t kind_of(const Pair& x) {
       const int64_t number = part << 40 | static_cast<int64_t>(runs.size());
       signature.clear();
@@ -339,17 +340,17 @@ class Compiler {
     }
 
     const Compiler& own;
-    const Condition& rule;  // for this thread alone
+    const Condition& rule;  // used only by this thread
     const int64_t part;
     const bool has_contents;
     std::vector<Run> runs;
     std::vector<Signature> kinds;
-    Numbers numbers, contents;  // of kinds, by signature
+    Numbers numbers, contents;  // kinds by signature, without and with contents
     Signature signature;
   };
 
   // Lists the pairs of tiles that may attend, ordered by query tile, then key tile. Each thread has
-  // a condition of its own, since it keeps what it has looked up.
+  // a condition of its own, because conditions remember what they looked up.
   void find() {
     const int64_t count = queries_.count, parts = parts_of(count, kManyTiles);
     std::vector<std::optional<Finder>> found(parts);
@@ -371,8 +372,8 @@ class Compiler {
     num_kinds_ = kinds.size();
   }
 
-  // Finds for each kind the last pair of tiles that is its largest. A kind without one that has
-  // both the most queries and the most keys is split by these.
+  // Finds the last largest pair of tiles of each kind. If no pair has both the most queries and the
+  // most keys, the kind is split by these numbers.
   void choose_largest() {
     std::vector<int64_t> most_q(num_kinds_), most_k(num_kinds_);
     for (const Run& run : runs_) {
@@ -399,7 +400,7 @@ class Compiler {
     }
   }
 
-  // The distinct bitmaps of all kinds, and the index of each kind's.
+  // Returns the distinct bitmaps of all kinds, and the index of each kind's bitmap.
   std::pair<std::vector<std::string>, std::vector<int64_t>> distinct_bitmaps() const {
     std::vector<std::string> each(sample_.size()), bitmaps;
     const auto copied = [&] { return rule_; };
@@ -491,13 +492,13 @@ class Compiler {
     return static_cast<uint64_t>(state) & ((uint64_t{1} << 62) - 1);
   }
 
-  // Into how many parts some work is cut, so that threads end at about one time.
+  // Returns into how many parts some work is cut, so that threads end at about the same time.
   int64_t parts_of(int64_t work, int64_t least) const {
     return threads_ > 1 ? std::clamp<int64_t>(work / least, 1, 8 * threads_) : 1;
   }
 
   static constexpr int64_t kNothing = -2;
-  // Fewer query tiles, bitmaps and entries take less time than other threads need to begin.
+  // For less work than this, starting other threads would take longer than the work.
   static constexpr int64_t kManyTiles = 256, kManyBitmaps = 128, kManyEntries = 1 << 18;
 
   const Condition& rule_;
@@ -508,7 +509,7 @@ class Compiler {
   std::vector<int64_t> real_;       // key tiles with positions
   std::vector<Run> runs_;
   size_t num_kinds_ = 0;
-  std::vector<int64_t> sample_;  // of each kind, the run whose bitmap it has; -1 if it was split
+  std::vector<int64_t> sample_;  // for each kind, the run whose bitmap it has; -1 if it was split
 };
 
 }  // namespace sparsering::cpu::lower

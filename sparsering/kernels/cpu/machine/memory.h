@@ -1,4 +1,4 @@
-// Memory: buffers, and the bytes that they would take.
+// Buffers, and a meter of the bytes that they would take.
 
 #pragma once
 
@@ -10,8 +10,9 @@
 
 namespace sparsering::cpu {
 
-// Counts the bytes of buffers: while a Meter exists, buffers of its thread only add their size to
-// it, and get no memory. So the code that allocates also tells a plan how much it would allocate.
+// Counts the bytes of buffers. While a Meter exists, buffers of its thread only add their size to
+// it and get no memory. So a plan learns from the allocating code itself how much it would
+// allocate.
 class Meter {
  public:
   Meter() : outer_(current()) {
@@ -39,11 +40,11 @@ int64_t bytes_of(const F& f) {
   return meter.bytes;
 }
 
-// Buffers of fewer bytes are no tensors. Tests that measure memory set this to 0, through ctypes.
+// Buffers with fewer bytes are not tensors. Tests that measure memory set this to 0 through ctypes.
 extern "C" [[gnu::visibility("default")]] inline int64_t sparsering_least_tensor = int64_t{1} << 16;
 
-// Uninitialised memory. Much of it is a tensor's, so that profilers of torch see it; a tensor costs
-// a microsecond, which calls of a few tokens would notice.
+// Uninitialized memory. Large buffers are tensors, so that torch's profilers see them. Small ones
+// are not, because a tensor costs a microsecond, which slows calls of a few tokens.
 template <typename T>
 class Buffer {
  public:
@@ -70,7 +71,7 @@ class Buffer {
   T* get() const {
     return data_;
   }
-  // Returns memory for `size` values; if it must grow, the old values are lost.
+  // Returns memory for `size` values; if it has to grow, the old values are lost.
   T* at_least(int64_t size) {
     if (size > size_) {
       if (Meter* meter = Meter::current()) {

@@ -10,7 +10,7 @@
 
 namespace sparsering::cpu {
 
-// What a parameter of type T owns while its operator runs.
+// The value that a parameter of type T owns while its operator runs.
 template <typename T>
 struct Argument {
   explicit Argument(StableIValue x) : value(from_stack<T>(x)) {}
@@ -88,7 +88,7 @@ template <typename Result, typename... Parameters, Result (*function)(Parameters
 struct Boxed<Result(Parameters...), function> {
   template <size_t... I>
   static void run(StableIValue* stack, std::index_sequence<I...>) {
-    // braces: arguments are taken off in order
+    // Braces, because they guarantee that arguments are taken off in order.
     const std::tuple<Argument<std::remove_cvref_t<Parameters>>...> arguments{
         Argument<std::remove_cvref_t<Parameters>>(stack[I])...};
     if constexpr (requires { std::tuple_size<Result>::value; }) {
@@ -114,7 +114,7 @@ class Operators {
  public:
   explicit Operators(const char* name) {
     checked(aoti_torch_library_init_def(name, __FILE__, __LINE__, &definitions_));
-    // an implementation for tensors of every device, as a call without a dispatch key has
+    // This implementation is for tensors on every device, like one without a dispatch key.
     checked(aoti_torch_library_init_impl(name, "CompositeImplicitAutograd", __FILE__, __LINE__,
                                          &implementations_));
   }
@@ -127,7 +127,8 @@ class Operators {
   }
 
  private:
-  // kept for the life of the process: operators of an unloaded library would be called all the same
+  // Kept for the life of the process, because torch would call operators even of an unloaded
+  // library.
   TorchLibraryHandle definitions_, implementations_;
 };
 

@@ -1,5 +1,5 @@
-// Products of bfloat16 in the order of their terms (AVX512-BF16). An instruction adds two products
-// to a sum, the one of the high halves first.
+// Products of bfloat16 that add their terms in order (AVX512-BF16). An instruction adds two
+// products to a sum, first that of the high halves.
 
 #pragma once
 

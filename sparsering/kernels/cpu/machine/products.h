@@ -1,7 +1,7 @@
-// Matrix products. torch has products of blocks (brgemm of oneDNN: AVX-512, AMX), but not in its
-// stable ABI. They are looked up by name when the kernel is loaded; in a torch without them, loops
-// over vectors take their place, and bfloat16 is multiplied as float. A call `in_order` adds to
-// sums by loops of our own, whose order does not depend on how keys are cut.
+// Matrix products. torch has products of blocks (brgemm of oneDNN, for AVX-512 and AMX), but not in
+// its stable ABI, so they are looked up by name when the kernel is loaded. In a torch without them,
+// loops over vectors take their place, and bfloat16 is multiplied as float. A call `in_order` uses
+// loops of our own, which add in an order that does not depend on how keys are cut.
 
 #pragma once
 
@@ -20,8 +20,8 @@
 
 namespace sparsering::cpu {
 
-// Functions of torch outside its stable ABI, or nullptr. Their mangled names hold their parameters;
-// a torch that changes those has no such name.
+// Functions of torch outside its stable ABI, or nullptr. Mangled names contain the parameters, so a
+// torch that changes those does not have the name.
 struct Found {
   template <typename T>
   using Product = void (*)(int64_t M, int64_t N, int64_t K, int64_t lda, int64_t ldb, int64_t ldc,
@@ -49,7 +49,7 @@ inline const Found& found() {
   return functions;
 }
 
-// Returns a tensor's version, which every change of its values raises.
+// Returns a tensor's version, a number that every in-place change increases.
 inline int64_t version_of(AtenTensorHandle x) {
   if (found().version) {
     return found().version(x);
@@ -62,7 +62,7 @@ inline int64_t version_of(AtenTensorHandle x) {
   return from_stack<int64_t>(stack[0]);
 }
 
-// False if torch lacks products of bfloat16, or its user has switched oneDNN off.
+// False if torch has no products of bfloat16, or the user has turned oneDNN off.
 inline bool multiplies_pairs() {
   const Found& f = found();
   return f.multiply_pairs && (!f.context || !f.uses_onednn || f.uses_onednn(f.context()));
@@ -74,14 +74,14 @@ inline bool& own_tiles() {
   return own;
 }
 
-// True in this thread if a row's sums must be in the order of its keys, whatever is computed beside
-// it: see docs/invariance.md.
+// True in this thread if a row's sums must be in the order of its keys, whatever else the call
+// computes (docs/invariance.md).
 inline bool& in_order() {
   static thread_local bool value = false;
   return value;
 }
 
-// Sets `in_order` of this thread for as long as it lives.
+// Sets `in_order` of this thread during the object's lifetime.
 class Order {
  public:
   explicit Order(bool value) : before_(in_order()) {
@@ -97,7 +97,7 @@ class Order {
   const bool before_;
 };
 
-// Ends a thread's use of a processor's tiles.
+// Ends this thread's use of the processor's tile registers.
 inline void release_products() {
   own_tiles() = false;
   if (found().release) {
@@ -106,7 +106,7 @@ inline void release_products() {
 }
 
 // Computes R rows and W vectors of columns of C = A B, or C + A B if `add`. The last vector has
-// `last` columns. Each value is one sum, in the order of k, which begins at C.
+// `last` columns. Each value is one sum in the order of k; with `add` it begins at C.
 template <int R, int W>
 inline void multiply_registers(int64_t K, const float* A, int64_t lda, const float* B, int64_t ldb,
                                float* C, int64_t ldc, bool add, int64_t last) {
@@ -161,13 +161,13 @@ inline void multiply_columns(int64_t M, int64_t K, const float* A, int64_t lda, 
   }
 }
 
-// Computes C = A B, or C + A B if `add`. With `in_order`, each value is one sum, in the order of k,
-// which begins at C: however a product is cut along k, the bits are the same. torch's products are
-// faster; they begin at 0, and add C at the end.
+// Computes C = A B, or C + A B if `add`. With `in_order`, each value is one sum in the order of k
+// that begins at C, so that the bits do not depend on how a product is cut along k. torch's
+// products are faster, but begin at 0 and add C at the end.
 inline void multiply_blocks(int64_t M, int64_t N, int64_t K, const float* A, int64_t lda,
                             const float* B, int64_t ldb, float* C, int64_t ldc, bool add) {
   constexpr int64_t lanes = at::vec::Vectorized<float>::size();
-  const bool small = lanes == 8 && M * N * K <= 16 * 16 * 128;  // torch is slower with these
+  const bool small = lanes == 8 && M * N * K <= 16 * 16 * 128;  // torch is slower for these
   if (!(add && in_order()) && found().multiply && !small) {
     found().multiply(M, N, K, lda, ldb, ldc, add, A, B, C, false);
     return;
@@ -188,12 +188,12 @@ inline void multiply_blocks(int64_t M, int64_t N, int64_t K, const BFloat16* A, 
   if (!found().multiply_pairs) {
     throw std::runtime_error("sparsering cpu: torch multiplies no bfloat16");
   }
-  // torch's products without tiles have the order of k, but add C at the end
+  // torch's products without tile registers add in the order of k, but add C at the end.
   if (in_order() && (add || has_tiles())) {
     multiply_pairs_in_order(M, N, K, A, lda, B, ldb, C, ldc, add);
     return;
   }
-  // torch keeps account of what it has set up: its products set up again after a release
+  // torch remembers how it set the tile registers up; after a release, it sets them up again.
   if (found().release && fits_tiles(M, N, K)) {
     if (!own_tiles()) {
       release_products();

@@ -22,7 +22,7 @@ inline int64_t num_threads() {
   return result;
 }
 
-// What one of several threads threw first, for the thread that waits for them.
+// Keeps the first exception that one of several threads threw, for the thread that waits.
 class Caught {
  public:
   template <typename Body>
@@ -51,11 +51,11 @@ class Caught {
  private:
   std::atomic<bool> failed_ = false;
   bool out_of_memory_ = false;
-  char what_[256] = "";  // not std::exception_ptr: older C++ libraries lack parts of it
+  char what_[256] = "";  // no std::exception_ptr, because older C++ libraries lack parts of it
 };
 
-// Calls body(begin, end) for parts of a range of at least `grain`, in torch's threads. What one of
-// them throws first is thrown here: torch would tell that something failed, and not what. They have
+// Calls body(begin, end) in torch's threads, for parts of a range of at least `grain` each. The
+// first exception is thrown again here, because torch would not say what failed. The threads get
 // this thread's `in_order`.
 template <typename Body>
 void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
@@ -77,9 +77,9 @@ void parallel_for(int64_t begin, int64_t end, int64_t grain, const Body& body) {
   call.caught.rethrow();
 }
 
-// Runs body(scratch, i) for every i < count in this thread and in others that end with the call;
-// at most `threads` work. Layouts are built like this: a process may fork meanwhile, and its child
-// would wait for the threads that torch keeps.
+// Runs body(scratch, i) for every i < count, in this thread and in others that end with the call;
+// at most `threads` work. Layouts are built like this, because a process may fork meanwhile, and
+// its child would wait forever for threads that torch keeps.
 template <typename Scratch, typename Make, typename Body>
 void share_for_now(int64_t threads, int64_t count, const Make& make, const Body& body) {
   std::atomic<int64_t> next{0};
@@ -97,7 +97,7 @@ void share_for_now(int64_t threads, int64_t count, const Make& make, const Body&
     while (std::ssize(others) + 1 < std::min(threads, count)) {
       others.emplace_back(work);
     }
-  } catch (const std::system_error&) {  // the system has no thread more
+  } catch (const std::system_error&) {  // the system cannot start another thread
   }
   work();
   for (std::thread& other : others) {
@@ -106,8 +106,8 @@ void share_for_now(int64_t threads, int64_t count, const Make& make, const Body&
   caught.rethrow();
 }
 
-// Runs body(scratch, i) for every i < count; a free thread takes the next i. Uses at most one
-// thread per `least` items.
+// Runs body(scratch, i) for every i < count; a thread that is free takes the next i. It uses at
+// most one thread per `least` items.
 template <typename Scratch, typename Make, typename Body>
 void share_out(int64_t count, int64_t least, const Make& make, const Body& body) {
   std::atomic<int64_t> next{0};
@@ -123,8 +123,8 @@ void share_out(int64_t count, int64_t least, const Make& make, const Body& body)
   });
 }
 
-// Runs body(scratch, i) on this thread alone, with its buffers `mine`; if that is nullptr, on all
-// threads.
+// Runs body(scratch, i) on only this thread, with its buffers `mine`; on all threads if `mine` is
+// nullptr.
 template <typename Scratch, typename Make, typename Body>
 void share_out(std::optional<Scratch>* mine, int64_t count, int64_t least, const Make& make,
                const Body& body) {
@@ -140,14 +140,15 @@ void share_out(std::optional<Scratch>* mine, int64_t count, int64_t least, const
   }
 }
 
-// True if all threads get nearly equally many kv heads. Then each computes whole heads by itself.
+// True if threads can share kv heads nearly evenly, so that each computes whole heads by itself.
 inline bool shares_evenly(int64_t num_kv) {
   const int64_t threads = num_threads(), most = (num_kv + threads - 1) / threads;
   return num_kv >= threads && 10 * most * threads <= 11 * num_kv;
 }
 
-// Returns how many kv heads are packed at a time: enough for 64 items per thread (`rows` per head),
-// but at most half of the heads; or more, if their packed keys (`bytes` per head) fit into 4 MiB.
+// Returns how many kv heads are packed at a time. They give each thread about 64 items (a head has
+// `rows`), but are at most half of the heads; more if their packed keys (`bytes` per head) fit in 4
+// MiB.
 inline int64_t wave_of(int64_t num_kv, int64_t rows, int64_t bytes) {
   const int64_t busy = 64 * num_threads() / std::max<int64_t>(rows, 1) + 1;
   const int64_t small = (int64_t{4} << 20) / std::max<int64_t>(bytes, 1);

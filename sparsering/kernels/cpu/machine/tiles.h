@@ -1,6 +1,6 @@
-// Products of small tiles of bfloat16 by the processor's tile registers (AMX). torch's products set
-// the registers up for each new shape, which takes longer than a product of 32 x 32 values. Each
-// value is summed in the same order as by torch, so results have the same bits.
+// Products of small tiles of bfloat16 in the processor's tile registers (AMX). torch's products set
+// the registers up again for each new shape, which takes longer than a product of 32 x 32 values.
+// Sums have the same order as in torch, so results have the same bits.
 
 #pragma once
 
@@ -31,7 +31,7 @@ inline bool has_tiles() {
   return result;
 }
 
-// True if `multiply_tiles` multiplies this shape: torch is faster with larger ones.
+// True if `multiply_tiles` multiplies this shape; torch is faster for larger ones.
 inline bool fits_tiles(int64_t M, int64_t N, int64_t K) {
   return (M | N | K) % 32 == 0 && M * N * K <= 64 * 64 * 64 && has_tiles();
 }

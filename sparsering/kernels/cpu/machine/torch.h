@@ -1,9 +1,10 @@
-// The part of torch that the kernel calls, by the C functions of torch's stable ABI alone: a
-// library that was built beside torch 2.11 loads in later versions too.
+// The part of torch that the kernel calls. It uses only C functions of torch's stable ABI, so that
+// a library built with torch 2.11 loads in later versions, too.
 
 #pragma once
 
-// Asks the header for what torch 2.11 has. at::vec's headers refuse the macro, and read it no more.
+// Limits the header to what torch 2.11 has. The macro is undefined again below, because at::vec's
+// headers refuse it.
 #define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 11) << 48))
 #include <torch/csrc/stable/c/shim.h>
 #undef TORCH_TARGET_VERSION
@@ -45,8 +46,8 @@ template <typename... Parts>
   throw std::runtime_error((text(parts) + ...));
 }
 
-// Raises RuntimeError in Python: Python code checks what users pass, these are for wrong layouts.
-// torch 2.15 makes that of every exception.
+// Raises RuntimeError in Python. Python code checks the arguments of users; these checks are for
+// malformed layouts. torch 2.15 turns every exception into a RuntimeError.
 #define SPARSERING_CHECK(condition, ...)      \
   do {                                        \
     if (!(condition)) [[unlikely]] {          \
@@ -61,7 +62,7 @@ inline void checked(AOTITorchError error) {
   }
 }
 
-// Dtypes have numbers, which torch tells.
+// Dtypes are numbers, which torch's functions return.
 using Dtype = int32_t;
 inline const Dtype kFloat = aoti_torch_dtype_float32(), kDouble = aoti_torch_dtype_float64(),
                    kBFloat16 = aoti_torch_dtype_bfloat16(), kHalf = aoti_torch_dtype_float16(),
@@ -115,7 +116,7 @@ using Doubles = std::span<const double>;
 class Tensor {
  public:
   Tensor() = default;
-  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}  // takes the handle over
+  explicit Tensor(AtenTensorHandle handle) : handle_(handle) {}  // takes ownership of the handle
   Tensor(const Tensor& other) {
     if (other.handle_) {
       checked(aoti_torch_new_tensor_handle(other.handle_, &handle_));
@@ -193,7 +194,7 @@ class Tensor {
     checked(torch_get_mutable_data_ptr(handle_, &result));
     return result;
   }
-  // For tensors that the kernel has made itself, and so knows the dtype of.
+  // For tensors that the kernel made itself, so that it knows their dtype.
   template <typename T>
   T* mutable_data_ptr() const {
     return static_cast<T*>(mutable_data_ptr());
@@ -219,7 +220,7 @@ const T* values_of(const Tensor& x) {
   return static_cast<const T*>(x.const_data_ptr());
 }
 
-// Returns an uninitialised contiguous tensor on the CPU.
+// Returns an uninitialized contiguous tensor on the CPU.
 inline Tensor empty(Ints sizes, Dtype type) {
   std::vector<int64_t> strides(sizes.size());
   int64_t stride = 1;
@@ -253,7 +254,7 @@ inline Tensor zeros(std::initializer_list<int64_t> sizes, Dtype type) {
   return zeros(Ints(sizes.begin(), sizes.size()), type);
 }
 
-// Calls an operator of torch with `stack`, which torch empties and fills with results.
+// Calls an operator of torch: it takes its arguments off `stack`, and puts its results there.
 inline void call(const char* name, const char* overload, StableIValue* stack) {
   checked(torch_call_dispatcher(name, overload, stack, kTorchVersion));
 }
@@ -280,7 +281,7 @@ inline Tensor contiguous(const Tensor& x) {
   call("aten::contiguous", "", stack);
   return Tensor(from_stack<AtenTensorHandle>(stack[0]));
 }
-// Copies `from`, which is broadcast and converted, into `to`.
+// Copies `from` into `to`, with broadcasting and conversion.
 inline void copy(const Tensor& to, const Tensor& from) {
   StableIValue stack[] = {on_stack(Tensor(to).release()), on_stack(Tensor(from).release()),
                           on_stack(false)};
@@ -288,8 +289,8 @@ inline void copy(const Tensor& to, const Tensor& from) {
   Tensor(from_stack<AtenTensorHandle>(stack[0]));
 }
 
-// Sets `function` to a function of torch outside the stable ABI, or to nullptr if torch has none of
-// that name. tools/audit_binary.py lists the names.
+// Sets `function` to a function of torch outside the stable ABI, or to nullptr if torch has no
+// function of that name. tools/audit_binary.py lists the names.
 template <typename F>
 void look_up(F& function, const char* name) {
   function = nullptr;

@@ -1,4 +1,4 @@
-// Counts of a layout's tables, by which a plan sizes the buffers of a call.
+// Counts of a layout's tables, from which a plan computes the size of a call's buffers.
 
 #pragma once
 
@@ -7,13 +7,14 @@
 
 namespace sparsering::cpu {
 
-// Per pass, averaged over heads (planning/counts.py fills it): entries; key tiles that a group of
-// heads visits (`seen`); key tiles whose length is no multiple of 16 (`ragged`); `pieces`, the
-// parts of query tiles and of key tiles that visit far more blocks than others.
+// Counts of one pass, averaged over heads, which planning/counts.py fills in: entries; key tiles
+// that a group of heads visits (`seen`); key tiles whose length is no multiple of 16 (`ragged`);
+// and the pieces into which query tiles (`pieces`) and key tiles (`pieces_by_key`) with many
+// entries are cut.
 struct Counts {
   double entries, seen, ragged, pieces, pieces_by_key;
 
-  // Returns how many of `tiles` key tiles are copied; `in_place`: whole tiles need no copy.
+  // Returns how many of `tiles` key tiles are copied; if `in_place`, only ragged tiles are.
   double copied(double tiles, bool in_place) const {
     return in_place ? std::min(ragged, tiles) : tiles;
   }

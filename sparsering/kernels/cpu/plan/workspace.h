@@ -1,4 +1,4 @@
-// Bytes of the buffers of a call, for plans: the code that allocates them runs under a meter.
+// Computes the bytes of a call's buffers for plans, by running the allocating code under a meter.
 
 #pragma once
 
@@ -10,8 +10,8 @@
 
 namespace sparsering::cpu {
 
-// True if brgemm multiplies bfloat16 on this processor, and, with `in_order`, if loops of our own
-// do. Else operands are floats: brgemm itself would throw.
+// True if brgemm multiplies bfloat16 on this processor and, with `in_order`, if loops of our own
+// can. Otherwise operands must be floats, because brgemm would throw.
 inline bool has_bfloat16_products() {
   if (!multiplies_pairs() || (in_order() && !has_pairs())) {
     return false;
@@ -62,9 +62,9 @@ inline int64_t workspace_bytes(const Tensor& query, const Tensor& key, const Ten
   return x.q.type == kBFloat16 && has_bfloat16_products() ? bytes(BFloat16()) : bytes(float());
 }
 
-// Returns the number of pieces of all tiles that are cut. `entries` has the entries of each query
-// tile, as cut by the forward pass, or (`by_key`) of each key tile, as cut by the backward pass;
-// `segments` has the number of segments that they lie in.
+// Returns the number of pieces into which all tiles are cut: query tiles by the forward pass or, if
+// `by_key`, key tiles by the backward pass. For each tile, `entries` is its number of entries, and
+// `segments` the number of segments in which they lie.
 inline int64_t pieces(const Tensor& entries, const Tensor& segments, bool by_key) {
   const int64_t *of_tile = values_of<int64_t>(entries), *pieces_of = values_of<int64_t>(segments);
   const int64_t tiles = entries.numel();

@@ -6,14 +6,14 @@
 
 namespace sparsering::cpu {
 
-// Kinds of query features, as in selection/estimates.py: kMean is the query itself, others have 2 D
-// numbers.
+// Kinds of query features, as in selection/estimates.py. kMean is the query itself; the others have
+// 2 D numbers.
 enum class Features { kMean, kGauss, kBounds };
 
 // Inputs of block scores: queries [B, Hq, Nq, D]; features [entries, slots, blocks, F] of key
 // blocks, each cut into `slots` parts; keys [entries, own blocks, block, D] of own blocks (those
 // that contain the queries), from block `first_own` on. An entry is a kv head of a batch entry.
-// `scale` multiplies the keys, and for kMean the features too.
+// `scale` multiplies the keys and, for kMean, the features, too.
 struct Operands {
   Operands(const Tensor& query_, const Tensor& feature_, const Tensor& key_, int64_t kind_,
            float scale_, int64_t first_own_, int64_t first_query_)
@@ -57,7 +57,8 @@ struct Operands {
 };
 
 // Transposes rows [count, width], which are `stride` apart, and multiplies by a factor. The result
-// has `width` rows, `ld` apart; count is padded with zeros to a multiple of 16.
+// has `width` rows that are `ld` apart; their `count` values are padded with zeros to a multiple of
+// 16.
 inline void turn(const float* from, int64_t stride, int64_t count, int64_t width, float factor,
                  float* to, int64_t ld) {
   const int64_t whole = width / kLanes * kLanes, padded = round_up(count, 16);
@@ -74,8 +75,8 @@ inline void turn(const float* from, int64_t stride, int64_t count, int64_t width
   }
 }
 
-// Features of the first `blocks` blocks, packed as right operands. A panel [F, columns] has the
-// features of one part (`slot`) of `columns` blocks, for one kv head (`entry`).
+// The features of the first `blocks` blocks, packed as right operands. A panel [F, columns] has the
+// features of one part (`slot`) of `columns` blocks for one kv head (`entry`).
 class Panels {
  public:
   static constexpr int64_t kColumns = 128;
@@ -110,7 +111,8 @@ class Panels {
   Buffer<float> data_;
 };
 
-// Copies queries of kv head `entry` from `first` on to rows [count, D], by token, then by head.
+// Copies queries of kv head `entry` from `first` on to rows [count, D], sorted by token, then by
+// head.
 inline void read_queries(const Operands& x, int64_t entry, int64_t first, int64_t count,
                          float* to) {
   with_type(x.query.type, [&](auto value) {

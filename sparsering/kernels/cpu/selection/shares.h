@@ -1,4 +1,5 @@
-// Shares of key blocks: the softmax over parts of blocks, summed over the queries of a result row.
+// Computes the shares of key blocks: a softmax over the parts of blocks, summed over the queries of
+// a result row.
 
 #pragma once
 
@@ -8,8 +9,9 @@
 
 namespace sparsering::cpu {
 
-// Input: `count` ranges of `width` queries. The first begins at token `offset` of block `first`,
-// each later one at the next block. A result row sums over `row` queries and all heads of a group.
+// The input: `count` ranges of `width` queries each. The first range begins at token `offset` of
+// block `first`, and each later one at the next block. A result row sums over `row` queries and all
+// heads of a group.
 struct Shares {
   Shares(const Operands& of, const std::optional<Tensor>& last_, float log_part_, int64_t blocks_,
          int64_t length, int64_t first_, int64_t offset_, int64_t count_, int64_t width_,
@@ -39,14 +41,14 @@ struct Shares {
                      "sparsering cpu: shares lack blocks that queries see");
   }
 
-  // Returns how many blocks the queries of block `own` score by estimates: all, or those before
-  // `own` if causal.
+  // Returns for how many blocks the queries of block `own` use estimates: all, or if causal those
+  // before `own`.
   int64_t seen(int64_t own) const {
     return causal ? std::clamp<int64_t>(own, 0, blocks) : blocks;
   }
 
   Operands operands;
-  const float* last;  // per part of the last block: log of the share of its tokens that exist
+  const float* last;  // for each part of the last block, log of the share of its tokens that exist
   float log_part;
   int64_t blocks, Nk, first, offset, count, width, row;
   bool causal;
@@ -59,7 +61,7 @@ inline float least_of_lanes(Vec x) {
   return at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return at::vec::minimum(a, b); }, x);
 }
 
-// Returns the maximum. It may ignore NaN, which still makes the sum of exponentials NaN.
+// Returns the maximum. It may skip a NaN, because the NaN still reaches the sum of exponentials.
 inline Vec highest_of(const float* from, int64_t size, Vec top) {
   Vec tops[4] = {top, top, top, top};  // four independent maxima hide the latency of each
   int64_t j = 0;
@@ -85,10 +87,10 @@ inline float exponentiate(float* x, int64_t size, float base) {
   return sum_of_lanes(total);
 }
 
-// Smaller shares are computed again from logs, because exp_of has an absolute error of 2^-126.
+// Shares below this are computed again from logs, because exp_of has an absolute error of 2^-126.
 constexpr float kLeastShare = 0x1p-96f;
 
-// Returns log x by the vectors of torch's Sleef; where torch has none, lane by lane.
+// Returns log x, by torch's vectorized Sleef if torch has it, else lane by lane.
 inline Vec log_of(Vec x) {
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
 #if defined(CPU_CAPABILITY_AVX512)
@@ -113,7 +115,7 @@ inline Vec log_of(Vec x) {
   return Vec::loadu(lanes);
 }
 
-// Writes logs of numbers. Returns true if one of the numbers was less than kLeastShare.
+// Writes the logs of numbers. Returns true if a number was less than kLeastShare.
 inline bool write_logs(const float* from, int64_t size, float* to) {
   Vec least(kInf);
   for (int64_t j = 0; j < size; j += kLanes) {
@@ -125,8 +127,8 @@ inline bool write_logs(const float* from, int64_t size, float* to) {
   return least_of_lanes(least) < kLeastShare;
 }
 
-// Writes the log share of every block to `result` [entries, rows, blocks]; -inf for blocks that are
-// not visible. Returns true if a share was too small for sums of floats.
+// Writes the log of every block's share to `result` [entries, rows, blocks]; -inf for blocks that
+// are not visible. Returns true if a share was too small for sums in float.
 inline bool block_shares(const Shares& x, const Tensor& result) {
   SPARSERING_CHECK(
       result.is_cpu() && result.dtype() == kFloat &&
@@ -162,7 +164,7 @@ inline bool block_shares(const Shares& x, const Tensor& result) {
     }
   };
   const auto work = [&](Scratch& s, int64_t item) {
-    item = from.entries * x.count - 1 - item;  // threads take the longest items first
+    item = from.entries * x.count - 1 - item;  // so that threads take the longest items first
     const int64_t e = item % from.entries, run = item / from.entries, own = x.first + run;
     const int64_t seen = x.seen(own), wide = round_up(seen, 16), columns = slots * wide;
     const bool has_own = x.causal && own >= 0 && own < x.blocks;
@@ -186,7 +188,7 @@ inline bool block_shares(const Shares& x, const Tensor& result) {
                   panels.columns(), s.logits.get() + c * wide + j, columns);
         }
       }
-      // the widths take few values, because brgemm compiles a kernel for each value
+      // Only a few widths are used, because brgemm compiles a kernel for each width.
       for (int64_t j = 0; j < near_wide; j += Panels::kColumns) {
         product(count, std::min(Panels::kColumns, near_wide - j), D, query, s.key.get() + j,
                 near_most, s.near.get() + j, near_wide);
@@ -198,7 +200,7 @@ inline bool block_shares(const Shares& x, const Tensor& result) {
         float *logits = s.logits.get() + i * columns, *near = s.near.get() + i * near_wide;
         for (int64_t c = 0; c < slots; ++c) {
           std::fill(logits + c * wide + seen, logits + (c + 1) * wide, -kInf);
-          if (x.last && seen == x.blocks) {  // parts without tokens must not set the maximum
+          if (x.last && seen == x.blocks) {  // a part without tokens must not be the maximum
             logits[c * wide + seen - 1] += x.last[c];
           }
         }

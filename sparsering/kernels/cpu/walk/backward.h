@@ -1,5 +1,5 @@
-// Backward pass in a loop over key tiles: gathers the query rows that visit a key tile, adds their
-// share to dK and dV of the tile, and adds the tile's share to dQ of the rows.
+// Backward pass in a loop over key tiles. It gathers the query rows that visit a key tile, adds
+// their contribution to dK and dV of the tile, and the tile's contribution to dQ of the rows.
 
 #pragma once
 
@@ -13,7 +13,7 @@ namespace sparsering::cpu {
 template <typename T>
 class WalkBackward {
  public:
-  // Tensors with a row per query, and the gradient of the block bias (may be nullptr).
+  // Tensors with a row per query, and the gradient of the block bias, which may be nullptr.
   struct Rows {
     const Source& dout;
     const float *lse, *delta;
@@ -63,8 +63,9 @@ class WalkBackward {
     // Q and dO of all rows of a chunk.
     Buffer<T> all_q, all_dout;
     Buffer<float> all_lse, all_delta, all_dq;
-    Buffer<float> group, groups;  // dQ of the segments before in a token's group, of groups before
-    Buffer<int32_t> segment;      // of each token's latest key tile
+    // dQ of earlier segments in a token's group, and of earlier groups
+    Buffer<float> group, groups;
+    Buffer<int32_t> segment;  // segment of each token's latest key tile
   };
 
   WalkBackward(const Problem& problem, const Pairs<T>& pairs, const Pass& pass, int64_t number,
@@ -87,8 +88,9 @@ class WalkBackward {
     }
   }
 
-  // Computes some kv heads. A head's chunks of query tiles form groups; each group sums its own dK
-  // and dV, so that threads share a head. The number of groups depends on memory, not on threads.
+  // Computes some kv heads. A head's chunks of query tiles form groups, and each group sums dK and
+  // dV by itself, so that threads can share a head. The number of groups depends on memory, not on
+  // threads.
   void run_wave(int64_t first, int64_t count, const Gradients& sums) const {
     const Groups of(*this, count, walk_.chunks(0, 1).size());
     for (int64_t kv = first; kv < first + count; kv += of.heads) {
@@ -97,7 +99,8 @@ class WalkBackward {
     }
   }
 
-  // Returns the bytes that `run_wave` needs for a plan's pass; `scratch` returns those per thread.
+  // Returns the bytes that `run_wave` needs for a plan's pass; `scratch` returns what each thread
+  // needs in addition.
   int64_t workspace(int64_t count, double entries) const {
     return bytes_of([&] { Groups(*this, count, walk_.num_chunks(entries)); });
   }
@@ -108,9 +111,10 @@ class WalkBackward {
   }
 
  private:
-  static constexpr int64_t kRoom = 1 << 26;  // limit of the values of all groups, if more than two
+  static constexpr int64_t kRoom = 1 << 26;  // more than two groups have at most so many values
 
-  // Memory for dK and dV of `heads` kv heads at a time: `size` values for each of `groups` groups.
+  // Memory for dK and dV of `heads` kv heads at a time, with `size` values for each of `groups`
+  // groups.
   struct Groups {
     Groups(const WalkBackward& f, int64_t count, int64_t num_chunks)
         : size(f.walk_.pass.columns * f.x_.block * (f.width_ + f.value_width_)) {
@@ -158,7 +162,8 @@ class WalkBackward {
     }
   }
 
-  // Computes dQ of some chunks (of query tiles) of a kv head, and their dK and dV by key tile.
+  // Computes dQ of some chunks of query tiles of a kv head, and their part of dK and dV by key
+  // tile.
   void add_chunks(const std::vector<Chunk>& chunks, int64_t begin, int64_t end, float* dk,
                   float* dv, const Gradients& sums) const {
     Scratch s(x_, pairs_, walk_);
@@ -213,7 +218,7 @@ class WalkBackward {
     }
   }
 
-  // Ends the segments of tokens whose next key tile is in another one.
+  // Ends the segments of tokens whose next key tile is in another segment.
   void end_segments(Scratch& s, const Chunk& chunk, int64_t segment) const {
     for (int64_t i = 0; walk_.pass.key_segments && i < s.tile.size; ++i) {
       const int64_t token = s.tile.token[i], old = s.segment.get()[token];
@@ -226,7 +231,7 @@ class WalkBackward {
       s.segment.get()[token] = static_cast<int32_t>(segment);
     }
   }
-  // Adds dQ of a token to that of the segments before in its group, and clears it.
+  // Adds dQ of a token to that of earlier segments in its group, and clears it.
   void end_segment(const Scratch& s, const Chunk& chunk, int64_t token) const {
     move(chunk, token, s.all_dq.get(), s.group.get());
   }
@@ -253,7 +258,7 @@ class WalkBackward {
     }
   }
 
-  // Packs the rows of a gathered tile, and their transpose, as right operands; pads with zeros.
+  // Packs the rows of a gathered tile and their transpose as right operands, padded with zeros.
   const T* operands(Scratch& s, const T* all, int64_t heads, int64_t count, int64_t width, T* to,
                     T* transposed) const {
     const int64_t size = s.tile.size * heads;
@@ -305,7 +310,7 @@ class WalkBackward {
     }
     multiply(padded, value_width_, rows, p, rows, dout, dv, true);
     multiply(padded, width_, rows, ds, rows, q, dk, true);
-    const auto for_tokens = [&](const auto& f) {  // dQ of each token: of the chunk, of the tile
+    const auto for_tokens = [&](const auto& f) {  // f gets dQ of each token, in chunk and in tile
       for (int64_t i = 0; i < s.tile.size; ++i) {
         f(s.all_dq.get() + s.tile.token[i] * heads * width_, s.dq.get() + i * heads * width_);
       }
@@ -342,7 +347,7 @@ class WalkBackward {
     }
   }
 
-  // Computes P^T and dS^T from scores and dP, as operands, and the sum of dS of each row.
+  // Computes P^T and dS^T as operands from scores and dP, and the sum of dS of each row.
   void weigh(Scratch& s, int64_t keys, int64_t padded, int64_t rows) const {
     constexpr int W = kPaired<T> ? 2 : 1;
     float *scores = s.scores.get(), *dscores = s.dscores.get();

@@ -1,5 +1,6 @@
-// Forward pass in a loop over key tiles. The softmax state and sums of all rows of a chunk (some
-// query tiles) are in memory, because the loop returns to a row for each key tile that it visits.
+// Forward pass in a loop over key tiles. The softmax state and the sums of all rows of a chunk
+// (some query tiles) stay in memory, because the loop returns to a row for each key tile that the
+// row visits.
 
 #pragma once
 
@@ -16,14 +17,14 @@ namespace sparsering::cpu {
 inline const float* pack_values(const float* from, int64_t, int64_t, float*) {
   return from;
 }
-// The first of two rows comes second, as in `transpose`.
+// Packs values in pairs of rows, with the first row in the high half, as `transpose` does.
 inline const BFloat16* pack_values(const BFloat16* from, int64_t rows, int64_t width,
                                    BFloat16* to) {
   return pack_pairs<true>(from, rows, width, to);
 }
 
-// Right operands of a key tile: K^T, and V if needed. Scores are [rows, keys] here, because it is
-// cheaper to transpose one key tile than the many rows that visit it.
+// The right operands of a key tile: K^T, and V if needed. Scores are [rows, keys] here, because
+// transposing one key tile is cheaper than transposing the many rows that visit it.
 template <typename T>
 class RowKeys {
  public:
@@ -90,7 +91,7 @@ class RowKeys {
   }
 
   Tile tile;
-  int64_t padded;  // number of keys, padded
+  int64_t padded;  // padded number of keys
   const T* v;
 
  private:
@@ -149,8 +150,8 @@ class WalkForward {
     struct Earlier {
       Buffer<float> highest, total, values;
     };
-    Earlier earlier[2];  // sums of the segments before in a row's group, and of the groups before
-    Buffer<int32_t> segment;  // of each row's latest key tile
+    Earlier earlier[2];       // sums of earlier segments in a row's group, and of earlier groups
+    Buffer<int32_t> segment;  // segment of each row's latest key tile
   };
 
   WalkForward(const Problem& problem, const Walk& walk, int64_t number)
@@ -188,7 +189,7 @@ class WalkForward {
   }
 
  private:
-  // Adds a row's sums to those of the segments before, if its next key tile is in another segment.
+  // Adds a row's sums to those of earlier segments if its next key tile is in another segment.
   void end_segments(Scratch& s, const Chunk& chunk, int64_t segment) const {
     for (int64_t i = 0; walk_.pass.key_segments && i < s.tile.size; ++i) {
       for (int64_t r = 0; r < chunk.heads; ++r) {
@@ -207,7 +208,7 @@ class WalkForward {
       move(group.highest, group.total, group.values, s.earlier[1], row);
     }
   }
-  // Adds the sums of a row to earlier ones, and clears them.
+  // Adds the sums of a row to the earlier sums `to`, and clears them.
   void move(Buffer<float>& highest, Buffer<float>& total, Buffer<float>& values,
             typename Scratch::Earlier& to, int64_t row) const {
     float* of_row = values.get() + row * x_.Dv;
@@ -235,7 +236,7 @@ class WalkForward {
     for (int64_t first = 0; first < count; first += kLanes) {
       weigh(s, heads, first, std::min(kLanes, count - first), weights + first * s.keys.padded);
     }
-    const auto for_sums = [&](const auto& f) {  // of each row: in `sums`, and in the tile
+    const auto for_sums = [&](const auto& f) {  // f gets each row's place in `sums` and in the tile
       for (int64_t i = 0; i < s.tile.size; ++i) {
         for (int64_t r = i * heads; r < (i + 1) * heads; ++r) {
           f(s.sums.get() + ((s.tile.token[i] - i) * heads + r) * Dv, s.part.get() + r * Dv, r);
@@ -253,7 +254,7 @@ class WalkForward {
     for_sums([&](float* sum, const float* part, int64_t) { std::copy_n(part, Dv, sum); });
   }
 
-  // Runs a softmax step of up to kLanes rows from `first` on, as softmax_step does for queries.
+  // Runs a softmax step for up to kLanes rows from `first` on, like softmax_step for query tiles.
   void weigh(Scratch& s, int64_t heads, int64_t first, int64_t count, T* weights) const {
     const int64_t padded = s.keys.padded;
     const float* scores = s.scores.get() + first * padded;
@@ -286,7 +287,7 @@ class WalkForward {
     const Vec factor = power_of_two(old - least);
     float leasts[kLanes], biases[kLanes];
     least.store(leasts), bias.store(biases);
-    Vec sum = Vec::loadu(total) * factor;  // over keys in their order, as for query tiles
+    Vec sum = Vec::loadu(total) * factor;  // adds keys in order, as for query tiles
     for (int64_t j = 0; j < padded; j += kLanes) {
       float square[kLanes * kLanes];
 #pragma GCC unroll 16
@@ -314,7 +315,7 @@ class WalkForward {
   static void store_weights(Vec x, float* to) {
     x.store(to);
   }
-  // The first of two keys comes second, as in the values (`RowKeys`).
+  // Stores weights in bfloat16, with the first of two keys in the high half, as values have it.
   static void store_weights(Vec x, BFloat16* to) {
     float lanes[kLanes];
     x.store(lanes);

@@ -1,5 +1,5 @@
-// Softmax mass of each entry (visited pair of tiles): the sum over its queries i and keys j of
-// weight_i * exp(s_ij - lse_i). One matrix product per gathered tile.
+// Computes the softmax mass of each entry (visited pair of tiles): the sum over its queries i and
+// keys j of weight_i * exp(s_ij - lse_i). It takes one matrix product per gathered tile.
 
 #pragma once
 

@@ -1,8 +1,8 @@
-// A walk: a loop over key tiles, for passes whose query tiles are short. It gathers all rows that
+// A walk is a loop over key tiles, for passes whose query tiles are short. It gathers all rows that
 // visit a key tile into tiles that are large enough for a matrix product. So rows are multiplied
 // only with key tiles that they visit, and short query tiles need no padding.
 //
-// A row is a query of a head. A chunk is some query tiles, whose rows are stored by token, then by
+// A row is a query of a head. A chunk is some query tiles; their rows are sorted by token, then by
 // head, because heads that share a table are gathered together. Chunks depend only on the layout.
 // The entries (visited pairs of tiles) of a chunk are sorted by key tile, so that each row visits
 // its key tiles in ascending order on any thread.
@@ -20,16 +20,17 @@
 namespace sparsering::cpu {
 
 constexpr int64_t kGathered = 64;  // rows per gathered tile, unless one token has more heads
-// The size of a chunk is chosen so that on average `kMuch` rows visit a key tile; but at most
-// `kNearRows` rows, which fit a core's cache, unless fewer than `kEnough` would then visit one.
+// A chunk's size is chosen so that on average `kMuch` rows visit a key tile. But a chunk has at
+// most `kNearRows` rows, which fit in a core's cache, unless fewer than `kEnough` rows would then
+// visit a key tile.
 constexpr int64_t kMuch = 256, kEnough = 64, kLeastRows = 1024, kNearRows = 4096;
 
-// Query tiles `begin` to `end`, for some heads that share a table.
+// Query tiles `begin` to `end` of some heads that share a table.
 struct Chunk {
   int64_t batch, head, heads, begin, end;
 };
 
-// Loop over the key tiles of a pass: the sizes of gathered tiles, and the chunks.
+// A loop over the key tiles of a pass: the sizes of its gathered tiles, and its chunks.
 struct Walk {
   Walk(const Problem& problem, const Pass& pass_) : x(problem), pass(pass_) {
     heads = std::gcd(x.group, x.Hq / pass.tables);  // heads of a group that share a table
@@ -85,8 +86,8 @@ struct Walk {
   }
 };
 
-// A gathered tile. For each of its tokens: `token`, its index in the chunk; `entry`, the index of
-// its entry in the table; `place`, its index in its query tile (the bitmap row).
+// A gathered tile. For each of its tokens, it has `token`, the index in the chunk; `entry`, the
+// index of its entry in the table; and `place`, the index in its query tile (the bitmap row).
 struct Gathered {
   explicit Gathered(const Walk& walk)
       : token(walk.tokens), entry(walk.tokens), place(walk.tokens) {}
@@ -98,7 +99,7 @@ struct Gathered {
   }
 };
 
-// Entries of a chunk, sorted by key tile.
+// The entries of a chunk, sorted by key tile.
 class Visits {
  public:
   void sort(const Walk& walk, const Chunk& chunk) {
@@ -137,8 +138,8 @@ class Visits {
     return begin_[column] < begin_[column + 1];
   }
 
-  // Gathers the tokens that visit a key tile into `tile`. Calls f() when the tile is full, and
-  // once more for the tokens left over.
+  // Gathers the tokens that visit a key tile into `tile`. It calls f() each time the tile is full,
+  // and once for the remaining tokens.
   template <typename F>
   void for_tiles(int64_t column, Gathered& tile, const F& f) const {
     const int64_t most = tile.token.size();
@@ -170,7 +171,7 @@ class Visits {
   std::vector<Visit> of_tile_;
 };
 
-// Copies the rows of a chunk to `to`, by token, then by head, with `width` values each.
+// Copies the rows of a chunk to `to`, sorted by token, then by head, with `width` values each.
 template <typename T>
 void read_chunk(const Walk& walk, const Chunk& chunk, const Visits& visits, const Source& from,
                 int64_t width, T* to) {
@@ -196,8 +197,8 @@ void read_chunk(const Walk& walk, const Chunk& chunk, const Visits& visits, cons
   }
 }
 
-// Returns the rows of a gathered tile: in place if they are adjacent, else a copy in `to`. Padding
-// rows are undefined.
+// Returns the rows of a gathered tile: in place if they are adjacent, else a copy in `to`. Rows of
+// padding are undefined.
 template <typename T>
 const T* gather(const Gathered& tile, const T* rows, int64_t width, T* to) {
   if (tile.lies_together()) {
