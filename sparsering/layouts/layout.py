@@ -57,8 +57,7 @@ class Pass:
     query_origin: Tensor | None = None  # [S, query tiles] first positions, if positions restart
     key_origin: Tensor | None = None  # [S, key tiles] first positions, if `key_start` has others
     # Depths in a tree, which give distances there; None if positions do. The last dim has each
-    # token
-    # of a tile, or only the first token if depths rise by `step` in every tile.
+    # token of a tile, or only the first token if depths rise by `step` in every tile.
     query_depth: Tensor | None = None  # [B or 1, S, query tiles, block_size or 1]
     key_depth: Tensor | None = None  # [B or 1, S, key tiles, block_size or 1]
     stream: Tensor | None = None  # [S, query tiles] index of the dropout seed; None if all are 0

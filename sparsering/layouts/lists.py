@@ -71,11 +71,10 @@ class Lists(NamedTuple):
     branch: int  # index of the branch in a mixture `a + b`
     coordinates: Coordinates | None = None
     queries: Tensor | None = None  # int64, ascending indices of queries of the call; None for all
-    # The next three are for a call with a slot bias, which has one selection. `shape` is its rows,
-    # slots per row and keys per slot; `row` int64 [B or 1, Nq] the row of each query; `place`
-    # int32,
-    # like `keys`, each key's index in the caller's order, which is its place in the bias. Of equal
-    # keys, the first in that order comes first.
+    # The next three are for a call with a slot bias, which has one selection. `shape` is its
+    # (rows, slots per row, keys per slot). `row`, int64 [B or 1, Nq], is the row of each query.
+    # `place`, int32 with the shape of `keys`, is each key's index in the caller's order, which is
+    # its place in the bias. Of equal keys, the first in that order comes first.
     shape: tuple[int, int, int] = (0, 0, 0)
     row: Tensor | None = None
     place: Tensor | None = None

@@ -68,7 +68,8 @@ class Nodes(NamedTuple):
             if (place := parent_of[i]) >= 0:
                 count[place] += count[i]
                 last[place] = max(last[place], last[i])
-        free, enter = [0] * (len(size) + 1), []  # the next number for a child; last item: for roots
+        # `free` has the next number that a child of each node gets; its last item is for roots.
+        free, enter = [0] * (len(size) + 1), []
         for i, place in enumerate(parent_of):
             enter.append(free[place])
             free[place] += count[i]

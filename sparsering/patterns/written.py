@@ -47,7 +47,7 @@ class WrittenValue:
             object.__setattr__(self, "_data", (self._spell(data, True), tuple(data)))
 
     def _validate(self) -> None:
-        """Normalises and checks the constructor's arguments."""
+        """Normalizes and checks the constructor's arguments."""
 
     def _components(self) -> tuple[Any, ...]:
         return ()

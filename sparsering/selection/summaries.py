@@ -23,7 +23,7 @@ from .scores import scores_of
 class BlockSummaries:
     """Caches summaries of key blocks while a sequence grows, so that scores cost O(blocks).
 
-    A block is summarised once, when it is full.
+    A block is summarized once, when it is full.
 
     Args:
         block_size, parts: as `block_scores`.
