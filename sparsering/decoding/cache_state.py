@@ -31,7 +31,7 @@ _LIFETIMES = 1024  # last queries are computed and cached for at least so many k
 
 
 class _Record:
-    """Base of the frozen classes below."""
+    """Gives the frozen dataclasses below a fast way to copy themselves with changes."""
 
     def changed(self, **changes: Any) -> Self:
         """Returns a copy with changed attributes; faster than `dataclasses.replace`."""

@@ -122,7 +122,7 @@ def _own_keys(plan: RingPlan, device: torch.device, rank: int, of_guests: bool) 
 
 
 def _arriving_keys(plan: RingPlan, device: torch.device, rank: int, index: int, batch: int) -> Step:
-    """Builds the step on the keys that arrive in round `index`."""
+    """Builds the step in which rank `rank` attends to the keys that arrive in round `index`."""
     senders, shard, travel = plan.senders(rank, index), plan.ranges[rank], plan.rows_of(rank)
     keys = sorted(piece for sender in senders for piece in plan.ranges[sender])
     passes, of_places, length = [], [], 0

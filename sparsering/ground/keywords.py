@@ -83,7 +83,10 @@ def _checked(
     parameters: Iterable[inspect.Parameter],
     reasons: Mapping[str, str],
 ) -> Callable[P, R]:
-    """Wraps a function so that it refuses keywords that its `parameters` do not name."""
+    """Wraps a function, so that an unknown keyword raises an error that lists the known ones.
+
+    `verb` is the name in the error; `reasons` may say, for a keyword, why it is not taken.
+    """
     parameters = list(parameters)
     if any(x.kind is x.VAR_KEYWORD for x in parameters):
         return function  # it takes every keyword

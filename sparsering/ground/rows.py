@@ -105,7 +105,10 @@ def _network(value: Tensor, half_bits: Tensor, key: Tensor, inverse: bool) -> Te
 
 
 def _scramble(half: Tensor, key: Tensor, number: int) -> Tensor:
-    """Computes round `number` of the network; equal rounds would bias small permutations."""
+    """Computes the hash of round `number` of the network, from one half of the bits.
+
+    It depends on `number`, because equal rounds would bias small permutations.
+    """
     state = (key ^ (number << 40)) * SPLITMIX[1] + half * SPLITMIX[0]
     for multiplier in SPLITMIX:
         state = (state ^ (state >> 29)) * multiplier

@@ -198,9 +198,10 @@ class _Sequence(NamedTuple):
     def _seen_tiles(
         self, begin: Tensor, size: int, length: int, end: int, rule: Condition
     ) -> Tensor:
-        """Cuts tiles that begin at `begin` into tiles of `size` keys.
+        """Cuts each tile of _SPLIT * size keys into tiles of `size` keys.
 
-        Returns where those begin that queries in [length, end) may visit.
+        `begin` has the first key of each tile. Returns the first keys of the small tiles that
+        queries in [length, end) may visit by `rule`.
         """
         begin = (begin[:, None] + size * torch.arange(_SPLIT)).flatten()
         begin = begin[begin < length]

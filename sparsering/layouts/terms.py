@@ -176,7 +176,10 @@ def typical(pattern: Pattern, frame: Frame) -> tuple[Pattern, Frame]:
 
 
 def _typical(mask: Mask, length: int) -> Mask | None:
-    """Returns a mask of the same kind with rounded sizes, or None if the kind has none."""
+    """Implements `typical` for one branch: a mask of the same kind whose sizes are rounded.
+
+    `length` is the rounded number of keys. Returns None if the mask has no typical form.
+    """
     match mask:
         case And(masks) | Or(masks):
             parts = tuple(_typical(part, length) for part in masks)

@@ -154,7 +154,11 @@ def _spell(self: Any, tensors: list[Tensor], as_data: bool) -> str:
 
 
 def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method: ValueError if globals that it reads changed since the pattern was made."""
+    """Wraps a method of a user's pattern class, so that it refuses to run on changed state.
+
+    Raises ValueError if globals or class attributes that it reads changed since the pattern was
+    made. Changes that the method makes itself are accepted.
+    """
 
     def checked(self: Any, *arguments: Any) -> Any:
         cls: Any = type(self)

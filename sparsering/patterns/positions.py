@@ -508,7 +508,10 @@ class Packed(_InDocuments):
 
 
 def _of(cls: Any, lengths: LengthsFrom, *pattern: Pattern) -> Any:
-    """Calls `cls(lengths, *pattern)`; the type hints of `cls` do not name `LengthsFrom`."""
+    """Calls `cls(lengths, *pattern)` without a complaint of type checkers.
+
+    The type hints of `cls` are for users and do not name `LengthsFrom`.
+    """
     return cls(lengths, *pattern)
 
 

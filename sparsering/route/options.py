@@ -33,7 +33,7 @@ class Option(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """The call that an option belongs to, for its check."""
+    """The arguments of a call that the checks of its options read."""
 
     query: Tensor
     key: Tensor

@@ -129,7 +129,11 @@ def _(query: Tensor, key: Tensor, *rest: object) -> Tensor:
 
 
 def _of_lengths(operator: Any) -> Callable[..., tuple[Tensor, None]]:
-    """Returns a vmap rule for an operator that reads only sizes: it runs it once, without vmap."""
+    """Returns a vmap rule for an operator that reads only the sizes of query and key.
+
+    The rule calls the operator once, on one item of the mapped dim, because all items give equal
+    results.
+    """
 
     def rule(info: Any, in_dims: Any, query: Tensor, key: Tensor, *rest: Any) -> Any:
         refuse_mapped_pattern(in_dims[2])

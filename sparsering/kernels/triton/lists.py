@@ -217,7 +217,10 @@ def _tensors(problem: Problem, listed: DeviceLists) -> dict[str, Tensor]:
 
 
 def _numbers(problem: Problem, listed: DeviceLists) -> dict[str, int]:
-    """Returns the lengths of a call; launches are reused for other lengths."""
+    """Returns the integers of a kernel call that a reused `Launch` receives anew each time.
+
+    They are lengths and strides between batch entries. The launch keeps the other integers.
+    """
     return {
         "q_start": problem.layout.frame.q_start, "q_len": problem.query.shape[2],
         "kv_len": problem.key.shape[2], "slots": listed.keys.shape[3],
