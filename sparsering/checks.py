@@ -274,18 +274,26 @@ def refuse_mapped_pattern(in_dims: Sequence[int | None]) -> None:
         )
 
 
-def refuse_forward_mode(*values: object) -> None:
-    """Raises if a tensor has a forward-mode tangent: the operator would silently drop it."""
+def refuse_forward_mode(name: str, *values: object) -> None:
+    """Raises NotImplementedError for the function `name` if a tensor has a forward-mode tangent."""
+    if has_tangent(*values):
+        raise NotImplementedError(reverse_mode_alone(name))
+
+
+def reverse_mode_alone(name: str) -> str:
+    """Returns the error of what has no forward-mode and no second derivatives."""
+    return (
+        f"{name} has first derivatives in reverse mode alone, not forward mode (jvp) or second "
+        "derivatives; attention has both on the backends cpu, triton, gather and reference"
+    )
+
+
+def has_tangent(*values: object) -> bool:
+    """True if a tensor has a forward-mode tangent; a compiler looks for itself."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
-        return
+        return False
     tensors = (x for x in values if isinstance(x, Tensor))
-    if any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
-        raise NotImplementedError(NO_FORWARD_MODE)
-
-
-NO_FORWARD_MODE = (
-    "forward-mode derivatives (jvp) need backend='reference'; pass it, or use reverse mode (grad)"
-)
+    return any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
 
 
 def autocast_inputs(*tensors: Tensor) -> list[Tensor]:
@@ -302,7 +310,9 @@ def in_memory(x: Tensor) -> Tensor:
 
 def needs_operator(*tensors: Tensor) -> bool:
     """True if autograd records one of the tensors, or if `observed(*tensors)`."""
-    return observed(*tensors) or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    moves = forward_ad._current_level >= 0 and has_tangent(*tensors)
+    return recorded or moves or observed(*tensors)
 
 
 def observed(*values: object) -> bool:

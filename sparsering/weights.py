@@ -207,7 +207,7 @@ def key_mass(
         sink=sink,
     )
     refuse_tracers(query, key)
-    refuse_forward_mode(query, key)
+    refuse_forward_mode("attention_weights", query, key)
     dtype = sum_dtype(query)
     query, key = call.query.to(dtype), call.key.to(dtype)
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn.functional import pad
 
 from .. import checks
@@ -251,13 +252,15 @@ class KVCache:
         keep = checked_flag("keep", keep)
         if options:
             refuse_options("attend", options, (*_OPTIONS, *_OWN), _REFUSED)
-        if torch.is_grad_enabled():
-            given = (query, key, value, *options.values())
-            if [x for x in given if isinstance(x, Tensor) and x.requires_grad]:
-                raise ValueError(
-                    "attend keeps no gradients, got tensors that require them; call it under "
-                    "torch.no_grad(), or train with attention() on whole sequences"
-                )
+        given = (query, key, value, *options.values())
+        if forward_ad._current_level >= 0:
+            checks.refuse_forward_mode("attend", *given)
+        learning = [x for x in given if isinstance(x, Tensor) and x.requires_grad]
+        if learning and torch.is_grad_enabled():
+            raise ValueError(
+                "attend keeps no gradients, got tensors that require them; call it under "
+                "torch.no_grad(), or train with attention() on whole sequences"
+            )
         if torch.compiler.is_compiling():
             if not stored or return_lse or tree is not None or valid is not None:
                 raise ValueError(

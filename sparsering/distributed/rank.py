@@ -58,7 +58,7 @@ def check_ring_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Patter
             "a ring needs queries and keys of the same tokens, got "
             f"{query.shape[2]} queries and {key.shape[2]} keys; shard both alike"
         )
-    refuse_forward_mode(query, key, value)
+    refuse_forward_mode("ring_attention", query, key, value)
 
 
 def plan_of_call(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..checks import autocast_inputs, check_group, checked_scale
+from ..checks import autocast_inputs, check_group, checked_scale, reverse_mode_alone
 from ..functional import attention
 from ..ground.arguments import checked_flag, is_finite, shortened
 from ..ground.dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
@@ -25,7 +25,7 @@ from ..layouts.lists import tiles_of
 from ..patterns.algebra import Pattern
 from ..patterns.expression import parse
 from ..patterns.tree import check_distances
-from ..route.differentiable import differentiable
+from ..route.differentiable import Derivatives, differentiable
 from ..route.options import ANYWHERE, OPTIONS, checked_options, refuse_options
 from .agreement import SCHEMA, RingCall, agree_on_call, check_lengths, error_budget, report_failure
 from .exchange import Exchange, Traffic
@@ -265,12 +265,19 @@ def _backward(*arguments: Any) -> list[Tensor | None]:
     return [*grads, *(of_options.get(name) for name in names)]
 
 
+def _refuse_tangents(*_: object) -> Any:
+    raise NotImplementedError(reverse_mode_alone("ring_attention"))
+
+
 _ring = differentiable(  # the operator that autograd and torch.compile see
     "ring_attention",
     SCHEMA,
-    _forward,
-    _backward,
-    refusal="ring_attention has no second derivatives; attention(..., backend='reference') does",
+    Derivatives(
+        forward=_forward,
+        backward=_backward,
+        tangent=_refuse_tangents,
+        backward_tangent=_refuse_tangents,
+    ),
 )
 
 

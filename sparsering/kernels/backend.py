@@ -9,7 +9,7 @@ from torch import Tensor
 from ..call import Call
 from ..layouts.layout import BlockLayout
 from .parts import Backward, Forward, run_parts
-from .problem import Gradients, Problem
+from .problem import Gradients, GradientTangents, Problem, Tangents
 
 
 def _reads_no_layout(problem: Problem, *results: Tensor) -> Any:
@@ -27,6 +27,9 @@ class Backend(NamedTuple):
     extras: frozenset[str]  # options of a call, such as softcap or sink, that it computes
     forward: Forward = _reads_no_layout  # computes (out, lse) over a layout, in an operator
     backward: Backward = _reads_no_layout
+    # Compute tangents of (out, lse), and of the gradients; None if there are none over layouts.
+    tangent: Callable[[Problem, Tensor, Tensor, Tangents], tuple[Tensor, Tensor]] | None = None
+    tangent_of_gradients: Callable[..., GradientTangents] | None = None
     package: str = ""  # the package that it needs, which the pip extra of its name installs
     # Sums each block's attention weights, times a factor per query: [B, Hq, blocks]. If it is None,
     # callers take these sums from the gradient of a block bias.

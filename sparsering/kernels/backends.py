@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,11 @@ def _no_float64(*tensors: Tensor) -> list[str]:
     return []
 
 
+_SECOND_ORDER: Any = {  # over the same layouts, in portable torch
+    "tangent": gather.tangent,
+    "tangent_of_gradients": gather.tangent_of_gradients,
+}
+
 BACKENDS: dict[str, Backend] = {
     "cpu": over_layouts(
         cpu.reasons,
@@ -38,6 +44,7 @@ BACKENDS: dict[str, Backend] = {
         entry_mass=cpu.entry_mass,
         forward_after=cpu.forward,
         runs_lists=True,
+        **_SECOND_ORDER,
     ),
     "cpu_in_order": over_layouts(
         cpu.reasons,
@@ -49,6 +56,7 @@ BACKENDS: dict[str, Backend] = {
         runs_lists=True,
         is_invariant=True,
         form_of="cpu",
+        **_SECOND_ORDER,
     ),
     "triton": over_layouts(
         triton.reasons,
@@ -59,6 +67,7 @@ BACKENDS: dict[str, Backend] = {
         selected_layout=triton.selected_layout,
         runs_lists=True,
         list_reasons=triton.list_reasons,
+        **_SECOND_ORDER,
     ),
     "triton_in_order": over_layouts(
         triton.reasons,
@@ -71,6 +80,7 @@ BACKENDS: dict[str, Backend] = {
         is_invariant=True,
         form_of="triton",
         keys_of_step=KEYS_IN_ORDER,
+        **_SECOND_ORDER,
     ),
     "gather": over_layouts(
         _no_float64,
@@ -79,6 +89,7 @@ BACKENDS: dict[str, Backend] = {
         gather.EXTRAS,
         entry_mass=gather.entry_mass,
         runs_lists=True,
+        **_SECOND_ORDER,
     ),
     "reference": Backend(reasons=_no_float64, run=dense.run, extras=dense.EXTRAS),
     "torch_sparse": over_layouts(

@@ -164,14 +164,42 @@ class Gradients(NamedTuple):
     captured: tuple[Tensor | None, ...] = ()
 
 
+class Tangents(NamedTuple):
+    """Directions in which a problem's tensors move; None for a tensor that stays."""
+
+    query: Tensor | None = None
+    key: Tensor | None = None
+    value: Tensor | None = None
+    block_bias: Tensor | None = None
+    distance_bias: Tensor | None = None
+    sink: Tensor | None = None
+
+
+class GradientTangents(NamedTuple):
+    """Tangents of a problem's gradients, and those of its results, in the dtype of sums."""
+
+    gradients: Gradients
+    out: Tensor
+    lse: Tensor
+
+
+def sink_share(sink: Tensor, lse: Tensor) -> Tensor:
+    """Returns the softmax weight of a sink [B, Hq, Nq or 1] in each row of lse: [B, Hq, Nq]."""
+    share = (sink.to(lse.dtype) - lse).exp()
+    return torch.where(lse == -torch.inf, 0.0, share)  # rows without keys and with a sink of -inf
+
+
 def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
     """Returns the gradient of a sink [B, Hq, Nq or 1].
 
     Takes lse [B, Hq, Nq] and delta = rowsum(dO * O) - dlse [B, Hq, Nq].
     """
-    share = (sink.to(lse.dtype) - lse).exp()
-    share = torch.where(lse == -torch.inf, 0.0, share)  # rows without keys and with a sink of -inf
-    rows = -(share * delta)  # dS = P * (dP - delta), and dP is 0 because the sink's value is 0
+    # dS = P * (dP - delta), and dP is 0 because the sink's value is 0
+    return as_sink(-(sink_share(sink, lse) * delta), sink)
+
+
+def as_sink(rows: Tensor, sink: Tensor) -> Tensor:
+    """Sums numbers of rows [B, Hq, Nq] to the shape of a sink, [B, Hq, Nq or 1]."""
     return (rows if sink.shape[2] == rows.shape[2] else rows.sum(2, keepdim=True)).to(sink.dtype)
 
 

@@ -50,9 +50,6 @@ class LongNetEncoder(nn.Module):
     Weights and dropped paths are drawn from torch's global generator: call `torch.manual_seed`
     before. New blocks are the identity.
 
-    For second derivatives, set `model.attend` to `functools.partial(attention,
-    pattern=model.pattern, backend="reference")`, which takes memory of all pairs.
-
     Raises: ValueError if an argument is invalid.
 
     Example:

@@ -48,9 +48,6 @@ class LongNetLM(nn.Module):
 
     Weights are drawn from torch's global generator: call `torch.manual_seed` before.
 
-    For second derivatives, set `model.attend` to `functools.partial(attention,
-    pattern=model.pattern, backend="reference")`, which takes memory of all pairs.
-
     Raises: ValueError if an argument is invalid.
 
     Source: LongNet (arXiv 2307.02486), section 3.

@@ -3,17 +3,29 @@
 Each operator is registered with torch.library, so that torch.compile, FLOP counters and tracers see
 it. `torch.func.grad` and `vmap` cannot handle such an operator, so inside them an autograd.Function
 runs. If only autograd observes a call, a Function runs too, because its overhead is a tenth.
+
+Four operators do all derivatives up to the second. With x the tensors of a call, J the derivative
+of (out, lse) by x, y the gradients of (out, lse), and u a direction of x:
+
+    NAME                        (out, lse)
+    NAME_backward               J^T y
+    NAME_tangent                J u
+    NAME_backward_tangent       the derivative of J^T y in the direction (u, of y)
+
+The second derivative of <(out, lse), y> is symmetric. So the backward of `NAME_backward` is the
+last operator for x and `NAME_tangent` for y; the backward of `NAME_tangent` is the last operator
+for x and `NAME_backward` for u.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
+from torch.autograd import Function, forward_ad
 
-from ..checks import NO_FORWARD_MODE, observed, refuse_mapped_pattern
+from ..checks import has_tangent, observed, refuse_mapped_pattern
 from ..ground.numerics import sum_dtype
 from ..ground.streams import OUTSIDE_CUDA_GRAPHS
 from ..patterns.expression import parse
@@ -21,146 +33,340 @@ from ..patterns.expression import parse
 _operator: Any = partial(torch.library.custom_op, mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
 _LIBRARY = torch.library.Library("sparsering", "FRAGMENT")  # its operators live as long as it does
 
+NO_THIRD_DERIVATIVE = (
+    "third derivatives, and forward mode over forward mode, need backend='reference'; pass it, or "
+    "use torch.func.jacfwd(jacrev(...)) for second derivatives"
+)
+
+
+class Derivatives(NamedTuple):
+    """The functions of an operator; `arguments` are those of its schema."""
+
+    # (*arguments) -> (out, lse)
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    # (*arguments, out, lse, grad_out, grad_lse, wanted) -> a gradient for each tensor before
+    # `tensors`; None or any value where the list `wanted` has False
+    backward: Callable[..., Sequence[Tensor | None]]
+    # (*arguments, out, lse, *tangents) -> tangents of (out, lse); a tangent may be None
+    tangent: Callable[..., tuple[Tensor, Tensor]]
+    # (*arguments, out, lse, grad_out, grad_lse, *tangents, tangents of grad_out and grad_lse,
+    # wanted) -> tangents of the gradients, as `backward` returns these
+    backward_tangent: Callable[..., Sequence[Tensor | None]]
+
 
 def differentiable(
-    name: str,
-    call: str,
-    forward: Callable[..., tuple[Tensor, Tensor]],
-    backward: Callable[..., Sequence[Tensor | None]],
-    *,
-    refusal: str,
+    name: str, call: str, functions: Derivatives
 ) -> Callable[..., tuple[Tensor, Tensor]]:
-    """Registers the operator `sparsering::NAME`, and its backward.
+    """Registers the operator `sparsering::NAME`, and those of its derivatives.
 
     Args:
         call: the schema of its arguments: tensors [B, ...], query, key and value first; then
             `Tensor[] tensors` and `str pattern`; then plain values. The floating point tensors
             before `tensors` get gradients.
-        forward: maps the arguments to (out, lse).
-        backward: maps (*arguments, out, lse, grad_out, grad_lse, wanted) to a gradient for each
-            tensor before `tensors`; None or any value where the list `wanted` has False.
-        refusal: error text if the backward itself is differentiated.
 
     Returns: a function that takes the arguments by keyword.
     """
     names = [argument.split()[-1] for argument in call.split(",")]
-    count = names.index("tensors")
-    gradients = _gradients(name, call, count, backward, refusal)
-
-    def fake(query: Tensor, key: Tensor, value: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        out = query.new_empty(*query.shape[:3], value.shape[3])
-        return out, query.new_empty(query.shape[:3], dtype=sum_dtype(query))
-
-    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.values = inputs[count + 1 :]
-        ctx.save_for_backward(*inputs[:count], *output, *inputs[count])
-
-    def differentiate(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-        saved = ctx.saved_tensors  # read once only: checkpointing frees it after one read
-        inputs, results, tensors = saved[:count], saved[count : count + 2], [*saved[count + 2 :]]
-        pairs = zip(results, grads, strict=True)
-        grads = tuple(torch.zeros_like(x) if g is None else g for x, g in pairs)
-        needs = zip(ctx.needs_input_grad, inputs, strict=False)
-        wanted = [need and x is not None and x.is_floating_point() for need, x in needs]
-        by_input = gradients(*inputs, tensors, *ctx.values, *results, *grads, wanted)
-        by_input = [x if want else None for x, want in zip(by_input, wanted, strict=True)]
-        return (*by_input, [None] * len(tensors), *(None for _ in ctx.values))
-
-    op = _operator(f"sparsering::{name}", forward, schema=f"({call}) -> (Tensor, Tensor)")
-    op.register_fake(fake)
-    op.register_autograd(differentiate, setup_context=save)
-    op.register_vmap(
-        lambda info, in_dims, *inputs: _mapped(count, op, info.batch_size, in_dims, inputs)
-    )
-
-    class Differentiated(Function):
-        @staticmethod
-        def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
-            results = forward(*inputs)
-            save(ctx, inputs, results)
-            return results
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-            grads = differentiate(ctx, *grads)
-            return (*grads[:count], None, *grads[count + 1 :])
-
-    transformed = _transformed(op, count, save, Differentiated.backward)
+    four = _Operators(name, call, names.index("tensors"), functions)
 
     def run(**arguments: Any) -> tuple[Tensor, Tensor]:
         inputs = [arguments.pop(name) for name in names]
         assert not arguments, f"not in the schema of {name}: {sorted(arguments)}"
-        function: Callable[..., tuple[Tensor, Tensor]] = Differentiated.apply
-        if transforming():
-            function = transformed
-        elif observed(*inputs, *inputs[count]):
-            function = op
-        out, lse = function(*inputs)
+        out, lse = four.attend(inputs)
         return out, lse
 
     return run
 
 
-def _gradients(
-    name: str, call: str, count: int, backward: Callable[..., Sequence[Tensor | None]], refusal: str
-) -> Callable[..., Sequence[Any]]:
-    """Registers the operator `sparsering::NAME_backward`; returns a function that runs it.
+class _Operators:
+    """The four operators of a call, and the autograd.Functions that join them.
 
-    The function takes the arguments of `backward`. Gradients that nobody wants are empty tensors.
+    `inputs` are the arguments of the schema. Saved tensors are those of the inputs that get
+    gradients, then those of an operator's own, then `tensors`.
     """
 
-    def gradients(*arguments: Any) -> list[Tensor]:
-        empty, grads = arguments[0].new_empty, backward(*arguments)
-        pairs = zip(grads, arguments[-1], strict=True)
-        return [grad if wanted and grad is not None else empty(0) for grad, wanted in pairs]
+    def __init__(self, name: str, call: str, count: int, functions: Derivatives) -> None:
+        self.count, self.length = count, len(call.split(","))
+        names = [argument.split()[-1] for argument in call.split(",")][:count]
+        results, grads = "Tensor out, Tensor lse", "Tensor grad_out, Tensor grad_lse"
+        tangents = ", ".join(f"Tensor? {x}_t" for x in names)
+        of_grads = "Tensor? grad_out_t, Tensor? grad_lse_t"
+        self.attention = _Operator(
+            f"{name}", f"({call}) -> (Tensor, Tensor)", functions.forward, _fake_results
+        )
+        self.backward = _Operator(
+            f"{name}_backward",
+            f"({call}, {results}, {grads}, bool[] wanted) -> Tensor[]",
+            partial(_only_wanted, functions.backward),
+            self._fake_gradients,
+        )
+        self.tangent = _Operator(
+            f"{name}_tangent",
+            f"({call}, {results}, {tangents}) -> (Tensor, Tensor)",
+            functions.tangent,
+            _fake_results,
+        )
+        self.backward_tangent = _Operator(
+            f"{name}_backward_tangent",
+            f"({call}, {results}, {grads}, {tangents}, {of_grads}, bool[] wanted) -> Tensor[]",
+            partial(_only_wanted, functions.backward_tangent),
+            self._fake_tangents,
+        )
+        self.attention.op.register_autograd(self._differentiate, setup_context=self._save)
+        for operator in (self.backward, self.tangent, self.backward_tangent):
+            operator.op.register_autograd(_refuse)
+        op = self.attention.op
+        op.register_vmap(
+            lambda info, in_dims, *inputs: _mapped(count, op, info.batch_size, in_dims, inputs)
+        )
+        batched = partial(for_each_gradient, self.backward.op, mapped=partial(_mapped, count))
+        _LIBRARY.impl(f"{name}_backward", lambda *arguments: batched(arguments), "Batched")
+        self.recorded = self._recorded()
+        self.transformed = self._function(
+            self.attention, self._save, self._differentiate, self._move
+        )
+        self.transformed_backward = self._function(
+            self.backward, self._save_backward, self._differentiate_backward, self._move_backward
+        )
+        self.transformed_tangent = self._function(
+            self.tangent, self._save_tangent, self._differentiate_tangent, _refuse
+        )
+        self.transformed_backward_tangent = self._function(
+            self.backward_tangent, lambda *_: None, _refuse, _refuse
+        )
 
-    def fake(*arguments: Any) -> list[Tensor]:
-        empty, pairs = arguments[0].new_empty, zip(arguments[:count], arguments[-1], strict=True)
-        return [empty(0) if x is None or not want else x.new_empty(x.shape) for x, want in pairs]
-
-    def refuse(ctx: Any, *grads: object) -> None:
-        raise NotImplementedError(refusal)
-
-    results = "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, bool[] wanted"
-    schema = f"({call}, {results}) -> Tensor[]"
-    op = _operator(f"sparsering::{name}_backward", gradients, schema=schema)
-    op.register_fake(fake)
-    op.register_autograd(refuse)
-    batched = partial(for_each_gradient, op, mapped=partial(_mapped, count))
-    _LIBRARY.impl(f"{name}_backward", lambda *arguments: batched(arguments), "Batched")
-    transformed = _transformed(op, count, lambda *results: None, refuse)
-
-    def run(*arguments: Any) -> Any:
+    def attend(self, inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """Returns (out, lse), by the function that what observes the call can see."""
+        run: Callable[..., tuple[Tensor, Tensor]] = self.recorded
         if transforming():
-            return transformed(*arguments)
-        is_seen = torch.is_grad_enabled() or observed(*arguments, *arguments[count])
-        return (op if is_seen or is_batch(*arguments[-3:-1]) else gradients)(*arguments)
+            run = self.transformed
+        elif observed(*inputs, *inputs[self.count]):
+            run = self.transformed if has_tangent(*inputs) else self.attention.op
+        out, lse = run(*inputs)
+        return out, lse
 
-    return run
+    def gradients(self, *arguments: Any) -> Sequence[Tensor]:
+        """Returns the gradients of a call; those that are not wanted are empty tensors."""
+        if not transforming() and is_batch(*arguments[-3:-1]):
+            found: Sequence[Tensor] = self.backward.op(*arguments)
+            return found
+        return self._run(self.backward, self.transformed_backward, arguments)
+
+    def tangents(self, *arguments: Any) -> tuple[Tensor, Tensor]:
+        """Returns the tangents of (out, lse)."""
+        out, lse = self._run(self.tangent, self.transformed_tangent, arguments)
+        return out, lse
+
+    def gradient_tangents(self, *arguments: Any) -> Sequence[Tensor]:
+        """Returns the tangents of the gradients, then those of (out, lse)."""
+        return self._run(self.backward_tangent, self.transformed_backward_tangent, arguments)
+
+    def _run(
+        self, operator: "_Operator", function: Callable[..., Any], arguments: Sequence[Any]
+    ) -> Sequence[Tensor]:
+        """Runs an operator directly, or as a Function where its result may be differentiated."""
+        found: Sequence[Tensor]
+        if torch.compiler.is_compiling():
+            found = operator.op(*arguments)
+        elif transforming() or is_recorded(*arguments) or has_tangent(*arguments):
+            found = function(*arguments)
+        else:
+            found = operator.run(*arguments)
+        return found
+
+    def _save(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
+        self._keep(ctx, inputs, output)
+
+    def _differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        inputs, results = self._kept(ctx, 2)
+        pairs = zip(results, grads, strict=True)
+        grads = tuple(torch.zeros_like(x) if g is None else g for x, g in pairs)
+        wanted = self._wanted(ctx.needs_input_grad, inputs)
+        found = self.gradients(*inputs, *results, *grads, wanted)
+        return self._by_input(found, wanted, inputs)
+
+    def _move(self, ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
+        inputs, results = self._kept(ctx, 2)
+        return self.tangents(*inputs, *results, *tangents[: self.count])
+
+    def _save_backward(self, ctx: Any, arguments: Sequence[Any], output: object) -> None:
+        ctx.wanted = arguments[-1]
+        self._keep(ctx, arguments, arguments[self.length : -1])
+
+    def _differentiate_backward(self, ctx: Any, *cotangents: Tensor | None) -> tuple[Any, ...]:
+        inputs, results = self._kept(ctx, 4)
+        directions = [x if y else None for x, y in zip(cotangents, ctx.wanted, strict=True)]
+        needs = ctx.needs_input_grad
+        wanted = self._wanted(needs, inputs)
+        *found, of_out, of_lse = self.gradient_tangents(
+            *inputs, *results, *directions, None, None, wanted
+        )
+        needs = needs[self.length + 2 : self.length + 4]
+        of_grads = (x if need else None for x, need in zip((of_out, of_lse), needs, strict=True))
+        return (*self._by_input(found, wanted, inputs), None, None, *of_grads, None)
+
+    def _move_backward(self, ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
+        inputs, results = self._kept(ctx, 4)
+        of_grads = tangents[self.length + 2 : self.length + 4]
+        found = self.gradient_tangents(
+            *inputs, *results, *tangents[: self.count], *of_grads, ctx.wanted
+        )
+        return tuple(found[:-2])
+
+    def _save_tangent(self, ctx: Any, arguments: Sequence[Any], output: object) -> None:
+        self._keep(ctx, arguments, arguments[self.length :])
+
+    def _differentiate_tangent(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+        inputs, (out, lse, *directions) = self._kept(ctx, 2 + self.count)
+        pairs = zip((out, lse), grads, strict=True)
+        grads = tuple(torch.zeros_like(x) if g is None else g for x, g in pairs)
+        wanted = self._wanted(ctx.needs_input_grad, inputs)
+        found: Sequence[Any] = [None] * self.count
+        if any(wanted):
+            found = self.gradient_tangents(
+                *inputs, out, lse, *grads, *directions, None, None, wanted
+            )[:-2]
+        needs = ctx.needs_input_grad[self.length + 2 :]
+        learns = [need and x is not None for need, x in zip(needs, directions, strict=True)]
+        of_directions: Sequence[Any] = [None] * self.count
+        if any(learns):
+            of_directions = self.gradients(*inputs, out, lse, *grads, learns)
+        moved = (x if want else None for x, want in zip(of_directions, learns, strict=True))
+        return (*self._by_input(found, wanted, inputs), None, None, *moved)
+
+    def _keep(self, ctx: Any, inputs: Sequence[Any], own: Sequence[Tensor | None]) -> None:
+        """Saves the arguments of a call, and tensors of an operator's own."""
+        ctx.values = inputs[self.count + 1 : self.length]
+        saved = *inputs[: self.count], *own, *inputs[self.count]
+        ctx.save_for_backward(*saved)
+        if forward_ad._current_level >= 0:
+            ctx.save_for_forward(*saved)
+
+    def _kept(self, ctx: Any, own: int) -> tuple[list[Any], Sequence[Any]]:
+        """Returns the arguments of a call and `own` further tensors, as `_keep` saved them."""
+        saved = ctx.saved_tensors  # read once only: checkpointing frees it after one read
+        end = self.count + own
+        return [*saved[: self.count], [*saved[end:]], *ctx.values], saved[self.count : end]
+
+    def _wanted(self, needs: Sequence[bool], inputs: Sequence[Any]) -> list[bool]:
+        """Says which of the tensors before `tensors` need a gradient."""
+        pairs = zip(needs[: self.count], inputs[: self.count], strict=True)
+        return [need and x is not None and x.is_floating_point() for need, x in pairs]
+
+    def _by_input(
+        self, grads: Sequence[Any], wanted: Sequence[bool], inputs: Sequence[Any]
+    ) -> tuple[Any, ...]:
+        """Returns a gradient for each argument of a call; None where none is wanted.
+
+        An operator has a list of them for its list of tensors, a Function has None.
+        """
+        own = [x if want else None for x, want in zip(grads, wanted, strict=True)]
+        return (*own, [None] * len(inputs[self.count]), *(None for _ in inputs[self.count + 1 :]))
+
+    def _recorded(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        """Returns a Function for calls that autograd alone observes; it is the fastest."""
+        operators = self
+
+        class Recorded(Function):
+            @staticmethod
+            def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
+                results = operators.attention.function(*inputs)
+                operators._save(ctx, inputs, results)
+                return results
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+                return _in_function(operators._differentiate(ctx, *grads))
+
+            @staticmethod
+            def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
+                return operators._move(ctx, *tangents)
+
+        return Recorded.apply
+
+    def _function(
+        self,
+        operator: "_Operator",
+        save: Callable[..., None],
+        backward: Callable[..., Any],
+        jvp: Callable[..., Any],
+    ) -> Callable[..., Any]:
+        """Returns an autograd.Function that runs an operator, also inside torch.func transforms."""
+        count = self.count
+
+        class Transformed(Function):
+            @staticmethod
+            def forward(*arguments: Any) -> tuple[Tensor, ...]:
+                return tuple(operator.op(*arguments))
+
+            setup_context = staticmethod(save)
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+                return _in_function(backward(ctx, *grads))
+
+            @staticmethod
+            def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, Any]:
+                return _mapped(count, Transformed.apply, info.batch_size, in_dims, inputs)
+
+        Transformed.jvp = staticmethod(jvp)  # type: ignore[method-assign]
+        return Transformed.apply
+
+    def _fake_gradients(self, *arguments: Any) -> list[Tensor]:
+        empty, pairs = (
+            arguments[0].new_empty,
+            zip(arguments[: self.count], arguments[-1], strict=True),
+        )
+        return [torch.empty_like(x) if wanted else empty(0) for x, wanted in pairs]
+
+    def _fake_tangents(self, *arguments: Any) -> list[Tensor]:
+        out, lse = arguments[self.length : self.length + 2]
+        return [*self._fake_gradients(*arguments), torch.empty_like(out), torch.empty_like(lse)]
 
 
-def _transformed(
-    op: Callable[..., Any], count: int, save: Callable[..., None], backward: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Returns an autograd.Function that runs an operator inside transforms of torch.func.
+class _Operator:
+    """An operator of torch.library, and the function that it runs."""
 
-    `save` and `backward` are those of the operator; `count` is the number of its tensor inputs.
-    """
+    def __init__(
+        self, name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]
+    ) -> None:
+        self.function = function
+        self.op = _operator(f"sparsering::{name}", function, schema=schema)
+        self.op.register_fake(fake)
 
-    class Transformed(Function):
-        forward = staticmethod(lambda *inputs: tuple(op(*inputs)))
-        setup_context = staticmethod(save)
+    def run(self, *arguments: Any) -> Any:
+        """Runs the function, as an operator where a mode, profiler or subclass must see it."""
+        lists = (x for x in arguments if isinstance(x, list))
+        seen = observed(*arguments, *(x for each in lists for x in each))
+        return (self.op if seen else self.function)(*arguments)
 
-        @staticmethod
-        def jvp(ctx: Any, *tangents: object) -> None:
-            raise NotImplementedError(NO_FORWARD_MODE)
 
-        @staticmethod
-        def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, Any]:
-            return _mapped(count, Transformed.apply, info.batch_size, in_dims, inputs)
+def _fake_results(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    out = query.new_empty(*query.shape[:3], value.shape[3])
+    return out, query.new_empty(query.shape[:3], dtype=sum_dtype(query))
 
-    Transformed.backward = staticmethod(backward)  # type: ignore[method-assign]
-    return Transformed.apply
+
+def _only_wanted(function: Callable[..., Sequence[Tensor | None]], *arguments: Any) -> list[Tensor]:
+    """Runs a function whose results may be None; those that are not wanted become empty tensors."""
+    empty, wanted = arguments[0].new_empty, arguments[-1]
+    found = [*function(*arguments)]
+    wanted = [*wanted, *[True] * (len(found) - len(wanted))]
+    pairs = zip(found, wanted, strict=True)
+    return [x if want and x is not None else empty(0) for x, want in pairs]
+
+
+def _in_function(grads: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Replaces the list of gradients of a list of tensors: a Function takes None for it."""
+    return tuple(None if isinstance(x, list) else x for x in grads)
+
+
+def _refuse(*_: object) -> None:
+    raise NotImplementedError(NO_THIRD_DERIVATIVE)
+
+
+def is_recorded(*values: object) -> bool:
+    """True if autograd records one of the tensors."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in values if isinstance(x, Tensor))
 
 
 def transforming() -> bool:

@@ -5,7 +5,7 @@ They take a pattern as its expression and its tensors, so that graphs hold no Py
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 
 from ..call import Call, Options
+from ..checks import reverse_mode_alone
 from ..ground.numerics import without_autocast
 from ..ground.streams import OUTSIDE_CUDA_GRAPHS
 from ..kernels.backends import BACKENDS
-from ..kernels.library.derivatives import SECOND_DERIVATIVES
 from ..kernels.parts import differentiate
+from ..kernels.problem import Problem, Tangents
 from ..layouts.cache import layout_cache
 from ..layouts.lists import tiles_of
 from ..patterns.algebra import Pattern
@@ -29,9 +30,9 @@ from ..patterns.expression import parse, parse_owned
 from ..patterns.selected import selections_of
 from ..patterns.tree import check_distances
 from .behind_padding import parts_of
-from .differentiable import differentiable
+from .differentiable import Derivatives, differentiable
 from .options import IN_OPERATORS, operator_schema
-from .work import problem_of, slot_gradient, work_of
+from .work import block_bias_of, problem_of, slot_gradient, work_of
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -53,6 +54,49 @@ def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     if (slots := inputs[_NAMES.index("slot_bias")]) is not None:
         grads["slot_bias"] = slot_gradient(grads["block_bias"], parts[0].problem, slots)
     return tuple(grads.get(name) for name in _NAMES[: _NAMES.index("tensors")])
+
+
+def _tangent(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Computes the tangents of (out, lse), in their dtypes; `Derivatives` has the arguments."""
+    inputs, (out, lse, *tangents) = arguments[: len(_NAMES)], arguments[len(_NAMES) :]
+    call, backend = _parsed_call(inputs)
+    with without_autocast(out):
+        problem = problem_of(call, backend)
+        moved = _second_order(backend, "tangent")(problem, out, lse, _moves(problem, tangents))
+    return moved[0].to(out.dtype), moved[1]
+
+
+def _backward_tangent(*arguments: Any) -> tuple[Tensor | None, ...]:
+    """Computes the tangents of the gradients, then those of (out, lse)."""
+    count, inputs = _NAMES.index("tensors"), arguments[: len(_NAMES)]
+    out, lse, grad_out, grad_lse, *tangents, out_t, lse_t, wanted = arguments[len(_NAMES) :]
+    call, backend = _parsed_call(inputs)
+    with without_autocast(out):
+        problem = problem_of(call, backend)
+        problem = problem._replace(learns_distances=wanted[_NAMES.index("distance_bias")])
+        moved = _second_order(backend, "tangent_of_gradients")(
+            problem, (out, lse, grad_out, grad_lse), _moves(problem, tangents), (out_t, lse_t)
+        )
+    grads = moved.gradients._asdict()
+    if (slots := inputs[_NAMES.index("slot_bias")]) is not None:
+        grads["slot_bias"] = slot_gradient(grads["block_bias"], problem, slots)
+    return (*(grads.get(name) for name in _NAMES[:count]), moved.out.to(out.dtype), moved.lse)
+
+
+def _second_order(backend: str, name: str) -> Callable[..., Any]:
+    """Returns a function of a backend; NotImplementedError if the backend lacks it."""
+    function: Callable[..., Any] | None = getattr(BACKENDS[backend], name)
+    if function is None:
+        raise NotImplementedError(reverse_mode_alone(backend))
+    return function
+
+
+def _moves(problem: Problem, tangents: Sequence[Tensor | None]) -> Tangents:
+    """Returns tangents in the order of the operator's tensors as those of a problem's tensors."""
+    given = dict(zip(_NAMES, tangents, strict=False))
+    if (slots := given.pop("slot_bias", None)) is not None:
+        given["block_bias"] = block_bias_of(slots, problem)
+    return Tangents(**{name: given.get(name) for name in Tangents._fields})
 
 
 @torch.library.custom_op("sparsering::slot_mass", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
@@ -116,7 +160,16 @@ def _num_slots(pattern: Pattern) -> int:
 _CALL = operator_schema(IN_OPERATORS, "SymInt q_start, SymInt? block_size, str backend")
 _NAMES = [argument.split()[-1] for argument in _CALL.split(",")]
 
-attention_op = differentiable("attention", _CALL, _forward, _backward, refusal=SECOND_DERIVATIVES)
+attention_op = differentiable(
+    "attention",
+    _CALL,
+    Derivatives(
+        forward=_forward,
+        backward=_backward,
+        tangent=_tangent,
+        backward_tangent=_backward_tangent,
+    ),
+)
 
 
 def _parsed_call(arguments: Sequence[Any]) -> tuple[Call, str]:
@@ -154,8 +207,13 @@ def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int
 
 
 def _register_flops(counter: ModuleType) -> None:
-    """Registers the FLOP formulas of both operators with torch's counter."""
-    for operator, *dims in (("attention", 1, 1), ("attention_backward", 3, 2)):
+    """Registers the operators' FLOP formulas with torch's counter."""
+    for operator, *dims in (
+        ("attention", 1, 1),
+        ("attention_backward", 3, 2),
+        ("attention_tangent", 3, 2),
+        ("attention_backward_tangent", 10, 7),
+    ):
         register = counter.register_flop_formula(getattr(torch.ops.sparsering, operator), True)
         register(lambda *arguments, dims=dims, **_: _flops(arguments, *dims))
 

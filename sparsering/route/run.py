@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call
-from ..checks import needs_operator, refuse_forward_mode
+from ..checks import needs_operator
 from ..ground.numerics import without_autocast
 from ..kernels.backends import BACKENDS
 from ..kernels.triton import remember
@@ -43,7 +43,6 @@ def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
         tensors = [x for x in (*options.in_use.values(), *operands) if isinstance(x, Tensor)]
         if not decision.is_plain:
             tensors += call.inputs
-            refuse_forward_mode(*tensors)
         if decision.learns or (tensors and needs_operator(*tensors)):
             return attention_op(
                 query=call.query,

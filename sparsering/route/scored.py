@@ -25,7 +25,7 @@ from .work import problem_of, slot_gradient
 
 def attend_scored(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) of a call with a score_mod by a backend over layouts."""
-    refuse_forward_mode(*call.inputs)
+    refuse_forward_mode("a call with score_mod", *call.inputs)
     if transforming():
         raise NotImplementedError(
             "torch.func.grad and vmap cannot see the tensors that a score_mod reads; use "

@@ -95,15 +95,18 @@ def problem_of(call: Call, backend: str, parts: Parts | None = None) -> Problem:
     if (bias := options.get("block_bias")) is not None:
         check_bias(bias.shape[-1], work.layout)
     if (slot_bias := options.pop("slot_bias", None)) is not None:
-        options["block_bias"] = (
-            list_biases(work.lists, slot_bias)
-            if work.lists
-            else _entry_bias(slot_bias, work.layout)
-        )
+        options["block_bias"] = block_bias_of(slot_bias, work)
     if (function := options.get("score_mod")) is not None:
         options["score_mod"] = function.function
         options["captured"] = tuple(x for x in function.read if x.requires_grad)
     return work.problem(call.query, call.key, call.value, call.scale, **options)
+
+
+def block_bias_of(slot_bias: Tensor, work: Work | Problem) -> Tensor:
+    """Converts a slot bias [B, Hq, R * k] to the block bias of a work's lists or tiles."""
+    if work.lists:
+        return list_biases(work.lists, slot_bias)
+    return _entry_bias(slot_bias, work.layout)
 
 
 def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:

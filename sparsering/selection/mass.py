@@ -70,7 +70,7 @@ def block_mass(
             "computes the mass of each key, for any pattern"
         )
     refuse_meta(query, key)
-    refuse_forward_mode(query, key)
+    refuse_forward_mode("block_mass", query, key)
     query, key = call.query, call.key
     backend = choose(None, (query, key, key), ("slot_bias",))
     if lse is None:

@@ -133,13 +133,18 @@ def test_attention_backward_passes_opcheck(called):
     torch.library.opcheck(torch.ops.sparsering.attention_backward.default, args)
 
 
-@pytest.mark.parametrize("backend", ["gather", "cpu"])
-def test_second_derivatives_of_a_fast_backend_name_the_one_that_has_them(backend):
-    args = inputs(CASE, torch.float32)
-    out = sr.attention(*args, sr.Causal(), backend=backend)
-    (dq,) = torch.autograd.grad(out.sum(), args[:1], create_graph=True)
-    with pytest.raises(NotImplementedError, match="backend='reference'"):
-        torch.autograd.grad(dq.square().sum(), args[1])
+@pytest.mark.parametrize("called", thinned(3, BACKENDS_OPCHECKED), ids=str)
+def test_operators_of_second_order_pass_opcheck(called):
+    args = opchecked_arguments(*called, requires_grad=False)
+    out, lse = torch.ops.sparsering.attention(*args)
+    wanted = [isinstance(x, torch.Tensor) and x.is_floating_point() for x in args[:8]]
+    moves = [torch.randn_like(x) if w else None for x, w in zip(args, wanted, strict=False)]
+    ops = torch.ops.sparsering
+    torch.library.opcheck(ops.attention_tangent.default, (*args, out, lse, *moves))
+    grads = (torch.randn_like(out), torch.randn_like(lse))
+    of_grads = (torch.randn_like(out), None)
+    args = (*args, out, lse, *grads, *moves, *of_grads, wanted)
+    torch.library.opcheck(ops.attention_backward_tangent.default, args)
 
 
 # torch.compile
@@ -530,17 +535,3 @@ def test_an_operator_that_nobody_looks_at_gives_the_same_bits(looks):
     plain = torch.autograd.grad(plain_out.sum() + plain_lse.sin().sum(), args)
     pairs = zip((out, lse, *found), (plain_out, plain_lse, *plain), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
-
-
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own decompositions
-def test_forward_mode_is_refused_not_called_zero():
-    query, key, value = (torch.randn(1, 1, 8, 4, dtype=torch.float64) for _ in range(3))
-    pattern = sr.Causal()
-    with pytest.raises(NotImplementedError, match="reference"):
-        torch.func.jvp(lambda q: sr.attention(q, key, value, pattern), (query,), (key,))
-    _, tangent = torch.func.jvp(
-        lambda q: sr.attention(q, key, value, pattern, backend="reference"), (query,), (key,)
-    )
-    step = 1e-6
-    ahead, behind = (sr.attention(query + s * key, key, value, pattern) for s in (step, -step))
-    assert (tangent - (ahead - behind) / (2 * step)).abs().max() < 1e-8

@@ -170,7 +170,7 @@ def test_gradients_that_a_package_lacks_are_refused_by_name():
             sr.attention(*tensors, sr.BlockWindow(0, 128), backend="flash")
         out = sr.attention(*tensors, sr.Causal(), backend="flash")
         (grad,) = torch.autograd.grad(out.square().sum(), tensors[:1], create_graph=True)
-        with pytest.raises(NotImplementedError, match="second derivatives exist for backend='ref"):
+        with pytest.raises(NotImplementedError, match=r"another library .* second derivatives"):
             torch.autograd.grad(grad.sum(), tensors)
 
 

@@ -113,10 +113,10 @@ def test_second_and_forward_mode_derivatives_are_refused_by_name():
     tensors = [x.requires_grad_() for x in drawn(20, 20)]
     out = sr.attention(*tensors, sr.Causal(), backend="sdpa")
     (grad,) = torch.autograd.grad(out.square().sum(), tensors[:1], create_graph=True)
-    with pytest.raises(NotImplementedError, match="second derivatives exist for backend='refer"):
+    with pytest.raises(NotImplementedError, match=r"another library .* second derivatives"):
         torch.autograd.grad(grad.sum(), tensors)
     tangents = tuple(torch.ones_like(x) for x in tensors)
-    with pytest.raises(NotImplementedError, match=r"forward-mode derivatives .* need backend='ref"):
+    with pytest.raises(NotImplementedError, match=r"sdpa has first .* not forward mode"):
         torch.func.jvp(
             lambda *x: sr.attention(*x, sr.Full(), backend="sdpa"), tuple(tensors), tangents
         )

@@ -59,9 +59,16 @@ def llama(**options: object) -> LlamaForCausalLM:
 
 def second_derivative() -> None:
     query = torch.randn(1, 2, 16, 8, requires_grad=True)
-    out = sr.attention(query, query, query, CAUSAL).square().sum()
+    out = sr.attention(query, query, query, CAUSAL, backend="sdpa", q_start=0).square().sum()
     (first,) = torch.autograd.grad(out, query, create_graph=True)
     first.sum().backward()
+
+
+def third_derivative() -> None:
+    query = torch.randn(1, 2, 16, 8, requires_grad=True)
+    found = sr.attention(query, query, query, CAUSAL).square().sum()
+    for _ in range(3):
+        (found,) = torch.autograd.grad(found.sum(), query, create_graph=True)
 
 
 def without_compiler() -> None:
@@ -149,7 +156,8 @@ PROVOKED: dict[str, Callable[[], object]] = {
         sr.KeyPadding((4, 4, 4)), batch=2
     ),
     "block_size must be a multiple of 16 from 16 to 256": lambda: call(block_size=100),
-    "second derivatives exist for backend='reference' alone": second_derivative,
+    "has first derivatives in reverse mode alone": second_derivative,
+    "third derivatives, and forward mode over forward mode": third_derivative,
     "mask_mod must work under torch.vmap": lambda: call(
         sr.from_mask_mod(lambda b, h, q, k: q >= k and k >= 0)
     ),

@@ -1,5 +1,14 @@
 """Portable backend: copies the keys that query tiles visit, and computes with torch's matmuls."""
 
 from .call import EXTRAS, backward, entry_mass, forward, set_workspace
+from .second_order import tangent, tangent_of_gradients
 
-__all__ = ["EXTRAS", "backward", "entry_mass", "forward", "set_workspace"]
+__all__ = [
+    "EXTRAS",
+    "backward",
+    "entry_mass",
+    "forward",
+    "set_workspace",
+    "tangent",
+    "tangent_of_gradients",
+]

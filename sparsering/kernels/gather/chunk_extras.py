@@ -42,14 +42,23 @@ class Extras:
         """
         added = zero = torch.zeros((), dtype=self.dtype, device=chunk.q.device)
         if self.bias is not None and chunk.bias is not None:
-            entries, slots = chunk.bias
-            slots = slots[:, None].expand(-1, chunk.q.shape[1], -1)
-            added = self.bias[entries].gather(-1, slots)[:, :, None].to(self.dtype)
+            added = self.of_keys(self.bias, chunk)
         if chunk.cells is not None:
             added = torch.where(chunk.cells[:, None], added, -torch.inf)
         if self.masked is not None:
             added = torch.where(self.masked[chunk.k][:, None, None], -torch.inf, added)
         return None if added is zero else added
+
+    def of_keys(self, bias: Tensor, chunk: Chunk) -> Tensor:
+        """Gathers a flat block bias, or its tangent, for the keys of a chunk: [C, g, 1, n]."""
+        assert chunk.bias is not None
+        entries, slots = chunk.bias
+        slots = slots[:, None].expand(-1, chunk.q.shape[1], -1)
+        return bias[entries].gather(-1, slots)[:, :, None].to(self.dtype)
+
+    def of_pairs(self, table: Tensor, places: Places, unit: Unit) -> Tensor:
+        """Gathers a flat distance bias, or its tangent, for pairs: [..., g * m, n]."""
+        return table[self._entries(places, unit)].flatten(-3, -2)
 
     def adjust(self, score: Tensor, chunk: Chunk, unit: Unit) -> tuple[Tensor, Tensor | None]:
         """Applies softcap and distance bias to scores [..., g * m, n], in place.
@@ -62,7 +71,7 @@ class Extras:
             slope = 1 - score * score
             score.mul_(cap)
         if self.table is not None and chunk.places is not None:
-            score.add_(self.table[self._entries(chunk.places, unit)].flatten(-3, -2))
+            score.add_(self.of_pairs(self.table, chunk.places, unit))
         return score, slope
 
     def drop(self, weight: Tensor, chunk: Chunk, unit: Unit) -> Tensor:
@@ -82,14 +91,17 @@ class Extras:
             entry = self._entries(chunk.places, unit)
             self.dtable.index_add_(0, entry.flatten(), dscore.flatten().to(self.dtable.dtype))
 
-    def add_bias_gradient(self, unit_sums: list[Tensor], chunk: Chunk) -> None:
+    def add_bias_gradient(
+        self, unit_sums: list[Tensor], chunk: Chunk, unit: Unit = slice(None)
+    ) -> None:
         """Adds score gradients, summed over queries, into the gradient of the block bias.
 
-        `unit_sums` has a tensor [.., g, n] for each unit, or one for all units.
+        `unit_sums` has a tensor [.., g, n] for each of the units `unit`, or one for all of them.
         """
         if self.dbias is None or chunk.bias is None:
             return
-        entries, slots = chunk.bias
+        some = slice(unit, unit + 1) if isinstance(unit, int) else unit
+        entries, slots = (x[some] for x in chunk.bias)
         by_key = torch.cat([x.reshape(-1, *x.shape[-2:]) for x in unit_sums])  # [C, g, n]
         by_entry = by_key.new_zeros(entries.shape)
         by_entry.scatter_add_(-1, slots[:, None].expand(by_key.shape), by_key)

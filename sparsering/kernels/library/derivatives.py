@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from ...checks import reverse_mode_alone
 from ...ground.numerics import sum_dtype
 
-SECOND_DERIVATIVES = (
-    "second derivatives exist for backend='reference' alone; pass that to attention, or "
-    "need_weights=True to MultiheadAttention; docs/troubleshooting.md says how for models"
-)
+SECOND_DERIVATIVES = reverse_mode_alone("attention of another library (sdpa, flash)")
 
 
 def with_first_derivatives(*tensors: Tensor) -> list[Tensor]:

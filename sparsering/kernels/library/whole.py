@@ -21,7 +21,7 @@ def run_whole(
     Then it raises NotImplementedError with them; `name` is the backend's name for the message.
     """
     assert not call.options.in_use, f"{name} computes no {sorted(call.options.in_use)}"
-    refuse_forward_mode(*call.inputs)
+    refuse_forward_mode(name, *call.inputs)
     check_batch(call.pattern, len(call.query))
     check_fits(call.pattern, call.frame)
     if refused := refuses(call):
