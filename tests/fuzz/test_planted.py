@@ -27,8 +27,8 @@ DEFECTS = {
     "gather takes the bias of another entry": (
         "calls",
         "kernels/gather/chunk_extras.py",
-        "added = self.bias[entries].gather(-1, slots)",
-        "added = self.bias[entries].gather(-1, slots.flip(-1))",
+        "return bias[entries].gather(-1, slots)",
+        "return bias[entries].gather(-1, slots.flip(-1))",
     ),
     "pairs of listed blocks are laid where they have no slot": (
         "calls",
