@@ -9,7 +9,7 @@ from torch import Tensor
 from ..call import Call
 from ..layouts.layout import BlockLayout
 from .parts import Backward, Forward, run_parts
-from .problem import Gradients, GradientTangents, Problem, Tangents
+from .problem import GradientRows, Gradients, GradientTangents, Problem, Tangents
 
 
 def _reads_no_layout(problem: Problem, *results: Tensor) -> Any:
@@ -30,6 +30,9 @@ class Backend(NamedTuple):
     # Compute tangents of (out, lse), and of the gradients; None if there are none over layouts.
     tangent: Callable[[Problem, Tensor, Tensor, Tangents], tuple[Tensor, Tensor]] | None = None
     tangent_of_gradients: Callable[..., GradientTangents] | None = None
+    # Compute the sums of these over the keys of a problem, which may be some of a row's keys.
+    tangent_sums: Callable[[Problem, Tensor, Tangents], tuple[Tensor, Tensor]] | None = None
+    tangent_of_gradient_sums: Callable[[Problem, GradientRows, Tangents], Gradients] | None = None
     package: str = ""  # the package that it needs, which the pip extra of its name installs
     # Sums each block's attention weights, times a factor per query: [B, Hq, blocks]. If it is None,
     # callers take these sums from the gradient of a block bias.

@@ -33,6 +33,8 @@ def _no_float64(*tensors: Tensor) -> list[str]:
 _SECOND_ORDER: Any = {  # over the same layouts, in portable torch
     "tangent": gather.tangent,
     "tangent_of_gradients": gather.tangent_of_gradients,
+    "tangent_sums": gather.tangent_sums,
+    "tangent_of_gradient_sums": gather.tangent_of_gradient_sums,
 }
 
 BACKENDS: dict[str, Backend] = {

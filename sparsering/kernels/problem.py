@@ -175,6 +175,17 @@ class Tangents(NamedTuple):
     sink: Tensor | None = None
 
 
+class GradientRows(NamedTuple):
+    """Numbers of query rows that the gradients of their pairs need, and the tangents of these."""
+
+    grad_out: Tensor  # [B, Hq, Nq, Dv]
+    lse: Tensor  # [B, Hq, Nq]
+    delta: Tensor  # [B, Hq, Nq] rowsum(dO * O) - dlse
+    grad_out_t: Tensor | None  # None if it stays
+    lse_t: Tensor
+    delta_t: Tensor
+
+
 class GradientTangents(NamedTuple):
     """Tangents of a problem's gradients, and those of its results, in the dtype of sums."""
 
@@ -201,6 +212,49 @@ def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 def as_sink(rows: Tensor, sink: Tensor) -> Tensor:
     """Sums numbers of rows [B, Hq, Nq] to the shape of a sink, [B, Hq, Nq or 1]."""
     return (rows if sink.shape[2] == rows.shape[2] else rows.sum(2, keepdim=True)).to(sink.dtype)
+
+
+def results_of_sums(
+    sums: tuple[Tensor, Tensor],
+    out: Tensor,
+    lse: Tensor,
+    sink: Tensor | None,
+    sink_t: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the tangents of (out, lse) from sums over all keys of a row, and that of a sink.
+
+    The sums are `sum P z' v + sum P v'` [B, Hq, Nq, Dv] and `sum P z'` [B, Hq, Nq].
+    """
+    moved, lse_t = sums
+    if sink is not None and sink_t is not None:
+        lse_t = lse_t + sink_share(sink, lse) * sink_t.to(lse_t.dtype)
+    return moved - lse_t[..., None] * out.to(moved.dtype), lse_t
+
+
+def delta_tangent(
+    out: Tensor,
+    out_t: Tensor,
+    grad_out: Tensor,
+    grad_out_t: Tensor | None,
+    grad_lse_t: Tensor | None,
+) -> Tensor:
+    """Returns the tangent of rowsum(dO * O) - dlse, [B, Hq, Nq], in the dtype of `out_t`."""
+    dtype = out_t.dtype
+    delta_t = (grad_out.to(dtype) * out_t).sum(-1)
+    if grad_out_t is not None:
+        delta_t += (grad_out_t.to(dtype) * out.to(dtype)).sum(-1)
+    if grad_lse_t is not None:
+        delta_t -= grad_lse_t.to(dtype)
+    return delta_t
+
+
+def sink_gradient_tangent(sink: Tensor, sink_t: Tensor | None, rows: GradientRows) -> Tensor:
+    """Returns the tangent of `sink_gradient`, for a sink [B, Hq, Nq or 1]."""
+    share = sink_share(sink, rows.lse)
+    share_t = -share * rows.lse_t
+    if sink_t is not None:
+        share_t = share_t + share * sink_t.to(share.dtype)
+    return as_sink(-(share_t * rows.delta + share * rows.delta_t), sink)
 
 
 def dense_rows(x: Tensor) -> Tensor:

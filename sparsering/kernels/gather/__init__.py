@@ -1,7 +1,12 @@
 """Portable backend: copies the keys that query tiles visit, and computes with torch's matmuls."""
 
 from .call import EXTRAS, backward, entry_mass, forward, set_workspace
-from .second_order import tangent, tangent_of_gradients
+from .second_order import (
+    tangent,
+    tangent_of_gradient_sums,
+    tangent_of_gradients,
+    tangent_sums,
+)
 
 __all__ = [
     "EXTRAS",
@@ -10,5 +15,7 @@ __all__ = [
     "forward",
     "set_workspace",
     "tangent",
+    "tangent_of_gradient_sums",
     "tangent_of_gradients",
+    "tangent_sums",
 ]

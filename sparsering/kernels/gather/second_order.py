@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 
 from ...ground.numerics import sum_dtype
-from ..problem import Gradients, GradientTangents, Problem, Tangents, as_sink, sink_share
+from ..problem import (
+    GradientRows,
+    Gradients,
+    GradientTangents,
+    Problem,
+    Tangents,
+    delta_tangent,
+    results_of_sums,
+    sink_gradient_tangent,
+)
 from .call import _biased, _flat, _take, _units, _walk
 from .chunk_extras import Extras, Unit
 from .units import Chunk
@@ -54,11 +63,22 @@ def tangent(
 
     They are in the dtype of sums. Rows without keys, and keys that no row sees, move nothing.
     """
+    sums = tangent_sums(problem, lse, tangents)
+    return results_of_sums(sums, out, lse, problem.sink, tangents.sink)
+
+
+def tangent_sums(problem: Problem, lse: Tensor, tangents: Tangents) -> tuple[Tensor, Tensor]:
+    """Returns `sum P z' v + sum P v'` [B, Hq, Nq, Dv] and `sum P z'` [B, Hq, Nq] of each row.
+
+    P is by `lse`, which may be that of more keys than the problem has: sums over several arrays of
+    keys add up. A sink is no key here.
+    """
     problem = problem.from_bitmap_row_0().in_floats()
     dtype = sum_dtype(problem.query)
     extras = Extras(problem, dtype)
-    moved = torch.zeros_like(_flat(out), dtype=dtype)
-    lse_t = torch.zeros_like(lse.flatten(), dtype=dtype)
+    value_dim = problem.value.shape[3]
+    moved = lse.new_zeros(lse.numel(), value_dim, dtype=dtype)
+    lse_t = lse.new_zeros(lse.numel(), dtype=dtype)
     for pairs in _moved_pairs(problem, lse, tangents, extras):
         rows = pairs.chunk.q[pairs.unit].flatten()
         weight, weight_t = pairs.weight, pairs.weight * pairs.logit_t
@@ -69,10 +89,7 @@ def tangent(
             extras.drop(weight, pairs.chunk, pairs.unit)
             part = part + pairs.product(weight, pairs.value_t.mT)
         moved.index_add_(0, rows, part.flatten(0, -2))
-    lse_t = lse_t.view(lse.shape)
-    if problem.sink is not None and tangents.sink is not None:
-        lse_t = lse_t + sink_share(problem.sink, lse) * tangents.sink.to(dtype)
-    return moved.view(out.shape) - lse_t[..., None] * out.to(dtype), lse_t
+    return moved.view(*lse.shape, value_dim), lse_t.view(lse.shape)
 
 
 def tangent_of_gradients(
@@ -88,27 +105,41 @@ def tangent_of_gradients(
         tangents: those of the problem's tensors.
         gradient_tangents: those of the gradients of out and lse.
     """
-    problem = problem.from_bitmap_row_0().in_floats()
-    query, key, value, sink = problem.query, problem.key, problem.value, problem.sink
-    dtype = sum_dtype(query)
     out, lse, grad_out, grad_lse = results
+    grad_out_t, grad_lse_t = gradient_tangents
+    dtype, sink = sum_dtype(problem.query), problem.sink
     out_t, lse_t = tangent(problem, out, lse, tangents)
-    do, do_t = (None if x is None else _flat(x).to(dtype) for x in (grad_out, gradient_tangents[0]))
-    assert do is not None
-    delta = (do * _flat(out).to(dtype)).sum(1) - grad_lse.reshape(-1).to(dtype)
-    delta_t = (do * _flat(out_t)).sum(1)
-    if do_t is not None:
-        delta_t += (do_t * _flat(out).to(dtype)).sum(1)
-    if gradient_tangents[1] is not None:
-        delta_t -= gradient_tangents[1].reshape(-1).to(dtype)
-    sink_t = None
+    rows = GradientRows(
+        grad_out=grad_out,
+        lse=lse,
+        delta=(grad_out.to(dtype) * out.to(dtype)).sum(-1) - grad_lse.to(dtype),
+        grad_out_t=grad_out_t,
+        lse_t=lse_t,
+        delta_t=delta_tangent(out, out_t, grad_out, grad_out_t, grad_lse_t),
+    )
+    gradients = tangent_of_gradient_sums(problem, rows, tangents)
     if sink is not None:
-        share = sink_share(sink, lse)
-        share_t = -share * lse_t
-        if tangents.sink is not None:
-            share_t = share_t + share * tangents.sink.to(dtype)
-        sink_t = as_sink(-(share_t * delta.view_as(lse) + share * delta_t.view_as(lse)), sink)
-    rows_lse_t = lse_t.flatten()
+        gradients = gradients._replace(sink=sink_gradient_tangent(sink, tangents.sink, rows))
+    return GradientTangents(gradients=gradients, out=out_t, lse=lse_t)
+
+
+def tangent_of_gradient_sums(
+    problem: Problem, given: GradientRows, tangents: Tangents
+) -> Gradients:
+    """Returns the tangents of the gradients of the problem's pairs, without that of a sink.
+
+    The numbers of `given` may be those of rows with more keys than the problem has: results over
+    several arrays of keys add up.
+    """
+    problem = problem.from_bitmap_row_0().in_floats()
+    query, key, value = problem.query, problem.key, problem.value
+    dtype = sum_dtype(query)
+    do, do_t = (
+        None if x is None else _flat(x).to(dtype) for x in (given.grad_out, given.grad_out_t)
+    )
+    assert do is not None
+    lse, rows_lse_t = given.lse, given.lse_t.flatten()
+    delta, delta_t = given.delta.flatten(), given.delta_t.flatten()
     extras = Extras(problem, dtype)
     grads = [torch.zeros_like(_flat(x), dtype=dtype) for x in (query, key, value)]
     for pairs in _moved_pairs(problem, lse, tangents, extras):
@@ -151,15 +182,9 @@ def tangent_of_gradients(
         for x, like in zip(grads, (query, key, value), strict=True)
     )
     block_t, distance_t = extras.gradients()
-    gradients = Gradients(
-        query=query_t,
-        key=key_t,
-        value=value_t,
-        block_bias=block_t,
-        distance_bias=distance_t,
-        sink=sink_t,
+    return Gradients(
+        query=query_t, key=key_t, value=value_t, block_bias=block_t, distance_bias=distance_t
     )
-    return GradientTangents(gradients=gradients, out=out_t, lse=lse_t)
 
 
 def _moved_pairs(
