@@ -1,8 +1,9 @@
 """Makes differentiable operators (query, key, value, ...) -> (out, lse), for local and ring calls.
 
 Each operator is registered with torch.library, so that torch.compile, FLOP counters and tracers see
-it. `torch.func.grad` and `vmap` cannot handle such an operator, so inside them an autograd.Function
-runs. If only autograd observes a call, a Function runs too, because its overhead is a tenth.
+it, with kernels of its own for autograd, forward mode and vmap: torch's own hooks for operators
+know neither forward mode nor `torch.func.grad`. If only autograd observes a call, an
+autograd.Function runs instead, because its overhead is a tenth.
 
 Four operators do all derivatives up to the second. With x the tensors of a call, J the derivative
 of (out, lse) by x, y the gradients of (out, lse), and u a direction of x:
@@ -17,12 +18,14 @@ last operator for x and `NAME_tangent` for y; the backward of `NAME_tangent` is 
 for x and `NAME_backward` for u.
 """
 
+import warnings
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 
 from ..checks import has_tangent, observed, refuse_mapped_pattern
@@ -112,67 +115,34 @@ class _Operators:
             partial(_only_wanted, functions.backward_tangent),
             self._fake_tangents,
         )
-        self.attention.op.register_autograd(self._differentiate, setup_context=self._save)
-        for operator in (self.backward, self.tangent, self.backward_tangent):
-            operator.op.register_autograd(_refuse)
-        op = self.attention.op
-        op.register_vmap(
-            lambda info, in_dims, *inputs: _mapped(count, op, info.batch_size, in_dims, inputs)
+        self.attention.register(count, self._save, self._differentiate, self._move)
+        self.backward.register(
+            count, self._save_backward, self._differentiate_backward, self._move_backward
         )
+        self.tangent.register(count, self._save_tangent, self._differentiate_tangent, _refuse)
+        self.backward_tangent.register(count, lambda *_: None, _refuse, _refuse)
         batched = partial(for_each_gradient, self.backward.op, mapped=partial(_mapped, count))
         _LIBRARY.impl(f"{name}_backward", lambda *arguments: batched(arguments), "Batched")
         self.recorded = self._recorded()
-        self.transformed = self._function(
-            self.attention, self._save, self._differentiate, self._move
-        )
-        self.transformed_backward = self._function(
-            self.backward, self._save_backward, self._differentiate_backward, self._move_backward
-        )
-        self.transformed_tangent = self._function(
-            self.tangent, self._save_tangent, self._differentiate_tangent, _refuse
-        )
-        self.transformed_backward_tangent = self._function(
-            self.backward_tangent, lambda *_: None, _refuse, _refuse
-        )
 
     def attend(self, inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Returns (out, lse), by the function that what observes the call can see."""
-        run: Callable[..., tuple[Tensor, Tensor]] = self.recorded
-        if transforming():
-            run = self.transformed
-        elif observed(*inputs, *inputs[self.count]):
-            run = self.transformed if has_tangent(*inputs) else self.attention.op
-        out, lse = run(*inputs)
+        """Returns (out, lse), by the operator if more than autograd observes the call."""
+        seen = observed(*inputs, *inputs[self.count]) or has_tangent(*inputs)
+        out, lse = (self.attention.op if seen else self.recorded)(*inputs)
         return out, lse
 
     def gradients(self, *arguments: Any) -> Sequence[Tensor]:
         """Returns the gradients of a call; those that are not wanted are empty tensors."""
-        if not transforming() and is_batch(*arguments[-3:-1]):
-            found: Sequence[Tensor] = self.backward.op(*arguments)
-            return found
-        return self._run(self.backward, self.transformed_backward, arguments)
+        return self.backward.run(*arguments)
 
     def tangents(self, *arguments: Any) -> tuple[Tensor, Tensor]:
         """Returns the tangents of (out, lse)."""
-        out, lse = self._run(self.tangent, self.transformed_tangent, arguments)
+        out, lse = self.tangent.run(*arguments)
         return out, lse
 
     def gradient_tangents(self, *arguments: Any) -> Sequence[Tensor]:
         """Returns the tangents of the gradients, then those of (out, lse)."""
-        return self._run(self.backward_tangent, self.transformed_backward_tangent, arguments)
-
-    def _run(
-        self, operator: "_Operator", function: Callable[..., Any], arguments: Sequence[Any]
-    ) -> Sequence[Tensor]:
-        """Runs an operator directly, or as a Function where its result may be differentiated."""
-        found: Sequence[Tensor]
-        if torch.compiler.is_compiling():
-            found = operator.op(*arguments)
-        elif transforming() or is_recorded(*arguments) or has_tangent(*arguments):
-            found = function(*arguments)
-        else:
-            found = operator.run(*arguments)
-        return found
+        return self.backward_tangent.run(*arguments)
 
     def _save(self, ctx: Any, inputs: Sequence[Any], output: Sequence[Tensor]) -> None:
         self._keep(ctx, inputs, output)
@@ -185,8 +155,9 @@ class _Operators:
         found = self.gradients(*inputs, *results, *grads, wanted)
         return self._by_input(found, wanted, inputs)
 
-    def _move(self, ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
-        inputs, results = self._kept(ctx, 2)
+    def _move(
+        self, inputs: Sequence[Any], results: Sequence[Tensor], tangents: Sequence[Tensor | None]
+    ) -> Sequence[Tensor]:
         return self.tangents(*inputs, *results, *tangents[: self.count])
 
     def _save_backward(self, ctx: Any, arguments: Sequence[Any], output: object) -> None:
@@ -205,13 +176,12 @@ class _Operators:
         of_grads = (x if need else None for x, need in zip((of_out, of_lse), needs, strict=True))
         return (*self._by_input(found, wanted, inputs), None, None, *of_grads, None)
 
-    def _move_backward(self, ctx: Any, *tangents: Any) -> tuple[Tensor, ...]:
-        inputs, results = self._kept(ctx, 4)
+    def _move_backward(
+        self, arguments: Sequence[Any], results: object, tangents: Sequence[Tensor | None]
+    ) -> Sequence[Tensor]:
         of_grads = tangents[self.length + 2 : self.length + 4]
-        found = self.gradient_tangents(
-            *inputs, *results, *tangents[: self.count], *of_grads, ctx.wanted
-        )
-        return tuple(found[:-2])
+        moves = *tangents[: self.count], *of_grads
+        return self.gradient_tangents(*arguments[:-1], *moves, arguments[-1])[: self.count]
 
     def _save_tangent(self, ctx: Any, arguments: Sequence[Any], output: object) -> None:
         self._keep(ctx, arguments, arguments[self.length :])
@@ -239,8 +209,6 @@ class _Operators:
         ctx.values = inputs[self.count + 1 : self.length]
         saved = *inputs[: self.count], *own, *inputs[self.count]
         ctx.save_for_backward(*saved)
-        if forward_ad._current_level >= 0:
-            ctx.save_for_forward(*saved)
 
     def _kept(self, ctx: Any, own: int) -> tuple[list[Any], Sequence[Any]]:
         """Returns the arguments of a call and `own` further tensors, as `_keep` saved them."""
@@ -256,12 +224,9 @@ class _Operators:
     def _by_input(
         self, grads: Sequence[Any], wanted: Sequence[bool], inputs: Sequence[Any]
     ) -> tuple[Any, ...]:
-        """Returns a gradient for each argument of a call; None where none is wanted.
-
-        An operator has a list of them for its list of tensors, a Function has None.
-        """
+        """Returns a gradient for each argument of a call; None where none is wanted."""
         own = [x if want else None for x, want in zip(grads, wanted, strict=True)]
-        return (*own, [None] * len(inputs[self.count]), *(None for _ in inputs[self.count + 1 :]))
+        return (*own, *(None for _ in inputs[self.count :]))
 
     def _recorded(self) -> Callable[..., tuple[Tensor, Tensor]]:
         """Returns a Function for calls that autograd alone observes; it is the fastest."""
@@ -276,41 +241,9 @@ class _Operators:
 
             @staticmethod
             def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-                return _in_function(operators._differentiate(ctx, *grads))
-
-            @staticmethod
-            def jvp(ctx: Any, *tangents: Any) -> tuple[Tensor, Tensor]:
-                return operators._move(ctx, *tangents)
+                return operators._differentiate(ctx, *grads)
 
         return Recorded.apply
-
-    def _function(
-        self,
-        operator: "_Operator",
-        save: Callable[..., None],
-        backward: Callable[..., Any],
-        jvp: Callable[..., Any],
-    ) -> Callable[..., Any]:
-        """Returns an autograd.Function that runs an operator, also inside torch.func transforms."""
-        count = self.count
-
-        class Transformed(Function):
-            @staticmethod
-            def forward(*arguments: Any) -> tuple[Tensor, ...]:
-                return tuple(operator.op(*arguments))
-
-            setup_context = staticmethod(save)
-
-            @staticmethod
-            def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-                return _in_function(backward(ctx, *grads))
-
-            @staticmethod
-            def vmap(info: Any, in_dims: Any, *inputs: Any) -> tuple[Any, Any]:
-                return _mapped(count, Transformed.apply, info.batch_size, in_dims, inputs)
-
-        Transformed.jvp = staticmethod(jvp)  # type: ignore[method-assign]
-        return Transformed.apply
 
     def _fake_gradients(self, *arguments: Any) -> list[Tensor]:
         empty, pairs = (
@@ -334,11 +267,100 @@ class _Operator:
         self.op = _operator(f"sparsering::{name}", function, schema=schema)
         self.op.register_fake(fake)
 
+    def register(
+        self,
+        count: int,
+        save: Callable[[Any, Sequence[Any], Sequence[Tensor]], None],
+        backward: Callable[..., tuple[Any, ...]],
+        move: Callable[..., Sequence[Tensor]],
+    ) -> None:
+        """Registers the derivatives of the operator, and its rule for vmap.
+
+        Args:
+            count: number of its tensors before `tensors`.
+            save, backward: as of an autograd.Function.
+            move: maps arguments, results and tangents of arguments to tangents of results.
+        """
+        overload = self.op._opoverload
+
+        def run_below(keyset: Any, *arguments: Any) -> Any:
+            with torch._C._AutoDispatchBelowAutograd():
+                return overload.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
+
+        class Recorded(Function):
+            @staticmethod
+            def forward(ctx: Any, keyset: Any, *arguments: Any) -> tuple[Tensor, ...]:
+                # inside torch.func, outer transforms differentiate the call, too
+                outer = torch._C._are_functorch_transforms_active()
+                with torch.set_grad_enabled(outer), forward_ad._set_fwd_grad_enabled(outer):
+                    results = tuple(run_below(keyset, *arguments))
+                save(ctx, arguments, results)
+                ctx.made = (arguments, results) if forward_ad._current_level >= 0 else None
+                return results
+
+            @staticmethod
+            def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> tuple[Tensor, ...]:
+                (arguments, results), ctx.made = ctx.made, None
+                primals = [_dual(x)[0] for x in arguments]
+                return tuple(move(primals, [_dual(x)[0] for x in results], tangents))
+
+            @staticmethod
+            def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+                needs, ctx.needs_input_grad = ctx.needs_input_grad, ctx.needs_input_grad[1:]
+                found = backward(ctx, *grads)
+                ctx.needs_input_grad = needs
+                return None, *found
+
+            @classmethod
+            def record(cls, *arguments: Any) -> tuple[Tensor, ...]:
+                """Runs at the level of torch.func that dispatched the operator."""
+                with enable_single_level_autograd_function():
+                    return super(Function, cls).apply(*arguments)  # type: ignore[misc]
+
+        def differentiate(keyset: Any, *arguments: Any) -> Any:
+            duals = [_dual(x) for x in arguments] if _may_move() else []
+            if is_recorded(*arguments):
+                found = [*Recorded.record(keyset, *arguments)]
+            elif any(tangent is not None for _, tangent in duals):
+                primals, tangents = zip(*duals, strict=True)
+                results = self.op(*primals)
+                pairs = zip(results, move(primals, results, tangents), strict=True)
+                found = [forward_ad.make_dual(*x, level=0) if len(x[0]) else x[0] for x in pairs]
+            else:
+                return run_below(keyset, *arguments)
+            return tuple(found) if len(overload._schema.returns) > 1 else found
+
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Warning only once for all operators")
+            options = {"with_keyset": True, "allow_override": True}
+            _LIBRARY.impl(overload._opname, differentiate, "Autograd", **options)
+        self.op.register_vmap(
+            lambda info, in_dims, *inputs: _mapped(count, self.op, info.batch_size, in_dims, inputs)
+        )
+
     def run(self, *arguments: Any) -> Any:
-        """Runs the function, as an operator where a mode, profiler or subclass must see it."""
+        """Runs the function, or the operator if its results may be differentiated or observed."""
         lists = (x for x in arguments if isinstance(x, list))
-        seen = observed(*arguments, *(x for each in lists for x in each))
+        seen = is_recorded(*arguments) or has_tangent(*arguments) or is_batch(*arguments)
+        seen = seen or observed(*arguments, *(x for each in lists for x in each))
         return (self.op if seen else self.function)(*arguments)
+
+
+def _may_move() -> bool:
+    """False inside a transform of torch.func other than jvp, whose tensors have no tangents."""
+    if not torch._C._are_functorch_transforms_active():
+        return True
+    functorch = torch._C._functorch
+    innermost = functorch.peek_interpreter_stack()
+    return innermost is None or innermost.key() == functorch.TransformType.Jvp
+
+
+def _dual(x: Any) -> tuple[Any, Tensor | None]:
+    """Returns (value, tangent or None) of an argument of an operator."""
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        return x, None
+    primal, tangent = torch._VF._unpack_dual(x, level=0)
+    return (x, None) if tangent is None else (primal, tangent)
 
 
 def _fake_results(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
@@ -355,12 +377,7 @@ def _only_wanted(function: Callable[..., Sequence[Tensor | None]], *arguments: A
     return [x if want and x is not None else empty(0) for x, want in pairs]
 
 
-def _in_function(grads: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Replaces the list of gradients of a list of tensors: a Function takes None for it."""
-    return tuple(None if isinstance(x, list) else x for x in grads)
-
-
-def _refuse(*_: object) -> None:
+def _refuse(*_: object) -> Any:
     raise NotImplementedError(NO_THIRD_DERIVATIVE)
 
 
@@ -378,9 +395,10 @@ def transforming() -> bool:
     return innermost is not None and innermost.key() != functorch.TransformType.Functionalize
 
 
-def is_batch(*grads: Tensor) -> bool:
+def is_batch(*values: object) -> bool:
     """True if a tensor is torch's stand-in for a batch of gradients (`is_grads_batched`)."""
-    return any(map(torch._C._functorch.is_legacy_batchedtensor, grads))
+    tensors = (x for x in values if isinstance(x, Tensor))
+    return any(map(torch._C._functorch.is_legacy_batchedtensor, tensors))
 
 
 def for_each_gradient(

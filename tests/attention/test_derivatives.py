@@ -325,3 +325,66 @@ def test_what_there_is_not_is_refused_by_name():
             way(sparse, [t.detach() for t in x], u)
     with pytest.raises(RuntimeError, match="forward gradient"):
         jvp(f, tuple(t.detach() for t in x), (u[1], *u[1:]))
+
+
+WINDOW = sr.SlidingWindow(7)
+COMPILED = {
+    "jvp": lambda f, q, t: jvp(f, (q,), (t,)),
+    "jvp of grad": lambda f, q, t: jvp(grad(lambda x: f(x).sin().sum()), (q,), (t,)),
+    "grad of jvp": lambda f, q, t: grad(lambda x: jvp(f, (x,), (t,))[1].square().sum())(q),
+    "vmap of jvp": lambda f, q, t: vmap(lambda u: jvp(f, (q,), (u,))[1])(torch.stack([t, 2 * t])),
+    "grad of grad": lambda f, q, t: grad(
+        lambda x: grad(lambda y: f(y).sin().sum())(x).square().sum()
+    )(q),
+    "jacfwd": lambda f, q, t: jacfwd(lambda x: f(x[None, None].expand(t.shape)).sum((0, 1)))(
+        q[0, 0, :, :]
+    ),
+}
+
+
+@pytest.mark.parametrize("way", COMPILED)
+def test_under_torch_compile(way: str):
+    query, key, value, direction = torch.randn(4, 1, 2, 12, 4)
+
+    def run(query: Tensor, key: Tensor, value: Tensor, direction: Tensor) -> Any:
+        return COMPILED[way](lambda q: sr.attention(q, key, value, WINDOW), query, direction)
+
+    torch._dynamo.reset()
+    x = query, key, value, direction
+    found = torch.compile(run, backend="aot_eager", fullgraph=True)(*x)
+    exact = COMPILED[way](
+        lambda q: sr.attention(q, key.double(), value.double(), WINDOW, backend="reference"),
+        query.double(),
+        direction.double(),
+    )
+    found, exact = (y if isinstance(y, tuple) else (y,) for y in (found, exact))
+    assert_equal([y.double() for y in found], exact, 1e-5)
+
+
+def test_a_step_of_training_through_a_jvp_under_torch_compile():
+    query, key, value, direction = torch.randn(4, 1, 2, 12, 4)
+    weight = torch.ones(4, requires_grad=True)
+
+    def loss(weight: Tensor, query: Tensor, direction: Tensor) -> Tensor:
+        call = lambda x: sr.attention(x * weight, key, value, WINDOW)  # noqa: E731
+        out, move = jvp(call, (query,), (direction,))
+        return (out - move).square().mean()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+    found, exact = (
+        torch.autograd.grad(f(weight, query, direction), weight) for f in (compiled, loss)
+    )
+    assert_equal(found, exact, 1e-6)
+
+
+def test_the_flop_counter_counts_products_of_pairs():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, u = drawn(1, {}), drawn(2, {})
+    with FlopCounterMode(display=False) as plain:
+        call(WINDOW, {}, "gather", *x)
+    with FlopCounterMode(display=False) as moved:
+        tangent(partial(call, WINDOW, {}, "gather"), x, u)
+    pairs = plain.get_total_flops() // (8 + 6)  # 2 products: of D 8 and of Dv 6
+    assert moved.get_total_flops() == pairs * (8 + 6) + pairs * (3 * 8 + 2 * 6)
