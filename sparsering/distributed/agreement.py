@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import math
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -28,7 +29,7 @@ from .own_rows import may_be_own_rows, without_tables
 from .sharding import num_tokens, owned_ranges
 from .wire import FORMATS, wire_format
 
-_VERSION = 6  # version of these integers; ranks with different versions raise an error
+_VERSION = 7  # version of these integers; ranks with different versions raise an error
 _BUDGET = 0.01  # default error bound of compression="auto"
 
 SCHEMA = operator_schema(
@@ -36,6 +37,15 @@ SCHEMA = operator_schema(
     "bool seed_is_given, str group, str sharding, str? compression, float? timeout, str backend, "
     "bool differentiable",
 )
+
+
+class Derivative(IntEnum):
+    """Says what ranks compute together: the results of a call, or derivatives of them."""
+
+    NONE = 0
+    GRADIENTS = 1
+    TANGENTS = 2
+    GRADIENT_TANGENTS = 3
 
 
 class RingCall(NamedTuple):
@@ -85,16 +95,17 @@ class Agreement(NamedTuple):
     own_rows: bool  # True if each rank passes only the rows of lists for its own tokens
 
 
+_PASS = "pass (0 forward, 1 backward, 2 tangents of results, 3 of gradients)"
 _TABLES = f"{', '.join(ANYWHERE[:-1])} and {ANYWHERE[-1]}"
 # These fields are compared by digest, so an error cannot show their values.
 _HASHED = ("pattern", "scale", "sharding", "compression", _TABLES)
 
 
 def agree_on_call(
-    exchange: Exchange, backward: bool, call: RingCall, pattern: Pattern
+    exchange: Exchange, kind: Derivative, call: RingCall, pattern: Pattern
 ) -> Agreement:
     """Checks that all ranks make the same call; chooses the wire format for compression="auto"."""
-    fields, tokens = _fields(exchange.world_size, backward, call), call.query.shape[2]
+    fields, tokens = _fields(exchange.world_size, kind, call), call.query.shape[2]
     tables = 0
     if has_lists(pattern):
         common, tensors = without_tables(pattern).operands
@@ -113,7 +124,7 @@ def agree_on_call(
         raise _mismatch(text, exchange.rank, other)
     compression, budget = call.compression, error_budget(call.compression)
     errors = [0.0] * len(FORMATS)  # 0 for formats that are not measured
-    if budget is not None or not backward:
+    if budget is not None or kind is Derivative.NONE:
         for i, name in enumerate(FORMATS):
             if budget is not None or name == compression:
                 errors[i] = max(_error(x, name) for x in (call.key, call.value))
@@ -136,7 +147,7 @@ def agree_on_call(
     )
 
 
-def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
+def _fields(world_size: int, kind: Derivative, call: RingCall) -> dict[str, int]:
     """Returns the integers that must agree on all ranks, by the name that errors show.
 
     They are arguments or digests of arguments.
@@ -149,13 +160,13 @@ def _fields(world_size: int, backward: bool, call: RingCall) -> dict[str, int]:
     # a tensor with a row per query differs between ranks
     equal = [x for n, x in sorted(tables.items()) if OPTIONS[n].by != "query" or x.shape[2] == 1]
     return {
-        "version": _VERSION, "pass (0 forward, 1 backward)": int(backward),
+        "version": _VERSION, _PASS: int(kind),
         "number of ranks": world_size, "batch size": len(query), "query heads": query.shape[1],
         "key/value heads": key.shape[1], "head dim": query.shape[3],
         "value head dim": value.shape[3], "dtype": DTYPES.index(query.dtype),
         "pattern": _digest(call.pattern, *call.tensors), "scale": _digest(call.scale),
         "sharding": _digest(call.sharding), "compression": _digest(call.compression),
-        _TABLES: _digest(options, *equal), "whether gradients are wanted": int(call.differentiable),
+        _TABLES: _digest(options, *equal), "wish for derivatives": int(call.differentiable),
     }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Sends and receives rows over a process group; it starts messages early and waits late."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from typing import TypeVar
 
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from .exchange import Exchange, Pending
 from .rank import Rank
+from .saved import Pair
 from .sharding import num_tokens
 
 _Arriving = TypeVar("_Arriving")
@@ -18,13 +19,15 @@ class Network:
 
     The constructor starts to send some of this rank's query rows `travelling` [B, Hq, tokens,
     columns] to other ranks, their hosts. Rows that arrive from other ranks are called guests.
+    `pairs` are this rank's keys and values, and in passes with tangents those of both.
     """
 
     def __init__(
-        self, rank: Rank, exchange: Exchange, key: Tensor, value: Tensor, travelling: Tensor
+        self, rank: Rank, exchange: Exchange, pairs: Sequence[Pair], travelling: Tensor
     ) -> None:
         self.rank, self.plan, self.exchange = rank, rank.plan, exchange
-        self.key, self.value = key, value
+        self.pairs, (self.key, self.value) = pairs, pairs[0]
+        key = self.key
         owners = sorted({t.owner for t in self.plan.travellers if rank.rank in t.hosts})
         hosts = self.plan.hosts_of(rank.rank)
         places = {host: rank.travelling_places(host, key.device) for host in hosts}
@@ -100,9 +103,9 @@ class Network:
 
     def _post_round(self, number: int) -> tuple[Tensor, Pending]:
         """Starts to send and receive a round's keys; returns (memory for the rows, messages)."""
-        room, parts = self.rank.room(number, self.key, self.value)
+        room, parts = self.rank.room(number, *self.pairs)
         receivers = self.plan.receivers(self.rank.rank, number)
-        sends = {peer: self.rank.pack(peer, self.key, self.value) for peer in receivers}
+        sends = {peer: self.rank.pack(peer, *self.pairs) for peer in receivers}
         step = f"keys of round {number + 1} of {len(self.plan.rounds)}"
         return room, self.exchange.start(step, sends, parts)
 

@@ -4,26 +4,39 @@ A rank attends to its own keys, then to the keys that arrive, round by round. It
 rows to other ranks (their hosts); it merges their results last. It also attends from
 query rows that other ranks send to it (its guests). Sums and merges follow the order of the plan,
 in float32 (float64 for float64), so that every run and every transport gives the same bits.
+
+Tangents of keys and values travel beside them. With the lse of a whole row, what each array of keys
+adds to the row's tangents is a sum (`Rank.tangent`), and so are tangents of gradients. A rank
+therefore computes the latter as it computes gradients, with other kernels.
 """
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call import Options
-from ..checks import check_batch, check_inputs, refuse_forward_mode
+from ..call import NO_OPTIONS, Options
+from ..checks import check_batch, check_inputs
 from ..ground.numerics import add_sink, merge_into
-from ..kernels.backends import BACKENDS, NAMES, choose
-from ..kernels.problem import Problem, sink_gradient
+from ..kernels.backends import BACKENDS, NAMES, choose, second_order
+from ..kernels.problem import (
+    GradientRows,
+    Problem,
+    Tangents,
+    results_of_sums,
+    sink_gradient,
+    sink_gradient_tangent,
+)
 from ..patterns.algebra import Pattern
 from ..patterns.selected import has_lists
+from ..route.options import ANYWHERE, OPTIONS
 from .plan import RingPlan, default_plan
 from .rank_layouts import Step, local_step, round_step
+from .saved import Moves, Moving, Pair, Saved
 from .sharding import local_index, positions
 from .wire import Wire
 
@@ -33,6 +46,10 @@ REFUSED = {  # why rings refuse other options of `attention`, by name or by `Opt
     "block": "it needs the blocks of a whole sequence; call attention in one process",
     "slot": "it needs the rows of a whole sequence; call attention in one process",
 }
+
+
+TENSORS = [name for name in ANYWHERE if OPTIONS[name].schema == "Tensor?"]
+"""The options that are tensors, in the order of operators."""
 
 
 def choose_kernels(
@@ -58,7 +75,11 @@ def check_ring_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Patter
             "a ring needs queries and keys of the same tokens, got "
             f"{query.shape[2]} queries and {key.shape[2]} keys; shard both alike"
         )
-    refuse_forward_mode("ring_attention", query, key, value)
+
+
+def tangents_of_options(tangents: Sequence[Tensor | None]) -> Options:
+    """Returns tangents in the order of `TENSORS` by the names of their options."""
+    return NO_OPTIONS.changed(**dict(zip(TENSORS, tangents, strict=False)))
 
 
 def plan_of_call(
@@ -68,22 +89,6 @@ def plan_of_call(
     check_batch(pattern, query.shape[0])
     heads = {"num_heads": query.shape[1], "num_kv_heads": key.shape[1]}
     return default_plan(pattern, length, world, sharding=sharding, **heads)
-
-
-class Saved(NamedTuple):
-    """The tensors that a backward pass needs, of one rank or of all; dim 2 of each is tokens."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    out: Tensor
-    lse: Tensor
-    grad_out: Tensor
-    grad_lse: Tensor
-
-    def none(self) -> "Saved":
-        """Returns the tensors cut to 0 tokens, for a rank that sends no query rows."""
-        return Saved(*(x[:, :, :0] for x in self))
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,6 +102,7 @@ class Rank:
     wire: Wire  # format of the key and value rows that ranks send
     dtype: torch.dtype  # dtype of sums and merged results
     options: Options  # fields of `Problem`; a sink per query is for this rank's queries only
+    tangents: Options = NO_OPTIONS  # of the options
 
     def forward(
         self,
@@ -137,8 +143,85 @@ class Rank:
             out, lse = add_sink(out, lse, sink.to(self.dtype))
         return out.to(query.dtype), lse
 
+    def tangent(
+        self, x: Moving, rounds: Iterator[Tensor], answers: Iterator[tuple[int, Tensor]]
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the tangents of (out, lse) of the rank's queries, in the dtype of sums.
+
+        Args:
+            rounds: as for `forward`; behind each encoded row are its tangents.
+            answers: (rank that computed them, `answer_tangents` of query rows that were sent).
+        """
+        sums = self._blank_sums(x.query, x.value)
+
+        def add(step: Step, pairs: Sequence[Pair]) -> None:
+            part = self._tangent_sums(step, (x.query, x.query_t, x.lse), pairs)
+            sums[:, :, step.queries] += part
+
+        step = local_step(self.plan, self.rank, x.query.device)
+        if step.work is not None:
+            add(step, x.pairs)
+        for number, sent in enumerate(rounds):
+            step = round_step(self.plan, self.rank, number, len(x.query), x.query.device)
+            if step.work is not None:
+                add(step, self._buffers(step, sent, x.pairs))
+        for host, results in answers:
+            sums[:, :, self.travelling_places(host, x.query.device)] += results
+        sink, sink_t = self.options["sink"], self.tangents["sink"]
+        return results_of_sums((sums[..., :-1], sums[..., -1]), x.out, x.lse, sink, sink_t)
+
+    def answer_tangents(self, guests: Tensor, x: Moving) -> Tensor:
+        """Sums tangents of other ranks' query rows over this rank's keys: [B, Hq, rows, Dv + 1].
+
+        `guests` are these rows, [B, Hq, rows, 2 D + 1], as `tangent_rows` of their owners.
+        """
+        step = local_step(self.plan, self.rank, x.key.device, of_guests=True)
+        sums = self._blank_sums(guests, x.value)
+        if step.work is not None:
+            width = x.key.shape[3]
+            query, query_t, lse = guests.split([width, width, 1], -1)
+            rows = query.to(x.key.dtype), query_t.to(x.key.dtype), lse[..., 0]
+            sums[:, :, step.queries] = self._tangent_sums(step, rows, x.pairs)
+        return sums
+
+    def tangent_rows(self, x: Moving) -> Tensor:
+        """Joins q, its tangent and lse of query rows, for `answer_tangents` of another rank."""
+        return torch.cat([t.to(self.dtype) for t in (x.query, x.query_t, x.lse[..., None])], -1)
+
+    def _blank_sums(self, query: Tensor, value: Tensor) -> Tensor:
+        return query.new_zeros(*query.shape[:3], value.shape[3] + 1, dtype=self.dtype)
+
+    def _tangent_sums(
+        self, step: Step, rows: tuple[Tensor, Tensor, Tensor], pairs: Sequence[Pair]
+    ) -> Tensor:
+        """Sums tangents of a step's query rows over keys: [B, Hq, rows, Dv + 1].
+
+        `rows` are q, its tangent and lse of all the rank's rows, or of all guests. The last column
+        is the sum for lse.
+        """
+        query, query_t, lse = rows
+        problem = self._problem(step, query, *pairs[0])
+        tangents = self._tangents(step, query_t, *pairs[1])
+        run = second_order(self.backend, "tangent_sums")
+        moved, lse_t = run(problem, lse[:, :, step.queries], tangents)
+        return torch.cat((moved, lse_t[..., None]), -1)
+
+    def _tangents(self, step: Step, query_t: Tensor, key_t: Tensor, value_t: Tensor) -> Tangents:
+        """Returns tangents of the `Problem` of a step."""
+        return Tangents(
+            query=query_t[:, :, step.queries],
+            key=key_t,
+            value=value_t,
+            distance_bias=self.tangents["distance_bias"],
+        )
+
     def sink_gradient(self, x: Saved, sink: Tensor) -> Tensor:
-        """Returns this rank's summand of the sink's gradient, or the rows of a sink per query."""
+        """Returns this rank's summand of the sink's gradient, or the rows of a sink per query.
+
+        If `x` moves, it is the tangent of the gradient.
+        """
+        if x.moves is not None:
+            return sink_gradient_tangent(sink, self.tangents["sink"], self._gradient_rows(x))
         return sink_gradient(sink, x.lse, self._delta(x))
 
     def blank_table(self) -> Tensor | None:
@@ -151,8 +234,9 @@ class Rank:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Computes the gradients of all (query, key) pairs with this rank's keys.
 
-        It calls `guests` last, because this call waits for the query rows of other ranks. It adds
-        the gradient of the distance bias to `dtable`.
+        If `x` moves, they are the tangents of gradients, here and in `round_gradients`. It calls
+        `guests` last, because this call waits for the query rows of other ranks. It adds the
+        gradient of the distance bias to `dtable`.
 
         Returns: dq, dk and dv of this rank; dq of the query rows of other ranks, or None if there
             are none.
@@ -161,13 +245,13 @@ class Rank:
         if step.work is None:
             dq, dk, dv = (t.new_zeros(t.shape, dtype=self.dtype) for t in (x.query, x.key, x.value))
         else:
-            dq, dk, dv = self._differentiate(step, x, x.key, x.value, dtable)
+            dq, dk, dv = self._differentiate(step, x, x.pairs, dtable)
             if dq.shape[2] < x.query.shape[2]:
                 part, dq = dq, x.query.new_zeros(x.query.shape, dtype=self.dtype)
                 dq[:, :, step.queries] = part
         if (rows := guests()) is None:
             return dq, dk, dv, None
-        guest_dq, guest_dk, guest_dv = self._answer_gradients(rows, x.key, x.value, dtable)
+        guest_dq, guest_dk, guest_dv = self._answer_gradients(rows, x.pairs, dtable)
         dk += guest_dk
         dv += guest_dv
         return dq, dk, dv, guest_dq
@@ -182,8 +266,8 @@ class Rank:
         step = round_step(self.plan, self.rank, number, len(dq), dq.device)
         rows = dq.new_zeros(step.arrived, x.key.shape[3] + x.value.shape[3])
         if step.work is not None:
-            buffer = self._buffer(step, sent, x.key, x.value)
-            part, *grads = self._differentiate(step, x, *buffer, dtable)
+            buffers = self._buffers(step, sent, x.pairs)
+            part, *grads = self._differentiate(step, x, buffers, dtable)
             dq[:, :, step.queries] += part
             rows = torch.cat(grads, -1).flatten(0, -2)  # one row per key of the buffer
             if step.rows is not None:  # an arrived row may be in the buffer several times
@@ -218,19 +302,21 @@ class Rank:
         return answers
 
     def _answer_gradients(
-        self, guests: Tensor, key: Tensor, value: Tensor, dtable: Tensor | None
+        self, guests: Tensor, pairs: Sequence[Pair], dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Returns the gradients of other ranks' query rows, and of this rank's keys and values.
 
         `guests` are these rows, [B, Hq, rows, D + Dv + 2], as `gradient_rows` of their owners
-        packed them.
+        packed them; twice as wide if there are tangents.
         """
+        key, value = pairs[0]
         step = local_step(self.plan, self.rank, key.device, of_guests=True)
         width, value_width = key.shape[3], value.shape[3]
         dq = guests.new_zeros(*guests.shape[:3], width)
         if step.work is None:
             return dq, torch.zeros_like(key), torch.zeros_like(value)
-        query, grad_out, lse, delta = guests.split([width, value_width, 1, 1], -1)
+        sizes = [width, value_width, 1, 1]
+        query, grad_out, lse, delta, *moved = guests.split(sizes * len(pairs), -1)
         query, grad_out = query.to(key.dtype), grad_out.to(key.dtype)
         no_out = torch.zeros_like(grad_out)  # with it, rowsum(dO * O) - grad_lse equals delta
         x = Saved(
@@ -242,33 +328,71 @@ class Rank:
             grad_out=grad_out,
             grad_lse=-delta[..., 0],
         )
-        dq[:, :, step.queries], dk, dv = self._differentiate(step, x, key, value, dtable)
+        if moved:
+            query_t, grad_out_t, lse_t, delta_t = moved
+            key_t, value_t = pairs[1]
+            moves = Moves(
+                query=query_t.to(key.dtype),
+                key=key_t,
+                value=value_t,
+                grad_out=grad_out_t.to(key.dtype),
+                lse=lse_t[..., 0],
+                delta=delta_t[..., 0],
+            )
+            x = x._replace(moves=moves)
+        dq[:, :, step.queries], dk, dv = self._differentiate(step, x, pairs, dtable)
         return dq, dk, dv
 
     def gradient_rows(self, x: Saved) -> Tensor:
-        """Joins q, dO, lse and delta of query rows, for a backward pass on another rank."""
-        query, grad_out = x.query.to(self.dtype), x.grad_out.to(self.dtype)
-        return torch.cat((query, grad_out, x.lse[..., None], self._delta(x)[..., None]), -1)
+        """Joins q, dO, lse and delta of query rows, for a backward pass on another rank.
+
+        If `x` moves, the tangents of these four follow.
+        """
+        parts = [x.query, x.grad_out, x.lse[..., None], self._delta(x)[..., None]]
+        if (t := x.moves) is not None:
+            parts += [t.query, t.grad_out, t.lse[..., None], t.delta[..., None]]
+        return torch.cat([part.to(self.dtype) for part in parts], -1)
+
+    def _gradient_rows(self, x: Saved) -> GradientRows:
+        """Returns the numbers of rows and their tangents, as kernels take them."""
+        assert x.moves is not None
+        return GradientRows(
+            grad_out=x.grad_out,
+            lse=x.lse,
+            delta=self._delta(x),
+            grad_out_t=x.moves.grad_out,
+            lse_t=x.moves.lse,
+            delta_t=x.moves.delta,
+        )
 
     def _delta(self, x: Saved) -> Tensor:
         """Returns rowsum(dO * O) - dlse, [B, Hq, rows]."""
         return (x.grad_out.to(self.dtype) * x.out.to(self.dtype)).sum(-1) - x.grad_lse
 
-    def pack(self, receiver: int, key: Tensor, value: Tensor) -> Tensor:
-        """Encodes this rank's keys and values that `receiver` needs, as rows to send."""
+    def pack(self, receiver: int, *pairs: Pair) -> Tensor:
+        """Encodes this rank's keys and values that `receiver` needs, as rows to send.
+
+        With a second pair, their tangents, each row continues with its tangent in the same format.
+        """
+        sent = [self._encoded(receiver, *pair) for pair in pairs]
+        return sent[0] if len(sent) == 1 else torch.cat(sent, 1)
+
+    def _encoded(self, receiver: int, key: Tensor, value: Tensor) -> Tensor:
+        """Encodes the rows of one pair that `receiver` needs."""
         rows = [key.new_empty(0, key.shape[3] + value.shape[3])]
         for b, h, index in self._message(receiver, len(key)):
             parts = (x[b, h].index_select(-2, index.to(key.device)) for x in (key, value))
             rows.append(torch.cat(list(parts), -1).flatten(0, -2))
         return self.wire.encode(torch.cat(rows) if len(rows) > 2 else rows[-1], key.shape[3])
 
-    def room(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, dict[int, Tensor]]:
+    def room(self, number: int, *pairs: Pair) -> tuple[Tensor, dict[int, Tensor]]:
         """Allocates memory for the rows that arrive in a round, and a row of zeros behind them.
 
         Returns: the memory, and {sender: the part of the memory for its rows}.
         """
+        key, value = pairs[0]
         sizes = self._arriving_sizes(number, len(key))
-        columns = self.wire.columns(key.shape[3], value.shape[3])
+        columns = self.wire.columns(key.shape[3], value.shape[3]) * len(pairs)
         room = key.new_empty(sum(sizes.values()) + 1, columns, dtype=self.wire.element)
         room[-1:].zero_()
         return room, dict(zip(sizes, room[:-1].split([*sizes.values()]), strict=True))
@@ -301,15 +425,30 @@ class Rank:
         return BACKENDS[self.backend].forward(self._problem(step, query, *keys))
 
     def _differentiate(
-        self, step: Step, x: Saved, key: Tensor, value: Tensor, dtable: Tensor | None
+        self, step: Step, x: Saved, pairs: Sequence[Pair], dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes (dq, dk, dv) of a step; adds the gradient of the distance bias to `dtable`."""
-        backward = BACKENDS[self.backend].backward
-        results = (t[:, :, step.queries] for t in (x.out, x.lse, x.grad_out, x.grad_lse))
-        grads = backward(self._problem(step, x.query, key, value), *results)
+        """Computes (dq, dk, dv) of a step; adds the gradient of the distance bias to `dtable`.
+
+        `pairs` are the step's keys and values. If `x` moves, a second pair has their tangents, and
+        the results are tangents of gradients.
+        """
+        problem = self._problem(step, x.query, *pairs[0])
+        if x.moves is None:
+            results = (t[:, :, step.queries] for t in (x.out, x.lse, x.grad_out, x.grad_lse))
+            grads = BACKENDS[self.backend].backward(problem, *results)
+        else:
+            rows = self._gradient_rows(x.mapped(lambda t: t[:, :, step.queries]))
+            tangents = self._tangents(step, x.moves.query, *pairs[1])
+            run = second_order(self.backend, "tangent_of_gradient_sums")
+            grads = run(problem, rows, tangents)
         if dtable is not None and grads.distance_bias is not None:
             dtable += grads.distance_bias
         return grads.query, grads.key, grads.value
+
+    def _buffers(self, step: Step, raw: Tensor, pairs: Sequence[Pair]) -> list[Pair]:
+        """Arranges rows that arrived like `pairs`: keys and values of a step, and tangents."""
+        parts = raw.tensor_split(len(pairs), 1)
+        return [self._buffer(step, part, *pairs[0]) for part in parts]
 
     def _buffer(self, step: Step, raw: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Decodes the rows that arrived, and arranges them as the keys and values of a step."""

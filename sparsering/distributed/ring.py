@@ -6,7 +6,7 @@ again, so that between the two passes a rank stores only its own shard.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, Never
 
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ..checks import autocast_inputs, check_group, checked_scale, reverse_mode_alone
+from ..checks import autocast_inputs, check_group, checked_scale, has_tangent
 from ..functional import attention
 from ..ground.arguments import checked_flag, is_finite, shortened
 from ..ground.dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
@@ -25,13 +25,30 @@ from ..layouts.lists import tiles_of
 from ..patterns.algebra import Pattern
 from ..patterns.expression import parse
 from ..patterns.tree import check_distances
-from ..route.differentiable import Derivatives, differentiable
+from ..route.differentiable import Derivatives, differentiable, is_recorded
 from ..route.options import ANYWHERE, OPTIONS, checked_options, refuse_options
-from .agreement import SCHEMA, RingCall, agree_on_call, check_lengths, error_budget, report_failure
+from .agreement import (
+    SCHEMA,
+    Derivative,
+    RingCall,
+    agree_on_call,
+    check_lengths,
+    error_budget,
+    report_failure,
+)
 from .exchange import Exchange, Traffic
 from .network import Network
 from .own_rows import plan_of_own_rows
-from .rank import REFUSED, Rank, Saved, check_ring_inputs, choose_kernels, plan_of_call
+from .rank import (
+    REFUSED,
+    TENSORS,
+    Rank,
+    check_ring_inputs,
+    choose_kernels,
+    plan_of_call,
+    tangents_of_options,
+)
+from .saved import Moving, Saved, no_tokens, saved_moves
 from .sharding import check_sharding
 from .wire import wire_format
 
@@ -40,6 +57,7 @@ _OPTIONS = (
     *ANYWHERE,
     *("return_lse", "backend"),
 )
+_LENGTH = len(SCHEMA.split(", "))
 _last_traffic = {False: Traffic(), True: Traffic()}
 
 
@@ -160,7 +178,7 @@ def ring_attention(
         compression=compression,
         timeout=seconds,
         backend=name,
-        differentiable=torch.is_grad_enabled() and any(x.requires_grad for x in leaves),
+        differentiable=is_recorded(*leaves) or has_tangent(*leaves),
     )
     return (out, lse) if return_lse else out
 
@@ -180,7 +198,10 @@ def _seconds(timeout: object) -> float | None:
 
 @with_hints()
 def last_traffic(*, backward: bool = False) -> Traffic:
-    """Returns the traffic of this process's last `ring_attention`, forward or backward."""
+    """Returns the traffic of this process's last `ring_attention`, forward or backward.
+
+    Forward-mode tangents count as a forward pass, and tangents of gradients as a backward pass.
+    """
     return _last_traffic[checked_flag("backward", backward)]
 
 
@@ -218,9 +239,9 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) of this rank's queries; the arguments are those of `RingCall`."""
     call = RingCall.of(arguments)
     query, key, value, *_ = call
-    rank, exchange = _begin(False, call)
+    rank, exchange = _begin(Derivative.NONE, call)
     with exchange.break_on_error(), without_autocast(query):
-        network = Network(rank, exchange, key, value, query)
+        network = Network(rank, exchange, [(key, value)], query)
 
         def answers() -> Iterator[tuple[int, Tensor]]:  # runs after the last round of keys
             guests = network.guests()
@@ -237,36 +258,87 @@ def _backward(*arguments: Any) -> list[Tensor | None]:
     *inputs, out, lse, grad_out, grad_lse, _ = arguments
     call = RingCall.of(inputs)
     query, key, value, *_ = call
-    table, sink = call.options["distance_bias"], call.options["sink"]
-    rank, exchange = _begin(True, call)
+    rank, exchange = _begin(Derivative.GRADIENTS, call)
     x = Saved(
         query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse
     )
+    with exchange.break_on_error(), without_autocast(query):
+        grads = _exchange_gradients(rank, exchange, x, call)
+    _last_traffic[True] = exchange.traffic
+    return grads
+
+
+def _tangent(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Returns the tangents of (out, lse) of this rank's queries, in their dtypes."""
+    inputs, (out, lse, *tangents) = arguments[:_LENGTH], arguments[_LENGTH:]
+    call = RingCall.of(inputs)
+    rank, exchange = _begin(Derivative.TANGENTS, call, tangents)
+    with exchange.break_on_error(), without_autocast(out):
+        out_t, lse_t = _exchange_tangents(rank, exchange, Moving.of(call[:3], out, lse, tangents))
+    _last_traffic[False] = exchange.traffic
+    return out_t.to(out.dtype), lse_t.contiguous()
+
+
+def _backward_tangent(*arguments: Any) -> list[Tensor | None]:
+    """Returns the tangents of the gradients of `_backward`, then those of (out, lse).
+
+    The gradients of a row need the tangents of its results first, so keys are sent twice.
+    """
+    inputs, (out, lse, grad_out, grad_lse, *rest) = arguments[:_LENGTH], arguments[_LENGTH:]
+    *tangents, grad_out_t, grad_lse_t, _ = rest
+    call = RingCall.of(inputs)
+    rank, exchange = _begin(Derivative.GRADIENT_TANGENTS, call, tangents)
+    with exchange.break_on_error(), without_autocast(out):
+        x = Moving.of(call[:3], out, lse, tangents)
+        moves = _exchange_tangents(rank, exchange, x)
+        saved = saved_moves(x, moves, (grad_out, grad_lse), (grad_out_t, grad_lse_t))
+        grads = _exchange_gradients(rank, exchange, saved, call)
+    _last_traffic[True] = exchange.traffic
+    out_t, lse_t = moves
+    return [*grads, out_t.to(out.dtype), lse_t.contiguous()]
+
+
+def _exchange_tangents(rank: Rank, exchange: Exchange, x: Moving) -> tuple[Tensor, Tensor]:
+    """Sends and receives keys, values and their tangents; returns the tangents of (out, lse)."""
+    travels = bool(rank.plan.hosts_of(rank.rank))
+    rows = rank.tangent_rows(x if travels else x.mapped(no_tokens))
+    network = Network(rank, exchange, x.pairs, rows)
+
+    def answers() -> Iterator[tuple[int, Tensor]]:  # runs after the last round of keys
+        guests = network.guests()
+        results = None if guests is None else rank.answer_tangents(guests, x)
+        yield from network.answers(results, x.value.shape[3] + 1)
+
+    return rank.tangent(x, network.rounds(), answers())
+
+
+def _exchange_gradients(
+    rank: Rank, exchange: Exchange, x: Saved, call: RingCall
+) -> list[Tensor | None]:
+    """Sends and receives keys, values and gradients; returns what `_backward` does.
+
+    If `x` moves, all of them are tangents of gradients.
+    """
+    query = x.query
+    table, sink = call.options["distance_bias"], call.options["sink"]
     dtable = rank.blank_table()
     travels = bool(rank.plan.hosts_of(rank.rank))
-    with exchange.break_on_error(), without_autocast(query):
-        rows = rank.gradient_rows(x if travels else x.none())
-        network = Network(rank, exchange, key, value, rows)
-        rounds = enumerate(network.rounds())
-        dq, dk, dv, answers = rank.local_gradients(x, network.guests, dtable)
-        parts = (rank.round_gradients(number, sent, x, dq, dtable) for number, sent in rounds)
-        for receiver, rows in network.return_gradients(parts):
-            rank.add_returned(receiver, rows, dk, dv)
-            del rows  # frees the memory for the next round
-        for host, part in network.answers(answers, query.shape[3]):
-            dq[:, :, rank.travelling_places(host, query.device)] += part
-    _last_traffic[True] = exchange.traffic
+    rows = rank.gradient_rows(x if travels else x.mapped(no_tokens))
+    network = Network(rank, exchange, x.pairs, rows)
+    rounds = enumerate(network.rounds())
+    dq, dk, dv, answers = rank.local_gradients(x, network.guests, dtable)
+    parts = (rank.round_gradients(number, sent, x, dq, dtable) for number, sent in rounds)
+    for receiver, rows in network.return_gradients(parts):
+        rank.add_returned(receiver, rows, dk, dv)
+        del rows  # frees the memory for the next round
+    for host, part in network.answers(answers, query.shape[3]):
+        dq[:, :, rank.travelling_places(host, query.device)] += part
     grads = [x.to(query.dtype).contiguous() for x in (dq, dk, dv)]
     of_options = {
         "distance_bias": None if dtable is None else dtable.to(table.dtype),
         "sink": None if sink is None else rank.sink_gradient(x, sink),
     }
-    names = (name for name in ANYWHERE if OPTIONS[name].schema == "Tensor?")
-    return [*grads, *(of_options.get(name) for name in names)]
-
-
-def _refuse_tangents(*_: object) -> Any:
-    raise NotImplementedError(reverse_mode_alone("ring_attention"))
+    return [*grads, *(of_options.get(name) for name in TENSORS)]
 
 
 _ring = differentiable(  # the operator that autograd and torch.compile see
@@ -275,14 +347,19 @@ _ring = differentiable(  # the operator that autograd and torch.compile see
     Derivatives(
         forward=_forward,
         backward=_backward,
-        tangent=_refuse_tangents,
-        backward_tangent=_refuse_tangents,
+        tangent=_tangent,
+        backward_tangent=_backward_tangent,
     ),
 )
 
 
-def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
-    """Checks that all ranks make the same call, then plans it for this rank."""
+def _begin(
+    kind: Derivative, call: RingCall, tangents: Sequence[Tensor | None] = ()
+) -> tuple[Rank, Exchange]:
+    """Checks that all ranks make the same call, then plans it for this rank.
+
+    `tangents` are those of the operator's tensors, query, key and value first.
+    """
     query, key, *_ = call
     group = dist.distributed_c10d._resolve_process_group(call.group)  # type: ignore[arg-type]
     exchange = Exchange(group, call.timeout, query.device)
@@ -290,9 +367,7 @@ def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
     if call.options["distance_bias"] is not None:
         check_distances(pattern)
     with exchange.break_on_error():
-        lengths, compression, error, seed, own_rows = agree_on_call(
-            exchange, backward, call, pattern
-        )
+        lengths, compression, error, seed, own_rows = agree_on_call(exchange, kind, call, pattern)
     planned = tiles_of(pattern) if own_rows else pattern
     plan = plan_of_call(planned, sum(lengths), len(lengths), call.sharding, query, key)
     check_lengths(plan.sharding, plan.ranges, lengths, exchange.rank)
@@ -313,4 +388,5 @@ def _begin(backward: bool, call: RingCall) -> tuple[Rank, Exchange]:
         wire=wire,
         dtype=dtype,
         options=options,
+        tangents=tangents_of_options(tangents[3:]),
     ), exchange

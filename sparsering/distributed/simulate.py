@@ -1,20 +1,37 @@
 """Ring attention in one process without messages: it computes the part of each rank in turn."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, Never
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ..call import NO_OPTIONS, Options
 from ..checks import autocast_inputs, checked_scale, refuse_tracers
 from ..ground.arguments import checked_flag, checked_integer
 from ..ground.numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
-from ..route.differentiable import for_each_gradient, is_batch, transforming
-from ..route.options import ANYWHERE, checked_options, for_queries, refuse_options
-from .rank import REFUSED, Rank, Saved, check_ring_inputs, choose_kernels, plan_of_call
+from ..patterns.expression import parse_owned
+from ..patterns.tree import check_distances
+from ..route.differentiable import Derivatives, differentiable
+from ..route.options import (
+    ANYWHERE,
+    checked_options,
+    for_queries,
+    operator_schema,
+    refuse_options,
+)
+from .rank import (
+    REFUSED,
+    TENSORS,
+    Rank,
+    check_ring_inputs,
+    choose_kernels,
+    plan_of_call,
+    tangents_of_options,
+)
+from .saved import Moving, Pair, Saved, no_tokens, saved_moves
 from .sharding import positions
 from .wire import wire_format
 
@@ -62,7 +79,6 @@ def simulate_ring(
     world_size = checked_integer("world_size", world_size, 1)
     scale = checked_scale(scale, query)
     refuse_tracers(query, key, value)
-    _refuse_transforms()
     query, key, value = autocast_inputs(query, key, value)
     options = checked_options(
         query,
@@ -75,92 +91,165 @@ def simulate_ring(
         dropout_p=dropout_p,
         dropout_seed=dropout_seed,
     )
-    plan = plan_of_call(pattern, query.shape[2], world_size, sharding, query, key)
-    device = query.device
-    if offload and torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator() or device
-    first = [x[:, :, :1].to(device) for x in (query, key, value)]
-    backend = choose_kernels(None, first, options, pattern)
-    wire, dtype = wire_format(None, query.dtype), sum_dtype(query)
-    on_device = options.mapped(lambda x: x.detach().to(device))
-    ranks = []
-    for rank, ranges in enumerate(plan.ranges):
-        places = positions(ranges).to(device)
-        own = for_queries(on_device, partial(torch.index_select, dim=2, index=places))
-        ranks.append(
-            Rank(
-                plan=plan,
-                rank=rank,
-                backend=backend,
-                scale=scale,
-                wire=wire,
-                dtype=dtype,
-                options=own,
-            )
-        )
-    with without_autocast(query):
-        tables = options["distance_bias"], options["sink"]
-        out, lse = _Simulated.apply(_Shards(ranks, device), query, key, value, *tables)
+    # raises if the pattern does not fit; `layout_cache` keeps the plan for the passes
+    plan_of_call(pattern, query.shape[2], world_size, sharding, query, key)
+    first = [x[:, :, :1].to(_device(query, offload)) for x in (query, key, value)]
+    text, operands = pattern.operands
+    out, lse = _simulate(
+        query=query,
+        key=key,
+        value=value,
+        **{name: options[name] for name in ANYWHERE},
+        tensors=operands,
+        pattern=text,
+        scale=scale,
+        world_size=world_size,
+        sharding=sharding,
+        offload=offload,
+        backend=choose_kernels(None, first, options, pattern),
+    )
     return (out, lse) if return_lse else out
 
 
-class _Simulated(torch.autograd.Function):
-    """Computes all ranks' parts; its backward computes all ranks' gradients."""
+def _device(query: Tensor, offload: bool) -> torch.device:
+    """Returns the device that computes."""
+    if offload and torch.accelerator.is_available():
+        return torch.accelerator.current_accelerator() or query.device
+    return query.device
 
-    @staticmethod
-    def forward(ctx: Any, shards: "_Shards", *inputs: Tensor | None) -> tuple[Tensor, Tensor]:
-        query, key, value, *tables = inputs
-        assert query is not None and key is not None and value is not None
-        ranks = shards.ranks
-        out = query.new_empty(*query.shape[:3], value.shape[3])
-        lse = query.new_empty(query.shape[:3], dtype=ranks[0].dtype)
+
+def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Computes (out, lse) of all ranks' queries; the arguments are those of `_SCHEMA`."""
+    shards, (query, key, value), _ = _begin(arguments)
+    ranks = shards.ranks
+    out = query.new_empty(*query.shape[:3], value.shape[3])
+    lse = query.new_empty(query.shape[:3], dtype=ranks[0].dtype)
+    with without_autocast(query):
         answers = {
             host: ranks[host].answer(shards.guests(host, query), *shards.of(host, key, value))
             for host in shards.hosts
         }
         for rank in ranks:
-            own, rounds = shards.of(rank.rank, query, key, value), shards.rounds(rank, key, value)
+            own = shards.of(rank.rank, query, key, value)
+            rounds = shards.rounds(rank, (key, value))
             results = rank.forward(own, rounds, shards.answers(rank, answers))
-            for whole, part in zip((out, lse), results, strict=True):
-                whole[:, :, shards.places[rank.rank]] = part.to(whole.device)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.shards = shards
-        ctx.tables = [None if x is None else x.detach() for x in tables]
-        return out, lse
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_transforms()
-        saved, tables = ctx.saved_tensors, ctx.tables
-
-        def run(*grads: Tensor) -> list[Tensor | None]:
-            with without_autocast(grads[0]):
-                return _backward(ctx.shards, Saved(*saved, *grads), *tables)
-
-        return None, *(for_each_gradient(run, grads) if is_batch(*grads) else run(*grads))
+            shards.write((out, lse), rank, results)
+    return out, lse
 
 
-def _refuse_transforms() -> None:
-    if transforming():
-        raise NotImplementedError(
-            "simulate_ring does not run under torch.func (grad, vmap); call backward(), or use "
-            "attention"
+def _backward(*arguments: Any) -> list[Tensor | None]:
+    """Computes the gradients of query, key, value, distance bias and sink; None for the seed."""
+    *inputs, out, lse, grad_out, grad_lse, _ = arguments
+    shards, (query, key, value), options = _begin(inputs)
+    x = Saved(
+        query=query, key=key, value=value, out=out, lse=lse, grad_out=grad_out, grad_lse=grad_lse
+    )
+    with without_autocast(query):
+        return _gradients(shards, x, options)
+
+
+def _tangent(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """Computes the tangents of (out, lse), in their dtypes."""
+    inputs, (out, lse, *tangents) = arguments[:_LENGTH], arguments[_LENGTH:]
+    shards, own, _ = _begin(inputs, tangents)
+    with without_autocast(out):
+        out_t, lse_t = _result_tangents(shards, Moving.of(own, out, lse, tangents))
+    return out_t.to(out.dtype), lse_t
+
+
+def _backward_tangent(*arguments: Any) -> list[Tensor | None]:
+    """Computes the tangents of the gradients of `_backward`, then those of (out, lse)."""
+    inputs, (out, lse, grad_out, grad_lse, *rest) = arguments[:_LENGTH], arguments[_LENGTH:]
+    *tangents, grad_out_t, grad_lse_t, _ = rest
+    shards, own, options = _begin(inputs, tangents)
+    with without_autocast(out):
+        x = Moving.of(own, out, lse, tangents)
+        out_t, lse_t = _result_tangents(shards, x)
+        saved = saved_moves(x, (out_t, lse_t), (grad_out, grad_lse), (grad_out_t, grad_lse_t))
+        return [*_gradients(shards, saved, options), out_t.to(out.dtype), lse_t]
+
+
+_SCHEMA = operator_schema(ANYWHERE, "int world_size, str sharding, bool offload, str backend")
+_NAMES = [argument.split()[-1] for argument in _SCHEMA.split(", ")]
+_LENGTH = len(_NAMES)
+_simulate = differentiable(
+    "simulate_ring",
+    _SCHEMA,
+    Derivatives(
+        forward=_forward,
+        backward=_backward,
+        tangent=_tangent,
+        backward_tangent=_backward_tangent,
+    ),
+)
+
+
+def _begin(
+    arguments: Sequence[Any], tangents: Sequence[Tensor | None] = ()
+) -> tuple["_Shards", tuple[Tensor, Tensor, Tensor], Options]:
+    """Plans a call from the operator's arguments: (shards, (query, key, value), options).
+
+    `tangents` are those of the operator's tensors, query, key and value first.
+    """
+    given = dict(zip(_NAMES, arguments, strict=True))
+    query, key, value = (given[name] for name in ("query", "key", "value"))
+    pattern = parse_owned(given["pattern"], given["tensors"])
+    if given["distance_bias"] is not None:
+        check_distances(pattern)
+    plan = plan_of_call(pattern, query.shape[2], given["world_size"], given["sharding"], query, key)
+    options = NO_OPTIONS.changed(**{name: given[name] for name in ANYWHERE})
+    moves = tangents_of_options(tangents[3:])
+    device = _device(query, given["offload"])
+    wire, dtype = wire_format(None, query.dtype), sum_dtype(query)
+    ranks = []
+    for rank, ranges in enumerate(plan.ranges):
+        cut = partial(torch.index_select, dim=2, index=positions(ranges).to(device))
+        own, own_moves = (
+            for_queries(x.mapped(lambda t: t.to(device)), cut) for x in (options, moves)
         )
+        ranks.append(
+            Rank(
+                plan=plan,
+                rank=rank,
+                backend=given["backend"],
+                scale=given["scale"],
+                wire=wire,
+                dtype=dtype,
+                options=own,
+                tangents=own_moves,
+            )
+        )
+    return _Shards(ranks, device), (query, key, value), options
 
 
-def _backward(
-    shards: "_Shards", whole: Saved, distance_bias: Tensor | None, sink: Tensor | None
-) -> list[Tensor | None]:
-    """Computes the gradients of query, key, value, distance bias and sink, for all ranks."""
+def _result_tangents(shards: "_Shards", whole: Moving) -> tuple[Tensor, Tensor]:
+    """Computes the tangents of (out, lse) of all ranks' queries, in the dtype of sums."""
+    ranks = shards.ranks
+    parts = [whole.mapped(partial(shards.cut, rank.rank)) for rank in ranks]
+    rows = ranks[0].tangent_rows(whole if shards.hosts else whole.mapped(no_tokens))
+    answers = {
+        host: ranks[host].answer_tangents(shards.guests(host, rows), parts[host])
+        for host in shards.hosts
+    }
+    found = [torch.empty_like(x, dtype=ranks[0].dtype) for x in (whole.out, whole.lse)]
+    for rank, part in zip(ranks, parts, strict=True):
+        rounds = shards.rounds(rank, *whole.pairs)
+        shards.write(found, rank, rank.tangent(part, rounds, shards.answers(rank, answers)))
+    out_t, lse_t = found
+    return out_t, lse_t
+
+
+def _gradients(shards: "_Shards", whole: Saved, options: Options) -> list[Tensor | None]:
+    """Computes what `_backward` returns; if `whole` moves, the tangents of it."""
     query, key, value, *_ = whole
+    distance_bias, sink = options["distance_bias"], options["sink"]
     ranks, plan = shards.ranks, shards.plan
     dtable = ranks[0].blank_table()
 
     def part(rank: Rank) -> Saved:
-        return Saved(*shards.of(rank.rank, *whole))
+        return whole.mapped(partial(shards.cut, rank.rank))
 
-    rows = ranks[0].gradient_rows(whole if shards.hosts else whole.none())
+    rows = ranks[0].gradient_rows(whole if shards.hosts else whole.mapped(no_tokens))
     sums, answers = [], {}
     for rank in ranks:
         is_host = rank.rank in shards.hosts
@@ -169,7 +258,7 @@ def _backward(
         sums.append([x.to(query.device) for x in grads])
         if guest_dq is not None:
             answers[rank.rank] = guest_dq
-    rounds = [shards.rounds(rank, key, value) for rank in ranks]
+    rounds = [shards.rounds(rank, *whole.pairs) for rank in ranks]
     for number in range(len(plan.rounds)):
         returned = []
         for rank, arriving in zip(ranks, rounds, strict=True):
@@ -185,20 +274,19 @@ def _backward(
         for host, dq in shards.answers(rank, answers):
             at = rank.travelling_places(host, query.device)
             sums[rank.rank][0][:, :, at] += dq.to(query.device)
-        for grad, total in zip(grads, sums[rank.rank], strict=True):
-            grad[:, :, shards.places[rank.rank]] = total.to(grad.dtype)
+        shards.write(grads, rank, sums[rank.rank])
     if dtable is not None and distance_bias is not None:
         dtable = dtable.to(distance_bias.device, distance_bias.dtype)
-    if sink is None:
-        return [*grads, dtable, None]
-    dsink = torch.zeros_like(sink)
-    for rank in ranks:
-        own = rank.sink_gradient(part(rank), rank.options["sink"]).to(dsink.device)
-        if dsink.shape[2] > 1:
-            dsink[:, :, shards.places[rank.rank]] = own
-        else:
-            dsink += own
-    return [*grads, dtable, dsink]
+    dsink = None if sink is None else torch.zeros_like(sink)
+    if dsink is not None:
+        for rank in ranks:
+            own = rank.sink_gradient(part(rank), rank.options["sink"]).to(dsink.device)
+            if dsink.shape[2] > 1:
+                dsink[:, :, shards.places[rank.rank]] = own
+            else:
+                dsink += own
+    of_options = {"distance_bias": dtable, "sink": dsink}
+    return [*grads, *(of_options.get(name) for name in TENSORS)]
 
 
 class _Shards:
@@ -209,19 +297,29 @@ class _Shards:
         self.places = [positions(ranges) for ranges in self.plan.ranges]
         self.hosts = {host for rank in ranks for host in self.plan.hosts_of(rank.rank)}
 
-    def of(self, rank: int, *tensors: Tensor) -> list[Tensor]:
-        return [x[:, :, self.places[rank].to(x.device)].to(self.device) for x in tensors]
+    def cut(self, rank: int, x: Tensor) -> Tensor:
+        """Returns a rank's tokens of a tensor."""
+        return x[:, :, self.places[rank].to(x.device)].to(self.device)
 
-    def rounds(self, rank: Rank, key: Tensor, value: Tensor) -> Iterator[Tensor]:
+    def of(self, rank: int, *tensors: Tensor) -> list[Tensor]:
+        return [self.cut(rank, x) for x in tensors]
+
+    def write(self, whole: Sequence[Tensor], rank: Rank, parts: Sequence[Tensor]) -> None:
+        """Writes a rank's tokens into tensors of the whole sequence."""
+        for x, part in zip(whole, parts, strict=True):
+            x[:, :, self.places[rank.rank]] = part.to(x.device, x.dtype)
+
+    def rounds(self, rank: Rank, *pairs: Pair) -> Iterator[Tensor]:
         """Yields a tensor per round: the encoded keys and values that a rank would receive.
 
-        Its last row is zeros, for places of the key buffer that no query visits.
+        Its last row is zeros, for places of the key buffer that no query visits. A second pair has
+        their tangents.
         """
         for number in range(len(self.plan.rounds)):
-            room, parts = rank.room(number, key, value)
+            room, parts = rank.room(number, *pairs)
             for sender, part in parts.items():
-                places = self.places[sender].to(key.device)
-                shards = (x[:, :, places] for x in (key, value))
+                places = self.places[sender].to(pairs[0][0].device)
+                shards = [(key[:, :, places], value[:, :, places]) for key, value in pairs]
                 part.copy_(self.ranks[sender].pack(rank.rank, *shards))
             yield room.to(self.device)
 

@@ -1,7 +1,7 @@
 """Table of backends, and the choice of the backend that runs a call."""
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..checks import reverse_mode_alone
 from ..ground.arguments import shortened
 from ..ground.commands import install
 from ..ground.keywords import with_hints
@@ -214,3 +215,11 @@ def block_size_of(backend: str, pattern: Pattern, query: Tensor, frame: Frame) -
 
 
 _MEASURED = {"cpu": cpu.call.measured, "triton": configs.measured}
+
+
+def second_order(backend: str, function: str) -> Callable[..., Any]:
+    """Returns a backend's function of a name in `Backend`; NotImplementedError without one."""
+    found: Callable[..., Any] | None = getattr(BACKENDS[backend], function)
+    if found is None:
+        raise NotImplementedError(reverse_mode_alone(backend))
+    return found

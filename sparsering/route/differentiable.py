@@ -152,13 +152,13 @@ class _Operators:
         pairs = zip(results, grads, strict=True)
         grads = tuple(torch.zeros_like(x) if g is None else g for x, g in pairs)
         wanted = self._wanted(ctx.needs_input_grad, inputs)
-        found = self.gradients(*inputs, *results, *grads, wanted)
+        found = self.gradients(*inputs, *_constant(results), *grads, wanted)
         return self._by_input(found, wanted, inputs)
 
     def _move(
         self, inputs: Sequence[Any], results: Sequence[Tensor], tangents: Sequence[Tensor | None]
     ) -> Sequence[Tensor]:
-        return self.tangents(*inputs, *results, *tangents[: self.count])
+        return self.tangents(*inputs, *_constant(results), *tangents[: self.count])
 
     def _save_backward(self, ctx: Any, arguments: Sequence[Any], output: object) -> None:
         ctx.wanted = arguments[-1]
@@ -379,6 +379,14 @@ def _only_wanted(function: Callable[..., Sequence[Tensor | None]], *arguments: A
 
 def _refuse(*_: object) -> Any:
     raise NotImplementedError(NO_THIRD_DERIVATIVE)
+
+
+def _constant(results: Sequence[Tensor]) -> list[Tensor]:
+    """Detaches (out, lse), so that autograd runs no backward of the call for them, with zeros.
+
+    The operators that take them have derivatives by the tensors of the call alone.
+    """
+    return [x.detach() for x in results]
 
 
 def is_recorded(*values: object) -> bool:

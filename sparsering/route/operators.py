@@ -5,7 +5,7 @@ They take a pattern as its expression and its tensors, so that graphs hold no Py
 
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -17,10 +17,9 @@ import torch
 from torch import Tensor
 
 from ..call import Call, Options
-from ..checks import reverse_mode_alone
 from ..ground.numerics import without_autocast
 from ..ground.streams import OUTSIDE_CUDA_GRAPHS
-from ..kernels.backends import BACKENDS
+from ..kernels.backends import BACKENDS, second_order
 from ..kernels.parts import differentiate
 from ..kernels.problem import Problem, Tangents
 from ..layouts.cache import layout_cache
@@ -62,7 +61,7 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor]:
     call, backend = _parsed_call(inputs)
     with without_autocast(out):
         problem = problem_of(call, backend)
-        moved = _second_order(backend, "tangent")(problem, out, lse, _moves(problem, tangents))
+        moved = second_order(backend, "tangent")(problem, out, lse, _moves(problem, tangents))
     return moved[0].to(out.dtype), moved[1]
 
 
@@ -74,21 +73,13 @@ def _backward_tangent(*arguments: Any) -> tuple[Tensor | None, ...]:
     with without_autocast(out):
         problem = problem_of(call, backend)
         problem = problem._replace(learns_distances=wanted[_NAMES.index("distance_bias")])
-        moved = _second_order(backend, "tangent_of_gradients")(
+        moved = second_order(backend, "tangent_of_gradients")(
             problem, (out, lse, grad_out, grad_lse), _moves(problem, tangents), (out_t, lse_t)
         )
     grads = moved.gradients._asdict()
     if (slots := inputs[_NAMES.index("slot_bias")]) is not None:
         grads["slot_bias"] = slot_gradient(grads["block_bias"], problem, slots)
     return (*(grads.get(name) for name in _NAMES[:count]), moved.out.to(out.dtype), moved.lse)
-
-
-def _second_order(backend: str, name: str) -> Callable[..., Any]:
-    """Returns a function of a backend; NotImplementedError if the backend lacks it."""
-    function: Callable[..., Any] | None = getattr(BACKENDS[backend], name)
-    if function is None:
-        raise NotImplementedError(reverse_mode_alone(backend))
-    return function
 
 
 def _moves(problem: Problem, tangents: Sequence[Tensor | None]) -> Tangents:

@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.func import functional_call, functionalize, grad, jacrev, jvp, vmap
 
 import sparsering as sr
-from sparsering.distributed import simulate_ring
 from sparsering.models import LongNetLM
 
 BACKENDS = ("cpu", "gather", "reference")
@@ -150,8 +149,6 @@ def test_what_the_fast_backends_cannot_do_names_the_way_out():
         vmap(lambda m: sr.attention(query, key, value, sr.Dense(m), backend="reference"))(masks)
     with pytest.raises(NotImplementedError, match="of at least 1, got 0"):
         vmap(f)(query[None][:0])
-    with pytest.raises(NotImplementedError, match=r"simulate_ring does not run under torch\.func"):
-        grad(lambda q: simulate_ring(q, key, value, sr.Causal(), world_size=2).sum())(query)
 
 
 def test_functionalized_calls_are_calls():
