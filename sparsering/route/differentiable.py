@@ -250,11 +250,15 @@ class _Operators:
             arguments[0].new_empty,
             zip(arguments[: self.count], arguments[-1], strict=True),
         )
-        return [torch.empty_like(x) if wanted else empty(0) for x, wanted in pairs]
+        return [x.new_empty(x.shape) if wanted else empty(0) for x, wanted in pairs]
 
     def _fake_tangents(self, *arguments: Any) -> list[Tensor]:
         out, lse = arguments[self.length : self.length + 2]
-        return [*self._fake_gradients(*arguments), torch.empty_like(out), torch.empty_like(lse)]
+        return [
+            *self._fake_gradients(*arguments),
+            out.new_empty(out.shape),
+            lse.new_empty(lse.shape),
+        ]
 
 
 class _Operator:
@@ -374,7 +378,7 @@ def _only_wanted(function: Callable[..., Sequence[Tensor | None]], *arguments: A
     found = [*function(*arguments)]
     wanted = [*wanted, *[True] * (len(found) - len(wanted))]
     pairs = zip(found, wanted, strict=True)
-    return [x if want and x is not None else empty(0) for x, want in pairs]
+    return [x.contiguous() if want and x is not None else empty(0) for x, want in pairs]
 
 
 def _refuse(*_: object) -> Any:

@@ -62,7 +62,7 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor]:
     with without_autocast(out):
         problem = problem_of(call, backend)
         moved = second_order(backend, "tangent")(problem, out, lse, _moves(problem, tangents))
-    return moved[0].to(out.dtype), moved[1]
+    return moved[0].to(out.dtype).contiguous(), moved[1].contiguous()
 
 
 def _backward_tangent(*arguments: Any) -> tuple[Tensor | None, ...]:

@@ -234,6 +234,12 @@ def test_what_there_is_not_is_refused_by_name():
     for way in WAYS.values():
         with pytest.raises(NotImplementedError, match=r"torch_sparse has first derivatives in rev"):
             way(sparse, [t.detach() for t in x], u)
+    cache = sr.KVCache(PATTERNS["window"], 2, 2, 8, num_heads=4, value_dim=6)
+    with forward_ad.dual_level(), torch.no_grad():
+        duals = [forward_ad.make_dual(a.detach(), b) for a, b in zip(x, u, strict=True)]
+        with pytest.raises(NotImplementedError, match="attend has first derivatives in reverse"):
+            cache.attend(*duals)
+    assert cache.length == 0
     with pytest.raises(RuntimeError, match="forward gradient"):
         jvp(f, tuple(t.detach() for t in x), (u[1], *u[1:]))
 

@@ -18,6 +18,7 @@ from .attack import Coverage, attack_by_name
 
 KINDS = ("calls", "caches", "selections", "rings", "hostile")
 KINDS += ("trees", "long", "ways", "layouts", "models", "ranks", "steps", "company")
+KINDS += ("derivatives",)
 
 
 def main() -> int:

@@ -87,9 +87,10 @@ class DrawnCall:
 SHORT = [("calls", 1, 60), ("caches", 1, 20), ("selections", 1, 36), ("rings", 1, 12)]
 SHORT += [("hostile", 1, 64)]  # refusals that no other test sees
 SHORT += [("trees", 1, 24), ("long", 1, 4), ("ways", 1, 5), ("models", 1, 5)]
+SHORT += [("derivatives", 1, 24)]
 LONG = [("calls", 6, 64), ("caches", 2, 64), ("selections", 5, 64), ("rings", 2, 64)]
 LONG += [("trees", 6, 64), ("long", 2, 64), ("ways", 5, 64), ("layouts", 6, 64)]
-LONG += [("models", 5, 64), ("ranks", 1, 64), ("steps", 2, 64)]
+LONG += [("models", 5, 64), ("ranks", 1, 64), ("steps", 2, 64), ("derivatives", 6, 64)]
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's own kernels warn, once in a process
