@@ -9,7 +9,6 @@ import torch
 from helpers.ring_workers import groups, workers_of
 from oracles.derivatives_oracle import (
     OPTIONS,
-    PATTERNS,
     WAYS,
     Call,
     N,
@@ -21,6 +20,7 @@ from oracles.derivatives_oracle import (
     tangent,
     through_tangent,
 )
+from oracles.derivatives_oracle import PATTERNS as ORACLE_PATTERNS
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.func import jacfwd, jacrev, jvp, vmap
@@ -39,7 +39,8 @@ from sparsering.distributed.sharding import num_tokens
 pytestmark = pytest.mark.filterwarnings("ignore:`?torch.jit.script`? is deprecated")
 
 SHARDINGS = {2: "contiguous", 3: "zigzag", 5: "chunks:2,0,1,1,0,0,2,3,4"}
-GLOBAL = sr.SlidingWindow(2, 2) | sr.GlobalTokens(2)  # its global rows travel to their keys
+GLOBAL = sr.SlidingWindow(2, 2) | sr.GlobalTokens(1)  # its global row travels to the keys
+PATTERNS = {**ORACLE_PATTERNS, "a row that travels": GLOBAL}
 
 workers = workers_of(3)
 
@@ -68,9 +69,7 @@ KEPT = [
 ]
 
 
-@pytest.mark.covering(
-    1, keep=[*KEPT, {"name": "strided window and global", "options": "all", "world": 3}]
-)
+@pytest.mark.covering(1, keep=[*KEPT, {"name": "a row that travels", "options": "all"}])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("world", SHARDINGS)
@@ -83,6 +82,13 @@ def test_simulated_ranks(name: str, world: int, options: str, way: str):
     ring = {"world_size": world, "sharding": SHARDINGS[world]}
     found = WAYS[way](partial(simulated, pattern, given, ring), x, u)
     assert_equal(found, WAYS[way](partial(call, pattern, given, "reference"), x, u))
+
+
+@pytest.mark.parametrize("world", SHARDINGS)
+def test_a_row_travels_as_the_name_says(world: int):
+    sharding = SHARDINGS[world]
+    plan = RingPlan.build(GLOBAL, N, world, num_heads=4, num_kv_heads=2, sharding=sharding)
+    assert plan.travellers and all(map(plan.tokens_received, range(world)))
 
 
 def second_of_shards(f: Call, x: Sequence[Tensor], u: Sequence[Tensor]) -> list[Tensor]:
@@ -166,7 +172,7 @@ def test_ranks_compute_every_way(workers, name: str):
 
 @pytest.mark.parametrize("options", [x for x in OPTIONS if x != "bare"])
 def test_ranks_compute_every_option(workers, options: str):
-    for name in ("strided window and global", "lists beside tiles"):
+    for name in ("a row that travels", "lists beside tiles"):
         assert_ranks_compute(workers, 3, name, options, [*WAYS_OF_RANKS], "zigzag")
 
 
@@ -174,7 +180,7 @@ UNEVEN = "chunks:0,0,0,1,0,2"
 
 
 def test_shards_of_unlike_lengths(workers):
-    for name in ("LongNet", "strided window and global", "documents"):
+    for name in ("LongNet", "strided window and global", "a row that travels"):
         assert_ranks_compute(workers, 3, name, "all", [*WAYS_OF_RANKS], UNEVEN)
 
 
