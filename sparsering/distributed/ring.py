@@ -84,6 +84,8 @@ def ring_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Computes exact attention over a sequence that is sharded over ranks; differentiable.
 
+    It has the derivatives of `attention`: first ones, second ones, and in forward mode.
+
     Every rank of the group calls it with the same pattern and options, and gets its own rows of the
     result of `attention` for the whole sequence. A rank receives only the keys that its queries
     visit and other ranks own. The backward pass receives them again and returns their gradients in

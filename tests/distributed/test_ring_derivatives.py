@@ -8,6 +8,7 @@ import pytest
 import torch
 from helpers.ring_workers import groups, workers_of
 from oracles.derivatives_oracle import (
+    INDICES,
     OPTIONS,
     WAYS,
     Call,
@@ -182,6 +183,23 @@ UNEVEN = "chunks:0,0,0,1,0,2"
 def test_shards_of_unlike_lengths(workers):
     for name in ("LongNet", "strided window and global", "a row that travels"):
         assert_ranks_compute(workers, 3, name, "all", [*WAYS_OF_RANKS], UNEVEN)
+
+
+def run_own_rows(rank: int) -> list[list[Tensor]]:
+    """Passes the lists of the rank's own tokens."""
+    group, (start, stop) = groups[2], ((0, 18), (18, N))[rank]
+    own = sr.SelectedBlocks(INDICES[:, start:stop], 1, 1, first_row=start) & sr.Causal()
+    x, u = ([shard(t, group=group) for t in drawn(seed, {})] for seed in (1, 2))
+    f = partial(of_ring, partial(ring_attention, group=group), own, {})
+    return [[t.detach() for t in way(f, x, u)] for way in WAYS_OF_RANKS.values()]
+
+
+def test_each_rank_passes_the_lists_of_its_own_tokens(workers):
+    parts = workers.run(run_own_rows, world=2)
+    x, u = drawn(1, {}), drawn(2, {})
+    for number, way in enumerate(WAYS_OF_RANKS.values()):
+        exact = way(partial(call, PATTERNS["lists"], {}, "reference"), x, u)
+        assert_whole([part[number] for part in parts], exact, [range(18), range(18, N)])
 
 
 def traffic(rank: int, compression: str | None) -> list[tuple[int, int, int]]:
