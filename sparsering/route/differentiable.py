@@ -291,7 +291,7 @@ class _Operator:
             with torch._C._AutoDispatchBelowAutograd():
                 return overload.redispatch(keyset & torch._C._after_autograd_keyset, *arguments)
 
-        class Recorded(Function):
+        class Differentiated(Function):
             @staticmethod
             def forward(ctx: Any, keyset: Any, *arguments: Any) -> tuple[Tensor, ...]:
                 # inside torch.func, outer transforms differentiate the call, too
@@ -324,7 +324,7 @@ class _Operator:
         def differentiate(keyset: Any, *arguments: Any) -> Any:
             duals = [_dual(x) for x in arguments] if _may_move() else []
             if is_recorded(*arguments):
-                found = [*Recorded.record(keyset, *arguments)]
+                found = [*Differentiated.record(keyset, *arguments)]
             elif any(tangent is not None for _, tangent in duals):
                 primals, tangents = zip(*duals, strict=True)
                 results = self.op(*primals)

@@ -13,19 +13,22 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..call import Call, Options
-from ..checks import refuse_forward_mode
+from ..checks import refuse_forward_mode, reverse_mode_alone
 from ..ground.arguments import is_shape_alone
 from ..ground.numerics import sum_dtype, without_autocast
 from ..kernels.backends import BACKENDS
+from ..kernels.library.derivatives import without_gradient
 from ..kernels.problem import Problem
 from .differentiable import transforming
 from .options import OPTIONS
 from .work import problem_of, slot_gradient
 
+_NAME = "a call with score_mod on a backend other than reference"
+
 
 def attend_scored(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) of a call with a score_mod by a backend over layouts."""
-    refuse_forward_mode("a call with score_mod", *call.inputs)
+    refuse_forward_mode(_NAME, *call.inputs)
     if transforming():
         raise NotImplementedError(
             "torch.func.grad and vmap cannot see the tensors that a score_mod reads; use "
@@ -86,8 +89,18 @@ class _Scored(Function):
         return out, lse
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.no_grad():
+            found = _Scored._gradients(ctx, grad_out, grad_lse)
+        if not torch.is_grad_enabled():
+            return found
+        # gradients that autograd records, as for second derivatives, refuse to be differentiated
+        refusal = reverse_mode_alone(_NAME)
+        marked = (x if x is None else without_gradient(x.requires_grad_(), refusal) for x in found)
+        return tuple(marked)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:
         call, (*tensors, out, lse) = ctx.call, ctx.saved_tensors
         if is_shape_alone(out):
             return None, *(torch.empty_like(x) if x.requires_grad else None for x in tensors)

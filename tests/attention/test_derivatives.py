@@ -234,6 +234,19 @@ def test_what_there_is_not_is_refused_by_name():
     for way in WAYS.values():
         with pytest.raises(NotImplementedError, match=r"torch_sparse has first derivatives in rev"):
             way(sparse, [t.detach() for t in x], u)
+    x = [t.detach() for t in x]
+
+    def scored(backend: str):
+        return lambda *y: sr.attention(
+            *y, WINDOW, score_mod=lambda s, *_: s.sin(), return_lse=True, backend=backend
+        )
+
+    for way in (tangent, second):
+        with pytest.raises(
+            NotImplementedError, match="score_mod on a backend other than reference"
+        ):
+            way(scored("gather"), x, u)
+        assert all(t.isfinite().all() for t in way(scored("reference"), x, u))
     cache = sr.KVCache(PATTERNS["window"], 2, 2, 8, num_heads=4, value_dim=6)
     with forward_ad.dual_level(), torch.no_grad():
         duals = [forward_ad.make_dual(a.detach(), b) for a, b in zip(x, u, strict=True)]
