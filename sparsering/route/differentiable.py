@@ -232,7 +232,7 @@ class _Operators:
         """Returns a Function for calls that autograd alone observes; it is the fastest."""
         operators = self
 
-        class Recorded(Function):
+        class Unobserved(Function):
             @staticmethod
             def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:
                 results = operators.attention.function(*inputs)
@@ -243,7 +243,7 @@ class _Operators:
             def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
                 return operators._differentiate(ctx, *grads)
 
-        return Recorded.apply
+        return Unobserved.apply
 
     def _fake_gradients(self, *arguments: Any) -> list[Tensor]:
         empty, pairs = (
