@@ -16,7 +16,7 @@ from ..ground.keywords import with_hints
 from ..layouts.compile import chosen_block_size
 from ..layouts.lists import is_only_lists
 from ..patterns.algebra import Frame, Pattern
-from . import cpu, dense, gather, torch_sparse, triton
+from . import cpu, dense, gather, tiles_and_lists, torch_sparse, triton
 from .backend import Backend as Backend
 from .backend import over_layouts
 from .library import flash, sdpa
@@ -38,6 +38,10 @@ _SECOND_ORDER: Any = {  # over the same layouts, in portable torch
     "tangent_of_gradient_sums": gather.tangent_of_gradient_sums,
 }
 
+_CPU_SECOND_ORDER: Any = {
+    name: partial(getattr(tiles_and_lists, name), cpu, gather) for name in _SECOND_ORDER
+}
+
 BACKENDS: dict[str, Backend] = {
     "cpu": over_layouts(
         cpu.reasons,
@@ -47,7 +51,7 @@ BACKENDS: dict[str, Backend] = {
         entry_mass=cpu.entry_mass,
         forward_after=cpu.forward,
         runs_lists=True,
-        **_SECOND_ORDER,
+        **_CPU_SECOND_ORDER,
     ),
     "cpu_in_order": over_layouts(
         cpu.reasons,

@@ -248,6 +248,31 @@ def delta_tangent(
     return delta_t
 
 
+def gradient_rows(
+    results: tuple[Tensor, Tensor, Tensor, Tensor],
+    moved: tuple[Tensor, Tensor],
+    gradient_tangents: tuple[Tensor | None, Tensor | None],
+) -> GradientRows:
+    """Returns the numbers of rows that the tangents of a call's gradients need.
+
+    Args:
+        results: out, lse, and the gradients of both.
+        moved: the tangents of out and lse, in the dtype of sums.
+        gradient_tangents: those of the gradients of out and lse.
+    """
+    out, lse, grad_out, grad_lse = results
+    (out_t, lse_t), (grad_out_t, grad_lse_t) = moved, gradient_tangents
+    dtype = out_t.dtype
+    return GradientRows(
+        grad_out=grad_out,
+        lse=lse,
+        delta=(grad_out.to(dtype) * out.to(dtype)).sum(-1) - grad_lse.to(dtype),
+        grad_out_t=grad_out_t,
+        lse_t=lse_t,
+        delta_t=delta_tangent(out, out_t, grad_out, grad_out_t, grad_lse_t),
+    )
+
+
 def sink_gradient_tangent(sink: Tensor, sink_t: Tensor | None, rows: GradientRows) -> Tensor:
     """Returns the tangent of `sink_gradient`, for a sink [B, Hq, Nq or 1]."""
     share = sink_share(sink, rows.lse)

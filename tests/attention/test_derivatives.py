@@ -3,7 +3,7 @@
 `docs/derivatives.md` says what there is.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,8 @@ import sparsering as sr
 
 pytestmark = pytest.mark.filterwarnings("ignore:`?torch.jit.script`? is deprecated")
 
+KERNEL = 1e-6  # error of a float32 kernel, relative to the largest number of a result
+
 
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("way", WAYS)
@@ -46,6 +48,78 @@ def test_every_pattern_with_every_option(name: str, options: str, way: str):
     assert_equal(found, exact)
 
 
+def assert_as_exact_as_dense(
+    f: Callable[..., tuple[Tensor, Tensor]],
+    way: str,
+    x: Sequence[Tensor],
+    u: Sequence[Tensor],
+    backend: str = "cpu",
+) -> None:
+    """The error against float64 is at most twice that of eager dense attention.
+
+    In float32 it may also be KERNEL of the largest number, as for the kernels' first derivatives:
+    they take each weight from a rounded lse, and their exponential is exact to 3e-7.
+    """
+    exact = WAYS[way](partial(f, "reference"), [t.double() for t in x], [t.double() for t in u])
+    found, dense = (WAYS[way](partial(f, b), x, u) for b in (backend, "reference"))
+    dtype = x[0].dtype
+    for a, b, c in zip(found, dense, exact, strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert a.isfinite().all()
+        error, eager = ((y.double() - c).square().mean().sqrt() for y in (a, b))
+        if dtype == torch.float32:
+            least = KERNEL * c.abs().max().clamp(min=1.0)
+        else:
+            least = torch.finfo(dtype).eps * c.square().mean().sqrt()
+        assert error <= 2 * eager + least
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("backend", ["cpu", "gather"])
+def test_dropped_weights_and_sinks_move(backend: str, way: str):
+    given = {"dropout_p": 0.3, "dropout_seed": 5, "sink": (2, 4, N)}
+    x, u = (drawn(seed, given, torch.float32) for seed in (1, 2))
+    assert_as_exact_as_dense(partial(call, PATTERNS["window"], given), way, x, u, backend)
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("dim", [1, 8, 40, 64, 128])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("name", PATTERNS)
+def test_the_cpu_kernel_with_every_option(name, options, way, dim, num_threads, threads):
+    pattern, given = PATTERNS[name], OPTIONS[options]
+    if "distance_bias" in given and name == "per head":
+        pytest.skip("a PerHead mixes no distances")
+    torch.set_num_threads(num_threads)
+    x, u = (drawn(seed, given, torch.float32, (dim, max(1, dim - 3))) for seed in (1, 2))
+    assert_as_exact_as_dense(partial(call, pattern, given), way, x, u)
+
+
+LARGE = {  # tiles of 128 tokens, of which bitmaps cut parts away
+    "window": (sr.SlidingWindow(150) & sr.Causal(), 300, 300),
+    "branches": (sr.LongNet((128, 300), (1, 2)) & sr.Causal(), 300, 300),
+    "long rows": (sr.SlidingWindow(4000), 100, 3700),  # more tiles than a thread keeps
+}
+
+
+@pytest.mark.parametrize("num_threads", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", ["bare", "all"])
+@pytest.mark.parametrize("name", LARGE)
+def test_large_tiles_of_the_cpu_kernel(name, options, way, num_threads, threads):
+    torch.set_num_threads(num_threads)
+    pattern, queries, keys = LARGE[name]
+    given = {"bare": {}, "all": {**OPTIONS["all"], "distance_bias": (1, 19), "sink": (1,)}}[options]
+    generator = torch.Generator().manual_seed(3)
+    shapes = [(1, 1, queries, 16), (1, 1, keys, 16), (1, 1, keys, 16)]
+    shapes += [x for x in given.values() if isinstance(x, tuple)]
+    x, u = ([torch.randn(s, generator=generator) for s in shapes] for _ in range(2))
+    f = partial(call, pattern, {**given, "block_size": 128})
+    assert_as_exact_as_dense(f, way, x, u)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("backend", ["cpu", "gather"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -53,17 +127,7 @@ def test_every_pattern_with_every_option(name: str, options: str, way: str):
 def test_lower_precision_has_the_error_of_dense_attention(name, dtype, backend, way):
     pattern, given = PATTERNS[name], {"softcap": 2.0, "sink": (4,)}
     x, u = drawn(1, given, dtype), drawn(2, given, dtype)
-    exact = WAYS[way](
-        partial(call, pattern, given, "reference"),
-        [t.double() for t in x],
-        [t.double() for t in u],
-    )
-    found, dense = (
-        WAYS[way](partial(call, pattern, given, b), x, u) for b in (backend, "reference")
-    )
-    for a, b, c in zip(found, dense, exact, strict=True):
-        error, eager = ((y.double() - c).square().mean().sqrt() for y in (a, b))
-        assert error <= 2 * eager + torch.finfo(dtype).eps * c.square().mean().sqrt()
+    assert_as_exact_as_dense(partial(call, pattern, given), way, x, u, backend)
 
 
 SLOT_PATTERNS = ["selected blocks", "lists", "lists beside tiles", "edges"]
@@ -79,6 +143,8 @@ def test_biases_of_slots(name: str, way: str):
     x, u = drawn(1, given), drawn(2, given)
     found, exact = (WAYS[way](partial(call, pattern, given, b), x, u) for b in (None, "reference"))
     assert_equal(found, exact)
+    x, u = ([t.float() for t in y] for y in (x, u))
+    assert_as_exact_as_dense(partial(call, pattern, given), way, x, u)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -91,6 +157,8 @@ def test_biases_of_blocks(name: str, way: str):
     x[3][0, 0, 0] = -torch.inf  # pairs that are removed
     found, exact = (WAYS[way](partial(call, pattern, given, b), x, u) for b in (None, "reference"))
     assert_equal(found, exact)
+    x, u = ([t.float() for t in y] for y in (x, u))
+    assert_as_exact_as_dense(partial(call, pattern, given), way, x, u)
 
 
 def test_a_tensor_without_a_tangent_moves_nothing():

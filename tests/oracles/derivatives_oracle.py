@@ -52,10 +52,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-def drawn(seed: int, options: dict[str, Any], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def drawn(
+    seed: int,
+    options: dict[str, Any],
+    dtype: torch.dtype = torch.float64,
+    dims: tuple[int, int] = (8, 6),
+) -> list[Tensor]:
     """Query, key and value, then a tensor for each option that is given by its shape."""
     generator = torch.Generator().manual_seed(seed)
-    shapes = [(2, 4, N, 8), (2, 2, N, 8), (2, 2, N, 6)]
+    shapes = [(2, 4, N, dims[0]), (2, 2, N, dims[0]), (2, 2, N, dims[1])]
     shapes += [x for x in options.values() if isinstance(x, tuple)]
     return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in shapes]
 

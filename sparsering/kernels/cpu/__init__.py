@@ -11,8 +11,15 @@ from .call import (
     forward_in_order,
     reasons,
 )
+from .second_order import (
+    tangent,
+    tangent_of_gradient_sums,
+    tangent_of_gradients,
+    tangent_sums,
+)
 
 __all__ = [
     "EXTRAS", "backward", "backward_in_order", "block_shares", "build", "entry_mass", "forward",
-    "forward_in_order", "reasons",
+    "forward_in_order", "reasons", "tangent", "tangent_of_gradient_sums", "tangent_of_gradients",
+    "tangent_sums",
 ]  # fmt: skip

@@ -10,6 +10,8 @@
 //   backward   S^T = K Q^T      dP^T = V dO^T
 //              dV += P^T dO     dK += dS^T Q       dQ^T += K^T dS^T
 //
+// tangents.h has the products of forward-mode and second derivatives.
+//
 // T is the type of the products' operands: BFloat16 if the processor multiplies it, else float.
 // Sums, scores and softmax are float. Key tiles are packed once per kv head and pass; a thread has
 // one scratch for all other buffers. Threads take rows of tiles in any order, and results do not
@@ -31,6 +33,7 @@
 #include "plan/workspace.h"
 #include "selection/shares.h"
 #include "stored.h"
+#include "tangents.h"
 #include "walk/mass.h"
 
 namespace sparsering::cpu {
@@ -275,6 +278,124 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   return {dq, dk, dv, dbias, dtable, delta};
 }
 
+// The arguments of tangents of a call's tensors, which follow those of SPARSERING_CALL. `lse_t` is
+// changed: it gets what the pairs add to it.
+#define SPARSERING_MOVES                                                               \
+  const Tensor &lse, const Tensor &lse_t, const std::optional<Tensor>&query_t,         \
+      const std::optional<Tensor>&key_t, const std::optional<Tensor>&value_t,          \
+      const std::optional<Tensor>&bias_t, const std::optional<Tensor>&distance_bias_t, \
+      const std::optional<Tensor>&out
+
+// A call of which tangents are asked, for the two operators that follow.
+struct MovedCall {
+  MovedCall(SPARSERING_CALL, SPARSERING_MOVES)
+      : extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0), query.size(1),
+               key.size(2)),
+        dense{dense_rows(query), dense_rows(key), dense_rows(value)},
+        x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block, scale),
+        passes(passes_of(x, tensors, places, steps, branches, walked)) {
+    x.check_is_whole();
+    SPARSERING_CHECK(!out || passes.size() == 1, "sparsering cpu: out is for calls of one pass");
+    moves.q = rows_of(query_t, query.sizes());
+    moves.k = rows_of(key_t, key.sizes());
+    moves.v = rows_of(value_t, value.sizes());
+    moves.bias = numbers_of(bias_t, bias);
+    moves.table = numbers_of(distance_bias_t, distance_bias);
+    const int64_t sizes[] = {x.B, x.Hq, x.Nq, x.Dv};
+    of_out = rows_of(out, sizes);
+    rows.lse = row_numbers(lse);
+    rows.lse_t = row_numbers(lse_t);
+  }
+
+  std::optional<Source> rows_of(const std::optional<Tensor>& given, Ints sizes) {
+    if (!given) {
+      return {};
+    }
+    SPARSERING_CHECK(
+        given->has_sizes(sizes) &&
+            (given->dtype() == kFloat || given->dtype() == kBFloat16 || given->dtype() == kHalf),
+        "sparsering cpu: rows must have the shape of those that they belong to");
+    held.push_back(dense_rows(*given));
+    return Source(held.back());
+  }
+  float* row_numbers(const Tensor& given) const {
+    SPARSERING_CHECK(
+        given.has_sizes({x.B, x.Hq, x.Nq}) && given.dtype() == kFloat && given.is_contiguous(),
+        "sparsering cpu: numbers of rows must be contiguous float [B, Hq, Nq]");
+    return given.mutable_data_ptr<float>();
+  }
+  static const float* numbers_of(const std::optional<Tensor>& given,
+                                 const std::optional<Tensor>& like) {
+    SPARSERING_CHECK(!given || (like && given->has_sizes(like->sizes()) &&
+                                given->dtype() == kFloat && given->is_contiguous()),
+                     "sparsering cpu: a bias moves by contiguous floats of its own shape");
+    return given ? values_of<float>(*given) : nullptr;
+  }
+
+  const Extras extras;
+  const Tensor dense[3];
+  const Problem x;
+  const std::vector<Pass> passes;
+  std::vector<Tensor> held;
+  Moves moves;
+  RowNumbers rows = {};
+  std::optional<Source> of_out;
+};
+
+#define SPARSERING_CALL_ARGUMENTS                                                               \
+  query, key, value, bias, first_entry, tensors, places, steps, branches, covers, block, scale, \
+      softcap, distance_bias, dropout_p, seeds, key_mask, in_float32, ordered, walked
+#define SPARSERING_MOVES_ARGUMENTS lse, lse_t, query_t, key_t, value_t, bias_t, distance_bias_t, out
+
+// Returns the tangent of out, or its sums over pairs if `out` is not given: [B, Hq, Nq, Dv].
+Tensor tangent(SPARSERING_CALL, SPARSERING_MOVES) {
+  const MovedCall call(SPARSERING_CALL_ARGUMENTS, SPARSERING_MOVES_ARGUMENTS);
+  const Problem& x = call.x;
+  Tensor moved = zeros({x.B, x.Hq, x.Nq, x.Dv}, kFloat);
+  if (lse.numel()) {
+    SecondOrder(x, call.passes, call.moves, call.rows, call.of_out, moved.mutable_data_ptr<float>(),
+                nullptr)
+        .run();
+  }
+  return moved;
+}
+
+// Returns the tangents of the gradients (as `backward` returns these), and that of out, which is
+// computed first if `out` is given; numbers of rows are then added to `lse_t`, `delta` and
+// `delta_t`.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> tangent_of_gradients(
+    SPARSERING_CALL, SPARSERING_MOVES, const Tensor& grad_out,
+    const std::optional<Tensor>& grad_out_t, const Tensor& delta, const Tensor& delta_t,
+    bool learns_distances) {
+  MovedCall call(SPARSERING_CALL_ARGUMENTS, SPARSERING_MOVES_ARGUMENTS);
+  const Problem& x = call.x;
+  const Dtype type = in_float32 ? kFloat : x.q.type;
+  Tensor dq = empty(query.sizes(), type), dk = empty(key.sizes(), type),
+         dv = empty(value.sizes(), type);
+  Tensor dbias = bias ? zeros(bias->sizes(), kFloat) : empty({0}, kFloat);
+  const int64_t distances = distance_bias && learns_distances ? distance_bias->size(2) : 0;
+  Tensor dtable = zeros({x.B, x.Hq, SecondOrder::shares(x.B * x.Hkv), distances}, kDouble);
+  const int64_t sizes[] = {x.B, x.Hq, x.Nq, x.Dv};
+  Tensor moved = out ? zeros(sizes, kFloat) : empty({0}, kFloat);
+  call.rows.delta = call.row_numbers(delta);
+  call.rows.delta_t = call.row_numbers(delta_t);
+  const MovedGradients to{*call.rows_of(grad_out, sizes),
+                          call.rows_of(grad_out_t, sizes),
+                          dq,
+                          dk,
+                          dv,
+                          bias ? dbias.mutable_data_ptr<float>() : nullptr,
+                          distances ? dtable.mutable_data_ptr<double>() : nullptr};
+  if (lse.numel() == 0) {
+    clear(dq), clear(dk), clear(dv);
+  } else {
+    SecondOrder(x, call.passes, call.moves, call.rows, call.of_out,
+                out ? moved.mutable_data_ptr<float>() : nullptr, &to)
+        .run();
+  }
+  return {dq, dk, dv, dbias, dtable, moved};
+}
+
 // Returns the sum of the softmax weights in each block, [B, Hq, blocks]. It loops over key tiles.
 Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& weight,
             int64_t blocks) {
@@ -332,6 +453,10 @@ bool shares(const Tensor& query, const Tensor& feature, const Tensor& key,
   "float softcap, Tensor? distance_bias, float dropout_p, Tensor? seeds, Tensor? key_mask, " \
   "bool in_float32, bool ordered, int[] walked, "
 
+#define SPARSERING_MOVES_SCHEMA                                                     \
+  "Tensor lse, Tensor(a!) lse_t, Tensor? query_t, Tensor? key_t, Tensor? value_t, " \
+  "Tensor? bias_t, Tensor? distance_bias_t, Tensor? out"
+
 const bool registered = [] {
   Operators m("sparsering_cpu");
   m.define<forward>("forward(" SPARSERING_SCHEMA(
@@ -355,6 +480,13 @@ const bool registered = [] {
                       "transposes, "
                       "bool learns_distances) -> "
                       "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.define<tangent>("tangent(" SPARSERING_SCHEMA("Tensor key", "Tensor value")
+                        SPARSERING_MOVES_SCHEMA ") -> Tensor");
+  m.define<tangent_of_gradients>(
+      "tangent_of_gradients(" SPARSERING_SCHEMA("Tensor key", "Tensor value")
+          SPARSERING_MOVES_SCHEMA
+      ", Tensor grad_out, Tensor? grad_out_t, Tensor(b!) delta, Tensor(c!) delta_t, "
+      "bool learns_distances) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.define<mass>("mass(" SPARSERING_SCHEMA(
       "Tensor key", "Tensor value") "Tensor lse, Tensor? weight, int blocks) -> Tensor");
   m.define<lists::forward_lists>("forward_lists(" SPARSERING_LISTS_SCHEMA

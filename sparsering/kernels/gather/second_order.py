@@ -20,7 +20,7 @@ from ..problem import (
     GradientTangents,
     Problem,
     Tangents,
-    delta_tangent,
+    gradient_rows,
     results_of_sums,
     sink_gradient_tangent,
 )
@@ -105,22 +105,13 @@ def tangent_of_gradients(
         tangents: those of the problem's tensors.
         gradient_tangents: those of the gradients of out and lse.
     """
-    out, lse, grad_out, grad_lse = results
-    grad_out_t, grad_lse_t = gradient_tangents
-    dtype, sink = sum_dtype(problem.query), problem.sink
-    out_t, lse_t = tangent(problem, out, lse, tangents)
-    rows = GradientRows(
-        grad_out=grad_out,
-        lse=lse,
-        delta=(grad_out.to(dtype) * out.to(dtype)).sum(-1) - grad_lse.to(dtype),
-        grad_out_t=grad_out_t,
-        lse_t=lse_t,
-        delta_t=delta_tangent(out, out_t, grad_out, grad_out_t, grad_lse_t),
-    )
+    out, lse, sink = results[0], results[1], problem.sink
+    moved = tangent(problem, out, lse, tangents)
+    rows = gradient_rows(results, moved, gradient_tangents)
     gradients = tangent_of_gradient_sums(problem, rows, tangents)
     if sink is not None:
         gradients = gradients._replace(sink=sink_gradient_tangent(sink, tangents.sink, rows))
-    return GradientTangents(gradients=gradients, out=out_t, lse=lse_t)
+    return GradientTangents(gradients=gradients, out=moved[0], lse=moved[1])
 
 
 def tangent_of_gradient_sums(
