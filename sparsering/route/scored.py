@@ -94,10 +94,9 @@ class _Scored(Function):
             found = _Scored._gradients(ctx, grad_out, grad_lse)
         if not torch.is_grad_enabled():
             return found
-        # gradients that autograd records, as for second derivatives, refuse to be differentiated
-        refusal = reverse_mode_alone(_NAME)
-        marked = (x if x is None else without_gradient(x.requires_grad_(), refusal) for x in found)
-        return tuple(marked)
+        # what autograd records here is a second derivative
+        sources, refusal = (*ctx.saved_tensors, grad_out, grad_lse), reverse_mode_alone(_NAME)
+        return tuple(x if x is None else without_gradient(x, refusal, *sources) for x in found)
 
     @staticmethod
     def _gradients(ctx: Any, grad_out: Tensor, grad_lse: Tensor) -> tuple[Tensor | None, ...]:

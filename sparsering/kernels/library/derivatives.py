@@ -23,9 +23,13 @@ def with_first_derivatives(*tensors: Tensor) -> list[Tensor]:
     return [_FirstDerivative.apply(x) if x.requires_grad else x for x in tensors]
 
 
-def without_gradient(x: Tensor, refusal: str) -> Tensor:
-    """Returns an equal tensor whose backward raises NotImplementedError with the text `refusal`."""
-    equal: Tensor = _Refused.apply(x, refusal) if x.requires_grad else x
+def without_gradient(x: Tensor, refusal: str, *sources: Tensor) -> Tensor:
+    """Returns an equal tensor whose backward raises NotImplementedError with the text `refusal`.
+
+    Autograd sees it as made of `x` and `sources`.
+    """
+    learns = any(y.requires_grad for y in (x, *sources))
+    equal: Tensor = _Refused.apply(refusal, x, *sources) if learns else x
     return equal
 
 
@@ -66,17 +70,17 @@ class _FirstDerivative(Function):
 
 
 class _Refused(Function):
-    """The identity, whose backward raises NotImplementedError."""
+    """The identity of a tensor, whose backward raises NotImplementedError."""
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, refusal: str) -> Tensor:
+    def forward(refusal: str, x: Tensor, *sources: Tensor) -> Tensor:
         return x.view_as(x)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
-        ctx.refusal = inputs[1]
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.refusal = inputs[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
