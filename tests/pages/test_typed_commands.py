@@ -82,6 +82,7 @@ def test_what_a_message_says_to_type_runs(monkeypatch):
 RECORDS = [
     *("benchmarks/costs.py", "benchmarks/edges.py", "benchmarks/first_calls.py"),
     *("benchmarks/graphs.py", "benchmarks/unlike_heads.py", "benchmarks/programs.py"),
+    "benchmarks/derivatives.py",
     "benchmarks/batch_invariant.py",
     "benchmarks/neighbourhoods.py",
     *("benchmarks/comparisons/ceiling.py", "benchmarks/new_layouts.py"),
