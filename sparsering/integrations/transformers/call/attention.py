@@ -24,7 +24,7 @@ _HARMLESS = {
     *("logits_to_keep", "labels", "shift_labels", "is_training", "position_embeddings"),
     *("layer_idx", "input_ids"),
 }
-# How a call leaves out what hides its documents.
+# What to pass so that a call no longer hides its documents, for a warning.
 _WITHOUT = {"a cache": "use_cache=False", "an attention_mask": "no attention_mask"}
 _REFUSED = {
     "topk_indices": "keys chosen for each query",
@@ -131,7 +131,10 @@ def _check_keywords(keywords: dict[str, Any]) -> None:
 def _with_documents(
     mask: ModelMask | Chosen | Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, batch: int
 ) -> ModelMask:
-    """Adds documents, given by the cumulative lengths that trainers pass for flash attention."""
+    """Returns the mask with the documents of cumulative lengths, int [documents + 1] each.
+
+    Trainers that pack documents into one row pass these lengths for flash attention.
+    """
     if isinstance(mask, ModelMask) and mask.kind and cu_q is not None and cu_k is not None:
         same = cu_q.shape == cu_k.shape
         same = same and (torch.compiler.is_compiling() or is_true((cu_q == cu_k).all(), True))
@@ -174,9 +177,10 @@ def _check_documents(
 
 
 def _warn_of_packing(mask: ModelMask, position_ids: Tensor | None, takes_lengths: bool) -> None:
-    """Warns if position_ids, as `document_starts` takes them, show documents that meet.
+    """Warns if position_ids show packed documents that the mask does not separate.
 
-    `takes_lengths`: whether the layer can have `cu_seq_lens_q` and `cu_seq_lens_k`.
+    `takes_lengths` says whether the layer accepts `cu_seq_lens_q` and `cu_seq_lens_k`, which the
+    warning then suggests.
     """
     if mask.packing_checked or torch.compiler.is_compiling():
         return
@@ -188,7 +192,8 @@ def _warn_of_packing(mask: ModelMask, position_ids: Tensor | None, takes_lengths
     starts = document_starts(ids, batch, q_len)
     if ids is None or starts is None:
         return
-    # Three planes: where time falls, a document may begin that `document_starts` does not tell.
+    # In three planes of ids, a document may also begin where the first plane (time) falls, which
+    # `document_starts` does not count.
     falls = ids[0].diff() < 0 if len(ids) == 3 and ids.dim() == 3 else torch.zeros_like(starts)
     if mask.valid_keys is not None:
         first = mask.first_query + mask.kv_start

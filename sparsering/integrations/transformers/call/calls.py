@@ -26,7 +26,7 @@ class UsingBlock:
 
     patterns: dict[int, Pattern]  # by the id of an attention module; only modules with a pattern
     modules: frozenset[int]  # ids of all attention modules of the model
-    task: int = -1  # the backward pass in which it is open, as `backward_task` says
+    task: int = -1  # id of the backward pass in which the block is open; -1 outside of one
 
 
 @dataclass(eq=False)
@@ -36,8 +36,8 @@ class SharedCall:
     group: dist.ProcessGroup | None
     sharding: str
     length: int  # tokens of a row of the whole batch
-    tokens: Tensor  # indices in the row of the tokens that this rank's model runs
-    num_tokens: int  # how many of them are the rank's own: all, or 0 of a single one
+    tokens: Tensor  # [n] indices in the row of the tokens that this rank's model runs
+    num_tokens: int  # n, or 0 if the rank owns no token: then it runs the row's last one, unused
     position_ids: Tensor  # [B or 1, length], of the whole batch
     valid: Tensor | None  # [B, length], the attention_mask of the whole batch
     labels: Tensor | None  # [B, length], of the whole batch, shifted as the model's loss does
@@ -61,18 +61,24 @@ class MaskRequest(NamedTuple):
     """Facts that transformers knows when it asks for a mask, but does not hand to the interface."""
 
     position_ids: Tensor | None = None
-    may_be_packed: bool = False  # no cache, no padding, and transformers looks for no documents
-    is_cross: bool = False  # for keys of another sequence
-    # what the call gave that keeps transformers from looking for documents
+    # position_ids may show documents: no cache or attention_mask hides them, and transformers does
+    # not look for them itself
+    may_be_packed: bool = False
+    is_cross: bool = False  # for cross attention
+    # arguments of the call that keep transformers from looking for documents
     hides_documents: tuple[str, ...] = ()
-    # keys of each layer with the call's own, if the cache's layers hold unlike numbers of them
+    # each layer's number of keys, new ones included, if these numbers differ between layers
     layer_keys: tuple[int, ...] | None = None
 
 
 class _Packing:
-    """Position ids of the calls that run now; torch.compile cannot trace a `threading.local`."""
+    """Position ids of the model calls that are running.
 
-    def __init__(self) -> None:  # a first assignment later would be a second graph
+    Outside torch.compile it is the part of `_Thread` that each thread has for itself. A compiled
+    call uses one plain object, because torch.compile cannot trace a `threading.local`.
+    """
+
+    def __init__(self) -> None:  # attributes first set in a traced call would need a second graph
         self.running: tuple[tuple[Any, Tensor | None], ...] = ()  # (model, ids), innermost last
         self.request: MaskRequest | None = None  # for the next mask
 
@@ -82,7 +88,7 @@ class _Thread(threading.local, _Packing):
         super().__init__()
         self.blocks: tuple[UsingBlock, ...] = ()
         self.shared: SharedCall | None = None
-        self.task = -1  # the backward pass in which `blocks` are those of the forward pass
+        self.task = -1  # id of the backward pass that runs a layer again in its forward's `blocks`
 
 
 thread = _Thread()
@@ -94,7 +100,10 @@ used_modules: WeakSet[Any] = WeakSet()
 
 
 def call_state() -> CallState:
-    """Returns what holds for a forward pass that begins now; a backward pass has its own blocks."""
+    """Returns the open blocks and the ranks' call for a forward pass that begins now.
+
+    A backward pass may run layers again. Only blocks that were opened in that pass then count.
+    """
     if torch.compiler.is_compiling():
         return CallState(thread.blocks, thread.shared, False)
     task = backward_task()
@@ -110,9 +119,10 @@ def packing() -> _Packing:
 def replacement(
     function: Callable[..., Any], changed: Callable[[dict[str, Any]], None]
 ) -> Callable[..., Any]:
-    """Returns a function with the name and the signature of one of transformers.
+    """Wraps a function of transformers; the wrapper keeps its name and signature.
 
-    `changed` gets the arguments by name and changes them in place, before the function gets them.
+    On each call `changed` gets the arguments by name, and may change that dict in place before the
+    function runs.
     """
     parameters = inspect.signature(function).parameters.values()
     names = [x.name for x in parameters]
@@ -133,9 +143,10 @@ def replacement(
 
 
 def remember_positions(model: Any, watch: Callable[[Any], None]) -> None:
-    """Lets masks see the position_ids of a model's calls, which many families do not hand over.
+    """Adds hooks that record the position_ids of a model's calls while they run.
 
-    `watch` gets each model that is called.
+    Masks need them, and many families do not pass them on. `watch` is called with the model before
+    each call.
     """
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and _end not in module._forward_hooks.values():
@@ -152,6 +163,7 @@ def _begin(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
+    """Records the position_ids of a call that begins; `place` is their index in `args`."""
     ids = args[place] if place < len(args) else kwargs.get("position_ids")
     watch(model)
     now = packing()
@@ -170,9 +182,10 @@ def backward_task() -> int:
 
 
 def remember_blocks(model: Any) -> None:
-    """Opens a layer's blocks again where gradient checkpointing runs it again, maybe unmasked.
+    """Wraps a model's gradient checkpointing, which runs layers again in the backward pass.
 
-    The layer also has its call of several ranks again.
+    A layer then has the `using` blocks and the ranks' call of its forward pass again. Masks keep
+    these too, but some layers get no mask.
     """
     for module in model.modules():
         checkpoint = vars(module).get("_gradient_checkpointing_func")
@@ -195,6 +208,7 @@ def _run_in(
     *args: Any,
     **options: Any,
 ) -> Any:
+    """Runs a layer in the blocks and the ranks' call of its forward pass, then restores both."""
     task, outer = backward_task(), (thread.blocks, thread.task, thread.shared)
     thread.blocks, thread.task = tuple(replace(block, task=task) for block in blocks), task
     thread.shared = shared

@@ -17,14 +17,21 @@ from .calls import SharedCall
 
 
 class Chosen(NamedTuple):
-    """The keys that each query sees; where a family builds a mask of them, it stands for it."""
+    """The blocks of keys that an indexer or a compressor has chosen for each query.
 
-    indices: Tensor  # int64 [B, H or 1, N, k] blocks of keys; -1: none
+    A family that would build a mask of all pairs from the choice passes this on in its place. If
+    there are compressed entries, queries see those they list and the tokens of the model's mask.
+    """
+
+    indices: Tensor  # int64 [B, H or 1, N, k] indices of blocks; -1 lists nothing
     block_size: int = 1
-    entries: int = 0  # keys behind the tokens, whose lists are joined to the model's own mask
+    entries: int = 0  # number of compressed entries behind the tokens' keys; `indices` lists these
 
     def mask(self, q_start: int, tokens: int = 0) -> Mask:
-        """Returns the mask of the queries from q_start on; listed entries are behind `tokens`."""
+        """Returns the choice as a mask of the queries from position q_start on.
+
+        `tokens` is the number of keys before the entries, if `indices` lists entries.
+        """
         if is_shape_alone(self.indices):  # no shape depends on which keys were chosen
             return Full()
         blocks = self.indices.long()
@@ -33,9 +40,10 @@ class Chosen(NamedTuple):
         return SelectedBlocks(blocks, self.block_size, 1, q_start)
 
     def of_rank(self, shared: SharedCall) -> SelectedBlocks:
-        """Returns the mask of this rank's own queries; listed entries count from the first.
+        """Returns the choice as a mask for this rank in ring attention.
 
-        Of large blocks it is the mask of all queries, which ring attention needs.
+        Small blocks give a mask of the rank's own queries, where entries count from 0. Large ones
+        give that of all queries, fetched from the other ranks, because rings need it whole.
         """
         own = self.indices[:, :, : shared.num_tokens].long()
         first = 0 if self.entries or not shared.num_tokens else int(shared.tokens[0])
@@ -49,6 +57,6 @@ class Chosen(NamedTuple):
 
 
 class Unchosen(NamedTuple):
-    """Stands for the choice of an indexer that does not get the model's mask: its layer chooses."""
+    """A choice that an indexer leaves to its layer's attention, because only that has the mask."""
 
-    choose: Callable[[Any, SharedCall | None], Chosen]  # by the mask, and by the ranks' call
+    choose: Callable[[Any, SharedCall | None], Chosen]  # gets the mask and the ranks' call, if any

@@ -1,4 +1,4 @@
-"""Blocks of visible tokens, which begin anew in each document.
+"""Blocks of visible tokens (those that are not padding); each document begins a new block.
 
 A row has the same blocks alone, behind padding and packed with others.
 """
@@ -13,17 +13,17 @@ from .once import once
 
 
 class ContentBlocks(NamedTuple):
-    """Blocks of the keys up to the last query of a call."""
+    """Blocks of the L keys up to the last query of a call."""
 
     valid: Tensor  # bool [B, L], False for padding
     place: Tensor  # [B, L] number of visible tokens before each key
-    outside: Tensor  # [B, L] number of them before the key's document
-    block: Tensor  # [B, L] the block of each visible token
+    outside: Tensor  # [B, L] number of visible tokens before the key's document
+    block: Tensor  # [B, L] index of the block of each visible token
     blocks_outside: Tensor  # [B, L] number of blocks before the key's document
-    in_order: Tensor  # [B, L] visible tokens, then the others
-    starts: Tensor  # [B, blocks] first token of each block
-    tokens: Tensor  # [B, blocks, size] tokens of each block; behind its last, any others
-    real: Tensor  # bool [B, blocks, size], False for these others
+    in_order: Tensor  # [B, L] indices of the visible tokens, then of the padding
+    starts: Tensor  # [B, blocks] index of each block's first token
+    tokens: Tensor  # [B, blocks, size] indices of each block's tokens; a short block has others too
+    real: Tensor  # bool [B, blocks, size], False where `tokens` has a token of no or another block
 
 
 def content_blocks(mask: Any, batch: int, queries: int, size: int, device: Any) -> ContentBlocks:
@@ -48,7 +48,7 @@ def _content_blocks(mask: Any, batch: int, queries: int, size: int, device: Any)
     place, outside = count(valid)
     is_first = valid & ((place - outside) % size == 0)
     block, blocks_outside = is_first.cumsum(1) - 1, count(is_first)[1]
-    blocks = -(-length // size)  # of a call for shapes alone, which has a single document
+    blocks = -(-length // size)  # right for a single document, as in a call for shapes alone
     if not is_shape_alone(is_first):
         blocks = int(is_first.sum(1).max())
     blocks = max(1, blocks)

@@ -1,8 +1,9 @@
 """`MaskKind`: recognises transformers' mask functions, so that they need not run for each pair.
 
-`and_masks` joins functions `(batch, head, query, key) -> bool`. The code object of a function says
-its kind, its closure the parameters. torch.compile cannot read closures: there the kind follows
-from other arguments, and borders of documents and chunks from neighbouring tokens.
+A mask function is `(batch, head, query, key) -> bool`; `and_masks` joins several. The code object
+of a function tells what it is, and its closure holds the parameters. torch.compile cannot read
+closures. There, other arguments of `mask_interface` tell the kind, and a document or chunk begins
+where a key does not see the key before it.
 """
 
 from collections.abc import Callable
@@ -61,7 +62,10 @@ def recognise(mask_function: MaskFunction) -> MaskKind | None:
 
 
 def _add(function: MaskFunction, positions: Tensor | None, kind: MaskKind) -> bool:
-    """Adds a function's window, chunks or documents to `kind`; returns False if it is unknown."""
+    """Adds a function's window, chunks or documents to `kind`; returns False if it is unknown.
+
+    `positions` [B, N] restart in each document, for chunks that do; None if they do not.
+    """
     if function is _CAUSAL:
         kind.causal = True
         return True
@@ -73,7 +77,7 @@ def _add(function: MaskFunction, positions: Tensor | None, kind: MaskKind) -> bo
     closure = {name: cell.cell_contents for name, cell in zip(names, cells, strict=False)}
     if code is _AND:
         return all(_add(part, positions, kind) for part in closure["mask_functions"])
-    if code is _OR:  # blocks of images, which see each other, and no image in this call
+    if code is _OR:  # adds blocks of image tokens that see each other; only known without images
         rest = [part for part in closure["mask_functions"] if not _has_no_blocks(part)]
         return len(rest) == 1 and _add(rest[0], positions, kind)
     if code is _WINDOW and closure["sliding_window"] > 0:
@@ -92,7 +96,7 @@ def _add(function: MaskFunction, positions: Tensor | None, kind: MaskKind) -> bo
 
 
 def _has_no_blocks(function: MaskFunction) -> bool:
-    """Whether a function joins the tokens of each block, and there is no block (all are -1)."""
+    """Whether a function lets tokens of one image see each other, but no token is of an image."""
     is_blocks = getattr(function, "__code__", None) is _BLOCKS
     ids = function.__closure__[0].cell_contents if is_blocks else _NOTHING  # type: ignore[index]
     return is_blocks and is_true((ids < 0).all(), True)

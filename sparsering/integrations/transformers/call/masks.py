@@ -127,14 +127,14 @@ class ModelMask:
     # bool [B, 1, queries, keys]; all queries by default
     visible: Tensor | None = None  # [B, keys] keys that a single query sees, if q_start is a tensor
     position_ids: Tensor | None = None  # of the model's call
-    hides_documents: tuple[str, ...] = ()  # arguments of it that hide where documents begin
-    layer_keys: tuple[int, ...] | None = None  # of each layer, if the layers hold unlike numbers
+    hides_documents: tuple[str, ...] = ()  # arguments of that call that hide its documents
+    layer_keys: tuple[int, ...] | None = None  # each layer's number of keys, if the numbers differ
     packing_checked: bool = False  # so that packed documents cause one warning per forward pass
     state: CallState = PLAIN_CALL
 
     @property
     def first_query(self) -> int:
-        """Position of the first query. Without numbers, the new tokens are the last keys."""
+        """Position of the first query; if q_start holds no value, the queries are the last keys."""
         q_len, kv_len = self.shape[2:]
         return kv_len - q_len if is_shape_alone(self.q_start) else int(self.q_start)
 
@@ -172,7 +172,8 @@ class ModelMask:
     def pattern(self, q_start: int, kv_len: int, hidden: int = 0) -> Mask:
         """Returns this mask as a pattern over the first `kv_len` keys; `kind` must not be None.
 
-        It hides `hidden` more keys behind them; the mask must then be causal.
+        The pattern has `hidden` more keys behind these, which no query sees. The mask must then be
+        causal.
         """
         assert self.kind is not None
         mask = _of_distances(self.kind)
@@ -187,7 +188,7 @@ class ModelMask:
         return mask
 
     def __getitem__(self, index: Any) -> "ModelMask | Rows | Tensor":
-        """Returns what a family's own code takes by this index; refuses an index of no family."""
+        """Returns the part that a family's own code takes by this index; raises for any other."""
         for taken in PARTS_OF_MASKS:
             if (part := taken(self, index)) is not None:
                 return part
@@ -203,7 +204,7 @@ class ModelMask:
         return Rows(lambda part: self.dense(first + part.start, first + part.stop)[:, 0], queries)
 
     def of_last(self, queries: int) -> "ModelMask":
-        """Returns the mask of the last queries."""
+        """Returns the mask of the last `queries` queries."""
         batch, heads, q_len, kv_len = self.shape
         if (begin := q_len - queries) == 0:
             return self
@@ -215,13 +216,13 @@ class ModelMask:
         return replace(self, shape=shape, q_start=q_start, dense=dense)
 
     def __and__(self, other: Any) -> Chosen:
-        """Returns lists that an indexer made within this mask."""
+        """Returns an indexer's lists as they are, because it chose them within this mask."""
         return other if isinstance(other, Chosen) else _refuse("__and__")
 
     def of_layer(self, module: Any, kv_len: int) -> "ModelMask":
         """Returns the mask of a layer whose cache holds another number of keys than the mask has.
 
-        The new tokens are the last of them, and see all the older ones.
+        The new tokens are the last of these keys, and see all older keys.
 
         Raises: NotImplementedError for a mask that depends on the positions of the older keys.
         """
@@ -249,12 +250,16 @@ class ModelMask:
         return once(self, ("layer", kv_len), of_layer)
 
     def _causal_rows(self, kv_len: int, first: int = 0, stop: int | None = None) -> Tensor:
+        """Returns the causal mask, bool [B, 1, n, kv_len], of queries [first, stop), as `dense`."""
         query = torch.arange(self.shape[2])[first:stop] + kv_len - self.shape[2]
         rows = query[:, None] >= torch.arange(kv_len)
         return rows.expand(self.shape[0], 1, -1, -1)
 
     def own_causal(self) -> Mask | None:
-        """Returns a causal mask as a pattern, without padding and documents; else None."""
+        """Returns a causal mask as a pattern, without padding and documents.
+
+        It is None for a mask that is not causal, or that has several chunks.
+        """
         if self.kind is None or not self.kind.causal:
             return None
         if not self.kind.chunks:
@@ -274,6 +279,7 @@ class ModelMask:
 
 
 def _of_distances(kind: MaskKind) -> Mask:
+    """Returns the causality and the window of a mask as a pattern."""
     if kind.causal:
         return Causal() if kind.left is None else SlidingWindow(kind.left)
     if kind.left is None and kind.right is None:
@@ -369,10 +375,11 @@ def mask_interface(
 def document_starts(ids: Tensor | None, batch: int, length: int) -> Tensor | None:
     """Returns [B or 1, N - 1], True where position_ids begin a document at token 1 or later.
 
-    Those of text [B or 1, N] restart there. Of four planes [4, B or 1, N] the first is that of the
-    text. Three planes [3, B or 1, N], of time, height and width, may repeat or fall within an
-    image or a video. There a document begins at a token whose three positions are the same number,
-    and no earlier token of the row has a smaller one. None for ids of another shape.
+    Ids of text [B or 1, N] restart there. If they have four planes [4, B or 1, N], the first holds
+    the positions in the text. Three planes [3, B or 1, N], of time, height and width, may repeat or
+    fall within an image or a video. There a document begins at a token whose three positions are
+    the same number, if no earlier token of the row has a smaller one. The result is None for ids of
+    another shape.
     """
     if ids is None or ids.dim() not in (2, 3) or ids.shape[-1] != length:
         return None
@@ -390,7 +397,7 @@ def document_starts(ids: Tensor | None, batch: int, length: int) -> Tensor | Non
 def _within_documents(
     ids: Tensor | None, batch: int, length: int, device: Any
 ) -> Callable[..., Any] | None:
-    """Returns the mask of documents, which begin at `document_starts`, if there are any."""
+    """Returns a mask function that separates the documents of position_ids; None for only one."""
     starts = document_starts(ids, batch, length)
     if starts is None or (not torch.compiler.is_compiling() and not is_true(starts.any(), False)):
         return None
@@ -399,7 +406,10 @@ def _within_documents(
 
 
 def watch_requests() -> None:
-    """Tells `mask_interface` the position_ids of a call, and the whole batch if ranks share it."""
+    """Patches transformers, so that `mask_interface` knows a call's position_ids and cache.
+
+    If ranks share the call, transformers then builds masks for the tokens of the whole batch.
+    """
     preprocess = masking_utils._preprocess_mask_arguments
     if hasattr(preprocess, NAME):
         return
@@ -411,7 +421,8 @@ def watch_requests() -> None:
         now.request = None
         ids = now.running[-1][1] if now.running else None
         hidden = [x for name, x in _HIDES_DOCUMENTS.items() if given.get(name) is not None]
-        is_fresh = not hidden and given.get("position_ids") is None  # else transformers looks
+        # If the call passes position_ids on, transformers looks for documents itself.
+        is_fresh = not hidden and given.get("position_ids") is None
         if (shared := thread.shared) is not None:
             embeds, ids = given[embeds_name], shared.position_ids
             given[embeds_name] = embeds.new_empty(1, 1, 1).expand(len(embeds), shared.length, 1)
@@ -432,10 +443,9 @@ def watch_requests() -> None:
 
 
 def _keys_of_layers(cache: Any, new: int) -> tuple[int, ...] | None:
-    """Returns the keys of each layer of a cache with `new` more; None if all have equally many.
+    """Returns each cache layer's number of keys, with `new` more; None if all numbers are equal.
 
-    Layers have unlike numbers of keys after an eviction that is not the cache's own, as kvpress
-    does it by layer.
+    They differ after another library, such as kvpress, has dropped keys of single layers.
     """
     layers = getattr(cache, "layers", ())
     if torch.compiler.is_compiling() or any(type(layer) is not DynamicLayer for layer in layers):

@@ -97,7 +97,7 @@ def _valid(mask: ModelMask, kv_len: int) -> Tensor | None:
 
 
 def _row_runs(mask: ModelMask, kv_len: int) -> Tensor | None:
-    """Returns indices [B or 1, Nk] of left padding and documents, or None if all are equal."""
+    """Returns run indices [B or 1, Nk]: left padding and each document are a run; None if one."""
 
     def runs() -> Tensor | None:
         ids = [] if mask.documents is None else [mask.documents[:, :kv_len]]
@@ -112,7 +112,11 @@ def _row_runs(mask: ModelMask, kv_len: int) -> Tensor | None:
 def _attend_rows(
     pattern: Pattern, inputs: Inputs, mask: ModelMask, ids: Tensor, q_start: int, extras: Options
 ) -> Tensor:
-    """Attends with a query per row, in groups of equal padding, whose layouts are cached."""
+    """Attends with one query for each batch entry, with one call for entries of equal left padding.
+
+    `ids` [B or 1, Nk] are the run indices of `_row_runs`. Each call leaves the padding out, so its
+    layout is that of a shorter row without padding, which may be cached.
+    """
     (query, key, value), valid = inputs, _valid(mask, ids.shape[1])
     begins = (ids == ids[:, :1]).sum(1) * (ids[:, -1] > ids[:, 0])
     outs = query.new_empty(*query.shape[:3], value.shape[3])
@@ -201,7 +205,7 @@ def _attend_entries_shared(
     query, key, value = (x[:, :, :rows] for x in inputs)
     pattern, options = _whole_pattern(module, mask), {**extras, "return_lse": True}
     of_tokens = _over_ranks(module, (query, key, value), pattern, shared, options)
-    options["sink"] = None  # which counts once
+    options["sink"] = None  # it counts once, in the part of the tokens
     own, listed = query[:, :, : shared.num_tokens], chosen.of_rank(shared)
     key, value = (x[:, :, rows:] for x in inputs[1:])  # of the entries
     of_entries: Any = attention(own, key, value, listed, q_start=0, **options)

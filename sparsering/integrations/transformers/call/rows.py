@@ -1,4 +1,4 @@
-"""Scores of some queries at a time, in memory without a tensor of all pairs."""
+"""Scores that are computed for some queries at a time, so that no tensor of all pairs is needed."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,9 @@ _BY_ROW = {"matmul", "mul", "relu", "masked_fill", "add", "squeeze", "sum", "bit
 class Rows:
     """A tensor [B, N, ...] that is computed for some queries at a time.
 
-    Operations that keep queries apart give `Rows`; `topk` and others give the whole result.
+    `of` computes the rows of a slice of queries; `cells` is the most numbers that one query needs
+    on the way. Operations that treat each query by itself return `Rows` again. `topk` and others
+    return the whole result.
     """
 
     def __init__(self, of: Callable[[slice], Tensor], queries: int, cells: int = 0) -> None:
@@ -56,20 +58,23 @@ class Rows:
         return of(slice(0, queries))
 
     def parts(self) -> list[slice]:
+        """Returns slices of queries that need at most about `AT_A_TIME` numbers each."""
         step = max(1, AT_A_TIME // max(1, self.cells))
         return [slice(x, min(x + step, self.queries)) for x in range(0, self.queries, step)]
 
 
 def _rows(x: Any, part: slice, queries: int) -> Any:
+    """Returns the rows of x for a slice of queries; x itself if it has no row for each query."""
     if isinstance(x, Rows):
         return x.of(part)
     return x[:, part] if isinstance(x, Tensor) and x.dim() > 2 and x.shape[1] == queries else x
 
 
 class KeysInParts:
-    """Keys [B, M, D] of an indexer; a large product with its queries [B, N, H, D] is `Rows`.
+    """Wraps keys [B, M, D] of an indexer, so that a large product with its queries gives `Rows`.
 
-    It stands for a tensor: methods that return one, such as `transpose`, return keys in parts.
+    The indexer's own code uses it like a tensor; queries are [B, N, H, D]. Methods that return a
+    tensor, such as `transpose`, return keys in parts.
     """
 
     def __init__(self, keys: Tensor) -> None:
@@ -98,7 +103,10 @@ class KeysInParts:
 
 
 def _products(query: Tensor, key: Tensor, part: slice) -> Tensor:
-    """Multiplies some queries [B, N, H, D] with all keys [B, D, M], as one matrix of a batch."""
+    """Multiplies a slice of the queries [B, N, H, D] with all keys [B, D, M]: [B, n, H, M].
+
+    Queries and heads are one dimension, so that each batch entry is a single matrix product.
+    """
     some = query[:, part]  # [B, n, H, D]
     products = torch.matmul(some.flatten(1, 2), key)  # [B, n * H, M]
     return products.unflatten(1, some.shape[1:3])  # [B, n, H, M]

@@ -1,7 +1,7 @@
 """Calls for shapes alone: tensors on the meta device, or of torch's FakeTensorMode.
 
-They have no numbers, so a question to them has no answer. The caller says which one it goes on
-with: such a call has no padding and a single document, because neither changes a shape.
+Such tensors hold no values, so no condition on them can be evaluated. The caller says what to
+assume instead: no padding and a single document, because neither changes a shape.
 """
 
 from torch import Tensor
@@ -10,5 +10,5 @@ from ....ground.arguments import is_shape_alone
 
 
 def is_true(condition: Tensor, unknown: bool) -> bool:
-    """Returns the bool of a tensor with one element; `unknown` if it has a shape alone."""
+    """Returns a condition with one element as a bool, or `unknown` if the tensor has no values."""
     return unknown if is_shape_alone(condition) else bool(condition)

@@ -1,6 +1,7 @@
-"""Where the pairs of a layer's call come from: `SOURCES`, a row each, in the order of their rank.
+"""Chooses what decides which pairs of a layer's call attend: its mask, a pattern, chosen keys, ...
 
-The first source that a call has attends. It says what it cannot be joined with, and why.
+The first of `SOURCES` that a call has computes its attention. If the call also has something that
+this source cannot be combined with, the source says why.
 """
 
 from collections.abc import Callable
@@ -50,7 +51,7 @@ class Source(NamedTuple):
 
     is_in: Callable[[LayerCall], bool]
     refuses: Callable[[LayerCall], Exception | None]
-    attend: Callable[[LayerCall], Tensor]  # [B, Hq, Nq, Dv]
+    attend: Callable[[LayerCall], Tensor]  # returns [B, Hq, Nq, Dv]
 
 
 def _refuses_chosen(call: LayerCall) -> Exception | None:
@@ -184,12 +185,13 @@ SOURCES = (
     Source(lambda call: isinstance(call.mask, Tensor), _refuses_tensor, _attend_tensor),
     Source(lambda call: True, lambda call: None, _attend_masked),
 )
-"""Keys that an indexer chose, ranks, a pattern of `using`, a `SparseCache`, a mask of all pairs,
-and the model's own mask, which `apply` may replace by a pattern."""
+"""In order of precedence: keys that an indexer chose, a call that ranks share, a pattern of
+`using`, a `SparseCache`, a mask of all pairs, and the model's own mask, in whose place `apply` may
+have put a pattern."""
 
 
 def attend_by_source(call: LayerCall) -> Tensor:
-    """Attends by the first source of pairs that a call has; raises what this source refuses."""
+    """Attends by the first source that a call has; raises the source's error if it refuses."""
     source = next(source for source in SOURCES if source.is_in(call))
     if (refusal := source.refuses(call)) is not None:
         raise refusal
@@ -269,7 +271,10 @@ def _mask_of_layer(module: Any, mask: ModelMask, kv_len: int) -> ModelMask:
 
 
 def _depends_on_distance(bias: Tensor, module: Any) -> bool:
-    """Whether a bias depends only on key - query position; a learnt one if its family says so."""
+    """Whether a bias depends only on the key's position minus the query's.
+
+    Equal values are not enough for a bias that is trained: its family must say so.
+    """
     learnt = bias.requires_grad and not any(learns(module) for learns in LEARN_DISTANCES)
     if torch.compiler.is_compiling() or bias.dim() != 4 or bias.shape[0] != 1 or learnt:
         return False
@@ -278,7 +283,10 @@ def _depends_on_distance(bias: Tensor, module: Any) -> bool:
 
 
 def _distance_table(bias: Tensor, q_start: int) -> Tensor:
-    """Converts a bias [1, H, Nq, Nk] by distance to a `distance_bias` of distances -R to R."""
+    """Converts a bias [1, H, Nq, Nk] that depends on distance alone to a `distance_bias`.
+
+    Returns: [H, 2 R + 1], the bias at distances -R to R; distances that no pair has are 0.
+    """
     q_len, kv_len = bias.shape[2:]
     table = torch.cat((bias[0, :, :, 0].flip(-1), bias[0, :, 0, 1:]), -1)
     most_before, most_after = q_start + q_len - 1, kv_len - 1 - q_start

@@ -1,6 +1,7 @@
 """`SparseCache`: a cache for transformers that keeps only the keys that later queries can visit.
 
-`SparseLayer.update` attaches itself to new keys, for the attention function that then calls it.
+`SparseLayer.update` attaches the layer to the new keys as an attribute. The attention function
+finds it there, and calls `SparseLayer.attend`.
 """
 
 from copy import copy
@@ -59,7 +60,10 @@ class SparseLayer(CacheLayerMixin):
         return key_states, value_states
 
     def _alternate(self, instead: str, attended: bool) -> None:
-        """Checks that each call of `update` is followed by one of `attend`."""
+        """Raises NotImplementedError unless calls of `update` and `attend` alternate.
+
+        `attended` is True in a call of `attend`; `instead` says for the error what the model does.
+        """
         if self.attended is attended:
             raise NotImplementedError(
                 "a SparseCache needs a model that attends once over the keys it gives to its cache;"
@@ -86,7 +90,7 @@ class SparseLayer(CacheLayerMixin):
     def check_tokens(self, before: list[int] | None) -> None:
         """Raises ValueError unless the mask has as many old tokens in each row as are cached.
 
-        `before`: these numbers, None if no old token is padding.
+        `before` has these numbers of the mask; it is None if no old token is padding.
         """
         if self.kv_cache is None:
             return
@@ -220,9 +224,10 @@ def _padding_last(
 ) -> tuple[list[int] | None, tuple[Tensor, Tensor, list[int]] | None]:
     """Orders the last n tokens of each row so that padding is last.
 
-    Returns: each row's number of tokens before them that are no padding, None if all are none; then
-        the order and its inverse, [B, n], and each row's number of tokens that are no padding, or
-        None if there is no padding among the last n.
+    Returns: (before, sorted). `before` has each row's number of earlier tokens that are not
+        padding; it is None if the mask has no padding. `sorted` has the order and its inverse,
+        [B, n] each, and each row's number of tokens among the last n that are not padding; it is
+        None if all of them are none.
     """
     if mask.valid_keys is None:
         return None, None

@@ -1,7 +1,7 @@
-"""Knowledge of families of transformers: a file for each family, and a table for each kind.
+"""Code for single families of transformers: a file for each family, joined to tables here.
 
-All other modules name no family: they read the tables of this file. A file of a family imports no
-module that reads a table.
+No other module names a family. They read these tables. A family's file must not import a module
+that reads a table, because the import would be circular.
 """
 
 from collections.abc import Callable
@@ -20,31 +20,34 @@ WRAPPED: dict[str, tuple[Wrapped, ...]] = {
     **minimax.WRAPPED,
     **qwen.WRAPPED,
 }
-"""What runs in the place of methods, by the name of their class."""
+"""Methods that are replaced, by the name of their class."""
 
 LEFT_BY: dict[str, Callable[[], Chosen | None]] = {**deepseek.LEFT_BY}
-"""What takes the choice that a module of a layer has left, by the layer's attribute for it."""
+"""Functions that return the keys which a module of a layer has chosen for the layer's attention,
+by the name of the attribute that holds this module."""
 
 CONVERTED: dict[str, Converted] = {**longformer.CONVERTED, **chronos.CONVERTED}
-"""What `convert` puts in the place of a class, by its name."""
+"""Classes that `convert` gives to modules, by the name of the module's original class."""
 
 CONVERTED_NAMES = ", ".join(dict.fromkeys(row.family for row in CONVERTED.values()))
 """Families that `convert` knows, for errors."""
 
 MASK_BUILDERS: dict[str, Callable[..., Any]] = {**chronos.MASK_BUILDERS}
-"""What `convert` puts in the place of a method that builds a mask, by its name."""
+"""Functions that `convert` puts in place of a method that builds a mask, by the method's name."""
 
 PARTS_OF_MASKS: tuple[Callable[[Any, Any], Any], ...] = (
     *deepseek.PARTS_OF_MASKS,
     *gemma.PARTS_OF_MASKS,
 )
-"""What a model's own code takes of its mask: functions of a mask and an index, or None."""
+"""Functions of a mask and an index, for families whose own code indexes the mask. Each returns the
+part of the mask for an index that its family uses, else None."""
 
 LEARN_DISTANCES: tuple[Callable[[Any], bool], ...] = (*t5.LEARN_DISTANCES,)
-"""Whether the learnt bias of an attention module depends on distances alone."""
+"""Functions that say whether the learned bias of an attention module depends on distances alone."""
 
 MAY_BE_EITHER: tuple[Callable[[Any], bool], ...] = (*nllb_moe.MAY_BE_EITHER,)
-"""Whether an attention module does not say if its keys are of another sequence."""
+"""Functions that say whether an attention module may be self-attention or cross attention, and only
+its calls show which."""
 
 LAYER_TYPES: tuple[str, ...] = (*deepseek.LAYER_TYPES, *minimax.LAYER_TYPES)
 """Types of layers that attend within one of the model's masks, so that ranks can share them."""
@@ -53,12 +56,14 @@ AGAINST_RANKS: tuple[Callable[[Any, Any], str | None], ...] = (
     *bert.AGAINST_RANKS,
     *gemma.AGAINST_RANKS,
 )
-"""Why ranks cannot share a model's calls, by the model and its decoder's config, or None."""
+"""Functions of a model and its decoder's config that return why ranks cannot share its calls, or
+None."""
 
 QUERIES_OF_RANKS: tuple[Callable[[Any, Tensor, SharedCall], Tensor], ...] = (
     *llama4.QUERIES_OF_RANKS,
 )
-"""Corrections of a layer's queries [B, H, n, D], which are of one rank's tokens."""
+"""Functions that correct queries [B, H, n, D] of a rank's tokens, where the layer took their index
+on the rank for their index in the row."""
 
 PREPARES_RANKS: tuple[Callable[[], None], ...] = (*llama4.PREPARES_RANKS,)
-"""What is set up before ranks share a first call."""
+"""Functions that run before ranks share a first call."""

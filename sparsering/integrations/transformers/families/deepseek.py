@@ -1,8 +1,9 @@
 """DeepSeek-V3.2, and families that took its indexer; DeepSeek-V4's compressors.
 
-transformers' indexer multiplies its queries with all keys that its cache gives it. Here they are
-keys whose product is computed for some queries at a time. A compressor of DeepSeek-V4 has an
-indexer of its own, with a module for scores, and its layer takes the lists of entries.
+transformers' indexer multiplies its queries with all keys that its cache returns. Here the cache
+returns `KeysInParts`, whose product is computed for some queries at a time. In DeepSeek-V4 a layer
+has a compressor, and the compressor may have an indexer, which scores entries in a module of its
+own. The layer's attention takes the entries that were listed there.
 """
 
 import inspect
@@ -32,13 +33,13 @@ _now = _Now()
 
 
 def taken_entries() -> Chosen | None:
-    """Returns the entries that this thread's last compressor has chosen, once."""
+    """Returns the entries that this thread's last compressor has chosen, and forgets them."""
     chosen, _now.chosen = _now.chosen, None
     return chosen
 
 
 class KeysOfRanks:
-    """Stands for the layer of a cache in an indexer: the "cached" keys are of earlier ranks."""
+    """Takes the place of a cache layer in an indexer: earlier ranks' keys then count as cached."""
 
     def __init__(self, shared: SharedCall) -> None:
         self.shared = shared
@@ -55,9 +56,9 @@ class KeysOfRanks:
 
 
 class _Cache(NamedTuple):
-    """Stands for the cache of an indexer, which then scores some queries at a time."""
+    """Takes the place of an indexer's cache, so that the indexer scores some queries at a time."""
 
-    own: Any  # with `update_indexer`, or None
+    own: Any  # the cache that is replaced, or None
 
     def update_indexer(self, keys: Tensor, layer: int) -> KeysInParts:
         """Returns the keys [B, M, D] of all tokens so far, from the new ones."""
@@ -65,7 +66,7 @@ class _Cache(NamedTuple):
 
 
 def _in_parts(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any) -> Any:
-    """Runs an indexer that scores all keys of its cache."""
+    """Runs an indexer for some queries at a time; over keys of earlier ranks if ranks share it."""
     given = inspect.signature(own).bind(indexer, *args, **options)
     keys = given.arguments.get("past_key_values")
     if thread.shared is not None:
@@ -77,7 +78,7 @@ def _in_parts(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any)
 def _scores(
     own: Callable[..., Any], scorer: Any, query: Tensor, entries: Tensor, hidden_states: Tensor
 ) -> Any:
-    """Runs the module by which DeepSeek-V4's indexer scores its entries [B, E, D]."""
+    """Runs the module that scores entries [B, E, D] for DeepSeek-V4's indexer, in parts."""
     return own(scorer, query, KeysInParts(entries), hidden_states)
 
 
@@ -90,7 +91,7 @@ def _lists(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any) ->
 
 
 def _compress(own: Callable[..., Any], compressor: Any, *args: Any, **options: Any) -> Any:
-    """Runs DeepSeek-V4's compressor; keeps which of its entries each query sees."""
+    """Runs DeepSeek-V4's compressor; stores which entries each query sees for `taken_entries`."""
     _now.listed, _now.chosen = [], None
     if (shared := thread.shared) is not None:
         given = inspect.signature(own).bind(compressor, *args, **options)
@@ -117,7 +118,7 @@ def _compress(own: Callable[..., Any], compressor: Any, *args: Any, **options: A
 def of_indexer(mask: Any, index: Any) -> Any:
     """Returns the rows of `mask[:, 0]`, [B, Nq, Nk], or None for another index.
 
-    Indexers take them beside their scores of all pairs.
+    Indexers mask their scores with these rows.
     """
     whole = slice(None)
     return mask.rows() if index in ((whole, 0), (whole, 0, whole, whole)) else None

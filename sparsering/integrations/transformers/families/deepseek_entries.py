@@ -14,7 +14,7 @@ from ..ranks.moving import own_rank, own_spans
 
 
 class CompressedKeysOfRanks:
-    """Stands for the layer of a cache in a compressor: those of other ranks are "cached".
+    """Takes the place of a cache layer in a compressor, so that other ranks' tokens are "cached".
 
     A compressor asks its cache for the tokens of the windows that close in this call, for those of
     the window before, and for the entries of all windows. Every rank must run the compressor.
@@ -40,7 +40,10 @@ class CompressedKeysOfRanks:
     def store_compression_weights(
         self, name: str, kv: Tensor, gate: Tensor
     ) -> tuple[Tensor, Tensor, int]:
-        """Returns values and gates [B, n, W] of the tokens in windows that close, and the first."""
+        """Returns values and gates [B, n, W] of the tokens in windows that close on this rank.
+
+        The third result is the position of the first of them. They may be earlier ranks' tokens.
+        """
         own = torch.cat((kv, gate), -1)[:, : self.shared.num_tokens]
         rows = fetched(own, self.tokens, self.needed, self.shared.group, "tokens of windows")
         before = max(0, self.first_token - self.needed[self.rank][0]) if rows.shape[1] else 0
@@ -63,10 +66,11 @@ class CompressedKeysOfRanks:
         return kv[..., :head_dim], gate[..., :head_dim]
 
     def update_compressor_states(self, name: str, own: Tensor) -> Tensor:
-        """Returns the entries [B, E, D] of all windows that close in the row, from own ones."""
+        """Returns entries [B, E, D] of all windows of the row; `own` [B, e, D] are this rank's."""
         if not own.shape[1]:
-            # The backward passes of other ranks need this rank's, so its entries have a gradient
-            # too. FSDP needs one for each weight that has one elsewhere, thus not for an indexer's.
+            # Other ranks' backward passes exchange messages with this rank's, so even 0 entries
+            # must require a gradient. FSDP expects one for each weight that has one on another
+            # rank; weights of indexers have none anywhere.
             own = own + self.rows[name][1][:, :0, : own.shape[2]]
             for path, weight in self.modules[name].named_parameters():
                 if not path.startswith("indexer."):

@@ -8,7 +8,7 @@ from typing import Any
 def of_last_queries(mask: Any, index: Any) -> Any:
     """Returns the mask of `mask[:, :, -n:, :]`, or None for another index.
 
-    Its layers without keys of their own compute the tokens of `logits_to_keep` alone.
+    Gemma 4's layers without keys of their own compute only the last n tokens, `logits_to_keep`.
     """
     rows = index[2] if isinstance(index, tuple) and len(index) == 4 else None
     if not isinstance(rows, slice) or index != (slice(None), slice(None), rows, slice(None)):

@@ -18,7 +18,7 @@ from .wrapped import Wrapped
 def own_padding(mask: Tensor, shared: SharedCall) -> Tensor:
     """Returns which of this rank's tokens are not padding, bool [B, n].
 
-    GLM-5's mask is of the last n tokens of the row, or without padding of no matter which.
+    GLM-5 gives its indexer a mask of the last n tokens of the row, which may be another rank's.
     """
     if shared.valid is None:
         return torch.ones_like(mask)
@@ -39,13 +39,13 @@ def _over_ranks(own: Callable[..., Any], indexer: Any, *args: Any, **options: An
 
 
 def _pooled(own: Callable[..., Any], indexer: Any, packed_states: Tensor) -> Any:
-    """Pools keys; returns the pools [B, P, D], which the indexer scores, and their places."""
+    """Returns pools of keys [B, P, D], which are scored in parts (`KeysInParts`), and places."""
     keys, *places = own(indexer, packed_states)
     return KeysInParts(keys), *places
 
 
 def _as_lists(_: Any, __: Any, topk_indices: Tensor, *___: Any, **____: Any) -> Chosen:
-    """Takes the place of GLM-5's mask of all pairs, whose lists hold causality and padding."""
+    """Returns lists in place of GLM-5's mask of all pairs; they respect causality and padding."""
     return Chosen(topk_indices[:, None])
 
 

@@ -12,7 +12,10 @@ from ..name import NAME
 
 
 def at_whole_positions(module: Any, query: Tensor, shared: SharedCall) -> Tensor:
-    """Corrects the temperature: the layer scales queries by their index among its rank's tokens."""
+    """Corrects the temperature of a rank's queries [B, H, n, D].
+
+    The layer has scaled each by its index among the rank's tokens, not by its index in the row.
+    """
     if not getattr(module, "attn_temperature_tuning", False) or getattr(module, "use_rope", True):
         return query
 

@@ -70,7 +70,7 @@ class LocalAndGlobalAttention(nn.Module):
 
 
 def _patterns(size: int, masked: Tensor, is_global: Tensor) -> tuple[Pattern, Pattern]:
-    """Returns the patterns of all tokens and of global ones."""
+    """Returns the pattern of all tokens' queries, and that of global tokens' own projections."""
     local: Mask = SlidingWindow(size, size)
     everywhere: Mask = Full()
     if is_true(masked.any(), False):

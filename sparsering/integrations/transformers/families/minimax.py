@@ -98,7 +98,7 @@ def _not_yet_chosen(
     past_key_values: Any,
     __: Tensor,
 ) -> Unchosen:
-    """Computes the queries and keys of MiniMax-M3's indexer."""
+    """Computes queries and keys of MiniMax-M3's indexer; its layer, which has the mask, chooses."""
     rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
     # query [B, H, N, D], key [B, 1, N, D]
     query, key = (

@@ -1,4 +1,4 @@
-"""NLLB-MoE and Pegasus-X: both attentions of a decoder are made alike."""
+"""NLLB-MoE and Pegasus-X: a decoder's self-attention and cross attention have equal attributes."""
 
 from collections.abc import Callable
 from typing import Any

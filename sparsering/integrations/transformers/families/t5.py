@@ -5,7 +5,7 @@ from typing import Any
 
 
 def learns_distances(module: Any) -> bool:
-    """Whether a layer's bias is by distance, though training may change each of its numbers."""
+    """Whether a layer's learned bias depends on distance alone, also after training."""
     return hasattr(module, "has_relative_attention_bias")
 
 

@@ -11,7 +11,7 @@ class Wrapped(NamedTuple):
 
     method: str
     runs: Callable[..., Any]  # gets the method, the module and the method's arguments
-    finds_keys_of_ranks: bool = True
+    finds_keys_of_ranks: bool = True  # whether it can choose keys that other ranks own
     own_in_graphs: bool = True  # whether a compiled graph has the family's own method instead
 
 

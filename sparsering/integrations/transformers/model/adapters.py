@@ -1,7 +1,7 @@
 """Adapters of peft, such as LoRA: they are saved and loaded with the pattern of `apply`.
 
-An adapter's folder has no config of the model, so the pattern is in a file of its own beside
-adapter_config.json, as the model's config would hold it.
+An adapter's folder has no config of the model. So the pattern is stored in sparsering.json beside
+adapter_config.json, as the same text that the model's config holds.
 """
 
 import functools
@@ -24,9 +24,9 @@ _WHERE = ("subfolder", "revision", "token", "cache_dir", "local_files_only", "fo
 
 
 def watch_adapters(give: Callable[[Any, Texts], None]) -> None:
-    """Lets peft's and transformers' adapters carry patterns; `give` gives a model those of a file.
+    """Patches peft and transformers, so that they save and load a model's pattern with an adapter.
 
-    Without peft it does nothing.
+    `give(model, texts)` applies the pattern of a loaded file. Without peft nothing is patched.
     """
     try:
         from peft import PeftModel
@@ -40,6 +40,8 @@ def watch_adapters(give: Callable[[Any, Texts], None]) -> None:
 
 
 def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a `save_pretrained`, which then also writes the pattern beside each saved adapter."""
+
     @functools.wraps(save)
     def saved(self: Any, save_directory: Any, *arguments: Any, **options: Any) -> Any:
         result = save(self, save_directory, *arguments, **options)
@@ -57,7 +59,7 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _write(file: Path, texts: Texts | None) -> None:
-    """Writes a pattern beside an adapter, or removes that of an earlier save."""
+    """Writes a pattern beside an adapter's config; for None it removes an earlier save's file."""
     if texts is None:
         file.unlink(missing_ok=True)
     elif (file.parent / "adapter_config.json").is_file():
@@ -65,6 +67,11 @@ def _write(file: Path, texts: Texts | None) -> None:
 
 
 def _loading(load: Callable[..., Any], give: Callable[[Any, Texts], None]) -> Callable[..., Any]:
+    """Wraps a `load_adapter`, which then applies the adapter's pattern to a model without one.
+
+    If the model has another pattern already, it keeps that one and a warning says so.
+    """
+
     @functools.wraps(load)
     def loaded(self: Any, *arguments: Any, **options: Any) -> Any:
         result = load(self, *arguments, **options)

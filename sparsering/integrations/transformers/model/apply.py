@@ -52,7 +52,11 @@ def register() -> None:
 
 
 def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the method that chooses a model's attention: adds our hooks, or warns of a pattern."""
+    """Wraps the method of `PreTrainedModel` that chooses the attention implementation.
+
+    For "sparsering" it adds the hooks that calls need. For another implementation it warns if the
+    config stores a pattern, which would have no effect.
+    """
 
     @functools.wraps(check)
     def checked(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -80,7 +84,10 @@ def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_indexers(post_init: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the last method of building a model: its first call may be inside torch.compile."""
+    """Wraps `post_init`, the last step of building a model, to replace methods of its indexers.
+
+    The first call of the model would be too late, because torch.compile may trace it.
+    """
 
     @functools.wraps(post_init)
     def prepared(self: Any, *arguments: Any, **options: Any) -> None:
@@ -169,12 +176,15 @@ def _give(model: Any, texts: config.Texts) -> None:
 
 
 def _by_layer(texts: Mapping[str, str]) -> dict[int | str, str]:
-    """Returns the texts by layer index or type, which a config holds as strings."""
+    """Converts the keys of stored texts: a layer index becomes an int, a layer type stays text."""
     return {int(key) if key.isdigit() else key: text for key, text in texts.items()}
 
 
 def _checked_modules(model: Any, pattern: config.Patterns, verb: str) -> list[Any]:
-    """Returns a model's attention modules; raises for none, and for a key that names no layer."""
+    """Returns a model's attention modules.
+
+    Raises: NotImplementedError if there are none; ValueError if a key of `pattern` names no layer.
+    """
     check_module("model", model)
     modules = list(config.attention_modules(model))
     if not [x for x in modules if verb == "load" or config.may_be_self_attention(x)]:
@@ -251,7 +261,10 @@ def using(model: Any, pattern: config.Patterns | PackedTree) -> Iterator[None]:
 
 
 def _along_paths(tree: PackedTree, decoder: Any) -> dict[int | str, Pattern]:
-    """Returns what each layer sees along the paths of a tree: its own window counts depths."""
+    """Returns, by layer index, the layer's own window or chunk along the paths of a packed tree.
+
+    Distances are then differences of depth in the tree, not of position in the row.
+    """
     own = config.layer_patterns(decoder)
     if None in own:
         kind = config.types_of(decoder)[own.index(None)]
@@ -283,7 +296,7 @@ def explain(model: Any) -> str:
         return f"{type(model).__name__} runs {implementation!r}, not {NAME!r}{note}"
     causal = is_causal(model)
     heads, kv_heads, head_dim = config.heads_of(decoder)
-    weight = next(model.parameters())  # a DTensor under FSDP2, so only its kind is asked
+    weight = next(model.parameters())  # may be FSDP2's DTensor: only read its attributes
     like = {"dtype": weight.dtype, "device": weight.device}
     query, key = (torch.zeros(1, n, 16, head_dim, **like) for n in (heads, kv_heads))
     backend = explain_call(query, key, key, Full()).split(",")[0].removeprefix("runs: ")
@@ -323,13 +336,17 @@ def is_causal(model: Any) -> bool:
 
 
 def patterns_of(model: Any) -> list[Pattern | None]:
-    """Returns each layer's pattern, of an open `using` block first; None for an unknown mask."""
+    """Returns each layer's pattern: from an open `using` block, else from `apply` or the model.
+
+    It is None for a layer whose mask is not known as a pattern.
+    """
     patterns = config.layer_patterns(config.decoder_config(model), is_causal(model))
     used = _used_patterns(model)
     return [used.get(index, pattern) for index, pattern in enumerate(patterns)]
 
 
 def _used_patterns(model: Any) -> dict[int, Pattern]:
+    """Returns the patterns of open `using` blocks, by the index of the layer that has one."""
     patterns = {}
     for number, module in enumerate(config.attention_modules(model)):
         index = getattr(module, "layer_idx", None)

@@ -3,10 +3,11 @@
 `config.sparsering` is the text of one pattern for all layers, or a dict from a layer's index or
 type, as text, to the text of its pattern. A config is saved and copied with its model.
 
-The config names the attention that a model runs: `apply` sets it, `using` and `parallelize` hold it
-for a time. Both give the model a config of its own first. Each `using` and `parallelize` adds one
-to a counter of the config; the attention's name returns when the counter is 0. So blocks of one
-model may be nested, and end in any order.
+The config also names the attention implementation that a model runs. `apply` sets it to
+"sparsering" for good, `using` and `parallelize` for a time. All three give the model a config of
+its own first. A counter says how many `using` blocks and `parallelize` calls hold a config; when it
+is 0 again, the earlier implementation returns. So blocks of one model may be nested, and end in any
+order.
 """
 
 import inspect
@@ -40,6 +41,7 @@ def text_of(patterns: Patterns) -> str | dict[str, str]:
 
 
 def _checked_text(pattern: Pattern) -> str:
+    """Returns the text of one pattern; raises ValueError unless the text parses to this pattern."""
     check_pattern(pattern)
     text = str(pattern)
     if selections_of(pattern):
@@ -79,7 +81,10 @@ def stored_text(config: Any) -> Texts | None:
 
 
 def pattern_of(module: Any, mask: Any = None) -> Pattern | None:
-    """Returns the pattern that `apply` stored for a module, which gets this mask, or None."""
+    """Returns the pattern that `apply` stored for an attention module, or None.
+
+    Cross attention has none. In some families only the mask of the call shows which one it is.
+    """
     texts = stored_text(getattr(module, "config", None))
     if texts is None or is_cross_attention(module, mask):
         return None
@@ -123,6 +128,7 @@ def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
 
 
 def _own_pattern(config: Any, kind: str, causal: bool) -> Pattern | None:
+    """Returns the mask that a model gives to layers of a type, as a pattern; None if unknown."""
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     if kind == "full_attention":
@@ -190,7 +196,7 @@ def is_cross_attention(module: Any, mask: Any = None) -> bool:
 
 
 def may_be_self_attention(module: Any) -> bool:
-    """Whether a module is not known to be cross attention before it is called."""
+    """False if a module says that it is cross attention; in some families modules do not say."""
     return not getattr(module, "is_cross_attention", False)
 
 
@@ -207,8 +213,8 @@ class Hold:
     """A config whose implementation is "sparsering" until the last of several holders ends."""
 
     config: Any
-    before: str | None  # what it had before the first holder
-    count: int = 0
+    before: str | None  # attention implementation before the first holder
+    count: int = 0  # number of holders
 
 
 _holds: dict[int, Hold] = {}  # by the id of the config
@@ -224,7 +230,10 @@ def switch(model: Any, modules: list[Any], verb: str) -> None:
 
 
 def hold(model: Any, modules: list[Any], verb: str) -> list[Hold]:
-    """Sets a model's attention to "sparsering", until `release` gets the result; as `switch`."""
+    """Sets a model's attention to "sparsering" until `release` is called with the result.
+
+    Raises NotImplementedError if a module does not follow, as `switch` does.
+    """
     with _lock:
         held = [_holds.setdefault(id(x.config), x) for x in _set(model, modules, verb)]
         for each in held:
@@ -233,7 +242,7 @@ def hold(model: Any, modules: list[Any], verb: str) -> list[Hold]:
 
 
 def release(held: list[Hold]) -> None:
-    """Ends a hold. The last one of a config restores the implementation before the first."""
+    """Ends holds; a config without holders gets its earlier attention implementation back."""
     with _lock:
         for each in held:
             each.count -= 1
@@ -244,7 +253,10 @@ def release(held: list[Hold]) -> None:
 
 
 def separate(model: Any) -> None:
-    """Gives a model a config of its own, with the attention that it had outside of all holds."""
+    """Gives a model its own copy of its config, if it has none.
+
+    If the replaced config is held, the copy names the implementation from before the hold.
+    """
     with _lock:
         for before, own in give_own_config(model).items():
             if before in _holds and isinstance(own, PreTrainedConfig):
@@ -252,13 +264,17 @@ def separate(model: Any) -> None:
 
 
 def notice_new_model(config: Any) -> None:
-    """Notes that a model is being made of a config, which another model may have as its own."""
+    """Is called when a model is built from a config: it then is no earlier model's own any more."""
     with _lock:
         if id(config) not in _holds:  # else the holder's next calls must find its own config
             forget_own_config(config)
 
 
 def _set(model: Any, modules: list[Any], verb: str) -> list[Hold]:
+    """Sets "sparsering" in all configs of a model; returns a new hold for each, without holders.
+
+    Raises NotImplementedError, with nothing changed, if the config of a module does not follow.
+    """
     separate(model)
     holds = [Hold(config, config._attn_implementation) for config in _configs(model)]
     model.set_attn_implementation(NAME)
@@ -273,6 +289,7 @@ def _set(model: Any, modules: list[Any], verb: str) -> list[Hold]:
 
 
 def _configs(model: Any) -> Iterator[Any]:
+    """Yields each config of a model, of the models inside it and of their sub-configs, once."""
     waiting = [x.config for x in model.modules() if isinstance(x, PreTrainedModel)]
     seen: set[int] = set()
     while waiting:

@@ -1,7 +1,7 @@
-"""Puts what families/ has in the place of methods of a model's indexers, compressors and masks.
+"""Replaces methods of a model's indexers and compressors by functions of families/.
 
 transformers' indexers score all pairs, and some families then build a mask of all pairs. Under
-"sparsering" scores are computed for some queries at a time, and lists take the place of masks.
+"sparsering" the replacements score some queries at a time, and give lists of keys, not masks.
 """
 
 from collections.abc import Callable
@@ -25,7 +25,11 @@ _watched: WeakSet[Any] = WeakSet()
 def chosen_keys(
     module: Any, mask: Any, indices: Tensor | None, block_indices: Tensor | Unchosen | None
 ) -> Chosen | Unchosen | None:
-    """Returns what a layer's indexer or compressor has chosen in this call, or None."""
+    """Returns what a layer's indexer or compressor has chosen in this call, or None.
+
+    The choice may come as the mask, as the keyword `indices` [B, N, k] or `block_indices`, or from
+    a module of the layer that has stored it, such as a compressor.
+    """
     if isinstance(mask, Chosen):
         return mask
     for name, listed in (("indices", indices), ("block_indices", block_indices)):
@@ -58,14 +62,15 @@ def chosen_keys(
 
 
 def watch(model: Any) -> None:
-    """Lets the indexers of a model run as this module says; cheap after the first call.
+    """Replaces the methods of a model's indexers. A second call for a model does nothing.
 
-    It comes before a model's first call too, which torch.compile may trace.
+    It is called when a model is built, because torch.compile may trace its first call, and before
+    each call, for models that were built earlier.
     """
     if torch.compiler.is_compiling() or model in _watched:
         return
     _watched.add(model)
-    for part in model.modules():  # models in it come later: an indexer has the innermost's config
+    for part in model.modules():  # inner models come last, so an indexer keeps the innermost config
         for module in part.modules() if isinstance(part, PreTrainedModel) else ():
             for wrapped in _wrapped_of(module):
                 module._sparsering_config = part.config  # names the attention that runs
@@ -75,6 +80,11 @@ def watch(model: Any) -> None:
 
 
 def _under_our_name(own: Callable[..., Any], wrapped: Wrapped) -> Callable[..., Any]:
+    """Returns a method that runs the replacement if the model's attention is "sparsering".
+
+    Otherwise it runs the family's own method.
+    """
+
     @wraps(own)
     def method(module: Any, *args: Any, **options: Any) -> Any:
         config = getattr(module, "_sparsering_config", None)
@@ -92,9 +102,10 @@ def _under_our_name(own: Callable[..., Any], wrapped: Wrapped) -> Callable[..., 
 
 @torch.compiler.disable
 def _uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls a function outside of a compiled graph, which breaks there.
+    """Calls a function outside of a compiled graph, which has a graph break there.
 
-    The function sends messages to other ranks, or the sizes of its results depend on tokens.
+    It is for functions that send messages to other ranks, or whose results have sizes that depend
+    on values.
     """
     return function(*args, **options)
 
@@ -105,13 +116,13 @@ def lists_keys(model: Any) -> bool:
 
 
 def is_other_indexer(module: Any) -> bool:
-    """Whether a module chooses keys among those of its own rank only."""
+    """Whether a module chooses keys, but cannot choose keys that other ranks own."""
     if wrapped := _wrapped_of(module):
         return not all(each.finds_keys_of_ranks for each in wrapped)
     return type(module).__name__.endswith(("Indexer", "Compressor"))
 
 
 def _wrapped_of(module: Any) -> tuple[Wrapped, ...]:
-    """Returns what this file runs for a module of the family, or of a user's class on top of it."""
+    """Returns the replaced methods of a module's class, or of the class that it is derived from."""
     names = (kind.__name__ for kind in type(module).__mro__)
     return next((WRAPPED[name] for name in names if name in WRAPPED), ())

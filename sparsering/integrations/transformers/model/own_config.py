@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 _copies: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""The configs that are copies for one model, by the `PreTrainedModel` modules of that model."""
+"""By each `PreTrainedModel` module: its config, if that was copied for the module's model alone."""
 
 
 def give_own_config(model: Any) -> dict[int, Any]:
@@ -27,7 +27,7 @@ def give_own_config(model: Any) -> dict[int, Any]:
     if all(x in _copies and _copies[x] is x.config for x in parts):
         return {}
     whole = _whole_model(model)
-    replaced: dict[int, Any] = {}  # keeps one config that several modules name one object
+    replaced: dict[int, Any] = {}  # memo: modules that share a config share its copy
     for module in whole.modules():
         for name, config in list(vars(module).items()):
             if isinstance(config, PreTrainedConfig):

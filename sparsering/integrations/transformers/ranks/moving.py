@@ -9,7 +9,10 @@ from ..call.calls import SharedCall
 
 
 def own_spans(shared: SharedCall) -> list[Span]:
-    """Returns the tokens that each rank owns; a call whose layers list keys is contiguous."""
+    """Returns the span [start, stop) of tokens that each rank owns, empty for a rank without any.
+
+    It is for calls whose layers list keys, which are always sharded contiguously.
+    """
     ranks = 1 if shared.group is None else shared.group.size()
     found: list[Span] = []
     for ranges in owned_ranges(shared.sharding, shared.length, ranks):
@@ -23,10 +26,10 @@ def own_rank(shared: SharedCall) -> int:
 
 
 def keys_so_far(own: Tensor, shared: SharedCall) -> Tensor:
-    """Returns a row's index keys [B, N, D]: earlier ranks' and this rank's; 0 for later tokens.
+    """Returns index keys [B, N, D] of a row: those of earlier ranks and this one; later ones are 0.
 
     Args:
-        own: [B, n, D], of this rank's tokens, and perhaps of one that is not its own. No gradient.
+        own: [B, n, D], the index keys of the tokens that this rank runs. They get no gradient.
     """
     spans = own_spans(shared)
     wanted = [(0, stop if stop > start else 0) for start, stop in spans]

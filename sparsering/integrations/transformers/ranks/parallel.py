@@ -51,7 +51,7 @@ class Parallel:
     scale: float  # factor of the loss
     signature: inspect.Signature
     own_loss: bool  # the model computes its loss itself, without `loss_function`
-    implementation: str  # the model's attention before
+    implementation: str  # the model's attention implementation before `parallelize`
     loss_function: Any = None  # the model's own, or None for that of its family
 
     @property
@@ -63,7 +63,7 @@ _held: WeakKeyDictionary[Any, list[Hold]] = WeakKeyDictionary()
 
 
 def parallel_of(model: Any) -> Parallel | None:
-    """Returns how ranks share a model's calls, or None. Its hooks hold it: copies have them too."""
+    """Returns how ranks share a model's calls, or None. Hooks store it, and copies keep hooks."""
     hooks = model._forward_pre_hooks.values()
     return next((hook.parallel for hook in hooks if hasattr(hook, "parallel")), None)
 
@@ -170,6 +170,7 @@ def local_positions(model: Any) -> Tensor:
 
 
 def _undo(model: Any) -> None:
+    """Removes the hooks of `parallelize`, and restores the model's loss and attention."""
     shared_calls.pop(model, None)
     if (parallel := parallel_of(model)) is None:
         return
@@ -206,7 +207,8 @@ def _hook(model: Any, parallel: Parallel) -> None:
         if parallel.own_loss and shared.labels is not None:
             out = with_loss(out, shared, parallel.scale)
         if shared.num_tokens:
-            return out  # else without the only token of [B, 1, ...] tensors
+            return out
+        # This rank owns no token, so the single token that it ran is removed from [B, 1, ...].
         return tree_map(lambda x: x[:, :0] if isinstance(x, Tensor) and x.dim() > 2 else x, out)
 
     before.parallel = after.parallel = parallel

@@ -1,6 +1,7 @@
-"""Models that ranks can share, and the arguments of their calls: `_ROWS` has a row for each.
+"""Checks whether ranks can share a model's calls, and cuts the arguments of these calls.
 
-An argument without a row is whole on every rank, and refused by its name if it holds tensors.
+`_ROWS` says how ranks use each argument. Another argument is passed on whole, and a call is refused
+if it holds tensors.
 """
 
 import inspect
@@ -20,14 +21,14 @@ from .shared_loss import check_loss, own_labels, shifts
 
 
 class _Row(NamedTuple):
-    """How ranks use an argument, which they compare unless it is refused."""
+    """How ranks use an argument. Its value must be equal on all ranks, unless it is refused."""
 
     use: Literal["cut", "labels", "whole", "refused"]  # "cut": a rank's model gets its own tokens
     axes: str = ""  # of a tensor of the whole batch; "" for values that are not checked
     meaning: str = ""  # of a refused argument, for the error
     is_input: bool = False  # a call has exactly one such argument
-    fits_any_row: bool = False  # one row may stand for all
-    in_config: bool = False  # refused also as an option of the config
+    fits_any_row: bool = False  # a batch of 1 is allowed, and applies to every row
+    in_config: bool = False  # also refused if the model's config sets it
 
 
 _TOKENS = "[batch, tokens]"
@@ -44,7 +45,7 @@ _ROWS = {  # in the order of checks
     "cu_seq_lens_q": _Row("whole"),
     "cu_seq_lens_k": _Row("whole"),
     "past_key_values": _Row("refused", meaning="a cache"),
-    "cache": _Row("refused", meaning="a cache"),  # its name from transformers 5.24 on
+    "cache": _Row("refused", meaning="a cache"),  # as transformers 5.24 and later name it
     "use_cache": _Row("refused", meaning="a cache"),
     "cache_position": _Row("refused", meaning="a cache"),
     "output_attentions": _Row("refused", meaning="attention weights", in_config=True),
@@ -58,7 +59,7 @@ _POOLED = (
     *("NextSentencePrediction", "ImageClassification", "DoubleHeadsModel"),
 )
 _ATTENTION = {"full_attention", "sliding_attention", "chunked_attention", *LAYER_TYPES}
-_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)  # modules that join tokens otherwise
+_MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)  # modules that mix tokens without attention
 
 
 def bound(
@@ -120,7 +121,7 @@ def _check_refused(model: Any, given: dict[str, Any]) -> None:
 
 
 def _checked_length(given: dict[str, Any]) -> int:
-    """Returns the length of a batch's rows; raises for other axes than a row's."""
+    """Returns the length of a batch's rows; raises if a shape does not fit `_ROWS` or the batch."""
     inputs = {name: row.axes for name, row in _ROWS.items() if row.is_input}
     names = [name for name in inputs if name in given]
     if len(names) != 1:
@@ -152,14 +153,17 @@ def _checked_length(given: dict[str, Any]) -> int:
 
 
 def _wrong_axes(value: Any, axes: str) -> Any:
-    """Returns the type or the shape of a value that is no tensor of these axes; else None."""
+    """Returns None for a tensor with as many axes as named, else the value's type or shape."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return None if value.dim() == axes.count(",") + 1 else tuple(value.shape)
 
 
 def whole_labels(model: Any, arguments: dict[str, Any], own_loss: bool) -> Tensor | None:
-    """Takes the labels of the batch out of a call's arguments, shifted as the model's loss does."""
+    """Returns the labels [B, N] of the whole batch, shifted as the model's loss does, or None.
+
+    It removes `shift_labels` and `ignore_index`, which the labels then include, from `arguments`.
+    """
     labels, shifted = arguments.get("labels"), arguments.pop("shift_labels", None)
     if labels is None:  # then a model computes no loss
         return None
@@ -235,13 +239,13 @@ def _reason_in_settings(model: Any, config: Any) -> str | None:
 
 
 def _towers(model: Any, config: Any) -> tuple[str, ...]:
-    """Returns the names of encoders of images or sound, which calls with text alone do not use."""
+    """Returns name prefixes of encoders for images or sound, which calls with text do not use."""
     own = [(p, x.config) for p, x in model.named_modules() if isinstance(x, PreTrainedModel)]
     return tuple(f"{p}." for p, x in own if p and x is not config and x.get_text_config(True) is x)
 
 
 def counts_padding(model: Any) -> str | None:
-    """Returns the name of a module (no embedding) that derives positions from the padding."""
+    """Returns the class name of a module, not an embedding, that derives positions from padding."""
     for module in model.modules():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if code is None or isinstance(module, nn.Embedding):

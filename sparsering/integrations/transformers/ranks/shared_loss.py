@@ -16,7 +16,10 @@ _TOKEN_LOSSES = (LOSS_MAPPING["ForMaskedLM"], LOSS_MAPPING["ForTokenClassificati
 
 
 def check_loss(model: Any, own: bool, arguments: dict[str, Any]) -> None:
-    """Raises NotImplementedError for a loss (`own`: the model's) that is not a mean over tokens."""
+    """Raises NotImplementedError unless a model's loss is a mean over tokens.
+
+    `own` says that the model computes its loss itself, without `loss_function`.
+    """
     loss = None if own else _original(model)
     name = type(model).__name__
     by_token = loss is _CAUSAL_LOSS or loss in _TOKEN_LOSSES
@@ -34,6 +37,7 @@ def check_loss(model: Any, own: bool, arguments: dict[str, Any]) -> None:
 
 
 def _original(model: Any) -> Any:
+    """Returns a model's loss function, without the wrapper of `sharded_loss`."""
     return getattr(model.loss_function, "original", model.loss_function)
 
 
@@ -50,7 +54,11 @@ def own_labels(shared: SharedCall) -> Tensor:
 
 
 def sharded_loss(original: Callable[..., Tensor], scale: float) -> Callable[..., Tensor]:
-    """Wraps a family's mean over tokens: this rank's sum over the count of the whole batch."""
+    """Wraps a loss that is a mean over tokens, for calls that ranks share.
+
+    It then divides the sum over this rank's tokens by the number of labels in the whole batch, and
+    multiplies by `scale`.
+    """
 
     def loss_function(
         logits: Tensor, labels: Tensor, *rest: Any, num_items_in_batch: Any = None, **more: Any
@@ -70,7 +78,10 @@ def sharded_loss(original: Callable[..., Tensor], scale: float) -> Callable[...,
 
 
 def with_loss(out: Any, shared: SharedCall, scale: float) -> Any:
-    """Adds the loss of a family that takes the mean of cross entropies itself."""
+    """Returns a model's output with this rank's share of the loss, a mean of cross entropies.
+
+    It is for models that compute their loss themselves, and so were called without labels.
+    """
     assert shared.labels is not None
     logits = out.logits if isinstance(out, ModelOutput) else out[0]
     labels = own_labels(shared).flatten().to(logits.device)
