@@ -1,4 +1,4 @@
-"""A checked call of attention: what each verb makes, and each backend runs."""
+"""`Call`: the checked arguments of attention, which public functions build and backends run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]
 class Options:
     """Checked options of a call, which change its scores or weights, by name.
 
-    `in_use` has only those that the call uses: fields of `Problem`, and `slot_bias`.
+    `in_use` has only the options that the call uses: fields of `Problem`, and `slot_bias`.
     """
 
     in_use: Mapping[str, Any]
@@ -30,7 +30,7 @@ class Options:
         return Options({name: x for name, x in {**self.in_use, **changes}.items() if x is not None})
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Options":
-        """Returns options whose tensors are changed."""
+        """Returns options in which each tensor x is replaced by `change(x)`."""
         values = {name: x for name, x in self.in_use.items() if isinstance(x, Tensor)}
         return self.changed(**{name: change(x) for name, x in values.items()})
 
@@ -39,9 +39,9 @@ NO_OPTIONS = Options({})
 
 
 class Call(NamedTuple):
-    """A checked call of attention: its tensors, its pattern, and the numbers that it chose.
+    """A checked call of attention: its tensors, pattern, numbers and options.
 
-    How it runs, which depends on the machine too, is a `Decision` (decision.py).
+    How it runs also depends on the machine; a `Decision` (route/decision.py) says that.
     """
 
     query: Tensor  # [B, Hq, Nq, D]

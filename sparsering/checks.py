@@ -133,7 +133,7 @@ def check_tensor(name: str, x: object, dims: str = "of numbers") -> None:
 
 
 def check_local(name: str, x: Tensor) -> None:
-    """Raises ValueError for subclasses of Tensor that have no rule for the operators."""
+    """Raises ValueError for subclasses of Tensor, such as DTensor, that operators cannot take."""
     for method, way_out in _WRAPPERS.items():
         if type(x) is not Tensor and hasattr(x, method):
             kind = type(x).__name__
@@ -145,7 +145,7 @@ _WRAPPERS = {
     "local_map, on shards of the batch or the heads",
     "get_mask": "pass .get_data(), and the mask of keys as KeyMask(valid)",
 }
-"""Methods that tell subclasses of Tensor, and what to do with these."""
+"""Methods by which `check_local` tells subclasses of Tensor, and what to do instead with each."""
 
 
 def checked_scale(scale: object, query: Tensor) -> float:
@@ -164,7 +164,7 @@ def checked_scale(scale: object, query: Tensor) -> float:
         got = shortened(repr(scale))
         raise ValueError(f"scale must be a number or None, got {got}; wrap it in float()")
     number: Any = scale
-    number = number if type(number) is float else as_float(number)  # float32 of numpy would warn
+    number = number if type(number) is float else as_float(number)  # numpy's float32 would warn
     if not abs(number) <= MOST_SCALE:
         got = shortened(repr(scale))
         raise ValueError(f"scale must be a finite float, got {got}; None means D ** -0.5")
@@ -281,7 +281,7 @@ def refuse_forward_mode(name: str, *values: object) -> None:
 
 
 def reverse_mode_alone(name: str) -> str:
-    """Returns the error of what has no forward-mode and no second derivatives."""
+    """Returns the error text for a function `name` with first, reverse-mode derivatives only."""
     return (
         f"{name} has first derivatives in reverse mode alone, not forward mode (jvp) or second "
         "derivatives; attention has both on the backends cpu, triton, gather and reference"
@@ -289,7 +289,7 @@ def reverse_mode_alone(name: str) -> str:
 
 
 def has_tangent(*values: object) -> bool:
-    """True if a tensor has a forward-mode tangent; a compiler looks for itself."""
+    """True if a tensor has a forward-mode tangent; False while a compiler traces."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
     tensors = (x for x in values if isinstance(x, Tensor))
@@ -309,7 +309,10 @@ def in_memory(x: Tensor) -> Tensor:
 
 
 def needs_operator(*tensors: Tensor) -> bool:
-    """True if autograd records one of the tensors, or if `observed(*tensors)`."""
+    """True if a call must go through a torch operator, because kernels alone are not enough.
+
+    That is so if autograd records a tensor, if a tensor has a tangent, or if `observed(*tensors)`.
+    """
     recorded = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
     moves = forward_ad._current_level >= 0 and has_tangent(*tensors)
     return recorded or moves or observed(*tensors)
@@ -344,6 +347,7 @@ def kind_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Any, ...] | None
 
 
 def _is_plain(x: Tensor) -> bool:
+    """True for a Tensor or Parameter with values in memory as they are, not negated lazily."""
     return type(x) in _PLAIN and not (x.is_meta or x.is_neg() or x._is_zerotensor())
 
 

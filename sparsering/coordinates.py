@@ -1,4 +1,4 @@
-"""A bias by the distance of two tokens in space, computed pair by pair on visited tiles."""
+"""A bias by the distance between two tokens in space, computed for the pairs of visited tiles."""
 
 from typing import Any
 

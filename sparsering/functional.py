@@ -243,7 +243,10 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
 
 
 def _not_invariant(backend: str) -> str:
-    """Returns why the bits of a row may depend on its company (docs/invariance.md); "" if not."""
+    """Returns why the bits of a row may depend on what else a backend computes; "" if they do not.
+
+    docs/invariance.md explains when they do.
+    """
     if BACKENDS[backend].is_invariant:
         return ""
     able = any(x.form_of == backend for x in BACKENDS.values())

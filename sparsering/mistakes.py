@@ -1,6 +1,6 @@
 """Ends a program with one line on stderr for a mistake of its user, without a traceback.
 
-    with one_line_errors("train_packed", install=install("cli")):
+    with one_line_errors("train_packed", install=install("cli")):  # names the missing package
         from tqdm import tqdm
 
     if __name__ == "__main__":
@@ -23,9 +23,11 @@ from .ground.arguments import shortened
 from .ground.progress import showing
 
 USER_ERRORS = (ValueError, OSError, ImportError, NotImplementedError, FloatingPointError)
-TOO_LARGE = (MemoryError, OverflowError, RecursionError)  # and torch's RuntimeError of memory
+TOO_LARGE = (MemoryError, OverflowError, RecursionError)  # torch has a RuntimeError for memory
 LONGEST_LINE = 2000
-SPEAKS_WITHIN_S = 3.0  # torchrun ends all ranks soon after the first fails: rank 0 speaks before
+# Other ranks wait so long before they exit: torchrun ends all ranks soon after the first exit, and
+# rank 0 must have printed the error by then.
+SPEAKS_WITHIN_S = 3.0
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -77,7 +79,8 @@ def exit_code(
     program: str, error: BaseException, *, install: str = "", shown: bool = True
 ) -> int | None:
     """Prints an error in one line, and returns the exit code; None for a fault of the program."""
-    if isinstance(error, BrokenPipeError):  # of `head`, for example; Python flushes again on exit
+    # A reader such as `head` has closed the pipe. Python flushes stdout again on exit, into null.
+    if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13
     code, said = 2, str(error) or type(error).__name__
@@ -97,5 +100,5 @@ def exit_code(
 
 
 def in_one_line(text: str) -> str:
-    """Joins lines, and escapes control characters: names in a message can come from strangers."""
+    """Joins the lines of a message, and escapes control characters (names may be foreign)."""
     return shortened(" ".join(text.split()), LONGEST_LINE)

@@ -92,8 +92,9 @@ def attention_varlen(
 def _lengths(name: str, cumulative: object, tokens: int, items: str) -> tuple[int, ...] | Tensor:
     """Converts cumulative lengths to lengths; raises ValueError if they are malformed.
 
-    While a compiler traces, a tensor of cumulative lengths gives one of lengths, which the operator
-    checks; there -1 stands for a first cumulative length other than 0.
+    While a compiler traces, a tensor of cumulative lengths [documents + 1] gives a tensor of
+    lengths [documents], which the operator checks when it runs. If the first number is not 0, all
+    of them are -1, so that the operator refuses them.
     """
     way_out = "from lengths, compute torch.nn.functional.pad(lengths.cumsum(0), (1, 0))"
     if isinstance(cumulative, Tensor):
@@ -108,7 +109,7 @@ def _lengths(name: str, cumulative: object, tokens: int, items: str) -> tuple[in
                 f"{tuple(cumulative.shape)}; {way_out}"
             )
         if is_traced(cumulative):
-            # the operator refuses -1, the length after a first number other than 0
+            # a first number other than 0 gives lengths -1, which the operator refuses
             return torch.where(cumulative[:1] == 0, cumulative.long().diff(), -1)
     numbers = listed(name, cumulative)
     edges: list[Any] = [*map(index_of, numbers)] if isinstance(numbers, Sequence) else [None]

@@ -143,6 +143,7 @@ def attention_weights(
 
 
 def _stacked(tables: list[Tensor], zeros: Tensor) -> Tensor:
+    """Joins a table for each batch entry and head into the shape of `zeros`; none give `zeros`."""
     return torch.stack(tables).view(zeros.shape) if tables else zeros
 
 

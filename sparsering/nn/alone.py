@@ -1,4 +1,4 @@
-"""Documents of packed or padded rows, gathered by length, so that a layer treats each as alone."""
+"""Groups the documents of packed or padded rows by length, so that a layer computes each alone."""
 
 from typing import Any
 

@@ -112,6 +112,7 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
         self.sharding, self.group = sharding, group
 
     def _set_pattern(self, pattern: Pattern, scale: float | None) -> None:
+        """Sets what torch's module lacks, in a new module and in one that `convert` copies."""
         checks.check_pattern(pattern)
         self.pattern = pattern
         self.scale = None if scale is None else checks.checked_scale(scale, torch.empty(1))
@@ -224,7 +225,11 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
     def _attend(
         self, inputs: Sequence[Tensor], pattern: Pattern, bias: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Projects [B, N, E], attends and projects back; adds `bias` to the scores [B, H, L, S]."""
+        """Projects the inputs [B, N, width], attends, and projects back.
+
+        `bias` is added to the scores; it broadcasts to [B, H, L, S]. Returns the output [B, L, E]
+        and, with `need_weights`, the weights [B, H, L, S + extra keys].
+        """
         q, k, v = self._projected(*inputs)
         scale, dropout = self._scale_and_dropout
         weights = None
@@ -284,7 +289,8 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
     ) -> tuple[Tensor, Tensor]:
         """Returns dense attention [B, H, Nq, D] and its weights [B, H, Nq, Nk] after dropout.
 
-        Extra keys come last; the bias, [B, H, Nq, Nk - extra keys], has none for them.
+        All queries see the last `extra_keys` of the Nk keys. The pattern and the bias, which
+        broadcasts to [B, H, Nq, Nk - extra_keys], are about the keys before them.
         """
         query, key, value = inputs
         scale, dropout = self._scale_and_dropout
@@ -332,15 +338,15 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
     def _masked(
         self, pattern: Pattern, sizes: Sequence[int], padding: Tensor | None, mask: Tensor | None
     ) -> tuple[Pattern, Tensor | None]:
-        """Makes masks that only hide pairs part of the pattern; sums the others.
+        """Turns masks into a pattern, if they only hide pairs, or else into a bias of the scores.
 
         Args:
             sizes: batch, queries, keys.
             padding: [B, keys], bool or float.
             mask: [queries, keys] or [B * heads, queries, keys], bool or float.
 
-        Returns: the pattern, and a bias or None. A float mask of 0 and -inf only hides pairs,
-            unless it is learned.
+        Returns: the pattern within the masks, and the sum of the other masks or None. A float mask
+            of 0 and -inf only hides pairs, unless it is learned.
         """
         (batch, length, keys), heads = sizes, self.num_heads
         biases: list[Tensor] = []
@@ -400,6 +406,7 @@ def convert(module: nn.Module, pattern: Pattern) -> list[str]:
 
 
 def _converted(module: nn.MultiheadAttention, pattern: Pattern) -> MultiheadAttention:
+    """Returns a module of this class that shares the parameters and hooks of torch's module."""
     converted = MultiheadAttention.__new__(MultiheadAttention)
     for name, x in vars(module).items():
         vars(converted)[name] = copy.copy(x) if isinstance(x, dict | set) else x
@@ -427,6 +434,7 @@ def _each(change: Callable[[Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:
 
 
 def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
+    """Raises ValueError unless a mask is bool or floating point, and has one of the shapes."""
     checks.check_tensor(name, mask, "of bools, or floats that are added to scores")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(

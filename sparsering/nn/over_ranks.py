@@ -1,4 +1,4 @@
-"""Calls of modules that the ranks of a process group compute together, each for its own tokens."""
+"""Lets the ranks of a group compute calls of an attention module, each rank for its own tokens."""
 
 import contextlib
 from typing import Any
@@ -44,7 +44,11 @@ class OverRanks:
         return vars(self) | ({} if self._group is None else {"_group": False})
 
     def _ranks(self, like: object, **refused: bool) -> "CallRanks | None":
-        """Returns the ranks of a call if there are several; refuses options in use by name."""
+        """Returns the ranks that share a call, or None for one process.
+
+        `refused` says for each option that ranks cannot share whether the call uses it; with a
+        group, an option in use raises NotImplementedError.
+        """
         if (group := self.group) is not None and any(refused.values()):
             raise refusal(", ".join(name for name, is_used in refused.items() if is_used))
         return None if group is None or group.size() == 1 else CallRanks(group, self.sharding, like)
@@ -57,7 +61,11 @@ def refusal(what: str) -> NotImplementedError:
 
 
 class CallRanks(contextlib.AbstractContextManager["CallRanks"]):
-    """The ranks of a call; used as a context, it tells the others if this rank raises early."""
+    """The ranks that share a call of a module.
+
+    As a context it tells the other ranks if this rank raises before they agree on the call, so that
+    they do not wait for it.
+    """
 
     def __init__(self, group: dist.ProcessGroup, sharding: str, like: object) -> None:
         self.sharding, self.has_agreed = sharding, False
@@ -72,9 +80,11 @@ class CallRanks(contextlib.AbstractContextManager["CallRanks"]):
     def attend(
         self, *inputs: Tensor, pattern: Pattern, valid: Tensor | None, **options: Any
     ) -> Tensor:
-        """Computes the rank's rows of attention; `valid`: bool [B, m] for the rank's own keys.
+        """Computes attention [B, H, n, Dv] for this rank's n queries, over the keys of all ranks.
 
-        If numbers of queries and keys differ, the fewer move to the owners of equal positions.
+        `valid` is bool [B, m] for the rank's own m keys, False for hidden ones. If there are fewer
+        queries than keys, or fewer keys, these move to the ranks that own equal positions of the
+        others, because ring attention shards both alike.
         """
         query, key, value = inputs
         place: Any = {"group": self.exchange.group, "sharding": self.sharding}
@@ -105,7 +115,10 @@ class CallRanks(contextlib.AbstractContextManager["CallRanks"]):
 
     @torch.compiler.disable
     def attend_to_all_keys(self, *inputs: Tensor, step: int, options: str, attend: Any) -> Any:
-        """Joins results of attend(queries, all keys, all values, start) for ranges of own queries.
+        """Gathers all keys and values, and attends from each range of this rank's queries.
+
+        It calls `attend(queries, all keys, all values, start)` for each range that begins at
+        position `start`, and joins each of the results [B, H, n, D] over the ranges.
 
         Raises ValueError on all ranks if a range does not begin at a multiple of `step`.
         """
@@ -131,7 +144,11 @@ class CallRanks(contextlib.AbstractContextManager["CallRanks"]):
 
 
 class _Moved(torch.autograd.Function):
-    """Moves rows of [B, H, n, D] from their owners to other owners; rows without an owner are 0."""
+    """Moves rows of x [B, H, n, D] from the ranks that own their positions to new owners.
+
+    `options` are the exchange, and the ranges that each rank owns before (source) and after
+    (target). A position that only a target has gets a row of 0. Gradients move back.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *options: Any) -> Tensor:

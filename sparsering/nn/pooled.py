@@ -1,4 +1,4 @@
-"""Pools keys and values by learned weights; scores blocks by the attention to pooled keys."""
+"""Pools keys and values by learned weights, and scores blocks by the attention to pooled keys."""
 
 import torch
 from torch import Tensor

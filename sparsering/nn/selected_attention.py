@@ -342,7 +342,10 @@ class SelectedAttention(OverRanks, nn.Module):
     def _branches(
         self, query: Tensor, key: Tensor, value: Tensor, start: int, return_loss: bool = False
     ) -> list[Any]:
-        """Computes outputs of the branches, and last the loss; `start`: the first query's place."""
+        """Computes the output [B, H, n, D] of each branch, and the loss (or None) as last item.
+
+        Keys and values are of the whole sequence; `start` is the position of the first query.
+        """
         if self.is_dense(key.shape[2]):
             dense = Causal() if self.causal else Full()
             out, loss = attention(query, key, value, dense, q_start=start), None
@@ -369,10 +372,10 @@ class SelectedAttention(OverRanks, nn.Module):
     def _of_documents(
         self, parts: list[Tensor], query: Tensor, key: Tensor, value: Tensor, return_loss: bool
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Computes the branches of each document alone; tokens in none have 0.
+        """Computes the branches for each document alone; tokens in no document get 0.
 
         Args:
-            parts: int64 [documents, n] for each length n, places of tokens in [B * N].
+            parts: for each length n, int64 [documents, n]: indices of their tokens in [B * N].
             query, key, value: [B, H, N, D].
 
         Returns: outputs [B, H, N, D] of the branches, and the mean loss of all rows.
@@ -397,7 +400,10 @@ class SelectedAttention(OverRanks, nn.Module):
         return back, sum(losses, query.new_zeros(())) / max(1, rows)
 
     def _of_windows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends from means of queries [B, H, N, D] to pooled keys; returns [B, H, N, D]."""
+        """Attends from pooled queries to pooled keys, and gives each token its window's output.
+
+        query is [B, H, N, D], key and value are pooled: [B, Hkv, windows, D]. Returns [B, H, N, D].
+        """
         assert self.pooled is not None
         size, stride = self.pooled
         pattern = Causal() if self.causal else Full()
@@ -443,6 +449,7 @@ class SelectedAttention(OverRanks, nn.Module):
     def _attend_selected(
         self, query: Tensor, key: Tensor, value: Tensor, start: int, with_loss: bool
     ) -> tuple[Tensor, Tensor | None]:
+        """Attends to chosen blocks: [B, H, n, D], and the scorer's loss if it is wanted."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and with_loss):
             scores = self.scores(query, key, start)
         indices = self._select(scores, start)

@@ -66,8 +66,8 @@ class Block(nn.Module):
     ) -> Tensor:
         """Returns the new residual stream of x [B, N, width], of the same shape.
 
-        cos and sin are [N, D / 2] or [B, 1, N, D / 2], D the head dim. `shares[0, b]` scales the
-        attention's output and `shares[1, b]` the MLP's, for batch entry b; None: not scaled.
+        cos and sin are [N, D / 2] or [B, 1, N, D / 2], where D is the head dim. For batch entry b,
+        `shares[0, b]` scales the attention's output and `shares[1, b]` the MLP's, if given.
         """
         B, N, width = x.shape
         heads = self.num_heads, width // self.num_heads

@@ -1,7 +1,7 @@
 """Zero keys of torchscale's dilated attention, which weights that were trained there expect.
 
 torchscale fills the last segment of each branch with zeros. Each of them is a key of logit 0 and
-value 0, so a row that sees z of them has one sink of logit log z.
+value 0. So z zero keys have the effect of one sink with logit log z.
 """
 
 import torch
@@ -16,7 +16,7 @@ ZERO_PADDINGS = ("exact", "torchscale")
 
 
 def checked_padding(zero_padding: str) -> str:
-    """Returns the argument; ValueError if it is none of `ZERO_PADDINGS`."""
+    """Returns the argument; raises ValueError unless it is one of `ZERO_PADDINGS`."""
     if zero_padding not in ZERO_PADDINGS:
         raise ValueError(
             f'zero_padding must be "exact" or "torchscale", got {shortened(repr(zero_padding))}; '
@@ -28,8 +28,8 @@ def checked_padding(zero_padding: str) -> str:
 def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Tensor | None:
     """Returns a sink [1, H, N], the log of each query's number of zero keys; None if all are 0.
 
-    torchscale pads the last segment to full length, and each to a multiple of the rate. A query
-    sees the zero keys (logit 0, value 0) of its segment that have its index modulo the rate.
+    torchscale pads the last segment to full length, and each segment to a multiple of the rate. A
+    query sees those zero keys of its segment whose index has the same remainder modulo the rate.
     """
     count = torch.zeros(1, num_heads, length, dtype=sum_dtype(like), device=like.device)
     has_zeros = False
@@ -54,7 +54,10 @@ def _last_segment(branch: Pattern, length: int) -> tuple[int, int, int]:
 def check_reproducible(
     pattern: Pattern, first: int, length: int, is_causal: bool, key_padding_mask: Tensor | None
 ) -> None:
-    """Raises ValueError if torchscale's results are wrong, or would change with later tokens."""
+    """Raises ValueError if torchscale's results are wrong, or would change with later tokens.
+
+    `first` is the number of earlier tokens in an incremental step; `length` counts these too.
+    """
     way_out = 'or zero_padding="exact"'
     for branch in pattern.branches if length else ():
         segment, start, rate = _last_segment(branch, length)

@@ -29,15 +29,15 @@ from .fit import numbers_in
 from .sizes import show_bytes, show_seconds
 
 _ROUNDS = 5
-_ROWS = 64  # queries whose outputs are compared where all are too many
-_ALL_ROWS = 1 << 24  # pairs up to which all outputs are compared
-_BACKWARD = 3.5  # at most so many times as long is a dense call with backward
+_ROWS = 64  # number of queries whose outputs are compared, if comparing all takes too long
+_ALL_ROWS = 1 << 24  # all outputs are compared up to this number of pairs
+_BACKWARD = 3.5  # a dense call with backward takes at most this many times a forward call
 
 Calls = Mapping[str, Callable[[], object]]
 
 
 class Cost(NamedTuple):
-    """Median time of a call, and the most memory that it adds (0 where the system is silent)."""
+    """Median time of a call, and the most memory that it adds (0 if the system does not say)."""
 
     seconds: float
     bytes: int
@@ -139,7 +139,10 @@ def compare(
 
 
 def error_of(out: Tensor, query: Tensor, key: Tensor, value: Tensor, pattern: Pattern) -> float:
-    """Returns the largest difference of `out` from float64 softmax, relative to its largest."""
+    """Returns the largest difference of `out` from a float64 softmax, over the largest output.
+
+    If there are many pairs, only some queries are compared.
+    """
     q_len, kv_len = query.shape[2], key.shape[2]
     if not out.numel():
         return 0.0
@@ -169,10 +172,9 @@ def hides_later_keys(pattern: Pattern, length: int, heads: int) -> bool:
 
 
 def measured(title: str, calls: Calls, device: torch.device, seconds: float) -> dict[str, Cost]:
-    """Measures calls: memory in a first round, times in up to five more, in turns.
+    """Measures calls: memory in a first round, then times in one to five rounds, in turns.
 
-    `title`: of the progress that is shown. `seconds`: about the most time for the later rounds, of
-    which there is at least one.
+    The rounds end once they have taken about `seconds`. `title` names the progress that is shown.
     """
     peaks: dict[str, int] = {}
     with progress(title, len(calls) * (1 + _ROUNDS), "call") as work:
@@ -209,7 +211,7 @@ def peak_of(call: Callable[[], object], device: torch.device) -> int:
 
 
 def beside(name: str, ours: Cost, theirs: Cost | None, peer: str) -> str:
-    """Returns a line: time and memory of ours, and of a peer."""
+    """Returns a line of text that compares time and memory of `ours` with those of a peer."""
     if theirs is None:
         memory = f"; memory {show_bytes(ours.bytes)}" if ours.bytes else ""
         own = f"{name:<9} {show_seconds(ours.seconds)}{memory}"
@@ -223,15 +225,18 @@ def beside(name: str, ours: Cost, theirs: Cost | None, peer: str) -> str:
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
+    """Computes attention over all pairs, or all causal ones, by torch."""
     grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
 
 
 def _forward(call: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Runs a call without gradients, to be measured."""
     with torch.no_grad():
         call(*inputs)
 
 
 def _training(call: Callable[..., Tensor], *inputs: Tensor) -> None:
+    """Runs a call and its backward pass, to be measured."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     call(*leaves).sum().backward()

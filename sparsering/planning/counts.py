@@ -40,9 +40,9 @@ _RUN = 64  # neighbouring key tiles that are tested as one
 class PassCounts(NamedTuple):
     """Counts of one `Pass` of a layout; floats are means over query heads and batch entries.
 
-    The CPU kernel cuts tiles with far more visited blocks than others into pieces, where a segment
-    (`Pass.segments`) of queries ends, or a group of segments of keys. The counts of pieces are 0
-    without `counts_of(..., cut=True)`.
+    The CPU kernel cuts a tile that has far more visited blocks than others into pieces of work. A
+    piece ends where a segment (`Pass.segments`) of queries ends, or a group of segments of keys.
+    The counts of pieces are 0 without `counts_of(..., cut=True)`.
     """
 
     step: int  # distance of neighbouring positions in a tile, in tokens
@@ -76,7 +76,7 @@ class Counts:
     passes: tuple[PassCounts, ...]
     layout_bytes: int  # bytes of tables and bitmaps, without the transposes for backward
     bitmap_bytes: int  # bytes of bitmaps alone, which kernels also store transposed
-    listed_pairs: float = 0.0  # those of `pairs` that lists of keys have, and no block
+    listed_pairs: float = 0.0  # those of `pairs` that are in lists of keys, not in blocks
     list_bytes: int = 0  # bytes of lists of keys, which each call makes
     known: str = "arithmetic"  # or "extrapolated from some query tiles"
 
@@ -162,29 +162,35 @@ def counted(layout: BlockLayout, *, cut: bool = False) -> Counts:
 def _tally(
     row: Tensor, first: Tensor, end: Tensor, queries: Tensor, before: Tensor
 ) -> tuple[int, ...]:
-    """Counts the fields `entries` to `rows` of `PassCounts` from visited runs of adjacent tiles.
+    """Counts the fields `entries`, `cells` and `rows` of `PassCounts` from visited runs.
 
-    A run: its query tile `row`, its key tiles `first` to `end`. `queries`: tokens of each query
-    tile. `before`: result of `_tokens_before` for the key tiles.
+    In run i, query tile row[i] visits the key tiles from first[i] to end[i] - 1. `queries` has the
+    tokens of each query tile, and `before` is `_tokens_before` of the key tiles.
     """
     cells = (round_up(queries, 16)[row] * (before[end] - before[first])).sum()
     return tuple(int(x) for x in ((end - first).sum(), cells, queries[row.unique()].sum()))
 
 
 def _tokens_before(keys: Tensor) -> Tensor:
-    """Sums the tokens, rounded up to 16 per tile, before each key tile, and of all tiles last."""
+    """Returns the tokens before each key tile, and last the sum; each tile is rounded up to 16.
+
+    `keys` [tiles] has the tokens of each key tile.
+    """
     return torch.nn.functional.pad(round_up(keys, 16).cumsum(0), (1, 0))
 
 
 def _longest(queries: Tensor, keys: Tensor) -> tuple[int, int]:
+    """Returns the tokens of the longest query tile and of the longest key tile."""
     return int(queries.max()) if queries.numel() else 0, int(keys.max()) if keys.numel() else 0
 
 
 def _ragged(keys: Tensor) -> float:
+    """Counts key tiles whose length 16 does not divide: the mean over heads of keys [.., tiles]."""
     return float((keys % 16 > 0).double().sum(-1).mean())
 
 
 def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassCounts:
+    """Counts the work of one pass exactly, from its tables; with `cut` also the pieces."""
     queries = tile_counts(p.query_start, p.query_stop, p.step, layout.block_size)
     keys = tile_counts(p.key_start, p.key_stop, p.step, layout.block_size)
     (batches, tables), axes = p.row_ptr.shape[:2], len(queries)
@@ -234,13 +240,18 @@ def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassCounts:
 
 
 def _runs_of(tile: Tensor, segment: Tensor, tiles: int) -> Tensor:
-    """Counts runs of equal segments among the entries of each tile; `tile` is ascending."""
+    """Counts in how many runs the entries of each tile fall if they are cut where segments change.
+
+    tile [entries] is ascending, segment [entries] belongs to it. Returns [tiles].
+    """
     first = torch.ones_like(tile, dtype=torch.bool)
     first[1:] = (tile[1:] != tile[:-1]) | (segment[1:] != segment[:-1])
     return torch.bincount(tile[first], minlength=tiles)
 
 
 class _Tiles(NamedTuple):
+    """The tiles of one head in a pass, which `_sampled` builds once."""
+
     queries: Axis
     keys: Axis
     runs: Axis  # each run joins `_RUN` neighbouring key tiles
@@ -255,7 +266,10 @@ _Cached = dict[tuple[int, int], _Tiles]
 def _sampled(
     pattern: Pattern, frame: Frame, block_size: int, num_tiles: int, num_heads: int, cached: _Cached
 ) -> Counts:
-    """Estimates the work from about `num_tiles` query tiles of up to `num_heads` heads."""
+    """Estimates the work from about `num_tiles` query tiles of up to `num_heads` heads.
+
+    `cached` keeps the tiles for another call with the same pattern, frame and block size.
+    """
     passes: list[PassCounts] = []
     pairs = 0.0
     ground = ground_of(pattern, frame, block_size, None, None)
@@ -320,7 +334,10 @@ def _sampled(
 def _runs(
     ground: Ground, mask: Mask, queries: Axis, tiles: _Tiles
 ) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-    """Finds visited runs (`row`, `first`, `end` of `_tally`); counts their pairs."""
+    """Finds the runs of key tiles that some query tiles visit, and counts the pairs in them.
+
+    Returns: (`row`, `first`, `end`) as for `_tally`, and the number of pairs.
+    """
     rule, origin = condition(mask, ground.frame, ground.in_document), ground.origin(queries)
     keys, runs = tiles.keys, tiles.runs
     candidates = rule.candidates(queries, keys, origin)
@@ -341,7 +358,10 @@ def _runs(
 
 
 def _draws(count: int, most: int) -> Iterator[tuple[Tensor, float]]:
-    """Samples from `count` tiles; yields (indices, how many tiles each stands for)."""
+    """Samples about `most` of `count` tiles; yields (indices, number of tiles each stands for).
+
+    The tiles at both ends are always counted, and stand for themselves.
+    """
     if count <= most + 2 * _EDGE:
         yield torch.arange(count), 1.0
         return

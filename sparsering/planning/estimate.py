@@ -228,11 +228,12 @@ class _Plan(NamedTuple):
 
 
 def memory_of_call(scenario: Scenario) -> Memory:
-    """Returns the bytes of a call, as `estimate` has them; times nothing."""
+    """Returns the bytes of a call, as `estimate` predicts them, without measuring anything."""
     return _plan(scenario).memory
 
 
 def _plan(scenario: Scenario) -> _Plan:
+    """Computes what `estimate` needs to know of a call without measuring anything."""
     frame = scenario._frame
     backend, block_size = _backend_and_block_size(scenario, frame)
     counts = counts_of(
@@ -300,7 +301,7 @@ def estimate_of(scenario: Scenario) -> Estimate:
 
 
 def _backend_and_block_size(scenario: Scenario, frame: Frame) -> tuple[str, int]:
-    """Returns the backend and block size of the call; ValueError if its costs are not known."""
+    """Returns the call's backend and block size; raises ValueError if its costs are not known."""
     pattern, machine, size = scenario.pattern, scenario.machine, scenario.block_size
     shape = scenario.batch_size, scenario.num_heads, scenario.tokens, scenario.head_dim
     query = torch.empty(1, dtype=scenario.dtype).expand(shape)

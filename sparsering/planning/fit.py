@@ -169,6 +169,7 @@ def longest_sequence(
 
 
 def _shortage(scenario: Scenario, limit: int, share: float) -> str:
+    """Returns text for an error: how much memory a call needs, and how much there is."""
     peak = memory_of_call(scenario).peak
     return f"{show_bytes(peak)}, got {show_bytes(limit)}, of which {share:.0%} may be used"
 
@@ -176,7 +177,8 @@ def _shortage(scenario: Scenario, limit: int, share: float) -> str:
 def most_that_fit(scenario_of: Callable[[int], Scenario], room: int, start: int) -> int:
     """Finds the largest n whose scenario fits in `room` bytes; returns 0 if 1 does not.
 
-    The tensors of `scenario_of(n)` must grow in proportion to n. The search begins at `start`.
+    `scenario_of(n)` is a call whose tensors grow in proportion to n, such as one of n batch entries
+    or n tokens. The search begins at `start`.
     """
 
     @cache
@@ -236,7 +238,10 @@ def about_largest(peak: Callable[[int], float], limit: float, start: int, most: 
 
 
 def _crossing(peaks: dict[int, float], limit: float) -> int:
-    """Returns where a parabola (else a line) through the points nearest to the limit crosses it."""
+    """Returns the n at which the peaks, continued as a parabola, reach the limit.
+
+    The parabola goes through the three known peaks nearest to the limit; two give a line.
+    """
     *others, b = sorted(sorted(peaks, key=lambda n: abs(peaks[n] - limit))[:3])
     room = limit - peaks[b]
     slopes = [(peaks[b] - peaks[a]) / (b - a) for a in others]
@@ -249,7 +254,7 @@ def _crossing(peaks: dict[int, float], limit: float) -> int:
 
 
 def usable(memory: int, share: float = SHARE) -> int:
-    """Returns the bytes of a memory that a call may use."""
+    """Returns how many bytes of a memory a call may use."""
     if not (share := checked_number("share", share, 0, 1)):
         raise ValueError("share must be above 0, got 0; 0.8 leaves a fifth of the memory free")
     return int(share * memory)
@@ -258,7 +263,10 @@ def usable(memory: int, share: float = SHARE) -> int:
 def memory_of(
     machine: Machine | str | None, memory: int | str | None, backend: str | None = None
 ) -> int:
-    """Returns `memory` in bytes, default what is free or a machine has; ValueError if unknown."""
+    """Returns `memory` in bytes; by default what is free here, or all that a named machine has.
+
+    Raises: ValueError if the memory of a named machine is not known.
+    """
     device = machine_of(machine)
     total = isinstance(memory, str) and memory == "total"
     if memory is not None and not total:
@@ -275,13 +283,16 @@ def memory_of(
 
 
 def gpu_memory(free: bool) -> int:
-    """Returns the bytes of the current GPU, or those that are free, in torch's own cache too."""
+    """Returns the bytes of the current GPU, or the free ones, with torch's unused cache."""
     left, total = torch.cuda.mem_get_info()
     return left + (torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) if free else total
 
 
 def memory_here(free: bool, system: Path = Path("/")) -> int:
-    """Returns the bytes of this machine or its container, or the free ones with caches of files."""
+    """Returns the bytes of this machine or its container, or those that are free.
+
+    Memory that caches files counts as free. `system` is the root of the files that are read.
+    """
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, KeyError):  # not Linux
         size = 1024 * numbers_in(system / "proc/meminfo")["MemAvailable:" if free else "MemTotal:"]
@@ -297,7 +308,11 @@ def memory_here(free: bool, system: Path = Path("/")) -> int:
 
 
 def _control_groups(system: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Yields folders of this process's control groups and their parents, with names of files."""
+    """Yields (folder, limit, used, files) of this process's control groups and of their parents.
+
+    The last three name, for version 1 or 2 of control groups, the files with the limit and the
+    used bytes, and the field of memory.stat that counts cached files.
+    """
     own = ["0::/", "0:memory:/"]  # the root of what a container sees
     with suppress(OSError):
         own += (system / "proc/self/cgroup").read_text().splitlines()
@@ -316,6 +331,6 @@ def _control_groups(system: Path) -> Iterator[tuple[Path, str, str, str]]:
 
 
 def numbers_in(file: Path) -> dict[str, int]:
-    """Reads lines of a name and a number."""
+    """Reads the lines of a file that have a name and a number, by name."""
     rows = (line.split() for line in file.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}

@@ -41,6 +41,7 @@ class Machine:
 
 
 def _machine(row: dict[str, Any]) -> Machine:
+    """Converts a row of `machines.json`, in GB and TFLOP/s, to a `Machine`."""
     memory, link = (row[name] for name in ("memory_gb", "link_gb_s"))
     peaks = {dtype: peak * 1e12 for dtype, peak in row["tflops"].items()}
     figures = memory and memory * 10**9, row["bandwidth_gb_s"] * 1e9, peaks, link and link * 1e9
@@ -51,10 +52,11 @@ _ROWS = json.loads(Path(__file__).with_name("machines.json").read_text())
 MACHINES: dict[str, Machine] = {row["name"]: _machine(row) for row in _ROWS}
 
 OTHER_NAMES = {"gpu": "its name goes into machine=; write machine='H100' or another name"}
-"""What to write in planning functions in place of a name that their commands have."""
+"""Hints for planning functions if they are called with the name of a command's option."""
 
 
 def _plain(name: str) -> str:
+    """Returns a name in lower case, without spaces and dashes, for comparison."""
     return "".join(character for character in name.lower() if character not in " -_")
 
 
@@ -63,14 +65,14 @@ _BY_PLAIN_NAME |= {row["also"]: MACHINES[row["name"]] for row in _ROWS if "also"
 
 
 def machine_of(machine: Machine | str | None) -> Machine | None:
-    """Returns the machine of a name; a `Machine`, or None for this machine, is returned as is."""
+    """Returns the machine of this name; a `Machine`, or None for this one, is returned as it is."""
     return machine if machine is None or isinstance(machine, Machine) else named(machine)
 
 
 def described(
     machine: Machine | None, tflops: float | None, bandwidth: float | None, memory: object
 ) -> Machine:
-    """Returns a GPU of these TFLOP/s (of any dtype), GB/s and memory, in place of a named one.
+    """Returns a GPU with these figures: TFLOP/s in every dtype, GB/s and memory.
 
     Raises: ValueError unless no machine is named, and all three are given and above 0.
     """

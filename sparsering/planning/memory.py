@@ -47,7 +47,7 @@ class Tensors(NamedTuple):
     lse: int
 
     def memory(self, forward: int, layout: int, later: int | None = None) -> Memory:
-        """Builds a `Memory` from the workspace of the forward pass, and of backward (`later`)."""
+        """Builds a `Memory` from the workspaces of forward and of backward (`later`), if any."""
         if later is None:
             return Memory(
                 inputs=self.inputs,
@@ -94,6 +94,7 @@ def cpu_memory(counts: Counts, call: CallSizes, backward: bool) -> Memory:
 
 
 def _cpu_workspace(counts: Counts, call: CallSizes, backward: bool) -> int:
+    """Asks the compiled CPU library how large the workspace of a pass over these counts is."""
     frame = counts.frame
     query, key = (
         torch.empty(call.batch_size, heads, length, call.head_dim, dtype=call.dtype, device="meta")
@@ -113,7 +114,7 @@ def _cpu_workspace(counts: Counts, call: CallSizes, backward: bool) -> int:
 
 
 def gather_memory(counts: Counts, call: CallSizes, backward: bool) -> Memory:
-    """Predicts the bytes of a call of "gather" that uses its workspace up to the limit."""
+    """Predicts the bytes of a call of "gather", as if it used all of its allowed workspace."""
     sizes = tensors_of(counts.frame, call)
     limit = set_workspace(1)  # returns the previous limit, which the next line restores
     set_workspace(limit)

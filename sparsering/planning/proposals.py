@@ -43,6 +43,8 @@ _QUALITY = {
 
 
 class _Candidate(NamedTuple):
+    """A pattern that may be proposed; `reach` and `layers` are those of `Proposal`."""
+
     kind: str
     estimate: Estimate
     reach: int
@@ -167,12 +169,15 @@ def _proposals(
     causal: bool,
     work: Progress,
 ) -> list[Proposal]:
-    """Estimates each (kind, text of a pattern), and puts the recommended one first."""
+    """Estimates each candidate (kind, text of a pattern), and puts the recommended one first.
+
+    `texts` begins with dense attention, whose rate gives the default limit of `seconds`.
+    """
     found: list[_Candidate] = []
     for kind, text in texts:
         estimate = estimate_of(replace(dense, pattern=parse(text)))
         work.advance(note=kind)
-        # now, since the layout of the estimate is still in the cache, and later perhaps not
+        # counted here, because the estimate's layout is still in the cache
         seen = keys_seen(estimate.pattern, estimate._frame)
         layers = _layers(kind, estimate, seen, causal)
         found.append(_Candidate(kind, estimate, reach=int(seen.sum()), layers=layers))
@@ -231,9 +236,9 @@ def candidates(tokens: int, causal: bool) -> Iterator[tuple[str, str]]:
 
 
 def _recommended(found: list[_Candidate], seconds: float, limit: float) -> tuple[_Candidate, str]:
-    """Returns the recommended one of `found`, which is sorted from dense to sparse, and why.
+    """Returns the recommended candidate, and a sentence that says why it is recommended.
 
-    `found` has the candidates that a model may be trained with, without random blocks.
+    `found` has the candidates to train a model with (no random blocks), from dense to sparse.
     """
     times = f"within {show_seconds(seconds)} and {show_bytes(limit)}"
     small = [one for one in found if one.estimate.peak_bytes.value <= limit]
@@ -263,7 +268,10 @@ def _recommended(found: list[_Candidate], seconds: float, limit: float) -> tuple
 
 
 def _place(late: bool, large: bool, passed_over: str | None) -> str:
-    """Says why a pattern is not recommended; `passed_over`: why not although it fits, if so."""
+    """Says why a pattern is not recommended: it takes too long, is too large, or another reason.
+
+    `passed_over` is the reason for a pattern that is within the limits, or None.
+    """
     over = " and ".join(name for name, short in (("time", late), ("memory", large)) if short)
     if over:
         return f"over the limit of {over}"
@@ -273,7 +281,10 @@ def _place(late: bool, large: bool, passed_over: str | None) -> str:
 
 
 def _layers(kind: str, estimate: Estimate, seen: Tensor, causal: bool) -> int | None:
-    """Returns `layers_to_see_all`; of a causal window by arithmetic, since it takes many layers."""
+    """Returns the layers after which the last query depends on every token; None if never.
+
+    For a causal window they are computed by arithmetic, because counting goes layer by layer.
+    """
     if seen.all():
         return 1
     if kind == "window" and causal:

@@ -12,8 +12,8 @@ from ..layouts.cache import layout_cache
 from ..layouts.layout import BlockLayout, slots_of
 from ..patterns.algebra import Frame, Pattern
 
-_MOST_BLOCKS = 1 << 21  # in one layout; a larger one is laid out in parts, each when it is needed
-_MOST_PARTS = 4  # that stay for the next layer, some 30 MB each
+_MOST_BLOCKS = 1 << 21  # of one layout; a pattern with more is laid out for some rows at a time
+_MOST_PARTS = 4  # number of such layouts, of some 30 MB each, that are kept for the next layer
 
 
 @one_thread()
@@ -34,7 +34,7 @@ def layers_to_see_all(
 
     Args:
         frame: of equally many queries and keys; q_start is 0.
-        fresh: result of `keys_seen`.
+        fresh: bool [tokens], the keys that the last query sees, from `keys_seen`.
         blocks: about how many blocks of `block_size` tokens the pattern visits.
     """
     tokens = frame.q_len
@@ -58,6 +58,7 @@ def layers_to_see_all(
 
 
 def _rows_of(pattern: Pattern, frame: Frame, size: int, start: int, rows: int) -> BlockLayout:
+    """Builds the layout of the queries from `start` to `start + rows` - 1."""
     frame = frame._replace(q_len=rows, q_start=start)
     return layout_cache.layout(pattern, frame, size, torch.device("cpu"))
 

@@ -160,7 +160,7 @@ def _time(estimate: Estimate, of_rank: str) -> str:
 
 
 def _short_tiles(scenario: Scenario, estimate: Estimate) -> list[str]:
-    """Returns a row if a dilated branch has tiles that are mostly padding: what that costs."""
+    """Returns a row that warns of tiles that are mostly padding, if a dilated branch has such."""
     counts = counts_of(
         scenario.pattern,
         scenario._frame,
@@ -181,6 +181,7 @@ def _short_tiles(scenario: Scenario, estimate: Estimate) -> list[str]:
 
 
 def _capacity(scenario: Scenario, limit: int | None) -> str:
+    """Returns the largest batch and the longest sequence that fit in `limit` bytes, as text."""
     if limit is None:
         return "with --memory: the largest batch and the longest sequence"
     try:
@@ -203,6 +204,7 @@ def _capacity(scenario: Scenario, limit: int | None) -> str:
 
 
 def _rank_rows(scenario: Scenario, estimate: Estimate) -> list[str]:
+    """Returns rows that compare one device and each sharding; none without several ranks."""
     if scenario.ranks == 1:
         return []
     alone = estimate_of(replace(scenario, ranks=1))

@@ -2,9 +2,9 @@
 
     seconds = a + b x pairs in visited blocks x head dim + c x elements of queries and keys
 
-A tiny call gives a, causal attention and a narrow window then b and c: for each backend, dtype,
-head dim and number of threads, when a process first asks. Building a layout does not count. Keys
-that queries list one by one have rates of their own, from two more calls.
+A tiny call gives a. Causal attention and a narrow window then give b and c. They are measured when
+a process first asks for a backend, dtype, head dim and number of threads. Building a layout does
+not count. Keys that queries list one by one have rates of their own, from two more calls.
 """
 
 from functools import cache, partial
@@ -29,12 +29,14 @@ _PROBES: tuple[tuple[Pattern, int], ...] = (
     (SlidingWindow(64), 8192),
 )
 _HEADS = 4
-_LISTED = (2048, 8), (1024, 128)  # (tokens, keys of each) of the calls that give rates of lists
+_LISTED = (2048, 8), (1024, 128)  # (tokens, keys per query) of the calls that give rates of lists
 _BLOCK_SIZE = 64
-_ROUNDS = 3  # the fastest of them counts: other work of the machine only adds
+_ROUNDS = 3  # only the fastest round counts, because other work on the machine only adds time
 
 
 class _Rates(NamedTuple):
+    """The measured rates a, b and c of a backend on this machine."""
+
     call: float  # seconds of any call
     pair: float  # seconds of a channel of a pair in a visited block
     row: float  # seconds of a channel of a query, or of a key that is copied
@@ -55,7 +57,10 @@ def seconds_of(backend: str, counts: Counts, call: CallSizes, backward: bool) ->
 
 
 def _amounts(counts: Counts, call: CallSizes, backward: bool) -> tuple[float, float]:
-    """Returns channels of pairs in visited blocks, and of queries and keys."""
+    """Returns the amounts that rates b and c multiply, both times the head dim.
+
+    They are the pairs in visited blocks, and the queries and copied keys.
+    """
     heads, kv_heads = (
         call.batch_size * n for n in (counts.frame.num_heads, counts.frame.num_kv_heads)
     )
@@ -72,6 +77,7 @@ def _amounts(counts: Counts, call: CallSizes, backward: bool) -> tuple[float, fl
 @cache
 @torch.inference_mode(False)
 def _rates(backend: str, dtype: torch.dtype, head_dim: int, backward: bool, threads: int) -> _Rates:
+    """Measures the rates by the calls of `_PROBES`; `threads` only tells cached results apart."""
     device = torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
     seconds, amounts = [], []
     for pattern, tokens in _PROBES:
@@ -96,7 +102,7 @@ def _rates(backend: str, dtype: torch.dtype, head_dim: int, backward: bool, thre
 def _rates_of_lists(
     backend: str, dtype: torch.dtype, head_dim: int, backward: bool, threads: int
 ) -> tuple[float, float]:
-    """Returns the seconds of a channel of a listed pair, and of a query: its list and its rows."""
+    """Measures seconds per channel of a listed pair, and per query in all `_HEADS` heads."""
     base = _rates(backend, dtype, head_dim, backward, threads).call
     generator = torch.Generator().manual_seed(0)
     seconds = []
@@ -114,6 +120,7 @@ def _rates_of_lists(
 
 
 def _call(inputs: list[Tensor], pattern: Pattern, size: int, backend: str, backward: bool) -> None:
+    """Runs attention on query, key and value, with its backward pass if wanted, to be timed."""
     query, key, value = (x.detach().requires_grad_(backward) for x in inputs)
     with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
         out = attention(query, key, value, pattern, block_size=size, backend=backend)

@@ -33,19 +33,19 @@ class ModelBytes(NamedTuple):
     """Bytes of a model's weights, and of what a forward pass keeps for its backward pass."""
 
     weights: int
-    kept: int  # with the model's result; of a language model also the loss's copy of the logits
-    layers: int  # of `kept`, what all layers need
-    layer: int  # what running the largest layer again needs
-    gradients: int  # two gradients of that layer's largest part
-    inputs: int  # of the layers, which gradient checkpointing keeps
-    logits: int  # of a float32 copy of the logits that exist at once; 0 without logits
-    products: int  # numbers of the weight matrices that a token is multiplied with
+    kept: int  # all that is kept, with the model's result and the loss's copy of the logits
+    layers: int  # the part of `kept` that is kept inside layers
+    layer: int  # the part of `layers` that belongs to the largest layer
+    gradients: int  # twice the largest tensor that this layer keeps, for two gradients at once
+    inputs: int  # the inputs of all layers, which gradient checkpointing keeps instead of `layers`
+    logits: int  # a float32 copy of the logits that exist at once; 0 without logits
+    products: int  # not bytes: how many numbers of weight matrices each token is multiplied with
 
     def peak(self, checkpointing: bool) -> int:
-        """Most bytes beside weights, gradients and the optimizer.
+        """Most bytes beside weights, their gradients and the optimizer's states.
 
-        It is reached where the loss goes backward, or in a layer's backward: the last one's, and
-        with checkpointing one that runs again.
+        The peak is in the backward pass of the loss, or in that of the last layer, which with
+        checkpointing runs again first.
         """
         kept = self.stored(checkpointing)
         again = self.layer if checkpointing else 0
@@ -64,7 +64,7 @@ class ModelOutline(NamedTuple):
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    # maps (batch size, tokens, dtype) to what a step saves
+    # maps (batch size, tokens, dtype) to the bytes of the model and of what a step saves
     saved: Callable[[int, int, torch.dtype], ModelBytes]
 
 
@@ -80,7 +80,7 @@ class _Attention(torch.autograd.Function):
 
 
 def planned_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Stands for `attention` on the meta device: same shapes, same saved tensors, no numbers."""
+    """Replaces `attention` on the meta device: the same shapes and saved tensors, but no values."""
     out: Tensor = _Attention.apply(query, key, value)
     return out
 
@@ -93,7 +93,7 @@ def saved_by(
     logits: int = 0,
     products: int | None = None,
 ) -> ModelBytes:
-    """Runs a model of the meta device once, and counts the bytes that autograd saves.
+    """Runs a model on the meta device once, and counts the bytes that autograd saves.
 
     Args:
         model: a model on the meta device, whose attention is `planned_attention`.
@@ -106,8 +106,8 @@ def saved_by(
     Raises: NotImplementedError if the model's code does not run without numbers.
     """
     weights = {_memory(x)[0] for x in model.parameters()}
-    found: dict[int, int] = {}  # bytes by memory, whose name is an address:
-    alive: list[Tensor] = []  # so no tensor may go
+    found: dict[int, int] = {}  # bytes of each memory, by its address
+    alive: list[Tensor] = []  # holds the tensors, so that no address is used a second time
     before: list[int] = []
     of_layers: list[list[int]] = []
     inputs: list[int] = []
@@ -153,7 +153,7 @@ def saved_by(
 
 
 def _memory(x: Tensor) -> tuple[int, int]:
-    """Returns what names a tensor's memory, and its bytes."""
+    """Returns the address that identifies a tensor's memory, and its bytes."""
     return x.untyped_storage()._cdata, x.untyped_storage().nbytes()
 
 
@@ -170,7 +170,7 @@ def step_screen(
     Args:
         planned: the model.
         scenario: the attention call of a layer: tokens, heads, dtype, machine, and the ranks that
-            share a row. Its batch is that of each group of ranks.
+            share a row. Its batch size is that of each group of ranks.
         limit: bytes of a device.
         replicas: groups of ranks, each with rows of its own.
         sharded: whether weights, gradients and states lie in parts on all devices (FSDP).
@@ -253,7 +253,7 @@ def longest_row(
 ) -> int:
     """Returns about how many tokens of a row train in `limit` bytes a device; 0 if none.
 
-    It has two digits, rounded down. `parts`: devices among which weights and states are divided.
+    The result has two digits, rounded down. `parts` devices share the weights and states.
     """
     # the choice among shardings takes far longer than a plan, and changes the peak little
     sharding = "contiguous" if scenario.sharding == "auto" else scenario.sharding
@@ -273,16 +273,18 @@ def longest_row(
 
 
 class _Step(NamedTuple):
+    """The bytes of a training step on one device, and the times of its attention."""
+
     saved: ModelBytes
     weights: int  # bytes of weights on a device
     at_work: int  # bytes of workspace and layout of the attention call that has most
-    seconds: dict[Pattern, float]  # of a layer's attention
+    seconds: dict[Pattern, float]  # by pattern, the time of one layer's attention
 
     def peak(self, checkpointing: bool) -> int:
-        """Most bytes of a device: weights, two states, and what the busiest moment has beside.
+        """Most bytes of a device: weights, AdamW's two states, and what the busiest moment adds.
 
-        Gradients of weights come while activations go: there are none yet where the backward pass
-        begins, and all of them where it ends in the first layer, and in the optimizer's update.
+        Gradients of weights appear while activations are freed. There are none when the backward
+        pass begins; all of them exist when it ends in the first layer.
         """
         first = self.saved.peak(checkpointing) + self.at_work
         last = self.weights + self.saved.layer + self.saved.gradients + self.at_work
@@ -290,6 +292,7 @@ class _Step(NamedTuple):
 
 
 def _step_of(planned: ModelOutline, scenario: Scenario, parts: int) -> _Step:
+    """Plans a step on one device; `parts` devices share weights, gradients and states."""
     saved = planned.saved(
         scenario.batch_size, -(-scenario.tokens // scenario.ranks), scenario.dtype
     )
@@ -323,7 +326,7 @@ def _in_columns(lines: list[str]) -> str:
 
 
 def _rate(scenario: Scenario) -> float:
-    """Returns FLOP/s of products: a named machine's peak, or what this one attains."""
+    """Returns the FLOP/s of matrix products: a named machine's peak, or as measured here."""
     if scenario.machine is not None:
         return scenario.machine.peak(str(scenario.dtype).removeprefix("torch."))
     width = scenario.num_heads * scenario.head_dim
