@@ -25,7 +25,10 @@ class _Help(argparse.ArgumentDefaultsHelpFormatter):
 
 
 class _Parser(OneLineParser):
-    """Prints an error in one line; `add_later` adds arguments whose imports are slow, when used."""
+    """Prints an error in one line, and adds some arguments only when a command is parsed.
+
+    These are added by `add_later(parser)`, for arguments whose imports are slow.
+    """
 
     def __init__(self, *, add_later: Callable[[Any], None] = lambda _: None, **options: Any):
         super().__init__(formatter_class=_Help, **options)

@@ -102,6 +102,7 @@ def numa_nodes(system: Path = Path("/sys/devices/system/node")) -> str:
 
 
 def _text(path: Path) -> str:
+    """Returns the text of a system's file, or "unknown" if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -85,7 +85,10 @@ def _plot(arguments: argparse.Namespace) -> int:
 
 
 def _check_drawn(pattern: "Pattern", length: int, heads: int, block_size: int) -> None:
-    """Refuses a length whose layouts take far more than a second, by the work of some rows."""
+    """Raises ValueError for a length whose layouts would take far more than a second.
+
+    Their number of blocks is estimated from some rows of queries.
+    """
     from ..patterns.algebra import Frame
     from ..patterns.selected import selections_of
     from ..planning.counts import about_entries

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 OWN = ("longnet-encoder", "longnet")
 _NAME = "sparsering-planned"
-_SLIDE = "LongNet((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))"  # as Prov-GigaPath's
+_SLIDE = "LongNet((1024, 5792, 32768, 185363, 1048576), (1, 2, 4, 8, 16))"  # of Prov-GigaPath
 _HEAD_DIM = 64
 
 
@@ -48,6 +48,7 @@ def planned_model(arguments: argparse.Namespace) -> "ModelOutline":
 
 
 def _longnet(arguments: argparse.Namespace) -> "ModelOutline":
+    """Outlines this library's encoder or language model, with the sizes in the arguments."""
     import torch
 
     from ..models.encoder import LongNetEncoder
@@ -102,10 +103,12 @@ def _longnet(arguments: argparse.Namespace) -> "ModelOutline":
 
 
 def _plain(name: str) -> str:
+    """Returns a name in lower case, without dashes, underscores and spaces, for comparison."""
     return re.sub("[-_ ]", "", name.lower())
 
 
 def _of_transformers(path: str, text: str | None) -> "ModelOutline":
+    """Outlines a model of transformers; `text` is a pattern in place of its own masks."""
     try:
         from transformers import AutoConfig
 
@@ -140,7 +143,9 @@ def _of_transformers(path: str, text: str | None) -> "ModelOutline":
 def saved_by_config(
     config: Any, batch_size: int, tokens: int, dtype: "torch.dtype"
 ) -> "ModelBytes":
-    """Runs a causal language model of a config on the meta device: no memory, a second or two.
+    """Returns the bytes of a training step of a causal language model that a config describes.
+
+    The model runs on the meta device, without memory for its tensors, in a second or two.
 
     Raises: NotImplementedError if the model's code does not run without numbers.
     """

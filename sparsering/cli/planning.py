@@ -143,6 +143,7 @@ def _plan(arguments: argparse.Namespace) -> int:
 def _model_plan(
     arguments: argparse.Namespace, machine: "Machine | None", dtype: "torch.dtype"
 ) -> str:
+    """Returns the text that `plan --model` prints about a training step of a whole model."""
     from ..planning.estimate import Scenario
     from ..planning.fit import memory_of
     from ..planning.sizes import parse_tokens

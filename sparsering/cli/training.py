@@ -9,7 +9,7 @@ from typing import Any
 
 from .argument_types import Commands, add_quiet, positive, token_count
 
-# names that `plan` and other libraries have for settings of a recipe
+# other names of settings, as `plan` and other libraries call them
 _OTHER_NAMES = {"context": ("--tokens",), "num_layers": ("--layers",), "num_heads": ("--heads",)}
 
 
@@ -62,7 +62,10 @@ def add_commands(commands: Commands) -> None:
 
 
 def _add_settings(train: argparse.ArgumentParser) -> None:
-    """Adds an option for each setting of a recipe; --resume keeps those that are not given."""
+    """Adds an option for each setting of a recipe.
+
+    Options that are not given stay unset, so that --resume can take them from the checkpoint.
+    """
     from ..training.recipe import Recipe
 
     title = "settings of the recipe (with --resume, default: the checkpoint's)"
@@ -82,6 +85,7 @@ def _add_settings(train: argparse.ArgumentParser) -> None:
 
 
 def _micro_batch(text: str) -> int | str:
+    """Parses "auto" or a whole number above 0, for argparse's `type`."""
     return text if text == "auto" else positive(text)
 
 

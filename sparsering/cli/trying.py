@@ -11,7 +11,7 @@ from ..ground.arguments import shortened
 from ..ground.commands import install, sparsering
 from .argument_types import PATTERN, Commands, add_quiet, positive, token_count
 
-_VOCABULARY = 1024  # tokens of the tried model: its embedding costs no time here
+_VOCABULARY = 1024  # small vocabulary for the tried model, because embeddings are not measured
 
 
 def add_commands(commands: Commands) -> None:
@@ -116,7 +116,10 @@ def _try(arguments: argparse.Namespace) -> int:
 
 
 def _code(name: str, cls: str, pattern: Any) -> list[str]:
-    """Returns lines of Python that make the tried model whole, with the pattern if there is one."""
+    """Returns lines of Python that load or build the whole model, with the pattern if any.
+
+    `name` is what --model named, and `cls` a class of transformers.
+    """
     path = Path(name)
     weights = ("*.safetensors", "*.bin")  # a name that is no path is one on the Hub, with weights
     saved = not path.exists() or any(found for kind in weights for found in path.glob(kind))
@@ -137,7 +140,7 @@ def _code(name: str, cls: str, pattern: Any) -> list[str]:
 
 
 def _class_of(config: Any, model: Any) -> str:
-    """Returns the name of a class of transformers that makes the model of a config."""
+    """Returns the name of the class of transformers that a config names, or of an Auto class."""
     import transformers
 
     from ..integrations.transformers.model.config import attention_modules
@@ -150,15 +153,15 @@ def _class_of(config: Any, model: Any) -> str:
 
 
 def _configs(name: str) -> tuple[Any, Any]:
-    """Reads the model's config, and that of its decoder or encoder of text.
+    """Returns the config of the model, and the config of its text decoder or text encoder.
 
-    Raises: ValueError for what is no config, and for that of another kind of model.
+    Raises: ValueError if there is no config, or if it is of another kind of model.
     """
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(name)
-    except Exception as error:  # of JSON, of the Hub, of values, and of code that configs run
+    except Exception as error:  # JSON, the Hub, values and code of configs raise many kinds
         raise ValueError(
             "--model must be a folder with a config.json, that file, or a name on the Hub, got "
             f"{shortened(name)}: {shortened(str(error), 400)}"
@@ -193,6 +196,7 @@ def _built(config: Any, attention: str, dtype: Any, name: str) -> Any:
 
 
 def _another_kind(name: str, config: Any, got: str) -> ValueError:
+    """Builds the error for a model that `try` cannot run; `got` says why."""
     return ValueError(
         "--model must be a decoder or an encoder of text whose attention can be set "
         f"(attn_implementation), such as Llama or BERT; {shortened(name)} is for "
@@ -202,7 +206,10 @@ def _another_kind(name: str, config: Any, got: str) -> ValueError:
 
 
 def _shorten(config: Any, layers: int | None, tokens: int) -> None:
-    """Leaves a config the first layers, by default until each type of layer has come once."""
+    """Changes a config in place to the first layers of its model, and to a small vocabulary.
+
+    By default, so many layers stay that each type of layer is among them, and at least two.
+    """
     from ..integrations.transformers.model.config import types_of
 
     number, types = config.num_hidden_layers, types_of(config)

@@ -1,4 +1,4 @@
-"""Packing: documents of any lengths fill rows of one length, with hardly any token of padding."""
+"""Packs documents of any lengths into rows of one length, with hardly any padding."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
@@ -90,7 +90,7 @@ def pack(
     if seed is not None:
         generator = torch.Generator().manual_seed(checked_integer("seed", seed, 0))
         order = torch.randperm(len(texts), generator=generator).tolist()
-    rows: list[list[tuple[int, Tensor]]] = []  # of each row, (document, tokens) of its pieces
+    rows: list[list[tuple[int, Tensor]]] = []  # for each row, its pieces: (document, tokens)
     room: list[tuple[int, int]] = []  # (free tokens, row), ascending, of rows that are not full
     for number in order:
         for piece in texts[number].split(length):
@@ -127,7 +127,7 @@ def pack(
 
 
 def _tokens(number: int, document: object) -> Tensor:
-    """Returns a document as int64 [n] on the CPU; ValueError if it is not one."""
+    """Returns a document as int64 [n] on the CPU; raises ValueError for an invalid one."""
     x = document
     if isinstance(x, Sequence) and not isinstance(x, str | bytes):
         with suppress(TypeError, ValueError, RuntimeError):  # floats give a tensor of floats

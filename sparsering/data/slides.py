@@ -24,7 +24,7 @@ from ..ground.keywords import class_with_hints, with_hints
 __all__ = ["Slide", "read_slide", "save_slide"]
 
 _SIZES = ("patch_size_level0", "tile_size")
-"""Names of the attribute of `coords` that has a tile's side; TRIDENT's is the first."""
+"""Names that files have for a tile's side; TRIDENT writes the first, as an attribute of coords."""
 _WAY_OUT = "write it by save_slide"
 
 
@@ -67,7 +67,7 @@ def save_slide(path: str | os.PathLike[str], slide: Slide) -> None:
         return
     with _h5py().File(path, "w") as file:
         for name, x in values.items():
-            if x.dtype == torch.bfloat16:  # which h5 does not know
+            if x.dtype == torch.bfloat16:  # a dtype that h5 does not know
                 x = x.float()
             file.create_dataset(name, data=x.numpy())
         file["coords"].attrs[_SIZES[0]] = slide.tile_size
@@ -119,7 +119,10 @@ def read_slide(path: str | os.PathLike[str]) -> Slide:
 
 
 def _h5_fields(path: Path) -> dict[str, Any]:
-    """Reads features and coords of an .h5 file, and the attributes of coords."""
+    """Reads features and coords of an .h5 file, and the attributes of coords, by name.
+
+    If the file has neither, the result has the names in the file, for an error.
+    """
     h5py = _h5py()
     try:
         with h5py.File(path, "r") as file:
@@ -135,7 +138,7 @@ def _h5_fields(path: Path) -> dict[str, Any]:
 
 
 def _tensor_of(x: Any) -> Tensor:
-    """Converts an array of an .h5 file; torch computes with no big-endian or unsigned numbers."""
+    """Converts an array of an .h5 file to a dtype and byte order that torch can compute with."""
     unsigned = x.dtype.kind == "u" and x.dtype.itemsize > 1
     return torch.from_numpy(x.astype("int64" if unsigned else x.dtype.newbyteorder("=")))
 
@@ -147,7 +150,7 @@ def _has_numbers(x: Any) -> bool:
 
 
 def _size(value: Any, name: str, path: Path) -> float:
-    """Returns a tile's side as a float; raises ValueError for what is no positive number."""
+    """Returns a tile's side as a float; raises ValueError unless it is a positive number."""
     try:
         size = float(value.item() if hasattr(value, "item") else value)
     except (TypeError, ValueError, RuntimeError):  # an array or a tensor of several, a text
@@ -161,6 +164,7 @@ def _size(value: Any, name: str, path: Path) -> float:
 
 
 def _checked_ending(path: str | os.PathLike[str]) -> Path:
+    """Returns the path; raises ValueError unless it ends in .h5 or .pt."""
     path = Path(path)
     if path.suffix not in (".h5", ".pt"):
         raise ValueError(f"path must end in .h5 or .pt, got {path.name}; .pt needs no package")
@@ -168,6 +172,7 @@ def _checked_ending(path: str | os.PathLike[str]) -> Path:
 
 
 def _h5py() -> Any:
+    """Imports h5py; raises ImportError with the command that installs it."""
     try:
         import h5py
     except ImportError:

@@ -44,7 +44,8 @@ def report_html(
 ) -> str:
     """Builds the demo's page: large numbers, PNGs by caption, and a folded table of rows.
 
-    `numbers`: figures, and what each is. `conditions`: where, when and of what they are.
+    `numbers` has large figures, each with what it is. `conditions` says where, when and with what
+    the figures were measured.
     """
     body = [f"<h1>{escape(title)}</h1>", f"<p>{escape(summary)}</p>", '<div class="numbers">']
     body += [f"<p><b>{escape(figure)}</b>{escape(what)}</p>" for figure, what in numbers]

@@ -2,8 +2,8 @@
 
     torchrun --standalone --nproc-per-node 4 -m sparsering demo-ring --out runs/demo-ring
 
-It compares the losses with those of one process, the bytes with the
-plan's, and draws who sends what.
+It compares the losses with those of one process and the received bytes with the plan's, and draws
+which rank sends how much to which.
 """
 
 import os
@@ -110,7 +110,10 @@ def _check_unfinished(out: Path) -> None:
 
 
 def _figures(ranks: Ranks, plan: RingPlan, run: Run) -> RankFigures:
-    """Measures this rank after training; counts received bytes in one more forward and backward."""
+    """Returns this rank's figures after training.
+
+    Received bytes are counted in one more forward and backward pass.
+    """
     memory = peak_memory_bytes()
     with autocast(run.recipe.dtype, ranks.device.type):
         ranks.loss(run.model, *run.windows[0]).backward()
@@ -178,7 +181,10 @@ def _report(run: Run, plan: RingPlan, figures: list[RankFigures]) -> tuple[list[
 
 
 def _picture(out: Path, plan: RingPlan, recipe: Recipe) -> list[str]:
-    """Draws who sends what to `traffic.png`; returns a line that says so, or what is missing."""
+    """Draws the traffic between ranks in `traffic.png`; returns a line for the report.
+
+    The line names the picture, or the package that is missing to draw it.
+    """
     head_dim, itemsize = recipe.width // recipe.num_heads, DTYPES[recipe.dtype].itemsize
     panels = [
         (pattern_text, tokens, 2 * head_dim * itemsize)  # a row: the key and value of one head
@@ -207,11 +213,13 @@ def _losses_alone(recipe: Recipe) -> tuple[list[float], int | None]:
 
 
 def _row(widths: tuple[int, ...], *cells: object) -> str:
+    """Formats a line of a table: each cell on the right of its column."""
     line = "".join(f"{cell!s:>{width}}" for cell, width in zip(cells, widths, strict=True))
     return f"  {line}"
 
 
 def _size(number: float | None) -> str:
+    """Formats a number of bytes in KiB, MiB or GiB; None is "unknown"."""
     if number is None:
         return "unknown"
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):

@@ -1,4 +1,4 @@
-"""Times training steps of a run: with its pattern and with dense attention, attention apart."""
+"""Times training steps of a run, and their attention, with its pattern and with dense attention."""
 
 import copy
 import statistics

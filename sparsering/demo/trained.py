@@ -116,7 +116,7 @@ def demo(out: Path, *, recipe: Recipe = RECIPE) -> int:
             f"The model's validation loss {run.validation_loss:.3f} does not beat the bigram's "
             f"{baselines['byte bigram']:.3f}."
         )
-        return 0 if recipe == QUICK else 1  # whose few steps cannot
+        return 0 if recipe == QUICK else 1  # the few steps of QUICK cannot beat it
     return 0
 
 
@@ -129,6 +129,7 @@ def _command(out: Path, recipe: Recipe) -> str:
 def _training_rows(
     run: Run, times: tuple[StepTime, StepTime], baselines: dict[str, float], memory: int | None
 ) -> list[tuple[str, str]]:
+    """Returns the report's rows (name, value) about the training run and its measured steps."""
     sparse, dense = times
     parameters = sum(p.numel() for p in run.model.parameters())
     seconds = [record["seconds"] for record in run.metrics if "seconds" in record]
@@ -185,7 +186,7 @@ class TimedTokens:
 def _generation_rows(run: Run) -> tuple[list[tuple[str, str]], float]:
     """Measures generation after a validation prompt; prompt and output fill one context.
 
-    Returns: rows, and the bytes of full caches over those held.
+    Returns: the report's rows, and the bytes of full caches divided by the bytes that are held.
     """
     prompt = run.text.validation[: max(run.recipe.context - GENERATED_BYTES, 1)].long()[None]
     caches = run.model.caches(max_length=prompt.shape[1] + GENERATED_BYTES)
@@ -204,6 +205,7 @@ def _generation_rows(run: Run) -> tuple[list[tuple[str, str]], float]:
 def _images(
     run: Run, times: tuple[StepTime, StepTime], baselines: dict[str, float]
 ) -> dict[str, bytes]:
+    """Draws the report's five PNG images, by caption."""
     sparse, dense = times
     pattern, length = parse(run.recipe.pattern), run.recipe.context
     start = max(length // 16, 1)

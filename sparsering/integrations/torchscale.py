@@ -215,6 +215,7 @@ def convert(model: nn.Module, *, zero_padding: str = "torchscale") -> list[str]:
 
 
 def _is_torchscales(module: nn.Module) -> bool:
+    """Whether a module is a torchscale `DilatedAttention`, by class name and attributes."""
     if type(module).__name__ != "DilatedAttention" or type(module) is DilatedAttention:
         return False
     needed = "args embed_dim num_heads head_dim dropout q_proj k_proj v_proj out_proj inner_attn_ln"
@@ -279,7 +280,11 @@ class XPos(nn.Module):
 def apply_xpos(
     x: Tensor, xpos: nn.Module, first: int, length: int, *, downscale: bool = False
 ) -> Tensor:
-    """Rotates channels (2i, 2i + 1) of x [B, H, n, D] by position, and scales them."""
+    """Rotates channels (2i, 2i + 1) of x [B, H, n, D] by position, and scales them as xPos does.
+
+    x begins at position `first` of `length` tokens. Keys are scaled down (`downscale`) by the
+    factors by which queries are scaled up.
+    """
     scale, dtype = xpos.scale, sum_dtype(x)
     assert isinstance(scale, Tensor)
     position = torch.arange(first, first + x.shape[2], device=x.device, dtype=dtype)[:, None]
@@ -293,7 +298,10 @@ def apply_xpos(
 
 
 class Multiway(nn.Module):
-    """Applies module A to tokens before `split_position`, B after; -1: A to all, 0: B to all."""
+    """Applies module A to the tokens before `split_position`, and module B to those after it.
+
+    With `split_position` -1 A gets all tokens, with 0 B does.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -310,10 +318,12 @@ class Multiway(nn.Module):
 
 
 def _multiway(args: Any, module: nn.Module) -> nn.Module:
+    """Returns `Multiway(module)` if torchscale's `args` ask for it, else the module."""
     return Multiway(module) if getattr(args, "multiway", False) else module
 
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, embed_dim: int) -> None:
+    """Raises ValueError unless query, key and value have one shape [B, N, embed_dim]."""
     shapes = [tuple(x.shape) for x in (query, key, value)]
     if any(len(shape) != 3 or shape[2] != embed_dim for shape in shapes):
         raise ValueError(

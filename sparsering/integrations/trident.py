@@ -6,8 +6,8 @@
     encoder = trident.SlideEncoder(gigapath.load("slide_encoder.pth", global_pool=True))
     processor.run_slide_feature_extraction_job(slide_encoder=encoder, ...)
 
-TRIDENT is not imported: it takes any module that is called, and has the attributes, as its own
-encoders are and have.
+TRIDENT is not imported. It accepts any module that it can call like its own encoders, and that has
+their attributes.
 """
 
 from collections.abc import Mapping
@@ -41,7 +41,7 @@ class SlideEncoder(nn.Module):
     """
 
     enc_name = "gigapath"
-    """By this name TRIDENT finds the encoder of tiles that belongs to a slide encoder."""
+    """TRIDENT looks up by this name which tile encoder belongs to a slide encoder."""
 
     def __init__(self, model: gigapath.SlideEncoder, *, layer: int | None = 11) -> None:
         super().__init__()

@@ -25,7 +25,8 @@ from ..nn.transformer import Attend, Block, checked_sizes, rotary_table
 from ..patterns.algebra import Pattern
 
 _PIXELS = 16
-"""Least common divisor of distances that looks like the size of a tile. Grid steps have 1."""
+"""If all distances between coordinates have at least this common divisor, they look like pixels.
+Coordinates in steps of a grid have 1."""
 
 
 @class_with_hints
@@ -143,7 +144,10 @@ class LongNetEncoder(nn.Module):
     def _with_class_token(
         self, x: Tensor, coordinates: Tensor | None, positions: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns tokens [B, N, width] with the class token, and coordinates [.., N, axes]."""
+        """Projects x, and puts the class token before it or, with `positions`, at position 0.
+
+        Returns: tokens [B, n, width], and their coordinates [n, axes] or [B, n, axes].
+        """
         width = self.norm.weight.shape[0] if self.project is None else self.project.in_features
         check_tensor("x", x, f"[B, N, {width}]")
         if x.dim() != 3 or x.shape[2] != width or not x.is_floating_point():
@@ -173,7 +177,7 @@ class LongNetEncoder(nn.Module):
     def _projected(self, x: Tensor) -> Tensor:
         """Maps x [B, N, in_width] to states [B, N, width], in the parameters' dtype.
 
-        Stored features are often of half precision, which the parameters' dtype holds exactly.
+        Stored features are often in half precision, which float32 parameters can hold exactly.
         """
         x = x.to(self.norm.weight.dtype)
         return x if self.project is None else self.project(x).to(self.norm.weight.dtype)
@@ -181,6 +185,7 @@ class LongNetEncoder(nn.Module):
     def _checked_coordinates(
         self, coordinates: Tensor | None, B: int, N: int, positions: Tensor | None
     ) -> Tensor:
+        """Returns coordinates in float32, [N, axes] or [B, N, axes]; by default token indices."""
         if coordinates is None and self.axes == 1:
             if positions is None:
                 begin = int(self.class_token is not None)
@@ -196,12 +201,15 @@ class LongNetEncoder(nn.Module):
             )
         place = coordinates if dims else coordinates[..., None]
         if not is_traced(place) and not self._saw_coordinates:
-            self._saw_coordinates = True  # once: a look at a GPU's numbers waits for the GPU
+            self._saw_coordinates = True  # only once, because reading a GPU's values waits for it
             _warn_of_pixels(place)
         return place.to(self.norm.weight.device, torch.float32)
 
     def _rotation(self, place: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Returns cosine and sine, [N, D / 2] or [B, 1, N, D / 2]; each axis gets an equal part."""
+        """Returns cosine and sine of coordinates [N, axes] or [B, N, axes], for `Block.forward`.
+
+        They are [N, D / 2] or [B, 1, N, D / 2]. Each axis rotates an equal part of the channels.
+        """
         place = place if place.dim() == 2 else place[:, None]  # [B, 1, N, axes]
         sizes = 0, self.norm.weight.shape[0] // self.num_heads // self.axes, self.rope_base, device
         tables = [rotary_table(*sizes, positions) for positions in place.unbind(-1)]
@@ -219,7 +227,7 @@ class LongNetEncoder(nn.Module):
 
 
 def _way_out(x: Tensor, width: int) -> str:
-    """Returns what to do about an x that is not floating point [B, N, width]."""
+    """Returns advice, for the error, about an x that is not floating point [B, N, width]."""
     if not x.is_floating_point():
         return "x.float() converts it"
     if x.dim() == 2 and x.shape[1] == width:
@@ -230,8 +238,8 @@ def _way_out(x: Tensor, width: int) -> str:
 
 
 def _warn_of_pixels(place: Tensor) -> None:
-    """Warns if all distances of [.., N, axes] have a common divisor that looks like a tile's."""
-    if place.shape[-2] < 8 or place.is_meta:  # a few agree by chance
+    """Warns if coordinates [.., N, axes] look like pixels: distances share a large divisor."""
+    if place.shape[-2] < 8 or place.is_meta:  # a few tokens may share a divisor by chance
         return
     apart = (place.detach().to("cpu", torch.float64) - place[..., :1, :].to("cpu")).unique()
     if not bool((apart == apart.round()).all()):

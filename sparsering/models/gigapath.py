@@ -1,4 +1,4 @@
-"""Prov-GigaPath's slide encoder by its public name; `integrations/gigapath/` is where it is."""
+"""Prov-GigaPath's slide encoder under its public name; the code is in integrations/gigapath/."""
 
 from ..integrations.gigapath import ARCHITECTURES as ARCHITECTURES
 from ..integrations.gigapath import FILE as FILE

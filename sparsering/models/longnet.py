@@ -181,7 +181,8 @@ class LongNetLM(nn.Module):
         Cost: attention to the keys that the N tokens visit.
         """
         depths = list(range(tokens.shape[1])) if tree is None else [-1]
-        for parent in tree or ():  # behind the depth of the text's end, which parent -1 names
+        # The last depth stays -1: it belongs to the end of the text, which parent -1 names.
+        for parent in tree or ():
             depths.insert(-1, depths[parent] + 1)
         positions = (caches[0].length if caches else 0) + torch.tensor(depths[: tokens.shape[1]])
         attends: list[Any] = [partial(cache.attend, tree=tree) for cache in caches]
@@ -295,9 +296,10 @@ class LongNetLM(nn.Module):
         return new_tokens()
 
     def _scores(self, tokens: Tensor, caches: Sequence[KVCache]) -> Generator[Tensor, Any, None]:
-        """Yields the scores of each next token, [B, vocab_size]; the caller sends the chosen, [B].
+        """Yields scores [B, vocab_size] of the next token, again and again.
 
-        `tokens`: the first tokens, int64 [B, N], which the caches get too.
+        After each, the caller sends the tokens that it chose, [B]. `tokens`, int64 [B, N], are the
+        prompts. All tokens are added to the caches.
         """
         while True:
             tokens = (yield self.next_logits(tokens, caches))[:, None]

@@ -11,7 +11,10 @@ from ..ground.arguments import checked_number, index_of, is_finite, shortened
 
 @dataclass(frozen=True)
 class Sampling:
-    """Draws tokens as `LongNetLM.generate` says; `top_k`, `top_p` prefer smaller token ids."""
+    """Draws tokens as `LongNetLM.generate` says.
+
+    Among tokens of equal scores, `top_k` and `top_p` keep those of smaller ids.
+    """
 
     temperature: float = 0.7
     top_k: int | None = None

@@ -1,6 +1,7 @@
 """Speculative decoding: guesses of the next tokens, and their verification in one pass.
 
-Guesses are a tree of tokens and parents. Its root, with parent -1, is the text's last token.
+Guesses are a tree: a list of tokens, and for each token the index of its parent. The first token,
+with parent -1, is the last token of the text; all others are guesses.
 """
 
 from collections.abc import Callable, Generator, Sequence
@@ -14,15 +15,16 @@ from ..decoding import KVCache
 if TYPE_CHECKING:
     from .longnet import LongNetLM
 
-_MOST = 16  # guesses along one path
-_CONTEXT, _PATHS = 4, 3  # tokens that an earlier place must share; earlier places that are followed
+_MOST = 16  # largest number of guesses along one path
+# Guesses follow at most `_PATHS` earlier places, where the `_CONTEXT` tokens before were the same.
+_CONTEXT, _PATHS = 4, 3
 
 Tree = tuple[list[int], list[int]]
-Guess = Callable[[list[int], int], Tree]  # of a text, and of the most guesses along a path
+Guess = Callable[[list[int], int], Tree]  # gets the text, and the most guesses along a path
 
 
 def from_text() -> Guess:
-    """Guesses what followed the last tokens at earlier places of the text."""
+    """Returns a guess: what followed where the text's last tokens have occurred before."""
     places: dict[tuple[int, ...], list[int]] = {}
     seen = _CONTEXT
 
@@ -44,7 +46,7 @@ def from_text() -> Guess:
 
 
 def from_model(model: "LongNetLM", max_length: int) -> Guess:
-    """Guesses the likeliest tokens of a smaller model."""
+    """Returns a guess: the tokens that a smaller model finds likeliest, one after another."""
     caches = model.caches(max_length=max_length, rollback=_MOST)
 
     def guess(text: list[int], most: int) -> Tree:
@@ -62,7 +64,11 @@ def from_model(model: "LongNetLM", max_length: int) -> Guess:
 def verified(
     model: "LongNetLM", tokens: Tensor, caches: Sequence[KVCache], guess: Guess, num_tokens: int
 ) -> Generator[Tensor, Any, None]:
-    """Yields the scores [1, vocab_size] of each next token, and is sent the token that is drawn."""
+    """Yields scores [1, vocab_size] of each next token; the caller sends the token that it draws.
+
+    One pass of the model scores a guessed tree. As long as drawn tokens are in the tree, their
+    scores come from it; then the caches keep their path alone, and the next guess begins.
+    """
     text, end = tokens[0].tolist(), tokens.shape[1] + num_tokens
     text += (yield model.next_logits(tokens, caches)).tolist()
     while True:
@@ -81,5 +87,6 @@ def verified(
 
 
 def _child(tokens: list[int], parents: list[int], node: int, token: int) -> int | None:
+    """Returns the index of the child of `node` that has this token, or None."""
     children = (i for i, parent in enumerate(parents) if parent == node and tokens[i] == token)
     return next(children, None)

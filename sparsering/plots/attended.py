@@ -15,12 +15,12 @@ from ..layouts.layout import BlockLayout
 from ..patterns.algebra import Pattern
 from .figure import image, new_figure, short_count, wrapped
 
-_ALONE = "#08306b"  # of a pattern without branches
+_ALONE = "#08306b"  # color of a pattern that is a single mask
 _BRANCHES = ("#1f6f8b", "#d1603d", "#8e6bbf", "#c99a2e", "#5aa469", "#4a4e57", "#b06f9c")
 _MOST_HEADS = 4
 _MOST_IN_LEGEND = 8
-_LONGEST_SIDE = 4  # as a multiple of the other, drawn with square tokens
-_LEGEND_LINE = 0.18  # inches
+_LONGEST_SIDE = 4  # a side more times as long as the other is not drawn with square tokens
+_LEGEND_LINE = 0.18  # height of a line in inches
 _LEGEND = {
     "title": "shares of all pairs; an area with fewer pairs is lighter",
     "title_fontsize": 7.5,
@@ -199,13 +199,13 @@ def shades(layouts: Sequence[BlockLayout], cells: int, *, head: int = 0) -> Tens
     q_len = layouts[0].frame.q_len
     step = max((p.step for layout in layouts for p in layout.passes), default=1)
     if q_len > cells and q_len // step >= 128:
-        cells = min(cells, q_len // step)  # a pixel per `step` or more tokens: no moire
+        cells = min(cells, q_len // step)  # a pixel has at least `step` tokens, against moire
     pixels: Tensor | float = 1.0
     for layout, color in zip(layouts, colors_of(len(layouts)), strict=True):
         share = pair_shares(layout, cells, head=head)  # [rows, columns]
         shade = torch.where(share > 0, 0.25 + 0.75 * share.clamp(max=1).pow(0.4), 0)
         ink = torch.tensor([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-        pixels = pixels * (1 - shade[..., None] * (1 - ink))  # multiplied as inks on paper
+        pixels = pixels * (1 - shade[..., None] * (1 - ink))  # colors multiply, as inks on paper do
     assert isinstance(pixels, Tensor)
     return pixels
 
@@ -233,14 +233,14 @@ def legend_of(pattern: Pattern, layouts: Sequence[BlockLayout], length: int) -> 
 
 
 def plain_text(pattern: Pattern) -> str:
-    """Returns a pattern's text without the parentheses around all of it."""
+    """Returns a pattern's text, without parentheses that enclose the whole text."""
     text = str(pattern)
     in_parentheses = ast.parse(text, mode="eval").body.col_offset > 0  # (a) & (b) is not
     return text[1:-1] if in_parentheses else text
 
 
 def share_text(layouts: Sequence[BlockLayout], length: int) -> str:
-    """Formats the layouts' pairs as a percentage of all pairs, two digits where it is small."""
+    """Formats the layouts' pairs as a percentage of all pairs, with two digits if it is small."""
     percent = 100 * sum(layout.num_pairs for layout in layouts) / length**2
     return f"{percent:.2f}%" if percent >= 0.1 or not percent else f"{percent:.2g}%"
 
@@ -248,7 +248,7 @@ def share_text(layouts: Sequence[BlockLayout], length: int) -> str:
 def pairs_text(layouts: Sequence[BlockLayout], length: int) -> str:
     """Says how many (query, key) pairs a head has, and which share of length^2 that is.
 
-    `layouts`: one for each branch of a mixture; their pairs are summed.
+    `layouts` has a layout for each branch of a mixture; their pairs are summed.
     """
     pairs = sum(layout.num_pairs for layout in layouts)
     share = share_text(layouts, length)
@@ -256,7 +256,7 @@ def pairs_text(layouts: Sequence[BlockLayout], length: int) -> str:
 
 
 def _share(positions: torch.Tensor, most: int, cells: int) -> torch.Tensor:
-    """Cuts the positions below `most` into cells; returns the share of each that is listed."""
+    """Cuts 0 .. most - 1 into cells; returns for each the share of its numbers in `positions`."""
     cell = torch.arange(most) * cells // most
     counts = torch.bincount(cell[positions], minlength=cells)
     return counts / torch.bincount(cell, minlength=cells)

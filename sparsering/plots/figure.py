@@ -39,9 +39,9 @@ def new_figure(width: float, height: float) -> Any:
 
 
 def image(figure: Any, kind: str = "png") -> bytes:
-    """Converts a figure to the bytes of a file of `kind` "png" or "svg"; equal figures are equal.
+    """Converts a figure to the bytes of a file of `kind` "png" or "svg".
 
-    Text in an SVG stays text, which can be searched and read aloud.
+    Equal figures give equal bytes. Text in an SVG stays text, which can be searched and read aloud.
     """
     import matplotlib
 

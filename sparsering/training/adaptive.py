@@ -25,7 +25,7 @@ from ..selection import GatedSchedule, PatternRefiner, Schedule, block_scores, s
 if TYPE_CHECKING:
     from .recipe import Recipe
 
-_LEAST = 2  # blocks: the first one, and the token's own
+_LEAST = 2  # a row has at least two blocks: the first one, and its own
 
 
 class Selection:
@@ -40,7 +40,9 @@ class Selection:
         seeds = range(recipe.num_layers if recipe.refine else 0)
         self.refiners = [PatternRefiner(*tables, seed=seed) for seed in seeds]
         self.observes = False
-        self.k = int(schedule(0))  # blocks that a row visits at this step; all of them are dense
+        self.k = int(
+            schedule(0)
+        )  # blocks that a row visits at this step; if all, attention is dense
 
     def begin(self, step: int, loss: float) -> None:
         """Decides the blocks of a step; `loss` is that of the step before, NaN for the first."""
@@ -49,7 +51,7 @@ class Selection:
         self.observes = bool(self.refiners) and step % self.every == 0
 
     def end(self) -> None:
-        """Improves the tables by what the step has observed."""
+        """Improves the refiners' tables, if the step has observed the mass of blocks."""
         for refiner in self.refiners if self.observes else ():
             refiner.update(self.group)
         self.observes = False
@@ -59,6 +61,7 @@ class Selection:
         return [partial(self._attend, layer) for layer in range(self.layers)]
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attends in one layer, densely or to the blocks of this step; tensors are [B, H, N, D]."""
         parts = math.gcd(4, self.size)
         scores = partial(block_scores, query.detach(), key.detach(), self.size, parts=parts)
         if self.observes and torch.is_grad_enabled():

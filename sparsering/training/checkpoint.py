@@ -6,10 +6,10 @@
 Saving writes the file under another name, then renames it over the old one. A failure before the
 rename leaves the old checkpoint whole. Rank 0 writes; runs of any number of processes can read it.
 
-Tensors that ranks have in parts are written by all ranks into a new folder first (`parts`), which
-the file then names with a hash of each part. So the file always names the newest complete
-checkpoint, and a folder that it does not name is what a stopped process has left. The checkpoint of
-a finished run is whole again, in one file.
+Tensors that ranks have in parts are first written by all ranks into a new folder (`parts`). Then
+the file names this folder, with a hash of each part. So the file always names the newest complete
+checkpoint, and any other folder was left by a process that was stopped. The checkpoint of a
+finished run is whole again, in one file.
 
 A checkpoint may come from a stranger, so nothing in it is executed or unpickled. Its header is
 checked against the recipe's model before memory is allocated for tensors. The hashes detect damage,
@@ -91,7 +91,9 @@ class Checkpoint:
         selection: Selection | None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Replaces the folder's checkpoint atomically; hashes and parts of `self` are not read.
+        """Replaces the folder's checkpoint atomically by one of these tensors.
+
+        `hashes` and `parts` of `self` are not used, because they are computed anew.
 
         All ranks call this function. Rank 0 writes the file, and each rank its parts of sharded
         tensors, if the run is not finished. If a rank cannot write, all ranks raise OSError and the
@@ -119,10 +121,10 @@ class Checkpoint:
         optimizer: torch.optim.Optimizer | None = None,
         selection: Selection | None = None,
     ) -> None:
-        """Copies saved weights into a model of this recipe, and the states of the others.
+        """Copies saved weights into a model of this recipe, and states into the other arguments.
 
-        What is sharded gets this rank's part. A checkpoint in parts may be read whole, and a whole
-        one in parts. Raises ValueError if a tensor is damaged; what was copied until then stays.
+        A sharded tensor gets this rank's part. A checkpoint in parts may be read whole, and a whole
+        one in parts. Raises ValueError if a tensor is damaged; tensors copied before it stay.
         """
         if optimizer is not None and self.step:
             make_moments(optimizer)
@@ -144,7 +146,7 @@ class Checkpoint:
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Replaces a folder's checkpoint by one of these tensors; `facts` are JSON about the run."""
+    """Writes a checkpoint of these tensors in place of the folder's; `facts` describe the run."""
     hashes = {name: hash_tensor(x) for name, x in tensors.items()}
     facts = {**facts, "format": FORMAT, "sha256": hashes}
     content = safetensors_or_hint().torch.save(
@@ -155,7 +157,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any])
         with suppress(OSError):
             part.unlink()
     named = facts.get("parts", {}).get("folder")
-    for old in folder.glob("parts-*"):  # of the last checkpoint, and left by killed processes
+    for old in folder.glob("parts-*"):  # parts of the last checkpoint, or of a killed process
         if _PARTS.fullmatch(old.name) and old.name != named and not old.is_symlink():
             shutil.rmtree(old, ignore_errors=True)
 
@@ -254,9 +256,10 @@ def _opened(folder: Path) -> Iterator[Any]:
 
 
 def _described(folder: Path, facts: Any) -> Checkpoint:
+    """Converts the description in a checkpoint's file; raises ValueError if it is malformed."""
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise ValueError(f"the format is not {FORMAT!r}")
-    facts = {"init": "", "parts": {"folder": "", "sha256": {}}, **facts}  # not in all of them
+    facts = {"init": "", "parts": {"folder": "", "sha256": {}}, **facts}  # older ones lack these
     kinds = {
         "parts": dict,
         "init": str,
@@ -314,7 +317,10 @@ def _check_kinds(checkpoint: Checkpoint, kinds: Mapping[str, str]) -> None:
 
 
 def _needed_kinds(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yields names and kinds of all tensors of a checkpoint, without building what has them."""
+    """Yields the name and kind (dtype and shape) of each tensor that a checkpoint must have.
+
+    They follow from the recipe, so neither model nor optimizer is built.
+    """
     recipe = checkpoint.recipe
     for parameter, shape in recipe.parameter_shapes():
         yield f"model.{parameter}", kind_of(shape)
@@ -347,7 +353,10 @@ def _named_tensors(
 
 
 def _gathered(sharded: Mapping[str, DTensor], *, keep: bool) -> dict[str, Tensor]:
-    """Joins the ranks' parts, one tensor after another; all ranks call it, and one keeps them."""
+    """Joins the ranks' parts, one tensor after another, on the rank that passes `keep`.
+
+    All ranks must call it. The others get {}.
+    """
     whole: dict[str, Tensor] = {}
     for name, x in sharded.items():
         joined = x.full_tensor()

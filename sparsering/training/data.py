@@ -124,6 +124,7 @@ def validation_windows(validation: Tensor, *, context: int, count: int) -> Windo
 
 
 def _text_files(path: Path, glob: str) -> dict[str, Path]:
+    """Returns a file, or the files of a folder, by name; raises an error if there are none."""
     if not path.exists():
         raise FileNotFoundError(
             f"expected a text file or a folder at {path}, found nothing; check --data"
@@ -143,6 +144,7 @@ def _text_files(path: Path, glob: str) -> dict[str, Path]:
 
 
 def _files_below(folder: Path, glob: str, excluded: set[str]) -> dict[str, Path]:
+    """Returns files in a folder and its subfolders by relative name, but no hidden or excluded."""
     names = [file.relative_to(folder) for file in sorted(folder.rglob(glob)) if file.is_file()]
     return {
         name.as_posix(): folder / name
@@ -152,6 +154,7 @@ def _files_below(folder: Path, glob: str, excluded: set[str]) -> dict[str, Path]
 
 
 def _read(file: Path) -> bytes:
+    """Reads a text file; raises ValueError if it has a NUL byte, which separates files."""
     content = file.read_bytes()
     if (place := content.find(SEPARATOR)) >= 0:
         raise ValueError(

@@ -65,7 +65,7 @@ class Run:
 
     @property
     def attend(self) -> Sequence[Attend] | None:
-        """The attention of each layer; None for that of the model."""
+        """The attention of each layer; None if layers use the model's pattern."""
         return None if self.selection is None else self.selection.attends()
 
     @property
@@ -83,7 +83,7 @@ class Run:
         return next(((r["step"], r["validation_loss"]) for r in records), (0, math.nan))
 
     def save(self) -> None:
-        """Writes a checkpoint of the model and optimizer after the current step; all ranks call."""
+        """Writes a checkpoint of the state after the current step. All ranks must call it."""
         checkpoint = Checkpoint(
             folder=self.out,
             step=self.step,
@@ -134,7 +134,10 @@ class Run:
         work.advance(note=f"{shown}  {tokens / seconds:,.0f} tokens/s")
 
     def _trained_step(self, work: Progress) -> tuple[float, float, float]:
-        """Runs `training_step`, again with half a micro-batch where memory runs out."""
+        """Runs `training_step`; if memory runs out, repeats it with smaller micro-batches.
+
+        Raises MemoryError if they may not be halved, or have a single window on each rank.
+        """
         recipe, text, least = self.recipe, self.text.train, self.ranks.size("dp")
         state = self.model, self.optimizer, recipe, self.step, text, self.ranks
         while True:
@@ -162,6 +165,7 @@ class Run:
         self._log(step=self.step, micro_batch=size)
 
     def _log(self, **record: Any) -> None:
+        """Adds a record to `metrics` and, on rank 0, a line to `metrics.jsonl`."""
         self.metrics.append(record)
         if self.file is not None:
             self.file.write(json.dumps(record) + "\n")
@@ -261,6 +265,7 @@ def _prepare(
     num_windows: int,
     init: Path | None,
 ) -> Run:
+    """Builds the run that `train` continues or begins, with its model, text and last checkpoint."""
     recipe, text, checkpoint = ranks.together(
         partial(read_inputs, recipe, out, command, resume=resume, ranks=ranks)
     )
@@ -308,7 +313,10 @@ def _prepare(
 
 
 def _choose_micro_batch(run: Run, chosen: int | Literal["auto"] | None) -> None:
-    """Sets the run's micro-batch: the one chosen, or for "auto" the last one or what fits."""
+    """Sets the run's micro-batch to the chosen one, if any.
+
+    For "auto" it is the last one of a resumed run, else the largest that fits in memory.
+    """
     batch, dp = run.recipe.batch_size, run.ranks.size("dp")
     if chosen is None:
         return

@@ -11,7 +11,10 @@ MOST_METRICS_BYTES = 256 << 20
 
 
 def cut_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
-    """Removes the records after `step` (None: all) from `metrics.jsonl`; returns the others."""
+    """Removes the records after `step` from `metrics.jsonl`, or all if it is None.
+
+    Returns: the records that stay.
+    """
     path = out / "metrics.jsonl"
     records: list[dict[str, Any]] = []
     try:

@@ -1,4 +1,4 @@
-"""Micro-batches: a step's windows in parts that fit in memory, halved where memory runs out."""
+"""Micro-batches: equal parts of a step's windows, computed one after another to fit in memory."""
 
 from collections.abc import Callable
 
@@ -11,13 +11,19 @@ from ..planning.fit import gpu_memory, memory_here, usable
 
 
 def largest_part(windows: int, most: float, of_ranks: int = 1) -> int:
-    """Returns the size of the largest equal parts of `windows`, at most `most` on each rank."""
+    """Returns the largest micro-batch: an equal part of `windows`, at most `most` on each rank.
+
+    `of_ranks` is the number of groups of ranks that share the windows equally.
+    """
     own = windows // of_ranks
     return of_ranks * max(n for n in range(1, own + 1) if own % n == 0 and n <= max(1, most))
 
 
 def checked_part(size: object, windows: int, of_ranks: int, source: str) -> int:
-    """Returns a micro-batch; ValueError if it is no equal part of `windows`, the same on ranks."""
+    """Returns a micro-batch as int.
+
+    Raises: ValueError unless it divides `windows` and is a multiple of `of_ranks`.
+    """
     part = index_of(size)
     if part is None or part < 1 or windows % part or part % of_ranks:
         raise ValueError(
@@ -28,19 +34,22 @@ def checked_part(size: object, windows: int, of_ranks: int, source: str) -> int:
 
 
 def windows_that_fit(one_window: Callable[[], object], device: torch.device) -> float:
-    """Returns how many windows fit in the memory that is free, by the peak of a call with one."""
+    """Estimates how many windows fit in free memory, from the peak of a call with one window."""
     try:
         peak = peak_of(one_window, device)
     except (RuntimeError, MemoryError) as error:
         if not ran_out_of_memory(error):
             raise
-        return 1  # the step itself then says that not even one fits
+        return 1  # not even one fits: the step itself will raise an error that says so
     free = (gpu_memory if device.type == "cuda" else memory_here)(free=True)
     return usable(free) / max(1, peak)
 
 
 def make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Allocates AdamW's state: its first step would do so when some weights are updated already."""
+    """Allocates AdamW's state before its first step.
+
+    If memory runs out here, no weight is changed yet; AdamW would already have updated some.
+    """
     for weight in (weight for group in optimizer.param_groups for weight in group["params"]):
         if not (state := optimizer.state[weight]):
             moments = {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
@@ -48,6 +57,6 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def forget_failure(optimizer: torch.optim.Optimizer) -> None:
-    """Drops what a step that ran out of memory has left: gradients, and memory that torch keeps."""
+    """Frees what a step that ran out of memory has left: gradients, and memory cached by torch."""
     optimizer.zero_grad()
     return_memory()

@@ -5,8 +5,8 @@
     read_parts(folder, hashes, tensors)           # copies what this rank's tensors have
 
 `torch.distributed.checkpoint` (DCP) plans which rank writes and reads what. Its usual storage keeps
-the plan in a pickled file, so its storage of safetensors files is used: there a part's header says
-at which offsets its tensors begin.
+the plan in a pickled file. So its storage for safetensors is used instead, where the header of each
+part says at which offsets its tensors begin.
 """
 
 import json
@@ -107,9 +107,10 @@ def read_kinds(folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_parts(folder: Path, hashes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Copies saved tensors into these: whole ones, or this rank's parts. Waits for no other rank.
+    """Copies saved tensors into `tensors`: into whole ones, or into this rank's parts of them.
 
-    Only the parts that this rank needs are read. Raises ValueError if one of them was changed.
+    It reads only the files that this rank needs, and waits for no other rank. Raises ValueError if
+    one of these files was changed.
     """
     reader = _CheckedReader(str(folder))
     reader.hashes = hashes
@@ -123,7 +124,7 @@ def read_parts(folder: Path, hashes: Mapping[str, str], tensors: Mapping[str, Te
 
 
 class _CheckedReader(HuggingFaceStorageReader):
-    """Compares the sha256 of each part that is needed before DCP reads from it."""
+    """Reads parts for DCP, but first compares the sha256 of each part that is needed."""
 
     hashes: Mapping[str, str]  # by file name
 

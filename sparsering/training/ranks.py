@@ -4,8 +4,8 @@
 
 The mesh has two axes. Ranks along "sp" share each sequence and attend by `ring_attention`. Ranks
 along "dp" have different windows. Losses and gradients are summed, not averaged: each rank divides
-its part by the number of all targets. Every rank has all parameters, or FSDP2 (`fully_shard`) gives
-each of all ranks a part of every parameter, of its gradient and of its state in the optimizer.
+its part by the number of all targets. By default every rank has all parameters. With FSDP2
+(`fully_shard`), each rank has a part of every parameter, its gradient and its optimizer state.
 """
 
 import os
@@ -44,7 +44,8 @@ class Ranks:
     mesh: DeviceMesh | None = None  # axes "dp" (data parallel), "sp" (sequence parallel)
     sharding: str = "contiguous"  # how "sp" ranks divide a sequence, as for `RingPlan`
     timeout: float | None = None  # seconds that a rank waits for its peers at each step of a ring
-    # All ranks along one axis, each of which has a part of every parameter; None: all have all.
+    # A mesh of one axis with all ranks, each of which has a part of every parameter. None if every
+    # rank has all parameters.
     shards: DeviceMesh | None = None
 
     @property
@@ -151,15 +152,15 @@ class Ranks:
         return int(largest) or None
 
     def place(self, model: LongNetLM) -> None:
-        """Moves the model to this rank's device; where ranks have parts, only this rank's part."""
+        """Moves the model to this rank's device; with `shards`, also shards its parameters."""
         if self.shards is None:
             model.to(self.device)
             return
         from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
         for module in (*model.blocks, model):  # one block's parameters are whole at a time
-            # By default a model that was only validated would keep those of its root whole, and
-            # `parameters()` would be other tensors than those that the optimizer knows.
+            # By default FSDP2 keeps the root's parameters whole after a forward pass. After a
+            # validation, `parameters()` would not be the tensors that the optimizer knows.
             fully_shard(module, mesh=self.shards, reshard_after_forward=True)
             assert isinstance(module, FSDPModule)
             # The ranks' losses sum to the mean loss, so that gradients are summed too.
@@ -182,9 +183,9 @@ class Ranks:
     ) -> Tensor:
         """Computes this rank's part of the mean loss over windows [B, N] of all ranks.
 
-        `num_targets`: divisor of the summed loss, default the number of `targets`.
-        If the windows do not divide evenly over "dp", every rank along "dp" computes all windows
-        and returns 1 / dp of their loss.
+        The summed loss is divided by `num_targets`, by default the number of `targets`. If the
+        windows do not divide evenly over "dp", every rank along "dp" computes all windows and
+        returns 1 / dp of their loss.
         """
         if self.mesh is None:
             return model.loss(tokens, targets, attend=attend, num_targets=num_targets)
@@ -274,6 +275,7 @@ def was_restarted() -> bool:
 
 
 def _restarts() -> int:
+    """Returns how many times torchrun has restarted this process."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -314,7 +316,7 @@ def ranks_of_torchrun(
         raise ValueError(f"--timeout must be above 0 seconds, got {timeout}; leave it out for 60")
     start = max(seconds, TIMEOUT_S)  # starting may take long even if the timeout is short
     store, rank, world = next(dist.rendezvous("env://", timeout=timedelta(seconds=start)))
-    # The store outlives a restart, and so do the addresses in it, of processes that are gone.
+    # The store outlives a restart, with addresses of processes that are gone. A prefix hides them.
     store = dist.PrefixStore(f"start {_restarts()}", store)
     limit, backend = timedelta(seconds=seconds), "nccl" if on_gpu else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)

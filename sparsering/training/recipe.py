@@ -109,6 +109,7 @@ class Recipe:
         return self._model()
 
     def _model(self) -> LongNetLM:
+        """Builds the recipe's model with weights from torch's global generator, in any state."""
         return LongNetLM(
             parse(self.pattern) if self.attention == "pattern" else Causal(),
             width=self.width,
@@ -137,7 +138,7 @@ class Recipe:
 
 
 def _has_type(kind: Any, value: object) -> bool:
-    """Whether a JSON value has the type of a field; an int may stand for a float."""
+    """Whether a JSON value has the type of a recipe's field; an int is allowed for a float."""
     if kind is float:
         return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[arg-type]
     return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)

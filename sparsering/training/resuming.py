@@ -1,4 +1,4 @@
-"""Decides what a run begins with: its text, and the checkpoint that it may go on from.
+"""Reads what a run begins with: its text, and the checkpoint that it continues, if there is one.
 
 recipe, text, checkpoint = read_inputs(recipe, out, "train", resume=True, ranks=ranks)
 """
@@ -31,7 +31,10 @@ def read_inputs(
 
 
 def _check_may_go_on(checkpoint: Checkpoint, recipe: Recipe, command: str, resume: bool) -> None:
-    """Raises FileExistsError for a run of another command, and a finished one without `resume`."""
+    """Raises FileExistsError if the folder's run must not be continued.
+
+    That is a run of another command, or without `resume` a finished run.
+    """
     folder, steps = checkpoint.folder, checkpoint.step
     if checkpoint.command != command:
         begin = f"--init {folder} begins a run with its weights in "
@@ -47,7 +50,10 @@ def _check_may_go_on(checkpoint: Checkpoint, recipe: Recipe, command: str, resum
 
 
 def _resumed_recipe(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recipe:
-    """Replaces dtype "auto" by the checkpoint's; ValueError if recipe or text differs."""
+    """Returns the recipe, with the checkpoint's dtype for "auto".
+
+    Raises: ValueError if the text or a setting other than the number of steps differs.
+    """
     saved = checkpoint.recipe
     if recipe.dtype == "auto":
         recipe = replace(recipe, dtype=saved.dtype)
@@ -80,7 +86,11 @@ def _place(recipe: Recipe) -> str:
 
 
 def start_from(model: LongNetLM, recipe: Recipe, init: Path, resumed: Checkpoint | None) -> str:
-    """Copies the weights of a checkpoint into the model of a new run; returns their digest."""
+    """Copies the weights of the checkpoint `init` into the model of a new run.
+
+    A run that is continued (`resumed`) has its weights already; then it is only checked that the
+    run began with those of `init`. Returns: the digest of these weights.
+    """
     checkpoint = load_checkpoint(init)
     if resumed is not None:
         if resumed.init != checkpoint.digest:

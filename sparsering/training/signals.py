@@ -9,16 +9,17 @@ from types import FrameType
 
 from .ranks import Ranks
 
-_ONE_SIGNAL_S = 0.25  # seconds in which several signals are one
+_ONE_SIGNAL_S = 0.25  # signals within so many seconds count as one
 
 
 @contextmanager
 def stop_signal(ranks: Ranks) -> Iterator[Callable[[], int | None]]:
     """Yields a function that returns the number of a SIGINT or SIGTERM that any rank got, or None.
 
-    All ranks call the function together. A second signal has its usual effect at once, but for a
-    quarter of a second: a terminal and a parent process may both pass on one Ctrl-C. Python sets
-    handlers only in the main thread, so in other threads signals keep their usual effect.
+    All ranks call the function together. A second signal has its usual effect at once, unless it
+    comes within a quarter of a second, because a terminal and a parent process may both pass on one
+    Ctrl-C. Python sets handlers only in the main thread, so in other threads signals keep their
+    usual effect.
     """
     numbers: list[int] = []
     times: list[float] = []

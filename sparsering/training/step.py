@@ -59,7 +59,10 @@ def gradients(
     parts: int,
     attend: Attend | Sequence[Attend] | None = None,
 ) -> Tensor:
-    """Adds the gradients of the first `parts` micro-batches of a step; returns their loss."""
+    """Adds the gradients of a step's first `parts` micro-batches, of `size` windows each.
+
+    Returns: this rank's part of their loss, as a share of the step's mean.
+    """
     tokens, targets = training_window(
         train, context=recipe.context, batch_size=recipe.batch_size, seed=recipe.seed, step=step
     )

@@ -196,7 +196,7 @@ class SlideEncoder(nn.Module):
                         if not ran_out_of_memory(error) or tried <= LEAST_ROWS:
                             raise
                     rows = max(LEAST_ROWS, tried // 2)
-                    return_memory()  # here: the except clause holds the failed call's tensors
+                    return_memory()  # not in the except clause, which still holds tensors
         finally:
             for module, training in modes:
                 module.training = training
@@ -205,7 +205,10 @@ class SlideEncoder(nn.Module):
     def _encoded(
         self, tiles: Tensor, grid: Tensor, heat: Heat, rows: int | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Returns (slide [width], layers [num_layers + 1, width], heat [num_layers, n])."""
+        """Encodes one slide: tiles [n, in_width] in the cells `grid` [n, 2], `rows` at a time.
+
+        Returns: slide [width], layers [num_layers + 1, width], and heat [num_layers, n] or None.
+        """
         weight, length = self.cls_token, 1 + len(tiles)
 
         def projected(part: slice) -> Tensor:
@@ -236,11 +239,11 @@ class SlideEncoder(nn.Module):
         return last, torch.stack(pooled), torch.stack(received) if received else None
 
     def _pooled(self, x: Tensor) -> Tensor:
-        """Returns the slide's vector of states [1 + n, width]."""
+        """Returns a slide's vector [width] from states [1 + n, width] of class token and tiles."""
         return self.norm(x[1:].mean(0) if self.global_pool else x[0])
 
     def _shares(self) -> list[Tensor | None]:
-        """Draws each block's `shares` of stochastic depth; None if nothing is dropped."""
+        """Draws each block's `shares` [2] of stochastic depth; None if nothing is dropped."""
         depth = len(self.layers)
         if not self.training or not self.drop_path:
             return [None] * depth
@@ -250,6 +253,7 @@ class SlideEncoder(nn.Module):
 
 
 def _stacked(found: list[tuple[Tensor, Tensor, Tensor | None]], heat: Heat) -> SlideEmbedding:
+    """Joins the results of slides, as `_encoded` returns them."""
     slides, layers, maps = zip(*found, strict=True)
     return SlideEmbedding(
         slide=torch.stack(slides),

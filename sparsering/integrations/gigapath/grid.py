@@ -10,7 +10,11 @@ from ...ground.numerics import sum_dtype
 
 
 def grid_cells(coords: Tensor, tile_size: float, slide_ngrids: int, number: int) -> Tensor:
-    """Returns the cells int64 [n, 2], on the CPU, of tiles at these pixels."""
+    """Returns the cell of each tile, int64 [n, 2] on the CPU, from its corner in pixels [n, 2].
+
+    It warns if `tile_size` does not seem to be the spacing of the tiles. `number` is the slide's,
+    for messages. Raises ValueError if a cell lies outside the grid.
+    """
     pixels = coords.detach().to("cpu")
     size = int(tile_size) if tile_size == int(tile_size) else tile_size
     cells = torch.div(pixels, size, rounding_mode="floor")
@@ -32,10 +36,10 @@ def grid_cells(coords: Tensor, tile_size: float, slide_ngrids: int, number: int)
 
 
 def _wrong_size(pixels: Tensor, cells: Tensor, size: float) -> str | None:
-    """Says what is wrong with cells [n, 2] of `size` pixels for tiles at these pixels, if anything.
+    """Returns a warning if cells [n, 2] of `size` pixels do not fit tiles at these pixels, or None.
 
-    Several extractors begin a grid of their own in each piece of tissue. So a few tiles may share
-    a cell although the size is right, which is nothing to tell.
+    Several extractors begin a new grid in each piece of tissue. So a few tiles may share a cell
+    although the size is right, and that is no reason to warn.
     """
     n = len(cells)
     distinct = len((cells[:, 0] * (1 + int(cells[:, 1].max())) + cells[:, 1]).unique())
@@ -52,7 +56,7 @@ def _wrong_size(pixels: Tensor, cells: Tensor, size: float) -> str | None:
     elif spacing > 1.01 * size:
         offsets = pixels.double() - pixels[0]
         if _are_multiples(offsets, size) and not _are_multiples(offsets, spacing):
-            return None  # every third tile of a grid, say
+            return None  # for example, only every third tile of a grid was kept
         effect = "their positions in the encoder's grid have gaps"
     else:
         return None
@@ -63,11 +67,11 @@ def _wrong_size(pixels: Tensor, cells: Tensor, size: float) -> str | None:
 
 
 def _spacing(pixels: Tensor) -> float | None:
-    """Measures how far apart neighbours of a regular grid of tiles are; pixels [n, 2].
+    """Returns how far apart neighbors in a regular grid of tiles are, from their pixels [n, 2].
 
-    It is the most common distance between tiles that follow one another in a row or a column.
-    None if tiles do not form a grid of it: fewer than 16 such distances, or more than a tenth of
-    them are no multiples.
+    It is the most common distance between tiles that follow one another in a row or a column. The
+    result is None if there are fewer than 16 such distances, or if more than a tenth of them are
+    not multiples of it, because the tiles then do not form a grid.
     """
     distances = []
     for line, along in ((0, 1), (1, 0)):
@@ -99,6 +103,10 @@ def _position_table(slide_ngrids: int, channels: int) -> Tensor:
 
 
 def positions(grid: Tensor, slide_ngrids: int, like: Tensor) -> Tensor:
-    """Returns fixed position embeddings [n, width]: of the second coordinate, then of the first."""
+    """Returns fixed position embeddings [n, width] of cells `grid` [n, 2].
+
+    The first half of the channels is for the second coordinate, the other half for the first.
+    `like` [.., width] gives width and device.
+    """
     table = _position_table(slide_ngrids, like.shape[-1] // 2)
     return table[grid.flip(1)].flatten(1).to(like.device, sum_dtype(like))

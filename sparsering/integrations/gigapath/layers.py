@@ -23,9 +23,9 @@ class SlideTokens:
 
     pattern: Pattern
     sink: Tensor | None
-    """[1, H, N]: the log of the number of zero keys that each row sees; None: there are none."""
+    """[1, H, N], the log of the number of zero keys that each row sees, or None without any."""
     rows: int | None
-    """The most rows to compute at a time; None: all of them."""
+    """The most rows to compute at a time; None computes all at once."""
     heat: Heat
     dropout: float
 
@@ -70,7 +70,7 @@ class EncoderLayer(nn.Module):
     def forward(
         self, x: Tensor, how: SlideTokens, shares: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns the new rows of x [N, width], and what each row's key received, [N] or None.
+        """Returns the new rows of x [N, width], and what attention each token received, or None.
 
         `shares` [2] scales the outputs of attention and of the MLP, as stochastic depth does.
         """
@@ -86,7 +86,10 @@ class EncoderLayer(nn.Module):
     def _attended(
         self, x: Tensor, how: SlideTokens, share: Tensor | float
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns x + share * attention(norm(x)), and what each row's key received."""
+        """Returns x + share * attention(norm(x)), and the attention that each token received.
+
+        The latter, [N] or None, is the mean over heads of what `how.heat` asks for.
+        """
         attn, norm = self.self_attn, self.self_attn_layer_norm
         whole = norm(x) if how.rows is None else None
 
@@ -118,7 +121,10 @@ class EncoderLayer(nn.Module):
 
 
 def by_rows(function: Callable[[slice], Tensor], x: Tensor, rows: int | None) -> Tensor:
-    """Computes a function of slices of rows of x, at most `rows` at a time: [len(x), ...]."""
+    """Computes `function` for slices of x's rows, at most `rows` at a time; joins the results.
+
+    `function` gets a slice of n rows and returns [n, ...]; the result is [len(x), ...].
+    """
     if rows is None or rows >= len(x):
         return function(slice(0, len(x)))
     out: Tensor | None = None

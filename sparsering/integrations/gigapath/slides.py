@@ -39,7 +39,7 @@ def checked_tile_size(tile_size: object) -> float:
 
 
 def _listed(name: str, given: Any) -> list[Tensor]:
-    """Returns the tensors of slides, which came as one slide, as a list, or as a padded batch."""
+    """Returns a list of each slide's tensor, from one slide, a list, or a padded batch."""
     if isinstance(given, Tensor) and given.dim() == 2:
         given = given[None]
     is_list = isinstance(given, Sequence) and all(isinstance(x, Tensor) for x in given)
@@ -53,11 +53,12 @@ def _listed(name: str, given: Any) -> list[Tensor]:
 
 
 def _without_padding(given: list[Tensor], sizes: list[int]) -> list[Tensor]:
+    """Cuts each slide of a padded batch to its number of tiles."""
     return [x[:n] for x, n in zip(given, sizes, strict=True)]
 
 
 def _check_slide(number: int, tiles: Tensor, coords: Tensor, in_width: int) -> None:
-    """Raises ValueError if the tensors of a slide do not have the right kind, or no tiles."""
+    """Raises ValueError if a slide's tensors have a wrong shape or dtype, or if it has no tiles."""
     fits = tiles.dim() == 2 and tiles.shape[1] == in_width and tiles.is_floating_point()
     placed = coords.shape == (len(tiles), 2) and coords.dtype != torch.bool
     if not fits or not placed or coords.is_complex():
@@ -75,7 +76,7 @@ def _check_slide(number: int, tiles: Tensor, coords: Tensor, in_width: int) -> N
 
 
 def _lengths(lengths: Any, tiles: list[Tensor]) -> list[int]:
-    """Returns the tiles of each slide of a padded batch."""
+    """Returns the number of tiles of each slide in a padded batch."""
     sizes = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     right = isinstance(sizes, Sequence) and len(sizes) == len(tiles)
     if not right or not all(
@@ -89,7 +90,7 @@ def _lengths(lengths: Any, tiles: list[Tensor]) -> list[int]:
 
 
 def _what_came(given: Any) -> tuple[str, str]:
-    """Returns what was passed in place of slides' tensors, and a way out."""
+    """Describes for an error what was passed in place of slides' tensors; adds a way out."""
     if isinstance(given, Tensor):
         return f"[{', '.join(map(str, given.shape))}]", "put the slides' tensors into a list"
     listed = isinstance(given, Sequence) and not isinstance(given, str)

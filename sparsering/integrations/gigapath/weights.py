@@ -116,7 +116,10 @@ def load(
 
 
 def _file_of(path: Path) -> Path:
-    """Returns the slide encoder's file of a file, a folder, or a folder of the Hub's cache."""
+    """Returns the slide encoder's file for the path of a file, or of a folder that contains it.
+
+    In a folder of the Hub's cache it takes the newest snapshot.
+    """
     if path.is_dir():
         files = [path / FILE, *path.glob(f"snapshots/*/{FILE}")]
         found = [x for x in files if x.is_file()]
@@ -130,7 +133,7 @@ def _file_of(path: Path) -> Path:
 
 
 def _state_of(file: Path) -> dict[str, Tensor]:
-    """Returns the tensors of a checkpoint, which may lie under "model" as Prov-GigaPath's do."""
+    """Returns a checkpoint's tensors by name; Prov-GigaPath's has them under the key "model"."""
     options = [argparse.Namespace]  # a trainer's options, not code
     found = read_torch_file(file, "download it again", known=options)
     found = found.get("model", found) if isinstance(found, dict) else {}
@@ -138,7 +141,7 @@ def _state_of(file: Path) -> dict[str, Tensor]:
 
 
 def _sizes_of(state: dict[str, Tensor], file: Path) -> dict[str, int]:
-    """Reads the arguments of `SlideEncoder` that shapes of tensors tell."""
+    """Returns those arguments of `SlideEncoder` that follow from the tensors' names and shapes."""
     layers = [x.split(".") for x in state if x.startswith("encoder.layers.")]
     first = "encoder.layers.0.ffn.fc1.weight", "patch_embed.proj.weight"
     missing = next((x for x in first if x not in state or state[x].dim() != 2), None)
