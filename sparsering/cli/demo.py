@@ -33,6 +33,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _demo_ring(arguments: argparse.Namespace) -> int:
+    """Runs `demo-ring` on each rank; after a mistake only rank 0 prints the error."""
     from ..demo.ring import QUICK, RECIPE, demo_ring
 
     try:

@@ -21,6 +21,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _info(arguments: argparse.Namespace) -> int:
+    """Runs `info`: prints versions, what the machine has, and which backends can run."""
     import platform
     from importlib.metadata import PackageNotFoundError, version
 
@@ -71,6 +72,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _build(arguments: argparse.Namespace) -> int:
+    """Runs `build`: compiles the CPU kernel, and with --gpu Triton's kernels."""
     import torch
 
     from .. import Causal, attention

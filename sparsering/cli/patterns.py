@@ -49,6 +49,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _plot(arguments: argparse.Namespace) -> int:
+    """Runs `plot`: draws a pattern, or the losses of a run, into a file."""
     from ..ground.files import replace_file
     from ..plots.figure import kind_of, require_matplotlib
 
@@ -111,6 +112,7 @@ def _check_drawn(pattern: "Pattern", length: int, heads: int, block_size: int) -
 
 
 def _tune(arguments: argparse.Namespace) -> int:
+    """Runs `tune`: measures block sizes, and stores the fastest for later calls."""
     import torch
 
     from ..kernels.tune import tune

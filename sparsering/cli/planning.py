@@ -66,6 +66,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _plan(arguments: argparse.Namespace) -> int:
+    """Runs `plan`: prints the costs of a pattern, proposed patterns, or the plan of a model."""
     import torch
 
     from ..ground.commands import sparsering

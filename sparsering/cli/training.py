@@ -90,6 +90,7 @@ def _micro_batch(text: str) -> int | str:
 
 
 def _train(arguments: argparse.Namespace) -> int:
+    """Runs `train` on each rank; rank 0 says how far the run is, and how to go on with it."""
     from ..training.checkpoint import has_checkpoint, load_checkpoint
     from ..training.loop import train
     from ..training.ranks import ranks_of_torchrun, was_restarted
@@ -137,6 +138,7 @@ def _train(arguments: argparse.Namespace) -> int:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
+    """Runs `generate`: prints the prompt and its continuation, then times and bytes on stderr."""
     import codecs
     import time
 

@@ -36,6 +36,7 @@ def add_commands(commands: Commands) -> None:
 
 
 def _try(arguments: argparse.Namespace) -> int:
+    """Runs `try`: compares a model's layers, with random weights, with and without sparsering."""
     import torch
 
     try:

@@ -122,7 +122,7 @@ class LongNetEncoder(nn.Module):
                 whole sequence. The class token then replaces x and coordinates at position 0.
             all_layer_embed: also return the states before each block.
 
-        Returns: the normalised residual stream: [B, 1 + N, width] with the class token first, or
+        Returns: the normalized residual stream: [B, 1 + N, width] with the class token first, or
             [B, N, width] without a class token or with `positions`. With `all_layer_embed`, a list
             of the states before each block and this result.
         """

@@ -5,7 +5,7 @@
     prompt = torch.tensor([list(b"def ")])
     text = bytes(int(token) for token in model.generate(prompt, 200))
 
-It is a plain pre-norm transformer: RMSNorm, rotary positions, normalised queries and keys, an MLP
+It is a plain pre-norm transformer: RMSNorm, rotary positions, normalized queries and keys, an MLP
 with squared ReLU, and one table of embeddings for inputs and logits.
 """
 
@@ -100,7 +100,7 @@ class LongNetLM(nn.Module):
         attend: Attend | Sequence[Attend] | None = None,
         positions: Tensor | None = None,
     ) -> Tensor:
-        """Returns the normalised residual stream [B, N, width], from which `forward` takes logits.
+        """Returns the normalized residual stream [B, N, width], from which `forward` takes logits.
 
         `positions` int64 [N] is each token's index in the whole sequence, default 0 .. N - 1.
         """

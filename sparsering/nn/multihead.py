@@ -177,6 +177,7 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
         nested: bool,
         ranks: CallRanks | None,
     ) -> tuple[Tensor, Tensor | None]:
+        """Computes `forward`; `nested` tells nested tensors, `ranks` a call that ranks share."""
         if not nested:
             for name, x in (("query", query), ("key", key), ("value", value)):
                 checks.check_tensor(name, x, "[batch, tokens, width]")

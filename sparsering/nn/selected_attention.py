@@ -302,6 +302,7 @@ class SelectedAttention(OverRanks, nn.Module):
         documents: Lengths | None,
         valid: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
+        """Computes `forward`; `ranks` are set if ranks share the call."""
         check_tensor("x", x, f"[batch, tokens, {self.q_proj.in_features}]")
         wanted = x.dim() == 3 and x.shape[2] == self.q_proj.in_features
         if not wanted or not x.is_floating_point():
@@ -478,6 +479,7 @@ class SelectedAttention(OverRanks, nn.Module):
 
 
 def _checked_pooling(pooled: Sequence[int]) -> tuple[int, int]:
+    """Returns (size, stride) as ints; raises ValueError unless 1 <= stride <= size."""
     if not isinstance(pooled, Sequence) or len(pooled) != 2:
         raise ValueError(
             f"pooled must be (size, stride) in tokens, got {shortened(repr(pooled))}; NSA has "

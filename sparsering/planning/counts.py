@@ -34,7 +34,7 @@ _FIRST_TILES = 16  # query tiles that give a first estimate of a layout's size
 _TILES, _HEADS = 96, 2  # query tiles and heads sampled from a large layout
 _GOLDEN = 0.6180339887498949
 _EDGE = 2  # tiles at each end that are always counted, because global tokens lie there
-_RUN = 64  # neighbouring key tiles that are tested as one
+_RUN = 64  # neighboring key tiles that are tested as one
 
 
 class PassCounts(NamedTuple):
@@ -45,7 +45,7 @@ class PassCounts(NamedTuple):
     The counts of pieces are 0 without `counts_of(..., cut=True)`.
     """
 
-    step: int  # distance of neighbouring positions in a tile, in tokens
+    step: int  # distance between neighboring tokens of a tile
     query_tiles: int  # number of query tiles of each head
     key_tiles: int  # number of key tiles of each head
     longest: tuple[int, int]  # most tokens in a query tile, and in a key tile
@@ -254,7 +254,7 @@ class _Tiles(NamedTuple):
 
     queries: Axis
     keys: Axis
-    runs: Axis  # each run joins `_RUN` neighbouring key tiles
+    runs: Axis  # each run joins `_RUN` neighboring key tiles
     joined: Tensor  # True for a run without a gap between its tiles
     before: Tensor  # result of `_tokens_before` for the key tiles
 

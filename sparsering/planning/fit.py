@@ -222,7 +222,7 @@ def largest_that_fits(
 
 
 def about_largest(peak: Callable[[int], float], limit: float, start: int, most: int) -> int:
-    """Finds about the largest n with `peak(n) <= limit`, within a few percent; below 1 if none.
+    """Finds the largest n with `peak(n) <= limit`, within a few percent, or 0 and less if none.
 
     It evaluates no peak beyond `most`; a larger result is extrapolated.
     """

@@ -29,7 +29,7 @@ _SINKS = 4  # first tokens, which every query of a window sees too
 _WINDOWS = (1024, 4096, 16384)
 _BLOCK = 128
 LONGEST = 1 << 24
-"""Most tokens for which patterns are proposed; that takes minutes."""
+"""Largest number of tokens for which patterns are proposed, which then takes minutes."""
 _NEVER = "its last token never depends on the whole text"
 _COST_ALONE = "the cost of blocks chosen by content; random ones are not a pattern to train with"
 

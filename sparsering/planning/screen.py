@@ -152,6 +152,7 @@ def _times(factor: float) -> str:
 
 
 def _time(estimate: Estimate, of_rank: str) -> str:
+    """Returns the time of the call as text, with how it is known."""
     seconds = f"{show_seconds(estimate.seconds.value)}{of_rank}"
     products, known = f"({estimate.flops.value:.3g} FLOP)", estimate.seconds.known
     if known.startswith("published"):
@@ -204,7 +205,7 @@ def _capacity(scenario: Scenario, limit: int | None) -> str:
 
 
 def _rank_rows(scenario: Scenario, estimate: Estimate) -> list[str]:
-    """Returns rows that compare one device and each sharding; none without several ranks."""
+    """Returns rows that compare one device and each sharding, or [] for a single rank."""
     if scenario.ranks == 1:
         return []
     alone = estimate_of(replace(scenario, ranks=1))

@@ -308,6 +308,7 @@ def _step_of(planned: ModelOutline, scenario: Scenario, parts: int) -> _Step:
 
 
 def _model_text(planned: ModelOutline, saved: ModelBytes, scenario: Scenario) -> str:
+    """Returns a model's name, layers, parameters and dtype as text."""
     return (
         f"{planned.name}, {len(planned.patterns)} layers, "
         f"{saved.weights // scenario.dtype.itemsize:,} parameters, "

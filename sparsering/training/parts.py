@@ -36,7 +36,7 @@ _OFFSETS = "DCP_SHARDING_INFO"  # in a part's header: JSON {name: {"saved_offset
 
 
 def write_parts(folder: Path, tensors: Mapping[str, DTensor], ranks: Ranks) -> dict[str, str]:
-    """Writes each rank's parts of tensors into a new folder; all ranks call it.
+    """Writes each rank's parts of tensors into a new folder. All ranks must call it.
 
     Returns, on all ranks: the sha256 of each part, by the name of its file.
 

@@ -263,6 +263,7 @@ def _stacked(found: list[tuple[Tensor, Tensor, Tensor | None]], heat: Heat) -> S
 
 
 def _heat(heat: object) -> Heat:
+    """Returns the argument; raises ValueError unless it is None, "class" or "all"."""
     if heat not in (None, "class", "all"):
         raise ValueError(
             f'heat must be None, "class" or "all", got {shortened(repr(heat))}; "class" is what '

@@ -46,6 +46,8 @@ class DilatedProjections(nn.Module):
 
 
 class _MLP(nn.Module):
+    """The MLP of a block, on rows [n, width], with a norm after its activation."""
+
     def __init__(self, width: int, mlp_width: int) -> None:
         super().__init__()
         self.fc1, self.fc2 = nn.Linear(width, mlp_width), nn.Linear(mlp_width, width)
@@ -121,7 +123,7 @@ class EncoderLayer(nn.Module):
 
 
 def by_rows(function: Callable[[slice], Tensor], x: Tensor, rows: int | None) -> Tensor:
-    """Computes `function` for slices of x's rows, at most `rows` at a time; joins the results.
+    """Computes `function` for slices of x's rows, at most `rows` at a time, and joins the results.
 
     `function` gets a slice of n rows and returns [n, ...]; the result is [len(x), ...].
     """

@@ -90,7 +90,7 @@ def _lengths(lengths: Any, tiles: list[Tensor]) -> list[int]:
 
 
 def _what_came(given: Any) -> tuple[str, str]:
-    """Describes for an error what was passed in place of slides' tensors; adds a way out."""
+    """Returns, for an error, what was passed in place of slides' tensors, and a way out."""
     if isinstance(given, Tensor):
         return f"[{', '.join(map(str, given.shape))}]", "put the slides' tensors into a list"
     listed = isinstance(given, Sequence) and not isinstance(given, str)

@@ -84,6 +84,8 @@ class _Packing:
 
 
 class _Thread(threading.local, _Packing):
+    """State of a thread's model calls: position ids, open `using` blocks, and the ranks' call."""
+
     def __init__(self) -> None:  # torch.compile of torch 2.11 would see defaults of the class alone
         super().__init__()
         self.blocks: tuple[UsingBlock, ...] = ()
@@ -196,6 +198,7 @@ def remember_blocks(model: Any) -> None:
 def _checkpoint(
     checkpoint: Callable[..., Any], layer: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
+    """Checkpoints a layer, which has the present blocks and ranks' call when it runs again."""
     if not torch.compiler.is_compiling():
         layer = partial(_run_in, call_state().blocks, thread.shared, layer)
     return checkpoint(layer, *args, **options)

@@ -32,6 +32,7 @@ def content_blocks(mask: Any, batch: int, queries: int, size: int, device: Any) 
 
 
 def _content_blocks(mask: Any, batch: int, queries: int, size: int, device: Any) -> ContentBlocks:
+    """Computes `content_blocks`; the row of a mask has the blocks of all its documents in order."""
     length = mask.first_query + queries  # a static cache is empty from there on
     valid = mask.valid(length)
     every = torch.ones(batch, length, dtype=torch.bool, device=device)

@@ -1,4 +1,4 @@
-"""`MaskKind`: recognises transformers' mask functions, so that they need not run for each pair.
+"""`MaskKind`: recognizes transformers' mask functions, so that they need not run for each pair.
 
 A mask function is `(batch, head, query, key) -> bool`; `and_masks` joins several. The code object
 of a function tells what it is, and its closure holds the parameters. torch.compile cannot read
@@ -131,7 +131,10 @@ def recognise_inside_compile(
 def runs_by_neighbours(
     mask_function: MaskFunction, batch_size: int, kv_length: int, kv_offset: int, device: Any
 ) -> Tensor:
-    """Returns document or chunk indices [B, Nk]; one starts where a key cannot see the previous."""
+    """Returns document or chunk indices [B, Nk], from what each key sees of the key before it.
+
+    A document or chunk starts at a key that does not see its predecessor. It is for torch.compile.
+    """
     batch = torch.arange(batch_size, device=device)[:, None, None, None]
     head = torch.zeros(1, 1, 1, 1, dtype=torch.int64, device=device)
     key = torch.arange(kv_length, device=device)[None, None, None] + kv_offset

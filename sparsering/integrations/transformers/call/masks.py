@@ -46,7 +46,7 @@ Options = dict[str, Any]  # of a call of `attention`
 class SameRun(TensorMask):
     """Lets a query see the keys of its own run, that is, document or chunk."""
 
-    ids: Tensor  # int64 [B or 1, Nk]; a new run begins where neighbours differ
+    ids: Tensor  # int64 [B or 1, Nk]; a new run begins where neighbors differ
     dtype: ClassVar[torch.dtype] = torch.int64
     table_dims: ClassVar[tuple[int, ...]] = (2,)
 
@@ -70,7 +70,7 @@ class SameRun(TensorMask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class InRuns(SameRun):
-    """Applies a pattern within each run of consecutive tokens; positions restart at 0 in each."""
+    """Applies a pattern within each run of consecutive tokens, where positions begin at 0."""
 
     pattern: Mask
 

@@ -55,6 +55,7 @@ class Source(NamedTuple):
 
 
 def _refuses_chosen(call: LayerCall) -> Exception | None:
+    """Refuses chosen keys beside a pattern, a SparseCache, a bias or an unknown mask."""
     others = call.used, call.bias, call.cache, call.applied
     is_unknown = isinstance(call.mask, ModelMask) and call.mask.kind is None
     is_plain = isinstance(call.mask, ModelMask | Chosen) and not is_unknown
@@ -83,6 +84,7 @@ def _attend_chosen(call: LayerCall) -> Tensor:
 
 
 def _refuses_shared(call: LayerCall) -> Exception | None:
+    """Refuses a bias in a call that ranks share."""
     if call.bias is None:
         return None
     return NotImplementedError(
@@ -98,6 +100,7 @@ def _attend_shared(call: LayerCall) -> Tensor:
 
 
 def _refuses_used(call: LayerCall) -> Exception | None:
+    """Refuses a pattern of `using` with cached keys, or with a bias for each pair."""
     query, key, _ = call.inputs
     if query.shape[2] != key.shape[2] or call.cache is not None:
         return ValueError(
@@ -113,6 +116,7 @@ def _refuses_used(call: LayerCall) -> Exception | None:
 
 
 def _attend_used(call: LayerCall) -> Tensor:
+    """Attends over exactly the pattern of an open `using` block."""
     assert call.used is not None
     extras = call.extras
     if call.bias is not None:
@@ -121,6 +125,7 @@ def _attend_used(call: LayerCall) -> Tensor:
 
 
 def _refuses_cached(call: LayerCall) -> Exception | None:
+    """Refuses a SparseCache without a `ModelMask`, which knows the padding."""
     if isinstance(call.mask, ModelMask):
         return None
     return NotImplementedError(
@@ -135,6 +140,7 @@ def _attend_cached(call: LayerCall) -> Tensor:
 
 
 def _refuses_tensor(call: LayerCall) -> Exception | None:
+    """Refuses a mask of all pairs for a layer that has a pattern from `apply`."""
     if pattern_of(call.module) is None:
         return None
     return NotImplementedError(

@@ -1,7 +1,7 @@
 """BERT's relatives, over ranks: embeddings and losses that need tokens of other ranks.
 
-MobileBERT joins neighbouring tokens, ESM scales by the padding or the masked tokens, and ModernBERT
-predicts the tokens with a label alone.
+MobileBERT joins neighboring tokens, ESM scales by the padding or the masked tokens, and ModernBERT
+predicts only the tokens that have a label.
 """
 
 import inspect
@@ -10,7 +10,7 @@ from typing import Any
 
 
 def embeds_by_mask(model: Any, _: Any) -> str | None:
-    """Names embeddings that depend on the attention mask, as ESM's do."""
+    """Returns why ranks cannot share embeddings that depend on the attention mask, as ESM's do."""
     for path, module in model.named_modules():
         name = type(module).__name__
         if name.endswith("Embeddings") and (
@@ -24,14 +24,14 @@ def embeds_by_mask(model: Any, _: Any) -> str | None:
 
 
 def joins_neighbours(_: Any, config: Any) -> str | None:
-    """Says that embeddings join neighbouring tokens, as MobileBERT's do."""
+    """Returns why ranks cannot share embeddings that join neighboring tokens, as MobileBERT's."""
     if getattr(config, "trigram_input", False):
         return "its embeddings join neighbouring tokens (trigram_input)"
     return None
 
 
 def predicts_some_tokens(model: Any, _: Any) -> str | None:
-    """Says that a model finds the tokens to predict by another label than -100 (ModernBERT)."""
+    """Returns why ranks cannot share a ModernBERT that ignores another label than -100."""
     if getattr(model, "sparse_prediction", False) and model.sparse_pred_ignore_index != -100:
         return "its config sets a sparse_pred_ignore_index other than -100"
     return None

@@ -24,6 +24,8 @@ from .wrapped import Wrapped
 
 
 class _Now(threading.local):
+    """State that compressors in this thread leave for the layer that attends next."""
+
     def __init__(self) -> None:
         self.listed: list[Tensor] | None = None  # collects what a compressor's indexer lists
         self.chosen: Chosen | None = None  # the entries of the layer that attends next
@@ -66,7 +68,10 @@ class _Cache(NamedTuple):
 
 
 def _in_parts(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any) -> Any:
-    """Runs an indexer for some queries at a time; over keys of earlier ranks if ranks share it."""
+    """Runs an indexer with `_Cache` as its cache, so that it scores some queries at a time.
+
+    If ranks share the call, the cache has the keys of earlier ranks.
+    """
     given = inspect.signature(own).bind(indexer, *args, **options)
     keys = given.arguments.get("past_key_values")
     if thread.shared is not None:
@@ -91,7 +96,11 @@ def _lists(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any) ->
 
 
 def _compress(own: Callable[..., Any], compressor: Any, *args: Any, **options: Any) -> Any:
-    """Runs DeepSeek-V4's compressor; stores which entries each query sees for `taken_entries`."""
+    """Runs DeepSeek-V4's compressor, and stores which of its entries each query sees.
+
+    `taken_entries` returns them when the layer attends. If ranks share the call, the compressor
+    also gets tokens and entries of other ranks.
+    """
     _now.listed, _now.chosen = [], None
     if (shared := thread.shared) is not None:
         given = inspect.signature(own).bind(compressor, *args, **options)

@@ -34,7 +34,7 @@ class CompressedKeysOfRanks:
             for first, stop in self.closed
         ]
         self.first_token = self.closed[self.rank][0] * rate
-        # By name, rows of tokens: of the window before, and of the windows that close.
+        # By name, the tokens of the window before, and those of the windows that close here.
         self.rows: dict[str, tuple[Tensor, Tensor]] = {}
 
     def store_compression_weights(

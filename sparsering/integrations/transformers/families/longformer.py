@@ -31,7 +31,9 @@ class LocalAndGlobalAttention(nn.Module):
         is_global_attn: bool,
         output_attentions: bool = False,
     ) -> tuple[Tensor]:
-        """Attends; global tokens have projections of their own, and see all keys.
+        """Attends over the window and the global tokens. Global tokens see all keys.
+
+        They have projections of their own as queries.
 
         Args:
             hidden_states: [B, N, E].
@@ -80,7 +82,7 @@ def _patterns(size: int, masked: Tensor, is_global: Tensor) -> tuple[Pattern, Pa
 
 
 def _global_rows(is_global: Tensor) -> Tensor:
-    """Returns places [B, most] of global tokens; a row with fewer has others at its end.
+    """Returns indices [B, most] of global tokens; rows with fewer are filled up with other tokens.
 
     In a call for shapes alone all tokens count as global, because no shape depends on them.
     """

@@ -22,7 +22,7 @@ from .wrapped import Wrapped
 def _choose(
     indexer: Any, query: Tensor, key: Tensor, mask: Any, shared: SharedCall | None
 ) -> Chosen:
-    """Returns the best blocks of visible keys; blocks begin at a document's first token.
+    """Returns the best blocks of visible keys, where blocks count from a document's first token.
 
     Args:
         query: [B, H, N, D]. key: [B, 1, M, D].
@@ -98,7 +98,10 @@ def _not_yet_chosen(
     past_key_values: Any,
     __: Tensor,
 ) -> Unchosen:
-    """Computes queries and keys of MiniMax-M3's indexer; its layer, which has the mask, chooses."""
+    """Computes queries and keys of MiniMax-M3's indexer.
+
+    The layer's attention, which has the mask, then calls `_choose` with them.
+    """
     rotate = sys.modules[type(indexer).__module__].apply_rotary_pos_emb
     # query [B, H, N, D], key [B, 1, N, D]
     query, key = (

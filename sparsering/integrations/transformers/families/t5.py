@@ -1,4 +1,4 @@
-"""T5, and families that took its bias: learnt numbers, by the distance of a key from a query."""
+"""T5, and families that use its bias: a learned number for each distance of a key from a query."""
 
 from collections.abc import Callable
 from typing import Any

@@ -105,6 +105,7 @@ def check(model: Any, arguments: dict[str, Any], own_loss: bool) -> int:
 
 
 def _check_refused(model: Any, given: dict[str, Any]) -> None:
+    """Raises NotImplementedError if a call or the model's config uses a refused argument."""
     refused = {name: row for name, row in _ROWS.items() if row.use == "refused"}
     for name, row in refused.items():
         value = given.get(name, False)
