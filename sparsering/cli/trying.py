@@ -11,7 +11,7 @@ from ..ground.arguments import shortened
 from ..ground.commands import install, sparsering
 from .argument_types import PATTERN, Commands, add_quiet, positive, token_count
 
-_VOCABULARY = 1024  # small vocabulary for the tried model, because embeddings are not measured
+_VOCABULARY = 1024  # small vocabulary for the tried model, so that its embedding costs no time
 
 
 def add_commands(commands: Commands) -> None:

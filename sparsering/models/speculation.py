@@ -24,7 +24,7 @@ Guess = Callable[[list[int], int], Tree]  # gets the text, and the most guesses 
 
 
 def from_text() -> Guess:
-    """Returns a guess: what followed where the text's last tokens have occurred before."""
+    """Returns a function that guesses what has followed earlier where the same tokens occurred."""
     places: dict[tuple[int, ...], list[int]] = {}
     seen = _CONTEXT
 
@@ -46,7 +46,7 @@ def from_text() -> Guess:
 
 
 def from_model(model: "LongNetLM", max_length: int) -> Guess:
-    """Returns a guess: the tokens that a smaller model finds likeliest, one after another."""
+    """Returns a function that guesses the tokens which a smaller model finds likeliest."""
     caches = model.caches(max_length=max_length, rollback=_MOST)
 
     def guess(text: list[int], most: int) -> Tree:

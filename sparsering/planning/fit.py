@@ -222,9 +222,10 @@ def largest_that_fits(
 
 
 def about_largest(peak: Callable[[int], float], limit: float, start: int, most: int) -> int:
-    """Finds the largest n with `peak(n) <= limit`, within a few percent, or 0 and less if none.
+    """Finds about the largest n with `peak(n) <= limit`; the result is below 1 if there is none.
 
-    It evaluates no peak beyond `most`; a larger result is extrapolated.
+    It is exact to a few percent. No peak beyond `most` is evaluated; a larger result is
+    extrapolated.
     """
     peaks: dict[int, float] = {}
     guess, expected = 0, start

@@ -79,7 +79,7 @@ def _amounts(counts: Counts, call: CallSizes, backward: bool) -> tuple[float, fl
 def _rates(backend: str, dtype: torch.dtype, head_dim: int, backward: bool, threads: int) -> _Rates:
     """Measures the rates by the calls of `_PROBES`, once for each combination of arguments.
 
-    `threads` is the number that torch uses now; it is an argument so that results are kept by it.
+    `threads` is the number that torch uses. It is an argument because cached rates depend on it.
     """
     device = torch.device("cuda" if backend == "triton" and torch.cuda.is_available() else "cpu")
     seconds, amounts = [], []

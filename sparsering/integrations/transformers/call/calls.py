@@ -74,8 +74,8 @@ class MaskRequest(NamedTuple):
 class _Packing:
     """Position ids of the model calls that are running.
 
-    Outside torch.compile it is the part of `_Thread` that each thread has for itself. A compiled
-    call uses one plain object, because torch.compile cannot trace a `threading.local`.
+    Each thread has its own, as a part of `_Thread`. Calls that torch.compile traces share a plain
+    object instead, because it cannot trace a `threading.local`.
     """
 
     def __init__(self) -> None:  # attributes first set in a traced call would need a second graph
@@ -104,7 +104,8 @@ used_modules: WeakSet[Any] = WeakSet()
 def call_state() -> CallState:
     """Returns the open blocks and the ranks' call for a forward pass that begins now.
 
-    A backward pass may run layers again. Only blocks that were opened in that pass then count.
+    A backward pass may run layers again. Then only blocks that were opened in that pass count;
+    gradient checkpointing opens those of the forward pass in it again.
     """
     if torch.compiler.is_compiling():
         return CallState(thread.blocks, thread.shared, False)
@@ -198,7 +199,7 @@ def remember_blocks(model: Any) -> None:
 def _checkpoint(
     checkpoint: Callable[..., Any], layer: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
-    """Checkpoints a layer, which has the present blocks and ranks' call when it runs again."""
+    """Checkpoints a layer, so that it runs again with the blocks and ranks' call that hold now."""
     if not torch.compiler.is_compiling():
         layer = partial(_run_in, call_state().blocks, thread.shared, layer)
     return checkpoint(layer, *args, **options)

@@ -42,8 +42,8 @@ class Chosen(NamedTuple):
     def of_rank(self, shared: SharedCall) -> SelectedBlocks:
         """Returns the choice as a mask for this rank in ring attention.
 
-        Small blocks give a mask of the rank's own queries, where entries count from 0. Large ones
-        give that of all queries, fetched from the other ranks, because rings need it whole.
+        Small blocks give a mask of the rank's own queries. Large ones give the mask of all queries,
+        fetched from the other ranks, because rings need it whole. Entries are numbered from 0.
         """
         own = self.indices[:, :, : shared.num_tokens].long()
         first = 0 if self.entries or not shared.num_tokens else int(shared.tokens[0])

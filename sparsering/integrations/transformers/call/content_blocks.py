@@ -23,7 +23,7 @@ class ContentBlocks(NamedTuple):
     in_order: Tensor  # [B, L] indices of the visible tokens, then of the padding
     starts: Tensor  # [B, blocks] index of each block's first token
     tokens: Tensor  # [B, blocks, size] indices of each block's tokens; a short block has others too
-    real: Tensor  # bool [B, blocks, size], False where `tokens` has a token of no or another block
+    real: Tensor  # bool [B, blocks, size], False where `tokens` has a token not of the block
 
 
 def content_blocks(mask: Any, batch: int, queries: int, size: int, device: Any) -> ContentBlocks:
@@ -32,7 +32,7 @@ def content_blocks(mask: Any, batch: int, queries: int, size: int, device: Any) 
 
 
 def _content_blocks(mask: Any, batch: int, queries: int, size: int, device: Any) -> ContentBlocks:
-    """Computes `content_blocks`; the row of a mask has the blocks of all its documents in order."""
+    """Computes `content_blocks`, by counting the visible tokens and the blocks before each key."""
     length = mask.first_query + queries  # a static cache is empty from there on
     valid = mask.valid(length)
     every = torch.ones(batch, length, dtype=torch.bool, device=device)

@@ -97,7 +97,10 @@ def _valid(mask: ModelMask, kv_len: int) -> Tensor | None:
 
 
 def _row_runs(mask: ModelMask, kv_len: int) -> Tensor | None:
-    """Returns run indices [B or 1, Nk]: left padding and each document are a run; None if one."""
+    """Returns run indices [B or 1, Nk], where left padding and each document are a run.
+
+    It is None if there is only one run.
+    """
 
     def runs() -> Tensor | None:
         ids = [] if mask.documents is None else [mask.documents[:, :kv_len]]
