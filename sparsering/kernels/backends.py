@@ -21,6 +21,7 @@ from .backend import Backend as Backend
 from .backend import over_layouts
 from .library import flash, sdpa
 from .library.whole import run_whole
+from .tiles_and_lists import SecondOrder
 from .triton import configs
 from .triton.configs import KEYS_IN_ORDER
 
@@ -32,14 +33,16 @@ def _no_float64(*tensors: Tensor) -> list[str]:
 
 
 _SECOND_ORDER: Any = {  # over the same layouts, in portable torch
-    "tangent": gather.tangent,
-    "tangent_of_gradients": gather.tangent_of_gradients,
-    "tangent_sums": gather.tangent_sums,
-    "tangent_of_gradient_sums": gather.tangent_of_gradient_sums,
+    name: getattr(gather, name) for name in SecondOrder._fields
 }
 
 _CPU_SECOND_ORDER: Any = {
-    name: partial(getattr(tiles_and_lists, name), cpu, gather) for name in _SECOND_ORDER
+    name: partial(
+        getattr(tiles_and_lists, name),
+        SecondOrder(*(getattr(cpu, x) for x in SecondOrder._fields)),
+        SecondOrder(*(getattr(gather, x) for x in SecondOrder._fields)),
+    )
+    for name in SecondOrder._fields
 }
 
 BACKENDS: dict[str, Backend] = {

@@ -1,10 +1,11 @@
 """Second order over tiles by one backend and over lists of single keys by another.
 
-`tiles` and `lists` are the packages of the two; sums over the keys of both add up.
+`tiles` and `lists` are the functions of the two; sums over the keys of both add up.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -20,8 +21,22 @@ from .problem import (
 )
 
 
+class SecondOrder(NamedTuple):
+    """Functions of a backend for second order, as fields of `Backend` of these names."""
+
+    tangent: Callable[..., Any]
+    tangent_of_gradients: Callable[..., Any]
+    tangent_sums: Callable[..., Any]
+    tangent_of_gradient_sums: Callable[..., Any]
+
+
 def tangent(
-    tiles: Any, lists: Any, problem: Problem, out: Tensor, lse: Tensor, tangents: Tangents
+    tiles: SecondOrder,
+    lists: SecondOrder,
+    problem: Problem,
+    out: Tensor,
+    lse: Tensor,
+    tangents: Tangents,
 ) -> tuple[Tensor, Tensor]:
     """Returns the tangents of (out, lse) if the problem's tensors move by `tangents`."""
     if not problem.lists:
@@ -32,7 +47,7 @@ def tangent(
 
 
 def tangent_sums(
-    tiles: Any, lists: Any, problem: Problem, lse: Tensor, tangents: Tangents
+    tiles: SecondOrder, lists: SecondOrder, problem: Problem, lse: Tensor, tangents: Tangents
 ) -> tuple[Tensor, Tensor]:
     """Returns `sum P z' v + sum P v'` and `sum P z'` of each row, over the problem's keys."""
     sums: list[tuple[Tensor, Tensor]] = [
@@ -46,8 +61,8 @@ def tangent_sums(
 
 
 def tangent_of_gradients(
-    tiles: Any,
-    lists: Any,
+    tiles: SecondOrder,
+    lists: SecondOrder,
     problem: Problem,
     results: tuple[Tensor, Tensor, Tensor, Tensor],
     tangents: Tangents,
@@ -69,7 +84,11 @@ def tangent_of_gradients(
 
 
 def tangent_of_gradient_sums(
-    tiles: Any, lists: Any, problem: Problem, given: GradientRows, tangents: Tangents
+    tiles: SecondOrder,
+    lists: SecondOrder,
+    problem: Problem,
+    given: GradientRows,
+    tangents: Tangents,
 ) -> Gradients:
     """Returns the tangents of the gradients of the problem's pairs, without that of a sink."""
     sums, *rest = (
@@ -86,14 +105,14 @@ def tangent_of_gradient_sums(
 
 
 def _parts(
-    tiles: Any, lists: Any, problem: Problem, tangents: Tangents
-) -> list[tuple[Any, Problem, Tangents]]:
+    tiles: SecondOrder, lists: SecondOrder, problem: Problem, tangents: Tangents
+) -> list[tuple[SecondOrder, Problem, Tangents]]:
     """Returns each package with its part of a problem, and how the part's tensors move."""
     if not problem.lists:
         return [(tiles, problem, tangents)]
     problem = problem.from_bitmap_row_0()
     layout = replace(problem.layout, passes=())
-    parts: list[tuple[Any, Problem, Tangents]] = [
+    parts: list[tuple[SecondOrder, Problem, Tangents]] = [
         (lists, problem._replace(layout=layout), tangents)
     ]
     if problem.layout.num_blocks:  # with lists, a block bias is theirs
