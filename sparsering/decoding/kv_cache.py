@@ -337,7 +337,7 @@ class KVCache:
             return self._load(key, value, positions, length)
 
     def _load(self, key: Tensor, value: Tensor, positions: Any, length: int | None) -> None:
-        """Checks positions and lengths, and stores the keys and values."""
+        """Fills an empty cache, after a check of the keys' positions and length."""
         places = torch.arange(key.shape[2])
         if positions is not None:
             places = checks.checked_index("positions", positions, MOST_TOKENS)

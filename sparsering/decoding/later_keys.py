@@ -67,7 +67,7 @@ class LaterKeys:
                 )
 
     def _next_end(self, state: CacheState, entry: int, begin: int, end: int) -> int | None:
-        """Returns the number of tokens at which a call may end; None if there is none.
+        """Returns the first length from `end` on at which no token sees a key to come, or None.
 
         It holds for all entries if they are equally long, else for this entry.
         """

@@ -317,7 +317,7 @@ class _Group(NamedTuple):
         stored = history.positions_with(history.length - history.base).flatten()
         stored = torch.cat((stored[stored >= 0], torch.arange(history.length, end)))
         stored = stored[~torch.isin(stored, torch.tensor(remote, dtype=torch.int64))]
-        # One mask serves all heads, because no head visits a key that was evicted for it alone.
+        # One mask serves all heads: the pattern of a head that has evicted a key does not visit it.
         mask = torch.zeros(1, spanned.length + 1, dtype=torch.bool)
         return mask.index_fill(1, spanned.place_of(stored), True)[:, :-1]
 

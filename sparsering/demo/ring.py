@@ -45,8 +45,8 @@ class RankFigures(NamedTuple):
 
     tokens: int
     pairs: int | float  # (query, key) pairs that it computes, summed over heads and branches
-    # Six numbers of bytes received for one layer's attention. The first three are for the forward:
-    # counted, planned, and planned if every rank needed every key. The last three: the backward.
+    # Bytes received for one layer's attention. Forward: counted, planned, planned if every rank
+    # needed every key. Then these three for the backward.
     received: list[int | float]
     peak_bytes: int | None  # largest resident memory in training; None if unknown
 

@@ -23,7 +23,7 @@ def lists_of_rows(pattern: Pattern, frame: Frame, rows: Ranges) -> tuple[Lists, 
 
 
 class Listed(NamedTuple):
-    """The keys that groups of query rows list on other ranks, and the number of their pairs."""
+    """The keys of other ranks that groups of query rows list, and the number of pairs they make."""
 
     # One item for each distinct list of a kv head. Its set `label * world + owner` has the keys of
     # rank `owner` that the rows of group `label` list; it is empty if the rows are on that rank.

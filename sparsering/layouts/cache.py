@@ -128,7 +128,11 @@ class LayoutCache:
         return value
 
     def _add(self, key: Hashable, value: Any, cheap: bool) -> None:
-        """Counts a miss and stores a value; drops idle cheap values and those over the limit."""
+        """Counts a miss and stores a value.
+
+        Drops values that are quick to rebuild and long unused, then others until the cache is
+        within its limit.
+        """
         with self._lock:
             self._misses += 1
             if self._entries:  # measure the latest entry again; backward may have transposed it

@@ -38,7 +38,7 @@ class _Joint(Condition):
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
         columns = []
-        for part in self.parts:  # a part that is EMPTY or FULL has zeros, since it does not vary
+        for part in self.parts:  # where a part is EMPTY or FULL, its columns are 0
             varies = part.status(pairs) == VARIES
             columns.append(varies.long())
             if varies.any():

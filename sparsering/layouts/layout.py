@@ -72,7 +72,7 @@ class Pass:
         return {**vars(self), "memo": {}}
 
     def coordinates(self, q_start: int) -> tuple[Tensor, Tensor]:
-        """Returns the position of the first token of each query tile and key tile, [S, tiles]."""
+        """Returns (query, key): position of the first token of each tile, int64 [S, tiles] each."""
         query = self.query_start + q_start if self.query_origin is None else self.query_origin
         return query, self.key_start if self.key_origin is None else self.key_origin
 

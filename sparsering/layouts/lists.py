@@ -432,7 +432,10 @@ class _Seat(NamedTuple):
 
 
 def _seat(inside: tuple[Mask, ...], entry: int, position: Tensor, frame: Frame) -> _Seat:
-    """Finds the seats of queries at `position` [Nq] in one batch entry, from outer mask inward."""
+    """Finds where queries at `position` [Nq] stand in the sequence that a selection counts in.
+
+    That is their document or their path in a tree; `inside` lists these masks, the outer one first.
+    """
     length: Tensor | int = frame.kv_len
     steps = []
     for mask in inside:

@@ -271,8 +271,8 @@ class LongNetLM(nn.Module):
             if not (smaller or draft == "ngram") or tokens.shape[0] != 1:
                 got = arguments.shortened(repr(draft))
                 raise ValueError(
-                    "draft must be None, 'ngram' or a LongNetLM of the same vocab_size, for one "
-                    f"text, got {got} for {tokens.shape[0]}; pass draft=None"
+                    "draft must be None, 'ngram' or a LongNetLM of the same vocab_size, and tokens "
+                    f"one text, got draft {got} and {tokens.shape[0]} texts; pass draft=None"
                 )
             end = tokens.shape[1] + num_tokens
             guess = from_model(draft, end) if isinstance(draft, LongNetLM) else from_text()

@@ -221,7 +221,7 @@ class BlockDiffusion(BlockwiseMask):
 @class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class Hierarchical(BlockwiseMask):
-    """The union of block windows over levels (stride, window), in tokens, fine to coarse.
+    """The union of levels (stride, window), in tokens: at every stride, a block sees a window.
 
     At a level, query blocks with b % max(1, stride // block_size) == 0 see the key blocks with
     abs(b - b') <= (window // block_size) // 2, or all key blocks if the window is None.

@@ -198,7 +198,7 @@ class Dilated(Mask):
         return self.on_grid(self.offset_of(0, 1), p, k)
 
     def on_grid(self, s: int | Tensor, p: Tensor, k: Tensor) -> Tensor:
-        """Whether p and k lie in one segment and both on the grid of offset `s` (int or tensor)."""
+        """Whether p and k lie in one segment, both `s` modulo dilation_rate from its start."""
         w, r = self.segment_length, self.dilation_rate
         if r == 1:
             return p // w == k // w

@@ -189,7 +189,7 @@ def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int
     call, backend = _parsed_call(arguments[: len(_NAMES)])
     work, query = work_of(call, backend), call.query
     pairs = work.num_pairs
-    if work.key_mask is not None:  # the work's tiles also have pairs with hidden keys
+    if work.key_mask is not None:  # its layout counts pairs with hidden keys, too
         layout, tiles = work.layout, tiles_of(call.pattern)
         exact = layout_cache.layout(tiles, layout.frame, layout.block_size, query.device)
         pairs += float(exact.num_pairs) - float(layout.num_pairs)

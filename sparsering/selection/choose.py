@@ -161,7 +161,10 @@ def _seen_blocks(
 
 
 def _blocks_with_tokens(scores: Tensor, valid: Tensor, block_size: int) -> Tensor:
-    """Returns which blocks have tokens: bool [1, Nb], or [product of the dims before rows, Nb]."""
+    """Returns which blocks have tokens: bool [1, Nb] if entries are alike, else [B * heads, Nb].
+
+    scores: [B, ..., rows, Nb]; the dims between are heads.
+    """
     *outer, _, blocks = scores.shape
     batch = outer[0] if outer else 1
     check_tensor("valid", valid)

@@ -292,7 +292,7 @@ def _described(folder: Path, facts: Any) -> Checkpoint:
 
 
 def _described_parts(about: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    """Returns the name of the folder of parts and their hashes; ValueError if they are unusable."""
+    """Returns (folder of the parts, {file: sha256}); ValueError if the description is malformed."""
     name, hashes = about.get("folder"), about.get("sha256")
     if about.keys() != {"folder", "sha256"} or type(name) is not str or type(hashes) is not dict:
         raise ValueError("'parts' is no folder with the sha256 of its files")

@@ -611,7 +611,10 @@ def _blank(
 
 
 def _config_for(kernel: str, problem: Problem) -> Config:
-    """Returns the config of a kernel for a problem, with smaller steps if extras need registers."""
+    """Returns a kernel's config; calls that need many registers take fewer keys per loop turn.
+
+    These are calls with a distance bias, dropout or a softcap, or of wide heads with a key mask.
+    """
     head_dim = max(problem.query.shape[3], problem.value.shape[3])
     size, packed = problem.layout.block_size, packed_rows(kernel, problem)
     if problem.in_order:

@@ -64,7 +64,7 @@ def _rows_of(pointers, real, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
 
 @triton.jit
 def _place_of_query(of_query, batch, query, q_start, q_len, query_batch, PLACED: tl.constexpr):
-    """Returns (position, depth, index of the dropout seed) of queries, int64 each."""
+    """Returns (position, depth in a tree, index of the dropout seed) of queries, int64 each."""
     if PLACED:
         at = of_query + batch * query_batch + query
         return tl.load(at), tl.load(at + q_len), tl.load(at + 2 * q_len)
@@ -78,7 +78,7 @@ def _place_of_key(
     of_key, batch, kv_head, token, there, kv_len, kv_heads, key_batch, key_heads,
     PLACED: tl.constexpr,
 ):
-    """Returns (position, depth) of keys, int64 each."""
+    """Returns (position, depth in a tree) of keys, int64 each; depth is position elsewhere."""
     if PLACED:
         at = of_key + batch * key_batch + (kv_head * key_heads // kv_heads) * kv_len + token
         depth = tl.load(at + key_heads * kv_len, mask=there, other=0)
