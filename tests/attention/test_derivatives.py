@@ -32,6 +32,7 @@ import sparsering as sr
 
 pytestmark = pytest.mark.filterwarnings("ignore:`?torch.jit.script`? is deprecated")
 
+FEW = 100  # numbers of a table, each of which sums the errors of very many pairs
 KERNEL = 1e-6  # error of a float32 kernel, relative to the largest number of a result
 
 
@@ -69,6 +70,8 @@ def assert_as_exact_as_dense(
         error, eager = ((y.double() - c).square().mean().sqrt() for y in (a, b))
         if dtype == torch.float32:
             least = KERNEL * c.abs().max().clamp(min=1.0)
+            if c.numel() < FEW:  # eager's own error of such sums differs from run to run
+                least *= 4
         else:
             least = torch.finfo(dtype).eps * c.square().mean().sqrt()
         assert error <= 2 * eager + least
