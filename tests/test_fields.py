@@ -25,7 +25,7 @@ NOT_REBUILT = (  # these read fields of named tuples that are no patterns
     "Tree(tree.lengths, tree.parents, part)",
     "SlidingWindow(kind.left)",
     "SlidingWindow(kind.left, kind.right)",
-    "MaskMod(entry.name, batch_size if by_batch else None, by_head)",
+    "MaskMod(named.name, batch_size if by_batch else None, by_head)",
 )
 
 
