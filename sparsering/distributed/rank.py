@@ -202,7 +202,7 @@ class Rank:
         query, query_t, lse = rows
         problem = self._problem(step, query, *pairs[0])
         tangents = self._tangents(step, query_t, *pairs[1])
-        run = second_order(self.backend, "tangent_sums")
+        run = second_order(self.backend).tangent_sums
         moved, lse_t = run(problem, lse[:, :, step.queries], tangents)
         return torch.cat((moved, lse_t[..., None]), -1)
 
@@ -439,7 +439,7 @@ class Rank:
         else:
             rows = self._gradient_rows(x.mapped(lambda t: t[:, :, step.queries]))
             tangents = self._tangents(step, x.moves.query, *pairs[1])
-            run = second_order(self.backend, "tangent_of_gradient_sums")
+            run = second_order(self.backend).tangent_of_gradient_sums
             grads = run(problem, rows, tangents)
         if dtable is not None and grads.distance_bias is not None:
             dtable += grads.distance_bias

@@ -9,7 +9,8 @@ from torch import Tensor
 from ..call import Call
 from ..layouts.layout import BlockLayout
 from .parts import Backward, Forward, run_parts
-from .problem import GradientRows, Gradients, GradientTangents, Problem, Tangents
+from .problem import Gradients, Problem
+from .second_order import SecondOrder
 
 
 def _reads_no_layout(problem: Problem, *results: Tensor) -> Any:
@@ -27,12 +28,7 @@ class Backend(NamedTuple):
     extras: frozenset[str]  # options of a call, such as softcap or sink, that it computes
     forward: Forward = _reads_no_layout  # computes (out, lse) over a layout, in an operator
     backward: Backward = _reads_no_layout
-    # Compute tangents of (out, lse), and of the gradients; None if there are none over layouts.
-    tangent: Callable[[Problem, Tensor, Tensor, Tangents], tuple[Tensor, Tensor]] | None = None
-    tangent_of_gradients: Callable[..., GradientTangents] | None = None
-    # Compute the sums of these over the keys of a problem, which may be some of a row's keys.
-    tangent_sums: Callable[[Problem, Tensor, Tangents], tuple[Tensor, Tensor]] | None = None
-    tangent_of_gradient_sums: Callable[[Problem, GradientRows, Tangents], Gradients] | None = None
+    second_order: SecondOrder | None = None  # None if it has first derivatives alone
     package: str = ""  # the package that it needs, which the pip extra of its name installs
     # Sums each block's attention weights, times a factor per query: [B, Hq, blocks]. If it is None,
     # callers take these sums from the gradient of a block bias.

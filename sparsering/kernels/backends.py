@@ -1,10 +1,9 @@
 """Table of backends, and the choice of the backend that runs a call."""
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +15,12 @@ from ..ground.keywords import with_hints
 from ..layouts.compile import chosen_block_size
 from ..layouts.lists import is_only_lists
 from ..patterns.algebra import Frame, Pattern
-from . import cpu, dense, gather, tiles_and_lists, torch_sparse, triton
+from . import cpu, dense, gather, torch_sparse, triton
 from .backend import Backend as Backend
 from .backend import over_layouts
 from .library import flash, sdpa
 from .library.whole import run_whole
-from .tiles_and_lists import SecondOrder
+from .second_order import SecondOrder, of_sums, over_tiles_and_lists
 from .triton import configs
 from .triton.configs import KEYS_IN_ORDER
 
@@ -32,18 +31,13 @@ def _no_float64(*tensors: Tensor) -> list[str]:
     return []
 
 
-_SECOND_ORDER: Any = {  # over the same layouts, in portable torch
-    name: getattr(gather, name) for name in SecondOrder._fields
-}
-
-_CPU_SECOND_ORDER: Any = {
-    name: partial(
-        getattr(tiles_and_lists, name),
-        SecondOrder(*(getattr(cpu, x) for x in SecondOrder._fields)),
-        SecondOrder(*(getattr(gather, x) for x in SecondOrder._fields)),
-    )
-    for name in SecondOrder._fields
-}
+_PORTABLE = of_sums(gather.tangent_sums, gather.tangent_of_gradient_sums)
+_COMPILED = SecondOrder(
+    tangent=cpu.tangent,
+    tangent_of_gradients=cpu.tangent_of_gradients,
+    tangent_sums=cpu.tangent_sums,
+    tangent_of_gradient_sums=cpu.tangent_of_gradient_sums,
+)
 
 BACKENDS: dict[str, Backend] = {
     "cpu": over_layouts(
@@ -54,7 +48,7 @@ BACKENDS: dict[str, Backend] = {
         entry_mass=cpu.entry_mass,
         forward_after=cpu.forward,
         runs_lists=True,
-        **_CPU_SECOND_ORDER,
+        second_order=over_tiles_and_lists(_COMPILED, _PORTABLE),
     ),
     "cpu_in_order": over_layouts(
         cpu.reasons,
@@ -66,7 +60,7 @@ BACKENDS: dict[str, Backend] = {
         runs_lists=True,
         is_invariant=True,
         form_of="cpu",
-        **_SECOND_ORDER,
+        second_order=_PORTABLE,
     ),
     "triton": over_layouts(
         triton.reasons,
@@ -77,7 +71,7 @@ BACKENDS: dict[str, Backend] = {
         selected_layout=triton.selected_layout,
         runs_lists=True,
         list_reasons=triton.list_reasons,
-        **_SECOND_ORDER,
+        second_order=_PORTABLE,
     ),
     "triton_in_order": over_layouts(
         triton.reasons,
@@ -90,7 +84,7 @@ BACKENDS: dict[str, Backend] = {
         is_invariant=True,
         form_of="triton",
         keys_of_step=KEYS_IN_ORDER,
-        **_SECOND_ORDER,
+        second_order=_PORTABLE,
     ),
     "gather": over_layouts(
         _no_float64,
@@ -99,7 +93,7 @@ BACKENDS: dict[str, Backend] = {
         gather.EXTRAS,
         entry_mass=gather.entry_mass,
         runs_lists=True,
-        **_SECOND_ORDER,
+        second_order=_PORTABLE,
     ),
     "reference": Backend(reasons=_no_float64, run=dense.run, extras=dense.EXTRAS),
     "torch_sparse": over_layouts(
@@ -224,9 +218,9 @@ def block_size_of(backend: str, pattern: Pattern, query: Tensor, frame: Frame) -
 _MEASURED = {"cpu": cpu.call.measured, "triton": configs.measured}
 
 
-def second_order(backend: str, function: str) -> Callable[..., Any]:
-    """Returns a backend's function of a name in `Backend`; NotImplementedError without one."""
-    found: Callable[..., Any] | None = getattr(BACKENDS[backend], function)
+def second_order(backend: str) -> SecondOrder:
+    """Returns a backend's functions of second order; NotImplementedError if it has none."""
+    found = BACKENDS[backend].second_order
     if found is None:
         raise NotImplementedError(reverse_mode_alone(backend))
     return found

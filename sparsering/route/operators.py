@@ -21,7 +21,7 @@ from ..ground.numerics import without_autocast
 from ..ground.streams import OUTSIDE_CUDA_GRAPHS
 from ..kernels.backends import BACKENDS, second_order
 from ..kernels.parts import differentiate
-from ..kernels.problem import Problem, Tangents
+from ..kernels.problem import Gradients, Problem, Tangents
 from ..layouts.cache import layout_cache
 from ..layouts.lists import tiles_of
 from ..patterns.algebra import Pattern
@@ -49,10 +49,8 @@ def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     with without_autocast(out):
         parts = parts_of(call, backend)
         run = BACKENDS[backend].backward
-        grads = differentiate(run, parts, results, learns_distances=learns)._asdict()
-    if (slots := inputs[_NAMES.index("slot_bias")]) is not None:
-        grads["slot_bias"] = slot_gradient(grads["block_bias"], parts[0].problem, slots)
-    return tuple(grads.get(name) for name in _NAMES[: _NAMES.index("tensors")])
+        grads = differentiate(run, parts, results, learns_distances=learns)
+    return _by_tensor(grads, parts[0].problem, inputs)
 
 
 def _tangent(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -61,25 +59,32 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor]:
     call, backend = _parsed_call(inputs)
     with without_autocast(out):
         problem = problem_of(call, backend)
-        moved = second_order(backend, "tangent")(problem, out, lse, _moves(problem, tangents))
+        moved = second_order(backend).tangent(problem, out, lse, _moves(problem, tangents))
     return moved[0].to(out.dtype).contiguous(), moved[1].contiguous()
 
 
 def _backward_tangent(*arguments: Any) -> tuple[Tensor | None, ...]:
     """Computes the tangents of the gradients, then those of (out, lse)."""
-    count, inputs = _NAMES.index("tensors"), arguments[: len(_NAMES)]
+    inputs = arguments[: len(_NAMES)]
     out, lse, grad_out, grad_lse, *tangents, out_t, lse_t, wanted = arguments[len(_NAMES) :]
     call, backend = _parsed_call(inputs)
     with without_autocast(out):
         problem = problem_of(call, backend)
         problem = problem._replace(learns_distances=wanted[_NAMES.index("distance_bias")])
-        moved = second_order(backend, "tangent_of_gradients")(
+        moved = second_order(backend).tangent_of_gradients(
             problem, (out, lse, grad_out, grad_lse), _moves(problem, tangents), (out_t, lse_t)
         )
-    grads = moved.gradients._asdict()
+    return *_by_tensor(moved.gradients, problem, inputs), moved.out.to(out.dtype), moved.lse
+
+
+def _by_tensor(
+    gradients: Gradients, problem: Problem, inputs: Sequence[Any]
+) -> tuple[Tensor | None, ...]:
+    """Returns a problem's gradients in the order of the operator's tensors."""
+    found = gradients._asdict()
     if (slots := inputs[_NAMES.index("slot_bias")]) is not None:
-        grads["slot_bias"] = slot_gradient(grads["block_bias"], problem, slots)
-    return (*(grads.get(name) for name in _NAMES[:count]), moved.out.to(out.dtype), moved.lse)
+        found["slot_bias"] = slot_gradient(found["block_bias"], problem, slots)
+    return tuple(found.get(name) for name in _NAMES[: _NAMES.index("tensors")])
 
 
 def _moves(problem: Problem, tangents: Sequence[Tensor | None]) -> Tangents:

@@ -1,7 +1,7 @@
 """Calls the compiled kernel for forward-mode and second derivatives over tiles.
 
-Each function has the contract of the one in gather/second_order.py, but for lists of single keys,
-which a problem must not have. All compute in float32.
+The functions are as `SecondOrder` says, but a problem must have no lists of single keys. They all
+compute in float32.
 """
 
 from typing import Any
@@ -38,10 +38,7 @@ def tangent(
 
 def tangent_sums(problem: Problem, lse: Tensor, tangents: Tangents) -> tuple[Tensor, Tensor]:
     """Returns `sum P z' v + sum P v'` and `sum P z'` of each row, over the problem's keys."""
-    problem, lse_t = (
-        _on_tiles(problem),
-        torch.zeros_like(lse, memory_format=torch.contiguous_format),
-    )
+    problem, lse_t = _on_tiles(problem), _zeros(lse)
     return library().tangent(*_moved_arguments(problem, lse, lse_t, tangents, None)), lse_t
 
 

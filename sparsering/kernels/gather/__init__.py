@@ -1,12 +1,7 @@
 """Portable backend: copies the keys that query tiles visit, and computes with torch's matmuls."""
 
 from .call import EXTRAS, backward, entry_mass, forward, set_workspace
-from .second_order import (
-    tangent,
-    tangent_of_gradient_sums,
-    tangent_of_gradients,
-    tangent_sums,
-)
+from .second_order import tangent_of_gradient_sums, tangent_sums
 
 __all__ = [
     "EXTRAS",
@@ -14,8 +9,6 @@ __all__ = [
     "entry_mass",
     "forward",
     "set_workspace",
-    "tangent",
     "tangent_of_gradient_sums",
-    "tangent_of_gradients",
     "tangent_sums",
 ]

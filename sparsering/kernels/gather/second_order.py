@@ -1,10 +1,10 @@
-"""Forward-mode and second derivatives over tiles and lists, in portable torch.
+"""Sums of forward-mode and second derivatives over tiles and lists, in portable torch.
 
 With P = exp(z - lse) of the logits z, and their tangents z', a row moves by `lse' = sum P z'` and
-`out' = sum P z' v + sum P v' - lse' out`: the function `tangent`. The gradients of a call move with
-its tensors and with the gradients of its results: `tangent_of_gradients` differentiates the formula
-of backward, `dZ = P (dP - delta)`, pair by pair. Both recompute P as backward does, in chunks, so
-memory stays O(N).
+`out' = sum P z' v + sum P v' - lse' out`. The gradients of a call move with its tensors and with
+the gradients of its results: `tangent_of_gradient_sums` differentiates the formula of backward,
+`dZ = P (dP - delta)`, pair by pair. Both recompute P as backward does, in chunks, so memory stays
+O(N). The functions are as `SecondOrder` says.
 """
 
 from collections.abc import Callable, Iterator
@@ -14,16 +14,7 @@ import torch
 from torch import Tensor
 
 from ...ground.numerics import sum_dtype
-from ..problem import (
-    GradientRows,
-    Gradients,
-    GradientTangents,
-    Problem,
-    Tangents,
-    gradient_rows,
-    results_of_sums,
-    sink_gradient_tangent,
-)
+from ..problem import GradientRows, Gradients, Problem, Tangents
 from .call import _biased, _flat, _take, _units, _walk
 from .chunk_extras import Extras, Unit
 from .units import Chunk
@@ -56,23 +47,8 @@ class _Pairs(NamedTuple):
         return x[self.chunk.q[self.unit]].flatten(-2, -1)[..., None]
 
 
-def tangent(
-    problem: Problem, out: Tensor, lse: Tensor, tangents: Tangents
-) -> tuple[Tensor, Tensor]:
-    """Returns the tangents of (out, lse) if the problem's tensors move by `tangents`.
-
-    They are in the dtype of sums. Rows without keys, and keys that no row sees, move nothing.
-    """
-    sums = tangent_sums(problem, lse, tangents)
-    return results_of_sums(sums, out, lse, problem.sink, tangents.sink)
-
-
 def tangent_sums(problem: Problem, lse: Tensor, tangents: Tangents) -> tuple[Tensor, Tensor]:
-    """Returns `sum P z' v + sum P v'` [B, Hq, Nq, Dv] and `sum P z'` [B, Hq, Nq] of each row.
-
-    P is by `lse`, which may be that of more keys than the problem has: sums over several arrays of
-    keys add up. A sink is no key here.
-    """
+    """Returns `sum P z' v + sum P v'` and `sum P z'` of each row, over the problem's keys."""
     problem = problem.from_bitmap_row_0().in_floats()
     dtype = sum_dtype(problem.query)
     extras = Extras(problem, dtype)
@@ -92,36 +68,10 @@ def tangent_sums(problem: Problem, lse: Tensor, tangents: Tangents) -> tuple[Ten
     return moved.view(*lse.shape, value_dim), lse_t.view(lse.shape)
 
 
-def tangent_of_gradients(
-    problem: Problem,
-    results: tuple[Tensor, Tensor, Tensor, Tensor],
-    tangents: Tangents,
-    gradient_tangents: tuple[Tensor | None, Tensor | None],
-) -> GradientTangents:
-    """Returns the tangents of a call's gradients, and those of its results.
-
-    Args:
-        results: out, lse, and the gradients of both.
-        tangents: those of the problem's tensors.
-        gradient_tangents: those of the gradients of out and lse.
-    """
-    out, lse, sink = results[0], results[1], problem.sink
-    moved = tangent(problem, out, lse, tangents)
-    rows = gradient_rows(results, moved, gradient_tangents)
-    gradients = tangent_of_gradient_sums(problem, rows, tangents)
-    if sink is not None:
-        gradients = gradients._replace(sink=sink_gradient_tangent(sink, tangents.sink, rows))
-    return GradientTangents(gradients=gradients, out=moved[0], lse=moved[1])
-
-
 def tangent_of_gradient_sums(
     problem: Problem, given: GradientRows, tangents: Tangents
 ) -> Gradients:
-    """Returns the tangents of the gradients of the problem's pairs, without that of a sink.
-
-    The numbers of `given` may be those of rows with more keys than the problem has: results over
-    several arrays of keys add up.
-    """
+    """Returns the tangents of the gradients of the problem's pairs, without that of a sink."""
     problem = problem.from_bitmap_row_0().in_floats()
     query, key, value = problem.query, problem.key, problem.value
     dtype = sum_dtype(query)
