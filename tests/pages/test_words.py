@@ -13,16 +13,18 @@ SHARED = ("call", "chunk", "entry", "group", "page", "part", "pass", "piece", "r
 SHARED += ("slot", "source", "step", "unit", "visit")
 
 
+CLASSES = {
+    node.name
+    for path in sorted((ROOT / "sparsering").rglob("*.py"))
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    if isinstance(node, ast.ClassDef)
+}
+
+
 def carriers(word: str) -> set[str]:
     """Returns the classes of the package whose names have a word, in singular or plural."""
-    found = set()
-    for path in sorted((ROOT / "sparsering").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef):
-                words = {x.lower() for x in re.findall("[A-Z][a-z0-9]*", node.name)}
-                if words & {word, word + "s", word.removesuffix("y") + "ies"}:
-                    found.add(node.name)
-    return found
+    forms = {word, word + "s", word.removesuffix("y") + "ies"}
+    return {x for x in CLASSES if forms & {y.lower() for y in re.findall("[A-Z][a-z0-9]*", x)}}
 
 
 def test_words_are_sorted_and_have_an_example():
