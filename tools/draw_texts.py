@@ -32,11 +32,9 @@ def of_module(path: Path) -> Iterator[Text]:
             yield kind, f"{place}:{node.lineno} {node.name}", text.split("\n\n")[0]
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             yield "error", f"{place}:{node.lineno}", ast.unparse(node.exc.args[0])
-    lines: list[str] = []
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT and len(token.string) > 20:
-            lines.append(f"{token.line.strip()}")
-            yield "comment", f"{place}:{token.start[0]}", lines[-1]
+            yield "comment", f"{place}:{token.start[0]}", token.line.strip()
 
 
 def of_page(path: Path) -> Iterator[Text]:
