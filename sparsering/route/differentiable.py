@@ -149,10 +149,8 @@ class _Operators:
 
     def _differentiate(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         inputs, results = self._kept(ctx, 2)
-        pairs = zip(results, grads, strict=True)
-        grads = tuple(torch.zeros_like(x) if g is None else g for x, g in pairs)
         wanted = self._wanted(ctx.needs_input_grad, inputs)
-        found = self.gradients(*inputs, *_constant(results), *grads, wanted)
+        found = self.gradients(*inputs, *_constant(results), *_filled(grads, results), wanted)
         return self._by_input(found, wanted, inputs)
 
     def _move(
@@ -188,19 +186,18 @@ class _Operators:
 
     def _differentiate_tangent(self, ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         inputs, (out, lse, *directions) = self._kept(ctx, 2 + self.count)
-        pairs = zip((out, lse), grads, strict=True)
-        grads = tuple(torch.zeros_like(x) if g is None else g for x, g in pairs)
+        own = _filled(grads, (out, lse))
         wanted = self._wanted(ctx.needs_input_grad, inputs)
         found: Sequence[Any] = [None] * self.count
         if any(wanted):
             found = self.gradient_tangents(
-                *inputs, out, lse, *grads, *directions, None, None, wanted
+                *inputs, out, lse, *own, *directions, None, None, wanted
             )[:-2]
         needs = ctx.needs_input_grad[self.length + 2 :]
         learns = [need and x is not None for need, x in zip(needs, directions, strict=True)]
         of_directions: Sequence[Any] = [None] * self.count
         if any(learns):
-            of_directions = self.gradients(*inputs, out, lse, *grads, learns)
+            of_directions = self.gradients(*inputs, out, lse, *own, learns)
         moved = (x if want else None for x, want in zip(of_directions, learns, strict=True))
         return (*self._by_input(found, wanted, inputs), None, None, *moved)
 
@@ -246,11 +243,8 @@ class _Operators:
         return Unobserved.apply
 
     def _fake_gradients(self, *arguments: Any) -> list[Tensor]:
-        empty, pairs = (
-            arguments[0].new_empty,
-            zip(arguments[: self.count], arguments[-1], strict=True),
-        )
-        return [x.new_empty(x.shape) if wanted else empty(0) for x, wanted in pairs]
+        query, pairs = arguments[0], zip(arguments[: self.count], arguments[-1], strict=True)
+        return [x.new_empty(x.shape) if wanted else query.new_empty(0) for x, wanted in pairs]
 
     def _fake_tangents(self, *arguments: Any) -> list[Tensor]:
         out, lse = arguments[self.length : self.length + 2]
@@ -322,16 +316,16 @@ class _Operator:
                     return super(Function, cls).apply(*arguments)  # type: ignore[misc]
 
         def differentiate(keyset: Any, *arguments: Any) -> Any:
-            duals = [_dual(x) for x in arguments] if _may_move() else []
             if is_recorded(*arguments):
                 found = [*Differentiated.record(keyset, *arguments)]
-            elif any(tangent is not None for _, tangent in duals):
+            else:
+                duals = [_dual(x) for x in arguments] if _may_move() else []
+                if all(tangent is None for _, tangent in duals):
+                    return run_below(keyset, *arguments)
                 primals, tangents = zip(*duals, strict=True)
                 results = self.op(*primals)
                 pairs = zip(results, move(primals, results, tangents), strict=True)
                 found = [forward_ad.make_dual(*x, level=0) if len(x[0]) else x[0] for x in pairs]
-            else:
-                return run_below(keyset, *arguments)
             return tuple(found) if len(overload._schema.returns) > 1 else found
 
         with warnings.catch_warnings():
@@ -385,6 +379,12 @@ def _refuse(*_: object) -> Any:
     raise NotImplementedError(NO_THIRD_DERIVATIVE)
 
 
+def _filled(grads: Sequence[Tensor | None], results: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the gradients of results, with zeros for those that autograd leaves out."""
+    pairs = zip(grads, results, strict=True)
+    return [torch.zeros_like(x) if grad is None else grad for grad, x in pairs]
+
+
 def _constant(results: Sequence[Tensor]) -> list[Tensor]:
     """Detaches (out, lse), so that autograd runs no backward of the call for them, with zeros.
 
@@ -396,15 +396,6 @@ def _constant(results: Sequence[Tensor]) -> list[Tensor]:
 def is_recorded(*values: object) -> bool:
     """True if autograd records one of the tensors."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in values if isinstance(x, Tensor))
-
-
-def transforming() -> bool:
-    """True inside a torch.func transform that cannot handle operators, such as grad and vmap."""
-    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
-        return False
-    functorch = torch._C._functorch
-    innermost = functorch.peek_interpreter_stack()
-    return innermost is not None and innermost.key() != functorch.TransformType.Functionalize
 
 
 def is_batch(*values: object) -> bool:

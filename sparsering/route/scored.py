@@ -19,7 +19,6 @@ from ..ground.numerics import sum_dtype, without_autocast
 from ..kernels.backends import BACKENDS
 from ..kernels.library.derivatives import without_gradient
 from ..kernels.problem import Problem
-from .differentiable import transforming
 from .options import OPTIONS
 from .work import problem_of, slot_gradient
 
@@ -29,7 +28,7 @@ _NAME = "a call with score_mod on a backend other than reference"
 def attend_scored(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     """Computes (out, lse) of a call with a score_mod by a backend over layouts."""
     refuse_forward_mode(_NAME, *call.inputs)
-    if transforming():
+    if _transforming():
         raise NotImplementedError(
             "torch.func.grad and vmap cannot see the tensors that a score_mod reads; use "
             "torch.autograd, and a batch dim, or leave out score_mod"
@@ -52,6 +51,15 @@ def attend_scored(call: Call, backend: str) -> tuple[Tensor, Tensor]:
     )
     out, lse = _Scored.apply(shared, *tensors)
     return out, lse
+
+
+def _transforming() -> bool:
+    """True inside a torch.func transform that differentiates or maps, such as grad and vmap."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return False
+    functorch = torch._C._functorch
+    innermost = functorch.peek_interpreter_stack()
+    return innermost is not None and innermost.key() != functorch.TransformType.Functionalize
 
 
 @dataclass(frozen=True)
