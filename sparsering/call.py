@@ -30,7 +30,7 @@ class Options:
         return Options({name: x for name, x in {**self.in_use, **changes}.items() if x is not None})
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Options":
-        """Returns options in which each tensor x is replaced by `change(x)`."""
+        """Returns options with `change(x)` in place of each tensor x, for example a slice of it."""
         values = {name: x for name, x in self.in_use.items() if isinstance(x, Tensor)}
         return self.changed(**{name: change(x) for name, x in values.items()})
 

@@ -122,7 +122,8 @@ def _code(name: str, cls: str, pattern: Any) -> list[str]:
     `name` is what --model named, and `cls` a class of transformers.
     """
     path = Path(name)
-    weights = ("*.safetensors", "*.bin")  # a name that is no path is one on the Hub, with weights
+    # a local folder without these files has a config only; any other name is on the Hub
+    weights = ("*.safetensors", "*.bin")
     saved = not path.exists() or any(found for kind in weights for found in path.glob(kind))
     lines = ["import transformers", "from sparsering.integrations import transformers as hf"]
     if pattern is not None:

@@ -12,7 +12,7 @@ from ..ground.rows import distinct_rows
 _GATHER = 0x0102040810204080  # factor that packs 8 bytes of 0 or 1 into a word's top byte
 _BITS = (0x5555555555555555, 0x3333333333333333, 0x0F0F0F0F0F0F0F0F)  # bit masks of `_ones`
 _BYTES = 0x0101010101010101  # factor that puts the sum of a word's 8 bytes into its top byte
-_AT_A_TIME = 1 << 23  # bits counted at a time, to bound memory
+_AT_A_TIME = 1 << 23  # most bits that `count_pairs` expands at once, to bound memory
 _SWAPS = (7, 0x00AA00AA00AA00AA), (14, 0x0000CCCC0000CCCC), (28, 0x00000000F0F0F0F0)
 
 
@@ -74,7 +74,7 @@ def count_pairs(bitmaps: Tensor, number: Tensor, rows: Tensor, columns: Tensor) 
 
 
 def _ones(words: Tensor) -> Tensor:
-    """Counts the 1 bits of each 64-bit word."""
+    """Counts the 1 bits of each 64-bit integer; the result has the shape of `words`."""
     pairs, fours, bytes_ = _BITS
     words = words - (words >> 1 & pairs)
     words = (words & fours) + (words >> 2 & fours)

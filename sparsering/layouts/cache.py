@@ -42,7 +42,7 @@ Value = TypeVar("Value")
 
 
 class _Build:
-    """A value that one thread builds (None until then) while others wait for the lock `turn`."""
+    """A build in progress: its thread holds the lock `turn`, and others wait there for `value`."""
 
     def __init__(self) -> None:
         self.turn = threading.Lock()
@@ -110,7 +110,7 @@ class LayoutCache:
             if (value := self._find(key)) is not None:
                 return value
             shared = self._building.setdefault(key, _Build())
-        with shared.turn:  # released even if the build is interrupted
+        with shared.turn:  # `with` frees the waiting threads even if the build raises
             try:
                 if shared.value is None:
                     begin = time.perf_counter()
@@ -128,20 +128,21 @@ class LayoutCache:
         return value
 
     def _add(self, key: Hashable, value: Any, cheap: bool) -> None:
-        """Counts a miss and stores a value.
+        """Counts a miss and stores a newly built value; `cheap` says that it was fast to build.
 
         Drops values that are quick to rebuild and long unused, then others until the cache is
         within its limit.
         """
         with self._lock:
             self._misses += 1
-            if self._entries:  # measure the latest entry again; backward may have transposed it
+            if self._entries:  # the latest value may have grown: backward adds a transposed table
                 latest = next(reversed(self._entries))
                 self._put(latest, self._entries[latest].value)
             self._put(key, value)
             if cheap:
                 self._cheap.append(key)
-            for _ in range(min(4, len(self._cheap))):  # only a few, so that each miss stays cheap
+            # check at most four idle values per miss, so that a miss stays fast
+            for _ in range(min(4, len(self._cheap))):
                 oldest = self._cheap.popleft()
                 if (entry := self._entries.get(oldest)) is None:
                     continue
@@ -165,7 +166,7 @@ class LayoutCache:
         )
 
     def _put(self, key: Hashable, value: Any, used: int | None = None) -> None:
-        """Stores a value with its present size, unless it alone exceeds the limit."""
+        """Stores a value and its size in bytes; a value larger than the limit is dropped."""
         if (size := bytes_held((key, value))) > self._limit:
             self._drop(key)
             self._warn_of_rebuilding(key, size)
@@ -215,7 +216,7 @@ class LayoutCache:
             self._measure()
 
     def _find(self, key: Hashable) -> Any:
-        """Returns the value of a key and counts a hit, or None; the caller holds the lock."""
+        """Returns the cached value of a key and counts a hit, or None. The caller holds `_lock`."""
         if (entry := self._entries.get(key)) is None:
             return None
         self._hits += 1
@@ -224,12 +225,12 @@ class LayoutCache:
         return entry.value
 
     def _shrink(self) -> None:
-        """Drops the least recently used entries until the others fit in the limit."""
+        """Drops the least recently used values until the bytes held are within the limit."""
         while self._bytes > self._limit:
             self._drop(next(iter(self._entries)))
 
     def _measure(self) -> None:
-        """Measures all entries again, and drops those beyond the limit."""
+        """Measures all values again, since layouts grow after they are stored; drops old ones."""
         entries = list(self._entries.items())
         self._entries.clear()
         self._bytes = 0
@@ -238,12 +239,12 @@ class LayoutCache:
         self._shrink()
 
     def _renew(self) -> None:
-        """Replaces locks in a forked process, where inherited ones do not work."""
+        """Replaces the locks in a forked process, since a parent's thread may have held them."""
         self._lock, self._building = threading.Lock(), {}
 
 
 def _is_reusable(pattern: Pattern, frame: Frame) -> bool:
-    """Whether a layout is worth caching.
+    """Whether a layout may be asked for again, so that it is worth caching.
 
     False if no later call can need it, or if a lookup would have to wait for a GPU.
     """
@@ -254,7 +255,7 @@ def _is_reusable(pattern: Pattern, frame: Frame) -> bool:
 
 
 def place_of(device: torch.device | str) -> torch.device:
-    """Returns a torch.device that has an index; ValueError if this machine has no such device."""
+    """Returns the device with its index, such as cuda:0; ValueError if this machine has none."""
     try:
         return torch.empty(0, device=device).device
     except (RuntimeError, TypeError, ValueError, OverflowError, AssertionError) as error:

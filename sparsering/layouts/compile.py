@@ -35,14 +35,14 @@ from .terms import disjoint_terms, terms, typical
 from .tiles import Axis, Grid, Origin, Ranges, Spans, TilePairs
 
 BLOCK_SIZES = range(16, 257, 16)
-_MOST_CELLS = 1 << 20  # (query, key) pairs evaluated at a time, to bound memory; measured
-_MOST_BITMAPS = 1 << 12  # bitmaps collected before equal ones are merged
+_MOST_CELLS = 1 << 20  # most (query, key) pairs evaluated at once, to bound memory; tuned on CPUs
+_MOST_BITMAPS = 1 << 12  # tile pairs evaluated before their equal bitmaps are merged
 
 _MOST_PAIRS_OF_TILES = 1 << 35  # more take an hour, and a table of 256 GB
 _TILES_OF_SAMPLE = 8  # query tiles from which the size of a large table is estimated
-_PARTS = 1024  # parts into which `check_not_dense` cuts the keys
+_PARTS = 1024  # ranges of keys that `check_not_dense` looks at
 
-_SAMPLE = 2048  # number of query positions in the sample
+_SAMPLE = 2048  # queries whose tiles are counted to choose a block size
 _LEAST_KEYS = 128  # a shorter sequence has too few tiles for a choice to matter
 _MOST_KEYS = 2048  # with more keys per query, smaller tiles save little
 
@@ -205,7 +205,7 @@ def chosen_block_size(pattern: Pattern, frame: Frame, device: torch.device) -> i
 
 @lru_cache(256)
 def _by_density(pattern: Pattern, frame: Frame) -> int:
-    """Chooses the tokens per tile: a smaller tile if it contains far fewer pairs than a larger one.
+    """Chooses 128, 64 or 32 tokens per tile: fewer if smaller tiles contain far fewer pairs.
 
     It compiles a sample of queries from the middle of the sequence with each size (see `_SMALLER`).
     """
@@ -224,7 +224,7 @@ def _by_density(pattern: Pattern, frame: Frame) -> int:
 
 
 def _pairs_in_tiles(pattern: Pattern, frame: Frame, size: int, queries: tuple[int, int]) -> float:
-    """Returns the mean number of keys in the tiles that a query visits, in a range of queries.
+    """Returns how many keys a query's visited tiles contain, as a mean over a range of queries.
 
     Queries are [first, exclusive end); the mean is over queries, heads and batch entries.
     """
@@ -237,7 +237,7 @@ def _pairs_in_tiles(pattern: Pattern, frame: Frame, size: int, queries: tuple[in
 
 
 def _count_in_tiles(ground: Ground, mask: Mask, queries: Axis, keys: Axis) -> int:
-    """Counts the (query, key) pairs in the tile pairs that one mask visits, attending or not."""
+    """Counts all (query, key) pairs inside the tile pairs that a mask visits, attending or not."""
     rule = condition(mask, ground.frame, ground.in_document)
     if (counted := native_table(rule, queries, keys, ground.block_size, count=True)) is not None:
         return int(counted[0])
@@ -271,7 +271,7 @@ def compile_passes(
 
 
 class _Term(NamedTuple):
-    """The tiles of one term, and its mask for each head and batch entry."""
+    """One term of a mask, cut into tiles, with its mask for each head and batch entry."""
 
     queries: list[Axis]  # query tiles of each kv head, or one Axis for all heads
     keys: list[Axis]  # key tiles of each kv head, or one Axis for all heads
@@ -301,7 +301,7 @@ class _Term(NamedTuple):
 
 
 def _compile_pass(ground: Ground, branch: int, grid: Grid, mask: Mask) -> CompiledPass:
-    """Compiles one term to a pass: a table for each distinct mask of a head and batch entry."""
+    """Compiles one term to a pass: a table for each distinct mask among heads and batch entries."""
     term = _Term.of(ground, grid, mask)
     tables = [compile_table(ground, x, *tiles) for x, tiles in term.tiles_of.items()]
     number = {own: index for index, own in enumerate(term.tiles_of)}
@@ -329,7 +329,10 @@ def _compile_pass(ground: Ground, branch: int, grid: Grid, mask: Mask) -> Compil
 
 
 def axes_of(ground: Ground, grid: Grid, mask: Mask, offset: int) -> tuple[Axis, Axis]:
-    """Cuts query tiles and key tiles; the first one begins `offset` tokens into its segment."""
+    """Cuts (query tiles, key tiles); the first tile of a segment begins at its token `offset`.
+
+    In each segment, the first tile begins at token `offset`.
+    """
     keys, block_size = ground.keys(grid, offset), ground.block_size
     rows = [x.row_size for x in selections_of(mask)] if grid == Grid(1, block_size) else []
     tokens = math.gcd(block_size, *rows)  # so that no query tile spans two rows of a selection
@@ -384,7 +387,7 @@ def compile_table(
 
 
 def _check_size(ground: Ground, rule: Condition, queries: Axis, keys: Axis) -> None:
-    """Raises ValueError if a table would take an hour; estimates that from a few query tiles."""
+    """Raises ValueError if a table would take an hour, as estimated from 8 of its query tiles."""
     if len(queries) * len(keys) <= _MOST_PAIRS_OF_TILES:
         return
     step = -(-len(queries) // _TILES_OF_SAMPLE)
@@ -406,7 +409,7 @@ def _too_many(pairs: int, frame: Frame) -> ValueError:
 def _cells(
     ground: Ground, mask: Mask, rule: Condition, pairs: TilePairs
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Evaluates a mask on the n tile pairs in which only some positions attend.
+    """Evaluates a mask on the n tile pairs in which only some positions attend, and packs the bits.
 
     Returns: the bitmaps; for each tile pair, the index of its bitmap [n] and its number of 1 bits
     [n]. Tile pairs that differ only in length share the bitmap of the longest one.
@@ -423,7 +426,7 @@ def _cells(
             for which, own in frames if ground.in_document else whole:
                 packed[which] = evaluate(mask, tiles[which], own, block_size)
             cut = torch.nonzero((q_count[part] < block_size) | (k_count[part] < block_size))[:, 0]
-            if len(cut):  # positions past a tile's end have no bits
+            if len(cut):  # clear the bits of positions past the end of a short tile
                 slots = torch.arange(block_size)
                 real_q, real_k = (slots < count[part][cut, None] for count in (q_count, k_count))
                 packed[cut] &= pack(real_q[:, :, None] & real_k[:, None, :])
@@ -439,7 +442,7 @@ def _cells(
 def _largest_of_kind(
     signature: list[Tensor], q_count: Tensor, k_count: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Groups tile pairs [n] that may share a bitmap, since only the longest one is evaluated.
+    """Finds which of n tile pairs to evaluate: pairs of one kind share the largest one's bitmap.
 
     Returns: the group of each tile pair [n]; for each group, the index of its longest pair.
     """
@@ -448,7 +451,8 @@ def _largest_of_kind(
     most_q, most_k = (zero.scatter_reduce(0, kind, x, "amax")[kind] for x in counts)
     largest = (q_count == most_q) & (k_count == most_k)
     has_one = torch.zeros_like(largest).index_put((kind[largest],), torch.tensor(True))[kind]
-    if not has_one.all():  # groups in which no pair has both maxima are split by size
+    # where no pair has both the most queries and the most keys, split by size
+    if not has_one.all():
         apart = ~has_one
         kind, _ = number_rows([kind, apart * q_count, apart * k_count])
         largest = largest | apart
@@ -457,7 +461,7 @@ def _largest_of_kind(
 
 
 def evaluate(mask: Mask, pairs: TilePairs, frame: Frame, block_size: int) -> Tensor:
-    """Evaluates a mask on pairs of tiles, packed [pairs, block_size ** 2 / 8]."""
+    """Evaluates a mask on every position of n tile pairs: bitmaps [n, block_size ** 2 / 8]."""
     bitmaps = [torch.zeros(0, block_size**2 // 8, dtype=torch.uint8)]
     for part in torch.arange(len(pairs)).split(max(1, _MOST_CELLS // block_size**2)):
         p, k = (tiles[part].positions(block_size) for tiles in (pairs.q, pairs.k))

@@ -46,7 +46,7 @@ class WholeSequence:
     def placed(
         self, queries: list[Axis], keys: list[Axis]
     ) -> tuple[list[Axis], list[Axis], dict[str, Tensor]]:
-        """Returns the tiles unchanged, and more `Pass` fields: the depths of tiles in a tree."""
+        """Returns the tiles as they are, and, for a tree, `Pass` fields with the tiles' depths."""
         if self.tree is None:
             return queries, keys, {}
         depths = [_depths(self.tree, axes, self.block_size) for axes in (queries, keys)]
@@ -77,7 +77,7 @@ class RestartedDocuments:
         return grid.axis_of_documents(first, self.kv_lengths, self.block_size, offset)
 
     def document_of(self, tiles: Axis) -> Tensor:
-        """Returns the document of each tile, which `axis_of_documents` put into its residue."""
+        """Returns the document number of each tile; `axis_of_documents` put it into `residue`."""
         return tiles.residue % max(1, len(self.q_lengths))
 
     def origin(self, tiles: Axis) -> Origin:
@@ -87,7 +87,10 @@ class RestartedDocuments:
     def placed(
         self, queries: list[Axis], keys: list[Axis]
     ) -> tuple[list[Axis], list[Axis], dict[str, Tensor]]:
-        """Returns the tiles at their places in the tensors, and `Pass` fields for positions."""
+        """Converts tiles from positions to indices in the tensors.
+
+        Adds `Pass` fields for positions.
+        """
         of_query, of_key = self.document_of(queries[0]), self.document_of(keys[0])
         origins = {
             "query_origin": torch.stack([tiles.start for tiles in queries]),
@@ -106,7 +109,7 @@ Ground = WholeSequence | RestartedDocuments
 def ground_of(
     pattern: Pattern, frame: Frame, size: int, queries: Ranges | None, keys: Ranges | None
 ) -> Ground:
-    """Returns the documents if positions restart, else one sequence with ranges (default all)."""
+    """Returns how tokens are laid out: documents, if positions restart in each, or one sequence."""
     if pattern.restarts is not None and queries is None and keys is None:
         lengths = (torch.tensor(x, dtype=torch.int64) for x in pattern.restarts)
         return RestartedDocuments(frame, size, *lengths)
@@ -124,7 +127,7 @@ def ground_of(
 
 
 def _depths(tree: Tree, axes: list[Axis], block_size: int) -> Tensor:
-    """Returns the depths in a tree of one side's tiles: `Pass.query_depth` or `Pass.key_depth`.
+    """Returns the depths in a tree of query tiles or of key tiles, as `Pass.query_depth` has them.
 
     The last dim is 1 if each tile lies in one node, else it has each token of a tile.
     """

@@ -30,7 +30,7 @@ def pair_shares(
     head: int = 0,
     most_samples: int = 1 << 24,
 ) -> Tensor:
-    """Returns the share of (query, key) pairs that attend, by area of a raster [rows, columns].
+    """Returns which share of each area's (query, key) pairs attends: a picture [rows, columns].
 
     A share of 1 is dense; a mixture, which may count a pair several times, may exceed 1. In large
     layouts, only evenly spaced positions of each tile are counted.
@@ -60,6 +60,6 @@ def pair_shares(
 
 
 def _positions(length: int, parts: int) -> Tensor:
-    """Returns how many of `length` positions lie in each part; x is in part x * parts // length."""
+    """Counts the positions in each of `parts` parts; position x is in part x * parts // length."""
     first = [-(-part * length // parts) for part in range(parts + 1)] if parts else [0]
     return torch.tensor(first).diff()

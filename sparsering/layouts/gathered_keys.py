@@ -21,7 +21,7 @@ from .layout import BlockLayout, Pass, if_several
 from .lower import native_page
 from .tiles import Spans
 
-_MOST_TILES = 1.3  # cutting at segments is worth it up to so many times the number of tiles
+_MOST_TILES = 1.3  # cut tiles at segments only if that makes at most 1.3 times as many
 _MOST_CELLS = 1 << 21  # (query, key) pairs evaluated at a time, to bound memory
 
 
@@ -107,7 +107,7 @@ def page_over(
 def _cut(
     of_keys: Tensor | None, num_keys: int, block_size: int, boundary: int
 ) -> tuple[Tensor, Tensor]:
-    """Cuts keys, in the order in which they are stored, into tiles; one begins at `boundary`.
+    """Cuts keys, in stored order, into tiles: (first index, exclusive end) [tiles] of each.
 
     Args: `of_keys` [0 or 1, keys] has the segment of each key, -1 for no key; None if there is one
     segment. Tiles also end where the segment changes, unless that makes too many of them.
@@ -129,7 +129,7 @@ def _cut(
 def _in_segments(
     of_keys: Tensor, row_ptr: Tensor, key_tile: Tensor, bitmap: Tensor, bitmaps: Tensor
 ) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
-    """Lists a tile whose keys are in several segments once for each of these segments.
+    """Splits tiles whose keys are in several segments of sums: one table entry for each segment.
 
     Sums of attention are added segment by segment, so a visited tile may have only one.
 
@@ -187,7 +187,7 @@ def _in_segments(
 def _page_in_torch(
     masks: Sequence[Mask], frame: Frame, first: Tensor, keys: Tensor, queries: int, block_size: int
 ) -> list[Tensor]:
-    """Returns what `native_page` does; evaluates the masks on every key."""
+    """Finds visited key tiles and their bitmaps as `native_page` does, without the C++ kernel."""
     rows, tiles = len(keys), -(-keys.shape[1] // block_size)
     of_rows = [*masks] * (rows // len(masks)) if len(masks) > 1 else masks
     query = (first[:, None] + torch.arange(queries))[:, None]  # [rows, 1, queries] positions
@@ -217,7 +217,7 @@ def _page_in_torch(
 
 
 def _hold(masks: Sequence[Mask], p: Tensor, k: Tensor, frame: Frame) -> Tensor:
-    """Evaluates masks[i] on p[i] and k[i]; in one call if only offsets of `Dilated` differ."""
+    """Evaluates masks[i] on queries p[i] and keys k[i], in one call where the masks allow it."""
     first = masks[0]
     if all(mask == first for mask in masks):
         return first.holds(p, k, frame)
@@ -265,7 +265,10 @@ class Spanned:
         return int((self.end - self.begin).sum())
 
     def place_of(self, positions: Tensor) -> Tensor:
-        """Returns the index of each position among the stored keys; `length` if not stored."""
+        """Converts positions to indices among the stored keys.
+
+        A key that is not stored gets `length`.
+        """
         if not len(self.begin):
             return torch.zeros_like(positions)
         lengths = self.end - self.begin
@@ -275,7 +278,7 @@ class Spanned:
         return torch.where(inside, positions - self.begin[span] + first[span], self.length)
 
     def _moved(self, p: Pass, visited: Tensor) -> Pass:
-        """Returns a pass with key tiles at their indices among the stored keys.
+        """Returns a pass whose key tiles begin at indices of stored keys, without unvisited tiles.
 
         Tiles that are not visited become empty.
         """

@@ -126,11 +126,11 @@ class InBlocks(Condition):
     mask: BlockwiseMask
     rule: Condition | None = None  # condition on block indices; None for tables and random blocks
     length: int | None = None  # number of keys; None if positions restart in each document
-    # by kv_len, the attending block pairs that `_last_listed` found
+    # for each kv_len, the attending block pairs, which `_last_listed` fills in
     _listed: dict[int, Tensor] = field(default_factory=dict, init=False)
 
     def _sides(self, pairs: TilePairs) -> list[tuple[Tensor, Tensor, int]]:
-        """Returns (first position, last position, block size) for queries, and for keys."""
+        """Returns (first position, last position, mask block size): for queries, then for keys."""
         q0, q1, k0, k1 = pairs.edges()
         return [(q0, q1, self.mask.row_size), (k0, k1, self.mask.block_size)]
 
@@ -194,7 +194,10 @@ class InBlocks(Condition):
         return torch.minimum(x, step(k // size, x // size, frame) * size + (size - 1))
 
     def _last_listed(self, own: Tensor, block: Tensor, frame: Frame) -> Tensor:
-        """Returns the last query block <= `block` that sees key block `own`; negative if none."""
+        """Returns the last query block <= `block` that sees key block `own`.
+
+        Negative if none does.
+        """
         # `_listed` has key block * rows + query block of each attending pair, ascending.
         rows = -(-frame.kv_len // self.mask.block_size)
         if frame.kv_len not in self._listed:
@@ -215,7 +218,7 @@ class InBlocks(Condition):
         return self._in_tokens(self.rule.shifted() if self.rule else None)
 
     def _in_tokens(self, blocks: Repeats | None) -> Repeats | None:
-        """Converts a period in blocks to one in tokens."""
+        """Converts a period counted in blocks of the mask to one in tokens; None stays None."""
         size = self.mask.block_size
         return blocks and Repeats(blocks.first * size, blocks.period * size, blocks.empty)
 
@@ -233,7 +236,7 @@ class PerDocument(Condition):
         return self.inner.settled
 
     def _document(self, first: Tensor, last: Tensor, origin: Origin) -> tuple[Tensor, Origin]:
-        """Returns whether `first` and `last` share a document, and the first one's `Origin`."""
+        """Returns whether `first` and `last` share a document, and where the document begins."""
         starts = self.same.starts
         number = self.same.document_of(first - origin.start)
         inside = (number == self.same.document_of(last - origin.start)) & (number < len(starts) - 1)
@@ -242,7 +245,7 @@ class PerDocument(Condition):
         return inside & (number >= 0), Origin(origin.start + start, end - start, end - start)
 
     def _in_documents(self, pairs: TilePairs) -> tuple[Tensor, TilePairs]:
-        """Returns whether each tile pair lies in one document, and the pairs with its origin."""
+        """Returns which tile pairs lie in one document, and the pairs counted from its start."""
         q, k = pairs.q, pairs.k
         first, last = torch.minimum(q.start, k.start), torch.maximum(q.last, k.last)
         inside, document = self._document(first, last, pairs.origin)
@@ -286,7 +289,7 @@ class Declared(Condition):
     settled = False
 
     def _frames(self, origin: Origin) -> Iterable[tuple[Tensor, Frame]]:
-        """Returns (tile indices, `Frame`), one item per distinct length in documents."""
+        """Yields (tile indices, lengths for the mask): one item per distinct document length."""
         if self.in_document:
             return origin.frames(self.frame)
         return [(torch.arange(len(origin.start)), self.frame)]
@@ -330,7 +333,7 @@ class Declared(Condition):
         return result
 
     def _is_empty(self, k: Tensor, x: Tensor, leap: int, frame: Frame) -> Tensor:
-        """Whether `candidates` or `status` exclude key k for all queries in (x - leap, x]."""
+        """Whether the mask's own hints rule out key k for all queries in (x - leap, x]."""
         empty, first = torch.zeros_like(x, dtype=torch.bool), (x - leap + 1).clamp(min=0)
         if (reach := self.mask.candidates(first, x, frame)) is not None:
             empty = (k < reach[0]) | (k > reach[1])
@@ -340,7 +343,7 @@ class Declared(Condition):
 
 
 def _together(parts: Sequence[Repeats | None]) -> Repeats | None:
-    """Returns a period that all parts share, the lcm of theirs; None if one of them is unknown."""
+    """Returns the common period of conditions, the lcm of their periods; None if one is unknown."""
     repeats = [part for part in parts if part is not None]
     if len(repeats) < len(parts):
         return None

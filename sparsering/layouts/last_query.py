@@ -50,13 +50,13 @@ def last_query_layout(
 
 @lru_cache(256)
 def _positions_decide(pattern: Pattern) -> bool:
-    """Whether positions alone decide a pattern, not lengths."""
+    """Whether a pattern depends on positions alone, so that one page serves any sequence length."""
     return pattern.restarts is None and not any(x.asks_frame for x in pattern.branches)
 
 
 @dataclass(eq=False)
 class _Page:
-    """The layout of a page (1,024 queries) on the host, and the query tile of each query.
+    """The compiled layout of 1,024 queries, split into one small pass for each query tile.
 
     `rows[pass][query tile]` is a pass that has this tile alone, and a pass that tells kernels the
     order of key tiles (`Pass.walked_as`). `latest` is the latest result of `query`, because all
@@ -93,7 +93,7 @@ class _Page:
         return replace(self, rows=rows, stops=stops, built=Built.now(device))
 
     def query(self, frame: Frame) -> tuple[BlockLayout, tuple[int, ...]]:
-        """Returns the layout of one query, and its row in each pass's bitmaps."""
+        """Returns the layout of the query at `frame.q_start`, and its row in each pass's bitmap."""
         if (latest := self.latest) is not None and latest[0] == frame:
             if latest[2] is not None:
                 latest[2].wait(x.key_stop for x in latest[1][0].passes)
@@ -119,7 +119,7 @@ class _Page:
 
 
 def _places(p: Pass, block_size: int) -> tuple[list[int], list[int], Tensor]:
-    """Returns, for each query of a page, the index of its tile and its place in the tile.
+    """Returns each query's tile (its index, or -1 for none) and the query's place in the tile.
 
     Also returns bool [S, queries]: whether the tiles of each kv head have the query at all.
     """
@@ -135,7 +135,7 @@ def _places(p: Pass, block_size: int) -> tuple[list[int], list[int], Tensor]:
 
 
 def _row(p: Pass, row: int) -> Pass:
-    """Returns the pass of a single query tile, number `row`; it has one query, at index 0."""
+    """Returns a pass with query tile `row` alone, as if the tile held one query, at index 0."""
     begin, end = p.row_ptr[..., row].long(), p.row_ptr[..., row + 1].long()
     count = end - begin
     place = torch.arange(int(count.max()) if count.numel() else 0, device=count.device)
@@ -154,7 +154,7 @@ def _row(p: Pass, row: int) -> Pass:
 
 
 def _walked(row: Pass, p: Pass, number: int, layout: BlockLayout) -> Pass:
-    """Returns `row` with a full bitmap for each key tile that lacks one but may be cut.
+    """Adds a full bitmap to each entry whose key tile may be cut at the query, so kernels mask it.
 
     `Pass.cut` may shorten tiles that end after the query tile's first query, so kernels that take
     their order from this pass must not read them as whole tiles.

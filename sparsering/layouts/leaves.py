@@ -50,7 +50,7 @@ class Condition:
         return with_any_key(queries, keys, torch.arange(len(queries)))
 
     def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Returns the first and last query that see each key, if `convex`; None for no bound."""
+        """Returns the first and last query that see each key; None for no bound. Needs `convex`."""
         raise NotImplementedError
 
     def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
@@ -184,14 +184,15 @@ class OnGrid(Condition):
     residue: int
 
     def _place(self, pairs: TilePairs) -> tuple[Tensor, Tensor]:
-        """Returns where a tile's start lies in its segment, and whether it also ends there."""
+        """Returns each tile's first place in its segment, and whether the tile ends there, too."""
         tile = pairs.q if self.of_query else pairs.k
         first = (tile.start - pairs.origin.start) % self.segment
         return first, first + tile.last - tile.start < self.segment
 
     def status(self, pairs: TilePairs) -> Tensor:
         first, inside = self._place(pairs)
-        fixed = torch.zeros_like(inside)  # whether all positions share the first one's residue
+        # whether all positions of a tile leave one remainder modulo `rate`
+        fixed = torch.zeros_like(inside)
         if pairs.q.step % self.rate == 0:
             fixed = inside | (self.segment % self.rate == 0)
         hit = (first % self.rate == self.residue).to(torch.int8) * FULL
@@ -304,7 +305,7 @@ class SameDocument(Condition):
 
 
 def with_any_key(queries: Axis, keys: Axis, rows: Tensor) -> Spans:
-    """Pairs the query tiles with indices `rows` with all key tiles of their residue class."""
+    """Pairs the query tiles with indices `rows` with every key tile of the same `residue`."""
     return spans_of_positions(queries, keys, rows, rows * 0, rows * 0 + _end(keys))
 
 

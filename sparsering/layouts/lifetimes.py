@@ -148,7 +148,7 @@ class _Sequence(NamedTuple):
         return keys
 
     def last_of(self, rule: Condition, k: Tensor, first_query: int) -> Tensor:
-        """Returns the last query from `first_query` on that sees each key of `k`, ascending.
+        """Returns for each key of `k` (ascending) the last query that sees it, or -1.
 
         It is -1 if no query does, and FOREVER if there is always a later one.
         """
@@ -166,17 +166,17 @@ class _Sequence(NamedTuple):
         return last.masked_fill_(last >= first, FOREVER)
 
     def _descend(self, rule: Condition, k: Tensor, most: int, least: int) -> Tensor:
-        """Returns the last query in [least, most] that visits each key, or -1 if none does."""
+        """Returns the last query in [least, most] that sees each key, or -1 if none does."""
         last = rule.before(k, torch.full_like(k, most), self.frame)
         pending = torch.nonzero((last < most) & (last >= least) & (not rule.settled))[:, 0]
-        while len(pending):  # keys whose `last` is only an upper bound so far
+        while len(pending):  # go on for keys whose `last` is only an upper bound so far
             above = last[pending]
             below = last[pending] = rule.before(k[pending], above, self.frame)
             pending = pending[(below < above) & (below >= least)]
         return last.masked_fill_(last < least, -1)
 
     def keys_seen_after(self, length: int, rule: Condition) -> Iterator[Tensor]:
-        """Yields parts of the keys below `length`: those in tiles that later queries may visit."""
+        """Yields the keys below `length` that later queries may see, one tensor at a time."""
         end = FOREVER if self.length is None else self.length
         begin, size = torch.zeros(min(1, length, end - length), dtype=torch.int64), _TILE
         while size < length:
@@ -198,7 +198,7 @@ class _Sequence(NamedTuple):
     def _seen_tiles(
         self, begin: Tensor, size: int, length: int, end: int, rule: Condition
     ) -> Tensor:
-        """Cuts each tile of _SPLIT * size keys into tiles of `size` keys.
+        """Cuts tiles of keys into smaller ones; returns the starts of those that may be seen.
 
         `begin` has the first key of each tile. Returns the first keys of the small tiles that
         queries in [length, end) may visit by `rule`.
@@ -278,7 +278,7 @@ def _sequence(
 
 
 def _without_selection(pattern: Pattern) -> Pattern:
-    """Replaces each selection in a pattern by `Full`."""
+    """Replaces each selection by `Full`, since any query may still select any key."""
     match pattern:
         case SelectedBlocks():
             return Full()
@@ -297,7 +297,7 @@ def own_length(pattern: Pattern, max_length: int | None = None) -> int | None:
 
 
 def _latest(parts: list[Tensor], keys: int) -> Tensor:
-    """Returns the latest visit of each key over several masks; -1 if none visits it."""
+    """Returns the last query that sees each key under any of several masks; -1 if none does."""
     return reduce(torch.maximum, parts, torch.full((keys,), -1, dtype=torch.int64))
 
 
@@ -310,7 +310,7 @@ def _union(parts: list[Tensor]) -> Tensor:
 
 
 def _most_live(last: Tensor) -> int:
-    """Returns the most keys live at once; `last` has the last visit of each key, or -1."""
+    """Returns the most keys in use at once; `last` [keys] has the last query of each key, or -1."""
     key = torch.arange(len(last))
     living = last > key
     born, dead = key[living] + 1, last[living].clamp(max=len(last)) + 1

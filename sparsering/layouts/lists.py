@@ -111,7 +111,7 @@ class Lists(NamedTuple):
         return x if self.queries is None else x.index_select(2, moved(self.queries, x.device))
 
     def put(self, to: Tensor, rows: Tensor) -> None:
-        """Writes the rows that `of_queries` returned back to the call's tensor, if it copied."""
+        """Writes rows that `of_queries` copied, now changed, back to the call's tensor `to`."""
         if self.queries is not None:
             to.index_copy_(2, moved(self.queries, to.device), rows)
 
@@ -158,7 +158,7 @@ def list_biases(lists: tuple[Lists, ...], slot_bias: Tensor) -> Tensor:
 
 
 def list_slot_gradient(lists: tuple[Lists, ...], grad: Tensor) -> Tensor:
-    """Converts the gradient of `list_biases` back to that of the slot bias [B, Hq, R * k]."""
+    """Converts the gradient of the bias that `list_biases` made to that of the slot bias."""
     if len(lists) == 1:
         return lists[0].slot_gradient(grad)
     parts = grad.split([listed.keys.shape[2:].numel() for listed in lists], 2)
@@ -169,7 +169,7 @@ def list_slot_gradient(lists: tuple[Lists, ...], grad: Tensor) -> Tensor:
 
 
 class ListedPairs(NamedTuple):
-    """A selection from which queries list keys, within a branch of a pattern."""
+    """Pairs that lists serve: a selection, the documents around it, and a mask that limits it."""
 
     selection: SelectedBlocks
     inside: tuple[Mask, ...] = ()  # masks of documents and trees around the selection, outer first
@@ -180,7 +180,7 @@ class ListedPairs(NamedTuple):
         return self._replace(limit=mask if self.limit is None else And((self.limit, mask)))
 
     def or_in(self, mask: Mask) -> "ListedPairs":
-        """Returns these pairs with the limit widened: pairs of `mask` count, too."""
+        """Returns pairs with a wider limit: those of `mask` are allowed in addition."""
         return self._replace(limit=None if self.limit is None else Or((self.limit, mask)))
 
 
@@ -223,7 +223,7 @@ def is_only_lists(pattern: Pattern) -> bool:
 
 
 def _is_listed(mask: Mask) -> bool:
-    """True if lists cover the mask whole.
+    """True if lists alone serve every pair of a mask.
 
     It repeats the rules of `_split` without `match`, which torch.compile does not trace.
     """
@@ -249,7 +249,7 @@ def _is_nothing(branch: Mask) -> bool:
 
 
 def _split(mask: Mask) -> tuple[Mask | None, list[ListedPairs]]:
-    """Returns (mask of the pairs that tiles serve, or None for no pairs; all other pairs)."""
+    """Splits a mask into (mask for tiles, or None if tiles have no pairs; selections for lists)."""
     if not has_lists(mask):
         return mask, []
     match mask:
@@ -275,7 +275,7 @@ def _split(mask: Mask) -> tuple[Mask | None, list[ListedPairs]]:
 
 
 def _split_intersection(masks: tuple[Mask, ...]) -> tuple[Mask | None, list[ListedPairs]]:
-    """Splits `a & b & ...`; listed pairs of one part are limited by the other parts."""
+    """Splits `a & b & ...` as `_split` does: each selection is limited by the other masks."""
     parts = [_split(mask) for mask in masks]
     others = [intersection([*masks[:i], *masks[i + 1 :]]) for i in range(len(masks))]
     listed = [
@@ -291,7 +291,7 @@ def _split_intersection(masks: tuple[Mask, ...]) -> tuple[Mask | None, list[List
 
 
 def _slots(source: ListedPairs) -> float:
-    """Returns the mean number of keys that a query lists."""
+    """Returns how many keys a query lists, as a mean over queries."""
     return source.selection.mean_slots * source.selection.block_size
 
 
@@ -327,7 +327,7 @@ def lists_of(
             continue
         own, beside = branches[number], None
         if not _is_nothing(own):
-            if has_slot_bias:  # then tiles could not add the bias, so lists take all pairs
+            if has_slot_bias:  # tiles cannot add a slot bias, so lists take their pairs as well
                 beside, branches[number] = own, _nothing(own)
                 of_branch = tuple(x.or_in(own) for x in of_branch)
             else:
@@ -346,13 +346,13 @@ def lists_of(
     return Mixture(tuple(branches)) if len(branches) > 1 else branches[0], tuple(found)
 
 
-_SHORT_LIST = 16  # lists of at most so many slots are computed together
+_SHORT_LIST = 16  # slots; shorter lists are not worth a group of their own
 
 
 def _of_like_length(
     sources: tuple[ListedPairs, ...], frame: Frame, positions: Tensor | None, has_all: bool
 ) -> list[Tensor | None]:
-    """Groups queries whose lists are about as long: up to 16 slots, 32, 64, and so on.
+    """Groups queries by the length of their lists (up to 16 slots, 32, 64, ...), to save padding.
 
     Returns: the query indices of each group, int64, ascending; or [None], which stands for all
     queries, if no list is of `EdgeLists`. A query without slots is in no group, unless another
@@ -398,7 +398,7 @@ def _rows_at(selection: SelectedBlocks, position: Tensor) -> Tensor:
 def _of_queries(
     at: Coordinates | None, queries: Tensor, position: Tensor, kv_len: int
 ) -> Coordinates:
-    """Returns the coordinates of some queries and of all keys; positions if `at` is None."""
+    """Returns the coordinates of some queries and of all keys; by default positions are depths."""
     if at is None:
         key = torch.arange(kv_len, device=queries.device).expand(1, 2, 1, -1)
         query = torch.stack((position, position, torch.zeros_like(position)))
@@ -407,14 +407,14 @@ def _of_queries(
 
 
 def _joined(lists: list[Lists]) -> Lists:
-    """Joins several lists of one branch to one; a key in several of them counts once."""
+    """Joins several lists [..., n] of one branch to one, sorted; repeated keys count once."""
     batches, heads = (max(x.keys.shape[dim] for x in lists) for dim in (0, 1))
     keys = [_of_heads(x.keys, heads).expand(batches, -1, -1, -1) for x in lists]
     return lists[0]._replace(keys=_ascending(torch.cat(keys, -1)))
 
 
 class _Seat(NamedTuple):
-    """Where the queries of a call stand in the sequence in which a selection counts positions.
+    """Positions of the queries in the document or tree path that a selection counts in.
 
     In documents this is the query's document, in a tree the path from the root to the query.
     """
@@ -432,7 +432,7 @@ class _Seat(NamedTuple):
 
 
 def _seat(inside: tuple[Mask, ...], entry: int, position: Tensor, frame: Frame) -> _Seat:
-    """Finds where queries at `position` [Nq] stand in the sequence that a selection counts in.
+    """Converts queries at `position` [Nq] to positions in the documents or tree paths of `inside`.
 
     That is their document or their path in a tree; `inside` lists these masks, the outer one first.
     """
@@ -461,7 +461,7 @@ def _seat(inside: tuple[Mask, ...], entry: int, position: Tensor, frame: Frame) 
 
 
 def _documents(mask: Mask, entry: int) -> tuple[Tensor, Tensor]:
-    """Returns the query lengths and key lengths of the documents of a batch entry."""
+    """Returns (query lengths, key lengths) of the documents that a mask has in a batch entry."""
     if isinstance(mask, Varlen):
         return torch.tensor(mask.q_lengths), torch.tensor(mask.kv_lengths)
     assert isinstance(mask, Packed)
@@ -478,7 +478,7 @@ def _nodes(tree: Tree, entry: int) -> Nodes:
 
 
 def _shift(start: Tensor) -> Callable[[Tensor, slice], Tensor]:
-    """Returns a function that converts keys in a document to keys of the sequence around it.
+    """Returns a function that converts keys counted in a document to keys of the whole sequence.
 
     `start` [Nq] has the first key of each query's document.
     """
@@ -511,7 +511,7 @@ def _path(nodes: Nodes, of_query: Tensor) -> Callable[[Tensor, slice], Tensor]:
 
 
 class _Seated(NamedTuple):
-    """The queries of a call with their seats, and the tables of a selection."""
+    """A selection, ready to be read: its blocks, and each query's row and position in them."""
 
     seats: list[_Seat]  # one for all batch entries, or one per entry
     rows: list[Tensor]  # for each seat, the row of the table that each query has, [Nq]
@@ -527,7 +527,7 @@ class _Seated(NamedTuple):
         return self.table.shape[3] if self.slots is None else self.slots.shape[2]
 
     def parts(self, width: int) -> Iterator[slice]:
-        """Yields slices of the queries, small enough to bound memory if each has `width` keys."""
+        """Yields slices of the queries that bound memory, if each query lists `width` keys."""
         most = _MOST_CELLS
         if self.table.device.type != "cpu":
             most = _MOST_CELLS_OF_DEVICE // (self.batches * self.heads)
@@ -536,7 +536,7 @@ class _Seated(NamedTuple):
             yield slice(start, start + step)
 
     def listed(self, number: int, part: slice) -> Tensor:
-        """Returns the blocks that queries `part` of a seat list, [B or 1, H or 1, n, k]."""
+        """Returns the blocks that the queries `part` of a seat select, [B or 1, H or 1, n, k]."""
         if self.slots is not None:
             own = self.slots[number, part]
             return self.table[:, :, own.clamp(min=0), 0].masked_fill_(own < 0, -1)
@@ -545,7 +545,7 @@ class _Seated(NamedTuple):
         return table[:, :, self.rows[number][part]]
 
     def of(self, tables: Tensor, number: int) -> Tensor:
-        """Returns the batch entries of `tables` that a seat is for."""
+        """Returns a view of `tables` with the batch entries that seat `number` serves."""
         return tables if len(self.seats) == 1 else tables[number : number + 1]
 
 
@@ -558,7 +558,7 @@ def _list_keys(
     has_slot_bias: bool,
     beside: Mask | None,
 ) -> Lists:
-    """Lists the keys of a selection within its limit, and then those of `beside`.
+    """Lists the keys of one selection for each query; with `beside`, also that mask's keys.
 
     1. Find the seats of the queries: rows of the table, places in documents and trees. 2. List the
     keys of their slots. 3. Replace keys outside the limit and hidden keys by -1. 4. With a slot
@@ -581,7 +581,7 @@ def _list_keys(
 
 
 def _slots_or_none(seated: _Seated, none: int) -> Tensor | None:
-    """Returns `Lists.slot`: the slots of `EdgeLists`, and `none` where a query has fewer."""
+    """Returns `Lists.slot` for `EdgeLists`, with `none` in unused slots, else None."""
     return None if seated.slots is None else torch.where(seated.slots < 0, none, seated.slots)
 
 
@@ -592,7 +592,7 @@ def _seated(
     valid: Tensor | None,
     beside: Mask | None,
 ) -> _Seated:
-    """Gathers the tables of a source, and the seats of queries in each batch entry."""
+    """Reads a selection's table, and finds the seat and row of each query, per batch entry."""
     selection, inside, limit = source
     table = selection.indices
     bounds = [mask for mask in (limit, beside) if mask is not None]
@@ -625,7 +625,7 @@ def _seated(
 def _keys_of_slots(
     seated: _Seated, size: int, frame: Frame, has_slot_bias: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Lists the keys of all slots before limits apply.
+    """Lists the keys of all selected blocks [B, H, Nq, n]; -1 where there is no such key.
 
     Returns: keys int32 [B, H, Nq, slots * size], -1 for none; with a slot bias, also `Lists.place`,
     which has the index of each key in the caller's order.
@@ -653,7 +653,7 @@ def _keys_of_slots(
 
 
 def _entries(seated: _Seated, frame: Frame) -> list[tuple[int, int, int]]:
-    """Returns (batch entry, table, first query head of that table) for each table."""
+    """Returns (batch entry, table, first query head) for every table, batch entries outermost."""
     heads, group = seated.heads, frame.num_heads
     return [(b, h, h * group // heads) for b in range(seated.batches) for h in range(heads)]
 
@@ -661,7 +661,7 @@ def _entries(seated: _Seated, frame: Frame) -> list[tuple[int, int, int]]:
 def _take_away(
     keys: Tensor, seated: _Seated, limit: Mask | None, valid: Tensor | None, frame: Frame
 ) -> None:
-    """Replaces keys that the limit or `valid` excludes by -1, in place."""
+    """Overwrites listed keys with -1, in place, where `limit` or `valid` does not allow them."""
     entries = _entries(seated, frame)
     limits = [limit.at(b, head, frame) for b, _, head in entries] if limit is not None else []
     shared = None  # the limit if all tables share it: a GPU evaluates it at once, in few launches
@@ -682,7 +682,7 @@ def _take_away(
 def _with_others(
     found: Lists, seated: _Seated, beside: Mask, valid: Tensor | None, frame: Frame
 ) -> Lists:
-    """Appends the keys of `beside` to lists with a slot bias; they have no slot, so no bias."""
+    """Appends the keys of mask `beside` to each query's list; without a slot, they get no bias."""
     every = torch.arange(frame.kv_len)
     # one tensor of keys for each (batch entry, head, query), in this order
     more = [
@@ -716,7 +716,7 @@ def _of_heads(tables: Tensor, heads: int) -> Tensor:
 
 
 def _ascending_slots(listed: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
-    """Sorts int32 rows of numbers from -1 to `blocks`; returns them and the slots they came from.
+    """Sorts rows of block numbers in -1 to `blocks`; returns them and the slots they came from.
 
     Equal numbers keep the order of their slots, because number and slot are sorted as one integer.
     """
@@ -729,7 +729,7 @@ def _ascending_slots(listed: Tensor, blocks: int) -> tuple[Tensor, Tensor]:
 
 
 def _ascending(listed: Tensor) -> Tensor:
-    """Sorts rows of integers; on the CPU in place by numpy, which takes a tenth of torch's time."""
+    """Sorts each row of integers; on the CPU in place with numpy, ten times as fast as torch."""
     if listed.device.type == "cpu":
         with suppress(RuntimeError):  # torch runs without numpy too
             listed.numpy().sort(-1)

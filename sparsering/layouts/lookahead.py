@@ -104,7 +104,7 @@ def next_end(pattern: Pattern, begin: int, end: int, sequence: Tokens) -> int | 
 
 
 def is_causal_page(pattern: Pattern, page: int, sequence: Tokens) -> bool:
-    """Whether no query of a page of `PAGE` queries sees a later key; calls share the answer."""
+    """Whether no query of page number `page` (of `PAGE` queries) sees a later key; it is cached."""
 
     def build() -> bool:
         begin, end = page * PAGE, min((page + 1) * PAGE, sequence.frame.kv_len)
@@ -136,7 +136,7 @@ def _searches(
 
 
 class _Search(NamedTuple):
-    """Looks for attending pairs of one mask, tile by tile of keys."""
+    """Searches the pairs of one mask for keys that a range of queries sees, tile by tile."""
 
     mask: Mask
     rule: Condition
@@ -156,7 +156,7 @@ class _Search(NamedTuple):
     def _pairs(
         self, begin: int, end: int, low: int, high: int, backwards: bool
     ) -> Iterator[tuple[int, int]]:
-        """Yields a pair (query, key) for each tile of keys in [low, high) that has one.
+        """Yields one attending (query, key) for each tile of keys in [low, high) that has any.
 
         Keys ascend from tile to tile, or descend if `backwards`.
         """
@@ -183,7 +183,7 @@ class _Search(NamedTuple):
     def _visited_parts(
         self, begin: int, end: int, low: int, high: int, size: int
     ) -> list[tuple[int, int]]:
-        """Cuts [low, high) into parts of `size` keys; returns those that queries may see."""
+        """Cuts keys [low, high) into ranges of `size`; returns those that a query may see."""
         start = torch.arange(low, high, size)
         stop = (start + size).clamp(max=high)
         keys = Axis(step=1, residue=torch.zeros_like(start), start=start, stop=stop, last=stop - 1)
@@ -198,7 +198,7 @@ class _Search(NamedTuple):
     def _evaluated(
         self, begin: int, end: int, low: int, high: int, backwards: bool
     ) -> tuple[int, int] | None:
-        """Returns (query, key) for the first (or last) key in [low, high) that a query sees."""
+        """Finds the first (last if `backwards`) key in [low, high) that a query sees."""
         best: tuple[int, int] | None = None
         keys = torch.arange(low, high)
         starts = range(begin, end, _TILE)

@@ -79,7 +79,7 @@ def _of_positions(mask: Mask) -> Condition | None:
 
 
 def _near(left: int | None, right: int | None) -> list[Condition]:
-    """Returns conditions for p - left <= k <= p + right; a side that is None has no bound."""
+    """Returns conditions for p - left <= k <= p + right (query p, key k); None means no bound."""
     parts: list[Condition] = [] if left is None else [Linear(-1, 1, -left)]
     return parts if right is None else [*parts, Linear(1, -1, -right)]
 
@@ -140,7 +140,7 @@ def native_page(
 
 
 def _native(name: str, rules: Iterable[Condition], *rest: Any) -> list[Tensor] | None:
-    """Calls an operator of the C++ kernel on the programs of conditions; None if it cannot."""
+    """Runs a C++ operator on encoded conditions; None if no kernel is there or one has no code."""
     kernel = kernel_operators()
     program: tuple[list[int], list[Tensor]] = [], []
     if kernel is None or not all(_encode(rule, *program) for rule in rules):
@@ -149,7 +149,7 @@ def _native(name: str, rules: Iterable[Condition], *rest: Any) -> list[Tensor] |
 
 
 def _encode(rule: Condition, numbers: list[int], tensors: list[Tensor]) -> bool:
-    """Appends a condition in prefix order to a program for the C++ kernel.
+    """Appends a condition to a program for the C++ kernel; returns False if that cannot express it.
 
     Returns False if the kernel does not know its kind.
     """

@@ -15,7 +15,7 @@ _MOST_PAIRS = 1 << 16  # tile pairs whose nodes are listed at a time, to bound m
 
 
 class _Side:
-    """Tokens of n tiles in a tree: their nodes `first` to `last`, and bounds of their depths."""
+    """One side (query or key tiles) of n pairs in a tree: the nodes it spans, and depth bounds."""
 
     def __init__(self, nodes: Nodes, tokens: tuple[Tensor, Tensor]) -> None:
         most = int(nodes.start[-1]) - 1
@@ -31,7 +31,7 @@ class _Side:
         self.high = torch.where(self.several, torch.maximum(high, most_before), high)
 
     def _most(self, values: Tensor, after: int = 0, before: int = 0) -> Tensor:
-        """Returns each tile's maximum of node values, from first + after to last + before."""
+        """Returns each tile's largest node value, over nodes first + after to last + before."""
         low, high = self.first + after, self.last + before
         low = torch.minimum(low, high.clamp(min=0))
         size = (high - low + 1).clamp(min=1)
@@ -46,11 +46,11 @@ class _Side:
         return torch.maximum(table[power, low.clamp(min=0)], table[power, end])
 
     def _least(self, values: Tensor, after: int = 0) -> Tensor:
-        """Returns, for each tile, the minimum of `values` over nodes first + after to last."""
+        """Returns each tile's smallest node value, over nodes first + after to last."""
         return -self._most(-values, after)
 
     def bounds(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns the minimum and the maximum of the values of each tile's nodes."""
+        """Returns the smallest and the largest of `values`, one per node, in each tile's nodes."""
         return self._least(values), self._most(values)
 
     def depths(self, step: int) -> Axis:

@@ -131,12 +131,12 @@ def with_slots(p: Pass, mask: Mask, frame: Frame, block_size: int, alone: bool) 
 
 
 def _each_in_one(start: Tensor, stop: Tensor, size: int) -> bool:
-    """Whether each tile lies in one block of `size` positions; blocks begin at multiples of it."""
+    """Whether no tile crosses a multiple of `size`, so that each lies in one block of that size."""
     return bool((start // size == torch.maximum(start, stop - 1) // size).all())
 
 
 def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Returns bitmaps of `Causal` for the key tile that contains each query tile.
+    """Returns each query tile's bitmap number, and the causal bitmaps in the key tile around it.
 
     Returns: for each query tile the index of its bitmap; the bitmaps, unpacked [n, b, b].
     """
@@ -151,14 +151,14 @@ def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tup
 
 
 def _above_diagonal(first: Tensor, last: Tensor, frame: Frame, block_size: int) -> Tensor:
-    """Counts the pairs of each query tile with later keys, in the key tile that contains it."""
+    """Counts, for each query tile, the pairs with later keys in the key tile that contains it."""
     end = ((first // block_size + 1) * block_size).clamp(max=frame.kv_len)
     hidden_first, hidden_last = ((end - 1 - x).clamp(min=0) for x in (first, last))
     return (hidden_first * (hidden_first + 1) - (hidden_last - 1).clamp(min=-1) * hidden_last) // 2
 
 
 def _packed(nothing: Tensor, *tables: Tensor) -> list[Tensor]:
-    """Moves items where `nothing` is True to the end of each table, as -1.
+    """Moves items to drop (where `nothing` is True) to the end of each table, as -1.
 
     Takes tensors [B, H, tiles, width] and flattens their last two dims.
     """

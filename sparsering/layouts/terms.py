@@ -48,14 +48,14 @@ def disjoint_terms(mask: Mask, block_size: int) -> Iterator[tuple[Grid, Mask]]:
 
 
 def _is_within(mask: Mask, selection: Mask) -> bool:
-    """Whether `&` and `|` in the mask already show that all its pairs are in the selection."""
+    """Whether a mask is visibly a subset of the selection, because it intersects with it."""
     if isinstance(mask, And | Or):
         return (any if isinstance(mask, And) else all)(_is_within(x, selection) for x in mask.masks)
     return mask is selection
 
 
 def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
-    """Splits a mask by the grids that fit its parts; a mask without such a part stays whole."""
+    """Splits a mask into (grid, mask) terms: one for each grid of tiles that its parts need."""
     if not any(map(_has_grid, joined_masks(mask))):
         return [(Grid(1, block_size), mask)]
     match mask:
@@ -100,7 +100,7 @@ def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
 
 
 def _has_grid(mask: Mask) -> bool:
-    """Whether a mask is cut into other tiles than plain ones, at least for some arguments."""
+    """Whether a mask may need other tiles than consecutive tokens, for example dilated ones."""
     if isinstance(mask, PerHead):
         return any(_has_grid(part) for x in mask.patterns for part in joined_masks(x))
     dilated = isinstance(mask, SlidingWindow) and mask.dilation > 1
@@ -108,7 +108,7 @@ def _has_grid(mask: Mask) -> bool:
 
 
 def _unite(found: list[tuple[Grid, Mask]]) -> list[tuple[Grid, Mask]]:
-    """Joins the masks of each grid by `|`."""
+    """Joins terms that have the same grid into one, by `|` of their masks."""
     by_grid: dict[Grid, list[Mask]] = {}
     for grid, mask in found:
         by_grid.setdefault(grid, []).append(mask)
@@ -127,7 +127,7 @@ def _dilated_grid(mask: Dilated, block_size: int) -> Grid:
 
 
 def _in_documents(grid: Grid, lengths: tuple[int, ...]) -> Grid:
-    """Returns a grid whose segments restart in each document."""
+    """Returns a grid with the same steps, whose segments begin anew in each document."""
     if grid.documents is not None:  # Packed in Packed: inner lengths repeat in each document
         times = sum(length > 0 for length in lengths)
         depths = None if grid.depths is None else grid.depths * times
@@ -176,7 +176,7 @@ def typical(pattern: Pattern, frame: Frame) -> tuple[Pattern, Frame]:
 
 
 def _typical(mask: Mask, length: int) -> Mask | None:
-    """Implements `typical` for one branch: a mask of the same kind whose sizes are rounded.
+    """Returns a mask of the same kind with rounded sizes, or None if there is no such mask.
 
     `length` is the rounded number of keys. Returns None if the mask has no typical form.
     """
@@ -220,13 +220,13 @@ def _typical(mask: Mask, length: int) -> Mask | None:
 
 
 def _rounded(size: int) -> int:
-    """Rounds to two binary digits: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
+    """Rounds to a number of two leading binary digits: 1, 2, 3, 4, 6, 8, 12, 16, 24, ..."""
     step = 1 << max(0, size.bit_length() - 2)
     return (size + step // 2) // step * step
 
 
 def _most_documents(mask: Documents | Packed | CausalBlocks) -> int:
-    """Returns the rounded number of non-empty documents in the batch entry that has the most."""
+    """Returns how many non-empty documents the batch entry with the most of them has, rounded."""
     return _rounded(max(sum(n > 0 for n in lengths) for lengths in mask.entries))
 
 

@@ -27,7 +27,7 @@ MOST_TILES = 1 << 25
 
 
 def segment_length(step: int, block_size: int) -> int:
-    """Returns how many positions a segment of sums covers, in tiles of this step and size."""
+    """Returns how many positions kernels sum up together, for tiles of this step and block size."""
     return step * block_size * max(1, SEGMENT // block_size)
 
 
@@ -47,7 +47,7 @@ class Grid:
     anchor: Dilated | None = None  # a mask whose offset for a head shifts the tiles of the head
 
     def selectivity(self) -> tuple[int, bool, int]:
-        """Returns a sort key; tiles of a grid with a higher key hold fewer pairs off the mask."""
+        """Returns a sort key: the tiles of a grid with a higher key fit a mask more closely."""
         return self.step, self.documents is not None, self.segment
 
     def offset_of(self, kv_head: int, num_kv_heads: int) -> int:
@@ -55,7 +55,7 @@ class Grid:
         return 0 if self.anchor is None else self.anchor.offset_of(kv_head, num_kv_heads)
 
     def segment_of(self, positions: Tensor, block_size: int) -> Tensor:
-        """Returns the segment of sums that each position is in, see `Pass.segments`."""
+        """Returns in which segment of sums each position is, as `Pass.segments` explains."""
         length = segment_length(self.step, block_size)
         if self.documents:
             sizes = torch.tensor(self.documents, dtype=torch.int64)
@@ -138,7 +138,7 @@ class Grid:
         return segment, start, end, int(length.max()) if len(length) else 0
 
     def _tiles(self, residue: Tensor, start: Tensor, low: Tensor, stop: Tensor) -> "Axis":
-        """Returns a tile for each residue class in each piece, without positions below `low`."""
+        """Cuts pieces into tiles, one per residue class; a tile begins at `low` or later."""
         start = start + (low - start).clamp(min=0).add(self.step - 1) // self.step * self.step
         start, stop = start.flatten(), stop.repeat(len(start))
         steps = (stop - 1 - start).clamp(min=-1) // self.step
@@ -153,7 +153,7 @@ class Grid:
         )
 
     def _residues(self, ranges: Ranges, longest: int) -> Tensor:
-        """Returns the residue classes in `ranges`; the longest segment has `longest` tokens."""
+        """Returns the residue classes that occur in `ranges`; `longest` is the longest segment."""
         if self.documents is None and ranges and ranges[-1][1] - ranges[0][0] < self.residues:
             return (torch.arange(ranges[0][0], ranges[-1][1]) % self.residues).unique()
         return torch.arange(min(self.residues, max(1, longest)))
@@ -228,7 +228,10 @@ class Axis:
 
 
 class Origin(NamedTuple):
-    """Start and lengths of each tile's document, or of the sequence; tensors are [tiles]."""
+    """Where positions of each tile count from: its document or the sequence.
+
+    Tensors are [tiles].
+    """
 
     start: Tensor  # the position that a mask counts as 0
     kv_len: Tensor  # number of keys in the document or sequence

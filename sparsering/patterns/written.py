@@ -74,7 +74,8 @@ class WrittenValue:
 
     def _values(self, as_data: bool = False) -> Iterator[Any]:
         """Yields the fields in order; with `as_data`, lengths in the form that the user gave."""
-        names = self.__match_args__  # type: ignore[attr-defined]  # all fields, in order, at no cost
+        # the fields in order; dataclasses.fields is slower
+        names = self.__match_args__  # type: ignore[attr-defined]
         own = map(getattr, [self] * len(names), names)
         return map(self._given_or_own, names) if as_data else own
 

@@ -37,7 +37,7 @@ Calls = Mapping[str, Callable[[], object]]
 
 
 class Cost(NamedTuple):
-    """Median time of a call, and the most memory that it adds (0 if the system does not say)."""
+    """Median seconds of a call, and the memory that it adds at its peak (0 bytes if unknown)."""
 
     seconds: float
     bytes: int
@@ -166,13 +166,13 @@ def hides_later_keys(pattern: Pattern, length: int, heads: int) -> bool:
     try:
         both = (pattern, pattern & Causal())
         own, within = (x.layout(length, num_heads=heads).num_pairs for x in both)
-    except (ValueError, TypeError):  # the pattern is for one length only, or `&` refuses it
+    except (ValueError, TypeError):  # a pattern of fixed length, or one that `&` refuses
         return False
     return bool(own == within)
 
 
 def measured(title: str, calls: Calls, device: torch.device, seconds: float) -> dict[str, Cost]:
-    """Measures calls: memory in a first round, then times in one to five rounds, in turns.
+    """Measures calls by name: the memory of each first, then times in rounds of one run each.
 
     The rounds end once they have taken about `seconds`. `title` names the progress that is shown.
     """
@@ -211,7 +211,7 @@ def peak_of(call: Callable[[], object], device: torch.device) -> int:
 
 
 def beside(name: str, ours: Cost, theirs: Cost | None, peer: str) -> str:
-    """Returns a line of text that compares time and memory of `ours` with those of a peer."""
+    """Returns a line that compares time and memory of our call with those of another, `peer`."""
     if theirs is None:
         memory = f"; memory {show_bytes(ours.bytes)}" if ours.bytes else ""
         own = f"{name:<9} {show_seconds(ours.seconds)}{memory}"
@@ -225,18 +225,18 @@ def beside(name: str, ours: Cost, theirs: Cost | None, peer: str) -> str:
 
 
 def _dense(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
-    """Computes attention over all pairs, or all causal ones, by torch."""
+    """Computes dense attention with torch's own function, causal or over all pairs."""
     grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(query, key, value, is_causal=causal, enable_gqa=grouped)
 
 
 def _forward(call: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """Runs a call without gradients, to be measured."""
+    """Runs `call(*inputs)` without gradients; `compare` measures its time and memory."""
     with torch.no_grad():
         call(*inputs)
 
 
 def _training(call: Callable[..., Tensor], *inputs: Tensor) -> None:
-    """Runs a call and its backward pass, to be measured."""
+    """Runs `call(*inputs)` forward and backward; `compare` measures its time and memory."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     call(*leaves).sum().backward()

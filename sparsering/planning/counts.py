@@ -101,7 +101,7 @@ def flops(pairs: float, head_dim: int, backward: bool) -> float:
 def counts_of(
     pattern: Pattern, frame: Frame, block_size: int, *, cut: bool = False, lists: bool = False
 ) -> Counts:
-    """Counts the work of a pattern; the layout cache stores the result.
+    """Counts the pairs, visited blocks and bytes of a pattern's call; later calls find them cached.
 
     Args:
         cut: also counts the pieces into which the compiled CPU kernel cuts long tiles.
@@ -126,7 +126,8 @@ def counts_of(
                 list_bytes=sum(x.keys.nbytes for x in listed),
             )
         if not selections_of(pattern):
-            of_tiles: _Cached = {}  # for both calls of `_sampled`: building tiles takes longest
+            # shared by both calls of `_sampled`, since building tiles takes longest
+            of_tiles: _Cached = {}
             rough = _sampled(pattern, frame, block_size, _FIRST_TILES, 1, of_tiles)
             if sum(p.num_tables * p.entries for p in rough.passes) > MOST_ENTRIES:
                 return _sampled(pattern, frame, block_size, _TILES, _HEADS, of_tiles)
@@ -162,7 +163,7 @@ def counted(layout: BlockLayout, *, cut: bool = False) -> Counts:
 def _tally(
     row: Tensor, first: Tensor, end: Tensor, queries: Tensor, before: Tensor
 ) -> tuple[int, ...]:
-    """Counts the fields `entries`, `cells` and `rows` of `PassCounts` from visited runs.
+    """Counts visited blocks, their cells and their queries, from runs of key tiles per query tile.
 
     In run i, query tile row[i] visits the key tiles from first[i] to end[i] - 1. `queries` has the
     tokens of each query tile, and `before` is `_tokens_before` of the key tiles.
@@ -172,7 +173,7 @@ def _tally(
 
 
 def _tokens_before(keys: Tensor) -> Tensor:
-    """Returns the tokens before each key tile, and last the sum; each tile is rounded up to 16.
+    """Returns running sums of the tokens in key tiles, each tile rounded up to 16: [tiles + 1].
 
     `keys` [tiles] has the tokens of each key tile.
     """
@@ -180,12 +181,15 @@ def _tokens_before(keys: Tensor) -> Tensor:
 
 
 def _longest(queries: Tensor, keys: Tensor) -> tuple[int, int]:
-    """Returns the tokens of the longest query tile and of the longest key tile."""
+    """Returns the most tokens in any query tile, and in any key tile."""
     return int(queries.max()) if queries.numel() else 0, int(keys.max()) if keys.numel() else 0
 
 
 def _ragged(keys: Tensor) -> float:
-    """Counts key tiles whose length 16 does not divide: the mean over heads of keys [.., tiles]."""
+    """Counts key tiles whose length is no multiple of 16, as a mean over heads.
+
+    Keys [..., tiles].
+    """
     return float((keys % 16 > 0).double().sum(-1).mean())
 
 
@@ -240,7 +244,7 @@ def _counted_pass(p: Pass, layout: BlockLayout, cut: bool) -> PassCounts:
 
 
 def _runs_of(tile: Tensor, segment: Tensor, tiles: int) -> Tensor:
-    """Counts in how many runs the entries of each tile fall if they are cut where segments change.
+    """Counts the runs in each tile's entries, where a new run begins at each change of `segment`.
 
     tile [entries] is ascending, segment [entries] belongs to it. Returns [tiles].
     """
@@ -250,7 +254,7 @@ def _runs_of(tile: Tensor, segment: Tensor, tiles: int) -> Tensor:
 
 
 class _Tiles(NamedTuple):
-    """The tiles of one head in a pass, which `_sampled` builds once."""
+    """Tiles of one head in a pass; they are built once for both estimates of `counts_of`."""
 
     queries: Axis
     keys: Axis
@@ -334,7 +338,7 @@ def _sampled(
 def _runs(
     ground: Ground, mask: Mask, queries: Axis, tiles: _Tiles
 ) -> tuple[tuple[Tensor, Tensor, Tensor], int]:
-    """Finds the runs of key tiles that some query tiles visit, and counts the pairs in them.
+    """Finds the runs of key tiles that the sampled query tiles visit, and counts their pairs.
 
     Returns: (`row`, `first`, `end`) as for `_tally`, and the number of pairs.
     """

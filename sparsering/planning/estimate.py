@@ -216,7 +216,7 @@ def estimate(
 
 
 class _Plan(NamedTuple):
-    """Facts of a call that need no clock: how it runs, its counts and its bytes."""
+    """All that is known of a call without running anything: how it runs, its counts and bytes."""
 
     backend: str
     block_size: int
@@ -233,7 +233,7 @@ def memory_of_call(scenario: Scenario) -> Memory:
 
 
 def _plan(scenario: Scenario) -> _Plan:
-    """Computes what `estimate` needs to know of a call without measuring anything."""
+    """Chooses backend, block size and sharding of a call, and counts its work and bytes."""
     frame = scenario._frame
     backend, block_size = _backend_and_block_size(scenario, frame)
     counts = counts_of(
@@ -263,7 +263,7 @@ def _call(scenario: Scenario) -> CallSizes:
 
 
 def estimate_of(scenario: Scenario) -> Estimate:
-    """Implements `estimate`."""
+    """Predicts the costs of a call whose arguments are checked; `estimate` calls it."""
     machine, plan = scenario.machine, _plan(scenario)
     counts, memory = plan.counts, plan.memory
     extrapolated = "" if counts.known == "arithmetic" else f", {counts.known}"
@@ -301,7 +301,10 @@ def estimate_of(scenario: Scenario) -> Estimate:
 
 
 def _backend_and_block_size(scenario: Scenario, frame: Frame) -> tuple[str, int]:
-    """Returns the call's backend and block size; raises ValueError if its costs are not known."""
+    """Returns the call's backend and block size.
+
+    ValueError if no costs of that backend are known.
+    """
     pattern, machine, size = scenario.pattern, scenario.machine, scenario.block_size
     shape = scenario.batch_size, scenario.num_heads, scenario.tokens, scenario.head_dim
     query = torch.empty(1, dtype=scenario.dtype).expand(shape)

@@ -169,7 +169,7 @@ def longest_sequence(
 
 
 def _shortage(scenario: Scenario, limit: int, share: float) -> str:
-    """Returns text for an error: how much memory a call needs, and how much there is."""
+    """Returns the part of an error message that says how much memory is needed and available."""
     peak = memory_of_call(scenario).peak
     return f"{show_bytes(peak)}, got {show_bytes(limit)}, of which {share:.0%} may be used"
 
@@ -239,7 +239,7 @@ def about_largest(peak: Callable[[int], float], limit: float, start: int, most: 
 
 
 def _crossing(peaks: dict[int, float], limit: float) -> int:
-    """Returns the n at which the peaks, continued as a parabola, reach the limit.
+    """Extends memory peaks, given by n, as a parabola; returns the n at which it meets the limit.
 
     The parabola goes through the three known peaks nearest to the limit; two give a line.
     """
@@ -255,7 +255,7 @@ def _crossing(peaks: dict[int, float], limit: float) -> int:
 
 
 def usable(memory: int, share: float = SHARE) -> int:
-    """Returns how many bytes of a memory a call may use."""
+    """Returns how many bytes a call may use: `share` of `memory`, rounded down."""
     if not (share := checked_number("share", share, 0, 1)):
         raise ValueError("share must be above 0, got 0; 0.8 leaves a fifth of the memory free")
     return int(share * memory)
@@ -284,13 +284,16 @@ def memory_of(
 
 
 def gpu_memory(free: bool) -> int:
-    """Returns the bytes of the current GPU, or the free ones, with torch's unused cache."""
+    """Returns the total or the free bytes of the current GPU.
+
+    Torch's unused cache counts as free.
+    """
     left, total = torch.cuda.mem_get_info()
     return left + (torch.cuda.memory_reserved() - torch.cuda.memory_allocated()) if free else total
 
 
 def memory_here(free: bool, system: Path = Path("/")) -> int:
-    """Returns the bytes of this machine or its container, or those that are free.
+    """Returns the total or the free bytes of memory of this machine, or of its container.
 
     Memory that caches files counts as free. `system` is the root of the files that are read.
     """
@@ -332,6 +335,6 @@ def _control_groups(system: Path) -> Iterator[tuple[Path, str, str, str]]:
 
 
 def numbers_in(file: Path) -> dict[str, int]:
-    """Reads the lines of a file that have a name and a number, by name."""
+    """Reads a file whose lines have a name and a number, such as /proc/meminfo: {name: number}."""
     rows = (line.split() for line in file.read_text().splitlines())
     return {row[0]: int(row[1]) for row in rows if len(row) > 1 and row[1].isdigit()}

@@ -56,7 +56,7 @@ OTHER_NAMES = {"gpu": "its name goes into machine=; write machine='H100' or anot
 
 
 def _plain(name: str) -> str:
-    """Returns a name in lower case, without spaces and dashes, for comparison."""
+    """Returns a name in lower case without spaces, dashes and underscores, to compare names."""
     return "".join(character for character in name.lower() if character not in " -_")
 
 
@@ -65,14 +65,14 @@ _BY_PLAIN_NAME |= {row["also"]: MACHINES[row["name"]] for row in _ROWS if "also"
 
 
 def machine_of(machine: Machine | str | None) -> Machine | None:
-    """Returns the machine of this name; a `Machine`, or None for this one, is returned as it is."""
+    """Looks up a machine by name; returns a `Machine`, or None for this machine, unchanged."""
     return machine if machine is None or isinstance(machine, Machine) else named(machine)
 
 
 def described(
     machine: Machine | None, tflops: float | None, bandwidth: float | None, memory: object
 ) -> Machine:
-    """Returns a GPU with these figures: TFLOP/s in every dtype, GB/s and memory.
+    """Builds a GPU that `MACHINES` lacks, from its TFLOP/s, memory bandwidth in GB/s and memory.
 
     Raises: ValueError unless no machine is named, and all three are given and above 0.
     """
@@ -97,7 +97,7 @@ def described(
 
 
 def named(name: str) -> Machine:
-    """Returns the machine of a name, whatever its case, spaces and dashes: "h200", "A100 80GB".
+    """Looks up a machine by name, in any case, with or without spaces and dashes: "A100 80GB".
 
     "H100" alone means the SXM card, "A100" alone the card with 80 GB.
 

@@ -40,7 +40,7 @@ class CallSizes(NamedTuple):
 
 
 class Tensors(NamedTuple):
-    """Bytes of a call's tensors: query, key and value together; the result; lse."""
+    """Bytes of a call's tensors: query, key and value together, the result, and the lse."""
 
     inputs: int
     out: int
@@ -76,7 +76,7 @@ def tensors_of(frame: Frame, call: CallSizes) -> Tensors:
 
 
 def cpu_memory(counts: Counts, call: CallSizes, backward: bool) -> Memory:
-    """Predicts the bytes of a call of the CPU kernel, whose library reports its buffer sizes."""
+    """Predicts the bytes of a call on the CPU; the compiled kernel itself reports its workspace."""
     if build_failure():  # `attention` then runs the backend "gather"
         return gather_memory(counts, call, backward)
     sizes = tensors_of(counts.frame, call)
@@ -131,7 +131,7 @@ def gather_memory(counts: Counts, call: CallSizes, backward: bool) -> Memory:
 
 
 def triton_memory(counts: Counts, call: CallSizes, backward: bool) -> Memory:
-    """Predicts the bytes of a call of the GPU kernels, which add up several passes in float32."""
+    """Predicts the bytes of a call of the GPU kernels; several passes are added up in float32."""
     sizes = tensors_of(counts.frame, call)
     layout = counts.layout_bytes
     walks = int(sum(p.num_tables * (16 * p.entries + 20 * p.query_tiles) for p in counts.passes))
@@ -148,10 +148,10 @@ MEMORY = {"cpu": cpu_memory, "gather": gather_memory, "triton": triton_memory}
 
 
 def takes_heads(counts: Counts, call: CallSizes) -> bool:
-    """Whether each thread of the CPU kernel's backward pass computes whole kv heads."""
+    """Whether backward on the CPU gives each thread whole kv heads, instead of parts of them."""
     return takes_whole_heads(call.batch_size * counts.frame.num_kv_heads, torch.get_num_threads())
 
 
 def is_walked(p: PassCounts, group: float) -> bool:
-    """Whether the CPU kernel loops over the key tiles of a pass, not over its query tiles."""
+    """Whether the CPU kernel's outer loop over a pass is by key tiles, not by query tiles."""
     return is_walked_shape(p.longest, (p.query_tiles, p.key_tiles), p.entries, group)

@@ -43,7 +43,7 @@ _QUALITY = {
 
 
 class _Candidate(NamedTuple):
-    """A pattern that may be proposed; `reach` and `layers` are those of `Proposal`."""
+    """A pattern that may be proposed, its costs, and `reach` and `layers` as in `Proposal`."""
 
     kind: str
     estimate: Estimate
@@ -212,12 +212,12 @@ def _proposals(
 
 
 def default_dtype(machine: Machine | None) -> torch.dtype:
-    """Returns bfloat16 for a named GPU, else float32."""
+    """Returns the dtype to plan for: bfloat16 on a named GPU, float32 on a CPU or this machine."""
     return torch.bfloat16 if machine is not None and machine.kind == "gpu" else torch.float32
 
 
 def candidates(tokens: int, causal: bool) -> Iterator[tuple[str, str]]:
-    """Yields (kind, text of a pattern), dense attention first."""
+    """Yields the patterns to choose among as (kind, text); dense attention comes first."""
     within = " & Causal()" if causal else ""
     yield "dense", "Causal()" if causal else "Full()"
     for window in (_WINDOWS[0], *(w for w in _WINDOWS[1:] if w < tokens)):
@@ -236,7 +236,7 @@ def candidates(tokens: int, causal: bool) -> Iterator[tuple[str, str]]:
 
 
 def _recommended(found: list[_Candidate], seconds: float, limit: float) -> tuple[_Candidate, str]:
-    """Returns the recommended candidate, and a sentence that says why it is recommended.
+    """Returns the pattern to recommend, and a sentence with the reason.
 
     `found` has the candidates to train a model with (no random blocks), from dense to sparse.
     """
@@ -268,7 +268,7 @@ def _recommended(found: list[_Candidate], seconds: float, limit: float) -> tuple
 
 
 def _place(late: bool, large: bool, passed_over: str | None) -> str:
-    """Says why a pattern is not recommended: it takes too long, is too large, or another reason.
+    """Returns the reason why a pattern is not the recommended one.
 
     `passed_over` is the reason for a pattern that is within the limits, or None.
     """
@@ -281,7 +281,7 @@ def _place(late: bool, large: bool, passed_over: str | None) -> str:
 
 
 def _layers(kind: str, estimate: Estimate, seen: Tensor, causal: bool) -> int | None:
-    """Returns the layers after which the last query depends on every token; None if never.
+    """Returns after how many layers the last query depends on all tokens; None if it never does.
 
     For a causal window they are computed by arithmetic, because counting goes layer by layer.
     """

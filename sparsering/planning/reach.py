@@ -18,7 +18,7 @@ _MOST_PARTS = 4  # number of such layouts, of some 30 MB each, that are kept for
 
 @one_thread()
 def keys_seen(pattern: Pattern, frame: Frame) -> Tensor:
-    """Returns whether the last query sees each key, in any head: bool [kv_len]."""
+    """Returns which keys the last query sees in at least one head: bool [kv_len]."""
     layout = _rows_of(pattern, frame, 128, frame.q_len - 1, 1)
     return _keys_of(layout, torch.ones(1, dtype=torch.bool))
 
@@ -58,7 +58,7 @@ def layers_to_see_all(
 
 
 def _rows_of(pattern: Pattern, frame: Frame, size: int, start: int, rows: int) -> BlockLayout:
-    """Builds the layout of the queries from `start` to `start + rows` - 1."""
+    """Builds the layout of `rows` queries alone, the first of which is at position `start`."""
     frame = frame._replace(q_len=rows, q_start=start)
     return layout_cache.layout(pattern, frame, size, torch.device("cpu"))
 

@@ -35,7 +35,7 @@ MOST_SEARCHED = 1 << 22
 
 
 def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
-    """Returns the plan as text of at most 100 columns and about 24 lines, but for a last command.
+    """Returns the output of `sparsering plan` for one pattern: about 24 lines of 100 columns.
 
     Args:
         memory: memory of one device, as in `choose_batch_size`.
@@ -78,14 +78,15 @@ def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
         _row("", "(docs/selection.md; sparsering.selection.selection_report for chosen blocks)"),
     ]
     wrapped = [line for text in lines for line in wrap(text, WIDTH, **_WRAPPED) or [""]]
-    if causal:  # `train` is of models that hide later bytes; the command is whole, to be copied
+    # `sparsering train` takes causal patterns only; the line is not wrapped, so it can be copied
+    if causal:
         options = f"--pattern {shlex.quote(text)} --context {scenario.tokens} --out runs/planned"
         wrapped.append(_row("next", sparsering(f"train {options}")))
     return "\n".join(wrapped)
 
 
 def title_of(scenario: Scenario) -> str:
-    """Returns the call and its machine in a line."""
+    """Returns a line that describes the planned call: lengths, heads, dtype, batch and machine."""
     heads = f"{scenario.num_heads} heads"
     if scenario.num_kv_heads != scenario.num_heads:
         heads += f" ({scenario.num_kv_heads} of keys)"
@@ -102,7 +103,7 @@ def title_of(scenario: Scenario) -> str:
 def proposal_screen(
     proposals: list[Proposal], title: str, texts: Sequence[str], command: str
 ) -> str:
-    """Returns proposals as a table of at most 100 columns, if no pattern's text is longer.
+    """Returns the output of `sparsering plan` without a pattern: a table of proposed patterns.
 
     Args:
         proposals: result of `propose`, the recommended one first.
@@ -152,7 +153,7 @@ def _times(factor: float) -> str:
 
 
 def _time(estimate: Estimate, of_rank: str) -> str:
-    """Returns the time of the call as text, with how it is known."""
+    """Returns the predicted time as text, which says whether it was measured or is a bound."""
     seconds = f"{show_seconds(estimate.seconds.value)}{of_rank}"
     products, known = f"({estimate.flops.value:.3g} FLOP)", estimate.seconds.known
     if known.startswith("published"):
@@ -161,7 +162,7 @@ def _time(estimate: Estimate, of_rank: str) -> str:
 
 
 def _short_tiles(scenario: Scenario, estimate: Estimate) -> list[str]:
-    """Returns a row that warns of tiles that are mostly padding, if a dilated branch has such."""
+    """Returns a row of the output that warns if tiles of a dilated branch are mostly padding."""
     counts = counts_of(
         scenario.pattern,
         scenario._frame,
@@ -205,7 +206,10 @@ def _capacity(scenario: Scenario, limit: int | None) -> str:
 
 
 def _rank_rows(scenario: Scenario, estimate: Estimate) -> list[str]:
-    """Returns rows that compare one device and each sharding, or [] for a single rank."""
+    """Returns the rows that compare one device with several under each sharding.
+
+    [] for one rank.
+    """
     if scenario.ranks == 1:
         return []
     alone = estimate_of(replace(scenario, ranks=1))
@@ -235,7 +239,7 @@ def _short_time(estimate: Estimate) -> str:
 
 
 def _advice(estimate: Estimate, limit: int | None, saving: float, dense_name: str) -> str:
-    """Returns one line of advice: the most important one that applies."""
+    """Returns the one sentence of advice that matters most for this plan."""
     peak, seconds, balance = estimate.peak_bytes.value, estimate.seconds, estimate.balance.value
     if limit is not None and peak > usable(limit):
         return (

@@ -35,7 +35,7 @@ _ROUNDS = 3  # only the fastest round counts, because other work on the machine 
 
 
 class _Rates(NamedTuple):
-    """The measured rates a, b and c of a backend on this machine."""
+    """The constants a, b and c of the module's formula, measured for a backend on this machine."""
 
     call: float  # seconds of any call
     pair: float  # seconds of a channel of a pair in a visited block
@@ -60,7 +60,7 @@ def seconds_of(backend: str, counts: Counts, call: CallSizes, backward: bool) ->
 
 
 def _amounts(counts: Counts, call: CallSizes, backward: bool) -> tuple[float, float]:
-    """Returns the amounts that rates b and c multiply, both times the head dim.
+    """Returns what the rates b and c are multiplied with: (pairs x head dim, rows x head dim).
 
     They are the pairs in visited blocks, and the queries and copied keys.
     """
@@ -126,7 +126,7 @@ def _rates_of_lists(
 
 
 def _call(inputs: list[Tensor], pattern: Pattern, size: int, backend: str, backward: bool) -> None:
-    """Runs attention on query, key and value, with its backward pass if wanted, to be timed."""
+    """Runs one attention call, with backward if wanted; `_rates` measures its time."""
     query, key, value = (x.detach().requires_grad_(backward) for x in inputs)
     with torch.enable_grad(), torch.autocast(query.device.type, enabled=False):
         out = attention(query, key, value, pattern, block_size=size, backend=backend)

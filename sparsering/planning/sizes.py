@@ -23,7 +23,7 @@ def parse_tokens(count: int | str, name: str = "tokens") -> int:
 
 
 def _number(size: object, units: Mapping[str, int], expected: str) -> int:
-    """Parses a positive number with one of the units; `expected` begins the error's text."""
+    """Parses a positive number, with a unit or without; `expected` begins the error message."""
     if isinstance(size, str):
         form = r"([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+]?[0-9]{1,2})?) ?([a-z]*)"
         parts = re.fullmatch(form, size.strip().lower())
@@ -59,7 +59,7 @@ def show_seconds(seconds: float) -> str:
 
 
 def _scaled(number: float, units: tuple[str, ...], step: int) -> str:
-    """Formats a number with the first unit in which it is below `step`, or with the last unit."""
+    """Formats a number in the first unit in which it is below `step`, such as "1.5 GB"."""
     for unit in units:
         if round(number) < step or unit == units[-1]:
             break

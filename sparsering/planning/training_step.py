@@ -52,12 +52,12 @@ class ModelBytes(NamedTuple):
         return max(kept + 2 * self.logits, kept - self.logits + again + self.gradients)
 
     def stored(self, checkpointing: bool) -> int:
-        """Bytes of activations that wait for the backward pass."""
+        """Bytes of activations that the forward pass stores for the backward pass."""
         return self.kept - self.layers + self.inputs if checkpointing else self.kept
 
 
 class ModelOutline(NamedTuple):
-    """A model whose training step is planned."""
+    """A model as planning sees it: its patterns, its heads, and the bytes that autograd saves."""
 
     name: str
     patterns: Sequence[Pattern]  # one per layer
@@ -69,7 +69,7 @@ class ModelOutline(NamedTuple):
 
 
 class _Attention(torch.autograd.Function):
-    """Saves what `attention` saves, and computes nothing."""
+    """Stands in for attention on the meta device: saves the same tensors but computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class _Attention(torch.autograd.Function):
 
 
 def planned_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Replaces `attention` on the meta device: the same shapes and saved tensors, but no values."""
+    """Stands in for `attention` on the meta device: same shapes, same saved tensors, no values."""
     out: Tensor = _Attention.apply(query, key, value)
     return out
 
@@ -153,7 +153,7 @@ def saved_by(
 
 
 def _memory(x: Tensor) -> tuple[int, int]:
-    """Returns the address that identifies a tensor's memory, and its bytes."""
+    """Returns an id of the memory that a tensor uses (views share it), and the memory's bytes."""
     return x.untyped_storage()._cdata, x.untyped_storage().nbytes()
 
 
@@ -165,7 +165,7 @@ def step_screen(
     replicas: int = 1,
     sharded: bool = False,
 ) -> str:
-    """Returns the plan of a training step as text of at most 100 columns.
+    """Returns a plan of one training step as text: memory by purpose, time and tokens per second.
 
     Args:
         planned: the model.
@@ -216,7 +216,7 @@ def longest_row_screen(
     replicas: int = 1,
     sharded: bool = False,
 ) -> str:
-    """Returns the longest rows that train, with and without checkpointing, as text.
+    """Returns how many tokens a row can have in training, with and without checkpointing, as text.
 
     The arguments are those of `step_screen`; the tokens of `scenario` are not used.
     """
@@ -251,7 +251,7 @@ def longest_row(
     checkpointing: bool,
     parts: int = 1,
 ) -> int:
-    """Returns about how many tokens of a row train in `limit` bytes a device; 0 if none.
+    """Returns about how many tokens a row may have so that training fits in `limit` bytes a device.
 
     The result has two digits, rounded down. `parts` devices share the weights and states.
     """
@@ -273,7 +273,7 @@ def longest_row(
 
 
 class _Step(NamedTuple):
-    """The bytes of a training step on one device, and the times of its attention."""
+    """Bytes that one device needs for a training step, and the seconds of its attention."""
 
     saved: ModelBytes
     weights: int  # bytes of weights on a device
@@ -292,7 +292,7 @@ class _Step(NamedTuple):
 
 
 def _step_of(planned: ModelOutline, scenario: Scenario, parts: int) -> _Step:
-    """Plans a step on one device; `parts` devices share weights, gradients and states."""
+    """Plans a step on one device; weights, gradients and states are split over `parts` devices."""
     saved = planned.saved(
         scenario.batch_size, -(-scenario.tokens // scenario.ranks), scenario.dtype
     )
@@ -308,7 +308,7 @@ def _step_of(planned: ModelOutline, scenario: Scenario, parts: int) -> _Step:
 
 
 def _model_text(planned: ModelOutline, saved: ModelBytes, scenario: Scenario) -> str:
-    """Returns a model's name, layers, parameters and dtype as text."""
+    """Describes a model in a line: its name, layers, number of parameters and dtype."""
     return (
         f"{planned.name}, {len(planned.patterns)} layers, "
         f"{saved.weights // scenario.dtype.itemsize:,} parameters, "
@@ -327,7 +327,7 @@ def _in_columns(lines: list[str]) -> str:
 
 
 def _rate(scenario: Scenario) -> float:
-    """Returns the FLOP/s of matrix products: a named machine's peak, or as measured here."""
+    """Returns the FLOP/s of matrix products: a named machine's peak, or measured on this one."""
     if scenario.machine is not None:
         return scenario.machine.peak(str(scenario.dtype).removeprefix("torch."))
     width = scenario.num_heads * scenario.head_dim
