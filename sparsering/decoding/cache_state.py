@@ -31,10 +31,10 @@ _LIFETIMES = 1024  # last queries are computed and cached for at least so many k
 
 
 class _Record:
-    """Gives the frozen dataclasses below a fast way to copy themselves with changes."""
+    """Base of frozen dataclasses that are copied often, which gives them a fast `changed`."""
 
     def changed(self, **changes: Any) -> Self:
-        """Returns a copy with changed attributes; faster than `dataclasses.replace`."""
+        """Returns a copy with some attributes replaced, faster than `dataclasses.replace`."""
         other = object.__new__(type(self))
         vars(other).update(vars(self), **changes)
         return other
@@ -42,7 +42,7 @@ class _Record:
 
 @dataclass(frozen=True, eq=False)
 class History(_Record):
-    """The length of a sequence and its keys from before the last eviction.
+    """The length of one sequence, and its keys up to the last eviction.
 
     Batch entries may share one.
     """
@@ -60,6 +60,8 @@ class History(_Record):
     def of(cls, positions: Tensor, last: Tensor, **rest: Any) -> "History":
         """Builds a history from positions [Hkv, slots] and last queries [branches, Hkv, slots].
 
+        -1 is empty.
+
         Positions are -1 in empty slots, which come after a head's keys.
         """
         real, width = positions >= 0, positions.shape[1]
@@ -70,7 +72,7 @@ class History(_Record):
 
     @property
     def _in_slots(self) -> Tensor:
-        """The rows of `keys` as [1 + branches, Hkv, slots], with -1 in empty slots."""
+        """The rows of `keys` as [1 + branches, Hkv, slots], with -1 where a head has no key."""
         heads = len(self.counts)
         if min(self.counts, default=0) == self.width:
             return self.keys.view(len(self.keys), heads, self.width)
@@ -85,7 +87,7 @@ class History(_Record):
 
     @property
     def last(self) -> Tensor:
-        """The last query that visits each key, [branches, Hkv, slots]; -1 if none does."""
+        """Position of the last query that sees each key, [branches, Hkv, slots]; -1 for none."""
         return self._in_slots[1:]
 
     @property
@@ -94,7 +96,7 @@ class History(_Record):
         return max(self.counts, default=0)
 
     def cropped(self, length: int) -> "History":
-        """Returns the history without the tokens at positions from `length` on."""
+        """Returns the history as if the tokens at positions from `length` on had never come."""
         if length >= self.base:
             return self.changed(length=length)
         positions = torch.where(self.positions < length, self.positions, -1)
@@ -156,7 +158,7 @@ class CacheState(_Record):
     page_length: int = 0  # number of tokens since the last eviction
     page_limit: int = 0
     remote: tuple[int, ...] = ()  # positions of tokens in the page whose keys other ranks store
-    summaries: BlockSummaries | None = None  # block summaries of a `SelectedCache`
+    summaries: BlockSummaries | None = None  # only in a `SelectedCache`: it scores blocks by them
     draft: Draft | None = None  # the tokens of `attend(tree=)` until `keep` is called
     page: Page = field(default_factory=Page)
 
@@ -165,7 +167,7 @@ class CacheState(_Record):
         return [history.length for history in self.histories]
 
     def distinct(self) -> list[History]:
-        """Returns the histories without repeats."""
+        """Returns each history once; batch entries with equal lengths often share one object."""
         return list({id(history): history for history in self.histories}.values())
 
     def frame(self, queries: int, first: int) -> Frame:
@@ -187,14 +189,14 @@ class CacheState(_Record):
         )
 
     def clear_page(self, start: int) -> None:
-        """Zeroes the page's slots from `start` on: a NaN there would spread even if masked."""
+        """Writes zeros to the page's slots from `start` on, since a NaN there would spread."""
         if (written := self.page.written) > start:
             for held in (self.keys, self.values):
                 held.clear(start, written)
         self.page.written = start
 
     def new_tokens(self, lengths: Sequence[int] | Tensor | None, most: int) -> list[int]:
-        """Returns the number of new tokens of each batch entry; ValueError if it is invalid."""
+        """Returns how many new tokens each batch entry gets; ValueError if `lengths` are wrong."""
         entries, total = len(self.histories), self.total
         new = [most] * entries if lengths is None else listed("lengths", lengths)
         counts: list[Any] = [index_of(n) for n in new] if isinstance(new, Sequence) else []
@@ -213,7 +215,7 @@ class CacheState(_Record):
         return counts
 
     def advanced(self, new: list[int], page_length: int) -> "CacheState":
-        """Returns the state after `new[i]` more tokens in each batch entry i; moves no keys."""
+        """Returns the state with lengths that are larger by `new[i]` for entry i; moves no keys."""
         longer: dict[tuple[int, int], History] = {}
         histories = []
         for history, n in zip(self.histories, new, strict=True):
@@ -224,7 +226,7 @@ class CacheState(_Record):
         return self.changed(histories=histories, page_length=page_length)
 
     def cropped(self, length: int) -> "CacheState":
-        """Returns the state without tokens from `length` on; all entries must be equally long."""
+        """Returns the state without the tokens from `length` on; all entries are equally long."""
         shorter = {id(history): history.cropped(length) for history in self.distinct()}
         histories = [shorter[id(history)] for history in self.histories]
         page_length = max((x.length - x.base for x in histories), default=0)
@@ -245,7 +247,7 @@ class CacheState(_Record):
         return after.evicted() if page_length >= self.page_limit else after
 
     def loaded(self, key: Tensor, value: Tensor, positions: Tensor, length: int) -> "CacheState":
-        """Returns the state after a prompt of `length` tokens, whose keys are at `positions`."""
+        """Returns the state after a prompt that was attended elsewhere, with its keys stored."""
         last = self._last_visits(0, length)[..., positions]
         positions = positions.expand(self.kv_heads, -1)
         history = History.of(positions, last, length=length, base=length, exact=False)
@@ -265,7 +267,7 @@ class CacheState(_Record):
         return taken.changed(keys=self.keys.of_entries(at), values=self.values.of_entries(at))
 
     def copied(self) -> "CacheState":
-        """Returns an equal state that shares no memory that the steps of a cache write to."""
+        """Returns a copy with keys and values in memory of its own, since steps write in place."""
         return self.changed(
             histories=list(self.histories),
             keys=self.keys.copied(),
@@ -289,7 +291,7 @@ class CacheState(_Record):
         return full[0].changed(histories=histories, keys=keys, values=values, page_limit=limit)
 
     def _widened(self, older: tuple[int, ...], like: "CacheState") -> "CacheState":
-        """Returns a state with an empty page and `older` slots per head before it.
+        """Returns a state with `older` slots per head and an empty page, so that states can join.
 
         `like` gives the dtype and width of keys if the state has none yet.
         """
@@ -326,7 +328,7 @@ class CacheState(_Record):
         return self.changed(**stored, page_length=0, page_limit=limit, remote=(), page=Page())
 
     def _survivors(self, history: History) -> tuple[History, Tensor]:
-        """Finds the keys of a history that survive an eviction now.
+        """Finds the keys of a history that an eviction keeps, and the slots that they are in now.
 
         Returns: the history after it; the slots [Hkv, keys] that they are in now, -1 for no key.
         """
@@ -351,7 +353,7 @@ class CacheState(_Record):
         ), slot
 
     def _page_limit(self, history: History) -> int:
-        """Returns the number of new tokens after which an eviction is due.
+        """Returns the number of new tokens after which the next eviction should come.
 
         It is due when some head stores more than `page_size` keys that no later query visits; a
         full page is the upper limit.
@@ -368,11 +370,11 @@ class CacheState(_Record):
         deaths = torch.zeros(len(death), page_size + 2, dtype=torch.int64)
         dead = deaths.scatter_add(1, death, torch.ones_like(death)).cumsum(1)[:, :-1]
         due = torch.nonzero((dead > page_size).any(0))
-        # At least an eighth of a page, because evictions copy the cache.
+        # An eviction copies the cache, so wait for at least an eighth of a page of new tokens.
         return max(int(due[0]), page_size // 8) if len(due) else page_size
 
     def _last_visits(self, start: int, stop: int) -> Tensor:
-        """Returns the last query that visits each key in [start, stop): [branches, Hkv, keys]."""
+        """Returns the last query that sees each key in [start, stop): [branches, Hkv, keys]."""
         first = start // _LIFETIMES * _LIFETIMES
         end = max(first + _LIFETIMES, stop)
         end = end if self.total is None else min(end, self.total)

@@ -34,7 +34,7 @@ def register(cache: Any) -> Tensor:
 
 
 def operator_options(options: dict[str, Any]) -> dict[str, Any]:
-    """Converts options of `attend` to the types that the operator takes."""
+    """Converts ints and lists among options of `attend` to the tensors that the operator takes."""
     tensors = ("dropout_seed", int), ("lengths", Sequence)
     given = {name: options[name] for name, kind in tensors if isinstance(options.get(name), kind)}
     return options | {name: torch.tensor(x) for name, x in given.items()}
@@ -47,7 +47,7 @@ def operator_options(options: dict[str, Any]) -> dict[str, Any]:
     tags=OUTSIDE_CUDA_GRAPHS,
 )
 def attend_op(query: Tensor, key: Tensor, value: Tensor, clock: Tensor, *options: Any) -> Tensor:
-    """Runs a step of the cache whose clock is given."""
+    """Runs `attend` of the cache that `clock` identifies; torch.compile sees it as one operator."""
     # PyTorch's dispatcher leaves out trailing options that have their defaults.
     in_use = {name: x for name, x in zip(_TYPES, options, strict=False) if x is not None}
     cache = _CACHES[int(clock[0])]

@@ -33,7 +33,10 @@ from .steps import (
 
 
 def draft_of(state: CacheState, tokens: NewTokens, tree: Sequence[int] | Tensor) -> Draft:
-    """Checks the parents of new tokens, and returns the draft; ValueError names a wrong parent."""
+    """Checks `tree`, each new token's parent, and returns the draft.
+
+    ValueError for a wrong parent.
+    """
     n, parents = tokens.query.shape[2], checked_integers("tree", tree, -MOST_TOKENS)
     if len(parents) != n:
         raise ValueError(
@@ -66,7 +69,7 @@ def draft_of(state: CacheState, tokens: NewTokens, tree: Sequence[int] | Tensor)
 def attend_draft(
     state: CacheState, decision: Decision, tokens: NewTokens, draft: Draft
 ) -> tuple[Tensor, Tensor]:
-    """Attends from a draft's tokens, which are nodes of a tree below one node of all cached tokens.
+    """Returns (out, lse) of a draft's tokens; each sees cached tokens and its own ancestors.
 
     1. The cached tokens and the draft become one tree per batch entry (`_tree_over`).
     2. One tile of queries visits the cache's slots, then the new keys: no key is copied, and the
@@ -83,7 +86,7 @@ def attend_draft(
 
 
 def _tree_over(state: CacheState, draft: Draft, lengths: Sequence[int]) -> Tree:
-    """Returns the tree of one node for all cached tokens, and the draft's tokens below it.
+    """Returns a `Tree` pattern: one node with all cached tokens, and the draft's tokens below it.
 
     `lengths` has the cached tokens of each batch entry; the tree has entries if there are several.
     """
@@ -97,14 +100,14 @@ def _tree_over(state: CacheState, draft: Draft, lengths: Sequence[int]) -> Tree:
 
 
 def _tile_of(state: CacheState) -> int:
-    """Returns the number of queries in a tile over the cache's slots."""
+    """Returns how many queries a tile has in the layouts over the cache's slots."""
     return max(state.page_size, 128)
 
 
 def _attend_by_position(
     state: CacheState, decision: Decision, tokens: NewTokens, draft: Draft
 ) -> tuple[Tensor, Tensor]:
-    """Attends with the batch entries of one length at a time, because a tree fixes the length."""
+    """Attends with the batch entries of each length apart, because a tree needs one length."""
     tokens = tokens.in_floats()
     out, lse = empty_results(tokens.query, tokens.value.shape[3])
     for length in set(state.lengths):
@@ -119,7 +122,10 @@ def _attend_by_position(
 def _attend_in_slots(
     state: CacheState, decision: Decision, tokens: NewTokens, draft: Draft
 ) -> tuple[Tensor, Tensor]:
-    """Attends to the cache's slots and to the draft's own keys, and merges the two results."""
+    """Attends to the cached keys where they lie and to the draft's own keys.
+
+    Merges both results.
+    """
     query, n, device = tokens.query, len(draft.parents), tokens.query.device
     lengths = state.lengths if len(set(state.lengths)) > 1 else state.lengths[:1]
     pattern = _tree_over(state, draft, lengths)
@@ -165,24 +171,24 @@ def _attend_in_slots(
             query, keys.key, keys.value, decision.scale, in_float32=True, **options.in_use
         )
         results.append(run_backend(decision.backend, problem))
-        options = options.changed(sink=None)  # the sink must count only once
+        options = options.changed(sink=None)  # the first part has counted the sink
     outs, lses = zip(*results, strict=True)  # [B, Hq, n, Dv] and [B, Hq, n] of each part
     out, lse = merge_attention(outs, lses)
     return out.to(query.dtype), lse
 
 
 class _Keys(NamedTuple):
-    """The keys that a draft's queries visit: those in the cache's slots, or the draft's own."""
+    """One of the two sets of keys that a draft attends to: the cached ones, or the draft's own."""
 
     key: Tensor  # [B, Hkv, slots, D]
     value: Tensor  # [B, Hkv, slots, Dv]
-    positions: Tensor  # [B or 1, Hkv, slots], -1 for no key
+    positions: Tensor  # [B or 1, Hkv, slots] position of the key in each slot; -1 if it is empty
     live: Any  # for each branch, bool [B or 1, Hkv, slots], False if no later query visits the key
     held: HeldRows | None  # says where each head's slots are in `key`; None if heads are alike
 
 
 def _layout(tree: Pattern, seen: Any, frame: Frame, block: int, place: torch.device) -> BlockLayout:
-    """Builds the layout of a tile of queries over the keys of one `_Keys`."""
+    """Builds the layout of the draft's queries, one tile, over the keys of one `_Keys`."""
     # positions [B, Hkv, slots]; `live`, the same for each branch; starts [B]; `held` or None
     positions, live, starts, held = seen
     passes, n = [], frame.q_len

@@ -21,7 +21,7 @@ _ROOM = 8  # on a CPU, memory for later pages is at most one row per so many old
 
 @dataclass(frozen=True, eq=False)
 class HeldRows:
-    """The rows of keys or values: for each kv head its older rows, then a page.
+    """The keys or the values in memory: each kv head has older rows, then a page for new ones.
 
     If all heads hold equally many rows ("even"), `rows` has a dim of heads. Otherwise the rows of
     the heads lie one head after the other, so that each head takes only the memory that it needs.
@@ -77,7 +77,7 @@ class HeldRows:
         return self.rows if self.are_even else self.rows.expand(-1, len(self.older), -1, -1)
 
     def heads(self) -> list[Tensor]:
-        """Returns the rows of each head, [B, older + page, width]."""
+        """Returns a view of each kv head's rows: [B, older rows + page, width]."""
         if self.are_even:
             return list(self.rows.unbind(1))
         sizes = [n + self.page_size for n in self.older]
@@ -101,16 +101,16 @@ class HeldRows:
         self.rows[:, 0].index_copy_(1, slots, new.flatten(1, 2))
 
     def clear(self, first: int, stop: int) -> None:
-        """Zeroes slots of the page."""
+        """Writes zeros to the page's slots `first` to `stop` - 1 of every head."""
         for begin in self.firsts:
             self.rows[:, :, begin + first : begin + stop].zero_()
 
     def in_use(self, count: int) -> list[Tensor]:
-        """Returns the rows of each head without the page's slots from `count` on."""
+        """Returns a view of each head's rows in use: the older ones, and `count` of the page."""
         return [x[:, : n + count] for x, n in zip(self.heads(), self.older, strict=True)]
 
     def in_slots(self, numbers: Tensor, width: int, unused: int) -> list[Tensor]:
-        """Returns a number for each slot in memory, by head: [older + page] for each head.
+        """Arranges one number per row like the rows in memory: [older + page] for each head.
 
         `numbers` [Hkv, width + count] are those of the older rows, of which the longest head has
         `width`, and of `count` slots of the page. The page's other slots get the number `unused`.
@@ -122,12 +122,12 @@ class HeldRows:
         return parts
 
     def with_new(self, count: int, new: Tensor) -> Tensor:
-        """Returns the rows of even heads up to slot `count` of the page, followed by new ones."""
+        """Returns the rows that are in use, then `new` rows: [B, Hkv, slots + n, width]."""
         used = self.rows[:, :, : self.rows.shape[2] - self.page_size + count]
         return torch.cat((used, new), 2) if used.shape[2] else new
 
     def gathered(self, slots: Tensor, count: int, new: Tensor | None, page: int) -> "HeldRows":
-        """Returns the rows at some slots of each head, and an empty page.
+        """Returns new rows with the given slots of each head as older rows, and an empty page.
 
         Args:
             slots: int64 [B or 1, Hkv, most], -1 behind a head's last. They count the older rows of
@@ -165,7 +165,7 @@ class HeldRows:
         return result
 
     def _slid(self, slots: Tensor, count: int) -> "HeldRows | None":
-        """Implements `gathered` without a copy: the new page begins where the old one ends.
+        """Does `gathered` without a copy, where possible: the next page follows this one in memory.
 
         Returns None unless all heads drop only their first rows, and there is room.
         """
@@ -183,7 +183,7 @@ class HeldRows:
         return HeldRows(rows, (kept,) * heads, self.page_size, self.room - count)
 
     def _within(self, slots: Tensor, head: int) -> Tensor:
-        """Returns this head's own slot numbers.
+        """Converts slot numbers that count from the widest head's page to those of this head.
 
         `slots` are numbered for the head with the most older rows; -1 stays.
         """
@@ -192,7 +192,7 @@ class HeldRows:
         return torch.where(slots >= widest, slots - (widest - own), slots)
 
     def _gather(self, slots: Tensor, count: int, new: Tensor | None, to: "HeldRows") -> None:
-        """Implements `gathered` on a GPU, with few launches however many heads there are."""
+        """Does `gathered` on a GPU, with a number of launches that does not grow with the heads."""
         source = self.rows.flatten(1, 2) if self.num_slots else None  # [B, slots of all heads, w]
         held = 0 if source is None else source.shape[1]
         if new is not None:
@@ -216,7 +216,7 @@ class HeldRows:
         rows.masked_fill_(moved(index < 0, source.device)[..., None], 0)
 
     def widened(self, older: Sequence[int], batch: int, like: "HeldRows") -> "HeldRows":
-        """Returns the rows with room for `older` older rows per head; the new slots are zeros."""
+        """Copies the rows to memory with `older` older rows per head; the added rows are zeros."""
         result = HeldRows.zeros(like, older, batch)
         if self.num_slots:
             for source, n, to in zip(self.heads(), self.older, result.heads(), strict=True):
@@ -224,7 +224,7 @@ class HeldRows:
         return result
 
     def copied(self) -> "HeldRows":
-        """Returns the same rows in memory of their own, without the room for later pages."""
+        """Returns a copy in memory of its own, without the spare room for later pages."""
         return HeldRows(self.rows.clone(), self.older, self.page_size)
 
     def of_entries(self, entries: Tensor) -> "HeldRows":
@@ -236,12 +236,12 @@ class HeldRows:
         return HeldRows(rows, self.older, self.page_size)
 
     def columns(self, block_size: int) -> int:
-        """Returns the number of slots before the page in a layout for `placed`."""
+        """Returns how many slots before the page a layout needs, so that `placed` can move it."""
         widest = max(self.older, default=0)
         return widest if self.are_even else round_up(widest, block_size)
 
     def placed(self, p: Pass, block_size: int) -> Pass:
-        """Moves the key tiles of a pass over `columns` slots and a page to each head's rows."""
+        """Returns a pass whose key tiles begin where each head's rows lie in memory."""
         if self.are_even:
             return p
         older = torch.tensor(self.older)[:, None]  # [Hkv, 1]
@@ -265,7 +265,7 @@ class HeldRows:
 def _new(
     like: Tensor, batch: int, older: Sequence[int], page: int, width: int, room: int = 0
 ) -> Tensor:
-    """Allocates rows for heads with `older` rows and a page each; even heads may get room."""
+    """Allocates `older` rows and a page for each head; if all have equally many, also `room`."""
     if len(set(older)) <= 1:
         slots = sum(older[:1]) + page
         return like.new_empty(batch, len(older), slots + room, width).narrow(2, 0, slots)

@@ -138,7 +138,7 @@ class KVCache:
         self._clock = register(self)
 
     def __copy__(self) -> Self:
-        """Copies the keys and values, too, because steps write to their pages in place."""
+        """Copies the keys and values as well, because steps write new ones in place."""
         other = object.__new__(type(self))
         other.__setstate__(self.__getstate__())
         with ordinary_tensors(self._state.keys.rows):
@@ -170,7 +170,7 @@ class KVCache:
 
     @property
     def _kind(self) -> tuple[torch.dtype | None, torch.device | None]:
-        """Dtype and device of the keys and values; None until the first keys decide them."""
+        """Dtype and device of stored keys; None where the first keys will decide them."""
         keys = self._state.keys
         if self._state.store is not None:
             return self._first_kind
@@ -337,7 +337,7 @@ class KVCache:
             return self._load(key, value, positions, length)
 
     def _load(self, key: Tensor, value: Tensor, positions: Any, length: int | None) -> None:
-        """Fills an empty cache, after a check of the keys' positions and length."""
+        """Stores a checked prompt in an empty cache, after checks of its positions and length."""
         places = torch.arange(key.shape[2])
         if positions is not None:
             places = checks.checked_index("positions", positions, MOST_TOKENS)
@@ -366,7 +366,7 @@ class KVCache:
     def _attend(
         self, inputs: Inputs, lengths: Any, stored: bool, tree: Any, keep: bool, **options: Any
     ) -> tuple[Tensor, Tensor]:
-        """Runs a step on checked options: in the page if the new tokens fit, else by positions."""
+        """Runs one step: in the page if the new tokens fit there, else over ranges of positions."""
         state, given, choices = self._state, inputs, (None, None, None, None)
         if options:
             backend, scale, size = [options.pop(name, None) for name in _OPTIONS[:3]]
@@ -408,7 +408,7 @@ class KVCache:
         else:
             with ordinary_tensors():
                 out, lse = attend_spans(state, decision, tokens, new)
-        if keep:  # otherwise the new keys stay in unused slots, which no later step reads
+        if keep:  # without `keep`, the new keys are in slots that count as empty
             state = state.advanced(new, state.page_length + (most if in_page else 0))
             beside = () if in_page else (tokens.key, tokens.value)
             if beside or state.page_length >= state.page_limit:
@@ -494,7 +494,7 @@ class KVCache:
         return one == two and all(None in pair or pair[0] == pair[1] for pair in kinds)
 
     def _take(self, name: str, index: Tensor | Sequence[int], size: int | None = None) -> None:
-        """Keeps the batch entries that an index lists; `name` is the caller for errors."""
+        """Keeps the batch entries that `index` lists, for `reorder`, `repeat` and `select`."""
         self._check_no_draft(name)
         if self.pattern.num_batches() is not None:
             raise ValueError(
@@ -512,7 +512,10 @@ class KVCache:
             self._state = self._state.of_entries(entries.clone())  # a clone is no inference tensor
 
     def _check_no_draft(self, what: str) -> None:
-        """Raises ValueError if there is a draft, after which `what` is not possible."""
+        """Raises ValueError if a draft waits for `keep`.
+
+        `what` is the refused call, for the error.
+        """
         if self._state.draft is not None:
             raise ValueError(
                 f"{what} needs a cache without a draft, got one of "
@@ -520,7 +523,7 @@ class KVCache:
             )
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Raises ValueError if the shapes or the device of new tokens do not fit the cache."""
+        """Raises ValueError unless new tokens have the shapes and the device of the cache."""
         if not (self._takes_shapes and is_shape_alone(query)):
             checks.refuse_tracers(query, key, value)
         batch, new, (width, value_width) = len(self.lengths), query.shape[2], self._dims
@@ -542,7 +545,10 @@ class KVCache:
             )
 
     def _check_dtype(self, key: Tensor) -> None:
-        """Raises ValueError if the dtype of new keys differs from that of the cache."""
+        """Raises ValueError unless new keys have the dtype of the stored ones.
+
+        Explains autocast.
+        """
         if (dtype := self._kind[0]) not in (None, key.dtype):
             kind = key.device.type
             if autocasting(key) and key.dtype == torch.get_autocast_dtype(kind):

@@ -19,7 +19,7 @@ from .cache_state import CacheState
 
 
 class LaterKeys:
-    """Asks a pattern which tokens see later ones, and remembers the pages in which none does."""
+    """Checks that no token of a call sees a key that comes later; remembers what it has checked."""
 
     def __init__(self, state: CacheState) -> None:
         self.pattern = state.pattern
@@ -31,7 +31,7 @@ class LaterKeys:
         """Raises ValueError if one of `new[i]` more tokens of entry i sees a key after them."""
         if self.never:
             return
-        calls: dict[Any, int] = {}  # one entry for each distinct call, so that it is asked once
+        calls: dict[Any, int] = {}  # distinct (length, new tokens, entry): each is checked once
         by_entry, known = self.pattern.num_batches() is not None, self.causal_pages
         for entry, call in enumerate(zip(state.lengths, new, strict=True)):
             calls.setdefault((*call, entry) if by_entry else (*call, 0), entry)
@@ -67,7 +67,7 @@ class LaterKeys:
                 )
 
     def _next_end(self, state: CacheState, entry: int, begin: int, end: int) -> int | None:
-        """Returns the first length from `end` on at which no token sees a key to come, or None.
+        """Returns the first length from `end` on at which a call may end, or None; for errors.
 
         It holds for all entries if they are equally long, else for this entry.
         """
@@ -84,6 +84,6 @@ class LaterKeys:
 
 
 def _tokens(state: CacheState, entry: int) -> Tokens:
-    """Returns the sequence of a batch entry as lookahead.py takes it."""
+    """Returns the `Tokens` (lengths, heads, entry) that `first_ahead` and `next_end` take."""
     entry = entry if state.pattern.num_batches() is not None else 0
     return Tokens(state.total, state.heads, state.kv_heads, entry)

@@ -13,7 +13,7 @@ from ..ground.arguments import shortened
 def padding_last(
     inputs: Sequence[Tensor], lengths: Any, valid: Tensor
 ) -> tuple[tuple[Tensor, Tensor, Tensor], list[int], Tensor]:
-    """Moves padding behind the tokens, and replaces it by zeros.
+    """Moves padding tokens behind the others in each batch entry, and sets them to zero.
 
     Args:
         inputs: query, key and value [B, H, n, D].

@@ -184,7 +184,7 @@ class SelectedCache(KVCache):
         begin: int,
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        """Attends from the last tokens of all keys; the first of them is at position `begin`."""
+        """Attends if all entries are equally long: `query` are the last tokens, from `begin` on."""
         scores = summaries.scores(query, keys, scale=options.get("scale"))
         blocks = self._select_blocks(scores, q_start=begin)
         pattern = SelectedBlocks(blocks, self._size, 1, begin) & Causal()
@@ -199,7 +199,7 @@ class SelectedCache(KVCache):
         new: list[int],
         options: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
-        """Attends from `new[i]` tokens of each batch entry i to its own keys.
+        """Attends if entries differ in length: each scores its blocks alone, then lists their keys.
 
         The keys are in slots, so each query lists the slots that hold the keys of its chosen
         blocks.
@@ -243,12 +243,12 @@ class SelectedCache(KVCache):
 
 
 def _is_none(option: Any) -> bool:
-    """Whether an option of `attention` has no effect, such as dropout_p=0."""
+    """Whether an option leaves attention unchanged: None, or a number 0 such as dropout_p=0."""
     return option is None or (isinstance(option, float | int) and option == 0)
 
 
 def _slots(state: CacheState, entry: int, position: Tensor) -> Tensor:
-    """Returns the slots that hold the keys at some positions of a batch entry.
+    """Converts positions of a batch entry to the slots of the cache that hold their keys.
 
     The keys from before the last eviction are in an entry's first slots; the others come after the
     older keys of the longest entry.
@@ -259,11 +259,11 @@ def _slots(state: CacheState, entry: int, position: Tensor) -> Tensor:
 
 
 def _padding(new: Sequence[int], n: int, device: torch.device) -> Tensor:
-    """Marks the padding behind `new[i]` tokens of each batch entry i: bool [B, 1, n]."""
+    """Returns bool [B, 1, n], True for padding: tokens from `new[i]` on of batch entry i."""
     counts = torch.tensor(new, device=device)[:, None, None]
     return torch.arange(n, device=device) >= counts
 
 
 def _without_padding(x: Tensor, new: Sequence[int]) -> Tensor:
-    """Zeroes the padding in [B, H, n, D]: a NaN there would spread even if it is masked."""
+    """Zeroes padding in [B, H, n, D], since a NaN there would spread in spite of masks."""
     return x.masked_fill(_padding(new, x.shape[2], x.device)[..., None], 0)

@@ -54,20 +54,20 @@ class NewTokens(NamedTuple):
     options: Options
 
     def in_store(self, store: Store | None) -> "NewTokens":
-        """Returns the tokens with keys and values in the format in which the cache stores them."""
+        """Rounds keys and values to the 8-bit format that the cache stores, if it has one."""
         if store is None:
             return self
         return self._replace(key=to_store(self.key, store), value=to_store(self.value, store))
 
     def in_floats(self) -> "NewTokens":
-        """Returns the tokens with keys and values in the dtype of the query."""
+        """Converts keys and values from the 8-bit format of the cache to the query's dtype."""
         if not is_in_store(self.key):
             return self
         dtype = self.query.dtype
         return self._replace(key=from_store(self.key, dtype), value=from_store(self.value, dtype))
 
     def first(self, n: int) -> "NewTokens":
-        """Returns the first n tokens."""
+        """Returns the first n tokens of every batch entry, with options cut accordingly."""
         query, key, value = (x[:, :, :n] for x in self[:3])
         return NewTokens(query, key, value, for_queries(self.options, lambda x: x[:, :, :n]))
 
@@ -78,7 +78,7 @@ class NewTokens(NamedTuple):
 
 
 def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens) -> bool:
-    """True if `attend_page` can run: all batch entries have equally many new tokens, which fit."""
+    """Whether `attend_page` can run: all entries have equally many new tokens, and they fit."""
     return (
         len(set(new)) == 1
         and state.keys.num_slots > 0
@@ -90,7 +90,7 @@ def fits_page(state: CacheState, backend: str, new: list[int], tokens: NewTokens
 
 
 def page_layout(state: CacheState, queries: int) -> BlockLayout:
-    """Returns a layout of `queries` new queries over all slots; the page keeps it for later steps.
+    """Returns a layout of `queries` new tokens over all slots, which the page's other steps reuse.
 
     It only has views of the page's tables. So a step in the capture of a CUDA graph stores no
     memory that only the replay fills, and all steps share the walks of the page.
@@ -112,7 +112,7 @@ def page_layout(state: CacheState, queries: int) -> BlockLayout:
 
 
 def _query_stops(layout: BlockLayout) -> Tensor:
-    """Returns `query_stop` for each number of queries of a page, int64 [page_size + 1, tiles].
+    """Returns `Pass.query_stop` for 0, 1, ... queries of a page: int64 [page_size + 1, tiles].
 
     A row has a number for each query tile of a pass. It begins at an address that is aligned to 16
     bytes, because kernels are compiled for the alignment of tensors.
@@ -123,7 +123,7 @@ def _query_stops(layout: BlockLayout) -> Tensor:
 
 
 def _whole_page_layout(state: CacheState) -> BlockLayout:
-    """Builds the layout of a whole page of queries over all slots; entries may share one table."""
+    """Builds the layout of a page full of queries over all slots; steps cut it to their queries."""
     histories = state.distinct() if len(state.distinct()) == 1 else state.histories
     held, page_size, device = state.keys, state.page_size, state.keys.rows.device
     slots = held.num_slots
@@ -170,7 +170,7 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
 
 
 def slot_positions(histories: Sequence[History], count: int, columns: int) -> tuple[Tensor, Tensor]:
-    """Returns which keys are in the slots of a layout, given `columns` older slots and `count` new.
+    """Returns (positions, liveness) of the keys in a layout's slots, older ones then the page.
 
     Returns: positions [entries, Hkv, slots] of the keys, -1 for no key; and bool [branches,
     entries, Hkv, slots], False for keys that no later query sees.
@@ -215,7 +215,7 @@ def attend_page(
 def attend_spans(
     state: CacheState, decision: Decision, tokens: NewTokens, new: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Attends from the first `new[i]` tokens of batch entry i.
+    """Attends from `new[i]` tokens of batch entry i to copies of the keys that they visit.
 
     Entries with equal cached positions are computed in one call. Returns: out [B, Hq, n, Dv] and
     lse [B, Hq, n]. If entries have different numbers of new tokens, the rows after them are 0 and
@@ -246,7 +246,7 @@ def attend_spans(
 
 
 def _runs_spans(state: CacheState, name: str) -> bool:
-    """True if a backend runs a layout of the pattern, and can hide keys if needed.
+    """Whether a backend can attend to copied keys: it reads layouts, and hides keys if need be.
 
     Keys must be hidden if other ranks store some, or if some were cropped. Lists of single keys
     have no layout.
@@ -259,7 +259,7 @@ def _runs_spans(state: CacheState, name: str) -> bool:
 
 
 class _Group(NamedTuple):
-    """New tokens of batch entries that share a `History`, so their keys have equal positions."""
+    """New tokens of the batch entries whose keys are at the same positions, attended together."""
 
     state: CacheState
     history: History
@@ -268,7 +268,7 @@ class _Group(NamedTuple):
     tokens: NewTokens  # new tokens of these entries only
 
     def attend(self) -> tuple[Tensor, Tensor]:
-        """Attends from the new tokens to the keys in the ranges of positions that they visit."""
+        """Returns (out, lse) of the group's new tokens; copies only the keys that they visit."""
         query, *_, options = self.tokens
         state, decision, begin = self.state, self.decision, self.history.length
         frame = state.frame(query.shape[2], begin)
@@ -294,7 +294,7 @@ class _Group(NamedTuple):
     def _attend_call(
         self, tokens: NewTokens, pattern: Pattern, q_start: int
     ) -> tuple[Tensor, Tensor]:
-        """Attends as a call of `attention` on whole sequences."""
+        """Runs `attention` with the group's tokens as queries, as on a whole sequence."""
         decision = self.decision
         call = Call(
             query=tokens.query,
@@ -309,7 +309,7 @@ class _Group(NamedTuple):
         return attend(call, Decision.of(call, decision.backend))
 
     def _stored(self, spanned: Spanned) -> Tensor | None:
-        """Returns bool [1, spanned.length], True for stored keys; None if all keys are stored."""
+        """Returns bool [1, spanned.length]: False for keys that are not stored; None if all are."""
         history, remote = self.history, self.state.remote
         if history.exact and not remote:
             return None
@@ -322,7 +322,7 @@ class _Group(NamedTuple):
         return mask.index_fill(1, spanned.place_of(stored), True)[:, :-1]
 
     def _layout(self, frame: Frame) -> tuple[BlockLayout, tuple[int, ...]]:
-        """Returns a layout of the new queries, and the `slots` of its `Work`."""
+        """Returns (layout of the new queries, their first rows in each pass's bitmaps)."""
         pattern, size = self.state.pattern, self.decision.block_size
         begin, queries = self.history.length, self.tokens.query.shape[2]
         size = default_block_size(pattern, frame.kv_len) if size is None else size
@@ -339,7 +339,7 @@ class _Group(NamedTuple):
         return layout_cache.keep((pattern, frame, size, begin, queries, "rows"), build), ()
 
     def _spread(self, spanned: Spanned) -> list[Tensor]:
-        """Copies cached and new keys and values to their places among the visited ranges.
+        """Copies cached and new (keys, values) to [B, Hkv, spanned.length, D], zeros in gaps.
 
         Returns keys and values, [batch, Hkv, spanned.length, D] each.
         """
@@ -366,7 +366,7 @@ class _Group(NamedTuple):
         return results
 
     def _attend_whole(self, frame: Frame) -> tuple[Tensor, Tensor]:
-        """Attends over all positions; evicted keys are zeros.
+        """Attends over all positions, for backends without layouts; evicted keys are zeros.
 
         It is for lists of keys, and for backends that read no layout.
         """
@@ -392,6 +392,6 @@ def empty_results(query: Tensor, value_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def run_backend(name: str, problem: Problem) -> tuple[Tensor, Tensor]:
-    """Runs a backend's forward, without autocast."""
+    """Runs a backend's forward pass outside autocast, and returns (out, lse)."""
     with without_autocast(problem.query):
         return BACKENDS[name].forward(problem)

@@ -40,7 +40,10 @@ SCHEMA = operator_schema(
 
 
 class Derivative(IntEnum):
-    """Says what ranks compute together: the results of a call, or derivatives of them."""
+    """Names the pass of a call that ranks compute together.
+
+    Ranks compare it, so that none waits for messages of another pass.
+    """
 
     NONE = 0
     GRADIENTS = 1
@@ -49,7 +52,7 @@ class Derivative(IntEnum):
 
 
 class RingCall(NamedTuple):
-    """The arguments of the ring operator on one rank.
+    """The arguments of the ring operator on one rank, by name.
 
     They must be equal on all ranks, except `timeout`, `group`, `backend`, and tensors that have a
     row per token. If `seed_is_given` is False, all ranks use the seed of rank 0.
@@ -104,7 +107,10 @@ _HASHED = ("pattern", "scale", "sharding", "compression", _TABLES)
 def agree_on_call(
     exchange: Exchange, kind: Derivative, call: RingCall, pattern: Pattern
 ) -> Agreement:
-    """Checks that all ranks make the same call; chooses the wire format for compression="auto"."""
+    """Compares the call's arguments among ranks.
+
+    Returns what they agree on, with the wire format.
+    """
     fields, tokens = _fields(exchange.world_size, kind, call), call.query.shape[2]
     tables = 0
     if has_lists(pattern):
@@ -123,7 +129,7 @@ def agree_on_call(
         )
         raise _mismatch(text, exchange.rank, other)
     compression, budget = call.compression, error_budget(call.compression)
-    errors = [0.0] * len(FORMATS)  # 0 for formats that are not measured
+    errors = [0.0] * len(FORMATS)  # stays 0 for formats that need no measurement
     if budget is not None or kind is Derivative.NONE:
         for i, name in enumerate(FORMATS):
             if budget is not None or name == compression:
@@ -148,7 +154,7 @@ def agree_on_call(
 
 
 def _fields(world_size: int, kind: Derivative, call: RingCall) -> dict[str, int]:
-    """Returns the integers that must agree on all ranks, by the name that errors show.
+    """Returns {name in errors: integer} of the arguments that must be equal on all ranks.
 
     They are arguments or digests of arguments.
     """
@@ -157,7 +163,7 @@ def _fields(world_size: int, kind: Derivative, call: RingCall) -> dict[str, int]
     tables = {name: x[:1] for name, x in in_use.items() if isinstance(x, Tensor)}
     numbers = [(name, x) for name, x in in_use.items() if name not in tables]
     options = (sorted(numbers), call.seed if call.seed_is_given else None, sorted(tables))
-    # a tensor with a row per query differs between ranks
+    # compare contents, except of a tensor with a row per query: each rank has its own rows
     equal = [x for n, x in sorted(tables.items()) if OPTIONS[n].by != "query" or x.shape[2] == 1]
     return {
         "version": _VERSION, _PASS: int(kind),
@@ -173,7 +179,10 @@ def _fields(world_size: int, kind: Derivative, call: RingCall) -> dict[str, int]
 def _raise_difference(
     exchange: Exchange, fields: dict[str, int], hidden: tuple[str, ...]
 ) -> NoReturn:
-    """Raises an error that names the first field that differs; hides values of `hidden` fields."""
+    """Raises an error that names the first argument that differs.
+
+    Values of `hidden` are left out.
+    """
     names, *columns = zip(*exchange.agree([_digest(*fields), *fields.values()]), strict=True)
     if len(set(names)) > 1:
         other = next(rank for rank, x in enumerate(names) if x != names[exchange.rank])
@@ -193,14 +202,14 @@ def _mismatch(text: str, rank: int, peer: int) -> RingMismatchError:
 
 
 def report_failure(group: dist.ProcessGroup, timeout: float | None, query: object) -> None:
-    """Tells the other ranks that this rank raised before the call began; they then raise, too."""
+    """Tells the other ranks that this rank raised before its call began, so they raise, too."""
     device = query.device if isinstance(query, Tensor) else None
     with contextlib.suppress(RuntimeError):  # a RingError, or a CUDA graph is being captured
         agree_on_batch(Exchange(group, timeout, device), "", None)
 
 
 def digests_of(values: dict[str, object]) -> dict[str, int]:
-    """Returns a digest of each value: of a tensor's elements, dtype and shape, else of its repr."""
+    """Returns an integer per value that ranks compare: equal values have equal digests."""
     return {name: _digest(value) for name, value in values.items()}
 
 
@@ -211,7 +220,7 @@ def agree_on_batch(
     numbers: Sequence[int] = (),
     hidden: tuple[str, ...] | None = None,
 ) -> list[tuple[int, ...]]:
-    """Returns all ranks' `numbers`; RingMismatchError on all if digests differ, or are None.
+    """Compares digests among ranks and returns all ranks' `numbers`; raises on all if they differ.
 
     Args:
         call: what this rank is in, such as "ring_attention"; a rank in another call is an error.
@@ -244,7 +253,7 @@ def agree_on_batch(
 def agree_to_begin(
     group: dist.ProcessGroup, call: str, like: Tensor | None = None, **equal: object
 ) -> None:
-    """Waits until all ranks are in the same call with equal values; else RingMismatchError on all.
+    """Waits until all ranks are in this call with equal arguments; else raises on all ranks.
 
     `like` is a tensor on the device of the messages, which groups without a CPU backend need.
     """
@@ -256,7 +265,7 @@ def agree_to_begin(
 def agree_on_shards(
     exchange: Exchange, call: str, sharding: str, lengths: Sequence[int], common: dict[str, object]
 ) -> list[tuple[Ranges, ...]]:
-    """Returns, for each length, the ranges that each rank owns.
+    """Compares the shards' lengths among ranks; returns which ranges each rank owns, per length.
 
     `lengths` are this rank's shard lengths. Raises RingMismatchError on all ranks if shards do not
     fit.
@@ -271,7 +280,7 @@ def agree_on_shards(
 
 
 def check_lengths(sharding: str, ranges: Sequence[Ranges], sizes: Sequence[int], rank: int) -> None:
-    """Raises RingMismatchError if a rank's shard has another length than the sharding gives it."""
+    """Raises RingMismatchError unless each rank's shard is as long as the sharding says."""
     for peer, (length, owned) in enumerate(zip(sizes, ranges, strict=True)):
         if length != num_tokens(owned):
             text = (
@@ -282,7 +291,7 @@ def check_lengths(sharding: str, ranges: Sequence[Ranges], sizes: Sequence[int],
 
 
 def error_budget(compression: str | None) -> float | None:
-    """Returns the error bound of "auto" or "auto:BOUND"; None for any other compression."""
+    """Returns the error bound of compression "auto" or "auto:BOUND"; None for other formats."""
     if not (isinstance(compression, str) and compression.startswith("auto")):
         return None
     try:
@@ -299,7 +308,7 @@ def error_budget(compression: str | None) -> float | None:
 
 
 def _error(x: Tensor, name: str) -> float:
-    """Returns the relative root mean square error of `x` in the wire format `name`."""
+    """Returns the relative RMS error of rounding `x` [B, H, n, D] to the wire format `name`."""
     form, square_error, square = wire_format(name, x.dtype), 0.0, 0.0
     for rows in x.detach().flatten(0, 1):  # one head at a time, to save memory
         decoded = form.decode(form.encode(rows, rows.shape[1]), rows.shape[1], 0)

@@ -60,7 +60,7 @@ class Traffic(NamedTuple):
 
 
 class Exchange:
-    """Sends and receives the messages of one call, in equal order on all ranks; counts their bytes.
+    """Sends and receives the messages of one call between ranks, and counts their bytes.
 
     Args:
         timeout: seconds that a rank waits for a peer; None means the timeout of the group.
@@ -96,7 +96,7 @@ class Exchange:
             raise
 
     def agree(self, record: Sequence[int]) -> list[list[int]]:
-        """Sends a record of integers to all ranks, and returns the records of all ranks.
+        """Sends integers to all ranks; returns the integers of all ranks, [rank][item].
 
         The first message has the same size in every call of the library, because gloo aborts a
         process that expects another size; so ranks in different calls can notice it. A peer's
@@ -112,16 +112,16 @@ class Exchange:
 
     @property
     def device_of_numbers(self) -> torch.device | str:
-        """Device of messages that hold no tensors of the call: the CPU, if the group has it."""
+        """Device for messages of plain integers: the CPU if the process group supports it."""
         kinds = {kind.type for kind in self.group._device_types}
         if "cpu" in kinds or not kinds:
             return "cpu"
         if self.device is not None and self.device.type in kinds:
-            return self.device  # "cuda" alone could be the GPU of another rank
+            return self.device  # has an index; "cuda" without one could be another rank's GPU
         return min(kinds)
 
     def _records(self, record: Sequence[int]) -> list[list[int]]:
-        """Sends integers to all ranks, and returns those of all ranks; all send equally many."""
+        """Sends equally many integers to all ranks; returns those of each rank, [rank][item]."""
         own = torch.tensor(list(record), dtype=torch.int64, device=self.device_of_numbers)
         others = {p: torch.empty_like(own) for p in range(self.world_size) if p != self.rank}
         self.start("agreement", dict.fromkeys(others, own), others).wait()
@@ -155,7 +155,7 @@ class Exchange:
 
 
 class Pending:
-    """Unfinished messages of one step of a call; it keeps their tensors alive until they finish."""
+    """Messages that are under way; it keeps their tensors alive until `wait` returns."""
 
     def __init__(self, exchange: Exchange, step: str, tensors: list[Tensor]) -> None:
         self.exchange, self.step, self.tensors = exchange, step, tensors
@@ -183,7 +183,7 @@ class Pending:
 
     @contextmanager
     def failing(self, peer: int | None) -> Iterator[None]:
-        """Catches errors of the `with` block; `wait` raises the first one after all messages."""
+        """Records an error of the `with` block, so that `wait` raises it after all messages."""
         try:
             yield
         except RuntimeError as error:

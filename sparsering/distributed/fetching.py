@@ -25,7 +25,7 @@ def fetched(
     group: dist.ProcessGroup | None,
     name: str,
 ) -> Tensor:
-    """Returns the rows that this rank wants from the ranks that own them; differentiable.
+    """Returns the rows that this rank wants, from the ranks that own them; differentiable.
 
     Every rank of the group makes the call, also one that wants none.
 
@@ -41,7 +41,7 @@ def fetched(
 
 
 class _Fetched(torch.autograd.Function):
-    """Sends rows to the ranks that want them; its backward sends the gradients to the owners."""
+    """Autograd function of `fetched`: backward sends each gradient row to the row's owner."""
 
     @staticmethod
     def forward(
@@ -100,7 +100,7 @@ class _Fetched(torch.autograd.Function):
 
 
 def _common(one: Span, two: Span) -> Span:
-    """Returns the rows that are in both spans; an empty span if there are none."""
+    """Returns the rows that two spans share; an empty span if they share none."""
     low, high = max(one[0], two[0]), min(one[1], two[1])
     return (low, high) if low < high else (one[0], one[0])
 
@@ -112,7 +112,7 @@ def _exchange(
     sends: dict[int, Tensor],
     receives: dict[int, Tensor],
 ) -> None:
-    """Sends tensors to peers and receives others from them; `step` names the messages in errors."""
+    """Sends tensors to ranks and receives others, both {rank: tensor}; errors name the `step`."""
     exchange = Exchange(group, None, like.device)
     with exchange.break_on_error():
         exchange.start(step, sends, receives).wait()

@@ -16,14 +16,17 @@ from .sharding import num_tokens, positions
 
 
 def lists_of_rows(pattern: Pattern, frame: Frame, rows: Ranges) -> tuple[Lists, ...]:
-    """Lists the keys of the query positions in `rows`, in their order, as positions."""
+    """Returns the keys that the queries at positions `rows` list, as positions.
+
+    () without lists.
+    """
     if not has_lists(pattern):
         return ()
     return lists_of_pattern(pattern, frame, positions(rows))[1]
 
 
 class Listed(NamedTuple):
-    """The keys of other ranks that groups of query rows list, and the number of pairs they make."""
+    """Results of `listed`: keys that queries list on other ranks, and how many pairs these make."""
 
     # One item for each distinct list of a kv head. Its set `label * world + owner` has the keys of
     # rank `owner` that the rows of group `label` list; it is empty if the rows are on that rank.
@@ -35,7 +38,7 @@ class Listed(NamedTuple):
 
 
 def listed(pattern: Pattern, frame: Frame, queries: Cut, keys: Cut, world: int) -> Listed | None:
-    """Finds the keys that each group of query rows lists; None if the pattern has no lists.
+    """Finds which keys of other ranks each group of query rows lists; None without lists.
 
     Cost: O(listed keys), and O(Nk) for each group of rows and each kv head with lists of its own.
     """
@@ -74,7 +77,7 @@ def united(
     of_lists: Sequence[Sequence[int]],
     length: int,
 ) -> tuple[list[TokenRanges], list[list[int]]]:
-    """Unites what tiles and lists need; returns the fields `needs` and `need_of` of a plan.
+    """Joins the keys that tiles and lists need; returns the fields `needs` and `need_of` of a plan.
 
     `in_tiles` and `of_tiles` are these fields of the plan for tiles. `in_lists` has, for each item,
     the keys that lists need, and `of_lists` the item of each [batch entry][kv head].
@@ -94,7 +97,7 @@ def united(
 def keys_by_item(
     lists: tuple[Lists, ...], batches: int, frame: Frame
 ) -> tuple[list[Tensor], list[list[int]]]:
-    """Returns the listed keys of each item, ascending, and the item of each [batch entry][kv head].
+    """Collects the listed keys of each distinct set of lists, and which set each kv head has.
 
     Kv heads and batch entries with equal lists share an item, even if there are no rows.
     """
@@ -118,7 +121,7 @@ _Table = tuple[int, int, int]
 def _by_tables(
     lists: tuple[Lists, ...], need_of: list[list[int]], frame: Frame
 ) -> dict[tuple[_Table, ...], list[tuple[int, int]]]:
-    """Groups the (batch entry, kv head) pairs whose query heads have the same lists.
+    """Groups (batch entry, kv head) pairs by the lists of their query heads.
 
     The key of a group is the tables of all its query heads in all branches.
     """

@@ -35,7 +35,7 @@ _MOST_LINES = 4096  # if the lcm of all steps is larger, `union` lists single to
 
 
 class Cut(NamedTuple):
-    """Ascending ranges of positions; each belongs to one rank, and to one group of query rows.
+    """Ranges of positions, ascending, with the rank that owns each and the group that it is in.
 
     `label` is the index of the group. With P ranks, group r < P has the rows that stay on rank r.
     Group P + i has the rows of `travellers[i]` (see `cut`), which may be sent to other ranks.
@@ -46,7 +46,7 @@ class Cut(NamedTuple):
     label: Tensor  # [ranges] the group of each range
 
     def piece_of(self, tiles: Axis) -> Tensor:
-        """Returns the index of the range that contains each tile; a tile never spans two ranges."""
+        """Returns the index of the range that each tile lies in; no tile crosses a range's end."""
         return self.piece_at(tiles.start)
 
     def piece_at(self, position: Tensor) -> Tensor:
@@ -56,7 +56,7 @@ class Cut(NamedTuple):
 
 
 def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ()) -> Cut:
-    """Cuts the positions of all ranks into ranges; the rows of `travellers[i]` are group world + i.
+    """Cuts the positions of all ranks into ranges; `travellers` are rows that go to other ranks.
 
     Args: the positions that each rank owns; (rank, some of its rows that may be sent to others) for
     each traveller.
@@ -74,7 +74,7 @@ def cut(ranges: Sequence[Ranges], travellers: Sequence[tuple[int, Ranges]] = ())
 
 @dataclass(frozen=True, eq=False)
 class TokenRanges:
-    """Sets of tokens as arithmetic progressions, start to last; `union` makes them disjoint."""
+    """Numbered sets of tokens, stored as progressions start, start + step, ..., last."""
 
     step: int
     number: Tensor  # the index of each progression's set; `union` sorts by it
@@ -102,7 +102,7 @@ class TokenRanges:
 
 
 class Visits(NamedTuple):
-    """The keys that query rows of some masks visit on other ranks, and the number of pairs.
+    """Result of `visits`: the keys that queries see on other ranks, and the number of pairs.
 
     Set `label * world + owner` of `keys` has the keys of rank `owner` that the rows of group
     `label` visit.
@@ -115,7 +115,7 @@ class Visits(NamedTuple):
 def needed_keys(
     masks: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int
 ) -> TokenRanges:
-    """Returns the keys that query rows visit on other ranks than their own.
+    """Returns the keys on other ranks that each group of queries sees under any of the masks.
 
     Set `label * world + owner` has the keys of rank `owner` that the rows of group `label` visit.
     """
@@ -144,12 +144,12 @@ def visits(
     list_keys: bool = True,
     count: bool = True,
 ) -> Visits:
-    """Finds the `Visits` of one mask; it leaves `keys` empty, or `pairs` 0, if not asked for."""
+    """Finds the `Visits` of one mask; with list_keys=False or count=False only the other half."""
     total = torch.zeros(labels, world, dtype=torch.int64)
     needed: list[TokenRanges] = []
     size = _first_size(mask, frame)
     for (grid, term), (_, rest) in zip(terms(mask, size), disjoint_terms(mask, size), strict=True):
-        # `rest` is `term` without the pairs of earlier terms, so that each pair counts once
+        # `rest` has those pairs of `term` that no earlier term has, so that each pair counts once
         rule, rule_of_rest = condition(term, frame), condition(rest, frame)
         for pairs in _pairs(rule, grid, size, frame, queries, keys):
             piece, sender = queries.piece_of(pairs.q), keys.rank[keys.piece_of(pairs.k)]
@@ -167,7 +167,7 @@ def visits(
 
 
 class FineVisits:
-    """The `Visits` of a pattern's masks between small pieces, for several possible shardings.
+    """Visits between small pieces of a sequence, from which several shardings are compared.
 
     Pieces are cut at the edges of all shardings, so each tile is tested once for all of them.
     `needed_keys` and `count_pairs` return what the functions of these names do.
@@ -200,7 +200,7 @@ class FineVisits:
     def needed_keys(
         self, masks: Iterable[Mask], queries: Cut, keys: Cut, world: int
     ) -> TokenRanges:
-        """Returns what `needs.needed_keys` returns for the cuts of one of the shardings."""
+        """Returns what `needs.needed_keys` finds for one sharding, without testing tiles again."""
         piece, sender = queries.piece_at(self.query_starts), self._senders(keys)
         needed: list[TokenRanges] = []
         for runs in (runs for mask in masks for runs in self.of_mask[mask].keys):
@@ -214,7 +214,7 @@ class FineVisits:
     def count_pairs(
         self, branches: Iterable[Mask], queries: Cut, keys: Cut, world: int, labels: int
     ) -> Tensor:
-        """Returns what `needs.count_pairs` returns for the cuts of one of the shardings."""
+        """Returns what `needs.count_pairs` finds for one sharding, without testing tiles again."""
         label = queries.label[queries.piece_at(self.query_starts)]
         place = (label[:, None] * world + self._senders(keys)).flatten()
         total = torch.zeros(labels * world, dtype=torch.int64)
@@ -232,12 +232,15 @@ def _starts(ranges: Ranges) -> Tensor:
 
 
 def _between(edges: list[int]) -> list[tuple[int, int]]:
-    """Returns the ranges between neighboring edges."""
+    """Returns the ranges between consecutive edges: [3, 1, 5] gives [(1, 3), (3, 5)]."""
     return list(itertools.pairwise(sorted(set(edges))))
 
 
 def _first_size(mask: Mask, frame: Frame) -> int:
-    """Returns the number of tokens in the first tiles of a mask, which are split later."""
+    """Returns how many tokens the first tiles of a search have.
+
+    A long sequence begins with more.
+    """
     size = _LEAF  # a blockwise mask keeps it, because it lists its blocks fast at any size
     blockwise = any(isinstance(part, BlockwiseMask) for part in joined_masks(mask))
     while not blockwise and size * _COARSE_TILES < frame.q_len:
@@ -248,7 +251,7 @@ def _first_size(mask: Mask, frame: Frame) -> int:
 def _pairs(
     rule: Condition, grid: Grid, size: int, frame: Frame, queries: Cut, keys: Cut
 ) -> Iterator[TilePairs]:
-    """Yields batches of tile pairs in which some (query, key) pair may satisfy the rule."""
+    """Yields batches of tile pairs that may contain an attending (query, key) pair."""
     offset = grid.offset_of(0, 1)
     every_q, k = (grid.axis(pieces.ranges, size, offset) for pieces in (queries, keys))
     for rows in torch.arange(len(every_q)).split(_ROWS_AT_A_TIME):
@@ -276,7 +279,7 @@ def _visited_keys(
     frame: Frame,
     status: Tensor | None = None,
 ) -> Iterator[TokenRanges]:
-    """Yields the keys that a query of tile pair i visits, as part of the set `set_number[i]`.
+    """Yields the keys that queries of tile pairs see; pair i adds to the set `set_number[i]`.
 
     `status` is the status of the pairs, if the caller has it already.
     """
@@ -320,7 +323,7 @@ def _pairs_of(
     frame: Frame,
     status: Tensor | None = None,
 ) -> Tensor:
-    """Counts the (query, key) pairs in each tile pair; evaluates those with equal bitmaps once.
+    """Counts the attending (query, key) pairs in each tile pair.
 
     `status` is the status of the pairs, if the caller has it already.
     """
@@ -345,7 +348,7 @@ def _pairs_of(
 
 
 def _kinds(rule: Condition, pairs: TilePairs, *further: Tensor) -> tuple[Tensor, Tensor]:
-    """Groups tile pairs with equal bitmaps, counts and `further`.
+    """Groups tile pairs with equal bitmaps, counts and `further`, to examine one pair of each.
 
     Returns: the group of each pair; the index of one pair of each group.
     """
@@ -353,7 +356,10 @@ def _kinds(rule: Condition, pairs: TilePairs, *further: Tensor) -> tuple[Tensor,
 
 
 def _split(pairs: TilePairs, size: int) -> tuple[Tensor, TilePairs]:
-    """Splits tile pairs into smaller ones; returns (index of the large pair, small pairs)."""
+    """Splits each tile pair into 4 x 4 smaller ones.
+
+    Returns (index of the large pair, small pairs).
+    """
     at = torch.cartesian_prod(torch.arange(_SPLIT), torch.arange(_SPLIT))
     pair = torch.arange(len(pairs)).repeat_interleave(len(at))
     whole, size = pairs[pair], size // _SPLIT
@@ -370,7 +376,7 @@ def _split(pairs: TilePairs, size: int) -> tuple[Tensor, TilePairs]:
 
 
 def union(parts: list[TokenRanges], length: int) -> TokenRanges:
-    """Joins the tokens of each set; all tokens are below `length`.
+    """Joins sets of tokens from several parts, so that each set has each of its tokens once.
 
     Returns progressions that all have one step; no two of a set share a token.
     """
@@ -385,13 +391,13 @@ def union(parts: list[TokenRanges], length: int) -> TokenRanges:
 
 
 def _joined_by_step(parts: list[TokenRanges], length: int) -> list[TokenRanges]:
-    """Joins the progressions of each step separately; returns one item per step, ascending."""
+    """Joins progressions that have the same step; returns one `TokenRanges` for each step."""
     steps = sorted({part.step for part in parts if len(part.number)})
     return [_merged([x for x in parts if x.step == step], step, length) for step in steps]
 
 
 def _merged(parts: list[TokenRanges], step: int, length: int) -> TokenRanges:
-    """Joins progressions of equal `step`, so that no two progressions of a set share a token."""
+    """Joins progressions of one step into longer ones, which share no token within a set."""
     # Each (set, token % step) has `reach` integers of its own; the last one stays unused as a gap.
     reach = length // step + 2
     begin, end = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0, dtype=torch.int64)]
@@ -406,7 +412,7 @@ def _merged(parts: list[TokenRanges], step: int, length: int) -> TokenRanges:
 
 
 def _with_step(runs: TokenRanges, step: int) -> TokenRanges:
-    """Splits each progression into progressions of step `step`, a multiple of its old step."""
+    """Splits progressions into ones of a larger step, a multiple of theirs, so that steps agree."""
     lines = step // runs.step
     number, start, last = (x.repeat_interleave(lines) for x in (runs.number, runs.start, runs.last))
     start = start + runs.step * torch.arange(lines).repeat(len(runs.start))

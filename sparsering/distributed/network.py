@@ -15,7 +15,7 @@ _Arriving = TypeVar("_Arriving")
 
 
 class Network:
-    """Messages of one rank's call; all ranks start the same kinds of messages in the same order.
+    """Messages of one rank in a call: keys, travelling query rows, and results on their way back.
 
     The constructor starts to send some of this rank's query rows `travelling` [B, Hq, tokens,
     columns] to other ranks, their hosts. Rows that arrive from other ranks are called guests.
@@ -45,13 +45,16 @@ class Network:
         self.pending_guests = exchange.start("query rows to their hosts", sends, self.arriving)
 
     def rounds(self) -> Iterator[Tensor]:
-        """Yields a tensor per round: the encoded rows that arrive, then a row of zeros."""
+        """Yields, for each round, the keys and values that arrive, encoded; then a row of zeros."""
         posts = map(self._post_round, range(len(self.plan.rounds)))
-        # the list starts the first round now
+        # `list` runs the iterator once, which starts the first round's messages now
         return _arrivals(chain(list(islice(posts, 1)), posts))
 
     def guests(self) -> Tensor | None:
-        """Waits for other ranks' query rows: [B, Hq, rows, columns], or None if there are none."""
+        """Waits for the query rows that other ranks sent: [B, Hq, rows, columns].
+
+        None without any.
+        """
         self.pending_guests.wait()
         if not self.arriving:
             return None
@@ -63,7 +66,7 @@ class Network:
         return guests
 
     def answers(self, results: Tensor | None, columns: int) -> Iterator[tuple[int, Tensor]]:
-        """Sends `results` of guests back to their owners; receives those of own query rows.
+        """Sends results of other ranks' query rows back; receives the results of this rank's rows.
 
         Yields: (rank that computed them, results [B, Hq, rows, columns]) of own query rows.
         """
@@ -74,7 +77,10 @@ class Network:
     def _post_answers(
         self, offsets: tuple[int, ...], results: Tensor | None, columns: int
     ) -> tuple[dict[int, Tensor], Pending]:
-        """Starts the messages of a round of answers; returns (tensors that arrive, messages)."""
+        """Starts the messages of one round of answers.
+
+        Returns (tensors that will arrive, messages).
+        """
         rank, world, sends, arriving = self.rank.rank, self.plan.world_size, {}, {}
         for offset in offsets:
             owner, host = (rank - offset) % world, (rank + offset) % world
@@ -86,14 +92,17 @@ class Network:
         return arriving, self.exchange.start("answers to their owners", sends, arriving)
 
     def return_gradients(self, parts: Iterable[dict[int, Tensor]]) -> Iterator[tuple[int, Tensor]]:
-        """Sends key gradients of each round to the keys' owners; yields (rank, its gradients)."""
+        """Sends each round's key gradients to the keys' owners.
+
+        Yields (rank, what it sent here).
+        """
         posts = (self._post_gradients(number, part) for number, part in enumerate(parts))
         return chain.from_iterable(map(dict.items, _arrivals(posts)))
 
     def _post_gradients(
         self, number: int, part: dict[int, Tensor]
     ) -> tuple[dict[int, Tensor], Pending]:
-        """Starts to send a round's key gradients; returns (arriving tensors by rank, messages)."""
+        """Starts to send a round's key gradients; returns (tensors that will arrive, messages)."""
         rank, width = self.rank.rank, self.key.shape[3] + self.value.shape[3]
         arriving = {}
         for receiver in self.plan.receivers(rank, number):
@@ -102,7 +111,7 @@ class Network:
         return arriving, self.exchange.start(f"gradients of round {number + 1}", part, arriving)
 
     def _post_round(self, number: int) -> tuple[Tensor, Pending]:
-        """Starts to send and receive a round's keys; returns (memory for the rows, messages)."""
+        """Starts to send and receive a round's keys; returns (memory that they fill, messages)."""
         room, parts = self.rank.room(number, *self.pairs)
         receivers = self.plan.receivers(self.rank.rank, number)
         sends = {peer: self.rank.pack(peer, *self.pairs) for peer in receivers}
@@ -111,7 +120,7 @@ class Network:
 
 
 def _arrivals(posts: Iterable[tuple[_Arriving, Pending]]) -> Iterator[_Arriving]:
-    """Yields tensors as they arrive; starts the next messages before it waits for these."""
+    """Yields what arrives, message by message; always starts the next message before it waits."""
     posts = iter(posts)
     under_way = next(posts, None)
     while under_way is not None:

@@ -18,7 +18,7 @@ from .plan import RingPlan
 
 
 def without_tables(pattern: Pattern) -> Pattern:
-    """Returns the pattern without the rows of its lists; ranks can then compare it."""
+    """Returns a pattern whose lists have no rows, since ranks compare only the rest of it."""
     if isinstance(pattern, And | Or | Mixture):
         masks = tuple(map(without_tables, pattern.masks))
         return type(pattern)(masks)  # type: ignore[arg-type]
@@ -28,13 +28,13 @@ def without_tables(pattern: Pattern) -> Pattern:
 
 
 def may_be_own_rows(pattern: Pattern, tokens: int) -> bool:
-    """True if the lists of a pattern have exactly the rows of a shard of `tokens` tokens."""
+    """Whether the lists may be a shard's own: they have exactly the rows of `tokens` tokens."""
     lists = list(filter(has_lists, selections_of(pattern)))
     return bool(lists) and all(x.num_rows == -(-tokens // x.row_size) for x in lists)
 
 
 def plan_of_own_rows(exchange: Exchange, tiles: RingPlan, pattern: Pattern) -> RingPlan:
-    """Returns this rank's plan for its rows of the lists; every rank of the group calls it.
+    """Returns this rank's plan if each rank passed only its own rows of lists; all ranks call it.
 
     The plan knows what this rank sends and receives, and how much others do.
 
@@ -79,7 +79,7 @@ def plan_of_own_rows(exchange: Exchange, tiles: RingPlan, pattern: Pattern) -> R
 
 
 def _fault(pattern: Pattern, tiles: RingPlan, rank: int) -> str:
-    """Returns what is wrong with this rank's rows of its lists, or ""."""
+    """Returns an error message if this rank's rows of lists do not fit its shard, else ""."""
     if tiles.sharding != "contiguous":
         return (
             "lists of each rank's own rows need sharding='contiguous', got "
@@ -104,14 +104,14 @@ def _fault(pattern: Pattern, tiles: RingPlan, rank: int) -> str:
 
 
 def _set(receiver: int, owner: int, token: Tensor, world: int) -> TokenRanges:
-    """Returns one set of keys, which `owner` sends to `receiver`."""
+    """Returns the keys `token` as the set that `owner` sends to `receiver`."""
     return TokenRanges(1, torch.full_like(token, receiver * world + owner), token, token)
 
 
 def _received(
     exchange: Exchange, foreign: list[list[Tensor]], counts: Tensor
 ) -> dict[int, list[Tensor]]:
-    """Tells owners which of their keys this rank lists; returns which of its keys others list.
+    """Tells other ranks which of their keys this rank lists; returns what they list here, by rank.
 
     `counts` [receiver, item] is the number of this rank's keys that each receiver lists. Returns,
     for each receiver, the keys of each item.

@@ -83,7 +83,9 @@ class RingPlan:
         block_size: int = 128,
         sharding: str = "contiguous",
     ) -> "RingPlan":
-        """Builds the plan, or returns it from `layout_cache`.
+        """Builds the plan of a pattern, length and number of ranks.
+
+        Later calls find it in the cache.
 
         Args:
             pattern: a mask or a mixture, for queries and keys at positions 0 ... seq_len - 1.
@@ -205,7 +207,7 @@ class RingPlan:
         return self._loads(None)
 
     def _loads(self, shared: FineVisits | None) -> Tensor:
-        """Computes `loads`; `shared` saves testing the tiles again."""
+        """Computes `loads`; `shared` has the visits of several shardings, which saves time."""
         world = self.world_size
         travellers = [(t.owner, t.rows) for t in self.travellers]
         sides = cut(self.ranges, travellers), cut(self.ranges)
@@ -225,7 +227,7 @@ class RingPlan:
 
     @once
     def answer_rounds(self) -> tuple[tuple[int, ...], ...]:
-        """Rounds in which the results of sent query rows return to the ranks that own the rows.
+        """Rounds in which results of query rows return to the rows' owners, as tuples of distances.
 
         A round is a tuple of offsets s: rank r receives from the ranks (r + s) % world_size. In a
         round, a rank receives at most as many rows as the largest shard has, or a single message.
@@ -240,7 +242,7 @@ class RingPlan:
 
     @once
     def rounds(self) -> tuple[tuple[int, ...], ...]:
-        """Rounds in which keys are sent.
+        """Rounds in which keys are sent, as tuples of distances between receiver and sender.
 
         A round is a tuple of offsets s: rank r receives from the ranks (r - s) % world_size. In a
         round, a rank receives at most as many keys as the largest shard has, or a single message.
@@ -265,7 +267,7 @@ class RingPlan:
         return tuple(rounds)
 
     def senders(self, rank: int, number: int) -> list[int]:
-        """Ranks that send keys to `rank` in round `number`; the received rows have this order."""
+        """Ranks that send keys to `rank` in a round, in the order in which rows are stored."""
         peers = [(rank - offset) % self.world_size for offset in self.rounds[number]]
         return [sender for sender in peers if self.tokens[rank, sender]]
 
@@ -293,17 +295,17 @@ class RingPlan:
         return [row for t in travellers if host is None or host in t.hosts for row in t.rows]
 
     def guests_of(self, host: int) -> Ranges:
-        """Positions of the query rows that other ranks send to `host`, ascending."""
+        """Positions of the query rows that other ranks send to rank `host`, ascending."""
         return sorted(row for t in self.travellers if host in t.hosts for row in t.rows)
 
     @once
     def alike(self) -> bool:
-        """True if all batch entries and kv heads need the same tokens."""
+        """Whether all batch entries and kv heads need the same tokens from other ranks."""
         return len({number for row in self.need_of for number in row}) == 1
 
     @property
     def cost(self) -> float:
-        """Cost of the busiest rank: its pairs per head plus 2,048 per received token; rounded."""
+        """Predicted cost of the busiest rank: pairs per head, plus 2,048 per received token."""
         received = self.tokens.sum(1) / len(self.need_of) / max(1, self.frame.num_kv_heads)
         pairs = self.loads / max(1, self.frame.num_heads)
         return float(f"{float((pairs + _PAIRS_PER_TOKEN * received).max()):.6g}")
@@ -328,7 +330,7 @@ def _plan(
     sharding: str,
     shared: FineVisits | None = None,
 ) -> RingPlan:
-    """Returns the plan from the cache, or builds it; `shared` saves testing the tiles again."""
+    """Builds a plan for a sharding without "auto", or returns it from the cache."""
     key = (pattern, frame, world, block_size, sharding)
 
     def build() -> RingPlan:
@@ -356,7 +358,7 @@ def _plan(
 def _needs(
     pattern: Pattern, frame: Frame, queries: Cut, keys: Cut, world: int, shared: FineVisits | None
 ) -> tuple[list[TokenRanges], list[list[int]]]:
-    """Returns the fields `needs` and `need_of` of a plan, for the groups of query rows."""
+    """Returns which keys each group of query rows needs: fields `needs`, `need_of` of a plan."""
     tiles = tiles_of(pattern)
     of_tiles = [[0] * frame.num_kv_heads for _ in range(tiles.num_batches() or 1)]
     in_tiles: list[TokenRanges] = []
@@ -376,7 +378,7 @@ def _needs(
 
 
 def _choose_sharding(pattern: Pattern, frame: Frame, world: int, block_size: int, name: str) -> str:
-    """Returns the sharding with the least cost that "auto" or "balanced" considers."""
+    """Returns the sharding that "auto" or "balanced" (`name`) means here, by `RingPlan.cost`."""
 
     def choose() -> str:
         if world == 1:
@@ -402,7 +404,7 @@ def _choose_sharding(pattern: Pattern, frame: Frame, world: int, block_size: int
 
 
 def _balanced(pattern: Pattern, frame: Frame, world_size: int, shared: FineVisits) -> str:
-    """Returns a sharding with even loads, few tokens to send, and equally many chunks per rank.
+    """Assigns 8 chunks to each rank, so that loads are even and few tokens move: "chunks:0,2,...".
 
     It assigns the chunks with the most pairs first. A chunk goes to the rank with the least cost:
     the pairs that the rank has so far, minus the cost of the tokens that the chunk and the rank's
@@ -424,7 +426,7 @@ def _balanced(pattern: Pattern, frame: Frame, world_size: int, shared: FineVisit
         for item in (item for row in of_lists.need_of for item in row):
             tokens += of_lists.needs[item].sizes(chunks * chunks).view(chunks, chunks)
     tokens = tokens + tokens.T
-    # together: tokens that need not be sent if the rank gets the chunk
+    # together[chunk, rank]: tokens that stay on the rank if it gets the chunk
     together = torch.zeros(chunks, world_size, dtype=torch.float64)
     sums, room = torch.zeros(world_size, dtype=torch.float64), [_CHUNKS_PER_RANK] * world_size
     owners = [0] * chunks

@@ -78,14 +78,14 @@ def check_ring_inputs(query: Tensor, key: Tensor, value: Tensor, pattern: Patter
 
 
 def tangents_of_options(tangents: Sequence[Tensor | None]) -> Options:
-    """Returns tangents in the order of `TENSORS` by the names of their options."""
+    """Returns the tangents of options as `Options`; they come in the order of `TENSORS`."""
     return NO_OPTIONS.changed(**dict(zip(TENSORS, tangents, strict=False)))
 
 
 def plan_of_call(
     pattern: Pattern, length: int, world: int, sharding: str, query: Tensor, key: Tensor
 ) -> RingPlan:
-    """Builds a call's plan; ValueError if the pattern does not fit `query`, `key` or `length`."""
+    """Builds the plan of a ring call; ValueError if the pattern does not fit its tensors."""
     check_batch(pattern, query.shape[0])
     heads = {"num_heads": query.shape[1], "num_kv_heads": key.shape[1]}
     return default_plan(pattern, length, world, sharding=sharding, **heads)
@@ -93,7 +93,7 @@ def plan_of_call(
 
 @dataclass(frozen=True, eq=False)
 class Rank:
-    """One rank's part of a ring call: it runs kernels, merges results and packs rows to send."""
+    """One rank's computations in a ring call; `Network` or `simulate_ring` moves the rows."""
 
     plan: RingPlan
     rank: int
@@ -110,7 +110,7 @@ class Rank:
         rounds: Iterator[Tensor],
         answers: Iterator[tuple[int, Tensor]],
     ) -> tuple[Tensor, Tensor]:
-        """Computes (out, lse) of the rank's queries; out in the query's dtype.
+        """Computes (out, lse) of the rank's queries: own keys, then arriving ones, then answers.
 
         Args:
             shards: the rank's queries, keys and values.
@@ -146,7 +146,7 @@ class Rank:
     def tangent(
         self, x: Moving, rounds: Iterator[Tensor], answers: Iterator[tuple[int, Tensor]]
     ) -> tuple[Tensor, Tensor]:
-        """Returns the tangents of (out, lse) of the rank's queries, in the dtype of sums.
+        """Returns the forward-mode tangents of (out, lse) of this rank's queries, in `dtype`.
 
         Args:
             rounds: as for `forward`; behind each encoded row are its tangents.
@@ -171,7 +171,7 @@ class Rank:
         return results_of_sums((sums[..., :-1], sums[..., -1]), x.out, x.lse, sink, sink_t)
 
     def answer_tangents(self, guests: Tensor, x: Moving) -> Tensor:
-        """Sums tangents of other ranks' query rows over this rank's keys: [B, Hq, rows, Dv + 1].
+        """Sums tangents of query rows from other ranks over own keys: [B, Hq, rows, Dv + 1].
 
         `guests` are these rows, [B, Hq, rows, 2 D + 1], as `tangent_rows` of their owners.
         """
@@ -185,7 +185,7 @@ class Rank:
         return sums
 
     def tangent_rows(self, x: Moving) -> Tensor:
-        """Joins q, its tangent and lse of query rows, for `answer_tangents` of another rank."""
+        """Joins q, its tangent and lse of query rows, for another rank's `answer_tangents`."""
         return torch.cat([t.to(self.dtype) for t in (x.query, x.query_t, x.lse[..., None])], -1)
 
     def _blank_sums(self, query: Tensor, value: Tensor) -> Tensor:
@@ -194,7 +194,7 @@ class Rank:
     def _tangent_sums(
         self, step: Step, rows: tuple[Tensor, Tensor, Tensor], pairs: Sequence[Pair]
     ) -> Tensor:
-        """Sums tangents of a step's query rows over keys: [B, Hq, rows, Dv + 1].
+        """Sums the tangents of a step's queries over the step's keys: [B, Hq, rows, Dv + 1].
 
         `rows` are q, its tangent and lse of all the rank's rows, or of all guests. The last column
         is the sum for lse.
@@ -207,7 +207,7 @@ class Rank:
         return torch.cat((moved, lse_t[..., None]), -1)
 
     def _tangents(self, step: Step, query_t: Tensor, key_t: Tensor, value_t: Tensor) -> Tangents:
-        """Returns tangents of the `Problem` of a step."""
+        """Returns the forward-mode tangents of a step's `Problem`."""
         return Tangents(
             query=query_t[:, :, step.queries],
             key=key_t,
@@ -216,7 +216,7 @@ class Rank:
         )
 
     def sink_gradient(self, x: Saved, sink: Tensor) -> Tensor:
-        """Returns this rank's summand of the sink's gradient, or the rows of a sink per query.
+        """Returns this rank's part of the sink's gradient, which ranks add up, or its rows of it.
 
         If `x` moves, it is the tangent of the gradient.
         """
@@ -225,14 +225,14 @@ class Rank:
         return sink_gradient(sink, x.lse, self._delta(x))
 
     def blank_table(self) -> Tensor | None:
-        """Returns zeros to sum the distance bias's gradient in; None if there is no bias."""
+        """Returns zeros like the distance bias, to add its gradient to; None without a bias."""
         table = self.options["distance_bias"]
         return None if table is None else torch.zeros_like(table, dtype=self.dtype)
 
     def local_gradients(
         self, x: Saved, guests: Callable[[], Tensor | None], dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """Computes the gradients of all (query, key) pairs with this rank's keys.
+        """Computes the gradients of all pairs that have this rank's keys, also those of guests.
 
         If `x` moves, they are the tangents of gradients, here and in `round_gradients`. It calls
         `guests` last, because this call waits for the query rows of other ranks. It adds the
@@ -259,7 +259,7 @@ class Rank:
     def round_gradients(
         self, number: int, sent: Tensor, x: Saved, dq: Tensor, dtable: Tensor | None
     ) -> dict[int, Tensor]:
-        """Computes gradients of this rank's pairs with the keys of a round; adds to `dq`, `dtable`.
+        """Adds gradients of pairs with a round's keys to `dq`, `dtable`; returns those of the keys.
 
         Returns: {sender: gradients [rows, D + Dv] of the keys and values that came from it}.
         """
@@ -289,7 +289,7 @@ class Rank:
             dv[b, h].index_add_(-2, index, part[..., width:])
 
     def answer(self, guests: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends from other ranks' query rows to this rank's keys.
+        """Attends from query rows that other ranks sent to this rank's keys.
 
         Returns out and lse in one tensor, [B, Hq, rows, Dv + 1].
         """
@@ -304,7 +304,7 @@ class Rank:
     def _answer_gradients(
         self, guests: Tensor, pairs: Sequence[Pair], dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the gradients of other ranks' query rows, and of this rank's keys and values.
+        """Returns (dq, dk, dv) of query rows from other ranks and this rank's keys and values.
 
         `guests` are these rows, [B, Hq, rows, D + Dv + 2], as `gradient_rows` of their owners
         packed them; twice as wide if there are tangents.
@@ -344,7 +344,7 @@ class Rank:
         return dq, dk, dv
 
     def gradient_rows(self, x: Saved) -> Tensor:
-        """Joins q, dO, lse and delta of query rows, for a backward pass on another rank.
+        """Joins q, dO, lse and delta of query rows, which another rank's backward pass takes.
 
         If `x` moves, the tangents of these four follow.
         """
@@ -354,7 +354,7 @@ class Rank:
         return torch.cat([part.to(self.dtype) for part in parts], -1)
 
     def _gradient_rows(self, x: Saved) -> GradientRows:
-        """Returns the numbers of rows and their tangents, as kernels take them."""
+        """Returns dO, lse and delta with their tangents, as second-order kernels take them."""
         assert x.moves is not None
         return GradientRows(
             grad_out=x.grad_out,
@@ -370,7 +370,7 @@ class Rank:
         return (x.grad_out.to(self.dtype) * x.out.to(self.dtype)).sum(-1) - x.grad_lse
 
     def pack(self, receiver: int, *pairs: Pair) -> Tensor:
-        """Encodes this rank's keys and values that `receiver` needs, as rows to send.
+        """Encodes the keys and values that rank `receiver` needs: rows [n, columns] to send.
 
         With a second pair, their tangents, each row continues with its tangent in the same format.
         """
@@ -378,7 +378,7 @@ class Rank:
         return sent[0] if len(sent) == 1 else torch.cat(sent, 1)
 
     def _encoded(self, receiver: int, key: Tensor, value: Tensor) -> Tensor:
-        """Encodes the rows of one pair that `receiver` needs."""
+        """Encodes the needed rows of one pair of key and value tensors."""
         rows = [key.new_empty(0, key.shape[3] + value.shape[3])]
         for b, h, index in self._message(receiver, len(key)):
             parts = (x[b, h].index_select(-2, index.to(key.device)) for x in (key, value))
@@ -386,7 +386,7 @@ class Rank:
         return self.wire.encode(torch.cat(rows) if len(rows) > 2 else rows[-1], key.shape[3])
 
     def room(self, number: int, *pairs: Pair) -> tuple[Tensor, dict[int, Tensor]]:
-        """Allocates memory for the rows that arrive in a round, and a row of zeros behind them.
+        """Allocates memory for a round's arriving rows, with a row of zeros at the end.
 
         Returns: the memory, and {sender: the part of the memory for its rows}.
         """
@@ -403,17 +403,20 @@ class Rank:
         return {sender: self.plan.message_rows(self.rank, sender, batch) for sender in senders}
 
     def travelling_places(self, host: int, device: torch.device) -> Tensor:
-        """Returns the indices in this rank's shard of the query rows that it sends to `host`."""
+        """Returns where in this rank's shard the query rows are that go to rank `host`."""
         rows = positions(self.plan.rows_of(self.rank, host))
         return local_index(self.plan.ranges[self.rank], rows).to(device)
 
     def guest_places(self, owner: int, device: torch.device) -> Tensor:
-        """Returns the indices of the rows from `owner` among all query rows sent to this rank."""
+        """Returns where rows of rank `owner` are among all query rows that came to this rank."""
         rows = positions(self.plan.rows_of(owner, self.rank))
         return local_index(self.plan.guests_of(self.rank), rows).to(device)
 
     def _problem(self, step: Step, query: Tensor, key: Tensor, value: Tensor) -> Problem:
-        """Builds the `Problem` of a step's kernel call on `key` and `value`, without the sink."""
+        """Builds the `Problem` for a step's kernels.
+
+        The sink is left out, `forward` adds it once.
+        """
         assert step.work is not None
         options = dict(self.options.changed(sink=None).in_use)  # `forward` adds the sink last
         rows = query[:, :, step.queries]
@@ -427,7 +430,7 @@ class Rank:
     def _differentiate(
         self, step: Step, x: Saved, pairs: Sequence[Pair], dtable: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Computes (dq, dk, dv) of a step; adds the gradient of the distance bias to `dtable`.
+        """Computes (dq, dk, dv) of a step's pairs; adds the distance bias's gradient to `dtable`.
 
         `pairs` are the step's keys and values. If `x` moves, a second pair has their tangents, and
         the results are tangents of gradients.
@@ -446,12 +449,12 @@ class Rank:
         return grads.query, grads.key, grads.value
 
     def _buffers(self, step: Step, raw: Tensor, pairs: Sequence[Pair]) -> list[Pair]:
-        """Arranges rows that arrived like `pairs`: keys and values of a step, and tangents."""
+        """Decodes arrived rows to (key, value), and tangents if any, in the order of the step."""
         parts = raw.tensor_split(len(pairs), 1)
         return [self._buffer(step, part, *pairs[0]) for part in parts]
 
     def _buffer(self, step: Step, raw: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Decodes the rows that arrived, and arranges them as the keys and values of a step."""
+        """Decodes arrived rows and arranges them as the step's keys and values [B, Hkv, n, D]."""
         assert step.work is not None
         rows = self.wire.decode(raw, key.shape[3], value.shape[3])
         if step.rows is None:
@@ -462,7 +465,7 @@ class Rank:
         return rows[..., : key.shape[3]], rows[..., key.shape[3] :]
 
     def _message(self, receiver: int, batch: int) -> Iterator[tuple[Any, Any, Tensor]]:
-        """Yields the parts of a message in order: (batch entry, kv head, indices in the shard)."""
+        """Yields what a message to `receiver` has: (batch entry, kv head, indices in the shard)."""
         plan = self.plan
         for b, h in product(range(batch), range(plan.frame.num_kv_heads)):
             index = local_index(plan.ranges[self.rank], plan.tokens_of(receiver, self.rank, b, h))

@@ -52,7 +52,7 @@ class Step:
 
     @once
     def copies(self) -> list[Tensor]:
-        """The places of arrived rows in the flattened key buffer, where a row may be several times.
+        """Where each arrived row was copied to in the key buffer, to sum its copies' gradients.
 
         `copies[n]` [arrived] is the place of copy n of each row, or the buffer's length if the row
         has no copy n. The gradients of a row's copies are summed in this order.
@@ -72,19 +72,19 @@ class Step:
 
 
 def local_step(plan: RingPlan, rank: int, device: torch.device, of_guests: bool = False) -> Step:
-    """Returns the kernel call on a rank's own keys, for its queries or for its guests."""
+    """Returns the call on a rank's own keys, from its queries or from rows of other ranks."""
     return _cached(plan, device, _own_keys, rank, of_guests)
 
 
 def round_step(plan: RingPlan, rank: int, number: int, batch: int, device: torch.device) -> Step:
-    """Returns the kernel call of a rank's queries on the keys that arrive in round `number`."""
+    """Returns the call on the keys that arrive in round `number`, from the rank's own queries."""
     return _cached(plan, device, _arriving_keys, rank, number, batch)
 
 
 def _cached(
     plan: RingPlan, device: torch.device, compile_step: Callable[..., Step], *arguments: int
 ) -> Step:
-    """Builds a step, or returns it from the cache."""
+    """Builds a step by `compile_step(plan, device, *arguments)`, or returns it from the cache."""
 
     def build() -> Step:
         step = compile_step(plan, device, *arguments)
@@ -100,7 +100,7 @@ def _cached(
 
 
 def _own_keys(plan: RingPlan, device: torch.device, rank: int, of_guests: bool) -> Step:
-    """Builds the step on a rank's own keys, for its queries or for its guests."""
+    """Builds the step over a rank's own keys, for its queries or for rows that other ranks sent."""
     keys = plan.ranges[rank]
     queries = plan.guests_of(rank) if of_guests else keys
     passes = []
@@ -116,13 +116,13 @@ def _own_keys(plan: RingPlan, device: torch.device, rank: int, of_guests: bool) 
     _, masks = without_key_masks(plan.pattern)
     if step.work is None or not masks:
         return step
-    # masked keys may be NaN; ranks never send masked keys
+    # hide masked own keys, which may be NaN; those of other ranks are not sent
     hidden = key_mask(masks, plan.frame.kv_len, device)[:, own[0].to(device)]
     return replace(step, work=step.work._replace(key_mask=hidden))
 
 
 def _arriving_keys(plan: RingPlan, device: torch.device, rank: int, index: int, batch: int) -> Step:
-    """Builds the step in which rank `rank` attends to the keys that arrive in round `index`."""
+    """Builds the step over the keys that arrive in round `index`, for the rank's queries."""
     senders, shard, travel = plan.senders(rank, index), plan.ranges[rank], plan.rows_of(rank)
     keys = sorted(piece for sender in senders for piece in plan.ranges[sender])
     passes, of_places, length = [], [], 0
@@ -132,7 +132,8 @@ def _arriving_keys(plan: RingPlan, device: torch.device, rank: int, index: int, 
         of_places.append(position)
         length += position.shape[1]
     lists = lists_of_rows(plan.pattern, plan.frame, shard)
-    for listed in () if plan.own_rows else lists:  # their hosts compute these rows
+    # other ranks compute these query rows, so they list nothing here
+    for listed in () if plan.own_rows else lists:
         listed.keys[:, :, listed.rows_in(local_index(shard, positions(travel)))] = -1
     if lists:
         of_places.append(_listed_positions(lists, keys, plan.frame))
@@ -147,7 +148,7 @@ def _arriving_keys(plan: RingPlan, device: torch.device, rank: int, index: int, 
 
 
 def _listed_positions(lists: tuple[Lists, ...], keys: Ranges, frame: Frame) -> Tensor:
-    """Returns the keys within the ranges `keys` that rows of any batch entry list.
+    """Returns which keys in the ranges `keys` are listed, per kv head, padded with -1.
 
     The result is [Hkv or 1, most keys of a kv head], ascending, padded with -1.
     """
@@ -167,7 +168,7 @@ def _listed_positions(lists: tuple[Lists, ...], keys: Ranges, frame: Frame) -> T
 def _placed_lists(
     plan: RingPlan, lists: tuple[Lists, ...], queries: Ranges, of_places: Tensor, first: int = 0
 ) -> tuple[Lists, ...]:
-    """Rewrites listed keys from positions to places in an array of keys; drops other keys.
+    """Converts listed keys from positions to places in an array of keys; drops absent keys.
 
     `of_places` [Hkv or 1, places] is the position at each place, -1 for none. Lists use only places
     from `first` on.
@@ -202,7 +203,7 @@ def _placed_lists(
 
 
 def _compact(keys: Tensor) -> Tensor:
-    """Drops -1 from rows of keys [..., n], and cuts all rows to the longest."""
+    """Moves the keys >= 0 of each row [..., n] to its front, and drops columns without any."""
     real = keys >= 0
     longest = int(real.sum(-1).max()) if keys.numel() else 0
     place = torch.where(real, real.cumsum(-1) - 1, longest)
@@ -211,7 +212,7 @@ def _compact(keys: Tensor) -> Tensor:
 
 
 def _passes(plan: RingPlan, queries: Ranges, keys: Ranges) -> list[Pass]:
-    """Compiles passes for ranges of queries and keys; their tiles start at positions."""
+    """Compiles the passes between ranges of queries and of keys; their tiles start at positions."""
     if not (queries and keys and plan.frame.num_heads and plan.pattern.num_batches() != 0):
         return []
     tiles = tiles_of(plan.pattern)
@@ -236,7 +237,10 @@ def _step(
     device: torch.device,
     lists: tuple[Lists, ...],
 ) -> Step:
-    """Builds a step over `length` keys; query tiles and lists become indices in `queries`."""
+    """Builds a step over `length` keys.
+
+    Its queries run from the first to the last that sees one.
+    """
     placed = []
     for p in passes:
         visits = by_axis((p.row_ptr.diff(dim=-1) > 0).any(0), len(p.query_start))
@@ -268,18 +272,18 @@ def _step(
 
 
 def _placed(start: Tensor, stop: Tensor, ranges: Ranges, used: Tensor) -> tuple[Tensor, Tensor]:
-    """Rewrites tiles from positions to indices in `ranges`; empties tiles that are not `used`."""
+    """Converts tiles from positions to indices in `ranges`; makes unused tiles empty."""
     shift = local_index(ranges, start) - start
     return torch.where(used, start + shift, 0), torch.where(used, stop + shift, 0)
 
 
 def _covered(start: Tensor, stop: Tensor, step: int, block_size: int, length: int) -> bool:
-    """True if the tiles of each row of `start` together have all `length` tokens."""
+    """Whether the tiles of each row of `start` have all `length` tokens, so none needs zeros."""
     return bool((tile_counts(start, stop, step, block_size).sum(1) == length).all())
 
 
 def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Places visited key tiles in a buffer, from index `first` on.
+    """Places the visited key tiles of a pass in the key buffer, from index `first` on.
 
     Returns: start and stop of each tile in the buffer, [Hkv or 1, tiles]; and the position at each
     index from `first` on, [Hkv or 1, places], -1 for no key.
@@ -303,7 +307,7 @@ def _interleaved(p: Pass, first: int, block_size: int) -> tuple[Tensor, Tensor, 
 def _arrived_rows(
     plan: RingPlan, rank: int, senders: list[int], positions: list[Tensor], batch: int, length: int
 ) -> tuple[Tensor, int]:
-    """Returns which arrived row is at each place of the buffer, [B, Hkv, length]; and their number.
+    """Returns which arrived row each place of the buffer takes [B, Hkv, length], and their number.
 
     Rows arrive sorted by sender, batch entry and kv head, then in the order of
     `RingPlan.tokens_of`.

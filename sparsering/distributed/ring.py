@@ -186,7 +186,7 @@ def ring_attention(
 
 
 def _seconds(timeout: object) -> float | None:
-    """Returns a timeout in seconds as a float; ValueError unless it is positive."""
+    """Returns the timeout in seconds, or None; ValueError unless it is positive."""
     seconds = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if seconds is None:
         return None
@@ -213,7 +213,7 @@ ring_attention.last_traffic = last_traffic  # type: ignore[attr-defined] # one i
 def resolve_group(
     group: dist.ProcessGroup | None, mesh: DeviceMesh | None
 ) -> dist.ProcessGroup | None:
-    """Returns the process group; None if there is only one process. Checks both arguments."""
+    """Returns the process group of `group` or `mesh`, or None if there is only one process."""
     if group is not None and mesh is not None:
         raise ValueError("pass group or mesh, got both; a mesh of one axis brings its own group")
     if mesh is not None:
@@ -238,7 +238,7 @@ def resolve_group(
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) of this rank's queries; the arguments are those of `RingCall`."""
+    """Computes (out, lse) of this rank's queries in a call with the arguments of `RingCall`."""
     call = RingCall.of(arguments)
     query, key, value, *_ = call
     rank, exchange = _begin(Derivative.NONE, call)
@@ -256,7 +256,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*arguments: Any) -> list[Tensor | None]:
-    """Returns the gradients of query, key, value, distance_bias and sink; None for the seed."""
+    """Returns gradients of query, key, value, distance bias and sink; None for the dropout seed."""
     *inputs, out, lse, grad_out, grad_lse, _ = arguments
     call = RingCall.of(inputs)
     query, key, value, *_ = call
@@ -271,7 +271,7 @@ def _backward(*arguments: Any) -> list[Tensor | None]:
 
 
 def _tangent(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Returns the tangents of (out, lse) of this rank's queries, in their dtypes."""
+    """Returns the forward-mode tangents of (out, lse) of this rank's queries."""
     inputs, (out, lse, *tangents) = arguments[:_LENGTH], arguments[_LENGTH:]
     call = RingCall.of(inputs)
     rank, exchange = _begin(Derivative.TANGENTS, call, tangents)
@@ -282,7 +282,7 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward_tangent(*arguments: Any) -> list[Tensor | None]:
-    """Returns the tangents of the gradients of `_backward`, then those of (out, lse).
+    """Returns the tangents of `_backward`'s gradients, and then of (out, lse).
 
     The gradients of a row need the tangents of its results first, so keys are sent twice.
     """
@@ -301,7 +301,7 @@ def _backward_tangent(*arguments: Any) -> list[Tensor | None]:
 
 
 def _exchange_tangents(rank: Rank, exchange: Exchange, x: Moving) -> tuple[Tensor, Tensor]:
-    """Sends and receives keys, values and their tangents; returns the tangents of (out, lse)."""
+    """Moves keys, values and their tangents between ranks; returns the tangents of (out, lse)."""
     travels = bool(rank.plan.hosts_of(rank.rank))
     rows = rank.tangent_rows(x if travels else x.mapped(no_tokens))
     network = Network(rank, exchange, x.pairs, rows)
@@ -317,7 +317,7 @@ def _exchange_tangents(rank: Rank, exchange: Exchange, x: Moving) -> tuple[Tenso
 def _exchange_gradients(
     rank: Rank, exchange: Exchange, x: Saved, call: RingCall
 ) -> list[Tensor | None]:
-    """Sends and receives keys, values and gradients; returns what `_backward` does.
+    """Moves keys, values and gradients between ranks; returns the list that `_backward` returns.
 
     If `x` moves, all of them are tangents of gradients.
     """
@@ -358,7 +358,7 @@ _ring = differentiable(  # the operator that autograd and torch.compile see
 def _begin(
     kind: Derivative, call: RingCall, tangents: Sequence[Tensor | None] = ()
 ) -> tuple[Rank, Exchange]:
-    """Checks that all ranks make the same call, then plans it for this rank.
+    """Compares the call's arguments among ranks, then plans this rank's part.
 
     `tangents` are those of the operator's tensors, query, key and value first.
     """

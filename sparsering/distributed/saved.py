@@ -16,7 +16,7 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Moving(NamedTuple):
-    """The tensors of a call with their tangents, of one rank or of all; dim 2 of each is tokens."""
+    """Tensors and tangents of a forward-mode call, of one rank or of all; tokens are dim 2."""
 
     query: Tensor
     key: Tensor
@@ -31,7 +31,7 @@ class Moving(NamedTuple):
     def of(
         cls, own: Sequence[Tensor], out: Tensor, lse: Tensor, tangents: Sequence[Tensor | None]
     ) -> "Moving":
-        """Builds it from query, key and value, and tangents that begin with theirs.
+        """Builds it from [query, key, value] and their tangents; None stands for a zero tangent.
 
         A tensor without a tangent gets zeros.
         """
@@ -55,12 +55,12 @@ class Moving(NamedTuple):
         return (self.key, self.value), (self.key_t, self.value_t)
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Moving":
-        """Returns the tensors after a change, such as a cut."""
+        """Returns it with `change(x)` in place of each tensor, for example a cut of its tokens."""
         return Moving(*map(change, self))
 
 
 class Moves(NamedTuple):
-    """Tangents of what `Saved` has: of query, key, value, grad_out, lse and delta."""
+    """Tangents for `Saved`: of query, key, value, grad_out, lse and delta."""
 
     query: Tensor
     key: Tensor
@@ -71,7 +71,7 @@ class Moves(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """The tensors that a backward pass needs, of one rank or of all; dim 2 of each is tokens."""
+    """Tensors that a backward pass needs, of one rank or of all; tokens are dim 2."""
 
     query: Tensor
     key: Tensor
@@ -89,21 +89,21 @@ class Saved(NamedTuple):
         return (own,) if self.moves is None else (own, (self.moves.key, self.moves.value))
 
     def mapped(self, change: Callable[[Tensor], Tensor]) -> "Saved":
-        """Returns the tensors after a change, such as a cut."""
+        """Returns it with `change(x)` in place of each tensor, for example a cut of its tokens."""
         *own, moves = self
         moved = None if moves is None else Moves(*map(change, moves))
         return Saved._make([*map(change, own), moved])
 
 
 def no_tokens(x: Tensor) -> Tensor:
-    """Cuts a tensor to 0 tokens, for a rank that sends no query rows."""
+    """Cuts a tensor to 0 tokens in dim 2: a rank that sends no query rows sends this."""
     return x[:, :, :0]
 
 
 def saved_moves(
     x: Moving, results_t: Pair, grads: Pair, grads_t: tuple[Tensor | None, ...]
 ) -> Saved:
-    """Returns what the tangents of gradients need.
+    """Builds the `Saved` of a pass that computes tangents of gradients.
 
     `results_t` are the tangents of (out, lse); `grads` their gradients, and `grads_t` the tangents
     of these, None for one that stays.

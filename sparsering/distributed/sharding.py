@@ -15,7 +15,7 @@ SHARDINGS = ("contiguous", "zigzag", "balanced", "auto")
 
 
 def chunk_owners(sharding: str, world_size: int) -> list[int]:
-    """Returns the rank that owns each chunk. Raises ValueError for an invalid sharding."""
+    """Returns the rank that owns each chunk; ValueError if the sharding is not valid."""
     ranks, name = list(range(world_size)), sharding if isinstance(sharding, str) else ""
     if name == "contiguous":
         return ranks

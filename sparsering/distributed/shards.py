@@ -84,7 +84,7 @@ def unshard(
 
 
 class _Gather(torch.autograd.Function):
-    """Gathers the shards of all ranks; backward sums the gradients and cuts this rank's part."""
+    """Autograd function of `unshard`; its backward sums gradients over ranks and cuts a shard."""
 
     @staticmethod
     def forward(
@@ -124,7 +124,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _cut(tensor: Tensor, dim: int, ranges: Ranges) -> Tensor:
-    """Returns the parts of a tensor in `ranges`, joined along `dim`."""
+    """Returns the tokens of a tensor that are in `ranges`, joined along `dim`."""
     parts = [tensor.narrow(dim, start, stop - start) for start, stop in ranges]
     return torch.cat(parts, dim) if parts else tensor.narrow(dim, 0, 0).clone()
 

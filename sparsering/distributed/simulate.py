@@ -112,14 +112,14 @@ def simulate_ring(
 
 
 def _device(query: Tensor, offload: bool) -> torch.device:
-    """Returns the device that computes."""
+    """Returns the device that computes: with `offload` a GPU, if the machine has one."""
     if offload and torch.accelerator.is_available():
         return torch.accelerator.current_accelerator() or query.device
     return query.device
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) of all ranks' queries; the arguments are those of `_SCHEMA`."""
+    """Computes (out, lse) of the whole sequence, rank by rank; arguments as in `_SCHEMA`."""
     shards, (query, key, value), _ = _begin(arguments)
     ranks = shards.ranks
     out = query.new_empty(*query.shape[:3], value.shape[3])
@@ -223,7 +223,7 @@ def _begin(
 
 
 def _result_tangents(shards: "_Shards", whole: Moving) -> tuple[Tensor, Tensor]:
-    """Computes the tangents of (out, lse) of all ranks' queries, in the dtype of sums."""
+    """Computes the tangents of (out, lse) of the whole sequence, rank by rank."""
     ranks = shards.ranks
     parts = [whole.mapped(partial(shards.cut, rank.rank)) for rank in ranks]
     rows = ranks[0].tangent_rows(whole if shards.hosts else whole.mapped(no_tokens))
@@ -240,7 +240,7 @@ def _result_tangents(shards: "_Shards", whole: Moving) -> tuple[Tensor, Tensor]:
 
 
 def _gradients(shards: "_Shards", whole: Saved, options: Options) -> list[Tensor | None]:
-    """Computes what `_backward` returns; if `whole` moves, the tangents of it."""
+    """Computes the list that `_backward` returns, or its tangents if `whole` has tangents."""
     query, key, value, *_ = whole
     distance_bias, sink = options["distance_bias"], options["sink"]
     ranks, plan = shards.ranks, shards.plan
@@ -290,7 +290,7 @@ def _gradients(shards: "_Shards", whole: Saved, options: Options) -> list[Tensor
 
 
 class _Shards:
-    """Cuts tensors of the whole sequence into shards of simulated ranks, on one device."""
+    """Cuts tensors of a whole sequence into the shards of simulated ranks, and writes them back."""
 
     def __init__(self, ranks: list[Rank], device: torch.device) -> None:
         self.ranks, self.plan, self.device = ranks, ranks[0].plan, device
@@ -298,7 +298,7 @@ class _Shards:
         self.hosts = {host for rank in ranks for host in self.plan.hosts_of(rank.rank)}
 
     def cut(self, rank: int, x: Tensor) -> Tensor:
-        """Returns a rank's tokens of a tensor."""
+        """Returns the tokens of `x` that a rank owns, on the device that computes."""
         return x[:, :, self.places[rank].to(x.device)].to(self.device)
 
     def of(self, rank: int, *tensors: Tensor) -> list[Tensor]:
@@ -324,12 +324,12 @@ class _Shards:
             yield room.to(self.device)
 
     def guests(self, host: int, travelling: Tensor) -> Tensor:
-        """Returns the rows of `travelling`, the whole sequence, that other ranks send to `host`."""
+        """Returns the rows of `travelling` (all tokens) that other ranks would send to `host`."""
         at = positions(self.plan.guests_of(host))
         return travelling[:, :, at.to(travelling.device)].to(self.device)
 
     def answers(self, rank: Rank, answers: dict[int, Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Yields (host, its results for rows of `rank`) in the order of real messages."""
+        """Yields (host, results of `rank`'s query rows there), in the order of real messages."""
         hosts = self.plan.hosts_of(rank.rank)
         for offset in (offset for offsets in self.plan.answer_rounds for offset in offsets):
             if (host := (rank.rank + offset) % self.plan.world_size) in hosts:

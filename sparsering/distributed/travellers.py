@@ -55,7 +55,7 @@ def choose_travellers(
     world: int,
     most: int,
 ) -> tuple[tuple[Traveller, ...], list[TokenRanges]]:
-    """Chooses query rows for which sending the rows moves clearly fewer bytes than fetching keys.
+    """Chooses query rows to send to the keys' owners, where that moves fewer bytes than the keys.
 
     A sent row moves about as many bytes per query head, forward and backward, as fetching one key
     token; forward alone up to twice as many.
@@ -94,7 +94,7 @@ def choose_travellers(
 def _relabelled(
     runs: TokenRanges, some: Tensor, home: list[int], world: int, length: int
 ) -> TokenRanges:
-    """Replaces the group of each set by the rank home[group], and unites sets of equal rank.
+    """Replaces the group of each set of keys by the rank that computes it, and unites equal ones.
 
     It keeps only progressions in `some` whose rank is not -1.
     """

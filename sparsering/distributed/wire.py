@@ -39,7 +39,7 @@ class Wire(NamedTuple):
         return self.columns(width, value_width) * self.element.itemsize
 
     def encode(self, rows: Tensor, width: int) -> Tensor:
-        """Encodes rows [n, D + Dv] to the tensor that is sent, [n, columns]; `width` is D."""
+        """Encodes rows [n, D + Dv] as the tensor [n, columns] that is sent; `width` is D."""
         if not self.scaled:
             return rows.to(self.numbers)
         parts = [_ROUNDED[self.numbers].rounded(x) for x in (rows[:, :width], rows[:, width:])]
@@ -47,7 +47,7 @@ class Wire(NamedTuple):
         return torch.cat((*numbers, *(scale.view(torch.uint8) for _, scale in parts)), 1)
 
     def decode(self, sent: Tensor, width: int, value_width: int) -> Tensor:
-        """Decodes sent rows to keys and values [n, D + Dv], up to the rounding of `encode`."""
+        """Decodes sent rows [n, columns] to keys and values [n, D + Dv], as rounded by `encode`."""
         if not self.scaled:
             return sent.to(self.dtype)
         key, value, *scales = (x.contiguous() for x in sent.split([width, value_width, 4, 4], 1))
