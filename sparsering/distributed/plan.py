@@ -195,7 +195,7 @@ class RingPlan:
 
     @once
     def tokens(self) -> Tensor:
-        """Number of (token, kv head) pairs to send, [receiver, sender], over all of `need_of`."""
+        """Number of (token, kv head) pairs to send, [receiver, sender], of all batch entries."""
         world = self.world_size
         sizes = [runs.sizes(world**2).view(world, world) for runs in self.needs]
         zeros = torch.zeros(world, world, dtype=torch.int64)
