@@ -233,8 +233,8 @@ DEFECTS = {
     "a denoising step is kept": (
         "caches",
         "decoding/kv_cache.py",
-        "        if keep:  # otherwise the new keys",
-        "        if True:  # otherwise the new keys",
+        "        if keep:  # without `keep`, the new keys",
+        "        if True:  # without `keep`, the new keys",
     ),
     "a draft holds the tensors of its caller": (
         "caches",
