@@ -215,7 +215,7 @@ def convert(model: nn.Module, *, zero_padding: str = "torchscale") -> list[str]:
 
 
 def _is_torchscales(module: nn.Module) -> bool:
-    """Whether a module is a torchscale `DilatedAttention`, by class name and attributes."""
+    """Whether a module is torchscale's `DilatedAttention`, by its class name and attributes."""
     if type(module).__name__ != "DilatedAttention" or type(module) is DilatedAttention:
         return False
     needed = "args embed_dim num_heads head_dim dropout q_proj k_proj v_proj out_proj inner_attn_ln"
@@ -247,7 +247,10 @@ _INTEGERS = re.compile(rf"\s*(?:\[{_LIST}\]|\({_LIST}\)|{_LIST})\s*")
 
 
 def integers(sizes: object, name: str) -> tuple[int, ...]:
-    """Reads ints from a sequence, an array, or text such as "[1024, 5792]", "[np.int64(1024)]"."""
+    """Reads ints from a sequence, an array, or text such as "[1024, 5792]".
+
+    Text is not executed.
+    """
     if isinstance(sizes, str) and len(sizes) <= 1000 and _INTEGERS.fullmatch(sizes):
         return tuple(int(x) for x in re.findall(r"(?<![\w.])\d+", sizes))
     sizes = sizes.tolist() if hasattr(sizes, "tolist") else sizes
@@ -262,7 +265,7 @@ def integers(sizes: object, name: str) -> tuple[int, ...]:
 
 
 class XPos(nn.Module):
-    """Holds the decay of xPos (rotary positions whose scores decay), under torchscale's names."""
+    """Buffers of xPos, rotary positions whose scores decay, named as in torchscale."""
 
     scale: Tensor  # [D / 2], the decay of each pair of channels over `scale_base` positions
 
@@ -318,7 +321,7 @@ class Multiway(nn.Module):
 
 
 def _multiway(args: Any, module: nn.Module) -> nn.Module:
-    """Returns `Multiway(module)` if torchscale's `args` ask for it, else the module."""
+    """Wraps a module in `Multiway` if torchscale's `args` ask for it."""
     return Multiway(module) if getattr(args, "multiway", False) else module
 
 
@@ -338,7 +341,7 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, embed_dim: int) -> 
 
 
 def _check_triangle(attn_mask: Tensor, length: int) -> bool:
-    """Returns True for the causal triangle; raises NotImplementedError for another mask."""
+    """Returns True if the mask is the causal triangle; NotImplementedError for another one."""
     later = torch.ones(length, length, dtype=torch.bool, device=attn_mask.device).triu(1)
     blocked = attn_mask if attn_mask.dtype == torch.bool else attn_mask == -torch.inf
     triangle = attn_mask.shape == later.shape and torch.equal(blocked, later)

@@ -64,7 +64,7 @@ def over_layouts(
     extras: frozenset[str],
     **more: Any,
 ) -> Backend:
-    """Returns a backend that computes each call over layouts; `more` has further fields of it."""
+    """Builds a `Backend` that runs calls over layouts; `more` are further fields, by name."""
     return Backend(
         reasons=reasons,
         run=partial(run_parts, forward),

@@ -137,7 +137,7 @@ def choose(
     options: Iterable[str] = (),
     pattern: Pattern | None = None,
 ) -> str:
-    """Returns the named backend, or the first default one that can run the call.
+    """Returns the name of the backend that runs a call: the named one, or the first that can.
 
     Args:
         tensors: query, key and value.
@@ -162,7 +162,7 @@ def choose(
 
 
 class _Mode(threading.local):
-    """The thread's setting of `batch_invariant`."""
+    """Whether this thread is inside `batch_invariant`."""
 
     is_batch_invariant = False
 
@@ -172,14 +172,17 @@ mode = _Mode()
 
 
 def form_for_mode(name: str) -> str:
-    """Returns the backend itself, or its batch-invariant form if this thread is in that mode."""
+    """Returns the backend, or its batch-invariant form if this thread is in that mode."""
     if not mode.is_batch_invariant:
         return name
     return next((form for form, its in BACKENDS.items() if its.form_of == name), name)
 
 
 def is_default(name: str) -> bool:
-    """True if a backend may be chosen by default; never triton if its interpreter would run."""
+    """Whether a call may choose this backend by itself.
+
+    Not triton while it would be interpreted.
+    """
     return not BACKENDS[name].only_named and not (name == "triton" and triton.interpreting())
 
 
@@ -189,7 +192,10 @@ def reasons_against(
     options: Iterable[str] = (),
     pattern: Pattern | None = None,
 ) -> list[str]:
-    """Returns why a backend cannot run a call, with arguments as in `choose`; [] if it can."""
+    """Returns why a backend cannot run a call, [] if it can.
+
+    The arguments are those of `choose`.
+    """
     backend, options = BACKENDS[name], tuple(options)
     own = backend.reasons
     if backend.list_reasons is not None and pattern is not None and "block_bias" not in options:
@@ -204,7 +210,7 @@ def reasons_against(
 
 
 def block_size_of(backend: str, pattern: Pattern, query: Tensor, frame: Frame) -> int:
-    """Returns the block size that `sparsering tune` measured for a pattern, else an estimate.
+    """Returns the block size for a call: what `sparsering tune` measured, else an estimate.
 
     A backend that adds up keys in steps (`keys_of_step`) gets one or two steps instead.
     """

@@ -14,7 +14,7 @@ Backward = Callable[[Problem, Tensor, Tensor, Tensor, Tensor], Gradients]
 
 
 class Part(NamedTuple):
-    """The problem of some batch entries of a call.
+    """A problem over some batch entries of a call; those with equal left padding go together.
 
     Keys at the front of these entries that a mask hides, such as left padding, are left out of it.
     """
@@ -24,7 +24,7 @@ class Part(NamedTuple):
     first: int = 0  # number of leading keys that are left out
 
     def of(self, x: Tensor) -> Tensor:
-        """Selects the part's batch entries from a tensor of the call, [B, ...]."""
+        """Selects the part's batch entries from a tensor [B, ...] of the whole call."""
         return x if self.entries is None else x[self.entries]
 
     def put(self, to: Tensor, part: Tensor) -> None:
@@ -40,7 +40,7 @@ class Part(NamedTuple):
 def run_parts(
     forward: Forward, call: Call, parts: Callable[[], Sequence[Part]]
 ) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) of a call by a backend over layouts, from those of its parts."""
+    """Computes (out, lse) of a call by running a backend on each of the call's parts."""
     found = parts()
     if len(found) == 1:
         return forward(found[0].problem)
@@ -56,7 +56,7 @@ def run_parts(
 def differentiate(
     backward: Backward, parts: Sequence[Part], results: Sequence[Tensor], *, learns_distances: bool
 ) -> Gradients:
-    """Computes a call's gradients from those of its parts; `results` is (out, lse, dout, dlse)."""
+    """Computes a call's gradients part by part; `results` are (out, lse) and their gradients."""
     grads: dict[str, Tensor] = {}
     for part in parts:
         problem = part.problem._replace(learns_distances=learns_distances)

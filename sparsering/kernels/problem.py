@@ -74,7 +74,7 @@ class Problem(NamedTuple):
 
     @property
     def in_use(self) -> set[str]:
-        """Names of the extras that the call uses, and `key_mask` if it has one."""
+        """Names of the optional tensors and numbers that are set, such as softcap or key_mask."""
         pairs = zip(_EXTRAS, _extras(self), strict=True)
         return {name for name, x in pairs if x is not None}
 
@@ -95,7 +95,7 @@ class Problem(NamedTuple):
         )
 
     def with_positive_scale(self) -> "Problem":
-        """Returns a problem with equal scores and a scale above 0, as softmax kernels need."""
+        """Returns a problem with equal scores but a scale above 0, which softmax kernels need."""
         if _is_zero(self.scale):  # in float32
             return self._replace(query=torch.zeros_like(self.query), scale=1.0)
         return self if self.scale > 0 else self._replace(query=-self.query, scale=-self.scale)
@@ -117,7 +117,7 @@ class Problem(NamedTuple):
         return self._replace(layout=replace(self.layout, passes=passes), first_bitmap_rows=())
 
     def of_lists(self) -> "Iterator[tuple[Lists, Problem]]":
-        """Yields each of the lists with the problem of its queries and its part of the block bias.
+        """Yields each `Lists` with a problem for its queries, and its part of the block bias.
 
         The block bias becomes [B, Hq, queries, slots]. Only `frame` of the problem's layout is
         valid.
@@ -137,7 +137,7 @@ class Problem(NamedTuple):
             yield lists, own
 
     def query_gradient(self, grad: Tensor) -> Tensor:
-        """Converts dQ of the problem that `with_positive_scale()` returns to dQ of this problem."""
+        """Converts dQ of `with_positive_scale()`, whose query may be negated, to dQ of this one."""
         if _is_zero(self.scale):
             return torch.zeros_like(grad)
         return grad if self.scale > 0 else -grad
@@ -148,7 +148,7 @@ _extras, _NOTHING = attrgetter(*_EXTRAS), {type(None)}
 
 
 def bias_gradient(of_lists: list[Tensor]) -> Tensor:
-    """Joins the bias gradients of lists, [B, Hq, queries, slots] each, as `Problem.lists` says."""
+    """Joins bias gradients of lists, [B, Hq, queries, slots] each, to that of `block_bias`."""
     return of_lists[0] if len(of_lists) == 1 else torch.cat([x.flatten(2) for x in of_lists], 2)
 
 
@@ -165,7 +165,7 @@ class Gradients(NamedTuple):
 
 
 class Tangents(NamedTuple):
-    """Directions in which a problem's tensors move; None for a tensor that stays."""
+    """Forward-mode tangents of a problem's tensors; None for a zero tangent."""
 
     query: Tensor | None = None
     key: Tensor | None = None
@@ -176,7 +176,7 @@ class Tangents(NamedTuple):
 
 
 class GradientRows(NamedTuple):
-    """Numbers of query rows that the gradients of their pairs need, and the tangents of these."""
+    """Values per query row from which pairs compute gradients, with the tangents of the values."""
 
     grad_out: Tensor  # [B, Hq, Nq, Dv]
     lse: Tensor  # [B, Hq, Nq]
@@ -187,7 +187,7 @@ class GradientRows(NamedTuple):
 
 
 class GradientTangents(NamedTuple):
-    """Tangents of a problem's gradients, and those of its results, in the dtype of sums."""
+    """Tangents of a problem's gradients, and of its out and lse, in the dtype of sums."""
 
     gradients: Gradients
     out: Tensor
@@ -210,7 +210,7 @@ def sink_gradient(sink: Tensor, lse: Tensor, delta: Tensor) -> Tensor:
 
 
 def as_sink(rows: Tensor, sink: Tensor) -> Tensor:
-    """Sums numbers of rows [B, Hq, Nq] to the shape of a sink, [B, Hq, Nq or 1]."""
+    """Sums values per row [B, Hq, Nq] to the shape of a sink, [B, Hq, Nq or 1]."""
     return (rows if sink.shape[2] == rows.shape[2] else rows.sum(2, keepdim=True)).to(sink.dtype)
 
 
@@ -253,7 +253,7 @@ def gradient_rows(
     moved: tuple[Tensor, Tensor],
     gradient_tangents: tuple[Tensor | None, Tensor | None],
 ) -> GradientRows:
-    """Returns the numbers of rows that the tangents of a call's gradients need.
+    """Returns the values per row that the tangents of a call's gradients need.
 
     Args:
         results: out, lse, and the gradients of both.

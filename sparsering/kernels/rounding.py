@@ -65,7 +65,7 @@ def to_store(rows: Tensor, store: Store) -> Tensor:
 
 
 def from_store(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the values of rows from `to_store`, in a dtype."""
+    """Converts rows of 8 bits [..., width + 4] back to numbers [..., width] of a dtype."""
     numbers, scale = rows[..., :-_SCALE], rows[..., -_SCALE:]
     scale = scale.clone(memory_format=torch.contiguous_format).view(torch.float32)  # aligns them
     form = next(x for x in FORMATS.values() if x.bytes == rows.dtype)
@@ -75,5 +75,5 @@ def from_store(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def is_in_store(rows: Tensor) -> bool:
-    """Whether rows are in 8 bits, as `to_store` makes them."""
+    """Whether rows are in an 8-bit format of `to_store`, by their dtype."""
     return any(rows.dtype == form.bytes for form in FORMATS.values())

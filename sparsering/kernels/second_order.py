@@ -27,7 +27,7 @@ GradientSums = Callable[[Problem, GradientRows, Tangents], Gradients]
 
 
 class SecondOrder(NamedTuple):
-    """Functions of a backend. Rows without keys, and keys that no row sees, move nothing."""
+    """Functions of a backend for forward-mode and second derivatives, over pairs of a problem."""
 
     # (problem, out, lse, tangents) -> the tangents of (out, lse), in the dtype of sums, if the
     # problem's tensors move by `tangents`
@@ -45,7 +45,7 @@ class SecondOrder(NamedTuple):
 
 
 def of_sums(tangent_sums: TangentSums, tangent_of_gradient_sums: GradientSums) -> SecondOrder:
-    """Returns all functions of a backend that has the sums."""
+    """Builds all four functions of a backend from its two that compute sums over keys."""
     return SecondOrder(
         tangent=partial(_tangent, tangent_sums),
         tangent_of_gradients=partial(_tangent_of_gradients, tangent_sums, tangent_of_gradient_sums),
@@ -55,7 +55,7 @@ def of_sums(tangent_sums: TangentSums, tangent_of_gradient_sums: GradientSums) -
 
 
 def over_tiles_and_lists(tiles: SecondOrder, lists: SecondOrder) -> SecondOrder:
-    """Returns functions that compute tiles by one backend, and lists of single keys by another."""
+    """Builds functions that compute tiles with one backend, and lists of keys with another."""
     joined = of_sums(
         partial(_joined_tangent_sums, tiles, lists), partial(_joined_gradient_sums, tiles, lists)
     )
@@ -129,7 +129,7 @@ def _joined_gradient_sums(
 def _parts(
     tiles: SecondOrder, lists: SecondOrder, problem: Problem, tangents: Tangents
 ) -> list[tuple[SecondOrder, Problem, Tangents]]:
-    """Returns each backend with its part of a problem, and how the part's tensors move."""
+    """Returns (backend, problem, tangents) of the part with lists and of the part with tiles."""
     if not problem.lists:
         return [(tiles, problem, tangents)]
     problem = problem.from_bitmap_row_0()

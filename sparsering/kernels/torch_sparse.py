@@ -50,7 +50,7 @@ class Pairs(NamedTuple):
     stream: Tensor  # [n] index of the query's dropout seed
 
     def without(self, hidden: Tensor) -> "Pairs":
-        """Returns the pairs that are not `hidden` [n]."""
+        """Returns the pairs where `hidden` [n] is False."""
         return Pairs(*(x[~hidden] for x in self))
 
 
@@ -206,7 +206,7 @@ def _pairs(layout: BlockLayout, p: Pass, b: int, h: int, mask: Tensor | None) ->
 def _scores(
     problem: Problem, p: Pass, b: int, h: int, pairs: Pairs, q: Tensor, k: Tensor
 ) -> PairScores:
-    """Computes the scores of a head's pairs; leaves out the pairs whose bias is -inf."""
+    """Computes the scores of a head's pairs [n]; pairs with a bias of -inf are left out."""
     bias = None
     if problem.block_bias is not None:
         bias = problem.block_bias[b, h].to(q.dtype)[pairs.entry]
@@ -229,7 +229,7 @@ def _scores(
 
 
 def _rows(problem: Problem, b: int, h: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns one head's query [Nq, D], key [Nk, D] and value [Nk, Dv], in the dtype of sums."""
+    """Returns (query [Nq, D], key [Nk, D], value [Nk, Dv]) of one head, in the dtype of sums."""
     dtype, kv = sum_dtype(problem.query), h // problem.group
     rows = problem.query[b, h], problem.key[b, kv], problem.value[b, kv]
     q, k, v = (x.to(dtype).contiguous() for x in rows)
@@ -237,7 +237,7 @@ def _rows(problem: Problem, b: int, h: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _product_at(pairs: Pairs, left: Tensor, right: Tensor) -> Tensor:
-    """Returns the dot product `left[query] . right[key]` of each pair, [n]."""
+    """Returns the dot product of `left[query]` and `right[key]` for each pair: [n]."""
     zeros = left.new_zeros(len(pairs.query))
     if not left.shape[1]:
         return zeros
@@ -246,7 +246,7 @@ def _product_at(pairs: Pairs, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _matrix(first: Tensor, columns: Tensor, values: Tensor, width: int) -> Tensor:
-    """Builds a sparse matrix [rows, width]; row r has the items from `first[r]` to the next row."""
+    """Builds a CSR matrix [rows, width]; row r has the items first[r] to first[r + 1] - 1."""
     _take_warning()
     size = len(first) - 1, width
     return torch.sparse_csr_tensor(first, columns, values, size=size, check_invariants=False)
@@ -254,7 +254,7 @@ def _matrix(first: Tensor, columns: Tensor, values: Tensor, width: int) -> Tenso
 
 @cache
 def _take_warning() -> None:
-    """Triggers and hides torch's warnings about CSR tensors, which come once per process."""
+    """Triggers torch's one-time warnings about CSR tensors while they are hidden."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Sparse (CSR tensor support is|invariant checks are)")
         none = torch.zeros(0, dtype=torch.int64)
@@ -262,10 +262,10 @@ def _take_warning() -> None:
 
 
 def _edges(ascending: Tensor, rows: int) -> Tensor:
-    """Returns [rows + 1] indices: where the items of each row begin in a sorted list of rows."""
+    """Returns where each row's items begin in a sorted list of row indices: [rows + 1]."""
     return torch.searchsorted(ascending, torch.arange(rows + 1, device=ascending.device))
 
 
 def _by_query(values: Tensor, first: Tensor, reduction: str, none: float) -> Tensor:
-    """Reduces the values of each query's pairs in a fixed order; `none` for no pairs."""
+    """Reduces values of pairs [n] to one per query, in a fixed order; `none` without pairs."""
     return torch.segment_reduce(values, reduction, offsets=first, axis=0, initial=none)

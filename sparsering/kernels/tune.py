@@ -100,7 +100,7 @@ def _forward_and_backward(kernel: ModuleType, problem: Problem, grad: Tensor) ->
 def _choose_configs(
     problem: Problem, grad: Tensor, chosen: dict[str, Config], turns: "_Turns"
 ) -> None:
-    """Finds the fastest config of each Triton kernel for one block size; adds it to `chosen`."""
+    """Finds the fastest config of each Triton kernel at one block size, and adds it to `chosen`."""
     query, size = problem.query, problem.layout.block_size
     out, lse = triton.forward(problem)
     no_grad = torch.zeros_like(lse)
@@ -121,7 +121,7 @@ def _choose_configs(
 
 @dataclass
 class _Turns:
-    """Times the candidates of one choice after another, and shows the progress."""
+    """Measures several choices one after another (block sizes, configs) and shows progress."""
 
     device: torch.device
     work: Progress

@@ -13,7 +13,7 @@ from ..patterns.positions import Documents, Lengths
 def documents_by_length(
     documents: Lengths | None, valid: Tensor | None, shape: tuple[int, int], device: torch.device
 ) -> list[Tensor]:
-    """Returns the tokens of each document, stacked for all documents of one length.
+    """Returns, for each length of document, the token indices of all such documents, [n, length].
 
     Args:
         documents: lengths as for `Documents`; None for one document in each batch entry.

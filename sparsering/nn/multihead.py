@@ -112,7 +112,7 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
         self.sharding, self.group = sharding, group
 
     def _set_pattern(self, pattern: Pattern, scale: float | None) -> None:
-        """Sets what torch's module lacks, in a new module and in one that `convert` copies."""
+        """Sets what torch's module does not have, for the constructor and for `convert`."""
         checks.check_pattern(pattern)
         self.pattern = pattern
         self.scale = None if scale is None else checks.checked_scale(scale, torch.empty(1))
@@ -177,7 +177,7 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
         nested: bool,
         ranks: CallRanks | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Computes `forward`; `nested` tells nested tensors, `ranks` a call that ranks share."""
+        """Implements `forward`: pads `nested` inputs; `ranks` share the call if not None."""
         if not nested:
             for name, x in (("query", query), ("key", key), ("value", value)):
                 checks.check_tensor(name, x, "[batch, tokens, width]")
@@ -226,7 +226,7 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
     def _attend(
         self, inputs: Sequence[Tensor], pattern: Pattern, bias: Tensor | None, need_weights: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Projects the inputs [B, N, width], attends, and projects back.
+        """Projects [B, N, width] to heads, attends, and projects back: (output, weights or None).
 
         `bias` is added to the scores; it broadcasts to [B, H, L, S]. Returns the output [B, L, E]
         and, with `need_weights`, the weights [B, H, L, S + extra keys].
@@ -288,7 +288,7 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
     def _attend_densely(
         self, *inputs: Tensor, pattern: Pattern, bias: Tensor | None, extra_keys: int
     ) -> tuple[Tensor, Tensor]:
-        """Returns dense attention [B, H, Nq, D] and its weights [B, H, Nq, Nk] after dropout.
+        """Computes attention over all pairs: (out [B, H, Nq, D], weights [B, H, Nq, Nk]).
 
         All queries see the last `extra_keys` of the Nk keys. The pattern and the bias, which
         broadcasts to [B, H, Nq, Nk - extra_keys], are about the keys before them.
@@ -339,7 +339,7 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
     def _masked(
         self, pattern: Pattern, sizes: Sequence[int], padding: Tensor | None, mask: Tensor | None
     ) -> tuple[Pattern, Tensor | None]:
-        """Turns masks into a pattern, if they only hide pairs, or else into a bias of the scores.
+        """Adds bool-like masks to the pattern; other float masks become a bias of the scores.
 
         Args:
             sizes: batch, queries, keys.
@@ -407,7 +407,7 @@ def convert(module: nn.Module, pattern: Pattern) -> list[str]:
 
 
 def _converted(module: nn.MultiheadAttention, pattern: Pattern) -> MultiheadAttention:
-    """Returns a module of this class that shares the parameters and hooks of torch's module."""
+    """Returns a module of this class with the same parameters and hooks as torch's module."""
     converted = MultiheadAttention.__new__(MultiheadAttention)
     for name, x in vars(module).items():
         vars(converted)[name] = copy.copy(x) if isinstance(x, dict | set) else x
@@ -416,11 +416,11 @@ def _converted(module: nn.MultiheadAttention, pattern: Pattern) -> MultiheadAtte
 
 
 def _called(module: nn.Module, inputs: Any) -> None:  # do not rename: pickled modules refer to it
-    """Does nothing; torch's fused layers do not bypass a module that has a forward hook."""
+    """Does nothing: torch's fused layers skip our forward unless the module has a hook."""
 
 
 def _nested_like(query: Tensor, out: Tensor) -> Tensor:
-    """Converts a padded output to a nested tensor with the query's lengths and layout."""
+    """Converts a padded result [B, N, E] to a nested tensor with the lengths of `query`."""
     rows = [x[: len(entry)] for x, entry in zip(out, query.unbind(), strict=True)]
     if query.layout is torch.jagged:
         offsets = cast(Any, query).offsets()
@@ -429,13 +429,13 @@ def _nested_like(query: Tensor, out: Tensor) -> Tensor:
 
 
 def _each(change: Callable[[Tensor], Tensor], *tensors: Tensor) -> list[Tensor]:
-    """Applies `change` to tensors, only once to a tensor that is passed several times."""
+    """Applies `change` to each tensor, but once only if query, key and value are one tensor."""
     changed = {id(x): change(x) for x in tensors}
     return [changed[id(x)] for x in tensors]
 
 
 def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
-    """Raises ValueError unless a mask is bool or floating point, and has one of the shapes."""
+    """Raises ValueError unless a mask has one of the shapes and is bool or floating point."""
     checks.check_tensor(name, mask, "of bools, or floats that are added to scores")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise ValueError(
@@ -451,7 +451,7 @@ def _check_mask(name: str, mask: Tensor, shapes: list[tuple[int, ...]]) -> None:
 
 
 def _allowed(mask: Tensor) -> Tensor | None:
-    """Returns a bool mask, True for pairs that attend; None if `mask` must be added to scores."""
+    """Returns a mask as bool, True for pairs that attend; None if it adds numbers to scores."""
     if mask.dtype == torch.bool:
         return ~mask
     blocked = mask == -torch.inf

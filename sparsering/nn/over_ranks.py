@@ -21,7 +21,7 @@ from ..patterns.keys import KeyMask
 
 
 class OverRanks:
-    """Gives a module the attributes `sharding` and `group`; copies of the module lose the group."""
+    """Base of modules whose calls ranks can share; adds `sharding` and `group`."""
 
     _group: Any = None
     sharding = "contiguous"
@@ -44,7 +44,7 @@ class OverRanks:
         return vars(self) | ({} if self._group is None else {"_group": False})
 
     def _ranks(self, like: object, **refused: bool) -> "CallRanks | None":
-        """Returns the ranks that share a call, or None for one process.
+        """Returns the ranks that share this call; None if one process computes it alone.
 
         `refused` says for each option that ranks cannot share whether the call uses it; with a
         group, an option in use raises NotImplementedError.
@@ -55,13 +55,13 @@ class OverRanks:
 
 
 def refusal(what: str) -> NotImplementedError:
-    """Builds the error for arguments that ranks cannot share."""
+    """Builds the error for an argument that a module cannot take over ranks."""
     way_out = "leave it out, or set module.group = None and pass the whole sequence"
     return NotImplementedError(f"over ranks, a module does not take {what}; {way_out}")
 
 
 class CallRanks(contextlib.AbstractContextManager["CallRanks"]):
-    """The ranks that share a call of a module.
+    """The ranks that share one call of a module; a context, so that errors reach all of them.
 
     As a context it tells the other ranks if this rank raises before they agree on the call, so that
     they do not wait for it.
@@ -80,7 +80,7 @@ class CallRanks(contextlib.AbstractContextManager["CallRanks"]):
     def attend(
         self, *inputs: Tensor, pattern: Pattern, valid: Tensor | None, **options: Any
     ) -> Tensor:
-        """Computes attention [B, H, n, Dv] for this rank's n queries, over the keys of all ranks.
+        """Computes attention [B, H, n, Dv] of this rank's n queries over all ranks' keys.
 
         `valid` is bool [B, m] for the rank's own m keys, False for hidden ones. If there are fewer
         queries than keys, or fewer keys, these move to the ranks that own equal positions of the
@@ -115,7 +115,7 @@ class CallRanks(contextlib.AbstractContextManager["CallRanks"]):
 
     @torch.compiler.disable
     def attend_to_all_keys(self, *inputs: Tensor, step: int, options: str, attend: Any) -> Any:
-        """Gathers all keys and values, and attends from each range of this rank's queries.
+        """Gathers all ranks' keys and values, then attends from each range of own queries.
 
         It calls `attend(queries, all keys, all values, start)` for each range that begins at
         position `start`, and joins each of the results [B, H, n, D] over the ranges.
@@ -144,7 +144,7 @@ class CallRanks(contextlib.AbstractContextManager["CallRanks"]):
 
 
 class _Moved(torch.autograd.Function):
-    """Moves rows of x [B, H, n, D] from the ranks that own their positions to new owners.
+    """Autograd function that sends rows of x [B, H, n, D] to the ranks that need them.
 
     `options` are the exchange, and the ranges that each rank owns before (source) and after
     (target). A position that only a target has gets a row of 0. Gradients move back.

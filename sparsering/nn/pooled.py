@@ -38,7 +38,7 @@ def pooled_scores(
     causal: bool,
     q_start: int = 0,
 ) -> Tensor:
-    """Returns scores [B, Hkv, R, Nb] of Nb blocks of keys for R rows (`query_block` queries each).
+    """Scores Nb key blocks by attention to pooled keys, for R rows of queries: [B, Hkv, R, Nb].
 
     `score[r, b] = log sum_i sum_c p_i[c] shared(c, b) / size`: i runs over the queries of row r in
     all query heads of the kv head, p_i[c] is the attention weight from query i to pooled key c, and

@@ -302,7 +302,7 @@ class SelectedAttention(OverRanks, nn.Module):
         documents: Lengths | None,
         valid: Tensor | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Computes `forward`; `ranks` are set if ranks share the call."""
+        """Implements `forward`; `ranks` is not None if ranks share the sequence."""
         check_tensor("x", x, f"[batch, tokens, {self.q_proj.in_features}]")
         wanted = x.dim() == 3 and x.shape[2] == self.q_proj.in_features
         if not wanted or not x.is_floating_point():
@@ -343,7 +343,7 @@ class SelectedAttention(OverRanks, nn.Module):
     def _branches(
         self, query: Tensor, key: Tensor, value: Tensor, start: int, return_loss: bool = False
     ) -> list[Any]:
-        """Computes the output [B, H, n, D] of each branch, and the loss (or None) as last item.
+        """Computes the branches' outputs [B, H, n, D], and last the scorer's loss or None.
 
         Keys and values are of the whole sequence; `start` is the position of the first query.
         """
@@ -373,7 +373,7 @@ class SelectedAttention(OverRanks, nn.Module):
     def _of_documents(
         self, parts: list[Tensor], query: Tensor, key: Tensor, value: Tensor, return_loss: bool
     ) -> tuple[list[Tensor], Tensor | None]:
-        """Computes the branches for each document alone; tokens in no document get 0.
+        """Computes the branches for each document alone; padding gets zeros.
 
         Args:
             parts: for each length n, int64 [documents, n]: indices of their tokens in [B * N].
@@ -401,7 +401,7 @@ class SelectedAttention(OverRanks, nn.Module):
         return back, sum(losses, query.new_zeros(())) / max(1, rows)
 
     def _of_windows(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends from pooled queries to pooled keys, and gives each token its window's output.
+        """Attends from pooled queries to pooled keys; each token gets its window's output.
 
         query is [B, H, N, D], key and value are pooled: [B, Hkv, windows, D]. Returns [B, H, N, D].
         """
@@ -414,7 +414,7 @@ class SelectedAttention(OverRanks, nn.Module):
         return pad(out, (0, 0, 1, 0))[:, :, window.clamp(-1, out.shape[2] - 1) + 1]
 
     def is_dense(self, length: int) -> bool:
-        """Whether a sequence of `length` tokens attends to everything, without choosing blocks."""
+        """Whether all `length` tokens attend to each other, because the sequence is short."""
         short = self.dense_below is not None and length < self.dense_below
         return short or length <= self.k * self.block_size
 
@@ -450,7 +450,7 @@ class SelectedAttention(OverRanks, nn.Module):
     def _attend_selected(
         self, query: Tensor, key: Tensor, value: Tensor, start: int, with_loss: bool
     ) -> tuple[Tensor, Tensor | None]:
-        """Attends to chosen blocks: [B, H, n, D], and the scorer's loss if it is wanted."""
+        """Attends to chosen blocks: output [B, H, n, D], and the scorer's loss or None."""
         with torch.set_grad_enabled(torch.is_grad_enabled() and with_loss):
             scores = self.scores(query, key, start)
         indices = self._select(scores, start)
@@ -465,7 +465,7 @@ class SelectedAttention(OverRanks, nn.Module):
         return out, selection_loss(scores, block_mass(query, key, pattern, lse), indices)
 
     def _gated_sum(self, x: Tensor, branches: list[Tensor]) -> Tensor:
-        """Sums the attention branches [B, H, N, D], each times its gate, which depends on x."""
+        """Sums the branches' outputs [B, H, N, D], each times a gate computed from x."""
         if self.gate_proj is None:
             return branches[0]
         gates = self.gate_proj(x).unflatten(2, (self.num_heads, -1)).transpose(1, 2)
@@ -479,7 +479,7 @@ class SelectedAttention(OverRanks, nn.Module):
 
 
 def _checked_pooling(pooled: Sequence[int]) -> tuple[int, int]:
-    """Returns (size, stride) as ints; raises ValueError unless 1 <= stride <= size."""
+    """Returns (window size, stride) of pooling; ValueError unless 1 <= stride <= size."""
     if not isinstance(pooled, Sequence) or len(pooled) != 2:
         raise ValueError(
             f"pooled must be (size, stride) in tokens, got {shortened(repr(pooled))}; NSA has "

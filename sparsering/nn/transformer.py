@@ -13,7 +13,7 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def checked_heads(embed_dim: int, num_heads: int) -> tuple[int, int]:
-    """Returns both arguments as ints; TypeError or ValueError if one is invalid."""
+    """Returns (embed_dim, num_heads) as ints; an error if one is invalid or they do not divide."""
     embed_dim = checked_integer("embed_dim", embed_dim, 1)
     num_heads = checked_integer("num_heads", num_heads, 1)
     if embed_dim % num_heads:
@@ -94,7 +94,7 @@ def rotary_table(
 
 
 def check_rope(rope: object, tokens: int, head_dim: int) -> None:
-    """Raises ValueError unless `rope` is cosine and sine, each [N, D / 2]."""
+    """Raises ValueError unless `rope` is (cosine, sine), each [N, D / 2]."""
     pair = rope if isinstance(rope, tuple | list) else ()
     shapes = [tuple(x.shape) for x in pair if isinstance(x, Tensor) and x.is_floating_point()]
     if len(pair) != 2 or shapes != [(tokens, head_dim // 2)] * 2:

@@ -16,7 +16,7 @@ ZERO_PADDINGS = ("exact", "torchscale")
 
 
 def checked_padding(zero_padding: str) -> str:
-    """Returns the argument; raises ValueError unless it is one of `ZERO_PADDINGS`."""
+    """Returns `zero_padding`; ValueError unless it is "exact" or "torchscale"."""
     if zero_padding not in ZERO_PADDINGS:
         raise ValueError(
             f'zero_padding must be "exact" or "torchscale", got {shortened(repr(zero_padding))}; '
@@ -26,7 +26,7 @@ def checked_padding(zero_padding: str) -> str:
 
 
 def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Tensor | None:
-    """Returns a sink [1, H, N], the log of each query's number of zero keys; None if all are 0.
+    """Returns the zero keys of each query as a sink, log of their number [1, H, N]; None if none.
 
     torchscale pads the last segment to full length, and each segment to a multiple of the rate. A
     query sees those zero keys of its segment whose index has the same remainder modulo the rate.
@@ -45,7 +45,7 @@ def zero_sink(pattern: Pattern, num_heads: int, length: int, like: Tensor) -> Te
 
 
 def _last_segment(branch: Pattern, length: int) -> tuple[int, int, int]:
-    """Returns (segment length, start of the last segment, dilation rate) of a `Dilated` pattern."""
+    """Returns (segment length, start of the last segment, dilation rate) of one LongNet branch."""
     assert isinstance(branch, Dilated)
     segment = min(branch.segment_length, length)
     return segment, (length - 1) // segment * segment, branch.dilation_rate
@@ -54,7 +54,7 @@ def _last_segment(branch: Pattern, length: int) -> tuple[int, int, int]:
 def check_reproducible(
     pattern: Pattern, first: int, length: int, is_causal: bool, key_padding_mask: Tensor | None
 ) -> None:
-    """Raises ValueError if torchscale's results are wrong, or would change with later tokens.
+    """Raises ValueError if torchscale's own result is wrong, or depends on later tokens.
 
     `first` is the number of earlier tokens in an incremental step; `length` counts these too.
     """

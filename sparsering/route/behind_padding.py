@@ -21,7 +21,7 @@ _BY_PLACE = {"block_bias", "slot_bias", "dropout_p"}  # options that depend on a
 
 
 def parts_of(call: Call, backend: str, parts: Parts | None = None) -> tuple[Part, ...]:
-    """Splits a call into parts, one for each number of leading hidden keys; often only one.
+    """Splits a call into problems, so that padded rows get the bits of the rows alone.
 
     `parts` are those of the call's pattern, if they are known.
     """
@@ -33,7 +33,7 @@ def parts_of(call: Call, backend: str, parts: Parts | None = None) -> tuple[Part
 
 
 def _without_padding(call: Call, parts: Parts) -> tuple[Part, ...]:
-    """Returns the parts of a call without leading hidden keys; () if there are none to leave out.
+    """Returns a part for each number of leading hidden keys; () if there are none to leave out.
 
     That needs a mask of keys, and a pattern and options that depend on distances alone.
     """

@@ -35,7 +35,7 @@ LayoutKey = tuple[Pattern, Frame, int, torch.device]
 
 
 class Parts(NamedTuple):
-    """A call's pattern, taken apart by how its pairs are computed."""
+    """A pattern, divided into what tiles, a key mask and lists of keys compute."""
 
     layout_key: LayoutKey  # what a layout of tiles is built from
     key_masks: KeyMasks = ()  # keys that no query sees, for the backend as data
@@ -76,7 +76,7 @@ def decided(
     options: Mapping[str, Any],
     in_cache: bool = False,
 ) -> tuple[Call, Decision]:
-    """Returns a checked call and how it runs; checks the first call of each kind in full.
+    """Returns a checked call and how it runs; later calls of the same kind skip most checks.
 
     `options` are those besides `choices`, {} if none is in use; they are checked in each call.
     `in_cache` is True if the inputs are only new tokens of a cache: the decision then has no parts.
@@ -126,7 +126,7 @@ _MOST_PARTS = 8  # a pattern keeps its parts for so many kinds of calls
 
 
 def parts_of_call(call: Call, backend: str) -> Parts:
-    """Returns the parts of a call's pattern; the pattern keeps them for later calls.
+    """Returns the parts of a call's pattern; they are stored in the pattern for later calls.
 
     Raises: ValueError if the pattern is for other lengths, heads or batch entries.
     """
@@ -145,7 +145,7 @@ def parts_of_call(call: Call, backend: str) -> Parts:
 
 
 class _KeptParts(NamedTuple):
-    """Parts that a pattern keeps, without a reference to the pattern itself.
+    """Parts stored in a pattern, without the pattern itself, which could not be freed otherwise.
 
     A pattern that refers to itself would live until a garbage collection, with its tensors.
     """
@@ -166,13 +166,13 @@ class _KeptParts(NamedTuple):
 
 
 def _holds(parts: Parts, pattern: Pattern) -> bool:
-    """Whether a pattern itself is one of its parts, for example its own tiles."""
+    """Whether the pattern itself is among its parts, such as a mask that tiles compute whole."""
     listed = [x.selection for of_branch in parts.sources for x in of_branch]
     return any(x is pattern for x in (parts.layout_key[0], *parts.key_masks, *listed))
 
 
 def _exchanged(parts: Parts, old: Any, new: Any) -> Parts:
-    """Returns parts in which pattern `new` replaces `old`, wherever `old` itself is a part."""
+    """Returns parts with pattern `new` wherever `old` itself is one of them."""
     tiles, frame, size, device = parts.layout_key
     sources = parts.sources
     if sources:
@@ -190,7 +190,7 @@ def _exchanged(parts: Parts, old: Any, new: Any) -> Parts:
 
 
 def _taken_apart(call: Call, backend: str, in_tiles: bool) -> Parts:
-    """Takes a call's pattern apart: tiles, key masks, and selections whose keys are listed.
+    """Divides a call's pattern into what tiles, a key mask and lists of keys compute.
 
     Key masks are data of the backend, so a new mask needs no new layout. A block bias has a number
     for each visited block of the whole pattern, so with it the tiles keep all pairs.
@@ -216,7 +216,10 @@ def _taken_apart(call: Call, backend: str, in_tiles: bool) -> Parts:
 def _kind(
     inputs: Inputs, pattern: object, choices: Choices, options: Mapping[str, Any], in_cache: bool
 ) -> tuple[Any, ...] | None:
-    """Returns the key of a call's decision in the cache; None if no other call can share it."""
+    """Returns a key under which `decided` finds a call's decision.
+
+    None if calls cannot share it.
+    """
     types = tuple(map(type, choices))
     if not isinstance(pattern, Pattern) or not _COMPARED.issuperset(types):
         return None
@@ -243,7 +246,7 @@ _COMPARED = frozenset((type(None), int, float, str))  # other types in `choices`
 
 
 def checked_call(inputs: Inputs, pattern: Pattern, **options: Any) -> Call:
-    """Checks the arguments of `attention`; returns the call.
+    """Checks the arguments of `attention` and fills in defaults; returns a `Call`.
 
     Raises: ValueError for a wrong shape, dtype or number, TypeError for a wrong kind.
     """

@@ -82,7 +82,7 @@ def differentiable(
 
 
 class _Operators:
-    """The four operators of a call, and the autograd.Functions that join them.
+    """The four operators of one call, and the functions that connect them for autograd.
 
     `inputs` are the arguments of the schema. Saved tensors are those of the inputs that get
     gradients, then those of an operator's own, then `tensors`.
@@ -126,7 +126,7 @@ class _Operators:
         self.recorded = self._recorded()
 
     def attend(self, inputs: Sequence[Any]) -> tuple[Tensor, Tensor]:
-        """Returns (out, lse), by the operator if more than autograd observes the call."""
+        """Returns (out, lse); runs an operator only if more than autograd observes the call."""
         seen = observed(*inputs, *inputs[self.count]) or has_tangent(*inputs)
         out, lse = (self.attention.op if seen else self.recorded)(*inputs)
         return out, lse
@@ -202,31 +202,31 @@ class _Operators:
         return (*self._by_input(found, wanted, inputs), None, None, *moved)
 
     def _keep(self, ctx: Any, inputs: Sequence[Any], own: Sequence[Tensor | None]) -> None:
-        """Saves the arguments of a call, and tensors of an operator's own."""
+        """Saves an operator's arguments, and the tensors `own` besides, for its backward."""
         ctx.values = inputs[self.count + 1 : self.length]
         saved = *inputs[: self.count], *own, *inputs[self.count]
         ctx.save_for_backward(*saved)
 
     def _kept(self, ctx: Any, own: int) -> tuple[list[Any], Sequence[Any]]:
-        """Returns the arguments of a call and `own` further tensors, as `_keep` saved them."""
+        """Returns what `_keep` saved: the arguments of the call, and `own` more tensors."""
         saved = ctx.saved_tensors  # read once only: checkpointing frees it after one read
         end = self.count + own
         return [*saved[: self.count], [*saved[end:]], *ctx.values], saved[self.count : end]
 
     def _wanted(self, needs: Sequence[bool], inputs: Sequence[Any]) -> list[bool]:
-        """Says which of the tensors before `tensors` need a gradient."""
+        """Returns, for each tensor before `tensors`, whether autograd needs its gradient."""
         pairs = zip(needs[: self.count], inputs[: self.count], strict=True)
         return [need and x is not None and x.is_floating_point() for need, x in pairs]
 
     def _by_input(
         self, grads: Sequence[Any], wanted: Sequence[bool], inputs: Sequence[Any]
     ) -> tuple[Any, ...]:
-        """Returns a gradient for each argument of a call; None where none is wanted."""
+        """Returns one gradient for each argument of the call, None where none is wanted."""
         own = [x if want else None for x, want in zip(grads, wanted, strict=True)]
         return (*own, *(None for _ in inputs[self.count :]))
 
     def _recorded(self) -> Callable[..., tuple[Tensor, Tensor]]:
-        """Returns a Function for calls that autograd alone observes; it is the fastest."""
+        """Returns an autograd.Function for calls that only autograd observes: the fastest way."""
         operators = self
 
         class Unobserved(Function):
@@ -256,7 +256,7 @@ class _Operators:
 
 
 class _Operator:
-    """An operator of torch.library, and the function that it runs."""
+    """One torch.library operator, and the Python function that it runs."""
 
     def __init__(
         self, name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]
@@ -337,7 +337,7 @@ class _Operator:
         )
 
     def run(self, *arguments: Any) -> Any:
-        """Runs the function, or the operator if its results may be differentiated or observed."""
+        """Runs the function, or the operator if autograd, forward mode or a mode is active."""
         lists = (x for x in arguments if isinstance(x, list))
         seen = is_recorded(*arguments) or has_tangent(*arguments) or is_batch(*arguments)
         seen = seen or observed(*arguments, *(x for each in lists for x in each))
@@ -345,7 +345,7 @@ class _Operator:
 
 
 def _may_move() -> bool:
-    """False inside a transform of torch.func other than jvp, whose tensors have no tangents."""
+    """Whether tensors may have forward-mode tangents here, as not inside grad or vmap."""
     if not torch._C._are_functorch_transforms_active():
         return True
     functorch = torch._C._functorch
@@ -354,7 +354,7 @@ def _may_move() -> bool:
 
 
 def _dual(x: Any) -> tuple[Any, Tensor | None]:
-    """Returns (value, tangent or None) of an argument of an operator."""
+    """Splits an argument into (value, forward-mode tangent); None if it has no tangent."""
     if not isinstance(x, Tensor) or not x.is_floating_point():
         return x, None
     primal, tangent = torch._VF._unpack_dual(x, level=0)
@@ -367,7 +367,7 @@ def _fake_results(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[T
 
 
 def _only_wanted(function: Callable[..., Sequence[Tensor | None]], *arguments: Any) -> list[Tensor]:
-    """Runs a function whose results may be None; those that are not wanted become empty tensors."""
+    """Runs a derivative; returns empty tensors for gradients that are None or not wanted."""
     empty, wanted = arguments[0].new_empty, arguments[-1]
     found = [*function(*arguments)]
     wanted = [*wanted, *[True] * (len(found) - len(wanted))]
@@ -380,13 +380,13 @@ def _refuse(*_: object) -> Any:
 
 
 def _filled(grads: Sequence[Tensor | None], results: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the gradients of results, with zeros for those that autograd leaves out."""
+    """Returns gradients of results; autograd passes None for some, which become zeros."""
     pairs = zip(grads, results, strict=True)
     return [torch.zeros_like(x) if grad is None else grad for grad, x in pairs]
 
 
 def _constant(results: Sequence[Tensor]) -> list[Tensor]:
-    """Detaches (out, lse), so that autograd runs no backward of the call for them, with zeros.
+    """Detaches (out, lse), so that autograd does not run the call's backward for zeros.
 
     The operators that take them have derivatives by the tensors of the call alone.
     """
@@ -394,12 +394,12 @@ def _constant(results: Sequence[Tensor]) -> list[Tensor]:
 
 
 def is_recorded(*values: object) -> bool:
-    """True if autograd records one of the tensors."""
+    """Whether autograd records the call: gradients are on, and a tensor requires them."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in values if isinstance(x, Tensor))
 
 
 def is_batch(*values: object) -> bool:
-    """True if a tensor is torch's stand-in for a batch of gradients (`is_grads_batched`)."""
+    """Whether a tensor stands for a batch of gradients, as with `is_grads_batched=True`."""
     tensors = (x for x in values if isinstance(x, Tensor))
     return any(map(torch._C._functorch.is_legacy_batchedtensor, tensors))
 
@@ -407,7 +407,7 @@ def is_batch(*values: object) -> bool:
 def for_each_gradient(
     run: Callable[..., Any], inputs: Sequence[Any], mapped: Callable[..., Any] | None = None
 ) -> list[Any]:
-    """Runs a backward on a batch of gradients (`is_batch`), for which torch has no hook.
+    """Runs a backward function on a batch of gradients (see `is_batch`), which torch cannot.
 
     `mapped` is a vmap rule (run, size, in_dims, inputs) -> (results, out_dims) that replaces the
     default, a loop over the batch.
@@ -431,7 +431,10 @@ def for_each_gradient(
 def _looped(
     run: Callable[..., Any], size: int, in_dims: Sequence[Any], inputs: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Implements vmap by a loop over `size` rows; returns (results, mapped dim or None of each)."""
+    """Runs `run` for each of `size` items of the mapped dims.
+
+    Returns (stacked results, their dims).
+    """
     pairs = list(zip(inputs, in_dims, strict=True))
     rows = ((x.select(d, i) if isinstance(d, int) else x for x, d in pairs) for i in range(size))
     parts = list(zip(*(run(*row) for row in rows), strict=True))
@@ -442,7 +445,7 @@ def _looped(
 def _mapped(
     count: int, run: Callable[..., Any], size: int, in_dims: Sequence[Any], inputs: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Implements vmap: folds the mapped dim into the batch, or loops if the batch is fixed."""
+    """Implements vmap: the mapped dim joins the batch, or a loop runs if the batch is fixed."""
     tensors, pattern = inputs[count], inputs[count + 1]
     refuse_mapped_pattern(in_dims[count] or ())
     if not size:
@@ -460,7 +463,7 @@ def _mapped(
 
 
 def _stacked(x: Any, dim: int | None, size: int) -> Any:
-    """Moves a tensor's mapped dim to the front; without one, adds it by expand().
+    """Returns a tensor with its mapped dim in front; without one, repeats it `size` times.
 
     Other values are returned unchanged.
     """

@@ -35,14 +35,14 @@ from .work import block_bias_of, problem_of, slot_gradient, work_of
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) from the arguments that `_CALL` lists."""
+    """Computes (out, lse); the arguments are those of the schema `_CALL`."""
     with without_autocast(arguments[0]):
         call, backend = _parsed_call(arguments)
         return BACKENDS[backend].run(call, partial(parts_of, call, backend))
 
 
 def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
-    """Computes the gradients of the operator's tensors; None for one that gets no gradient."""
+    """Computes gradients in the order of the operator's tensors; None for one without gradient."""
     *inputs, out, lse, grad_out, grad_lse, wanted = arguments
     call, backend = _parsed_call(inputs)
     results, learns = (out, lse, grad_out, grad_lse), wanted[_NAMES.index("distance_bias")]
@@ -54,7 +54,7 @@ def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
 
 
 def _tangent(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """Computes the tangents of (out, lse), in their dtypes; `Derivatives` has the arguments."""
+    """Computes the forward-mode tangents of (out, lse); the arguments are in `Derivatives`."""
     inputs, (out, lse, *tangents) = arguments[: len(_NAMES)], arguments[len(_NAMES) :]
     call, backend = _parsed_call(inputs)
     with without_autocast(out):
@@ -64,7 +64,7 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward_tangent(*arguments: Any) -> tuple[Tensor | None, ...]:
-    """Computes the tangents of the gradients, then those of (out, lse)."""
+    """Computes the tangents of the gradients of `_backward`, and then of (out, lse)."""
     inputs = arguments[: len(_NAMES)]
     out, lse, grad_out, grad_lse, *tangents, out_t, lse_t, wanted = arguments[len(_NAMES) :]
     call, backend = _parsed_call(inputs)
@@ -80,7 +80,7 @@ def _backward_tangent(*arguments: Any) -> tuple[Tensor | None, ...]:
 def _by_tensor(
     gradients: Gradients, problem: Problem, inputs: Sequence[Any]
 ) -> tuple[Tensor | None, ...]:
-    """Returns a problem's gradients in the order of the operator's tensors."""
+    """Orders a problem's gradients as the operator's tensors; converts a block to a slot bias."""
     found = gradients._asdict()
     if (slots := inputs[_NAMES.index("slot_bias")]) is not None:
         found["slot_bias"] = slot_gradient(found["block_bias"], problem, slots)
@@ -88,7 +88,7 @@ def _by_tensor(
 
 
 def _moves(problem: Problem, tangents: Sequence[Tensor | None]) -> Tangents:
-    """Returns tangents in the order of the operator's tensors as those of a problem's tensors."""
+    """Converts tangents of the operator's tensors to those of a problem's tensors."""
     given = dict(zip(_NAMES, tangents, strict=False))
     if (slots := given.pop("slot_bias", None)) is not None:
         given["block_bias"] = block_bias_of(slots, problem)
@@ -107,7 +107,7 @@ def slot_mass(
     q_start: int,
     backend: str,
 ) -> Tensor:
-    """Sums `weight exp(s - lse)` over the pairs of each listed block: [B, Hq, R * k].
+    """Sums `weight exp(s - lse)` over the pairs of each selected block: [B, Hq, R * k].
 
     lse and weight are [B, Hq, Nq].
     """
@@ -169,7 +169,7 @@ attention_op = differentiable(
 
 
 def _parsed_call(arguments: Sequence[Any]) -> tuple[Call, str]:
-    """Converts the operators' arguments to (call, backend)."""
+    """Builds the `Call` that an operator's arguments describe; returns (call, backend)."""
     given = dict(zip(_NAMES[3:], arguments[3:], strict=True))
     pattern = parse_owned(given.pop("pattern"), given.pop("tensors"))
     if given["distance_bias"] is not None:
@@ -190,7 +190,7 @@ def _parsed_call(arguments: Sequence[Any]) -> tuple[Call, str]:
 
 
 def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int:
-    """Counts FLOPs: each pair takes `by_head_dim` products over D and `by_value_dim` over Dv."""
+    """Counts FLOPs: a pair takes `by_head_dim` products over D and `by_value_dim` over Dv."""
     call, backend = _parsed_call(arguments[: len(_NAMES)])
     work, query = work_of(call, backend), call.query
     pairs = work.num_pairs
@@ -203,7 +203,7 @@ def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int
 
 
 def _register_flops(counter: ModuleType) -> None:
-    """Registers the operators' FLOP formulas with torch's counter."""
+    """Tells torch's FLOP counter the formulas of the operators."""
     for operator, *dims in (
         ("attention", 1, 1),
         ("attention_backward", 3, 2),

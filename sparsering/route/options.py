@@ -23,7 +23,7 @@ from .score_function import checked_function
 
 
 class Option(NamedTuple):
-    """A row of `OPTIONS`: how an option reaches operators, and how it is checked."""
+    """One option of a call: its type in operators, what it has a number for, and its check."""
 
     schema: str  # its type in an operator's schema; "" for an option that no operator takes
     # what the option has a number for: each call, head, query, key, pair, distance, block or slot
@@ -33,7 +33,7 @@ class Option(NamedTuple):
 
 
 class _Given(NamedTuple):
-    """The arguments of a call that the checks of its options read."""
+    """A call's arguments that the checks of options need."""
 
     query: Tensor
     key: Tensor
@@ -63,7 +63,7 @@ ELSEWHERE = {  # hints for option names of other libraries
 
 
 def operator_schema(options: Collection[str], rest: str) -> str:
-    """Returns the arguments of an operator: query, key, value, a pattern, options, then `rest`."""
+    """Returns an operator's argument list: query, key, value, pattern, options, then `rest`."""
     rows = [f"{OPTIONS[name].schema} {name}" for name in options]
     tensors = [row for row in rows if row.startswith("Tensor")]
     inputs = ["Tensor query, Tensor key, Tensor value", *tensors]
@@ -74,7 +74,7 @@ def operator_schema(options: Collection[str], rest: str) -> str:
 def refuse_options(
     verb: str, others: Collection[str], options: Collection[str], reasons: Mapping[str, str]
 ) -> None:
-    """Raises if any of `others` is not among `options`, the names that `verb` takes.
+    """Raises an error with a hint if `others` has a name that is not among `options` of `verb`.
 
     `reasons` says, by name or by `Option.by`, why `verb` does not take another option of
     `attention`, and what to do (after a semicolon) if leaving it out would change the result; these
@@ -129,7 +129,7 @@ def alibi(slopes: Tensor | int, radius: int) -> Tensor:
 def checked_options(
     query: Tensor, key: Tensor, pattern: Pattern, block_size: int | None, /, **options: Any
 ) -> Options:
-    """Checks options and adds missing dims; ValueError for a wrong shape, dtype or number."""
+    """Checks options and expands them to full shapes; ValueError for a wrong shape or value."""
     p = options.pop("dropout_p", 0.0)
     in_use = {name: x for name, x in options.items() if x is not None}
     if type(p) is float and p == 0.0 and not in_use:
@@ -146,7 +146,7 @@ def checked_options(
 
 
 def _checked_block_bias(bias: object, call: _Given) -> Tensor:
-    """Checks a block bias [B or 1, H or 1, num_blocks]; expands it to [B, Hq, num_blocks]."""
+    """Checks a block bias and expands it to [B, Hq, num_blocks]."""
     if call.block_size is None:
         raise ValueError(
             "block_bias needs an explicit block_size: it has one number for each block of "
@@ -163,7 +163,7 @@ def _checked_block_bias(bias: object, call: _Given) -> Tensor:
 
 
 def _checked_slots(bias: object, call: _Given) -> Tensor:
-    """Checks a slot bias, shaped like a selection's indices; expands it to [B, Hq, R * k]."""
+    """Checks a slot bias, which is shaped like selected indices; expands it to [B, Hq, R * k]."""
     if "block_bias" in call.options:
         raise ValueError(
             "expected block_bias or slot_bias, got both; pass slot_bias with SelectedBlocks, "
@@ -189,7 +189,7 @@ def _checked_slots(bias: object, call: _Given) -> Tensor:
 
 
 def _checked_softcap(softcap: object, call: _Given) -> float:
-    """Checks a softcap: a number from 2^-100 to 2^100."""
+    """Returns the softcap as a float; ValueError unless it is from 2^-100 to 2^100."""
     if isinstance(softcap, torch.SymFloat):
         return float(softcap)
     number = isinstance(softcap, Real) and not isinstance(softcap, bool | Tensor)
@@ -202,7 +202,7 @@ def _checked_softcap(softcap: object, call: _Given) -> float:
 
 
 def _checked_table(table: object, call: _Given) -> Tensor:
-    """Checks a distance bias [Hq or 1, 2R + 1]; expands it to [B, Hq, 2R + 1]."""
+    """Checks a distance bias [Hq or 1, 2R + 1] and expands it to [B, Hq, 2R + 1]."""
     check_distances(call.pattern)
     heads = call.query.shape[1]
     table = _checked_floats("distance_bias", table, call)
@@ -215,7 +215,7 @@ def _checked_table(table: object, call: _Given) -> Tensor:
 
 
 def _checked_sink(sink: object, call: _Given) -> Tensor:
-    """Checks a sink; expands it to every batch entry and query head, [B, Hq, Nq or 1]."""
+    """Checks a sink and expands it to [B, Hq, Nq or 1], for batch entries and query heads."""
     batch, heads, tokens, _ = call.query.shape
     sink = _checked_floats("sink", sink, call)
     if sink.dim() == 1:
@@ -230,13 +230,13 @@ def _checked_sink(sink: object, call: _Given) -> Tensor:
 
 
 def _checked_drawn(seed: object, call: _Given) -> Any:
-    """Checks a dropout seed; a tensor moves to the query's device."""
+    """Checks a dropout seed, and moves a tensor to the query's device."""
     number = checked_seed(seed)  # an int stays on the host: kernels take it as a scalar
     return number.to(call.query.device) if isinstance(seed, Tensor) else number
 
 
 def _checked_floats(name: str, x: object, call: _Given) -> Tensor:
-    """Checks that an option is a tensor of floats on the query's device."""
+    """Returns a tensor in memory; ValueError unless it is floats on the query's device."""
     check_tensor(name, x)
     assert isinstance(x, Tensor)
     check_local(name, x)
@@ -265,7 +265,7 @@ IN_OPERATORS = [name for name, x in OPTIONS.items() if x.schema]
 
 
 def for_queries(options: Options, change: Callable[[Tensor], Tensor]) -> Options:
-    """Applies `change` to the options that have a number for each query, tensors [B, H, Nq]."""
+    """Applies `change` to options with a number per query, [B, H, Nq], such as a cut of queries."""
     rows = {n: x for n, x in options.in_use.items() if OPTIONS[n].by == "query" and x.shape[2] > 1}
     return options.changed(**{name: change(x) for name, x in rows.items()})
 

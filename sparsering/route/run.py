@@ -22,7 +22,7 @@ _UNUSED: dict[str, Any] = dict.fromkeys(IN_OPERATORS)
 
 
 def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) of a call.
+    """Computes (out, lse) of a checked call, by the backend that was decided.
 
     A backend over layouts runs as a torch operator only if autograd, a compiler or a mode observes
     the call, because an operator takes a good part of a small call's time.

@@ -25,17 +25,17 @@ from ..patterns.function_state import in_library, names_of
 
 
 class ScoreFunction(NamedTuple):
-    """A checked score_mod and the tensors that it reads, in the order in which it reads them."""
+    """A checked score_mod, and the tensors that it reads, in the order of reading."""
 
     function: ScoreMod
     read: tuple[Tensor, ...] = ()
 
     def kept(self) -> "ScoreFunction":
-        """Returns a copy that keeps the numbers that the function reads now, for backward."""
+        """Returns a copy with today's values of the variables that it reads, for backward."""
         return self._replace(function=_kept(self.function, {}))
 
     def on(self, read: Sequence[Tensor]) -> "ScoreFunction":
-        """Returns a copy that reads these tensors instead of what its closure holds by then."""
+        """Returns a copy that reads the tensors `read` instead of the current ones."""
         return ScoreFunction(_bound(self.function, read), tuple(read)) if read else self
 
 
@@ -91,7 +91,7 @@ def checked_function(score_mod: Any, query: Tensor, key: Tensor) -> ScoreFunctio
 
 
 def _kept(value: Any, memo: dict[int, Any]) -> Any:
-    """Copies a function and what it holds, so that later changes of its variables do not matter.
+    """Copies a function with the values that it refers to, so that later changes do not matter.
 
     It copies closures, globals that the code names, and attributes of objects, among them torch
     modules. It does not copy tensors, lists, dicts and what libraries define, because a function
@@ -135,7 +135,7 @@ def _kept(value: Any, memo: dict[int, Any]) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether all that an object holds is in its `__dict__`."""
+    """Whether everything that an object holds is in its `__dict__`, so it can be copied by that."""
     kind = type(value)
     made = "__new__" not in {name for x in kind.__mro__[:-1] for name in vars(x)} or isinstance(
         value, Module
@@ -145,7 +145,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _bound(score_mod: ScoreMod, read: Sequence[Tensor]) -> ScoreMod:
-    """Returns a score_mod that reads the tensors `read` instead of those in its closure."""
+    """Returns a score_mod that reads the tensors `read` in place of those it would read now."""
 
     def bound(*arguments: Tensor) -> Tensor:
         with _Reads(arguments, read) as reading:
@@ -162,7 +162,7 @@ def _bound(score_mod: ScoreMod, read: Sequence[Tensor]) -> ScoreMod:
 
 
 class _Reads(TorchFunctionMode):
-    """Finds the tensors that a function reads, except its arguments and tensors that it makes.
+    """While active, records which tensors a function reads besides its arguments.
 
     With `saved`, the n-th tensor that the function reads is replaced by the n-th of `saved`,
     because a variable of its closure, an attribute or a global may hold another tensor by then.

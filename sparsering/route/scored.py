@@ -26,7 +26,7 @@ _NAME = "a call with score_mod on a backend other than reference"
 
 
 def attend_scored(call: Call, backend: str) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) of a call with a score_mod by a backend over layouts."""
+    """Computes (out, lse) of a call with a score_mod, by a backend over layouts."""
     refuse_forward_mode(_NAME, *call.inputs)
     if _transforming():
         raise NotImplementedError(
@@ -54,7 +54,7 @@ def attend_scored(call: Call, backend: str) -> tuple[Tensor, Tensor]:
 
 
 def _transforming() -> bool:
-    """True inside a torch.func transform that differentiates or maps, such as grad and vmap."""
+    """Whether torch.func transforms this code by a derivative or vmap."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return False
     functorch = torch._C._functorch
@@ -64,7 +64,7 @@ def _transforming() -> bool:
 
 @dataclass(frozen=True)
 class _ScoredCall:
-    """Data that forward and backward of a call with a score_mod share; autograd saves tensors."""
+    """All that forward and backward of a call with a score_mod share, except the tensors."""
 
     on: Callable[..., Call]  # makes the `Call` from query, key, value and options
     options: Options  # the options without gradients
@@ -72,7 +72,7 @@ class _ScoredCall:
     learning: list[str]  # names of the options that get gradients
 
     def problem(self, tensors: tuple[Tensor, ...]) -> Problem:
-        """Returns the problem; `tensors` are query, key, value, learning options, tensors read."""
+        """Builds the problem from query, key, value, learning options, then tensors read."""
         query, key, value, *rest = tensors
         count = len(self.learning)
         changes: dict[str, Any] = dict(zip(self.learning, rest[:count], strict=True))
@@ -82,7 +82,7 @@ class _ScoredCall:
 
 
 class _Scored(Function):
-    """Runs a call with a score_mod under autograd."""
+    """Autograd function of a call with a score_mod."""
 
     @staticmethod
     def forward(ctx: Any, call: _ScoredCall, *tensors: Tensor) -> tuple[Tensor, Tensor]:

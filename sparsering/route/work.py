@@ -24,7 +24,7 @@ from .decision import Parts, parts_of_call
 
 
 class Work(NamedTuple):
-    """The pairs that a call computes: those of tiles and those of lists, without hidden keys."""
+    """All that a backend needs besides tensors and options: tiles, lists of keys, hidden keys."""
 
     layout: BlockLayout  # the tiles, which have the pairs that are in no list
     # For each pass, the bitmap row of the first query; () if all are 0.
@@ -40,7 +40,7 @@ class Work(NamedTuple):
     def problem(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, **options: Any
     ) -> Problem:
-        """Returns the `Problem` of this work on tensors; `options` are further fields of it."""
+        """Builds the `Problem` of this work on these tensors; `options` are fields of it."""
         return Problem(
             layout=self.layout,
             query=query,
@@ -55,7 +55,7 @@ class Work(NamedTuple):
 
 
 def work_of(call: Call, backend: str, parts: Parts | None = None) -> Work:
-    """Returns the work of a call on a backend; `parts` are those of its pattern, if known.
+    """Builds the work of a call for a backend, or finds its layout in the cache.
 
     Raises: ValueError if the pattern is for other lengths, heads or batch entries.
     """
@@ -86,7 +86,7 @@ def work_of(call: Call, backend: str, parts: Parts | None = None) -> Work:
 
 
 def problem_of(call: Call, backend: str, parts: Parts | None = None) -> Problem:
-    """Returns the problem of a call on a backend; takes the arguments of `work_of`.
+    """Builds the `Problem` of a call for a backend; the arguments are those of `work_of`.
 
     A slot bias becomes a bias of the layout's blocks or of the lists.
     """
@@ -103,14 +103,14 @@ def problem_of(call: Call, backend: str, parts: Parts | None = None) -> Problem:
 
 
 def block_bias_of(slot_bias: Tensor, work: Work | Problem) -> Tensor:
-    """Converts a slot bias [B, Hq, R * k] to the block bias of a work's lists or tiles."""
+    """Converts a slot bias [B, Hq, R * k] to the block bias that kernels take for this work."""
     if work.lists:
         return list_biases(work.lists, slot_bias)
     return _entry_bias(slot_bias, work.layout)
 
 
 def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
-    """Converts a slot bias [B, Hq, R * k] to a bias of the layout's blocks, [B, Hq, blocks]."""
+    """Converts a slot bias [B, Hq, R * k] to one number per visited tile pair, [B, Hq, blocks]."""
     has_entries = layout.entry_slots.shape[-1] > 0  # False if there are no queries
     if all(p.slot is None for p in layout.passes) and has_entries and slot_bias.shape[2]:
         raise NotImplementedError(
@@ -123,7 +123,7 @@ def _entry_bias(slot_bias: Tensor, layout: BlockLayout) -> Tensor:
 
 
 def slot_gradient(grad: Tensor, problem: Problem, slot_bias: Tensor) -> Tensor:
-    """Converts the gradient of `problem.block_bias` to that of the slot bias, [B, Hq, R * k].
+    """Converts the gradient of `problem.block_bias` to that of the slot bias [B, Hq, R * k].
 
     It sums over the blocks, or the list items, of each slot.
     """
@@ -137,7 +137,7 @@ def slot_gradient(grad: Tensor, problem: Problem, slot_bias: Tensor) -> Tensor:
 def layout_of(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> tuple[BlockLayout, tuple[int, ...]]:
-    """Returns (layout, bitmap row of the first query in each pass, or () if all rows are 0).
+    """Returns a layout and, for each pass, the bitmap row of the first query; () if all are 0.
 
     A single last query gets a row of a cached page of queries, so that decoding compiles nothing.
     """

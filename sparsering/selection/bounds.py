@@ -44,7 +44,7 @@ class Bounds(NamedTuple):
         return cls(first, torch.full_like(first, keys))
 
     def of_heads(self, batch: int, heads: int) -> "Bounds":
-        """Repeats the bounds for each head: [B * heads, N]."""
+        """Repeats the bounds of each batch entry for its heads: [B * heads, N]."""
         return Bounds(*(x.expand(batch, -1).repeat_interleave(heads, 0) for x in self))
 
     def of_queries(self, part: slice) -> "Bounds":
@@ -70,7 +70,7 @@ class Bounds(NamedTuple):
 
 
 def check_bounds(batch: int, tokens: int, **bounds: Tensor | None) -> None:
-    """Raises ValueError for bounds of queries with a wrong shape or dtype."""
+    """Raises ValueError unless bounds of queries are int64 of the shape [1 or batch, tokens]."""
     for name, bound in bounds.items():
         if bound is None:
             continue
@@ -83,7 +83,9 @@ def check_bounds(batch: int, tokens: int, **bounds: Tensor | None) -> None:
 
 
 def checked_valid(valid: Tensor, batch: int, key: Tensor) -> Tensor:
-    """Returns `valid` as [B or 1, Nk] on the keys' device; ValueError for a wrong shape or dtype.
+    """Returns `valid` as bool [B or 1, Nk] on the keys' device.
+
+    ValueError for another shape or dtype.
 
     `key` is [B, Hkv, Nk, D].
     """
@@ -169,7 +171,7 @@ def _rows_of_scores(
     scale: float,
     start: int,
 ) -> Tensor:
-    """Computes scores [B * Hkv, rows, Nb] of the queries in `part`, the first at position `start`.
+    """Computes scores [B * Hkv, rows, Nb] of the queries in the slice `part`.
 
     `query` is [B * Hkv, Nq, G, D]. `there` [B * Hkv, Nq] is False for queries that do not exist;
     None if all do.
@@ -211,7 +213,7 @@ def _rows_of_scores(
 def _estimated(
     query: Tensor, estimate: BlockEstimate, there: Tensor | None, scale: float, start: int
 ) -> Tensor:
-    """Estimates the log mass of whole blocks for queries [B * Hkv, n, G, D].
+    """Estimates, for queries [B * Hkv, n, G, D], the log of each block's softmax mass.
 
     Returns [B * Hkv, n, G, Nb].
     """

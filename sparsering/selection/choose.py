@@ -135,7 +135,7 @@ def _seen_blocks(
     query_block: int,
     q_start: int,
 ) -> tuple[Tensor, Tensor]:
-    """Returns the first block that each row sees, and the block after the last.
+    """Returns, for each row, the first block that it sees, and the block after the last one.
 
     Both are int64 [1, R], or [product of the dims before the rows, R].
     """
@@ -161,7 +161,7 @@ def _seen_blocks(
 
 
 def _blocks_with_tokens(scores: Tensor, valid: Tensor, block_size: int) -> Tensor:
-    """Returns which blocks have tokens: bool [1, Nb] if entries are alike, else [B * heads, Nb].
+    """Returns which blocks have a valid token: bool [1 or B * heads, Nb].
 
     scores: [B, ..., rows, Nb]; the dims between are heads.
     """
@@ -194,7 +194,7 @@ def _best_blocks(
     causal: bool,
     exists: Tensor | None,
 ) -> Tensor:
-    """Chooses blocks [E, R, k] by scores [E, R, Nb].
+    """Chooses the k best blocks of each row [E, R, k] by scores [E, R, Nb].
 
     Row r of entry e lies in key block `own[0, r]` and sees the blocks from `low[e or 0, r]` to
     `high[e or 0, r] - 1`. `exists` [E or 1, Nb] is False for blocks without tokens; None if all
@@ -237,7 +237,7 @@ def _best_blocks(
 
 
 def _taken(before: Tensor, index: Tensor) -> Tensor:
-    """Returns `before` [E or 1, 1, n] at indices [E or 1, R, 1], clamped to the range."""
+    """Reads `before` [E or 1, 1, n] at indices [E or 1, R, 1], which are clamped to its range."""
     (entries,) = torch.broadcast_shapes(before.shape[:1], index.shape[:1])
     index = index.clamp(0, before.shape[2] - 1).expand(entries, -1, -1)
     return before.expand(entries, index.shape[1], -1).gather(2, index)

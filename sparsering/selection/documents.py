@@ -89,7 +89,7 @@ class DocumentBlocks:
         return x.gather(2, self._index(x, self.num_places))
 
     def _index(self, x: Tensor, tokens: int) -> Tensor:
-        """Returns the place of each token, expanded to x's shape [B, H, tokens or places, D]."""
+        """Returns the place of each token, expanded to [B, H, N, D], for `gather` and `scatter`."""
         check_tensor("x", x, f"[batch, heads, {tokens}, head dim]")
         batch = len(self._place)
         if x.dim() != 4 or x.shape[2] != tokens or batch not in (1, len(x)):

@@ -18,7 +18,10 @@ METHODS = ("mean", "sub", "gauss", "bounds", "antidiagonal", "exact")
 
 
 def checked_method(method: str, parts: int, block_size: int, query_block: int = 0) -> int:
-    """Checks the arguments, and returns the number of tokens in each part of a block."""
+    """Returns how many tokens a part of a block has under a method.
+
+    ValueError if sizes do not fit.
+    """
     if not isinstance(method, str) or method not in METHODS:
         raise ValueError(
             f"method must be one of {', '.join(METHODS)}, got {shortened(repr(method))}"
@@ -147,7 +150,10 @@ class BlockEstimate(NamedTuple):
 
 
 def query_features(query: Tensor, scale: float, method: str) -> Tensor:
-    """Query features [.., F] of queries [.., D]; their product with key features is the logit."""
+    """Query features [..., F] of queries [..., D].
+
+    Their dot product with key features is the logit.
+    """
     if method == "gauss":
         return torch.cat((query * scale, query.square() * (scale * scale / 2)), -1)
     if method == "bounds":

@@ -97,7 +97,7 @@ def _keys_of_ranks(
     q_start: int | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Returns the index keys [B, N, Di] of all ranks, differentiable.
+    """Gathers the index keys [B, N, Di] of all ranks, after all ranks' arguments were compared.
 
     If the check of one rank fails, all ranks raise.
     """
@@ -114,7 +114,7 @@ def _keys_of_ranks(
     }
     most = int(indices.max()) if indices is not None and indices.numel() else -1
     counts, highest = agreed("index_scores", group, query, common, key.shape[1], most)
-    if max(highest) >= sum(counts):  # equal on all ranks, so all raise
+    if max(highest) >= sum(counts):  # the numbers are equal on all ranks, so all raise this
         raise ValueError(
             f"indices must be below {sum(counts)}, the tokens of all ranks, got {max(highest)} on "
             f"rank {highest.index(max(highest))}; top_tokens returns such"
@@ -123,7 +123,7 @@ def _keys_of_ranks(
 
 
 def _check_indices(indices: Tensor, query: Tensor, keys: int | None = None) -> None:
-    """Raises ValueError for lists with a wrong shape or dtype, or with numbers that are no keys."""
+    """Raises ValueError unless `indices` [B or 1, 1, N, k] are int64 below the number of keys."""
     check_tensor("indices", indices)
     refuse_meta(indices, named="indices")
     batch, _, tokens, _ = query.shape
@@ -132,7 +132,8 @@ def _check_indices(indices: Tensor, query: Tensor, keys: int | None = None) -> N
     past = False
     if fits and keys is not None:
         all_exist = (indices < keys).all()
-        if indices.is_cuda:  # the host does not wait; the GPU stops the process later
+        # reading the result would wait for the GPU, so the GPU itself stops the process
+        if indices.is_cuda:
             torch._assert_async(all_exist, f"indices must be keys below {keys}")
         else:
             past = not bool(all_exist)
@@ -211,7 +212,7 @@ def _top_tokens_of_ranks(
     stop: Tensor | None,
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Chooses among the keys of all ranks; ranks send their keys in turn, and the best are kept."""
+    """Implements `top_tokens` over ranks: each sends its keys in turn, and all keep the best."""
     from ..distributed.exchange import Exchange  # slow, so `import sparsering` must not load it
 
     with checks_of_a_rank(group, query):
@@ -248,7 +249,7 @@ def _top_tokens_of_ranks(
 def _check_bounds(
     query: Tensor, lengths: Tensor | None, first: Tensor | None, stop: Tensor | None
 ) -> None:
-    """Raises ValueError for bounds of keys with a wrong shape or dtype."""
+    """Raises ValueError unless `lengths`, `first` and `stop` are int64 with a fitting shape."""
     batch, _, tokens, _ = query.shape
     if lengths is not None:
         check_tensor("lengths", lengths)
@@ -261,7 +262,7 @@ _NONE = torch.iinfo(torch.int64).min
 
 
 class _Best:
-    """The best keys of each query among those added so far, each as one integer.
+    """The k best keys of each query so far; keys are added some at a time, to bound memory.
 
     Its upper half orders scores. Its lower half counts down with the key's position, so that of
     equal scores the first position ranks highest.
@@ -291,7 +292,7 @@ class _Best:
         self.found = torch.full((batch, tokens, k), _NONE, device=query.device)
 
     def add(self, key: Tensor, start: int) -> None:
-        """Compares keys [B, n, Di] at positions from `start` on with the best ones so far."""
+        """Compares keys [B, n, Di], the first at position `start`, with the best ones so far."""
         batch, heads, tokens, _ = self.query.shape
         key, keys = key.float(), key.shape[1]
         products = batch * heads * min(keys, _TILE)  # per query
@@ -333,7 +334,10 @@ def _scores(query: Tensor, keys: Tensor, weight: Tensor, scale: float) -> Tensor
 def _checked(
     query: Tensor, key: Tensor, weight: Tensor, scale: float, q_start: int | None
 ) -> tuple[float, int]:
-    """Returns (scale, position of the first query); ValueError if shapes disagree."""
+    """Checks shapes and dtypes.
+
+    Returns (scale, position of the first query), with their defaults.
+    """
     for name, x in (("query", query), ("key", key), ("weight", weight)):
         check_tensor(name, x)
         check_local(name, x)

@@ -70,11 +70,11 @@ def _summed_over_ranks(
     row_weight: Tensor | None,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, Tensor]:
-    """Returns this rank's sum of weighted divergences, and the sum of all ranks' weights."""
+    """Returns (this rank's sum of weighted row divergences, the weights of all ranks' rows)."""
     with checks_of_a_rank(group, scores):
         total, weight = _summed(scores, mass, indices, row_weight)
     common: dict[str, object] = {"dtype": scores.dtype, "weights": row_weight is None}
-    bits = int(weight.double().view(torch.int64))  # a message has whole numbers
+    bits = int(weight.double().view(torch.int64))  # messages hold integers only
     (of_ranks,) = agreed("selection_loss", group, scores, common, bits)
     weights = torch.tensor(of_ranks, device=weight.device).view(torch.float64)
     return total, weights.sum().to(weight.dtype)
@@ -83,7 +83,7 @@ def _summed_over_ranks(
 def _summed(
     scores: Tensor, mass: Tensor, indices: Tensor | None, row_weight: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns the sum of all rows' weighted divergences, and the sum of their weights."""
+    """Returns (sum of the rows' divergences times their weights, sum of the weights)."""
     check_tensor("scores", scores, "[B, H, R, Nb]")
     if scores.dim() != 4 or not scores.is_floating_point():
         raise ValueError(
@@ -144,7 +144,7 @@ def listed_blocks(indices: Tensor, num_blocks: int) -> Tensor:
 
 
 def checked_mass(mass: Tensor, heads: int, rows: int) -> Tensor:
-    """Checks masses per slot [B, heads * G, rows, slots], and sums them over groups of G heads."""
+    """Checks masses [B, heads * G, rows, slots], and sums the G query heads that share a choice."""
     check_tensor("mass", mass, "[batch, heads, rows, slots]")
     group = mass.shape[1] // max(1, heads) if mass.dim() == 4 else 0
     fits = mass.dim() == 4 and mass.is_floating_point() and mass.shape[1:3] == (group * heads, rows)
@@ -157,7 +157,7 @@ def checked_mass(mass: Tensor, heads: int, rows: int) -> Tensor:
 
 
 def checked_slots(indices: Tensor, shape: torch.Size) -> Tensor:
-    """Expands indices to `shape` [B, H, R, m]; ValueError if they do not broadcast to it."""
+    """Expands indices to `shape` [B, H, R, m]; ValueError if they do not broadcast to that."""
     check_tensor("indices", indices, "[..., rows, slots]")
     fits = indices.dtype == torch.int64 and 2 <= indices.dim() <= 4
     fits = fits and indices.shape[-2:] == shape[-2:]

@@ -93,7 +93,7 @@ def _keys_of_ranks(
     q_start: int | None,
     group: dist.ProcessGroup,
 ) -> tuple[Tensor, int]:
-    """Returns the keys of all ranks [B, Hkv, N, D], and the position of this rank's first query."""
+    """Returns (keys of all ranks [B, Hkv, N, D], position of this rank's first query)."""
     with checks_of_a_rank(group, query):
         for name, x in (("query", query), ("key", key)):
             check_tensor(name, x, "[B, H, N, D]")

@@ -16,7 +16,7 @@ from ..checks import check_group
 
 @contextmanager
 def checks_of_a_rank(group: dist.ProcessGroup, query: Tensor) -> Iterator[None]:
-    """Makes the other ranks raise, too, if this rank's checks in the `with` body raise."""
+    """Tells the other ranks if the `with` body raises on this one, so that they raise, too."""
     from ..distributed.agreement import report_failure
 
     try:
@@ -28,7 +28,7 @@ def checks_of_a_rank(group: dist.ProcessGroup, query: Tensor) -> Iterator[None]:
 
 
 def check_own_tokens(call: str, queries: int, keys: int, q_start: int | None) -> None:
-    """Raises ValueError unless a rank's queries and keys are those of the same tokens."""
+    """Raises ValueError unless queries and keys are of the same tokens, and q_start is left out."""
     if q_start is not None:
         raise ValueError(
             f"{call} over ranks counts positions from the first token of rank 0, got a q_start; "
@@ -44,7 +44,7 @@ def check_own_tokens(call: str, queries: int, keys: int, q_start: int | None) ->
 def agreed(
     call: str, group: dist.ProcessGroup, query: Tensor, common: dict[str, object], *own: int
 ) -> list[tuple[int, ...]]:
-    """Checks that all ranks pass equal values in `common`; raises on all ranks if they do not.
+    """Compares `common` among ranks; returns the integers `own` of all ranks, or raises on all.
 
     Returns: for each number in `own`, the numbers of all ranks.
     """
@@ -57,12 +57,15 @@ def agreed(
 
 
 def first_rows(counts: Sequence[int]) -> list[int]:
-    """Returns the position of each rank's first token, given the tokens of each rank."""
+    """Returns the position of each rank's first token, from each rank's number of tokens."""
     return [0, *accumulate(counts)][:-1]
 
 
 def of_all_ranks(own: Tensor, counts: Sequence[int], group: dist.ProcessGroup, name: str) -> Tensor:
-    """Gathers the rows `own` [B, n, ...] of all ranks, differentiable; `name` is for errors."""
+    """Gathers rows [B, n, ...] of all ranks to [B, N, ...], differentiable.
+
+    Errors have the `name`.
+    """
     from ..distributed.fetching import fetched
 
     owned = [(start, start + n) for start, n in zip(first_rows(counts), counts, strict=True)]

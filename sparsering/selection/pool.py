@@ -90,7 +90,7 @@ def _inside(
     stride: int,
     device: torch.device,
 ) -> Tensor:
-    """Returns which tokens each of `count` windows averages: bool [B or 1, count, size]."""
+    """Returns which tokens count in the mean of each window: bool [B or 1, windows, size]."""
     first = torch.arange(count, device=device)[:, None] * stride
     token = first + torch.arange(size, device=device)
     inside = (token < length)[None]

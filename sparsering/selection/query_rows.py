@@ -11,12 +11,12 @@ _TIMES_ON_DEVICE = 16  # a GPU computes so many times more at a time, as each pa
 
 
 def at_a_time(on_cpu: int, device: torch.device) -> int:
-    """Returns how many numbers to compute at a time on a device, given the number for a CPU."""
+    """Returns how many numbers to compute at once: `on_cpu` on a CPU, 16 times as many on a GPU."""
     return on_cpu * (1 if device.type == "cpu" else _TIMES_ON_DEVICE)
 
 
 class Span(NamedTuple):
-    """A range of queries that are scored together.
+    """Consecutive queries that are scored together; no row or key block is cut in its middle.
 
     It covers `blocks` key blocks, with `width` queries in each.
     """
@@ -63,7 +63,7 @@ def spans(q_start: int, q_len: int, query_block: int, block_size: int) -> list[S
 
 
 def num_rows(q_start: int, q_len: int, query_block: int) -> int:
-    """Returns how many rows of `query_block` positions the queries touch, with partial rows."""
+    """Counts the rows of `query_block` positions that the queries lie in, also partial rows."""
     return -(-(q_start + q_len) // query_block) - q_start // query_block if q_len else 0
 
 

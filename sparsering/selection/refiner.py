@@ -212,14 +212,15 @@ class PatternRefiner:
             setattr(self, name, state[name.lstrip("_")].detach().cpu().clone())
 
     def _group_sums(self, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor]:
-        """Sums masses and counts over the ranks; ValueError if the states of ranks differ."""
+        """Returns (masses, counts), added up over ranks; ValueError if the ranks' states differ."""
         check_group(group)
         if group is None:
             return self._sums, self._counts
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         numbers = self.ema, self.margin, self.swaps, self.cooldown
         settings = torch.tensor(numbers, dtype=torch.float64)
-        names = (name for name in STATE if name not in ("_sums", "_counts"))  # they differ by rank
+        # each rank observed its own batches
+        names = (name for name in STATE if name not in ("_sums", "_counts"))
         state = settings, self._protected, *(getattr(self, name) for name in names)
         own = torch.tensor([_digest(x) for x in state])
         # ~ reverses the order, so that the maximum of ~x is ~ of the minimum of x
@@ -248,6 +249,6 @@ def _digest(x: Tensor) -> int:
 
 
 def _least(value: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Returns the `count` least values of each row and their blocks; ties go to the lower one."""
+    """Returns the `count` smallest values [H, R, count] and their block numbers, lowest first."""
     least, block = value.sort(dim=2, stable=True)
     return least[..., :count], block[..., :count]

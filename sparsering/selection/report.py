@@ -171,7 +171,7 @@ def selection_report(
 
 
 class _Comparison:
-    """Compares selections of the examined rows with dense attention, which it computes once."""
+    """Dense attention of the examined rows, computed once, and the selections compared with it."""
 
     def __init__(
         self,
@@ -187,7 +187,7 @@ class _Comparison:
         self.selected, self.causal, self.total = selected, causal, total
         self.sample = sample.to(query.device)
         size, start = selected.row_size, key.shape[2] - query.shape[2]
-        self.first_row = start // size  # index of the row that contains the first query
+        self.first_row = start // size  # rows count from position 0; the first query is in this one
         position = start + torch.arange(query.shape[2], device=query.device)
         row = position // size - self.first_row
         # For the n queries in examined rows: index, position, and row (as an index in `sample`).
@@ -206,7 +206,7 @@ class _Comparison:
         self._attend()
 
     def _attend(self) -> None:
-        """Stores dense attention's lse [B, Hq, n], out [B, Hq, n, Dv] and mass [B, H, rows, Nb]."""
+        """Computes dense lse [B, Hq, n], out [B, Hq, n, Dv] and block masses [B, H, rows, Nb]."""
         dtype, size = sum_dtype(self.query), self.selected.block_size
         batch, heads, _, dim = self.query.shape
         group, kv_len = heads // self.key.shape[1], self.key.shape[2]
@@ -231,13 +231,16 @@ class _Comparison:
         self.lse, self.out = torch.cat(lses, 2), torch.cat(outs, 2)
 
     def listed(self) -> Tensor:
-        """Marks the visible blocks that the selection lists, [B, H, rows, Nb]."""
+        """Returns which visible blocks the selection lists: bool [B, H, rows, Nb]."""
         rows = self.sample + self.first_row - self.selected.first_row
         indices = self.selected.of_rows(rows).to(self.query.device)
         return listed_blocks(indices, self.blocks).expand_as(self.mass) & (self.visible > 0)
 
     def ranks(self, seed: int) -> dict[str, Tensor]:
-        """Ranks blocks for each baseline, [B, H, rows, Nb]; a baseline selects the lowest ranks."""
+        """Ranks the blocks for each baseline, [B, H, rows, Nb].
+
+        A baseline takes the lowest ranks.
+        """
         block = torch.arange(self.blocks, device=self.query.device)
         own = (self.sample + self.first_row) * self.selected.row_size // self.selected.block_size
         generator = torch.Generator().manual_seed(seed)
@@ -248,7 +251,7 @@ class _Comparison:
         return dict(zip(_BASELINES, map(self._rank, scores), strict=True))
 
     def _rank(self, score: Tensor) -> Tensor:
-        """Ranks blocks by descending score; blocks that a row cannot see come last."""
+        """Ranks blocks by score, 0 for the highest; blocks that a row cannot see come last."""
         score = torch.where(self.visible > 0, score, -torch.inf)
         return score.argsort(dim=-1, descending=True, stable=True).argsort(-1)
 

@@ -106,7 +106,10 @@ class GatedSchedule:
             got = shortened(repr(schedule))
             raise TypeError(f"schedule must be a Schedule, got {got}; pass Schedule(points)")
         if not is_finite(bar):
-            raise ValueError(f"bar must be a finite number, got {shortened(repr(bar))}")
+            raise ValueError(
+                f"bar must be a finite number, got {shortened(repr(bar))}; the schedule "
+                "advances in steps whose metric is at least the bar"
+            )
         self.schedule, self.bar, self.clock = schedule, bar, 0
 
     def step(self, metric: float, group: dist.ProcessGroup | None = None) -> float:

@@ -147,7 +147,7 @@ class BlockScorer(nn.Module):
     def _bounded_scores(
         self, query: Tensor, key: Tensor, bounds: Bounds, valid: Tensor | None, start: int
     ) -> Tensor:
-        """Computes scores [B, Hkv, R, Nb] of queries that see only the keys in their bounds."""
+        """Computes scores [B, Hkv, R, Nb] of queries that see only keys within their bounds."""
         (batch, heads, q_len, _), (kv_heads, length, width) = query.shape, key.shape[1:]
         position = start + torch.arange(q_len, device=query.device)
         first, stop = bounds
@@ -178,7 +178,7 @@ class BlockScorer(nn.Module):
         start: int,
         length: int,
     ) -> Tensor:
-        """Computes the scores [B, Hkv, R, Nb] of the rows that contain the given queries.
+        """Computes the scores [B, Hkv, R, Nb] of some consecutive queries that have bounds.
 
         Args:
             query: [B, Hkv, G, n, index_dim], scaled.
@@ -269,7 +269,7 @@ class BlockScorer(nn.Module):
     def _by_rows(
         self, rows: Callable[[int, int], Tensor], q_len: int, start: int, numbers: int
     ) -> Tensor:
-        """Concatenates `rows(i, j)`, the scores of queries i to j, over parts that fit in memory.
+        """Joins `rows(i, j)`, the scores of queries i to j - 1, over parts that fit in memory.
 
         The first query is at position `start`. The scores of a query need `numbers` numbers.
         """
@@ -290,7 +290,7 @@ class BlockScorer(nn.Module):
         visible: Tensor,
         first: int,
     ) -> Tensor:
-        """Computes the scores [B, Hkv, R, Nb] of the rows that contain the given queries.
+        """Computes the scores [B, Hkv, R, Nb] of some consecutive queries from block summaries.
 
         Args:
             query: [B, Hkv, G, Nq, index_dim], scaled.

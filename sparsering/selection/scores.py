@@ -171,7 +171,7 @@ def scores_of(
 def _write(
     span: Span, query: Tensor, estimate: BlockEstimate, causal: bool, scale: float, out: Tensor
 ) -> None:
-    """Writes the scores of one range of queries to `out` with torch, in pieces to save memory."""
+    """Writes the scores of a span of queries to `out` with torch, a few batch entries at a time."""
     group = query.shape[2]
     step = max(1, _room(estimate) // (span.width * group * estimate.slots * estimate.num_blocks))
     for first in range(0, len(query), step):
@@ -187,7 +187,7 @@ def _write(
 def _write_by_kernel(
     span: Span, query: Tensor, estimate: BlockEstimate, causal: bool, scale: float, out: Tensor
 ) -> bool:
-    """Writes the scores of a range of queries by the C++ kernel; False if a share underflowed."""
+    """Writes the scores of a span to `out` with the C++ kernel; False if torch must redo them."""
     # log(tokens / part) for each part of a last block that is not full; the kernel adds log(part)
     last = (estimate.counts()[-1] / estimate.part).log().float() if estimate.ragged else None
     underflow = cpu.block_shares(
@@ -214,12 +214,12 @@ def _write_by_kernel(
 
 
 def _room(estimate: BlockEstimate) -> int:
-    """Returns how many logits are computed at a time."""
+    """Returns how many logits may be computed at once on the keys' device."""
     return at_a_time(_AT_A_TIME, estimate.keys.device)
 
 
 def _cut(span: Span, heads: int, estimate: BlockEstimate, causal: bool) -> Iterator[Span]:
-    """Cuts a range of queries at block boundaries into parts of about _AT_A_TIME logits."""
+    """Cuts a span of queries at block boundaries into parts that fit in memory."""
     room, blocks = _room(estimate) // (heads * span.width * estimate.slots), estimate.num_blocks
     done = 0
     while done < span.blocks:
@@ -237,7 +237,7 @@ def _cut(span: Span, heads: int, estimate: BlockEstimate, causal: bool) -> Itera
 def _span_scores(
     span: Span, query: Tensor, estimate: BlockEstimate, causal: bool, scale: float
 ) -> Tensor:
-    """Computes scores [B * Hkv, rows, Nb] of a range of the queries [B * Hkv, Nq, G, D]."""
+    """Computes scores [B * Hkv, rows, Nb] of a span; queries are [B * Hkv, Nq, G, D]."""
     query = query[:, span.first : span.first + span.queries].to(estimate.feature.dtype)
     if not causal:
         return _shares(span, query, estimate, estimate.num_blocks, None, scale)[0]
@@ -254,7 +254,7 @@ def _span_scores(
 
 
 def _own_mass(span: Span, query: Tensor, estimate: BlockEstimate, scale: float) -> Tensor:
-    """Computes the log mass of the keys of each query's own block, up to the query itself.
+    """Computes the log mass of each query's own block, counting keys up to the query only.
 
     `query` is [B * Hkv, n, G, D] with G query heads per kv head. Returns [B * Hkv, n, G].
     """

@@ -63,7 +63,10 @@ class BlockSummaries:
         return other
 
     def fork(self) -> Self:
-        """Returns a copy that shares the buffer, for a call that fails or replaces this object."""
+        """Returns a copy that shares the buffer.
+
+        A call that fails then leaves this object as it was.
+        """
         other = object.__new__(type(self))
         vars(other).update(vars(self))
         other._blocks = list(self._blocks)
@@ -129,7 +132,7 @@ class BlockSummaries:
         return torch.cat(parts)
 
     def _check_like_before(self, key: Tensor) -> None:
-        """Raises ValueError if earlier keys had other batch entries, heads or a head dim."""
+        """Raises ValueError unless keys have the batch size, heads and width of earlier calls."""
         batch, heads, _, width = key.shape
         if self._feature is None:
             self._head_dim = width
@@ -140,7 +143,7 @@ class BlockSummaries:
             )
 
     def first_needed(self, entries: Iterable[int], start: int) -> int:
-        """Returns the first key that the scores of queries from `start` on read, for some entries.
+        """Returns from which key on `scores` reads keys, for queries from position `start` on.
 
         It begins the block of the first query, or an earlier block that has no summary yet.
         """
@@ -162,7 +165,10 @@ class BlockSummaries:
         return scores
 
     def _scores(self, query: Tensor, tail: Tensor, length: int, scale: float | None) -> Tensor:
-        """Computes scores for the last of `length` tokens, given each entry's last keys `tail`."""
+        """Computes scores of the last queries.
+
+        `tail` [B, Hkv, n, D] are the last of `length` keys.
+        """
         size, start, dtype = self._size, length - query.shape[2], sum_dtype(query)
         first = (length - tail.shape[2]) // size  # block that begins with the first key of `tail`
         with without_autocast(query):
@@ -190,7 +196,7 @@ class BlockSummaries:
     def _scores_of_one(
         self, method: str, query: Tensor, feature: Tensor, own: Tensor, scale: float
     ) -> Tensor:
-        """Scores blocks for a single query at the last position, faster than `scores_of` does."""
+        """Scores blocks for one query at the last position, a faster form of `scores_of`."""
         query = query.unflatten(1, (feature.shape[1], -1)).flatten(0, 1)  # [B * Hkv, G, 1, D]
         query_feature = query_features(query.transpose(1, 2), scale, method)  # [B * Hkv, 1, G, F]
         logits = query_feature @ feature.flatten(0, 1).mT + math.log(self._part)
@@ -232,7 +238,7 @@ class BlockSummaries:
         self._grow(length // self._size)
 
     def _extended(self, tail: Tensor, length: int, dtype: torch.dtype) -> Tensor:
-        """Summarizes newly full blocks; returns the buffer [B, Hkv, parts, allocated blocks, F].
+        """Summarizes blocks that became full; returns the buffer [B, Hkv, parts, blocks, F].
 
         `tail` has the last keys of all entries, which have `length` keys each.
         """

@@ -29,7 +29,7 @@ _LEAST = 2  # a row has at least two blocks: the first one, and its own
 
 
 class Selection:
-    """The blocks that a recipe's attention visits at each step, and the state that decides them."""
+    """Chooses the blocks that a recipe's attention visits, and holds the state of that choice."""
 
     def __init__(self, recipe: "Recipe", group: dist.ProcessGroup | None = None) -> None:
         schedule, bar = schedule_of(recipe)
@@ -45,23 +45,23 @@ class Selection:
         )  # blocks that a row visits at this step; if all, attention is dense
 
     def begin(self, step: int, loss: float) -> None:
-        """Decides the blocks of a step; `loss` is that of the step before, NaN for the first."""
+        """Chooses the number of blocks of a step; `loss` is the previous step's, NaN at first."""
         gated = isinstance(self.schedule, GatedSchedule)
         self.k = int(self.schedule.step(-loss) if gated else self.schedule(step))  # type: ignore
         self.observes = bool(self.refiners) and step % self.every == 0
 
     def end(self) -> None:
-        """Improves the refiners' tables, if the step has observed the mass of blocks."""
+        """Updates the refiners' tables if this step observed the attention mass of blocks."""
         for refiner in self.refiners if self.observes else ():
             refiner.update(self.group)
         self.observes = False
 
     def attends(self) -> list[Attend]:
-        """Returns the attention of each layer."""
+        """Returns an attention function per layer, which the model calls instead of its own."""
         return [partial(self._attend, layer) for layer in range(self.layers)]
 
     def _attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attends in one layer, densely or to the blocks of this step; tensors are [B, H, N, D]."""
+        """Attends in one layer: to all, or to the blocks of this step; tensors are [B, H, N, D]."""
         parts = math.gcd(4, self.size)
         scores = partial(block_scores, query.detach(), key.detach(), self.size, parts=parts)
         if self.observes and torch.is_grad_enabled():
@@ -77,7 +77,7 @@ class Selection:
         return attention(query, key, value, SelectedBlocks(chosen, self.size, rows) & Causal())
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns copies of the state: the gate's clock, and the refiners' tensors by layer."""
+        """Returns the state to save: the gate's clock, and the refiners' tensors by layer."""
         clock = self.schedule.clock if isinstance(self.schedule, GatedSchedule) else 0
         tensors = {"clock": torch.tensor(clock)}
         for layer, refiner in enumerate(self.refiners):
@@ -85,7 +85,7 @@ class Selection:
         return tensors
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Goes on from the state that `tensors` returned."""
+        """Continues from the state that `tensors` returned, when a run resumes."""
         if isinstance(self.schedule, GatedSchedule):
             self.schedule.load_state_dict({"clock": int(tensors["clock"])})
         for layer, refiner in enumerate(self.refiners):
@@ -95,7 +95,10 @@ class Selection:
 
 
 def schedule_of(recipe: "Recipe") -> tuple[Schedule, float | None]:
-    """Reads a recipe's schedule of blocks and the bar of its gate; ValueError if it is unusable."""
+    """Parses a recipe's schedule of blocks and the loss bound of its gate.
+
+    ValueError if unusable.
+    """
     every, points = blocks_of(recipe), []
     for part in (recipe.schedule or f"0:{recipe.blocks}").split(","):
         found = re.fullmatch(r"\s*(\d{1,12}):(dense|\d{1,13})\s*", part)
@@ -119,5 +122,5 @@ def schedule_of(recipe: "Recipe") -> tuple[Schedule, float | None]:
 
 
 def blocks_of(recipe: "Recipe") -> int:
-    """Returns the number of blocks in a window."""
+    """Returns how many blocks of keys a training window has."""
     return -(-recipe.context // recipe.block_size)

@@ -58,7 +58,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint:
-    """Describes a folder's checkpoint: the run, as it was saved after `step` optimizer steps."""
+    """A folder's checkpoint without its tensors: the run's settings, its step, and hashes."""
 
     folder: Path
     step: int
@@ -91,7 +91,7 @@ class Checkpoint:
         selection: Selection | None,
         ranks: Ranks = ALONE,
     ) -> None:
-        """Replaces the folder's checkpoint atomically by one of these tensors.
+        """Writes a checkpoint in place of the folder's; a failure leaves the old one whole.
 
         `hashes` and `parts` of `self` are not used, because they are computed anew.
 
@@ -146,7 +146,7 @@ class Checkpoint:
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-    """Writes a checkpoint of these tensors in place of the folder's; `facts` describe the run."""
+    """Writes tensors in place of the folder's checkpoint; `facts` are the run's settings."""
     hashes = {name: hash_tensor(x) for name, x in tensors.items()}
     facts = {**facts, "format": FORMAT, "sha256": hashes}
     content = safetensors_or_hint().torch.save(
@@ -163,7 +163,7 @@ def write(folder: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, Any])
 
 
 def has_checkpoint(folder: Path) -> bool:
-    """Whether a folder contains a checkpoint, of an older version too."""
+    """Whether a folder has a checkpoint, of this version or of 0.2.0."""
     return (folder / _FILE).exists() or (folder / _OLD_FILE).exists()
 
 
@@ -201,7 +201,10 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 
 @with_hints()
 def load_model(folder: str | Path) -> LongNetLM:
-    """Returns a checkpoint's model in eval mode; raises as `load_checkpoint`."""
+    """Loads the trained model of a checkpoint, in eval mode.
+
+    Raises the errors of `load_checkpoint`.
+    """
     checkpoint = load_checkpoint(Path(folder))
     model = checkpoint.recipe.build_model()
     checkpoint.restore(model)
@@ -209,7 +212,7 @@ def load_model(folder: str | Path) -> LongNetLM:
 
 
 def _convert(folder: Path) -> None:
-    """Writes the checkpoint of version 0.2.0 as one file, beside its own files."""
+    """Writes a checkpoint of version 0.2.0 anew in the present format; its old files stay."""
     safetensors = safetensors_or_hint()
     try:
         with opened(folder / _OLD_FILE, MOST_HEADER_BYTES) as file:
@@ -238,7 +241,7 @@ def _convert(folder: Path) -> None:
 
 @contextmanager
 def _opened(folder: Path) -> Iterator[Any]:
-    """Opens a checkpoint's file without loading tensors, and names the folder in ValueErrors."""
+    """Opens a checkpoint's file without reading tensors; its ValueErrors name the folder."""
     safetensors = safetensors_or_hint()
     try:
         with opened_tensors(folder / _FILE) as file:
@@ -256,7 +259,7 @@ def _opened(folder: Path) -> Iterator[Any]:
 
 
 def _described(folder: Path, facts: Any) -> Checkpoint:
-    """Converts the description in a checkpoint's file; raises ValueError if it is malformed."""
+    """Builds a `Checkpoint` from the JSON of a file; ValueError if something in it is wrong."""
     if not isinstance(facts, dict) or facts.get("format") != FORMAT:
         raise ValueError(f"the format is not {FORMAT!r}")
     facts = {"init": "", "parts": {"folder": "", "sha256": {}}, **facts}  # older ones lack these
@@ -292,7 +295,7 @@ def _described(folder: Path, facts: Any) -> Checkpoint:
 
 
 def _described_parts(about: dict[str, Any]) -> tuple[str, dict[str, str]]:
-    """Returns (folder of the parts, {file: sha256}); ValueError if the description is malformed."""
+    """Returns (folder of the ranks' parts, {file: sha256}); ValueError if the JSON is wrong."""
     name, hashes = about.get("folder"), about.get("sha256")
     if about.keys() != {"folder", "sha256"} or type(name) is not str or type(hashes) is not dict:
         raise ValueError("'parts' is no folder with the sha256 of its files")
@@ -305,7 +308,7 @@ def _described_parts(about: dict[str, Any]) -> tuple[str, dict[str, str]]:
 
 
 def _check_kinds(checkpoint: Checkpoint, kinds: Mapping[str, str]) -> None:
-    """Raises ValueError if the tensors do not match the recipe's model and its optimizer."""
+    """Raises ValueError unless the saved tensors are those of the recipe's model and optimizer."""
     unexpected = set(kinds)
     for name, kind in _needed_kinds(checkpoint):
         if (got := kinds.get(name, "missing")) != kind:
@@ -317,7 +320,7 @@ def _check_kinds(checkpoint: Checkpoint, kinds: Mapping[str, str]) -> None:
 
 
 def _needed_kinds(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yields the name and kind (dtype and shape) of each tensor that a checkpoint must have.
+    """Yields (name, dtype and shape) of each tensor that a checkpoint must have.
 
     They follow from the recipe, so neither model nor optimizer is built.
     """
@@ -343,7 +346,7 @@ def _needed_kinds(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
 def _named_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, selection: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Returns weights, and states of the optimizer and the selection, by their saved names."""
+    """Returns the tensors to save by name: weights, optimizer states, and the selection's state."""
     tensors = {f"selection.{name}": x for name, x in selection.items()}
     for name, weight in model.named_parameters():
         tensors[f"model.{name}"] = weight.detach()
@@ -353,7 +356,7 @@ def _named_tensors(
 
 
 def _gathered(sharded: Mapping[str, DTensor], *, keep: bool) -> dict[str, Tensor]:
-    """Joins the ranks' parts, one tensor after another, on the rank that passes `keep`.
+    """Joins tensors that ranks hold in parts, one by one; only the rank with `keep` stores them.
 
     All ranks must call it. The others get {}.
     """
@@ -366,7 +369,7 @@ def _gathered(sharded: Mapping[str, DTensor], *, keep: bool) -> dict[str, Tensor
 
 
 def _copy(x: Tensor, saved: Tensor) -> None:
-    """Copies a whole saved tensor into `x`, or this rank's part of it."""
+    """Copies a saved tensor into `x`, or, if ranks share it, this rank's part of it."""
     if isinstance(x, DTensor):
         whole = saved.to(x.device)
         # With no source rank each rank cuts its part from its own copy, and sends nothing.

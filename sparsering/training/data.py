@@ -108,7 +108,7 @@ def read_text(
 def training_window(
     train: Tensor, *, context: int, batch_size: int, seed: int, step: int
 ) -> tuple[Tensor, Tensor]:
-    """Draws a step's tokens and targets, int64 [batch_size, context]; (seed, step) decides them."""
+    """Draws the (tokens, targets) of a step, int64 [batch_size, context], from (seed, step)."""
     draw = random.Random(f"{seed}:{step}")
     starts = [draw.randrange(len(train) - context) for _ in range(batch_size)]
     windows = torch.stack([train[start : start + context + 1] for start in starts]).long()
@@ -116,7 +116,7 @@ def training_window(
 
 
 def validation_windows(validation: Tensor, *, context: int, count: int) -> Windows:
-    """Cuts up to `count` evenly spaced windows (tokens, targets); their tokens do not overlap."""
+    """Cuts up to `count` evenly spaced windows of (tokens, targets), without overlap."""
     count = max(1, min(count, (len(validation) - 1) // context))
     gap = (len(validation) - 1 - context) // max(count - 1, 1)
     windows = [validation[i * gap : i * gap + context + 1].long()[None] for i in range(count)]
@@ -124,7 +124,7 @@ def validation_windows(validation: Tensor, *, context: int, count: int) -> Windo
 
 
 def _text_files(path: Path, glob: str) -> dict[str, Path]:
-    """Returns a file, or the files of a folder, by name; raises an error if there are none."""
+    """Returns {name: file} for a file or a folder's files; an error if there are none."""
     if not path.exists():
         raise FileNotFoundError(
             f"expected a text file or a folder at {path}, found nothing; check --data"
@@ -144,7 +144,7 @@ def _text_files(path: Path, glob: str) -> dict[str, Path]:
 
 
 def _files_below(folder: Path, glob: str, excluded: set[str]) -> dict[str, Path]:
-    """Returns files in a folder and its subfolders by relative name, but no hidden or excluded."""
+    """Returns {relative name: file} below a folder, without hidden and excluded names."""
     names = [file.relative_to(folder) for file in sorted(folder.rglob(glob)) if file.is_file()]
     return {
         name.as_posix(): folder / name
@@ -154,7 +154,7 @@ def _files_below(folder: Path, glob: str, excluded: set[str]) -> dict[str, Path]
 
 
 def _read(file: Path) -> bytes:
-    """Reads a text file; raises ValueError if it has a NUL byte, which separates files."""
+    """Reads a file; ValueError if it has a NUL byte, which is used to separate files."""
     content = file.read_bytes()
     if (place := content.find(SEPARATOR)) >= 0:
         raise ValueError(
@@ -165,7 +165,7 @@ def _read(file: Path) -> bytes:
 
 
 def _validation_files(contents: dict[str, bytes], target: int, seed: int) -> list[str]:
-    """Draws files at random until they have `target` bytes, but at most half of all bytes."""
+    """Draws files for validation, of about `target` bytes but at most half of all bytes."""
     order = sorted(contents)
     random.Random(f"{seed}:validation").shuffle(order)
     most = sum(map(len, contents.values())) // 2

@@ -83,7 +83,7 @@ class Run:
         return next(((r["step"], r["validation_loss"]) for r in records), (0, math.nan))
 
     def save(self) -> None:
-        """Writes a checkpoint of the state after the current step. All ranks must call it."""
+        """Writes a checkpoint of the state after this step; all ranks must call it together."""
         checkpoint = Checkpoint(
             folder=self.out,
             step=self.step,
@@ -97,7 +97,7 @@ class Run:
 
     @torch.no_grad()
     def validate(self, stop: Callable[[], int | None]) -> None:
-        """Logs the step's mean validation loss, unless it is already logged or a signal arrives."""
+        """Logs the mean validation loss of this step, unless that is done or a signal arrives."""
         if any(r["step"] == self.step and "validation_loss" in r for r in self.metrics):
             return
         losses = []
@@ -134,7 +134,7 @@ class Run:
         work.advance(note=f"{shown}  {tokens / seconds:,.0f} tokens/s")
 
     def _trained_step(self, work: Progress) -> tuple[float, float, float]:
-        """Runs `training_step`; if memory runs out, repeats it with smaller micro-batches.
+        """Runs `training_step`; if memory runs out, runs it again with smaller micro-batches.
 
         Raises MemoryError if they may not be halved, or have a single window on each rank.
         """
@@ -160,12 +160,12 @@ class Run:
             work.say(f"Step {self.step}: memory ran out; from here on {half} windows at a time")
 
     def set_micro_batch(self, size: int) -> None:
-        """Computes `size` windows at a time from now on, in a resumed run too."""
+        """Changes how many windows are computed at once, and logs it for resumed runs."""
         self.micro_batch = size
         self._log(step=self.step, micro_batch=size)
 
     def _log(self, **record: Any) -> None:
-        """Adds a record to `metrics` and, on rank 0, a line to `metrics.jsonl`."""
+        """Appends a record to `metrics` and, on rank 0, to `metrics.jsonl`."""
         self.metrics.append(record)
         if self.file is not None:
             self.file.write(json.dumps(record) + "\n")
@@ -265,7 +265,7 @@ def _prepare(
     num_windows: int,
     init: Path | None,
 ) -> Run:
-    """Builds the run that `train` continues or begins, with its model, text and last checkpoint."""
+    """Builds the state of a new run, or of one that continues from the folder's checkpoint."""
     recipe, text, checkpoint = ranks.together(
         partial(read_inputs, recipe, out, command, resume=resume, ranks=ranks)
     )
@@ -313,7 +313,7 @@ def _prepare(
 
 
 def _choose_micro_batch(run: Run, chosen: int | Literal["auto"] | None) -> None:
-    """Sets the run's micro-batch to the chosen one, if any.
+    """Sets how many windows are computed at once, as the user chose or by the free memory.
 
     For "auto" it is the last one of a resumed run, else the largest that fits in memory.
     """

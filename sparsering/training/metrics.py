@@ -11,7 +11,7 @@ MOST_METRICS_BYTES = 256 << 20
 
 
 def cut_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
-    """Removes the records after `step` from `metrics.jsonl`, or all if it is None.
+    """Removes records after `step` from `metrics.jsonl`, since the run repeats those steps.
 
     Returns: the records that stay.
     """
@@ -34,7 +34,7 @@ def cut_metrics(out: Path, step: int | None) -> list[dict[str, Any]]:
 
 
 def read_metrics(run: Path) -> list[dict[str, Any]]:
-    """Reads the records of a run's `metrics.jsonl`; ValueError for a folder without usable ones."""
+    """Reads the records of a run's `metrics.jsonl`; ValueError if there are none to use."""
     path = run / "metrics.jsonl"
     try:
         check_file(path, MOST_METRICS_BYTES)
@@ -49,7 +49,7 @@ def read_metrics(run: Path) -> list[dict[str, Any]]:
 
 
 def _records(lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    """Parses lines of `metrics.jsonl`; ValueError for JSON that is not a record of a step."""
+    """Parses lines of `metrics.jsonl`; skips an incomplete line, ValueError for a foreign one."""
     for number, line in enumerate(lines, 1):
         try:
             record = json.loads(line)

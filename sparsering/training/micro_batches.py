@@ -34,7 +34,7 @@ def checked_part(size: object, windows: int, of_ranks: int, source: str) -> int:
 
 
 def windows_that_fit(one_window: Callable[[], object], device: torch.device) -> float:
-    """Estimates how many windows fit in free memory, from the peak of a call with one window."""
+    """Estimates how many windows fit in free memory from what a call with one window needs."""
     try:
         peak = peak_of(one_window, device)
     except (RuntimeError, MemoryError) as error:
@@ -46,7 +46,7 @@ def windows_that_fit(one_window: Callable[[], object], device: torch.device) -> 
 
 
 def make_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Allocates AdamW's state before its first step.
+    """Allocates AdamW's two states before its first step, with zeros.
 
     If memory runs out here, no weight is changed yet; AdamW would already have updated some.
     """
@@ -57,6 +57,6 @@ def make_moments(optimizer: torch.optim.Optimizer) -> None:
 
 
 def forget_failure(optimizer: torch.optim.Optimizer) -> None:
-    """Frees what a step that ran out of memory has left: gradients, and memory cached by torch."""
+    """Frees memory after a step ran out of it: the gradients, and what torch's cache holds."""
     optimizer.zero_grad()
     return_memory()

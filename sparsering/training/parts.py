@@ -36,7 +36,7 @@ _OFFSETS = "DCP_SHARDING_INFO"  # in a part's header: JSON {name: {"saved_offset
 
 
 def write_parts(folder: Path, tensors: Mapping[str, DTensor], ranks: Ranks) -> dict[str, str]:
-    """Writes each rank's parts of tensors into a new folder. All ranks must call it.
+    """Writes each rank's parts of tensors to a new folder; all ranks must call it together.
 
     Returns, on all ranks: the sha256 of each part, by the name of its file.
 
@@ -73,7 +73,7 @@ def write_parts(folder: Path, tensors: Mapping[str, DTensor], ranks: Ranks) -> d
 
 
 def read_kinds(folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
-    """Returns dtype and shape of each tensor that the parts make up together, loading none.
+    """Returns dtype and shape of each tensor that the parts form together, without reading them.
 
     Raises ValueError if a part is missing or not one of these, or if a tensor has gaps.
     """
@@ -107,7 +107,7 @@ def read_kinds(folder: Path, hashes: Mapping[str, str]) -> dict[str, str]:
 
 
 def read_parts(folder: Path, hashes: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Copies saved tensors into `tensors`: into whole ones, or into this rank's parts of them.
+    """Copies saved tensors into `tensors`, each whole or only the part that this rank holds.
 
     It reads only the files that this rank needs, and waits for no other rank. Raises ValueError if
     one of these files was changed.
@@ -124,7 +124,7 @@ def read_parts(folder: Path, hashes: Mapping[str, str], tensors: Mapping[str, Te
 
 
 class _CheckedReader(HuggingFaceStorageReader):
-    """Reads parts for DCP, but first compares the sha256 of each part that is needed."""
+    """DCP's reader of parts; it compares the sha256 of each file that it needs before reading."""
 
     hashes: Mapping[str, str]  # by file name
 
@@ -141,7 +141,7 @@ def _parts_in(folder: Path) -> list[str]:
 
 
 def _offsets_of(part: str, header: Mapping[str, str]) -> dict[str, list[int]]:
-    """Parses where the tensors of a part begin; ValueError for anything but small integers >= 0."""
+    """Returns where each tensor of a part begins, {name: [index, ...]}; ValueError if malformed."""
     try:
         places: Any = json.loads(header.get(_OFFSETS, ""), object_pairs_hook=unique_pairs)
         offsets = {name: place["saved_offsets"] for name, place in places.items()}

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The processes that train together; without a mesh, a single process.
+    """The processes that train one model together, and how they share its windows and weights.
 
     Every rank calls the same methods in the same order.
     """
@@ -100,18 +100,18 @@ class Ranks:
             )
 
     def from_leader(self, value: T) -> T:
-        """Returns, on all ranks, the value that rank 0 passes."""
+        """Returns rank 0's value on all ranks; all must call it."""
         return self.gather(value)[0]
 
     def gather(self, value: T) -> list[T]:
-        """Returns, on all ranks, a list of the values that the ranks pass."""
+        """Returns the values of all ranks, on all ranks; all must call it."""
         values = [value] * self.world_size
         if self.mesh is not None:
             dist.all_gather_object(values, value)
         return values
 
     def together(self, do: Callable[[], T]) -> T:
-        """Runs `do` on all ranks and returns its result; if it raises on one rank, all ranks raise.
+        """Runs `do` on all ranks and returns its result; raises on all ranks if one raises.
 
         A rank without an error of its own raises the error of the first rank that failed. `do` must
         not wait for other ranks, because they may have failed.
@@ -144,7 +144,7 @@ class Ranks:
                 )
 
     def any_signal(self, number: int | None) -> int | None:
-        """Returns, on all ranks, the largest signal number passed; None if all ranks pass None."""
+        """Returns the largest signal number that any rank passes; None if no rank passes one."""
         if self.mesh is None:
             return number
         largest = torch.tensor(number or 0, device=self.device)
@@ -152,7 +152,10 @@ class Ranks:
         return int(largest) or None
 
     def place(self, model: LongNetLM) -> None:
-        """Moves the model to this rank's device; with `shards`, also shards its parameters."""
+        """Moves the model to this rank's device.
+
+        With `shards`, splits its parameters over ranks.
+        """
         if self.shards is None:
             model.to(self.device)
             return
@@ -181,7 +184,7 @@ class Ranks:
         attend: Attend | Sequence[Attend] | None = None,
         num_targets: int | None = None,
     ) -> Tensor:
-        """Computes this rank's part of the mean loss over windows [B, N] of all ranks.
+        """Computes this rank's share of the mean loss over windows [B, N]; shares sum to the mean.
 
         The summed loss is divided by `num_targets`, by default the number of `targets`. If the
         windows do not divide evenly over "dp", every rank along "dp" computes all windows and
@@ -217,7 +220,7 @@ class Ranks:
         return part.item()
 
     def clip_gradients(self, model: nn.Module, largest: float) -> float:
-        """Sums the ranks' gradients, clips their norm, and returns the norm before clipping.
+        """Sums gradients over ranks, clips their norm, and returns the norm before that.
 
         Gradients of sharded parameters are summed already, by FSDP's backward.
         """
@@ -241,7 +244,7 @@ def arrange(
     timeout: float = TIMEOUT_S,
     shard_parameters: bool = False,
 ) -> Ranks:
-    """Arranges the default process group as a mesh of `Ranks`; every process calls it.
+    """Arranges all processes as a mesh of data-parallel and sequence-parallel ranks.
 
     Groups of `sequence_parallel` ranks share each sequence; the groups share a step's windows. With
     `shard_parameters`, each of all ranks has a part of every parameter.
@@ -275,7 +278,7 @@ def was_restarted() -> bool:
 
 
 def _restarts() -> int:
-    """Returns how many times torchrun has restarted this process."""
+    """Returns how many times torchrun has restarted this process after failures."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 

@@ -18,7 +18,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 # In characters: a stranger may have written the recipe, and long patterns take long to parse.
 LONGEST_PATTERN = 1000
 
-# settings that checkpoints of 0.2.0 do not have
+# settings that are missing in checkpoints of version 0.2.0; they get their defaults
 _ADDED = ("attention", "blocks", "block_size", "schedule", "gate", "refine")
 
 _RANGES = {
@@ -92,7 +92,7 @@ class Recipe:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> "Recipe":
-        """Builds the recipe of a checkpoint; ValueError if names or types of values are wrong."""
+        """Builds a recipe from a checkpoint's JSON; ValueError for wrong names or types."""
         kinds = get_type_hints(cls)
         values = {name: getattr(cls, name) for name in _ADDED} | values
         if values.keys() != kinds.keys():
@@ -109,7 +109,7 @@ class Recipe:
         return self._model()
 
     def _model(self) -> LongNetLM:
-        """Builds the recipe's model with weights from torch's global generator, in any state."""
+        """Builds the model with random weights from torch's global generator, unseeded."""
         return LongNetLM(
             parse(self.pattern) if self.attention == "pattern" else Causal(),
             width=self.width,
@@ -119,7 +119,7 @@ class Recipe:
         )
 
     def parameter_shapes(self) -> Iterator[tuple[str, torch.Size]]:
-        """Yields names and shapes of the model's parameters without allocating them."""
+        """Yields (name, shape) of each parameter of the model without allocating any."""
         with torch.device("meta"):
             model = replace(self, num_layers=1)._model()
         for name, parameter in model.named_parameters():
@@ -130,7 +130,7 @@ class Recipe:
                 yield name, parameter.shape
 
     def learning_rate_at(self, step: int) -> float:
-        """Returns a step's learning rate: it rises linearly, then falls to a tenth."""
+        """Returns the learning rate of a step: a linear warm-up, then a cosine down to a tenth."""
         warm = min(1.0, (step + 1) / max(self.warmup_steps, 1))
         progress = (step - self.warmup_steps) / max(self.steps - self.warmup_steps, 1)
         cosine = (1 + math.cos(math.pi * min(max(progress, 0.0), 1.0))) / 2
@@ -138,14 +138,14 @@ class Recipe:
 
 
 def _has_type(kind: Any, value: object) -> bool:
-    """Whether a JSON value has the type of a recipe's field; an int is allowed for a float."""
+    """Whether a JSON value has the type of a recipe's field; floats may be written as ints."""
     if kind is float:
         return type(value) in (int, float) and abs(value) < 1e300  # type: ignore[arg-type]
     return isinstance(value, kind) and isinstance(value, bool) == (kind is bool)
 
 
 def best_dtype() -> str:
-    """Returns the faster autocast dtype of this CPU: bfloat16 if it has instructions for it.
+    """Returns the faster dtype for autocast on this CPU: bfloat16 only if the CPU supports it.
 
     Measured with the demo's model on a CPU with avx512_bf16 and no AMX: a step takes 1.7 s in
     float32 and 1.0 s in bfloat16. Without these instructions bfloat16 is slower than float32.

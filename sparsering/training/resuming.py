@@ -16,7 +16,7 @@ from .recipe import Recipe
 def read_inputs(
     recipe: Recipe, out: Path, command: str, *, resume: bool, ranks: Ranks
 ) -> tuple[Recipe, Text, Checkpoint | None]:
-    """Returns the settings, the text, and the checkpoint of the folder if there is one.
+    """Returns (recipe, text, checkpoint): what a run starts from; None without a checkpoint.
 
     Raises FileNotFoundError, FileExistsError or ValueError as `train`, before anything is written.
     """
@@ -31,7 +31,7 @@ def read_inputs(
 
 
 def _check_may_go_on(checkpoint: Checkpoint, recipe: Recipe, command: str, resume: bool) -> None:
-    """Raises FileExistsError if the folder's run must not be continued.
+    """Raises FileExistsError if the folder has a run that this command must not continue.
 
     That is a run of another command, or without `resume` a finished run.
     """
@@ -50,7 +50,7 @@ def _check_may_go_on(checkpoint: Checkpoint, recipe: Recipe, command: str, resum
 
 
 def _resumed_recipe(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recipe:
-    """Returns the recipe, with the checkpoint's dtype for "auto".
+    """Checks that recipe and text are those of the checkpoint; fills in its dtype for "auto".
 
     Raises: ValueError if the text or a setting other than the number of steps differs.
     """
@@ -81,12 +81,12 @@ def _resumed_recipe(recipe: Recipe, text: Text, checkpoint: Checkpoint) -> Recip
 
 
 def _place(recipe: Recipe) -> str:
-    """Returns where a recipe's text is, for a message."""
+    """Describes where a recipe's text is, for an error message."""
     return recipe.data or "the standard library of Python on this machine (no --data)"
 
 
 def start_from(model: LongNetLM, recipe: Recipe, init: Path, resumed: Checkpoint | None) -> str:
-    """Copies the weights of the checkpoint `init` into the model of a new run.
+    """Copies the weights of checkpoint `init` into a new model; returns the checkpoint's digest.
 
     A run that is continued (`resumed`) has its weights already; then it is only checked that the
     run began with those of `init`. Returns: the digest of these weights.

@@ -14,7 +14,7 @@ _ONE_SIGNAL_S = 0.25  # signals within so many seconds count as one
 
 @contextmanager
 def stop_signal(ranks: Ranks) -> Iterator[Callable[[], int | None]]:
-    """Yields a function that returns the number of a SIGINT or SIGTERM that any rank got, or None.
+    """Yields a function that says which stop signal any rank has received, or None.
 
     All ranks call the function together. A second signal has its usual effect at once, unless it
     comes within a quarter of a second, because a terminal and a parent process may both pass on one

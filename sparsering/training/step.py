@@ -30,7 +30,7 @@ def training_step(
     attend: Attend | Sequence[Attend] | None = None,
     micro_batch: int | None = None,
 ) -> tuple[float, float, float]:
-    """Runs forward, backward and update on the step's windows of the training bytes.
+    """Trains one step on windows of the training bytes; returns (loss, gradient norm, rate).
 
     `micro_batch` windows are computed at a time, default all of them.
 
@@ -59,7 +59,7 @@ def gradients(
     parts: int,
     attend: Attend | Sequence[Attend] | None = None,
 ) -> Tensor:
-    """Adds the gradients of a step's first `parts` micro-batches, of `size` windows each.
+    """Adds the gradients of the first `parts` micro-batches of a step; returns their loss.
 
     Returns: this rank's part of their loss, as a share of the step's mean.
     """
@@ -77,7 +77,7 @@ def gradients(
 
 
 def adamw(model: nn.Module, recipe: Recipe) -> torch.optim.AdamW:
-    """Builds AdamW with weight decay on the matrices only."""
+    """Builds AdamW; only parameters with two or more dims have weight decay."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [

@@ -25,7 +25,7 @@ MOST_HEADER_BYTES = 16 << 20  # about 50,000 tensors; parsing needs ten times th
 
 @contextmanager
 def opened_tensors(path: Path) -> Iterator[Any]:
-    """Opens a safetensors file without loading tensors.
+    """Opens a safetensors file of unknown origin safely, without reading tensors.
 
     Raises: FileNotFoundError; ValueError for a link, pipe or folder, or too long a header;
         SafetensorError if the file is no safetensors file; ImportError without safetensors.
@@ -60,7 +60,7 @@ def hash_file(path: Path) -> str:
 
 
 def safetensors_or_hint() -> ModuleType:
-    """Imports safetensors, which writes by numpy; ImportError with the line that installs both."""
+    """Imports safetensors; the ImportError says how to install it and numpy."""
     try:
         if find_spec("numpy") is None:
             raise ImportError

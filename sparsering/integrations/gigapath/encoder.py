@@ -205,7 +205,7 @@ class SlideEncoder(nn.Module):
     def _encoded(
         self, tiles: Tensor, grid: Tensor, heat: Heat, rows: int | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Encodes one slide: tiles [n, in_width] in the cells `grid` [n, 2], `rows` at a time.
+        """Encodes one slide: tiles [n, in_width] in grid cells `grid` [n, 2], `rows` at a time.
 
         Returns: slide [width], layers [num_layers + 1, width], and heat [num_layers, n] or None.
         """
@@ -239,11 +239,11 @@ class SlideEncoder(nn.Module):
         return last, torch.stack(pooled), torch.stack(received) if received else None
 
     def _pooled(self, x: Tensor) -> Tensor:
-        """Returns a slide's vector [width] from states [1 + n, width] of class token and tiles."""
+        """Returns a slide's vector [width] from the class token and tiles, [1 + n, width]."""
         return self.norm(x[1:].mean(0) if self.global_pool else x[0])
 
     def _shares(self) -> list[Tensor | None]:
-        """Draws each block's `shares` [2] of stochastic depth; None if nothing is dropped."""
+        """Draws the factors [2] of stochastic depth for each block's two branches, or None."""
         depth = len(self.layers)
         if not self.training or not self.drop_path:
             return [None] * depth
@@ -253,7 +253,7 @@ class SlideEncoder(nn.Module):
 
 
 def _stacked(found: list[tuple[Tensor, Tensor, Tensor | None]], heat: Heat) -> SlideEmbedding:
-    """Joins the results of slides, as `_encoded` returns them."""
+    """Joins what `_encoded` returned for each slide to one `SlideEmbedding`."""
     slides, layers, maps = zip(*found, strict=True)
     return SlideEmbedding(
         slide=torch.stack(slides),
@@ -263,7 +263,7 @@ def _stacked(found: list[tuple[Tensor, Tensor, Tensor | None]], heat: Heat) -> S
 
 
 def _heat(heat: object) -> Heat:
-    """Returns the argument; raises ValueError unless it is None, "class" or "all"."""
+    """Returns `heat`; ValueError unless it is None, "class" or "all"."""
     if heat not in (None, "class", "all"):
         raise ValueError(
             f'heat must be None, "class" or "all", got {shortened(repr(heat))}; "class" is what '

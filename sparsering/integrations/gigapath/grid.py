@@ -36,7 +36,7 @@ def grid_cells(coords: Tensor, tile_size: float, slide_ngrids: int, number: int)
 
 
 def _wrong_size(pixels: Tensor, cells: Tensor, size: float) -> str | None:
-    """Returns a warning if cells [n, 2] of `size` pixels do not fit tiles at these pixels, or None.
+    """Returns a warning if `tile_size` does not fit the distances between tiles, else None.
 
     Several extractors begin a new grid in each piece of tissue. So a few tiles may share a cell
     although the size is right, and that is no reason to warn.
@@ -67,7 +67,7 @@ def _wrong_size(pixels: Tensor, cells: Tensor, size: float) -> str | None:
 
 
 def _spacing(pixels: Tensor) -> float | None:
-    """Returns how far apart neighbors in a regular grid of tiles are, from their pixels [n, 2].
+    """Returns the distance of neighboring tiles of a regular grid, from their pixels [n, 2].
 
     It is the most common distance between tiles that follow one another in a row or a column. The
     result is None if there are fewer than 16 such distances, or if more than a tenth of them are
@@ -88,14 +88,14 @@ def _spacing(pixels: Tensor) -> float | None:
 
 
 def _are_multiples(distances: Tensor, unit: float) -> bool:
-    """Whether nine tenths of the distances are multiples of a unit, up to a twentieth of it."""
+    """Whether at least 90% of the distances are multiples of `unit`, to within 5% of it."""
     parts = distances / unit
     return bool(((parts - parts.round()).abs() < 0.05).double().mean() >= 0.9)
 
 
 @cache
 def _position_table(slide_ngrids: int, channels: int) -> Tensor:
-    """Returns sines, then cosines, of each cell of an axis, float32 [slide_ngrids, channels]."""
+    """Returns the embedding of each cell along one axis: sines, then cosines, [cells, channels]."""
     with torch.inference_mode(False):
         frequency = 10000.0 ** -(torch.arange(channels // 2, dtype=torch.float64) / (channels / 2))
         angle = torch.arange(slide_ngrids, dtype=torch.float64)[:, None] * frequency

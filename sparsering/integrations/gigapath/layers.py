@@ -19,7 +19,7 @@ Heat = Literal["class", "all"] | None
 
 @dataclass(frozen=True)
 class SlideTokens:
-    """Says how a slide's tokens attend, and what else is computed in each layer."""
+    """Settings of all layers while a slide is encoded: pattern, sink, rows, heat map, dropout."""
 
     pattern: Pattern
     sink: Tensor | None
@@ -31,7 +31,7 @@ class SlideTokens:
 
 
 class DilatedProjections(nn.Module):
-    """Projections of dilated attention, under torchscale's names."""
+    """Linear layers of dilated attention, named as in torchscale, so that its weights load."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class EncoderLayer(nn.Module):
     def _attended(
         self, x: Tensor, how: SlideTokens, share: Tensor | float
     ) -> tuple[Tensor, Tensor | None]:
-        """Returns x + share * attention(norm(x)), and the attention that each token received.
+        """Returns x + share * attention(norm(x)), and how much attention each token received.
 
         The latter, [N] or None, is the mean over heads of what `how.heat` asks for.
         """
@@ -123,7 +123,7 @@ class EncoderLayer(nn.Module):
 
 
 def by_rows(function: Callable[[slice], Tensor], x: Tensor, rows: int | None) -> Tensor:
-    """Computes `function` for slices of x's rows, at most `rows` at a time, and joins the results.
+    """Computes `function(slice)` for x's rows, at most `rows` at a time, and joins the results.
 
     `function` gets a slice of n rows and returns [n, ...]; the result is [len(x), ...].
     """

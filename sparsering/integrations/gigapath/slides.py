@@ -14,7 +14,7 @@ from .grid import grid_cells
 def checked_slides(
     tiles: Any, coords: Any, lengths: Any, tile_size: float, in_width: int, slide_ngrids: int
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns (tiles [n, in_width], cells of the grid int64 [n, 2]) of each slide."""
+    """Returns (tiles [n, in_width], grid cells int64 [n, 2]) of each slide of a call."""
     tiles, coords = _listed("tiles", tiles), _listed("coords", coords)
     if len(tiles) != len(coords) or not tiles:
         raise ValueError(
@@ -39,7 +39,7 @@ def checked_tile_size(tile_size: object) -> float:
 
 
 def _listed(name: str, given: Any) -> list[Tensor]:
-    """Returns a list of each slide's tensor, from one slide, a list, or a padded batch."""
+    """Returns one tensor per slide, from a single slide, a list, or a padded batch."""
     if isinstance(given, Tensor) and given.dim() == 2:
         given = given[None]
     is_list = isinstance(given, Sequence) and all(isinstance(x, Tensor) for x in given)
@@ -53,12 +53,12 @@ def _listed(name: str, given: Any) -> list[Tensor]:
 
 
 def _without_padding(given: list[Tensor], sizes: list[int]) -> list[Tensor]:
-    """Cuts each slide of a padded batch to its number of tiles."""
+    """Cuts each slide of a padded batch to its own number of tiles."""
     return [x[:n] for x, n in zip(given, sizes, strict=True)]
 
 
 def _check_slide(number: int, tiles: Tensor, coords: Tensor, in_width: int) -> None:
-    """Raises ValueError if a slide's tensors have a wrong shape or dtype, or if it has no tiles."""
+    """Raises ValueError unless a slide has tiles [n, in_width], n > 0, and coords [n, 2]."""
     fits = tiles.dim() == 2 and tiles.shape[1] == in_width and tiles.is_floating_point()
     placed = coords.shape == (len(tiles), 2) and coords.dtype != torch.bool
     if not fits or not placed or coords.is_complex():
@@ -76,7 +76,7 @@ def _check_slide(number: int, tiles: Tensor, coords: Tensor, in_width: int) -> N
 
 
 def _lengths(lengths: Any, tiles: list[Tensor]) -> list[int]:
-    """Returns the number of tiles of each slide in a padded batch."""
+    """Returns each slide's number of tiles in a padded batch; ValueError if they do not fit."""
     sizes = lengths.tolist() if isinstance(lengths, Tensor) else lengths
     right = isinstance(sizes, Sequence) and len(sizes) == len(tiles)
     if not right or not all(
@@ -90,7 +90,7 @@ def _lengths(lengths: Any, tiles: list[Tensor]) -> list[int]:
 
 
 def _what_came(given: Any) -> tuple[str, str]:
-    """Returns, for an error, what was passed in place of slides' tensors, and a way out."""
+    """Returns (what was passed instead of slides, how to fix it), for an error message."""
     if isinstance(given, Tensor):
         return f"[{', '.join(map(str, given.shape))}]", "put the slides' tensors into a list"
     listed = isinstance(given, Sequence) and not isinstance(given, str)

@@ -116,7 +116,7 @@ def load(
 
 
 def _file_of(path: Path) -> Path:
-    """Returns the slide encoder's file for the path of a file, or of a folder that contains it.
+    """Returns the path of the weights, given it or a folder that has them.
 
     In a folder of the Hub's cache it takes the newest snapshot.
     """
@@ -133,7 +133,7 @@ def _file_of(path: Path) -> Path:
 
 
 def _state_of(file: Path) -> dict[str, Tensor]:
-    """Returns a checkpoint's tensors by name; Prov-GigaPath's has them under the key "model"."""
+    """Reads a checkpoint's tensors by name; those of Prov-GigaPath are under the key "model"."""
     options = [argparse.Namespace]  # a trainer's options, not code
     found = read_torch_file(file, "download it again", known=options)
     found = found.get("model", found) if isinstance(found, dict) else {}
@@ -141,7 +141,7 @@ def _state_of(file: Path) -> dict[str, Tensor]:
 
 
 def _sizes_of(state: dict[str, Tensor], file: Path) -> dict[str, int]:
-    """Returns those arguments of `SlideEncoder` that follow from the tensors' names and shapes."""
+    """Reads arguments of `SlideEncoder`, such as its width, from the shapes in a checkpoint."""
     layers = [x.split(".") for x in state if x.startswith("encoder.layers.")]
     first = "encoder.layers.0.ffn.fc1.weight", "patch_embed.proj.weight"
     missing = next((x for x in first if x not in state or state[x].dim() != 2), None)

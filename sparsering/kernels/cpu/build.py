@@ -37,7 +37,7 @@ _VECTOR_FLAGS = {
 
 
 def vectors() -> str:
-    """Returns the vector instructions to build for, a name in `_VECTOR_FLAGS`.
+    """Returns the vector instructions to compile for: DEFAULT, AVX2 or AVX512.
 
     It is the value of SPARSERING_CPU, or the most that this processor has.
     """
@@ -86,7 +86,7 @@ def _of_this_user() -> Path | None:
 
 
 def _library_in(folder: Path) -> Path:
-    """Returns where a folder has the library for this machine, torch, flags and sources."""
+    """Returns the path in a cache folder; its name has a digest of torch, flags and sources."""
     machine = (torch.__version__, str(torch.version.git_version), platform.machine())
     recipe = "\0".join([*machine, *platform.libc_ver(), *_flags()]).encode()
     recipe += b"".join(path.read_bytes() for path in (SOURCE, *sorted(SOURCE.parent.rglob("*.h"))))
@@ -94,7 +94,7 @@ def _library_in(folder: Path) -> Path:
 
 
 def _cached(folder: Path) -> Path:
-    """Returns the library in a cache folder; compiles it there if it is missing or damaged."""
+    """Returns the library in a cache folder, and first compiles it if it is missing or damaged."""
     library = _library_in(folder)
     if _is_whole(library):
         return library
@@ -110,7 +110,7 @@ def _cached(folder: Path) -> Path:
 
 
 def _compile(library: Path) -> None:
-    """Compiles the kernel and appends a digest; replaces `library` in one step."""
+    """Compiles the kernel in a temporary folder, appends a digest, and moves it to `library`."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     command = [_compiler(), str(SOURCE), *_flags()]
@@ -136,7 +136,7 @@ def _compile(library: Path) -> None:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether a library exists, has its digest, and could not have been changed by another user."""
+    """Whether a library exists, matches its digest, and cannot be changed by another user."""
     if not library.exists():
         return False
     with opened(library) as file:
@@ -176,25 +176,26 @@ def _standard() -> int:
 
 @constant_in_graphs
 def build_failure() -> tuple[str, ...]:
-    """Returns why the library cannot be loaded; () if it is loaded."""
+    """Returns the reason, as a tuple of one, why the library cannot be loaded; () if it can."""
     return (reason,) if (reason := _load()) else ()
 
 
 def library() -> Any:
-    """Returns the kernel's operators, and loads them first if needed."""
+    """Returns the kernel's operators, and builds or loads the library at the first call."""
     if reason := _load():
         raise NotImplementedError(f"cpu: {reason}")
     return torch.ops.sparsering_cpu
 
 
 def load_existing() -> None:
-    """Loads the library if the wheel or the cache has it, for layouts; compiles nothing."""
+    """Loads the library for layouts if the wheel or the cache has it; it never compiles."""
     with contextlib.suppress(ImportError, OSError, RuntimeError, ValueError):
         wheels = _of_the_wheel()
         library = _library_in(cache_folder()) if wheels is None else wheels
         if wheels is not None or _is_whole(library):
             torch.ops.load_library(library)
-            _ = torch.ops.sparsering_cpu.table  # registers it, as in `_load`
+            # by this access `kernel_operators` finds the library
+            _ = torch.ops.sparsering_cpu.table
 
 
 load_existing_kernel.append(load_existing)
@@ -202,16 +203,16 @@ load_existing_kernel.append(load_existing)
 
 @cache
 def _load() -> str:
-    """Builds and loads the library; returns why it could not, or ""."""
+    """Builds and loads the library, once per process; returns "", or why that failed."""
     try:
         library = build()
         try:
             torch.ops.load_library(library)
-        except OSError:  # it was built for another system
-            if library.parent != SOURCE.parent:  # in a cache folder that systems share
+        except OSError:  # the library was built for another system: compile it here
+            if library.parent != SOURCE.parent:  # the cache folder is shared between systems
                 library.unlink()
             torch.ops.load_library(build(compiles=True))
-        _ = torch.ops.sparsering_cpu.table  # layouts take it if it is there (`kernel_operators`)
+        _ = torch.ops.sparsering_cpu.table  # by this access `kernel_operators` finds the library
     except (ImportError, OSError, RuntimeError) as error:
         reason = f"its kernel could not be built or loaded: {str(error).splitlines()[0]}"
         message = f"sparsering falls back to the slower 'gather' backend on the CPU: {reason}"

@@ -31,7 +31,7 @@ _MOST_REPEATED_WORK = 1.4  # 7 / 5: a thread that shares a kv head computes 7 pr
 
 
 def reasons(*tensors: Tensor) -> list[str]:
-    """Returns why the kernel cannot run on these tensors, or on this machine; [] if it can."""
+    """Returns why the kernel cannot run on tensors like these, or at all on this machine; or []."""
     faults = []
     if any(x.device.type != "cpu" for x in tensors):
         faults.append("it runs on the CPU alone")
@@ -43,7 +43,7 @@ def reasons(*tensors: Tensor) -> list[str]:
 def forward(
     problem: Problem, new: tuple[Tensor, Tensor, Sequence[int]] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) over a layout.
+    """Computes (out, lse) of a problem: [B, Hq, Nq, Dv] and float32 [B, Hq, Nq].
 
     For a cache, it first writes `new` into the problem's keys and values: new keys, new values, and
     the row where they begin, one for all kv heads or one for each.
@@ -67,19 +67,19 @@ def forward(
 def forward_in_order(
     problem: Problem, new: tuple[Tensor, Tensor, Sequence[int]] | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Computes `forward` so that a row's bits do not depend on what else the call computes."""
+    """Computes `forward` such that a row's bits depend on the row alone, not on the whole call."""
     return forward(problem._replace(in_order=True), new)
 
 
 def backward_in_order(problem: Problem, *results: Tensor) -> Gradients:
-    """Computes `backward` so that a query's bits do not depend on what else the call computes."""
+    """Computes `backward` such that a query's bits do not depend on the rest of the call."""
     return backward(problem._replace(in_order=True), *results)
 
 
 def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
-    """Computes the gradients of the problem's tensors from (out, lse) and their gradients."""
+    """Computes a problem's gradients from (out, lse) of its forward pass and their gradients."""
     problem = problem.from_bitmap_row_0()
     if problem.lists:
         return _backward_of_lists(problem, out, lse, grad_out, grad_lse)
@@ -115,7 +115,7 @@ def backward(
 
 
 def _forward_of_lists(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Merges the results of lists into those of the layout, in float32."""
+    """Computes (out, lse) of tiles, if there are any, and merges those of each list into them."""
     rest, fresh = problem._replace(lists=(), block_bias=None, in_float32=True), False
     if problem.layout.num_blocks:
         out, lse = forward(rest)
@@ -137,7 +137,7 @@ def _forward_of_lists(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def _backward_of_lists(problem: Problem, *results: Tensor) -> Gradients:
-    """Adds the gradients of lists to those of the layout, in float32."""
+    """Computes the gradients of tiles, if there are any, and adds those of each list to them."""
     rest, sums = problem._replace(lists=(), block_bias=None, in_float32=True), None
     if problem.layout.num_blocks or problem.sink is not None:
         sums = backward(rest, *results)
@@ -169,7 +169,7 @@ def _backward_of_lists(problem: Problem, *results: Tensor) -> Gradients:
 
 
 def _list_arguments(problem: Problem, lists: Lists) -> dict[str, Any]:
-    """Returns the arguments that the operators for lists share, in the order of their schema."""
+    """Returns the arguments of the operators for one `Lists`, in the order of their schema."""
     bias, table, seeds = problem.block_bias, problem.distance_bias, problem.dropout_seed
     at = lists.coordinates
     return {
@@ -193,7 +193,7 @@ def _list_arguments(problem: Problem, lists: Lists) -> dict[str, Any]:
 
 
 def takes_whole_heads(kv_heads: int, threads: int) -> bool:
-    """True if each thread of a backward should take whole kv heads.
+    """Whether each thread of a backward pass should compute whole kv heads, instead of parts.
 
     That repeats less work than sharing a head, unless too many threads would idle.
     """
@@ -229,7 +229,7 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
 
 
 def block_shares(*tensors: Tensor | None, features: str, **numbers: Any) -> bool:
-    """Writes the log of each key block's share to `out`, float32 [B * Hkv, rows, blocks].
+    """Writes the log of each key block's softmax share to `out`, float32 [B * Hkv, rows, blocks].
 
     `tensors` are (query, feature, key, last, out): the query of any strides and dtype, feature and
     key float32. For them and `numbers`, see selection/operands.h and shares.h.
@@ -240,7 +240,7 @@ def block_shares(*tensors: Tensor | None, features: str, **numbers: Any) -> bool
 
 
 def _arguments(problem: Problem, counted: bool = False) -> dict[str, Any]:
-    """Returns the arguments that the operators forward, backward and mass share, in their order.
+    """Returns the arguments of the operators forward, backward and mass, in their order.
 
     Names are those of their schemas, as tests check; calls pass them by place, which takes a tenth
     less time. The scale of the problem is above 0. With `counted`, each pass has the index of its
@@ -277,13 +277,13 @@ def _arguments(problem: Problem, counted: bool = False) -> dict[str, Any]:
 
 
 def _walked(problem: Problem) -> list[int]:
-    """Returns, for each pass, 1 if the kernel loops over its key tiles (walk/visits.h), else 0."""
+    """Returns 1 for each pass whose key tiles the kernel loops over, 0 for one by query tiles."""
     by_query = _needs_query_walk(problem)
     return [0] * len(problem.layout.passes) if by_query else _walked_passes(problem.layout)
 
 
 def _walked_passes(layout: BlockLayout) -> list[int]:
-    """Returns `_walked` for calls without options that only a loop over query tiles computes."""
+    """Returns `_walked` of a layout, which it stores; for calls that allow both loops."""
     walked: list[int] | None = layout.memo.get("walked")
     if walked is None:
         walked = layout.memo["walked"] = [_is_walked(layout, p) for p in layout.passes]
@@ -291,7 +291,7 @@ def _walked_passes(layout: BlockLayout) -> list[int]:
 
 
 def _is_walked(layout: BlockLayout, p: Pass) -> int:
-    """Returns 1 if the kernel should loop over a pass's key tiles, else 0 (`is_walked_shape`)."""
+    """Returns 1 if a loop over key tiles is faster for a pass, by its shape, else 0."""
     if not p.key_tile.numel():
         return 0
     shape: tuple[tuple[int, int], float] | None = p.memo.get("walked shape")
@@ -311,7 +311,7 @@ def _is_walked(layout: BlockLayout, p: Pass) -> int:
 def is_walked_shape(
     longest: tuple[int, int], tiles: tuple[int, int], entries: float, group: float
 ) -> bool:
-    """True if, for a pass of this shape, a loop over key tiles is faster than over query tiles.
+    """Whether, for a pass of this shape, a loop over key tiles is faster than over query tiles.
 
     `longest` is the most tokens of a (query tile, key tile), `tiles` their numbers, and `entries`
     the visited tile pairs per query head.
@@ -323,7 +323,7 @@ def is_walked_shape(
 
 
 def _needs_query_walk(problem: Problem) -> bool:
-    """True if the call uses an option that only the loop over query tiles computes."""
+    """Whether a call has an option, such as softcap, that only the loop over query tiles has."""
     return not problem.in_use <= _BY_KEY
 
 
@@ -337,7 +337,7 @@ class _Laid(NamedTuple):
 
 
 def _laid(layout: BlockLayout) -> _Laid:
-    """Returns a layout's tables for the operators; the layout keeps them."""
+    """Returns a layout's tables as the operators take them, and stores them in the layout."""
     laid: _Laid | None = layout.memo.get("laid")
     if laid is None:
         passes = layout.passes
@@ -351,7 +351,7 @@ def _laid(layout: BlockLayout) -> _Laid:
 
 
 def _checked_layout(problem: Problem) -> Tensor:
-    """Returns the kernel's C++ object for a layout, which the layout keeps.
+    """Returns the C++ object of a layout, which has its tables checked, and stores it.
 
     The kernel checks the tables when it makes the object, so that calls need not.
     """
@@ -379,7 +379,7 @@ def _no_entries(passes: int) -> Tensor:
 
 
 def _tables(p: Pass, layout: BlockLayout) -> list[Tensor]:
-    """Returns the tensors of a pass that the kernel reads, in its order."""
+    """Returns the tensors of a pass in the order in which the kernel reads them."""
     tiles = p.query_start, p.query_stop, p.key_start, p.key_stop
     tables = p.row_ptr, p.key_tile, p.bitmap, p.transposed_bitmaps, p.bitmaps
     segments = p.segments(layout.frame.q_start, layout.block_size)
@@ -387,7 +387,7 @@ def _tables(p: Pass, layout: BlockLayout) -> list[Tensor]:
 
 
 def _places(layout: BlockLayout) -> list[Tensor]:
-    """Returns where the tokens of all passes stand, for distances and dropout, and keeps it."""
+    """Returns positions and depths of all passes' tiles, which distances and dropout need."""
     places: list[Tensor] | None = layout.memo.get("places")
     if places is None:
         q_start, places = layout.frame.q_start, []

@@ -26,7 +26,7 @@ from .call import _arguments
 def tangent(
     problem: Problem, out: Tensor, lse: Tensor, tangents: Tangents
 ) -> tuple[Tensor, Tensor]:
-    """Returns the tangents of (out, lse) if the problem's tensors move by `tangents`."""
+    """Returns the forward-mode tangents of (out, lse), given those of the problem's tensors."""
     problem, lse_t = _on_tiles(problem), _of_sink(problem, lse, tangents)
     whole = len(problem.layout.passes) == 1  # then the kernel subtracts lse' out itself
     arguments = _moved_arguments(problem, lse, lse_t, tangents, out if whole else None)
@@ -82,14 +82,17 @@ def tangent_of_gradients(
 def tangent_of_gradient_sums(
     problem: Problem, given: GradientRows, tangents: Tangents
 ) -> Gradients:
-    """Returns the tangents of the gradients of the problem's pairs, without that of a sink."""
+    """Returns the tangents of the gradients that the problem's pairs give, except a sink's."""
     return _gradients(_on_tiles(problem), given, tangents, None)[0]
 
 
 def _gradients(
     problem: Problem, rows: GradientRows, tangents: Tangents, out: Tensor | None
 ) -> tuple[Gradients, Tensor]:
-    """Runs the kernel, which also computes the tangent of out, if `out` is given."""
+    """Runs the kernel for the tangents of gradients.
+
+    Given `out`, it returns that of out as well.
+    """
     bias, table, learns = problem.block_bias, problem.distance_bias, problem.learns_distances
     query_t, key_t, value_t, bias_t, tables_t, out_t = library().tangent_of_gradients(
         *_moved_arguments(problem, rows.lse, rows.lse_t.contiguous(), tangents, out),
@@ -119,7 +122,7 @@ def _zeros(lse: Tensor) -> Tensor:
 
 
 def _of_sink(problem: Problem, lse: Tensor, tangents: Tangents) -> Tensor:
-    """Returns what a sink adds to the tangent of lse: float32 [B, Hq, Nq], contiguous."""
+    """Returns the part of lse's tangent that comes from the sink: float32 [B, Hq, Nq]."""
     if problem.sink is None or tangents.sink is None:
         return _zeros(lse)
     return (sink_share(problem.sink, lse) * tangents.sink.to(lse.dtype)).contiguous()
@@ -128,7 +131,7 @@ def _of_sink(problem: Problem, lse: Tensor, tangents: Tangents) -> Tensor:
 def _moved_arguments(
     problem: Problem, lse: Tensor, lse_t: Tensor, tangents: Tangents, out: Tensor | None
 ) -> list[Any]:
-    """Returns the arguments that both operators share, in the order of their schemas."""
+    """Returns the arguments that both second-order operators begin with, in schema order."""
     positive = problem.with_positive_scale()
     if positive is not problem and tangents.query is not None:
         query_t = problem._replace(query=tangents.query).with_positive_scale().query

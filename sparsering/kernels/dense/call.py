@@ -67,7 +67,7 @@ def run(call: Call, _: object = None) -> tuple[Tensor, Tensor]:
 
 
 def _log_biased_counts(number: Tensor, block_bias: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Returns log(sum of exp(bias)) over the branches that have a pair, [B, Hq, Nq, Nk].
+    """Returns log(sum of e^bias) over the branches that have a pair: [B, Hq, Nq, Nk].
 
     `number` [branches, B, Hq, Nq, Nk] is the index of each pair's bias in `block_bias`, or -1 for
     no pair. Pairs where `mask` is False do not count.

@@ -60,7 +60,7 @@ def reference_attention(
 
 
 def dense_softmax(score: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns weights `e^{s - max s}` [..., n], their sum [..., 1] and lse [...].
+    """Returns softmax weights before division [..., n], their sum [..., 1], and lse [...].
 
     A score of -inf stands for no pair. Rows without pairs have weights 0, sum 1, lse -inf and
     gradients 0.

@@ -18,7 +18,7 @@ from ...patterns.tree import check_distances, distance_positions
 
 
 def kept_by_branch(pattern: Pattern, frame: Frame, p: float, seed: Tensor) -> Tensor:
-    """Returns bool [branches, B, Hq, Nq, Nk], True for weights that dropout keeps.
+    """Returns which weights dropout keeps: bool [branches, B, Hq, Nq, Nk].
 
     `seed` is [B, streams]; `Pattern.coordinates` says which stream each query uses.
     """
@@ -41,7 +41,7 @@ def pair_counts_op(
     dropout_p: float | None = None,
     dropout_seed: Tensor | None = None,
 ) -> Tensor:
-    """Counts the branches that have each pair, and in which dropout keeps it: [B, Hq, Nq, Nk]."""
+    """Counts in how many branches each pair attends (and survives dropout): [B, Hq, Nq, Nk]."""
     value = parse(pattern, tensors)
     check_batch(value, query.shape[0])
     frame = frame_of(query, key, q_start)
@@ -56,7 +56,7 @@ def pair_counts_op(
 
 
 def _dense(pattern: Pattern, frame: Frame) -> Tensor:
-    """Writes a pattern out for a frame, as int64 counts."""
+    """Returns how often each pair attends under a pattern: int64 [B or 1, H or 1, Nq, Nk]."""
     q_len, kv_len, num_heads, num_kv_heads, q_start = frame
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     return pattern.to_dense(q_len, kv_len, **heads, q_start=q_start).to(torch.int64)
@@ -72,7 +72,7 @@ def places_op(
     block_size: int | None = None,
     blocks: int = 0,
 ) -> Tensor:
-    """Returns the index of each pair's bias, int64 [branches, B, Hq, Nq, Nk]; -1 for no pair.
+    """Returns the index of each pair's bias, int64 [branches, B, Hq, Nq, Nk]; -1 if none attends.
 
     With a block size, it is the index of the pair's tiles in the layout's `entries`, of which there
     must be `blocks`. Without, it is 1 + the slot at which the selection lists the pair's block, an
@@ -129,7 +129,7 @@ def _(query: Tensor, key: Tensor, *rest: object) -> Tensor:
 
 
 def _of_lengths(operator: Any) -> Callable[..., tuple[Tensor, None]]:
-    """Returns a vmap rule for an operator that reads only the sizes of query and key.
+    """Returns a vmap rule for operators that use the shapes of query and key, but no values.
 
     The rule calls the operator once, on one item of the mapped dim, because all items give equal
     results.

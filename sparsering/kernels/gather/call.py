@@ -162,7 +162,7 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor) -> Tensor:
 
 
 def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
-    """Yields (fresh, chunk) for all passes and lists.
+    """Yields every chunk of the passes and lists, and whether it is the first to write its rows.
 
     `fresh` is True if no earlier chunk has a query of this chunk, so that results need no merge.
     """
@@ -187,7 +187,7 @@ def _walk(problem: Problem) -> Iterator[tuple[bool, Chunk]]:
 def _units(
     chunk: Chunk, extras: Extras
 ) -> Iterator[tuple[int | slice, Callable[[Tensor, Tensor], Tensor], Tensor | None]]:
-    """Yields the units of a chunk: large ones one by one, so that their scores stay in cache.
+    """Yields (unit or all units, matmul, added scores): what to compute of a chunk at once.
 
     Yields: (index of a unit, or a slice of all; function that computes a @ b^T; tensor to add to
     the scores, or None).
@@ -201,18 +201,18 @@ def _units(
 
 
 def _alone(pairs: int, device: torch.device, dtype: torch.dtype) -> bool:
-    """True if a unit of `pairs` (query, key) pairs is large enough to run outside a batch."""
+    """Whether a unit with so many (query, key) pairs is computed alone, not in a batch."""
     large = pairs >= _LEAST_PAIRS_ALONE and device.type == "cpu" and dtype == torch.float32
     return large and torch.backends.mkldnn.is_available()
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
-    """Returns a @ b^T by oneDNN, up to twice as fast as by torch's default BLAS."""
+    """Returns a @ b^T with oneDNN, up to twice as fast on a CPU as torch's default BLAS."""
     return torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
 
 
 def _softmax(score: Tensor, additive: Tensor | None, group: int) -> tuple[Tensor, Tensor]:
-    """Returns softmax weights over the last dim, and lse; rows without pairs get 0 and -inf."""
+    """Returns (softmax weights, lse) over the last dim; rows without any pair get 0 and -inf."""
     score = _biased(score, additive, group)
     highest = score.amax(-1, keepdim=True)
     weight = torch.softmax(score, -1)
@@ -224,14 +224,14 @@ def _softmax(score: Tensor, additive: Tensor | None, group: int) -> tuple[Tensor
 
 
 def _biased(score: Tensor, additive: Tensor | None, group: int) -> Tensor:
-    """Adds `additive` [..., g or 1, m or 1, n] to scores [..., g * m, n] in place; g = `group`."""
+    """Adds `additive` [..., g or 1, m or 1, n] to scores [..., g * m, n] in place."""
     if additive is not None:
         score.unflatten(-2, (group, -1)).add_(additive)
     return score
 
 
 def _merge_rows(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merges partial results into distinct rows of (out, lse), in place."""
+    """Merges partial results into the rows `rows` of (out, lse), in place; no row occurs twice."""
     merged, merged_lse = out.index_select(0, rows), lse[rows]
     merge_into(merged, merged_lse, part, part_lse)
     out.index_copy_(0, rows, merged)
@@ -239,10 +239,10 @@ def _merge_rows(out: Tensor, lse: Tensor, rows: Tensor, part: Tensor, part_lse: 
 
 
 def _take(x: Tensor, rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Copies rows of x [n, width] to a tensor [*rows.shape, width] of a dtype."""
+    """Copies the rows with indices `rows` of x [n, width] to [*rows.shape, width] in a dtype."""
     return x.index_select(0, rows.flatten()).view(*rows.shape, x.shape[-1]).to(dtype)
 
 
 def _flat(x: Tensor) -> Tensor:
-    """Joins all dims but the last: [B, H, N, D] becomes [B * H * N, D]."""
+    """Reshapes [B, H, N, D] to [B * H * N, D], whose rows are tokens of heads."""
     return x.flatten(0, -2)

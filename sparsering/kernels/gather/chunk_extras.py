@@ -13,7 +13,7 @@ Unit = int | slice
 
 
 class Extras:
-    """Applies the extras of one problem to its chunks, and sums the gradients of its biases."""
+    """Applies softcap, biases, dropout and key masks to chunks, and sums the biases' gradients."""
 
     def __init__(self, problem: Problem, dtype: torch.dtype) -> None:
         self.problem, self.dtype = problem, dtype
@@ -30,7 +30,7 @@ class Extras:
             self.masked = ~mask[:, None].expand(len(query), key.shape[1], -1).flatten()
 
     def clear(self, chunk: Chunk, unit: Unit, *rows: Tensor) -> None:
-        """Zeroes masked keys and values in place, because they may be NaN."""
+        """Sets masked keys and values to 0 in place, since they may be NaN."""
         if self.masked is not None:
             for x in rows:
                 x.masked_fill_(self.masked[chunk.k[unit]][..., None], 0.0)
@@ -50,14 +50,14 @@ class Extras:
         return None if added is zero else added
 
     def of_keys(self, bias: Tensor, chunk: Chunk) -> Tensor:
-        """Gathers a flat block bias, or its tangent, for the keys of a chunk: [C, g, 1, n]."""
+        """Gathers each key's block bias (or its tangent) from a flat tensor: [C, g, 1, n]."""
         assert chunk.bias is not None
         entries, slots = chunk.bias
         slots = slots[:, None].expand(-1, chunk.q.shape[1], -1)
         return bias[entries].gather(-1, slots)[:, :, None].to(self.dtype)
 
     def of_pairs(self, table: Tensor, places: Places, unit: Unit) -> Tensor:
-        """Gathers a flat distance bias, or its tangent, for pairs: [..., g * m, n]."""
+        """Gathers the distance bias of each pair, or its tangent, as [..., g * m, n]."""
         return table[self._entries(places, unit)].flatten(-3, -2)
 
     def adjust(self, score: Tensor, chunk: Chunk, unit: Unit) -> tuple[Tensor, Tensor | None]:
@@ -86,7 +86,7 @@ class Extras:
         return weight.mul_(mask.flatten(-3, -2)).div_(1 - p)
 
     def add_distance_gradient(self, dscore: Tensor, chunk: Chunk, unit: Unit) -> None:
-        """Adds score gradients [..., g * m, n] into the gradient of the distance bias."""
+        """Adds score gradients [..., g * m, n] to the distance bias's gradient, by distance."""
         if self.dtable is not None and chunk.places is not None:
             entry = self._entries(chunk.places, unit)
             self.dtable.index_add_(0, entry.flatten(), dscore.flatten().to(self.dtable.dtype))
@@ -117,7 +117,7 @@ class Extras:
         return dbias, dtable
 
     def _entries(self, places: Places, unit: Unit) -> Tensor:
-        """Returns each pair's index into the flattened distance bias, [.., g, m, n]."""
+        """Returns where each pair's distance bias is in the flattened table: [..., g, m, n]."""
         table = self.problem.distance_bias
         assert table is not None
         radius = table.shape[2] // 2

@@ -35,7 +35,7 @@ class _Sum:
 
 
 class _Indexed(Function):
-    """Computes `x[index]`; backward adds the gradient to a `_Sum` and returns none to autograd."""
+    """Computes `x[index]`; its backward adds the gradient to a `_Sum` instead of returning it."""
 
     @staticmethod
     def forward(x: Tensor, to: _Sum, *index: Tensor) -> Tensor:
@@ -57,7 +57,7 @@ class _Indexed(Function):
     def vmap(
         info: Any, in_dims: tuple[int | None, ...], x: Tensor, to: _Sum, *index: Tensor
     ) -> tuple[Tensor, int]:
-        """Moves the mapped dim of each index in front of the dims that broadcast."""
+        """Moves the dim that vmap maps to the front of each index, so that indices broadcast."""
         dims = in_dims[2:]
         own = max(i.dim() - (dim is not None) for i, dim in zip(index, dims, strict=True))
 
@@ -71,7 +71,7 @@ class _Indexed(Function):
 
 
 class _Sums(TorchFunctionMode):
-    """Replaces `x[index]` in a score_mod by `_Indexed`, for captured x and int64 indices."""
+    """While active, it replaces `x[index]` by `_Indexed` for tensors that a score_mod reads."""
 
     def __init__(self, captured: Sequence[Tensor]) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class _Sums(TorchFunctionMode):
 
 
 class Scores:
-    """Applies a problem's `score_mod` to its chunks and collects gradients, if it has one."""
+    """Applies a `score_mod` to scores and collects gradients; without one it changes nothing."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -96,7 +96,10 @@ class Scores:
         self._sums = _Sums(problem.captured)
 
     def changed(self, score: Tensor, chunk: Chunk, unit: Unit, added: Tensor | None) -> Tensor:
-        """Returns the changed scores [.., g * m, n]; 0 where `added` is -inf, for no pair."""
+        """Returns what score_mod makes of scores [..., g * m, n].
+
+        0 for pairs that do not attend.
+        """
         if self.problem.score_mod is None:
             return score
         query, key = chunk.q[unit], chunk.k[unit]
@@ -119,7 +122,7 @@ class Scores:
     def recorded(
         self, score: Tensor, chunk: Chunk, unit: Unit, added: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Returns (scores, changed scores), recorded by autograd for `gradient`."""
+        """Returns (scores, changed scores); autograd records the change for `gradient`."""
         if self.problem.score_mod is None:
             return score, score
         with torch.enable_grad(), self._sums:
@@ -143,7 +146,7 @@ class Scores:
         return torch.zeros_like(grad) if found is None else found
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of the captured tensors, None for those that change no score."""
+        """Returns a gradient for each captured tensor; None if it does not affect any score."""
         found = []
         for x, grad in zip(self.problem.captured, self._grads, strict=True):
             total = self._sums.of[id(x)].total
@@ -152,7 +155,7 @@ class Scores:
 
 
 def _added(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Adds two gradients; None counts as 0."""
+    """Returns the sum of two gradients, where None stands for 0."""
     if one is None or other is None:
         return one if other is None else other
     return one + other

@@ -43,7 +43,7 @@ class _Pairs(NamedTuple):
     bend: Tensor | None  # its second derivative
 
     def of_rows(self, x: Tensor) -> Tensor:
-        """Gathers numbers of rows [B * Hq * Nq] for the unit's queries: [..., g * m, 1]."""
+        """Gathers values per row [B * Hq * Nq] for the unit's queries: [..., g * m, 1]."""
         return x[self.chunk.q[self.unit]].flatten(-2, -1)[..., None]
 
 
@@ -131,7 +131,7 @@ def tangent_of_gradient_sums(
 def _moved_pairs(
     problem: Problem, lse: Tensor, tangents: Tangents, extras: Extras
 ) -> Iterator[_Pairs]:
-    """Yields the pairs of each unit with their weights and tangents."""
+    """Yields each unit's pairs with softmax weights and the tangents of their logits."""
     dtype, scale, cap = extras.dtype, problem.scale, problem.softcap
     query, key, value = (_flat(x) for x in (problem.query, problem.key, problem.value))
     moves = [None if x is None else _flat(x) for x in (tangents[:3])]

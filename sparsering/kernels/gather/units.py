@@ -52,7 +52,7 @@ _plans: WeakKeyDictionary[Pass, dict[tuple[int, int], list[Units]]] = WeakKeyDic
 
 
 def plan(p: Pass, block_size: int, most_queries: int, most_keys: int) -> list[Units]:
-    """Returns the units of a pass, cached as long as the pass exists.
+    """Returns a pass's units, which are stored as long as the pass exists.
 
     A unit has at most `most_queries` neighboring query tiles and `most_keys` key tiles. Tile pairs
     with and without a bitmap are in different units, unless one unit for both saves a merge.
@@ -64,7 +64,7 @@ def plan(p: Pass, block_size: int, most_queries: int, most_keys: int) -> list[Un
 
 
 def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Iterator[Units]:
-    """Computes the units of a pass, grouped by shape."""
+    """Groups the tile pairs of a pass into units, and yields units of equal shape together."""
     heads, tiles = max(p.row_ptr.shape[1], len(p.query_start)), p.query_start.shape[-1]
     tables = p.row_ptr.shape[1]
     real = torch.arange(p.bitmap.shape[-1], device=p.bitmap.device) < p.num_entries[..., None]
@@ -118,7 +118,7 @@ def _units(p: Pass, block_size: int, most_queries: int, most_keys: int) -> Itera
 
 
 def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
-    """Returns, for each query tile, whether one unit computes its pairs with and without bitmap.
+    """Returns for which query tiles one unit computes pairs with bitmap and full pairs alike.
 
     That saves a merge if the tile has few key tiles, and its bitmaps are shared or tiles are few.
     """
@@ -131,7 +131,7 @@ def _rows_in_one_unit(row: Tensor, bitmap: Tensor, most_keys: int) -> Tensor:
 
 
 def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Cuts the tile pairs of each query tile into runs of at most `longest` pairs.
+    """Cuts each query tile's tile pairs into runs of at most `longest`: (begin, length, number).
 
     `row` is the query tile of each pair, ascending. Returns, for each run: its first pair, its
     number of pairs, and its index in its tile.
@@ -144,7 +144,7 @@ def _runs(row: Tensor, longest: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _first_runs(begin: Tensor, length: Tensor, line: Tensor, key: Tensor, most: int) -> Tensor:
-    """Returns the first run of each unit; a unit joins runs with equal `line` and key tiles.
+    """Returns which run each unit begins with; a unit joins query tiles that visit equal keys.
 
     A unit has at most `most` runs, which must follow one another.
     """
@@ -160,7 +160,7 @@ def _first_runs(begin: Tensor, length: Tensor, line: Tensor, key: Tensor, most: 
 
 
 def _sums(values: Tensor, begin: Tensor, length: Tensor | None = None) -> Tensor:
-    """Sums `values[begin : begin + length]`; without `length`, from each begin to the next."""
+    """Sums `values[begin : begin + length]`; without `length`, up to the next begin."""
     total = F.pad(values.cumsum(0), (1, 0))
     if length is None:
         return torch.diff(total[begin], append=total[-1:])
@@ -168,13 +168,13 @@ def _sums(values: Tensor, begin: Tensor, length: Tensor | None = None) -> Tensor
 
 
 def _equal_rows(columns: list[Tensor]) -> Iterator[Tensor]:
-    """Yields the row indices of each group of equal rows of a table, given by its columns."""
+    """Groups the equal rows of a table, given by columns; yields the row indices of each group."""
     number, _ = number_rows(columns)
     yield from number.argsort(stable=True).split(torch.bincount(number).tolist())
 
 
 def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Groups units with equal bitmaps, so that each group unpacks them once.
+    """Groups units that have equal bitmaps, so that these are unpacked once for each group.
 
     Yields, for each group: (unit indices, bitmap indices [1, key tiles]). If there are too many
     groups, it yields all units at once, with bitmap indices [units, key tiles].
@@ -188,7 +188,7 @@ def _by_bitmaps(bitmaps: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 class Places(NamedTuple):
-    """Where the tokens of C units stand: g query heads, m queries and n keys in each unit."""
+    """Positions of the tokens of C units, each with g query heads, m queries and n keys."""
 
     batch: Tensor  # [C]
     head: Tensor  # [C, g] query heads
@@ -375,7 +375,7 @@ def list_chunks(
 def _positions(
     start: Tensor, stop: Tensor, axis: Tensor, tiles: Tensor, step: int, block_size: int
 ) -> tuple[Tensor, Tensor]:
-    """Returns the tokens of `tiles` [C, t], and a mask that is False for padding.
+    """Returns the tokens of the tiles with indices `tiles` [C, t], and False where one is padding.
 
     Both are [C, t * block_size].
     """
@@ -385,5 +385,5 @@ def _positions(
 
 
 def _per_token(per_tile: Tensor, axis: Tensor, tiles: Tensor, block_size: int) -> Tensor:
-    """Repeats a value per tile for each token of the tiles [C, t]: [C, t * block_size]."""
+    """Repeats a value of each tile [C, t] for the tile's tokens: [C, t * block_size]."""
     return per_tile[axis[:, None], tiles].repeat_interleave(block_size, 1)

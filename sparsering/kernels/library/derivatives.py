@@ -17,7 +17,7 @@ SECOND_DERIVATIVES = reverse_mode_alone("attention of another library (sdpa, fla
 
 
 def with_first_derivatives(*tensors: Tensor) -> list[Tensor]:
-    """Returns equal tensors whose gradients refuse to be differentiated again."""
+    """Returns equal tensors whose gradients raise a clear error if differentiated again."""
     if torch.compiler.is_compiling():  # its graphs refuse second derivatives themselves
         return list(tensors)
     return [_FirstDerivative.apply(x) if x.requires_grad else x for x in tensors]
@@ -44,7 +44,7 @@ def with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
 
 
 def without_keys(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) of a call without keys, or with empty results: 0, -inf, zero gradients."""
+    """Returns (out, lse) of a call without keys, zeros and -inf, in a differentiable form."""
     group = query.shape[1] // max(1, key.shape[1])
     key, value = (x.repeat_interleave(group, 1) for x in (key, value))
     score = query @ key.mT

@@ -150,7 +150,7 @@ def _head_dim_fault(query: Tensor, key: Tensor, value: Tensor) -> str:
 
 
 class _Band(NamedTuple):
-    """A pattern that FlashAttention's dense or varlen call computes: a band around the diagonal."""
+    """A pattern that the packages compute: keys from p - left to p + right, maybe in documents."""
 
     left: int | None  # number of keys before the query's position; None without a bound
     right: int | None  # number of keys after it; None without a bound
@@ -158,7 +158,7 @@ class _Band(NamedTuple):
     q_lengths: Any = None  # numbers of their queries, if they differ from `lengths` (`Varlen`)
 
     def misfit(self, frame: Frame) -> str:
-        """Returns why the package cannot align queries and keys as the call does; "" if it can."""
+        """Returns why the package would align queries and keys otherwise; "" if it would not."""
         if self.q_lengths is not None:
             return ""
         if self.lengths is not None:
@@ -178,7 +178,7 @@ class _Band(NamedTuple):
         )
 
     def aligned(self, frame: Frame) -> "_Band":
-        """Returns the band relative to the positions that the package gives the queries.
+        """Returns the band for the query positions that the package assumes.
 
         The package always puts the last query at the last key.
         """
@@ -196,7 +196,7 @@ class _Band(NamedTuple):
 
 
 def _band(pattern: Pattern) -> _Band | None:
-    """Returns the band that a pattern is, or None."""
+    """Returns a pattern as a band; None if it is something else."""
     if type(pattern) is Full:
         return _Band(left=None, right=None)
     if type(pattern) is Causal:
@@ -218,7 +218,7 @@ def _band(pattern: Pattern) -> _Band | None:
 
 
 def _intersection(bands: Sequence[_Band | None]) -> _Band | None:
-    """Returns the band of the pairs that all bands share; None if that is no band."""
+    """Returns the intersection of bands as a band; None if it is something else."""
     found = [band for band in bands if band is not None]
     documents = [band for band in found if band.lengths is not None]
     if len(found) < len(bands) or len(documents) > 1:
@@ -247,7 +247,7 @@ def _dense(
 def _varlen(
     query: Tensor, key: Tensor, value: Tensor, band: _Band, frame: Frame, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) of a band in adjacent documents, in one call for all batch entries."""
+    """Computes (out, lse) of a band in documents, by one varlen call for all batch entries."""
     batch, device = len(query), query.device
     k_lengths = _rows(band.lengths, batch)  # [B, documents]
     if band.q_lengths is not None:
@@ -277,7 +277,7 @@ def _varlen(
 
 
 def _rows_without_keys(q_lengths: Tensor, k_lengths: Tensor, right: int | None) -> Tensor:
-    """Returns bool [sum of q_lengths]: True for queries that see no key of their document."""
+    """Returns bool [sum of q_lengths]: which queries see no key of their document."""
     blind = torch.zeros_like(q_lengths) if right is None else q_lengths - k_lengths - right
     blind = torch.where(k_lengths == 0, q_lengths, blind)  # the first rows of each document
     first = (q_lengths.cumsum(0) - q_lengths).repeat_interleave(q_lengths)
@@ -285,7 +285,7 @@ def _rows_without_keys(q_lengths: Tensor, k_lengths: Tensor, right: int | None) 
 
 
 def _rows(lengths: Any, batch: int) -> Tensor:
-    """Returns the document lengths of each batch entry, [B, documents], padded with zeros."""
+    """Returns each batch entry's document lengths [B, documents], padded with 0."""
     if isinstance(lengths, Tensor):
         return lengths.cpu().expand(batch, -1)
     entries = lengths if per_entry(lengths) else (lengths,) * batch
@@ -295,14 +295,14 @@ def _rows(lengths: Any, batch: int) -> Tensor:
 
 
 def _without_rows(out: Tensor, lse: Tensor, empty: Tensor) -> tuple[Tensor, Tensor]:
-    """Sets out to 0 and lse to -inf in rows without keys (`empty`, [..., Nq])."""
+    """Sets out to 0 and lse to -inf where `empty` [..., Nq] says that a row has no keys."""
     return torch.where(empty[..., None], 0.0, out), torch.where(empty, -torch.inf, lse)
 
 
 def _function(
     query: Tensor, name: str, band: _Band, scale: float
 ) -> tuple[Callable[..., tuple[Tensor, Tensor]], dict[str, Any]]:
-    """Returns the package's function of this name, and the options that it needs for a band."""
+    """Returns a function of the installed package and its options for a band."""
     options: dict[str, Any] = {
         "softmax_scale": scale,
         "causal": band.is_causal,
@@ -378,7 +378,7 @@ def _block_sparse(
 
 
 class _Blocks(NamedTuple):
-    """The visited blocks of a pattern: for each row of blocks, and for each column, for backward.
+    """The visited blocks: of each row of blocks, and, for backward, of each column.
 
     Each field is (number of visited blocks, int32 [B or 1, H or 1, rows]; block indices with the
     visited ones first, ascending, int32 [B or 1, H or 1, rows, columns]). In `of_columns`, rows and
@@ -402,7 +402,7 @@ class _Blocks(NamedTuple):
 
 
 def _block_rows(frame: Frame, query: Tensor) -> int:
-    """Returns the number of queries in a block: one tile, or two on Blackwell if there are two."""
+    """Returns how many queries a block has: 128, or 256 on Blackwell with more than 128 queries."""
     is_blackwell = _capability(query.device)[0] > _HOPPER
     return 2 * _BLOCK if is_blackwell and frame.q_len > _BLOCK else _BLOCK
 
@@ -466,7 +466,7 @@ def _visits(p: Pass, frame: Frame) -> Tensor | str:
 
 
 def _of_two_rows(visits: Tensor) -> Tensor | str:
-    """Joins pairs of rows: which blocks of 256 queries and 128 keys are visited, or why not."""
+    """Joins rows of blocks in pairs, for blocks of 256 queries; returns why not if they differ."""
     first, second = visits[:, :, ::2], visits[:, :, 1::2]
     if not torch.equal(first[:, :, : second.shape[2]], second):
         return (

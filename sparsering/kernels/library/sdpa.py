@@ -62,17 +62,17 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
 
 
 def _sees_all(frame: Frame) -> bool:
-    """True if every query of a causal call sees every key."""
+    """Whether every query of a causal call sees every key."""
     return not frame.q_len or frame.q_start >= frame.kv_len - 1
 
 
 def _ends_in_keys(frame: Frame) -> bool:
-    """True if every query of a causal call is at the position of a key."""
+    """Whether every query of a causal call is at the position of a key."""
     return 0 <= frame.q_start <= frame.kv_len - frame.q_len
 
 
 def _last_query_at_last_key(q_len: int, kv_len: int, device: torch.device) -> Tensor:
-    """Returns a causal mask whose last query is at the last key, in a form that torch takes."""
+    """Returns a causal mask that aligns the last query with the last key, in a form for torch."""
     if device.type == "cuda" and not torch.compiler.is_compiling():
         from torch.nn.attention.bias import causal_lower_right
 

@@ -47,17 +47,20 @@ _Build = Callable[[Walk, dict[str, Any]], list[Launch]]
 
 
 def reasons(*tensors: Tensor) -> list[str]:
-    """Lists why the kernels cannot run on these tensors, or on this machine."""
+    """Lists why the kernels cannot run on tensors like these, or on this machine.
+
+    [] if they can.
+    """
     return _reasons(tensors, (MOST_HEAD_DIM,) * 3)
 
 
 def list_reasons(*tensors: Tensor) -> list[str]:
-    """Lists why the kernels cannot run a pattern of lists alone on these tensors."""
+    """Lists why the kernels cannot run a pattern that is only lists of keys; [] if they can."""
     return _reasons(tensors, (MOST_LIST_DIM, MOST_LIST_DIM, MOST_HEAD_DIM))
 
 
 def _reasons(tensors: Sequence[Tensor], most: Sequence[int]) -> list[str]:
-    """Lists the reasons; `most` has the largest head dims of query, key and value."""
+    """Lists why kernels cannot run; `most` has the largest head dims of query, key and value."""
     found = [*_machine_reasons(tuple({x.device.index for x in tensors if x.is_cuda}) or (None,))]
     wanted = "cpu" if interpreting() else "cuda"
     if any(x.device.type != wanted for x in tensors):
@@ -74,7 +77,7 @@ def _reasons(tensors: Sequence[Tensor], most: Sequence[int]) -> list[str]:
 
 @constant_in_graphs
 def _machine_reasons(gpus: tuple[int | None, ...]) -> tuple[str, ...]:
-    """Lists why the kernels cannot run on this machine, on the GPUs with these indices."""
+    """Lists why the kernels cannot run on GPUs with these indices; None is the current GPU."""
     missing = f"the package triton is missing ({program('pip', 'pip')} install triton)"
     found = () if find_spec("triton") else (missing,)
     if interpreting():
@@ -122,7 +125,7 @@ def forward(problem: Problem) -> tuple[Tensor, Tensor]:
 def backward(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
-    """Returns the gradients of the problem's tensors, from those of out and lse."""
+    """Computes the gradients of a problem's tensors from (out, lse) and their gradients."""
     problem = problem.from_bitmap_row_0()
     if problem.lists:
         return _backward_of_lists(problem, out, lse, grad_out, grad_lse)
@@ -142,12 +145,12 @@ def forward_in_order(problem: Problem) -> tuple[Tensor, Tensor]:
 
 
 def backward_in_order(problem: Problem, *results: Tensor) -> Gradients:
-    """Computes `backward` so that a row's bits do not depend on the rest of the call."""
+    """Computes `backward` such that a row's bits do not depend on the rest of the call."""
     return backward(problem._replace(in_order=True), *results)
 
 
 def _forward_of_lists(problem: Problem) -> tuple[Tensor, Tensor]:
-    """Merges the results of lists into those of the layout, in float32."""
+    """Computes (out, lse) of tiles, if there are any, and merges those of each list into them."""
     query, fresh = problem.query, not _has_tiles(problem)
     if fresh:  # if the first list is for all queries, it writes all rows, so they need no zeros
         fresh = problem.lists[0].queries is None
@@ -169,7 +172,7 @@ def _forward_of_lists(problem: Problem) -> tuple[Tensor, Tensor]:
 def _backward_of_lists(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
-    """Adds the gradients of lists to those of the layout, in float32."""
+    """Computes the gradients of tiles, if there are any, and adds those of each list to them."""
     inputs, sink, bias, table = (
         problem[1:4],
         problem.sink,
@@ -214,7 +217,7 @@ def _backward_of_lists(
 
 
 def _has_tiles(problem: Problem) -> bool:
-    """True if a layout may visit tiles; only shapes are read, as counts would wait for a GPU."""
+    """Whether the layout may visit tiles, by shapes alone: reading counts would wait for a GPU."""
     return any(p.key_tile.shape[-1] for p in problem.layout.passes)
 
 
@@ -230,7 +233,7 @@ def _for_lists(problem: Problem) -> Problem:
 def _gradients(
     problem: Problem, out: Tensor, lse: Tensor, grad_out: Tensor, grad_lse: Tensor
 ) -> Gradients:
-    """Computes the gradients of a problem without lists, in whose tiles depths rise by the step."""
+    """Computes the gradients over tiles alone; in a tile, depths must rise by the pass's step."""
     sink, bias = problem.sink, problem.block_bias
     table = problem.distance_bias if problem.learns_distances else None
     grad_out = dense_rows(grad_out)
@@ -265,7 +268,7 @@ def _gradients(
 
 
 def _in_turn(problem: Problem) -> bool:
-    """True if several passes add to half-precision results.
+    """Whether several passes add to half-precision results, so that sums in float32 are needed.
 
     Groups of heads then run one after the other, with sums in float32, to save memory.
     """
@@ -274,7 +277,7 @@ def _in_turn(problem: Problem) -> bool:
 
 
 def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Iterator[HeadGroup]:
-    """Splits a call by kv heads, at most `at_most` at a time.
+    """Splits a call into problems of some kv heads each, at most `at_most` at a time.
 
     If `in_turn`, a part has just enough heads to keep a GPU busy.
     """
@@ -306,7 +309,7 @@ def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Itera
 
 
 def _forward_pass(part: HeadGroup, number: int, out: Tensor, lse: Tensor) -> None:
-    """Merges the attention over one pass into `out` and `lse`."""
+    """Computes attention over one pass and merges it into `out` and `lse`, in place."""
     from .combine import merge_kernel
     from .forward import forward_kernel
 
@@ -336,7 +339,7 @@ def _forward_pass(part: HeadGroup, number: int, out: Tensor, lse: Tensor) -> Non
 def _query_pass(
     part: HeadGroup, number: int, grads: list[Tensor], dq: Tensor, of_biases: list[Tensor | None]
 ) -> None:
-    """Adds the gradients of one pass to `dq`, and to those of block bias and distance bias."""
+    """Adds the gradients of one pass to `dq`, and to those of the biases, in place."""
     from .backward import query_kernel
     from .combine import sum_kernel
 
@@ -430,7 +433,7 @@ def _key_passes(part: HeadGroup, grads: list[Tensor], results: list[Tensor]) -> 
 def _prepared(
     grad_out: Tensor, grad_lse: Tensor, out: Tensor, lse: Tensor, unit: float
 ) -> tuple[Tensor, Tensor]:
-    """Returns delta and lse * unit, both [B, Hq, Nq]; the lse of a row without keys is +inf.
+    """Returns (delta, lse * unit), float32 [B, Hq, Nq]; lse is +inf in a row without keys.
 
     delta is rowsum(dO * O) - dlse.
     """
@@ -461,7 +464,7 @@ def _prepared(
 def _launches(
     kernel: str, part: HeadGroup, number: int, config: Config, build: _Build, *results: Tensor
 ) -> tuple[Walk, dict[str, Tensor], list[Launch]]:
-    """Returns the work units, tables and launches of one kernel for one pass.
+    """Returns (work units, tables, launches) of one kernel for one pass; all are stored.
 
     Layouts of equal shapes share launches, so that preparing them takes time only once.
     """
@@ -519,7 +522,7 @@ def _launches(
 
 
 def _rows(problem: Problem, number: int, config: Config) -> dict[str, int]:
-    """Chooses how many tokens of a query tile and heads of a group each program computes."""
+    """Returns how many tokens of a query tile and heads of a group a program computes, by name."""
     layout, group = problem.layout, problem.group
     most = min(layout.block_size, -(-layout.frame.q_len // layout.passes[number].step))
     tokens = min(config.rows, _compiled_tokens(most, layout.block_size))
@@ -535,7 +538,7 @@ def _rows(problem: Problem, number: int, config: Config) -> dict[str, int]:
 
 
 def _compiled_tokens(tokens: int, block_size: int) -> int:
-    """Returns the number of a tile's tokens that a kernel is compiled for: 1, 16 or all.
+    """Returns for how many tokens of a tile a kernel is compiled: 1, 16 or a whole tile.
 
     It is the smallest that suffices. A service meets every number of new tokens, in drafts and at
     the ends of prompts, and a kernel takes seconds to compile.
@@ -545,7 +548,7 @@ def _compiled_tokens(tokens: int, block_size: int) -> int:
 
 
 def _heads_at_a_time(problem: Problem) -> int:
-    """Returns over how many query heads one program of `key_kernel` sums: 1, or a whole group.
+    """Returns over how many query heads a program of `key_kernel` sums: 1, or a kv head's group.
 
     The kernel is compiled for this number. It depends on lengths and batch, unless `in_order`.
     """
@@ -560,7 +563,7 @@ def _heads_at_a_time(problem: Problem) -> int:
 
 
 def packed_rows(kernel: str, problem: Problem) -> int:
-    """Returns how many rows a program computes together, at most 128; 0 if one head at a time.
+    """Returns how many rows a program computes if it packs several heads, at most 128; else 0.
 
     A row is one query of one head. The heads of a program share keys and a table. It is a part of
     the key under which a config is measured.
@@ -573,19 +576,19 @@ def packed_rows(kernel: str, problem: Problem) -> int:
 
 
 def _by_query_head(problem: Problem) -> bool:
-    """True if query heads that share a kv head have different tables."""
+    """Whether query heads of one kv head have tables of their own, so they cannot be packed."""
     return problem.group > 1 and problem.layout.table_shape[1] > problem.layout.frame.num_kv_heads
 
 
 def _slots(problem: Problem, like: Tensor, w: Walk) -> tuple[int, ...]:
-    """Returns the shape of the buffer for the pieces of cut tiles, as results like `like`."""
+    """Returns the shape of a buffer for the partial results of cut tiles, each row as in `like`."""
     return len(problem.query), like.shape[1], w.slots, problem.layout.block_size, like.shape[3]
 
 
 def _combined(
     kernel: Any, w: Walk, like: Tensor, arguments: dict[str, Any], **names: str
 ) -> list[Launch]:
-    """Returns the launch that combines the pieces of cut tiles; [] if no tile can be cut."""
+    """Returns the launch that combines the partial results of cut tiles; [] if none is cut."""
     if not w.slots:
         return []
     tokens = arguments.get("parts", 1) * arguments.get("TOKENS", arguments["TILE"])
@@ -596,7 +599,7 @@ def _combined(
 
 
 def _covered(problem: Problem, by_key: bool = False) -> bool:
-    """True if the kernels will write every row of a result (of dK and dV if `by_key`)."""
+    """Whether the kernels write all rows of out (of dK and dV if `by_key`), so none needs zeros."""
     passes = problem.layout.passes
     return len(passes) == 1 and passes[0].covers[by_key]
 
@@ -604,14 +607,14 @@ def _covered(problem: Problem, by_key: bool = False) -> bool:
 def _blank(
     problem: Problem, shape: Sequence[int], *, by_key: bool = False, overwritten: bool = False
 ) -> Tensor:
-    """Allocates a result: zeros, unless the kernels will write all of it."""
+    """Allocates a result: with zeros, unless kernels will write all of it."""
     whole = overwritten or _covered(problem, by_key)
     new = problem.query.new_empty if whole else problem.query.new_zeros
     return new(*shape, dtype=problem.result_dtype)
 
 
 def _config_for(kernel: str, problem: Problem) -> Config:
-    """Returns a kernel's config; calls that need many registers take fewer keys per loop turn.
+    """Returns the config of a kernel for a call; options that need registers shrink it.
 
     These are calls with a distance bias, dropout or a softcap, or of wide heads with a key mask.
     """

@@ -60,7 +60,7 @@ _SINGLE = {  # for float32, by generation, for every kernel; products use tf32x3
 
 
 def config_for(kernel: str, like: Tensor, head_dim: int, tile: int, packed: int = 0) -> Config:
-    """Returns the measured config for a call, else the default.
+    """Returns the config that `sparsering tune` measured for such calls, else the default.
 
     `head_dim` is max(D, Dv), `tile` the block size and `packed` the result of `call.packed_rows`.
     """
@@ -135,7 +135,7 @@ def candidates(
 
 @contextlib.contextmanager
 def trial(configs: dict[str, Config], device: torch.device) -> Iterator[None]:
-    """Uses `configs` inside the `with` block instead of measured ones; `tune` calls it."""
+    """Replaces measured configs inside the `with` block, so that `tune` can time others."""
     known = measured.choices(device)["configs"]
     before = dict(known)
     known |= configs
@@ -163,7 +163,7 @@ def _fitted(
     tile: int,
     packed: int,
 ) -> Config:
-    """Shrinks a config to the size of a tile and to the shared memory of the device."""
+    """Shrinks a config until it fits the tile and the GPU's shared memory."""
     most = max(16, power_of_2(tile))
     if most - tile >= 64:  # 160 or 192 tokens take three steps of 64, not one of 256
         most = packed = 64
@@ -189,7 +189,7 @@ def _fitted(
 
 
 def _shared_bytes(kernel: str, config: Config, gpu: int, width: int) -> int:
-    """Returns an upper bound of how many numbers a compiled kernel keeps in shared memory.
+    """Returns an upper bound of how many numbers a kernel keeps in shared memory.
 
     The caller multiplies it by the bytes of a number.
     """
@@ -204,7 +204,7 @@ def _shared_bytes(kernel: str, config: Config, gpu: int, width: int) -> int:
 
 @cache
 def _shared_memory(device: torch.device) -> int:
-    """Returns the bytes of shared memory that a program may use, less 2 KiB; 62 KiB if unknown."""
+    """Returns how many bytes of shared memory a program may use, less 2 KiB that Triton needs."""
     if device.type != "cuda":
         return 1 << 20
     found = torch.cuda.get_device_properties(device)

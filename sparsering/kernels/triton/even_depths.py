@@ -31,7 +31,7 @@ class _Pieces(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """The (query piece, key piece) pairs of a table that have attending pairs."""
+    """The pairs of pieces of one table in which some (query, key) pair attends."""
 
     query: Tensor  # [parts] query piece
     key: Tensor  # [parts] key piece
@@ -41,7 +41,7 @@ class _Parts(NamedTuple):
 
 
 def with_even_depths(problem: Problem) -> tuple[Problem, Tensor | None]:
-    """Returns a problem with equal results, in whose tiles depths rise by the step.
+    """Returns an equivalent problem whose tiles are cut so that depths in each rise evenly.
 
     Returns: the problem; and, for each of its tile pairs [Bt, Ht, entries], the index of the
     original tile pair that it is a part of. The second is None if there was nothing to cut.
@@ -65,7 +65,7 @@ def _leaps(p: Pass) -> bool:
 
 
 def of_whole_tiles(grads: Gradients, problem: Problem, entries: Tensor | None) -> Gradients:
-    """Sums a block bias's gradient over the parts of each original tile pair of `problem`."""
+    """Sums the block bias's gradient over the pieces that were cut from each tile pair."""
     if entries is None or grads.block_bias is None or problem.block_bias is None:
         return grads
     place = stretched(entries, *grads.block_bias.shape[:2])
@@ -75,7 +75,7 @@ def of_whole_tiles(grads: Gradients, problem: Problem, entries: Tensor | None) -
 
 
 def _cut(layout: BlockLayout) -> tuple[BlockLayout, Tensor]:
-    """Cuts a layout's passes.
+    """Cuts the tiles of all passes where depths leap.
 
     Returns: the new layout; for each of its tile pairs [Bt, Ht, entries], the original tile pair.
     """
@@ -98,7 +98,7 @@ def _cut(layout: BlockLayout) -> tuple[BlockLayout, Tensor]:
 
 
 def _cut_pass(layout: BlockLayout, p: Pass) -> tuple[Pass, Tensor]:
-    """Cuts one pass; returns it and each entry's original entry, [Bt, Ht, entries]."""
+    """Cuts one pass; returns it, and the old entry of each new one, [Bt, Ht, entries]."""
     size, frame = layout.block_size, layout.frame
     of_query, of_key = p.depths_of_tokens(frame.q_start, size)
     batch, heads = (max(n) for n in zip(p.row_ptr.shape[:2], (len(of_query), 1), strict=True))
@@ -161,7 +161,7 @@ def _cut_pass(layout: BlockLayout, p: Pass) -> tuple[Pass, Tensor]:
 
 
 def _renumbered(bitmap: Tensor, number: Tensor) -> Tensor:
-    """Replaces each bitmap index by its item in `number`; -1 stays."""
+    """Replaces bitmap indices by the items of `number` that they point to; -1 stays."""
     return torch.where(bitmap >= 0, pad(number, (0, 1))[bitmap], -1)
 
 
@@ -196,7 +196,10 @@ def _pieces(start: Tensor, stop: Tensor, step: int, depth: Tensor) -> _Pieces:
 def _cut_table(
     p: Pass, table: tuple[int, int], axis: int, queries: _Pieces, keys: _Pieces, size: int
 ) -> _Parts:
-    """Cuts each visited tile pair of one table into pairs of pieces; drops those without pairs."""
+    """Cuts each tile pair of one table into pairs of pieces.
+
+    Drops pairs of pieces without pairs.
+    """
     entries = int(p.num_entries[table])
     column, bitmap = p.key_tile[table][:entries].long(), p.bitmap[table][:entries].long()
     row = p.query_tiles()[table][:entries]

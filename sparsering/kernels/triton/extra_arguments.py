@@ -25,7 +25,7 @@ _DIAGONAL_BYTES = 1 << 28  # limit in bytes of the DIAGONALS buffers, unless one
 def arguments(
     problem: Problem, number: int, w: Walk, first_head: int, *, by_key: bool
 ) -> dict[str, Any]:
-    """Returns a pass's arguments for extras; head 0 of `problem` is the call's `first_head`."""
+    """Returns the kernel arguments of a pass for extras such as softcap, in use or not."""
     p, table, mask = problem.layout.passes[number], problem.distance_bias, problem.key_mask
     seed = problem.dropout_seed if problem.dropout_p else None
     own = w.stream if by_key else p.stream
@@ -52,7 +52,7 @@ def arguments(
 
 
 def of_call(problem: Problem, number: int, w: Walk, *, by_key: bool) -> dict[str, Tensor]:
-    """Returns the tensors of the extras that a call uses, by name of the kernel argument."""
+    """Returns the tensors of the extras in use, by kernel argument; they change with each call."""
     table, mask = problem.distance_bias, problem.key_mask
     seed = problem.dropout_seed if problem.dropout_p else None
     tensors = {"bias": problem.block_bias, "distance_bias": table}
@@ -67,7 +67,7 @@ def of_call(problem: Problem, number: int, w: Walk, *, by_key: bool) -> dict[str
 
 
 def kv_heads_at_a_time(problem: Problem, config: Config) -> int:
-    """Returns for how many kv heads the sums of dS fit into `_DIAGONAL_BYTES`; at least 1."""
+    """Returns for how many kv heads the buffers of a distance bias's gradient fit into memory."""
     layout = problem.layout
     tokens = min(config.rows, power_of_2(layout.block_size))
     parts, steps = (-(-layout.block_size // n) for n in (tokens, config.streamed))
@@ -97,7 +97,7 @@ def room_for_diagonals(
 
 
 def add_diagonals(grad: Tensor, made: dict[str, Tensor], step: int) -> None:
-    """Adds up the lines of `room_for_diagonals` into the gradient [B, heads, 2R + 1]."""
+    """Adds the sums that kernels wrote into `made` to the gradient [B, heads, 2R + 1]."""
     from .distances import sum_diagonals_kernel
 
     batch, heads, lines, span = made["diagonals"].shape

@@ -68,7 +68,7 @@ class Launch:
 
 
 def kept(kind: Any, build: Callable[[], Any], device: torch.device, own: Any = _launches) -> Any:
-    """Returns `build()`, or its earlier result for this `kind` from the cache `own`.
+    """Returns `build()`, or what it returned earlier for an equal `kind`, from the cache `own`.
 
     During a CUDA graph capture it caches nothing.
     """
@@ -81,12 +81,12 @@ def kept(kind: Any, build: Callable[[], Any], device: torch.device, own: Any = _
 
 
 def kinds(named: Mapping[str, Any]) -> list[Any]:
-    """Returns the values of arguments; for tensors, what kernels are compiled for instead."""
+    """Returns arguments as a cache key: tensors by dtype and alignment, other values unchanged."""
     return [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else x for x in named.values()]
 
 
 def launch(launches: Iterable[Launch], of_call: Mapping[str, Any], device: torch.device) -> None:
-    """Runs kernels in order, with the tensors and numbers of a call."""
+    """Runs kernels one after another on a device, with the tensors and numbers of this call."""
     with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
         for x in launches:
             if x.grid[0]:
@@ -143,7 +143,7 @@ def matrix(x: Tensor, rows: int) -> Matrix | None:
 
 
 def line(x: Tensor, count: int) -> Any:
-    """Returns a TMA descriptor for `count` numbers of [B, H, N] at a time; None if impossible."""
+    """Returns a TMA descriptor that reads `count` numbers of [B, H, N]; None if TMA cannot."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     batch, heads, tokens = x.shape
@@ -172,7 +172,7 @@ def padded(x: Tensor) -> int:
 
 
 def kind_of(*tensors: Tensor) -> tuple[tuple[Any, ...], ...]:
-    """Returns what launches depend on: shapes, strides, dtypes and alignment, but no values."""
+    """Returns a cache key for tensors: shapes, strides, dtypes and alignment, but no values."""
     return tuple((x.shape, x.stride(), x.dtype, x.data_ptr() % 16) for x in tensors)
 
 

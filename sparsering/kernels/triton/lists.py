@@ -35,7 +35,7 @@ class DeviceLists(NamedTuple):
 
 
 def on_device(problem: Problem, lists: Lists) -> DeviceLists:
-    """Moves lists to the device of a call; a repeated key of a query becomes -1."""
+    """Copies lists to the call's device for kernels; repeats of a key become -1."""
     device, at = problem.query.device, lists.coordinates
     keys = moved(lists.keys, device)
     keys = torch.where(first_in_row(keys, problem.key.shape[2]), keys, -1).contiguous()
@@ -57,7 +57,7 @@ def on_device(problem: Problem, lists: Lists) -> DeviceLists:
 def attend_lists(
     problem: Problem, listed: DeviceLists, fresh: bool, out: Tensor, lse: Tensor
 ) -> None:
-    """Merges the attention over lists into `out` [B, Hq, Nq, Dv] and `lse`, both contiguous.
+    """Merges attention over listed keys into `out` [B, Hq, Nq, Dv] and `lse`, in place.
 
     If `fresh`, it overwrites all of `out`, and `lse` holds -inf or the sinks; else `out` is
     float32.
@@ -86,7 +86,7 @@ def attend_lists(
 
 
 class ListGradients(NamedTuple):
-    """Where the gradients of lists are written; if `running`, they are added to float32 sums."""
+    """Tensors to which the gradients of lists are written, or added if `running`."""
 
     query: Tensor
     key: Tensor
@@ -101,7 +101,7 @@ def add_gradients(
     rows: tuple[Tensor, Tensor],
     to: ListGradients,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Writes dQ, dK and dV of lists; returns the gradients of the slot bias and the distance bias.
+    """Writes dQ, dK, dV of lists; returns the gradients of the slot bias and distance bias.
 
     `rows` are delta and lse [B, Hq, Nq] (+inf for rows without keys). The gradient of the distance
     bias is float32 [B, Hq, 2R + 1].
@@ -201,7 +201,7 @@ def _sorted_by(numbers: Tensor, stop: int) -> tuple[Tensor, Tensor]:
 
 
 def _tensors(problem: Problem, listed: DeviceLists) -> dict[str, Tensor]:
-    """Returns the tensors that all kernels over lists read; a placeholder for one not in use."""
+    """Returns the tensors that list kernels read, by name; unused ones get a placeholder."""
     at, seed, table = listed.coordinates, problem.dropout_seed, problem.distance_bias
     optional = {
         "place": listed.place,
@@ -217,7 +217,7 @@ def _tensors(problem: Problem, listed: DeviceLists) -> dict[str, Tensor]:
 
 
 def _numbers(problem: Problem, listed: DeviceLists) -> dict[str, int]:
-    """Returns the integers of a kernel call that a reused `Launch` receives anew each time.
+    """Returns the integers that may differ between calls which share a `Launch`.
 
     They are lengths and strides between batch entries. The launch keeps the other integers.
     """
@@ -229,7 +229,7 @@ def _numbers(problem: Problem, listed: DeviceLists) -> dict[str, int]:
 
 
 def _batches(problem: Problem, listed: DeviceLists) -> dict[str, int]:
-    """Returns the strides between batch entries; 0 where all entries share a table."""
+    """Returns strides between batch entries, 0 where all entries share a tensor."""
     at, seed = listed.coordinates, problem.dropout_seed
     return {
         "keys_batch": listed.keys.stride(0) if len(listed.keys) > 1 else 0,
@@ -240,7 +240,7 @@ def _batches(problem: Problem, listed: DeviceLists) -> dict[str, int]:
 
 
 def _fixed(problem: Problem, listed: DeviceLists) -> dict[str, Any]:
-    """Returns the arguments that do not change between calls of one kind."""
+    """Returns the kernel arguments that are equal for all calls that share a `Launch`."""
     query, value, table = problem.query, problem.value, problem.distance_bias
     at, dropped = listed.coordinates, problem.dropout_p or 0.0
     wide = query.shape[3] > _FIRST
@@ -271,7 +271,10 @@ def _shape(problem: Problem, listed: DeviceLists, config: Config) -> dict[str, i
 
 
 def _kind(problem: Problem, listed: DeviceLists, *results: Tensor) -> tuple[Any, ...]:
-    """Returns what launches for lists depend on; no tensor's values are among it."""
+    """Returns a key that is equal for calls that can share a `Launch`.
+
+    It holds no tensor values.
+    """
     at, extras = listed.coordinates, (problem.block_bias, problem.distance_bias)
     return (
         "lists", problem.query.device, problem.query.shape[2], listed.heads, listed.keys.shape[1],
@@ -285,12 +288,12 @@ def _kind(problem: Problem, listed: DeviceLists, *results: Tensor) -> tuple[Any,
 
 
 def _most_keys(listed: DeviceLists) -> int:
-    """Returns the width of lists that a config is chosen for: 16, 32 or 64."""
+    """Returns the list length that a config is chosen for: 16, 32 or 64 keys."""
     return min(64, max(16, power_of_2(listed.keys.shape[3])))
 
 
 def _config(problem: Problem, listed: DeviceLists) -> Config:
-    """Chooses rows (heads), keys per step, warps and stages, by registers instead of timings."""
+    """Chooses rows (heads), keys per step, warps and stages, so that registers suffice."""
     group = problem.query.shape[1] // listed.heads
     width = max(problem.query.shape[3], problem.value.shape[3])
     single = problem.query.dtype == torch.float32

@@ -20,7 +20,10 @@ MOST_HEAD_DIM = 512
 
 
 class HeadGroup(NamedTuple):
-    """Some kv heads of a call and the query heads that use them, as a separate problem."""
+    """A problem of some kv heads of a call, with their query heads.
+
+    `_parts` in call.py makes it.
+    """
 
     problem: Problem
     heads: slice
@@ -41,7 +44,7 @@ def of_call(problem: Problem, number: int, w: Walk, *, by_key: bool) -> dict[str
 
 
 def of_inputs(problem: Problem, config: Config) -> dict[str, Any]:
-    """Returns the arguments that depend on the shapes of a call's tensors, and compile options."""
+    """Returns the kernel arguments that follow from shapes and options, by name."""
     query, value, bias = problem.query, problem.value, problem.block_bias
     return {
         "HEAD_DIM": query.shape[3], "PADDED_DIM": padded(query),
@@ -58,7 +61,7 @@ def of_inputs(problem: Problem, config: Config) -> dict[str, Any]:
 def of_tiles(
     part: HeadGroup, number: int, w: Walk, config: Config, *, by_key: bool
 ) -> dict[str, Any]:
-    """Returns the arguments for a pass's tiles and work units; units are key tiles if `by_key`."""
+    """Returns the kernel arguments for a pass's tiles and work units; key tiles if `by_key`."""
     tile, p = (layout := part.problem.layout).block_size, layout.passes[number]
     starts = p.key_start if by_key else p.query_start
     masked = config.masked or config.streamed
@@ -84,7 +87,7 @@ def streamed(
     rows: dict[str, Tensor],
     **tensors: Tensor,
 ) -> dict[str, Any]:
-    """Returns the arguments for streamed `tensors`, and for `rows`, which have a number per token.
+    """Returns how kernels read `tensors` (and `rows`, a number per token): by TMA or pointers.
 
     Tensors get TMA descriptors if all of them permit it. A descriptor reads a fixed number of
     consecutive rows, so it needs step 1, tiles that are a multiple of this number, and no masked

@@ -40,7 +40,7 @@ _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def best_blocks(
     scores: Tensor, k: int, *, sink: int, local: int, causal: bool, **numbers: int
 ) -> Tensor:
-    """Returns the best blocks [entries, rows, k] by scores [entries, rows, blocks].
+    """Ranks blocks on the GPU: the k best [entries, rows, k] by scores [entries, rows, blocks].
 
     `numbers` are first_row, query_block and block_size, as the kernel names them.
     """
@@ -62,13 +62,13 @@ def best_blocks(
 
 
 def ranks(k: int, device: torch.device) -> bool:
-    """True if `best_blocks` can rank k blocks of a row on a device."""
+    """Whether `best_blocks` can rank the k best blocks on this device."""
     return 0 < k <= _RANKED[-1] and _compiles_for(device)
 
 
 @cache
 def _compiles_for(device: torch.device) -> bool:
-    """True if a device is a GPU that runs these kernels compiled, not interpreted."""
+    """Whether a device is a GPU on which these kernels run compiled, not interpreted."""
     if device.type != "cuda" or interpreting():
         return False
     with torch.cuda.device(device):
@@ -76,7 +76,7 @@ def _compiles_for(device: torch.device) -> bool:
 
 
 def remember(pattern: Pattern) -> None:
-    """Lets later calls cache the layouts that they build from this pattern's index tensors.
+    """Marks a selection's index tensors, so that later calls store the layouts they build of them.
 
     The layouts of a tensor are dropped when the tensor is freed. Only tensors on a GPU count.
     """
@@ -88,7 +88,7 @@ def remember(pattern: Pattern) -> None:
 def selected_layout(
     pattern: Pattern, frame: Frame, block_size: int, device: torch.device
 ) -> BlockLayout | None:
-    """Returns the layout of a selection, which backward reuses; None if kernels cannot build it."""
+    """Builds the layout of a selection on the GPU, or finds it; None if these kernels cannot."""
     if (found := selection_of(pattern, frame, block_size)) is None:
         return None
     selection, causal = found
@@ -115,7 +115,7 @@ def selected_layout(
 def _built(
     indices: Tensor, rows: tuple[int, int, int], parts: int, causal: bool, frame: Frame, tile: int
 ) -> BlockLayout:
-    """Builds a layout from indices [B, H, R, k].
+    """Builds the layout and its work units from selected blocks [B, H, R, k], by two launches.
 
     `rows` is (tokens per query tile, queries per row of the selection, first row); `parts` is the
     number of key tiles per block.
@@ -195,7 +195,7 @@ def _built(
 
 
 def _cut(w: Walk, spans: Tensor, limit: int) -> Walk:
-    """Returns the walk over query tiles in which tiles of more than `limit` entries are cut."""
+    """Returns the walk by query tiles, where tiles with more than `limit` entries are cut."""
     from .ranking import units_kernel
 
     num_tiles = w.units.shape[2]
@@ -207,7 +207,7 @@ def _cut(w: Walk, spans: Tensor, limit: int) -> Walk:
 
 
 def _walk_by_key(given: dict[str, Any], bitmaps: Tensor, programs: int, limit: int) -> Walk:
-    """Returns the walk over key tiles in which tiles of more than `limit` entries are cut."""
+    """Returns the walk by key tiles, where tiles with more than `limit` entries are cut."""
     from .ranking import keys_kernel
 
     like = given["bitmap"]
@@ -230,7 +230,7 @@ def _walk_by_key(given: dict[str, Any], bitmaps: Tensor, programs: int, limit: i
 
 
 def _of_units(like: Tensor, num_tiles: int, limit: int) -> dict[str, Any]:
-    """Allocates units of at most `limit` entries; returns kernel arguments.
+    """Allocates the tensors of a walk with at most `limit` entries per unit, as kernel arguments.
 
     `like` is [B, H, entries].
     """

@@ -23,7 +23,7 @@ _UNITS_PER_PROCESSOR = 4  # units per multiprocessor, so that all finish at abou
 
 
 class Walk(NamedTuple):
-    """The units and entries of a pass, as int32 tensors.
+    """The units of work of one kernel in one pass, and the entries that they compute; int32.
 
     Bt is B, or 1 if all batch entries share the tables; T (1, Hkv or Hq) is the number of tables of
     a batch entry, E the entries of a table. The "other tile" of an entry is the one that is not the
@@ -54,7 +54,7 @@ _builders: WeakKeyDictionary[Pass, tuple[Callable[[int], Walk], ...]] = WeakKeyD
 
 
 def hand_over(p: Pass, uncut: Walk, *builders: Callable[[int], Walk]) -> None:
-    """Caches a pass's uncut walk over query tiles, and functions that build its other walks.
+    """Stores a pass's walk by query tiles, which is built already, and functions for its others.
 
     `selected_layout` calls it, because its kernels have computed the walk already.
     """
@@ -71,7 +71,7 @@ def walk(
     processors: int,
     in_order: bool = False,
 ) -> Walk:
-    """Returns the walk over the entries of pass `number`, cached for the life of the pass.
+    """Returns the walk over the entries of pass `number`, stored as long as the pass lives.
 
     For a pass that `Pass.cut` made, the walk over query tiles is that of `walked_as`. With
     `by_key`, units are key tiles. A unit takes `programs` programs, which `processors`
@@ -128,7 +128,7 @@ def use(w: Walk, layout: BlockLayout, number: int, *, by_key: bool) -> None:
 
 
 def _wait(p: Pass, w: Walk) -> None:
-    """Makes the current stream wait until a walk and the pass's shared tables are complete."""
+    """Makes the current CUDA stream wait until another stream has completed a walk's tensors."""
 
     def shared() -> Iterator[Tensor]:
         yield from (x for x in w if isinstance(x, Tensor))

@@ -58,7 +58,7 @@ def attention_function(
     block_indices: Tensor | Unchosen | None = None,
     **keywords: Any,
 ) -> tuple[Tensor, None]:
-    """Computes attention over the layer's pattern or, without one, over the model's mask.
+    """Computes a layer's attention for transformers: over a pattern, or the model's own mask.
 
     Returns: [B, Nq, Hq, Dv] as eager attention does, and None in place of attention weights.
 
@@ -102,7 +102,7 @@ def attention_function(
 
 
 def _check_block(module: Any, state: CallState) -> None:
-    """Raises RuntimeError in a backward pass that does not know its forward pass's `using`."""
+    """Raises RuntimeError if backward runs a layer again outside its forward's `using` block."""
     if state.in_backward and module in used_modules and not is_in_block(module, state.blocks):
         raise RuntimeError(
             "a backward pass runs this model again, and does not know the hf.using block of its "
@@ -112,7 +112,7 @@ def _check_block(module: Any, state: CallState) -> None:
 
 
 def _check_keywords(keywords: dict[str, Any]) -> None:
-    """Raises NotImplementedError for keywords that change the result; warns of unknown ones."""
+    """Raises NotImplementedError for keywords that would change results; warns of unknown ones."""
     for name, value in keywords.items():
         if value is None or value is False or name in _HARMLESS:
             continue
@@ -131,7 +131,7 @@ def _check_keywords(keywords: dict[str, Any]) -> None:
 def _with_documents(
     mask: ModelMask | Chosen | Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, batch: int
 ) -> ModelMask:
-    """Returns the mask with the documents of cumulative lengths, int [documents + 1] each.
+    """Returns the mask with documents that begin where `cu_q` and `cu_k` [documents + 1] say.
 
     Trainers that pack documents into one row pass these lengths for flash attention.
     """
@@ -156,7 +156,7 @@ def _check_documents(
     cu_seq_lens: Tensor | None,
     known: Tensor | None,
 ) -> None:
-    """Raises NotImplementedError if an indexer chose keys without the documents of `cu_seq_lens`.
+    """Raises if an indexer chose keys without knowing the documents that `cu_seq_lens` shows.
 
     `known` are the documents [B or 1, Nk] of the mask that the indexer got, if any.
     """
@@ -177,7 +177,7 @@ def _check_documents(
 
 
 def _warn_of_packing(mask: ModelMask, position_ids: Tensor | None, takes_lengths: bool) -> None:
-    """Warns if position_ids show packed documents that the mask does not separate.
+    """Warns if position_ids restart, as in packed documents, but the mask does not separate them.
 
     `takes_lengths` says whether the layer accepts `cu_seq_lens_q` and `cu_seq_lens_k`, which the
     warning then suggests.
@@ -220,7 +220,7 @@ def _warn_of_packing(mask: ModelMask, position_ids: Tensor | None, takes_lengths
 
 
 def _is_zero(bias: Tensor) -> bool:
-    """Whether a bias is all zeros and needs no gradient, as in cross attention."""
+    """Whether a bias is all zeros and not learned, as models pass it for cross attention."""
     if torch.compiler.is_compiling() or bias.requires_grad:
         return False
     return not once(bias, "any", lambda: is_true(bias.any(), True))

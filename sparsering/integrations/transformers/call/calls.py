@@ -22,7 +22,7 @@ from ..name import NAME
 
 @dataclass(frozen=True, eq=False)
 class UsingBlock:
-    """The patterns of a `using` block."""
+    """An open `using` block: the pattern of each attention module that has one."""
 
     patterns: dict[int, Pattern]  # by the id of an attention module; only modules with a pattern
     modules: frozenset[int]  # ids of all attention modules of the model
@@ -47,7 +47,7 @@ class SharedCall:
 
 
 class CallState(NamedTuple):
-    """State of a forward pass, which the masks that it builds keep."""
+    """What a forward pass must remember for its layers; its masks carry it."""
 
     blocks: tuple[UsingBlock, ...]  # open `using` blocks, the innermost last
     shared: SharedCall | None  # set if ranks share the call; masks are of the whole batch
@@ -58,7 +58,7 @@ PLAIN_CALL = CallState((), None, False)
 
 
 class MaskRequest(NamedTuple):
-    """Facts that transformers knows when it asks for a mask, but does not hand to the interface."""
+    """Facts about a call that transformers knows but does not pass to `mask_interface`."""
 
     position_ids: Tensor | None = None
     # position_ids may show documents: no cache or attention_mask hides them, and transformers does
@@ -72,7 +72,7 @@ class MaskRequest(NamedTuple):
 
 
 class _Packing:
-    """Position ids of the model calls that are running.
+    """Position ids of the model calls that run now, for masks of packed documents.
 
     Each thread has its own, as a part of `_Thread`. Calls that torch.compile traces share a plain
     object instead, because it cannot trace a `threading.local`.
@@ -84,7 +84,7 @@ class _Packing:
 
 
 class _Thread(threading.local, _Packing):
-    """State of a thread's model calls: position ids, open `using` blocks, and the ranks' call."""
+    """A thread's running model calls: position ids, open `using` blocks, and a shared call."""
 
     def __init__(self) -> None:  # torch.compile of torch 2.11 would see defaults of the class alone
         super().__init__()
@@ -102,7 +102,7 @@ used_modules: WeakSet[Any] = WeakSet()
 
 
 def call_state() -> CallState:
-    """Returns the open blocks and the ranks' call for a forward pass that begins now.
+    """Returns the state for a forward pass that begins now: open blocks, and the shared call.
 
     A backward pass may run layers again. Then only blocks that were opened in that pass count;
     gradient checkpointing opens those of the forward pass in it again.
@@ -115,14 +115,14 @@ def call_state() -> CallState:
 
 
 def packing() -> _Packing:
-    """Returns the position ids of this thread's calls, or of the call that torch.compile traces."""
+    """Returns the record of position ids: this thread's, or torch.compile's while it traces."""
     return _traced if torch.compiler.is_compiling() else thread
 
 
 def replacement(
     function: Callable[..., Any], changed: Callable[[dict[str, Any]], None]
 ) -> Callable[..., Any]:
-    """Wraps a function of transformers; the wrapper keeps its name and signature.
+    """Wraps a function of transformers so that `changed` may edit its arguments, by name, first.
 
     On each call `changed` gets the arguments by name, and may change that dict in place before the
     function runs.
@@ -146,7 +146,7 @@ def replacement(
 
 
 def remember_positions(model: Any, watch: Callable[[Any], None]) -> None:
-    """Adds hooks that record the position_ids of a model's calls while they run.
+    """Adds hooks to a model that record the position_ids of its calls while these run.
 
     Masks need them, and many families do not pass them on. `watch` is called with the model before
     each call.
@@ -166,7 +166,7 @@ def _begin(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> None:
-    """Records the position_ids of a call that begins; `place` is their index in `args`."""
+    """Records the position_ids of a call; they are argument number `place`, or a keyword."""
     ids = args[place] if place < len(args) else kwargs.get("position_ids")
     watch(model)
     now = packing()
@@ -185,7 +185,7 @@ def backward_task() -> int:
 
 
 def remember_blocks(model: Any) -> None:
-    """Wraps a model's gradient checkpointing, which runs layers again in the backward pass.
+    """Wraps a model's gradient checkpointing, so that backward knows the `using` blocks.
 
     A layer then has the `using` blocks and the ranks' call of its forward pass again. Masks keep
     these too, but some layers get no mask.
@@ -199,7 +199,7 @@ def remember_blocks(model: Any) -> None:
 def _checkpoint(
     checkpoint: Callable[..., Any], layer: Callable[..., Any], *args: Any, **options: Any
 ) -> Any:
-    """Checkpoints a layer, so that it runs again with the blocks and ranks' call that hold now."""
+    """Checkpoints a layer; when backward runs it again, today's blocks and shared call hold."""
     if not torch.compiler.is_compiling():
         layer = partial(_run_in, call_state().blocks, thread.shared, layer)
     return checkpoint(layer, *args, **options)
@@ -212,7 +212,7 @@ def _run_in(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """Runs a layer in the blocks and the ranks' call of its forward pass, then restores both."""
+    """Runs a layer under the blocks and shared call of its forward pass, then restores both."""
     task, outer = backward_task(), (thread.blocks, thread.task, thread.shared)
     thread.blocks, thread.task = tuple(replace(block, task=task) for block in blocks), task
     thread.shared = shared
@@ -223,7 +223,7 @@ def _run_in(
 
 
 def is_in_block(module: Any, blocks: tuple[UsingBlock, ...]) -> bool:
-    """True if an open `using` block is for the model that contains this attention module.
+    """Whether an open `using` block is for the model of this attention module.
 
     The block need not have a pattern for the module.
     """
@@ -231,7 +231,7 @@ def is_in_block(module: Any, blocks: tuple[UsingBlock, ...]) -> bool:
 
 
 def used_pattern(module: Any, blocks: tuple[UsingBlock, ...]) -> Pattern | None:
-    """Returns the pattern that the innermost block of a module's model has for it, or None."""
+    """Returns the pattern that the innermost open block has for a module, or None."""
     for block in reversed(blocks):
         if id(module) in block.modules:
             return block.patterns.get(id(module))
@@ -239,5 +239,5 @@ def used_pattern(module: Any, blocks: tuple[UsingBlock, ...]) -> Pattern | None:
 
 
 def runs_layers_again(model: Any) -> bool:
-    """Whether gradient checkpointing is on, so that a backward pass runs layers a second time."""
+    """Whether gradient checkpointing is on, so that backward runs layers a second time."""
     return any(getattr(module, "gradient_checkpointing", False) for module in model.modules())

@@ -17,7 +17,7 @@ from .calls import SharedCall
 
 
 class Chosen(NamedTuple):
-    """The blocks of keys that an indexer or a compressor has chosen for each query.
+    """Blocks of keys that a model's own indexer or compressor has chosen for each query.
 
     A family that would build a mask of all pairs from the choice passes this on in its place. If
     there are compressed entries, queries see those they list and the tokens of the model's mask.
@@ -28,7 +28,7 @@ class Chosen(NamedTuple):
     entries: int = 0  # number of compressed entries behind the tokens' keys; `indices` lists these
 
     def mask(self, q_start: int, tokens: int = 0) -> Mask:
-        """Returns the choice as a mask of the queries from position q_start on.
+        """Returns the choice as a mask for queries at positions q_start, q_start + 1, ...
 
         `tokens` is the number of keys before the entries, if `indices` lists entries.
         """
@@ -40,7 +40,7 @@ class Chosen(NamedTuple):
         return SelectedBlocks(blocks, self.block_size, 1, q_start)
 
     def of_rank(self, shared: SharedCall) -> SelectedBlocks:
-        """Returns the choice as a mask for this rank in ring attention.
+        """Returns the choice of this rank's queries as a mask for ring attention.
 
         Small blocks give a mask of the rank's own queries. Large ones give the mask of all queries,
         fetched from the other ranks, because rings need it whole. Entries are numbered from 0.
@@ -57,6 +57,6 @@ class Chosen(NamedTuple):
 
 
 class Unchosen(NamedTuple):
-    """A choice that an indexer leaves to its layer's attention, because only that has the mask."""
+    """A choice that an indexer postpones: its layer's attention makes it, which has the mask."""
 
     choose: Callable[[Any, SharedCall | None], Chosen]  # gets the mask and the ranks' call, if any

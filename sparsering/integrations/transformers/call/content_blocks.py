@@ -13,7 +13,7 @@ from .once import once
 
 
 class ContentBlocks(NamedTuple):
-    """Blocks of the L keys up to the last query of a call."""
+    """Tokens without padding, cut into blocks that restart in each document; L keys per row."""
 
     valid: Tensor  # bool [B, L], False for padding
     place: Tensor  # [B, L] number of visible tokens before each key
@@ -27,12 +27,12 @@ class ContentBlocks(NamedTuple):
 
 
 def content_blocks(mask: Any, batch: int, queries: int, size: int, device: Any) -> ContentBlocks:
-    """Returns the blocks of `size` visible tokens of a model's mask, the same for all layers."""
+    """Returns the blocks of `size` visible tokens in a call, computed once for all layers."""
     return once(mask, ("blocks", size), lambda: _content_blocks(mask, batch, queries, size, device))
 
 
 def _content_blocks(mask: Any, batch: int, queries: int, size: int, device: Any) -> ContentBlocks:
-    """Computes `content_blocks`, by counting the visible tokens and the blocks before each key."""
+    """Computes `content_blocks` by counting visible tokens and blocks before each key."""
     length = mask.first_query + queries  # a static cache is empty from there on
     valid = mask.valid(length)
     every = torch.ones(batch, length, dtype=torch.bool, device=device)

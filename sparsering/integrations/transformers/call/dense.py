@@ -14,7 +14,7 @@ MOST_SCORES = 1 << 28  # upper bound of B x H x Nq x Nk in one call: 1 GiB of fl
 
 
 def attend_tensor(inputs: Inputs, mask: Tensor, bias: Tensor | None, extras: Options) -> Tensor:
-    """Attends with a 4-D mask: as a pattern if the mask only hides keys, else over all pairs."""
+    """Attends with a mask [B, H, Nq, Nk]: a pattern if it only hides keys, else over all pairs."""
     query, key, _ = inputs
     shape = (*query.shape[:3], key.shape[2])
     if mask.dtype != torch.bool and not mask.is_floating_point():
@@ -80,7 +80,7 @@ def dense_attention(
 
 
 def _as_bool(mask: Tensor) -> Tensor | None:
-    """Converts a mask of only 0 and -inf (or the lowest number) to bool; None for other values."""
+    """Converts a mask of 0 and -inf to bool, True = attends; None if it has other numbers."""
     if mask.dtype == torch.bool:
         return mask
     if torch.compiler.is_compiling() or mask.requires_grad:

@@ -49,20 +49,20 @@ class MaskKind:
     has_chunks: bool = False  # has chunks, whose borders cannot be distinguished from documents'
 
     def narrow(self, left: int, right: int | None = None) -> None:
-        """Limits the window to `left` keys before the query and `right` after it."""
+        """Limits what queries see to `left` keys before and `right` keys after their position."""
         self.left = left if self.left is None else min(self.left, left)
         if right is not None:
             self.right = right if self.right is None else min(self.right, right)
 
 
 def recognise(mask_function: MaskFunction) -> MaskKind | None:
-    """Describes a mask function of transformers; returns None if a part of it is unknown."""
+    """Returns what a mask function of transformers means; None if a part of it is unknown."""
     kind = MaskKind()
     return kind if _add(mask_function, None, kind) else None
 
 
 def _add(function: MaskFunction, positions: Tensor | None, kind: MaskKind) -> bool:
-    """Adds a function's window, chunks or documents to `kind`; returns False if it is unknown.
+    """Adds what one mask function means to `kind`; returns False if it is unknown.
 
     `positions` [B, N] restart in each document, for chunks that do; None if they do not.
     """
@@ -96,7 +96,7 @@ def _add(function: MaskFunction, positions: Tensor | None, kind: MaskKind) -> bo
 
 
 def _has_no_blocks(function: MaskFunction) -> bool:
-    """Whether a function lets tokens of one image see each other, but no token is of an image."""
+    """Whether a function is for tokens of images, and this call has no image."""
     is_blocks = getattr(function, "__code__", None) is _BLOCKS
     ids = function.__closure__[0].cell_contents if is_blocks else _NOTHING  # type: ignore[index]
     return is_blocks and is_true((ids < 0).all(), True)
@@ -105,7 +105,7 @@ def _has_no_blocks(function: MaskFunction) -> bool:
 def recognise_inside_compile(
     mask_function: MaskFunction, local_size: int | None, config: Any, keywords: dict[str, Any]
 ) -> MaskKind | None:
-    """Describes a mask by the arguments of `mask_interface`; returns None if it is unknown."""
+    """Returns a mask's kind from `mask_interface`'s other arguments, or None; for torch.compile."""
     if mask_function is _CAUSAL:
         return MaskKind(causal=True)
     if mask_function is _BIDIRECTIONAL:
@@ -131,7 +131,7 @@ def recognise_inside_compile(
 def runs_by_neighbours(
     mask_function: MaskFunction, batch_size: int, kv_length: int, kv_offset: int, device: Any
 ) -> Tensor:
-    """Returns document or chunk indices [B, Nk], from what each key sees of the key before it.
+    """Returns document or chunk numbers [B, Nk]; one begins where a key does not see the last key.
 
     A document or chunk starts at a key that does not see its predecessor. It is for torch.compile.
     """

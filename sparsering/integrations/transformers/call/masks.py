@@ -44,7 +44,7 @@ Options = dict[str, Any]  # of a call of `attention`
 
 @dataclass(frozen=True, repr=False, eq=False)
 class SameRun(TensorMask):
-    """Lets a query see the keys of its own run, that is, document or chunk."""
+    """Mask of pairs in one run of equal `ids`, such as a document or chunk."""
 
     ids: Tensor  # int64 [B or 1, Nk]; a new run begins where neighbors differ
     dtype: ClassVar[torch.dtype] = torch.int64
@@ -70,7 +70,7 @@ class SameRun(TensorMask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class InRuns(SameRun):
-    """Applies a pattern within each run of consecutive tokens, where positions begin at 0."""
+    """Applies `pattern` within each run of equal `ids`, where positions count from 0."""
 
     pattern: Mask
 
@@ -95,13 +95,13 @@ add_constructor("InRuns", InRuns)
 
 
 def common_runs(*ids: Tensor) -> Tensor:
-    """Returns run indices [B or 1, Nk]; a run begins where any of the ids [B or 1, Nk] changes."""
+    """Numbers runs [B or 1, Nk]; a new one begins where any of the given ids changes."""
     starts = reduce(torch.logical_or, (x[:, 1:] != x[:, :-1] for x in ids))
     return torch.nn.functional.pad(starts, (1, 0)).cumsum(1)
 
 
 def several_runs(*ids: Tensor) -> Tensor | None:
-    """Returns `common_runs(*ids)`; None without ids or, outside torch.compile, for a single run."""
+    """Returns `common_runs(*ids)`, or None if there is only one run, so no mask is needed."""
     if not ids:
         return None
     runs = common_runs(*ids)
@@ -163,14 +163,14 @@ class ModelMask:
         _refuse(getattr(function, "__name__", "an operation of torch"))
 
     def valid(self, kv_len: int) -> Tensor | None:
-        """Returns [B, kv_len], False for padding; None if there is no padding."""
+        """Returns [B, kv_len], False for padding keys; None if no key is padding."""
         if self.valid_keys is None:
             return None
         valid = self.valid_keys[:, self.kv_start : self.kv_start + kv_len]
         return None if not torch.compiler.is_compiling() and is_true(valid.all(), True) else valid
 
     def pattern(self, q_start: int, kv_len: int, hidden: int = 0) -> Mask:
-        """Returns this mask as a pattern over the first `kv_len` keys; `kind` must not be None.
+        """Returns the mask as a pattern over the first `kv_len` keys; needs a known `kind`.
 
         The pattern has `hidden` more keys behind these, which no query sees. The mask must then be
         causal.
@@ -188,14 +188,14 @@ class ModelMask:
         return mask
 
     def __getitem__(self, index: Any) -> "ModelMask | Rows | Tensor":
-        """Returns the part that a family's own code takes by this index; raises for any other."""
+        """Returns the part that some family's code reads by this index; else raises an error."""
         for taken in PARTS_OF_MASKS:
             if (part := taken(self, index)) is not None:
                 return part
         return _refuse("__getitem__")
 
     def rows(self) -> "Rows | Tensor":
-        """Returns this rank's rows of the mask, bool [B, Nq, Nk], for some queries at a time."""
+        """Returns the mask of this rank's queries, bool [B, Nq, Nk], built for some at a time."""
         first, queries = 0, self.shape[2]
         if (shared := self.state.shared) is not None:  # the mask is of all ranks' queries
             first, queries = int(shared.tokens[0]), len(shared.tokens)
@@ -216,7 +216,7 @@ class ModelMask:
         return replace(self, shape=shape, q_start=q_start, dense=dense)
 
     def __and__(self, other: Any) -> Chosen:
-        """Returns an indexer's lists as they are, because it chose them within this mask."""
+        """Returns an indexer's lists unchanged, since they respect this mask already."""
         return other if isinstance(other, Chosen) else _refuse("__and__")
 
     def of_layer(self, module: Any, kv_len: int) -> "ModelMask":
@@ -250,7 +250,7 @@ class ModelMask:
         return once(self, ("layer", kv_len), of_layer)
 
     def _causal_rows(self, kv_len: int, first: int = 0, stop: int | None = None) -> Tensor:
-        """Returns the causal mask, bool [B, 1, n, kv_len], of queries [first, stop), as `dense`."""
+        """Returns the causal mask of queries [first, stop), bool [B, 1, n, kv_len]."""
         query = torch.arange(self.shape[2])[first:stop] + kv_len - self.shape[2]
         rows = query[:, None] >= torch.arange(kv_len)
         return rows.expand(self.shape[0], 1, -1, -1)
@@ -279,7 +279,7 @@ class ModelMask:
 
 
 def _of_distances(kind: MaskKind) -> Mask:
-    """Returns the causality and the window of a mask as a pattern."""
+    """Returns the part of a mask that depends on distances as a pattern: causality, window."""
     if kind.causal:
         return Causal() if kind.left is None else SlidingWindow(kind.left)
     if kind.left is None and kind.right is None:
@@ -288,7 +288,7 @@ def _of_distances(kind: MaskKind) -> Mask:
 
 
 def _refuse(name: str, *_: object) -> NoReturn:
-    """Raises NotImplementedError: a model called the tensor operation `name` on a `ModelMask`."""
+    """Raises NotImplementedError, because a model used the mask as if it were a tensor."""
     raise NotImplementedError(
         f"this model uses its attention mask as a tensor ({name}) inside its own attention, but "
         '"sparsering" builds no mask of all pairs; load it with attn_implementation="sdpa"'
@@ -312,7 +312,7 @@ def mask_interface(
     device: torch.device | str = "cpu",
     **keywords: Any,
 ) -> ModelMask:
-    """Builds the `ModelMask` of a forward pass; keys beyond `attention_mask` are padding."""
+    """Builds the mask of a forward pass for transformers, in place of an N x N tensor."""
     if isinstance(attention_mask, ModelMask):  # built in advance, for a static cache
         return attention_mask
     request, packing().request = packing().request or MaskRequest(), None
@@ -373,7 +373,7 @@ def mask_interface(
 
 
 def document_starts(ids: Tensor | None, batch: int, length: int) -> Tensor | None:
-    """Returns [B or 1, N - 1], True where position_ids begin a document at token 1 or later.
+    """Returns where position_ids begin a new document, bool [B or 1, N - 1] for tokens 1, 2, ...
 
     Ids of text [B or 1, N] restart there. If they have four planes [4, B or 1, N], the first holds
     the positions in the text. Three planes [3, B or 1, N], of time, height and width, may repeat or
@@ -397,7 +397,10 @@ def document_starts(ids: Tensor | None, batch: int, length: int) -> Tensor | Non
 def _within_documents(
     ids: Tensor | None, batch: int, length: int, device: Any
 ) -> Callable[..., Any] | None:
-    """Returns a mask function that separates the documents of position_ids; None for only one."""
+    """Returns a mask function that separates the documents of position_ids.
+
+    None for one document.
+    """
     starts = document_starts(ids, batch, length)
     if starts is None or (not torch.compiler.is_compiling() and not is_true(starts.any(), False)):
         return None
@@ -406,7 +409,7 @@ def _within_documents(
 
 
 def watch_requests() -> None:
-    """Patches transformers, so that `mask_interface` knows a call's position_ids and cache.
+    """Patches transformers so that `mask_interface` learns a call's position_ids and cache.
 
     If ranks share the call, transformers then builds masks for the tokens of the whole batch.
     """
@@ -443,7 +446,7 @@ def watch_requests() -> None:
 
 
 def _keys_of_layers(cache: Any, new: int) -> tuple[int, ...] | None:
-    """Returns each cache layer's number of keys, with `new` more; None if all numbers are equal.
+    """Returns each layer's number of keys with `new` ones; None if all layers have equally many.
 
     They differ after another library, such as kvpress, has dropped keys of single layers.
     """
@@ -455,7 +458,7 @@ def _keys_of_layers(cache: Any, new: int) -> tuple[int, ...] | None:
 
 
 def _valid_keys(attention_mask: Tensor | None, length: int) -> Tensor | None:
-    """Checks the mask and pads it to [B, length]; returns None if no token is padding."""
+    """Returns the mask padded to [B, length], False for padding; None if no token is padding."""
     if attention_mask is None:
         return None
     if attention_mask.dim() != 2:
@@ -472,7 +475,7 @@ def _valid_keys(attention_mask: Tensor | None, length: int) -> Tensor | None:
 def _runs(
     kind: MaskKind, batch_size: int, kv_length: int, kv_offset: int, device: Any
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Returns `documents` and `runs` of `ModelMask`: [B or 1, keys], None if there is only one."""
+    """Returns the fields `documents` and `runs` of `ModelMask`, [B or 1, keys] or None each."""
     chunks = []
     for size, padding, positions in kind.chunks:
         if positions is None:

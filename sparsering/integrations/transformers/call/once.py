@@ -7,7 +7,7 @@ import torch
 
 
 def once(shared: Any, name: Any, compute: Callable[[], Any]) -> Any:
-    """Returns `compute()`, and stores it on `shared` (a mask or a bias) for the other layers."""
+    """Computes a result once per forward pass, and stores it on `shared`, a mask or bias."""
     if torch.compiler.is_compiling():
         return compute()
     results = vars(shared).setdefault("_sparsering_results", {})

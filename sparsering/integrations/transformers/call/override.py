@@ -31,7 +31,7 @@ from .once import once
 def attend_pattern(
     pattern: Pattern, inputs: Inputs, mask: ModelMask, q_start: int, extras: Options
 ) -> Tensor:
-    """Attends over a pattern within the mask's causality, padding and documents."""
+    """Attends over a pattern of `apply`, within the mask's causality, padding and documents."""
     query, key, _ = inputs
     kind, kv_len = mask.kind, key.shape[2]
     assert kind is not None
@@ -64,7 +64,7 @@ def attend_pattern(
 
 
 def within(pattern: Pattern, mask: ModelMask, kv_len: int) -> Pattern:
-    """Returns a layer's pattern within the documents and the padding of the model's mask."""
+    """Returns a layer's pattern, restricted to the documents and padding of the model's mask."""
     assert mask.kind is not None
     if mask.kind.has_chunks:
         raise NotImplementedError(
@@ -97,7 +97,7 @@ def _valid(mask: ModelMask, kv_len: int) -> Tensor | None:
 
 
 def _row_runs(mask: ModelMask, kv_len: int) -> Tensor | None:
-    """Returns run indices [B or 1, Nk], where left padding and each document are a run.
+    """Numbers runs [B or 1, Nk]: left padding is one, and each document; None for a single run.
 
     It is None if there is only one run.
     """
@@ -115,7 +115,7 @@ def _row_runs(mask: ModelMask, kv_len: int) -> Tensor | None:
 def _attend_rows(
     pattern: Pattern, inputs: Inputs, mask: ModelMask, ids: Tensor, q_start: int, extras: Options
 ) -> Tensor:
-    """Attends with one query for each batch entry, with one call for entries of equal left padding.
+    """Attends from one query per row; rows with equal left padding share a call.
 
     `ids` [B or 1, Nk] are the run indices of `_row_runs`. Each call leaves the padding out, so its
     layout is that of a shorter row without padding, which may be cached.
@@ -137,7 +137,7 @@ def _attend_rows(
 def _check_dropped(
     pattern: Pattern, dropped: int, q_start: int, num_heads: int, num_kv_heads: int
 ) -> None:
-    """Raises ValueError if the cache has dropped keys that the pattern needs."""
+    """Raises ValueError if the cache no longer has keys that the pattern needs."""
     heads = {"num_heads": num_heads, "num_kv_heads": num_kv_heads}
     with unseen(pattern):
         needed = [keys for keys in pattern.live_keys(q_start + dropped, **heads) if len(keys)]
@@ -158,7 +158,7 @@ def attend_shared(
     shared: SharedCall,
     extras: Options,
 ) -> Tensor:
-    """Attends with this rank's tokens over the batch's mask or the pattern of a `using` block.
+    """Attends from this rank's tokens over the whole batch's mask, or a pattern of `using`.
 
     Returns: [B, Hq, n, Dv]; rows behind those of the rank's own tokens are 0.
     """
@@ -172,7 +172,7 @@ def attend_shared(
 def _over_ranks(
     module: Any, inputs: Inputs, pattern: Pattern, shared: SharedCall, options: Options
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Returns the result of ring attention for this rank's own tokens, without any other row."""
+    """Runs ring attention for the tokens that this rank owns, and returns its result for them."""
     query, key, value = (x[:, :, : shared.num_tokens] for x in inputs)
     for at_whole_positions in QUERIES_OF_RANKS:
         query = at_whole_positions(module, query, shared)
@@ -185,7 +185,7 @@ def _over_ranks(
 
 
 def _with_rows(out: Tensor, rows: int) -> Tensor:
-    """Adds rows of 0 to [B, Hq, n, Dv], so that there are `rows` of them."""
+    """Pads [B, Hq, n, Dv] with rows of 0 to `rows` rows, as the model expects."""
     missing = rows - out.shape[2]
     return torch.nn.functional.pad(out, (0, 0, 0, missing)) if missing else out
 
@@ -198,7 +198,7 @@ def _attend_entries_shared(
     shared: SharedCall,
     extras: Options,
 ) -> Tensor:
-    """Attends over the ranks' tokens and over entries, and joins both results by their lse."""
+    """Attends over ranks' tokens, and apart over compressed entries; merges both by lse."""
     if extras["dropout_p"]:
         raise NotImplementedError(
             "a model of compressed entries that ranks share has no dropout of attention, got "
@@ -224,7 +224,7 @@ def attend_lists_shared(
     shared: SharedCall,
     extras: Options,
 ) -> Tensor:
-    """Attends with this rank's tokens over the keys that they list, within the batch's mask.
+    """Attends from this rank's tokens to the keys that they list, within the batch's mask.
 
     Listed entries are whole on each rank, behind the keys of its tokens.
     """
@@ -237,7 +237,7 @@ def attend_lists_shared(
 
 
 def _whole_pattern(module: Any, mask: ModelMask | Chosen | Tensor) -> Pattern:
-    """Returns the pattern of a layer for the whole batch, from `apply` or from the model's mask."""
+    """Returns a layer's pattern for the whole batch of all ranks: from `apply`, or the mask."""
     if not isinstance(mask, ModelMask) or mask.kind is None:
         got = "a function of the model's own" if isinstance(mask, ModelMask) else "one of all pairs"
         raise NotImplementedError(

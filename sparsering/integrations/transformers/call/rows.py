@@ -58,13 +58,13 @@ class Rows:
         return of(slice(0, queries))
 
     def parts(self) -> list[slice]:
-        """Returns slices of queries that need at most about `AT_A_TIME` numbers each."""
+        """Returns slices of the queries whose results need about `AT_A_TIME` numbers each."""
         step = max(1, AT_A_TIME // max(1, self.cells))
         return [slice(x, min(x + step, self.queries)) for x in range(0, self.queries, step)]
 
 
 def _rows(x: Any, part: slice, queries: int) -> Any:
-    """Returns the rows of x for a slice of queries; x itself if it has no row for each query."""
+    """Returns rows `part` of x if x has a row for each query, else x itself."""
     if isinstance(x, Rows):
         return x.of(part)
     return x[:, part] if isinstance(x, Tensor) and x.dim() > 2 and x.shape[1] == queries else x
@@ -103,7 +103,7 @@ class KeysInParts:
 
 
 def _products(query: Tensor, key: Tensor, part: slice) -> Tensor:
-    """Multiplies a slice of the queries [B, N, H, D] with all keys [B, D, M]: [B, n, H, M].
+    """Multiplies queries `part` of [B, N, H, D] with keys [B, D, M]: [B, n, H, M].
 
     Queries and heads are one dimension, so that each batch entry is a single matrix product.
     """

@@ -10,5 +10,5 @@ from ....ground.arguments import is_shape_alone
 
 
 def is_true(condition: Tensor, unknown: bool) -> bool:
-    """Returns a condition with one element as a bool, or `unknown` if the tensor has no values."""
+    """Returns a one-element condition as bool; `unknown` if the tensor has no values."""
     return unknown if is_shape_alone(condition) else bool(condition)

@@ -27,7 +27,7 @@ from .sparse_cache import SparseLayer, attend_cached
 
 
 class LayerCall(NamedTuple):
-    """One call of a layer's attention, with all that may say which pairs attend."""
+    """One call of a layer's attention, and everything that may say which pairs attend."""
 
     module: Any
     inputs: Inputs  # query [B, Hq, Nq, D], key [B, Hkv, Nk, D], value [B, Hkv, Nk, Dv]
@@ -47,7 +47,7 @@ class LayerCall(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A source of pairs: whether a call has it, why it cannot attend, and how it attends."""
+    """One way to decide which pairs attend: does a call have it, may it, and how to attend."""
 
     is_in: Callable[[LayerCall], bool]
     refuses: Callable[[LayerCall], Exception | None]
@@ -55,7 +55,7 @@ class Source(NamedTuple):
 
 
 def _refuses_chosen(call: LayerCall) -> Exception | None:
-    """Refuses chosen keys beside a pattern, a SparseCache, a bias or an unknown mask."""
+    """Returns an error if an indexer chose keys and the call also has a pattern, cache or bias."""
     others = call.used, call.bias, call.cache, call.applied
     is_unknown = isinstance(call.mask, ModelMask) and call.mask.kind is None
     is_plain = isinstance(call.mask, ModelMask | Chosen) and not is_unknown
@@ -84,7 +84,7 @@ def _attend_chosen(call: LayerCall) -> Tensor:
 
 
 def _refuses_shared(call: LayerCall) -> Exception | None:
-    """Refuses a bias in a call that ranks share."""
+    """Returns an error if ranks share the call and it has a bias."""
     if call.bias is None:
         return None
     return NotImplementedError(
@@ -100,7 +100,7 @@ def _attend_shared(call: LayerCall) -> Tensor:
 
 
 def _refuses_used(call: LayerCall) -> Exception | None:
-    """Refuses a pattern of `using` with cached keys, or with a bias for each pair."""
+    """Returns an error if a `using` block is open and the call has cached keys or a bias."""
     query, key, _ = call.inputs
     if query.shape[2] != key.shape[2] or call.cache is not None:
         return ValueError(
@@ -116,7 +116,7 @@ def _refuses_used(call: LayerCall) -> Exception | None:
 
 
 def _attend_used(call: LayerCall) -> Tensor:
-    """Attends over exactly the pattern of an open `using` block."""
+    """Attends over exactly the pattern of the open `using` block, without the model's mask."""
     assert call.used is not None
     extras = call.extras
     if call.bias is not None:
@@ -125,7 +125,7 @@ def _attend_used(call: LayerCall) -> Tensor:
 
 
 def _refuses_cached(call: LayerCall) -> Exception | None:
-    """Refuses a SparseCache without a `ModelMask`, which knows the padding."""
+    """Returns an error if a SparseCache gets another mask than a `ModelMask`."""
     if isinstance(call.mask, ModelMask):
         return None
     return NotImplementedError(
@@ -140,7 +140,7 @@ def _attend_cached(call: LayerCall) -> Tensor:
 
 
 def _refuses_tensor(call: LayerCall) -> Exception | None:
-    """Refuses a mask of all pairs for a layer that has a pattern from `apply`."""
+    """Returns an error if a layer with a pattern of `apply` gets a mask of all pairs."""
     if pattern_of(call.module) is None:
         return None
     return NotImplementedError(
@@ -161,7 +161,7 @@ def _attend_masked(call: LayerCall) -> Tensor:
 
 
 def _mask_by_default(call: LayerCall) -> ModelMask:
-    """Builds the mask for a call without one: causal if the module is causal, else all pairs."""
+    """Builds a mask where the model passes None: causal if the module is, else all pairs."""
     module, (query, key, _), causal = call.module, call.inputs, call.is_causal
     q_len, kv_len = query.shape[2], key.shape[2]
     if (shared := thread.shared) is not None:
@@ -197,7 +197,7 @@ have put a pattern."""
 
 
 def attend_by_source(call: LayerCall) -> Tensor:
-    """Attends by the first source that a call has; raises the source's error if it refuses."""
+    """Attends by the first of `SOURCES` that the call has, or raises that source's error."""
     source = next(source for source in SOURCES if source.is_in(call))
     if (refusal := source.refuses(call)) is not None:
         raise refusal
@@ -212,7 +212,7 @@ def attend_masked(
     extras: Options,
     chosen: Chosen | None = None,
 ) -> Tensor:
-    """Attends over the layer's pattern or, without one, over the model's mask and chosen keys."""
+    """Attends over a layer's pattern, or, without one, over the model's mask and chosen keys."""
     query, key, value = inputs
     if chosen is None and key.shape[2] != mask.shape[3]:
         mask = _mask_of_layer(module, mask, key.shape[2])
@@ -264,7 +264,7 @@ def attend_masked(
 
 
 def _mask_of_layer(module: Any, mask: ModelMask, kv_len: int) -> ModelMask:
-    """Returns `mask.of_layer`; raises NotImplementedError if the layer has a pattern."""
+    """Returns the mask for a layer whose cache has dropped keys; not if it has a pattern."""
     own = mask.of_layer(module, kv_len)
     if own is not mask and (pattern := pattern_of(module, mask)) is not None:
         raise NotImplementedError(
@@ -277,7 +277,7 @@ def _mask_of_layer(module: Any, mask: ModelMask, kv_len: int) -> ModelMask:
 
 
 def _depends_on_distance(bias: Tensor, module: Any) -> bool:
-    """Whether a bias depends only on the key's position minus the query's.
+    """Whether a bias [1, H, Nq, Nk] depends on distances alone, so that a table can replace it.
 
     Equal values are not enough for a bias that is trained: its family must say so.
     """
@@ -289,7 +289,7 @@ def _depends_on_distance(bias: Tensor, module: Any) -> bool:
 
 
 def _distance_table(bias: Tensor, q_start: int) -> Tensor:
-    """Converts a bias [1, H, Nq, Nk] that depends on distance alone to a `distance_bias`.
+    """Converts a bias [1, H, Nq, Nk] by distance to a `distance_bias` [H, 2R + 1].
 
     Returns: [H, 2 R + 1], the bias at distances -R to R; distances that no pair has are 0.
     """

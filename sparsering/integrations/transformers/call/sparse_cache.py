@@ -60,7 +60,7 @@ class SparseLayer(CacheLayerMixin):
         return key_states, value_states
 
     def _alternate(self, instead: str, attended: bool) -> None:
-        """Raises NotImplementedError unless calls of `update` and `attend` alternate.
+        """Raises unless `update` and `attend` take turns; some models attend to keys twice.
 
         `attended` is True in a call of `attend`; `instead` says for the error what the model does.
         """
@@ -72,7 +72,7 @@ class SparseLayer(CacheLayerMixin):
         self.attended = attended
 
     def attend(self, inputs: Inputs, lengths: list[int] | None, extras: Options) -> Tensor:
-        """Attends with the first `lengths[b]` new tokens of batch entry b; None means all."""
+        """Attends from `lengths[b]` new tokens of row b, or all; the rest of a row is padding."""
         self._alternate("attends to them again, in other layers or in halves", True)
         query, key, value = inputs
         if self.kv_cache is None:
@@ -88,7 +88,7 @@ class SparseLayer(CacheLayerMixin):
         return self.kv_cache.attend(query, key, value, lengths=lengths, **options)
 
     def check_tokens(self, before: list[int] | None) -> None:
-        """Raises ValueError unless the mask has as many old tokens in each row as are cached.
+        """Raises ValueError unless the mask shows as many old tokens per row as are cached.
 
         `before` has these numbers of the mask; it is None if no old token is padding.
         """
@@ -162,7 +162,7 @@ class SparseLayer(CacheLayerMixin):
 
 @lru_cache(maxsize=64)
 def _page_size(pattern: Pattern, heads: int, kv_heads: int) -> int:
-    """Returns a page of about an eighth of the keys that are live after 1,023 tokens.
+    """Returns a page size of about an eighth of the keys that a layer keeps, 16 to 128.
 
     A window of that many tokens or fewer never has more keys. A page of 128 tokens would double
     what a small window stores, and one below an eighth would be laid out too often.
@@ -185,7 +185,7 @@ def attend_cached(
     bias: Tensor | None,
     extras: Options,
 ) -> Tensor:
-    """Stores n new tokens, without left padding, in `layer` and attends: returns [B, Hq, n, Dv]."""
+    """Stores new tokens in `layer`, and attends to it: [B, Hq, n, Dv], with left padding last."""
     if bias is not None or mask.kind is None or mask.documents is not None:
         got = "documents" if bias is None and mask.kind is not None else "a bias or another mask"
         raise NotImplementedError(
@@ -222,7 +222,7 @@ def attend_cached(
 def _padding_last(
     mask: ModelMask, n: int
 ) -> tuple[list[int] | None, tuple[Tensor, Tensor, list[int]] | None]:
-    """Orders the last n tokens of each row so that padding is last.
+    """Returns an order of each row's last n tokens in which padding comes last, and counts.
 
     Returns: (before, sorted). `before` has each row's number of earlier tokens that are not
         padding; it is None if the mask has no padding. `sorted` has the order and its inverse,
@@ -247,7 +247,7 @@ def _padding_last(
 
 
 def _reorder(x: Tensor, order: Tensor) -> Tensor:
-    """Reorders the tokens of x [B, H, n, D] by an order [B, n]."""
+    """Reorders the tokens of x [B, H, n, D] by `order` [B, n]."""
     return x.gather(2, order[:, None, :, None].expand(*x.shape[:3], x.shape[3]))
 
 

@@ -24,7 +24,7 @@ from .wrapped import Wrapped
 
 
 class _Now(threading.local):
-    """State that compressors in this thread leave for the layer that attends next."""
+    """What compressors of this thread leave behind for the attention that runs next."""
 
     def __init__(self) -> None:
         self.listed: list[Tensor] | None = None  # collects what a compressor's indexer lists
@@ -35,7 +35,7 @@ _now = _Now()
 
 
 def taken_entries() -> Chosen | None:
-    """Returns the entries that this thread's last compressor has chosen, and forgets them."""
+    """Returns the entries that the last compressor of this thread chose, and forgets them."""
     chosen, _now.chosen = _now.chosen, None
     return chosen
 
@@ -58,7 +58,7 @@ class KeysOfRanks:
 
 
 class _Cache(NamedTuple):
-    """Takes the place of an indexer's cache, so that the indexer scores some queries at a time."""
+    """Stands in for an indexer's cache, and returns keys that are scored in parts."""
 
     own: Any  # the cache that is replaced, or None
 
@@ -68,7 +68,7 @@ class _Cache(NamedTuple):
 
 
 def _in_parts(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any) -> Any:
-    """Runs an indexer with `_Cache` as its cache, so that it scores some queries at a time.
+    """Runs an indexer such that it scores some queries at a time; over ranks, with their keys.
 
     If ranks share the call, the cache has the keys of earlier ranks.
     """
@@ -83,12 +83,12 @@ def _in_parts(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any)
 def _scores(
     own: Callable[..., Any], scorer: Any, query: Tensor, entries: Tensor, hidden_states: Tensor
 ) -> Any:
-    """Runs the module that scores entries [B, E, D] for DeepSeek-V4's indexer, in parts."""
+    """Runs DeepSeek-V4's scorer of entries [B, E, D] for some queries at a time."""
     return own(scorer, query, KeysInParts(entries), hidden_states)
 
 
 def _lists(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any) -> Any:
-    """Runs DeepSeek-V4's indexer, and keeps its lists for the compressor that called it."""
+    """Runs DeepSeek-V4's indexer, and records its lists for the compressor around it."""
     listed = own(indexer, *args, **options)
     if _now.listed is not None:
         _now.listed.append(listed)
@@ -96,7 +96,7 @@ def _lists(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any) ->
 
 
 def _compress(own: Callable[..., Any], compressor: Any, *args: Any, **options: Any) -> Any:
-    """Runs DeepSeek-V4's compressor, and stores which of its entries each query sees.
+    """Runs DeepSeek-V4's compressor, and records which entries each query sees.
 
     `taken_entries` returns them when the layer attends. If ranks share the call, the compressor
     also gets tokens and entries of other ranks.

@@ -16,7 +16,7 @@ from .wrapped import Wrapped
 
 
 def own_padding(mask: Tensor, shared: SharedCall) -> Tensor:
-    """Returns which of this rank's tokens are not padding, bool [B, n].
+    """Returns which of this rank's tokens exist, bool [B, n]; False for padding.
 
     GLM-5 gives its indexer a mask of the last n tokens of the row, which may be another rank's.
     """
@@ -26,7 +26,7 @@ def own_padding(mask: Tensor, shared: SharedCall) -> Tensor:
 
 
 def _over_ranks(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any) -> Any:
-    """Runs GLM-5's indexer with the keys of earlier ranks, if ranks share the call."""
+    """Runs GLM-5's indexer; in a call that ranks share, with the keys of earlier ranks."""
     if (shared := thread.shared) is None:
         return own(indexer, *args, **options)
     given = inspect.signature(own).bind(indexer, *args, **options)
@@ -39,13 +39,13 @@ def _over_ranks(own: Callable[..., Any], indexer: Any, *args: Any, **options: An
 
 
 def _pooled(own: Callable[..., Any], indexer: Any, packed_states: Tensor) -> Any:
-    """Returns pools of keys [B, P, D], which are scored in parts (`KeysInParts`), and places."""
+    """Returns pooled keys [B, P, D] that are scored in parts, and the other results unchanged."""
     keys, *places = own(indexer, packed_states)
     return KeysInParts(keys), *places
 
 
 def _as_lists(_: Any, __: Any, topk_indices: Tensor, *___: Any, **____: Any) -> Chosen:
-    """Returns lists in place of GLM-5's mask of all pairs; they respect causality and padding."""
+    """Returns the chosen keys as lists, where GLM-5's own method builds a mask of all pairs."""
     return Chosen(topk_indices[:, None])
 
 

@@ -12,7 +12,7 @@ from ..name import NAME
 
 
 def at_whole_positions(module: Any, query: Tensor, shared: SharedCall) -> Tensor:
-    """Corrects the temperature of a rank's queries [B, H, n, D].
+    """Corrects the temperature of a rank's queries [B, H, n, D] to their positions in the row.
 
     The layer has scaled each by its index among the rank's tokens, not by its index in the row.
     """

@@ -72,7 +72,7 @@ class LocalAndGlobalAttention(nn.Module):
 
 
 def _patterns(size: int, masked: Tensor, is_global: Tensor) -> tuple[Pattern, Pattern]:
-    """Returns the pattern of all tokens' queries, and that of global tokens' own projections."""
+    """Returns two patterns: for all tokens' queries, and for the global tokens' own projections."""
     local: Mask = SlidingWindow(size, size)
     everywhere: Mask = Full()
     if is_true(masked.any(), False):
@@ -82,7 +82,7 @@ def _patterns(size: int, masked: Tensor, is_global: Tensor) -> tuple[Pattern, Pa
 
 
 def _global_rows(is_global: Tensor) -> Tensor:
-    """Returns indices [B, most] of global tokens; rows with fewer are filled up with other tokens.
+    """Returns the indices of global tokens in each row [B, most], filled up with other tokens.
 
     In a call for shapes alone all tokens count as global, because no shape depends on them.
     """

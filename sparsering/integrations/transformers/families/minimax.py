@@ -22,7 +22,7 @@ from .wrapped import Wrapped
 def _choose(
     indexer: Any, query: Tensor, key: Tensor, mask: Any, shared: SharedCall | None
 ) -> Chosen:
-    """Returns the best blocks of visible keys, where blocks count from a document's first token.
+    """Chooses the best blocks of visible keys; blocks restart in each document.
 
     Args:
         query: [B, H, N, D]. key: [B, 1, M, D].
@@ -98,7 +98,7 @@ def _not_yet_chosen(
     past_key_values: Any,
     __: Tensor,
 ) -> Unchosen:
-    """Computes queries and keys of MiniMax-M3's indexer.
+    """Computes queries and keys of MiniMax-M3's indexer; the layer's attention chooses later.
 
     The layer's attention, which has the mask, then calls `_choose` with them.
     """

@@ -23,7 +23,7 @@ def _pooled(
     attention_mask: Any,
     past_key_values: Any,
 ) -> Chosen:
-    """Computes the lists of Qwen 4's indexer, which transformers computes query by query.
+    """Chooses keys as Qwen 4's indexer does, but for all queries together.
 
     A document's visible tokens are cut into blocks of `compress_ratio`. A query sees the whole
     blocks before it with the best mean keys, and the tokens behind its last whole block.

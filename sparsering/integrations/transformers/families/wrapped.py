@@ -7,7 +7,7 @@ from torch import nn
 
 
 class Wrapped(NamedTuple):
-    """A method of a family's class, and what runs in its place under "sparsering"."""
+    """A method of a family's class, and the function that replaces it under "sparsering"."""
 
     method: str
     runs: Callable[..., Any]  # gets the method, the module and the method's arguments
@@ -16,7 +16,7 @@ class Wrapped(NamedTuple):
 
 
 class Converted(NamedTuple):
-    """A class that `convert` gives to modules of a family, which keep their parameters."""
+    """The class that `convert` gives to a family's modules, which keep their parameters."""
 
     family: str
     runs: type[nn.Module]

@@ -40,7 +40,7 @@ def watch_adapters(give: Callable[[Any, Texts], None]) -> None:
 
 
 def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a `save_pretrained`, which then also writes the pattern beside each saved adapter."""
+    """Wraps a `save_pretrained`, so that it writes the pattern beside each adapter."""
 
     @functools.wraps(save)
     def saved(self: Any, save_directory: Any, *arguments: Any, **options: Any) -> Any:
@@ -59,7 +59,7 @@ def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _write(file: Path, texts: Texts | None) -> None:
-    """Writes a pattern beside an adapter's config; for None it removes an earlier save's file."""
+    """Writes a pattern beside an adapter's config; None removes a file of an earlier save."""
     if texts is None:
         file.unlink(missing_ok=True)
     elif (file.parent / "adapter_config.json").is_file():
@@ -67,7 +67,7 @@ def _write(file: Path, texts: Texts | None) -> None:
 
 
 def _loading(load: Callable[..., Any], give: Callable[[Any, Texts], None]) -> Callable[..., Any]:
-    """Wraps a `load_adapter`, which then applies the adapter's pattern to a model without one.
+    """Wraps a `load_adapter`, so that a model without a pattern gets the adapter's.
 
     If the model has another pattern already, it keeps that one and a warning says so.
     """
@@ -94,7 +94,7 @@ def _loading(load: Callable[..., Any], give: Callable[[Any, Texts], None]) -> Ca
 
 
 def text_of_adapter(path: Any, options: dict[str, Any]) -> Texts | None:
-    """Returns the pattern that is saved beside an adapter in a folder or on the Hub, or None."""
+    """Returns the pattern text saved with an adapter, in a folder or on the Hub, or None."""
     where = {name: options[name] for name in _WHERE if options.get(name) is not None}
     folder = Path(os.fspath(path), where.get("subfolder", ""))
     if folder.is_dir():

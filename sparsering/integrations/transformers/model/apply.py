@@ -52,7 +52,7 @@ def register() -> None:
 
 
 def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the method of `PreTrainedModel` that chooses the attention implementation.
+    """Wraps the method of transformers that sets a model's attention, to prepare the model.
 
     For "sparsering" it adds the hooks that calls need. For another implementation it warns if the
     config stores a pattern, which would have no effect.
@@ -84,7 +84,7 @@ def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_indexers(post_init: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps `post_init`, the last step of building a model, to replace methods of its indexers.
+    """Wraps `post_init`, which ends the building of a model, to replace its indexers' methods.
 
     The first call of the model would be too late, because torch.compile may trace it.
     """
@@ -168,7 +168,7 @@ def load(path: Any, cls: Any = AutoModelForCausalLM, **options: Any) -> Any:
 
 
 def _give(model: Any, texts: config.Texts) -> None:
-    """Applies the pattern that is saved beside an adapter to the model that loads it."""
+    """Applies a pattern that was saved with an adapter to the model that loads it."""
     if isinstance(texts, str):
         apply(model, parse(texts))
     else:
@@ -176,12 +176,12 @@ def _give(model: Any, texts: config.Texts) -> None:
 
 
 def _by_layer(texts: Mapping[str, str]) -> dict[int | str, str]:
-    """Converts the keys of stored texts: a layer index becomes an int, a layer type stays text."""
+    """Converts keys of stored texts: an index becomes an int, a layer type stays text."""
     return {int(key) if key.isdigit() else key: text for key, text in texts.items()}
 
 
 def _checked_modules(model: Any, pattern: config.Patterns, verb: str) -> list[Any]:
-    """Returns a model's attention modules.
+    """Returns a model's attention modules; an error if the pattern cannot reach any of them.
 
     Raises: NotImplementedError if there are none; ValueError if a key of `pattern` names no layer.
     """
@@ -261,7 +261,7 @@ def using(model: Any, pattern: config.Patterns | PackedTree) -> Iterator[None]:
 
 
 def _along_paths(tree: PackedTree, decoder: Any) -> dict[int | str, Pattern]:
-    """Returns, by layer index, the layer's own window or chunk along the paths of a packed tree.
+    """Returns each layer's own window or chunk, applied along the paths of a packed tree.
 
     Distances are then differences of depth in the tree, not of position in the row.
     """
@@ -314,7 +314,7 @@ def explain(model: Any) -> str:
 
 
 def _traffic(shared: calls.SharedCall | None, index: int, pattern: Pattern | None) -> str:
-    """Describes what ranks receive for a layer in a call that they share; "" if they do not."""
+    """Describes the bytes that ranks receive for a layer in a shared call; "" without one."""
     if shared is None or shared.group is None or (ranks := shared.group.size()) == 1:
         return ""
     text = f"; {ranks} ranks, {shortened(shared.sharding)}"
@@ -330,13 +330,13 @@ def _traffic(shared: calls.SharedCall | None, index: int, pattern: Pattern | Non
 
 
 def is_causal(model: Any) -> bool:
-    """Whether queries of the model's self-attention see only keys up to their own position."""
+    """Whether the model's self-attention hides later tokens."""
     own = filter(config.may_be_self_attention, config.attention_modules(model))
     return any(getattr(x, "is_causal", True) or getattr(x, "is_decoder", False) for x in own)
 
 
 def patterns_of(model: Any) -> list[Pattern | None]:
-    """Returns each layer's pattern: from an open `using` block, else from `apply` or the model.
+    """Returns each layer's pattern: of an open `using` block, of `apply`, or of the model.
 
     It is None for a layer whose mask is not known as a pattern.
     """
@@ -346,7 +346,7 @@ def patterns_of(model: Any) -> list[Pattern | None]:
 
 
 def _used_patterns(model: Any) -> dict[int, Pattern]:
-    """Returns the patterns of open `using` blocks, by the index of the layer that has one."""
+    """Returns {layer index: pattern} of open `using` blocks."""
     patterns = {}
     for number, module in enumerate(config.attention_modules(model)):
         index = getattr(module, "layer_idx", None)

@@ -34,14 +34,14 @@ Texts = str | Mapping[str, str]
 
 
 def text_of(patterns: Patterns) -> str | dict[str, str]:
-    """Converts patterns to the text that a config stores; raises ValueError if it cannot."""
+    """Returns patterns as the text that a config stores; ValueError if text cannot hold them."""
     if isinstance(patterns, Mapping):
         return {str(key): _checked_text(pattern) for key, pattern in patterns.items()}
     return _checked_text(patterns)
 
 
 def _checked_text(pattern: Pattern) -> str:
-    """Returns the text of one pattern; raises ValueError unless the text parses to this pattern."""
+    """Returns a pattern as text; ValueError unless parsing the text gives the same pattern."""
     check_pattern(pattern)
     text = str(pattern)
     if selections_of(pattern):
@@ -67,7 +67,7 @@ def _checked_text(pattern: Pattern) -> str:
 
 
 def stored_text(config: Any) -> Texts | None:
-    """Returns the pattern texts that a config stores, or None; raises ValueError if malformed."""
+    """Returns the pattern texts of a config, None without; ValueError if they are malformed."""
     texts = getattr(config, NAME, None)
     if texts is None or texts is False:
         return None
@@ -95,7 +95,7 @@ def pattern_of(module: Any, mask: Any = None) -> Pattern | None:
 
 
 def place_of(module: Any) -> tuple[int | None, str]:
-    """Returns the layer index of an attention module (None if it has none) and the layer's type."""
+    """Returns (layer index or None, layer type) of an attention module."""
     index, types = getattr(module, "layer_idx", None), types_of(module.config)
     has_type = isinstance(index, int) and index < len(types)
     return index, types[index] if has_type else "full_attention"  # type: ignore[index]
@@ -105,13 +105,13 @@ _patterns: dict[str, Pattern] = {}  # cache of parsed patterns, by their text
 
 
 def parse_in_advance(texts: Texts) -> None:
-    """Parses the patterns of a config, because torch.compile cannot trace the parser."""
+    """Parses a config's patterns now, since torch.compile cannot trace the parser later."""
     for text in [texts] if isinstance(texts, str) else texts.values():
         _patterns[text] = parse(text)
 
 
 def of_layer(patterns: Any, index: int | str | None, kind: str) -> Any:
-    """Returns a layer's pattern, or its text; in a dict, the layer's index overrides its type."""
+    """Returns a layer's item of `patterns`; an index goes before a type, one pattern is for all."""
     return patterns.get(index, patterns.get(kind)) if isinstance(patterns, Mapping) else patterns
 
 
@@ -128,7 +128,7 @@ def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
 
 
 def _own_pattern(config: Any, kind: str, causal: bool) -> Pattern | None:
-    """Returns the mask that a model gives to layers of a type, as a pattern; None if unknown."""
+    """Returns the mask of layers of this type as a pattern; None if the type is unknown."""
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     if kind == "full_attention":
@@ -183,7 +183,7 @@ def types_of(config: Any) -> list[str]:
 
 
 def is_cross_attention(module: Any, mask: Any = None) -> bool:
-    """Whether a module's keys come from another sequence, for example from the encoder.
+    """Whether a module attends to keys of another sequence, such as the encoder's.
 
     Some families make both attentions of a decoder alike: there a causal mask, if one is given,
     says that this is self-attention.
@@ -210,7 +210,7 @@ def attention_modules(model: Any) -> Iterator[Any]:
 
 @dataclass(eq=False)
 class Hold:
-    """A config whose implementation is "sparsering" until the last of several holders ends."""
+    """A config that is set to "sparsering" as long as `count` blocks or calls need it."""
 
     config: Any
     before: str | None  # attention implementation before the first holder
@@ -222,7 +222,7 @@ _lock = RLock()
 
 
 def switch(model: Any, modules: list[Any], verb: str) -> None:
-    """Sets a model's attention to "sparsering" for good; raises if a module does not follow."""
+    """Sets a model's attention to "sparsering" for good; an error if a module cannot change."""
     with _lock:
         for each in _set(model, modules, verb):
             if id(each.config) in _holds:
@@ -230,7 +230,7 @@ def switch(model: Any, modules: list[Any], verb: str) -> None:
 
 
 def hold(model: Any, modules: list[Any], verb: str) -> list[Hold]:
-    """Sets a model's attention to "sparsering" until `release` is called with the result.
+    """Sets a model's attention to "sparsering" until `release` gets what this returns.
 
     Raises NotImplementedError if a module does not follow, as `switch` does.
     """
@@ -242,7 +242,7 @@ def hold(model: Any, modules: list[Any], verb: str) -> list[Hold]:
 
 
 def release(held: list[Hold]) -> None:
-    """Ends holds; a config without holders gets its earlier attention implementation back."""
+    """Ends holds; the last one of a config restores its earlier attention implementation."""
     with _lock:
         for each in held:
             each.count -= 1
@@ -253,7 +253,7 @@ def release(held: list[Hold]) -> None:
 
 
 def separate(model: Any) -> None:
-    """Gives a model its own copy of its config, if it has none.
+    """Gives a model a config of its own, since other models may share the object.
 
     If the replaced config is held, the copy names the implementation from before the hold.
     """
@@ -264,14 +264,14 @@ def separate(model: Any) -> None:
 
 
 def notice_new_model(config: Any) -> None:
-    """Is called when a model is built from a config: it then is no earlier model's own any more."""
+    """Called when a model is built from a config, which then belongs to no single model."""
     with _lock:
         if id(config) not in _holds:  # else the holder's next calls must find its own config
             forget_own_config(config)
 
 
 def _set(model: Any, modules: list[Any], verb: str) -> list[Hold]:
-    """Sets "sparsering" in all configs of a model; returns a new hold for each, without holders.
+    """Sets "sparsering" in all configs of a model; returns a `Hold` with each earlier value.
 
     Raises NotImplementedError, with nothing changed, if the config of a module does not follow.
     """
@@ -289,7 +289,7 @@ def _set(model: Any, modules: list[Any], verb: str) -> list[Hold]:
 
 
 def _configs(model: Any) -> Iterator[Any]:
-    """Yields each config of a model, of the models inside it and of their sub-configs, once."""
+    """Yields every config of a model once, with those of inner models and sub-configs."""
     waiting = [x.config for x in model.modules() if isinstance(x, PreTrainedModel)]
     seen: set[int] = set()
     while waiting:

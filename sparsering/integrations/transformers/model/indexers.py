@@ -25,7 +25,7 @@ _watched: WeakSet[Any] = WeakSet()
 def chosen_keys(
     module: Any, mask: Any, indices: Tensor | None, block_indices: Tensor | Unchosen | None
 ) -> Chosen | Unchosen | None:
-    """Returns what a layer's indexer or compressor has chosen in this call, or None.
+    """Returns the keys that a layer's own indexer or compressor chose in this call, or None.
 
     The choice may come as the mask, as the keyword `indices` [B, N, k] or `block_indices`, or from
     a module of the layer that has stored it, such as a compressor.
@@ -62,7 +62,7 @@ def chosen_keys(
 
 
 def watch(model: Any) -> None:
-    """Replaces the methods of a model's indexers. A second call for a model does nothing.
+    """Replaces methods of a model's indexers, once per model, by those of families/.
 
     It is called when a model is built, because torch.compile may trace its first call, and before
     each call, for models that were built earlier.
@@ -80,7 +80,7 @@ def watch(model: Any) -> None:
 
 
 def _under_our_name(own: Callable[..., Any], wrapped: Wrapped) -> Callable[..., Any]:
-    """Returns a method that runs the replacement if the model's attention is "sparsering".
+    """Returns a method that runs the replacement only if the model runs "sparsering".
 
     Otherwise it runs the family's own method.
     """
@@ -102,7 +102,7 @@ def _under_our_name(own: Callable[..., Any], wrapped: Wrapped) -> Callable[..., 
 
 @torch.compiler.disable
 def _uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Calls a function outside of a compiled graph, which has a graph break there.
+    """Calls a function outside of a compiled graph, which breaks there.
 
     It is for functions that send messages to other ranks, or whose results have sizes that depend
     on values.
@@ -111,18 +111,18 @@ def _uncompiled(function: Callable[..., Any], *args: Any, **options: Any) -> Any
 
 
 def lists_keys(model: Any) -> bool:
-    """Whether layers of a model choose keys for each query."""
+    """Whether some layers choose keys for each query, by an indexer or a compressor."""
     return any(_wrapped_of(module) for module in model.modules())
 
 
 def is_other_indexer(module: Any) -> bool:
-    """Whether a module chooses keys, but cannot choose keys that other ranks own."""
+    """Whether a module chooses keys in a way that cannot reach the keys of other ranks."""
     if wrapped := _wrapped_of(module):
         return not all(each.finds_keys_of_ranks for each in wrapped)
     return type(module).__name__.endswith(("Indexer", "Compressor"))
 
 
 def _wrapped_of(module: Any) -> tuple[Wrapped, ...]:
-    """Returns the replaced methods of a module's class, or of the class that it is derived from."""
+    """Returns which methods of a module's class, or its base class, are replaced."""
     names = (kind.__name__ for kind in type(module).__mro__)
     return next((WRAPPED[name] for name in names if name in WRAPPED), ())

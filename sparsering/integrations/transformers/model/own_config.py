@@ -17,7 +17,7 @@ _copies: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def give_own_config(model: Any) -> dict[int, Any]:
-    """Replaces the configs of a model by copies, unless they are copies for this model already.
+    """Gives a model copies of its configs, unless it has such copies; returns {old id: copy}.
 
     A model that is part of another one shares its configs, so the whole model gets the copies.
 
@@ -39,13 +39,13 @@ def give_own_config(model: Any) -> dict[int, Any]:
 
 
 def forget_own_config(config: Any) -> None:
-    """Notes that another model is made of a config, which is then no model's own."""
+    """Notes that a second model is built from a config, so no model owns it alone."""
     for module in [module for module, own in _copies.items() if own is config]:
         del _copies[module]
 
 
 def _whole_model(model: Any) -> Any:
-    """Returns the largest module that contains a model and has a config, or the model itself."""
+    """Returns the outermost module that contains a model and has a config, or the model."""
     whole = model
     for other in gc.get_objects():
         if not issubclass(type(other), nn.Module) or other is model:

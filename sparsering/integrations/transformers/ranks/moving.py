@@ -9,7 +9,7 @@ from ..call.calls import SharedCall
 
 
 def own_spans(shared: SharedCall) -> list[Span]:
-    """Returns the span [start, stop) of tokens that each rank owns, empty for a rank without any.
+    """Returns the span of tokens [start, stop) that each rank owns; empty if it owns none.
 
     It is for calls whose layers list keys, which are always sharded contiguously.
     """
@@ -21,12 +21,12 @@ def own_spans(shared: SharedCall) -> list[Span]:
 
 
 def own_rank(shared: SharedCall) -> int:
-    """Returns this process's rank among those that share the call."""
+    """Returns this process's rank among those that share the call; 0 for one process."""
     return 0 if shared.group is None else shared.group.rank()
 
 
 def keys_so_far(own: Tensor, shared: SharedCall) -> Tensor:
-    """Returns index keys [B, N, D] of a row: those of earlier ranks and this one; later ones are 0.
+    """Returns a row's index keys [B, N, D], with zeros for tokens of later ranks.
 
     Args:
         own: [B, n, D], the index keys of the tokens that this rank runs. They get no gradient.

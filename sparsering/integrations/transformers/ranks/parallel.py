@@ -44,7 +44,7 @@ from .shared_loss import sharded_loss, with_loss
 
 @dataclass(eq=False)
 class Parallel:
-    """The ranks that share a model's calls, and what `parallelize(model, False)` must undo."""
+    """How ranks share a model's calls, and what `parallelize(model, False)` must restore."""
 
     group: dist.ProcessGroup | None
     sharding: str
@@ -63,7 +63,7 @@ _held: WeakKeyDictionary[Any, list[Hold]] = WeakKeyDictionary()
 
 
 def parallel_of(model: Any) -> Parallel | None:
-    """Returns how ranks share a model's calls, or None. Hooks store it, and copies keep hooks."""
+    """Returns the `Parallel` of a model, which its hooks hold, or None."""
     hooks = model._forward_pre_hooks.values()
     return next((hook.parallel for hook in hooks if hasattr(hook, "parallel")), None)
 
@@ -191,7 +191,7 @@ def _undo(model: Any) -> None:
 
 
 def _hook(model: Any, parallel: Parallel) -> None:
-    """Adds the hooks before and after each call. Copies of the model keep them."""
+    """Adds the hooks that cut each call's arguments and finish its result."""
 
     @torch.compiler.disable
     def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -219,7 +219,7 @@ def _hook(model: Any, parallel: Parallel) -> None:
 def _cut(
     model: Any, parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], SharedCall]:
-    """Returns this rank's arguments, and what its layers must know of the whole batch."""
+    """Returns this rank's own arguments, and the `SharedCall` that its layers read."""
     arguments, length, device = _agreed(model, parallel, args, kwargs)
     sharding = _sharding(model, parallel, length)
     ranges = owned_ranges(sharding, length, parallel.ranks)
@@ -255,7 +255,7 @@ def _cut(
 def _agreed(
     model: Any, parallel: Parallel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], int, torch.device]:
-    """Returns a call's arguments, length and device; raises on all ranks if one refuses them."""
+    """Checks a call's arguments on all ranks: (arguments, length, device), or all raise."""
     first = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)), None)
     error: Exception | None = None
     digests = None
@@ -279,7 +279,7 @@ def _agreed(
 
 
 def _sharding(model: Any, parallel: Parallel, length: int) -> str:
-    """Returns the sharding of a call: for "auto" the one whose busiest rank has least to do."""
+    """Returns how ranks divide a call; "auto" means the way with the least predicted cost."""
     if parallel.ranks == 1 or lists_keys(model):
         return "contiguous"
     if parallel.sharding not in ("auto", "balanced"):

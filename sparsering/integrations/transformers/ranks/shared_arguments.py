@@ -21,7 +21,7 @@ from .shared_loss import check_loss, own_labels, shifts
 
 
 class _Row(NamedTuple):
-    """How ranks use an argument. Its value must be equal on all ranks, unless it is refused."""
+    """What ranks do with one argument of a model's call."""
 
     use: Literal["cut", "labels", "whole", "refused"]  # "cut": a rank's model gets its own tokens
     axes: str = ""  # of a tensor of the whole batch; "" for values that are not checked
@@ -65,7 +65,7 @@ _MIXERS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.RNNBase)  # modules that mix toke
 def bound(
     model: Any, signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the arguments of a call by their names."""
+    """Returns a call's arguments by name, including those passed as **kwargs."""
     arguments = signature.bind_partial(model, *args, **kwargs).arguments
     arguments.pop(next(iter(arguments)))
     for name in [x.name for x in signature.parameters.values() if x.kind is x.VAR_KEYWORD]:
@@ -74,7 +74,7 @@ def bound(
 
 
 def compared(arguments: dict[str, Any], options: dict[str, Any]) -> dict[str, object]:
-    """Returns, by their names for errors, the values that must be equal on all ranks."""
+    """Returns what must be equal on all ranks, by the name that errors show."""
     named = {name: arguments.get(name) for name, row in _ROWS.items() if row.use != "refused"}
     rest = repr(sorted(pair for pair in arguments.items() if pair[0] not in named))
     of_parallelize = {f"{name} of parallelize": value for name, value in options.items()}
@@ -82,7 +82,7 @@ def compared(arguments: dict[str, Any], options: dict[str, Any]) -> dict[str, ob
 
 
 def check(model: Any, arguments: dict[str, Any], own_loss: bool) -> int:
-    """Returns the length of a batch's rows; raises for arguments that ranks cannot share."""
+    """Returns the length of a batch's rows; an error for arguments that ranks cannot share."""
     given = {name: value for name, value in arguments.items() if value is not None}
     _check_refused(model, given)
     length = _checked_length(given)
@@ -105,7 +105,7 @@ def check(model: Any, arguments: dict[str, Any], own_loss: bool) -> int:
 
 
 def _check_refused(model: Any, given: dict[str, Any]) -> None:
-    """Raises NotImplementedError if a call or the model's config uses a refused argument."""
+    """Raises NotImplementedError for an argument or config that ranks cannot share."""
     refused = {name: row for name, row in _ROWS.items() if row.use == "refused"}
     for name, row in refused.items():
         value = given.get(name, False)
@@ -122,7 +122,7 @@ def _check_refused(model: Any, given: dict[str, Any]) -> None:
 
 
 def _checked_length(given: dict[str, Any]) -> int:
-    """Returns the length of a batch's rows; raises if a shape does not fit `_ROWS` or the batch."""
+    """Returns the length of a batch's rows; an error for a tensor of another shape."""
     inputs = {name: row.axes for name, row in _ROWS.items() if row.is_input}
     names = [name for name in inputs if name in given]
     if len(names) != 1:
@@ -154,19 +154,19 @@ def _checked_length(given: dict[str, Any]) -> int:
 
 
 def _wrong_axes(value: Any, axes: str) -> Any:
-    """Returns None for a tensor with as many axes as named, else the value's type or shape."""
+    """Returns None for a tensor with the named axes, else what came instead, for an error."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return None if value.dim() == axes.count(",") + 1 else tuple(value.shape)
 
 
 def whole_labels(model: Any, arguments: dict[str, Any], own_loss: bool) -> Tensor | None:
-    """Returns the labels [B, N] of the whole batch, shifted as the model's loss does, or None.
+    """Returns the whole batch's labels [B, N], shifted if the model's loss shifts them; or None.
 
     It removes `shift_labels` and `ignore_index`, which the labels then include, from `arguments`.
     """
     labels, shifted = arguments.get("labels"), arguments.pop("shift_labels", None)
-    if labels is None:  # then a model computes no loss
+    if labels is None:  # without labels a model computes no loss
         return None
     labels = labels if shifted is None else shifted
     if own_loss:
@@ -176,7 +176,7 @@ def whole_labels(model: Any, arguments: dict[str, Any], own_loss: bool) -> Tenso
 
 
 def cut(arguments: dict[str, Any], shared: SharedCall, own_loss: bool) -> dict[str, Any]:
-    """Returns the arguments of a rank's own call, without those that are refused."""
+    """Returns the arguments for a rank's own call: its tokens, and labels for its loss."""
     local = {}
     for name, value in arguments.items():
         use = _ROWS[name].use if name in _ROWS else "whole"
@@ -190,7 +190,7 @@ def cut(arguments: dict[str, Any], shared: SharedCall, own_loss: bool) -> dict[s
 
 
 def reason_against(model: Any, modules: list[Any]) -> str | None:
-    """Returns why ranks cannot share a model's calls, or None."""
+    """Returns why ranks cannot share this model's calls; None if they can."""
     config = decoder_config(model)
     if model.config.is_encoder_decoder or any(map(is_cross_attention, modules)):
         return "it has cross attention or is an encoder-decoder model"
@@ -217,7 +217,7 @@ def reason_against(model: Any, modules: list[Any]) -> str | None:
 
 
 def _reason_in_modules(model: Any, config: Any) -> str | None:
-    """Returns why ranks cannot share what a module of the model does, or None."""
+    """Returns which module of a model keeps ranks from sharing calls, and why; or None."""
     towers = _towers(model, config)
     for path, module in model.named_modules():
         if isinstance(module, _MIXERS) and not path.startswith(towers):
@@ -228,7 +228,7 @@ def _reason_in_modules(model: Any, config: Any) -> str | None:
 
 
 def _reason_in_settings(model: Any, config: Any) -> str | None:
-    """Returns why ranks cannot share what the model's config or its head asks for, or None."""
+    """Returns which setting or head of a model keeps ranks from sharing calls; or None."""
     name = type(model).__name__
     if any(part in name for part in _POOLED) or getattr(model, "pooler", None) is not None:
         return "its head pools over tokens"
@@ -240,13 +240,13 @@ def _reason_in_settings(model: Any, config: Any) -> str | None:
 
 
 def _towers(model: Any, config: Any) -> tuple[str, ...]:
-    """Returns name prefixes of encoders for images or sound, which calls with text do not use."""
+    """Returns name prefixes of image and sound encoders, which calls of text do not use."""
     own = [(p, x.config) for p, x in model.named_modules() if isinstance(x, PreTrainedModel)]
     return tuple(f"{p}." for p, x in own if p and x is not config and x.get_text_config(True) is x)
 
 
 def counts_padding(model: Any) -> str | None:
-    """Returns the class name of a module, not an embedding, that derives positions from padding."""
+    """Returns the class of a module that derives positions from the padding, or None."""
     for module in model.modules():
         code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
         if code is None or isinstance(module, nn.Embedding):
@@ -257,7 +257,7 @@ def counts_padding(model: Any) -> str | None:
 
 
 def _dynamic_positions(config: Any) -> str | None:
-    """Returns a type of rotary embedding that depends on the length, or None."""
+    """Returns the kind of rotary embedding that depends on the sequence's length, or None."""
     rope = getattr(config, "rope_parameters", None) or {}
     parts = [rope, *(x for x in rope.values() if isinstance(x, dict))]
     kinds = {part.get("rope_type", part.get("type")) for part in parts}

@@ -16,7 +16,7 @@ _TOKEN_LOSSES = (LOSS_MAPPING["ForMaskedLM"], LOSS_MAPPING["ForTokenClassificati
 
 
 def check_loss(model: Any, own: bool, arguments: dict[str, Any]) -> None:
-    """Raises NotImplementedError unless a model's loss is a mean over tokens.
+    """Raises NotImplementedError unless a model's loss is a mean over tokens, as ranks need.
 
     `own` says that the model computes its loss itself, without `loss_function`.
     """
@@ -37,7 +37,7 @@ def check_loss(model: Any, own: bool, arguments: dict[str, Any]) -> None:
 
 
 def _original(model: Any) -> Any:
-    """Returns a model's loss function, without the wrapper of `sharded_loss`."""
+    """Returns a model's own loss function, inside the wrapper of `sharded_loss` if any."""
     return getattr(model.loss_function, "original", model.loss_function)
 
 
@@ -47,7 +47,7 @@ def shifts(model: Any) -> bool:
 
 
 def own_labels(shared: SharedCall) -> Tensor:
-    """Returns the shifted labels of this rank's tokens; -100 for a token that is not its own."""
+    """Returns the labels of this rank's tokens; -100 (ignored) if it owns none."""
     assert shared.labels is not None
     labels = shared.labels.index_select(1, shared.tokens)
     return labels if shared.num_tokens else torch.full_like(labels, -100)
@@ -78,7 +78,7 @@ def sharded_loss(original: Callable[..., Tensor], scale: float) -> Callable[...,
 
 
 def with_loss(out: Any, shared: SharedCall, scale: float) -> Any:
-    """Returns a model's output with this rank's share of the loss, a mean of cross entropies.
+    """Returns a model's output with this rank's share of the mean loss added.
 
     It is for models that compute their loss themselves, and so were called without labels.
     """
