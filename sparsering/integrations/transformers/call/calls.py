@@ -47,7 +47,7 @@ class SharedCall:
 
 
 class CallState(NamedTuple):
-    """What a forward pass must remember for its layers; its masks carry it."""
+    """State of one forward pass that its layers need; the masks of the call carry it."""
 
     blocks: tuple[UsingBlock, ...]  # open `using` blocks, the innermost last
     shared: SharedCall | None  # set if ranks share the call; masks are of the whole batch

@@ -19,7 +19,7 @@ from .wrapped import Converted, refuse_weights
 
 
 class Groups(NamedTuple):
-    """Which series of a Chronos-2 batch attend to each other, in place of a mask of all pairs."""
+    """Numbers the groups of a Chronos-2 batch's series, in place of a mask of all pairs."""
 
     order: Tensor  # [B] series sorted by group
     place: Tensor  # [B] the place of each series in this order

@@ -24,7 +24,7 @@ from .wrapped import Wrapped
 
 
 class _Now(threading.local):
-    """What compressors of this thread leave behind for the attention that runs next."""
+    """State that compressors of this thread leave for the attention that runs next."""
 
     def __init__(self) -> None:
         self.listed: list[Tensor] | None = None  # collects what a compressor's indexer lists

@@ -21,7 +21,7 @@ from .shared_loss import check_loss, own_labels, shifts
 
 
 class _Row(NamedTuple):
-    """What ranks do with one argument of a model's call."""
+    """How ranks divide one argument of a model's call among themselves, or keep it whole."""
 
     use: Literal["cut", "labels", "whole", "refused"]  # "cut": a rank's model gets its own tokens
     axes: str = ""  # of a tensor of the whole batch; "" for values that are not checked
