@@ -49,7 +49,10 @@ def shortened(text: str, most: int = 200) -> str:
 
 
 def index_of(value: object) -> int | None:
-    """Returns an integer (also of numpy) as an int; None for bools, tensors and other values."""
+    """Returns an integer, also one of numpy, as an int.
+
+    None for a bool, a tensor or anything else.
+    """
     if type(value) is int:
         return value  # operator.index would make it a constant of a compiled function
     try:
@@ -59,7 +62,7 @@ def index_of(value: object) -> int | None:
 
 
 def way_to_tensor(x: object) -> str:
-    """Returns advice for an argument that should be a tensor."""
+    """Returns the end of an error message about `x`, which should be a tensor: how to get one."""
     if not hasattr(type(x), "__torch_function__"):
         return "convert numbers by torch.as_tensor"
     return "to trace the call, use torch.export, or torch.fx.wrap a function of yours that makes it"
@@ -91,7 +94,7 @@ def is_finite(number: object) -> bool:
 
 
 def checked_flag(name: str, value: object) -> bool:
-    """Returns the value, True or False; TypeError for another type."""
+    """Returns `value` if it is True or False; raises TypeError for anything else."""
     if type(value) is not bool:
         raise TypeError(f"{name} must be True or False, got {shortened(repr(value))}")
     return value
@@ -105,13 +108,16 @@ def kind_of(value: object) -> str:
 
 
 def freeze_integer(pattern: object, name: str, *bounds: int | None) -> None:
-    """Replaces a field of a frozen pattern by a checked int; bounds as in `checked_integer`."""
+    """Replaces the field `name` of a frozen pattern by a checked int, within `bounds`.
+
+    `bounds` are the least and most values of `checked_integer`; None is no bound.
+    """
     number = checked_integer(f"{type(pattern).__name__} {name}", getattr(pattern, name), *bounds)
     object.__setattr__(pattern, name, number)
 
 
 def freeze_integers(pattern: object, name: str, *bounds: int | None) -> None:
-    """Replaces a field of a frozen pattern, a sequence, by a tuple of checked ints."""
+    """Replaces the field `name` of a frozen pattern, a sequence, by a tuple of checked ints."""
     numbers = checked_integers(f"{type(pattern).__name__} {name}", getattr(pattern, name), *bounds)
     object.__setattr__(pattern, name, numbers)
 
@@ -119,7 +125,7 @@ def freeze_integers(pattern: object, name: str, *bounds: int | None) -> None:
 def checked_integers(
     name: str, value: object, least: int | None, most: int | None = MOST_TOKENS
 ) -> tuple[int, ...]:
-    """Returns a sequence, tensor or array as a tuple of ints; `checked_integer` checks each."""
+    """Returns a sequence, tensor or array as a tuple of ints, each checked by `checked_integer`."""
     numbers = listed(name, value)
     if isinstance(numbers, str) or not isinstance(numbers, Sequence):
         raise TypeError(f"{name} must be a sequence of ints, got {shortened(repr(value))}")
@@ -127,7 +133,7 @@ def checked_integers(
 
 
 def listed(name: str, value: Any) -> Any:
-    """Returns a tensor or array as lists of numbers, and any other value unchanged."""
+    """Returns a tensor or array as nested lists of numbers, and any other value unchanged."""
     if isinstance(value, Tensor) and (
         value.is_meta or value.is_nested or value.layout is not torch.strided
     ):
@@ -161,7 +167,7 @@ def checked_number(name: str, value: object, least: float, most: float = math.in
 
 
 def checked_dtype(name: str, value: object) -> torch.dtype | None:
-    """Returns the value, a dtype or None; TypeError for another type."""
+    """Returns `value` if it is a torch.dtype or None; raises TypeError for anything else."""
     if value is not None and not isinstance(value, torch.dtype):
         raise TypeError(
             f"{name} must be a dtype such as torch.float32 or None, got {shortened(repr(value))}"
@@ -170,7 +176,7 @@ def checked_dtype(name: str, value: object) -> torch.dtype | None:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether a compiler or tracer records operations on a tensor; its numbers may then change."""
+    """Whether a compiler or tracer records operators on a tensor, whose numbers may then change."""
     return torch.compiler.is_compiling() or type(x) is FakeTensor or _records()
 
 
@@ -183,7 +189,7 @@ def is_shape_alone(x: object) -> bool:
 
 
 def _records() -> bool:
-    """Whether torch.jit.trace or torch.fx records what this thread computes."""
+    """Whether torch.jit.trace or torch.fx records the operators that this thread calls now."""
     if _get_tracing_state() is not None:
         return True
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")  # slow to import
@@ -191,7 +197,9 @@ def _records() -> bool:
 
 
 def freeze_lengths(pattern: Any, name: str, least: int = 0, nested: bool = True) -> None:
-    """Replaces a field of a frozen pattern by a tuple of ints, or by one tuple per batch entry.
+    """Replaces the field `name` of a frozen pattern, some lengths, by a tuple of checked ints.
+
+    With `nested`, lengths may be given per batch entry; the field is then a tuple of tuples.
 
     A tensor of integers, [n] or with `nested` [B, n], is kept as well, as data for traced calls.
     While a compiler traces, a tensor has no numbers and stays the field; the operator checks it
@@ -223,26 +231,26 @@ def freeze_lengths(pattern: Any, name: str, least: int = 0, nested: bool = True)
 
 
 def per_entry(lengths: Any) -> bool:
-    """Whether lengths are one sequence per batch entry, not one for all."""
+    """Whether `lengths` has one sequence for each batch entry, instead of one for all entries."""
     if isinstance(lengths, Tensor):
         return lengths.dim() == 2
     return bool(lengths) and isinstance(lengths[0], tuple)
 
 
 def same_lengths(a: tuple[int, ...] | Tensor, b: tuple[int, ...] | Tensor) -> bool:
-    """Whether lengths are equal; tensors, while a compiler traces, must be the same object."""
+    """Whether lengths are equal; tensors, kept while a compiler traces, count only if identical."""
     return a is b or (isinstance(a, tuple) and isinstance(b, tuple) and a == b)
 
 
 def same_tensor(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors have the same content, dtype and device."""
+    """Whether two tensors have equal shapes, dtypes, devices and numbers."""
     if a.shape != b.shape or a.device != b.device or a.dtype != b.dtype:
         return False
     return a is b or torch.equal(a, b)
 
 
 def digest_of(tensor: Tensor) -> int:
-    """Hashes a tensor's shape and, on the CPU, a sample of its elements."""
+    """Hashes a tensor's shape and, if it is on the CPU, evenly spaced elements of it."""
     content = 0
     if tensor.device.type == "cpu" and tensor.numel():
         numbers = tensor.contiguous().flatten()

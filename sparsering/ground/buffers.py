@@ -1,4 +1,4 @@
-"""Feeds the bytes of tensors to hashes, without numpy, which torch does not need either."""
+"""Feeds a tensor's bytes to a hash of `hashlib`, without numpy, which torch does not require."""
 
 import ctypes
 from typing import Any, Protocol

@@ -40,7 +40,7 @@ def batch_seeds(seed: Tensor, batch: int, device: torch.device | None = None) ->
 
 
 def drawn_seed(like: Tensor) -> Tensor:
-    """Draws a seed from torch's default generator of the tensor's device."""
+    """Draws a seed for dropout, int64 [], from torch's generator of the tensor's device."""
     return torch.randint(2**62, (), device=like.device)
 
 
@@ -64,14 +64,14 @@ def kept_pairs(
 
 
 def threshold(p: float) -> int:
-    """Returns the smallest hash, as a signed 32-bit number, whose pair is kept."""
+    """Returns the least hash, as a signed 32-bit number, at which dropout p keeps a pair."""
     return min(round(p * 2**32), 2**32 - 1) - 2**31
 
 
 def _words(
     seed: Tensor, head: Tensor | int, branch: Tensor | int, query: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Returns the words a and b of a row, as the module's docstring defines them."""
+    """Hashes a row of scores to the two 32-bit words a and b that the module's docstring uses."""
     words = []
     for word, addend in zip((seed & 0xFFFFFFFF, seed >> 32), ADDENDS, strict=True):
         x = word.int()
@@ -85,7 +85,7 @@ def _words(
 
 
 def _shifted(x: Tensor, bits: int) -> Tensor:
-    """Shifts int32 right logically: zeros come in from the left."""
+    """Shifts int32 right by `bits` and fills with zeros; `>>` would repeat the sign bit."""
     return (x >> bits) & ((1 << (32 - bits)) - 1)
 
 

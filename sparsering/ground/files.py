@@ -41,14 +41,17 @@ def cache_folder() -> Path:
 
 
 def unique_pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Converts the pairs of a JSON object to a dict; ValueError if a name occurs twice."""
+    """Makes a dict of a JSON object's pairs, for `json.loads`.
+
+    ValueError if a name occurs twice.
+    """
     if len(values := dict(pairs)) != len(pairs):
         raise ValueError("expected distinct keys in each JSON object")
     return values
 
 
 def check_file(path: Path, most: int | None = None) -> None:
-    """Raises ValueError for a folder, a link, a pipe, a device, or a file above `most` bytes."""
+    """Raises ValueError if a path is a folder, link, pipe or device, or has over `most` bytes."""
     status = os.lstat(path)
     if not stat.S_ISREG(status.st_mode):
         raise ValueError(f"{path.name} is a folder, link, pipe or device, not a file")
@@ -58,7 +61,7 @@ def check_file(path: Path, most: int | None = None) -> None:
 
 @contextlib.contextmanager
 def opened(path: Path, most: int | None = None) -> Iterator[BinaryIO]:
-    """Opens a plain file, or a link to one, to read bytes; it never blocks, as a pipe would.
+    """Opens a plain file, or a link to one, for reading bytes; a pipe is refused, not waited for.
 
     Raises: OSError if it cannot be opened; ValueError for a folder, pipe or device, or above `most`
     bytes.

@@ -48,7 +48,7 @@ def with_hints(
 
 
 def inner(method: Callable[P, R]) -> Callable[P, R]:
-    """Marks a method that the library itself calls often, so that its keywords are not checked."""
+    """Marks a method that the library itself calls often: `class_with_hints` does not wrap it."""
     method._is_inner = True  # type: ignore[attr-defined]
     return method
 
@@ -83,7 +83,7 @@ def _checked(
     parameters: Iterable[inspect.Parameter],
     reasons: Mapping[str, str],
 ) -> Callable[P, R]:
-    """Wraps a function, so that an unknown keyword raises an error that lists the known ones.
+    """Wraps `function` so that a keyword it does not have raises an error that lists its keywords.
 
     `verb` is the name in the error; `reasons` may say, for a keyword, why it is not taken.
     """

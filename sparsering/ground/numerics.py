@@ -72,7 +72,7 @@ def merge_attention(outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Ten
 
 
 def sum_dtype(x: Tensor | torch.dtype) -> torch.dtype:
-    """Returns the dtype of sums, lse and merged results: float64 for float64, else float32."""
+    """Returns the dtype in which attention adds up: float64 for float64, else float32."""
     dtype = x.dtype if isinstance(x, Tensor) else x
     return torch.float64 if dtype == torch.float64 else torch.float32
 
@@ -98,12 +98,12 @@ def power_of_2(n: int) -> int:
 
 
 def round_up(n: _Integers, unit: int) -> _Integers:
-    """Returns the least multiple of a unit that is at least n."""
+    """Returns the least multiple of `unit` that is at least n."""
     return -(-n // unit) * unit
 
 
 def finite_or_zero(lse: Tensor) -> Tensor:
-    """Replaces -inf in lse by 0, so that exp(x - lse) is 0 for x = -inf instead of NaN."""
+    """Replaces -inf by 0, so that exp(x - lse) of a row without keys is 0 instead of NaN."""
     return torch.where(lse == -torch.inf, 0.0, lse)
 
 
@@ -113,13 +113,19 @@ def capped(score: Tensor, softcap: float | None) -> Tensor:
 
 
 def entry_of_distance(distance: Tensor, table: Tensor) -> Tensor:
-    """Returns the index of each distance, clamped to -R and R, in a table [.., 2R + 1]."""
+    """Returns each distance's index into a bias table [.., 2R + 1].
+
+    Far ones use its first or last.
+    """
     radius = table.shape[-1] // 2
     return distance.clamp(-radius, radius) + radius
 
 
 def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Merges a part [..., Dv] and its lse [...], over other keys, into (out, lse) in place."""
+    """Merges attention over further keys into (out, lse) in place.
+
+    `part` is [..., Dv] and `part_lse` [...]; no key is in both.
+    """
     highest = finite_or_zero(torch.maximum(lse, part_lse))
     a, b = (lse - highest).exp_(), (part_lse - highest).exp_()
     total = a + b
@@ -129,7 +135,10 @@ def merge_into(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None
 
 
 def add_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (out, lse) after one more key with logit `sink` and value 0; arguments broadcast."""
+    """Adds an attention sink to a result: one more key, with logit `sink` and a value of zeros.
+
+    Shapes: out [..., Dv], lse and sink [...], which may broadcast. Returns the new (out, lse).
+    """
     none = (lse == -torch.inf) & (sink == -torch.inf)  # logaddexp has a NaN derivative here
     merged = torch.logaddexp(torch.where(none, 0.0, lse), torch.where(none, 0.0, sink))
     share = torch.where(lse == -torch.inf, 0.0, (finite_or_zero(lse) - merged).exp())

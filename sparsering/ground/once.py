@@ -1,4 +1,4 @@
-"""Values that are computed once, on one thread, and the bytes that they hold.
+"""Computes values once, on one thread, and estimates how many bytes they hold.
 
 Small tables take microseconds on one core; with several cores, a busy one would delay all.
 """
@@ -49,7 +49,7 @@ _OPENMP = _load_openmp()
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Runs the torch operators of the calling thread on one core; other threads keep theirs."""
+    """Lets torch operators that this thread runs in the block use one core instead of all."""
     if _OPENMP is None or torch.get_num_threads() == 1:
         yield
         return
@@ -70,13 +70,16 @@ _SPARED = _Spared()
 
 
 def spared_threads() -> int:
-    """Returns how many threads the caller of `one_thread` could use, with its own; 1 outside."""
+    """Returns how many threads torch had before `one_thread` left it one; 1 outside of its block.
+
+    A kernel inside the block may use so many threads itself.
+    """
     return _SPARED.number
 
 
 @contextmanager
 def unseen(*values: object) -> Iterator[None]:
-    """Hides operators in the block from tracers, modes and transforms.
+    """Hides the block's operators from tracers, torch modes and vmap, so tables get numbers.
 
     A value that is cached must hold numbers, because later calls read it without the tracer. If one
     of `values` has a tensor that the tracer made, nothing is hidden.
@@ -97,7 +100,7 @@ def unseen(*values: object) -> Iterator[None]:
 
 @contextmanager
 def unseen_beside(x: object) -> Iterator[None]:
-    """Hides modes as `unseen` does if `x` has a shape but no numbers.
+    """Lets tables in the block have numbers, even if `x`, the caller's tensor, has a shape alone.
 
     It is for tables on the host, which need numbers even in such a call.
     """
@@ -109,7 +112,7 @@ def unseen_beside(x: object) -> Iterator[None]:
 
 
 def _fake(value: object, depth: int = 4) -> bool:
-    """True for a FakeTensor, and for a container or object that has one inside."""
+    """Whether a value is a FakeTensor, or holds one at most 4 levels deep in it."""
     if isinstance(value, Tensor) or not depth:
         return isinstance(value, FakeTensor)
     if not isinstance(value, tuple | list):
@@ -146,7 +149,7 @@ class once(Generic[Owner, Value]):  # noqa: N801 - used as `property` is
         return vars(instance).get(self.name)
 
     def store(self, instance: Owner, value: Value) -> None:
-        """Stores a value that the caller has already, so that `make` is not called."""
+        """Stores a value that the caller has computed already, so that `make` need not run."""
         vars(instance)[self.name] = value
 
 

@@ -28,7 +28,7 @@ _busy = False  # True inside of shown work, so that work within it shows nothing
 
 @contextmanager
 def showing(shown: Shown) -> Iterator[None]:
-    """Shows only `shown` (nothing, bars, or bars and lines) of all work in the block."""
+    """Sets for all work in the block how it is shown: as nothing, bars, or bars and lines."""
     global _shown
     before, _shown = _shown, shown
     try:
@@ -41,7 +41,7 @@ def showing(shown: Shown) -> Iterator[None]:
 def progress(
     title: str, total: int, unit: str, *, done: int = 0, after_s: float = 1.0
 ) -> Iterator["Progress"]:
-    """Yields the progress of `total` units of work, of which `done` were done before.
+    """Yields a `Progress`, on which a loop over `total` units of work reports what is done.
 
     Nothing is shown before `after_s` seconds, by a process that is not the first of a group
     (`RANK`), or inside of other work that is shown.
@@ -73,12 +73,12 @@ def progress(
 
 @contextmanager
 def unshown(total: int, done: int = 0) -> Iterator["Progress"]:
-    """Yields the progress of work that another process shows already."""
+    """Yields a `Progress` that shows nothing, because another process shows the same work."""
     yield Progress(total, done)
 
 
 class Progress:
-    """How many units of some work are done; `progress` yields one."""
+    """Counts how many of `total` units of some work are done; `progress` yields one."""
 
     bar: Any = None  # of tqdm
 
@@ -107,7 +107,7 @@ class Progress:
 
 
 class _Lines(Progress):
-    """Prints a line every few seconds, and one at the end if there was one before."""
+    """Progress as lines on stderr, one every 5 seconds, for an output that is no terminal."""
 
     def __init__(self, title: str, total: int, unit: str, done: int, after_s: float):
         super().__init__(total, done)
@@ -133,7 +133,10 @@ class _Lines(Progress):
 
 
 def _bar(title: str, total: int, unit: str, done: int, after_s: float) -> Any:
-    """Returns a tqdm bar, or None if tqdm is not installed."""
+    """Returns a tqdm bar that first appears after `after_s` seconds.
+
+    None if tqdm is not installed.
+    """
     try:
         from tqdm import tqdm
     except ImportError:
@@ -151,7 +154,7 @@ def _bar(title: str, total: int, unit: str, done: int, after_s: float) -> Any:
 
 
 def _pace(rate: float, unit: str) -> str:
-    """Writes a rate as units per second, or as seconds per unit if it is below 1."""
+    """Writes units per second as text, or seconds per unit if a unit takes more than a second."""
     return f"{rate:,.1f} {unit}s/s" if rate >= 1 else f"{1 / max(rate, 1e-9):,.1f} s/{unit}"
 
 

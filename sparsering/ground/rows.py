@@ -9,7 +9,7 @@ SPLITMIX = (-4658895280553007687, -7723592293110705685)  # splitmix64's multipli
 
 
 def expand_counts(count: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns (row, index in the row) of every item, if row i has `count[i]` items."""
+    """Returns each item's row and its index in the row, if row i has `count[i]` items."""
     row = torch.arange(len(count), device=count.device).repeat_interleave(count)
     return row, torch.arange(len(row), device=count.device) - (count.cumsum(0) - count)[row]
 
@@ -30,7 +30,7 @@ def number_rows(columns: list[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def first_in_row(numbers: Tensor, stop: int) -> Tensor:
-    """Marks the first of equal numbers in each row [..., k], if they are from 0 to stop - 1."""
+    """Returns bool [..., k], True at the first of equal numbers in a row, if it is in [0, stop)."""
     ordered, order = numbers.sort(dim=-1, stable=True)
     repeated = torch.zeros_like(ordered, dtype=torch.bool)
     repeated[..., 1:] = ordered[..., 1:] == ordered[..., :-1]
@@ -72,7 +72,9 @@ def mix(*parts: int | Tensor) -> Tensor:
 
 
 def permute(value: Tensor, size: Tensor, key: Tensor, inverse: bool = False) -> Tensor:
-    """Applies the permutation of [0, size) with seed `key` to `value`; or its inverse.
+    """Maps numbers in [0, size) by a random permutation that the seed `key` determines.
+
+    With `inverse`, the inverse permutation.
 
     A Feistel network permutes [0, 4^h), the smallest such range that covers size; it is applied
     again until the result is below size. Arguments broadcast.
@@ -89,7 +91,7 @@ def permute(value: Tensor, size: Tensor, key: Tensor, inverse: bool = False) -> 
 
 
 def _network(value: Tensor, half_bits: Tensor, key: Tensor, inverse: bool) -> Tensor:
-    """Runs the rounds of a Feistel network on numbers of 2 * half_bits bits.
+    """Permutes numbers of 2 * half_bits bits by four Feistel rounds, as `permute` needs.
 
     The inverse runs the rounds in reverse order, on swapped halves.
     """
@@ -105,7 +107,7 @@ def _network(value: Tensor, half_bits: Tensor, key: Tensor, inverse: bool) -> Te
 
 
 def _scramble(half: Tensor, key: Tensor, number: int) -> Tensor:
-    """Computes the hash of round `number` of the network, from one half of the bits.
+    """Hashes one half of each number's bits with the key, for round `number` of a Feistel network.
 
     It depends on `number`, because equal rounds would bias small permutations.
     """

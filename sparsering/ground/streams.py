@@ -19,7 +19,7 @@ them outside its CUDA graphs, which would overwrite the tables' memory."""
 
 @dataclass(frozen=True, eq=False)
 class Built:
-    """The point in a CUDA stream after which some tensors, computed there, are complete."""
+    """Marks the point in a CUDA stream after which some tensors, computed there, are complete."""
 
     stream: torch.cuda.Stream
     event: torch.cuda.Event
@@ -44,7 +44,7 @@ class Built:
 
 
 def capturing(device: torch.device) -> bool:
-    """True if launched kernels are being recorded into a CUDA graph."""
+    """Whether kernels that are launched now on `device` are recorded into a CUDA graph, not run."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
@@ -68,7 +68,7 @@ def moved(x: Tensor, device: torch.device) -> Tensor:
 
 
 def moved_together(tensors: dict[Any, Tensor], device: torch.device) -> dict[Any, Tensor]:
-    """Packs CPU tensors into one buffer, so that one copy takes all to the GPU; returns views."""
+    """Moves CPU tensors to a GPU by one copy, packed in one buffer; returns views of it by key."""
     distinct = {id(x): x for x in tensors.values()}
     parts = [x.contiguous().flatten().view(torch.uint8) for x in distinct.values()]
     parts = [pad(x, (0, -len(x) % 16)) for x in parts]  # kernels load faster from such addresses

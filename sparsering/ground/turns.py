@@ -11,7 +11,7 @@ Run = TypeVar("Run", bound=Callable[[], object])
 
 
 def timed(call: Callable[[], object], device: torch.device) -> float:
-    """Runs a call and returns its seconds; on a GPU, those between two events in its stream."""
+    """Runs a call and returns the seconds it took; on a GPU, by events in the current stream."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -33,7 +33,7 @@ def in_turns(
     seconds: float = float("inf"),
     after: Callable[[Name, int], None] | None = None,
 ) -> dict[Name, list[float]]:
-    """Runs all calls in turn, round after round; returns the times of each.
+    """Runs and times several calls alternately: each once per round, so that other load hits all.
 
     Args:
         clock: runs a call and returns its time, in any unit.
