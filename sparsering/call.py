@@ -21,6 +21,11 @@ class Options:
 
     in_use: Mapping[str, Any]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the options in use; a score_mod that `coordinate_bias` made has its name."""
+        return tuple(x.name if name == "score_mod" else name for name, x in self.in_use.items())
+
     def __getitem__(self, name: str) -> Any:
         """Returns the value of an option, or None if the call does not use it."""
         return self.in_use.get(name)

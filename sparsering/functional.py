@@ -139,7 +139,8 @@ def attention(
         score_mod: a function of (score, batch, head, q_idx, kv_idx) that returns the changed score,
             as in FlexAttention; `coordinate_bias` makes one. Indices count from 0 for any q_start.
             It is evaluated on visited tiles, under torch.vmap, by the backends gather and
-            reference alone; gradients reach the tensors that it reads. Options above are faster.
+            reference alone; gradients reach the tensors that it reads. Options above are faster,
+            and so is `coordinate_bias`, which kernels compute without a call.
         return_lse: also return the natural log of each row's softmax denominator.
         backend: a name from `backends()`, which then runs or raises; default the first that can.
 
@@ -212,7 +213,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     (batch, heads, q_len, _), (_, kv_heads, kv_len, _) = query.shape, key.shape
     check_batch(pattern, batch)
     check_fits(pattern, frame := call.frame)
-    backend = choose(None, call.inputs, call.options.in_use, pattern)
+    backend = choose(None, call.inputs, call.options.names, pattern)
     form = form_for_mode(backend)
     size = call.block_size or block_size_of(form, pattern, call.query, frame)
     lists = " and lists of keys" * (has_lists(pattern) and BACKENDS[backend].runs_lists)
@@ -234,7 +235,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
     if why := _not_invariant(form):
         lines.append(f"bits: those of a row may depend on what else the call computes: {why}")
     for name in NAMES:
-        reasons = reasons_against(name, call.inputs, call.options.in_use, pattern)
+        reasons = reasons_against(name, call.inputs, call.options.names, pattern)
         if not reasons and (refuses := BACKENDS[name].refuses) is not None:
             reasons = refuses(call)
         state = "; ".join(reasons) or "usable"

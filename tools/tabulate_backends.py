@@ -40,6 +40,7 @@ ABOUT = {  # name: (what it is, the devices it is written for)
     ),
 }
 COMPUTED = [name for name in OPTIONS if name != "dropout_seed"]  # a seed belongs to dropout_p
+COMPUTED.append("coordinate_bias")  # a score_mod that kernels know
 PAGES = {"README.md": ("backends",), "docs/concepts.md": ("options", "named")}
 
 

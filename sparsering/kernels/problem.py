@@ -1,5 +1,6 @@
 """Input and output of a backend: `Problem` and `Gradients`, and helpers to prepare tensors."""
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from operator import attrgetter
@@ -8,11 +9,13 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ..coordinates import CoordinateBias
 from ..layouts.layout import BlockLayout
 from ..layouts.lists import Lists
 from .rounding import from_store
 
 _LEAST_SCALE = torch.finfo(torch.float32).smallest_normal
+_LEAST_DIVISOR = 2.0**-64
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,6 +57,8 @@ class Problem(NamedTuple):
     key_mask: Tensor | None = None
     # Changes each score after the scale, before the softcap.
     score_mod: ScoreMod | None = None
+    # A score_mod of which the kernel reads the tensors, instead of calling it.
+    coordinate_bias: CoordinateBias | None = None
     # For each pass, the bitmap row of the first query; () means row 0. Decoding builds one layout
     # for many later queries, and each call computes a few of them. A backend that does not read
     # them begins with `from_bitmap_row_0()`.
@@ -63,7 +68,7 @@ class Problem(NamedTuple):
     # bias is for them alone: [B, Hq, Nq, n] for one; for several, theirs flattened end to end,
     # [B, Hq, numbers].
     lists: tuple[Lists, ...] = ()
-    captured: tuple[Tensor, ...] = ()  # tensors that `score_mod` reads and that get gradients
+    captured: tuple[Tensor, ...] = ()  # tensors that a score_mod reads and that get gradients
     in_order: bool = False  # sum each row in an order that follows from its positions alone
     in_float32: bool = False  # return half precision results in float32, the dtype of sums
 
@@ -98,7 +103,19 @@ class Problem(NamedTuple):
         """Returns a problem with equal scores but a scale above 0, which softmax kernels need."""
         if _is_zero(self.scale):  # in float32
             return self._replace(query=torch.zeros_like(self.query), scale=1.0)
+        if (factor := self._moved_factor) != 1.0:
+            return self._replace(query=self.query * factor, scale=self.scale / factor)
         return self if self.scale > 0 else self._replace(query=-self.query, scale=-self.scale)
+
+    @property
+    def _moved_factor(self) -> float:
+        """The power of two, with a sign, that `with_positive_scale` moves from a tiny scale.
+
+        Kernels divide the slopes of coordinates by the scale, which must not overflow.
+        """
+        if self.coordinate_bias is None or abs(self.scale) >= _LEAST_DIVISOR:
+            return 1.0
+        return math.copysign(math.ldexp(1.0, math.frexp(self.scale)[1]), self.scale)
 
     def in_floats(self) -> "Problem":
         """Returns the problem with keys and values in the query's dtype, if they are in 8 bits."""
@@ -134,12 +151,18 @@ class Problem(NamedTuple):
                 frame = self.layout.frame._replace(q_len=shape[0])
                 layout = replace(self.layout, frame=frame, passes=())
                 own = own._replace(query=lists.of_queries(self.query), layout=layout)
+                if (whole := self.coordinate_bias) is not None:
+                    places = lists.of_queries(whole.query_coords[:, None])[:, 0]
+                    of_queries = CoordinateBias(places, whole.coords, whole.slopes)
+                    own = own._replace(coordinate_bias=of_queries)
             yield lists, own
 
     def query_gradient(self, grad: Tensor) -> Tensor:
         """Converts dQ of `with_positive_scale()`, whose query may be negated, to dQ of this one."""
         if _is_zero(self.scale):
             return torch.zeros_like(grad)
+        if (factor := self._moved_factor) != 1.0:
+            return grad * factor
         return grad if self.scale > 0 else -grad
 
 
@@ -152,6 +175,29 @@ def bias_gradient(of_lists: list[Tensor]) -> Tensor:
     return of_lists[0] if len(of_lists) == 1 else torch.cat([x.flatten(2) for x in of_lists], 2)
 
 
+def captured_gradients(
+    problem: "Problem", of_queries: Tensor, of_keys: Tensor
+) -> tuple[Tensor, ...]:
+    """Returns the gradients of the tensors that a coordinate bias reads, of `problem.captured`.
+
+    Takes the gradients of each head: [B, Hq, Nq, dims + 1] of the queries' coordinates, and at the
+    end of each row the sum of dS * distance; [B, Hkv, Nk, dims] of the keys'.
+    """
+    if not problem.captured or (bias := problem.coordinate_bias) is None:
+        return ()
+    *_, dims = bias.coords.shape
+    found: dict[int, Tensor] = {}
+    for x, grad in (
+        (bias.slopes, -of_queries[..., dims].sum((0, 2), dtype=torch.float64)),
+        (bias.query_coords, of_queries[..., :dims].sum(1)),
+        (bias.coords, of_keys.sum(1)),
+    ):
+        grad = grad.sum(0, keepdim=True) if x.dim() == 3 and len(x) < len(grad) else grad
+        grad = grad.to(x.dtype)
+        found[id(x)] = found[id(x)] + grad if id(x) in found else grad
+    return tuple(found[id(x)] for x in problem.captured)
+
+
 class Gradients(NamedTuple):
     """Gradients of a problem's tensors, None for tensors that the problem does not have."""
 
@@ -161,7 +207,7 @@ class Gradients(NamedTuple):
     block_bias: Tensor | None = None
     distance_bias: Tensor | None = None
     sink: Tensor | None = None
-    captured: tuple[Tensor | None, ...] = ()
+    captured: tuple[Tensor | None, ...] = ()  # None for one that changes no score
 
 
 class Tangents(NamedTuple):

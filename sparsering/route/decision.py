@@ -19,6 +19,7 @@ from ..checks import (
     checked_scale,
     kind_of,
 )
+from ..coordinates import is_coordinate_bias
 from ..kernels.backends import BACKENDS, Backend, block_size_of, choose, form_for_mode, mode
 from ..kernels.triton import interpreting
 from ..layouts.lists import ListedPairs, is_only_lists, split
@@ -101,7 +102,7 @@ def decided(
         return call, decision
     named = dict(zip(("scale", "q_start", "block_size"), choices[1:], strict=True))
     call = checked_call(inputs, pattern, **named, **options)
-    backend = form_for_mode(choose(choices[0], call.inputs, call.options.in_use, pattern))
+    backend = form_for_mode(choose(choices[0], call.inputs, call.options.names, pattern))
     decision = Decision.of(call, backend)
     if in_cache and BACKENDS[backend].refuses is not None:
         raise NotImplementedError(
@@ -231,6 +232,8 @@ def _kind(
             return None
         unused = None if p else "dropout_p"
         in_use = tuple([name for name, x in options.items() if x is not None and name != unused])
+        if is_coordinate_bias(options.get("score_mod")):
+            in_use += ("coordinate_bias",)
     interpreted = (choices[0] == "triton" or tensors[4].type != "cpu") and interpreting()
     # For a pattern with tensors, each call looks up its layout; the decision depends on its type.
     pattern_key: object = pattern

@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..coordinates import is_coordinate_bias
 from ..ground.arguments import is_shape_alone, kind_of, shortened
 from ..ground.numerics import sum_dtype
 from ..kernels.over_pairs import over_pairs
@@ -30,12 +31,19 @@ class ScoreFunction(NamedTuple):
     function: ScoreMod
     read: tuple[Tensor, ...] = ()
 
+    @property
+    def name(self) -> str:
+        """The name under which backends know the function."""
+        return "coordinate_bias" if is_coordinate_bias(self.function) else "score_mod"
+
     def kept(self) -> "ScoreFunction":
         """Returns a copy with today's values of the variables that it reads, for backward."""
         return self._replace(function=_kept(self.function, {}))
 
     def on(self, read: Sequence[Tensor]) -> "ScoreFunction":
         """Returns a copy that reads the tensors `read` instead of the current ones."""
+        if read and is_coordinate_bias(self.function):
+            return ScoreFunction(self.function.on(read), tuple(read))
         return ScoreFunction(_bound(self.function, read), tuple(read)) if read else self
 
 
@@ -51,6 +59,8 @@ def checked_function(score_mod: Any, query: Tensor, key: Tensor) -> ScoreFunctio
         )
     if (check := getattr(score_mod, "check", None)) is not None:
         check(query, key)
+    if is_coordinate_bias(score_mod):
+        return ScoreFunction(score_mod, score_mod.tensors)
     if not query.numel() or not key.numel():
         return ScoreFunction(score_mod)  # there is no pair to evaluate the function on
     score = torch.zeros((), dtype=sum_dtype(query), device=query.device)

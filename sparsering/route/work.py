@@ -96,8 +96,9 @@ def problem_of(call: Call, backend: str, parts: Parts | None = None) -> Problem:
         check_bias(bias.shape[-1], work.layout)
     if (slot_bias := options.pop("slot_bias", None)) is not None:
         options["block_bias"] = block_bias_of(slot_bias, work)
-    if (function := options.get("score_mod")) is not None:
-        options["score_mod"] = function.function
+    if (function := options.pop("score_mod", None)) is not None:
+        calls = "score_mod" in BACKENDS[backend].extras
+        options["score_mod" if calls else "coordinate_bias"] = function.function
         options["captured"] = tuple(x for x in function.read if x.requires_grad)
     return work.problem(call.query, call.key, call.value, call.scale, **options)
 

@@ -148,7 +148,8 @@ def test_a_problem_names_the_extras_in_use():
     layout = sr.Causal().layout(8, 8, block_size=16)
     problem = Problem(layout, *X, 0.5)
     fields = {name for name, x in Problem._field_defaults.items() if x is None}
-    assert problem.in_use == set() and fields == {*OPTIONS, "key_mask", "score_mod"} - {"slot_bias"}
+    named = {*OPTIONS, "key_mask", "coordinate_bias"} - {"slot_bias"}
+    assert problem.in_use == set() and fields == named
     for name in fields:
         assert problem._replace(**{name: 1.0}).in_use == {name}
 

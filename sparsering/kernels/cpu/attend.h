@@ -2,8 +2,8 @@
 
 #pragma once
 
+#include "coordinates.h"
 #include "few_pairs.h"
-#include "scores.h"
 #include "segments.h"
 #include "softmax.h"
 
@@ -52,6 +52,7 @@ class Attend {
         of = segments ? Sums(queries, x.Dv) : Sums();
       }
       biases = Buffer<float>(x.extras.adjusts() ? 2 * queries : 0);
+      coordinates = Buffer<float>(x.extras.coordinates.rows() * queries);
       a = Buffer<uint32_t>(x.extras.drops() ? queries : 0);
       b = Buffer<uint32_t>(x.extras.drops() ? queries : 0);
       query = Buffer<float>(few ? kFewQueries * round_up(x.D, kLanes) : 0);
@@ -63,7 +64,7 @@ class Attend {
     }
     Sums now;         // the sums of the current segment of keys
     Sums earlier[2];  // those of earlier segments in its group, and those of earlier groups
-    Buffer<float> rows, lse, factor, scores, biases, query, keys;
+    Buffer<float> rows, lse, factor, scores, biases, coordinates, query, keys;
     Buffer<float> highest, totals;  // maxima over all keys so far; totals per segment of a step
     Buffer<uint32_t> a, b;
     Buffer<T> tile, packed, weights;
@@ -86,6 +87,12 @@ class Attend {
     std::fill_n(s.highest.get(), queries, -kInf);
     if (x_.extras.drops()) {
       row_words(x_, pass, item.batch, item.head, item.row, queries, s.a.get(), s.b.get());
+    }
+    const Coordinates& coordinates = x_.extras.coordinates;
+    Lanes lanes = {};
+    if (coordinates) {
+      lanes = read_lanes(coordinates, coordinates.query, item.batch, tile, pass.step, queries,
+                         s.coordinates.get());
     }
     float* scores = s.scores.get();
     T* weights;
@@ -123,6 +130,12 @@ class Attend {
                              s.packed.get() + query, queries, at + first * queries + query, queries,
                              false);
                   });
+        if (coordinates) {
+          const int64_t first = pass.key_tile(axis, part.column).start;
+          lower_by_distance(coordinates, lanes, coordinates.slopes[item.head],
+                            coordinates.key.spots(item.batch, first, pass.step), part.rows, queries,
+                            queries, at);
+        }
         if (x_.extras.adjusts()) {
           adjust_tiles(pass, item, part, queries, s.biases.get(), at);
         }
@@ -250,10 +263,21 @@ class Attend {
         if (!in_pairs) {
           score_keys<W>(few, rows_of(x_.k, keys.start), keys.count, values);
         }
+        const Coordinates& coordinates = x_.extras.coordinates;
+        Lanes lanes = {};
+        if (coordinates) {
+          lanes = read_lanes(coordinates, coordinates.key, item.batch, keys, pass.step,
+                             round_up(keys.count, kLanes), s.coordinates.get());
+        }
         for (int64_t r = 0; r < rows; ++r) {
           float* scores = s.scores.get() + r * x_.block;
           const int64_t i = r % tile.count, head = item.head + r / tile.count;
           const float bias = x_.bias_at(number, item.batch, head, entry);
+          if (coordinates) {
+            lower_by_distance(coordinates, lanes, coordinates.slopes[head],
+                              coordinates.query.spots(item.batch, tile.start + i * pass.step, 1), 1,
+                              keys.count, 0, scores);
+          }
           if (x_.extras.adjusts()) {
             adjust_row(pass, item, head, i, column, keys.count, s.biases.get(), scores);
           }

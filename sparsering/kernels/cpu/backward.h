@@ -23,7 +23,8 @@ class Backward {
  public:
   Backward(const Problem& problem, const std::vector<Pass>& passes, const Delta& delta_of,
            const Tensor& grad_out, const Tensor& lse, const Tensor& delta, const Tensor& dq,
-           const Tensor& dk, const Tensor& dv, const Tensor& dbias, const Tensor& dtable)
+           const Tensor& dk, const Tensor& dv, const Tensor& dbias, const Tensor& dtable,
+           float* of_queries = nullptr, float* of_keys = nullptr)
       : x_(problem),
         passes_(passes),
         delta_of_(delta_of),
@@ -36,7 +37,9 @@ class Backward {
         dv_(dv),
         dbias_(problem.bias ? dbias.mutable_data_ptr<float>() : nullptr),
         dtable_(dtable.numel() ? dtable.mutable_data_ptr<double>() : nullptr),
-        groups_(dtable.numel() ? dtable.size(2) : 0) {
+        groups_(dtable.numel() ? dtable.size(2) : 0),
+        of_queries_(of_queries),
+        of_keys_(of_keys) {
     for (const Pass& pass : passes) {
       most_columns_ = std::max(most_columns_, pass.columns);
       if (!pass.walked) {
@@ -134,6 +137,7 @@ class Backward {
   using Keys = typename Pairs<T>::Keys;
   using Queries = typename Pairs<T>::Queries;
   using Pair = typename Pairs<T>::Pair;
+  using Learned = typename Pairs<T>::Learned;
   using Scratch = typename Pairs<T>::Scratch;
 
   // Buffers of one thread in run_heads.
@@ -297,7 +301,7 @@ class Backward {
       const int64_t axis = head % x_.Hq * pass.axes / x_.Hq,
                     table = pass.table(head / x_.Hq, head % x_.Hq, x_.Hq);
       const int32_t *row_ptr = pass.row_ptr(table), *visited = pass.keys(table);
-      const int64_t most = most_entries(row_ptr[pass.rows], pass.rows, 1);
+      const int64_t most = most_of_item(row_ptr[pass.rows], pass.rows);
       for (int64_t row = 0; row < pass.rows; ++row) {
         items.add(head, row, row_ptr[row], row_ptr[row + 1], most,
                   [&](int64_t entry) { return pass.key_group(axis, visited[entry]); });
@@ -343,7 +347,7 @@ class Backward {
       for (int64_t head = kv * x_.group; head < (kv + 1) * x_.group; ++head) {
         const int32_t* row_ptr =
             by_key.rows_of(pass, pass.table(head / x_.Hq, head % x_.Hq, x_.Hq));
-        most += most_entries(row_ptr[pass.columns], pass.columns, 1);
+        most += most_of_item(row_ptr[pass.columns], pass.columns);
         for (int64_t column = 0; column < pass.columns; ++column) {
           entries[column] += row_ptr[column + 1] - row_ptr[column];
         }
@@ -408,6 +412,8 @@ class Backward {
     const Queries queries = pairs_.pack_queries(s, pass, b, head, tile);
     double* dtable =
         !dtable_ ? nullptr : dtable_ + (item.head * groups_ + group) * (2 * x_.extras.radius + 1);
+    const Learned learned =
+        learns() ? learned_of(s, queries.count, columns ? item.head / x_.group : -1) : Learned();
     const int64_t values = queries.count * pairs_.width();
     const int64_t of_queries = column_segment(pass, head, item.tile);
     const auto add_sums = [&](Buffer<float>& to, const Buffer<float>& from) {
@@ -447,7 +453,8 @@ class Backward {
       pairs_.multiply_keys(s, queries, pairs);
       Ahead ahead = pairs_.later_operands(pairs, dk, dv);
       for (const Pair& pair : pairs) {
-        const float sum = pairs_.differentiate(s, pass, queries, tile, pair, ahead);
+        const float sum = pairs_.differentiate(s, pass, queries, tile, pair, ahead,
+                                               learns() ? &learned : nullptr);
         if (dbias_) {
           dbias_[x_.bias_of(number, b, head) + pair.entry] = sum;
         }
@@ -466,11 +473,44 @@ class Backward {
         pairs_.add_to_keys(s, queries, pairs[i], dk + pairs[i].column * block * pairs_.width());
       }
     }
+    if (learns()) {
+      add_coordinates(pass, item.head, tile, queries.count, learned.queries.lanes);
+    }
     if (!segments.end(s.dq, s.earlier, add_sums)) {
       return nullptr;
     }
     transpose(s.dq.get(), pairs_.width(), queries.count, s.floats.get());
     return s.floats.get();
+  }
+
+  // True if coordinates or slopes get gradients.
+  bool learns() const {
+    return of_queries_;
+  }
+  // Most entries of an item that is not cut. With gradients of coordinates none is, because an item
+  // adds to them without others.
+  int64_t most_of_item(int64_t entries, int64_t rows) const {
+    return learns() ? entries : most_entries(entries, rows, 1);
+  }
+  // Clears the sums of a query tile, and returns them with the gradients of the keys of a kv head,
+  // unless that is -1.
+  Learned learned_of(Scratch& s, int64_t queries, int64_t kv) const {
+    const int64_t dims = x_.extras.coordinates.dims;
+    float* sums = s.coordinate_sums.get();
+    std::fill_n(sums, (dims + 1) * queries, 0.f);
+    return {{sums, sums + (dims + 1) * queries}, kv < 0 ? nullptr : of_keys_ + kv * x_.Nk * dims};
+  }
+  // Adds the sums of a query tile, lines of `ld` numbers, to those of its queries, which stand in
+  // rows.
+  void add_coordinates(const Pass& pass, int64_t head, Tile tile, int64_t ld,
+                       const float* sums) const {
+    const int64_t width = x_.extras.coordinates.dims + 1;
+    float* to = of_queries_ + (head * x_.Nq + tile.start) * width;
+    for (int64_t i = 0; i < tile.count; ++i) {
+      for (int64_t d = 0; d < width; ++d) {
+        to[i * pass.step * width + d] += sums[d * ld + i];
+      }
+    }
   }
 
   int64_t axis_of(const Pass& pass, int64_t kv) const {
@@ -518,7 +558,8 @@ class Backward {
                       bias, nullptr, keys, padded, 0,     apart<T>(pass, bitmap, tile.count)};
       pairs_.multiply_keys(s, queries, {&pair, 1});
       Ahead none;
-      pairs_.differentiate(s, pass, queries, tile, pair, none);
+      const Learned learned = learns() ? learned_of(s, queries.count, item.head) : Learned();
+      pairs_.differentiate(s, pass, queries, tile, pair, none, learns() ? &learned : nullptr);
       pairs_.add_to_values(s, queries, pair, s.dv.get());
       pairs_.add_to_keys(s, queries, pair, s.dk.get());
     });
@@ -551,6 +592,9 @@ class Backward {
   float* dbias_;
   double* dtable_;  // [B, Hq, groups, 2R + 1]
   int64_t groups_;
+  // Gradients of coordinates: [B, Hq, Nq, dims + 1], of which the last number is for the slope, and
+  // [B, Hkv, Nk, dims]; nullptr if they are not wanted.
+  float *of_queries_, *of_keys_;
   // The largest numbers in one pass: of key tiles in any pass (`most_columns_`); in passes without
   // a loop over key tiles, of key tiles (`columns_`) and of query tiles of a group's heads
   // (`rows_`).

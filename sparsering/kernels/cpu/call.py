@@ -11,12 +11,22 @@ from torch import Tensor
 from ...ground.numerics import round_up
 from ...layouts.layout import BlockLayout, Pass, tile_counts
 from ...layouts.lists import Lists
-from ..problem import Gradients, Problem, bias_gradient, dense_rows, sink_gradient
+from ..problem import (
+    Gradients,
+    Problem,
+    bias_gradient,
+    captured_gradients,
+    dense_rows,
+    sink_gradient,
+)
 from ..tuning_file import TuningFile, file_of, processor_name
 from .build import build_failure, library, vectors
 
 EXTRAS = frozenset(
-    ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_mask")
+    (
+        *("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed"),
+        *("key_mask", "coordinate_bias"),
+    )
 )
 """Options of a call, other than its scale, that this backend computes."""
 _BY_KEY = {"block_bias", "sink", "key_mask"}  # extras that the loop over key tiles computes, too
@@ -91,7 +101,7 @@ def backward(
         tables = 3 * (p.row_ptr,) if walked else p.transpose
         transposes += [x.contiguous() for x in tables]
     learns = problem.learns_distances
-    dq, dk, dv, dbias, dtables, delta = library().backward(
+    dq, dk, dv, dbias, dtables, delta, *of_coordinates = library().backward(
         *_arguments(problem.with_positive_scale()).values(),
         dense_rows(out),
         lse.contiguous(),
@@ -99,6 +109,7 @@ def backward(
         grad_lse.contiguous(),
         transposes,
         learns,
+        bool(problem.captured),
     )
     bias, table, sink = problem.block_bias, problem.distance_bias, problem.sink
     dbias = None if bias is None else dbias.to(bias.dtype)
@@ -111,6 +122,7 @@ def backward(
         block_bias=dbias,
         distance_bias=dtable,
         sink=dsink,
+        captured=captured_gradients(problem, *of_coordinates),
     )
 
 
@@ -146,17 +158,26 @@ def _backward_of_lists(problem: Problem, *results: Tensor) -> Gradients:
     biases = []
     for listed, own in problem.of_lists():
         rows = (listed.of_queries(x) for x in results)
-        arguments = *_list_arguments(own, listed).values(), *rows, problem.learns_distances
-        dq, dk, dv, dbias, dtables = library().backward_lists(*arguments)
+        learns = problem.learns_distances, bool(problem.captured)
+        arguments = *_list_arguments(own, listed).values(), *rows, *learns
+        dq, dk, dv, dbias, dtables, of_queries, of_keys = library().backward_lists(*arguments)
         biases.append(dbias)
+        dq = own.query_gradient(dq)
         if listed.queries is not None:
-            of_queries, dq = dq, dq.new_zeros(problem.query.shape)
-            listed.put(dq, of_queries)
+            own_dq, dq = dq, dq.new_zeros(problem.query.shape)
+            listed.put(dq, own_dq)
+        if problem.captured and listed.queries is not None:
+            own_rows, shape = of_queries, (*problem.query.shape[:3], of_queries.shape[3])
+            listed.put(of_queries := own_rows.new_zeros(shape), own_rows)
+        captured = captured_gradients(problem, of_queries, of_keys.sum(0))
         table = problem.distance_bias if problem.learns_distances else None
         dtable = None if table is None else dtables.sum(2).to(table.dtype)
         if sums is None:
-            sums = Gradients(query=dq, key=dk, value=dv, block_bias=None, distance_bias=dtable)
+            sums = Gradients(query=dq, key=dk, value=dv, distance_bias=dtable, captured=captured)
         else:
+            for total, grad in zip(sums.captured, captured, strict=True):
+                assert total is not None
+                total.add_(grad)
             for total, grad in zip(sums[:3], (dq, dk, dv), strict=True):
                 total.add_(grad)
             if sums.distance_bias is not None and dtable is not None:
@@ -170,6 +191,7 @@ def _backward_of_lists(problem: Problem, *results: Tensor) -> Gradients:
 
 def _list_arguments(problem: Problem, lists: Lists) -> dict[str, Any]:
     """Returns the arguments of the operators for one `Lists`, in the order of their schema."""
+    problem = problem.with_positive_scale()
     bias, table, seeds = problem.block_bias, problem.distance_bias, problem.dropout_seed
     at = lists.coordinates
     return {
@@ -188,6 +210,7 @@ def _list_arguments(problem: Problem, lists: Lists) -> dict[str, Any]:
         "distance_bias": None if table is None else dense_rows(table.float()),
         "dropout_p": problem.dropout_p or 0.0,
         "seeds": None if seeds is None else seeds.contiguous(),
+        "coordinates": _coordinates(problem),
         "ordered": problem.in_order,
     }
 
@@ -259,7 +282,7 @@ def _arguments(problem: Problem, counted: bool = False) -> dict[str, Any]:
             layout.first_entry.contiguous() if counted else _no_entries(len(laid.steps))
         ),
         "passes": laid.tables,
-        "places": _places(layout) if by_query else [],
+        "places": _places(layout) if _goes_by_position(problem) else [],
         "steps": laid.steps,
         "branches": laid.branches,
         "covers": laid.covers,
@@ -270,6 +293,7 @@ def _arguments(problem: Problem, counted: bool = False) -> dict[str, Any]:
         "dropout_p": problem.dropout_p or 0.0,
         "seeds": None if seeds is None else seeds.contiguous(),
         "key_mask": None if mask is None else mask.contiguous(),
+        "coordinates": _coordinates(problem),
         "in_float32": problem.in_float32,
         "ordered": problem.in_order,
         "walked": [0] * len(laid.steps) if by_query else _walked_passes(layout),
@@ -325,6 +349,29 @@ def is_walked_shape(
 def _needs_query_walk(problem: Problem) -> bool:
     """Whether a call has an option, such as softcap, that only the loop over query tiles has."""
     return not problem.in_use <= _BY_KEY
+
+
+def _goes_by_position(problem: Problem) -> bool:
+    """True if the kernel needs the positions of tokens in the sequence."""
+    return not problem.in_use <= {*_BY_KEY, "coordinate_bias"}
+
+
+def _coordinates(problem: Problem) -> list[Tensor]:
+    """Returns a coordinate bias as the kernel reads it (layout.h); [] without one.
+
+    A float64 coordinate becomes two floats, so that a small distance of large numbers is right.
+    """
+    if (bias := problem.coordinate_bias) is None:
+        return []
+    found = []
+    for x in (bias.query_coords, bias.coords):
+        x = x.detach().transpose(1, 2)
+        parts = [x.float()]
+        if torch.float64 in (bias.query_coords.dtype, bias.coords.dtype):
+            rest = x.double() - parts[0].double()
+            parts.append(torch.where(parts[0].isfinite(), rest, 0.0).float())
+        found.append(torch.stack(parts, 1).contiguous())
+    return [*found, (bias.slopes.detach().double() / problem.scale).float().contiguous()]
 
 
 class _Laid(NamedTuple):

@@ -65,7 +65,7 @@ std::vector<Pass> passes_of(const Problem& x, Tensors tensors, Tensors places, I
       x.check_entries(passes.back(), i);
     }
     passes.back().walked = walked[i];
-    SPARSERING_CHECK(!walked[i] || !placed,
+    SPARSERING_CHECK(!walked[i] || !(placed || x.extras.coordinates),
                      "sparsering cpu: what goes by positions is not walked by key tile");
   }
   return passes;
@@ -78,8 +78,8 @@ std::vector<Pass> passes_of(const Problem& x, Tensors tensors, Tensors places, I
       const Tensor &first_entry, Tensors tensors, Tensors places, Ints steps, Ints branches,     \
       bool covers, int64_t block, double scale, double softcap,                                  \
       const std::optional<Tensor>&distance_bias, double dropout_p,                               \
-      const std::optional<Tensor>&seeds, const std::optional<Tensor>&key_mask, bool in_float32,  \
-      bool ordered, Ints walked
+      const std::optional<Tensor>&seeds, const std::optional<Tensor>&key_mask,                   \
+      Tensors coordinates, bool in_float32, bool ordered, Ints walked
 
 // Sets, for each pass, the bitmap row of the call's first query; 0 if `slots` is empty.
 void set_slots(std::vector<Pass>& passes, Ints slots, int64_t queries) {
@@ -115,8 +115,8 @@ std::tuple<Tensor, Tensor> attend(const Problem& x, const std::vector<Pass>& pas
 
 std::tuple<Tensor, Tensor> forward(SPARSERING_CALL, const std::optional<Tensor>& sink, Ints slots) {
   const Order order(ordered);
-  const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
-                      query.size(1), key.size(2));
+  const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, coordinates,
+                      query.size(0), query.size(1), query.size(2), key.size(2));
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   const Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block,
                   scale);
@@ -206,8 +206,8 @@ std::tuple<Tensor, Tensor> forward_after(const Tensor& new_key, const Tensor& ne
   put(key, new_key, first);
   put(value, new_value, first);
   return forward(query, key, value, bias, first_entry, tensors, places, steps, branches, covers,
-                 block, scale, softcap, distance_bias, dropout_p, seeds, key_mask, in_float32,
-                 ordered, walked, sink, slots);
+                 block, scale, softcap, distance_bias, dropout_p, seeds, key_mask, coordinates,
+                 in_float32, ordered, walked, sink, slots);
 }
 
 std::tuple<Tensor, Tensor> forward_laid_after(const Tensor& new_key, const Tensor& new_value,
@@ -219,13 +219,14 @@ std::tuple<Tensor, Tensor> forward_laid_after(const Tensor& new_key, const Tenso
   return forward_laid(query, key, value, layout, ordered, slots);
 }
 
-// Computes the gradients by run_heads if `transposes` is empty, else by run_tiles.
-std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
+// Computes the gradients by run_heads if `transposes` is empty, else by run_tiles. The last two are
+// those of coordinates, see Backward.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     SPARSERING_CALL, const Tensor& out, const Tensor& lse, const Tensor& grad_out,
-    const Tensor& grad_lse, Tensors transposes, bool learns_distances) {
+    const Tensor& grad_lse, Tensors transposes, bool learns_distances, bool learns_coordinates) {
   const Order order(ordered);
-  const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
-                      query.size(1), key.size(2));
+  const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, coordinates,
+                      query.size(0), query.size(1), query.size(2), key.size(2));
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   const Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block,
                   scale);
@@ -258,11 +259,16 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
   const int64_t groups = by_key.empty() ? 1 : wanted;
   const int64_t distances = distance_bias && learns_distances ? distance_bias->size(2) : 0;
   Tensor dtable = zeros({x.B, x.Hq, groups, distances}, kDouble);
+  const int64_t dims = learns_coordinates ? extras.coordinates.dims : 0;
+  Tensor of_queries = zeros({x.B, x.Hq, dims ? x.Nq : 0, dims + 1}, kFloat),
+         of_keys = zeros({x.B, x.Hkv, x.Nk, dims}, kFloat);
   if (lse.numel() == 0) {
     clear(dq), clear(dk), clear(dv);
-    return {dq, dk, dv, dbias, dtable, delta};
+    return {dq, dk, dv, dbias, dtable, delta, of_queries, of_keys};
   }
   const Delta delta_of(x, grad_out, out, grad_lse);
+  float *queries_to = dims ? of_queries.mutable_data_ptr<float>() : nullptr,
+        *keys_to = dims ? of_keys.mutable_data_ptr<float>() : nullptr;
   const auto run = [&](auto kernel) {
     if (by_key.empty()) {
       kernel.run_heads();
@@ -271,11 +277,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
     }
   };
   if (query.dtype() == kBFloat16 && has_bfloat16_products()) {
-    run(Backward<BFloat16>(x, passes, delta_of, grad_out, lse, delta, dq, dk, dv, dbias, dtable));
+    run(Backward<BFloat16>(x, passes, delta_of, grad_out, lse, delta, dq, dk, dv, dbias, dtable,
+                           queries_to, keys_to));
   } else {
-    run(Backward<float>(x, passes, delta_of, grad_out, lse, delta, dq, dk, dv, dbias, dtable));
+    run(Backward<float>(x, passes, delta_of, grad_out, lse, delta, dq, dk, dv, dbias, dtable,
+                        queries_to, keys_to));
   }
-  return {dq, dk, dv, dbias, dtable, delta};
+  return {dq, dk, dv, dbias, dtable, delta, of_queries, of_keys};
 }
 
 // The arguments of tangents of a call's tensors, which follow those of SPARSERING_CALL. `lse_t` is
@@ -289,12 +297,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> backward(
 // A call of which tangents are asked, for the two operators that follow.
 struct MovedCall {
   MovedCall(SPARSERING_CALL, SPARSERING_MOVES)
-      : extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0), query.size(1),
-               key.size(2)),
+      : extras(softcap, distance_bias, dropout_p, seeds, key_mask, coordinates, query.size(0),
+               query.size(1), query.size(2), key.size(2)),
         dense{dense_rows(query), dense_rows(key), dense_rows(value)},
         x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block, scale),
         passes(passes_of(x, tensors, places, steps, branches, walked)) {
     x.check_is_whole();
+    x.check_has_no_coordinates();
     SPARSERING_CHECK(!out || passes.size() == 1, "sparsering cpu: out is for calls of one pass");
     moves.q = rows_of(query_t, query.sizes());
     moves.k = rows_of(key_t, key.sizes());
@@ -344,7 +353,7 @@ struct MovedCall {
 
 #define SPARSERING_CALL_ARGUMENTS                                                               \
   query, key, value, bias, first_entry, tensors, places, steps, branches, covers, block, scale, \
-      softcap, distance_bias, dropout_p, seeds, key_mask, in_float32, ordered, walked
+      softcap, distance_bias, dropout_p, seeds, key_mask, coordinates, in_float32, ordered, walked
 #define SPARSERING_MOVES_ARGUMENTS lse, lse_t, query_t, key_t, value_t, bias_t, distance_bias_t, out
 
 // Returns the tangent of out, or its sums over pairs if `out` is not given: [B, Hq, Nq, Dv].
@@ -400,11 +409,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> tangent_of_gradients(
 Tensor mass(SPARSERING_CALL, const Tensor& lse, const std::optional<Tensor>& weight,
             int64_t blocks) {
   const Order order(ordered);
-  const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, query.size(0),
-                      query.size(1), key.size(2));
+  const Extras extras(softcap, distance_bias, dropout_p, seeds, key_mask, coordinates,
+                      query.size(0), query.size(1), query.size(2), key.size(2));
   const Tensor dense[] = {dense_rows(query), dense_rows(key), dense_rows(value)};
   Problem x(dense[0], dense[1], dense[2], bias, extras, first_entry, steps.size(), block, scale);
   x.check_is_whole();
+  x.check_has_no_coordinates();
   SPARSERING_CHECK(blocks > 0 && (!bias || x.blocks == blocks),
                    "sparsering cpu: a bias and masses are of as many blocks");
   x.blocks = blocks;
@@ -451,7 +461,7 @@ bool shares(const Tensor& query, const Tensor& feature, const Tensor& key,
   ", Tensor? bias, Tensor first_entry, Tensor[] passes, "                                    \
   "Tensor[] places, int[] steps, int[] branches, bool covers, int block, float scale, "      \
   "float softcap, Tensor? distance_bias, float dropout_p, Tensor? seeds, Tensor? key_mask, " \
-  "bool in_float32, bool ordered, int[] walked, "
+  "Tensor[] coordinates, bool in_float32, bool ordered, int[] walked, "
 
 #define SPARSERING_MOVES_SCHEMA                                                     \
   "Tensor lse, Tensor(a!) lse_t, Tensor? query_t, Tensor? key_t, Tensor? value_t, " \
@@ -478,8 +488,8 @@ const bool registered = [] {
       "Tensor key",
       "Tensor value") "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, Tensor[] "
                       "transposes, "
-                      "bool learns_distances) -> "
-                      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+                      "bool learns_distances, bool learns_coordinates) -> "
+                      "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.define<tangent>("tangent(" SPARSERING_SCHEMA("Tensor key", "Tensor value")
                         SPARSERING_MOVES_SCHEMA ") -> Tensor");
   m.define<tangent_of_gradients>(
@@ -493,8 +503,8 @@ const bool registered = [] {
                                  "bool fresh, Tensor(a!) out, Tensor(b!) lse) -> ()");
   m.define<lists::backward_lists>(
       "backward_lists(" SPARSERING_LISTS_SCHEMA
-      "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, bool learns_distances) -> "
-      "(Tensor, Tensor, Tensor, Tensor, Tensor)");
+      "Tensor out, Tensor lse, Tensor grad_out, Tensor grad_lse, bool learns_distances, "
+      "bool learns_coordinates) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.define<workspace_bytes>(
       "workspace_bytes(Tensor query, Tensor key, Tensor value, int block, float[] counts, "
       "bool backward, bool by_head) -> int");

@@ -370,14 +370,75 @@ inline void check_transpose(Tensors t, const Pass& p) {
   }
 }
 
+// Where tokens stand in space. A product of query and key loses `slope(head)` times the distance
+// of their tokens.
+struct Coordinates {
+  Coordinates() = default;
+  // `tensors` is empty, or has the coordinates of queries and of keys, float [B or 1, parts, dims,
+  // tokens], and the slopes of query heads over the scale of the scores. With two parts, a
+  // coordinate is their sum, and the second is the smaller one.
+  Coordinates(Tensors tensors, int64_t B, int64_t Hq, int64_t Nq, int64_t Nk) {
+    if (tensors.empty()) {
+      return;
+    }
+    bool fits = tensors.size() == 3 && tensors[0].dim() == 4 && tensors[1].dim() == 4;
+    for (size_t i = 0; fits && i < 3; ++i) {
+      fits = tensors[i].is_contiguous() && tensors[i].dtype() == kFloat;
+    }
+    fits = fits && tensors[2].has_sizes({Hq});
+    for (int i = 0; fits && i < 2; ++i) {
+      const Tensor& x = tensors[i];
+      parts = x.size(1), dims = x.size(2);
+      fits = (x.size(0) == 1 || x.size(0) == B) && (parts == 1 || parts == 2) && dims > 0 &&
+             x.size(1) == tensors[0].size(1) && x.size(2) == tensors[0].size(2) &&
+             x.size(3) == (i ? Nk : Nq);
+      (i ? key : query) = {values_of<float>(x), x.size(3),
+                           x.size(0) > 1 ? parts * dims * x.size(3) : 0};
+    }
+    SPARSERING_CHECK(fits, "sparsering cpu: malformed coordinates of tokens");
+    slopes = values_of<float>(tensors[2]);
+  }
+
+  explicit operator bool() const {
+    return slopes;
+  }
+  // Numbers of a token.
+  int64_t rows() const {
+    return parts * dims;
+  }
+
+  // The numbers of a token, which are `stride` apart.
+  struct Spot {
+    const float* data;
+    int64_t stride;
+  };
+  struct Of {
+    const float* data = nullptr;
+    int64_t tokens = 0, batch = 0;
+
+    Spot at(int64_t b, int64_t token) const {
+      return {data + b * batch + token, tokens};
+    }
+    // Returns a function of j that finds token j of a tile.
+    auto spots(int64_t b, int64_t start, int64_t step) const {
+      return [first = at(b, start), step](int64_t j) {
+        return Spot{first.data + j * step, first.stride};
+      };
+    }
+  };
+  Of query, key;
+  int64_t parts = 1, dims = 0;
+  const float* slopes = nullptr;
+};
+
 // The extras of a call except block bias and sink, as in kernels/problem.py; 0 or null if not in
 // use.
 struct Extras {
   Extras() = default;
   Extras(double softcap_, const std::optional<Tensor>& distance_bias, double dropout_p,
-         const std::optional<Tensor>& seeds_, const std::optional<Tensor>& key_mask, int64_t B,
-         int64_t Hq, int64_t Nk)
-      : softcap(static_cast<float>(softcap_)) {
+         const std::optional<Tensor>& seeds_, const std::optional<Tensor>& key_mask,
+         Tensors coordinates_, int64_t B, int64_t Hq, int64_t Nq, int64_t Nk)
+      : softcap(static_cast<float>(softcap_)), coordinates(coordinates_, B, Hq, Nq, Nk) {
     if (distance_bias) {
       const Tensor& t = *distance_bias;
       SPARSERING_CHECK(t.dim() == 3 && t.size(0) == B && t.size(1) == Hq && t.size(2) % 2 == 1 &&
@@ -440,6 +501,7 @@ struct Extras {
   int64_t streams = std::numeric_limits<int64_t>::max();
   int32_t threshold = 0;
   const int64_t* seeds = nullptr;
+  Coordinates coordinates;
 
  private:
   const float* table_ = nullptr;
@@ -511,6 +573,11 @@ struct Problem {
 
   float bias_at(int64_t pass, int64_t b, int64_t head, int64_t entry) const {
     return bias ? bias[bias_of(pass, b, head) + entry] : 0.f;
+  }
+
+  // Throws for coordinates, which only forward and backward passes over query tiles know.
+  void check_has_no_coordinates() const {
+    SPARSERING_CHECK(!extras.coordinates, "sparsering cpu: expected no coordinates here");
   }
 
   // The factor that scores still need; 1 if extras are in use, because `adjust` scales scores.

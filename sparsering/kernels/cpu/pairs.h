@@ -6,8 +6,7 @@
 #include <span>
 #include <tuple>
 
-#include "scores.h"
-#include "softmax.h"
+#include "coordinates.h"
 
 namespace sparsering::cpu {
 
@@ -63,6 +62,9 @@ class Pairs {
       kept = Buffer<float>(extras.drops() ? queries * queries : 0);
       biases = Buffer<float>(extras.adjusts() ? 2 * queries : 0);
       dbiases = Buffer<float>(extras.adjusts() ? queries * std::max<int64_t>(2, queries) : 0);
+      const Coordinates& x = extras.coordinates;
+      coordinates = Buffer<float>(x.rows() * queries);
+      coordinate_sums = Buffer<float>(x ? (x.dims + 2) * queries : 0);
       a = Buffer<uint32_t>(extras.drops() ? queries : 0);
       b = Buffer<uint32_t>(extras.drops() ? queries : 0);
     }
@@ -70,7 +72,9 @@ class Pairs {
     Buffer<float> floats, lse, delta, scores, dscores, dq, dk, dv, slope, kept, biases, dbiases;
     Buffer<float> earlier[2];              // dQ of earlier segments, see `Segments`
     Buffer<float> earlier_dk, earlier_dv;  // dK and dV of earlier segments
+    Buffer<float> coordinates, coordinate_sums;
     Buffer<uint32_t> a, b;
+    Lanes lanes = {};  // the coordinates of the query tile
     // Where `dbiases` has the sum of dS of key 0 and query 0, and how far the next key's sum is
     // from it. If depths are even, it has a sum per distance, else per pair.
     float* by_distance = nullptr;
@@ -87,6 +91,13 @@ class Pairs {
     int64_t padded;       // padded number of keys in the tile
     int64_t first;        // row of the first key in the scratch, which has room for most_keys
     const uint8_t* seen;  // result of `apart` (pack.h): the bitmap, or nullptr
+  };
+
+  // Which gradients of coordinates and slopes `differentiate` adds to: those of the query tile, in
+  // `queries`, and those of the kv head's keys, [Nk, dims], unless `keys` is nullptr.
+  struct Learned {
+    CoordinateSums queries = {};
+    float* keys = nullptr;
   };
 
   int64_t width() const {
@@ -138,6 +149,9 @@ class Pairs {
     };
     const T* q = operands(x_.q, width_, s.q.get(), s.qt.get());
     const T* dout = operands(do_, value_width_, s.dout.get(), s.dout_t.get());
+    if (const Coordinates& x = x_.extras.coordinates) {
+      s.lanes = read_lanes(x, x.query, b, tile, pass.step, count, s.coordinates.get());
+    }
     const int64_t first = (b * x_.Hq + head) * x_.Nq + tile.start;
     for (int64_t i = 0; i < count; ++i) {
       s.lse.get()[i] = kInf;  // so that exp(score - lse) = 0 in rows without keys and in padding
@@ -200,12 +214,18 @@ class Pairs {
   // Computes P^T and dS^T of a multiplied pair as left operands, and dS^T also as a right operand.
   // Returns the sum of dS. dS is computed from P before dropout; the stored P^T is after dropout.
   float differentiate(Scratch& s, const Pass& pass, const Queries& q, Tile tile, const Pair& pair,
-                      Ahead& ahead) const {
+                      Ahead& ahead, const Learned* learned) const {
     const int64_t axis = pair.head * pass.axes / x_.Hq;
     const Tile key_tile = pass.key_tile(axis, pair.column);
     const int64_t keys = key_tile.count, queries = q.count;
     float* scores = s.scores.get() + pair.first * queries;
     const bool extras = x_.extras.adjusts() || x_.extras.drops();
+    const Coordinates& coordinates = x_.extras.coordinates;
+    const auto spots = coordinates.key.spots(pair.b, key_tile.start, pass.step);
+    if (coordinates) {
+      lower_by_distance(coordinates, s.lanes, coordinates.slopes[pair.head], spots, keys, queries,
+                        queries, scores);
+    }
     int64_t distance = 0;  // from the first query to the last key
     if (extras) {
       distance = pass.even_distance(pair.b, axis, pair.row, pair.column) + (keys - 1) * pass.step;
@@ -215,8 +235,16 @@ class Pairs {
     if (pair.bitmap >= 0) {
       apply_mask(pass.bitmap(pair.bitmap), x_.block, keys, tile.count, scores, queries);
     }
-    const float total = extras ? weights<true>(s, keys, queries, pair, ahead)
-                               : weights<false>(s, keys, queries, pair, ahead);
+    const float total = extras || learned
+                            ? weights<true>(s, keys, queries, pair, ahead, learned != nullptr)
+                            : weights<false>(s, keys, queries, pair, ahead, false);
+    if (learned) {
+      float* first = learned->keys ? learned->keys + key_tile.start * coordinates.dims : nullptr;
+      add_coordinate_gradients(
+          coordinates, s.lanes, coordinates.slopes[pair.head] * x_.scale, spots, keys, queries,
+          queries, s.dscores.get() + pair.first * queries, learned->queries,
+          [&](int64_t j) { return first ? first + j * pass.step * coordinates.dims : nullptr; });
+    }
     if (pair.dtable && pass.has_even_depths()) {
       add_distances(pair.dtable, x_.extras.radius, distance, -pass.step, keys - 1 + tile.count,
                     s.dbiases.get());
@@ -289,9 +317,11 @@ class Pairs {
     }
   }
 
-  // Computes P and dS from scores and dP, as operands of later products. Returns the sum of dS.
+  // Computes P and dS from scores and dP, as operands of later products. Returns the sum of dS. If
+  // `keeps`, dS is also left in `s.dscores`, in float.
   template <bool kExtras>
-  float weights(Scratch& s, int64_t keys, int64_t queries, const Pair& pair, Ahead& ahead) const {
+  float weights(Scratch& s, int64_t keys, int64_t queries, const Pair& pair, Ahead& ahead,
+                bool keeps) const {
     constexpr int W = kPaired<T> ? 2 : kQueryUnit<T> / kLanes;
     const int64_t offset = pair.first * queries;
     float *scores = s.scores.get() + offset, *dscores = s.dscores.get() + offset;
@@ -335,6 +365,9 @@ class Pairs {
           }
           if (drops) {
             p[n] = p[n] * Vec::loadu(s.kept.get() + at);
+          }
+          if (kExtras && kPaired<T> && keeps) {
+            ds[n].store(dscores + at);
           }
         }
         for (int row = 0; row < 2; ++row) {

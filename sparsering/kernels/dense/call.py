@@ -13,6 +13,7 @@ EXTRAS = frozenset(
     {
         *("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed"),
         "score_mod",
+        "coordinate_bias",
     }
 )
 """Options of a call, other than its scale, that this backend computes."""

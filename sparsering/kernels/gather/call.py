@@ -22,7 +22,7 @@ from .units import Chunk, chunks, list_chunks, plan
 EXTRAS = frozenset(
     (
         *("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed"),
-        *("key_mask", "score_mod"),
+        *("key_mask", "score_mod", "coordinate_bias"),
     )
 )
 """Options of a call, other than its scale, that this backend computes."""

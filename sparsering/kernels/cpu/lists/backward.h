@@ -73,18 +73,23 @@ struct BackwardScratch {
         sums(call.rows * call.x.D),
         biases(kTile),
         slopes(kTile),
+        coordinates(call.x.extras.coordinates.rows() * kTile),
+        coordinate_sums((call.x.extras.coordinates.dims + 2) * kTile),
         spare(few_spare(call.width)) {}
   Distinct list;
-  Buffer<float> queries, douts, scores, weights, sums, biases, slopes, spare;
+  Buffer<float> queries, douts, scores, weights, sums, biases, slopes;
+  Buffer<float> coordinates, coordinate_sums, spare;
+  Lanes lanes = {};  // the coordinates of a tile's keys
 };
 
 class Backward {
  public:
-  // Where gradients are written. `dtable` is [B, Hq, pieces, 2R + 1]; nullptr stands for no such
-  // gradient.
+  // Where gradients are written. `dtable` is [B, Hq, pieces, 2R + 1], and the last two are those of
+  // coordinates (see operators.h); nullptr stands for no such gradient.
   struct To {
     float *dq, *dk, *dv, *dbias;
     double* dtable;
+    float *of_queries, *of_keys;
   };
 
   Backward(const Call& call, const Tensor& grad_out, const float* lse, const float* delta,
@@ -212,6 +217,7 @@ class Backward {
         score_keys<W>(few.without(first).from(j), keys.from(j), n, values.from(j));
         score_keys<W>(by_value.without(first).from(j), values.from(j), n, keys.from(j));
       });
+      s.lanes = call_.read_lanes(b, s.list, from, count, s.coordinates.get());
       for (int64_t r = call_.first_row(s.list, from); r < rows; ++r) {
         run_row(s, b, unit * group + r % group, query, r / group, from, count, piece, pieces, r);
       }
@@ -239,7 +245,7 @@ class Backward {
           *slopes = s.slopes.get();
     const int64_t query = first_query + i, row = call_.row(b, head, query);
     const bool capped = x_.extras.softcap > 0.f;
-    call_.adjust(b, head, query, s.list, i, from, count, s.biases.get(), scores,
+    call_.adjust(b, head, query, s.list, i, from, count, s.lanes, s.biases.get(), scores,
                  capped ? slopes : nullptr);
     if (x_.extras.drops()) {  // turns the products with values into gradients of the weights
       call_.for_kept(b, head, query, s.list, from, count, [&](int64_t j, bool kept) {
@@ -275,8 +281,37 @@ class Backward {
         }
       }
     }
+    if (to_.of_queries) {
+      float* ds = s.biases.get();
+      for (int64_t j = 0; j < count; ++j) {
+        ds[j] = scores[j] * (capped ? slopes[j] : 1.f);
+      }
+      add_coordinates(s, b, head, query, from, count, piece, ds);
+    }
     for (int64_t j = 0; j < count; ++j) {
       scores[j] *= x_.scale * (capped ? slopes[j] : 1.f);
+    }
+  }
+
+  // Adds the gradients of coordinates and slopes for the pairs of a query with keys of a list, from
+  // dS by scaled scores.
+  void add_coordinates(BackwardScratch& s, int64_t b, int64_t head, int64_t query, int64_t from,
+                       int64_t count, int64_t piece, const float* ds) const {
+    const Coordinates& of = x_.extras.coordinates;
+    const int64_t dims = of.dims;
+    float *sums = s.coordinate_sums.get(),
+          *to = to_.of_queries + call_.row(b, head, query) * (dims + 1);
+    std::fill_n(sums, (dims + 1) * kTile, 0.f);
+    add_coordinate_gradients(of, s.lanes, of.slopes[head] * x_.scale, of.query.spots(b, query, 1),
+                             1, count, 0, ds, {sums, sums + (dims + 1) * kTile},
+                             [&](int64_t) { return to; });
+    float* of_head =
+        to_.of_keys + ((piece * x_.B + b) * x_.Hkv + head * x_.Hkv / x_.Hq) * x_.Nk * dims;
+    for (int64_t j = 0; j < count; ++j) {
+      to[dims] += sums[dims * kTile + j];
+      for (int64_t d = 0; d < dims; ++d) {
+        of_head[s.list.keys()[from + j] * dims + d] += sums[d * kTile + j];
+      }
     }
   }
 

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "../scores.h"
+#include "../coordinates.h"
 #include "distinct.h"
 
 namespace sparsering::cpu::lists {
@@ -154,10 +154,28 @@ struct Call {
     }
   }
 
+  // Copies the coordinates of `count` keys of a list, from `from` on.
+  Lanes read_lanes(int64_t b, const Distinct& list, int64_t from, int64_t count, float* to) const {
+    const Coordinates& of = x.extras.coordinates;
+    const float* first = of.key.at(b, 0).data;
+    std::fill_n(to, of.rows() * kTile, 0.f);
+    for (int64_t row = 0; row < of.rows(); ++row) {
+      for (int64_t j = 0; j < count; ++j) {
+        to[row * kTile + j] = first[row * of.key.tokens + list.keys()[from + j]];
+      }
+    }
+    return {to, kTile};
+  }
+
   // Turns products of a head's query with `count` keys, from `from` on, into scores. The query's
   // list is number `i` of `list`. `slope` gets the derivative by the product, unless it is nullptr.
+  // `lanes` has the coordinates of the keys, if the call has any.
   void adjust(int64_t b, int64_t head, int64_t query, const Distinct& list, int64_t i, int64_t from,
-              int64_t count, float* biases, float* scores, float* slope) const {
+              int64_t count, const Lanes& lanes, float* biases, float* scores, float* slope) const {
+    if (const Coordinates& of = x.extras.coordinates) {
+      lower_by_distance(of, lanes, of.slopes[head], of.query.spots(b, query, 1), 1, count, 0,
+                        scores);
+    }
     const float *table = x.extras.table(b, head),
                 *of_slots = bias ? bias + row(b, head, query) * slots : nullptr;
     const int64_t* depths = depths_of(b, head);

@@ -19,11 +19,12 @@ struct ForwardScratch {
         scores(call.rows * kTile),
         sums(call.rows * call.x.Dv),
         biases(kTile),
+        coordinates(call.x.extras.coordinates.rows() * kTile),
         highest(call.rows),
         total(call.rows),
         spare(few_spare(call.width)) {}
   Distinct list;
-  Buffer<float> queries, scores, sums, biases, highest, total, spare;
+  Buffer<float> queries, scores, sums, biases, coordinates, highest, total, spare;
 };
 
 // Results [B, Hq, Nq, Dv] and [B, Hq, Nq]. If `fresh`, `out` is not yet written and counts as 0,
@@ -71,10 +72,12 @@ bool forward_queries(const Call& call, ForwardScratch& s, int64_t b, int64_t uni
     call.for_steps(s.list, from, count, [&](int64_t j, int64_t n, int64_t first) {
       score_keys<W>(few.without(first).from(j), keys.from(j), n, values.from(j));
     });
+    const Lanes lanes = call.read_lanes(b, s.list, from, count, s.coordinates.get());
     for (int64_t r = call.first_row(s.list, from); r < rows; ++r) {
       float* scores = s.scores.get() + r * kTile;
       const int64_t i = r / group, head = unit * group + r % group;
-      call.adjust(b, head, query + i, s.list, i, from, count, s.biases.get(), scores, nullptr);
+      call.adjust(b, head, query + i, s.list, i, from, count, lanes, s.biases.get(), scores,
+                  nullptr);
       weigh(few, r, count, units.scale, 0.f, s.highest.get()[r], s.total.get()[r]);
       if (x.extras.drops()) {
         call.for_kept(b, head, query + i, s.list, from, count,
