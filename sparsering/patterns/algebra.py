@@ -167,13 +167,15 @@ class Pattern(WrittenValue):
         return cache_bound(self, num_heads, num_kv_heads, max_length)
 
     def check(self, frame: Frame) -> None:
-        """Raises ValueError if the pattern requires other lengths or heads than the frame's."""
+        """Raises ValueError if the pattern requires other lengths or heads than `frame` has."""
         for mask in self._components():
             for inner in self._frames(frame):
                 mask.check(inner)
 
     def _frames(self, frame: Frame) -> Iterable[Frame]:
-        """Yields the frame of each part, without repeats.
+        """Yields the lengths and heads, as frames, in which `_components` see the pairs; each once.
+
+        By default the parts see the whole sequence, as the pattern does.
 
         A mask that restarts positions, such as `Packed`, overrides this: its part sees one frame
         for each distinct document length.
@@ -194,24 +196,27 @@ class Pattern(WrittenValue):
         return None  # a class whose fields have a batch dim overrides this
 
     def num_tables(self, frame: Frame) -> int:
-        """Returns how many heads need separate tables: 1, num_kv_heads or num_heads."""
+        """Returns how many heads have tables of their own: 1, num_kv_heads or num_heads."""
         return max((mask.num_tables(frame) for mask in self._components()), default=1)
 
     @property
     def own_length(self) -> int | None:
-        """Smallest length in tokens that a mask in the pattern requires; None for any length."""
+        """Smallest sequence length that a mask in the pattern requires; None if any length fits."""
         lengths = [mask.own_length for mask in self._components()]
         known = [length for length in lengths if length is not None]
         return min(known) if known else None
 
     @property
     def restarts(self) -> "Restarts | None":
-        """Lengths of the documents in which positions restart; None if they do not restart."""
+        """Document lengths (of queries, of keys), if positions restart in each.
+
+        None if they do not.
+        """
         return None
 
     @property
     def num_streams(self) -> int:
-        """Number of random streams for dropout in a batch entry: one, or one per document."""
+        """Number of random streams of dropout in each batch entry: one, or one per document."""
         return 1
 
     def coordinates(self, frame: Frame) -> tuple[Tensor, Tensor, Tensor]:
@@ -256,7 +261,10 @@ class Mask(Pattern):
 
     @property
     def asks_frame(self) -> bool:
-        """Whether `holds` reads lengths or heads of the frame; False if positions alone decide."""
+        """Whether `holds` reads `frame`.
+
+        False if the positions p and k alone decide about a pair.
+        """
         return True
 
     def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
@@ -297,7 +305,7 @@ class Mask(Pattern):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _Combination(Pattern):
-    """Base of patterns that combine several masks by an operator: `+`, `&` or `|`."""
+    """Base class of patterns that combine several masks by one operator: `+`, `&` or `|`."""
 
     masks: tuple[Mask, ...]
     symbol: ClassVar[str]
@@ -342,7 +350,7 @@ class Mixture(_Combination):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _SetOperation(_Combination, Mask):
-    """Base of `And` and `Or`, which are masks themselves, unlike `Mixture`."""
+    """Base class of `And` and `Or`, which are masks: a pair is in them once or not at all."""
 
     join: ClassVar[Any]
 
@@ -415,7 +423,7 @@ def parts_of(pattern: Pattern) -> Iterator[Pattern]:
 
 
 def parts_in(pattern: Pattern, frame: Frame) -> Iterator[tuple[Pattern, Frame]]:
-    """Yields a pattern and all its parts, at any depth, with every frame in which each is used."""
+    """Yields (part, frame) for a pattern and its parts at any depth, once per frame of a part."""
     yield pattern, frame
     for part in pattern._components():
         for inner in pattern._frames(frame):

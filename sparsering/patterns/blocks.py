@@ -47,7 +47,10 @@ class BlockwiseMask(Mask):
         return self.blocks_hold(p // self.row_size, k // self.block_size, frame.kv_len) & (p >= 0)
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
-        """Whether query blocks see key blocks: bool, for indices >= 0 that broadcast."""
+        """Whether query blocks see key blocks: bool of their indices' broadcast shape.
+
+        Indices are at least 0.
+        """
         raise NotImplementedError
 
     def spans(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,7 +144,7 @@ class BlockCausal(BlockwiseMask):
 
 
 def _are_sizes(block_size: Any) -> bool:
-    """Whether an argument of `BlockCausal` is a size for each block, not one size for all."""
+    """Whether the argument of `BlockCausal` is one size per block instead of a single size."""
     if isinstance(block_size, Tensor):
         return block_size.dim() > 0
     if isinstance(block_size, str | bytes | type):
@@ -151,7 +154,7 @@ def _are_sizes(block_size: Any) -> bool:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CausalBlocks(_InDocuments):
-    """`BlockCausal` of blocks of unlike sizes: a query sees its own block and earlier keys."""
+    """`BlockCausal` of blocks of unlike sizes: a query sees its own block and all earlier keys."""
 
     lengths: Lengths
     _name = "BlockCausal"
@@ -247,7 +250,7 @@ class Hierarchical(BlockwiseMask):
             if not isinstance(level, Sequence) or len(level) != 2:
                 raise ValueError(
                     "each of Hierarchical levels must be a (stride, window) pair, got "
-                    f"{shortened(repr(level))}"
+                    f"{shortened(repr(level))}; write (stride, None) to see everything"
                 )
         levels = tuple(
             (
@@ -323,7 +326,7 @@ class RandomBlocks(BlockwiseMask):
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _RandomBlocksOfHead(BlockwiseMask):
-    """The random key blocks of `RandomBlocks` for one kv head.
+    """The mask of one kv head of a `RandomBlocks`, whose random choice `key` determines.
 
     A query block takes the first `count` key blocks of a random permutation. If there is a key
     block of equal index (the diagonal), it takes this block, and `count - 1` of the others.
@@ -334,15 +337,15 @@ class _RandomBlocksOfHead(BlockwiseMask):
     key: int
 
     def counts(self, kv_len: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Returns (number of key blocks, number of key blocks that each query block sees)."""
+        """Returns the number of key blocks, and how many of them each query block sees."""
         blocks = -(-torch.as_tensor(kv_len) // self.block_size)
         count = (self.density * blocks.double() + 0.5).floor().long().clamp(min=1).minimum(blocks)
         return blocks, count
 
     def _row(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns the numbers that determine the random choice of each query block.
+        """Returns four numbers for each query block, from which its random key blocks follow.
 
-        They are: whether it has a diagonal block, how many other blocks it draws, from how many it
+        These are: whether it has a diagonal block, how many other blocks it draws, from how many it
         draws them, and the hash that keys the permutation.
         """
         blocks, count = self.counts(kv_len)
@@ -368,7 +371,7 @@ class _RandomBlocksOfHead(BlockwiseMask):
 
 
 class Owned(NamedTuple):
-    """Wraps a tensor that nobody will write to, so that a mask on a GPU need not copy it."""
+    """Wraps a tensor on a GPU that nobody will write to, so that a mask need not copy it."""
 
     tensor: Tensor
 
@@ -465,7 +468,7 @@ class Dense(TensorMask):
 
 
 def lookup(table: Tensor, row: Tensor, column: Tensor) -> Tensor:
-    """Returns table[row, column] of a bool table [R, C]; False for an index outside it."""
+    """Reads a bool table [R, C] at indices that broadcast; an index outside of it gives False."""
     rows, columns = table.shape
     if not table.numel():
         return (row != row) | (column != column)

@@ -126,10 +126,10 @@ _unreadable = itertools.count()
 
 
 def _state_of(cls: Any, exact: bool = False) -> str:
-    """Returns a digest of the globals and attributes that a class's methods read now.
+    """Hashes the globals and class attributes that the methods of a user's mask read now.
 
-    It is "" while they equal those of the class's first pattern. `exact` compares tensors by
-    content, not by version counter.
+    The result is "" while these equal those of the class's first pattern. `exact` compares tensors
+    by content, not by version counter.
     """
     if (state := cls._reads.now(exact)) is None:
         return f"unreadable{next(_unreadable)}" if exact else "unreadable"
@@ -139,7 +139,7 @@ def _state_of(cls: Any, exact: bool = False) -> str:
 
 
 def _in_state(cls: type[Mask], *values: Any, _state: str = "", **named: Any) -> Mask:
-    """Constructs a pattern that has a state already; `parse` and `at` call it."""
+    """Constructs a pattern whose hash `_state` is known already, as in `parse` and `at`."""
     pattern = object.__new__(cls)
     object.__setattr__(pattern, "_state", _state)
     pattern.__init__(*values, **named)  # type: ignore[misc]
@@ -154,7 +154,7 @@ def _spell(self: Any, tensors: list[Tensor], as_data: bool) -> str:
 
 
 def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a method of a user's pattern class, so that it refuses to run on changed state.
+    """Wraps a method of a user's mask: it raises if globals that it reads have changed since.
 
     Raises ValueError if globals or class attributes that it reads changed since the pattern was
     made. Changes that the method makes itself are accepted.
@@ -176,7 +176,10 @@ def _checked(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_expression(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Wraps a user's `__post_init__` to store the state first and write the expression last."""
+    """Wraps a mask's `__post_init__`: before it, stores `_state_of` the class.
+
+    After it, the text.
+    """
 
     def check(self: Mask) -> None:
         if not torch.compiler.is_compiling() and "_state" not in vars(self):
@@ -189,26 +192,26 @@ def _with_expression(post_init: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 def _fits(shape: torch.Size, target: torch.Size) -> bool:
-    """Whether a tensor of the first shape can expand to the target shape."""
+    """Whether a tensor of shape `shape` can be expanded to the shape `target`."""
     sizes = zip(reversed(shape), reversed(target), strict=False)
     return len(shape) <= len(target) and all(a in (1, b) for a, b in sizes)
 
 
 def _masks_of(pattern: Mask) -> dict[str, Mask]:
-    """Returns the arguments of a custom pattern that are masks, by field name."""
+    """Returns those arguments of a custom pattern that are masks themselves, by field name."""
     values = {field.name: getattr(pattern, field.name) for field in fields(pattern)}  # type: ignore[arg-type]
     return {name: value for name, value in values.items() if isinstance(value, Mask)}
 
 
 def _at(self: Any, batch: int, head: int, frame: Frame) -> Mask:
-    """Implements `Mask.at` for a custom class: applies it to the arguments that are masks."""
+    """Replaces `Mask.at` in a custom mask: applies `at` to the arguments that are masks."""
     changes = {name: mask.at(batch, head, frame) for name, mask in _masks_of(self).items()}
     values = {x.name: changes.get(x.name, getattr(self, x.name)) for x in fields(self)}
     return _in_state(type(self), **values, _state=self._state) if changes else self
 
 
 def _freeze_arguments(pattern: Pattern) -> None:
-    """Replaces the arguments by immutable values that `expression` can write as text."""
+    """Replaces a custom mask's arguments by immutable values that can be written as text."""
     for field in fields(pattern):  # type: ignore[arg-type]
         value = getattr(pattern, field.name)
         label = f"{type(pattern).__name__} {field.name}"
@@ -217,7 +220,10 @@ def _freeze_arguments(pattern: Pattern) -> None:
 
 
 def _frozen(label: str, value: object) -> object:
-    """Returns an immutable copy of one argument; TypeError if `expression` could not write it."""
+    """Returns an immutable copy of an argument.
+
+    TypeError if it is of no type that `parse` reads.
+    """
     match value:
         case None | bool():
             return value
@@ -241,7 +247,9 @@ def _frozen(label: str, value: object) -> object:
 
 
 def _inside_sequence(holds: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wraps `holds`: clamps positions into the sequence, because tiles may extend past its end.
+    """Wraps a user's `holds`, which then gets only positions inside the sequence.
+
+    Tiles may extend past its end, so positions are clamped before the call.
 
     It also checks the dtype and shape of the result, and expands it to all pairs.
     """

@@ -14,7 +14,7 @@ _TO_BE_SURE = 8  # up to so many tokens, lengths such as 0, 0, 1, 1, 2 are not t
 
 @dataclass(frozen=True, eq=False)
 class LengthsFrom:
-    """Document lengths of a `Documents` or `Packed`, kept as the numbers that the user gave.
+    """Document lengths that a `Documents` or `Packed` got as ids, positions or cumulative lengths.
 
     An operator gets the numbers as a tensor, so that a compiled function serves other lengths too.
     """
@@ -46,14 +46,14 @@ class LengthsFrom:
         return len(self.numbers) if self.numbers.dim() == 2 else None
 
     def spelled(self, name: str) -> str:
-        """Returns the constructor call that stands for these lengths in an operator's text.
+        """Returns these lengths as a pattern's text has them, such as lengths_from_ids(t0, 8).
 
         `name` is the name of the tensor that has the numbers, such as "t0".
         """
         return f"lengths_from_{self.form}({name}, {self.most})"
 
     def lengths(self) -> tuple[Any, ...]:
-        """Returns document lengths: a tuple that holds for all batch entries, or one for each."""
+        """Returns document lengths: one tuple of ints for all batch entries, or one per entry."""
         numbers = self.numbers.cpu()
         if self.form == "cu_seqlens":
             return self._differences(numbers)
@@ -64,9 +64,10 @@ class LengthsFrom:
         return tuple(found) if numbers.dim() == 2 else found[0]
 
     def _runs(self, row: int, begins: Tensor) -> tuple[int, ...]:
-        """Returns the document lengths of one row, given where documents begin: bool [N - 1].
+        """Returns the document lengths of a row, from bool [N - 1] of where documents begin.
 
-        `row` is its number for the error; `most` pads the result by empty documents.
+        An item is True if a document begins at the next token. `row` is the row's number for the
+        error; documents of length 0 pad the result to `most`.
         """
         count = self.numbers.shape[-1]
         edges = torch.nonzero(begins)[:, 0] + 1
@@ -97,7 +98,7 @@ class LengthsFrom:
 
 
 def lengths_from(form: str) -> Any:
-    """Returns the constructor that the text of `LengthsFrom.spelled` calls."""
+    """Returns the function that `parse` calls to read the text of `LengthsFrom.spelled`."""
     return lambda numbers, most=None: LengthsFrom.checked(form, numbers, most)
 
 
@@ -106,6 +107,6 @@ FORMS = {f"lengths_from_{form}": lengths_from(form) for form in ("ids", "positio
 
 
 def looks_like_ids(lengths: tuple[int, ...]) -> bool:
-    """Whether more than 8 numbers start at 0 and then stay or rise by 1, as ids of documents do."""
+    """Whether over 8 lengths start at 0 and then stay or rise by 1, as ids of documents do."""
     steps = {b - a for a, b in pairwise(lengths)}
     return len(lengths) > _TO_BE_SURE and lengths[0] == 0 and steps == {0, 1}

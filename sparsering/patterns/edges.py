@@ -1,4 +1,4 @@
-"""Turns the edges of a graph into a list of keys per query, and finds each edge's slot in it."""
+"""Turns edges of a graph into a list of keys for each query, for `SelectedBlocks.from_edges`."""
 
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ _MOST_PADDED = 4  # with more slots than this per edge, a padded table is not wo
 
 
 class ListedEdges(NamedTuple):
-    """The keys of each query in ascending order, padded to a table or one list after the other."""
+    """Keys of each query in ascending order: a padded table, or lists one behind the other."""
 
     keys: Tensor  # int64 [R, k], padded with -1; or [E, 1], divided into lists by `starts`
     slots: Tensor  # int64 [E], index of each edge in the flattened keys
@@ -20,7 +20,7 @@ class ListedEdges(NamedTuple):
 
 
 def listed_edges(index: Any, num_queries: int) -> ListedEdges:
-    """Lists the keys of each query: a padded table, or lists end to end if most would be padding.
+    """Lists the keys of each query, from edges [2, E]; as a table unless it is mostly padding.
 
     Raises ValueError for an index that is no int64 [2, E] of distinct edges (query, key).
     """
@@ -52,7 +52,7 @@ def listed_edges(index: Any, num_queries: int) -> ListedEdges:
 
 
 def _checked(index: Any, num_queries: int) -> tuple[Tensor, Tensor]:
-    """Returns the queries and keys of an index, [E] each; ValueError if it is malformed."""
+    """Returns queries [E] and keys [E] of an edge index [2, E]; ValueError says what is wrong."""
     if not isinstance(index, Tensor) or index.dtype != torch.int64:
         raise ValueError(
             f"from_edges needs an int64 tensor [2, E] of (query, key), got {kind_of(index)}; "

@@ -71,7 +71,10 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Pattern:
 
 
 def parse_owned(text: str, tensors: Sequence[Tensor]) -> Pattern:
-    """Reads a pattern like `parse`; on a GPU it shares the tensors, which nobody may write to."""
+    """Reads a pattern like `parse`.
+
+    It does not copy tensors on a GPU, so nobody may write to them.
+    """
     if tensors and "t0" in text:
         return _parse(text, tuple(tensors), owned=True)
     return _parse_literal(text) if len(text) <= _SHORT else _parse_long(text)
@@ -112,7 +115,7 @@ def _parse(text: str, tensors: tuple[Tensor, ...], owned: bool = False) -> Patte
 
 
 class _Reader:
-    """Builds the pattern that a parsed text describes, node by node, without executing the text."""
+    """Builds a pattern from the syntax tree of its text, node by node; it executes no code."""
 
     def __init__(self, text: str, tensors: tuple[Tensor, ...], owned: bool) -> None:
         self.text, self.tensors, self.owned = text.strip(), tensors, owned
@@ -162,7 +165,7 @@ class _Reader:
 
 
 def _way_out(node: ast.expr) -> str:
-    """Suggests a constructor with a similar name; without one, lists all constructors."""
+    """Suggests a constructor with a name like the wrong one; if there is none, lists them all."""
     names = [name for name in _constructors if name not in _INTERNAL and "__v" not in name]
     name = node.func if isinstance(node, ast.Call) else node
     similar = difflib.get_close_matches(name.id, names, 1) if isinstance(name, ast.Name) else []

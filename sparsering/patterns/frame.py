@@ -48,11 +48,14 @@ class Frame(NamedTuple):
         return p.clamp(self.q_start, last_query), k.clamp(0, last_key)
 
     def of_document(self, q_len: int, kv_len: int) -> "Frame":
-        """Returns the frame of one document, whose last query is at its last key's position."""
+        """Returns the frame of one document.
+
+        Its last query stands at the position of its last key.
+        """
         return self._replace(q_len=q_len, kv_len=kv_len, q_start=kv_len - q_len)
 
     def of_documents(self, q_lengths: Tensor, kv_lengths: Tensor) -> "Frame":
-        """Returns one frame that covers the positions in all documents.
+        """Returns a frame as long as the longest of some documents, lengths [documents].
 
         Only masks that ignore lengths may read it, because documents have different lengths.
         """

@@ -1,4 +1,4 @@
-"""Digests of all that functions read: with an equal digest, a function computes the same mask.
+"""Digests of everything that functions read: while it is equal, a mask_mod gives the same mask.
 
     Reads(function).now()       # None if a part of it cannot be read
 
@@ -32,7 +32,7 @@ _MOST_PARTS = 10_000
 
 
 class Reads:
-    """Watches what functions or classes read, to notice when it changes."""
+    """Computes a digest of what functions or classes read, so that a caller notices changes."""
 
     def __init__(self, *roots: Any) -> None:
         self.roots, self.state = roots, ""
@@ -55,7 +55,7 @@ class Reads:
 
 
 def _state(roots: tuple[Any, ...], quick: bool) -> tuple[str, Any]:
-    """Returns a digest of all that `roots` read, and the objects that were read.
+    """Returns a digest of all that `roots` read, and the objects that it read to find out.
 
     The caller holds these objects, so that no other object gets their addresses, which a quick
     digest contains. It repeats until the code that was read names no further attributes.
@@ -70,7 +70,7 @@ def _state(roots: tuple[Any, ...], quick: bool) -> tuple[str, Any]:
 
 
 class _StateReader:
-    """Reads objects recursively into tuples that `repr` can write; `seen` stops cycles."""
+    """Turns objects into nested tuples whose `repr` is hashed; `seen` stops endless cycles."""
 
     def __init__(self, attributes: list[str], quick: bool) -> None:
         self.attributes, self.quick = attributes, quick
@@ -112,7 +112,7 @@ class _StateReader:
         return self.contents(value)
 
     def contents(self, value: Any) -> Any:
-        """Reads the items of a container, or the attributes of an object."""
+        """Reads the items of a container or, of another object, attributes that read code names."""
         kind, items = type(value), list[Any]()
         if isinstance(value, dict):
             items = [(self.read(x), self.read(y)) for x, y in value.items()]
@@ -134,7 +134,7 @@ class _StateReader:
         return self.read(kind), items
 
     def function(self, value: FunctionType) -> Any:
-        """Reads a function: its code, defaults, closure, and the globals that its code names."""
+        """Reads a function: its code, defaults and closure, and the globals that its code names."""
         cells = [self.read(cell.cell_contents) for cell in value.__closure__ or ()]
         if in_library(value.__module__):
             return value.__module__, value.__qualname__, cells
@@ -149,7 +149,7 @@ class _StateReader:
         return self.read(value.__code__), options, cells, reads
 
     def parts_of_class(self, cls: type) -> Any:
-        """Reads the attributes that code names, and methods that Python calls by itself."""
+        """Reads a class: attributes that read code names, and methods such as `__call__`."""
         return [
             (name, self.read(part))
             for base in cls.__mro__
@@ -160,7 +160,7 @@ class _StateReader:
 
 
 def in_library(module: str | None) -> bool:
-    """Whether a module is of torch, NumPy, Python's library or this package."""
+    """Whether a module belongs to torch, NumPy, Python's library or this package."""
     return (module or "").partition(".")[0] in _LIBRARIES
 
 

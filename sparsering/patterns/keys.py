@@ -105,7 +105,7 @@ KeyMasks = tuple[KeyMask | KeyPadding, ...]
 
 
 def without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
-    """Splits off key masks that all branches share: (pattern without them, key masks).
+    """Splits key masks off that every branch has, and returns (the rest of the pattern, key masks).
 
     Returns (pattern, ()) if branches have different key masks. Never waits for a GPU.
     """
@@ -120,7 +120,7 @@ def without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
 
 
 def _without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
-    """Computes what `without_key_masks` returns and caches."""
+    """Computes the result of `without_key_masks`, which caches it in the pattern."""
     rests: list[Mask] = []
     common: KeyMasks = ()
     for branch in pattern.branches:
@@ -135,13 +135,16 @@ def _without_key_masks(pattern: Pattern) -> tuple[Pattern, KeyMasks]:
 
 
 def _same_masks(some: KeyMasks, others: KeyMasks) -> bool:
-    """Whether two sets of key masks are equal, in any order."""
+    """Whether two tuples of key masks hold equal masks, in any order."""
     pairs = (some, others), (others, some)
     return all(any(_same(a, b) for b in right) for left, right in pairs for a in left)
 
 
 def _same(a: KeyMask | KeyPadding, b: KeyMask | KeyPadding) -> bool:
-    """Whether two masks are equal; False if a comparison would need to wait for a GPU."""
+    """Whether two key masks are equal.
+
+    On a GPU only if identical, since comparing would wait for it.
+    """
     if isinstance(a, KeyMask) and isinstance(b, KeyMask):
         if a.valid is b.valid or torch.compiler.is_compiling() or a.valid.device.type != "cpu":
             return a.valid is b.valid
@@ -152,12 +155,12 @@ def _same(a: KeyMask | KeyPadding, b: KeyMask | KeyPadding) -> bool:
 
 
 def key_mask(masks: KeyMasks, kv_len: int, device: torch.device) -> Tensor:
-    """Combines key masks by "and" to bool [B or 1, kv_len] on a device; their lengths must fit."""
+    """Returns bool [B or 1, kv_len] on `device`: True where no key mask hides the key."""
     return reduce(torch.logical_and, [_valid_keys(mask, kv_len, device) for mask in masks])
 
 
 def _valid_keys(mask: KeyMask | KeyPadding, kv_len: int, device: torch.device) -> Tensor:
-    """Returns one key mask as bool [B or 1, kv_len] on a device."""
+    """Returns bool [B or 1, kv_len] on `device`: True where one key mask does not hide the key."""
     if isinstance(mask, KeyMask):
         valid = mask.valid if mask.valid.dim() == 2 else mask.valid[None]
         return valid if valid.device == device else moved(valid, device)

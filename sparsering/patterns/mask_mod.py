@@ -89,7 +89,7 @@ def from_mask_mod(mask_mod: MaskModFunction, *, batch_size: int | None = None) -
 
 
 def _check_function(mask_mod: MaskModFunction) -> None:
-    """Calls the function once on zeros, and raises ValueError if the result is no single bool.
+    """Calls a mask_mod once on zeros; raises ValueError if it does not return a single bool.
 
     It also tries the call under `torch.vmap`, by which masks are evaluated.
     """
@@ -136,7 +136,7 @@ class MaskMod(Mask):
         object.__setattr__(self, "_named", named)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copies and pickles by the function, since the name is valid in this process alone."""
+        """Copies and pickles the function itself, because other processes do not know its name."""
         return _of_function, (self._named.function, *self._values())  # type: ignore[attr-defined]
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
@@ -159,9 +159,9 @@ class MaskMod(Mask):
         return frame.num_kv_heads if in_groups else frame.num_heads
 
     def _alike(self, frame: Frame) -> tuple[int, ...]:
-        """Returns, for each query head, the first head that is known to have the same mask.
+        """Returns for each query head the first head with, as far as known, the same mask.
 
-        `at` and `num_tables` use it, so that heads with equal masks share a table.
+        `at` and `num_tables` call it, so that heads with equal masks share a table.
         """
         named: _NamedFunction = self._named  # type: ignore[attr-defined]
         if (found := named.alike.get(frame.num_heads)) is None:
@@ -199,9 +199,9 @@ class MaskMod(Mask):
 def _over_pairs(
     function: MaskModFunction, at: tuple[Tensor, Tensor], row: Tensor, column: Tensor
 ) -> Tensor:
-    """Evaluates a mask_mod on row and column indices that broadcast: bool, of their common shape.
+    """Evaluates a mask_mod on indices of queries and keys; returns bool, of their broadcast shape.
 
-    `at` is the batch entry and the head. Indices stay as small as they are: vmap maps each dim.
+    `at` is the batch entry and the head, [] each. Indices are not expanded: vmap maps each dim.
     """
     dims = max(row.dim(), column.dim())
     row, column = (x[(None,) * (dims - x.dim())] for x in (row, column))
@@ -215,14 +215,17 @@ def _over_pairs(
 
 
 def _of_function(function: MaskModFunction, name: str, *arguments: Any) -> MaskMod:
-    """Unpickles a `MaskMod`; registers its function if this process does not know its name."""
+    """Unpickles a `MaskMod`, and registers its function if this process does not know it yet."""
     named = _by_name.get(name)
     known = named is not None and named.function is function
     return MaskMod(name if known else _registered(function).name, *arguments)
 
 
 class _NamedFunction:
-    """A registered mask_mod and its name; it lives while a pattern or `_recent` refers to it."""
+    """A mask_mod with the name that stands for it in texts.
+
+    Patterns and `_recent` keep it alive.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -242,7 +245,7 @@ class _NamedFunction:
             )
 
     def accept(self) -> None:
-        """Stores the new digest after a call that changed what it reads, as a call counter does."""
+        """Takes what the function reads now as unchanged, after a call that itself changed it."""
         self.state = self.reads.now()
 
 
@@ -252,9 +255,9 @@ _counts: Counter[str] = Counter()  # functions that had no digest so far, by `__
 
 
 def _registered(function: MaskModFunction) -> _NamedFunction:
-    """Registers a function; its name is its `__qualname__` and a digest of what it reads.
+    """Gives a mask_mod a name: its `__qualname__` and a digest of what it reads, or a number.
 
-    A function that cannot be digested gets a running number instead.
+    The number is for a function whose values cannot all be read; such functions are counted.
     """
     reads = Reads(function)
     stem, state = getattr(function, "__qualname__", type(function).__name__), reads.now(exact=True)
@@ -267,7 +270,7 @@ def _registered(function: MaskModFunction) -> _NamedFunction:
 
 
 def _use(named: _NamedFunction) -> None:
-    """Marks a function as used now; the last `_MOST_FUNCTIONS` used functions stay alive."""
+    """Notes that a function is used now: the `_MOST_FUNCTIONS` used last stay alive."""
     _recent[named.name] = named
     _recent.move_to_end(named.name)
     while len(_recent) > _MOST_FUNCTIONS:
@@ -275,7 +278,7 @@ def _use(named: _NamedFunction) -> None:
 
 
 def _cannot_be_mapped(mask_mod: MaskModFunction, argument: int) -> bool:
-    """True if `torch.vmap` over one argument fails with an output that does not have its dim.
+    """Whether a mask_mod's result may depend on one of its arguments, as torch.vmap over it shows.
 
     The mask may then depend on this argument. It is asked where the function cannot be traced.
     """
@@ -296,7 +299,7 @@ _LIKE_AN_ARGUMENT = {
 
 
 def _dependence(mask_mod: MaskModFunction) -> tuple[bool, bool]:
-    """Returns whether a mask_mod depends on (the batch entry, the head), which its trace shows."""
+    """Returns whether a mask_mod depends on (the batch entry, the head), by its traced graph."""
     indices = [torch.zeros(2, dtype=torch.int64) for _ in range(4)]
     if (traced := _traced(mask_mod, indices)) is None:
         return _cannot_be_mapped(mask_mod, 0), _cannot_be_mapped(mask_mod, 1)
@@ -305,7 +308,7 @@ def _dependence(mask_mod: MaskModFunction) -> tuple[bool, bool]:
 
 
 class _Traced(NamedTuple):
-    """The traced graph of a mask_mod under vmap."""
+    """The graph of a mask_mod, from make_fx, and the arguments on which each node depends."""
 
     module: Any
     result: Any  # the node of the output
@@ -313,7 +316,7 @@ class _Traced(NamedTuple):
 
 
 def _traced(mask_mod: MaskModFunction, indices: list[Tensor]) -> _Traced | None:
-    """Traces a mask_mod with four tensors; None if it branches on values of its arguments."""
+    """Traces a mask_mod with four index tensors; None if it branches on their values or raises."""
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
     try:
@@ -334,7 +337,7 @@ def _traced(mask_mod: MaskModFunction, indices: list[Tensor]) -> _Traced | None:
 
 
 def _heads_alike(mask_mod: MaskModFunction, num_heads: int) -> tuple[int, ...]:
-    """Returns, for each head, the first head whose mask is known to be equal.
+    """Returns for each head the first head whose mask is known to be equal, [num_heads] numbers.
 
     A function may first compute something from the head alone, such as to look up a flag per head.
     If the rest of the graph uses the head only through these values, heads with equal values have

@@ -103,7 +103,7 @@ def pack_tree(sequences: Sequence[Tensor]) -> PackedTree:
 
 
 def _agreement(longest: Tensor, other: Tensor, depth: int, end: int) -> int:
-    """Returns the first place from `depth` on where two sequences differ.
+    """Returns the first place from `depth` to `end` at which two sequences [n] differ.
 
     It is `end` if they agree up to there, or if `other` ends before.
     """
@@ -113,7 +113,7 @@ def _agreement(longest: Tensor, other: Tensor, depth: int, end: int) -> int:
 
 
 def _by_next_token(rows: list[Tensor], group: Sequence[int], depth: int) -> list[list[int]]:
-    """Groups sequences by their token at `depth`; groups are in order of first appearance."""
+    """Divides a group of sequences by their token at `depth`, in order of first appearance."""
     groups: dict[int, list[int]] = {}
     for i in group:
         groups.setdefault(int(rows[i][depth]), []).append(i)
@@ -121,7 +121,7 @@ def _by_next_token(rows: list[Tensor], group: Sequence[int], depth: int) -> list
 
 
 def _checked(sequences: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the sequences as int64 tensors on the CPU; ValueError says which one is wrong."""
+    """Returns the sequences as int64 tensors [n] on the CPU; ValueError says which one is wrong."""
     given: object = sequences
     if not isinstance(given, list | tuple) or not given:
         raise ValueError(

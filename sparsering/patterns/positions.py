@@ -247,7 +247,7 @@ An int64 tensor, [n] or [B, n], is kept only while a compiler traces; else it be
 
 @class_with_hints
 class _InDocuments(Mask):
-    """Base of masks whose first field is the lengths of documents, nodes or blocks."""
+    """Base class of masks whose first field holds lengths of documents, tree nodes or blocks."""
 
     lengths: Lengths
     _unit = "document"  # the word for one of them in errors
@@ -267,7 +267,10 @@ class _InDocuments(Mask):
         return min(map(sum, self.entries))
 
     def ends(self) -> Tensor:
-        """Exclusive end of each document, [documents]; `lengths` must be one tuple of ints."""
+        """Position after the last token of each document, [documents].
+
+        `lengths` must be one tuple.
+        """
         return torch.tensor(self.lengths, dtype=torch.int64).cumsum(0)
 
     def _validate(self) -> None:
@@ -508,7 +511,7 @@ class Packed(_InDocuments):
 
 
 def _of(cls: Any, lengths: LengthsFrom, *pattern: Pattern) -> Any:
-    """Calls `cls(lengths, *pattern)` without a complaint of type checkers.
+    """Calls `cls(lengths, *pattern)` with lengths that its type hints do not name.
 
     The type hints of `cls` are for users and do not name `LengthsFrom`.
     """
@@ -521,7 +524,7 @@ def intersection(masks: Sequence[Mask]) -> Mask:
 
 
 def entries_of(lengths: Lengths) -> tuple[tuple[int, ...], ...]:
-    """Returns document lengths per batch entry; a tuple of one if all entries share them."""
+    """Returns document lengths, a tuple for each batch entry; only one if all entries share it."""
     return lengths if per_entry(lengths) else (lengths,)  # type: ignore[return-value]
 
 
@@ -537,7 +540,7 @@ def check_inner(name: str, pattern: object) -> None:
 def holds_in_documents(
     pattern: Mask, p: Tensor, k: Tensor, q_lengths: Tensor, kv_lengths: Tensor, frame: Frame
 ) -> Tensor:
-    """Whether each pair is in one document and `pattern` holds there.
+    """Returns bool, True where p and k lie in one document and `pattern` holds there.
 
     `Packed` and `Varlen` call it with positions p and k in the whole sequence, which broadcast, and
     lengths [documents]. Inside a document, positions restart and the last query is at the last key.

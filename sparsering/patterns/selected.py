@@ -161,11 +161,11 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return self.indices.shape[-1]
 
     def of_rows(self, rows: Tensor) -> Tensor:
-        """Returns the lists of rows [n]: [..., n, k], on the device of the indices."""
+        """Returns the lists of some rows [n], as [..., n, k] on the device of the indices."""
         return self.indices[..., rows.to(self.indices.device), :]
 
     def without_rows(self) -> "SelectedBlocks":
-        """Returns the mask with an empty table, as a key for results that ignore the lists."""
+        """Returns the mask without lists, a cache key for results that do not depend on them."""
         return replace(self, indices=self.indices[..., :0, :], first_row=0)
 
     def num_batches(self) -> int | None:
@@ -177,7 +177,9 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return _ListedBlocks(listed.unique_consecutive(), blocks, *rows)
 
     def slot_of_pairs(self, p: Tensor, k: Tensor, batch: int, head: int, frame: Frame) -> Tensor:
-        """Returns the first slot of a head's table that lists each pair's key block, or -1.
+        """Returns for each pair the first slot of one head that lists its key block.
+
+        -1 if none does.
 
         A slot is an index into the flattened [R, k]; p and k are positions that broadcast. Layouts
         use it to place a bias per slot, and the dense reference does too.
@@ -190,10 +192,11 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return torch.where((listed[place] == row * blocks + block) & (p >= 0), slot[place], -1)
 
     def inflation(self, queries: int, kv_len: int) -> Tensor:
-        """Returns the ratio (distinct blocks of a tile) / (distinct blocks of one row) per head.
+        """Returns by how much a tile's rows together list more distinct blocks than one row does.
 
-        A tile has `queries` queries; both counts are means over tiles. The ratio, [H] or [1] by the
-        heads of `indices`, is 1 if all rows of each tile list the same blocks. It sorts `indices`.
+        A tile has `queries` queries. The result is the ratio (distinct blocks of a tile) / (of one
+        row), where both counts are means over tiles: 1 if all rows of a tile list the same blocks.
+        It is [H], or [1] if heads share `indices`. It is costly, because it sorts `indices`.
         """
         blocks, rows = -(-kv_len // self.block_size), max(1, queries // self.row_size)
         chosen = self.indices.view((1,) * (4 - self.indices.dim()) + self.indices.shape)
@@ -205,7 +208,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return in_union.sum((0, 2)) / mean_of_rows.sum((0, 2)).clamp(min=1e-9)
 
     def _listed(self, batch: int, head: int, frame: Frame) -> tuple[Tensor, Tensor, int]:
-        """Lists the (row, key block) pairs of one head, sorted by row, then block.
+        """Returns the listed (row, key block) pairs of one head, sorted by row and then by block.
 
         Returns: for each pair row * blocks + block and its slot in the flattened [R, k]; and
         `blocks`, the number of key blocks.
@@ -219,7 +222,10 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return listed, slot[order], blocks
 
     def _row_of(self, slot: Tensor) -> Tensor:
-        """Returns the row of each slot, an index into one head's flattened [R, k]."""
+        """Returns the row to which each slot belongs.
+
+        A slot is an index into one head's flat [R, k].
+        """
         return slot // max(1, self.indices.shape[-1])
 
     def check(self, frame: Frame) -> None:
@@ -249,7 +255,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
             )
 
     def listed_outside(self, frame: Frame) -> str:
-        """Describes slots of a frame's queries that hold no key block and no -1; "" if none.
+        """Describes, for an error, listed numbers that are neither a key block nor -1; "" if none.
 
         It reads the numbers, so the host waits for a GPU.
         """
@@ -262,7 +268,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
         return _first_of(rows, (rows < -1) | (rows >= blocks), first)
 
     def numbers(self, frame: Frame) -> str:
-        """Says, for an error, which block numbers are valid in a frame."""
+        """Returns text for an error: which block numbers are valid in a frame."""
         blocks = -(-frame.kv_len // self.block_size)
         of = "" if self.block_size == 1 else f"the {blocks} blocks of {self.block_size} in "
         return f"0 to {blocks - 1}, of {of}{frame.kv_len} keys"
@@ -271,7 +277,7 @@ class SelectedBlocks(TensorMask, BlockwiseMask):
 @class_with_hints
 @dataclass(frozen=True, repr=False, eq=False)
 class EdgeLists(SelectedBlocks):
-    """Lists of different lengths, one behind the other: those of a graph with hubs.
+    """Lists of different lengths, stored one behind the other, for a graph with hubs.
 
     A query in row r sees the keys `indices[starts[r] : starts[r + 1], 0]`. `from_edges` makes it.
 
@@ -309,7 +315,7 @@ class EdgeLists(SelectedBlocks):
         return torch.where(slot < 0, -1, self.indices[slot.clamp(min=0), 0])
 
     def slots_of(self, rows: Tensor) -> Tensor:
-        """Returns the slots of rows [..., n], padded with -1: [..., n, most slots of a row]."""
+        """Returns the slots of rows [..., n] as [..., n, most], padded with -1 at the end."""
         count = self.counts_of(rows)
         most = int(count.max()) if count.numel() else 0
         number = torch.arange(most, device=count.device)
@@ -317,7 +323,7 @@ class EdgeLists(SelectedBlocks):
         return torch.where(number < count[..., None], first[..., None] + number, -1)
 
     def counts_of(self, rows: Tensor) -> Tensor:
-        """Returns the number of slots of some rows, on the device of the indices."""
+        """Returns how many slots each of some rows has, on the device of the indices."""
         rows = rows.to(self.begin.device)
         return self.begin[rows + 1] - self.begin[rows]
 
@@ -355,7 +361,7 @@ class EdgeLists(SelectedBlocks):
 
 
 def _has_numbers(x: Tensor) -> bool:
-    """Whether the host can read a tensor's numbers now without waiting.
+    """Whether a tensor's numbers can be read now without waiting for a GPU or asking a tracer.
 
     True on a CPU, if no tracer and no functorch transform wraps the tensor.
     """
@@ -364,7 +370,7 @@ def _has_numbers(x: Tensor) -> bool:
 
 
 def _first_of(table: Tensor, wrong: Tensor, first_row: int = 0) -> str:
-    """Describes the first number of a table [..., R, k] that `wrong` marks, and counts the others.
+    """Describes, for an error, the first number of a table [..., R, k] that `wrong` marks.
 
     Rows of the table are numbered from `first_row`.
     """
@@ -378,7 +384,7 @@ def _first_of(table: Tensor, wrong: Tensor, first_row: int = 0) -> str:
 
 @dataclass(frozen=True, repr=False, eq=False)
 class _ListedBlocks(TensorMask, BlockwiseMask):
-    """The selection of one head of one batch entry, which `SelectedBlocks.at` returns.
+    """The mask of one head of a `SelectedBlocks`, as its method `at` returns it.
 
     `listed` has row * blocks + block of each listed pair, ascending without repeats.
     """
@@ -416,7 +422,7 @@ def selections_of(pattern: Pattern) -> list[SelectedBlocks]:
 
 
 def has_lists(pattern: Pattern) -> bool:
-    """True if a selection in a pattern has blocks below 16 tokens, which kernels read key by key.
+    """Whether a selection in a pattern has blocks below 16 tokens, which kernels read key by key.
 
     Selections inside documents and trees count too.
     """

@@ -6,7 +6,7 @@ from .positions import Causal, Full, SlidingWindow
 
 
 def is_shift_invariant(pattern: Pattern) -> bool:
-    """True if a pattern does not change when all positions move by the same amount.
+    """Whether a pattern stays as it is when all positions move by the same amount.
 
     It returns False for classes that it does not know, even if they would qualify.
     """

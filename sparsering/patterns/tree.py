@@ -99,18 +99,21 @@ class Nodes(NamedTuple):
         )
 
     def of_token(self, token: Tensor) -> Tensor:
-        """Returns the node of each token; the first or last node for tokens outside the tree."""
+        """Returns the node that each token lies in.
+
+        For one outside the tree, the first or last node.
+        """
         node = torch.searchsorted(self.start, token, right=True) - 1
         return node.clamp(0, max(0, len(self.depth) - 1))
 
     def depth_of(self, token: Tensor) -> Tensor:
-        """Returns the number of tokens before each token on its path from the root."""
+        """Returns each token's depth: the number of tokens before it on its path from the root."""
         if not len(self.depth):
             return token
         return token + (self.depth - self.start[:-1])[self.of_token(token)]
 
     def nearest(self, node: Tensor, most: Tensor) -> Tensor:
-        """Returns the nearest of each node [n] and its ancestors with index <= `most` [n].
+        """Returns for each node [n] the first, from it up to the root, with index <= `most` [n].
 
         The result is -1 if there is none. Layouts call it to skip nodes after the last visible one.
         """
@@ -124,7 +127,7 @@ class Nodes(NamedTuple):
         return node
 
     def sees(self, query: Tensor, key: Tensor) -> Tensor:
-        """Whether node `key` is node `query` or one of its ancestors."""
+        """Whether the node `key` is the node `query` itself or one of its ancestors."""
         enter = self.enter[query]
         return (self.enter[key] <= enter) & (enter < self.leave[key])
 
@@ -211,7 +214,10 @@ class Tree(_InDocuments):
 
     @once
     def nodes(self) -> Nodes:
-        """The nodes with tokens; `lengths` must be one tuple of ints."""
+        """The nodes that have tokens.
+
+        Only if `lengths` is one tuple of ints, shared by batch entries.
+        """
         nodes = Nodes.of(self.lengths, self.parents, _is_causal(self.pattern))  # type: ignore[arg-type]
         if self.length is not None and nodes.longest > self.length:
             least = f"of at least {nodes.longest}, for its longest path"
@@ -220,7 +226,10 @@ class Tree(_InDocuments):
 
     @once
     def nodes_of_entries(self) -> tuple[Nodes, ...]:
-        """The nodes of each batch entry; a tuple of one if all entries share a tree."""
+        """The nodes of each batch entry's tree.
+
+        A tuple of one if all batch entries share a tree.
+        """
         if not per_entry(self.lengths):
             return (self.nodes,)
         causal = _is_causal(self.pattern)
@@ -228,7 +237,7 @@ class Tree(_InDocuments):
         return tuple(Nodes.of(lengths, parents, causal) for lengths, parents in of_entries)
 
     def depths_of(self, token: Tensor) -> Tensor:
-        """Returns the depths of tokens in each batch entry: [B or 1, *token.shape]."""
+        """Returns the depths of tokens in each batch entry's tree: [B or 1, *token.shape]."""
         return torch.stack([nodes.depth_of(token) for nodes in self.nodes_of_entries])
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
@@ -260,7 +269,7 @@ class Tree(_InDocuments):
 
 
 def common_tree(pattern: Pattern) -> Tree | None:
-    """Returns the tree that all branches of a pattern share; None if there is none or they differ.
+    """Returns the one tree that all branches of a pattern share; None if there is none.
 
     Its lengths and parents may be nested, one tree for each batch entry.
     """
@@ -276,7 +285,10 @@ def common_tree(pattern: Pattern) -> Tree | None:
 
 
 def check_distances(pattern: Pattern) -> None:
-    """Raises ValueError if a pattern has trees but no `common_tree`; a traced call checks later."""
+    """Raises ValueError if no single tree gives a pattern's distances.
+
+    A traced call checks later.
+    """
     if torch.compiler.is_compiling():
         return
     if common_tree(pattern) is None and has_tree(pattern):
@@ -287,7 +299,7 @@ def check_distances(pattern: Pattern) -> None:
 
 
 def distance_positions(pattern: Pattern, frame: Frame) -> tuple[Tensor, Tensor]:
-    """Returns the positions that distances are computed from; in a tree they are depths.
+    """Returns positions whose differences are the distances of a bias; in a tree, these are depths.
 
     Returns: positions of queries [B or 1, Nq] and of keys [B or 1, Nk].
     """
@@ -303,7 +315,7 @@ def has_tree(pattern: Pattern) -> bool:
 
 
 def _trees(mask: Mask) -> Iterator[Tree | None]:
-    """Yields each tree in a mask; yields None for a tree inside documents, whose depths restart."""
+    """Yields the trees in a mask; None for one inside documents, because depths restart there."""
     if isinstance(mask, Tree):
         yield mask
         return
@@ -314,7 +326,7 @@ def _trees(mask: Mask) -> Iterator[Tree | None]:
 
 
 def _is_causal(mask: Mask) -> bool:
-    """Whether the classes in a mask already show that no query sees a later key."""
+    """Whether a mask hides all later keys, as far as its classes show; other masks give False."""
     match mask:
         case And(masks) | Or(masks):
             return (any if isinstance(mask, And) else all)(map(_is_causal, masks))

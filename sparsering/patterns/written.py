@@ -1,4 +1,4 @@
-"""Values that can be written as text and tensors; by these, patterns are compared and hashed."""
+"""Writes values as text and tensors, by which patterns are compared, hashed and pickled."""
 
 import ast
 import re
@@ -53,7 +53,9 @@ class WrittenValue:
         return ()
 
     def _spell(self, tensors: list[Tensor], as_data: bool) -> str:
-        """Returns the text of the pattern, and appends its tensors to `tensors`.
+        """Returns the pattern's text, in which t0, t1, ... stand for tensors.
+
+        Appends these to `tensors`.
 
         With `as_data`, lengths that the user gave as a tensor are written as a tensor, not as
         numbers.
@@ -73,21 +75,27 @@ class WrittenValue:
         return f"{self._name or type(self).__name__}({', '.join(values)})"
 
     def _values(self, as_data: bool = False) -> Iterator[Any]:
-        """Yields the fields in order; with `as_data`, lengths in the form that the user gave."""
+        """Yields the values of all fields in order.
+
+        With `as_data`, lengths as the user gave them.
+        """
         # the fields in order; dataclasses.fields is slower
         names = self.__match_args__  # type: ignore[attr-defined]
         own = map(getattr, [self] * len(names), names)
         return map(self._given_or_own, names) if as_data else own
 
     def _given_or_own(self, name: str) -> Any:
-        """Returns what the user gave for a field if it is kept, else the field itself."""
+        """Returns a field as the user gave it, such as lengths in a tensor, if kept.
+
+        Else its value.
+        """
         return self._given[name] if name in self._given else getattr(self, name)
 
     @property
     def operands(self) -> tuple[str, tuple[Tensor, ...]]:
-        """Text and tensors of the pattern as an operator takes them.
+        """Text and tensors of the pattern, in the form that the attention operator takes.
 
-        In a traced call they have lengths as tensors, so that its graph serves other lengths too.
+        In a traced call, lengths are among the tensors, so that the graph serves other lengths too.
         In an exported call there is at least one tensor, if need be one that the text does not
         name: a package of AOTInductor hands an operator None in place of an empty list.
         """
@@ -100,7 +108,10 @@ class WrittenValue:
 
     @property
     def normal_text(self) -> str:
-        """The text that equal patterns share, for keys in files; `repr` has the user's spelling."""
+        """The text that all equal patterns share, for keys in files.
+
+        `repr` has the user's spelling.
+        """
         return _VERSION.sub("", self.expression)
 
     def __repr__(self) -> str:
@@ -108,7 +119,7 @@ class WrittenValue:
         return self.normal_text if self.tensors else _VERSION.sub("", self._shown())
 
     def _shown(self) -> str:
-        """Returns the user's spelling if it is known, else a text from the fields."""
+        """Returns the text for `repr`: as the user wrote the pattern, if known, or from fields."""
         match self._written:
             case str(text):
                 return text
@@ -155,7 +166,7 @@ class WrittenValue:
 
 
 def _side(side: WrittenValue, symbol: str, *, right: bool = False) -> str:
-    """Returns the text of one side of an operator, in parentheses if they are needed."""
+    """Returns the text of one side of an operator, in parentheses where they are needed."""
     text = side._shown()
     top = ast.parse(text, mode="eval").body
     in_parentheses = top.col_offset > 0
@@ -166,6 +177,6 @@ def _side(side: WrittenValue, symbol: str, *, right: bool = False) -> str:
 
 
 def part_text(part: WrittenValue, tensors: list[Tensor], as_data: bool) -> str:
-    """Returns the text of a part, and appends its tensors to `tensors`, numbered on from there."""
+    """Returns the text of a part of a pattern, and appends the part's tensors to `tensors`."""
     has_tensors = part.tensors or (as_data and part._data)
     return part._spell(tensors, as_data) if has_tensors else part.expression
