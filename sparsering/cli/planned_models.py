@@ -48,7 +48,7 @@ def planned_model(arguments: argparse.Namespace) -> "ModelOutline":
 
 
 def _longnet(arguments: argparse.Namespace) -> "ModelOutline":
-    """Describes this library's encoder or language model of given sizes, for `plan` to cost it."""
+    """Outlines this library's encoder or language model, with the sizes in the arguments."""
     import torch
 
     from ..models.encoder import LongNetEncoder

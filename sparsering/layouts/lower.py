@@ -24,6 +24,8 @@ from .neighbourhoods import InNeighbourhood
 from .paths import OnPath
 from .tiles import Axis
 
+_MOST_GRID_DIMS = 6  # of grids that the compiled kernel knows: `kMostGridDims` of lower/grid.h
+
 
 def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
     """Returns the condition of a mask that `Mask.at` has resolved to one head.
@@ -187,6 +189,11 @@ def _encode(rule: Condition, numbers: list[int], tensors: list[Tensor]) -> bool:
         case InBlocks(blocks.Blocks(active, n), _, _) if len(listed := active.flatten().nonzero()):
             numbers += (13, n, n, active.shape[1])
             tensors.append(listed[:, 0])
+        case InNeighbourhood(mask) if len(mask.shape) <= _MOST_GRID_DIMS:
+            tile = mask.shape if mask.tile is None else mask.grid.sizes
+            numbers += (14, len(tile))
+            for dim, size in zip(mask.dims, tile, strict=True):
+                numbers += (*map(int, dim), size)
         case _:
             return False
     return all(_encode(part, numbers, tensors) for part in parts)

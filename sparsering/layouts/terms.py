@@ -1,12 +1,17 @@
 """Splits a mask into terms, which each fit one grid of tiles; groups heads with equal masks."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
+import torch
+
 from ..patterns import positions
 from ..patterns.algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, joined_masks
 from ..patterns.blocks import CausalBlocks
+from ..patterns.grid import GridTiles
+from ..patterns.neighbourhood import Neighbourhood
 from ..patterns.per_head import NO_PAIRS, PerHead
 from ..patterns.positions import Dilated, Documents, GlobalTokens, Packed, SlidingWindow
 from ..patterns.selected import selections_of
@@ -63,6 +68,8 @@ def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
             return [(_dilated_grid(mask, block_size), mask)]
         case SlidingWindow(_, _, dilation) if dilation > 1:
             return [(Grid(dilation, dilation * block_size, residues=dilation), mask)]
+        case Neighbourhood():
+            return [(_in_tiles_of_grid(mask, block_size), mask)]
         case Packed(_, inner) if (documents := mask.common_lengths) is not None:
             of_inner = _split(inner, block_size)
             return [
@@ -104,7 +111,8 @@ def _has_grid(mask: Mask) -> bool:
     if isinstance(mask, PerHead):
         return any(_has_grid(part) for x in mask.patterns for part in joined_masks(x))
     dilated = isinstance(mask, SlidingWindow) and mask.dilation > 1
-    return dilated or isinstance(mask, Dilated | Packed | Tree)
+    in_tiles = isinstance(mask, Neighbourhood) and mask.tile is not None
+    return dilated or in_tiles or isinstance(mask, Dilated | Packed | Tree)
 
 
 def _unite(found: list[tuple[Grid, Mask]]) -> list[tuple[Grid, Mask]]:
@@ -124,6 +132,39 @@ def _dilated_grid(mask: Dilated, block_size: int) -> Grid:
     if rate == 1 and length % block_size == 0:
         return Grid(1, block_size)
     return Grid(rate, length, anchor=mask if rate > 1 else None)
+
+
+def _in_tiles_of_grid(mask: Neighbourhood, block_size: int) -> Grid:
+    """Returns the grid of a `Neighbourhood` in the order of tiles.
+
+    No tile of the layout spans two tiles of the grid, unless these are so small that several whole
+    ones fit into it: it would see the windows of both.
+    """
+    plain, order = Grid(1, block_size), mask.grid
+    volume = math.prod(order.sizes)
+    if mask.tile is None:
+        return plain
+    cut = any(n % size for n, size in zip(order.shape, order.sizes, strict=True))
+    if not cut and volume % block_size * (block_size % volume) == 0:
+        return plain
+    return replace(plain, documents=_volumes(order, block_size))
+
+
+@lru_cache(64)
+def _volumes(order: GridTiles, most: int) -> tuple[int, ...]:
+    """Returns the tokens of each tile of a grid; small neighbours are joined, up to `most`."""
+    volumes = torch.ones((), dtype=torch.int64)
+    for n, size, count in zip(order.shape, order.sizes, order.counts, strict=True):
+        heights = torch.full((count,), size)
+        heights[-1] = n - (count - 1) * size
+        volumes = (volumes[..., None] * heights).flatten()
+    joined: list[int] = []
+    for volume in volumes.tolist():
+        if joined and joined[-1] + volume <= most:
+            joined[-1] += volume
+        else:
+            joined.append(volume)
+    return tuple(joined)
 
 
 def _in_documents(grid: Grid, lengths: tuple[int, ...]) -> Grid:

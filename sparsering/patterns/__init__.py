@@ -22,6 +22,7 @@ from .blocks import (
 )
 from .custom import register_pattern
 from .expression import parse
+from .grid import GridTiles
 from .keys import KeyMask, KeyPadding
 from .mask_mod import from_mask_mod
 from .neighbourhood import Neighbourhood
@@ -44,7 +45,8 @@ from .tree import Tree
 
 __all__ = [
     "BlockCausal", "BlockDiffusion", "BlockDilated", "BlockWindow", "Blocks", "Causal",
-    "ChunkedCausal", "Dense", "Dilated", "Documents", "Full", "GlobalTokens", "Hierarchical",
+    "ChunkedCausal", "Dense", "Dilated", "Documents", "Full", "GlobalTokens", "GridTiles",
+    "Hierarchical",
     "KeyMask", "KeyPadding", "LongNet", "Mask", "Mixture", "Neighbourhood", "Packed", "PackedTree",
     "Pattern", "PerHead", "PooledCausal", "RandomBlocks", "SelectedBlocks", "SlidingWindow", "Tree",
     "from_mask_mod", "pack_tree", "parse", "register_pattern",

@@ -3,6 +3,7 @@
 import ast
 import re
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -72,10 +73,17 @@ class WrittenValue:
                 values.append(part_text(value, tensors, as_data))
             else:
                 values.append(repr(value))
+        values += [f"{name}={value!r}" for name, value in self._keywords().items()]
         return f"{self._name or type(self).__name__}({', '.join(values)})"
 
+    def _keywords(self) -> dict[str, Any]:
+        """Returns the fields that are written by keyword alone, without those at their default."""
+        fields = self.__dataclass_fields__.values()  # type: ignore[attr-defined]
+        own = {x.name: getattr(self, x.name) for x in fields if x.kw_only is True}
+        return {name: x for name, x in own.items() if x != self.__dataclass_fields__[name].default}  # type: ignore[attr-defined]
+
     def _values(self, as_data: bool = False) -> Iterator[Any]:
-        """Yields the values of all fields in order.
+        """Yields the values of the fields that may be given by position, in order.
 
         With `as_data`, lengths as the user gave them.
         """
@@ -139,6 +147,7 @@ class WrittenValue:
                 continue
             text = value._shown() if isinstance(value, WrittenValue) else repr(value)
             values.append(f"{name}={text}" if skipped else text)
+        values += [f"{name}={value!r}" for name, value in self._keywords().items()]
         return f"{self._name or type(self).__name__}({', '.join(values)})"
 
     def write_as(self, written: "str | tuple[str, WrittenValue, WrittenValue]") -> None:
@@ -162,7 +171,8 @@ class WrittenValue:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles only the arguments, because hashes and class versions differ by process."""
         state = None if self._written is None else {"_written": self._shown()}
-        return type(self), tuple(self._values(as_data=True)), state
+        made = partial(type(self), **keywords) if (keywords := self._keywords()) else type(self)
+        return made, tuple(self._values(as_data=True)), state
 
 
 def _side(side: WrittenValue, symbol: str, *, right: bool = False) -> str:

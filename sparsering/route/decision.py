@@ -45,7 +45,7 @@ class Parts(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """How to run calls of one kind (equal pattern, shapes, dtypes and options), cached by kind."""
+    """How the calls of one kind run; they reuse it until `BACKENDS` changes."""
 
     backend: str
     scale: float

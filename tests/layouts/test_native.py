@@ -1,5 +1,6 @@
 """The compiled kernel's tables equal those of torch's operators, bit for bit."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ def named(length: int) -> dict[str, sr.Pattern]:
     cuts = torch.randperm(length, generator=generator)[: length // 9].sort().values.tolist()
     many = tuple(b - a for a, b in zip([0, *cuts], [*cuts, length], strict=True))
     few = (length // 3, 0, length // 4, length - length // 3 - length // 4)
+    width = math.gcd(length, 10)
+    grid = (length // width, width)
     table = torch.rand(length // 13 + 1, length // 13 + 65, generator=generator) < 0.3
     return {
         "window and sinks": (sr.SlidingWindow(90) | sr.GlobalTokens(4)) & sr.Causal(),
@@ -104,6 +107,10 @@ def named(length: int) -> dict[str, sr.Pattern]:
         "causal blocks of unlike sizes": sr.BlockCausal(few),
         "near causal blocks of many sizes": sr.BlockCausal(many) & sr.SlidingWindow(150, 90),
         "all but causal blocks": sr.Full() - sr.BlockCausal(40),
+        "grid": sr.Neighbourhood(grid, (3, 0)) | sr.GlobalTokens(3),
+        "grid with dilation": sr.Neighbourhood(grid, (1, 0), (4, 1)) & sr.SlidingWindow(70, 90, 2),
+        "grid in tiles": sr.Neighbourhood(grid, window=(4, 1), stride=(3, 1), tile=(3, 4)),
+        "film": sr.Neighbourhood(grid, window=(5, 1), causal=(True, False), tile=(8, 5)),
     }
 
 
@@ -224,16 +231,17 @@ def test_the_kernel_compiles_each_named_pattern(name: str, monkeypatch: Any) -> 
         ("tree of many", 10),
         ("hierarchical", 11),
         ("random blocks", 12),
+        ("grid in tiles", 14),
     ],
 )
 def test_a_program_that_is_wrong_by_one_is_noticed(name: str, kind: int, monkeypatch: Any) -> None:
-    """Planted: an end of a window, a document's edge, a residue, the edge of a node, a block."""
+    """Planted: an end of a window, a document's edge, a residue, a node, a block, a grid."""
     encode = lower._encode
 
     def wrong(rule: Any, numbers: list[int], tensors: list[torch.Tensor]) -> bool:
         begin, first = len(numbers), len(tensors)
         done = encode(rule, numbers, tensors)
-        place = {0: 3, 3: 4, 11: 1, 12: 3}
+        place = {0: 3, 3: 4, 11: 1, 12: 3, 14: 3}
         if numbers[begin] == kind and kind in place:
             numbers[begin + place[kind]] += 1
         elif numbers[begin] == kind:
@@ -259,6 +267,8 @@ def test_a_program_that_is_wrong_by_one_is_noticed(name: str, kind: int, monkeyp
         ([6, 2, 4, 8], [], "ends too early"),
         ([11, 16, 0, 4, 8], [], "empty blocks"),
         ([12, 16, 16, 1, 2, 3], [], "malformed random blocks"),
+        ([14, 7], [], "malformed grid"),
+        ([14, 1, 8, 3, 0, 1, 0, 8], [], "malformed grid"),
     ],
 )
 def test_a_malformed_program_is_refused(

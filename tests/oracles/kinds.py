@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import torch
@@ -714,18 +714,54 @@ def window_start(index: int, length: int, kernel: int, dilation: int) -> int:
     return first
 
 
+def seen_of_dim(
+    index: int, length: int, kernel: int, dilation: int, stride: int, is_causal: bool
+) -> list[int]:
+    """Keys that a coordinate sees in one dim, listed class by class: NATTEN 0.21's rules."""
+    if stride == 1 and kernel % 2 and not is_causal:
+        first = window_start(index, length, kernel, dilation)
+        return list(range(first, first + kernel * dilation, dilation))
+    own = [j for j in range(length) if j % dilation == index % dilation]
+    at = own.index(index)
+    if is_causal:
+        leader = min(at // stride * stride + stride - 1, len(own) - 1)
+        return [own[j] for j in range(at + 1) if leader - j < kernel]
+    leader = min(at // stride * stride + stride // 2, len(own) - 1)
+    first = min(max(leader - kernel // 2, 0), len(own) - kernel)
+    return own[first : first + kernel]
+
+
+@functools.lru_cache(256)
+def in_tiles(shape: tuple[int, ...], tile: tuple[int, ...] | None) -> list[tuple[int, ...]]:
+    """The coordinates of a grid's tokens in their order: sorted by tile, then inside it."""
+    points = list(product(*map(range, shape)))
+    if tile is None:
+        return points
+    return sorted(points, key=lambda c: (tuple(x // t for x, t in zip(c, tile, strict=True)), c))
+
+
 def neighbourhood(
-    at: Place, p: int, k: int, shape: tuple[int, ...], radius: Any, dilation: Any = 1
+    at: Place,
+    p: int,
+    k: int,
+    shape: tuple[int, ...],
+    radius: Any,
+    dilation: Any = 1,
+    window: Any = None,
+    stride: Any = 1,
+    causal: Any = False,
+    tile: Any = None,
 ) -> int:
-    """Reads NATTEN's semantics dim by dim, from the fastest."""
+    """Reads NATTEN's semantics dim by dim."""
     if not 0 <= p < math.prod(shape) or k >= math.prod(shape):
         return 0
-    for dim in range(len(shape))[::-1]:
-        n = shape[dim]
-        (p, i), (k, j) = divmod(p, n), divmod(k, n)
-        r, d = (x[dim] if isinstance(x, tuple) else x for x in (radius, dilation))
-        first = window_start(i, n, 2 * r + 1, d)
-        if j not in range(first, first + (2 * r + 1) * d, d):
+    points = in_tiles(shape, tile)
+    for dim, (n, i, j) in enumerate(zip(shape, points[p], points[k], strict=True)):
+        r, d, w, s, c = (
+            x[dim] if isinstance(x, tuple) else x
+            for x in (radius, dilation, window, stride, causal)
+        )
+        if j not in seen_of_dim(i, n, 2 * r + 1 if w is None else w, d, s, c):
             return 0
     return 1
 
@@ -740,12 +776,31 @@ def draw_neighbourhood(draw: Draw, scene: Scene) -> Spec:
         rest //= shape[-1]
     shape.append(rest)
     windows = []
+    by_radius = draw(st.booleans())
     for size in shape:
         dilation = draw(st.integers(1, min(3, size)))
-        radius = draw(st.integers(0, min(4, (size // dilation - 1) // 2)))
-        windows.append((radius, dilation))
-    radii, dilations = zip(*windows, strict=True)
-    return ("Neighbourhood", tuple(shape), radii, dilations)
+        causal = not by_radius and draw(st.booleans())
+        if by_radius:
+            window = 2 * draw(st.integers(0, min(4, (size // dilation - 1) // 2))) + 1
+        else:
+            window = draw(st.integers(1, 9 if causal else min(9, size // dilation)))
+        stride = 1 if by_radius else draw(st.integers(1, window))
+        windows.append((window, dilation, stride, causal))
+    widths, dilations, strides, causals = zip(*windows, strict=True)
+    tile = None
+    if draw(st.booleans()):
+        tile = tuple(draw(st.integers(1, n + 1)) for n in shape)
+    if not by_radius:
+        return ("Neighbourhood", tuple(shape), None, dilations, widths, strides, causals, tile)
+    radii = tuple(window // 2 for window in widths)
+    if tile is None:
+        return ("Neighbourhood", tuple(shape), radii, dilations)
+    return ("Neighbourhood", tuple(shape), radii, dilations, None, 1, False, tile)
+
+
+def build_neighbourhood(shape: Any, radius: Any, dilation: Any = 1, *rest: Any) -> sr.Pattern:
+    names = ("window", "stride", "causal", "tile")
+    return sr.Neighbourhood(shape, radius, dilation, **dict(zip(names, rest, strict=False)))
 
 
 def _neighbourhood(shape: tuple[int, ...]) -> sr.Pattern:
@@ -754,16 +809,37 @@ def _neighbourhood(shape: tuple[int, ...]) -> sr.Pattern:
     return sr.Neighbourhood(shape, (0,) * (len(shape) - 1) + (radius,))
 
 
+def _in_tiles(shape: tuple[int, ...]) -> sr.Pattern:
+    """Causal in the first dim, in tiles of 2 tokens there and 3 in the last."""
+    window = (2, *(min(2, n) for n in shape[1:]))
+    causal = (True, *(False for _ in shape[1:]))
+    tile = (2, *(3 for _ in shape[1:]))
+    return sr.Neighbourhood(shape, window=window, stride=window, causal=causal, tile=tile)
+
+
 add_kind(
     name="Neighbourhood",
     rule=neighbourhood,
     draw=draw_neighbourhood,
-    examples=lambda: [sr.Neighbourhood((1, 7), (0, 1), (1, 2))],
+    build=build_neighbourhood,
+    examples=lambda: [
+        sr.Neighbourhood((1, 7), (0, 1), (1, 2)),
+        sr.Neighbourhood((7,), window=4, stride=3, causal=True),
+        sr.Neighbourhood((7, 1), window=(2, 1), tile=(3, 1)),
+    ],
     cases={
         "neighbourhood": lambda case: _neighbourhood((case.kv_len,)),
         "neighbourhood of a grid": lambda case: _neighbourhood(_grid(case.kv_len)),
+        "neighbourhood in tiles": lambda case: _in_tiles(_grid(case.kv_len)),
     },
-    sane=lambda: {"shape": (5, 8), "radius": (1, 1), "dilation": (1, 2)},
+    sane=lambda: {
+        "shape": (5, 8),
+        "window": (2, 3),
+        "dilation": (1, 2),
+        "stride": (2, 1),
+        "causal": (True, False),
+        "tile": (2, 3),
+    },
     stands=WHOLE,
     drawing="""
         # a neighbourhood is shifted inwards at both borders

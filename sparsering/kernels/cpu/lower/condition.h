@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "blocks.h"
+#include "grid.h"
 #include "positions.h"
 
 namespace sparsering::cpu::lower {
@@ -30,17 +31,18 @@ enum Kind : int64_t {
   kPerDocument,
   kOnPath,
   kInBlocks,
-  kBlockRows,    // drawn by `RandomBlocks`
-  kListedBlocks  // becomes kBlockRows when it is read
+  kBlockRows,     // drawn by `RandomBlocks`
+  kListedBlocks,  // becomes kBlockRows when it is read
+  kNeighbourhood
 };
 
 class Condition {
  public:
   explicit Condition(Reader& in) : kind_(in.next()) {
-    SPARSERING_CHECK(kind_ >= kLinear && kind_ <= kListedBlocks, "sparsering: unknown condition");
-    static constexpr int kNumbers[] = {3, 0, 1, 4, 1, 0, 0, 0, 0, 0, 0, 2, 5, 3};
+    SPARSERING_CHECK(kind_ >= kLinear && kind_ <= kNeighbourhood, "sparsering: unknown condition");
+    static constexpr int kNumbers[] = {3, 0, 1, 4, 1, 0, 0, 0, 0, 0, 0, 2, 5, 3, 0};
     for (int i = 0; i < kNumbers[kind_]; ++i) c_[i] = in.next();
-    static constexpr int kTensors[] = {0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 4, 0, 0, 1};
+    static constexpr int kTensors[] = {0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 4, 0, 0, 1, 0};
     for (int i = 0; i < kTensors[kind_]; ++i) held_.push_back(in.next_tensor());
     for (const Tensor& x : held_) data_.push_back(values_of<int64_t>(x));
     if (kind_ == kSameDocument || kind_ == kPerDocument || kind_ == kOnPath) index_ranges();
@@ -50,8 +52,10 @@ class Condition {
     if (kind_ == kListedBlocks) {
       rows_ = BlockRows(Ints(data_[0], held_[0].numel()), c_[2]), kind_ = kBlockRows;
     }
-    SPARSERING_CHECK(kind_ < kInBlocks || std::min(c_[0], c_[1]) > 0, "sparsering: empty blocks");
-    const int64_t parts = joint ? in.next() : kind_ >= kNegated && kind_ != kBlockRows;
+    if (kind_ == kNeighbourhood) grid_ = GridWindows(in);
+    const bool in_blocks = kind_ == kInBlocks || kind_ == kBlockRows;
+    SPARSERING_CHECK(!in_blocks || std::min(c_[0], c_[1]) > 0, "sparsering: empty blocks");
+    const int64_t parts = joint ? in.next() : kind_ >= kNegated && kind_ <= kInBlocks;
     for (int64_t i = 0; i < parts; ++i) parts_.emplace_back(in);
   }
 
@@ -109,6 +113,8 @@ class Condition {
       case kInBlocks:
       case kBlockRows:
         return status_of_blocks(x.q.blocks(c_[0]), x.k.blocks(c_[1]), exact);
+      case kNeighbourhood:
+        return grid_.status(x);
       default: {
         const Path query(*this, x.q), key(*this, x.k);
         if (!query.touches || !key.touches) return kEmpty;
@@ -128,12 +134,31 @@ class Condition {
   // the same limit). It is false for blocks in a tree, where a tile may span more depths than it
   // has tokens.
   bool fits(int64_t queries, int64_t keys, bool in_tree = false) const {
-    if (kind_ >= kInBlocks) {
+    if (kind_ == kInBlocks || kind_ == kBlockRows) {
       return !in_tree && ((queries - 1) / c_[0] + 2) * ((keys - 1) / c_[1] + 2) <= kMostBlocks;
     }
     return std::ranges::all_of(parts_, [&](const Condition& part) {
       return part.fits(queries, keys, in_tree || kind_ == kOnPath);
     });
+  }
+
+  // True if `next` tells which keys a tile of queries does not see.
+  bool skips() const {
+    if (kind_ == kAllOf) return std::ranges::any_of(parts_, &Condition::skips);
+    if (kind_ == kAnyOf) return std::ranges::all_of(parts_, &Condition::skips);
+    return kind_ == kNeighbourhood;
+  }
+
+  // A lower bound of the first key from `position` on that some query of a tile sees.
+  int64_t next(const Side& q, int64_t position) const {
+    if (kind_ == kNeighbourhood) return grid_.next(q, position);
+    if (kind_ != kAllOf && kind_ != kAnyOf) return position;
+    int64_t found = kind_ == kAllOf ? position : kNoPosition;
+    for (const Condition& part : parts_) {
+      const int64_t own = part.next(q, position);
+      found = kind_ == kAllOf ? std::max(found, own) : std::min(found, own);
+    }
+    return found;
   }
 
   // True if `signature` may find more equal pairs of tiles with `contents` than without.
@@ -234,6 +259,9 @@ class Condition {
         out.push_back(-1);
         break;
       }
+      case kNeighbourhood:
+        grid_.signature(x, number, out);
+        break;
       default: {
         const Path query(*this, x.q), key(*this, x.k);
         const bool alone = query.several || key.several || !query.inside || !key.inside;
@@ -299,6 +327,8 @@ class Condition {
         }
         return bits;
       }
+      case kNeighbourhood:
+        return grid_.row(p, k);
       default: {
         Bits bits;
         const int64_t own = range_of(p);
@@ -489,6 +519,7 @@ class Condition {
   int64_t kind_;
   int64_t c_[5] = {};
   BlockRows rows_;
+  GridWindows grid_;
   std::vector<Tensor> held_;
   std::vector<const int64_t*> data_;  // data of the tensors in `held_`
   std::vector<Condition> parts_;

@@ -304,7 +304,32 @@ class Compiler {
           low = std::lower_bound(real.begin(), real.end(), residue, before) - real.begin();
           high = std::upper_bound(real.begin() + low, real.end(), residue, after) - real.begin();
         }
-        if (low < high) halve(q, low, high);
+        if (low < high && rule.skips()) {
+          walk(q, low, high);
+        } else if (low < high) {
+          halve(q, low, high);
+        }
+      }
+    }
+
+    // Visits the key tiles that the rule does not skip, one by one.
+    void walk(int64_t q, size_t low, size_t high) {
+      const auto& [real, keys, queries] = std::tie(own.real_, own.keys_, own.queries_);
+      const Side tile{queries.start[q], queries.last[q], queries.step};
+      const auto ends_before = [&](int64_t i, int64_t position) { return keys.last[i] < position; };
+      while (low < high) {
+        const int64_t position = rule.next(tile, keys.start[real[low]]);
+        if (keys.last[real[low]] < position) {
+          size_t span = 1;  // doubles until it holds the tile with this position
+          while (low + span < high && keys.last[real[low + span]] < position) span *= 2;
+          const auto begin = real.begin() + low + span / 2, end = real.begin() + high;
+          low =
+              std::lower_bound(begin, std::min(begin + span / 2 + 1, end), position, ends_before) -
+              real.begin();
+          continue;
+        }
+        halve(q, low, low + 1);
+        ++low;
       }
     }
 
