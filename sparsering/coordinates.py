@@ -77,7 +77,8 @@ def coordinate_bias(
         slopes: [query heads], floating point.
         query_coords: the same for queries, default `coords`.
 
-    Returns: a function for `attention(..., score_mod=)`, on the backends cpu, gather and reference.
+    Returns: a function for `attention(..., score_mod=)`, on the backends cpu, triton (not
+        over lists of single keys), gather and reference.
 
     Raises: ValueError for other shapes, here or in the call.
 

@@ -39,6 +39,7 @@ class Backend(NamedTuple):
     # returns None for patterns that it does not support.
     selected_layout: Callable[..., BlockLayout | None] | None = None
     runs_lists: bool = False  # True if it computes `Problem.lists`
+    lacks_over_lists: frozenset[str] = frozenset()  # of its `extras`, those that tiles alone have
     # Replaces `reasons` for patterns that are only lists of single keys; None if they are the same.
     list_reasons: Callable[..., list[str]] | None = None
     only_named: bool = False  # True if it runs only calls that name it

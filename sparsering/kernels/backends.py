@@ -15,6 +15,7 @@ from ..ground.keywords import with_hints
 from ..layouts.compile import chosen_block_size
 from ..layouts.lists import is_only_lists
 from ..patterns.algebra import Frame, Pattern
+from ..patterns.selected import has_lists
 from . import cpu, dense, gather, torch_sparse, triton
 from .backend import Backend as Backend
 from .backend import over_layouts
@@ -71,6 +72,7 @@ BACKENDS: dict[str, Backend] = {
         selected_layout=triton.selected_layout,
         runs_lists=True,
         list_reasons=triton.list_reasons,
+        lacks_over_lists=frozenset(("coordinate_bias",)),
         second_order=_PORTABLE,
     ),
     "triton_in_order": over_layouts(
@@ -81,6 +83,7 @@ BACKENDS: dict[str, Backend] = {
         package="triton",
         runs_lists=True,
         list_reasons=triton.list_reasons,
+        lacks_over_lists=frozenset(("coordinate_bias",)),
         is_invariant=True,
         form_of="triton",
         keys_of_step=KEYS_IN_ORDER,
@@ -206,6 +209,8 @@ def reasons_against(
         if extra not in backend.extras:
             able = [other for other in NAMES if extra in BACKENDS[other].extras]
             reasons.append(f"it has no {option} ({', '.join(able)} have it)")
+        elif extra in backend.lacks_over_lists and pattern is not None and has_lists(pattern):
+            reasons.append(f"it has no {option} over lists of single keys")
     return reasons
 
 

@@ -117,6 +117,25 @@ class Problem(NamedTuple):
             return 1.0
         return math.copysign(math.ldexp(1.0, math.frexp(self.scale)[1]), self.scale)
 
+    def laid_coordinates(self) -> list[Tensor]:
+        """Returns the tensors of a coordinate bias as kernels read them; [] without one.
+
+        They are the coordinates of queries and of keys, float32 [B or 1, parts, dims, tokens], and
+        the slopes [Hq] over the scale, so that kernels change products of query and key. A float64
+        coordinate is the sum of two parts, so that a small distance of large numbers is right.
+        """
+        if (bias := self.coordinate_bias) is None:
+            return []
+        places, found = (bias.query_coords, bias.coords), []
+        for x in places:
+            x = x.detach().transpose(1, 2)
+            parts = [x.float()]
+            if any(y.dtype == torch.float64 for y in places):
+                rest = x.double() - parts[0].double()
+                parts.append(torch.where(parts[0].isfinite(), rest, 0.0).float())
+            found.append(torch.stack(parts, 1).contiguous())
+        return [*found, (bias.slopes.detach().double() / self.scale).float().contiguous()]
+
     def in_floats(self) -> "Problem":
         """Returns the problem with keys and values in the query's dtype, if they are in 8 bits."""
         if (dtype := self.query.dtype) == self.key.dtype:

@@ -180,6 +180,46 @@ def test_gradients_by_head_and_by_tile_are_exact(name, case, number, invariant, 
         compare(name, case, torch.float32, "cpu", bound=2e-6, of_gradients=8e-6)
 
 
+FAST = {("window", "one head's tables"), ("selected tiles", "few queries")}  # interpreted
+TILES = [
+    pytest.param(name, case, marks=() if (name, case) in FAST else pytest.mark.slow)
+    for name in PATTERNS
+    for case in CASES
+    if "list" not in name and case != "few queries of whole heads"
+]
+
+
+@pytest.mark.parametrize(("name", "case"), TILES)
+def test_the_triton_kernels_are_as_exact_as_eager_mathematics(name, case):
+    is_half = case == "few queries"
+    dtype, unit = (torch.float16, 4e-3) if is_half else (torch.float32, 4e-6)
+    compare(name, case, dtype, "triton", bound=unit, of_gradients=4 * unit)
+
+
+def test_pieces_of_tiles_and_heads_in_turn_add_up_in_triton():
+    """A query tile of many key tiles is cut, and so is a key tile of many query tiles."""
+    torch.manual_seed(0)
+    shapes = (1, 2, 320, 8), *[(1, 1, 320, 8)] * 2
+    x = [torch.randn(s, requires_grad=True) for s in shapes]
+    coords = placed(320, 2).detach().float().requires_grad_()
+    slopes = torch.tensor([0.1, 0.3], requires_grad=True)
+    pattern = sr.SlidingWindow(4, 4) | sr.GlobalTokens(2)
+
+    def grads(backend):
+        bias = sr.coordinate_bias(coords, slopes)
+        out = sr.attention(*x, pattern, score_mod=bias, block_size=16, backend=backend)
+        return torch.autograd.grad(out.square().sum(), [*x, coords, slopes])
+
+    for a, b in zip(grads("triton"), grads("reference"), strict=True):
+        assert_close(a, b, 1e-5)
+
+
+@pytest.mark.parametrize("name", ["lists", "lists beside a window"])
+def test_triton_refuses_lists_by_name(name):
+    with pytest.raises(NotImplementedError, match="no coordinate_bias over lists of single keys"):
+        compare(name, "plain", torch.float32, "triton", bound=1, of_gradients=1)
+
+
 def test_key_tiles_of_many_queries_are_not_shared_by_threads(threads):
     """Each thread adds to the coordinates of its own tokens, of a tile that all queries see."""
     torch.set_num_threads(3)

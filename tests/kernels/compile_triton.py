@@ -25,6 +25,7 @@ from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 import sparsering as sr
+from sparsering.coordinates import CoordinateBias
 from sparsering.kernels.problem import Problem
 from sparsering.kernels.triton import call as backend
 from sparsering.kernels.triton import configs, extra_arguments, lists
@@ -125,7 +126,15 @@ def extras(heads: int, queries: int, keys: int, reach: int) -> dict[str, Any]:
         "dropout_p": 0.1,
         "dropout_seed": torch.zeros(1, 1, dtype=torch.int64),
         "key_mask": torch.ones(1, keys, dtype=torch.bool),
+        "coordinate_bias": (bias := coordinates(heads, queries, keys)),
+        "captured": bias.tensors,
     }
+
+
+def coordinates(heads: int, queries: int, keys: int) -> CoordinateBias:
+    """Coordinates in two dims, in float64, of which kernels read two parts."""
+    own, other = (torch.zeros(1, n, 2, dtype=torch.float64) for n in (queries, keys))
+    return CoordinateBias(own, other, torch.zeros(heads))
 
 
 def source(kernel: Any, arguments: dict[str, Any]) -> ASTSource:

@@ -137,6 +137,7 @@ def test_each_extra_compiles(capability):
     seeded = ["dropout_p", "dropout_seed"]
     cases = [
         *({"extras": names} for names in (["softcap"], ["distance_bias"], seeded, ["key_mask"])),
+        {"extras": ["coordinate_bias", "captured"], "head_dim": 64},
         {"extras": EXTRAS, "bias": True, "head_dim": 256},
         {"extras": EXTRAS, "bias": True, "head_dim": 64, "dtype": "float32"},
         {"extras": EXTRAS, "head_dim": 128, "queries": 1, "heads": 8, "kv_heads": 1},
@@ -147,7 +148,7 @@ def test_each_extra_compiles(capability):
         assert_uses_the_hardware(x, capability)
         if len(x["case"]["extras"]) <= 2:
             assert x["spilled"] <= 1600, x
-            known = "key_mask" in x["case"]["extras"] or "distance_bias" in x["case"]["extras"]
+            known = {"key_mask", "distance_bias", "coordinate_bias"} & {*x["case"]["extras"]}
             assert known or not x["serialized"] or x["kernel"] != "forward_kernel", x
 
 

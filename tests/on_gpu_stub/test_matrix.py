@@ -63,11 +63,19 @@ PATTERNS: dict[str, Callable[[], sr.Pattern]] = {
     ),
 }
 
+
+def slopes() -> Tensor:
+    return torch.ones(2, device="cuda", requires_grad=True)
+
+
 EXTRAS: dict[str, Callable[[], dict[str, Any]]] = {
     "softcap": lambda: {"softcap": 30.0},
     "distance bias": lambda: {"distance_bias": torch.zeros(2, 65, device="cuda")},
     "sink": lambda: {"sink": torch.zeros(2, device="cuda")},
     "dropout": lambda: {"dropout_p": 0.1, "dropout_seed": 3},
+    "coordinate bias": lambda: {
+        "score_mod": sr.coordinate_bias(torch.zeros(300, 2, device="cuda"), slopes())
+    },
     "block bias": lambda: {"block_bias": torch.zeros(1, 2, 9, device="cuda"), "block_size": 128},
 }
 
@@ -79,11 +87,13 @@ def call_of(pattern: sr.Pattern, args: list[Tensor], **options: Any) -> Callable
     learnt = [x.detach().requires_grad_() for x in args]
     tables = {k: x for k, x in options.items() if isinstance(x, Tensor) and x.is_floating_point()}
     options |= {name: x.requires_grad_() for name, x in tables.items()}
+    if (bias := options.get("score_mod")) is not None:
+        tables["slopes"] = bias.slopes
 
     def call() -> Tensor:
         out, lse = sr.attention(*learnt, pattern, return_lse=True, backend="triton", **options)
         loss = out.float().sum() + lse.sum()
-        torch.autograd.grad(loss, [*learnt, *(options[name] for name in tables)])
+        torch.autograd.grad(loss, [*learnt, *tables.values()])
         return out
 
     return call

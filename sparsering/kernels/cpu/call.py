@@ -210,7 +210,7 @@ def _list_arguments(problem: Problem, lists: Lists) -> dict[str, Any]:
         "distance_bias": None if table is None else dense_rows(table.float()),
         "dropout_p": problem.dropout_p or 0.0,
         "seeds": None if seeds is None else seeds.contiguous(),
-        "coordinates": _coordinates(problem),
+        "coordinates": problem.laid_coordinates(),
         "ordered": problem.in_order,
     }
 
@@ -293,7 +293,7 @@ def _arguments(problem: Problem, counted: bool = False) -> dict[str, Any]:
         "dropout_p": problem.dropout_p or 0.0,
         "seeds": None if seeds is None else seeds.contiguous(),
         "key_mask": None if mask is None else mask.contiguous(),
-        "coordinates": _coordinates(problem),
+        "coordinates": problem.laid_coordinates(),
         "in_float32": problem.in_float32,
         "ordered": problem.in_order,
         "walked": [0] * len(laid.steps) if by_query else _walked_passes(layout),
@@ -354,24 +354,6 @@ def _needs_query_walk(problem: Problem) -> bool:
 def _goes_by_position(problem: Problem) -> bool:
     """True if the kernel needs the positions of tokens in the sequence."""
     return not problem.in_use <= {*_BY_KEY, "coordinate_bias"}
-
-
-def _coordinates(problem: Problem) -> list[Tensor]:
-    """Returns a coordinate bias as the kernel reads it (layout.h); [] without one.
-
-    A float64 coordinate becomes two floats, so that a small distance of large numbers is right.
-    """
-    if (bias := problem.coordinate_bias) is None:
-        return []
-    found = []
-    for x in (bias.query_coords, bias.coords):
-        x = x.detach().transpose(1, 2)
-        parts = [x.float()]
-        if torch.float64 in (bias.query_coords.dtype, bias.coords.dtype):
-            rest = x.double() - parts[0].double()
-            parts.append(torch.where(parts[0].isfinite(), rest, 0.0).float())
-        found.append(torch.stack(parts, 1).contiguous())
-    return [*found, (bias.slopes.detach().double() / problem.scale).float().contiguous()]
 
 
 class _Laid(NamedTuple):

@@ -23,6 +23,7 @@ from .device import (
     visible,
 )
 from .distances import store_diagonals
+from .places import coordinate_sums, distances
 from .tile_scores import apart, bias_at, capped, kept_pairs, products, words_of
 from .walk import UNIT
 
@@ -45,14 +46,16 @@ def query_kernel(
     grad_bias,
     units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
     distance_bias, key_mask, seed, dropout_stream, tile_origin, origin, depth_shift,
-    diagonals, ends, diagonal_start,
+    diagonals, ends, diagonal_start, query_coords, key_coords, slopes, grad_places, piece_places,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64, k_side: tl.int64, v_side: tl.int64,
     g_batch: tl.int64, g_head: tl.int64, g_token: tl.int64,
     dq_batch: tl.int64, dq_head: tl.int64, bias_batch: tl.int64, bias_head: tl.int64,
     distance_batch: tl.int64, distance_head: tl.int64, mask_batch: tl.int64, seed_batch: tl.int64,
-    row_batch: tl.int64, row_head: tl.int64, origin_shift: tl.int64, step: tl.int64,
+    row_batch: tl.int64, row_head: tl.int64, origin_shift: tl.int64,
+    query_place_batch: tl.int64, key_place_batch: tl.int64, query_place_dim: tl.int64,
+    key_place_dim: tl.int64, place_batch: tl.int64, place_head: tl.int64, step: tl.int64,
     num_units: tl.int64, num_entries: tl.int64,
     num_tiles: tl.int64, num_slots: tl.int64, num_blocks: tl.int64, num_heads: tl.int32,
     group: tl.int32, first_head: tl.int32, all_heads: tl.int32, tables: tl.int32,
@@ -66,7 +69,9 @@ def query_kernel(
     RUNNING: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, DISTANCES: tl.constexpr,
     BY_DEPTH: tl.constexpr,
     LEARNS_DISTANCES: tl.constexpr, DROPPING: tl.constexpr, STREAMS: tl.constexpr,
-    KEYS_MASKED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    KEYS_MASKED: tl.constexpr, DIMS: tl.constexpr, LOW: tl.constexpr,
+    LEARNS_PLACES: tl.constexpr, PLACE_WIDTH: tl.constexpr,
+    CUT: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Writes dQ [B, heads, Nq, D] of each work unit: a query tile and some of its key tiles.
@@ -133,6 +138,11 @@ def query_kernel(
             tl.load(seed + batch * seed_batch + number), first_head + heads, branch,
             first_query + slot * step,
         )
+    if DIMS:
+        of_query = query_coords + batch * query_place_batch + position
+        slope_of_head = tl.load(slopes + heads, mask=real, other=0.0)
+    if LEARNS_PLACES:
+        dplace = tl.zeros([ROWS, PLACE_WIDTH], tl.float32)
     packed = tl.arange(0, ROWS // TOKENS)  # the program's heads; each has sums of dS of its own
     there = (packed < PACK) & (head % group + packed < group)
     dq = tl.zeros([ROWS, PADDED_DIM], tl.float32)
@@ -174,6 +184,12 @@ def query_kernel(
                 q, k, query + from_row, key + k_offset + of_rows * k_token, real, in_tile,
                 HEAD_DIM, PRECISION,
             )
+            if DIMS:
+                of_key = key_coords + batch * key_place_batch + of_rows
+                far_apart = distances(
+                    of_query, of_key, query_place_dim, key_place_dim, real, in_tile, DIMS, LOW
+                )
+                score -= slope_of_head[:, None] * far_apart
             if BIASED:
                 of_entry = bias + heads * bias_head + tl.load(entry + e)
                 base = (sums_to - tl.load(of_entry, mask=real, other=0.0)) * _LOG2_E
@@ -222,6 +238,11 @@ def query_kernel(
                 )
             if CAPPED:
                 dscore *= slope
+            if LEARNS_PLACES:
+                dplace += coordinate_sums(
+                    dscore, slope_of_head * scale, of_query, of_key, query_place_dim,
+                    key_place_dim, real, in_tile, DIMS, LOW, PLACE_WIDTH,
+                )
             dq = tl.dot(dscore.to(k.dtype), k, dq, input_precision=PRECISION)
 
     dq *= scale
@@ -229,6 +250,10 @@ def query_kernel(
     if cut >= 0:
         place = ((batch * num_heads + heads) * num_slots + cut) * TILE + slot
         tl.store(piece + place[:, None] * HEAD_DIM + dim[None, :], dq, mask=kept)
+        if LEARNS_PLACES:
+            number = tl.arange(0, PLACE_WIDTH)[None, :]
+            to_place = piece_places + place[:, None] * (DIMS + 1) + number
+            tl.store(to_place, dplace, mask=real[:, None] & (number <= DIMS))
     else:
         to_row = batch * elements(dq_batch, ALIGN) + heads * elements(dq_head, ALIGN)
         to_row += position.to(tl.int64) * HEAD_DIM
@@ -236,6 +261,15 @@ def query_kernel(
         if RUNNING:
             dq += tl.load(to, mask=kept, other=0.0)
         tl.store(to, dq.to(grad_query.dtype.element_ty), mask=kept)
+        if LEARNS_PLACES:
+            number = tl.arange(0, PLACE_WIDTH)[None, :]
+            to_row = batch * place_batch + heads * place_head
+            to_row += position.to(tl.int64) * (DIMS + 1)
+            to_place = grad_places + to_row[:, None] + number
+            has = real[:, None] & (number <= DIMS)
+            if RUNNING:
+                dplace += tl.load(to_place, mask=has, other=0.0)
+            tl.store(to_place, dplace, mask=has)
 
 
 @kernel
@@ -244,6 +278,7 @@ def key_kernel(
     delta, row_lse, grad_key, grad_value, piece_key, piece_value,
     units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
     distance_bias, key_mask, seed, dropout_stream, tile_origin, origin, depth_shift,
+    query_coords, key_coords, slopes, grad_places, piece_places,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64,
@@ -251,7 +286,9 @@ def key_kernel(
     dk_batch: tl.int64, dk_head: tl.int64, dv_batch: tl.int64, dv_head: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, distance_batch: tl.int64, distance_head: tl.int64,
     mask_batch: tl.int64, seed_batch: tl.int64, row_batch: tl.int64, row_head: tl.int64,
-    origin_shift: tl.int64, step: tl.int64, num_units: tl.int64, num_entries: tl.int64,
+    origin_shift: tl.int64, query_place_batch: tl.int64, key_place_batch: tl.int64,
+    query_place_dim: tl.int64, key_place_dim: tl.int64, place_batch: tl.int64,
+    place_head: tl.int64, step: tl.int64, num_units: tl.int64, num_entries: tl.int64,
     num_tiles: tl.int64, num_slots: tl.int64, num_heads: tl.int32, group: tl.int32,
     first_head: tl.int32, all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32,
     axes: tl.int32, reach: tl.int32, branch: tl.int32, least: tl.int32,
@@ -262,7 +299,8 @@ def key_kernel(
     RUNNING: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr, DISTANCES: tl.constexpr,
     BY_DEPTH: tl.constexpr,
     DROPPING: tl.constexpr, STREAMS: tl.constexpr, KEYS_MASKED: tl.constexpr,
-    TMA: tl.constexpr, WIDE: tl.constexpr,
+    DIMS: tl.constexpr, LOW: tl.constexpr, LEARNS_PLACES: tl.constexpr,
+    PLACE_WIDTH: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Writes dK [B, shares, Nk, D] and dV of each work unit: a key tile and its query tiles.
@@ -308,6 +346,10 @@ def key_kernel(
         along_key = tl.arange(0, KEYS) * step
     if DROPPING:
         dropout_stream += table * num_entries
+    if DIMS:
+        of_key = key_coords + batch * key_place_batch + position
+    if LEARNS_PLACES:
+        dplace = tl.zeros([KEYS, PLACE_WIDTH], tl.float32)
     dk = tl.zeros([KEYS, PADDED_DIM], tl.float32)
     dv = tl.zeros([KEYS, PADDED_VALUE_DIM], tl.float32)
     q_token, g_token = elements(q_token, ALIGN), elements(g_token, ALIGN)
@@ -362,6 +404,12 @@ def key_kernel(
                     k, q, key + from_key, query + q_offset + (token + along) * q_token, real,
                     in_tile, HEAD_DIM, PRECISION,
                 )
+                if DIMS:
+                    slope_of_head = tl.load(slopes + h)
+                    of_query = query_coords + batch * query_place_batch + token + along
+                    score -= slope_of_head * distances(
+                        of_key, of_query, key_place_dim, query_place_dim, real, in_tile, DIMS, LOW
+                    )
                 if BIASED:
                     of_head_bias = bias + batch * bias_batch + h * elements(bias_head, 1)
                     base -= tl.load(of_head_bias + tl.load(entry + in_table + e))
@@ -413,6 +461,11 @@ def key_kernel(
                 dscore = (dweight - d[None, :]) * weight
                 if CAPPED:
                     dscore *= slope
+                if LEARNS_PLACES:
+                    dplace += coordinate_sums(
+                        dscore, slope_of_head * scale, of_key, of_query, key_place_dim,
+                        query_place_dim, real, in_tile, DIMS, LOW, PLACE_WIDTH,
+                    )
                 dk = tl.dot(dscore.to(q.dtype), q, dk, input_precision=PRECISION)
 
     # Load these again, because they would take registers if they were kept through the loop.
@@ -430,6 +483,8 @@ def key_kernel(
     if KEYS_MASKED:  # the loop ignores the mask: a key affects only its own row of dK and dV
         seen = tl.load(key_mask + batch * mask_batch + position, mask=real, other=0) != 0
         dk, dv = tl.where(seen[:, None], dk, 0.0), tl.where(seen[:, None], dv, 0.0)
+        if LEARNS_PLACES:
+            dplace = tl.where(seen[:, None], dplace, 0.0)
     share, shares = head, num_heads
     if HEADS > 1:
         of_group = (group + HEADS - 1) // HEADS
@@ -440,6 +495,10 @@ def key_kernel(
         tl.store(piece_key + place[:, None] * HEAD_DIM + dim[None, :], dk, mask=kept)
         to_piece = piece_value + place[:, None] * VALUE_DIM + value_dim[None, :]
         tl.store(to_piece, dv, mask=value_kept)
+        if LEARNS_PLACES:
+            number = tl.arange(0, PLACE_WIDTH)[None, :]
+            to_place = piece_places + place[:, None] * DIMS + number
+            tl.store(to_place, dplace, mask=real[:, None] & (number < DIMS))
     else:
         to_row = batch * elements(dk_batch, ALIGN) + share * elements(dk_head, ALIGN)
         to_key = grad_key + (to_row + position.to(tl.int64) * HEAD_DIM)[:, None] + dim[None, :]
@@ -451,3 +510,11 @@ def key_kernel(
             dv += tl.load(to_value, mask=value_kept, other=0.0)
         tl.store(to_key, dk.to(grad_key.dtype.element_ty), mask=kept)
         tl.store(to_value, dv.to(grad_value.dtype.element_ty), mask=value_kept)
+        if LEARNS_PLACES:
+            number = tl.arange(0, PLACE_WIDTH)[None, :]
+            to_row = batch * place_batch + share * place_head + position.to(tl.int64) * DIMS
+            to_place = grad_places + to_row[:, None] + number
+            has = real[:, None] & (number < DIMS)
+            if RUNNING:
+                dplace += tl.load(to_place, mask=has, other=0.0)
+            tl.store(to_place, dplace, mask=has)

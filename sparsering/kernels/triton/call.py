@@ -14,12 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...coordinates import CoordinateBias
 from ...ground.commands import program
 from ...ground.numerics import power_of_2
 from ..problem import (
     Gradients,
     Problem,
     bias_gradient,
+    captured_gradients,
     constant_in_graphs,
     dense_rows,
     sink_gradient,
@@ -33,7 +35,10 @@ from .operands import MOST_HEAD_DIM, HeadGroup, of_call, of_inputs, of_tiles, st
 from .walk import Walk, use, walk
 
 EXTRAS = frozenset(
-    ("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed", "key_mask")
+    (
+        *("block_bias", "softcap", "distance_bias", "sink", "dropout_p", "dropout_seed"),
+        *("key_mask", "coordinate_bias"),
+    )
 )
 """Options of a call, other than its scale, that these kernels compute."""
 
@@ -247,16 +252,17 @@ def _gradients(
     dbias, dtable = (
         None if x is None else x.new_zeros(x.shape, dtype=torch.float32) for x in (bias, table)
     )
+    dplaces = _place_gradients(problem)
     for part in _parts(problem, in_turn, at_most):
         grads = [x[:, part.heads] for x in (grad_out, *rows)]
         to = dq[:, part.heads]
         sums = torch.zeros_like(to, dtype=torch.float32) if in_turn else to
-        of_biases = [None if x is None else x[:, part.heads] for x in (dbias, dtable)]
+        of_biases = [None if x is None else x[:, part.heads] for x in (dbias, dtable, *dplaces[:1])]
         for number in range(len(problem.layout.passes)):
             _query_pass(part, number, grads, sums, of_biases)
         if in_turn:
             to.copy_(sums)
-        _key_passes(part, grads, [x[:, part.kv_heads] for x in (dk, dv)])
+        _key_passes(part, grads, [x[:, part.kv_heads] for x in (dk, dv, *dplaces[1:])])
     return Gradients(
         query=problem.query_gradient(dq),
         key=dk,
@@ -264,7 +270,17 @@ def _gradients(
         block_bias=None if bias is None or dbias is None else dbias.to(bias.dtype),
         distance_bias=None if table is None or dtable is None else dtable.to(table.dtype),
         sink=None if sink is None else sink_gradient(sink, lse, rows[0]),
+        captured=captured_gradients(problem, *dplaces) if dplaces else (),
     )
+
+
+def _place_gradients(problem: Problem) -> list[Tensor]:
+    """Allocates what `captured_gradients` takes; [] if coordinates and slopes get no gradient."""
+    if not problem.captured or (bias := problem.coordinate_bias) is None:
+        return []
+    dims, of_keys = bias.coords.shape[2], problem.key.shape[:3]
+    shapes = (*problem.query.shape[:3], dims + 1), (*of_keys, dims)
+    return [problem.query.new_zeros(shape, dtype=torch.float32) for shape in shapes]
 
 
 def _in_turn(problem: Problem) -> bool:
@@ -284,6 +300,7 @@ def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Itera
     problem = problem.with_positive_scale().with_dense_rows()
     tables = problem.block_bias, problem.distance_bias
     bias, table = (None if x is None else dense_rows(x.float()) for x in tables)
+    laid = problem.laid_coordinates()
     layout, query, key, value = problem[:4]
     num_kv_heads = key.shape[1]
     if not layout.passes or not query.shape[0] * num_kv_heads:
@@ -297,8 +314,10 @@ def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Itera
         kv_heads = slice(first, min(first + at_a_time, num_kv_heads))
         heads = slice(kv_heads.start * group, kv_heads.stop * group)
         own = problem._replace(block_bias=bias, distance_bias=table)
+        if laid:
+            own = own._replace(coordinate_bias=CoordinateBias(laid[0], laid[1], laid[2][heads]))
         if at_a_time < num_kv_heads:
-            own = problem._replace(
+            own = own._replace(
                 query=query[:, heads],
                 key=key[:, kv_heads],
                 value=value[:, kv_heads],
@@ -345,7 +364,7 @@ def _query_pass(
 
     problem = part.problem
     config = _config_for("query", problem)
-    (grad_out, delta, row_lse), (dbias, dtable) = grads, of_biases
+    (grad_out, delta, row_lse), (dbias, dtable, *dplaces) = grads, of_biases
     tensors = {"grad_out": grad_out, "delta": delta, "row_lse": row_lse, "grad_query": dq}
     rows = _rows(problem, number, config)
     if dbias is not None:
@@ -360,11 +379,14 @@ def _query_pass(
         }  # fmt: skip
         of_keys = {"key": problem.key, "value": problem.value}
         arguments |= streamed(part, number, config, arguments["ALIGN"], {}, **of_keys)
+        arguments |= _place_strides(dplaces)
         whole = Launch(query_kernel, w.units.shape[2] * rows["programs"], config, arguments)
-        return [whole, *_combined(sum_kernel, w, dq, arguments, grad="grad_query")]
+        launches = [whole, *_combined(sum_kernel, w, dq, arguments, grad="grad_query")]
+        return launches + _combined_places(sum_kernel, w, dplaces, arguments)
 
     w, tables, launches = _launches("query", part, number, config, build, *grads, dq)
     tensors["piece"] = dq.new_empty(_slots(problem, dq, w), dtype=torch.float32)
+    tensors |= _room_for_places(problem, dplaces, w)
     if dtable is not None:
         room = extra_arguments.room_for_diagonals(problem, w, rows, config)
         tensors |= room
@@ -389,12 +411,13 @@ def _key_passes(part: HeadGroup, grads: list[Tensor], results: list[Tensor]) -> 
     shares = -(-problem.group // at_a_time)
     alone = len(layout.passes) == 1 and shares == 1
     batch, num_kv_heads, kv_len = problem.key.shape[:3]
-    dk, dv = results
+    sums = results
     if not alone:
-        dk, dv = (
+        sums = [
             x.new_zeros(batch, num_kv_heads * shares, kv_len, x.shape[3], dtype=torch.float32)
             for x in results
-        )
+        ]
+    dk, dv, *dplaces = sums
     grad_out, delta, row_lse = grads
 
     def build(number: int, w: Walk, arguments: dict[str, Any]) -> list[Launch]:
@@ -406,6 +429,7 @@ def _key_passes(part: HeadGroup, grads: list[Tensor], results: list[Tensor]) -> 
         rows = {"delta": delta, "row_lse": row_lse}
         of_queries = {"query": problem.query, "grad_out": grad_out}
         arguments |= streamed(part, number, config, arguments["ALIGN"], rows, **of_queries)
+        arguments |= _place_strides(dplaces)
         launches = [Launch(key_kernel, w.units.shape[2] * arguments["programs"], config, arguments)]
         arguments |= {"num_heads": dk.shape[1], "first_head": part.kv_heads.start * shares}
         arguments |= {"all_heads": layout.frame.num_kv_heads * shares}
@@ -414,7 +438,7 @@ def _key_passes(part: HeadGroup, grads: list[Tensor], results: list[Tensor]) -> 
             arguments |= strides(grad=grad)
             names = {"grad": f"grad_{name}", "piece": f"piece_{name}"}
             launches += _combined(sum_kernel, w, grad, arguments, **names)
-        return launches
+        return launches + _combined_places(sum_kernel, w, dplaces, arguments)
 
     for number in range(len(layout.passes)):
         made = partial(build, number)
@@ -423,11 +447,46 @@ def _key_passes(part: HeadGroup, grads: list[Tensor], results: list[Tensor]) -> 
         tensors = {
             "grad_out": grad_out, "delta": delta, "row_lse": row_lse,
             "grad_key": dk, "grad_value": dv, "piece_key": pieces[0], "piece_value": pieces[1],
+            **_room_for_places(problem, dplaces, w),
         }  # fmt: skip
         launch(launches, tables | of_call(problem, number, w, by_key=True) | tensors, dk.device)
     if not alone:
-        for to, sums in zip(results, (dk, dv), strict=True):
-            to.copy_(sums.unflatten(1, (num_kv_heads, shares)).sum(2))
+        for to, each in zip(results, sums, strict=True):
+            to.copy_(each.unflatten(1, (num_kv_heads, shares)).sum(2))
+
+
+def _place_strides(dplaces: Sequence[Tensor | None]) -> dict[str, int]:
+    """Returns the strides of the gradient of coordinates, if there is one."""
+    return {
+        f"place_{what}": x.stride(dim)
+        for x in dplaces
+        if x is not None
+        for dim, what in enumerate(("batch", "head"))
+    }
+
+
+def _room_for_places(
+    problem: Problem, dplaces: Sequence[Tensor | None], w: Walk
+) -> dict[str, Tensor]:
+    """Returns the gradient of coordinates and memory for its pieces, if there is one."""
+    found = {}
+    for x in dplaces:
+        if x is not None:
+            found = {"grad_places": x, "piece_places": x.new_empty(_slots(problem, x, w))}
+    return found
+
+
+def _combined_places(
+    kernel: Any, w: Walk, dplaces: Sequence[Tensor | None], arguments: dict[str, Any]
+) -> list[Launch]:
+    """Returns the launch that adds up pieces of the gradient of coordinates; [] if none is cut."""
+    launches = []
+    for x in dplaces:
+        if x is not None:
+            own = {"HEAD_DIM": x.shape[3], "PADDED_DIM": padded(x), **strides(grad=x)}
+            names = {"grad": "grad_places", "piece": "piece_places"}
+            launches += _combined(kernel, w, x, arguments | own, **names)
+    return launches
 
 
 def _prepared(
@@ -472,6 +531,9 @@ def _launches(
     layout = problem.layout
     query, key, value, scale, bias, softcap, table, sink, dropped, seed, mask = problem[1:12]
     extras = [x for x in (bias, table, seed, mask) if x is not None]
+    places = problem.coordinate_bias
+    if places is not None:
+        extras += places.query_coords, places.coords, places.slopes
     p = layout.passes[number]
     whole = p.walked_as
     kind = (
@@ -485,6 +547,8 @@ def _launches(
         softcap,
         dropped,
         problem.learns_distances,
+        places is not None,
+        bool(problem.captured),
         precision(query.dtype),
         problem.in_order,
         bias is None,
@@ -625,8 +689,9 @@ def _config_for(kernel: str, problem: Problem) -> Config:
     config = config_for(kernel, problem.query, head_dim, size, packed)
     # If loads wait for a key mask, Triton buffers one more step; wide heads leave no room for it.
     waits = head_dim > 256 and problem.key_mask is not None and kernel != "key"
-    if waits or problem.distance_bias is not None:
-        return config._replace(streamed=max(16, config.streamed // 2), masked=0)
+    if waits or problem.distance_bias is not None or problem.coordinate_bias is not None:
+        learns = bool(problem.captured) and kernel != "forward"  # sums of coordinates' gradients
+        return config._replace(streamed=max(16, config.streamed // (4 if learns else 2)), masked=0)
     if kernel == "forward" and (problem.dropout_p or problem.softcap is not None):
         return config._replace(streamed=min(64, config.streamed), masked=min(32, config.masked))
     return config

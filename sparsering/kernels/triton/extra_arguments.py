@@ -15,6 +15,8 @@ from .launch import Launch, launch, power_of_2, processors
 from .walk import Walk
 
 DIAGONALS = ("diagonals", "ends", "diagonal_start")  # buffers for sums of dS along diagonals
+PLACES = ("query_coords", "key_coords", "slopes")  # `Problem.laid_coordinates`, for kernels
+PLACE_GRADIENTS = ("grad_places", "piece_places")
 _FAR = 1 << 30  # a distance beyond every table
 _LINES, _DISTANCES = 16, 256  # of `sum_diagonals_kernel`: lines per step, distances per program
 _PROGRAMS = 8  # programs of `sum_diagonals_kernel` per multiprocessor
@@ -30,10 +32,11 @@ def arguments(
     seed = problem.dropout_seed if problem.dropout_p else None
     own = w.stream if by_key else p.stream
     stream = w.units if seed is None or own is None else own
-    absent = {"bias", "distance_bias", "key_mask", "seed", "tile_origin"}
+    absent = {"bias", "distance_bias", "key_mask", "seed", "tile_origin", *PLACES}
     absent -= of_call(problem, number, w, by_key=by_key).keys()
     return {
-        **dict.fromkeys((*absent, "grad_bias", *DIAGONALS), w.units), "first_head": first_head,
+        **dict.fromkeys((*absent, "grad_bias", *DIAGONALS, *PLACE_GRADIENTS), w.units),
+        **_of_places(problem), "first_head": first_head,
         "CAPPED": problem.softcap is not None, "cap": problem.softcap or 1.0,
         "DISTANCES": table is not None,
         "LEARNS_DISTANCES": table is not None and problem.learns_distances,
@@ -51,11 +54,29 @@ def arguments(
     }  # fmt: skip
 
 
+def _of_places(problem: Problem) -> dict[str, int]:
+    """Returns the sizes and strides of a coordinate bias, whose tensors are laid."""
+    bias, both = problem.coordinate_bias, ("query", "key")
+    if bias is None:
+        names = [f"{name}_place_{what}" for name in both for what in ("batch", "dim")]
+        names += ["DIMS", "LOW", "LEARNS_PLACES", "place_batch", "place_head"]
+        return {**dict.fromkeys(names, 0), "PLACE_WIDTH": 1}
+    found = {"place_batch": 0, "place_head": 0, "LEARNS_PLACES": bool(problem.captured)}
+    for name, x in zip(both, (bias.query_coords, bias.coords), strict=True):
+        several, parts, dims, tokens = x.shape
+        found[f"{name}_place_batch"] = parts * dims * tokens * (several > 1)
+        found[f"{name}_place_dim"] = tokens
+        found |= {"DIMS": dims, "LOW": parts == 2, "PLACE_WIDTH": power_of_2(dims + 1)}
+    return found
+
+
 def of_call(problem: Problem, number: int, w: Walk, *, by_key: bool) -> dict[str, Tensor]:
     """Returns the tensors of the extras in use, by kernel argument; they change with each call."""
     table, mask = problem.distance_bias, problem.key_mask
     seed = problem.dropout_seed if problem.dropout_p else None
     tensors = {"bias": problem.block_bias, "distance_bias": table}
+    if (bias := problem.coordinate_bias) is not None:
+        tensors |= dict(zip(PLACES, (bias.query_coords, bias.coords, bias.slopes), strict=True))
     if mask is not None:
         tensors["key_mask"] = mask.contiguous().view(torch.uint8)
     if seed is not None:

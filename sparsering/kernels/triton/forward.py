@@ -23,6 +23,7 @@ from .device import (
     unit_at,
     visible,
 )
+from .places import distances
 from .tile_scores import apart, bias_at, capped, kept_pairs, products, words_of
 from .walk import UNIT
 
@@ -63,12 +64,15 @@ def forward_kernel(
     query, key, value, key_tiles, value_tiles, bias, out, lse, piece_out, piece_lse,
     units, start, tokens, bitmap, entry, words, tile_start, tile_stop,
     distance_bias, key_mask, seed, dropout_stream, tile_origin, origin, depth_shift,
+    query_coords, key_coords, slopes,
     q_batch: tl.int64, q_head: tl.int64, q_token: tl.int64,
     k_batch: tl.int64, k_head: tl.int64, k_token: tl.int64,
     v_batch: tl.int64, v_head: tl.int64, v_token: tl.int64, k_side: tl.int64, v_side: tl.int64,
     o_batch: tl.int64, o_head: tl.int64, lse_batch: tl.int64, lse_head: tl.int64,
     bias_batch: tl.int64, bias_head: tl.int64, distance_batch: tl.int64, distance_head: tl.int64,
     mask_batch: tl.int64, seed_batch: tl.int64, origin_shift: tl.int64,
+    query_place_batch: tl.int64, key_place_batch: tl.int64, query_place_dim: tl.int64,
+    key_place_dim: tl.int64,
     step: tl.int64, num_units: tl.int64, num_entries: tl.int64,
     num_tiles: tl.int64, num_slots: tl.int64, num_heads: tl.int32, group: tl.int32,
     first_head: tl.int32, all_heads: tl.int32, tables: tl.int32, table_batches: tl.int32,
@@ -81,7 +85,8 @@ def forward_kernel(
     ALIGN: tl.constexpr,
     RUNNING: tl.constexpr, SINK: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr,
     DISTANCES: tl.constexpr, BY_DEPTH: tl.constexpr, DROPPING: tl.constexpr, STREAMS: tl.constexpr,
-    KEYS_MASKED: tl.constexpr, CUT: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
+    KEYS_MASKED: tl.constexpr, DIMS: tl.constexpr, LOW: tl.constexpr,
+    CUT: tl.constexpr, TMA: tl.constexpr, WIDE: tl.constexpr,
     PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr, STAGES: tl.constexpr,
 ):
     """Writes out [B, heads, Nq, Dv] and lse [B, heads, Nq] of units: query tiles, or their pieces.
@@ -143,6 +148,9 @@ def forward_kernel(
             tl.load(seed + batch * seed_batch + number), first_head + heads, branch,
             first_query + slot * step,
         )
+    if DIMS:
+        of_query = query_coords + batch * query_place_batch + position
+        slope = tl.load(slopes + heads, mask=real, other=0.0)
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_VALUE_DIM], tl.float32)
@@ -195,6 +203,12 @@ def forward_kernel(
             score = products(
                 q, k, query + from_row, key + k_offset + of_rows, real, in_tile, HEAD_DIM, PRECISION
             )
+            if DIMS:
+                of_key = key_coords + batch * key_place_batch + token + tl.arange(0, SIZE) * step
+                far = distances(
+                    of_query, of_key, query_place_dim, key_place_dim, real, in_tile, DIMS, LOW
+                )
+                score -= slope[:, None] * far
             if DISTANCES or DROPPING:
                 along_key = tl.arange(0, SIZE) * step
                 first_key = tl.load(origin + e).to(tl.int64) + origin_shift + first_slot * step
