@@ -48,7 +48,7 @@ def planned_model(arguments: argparse.Namespace) -> "ModelOutline":
 
 
 def _longnet(arguments: argparse.Namespace) -> "ModelOutline":
-    """Outlines this library's encoder or language model, with the sizes in the arguments."""
+    """Describes this library's encoder or language model of given sizes, for `plan` to cost it."""
     import torch
 
     from ..models.encoder import LongNetEncoder

@@ -42,7 +42,7 @@ class _Record:
 
 @dataclass(frozen=True, eq=False)
 class History(_Record):
-    """The length of one sequence, and its keys up to the last eviction.
+    """State of one sequence in a cache: its length, and its stored keys up to the last eviction.
 
     Batch entries may share one.
     """

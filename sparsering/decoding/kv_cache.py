@@ -485,7 +485,7 @@ class KVCache:
             )
 
     def _is_like(self, other: "KVCache") -> bool:
-        """Whether another cache was made with the same arguments except for its batch size."""
+        """Whether `other` was made with the arguments of this cache, but for the batch size."""
         one, two = (
             (type(x), x.pattern, x._dims, *(getattr(x._state, name) for name in SIZES))
             for x in (self, other)

@@ -278,7 +278,7 @@ class Spanned:
         return torch.where(inside, positions - self.begin[span] + first[span], self.length)
 
     def _moved(self, p: Pass, visited: Tensor) -> Pass:
-        """Returns a pass whose key tiles begin at indices of stored keys, without unvisited tiles.
+        """Renumbers a pass for gathered keys: its key tiles begin at their first key's new index.
 
         Tiles that are not visited become empty.
         """

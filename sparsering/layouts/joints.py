@@ -135,11 +135,11 @@ class InBlocks(Condition):
         return [(q0, q1, self.mask.row_size), (k0, k1, self.mask.block_size)]
 
     def _cells(self, pairs: TilePairs) -> tuple[Tensor, Tensor] | None:
-        """Looks up the block pairs inside each tile pair.
+        """Returns which block pairs of the mask attend inside each pair of tiles, as bool tensors.
 
-        Returns: bool [block pairs, tile pairs] whether they attend, and whether they lie inside the
-        tiles, since tiles have different numbers of blocks. None if a tile pair has more than
-        `_MOST_SUB_BLOCKS` block pairs.
+        Returns: two tensors, bool [block pairs, tile pairs]: whether a block pair attends, and
+        whether it lies inside the tiles at all, since tiles have different numbers of blocks. None
+        if a pair of tiles has more than `_MOST_SUB_BLOCKS` block pairs.
         """
         (q0, q1), (k0, k1) = ((low // n, high // n) for low, high, n in self._sides(pairs))
         if not len(q0):

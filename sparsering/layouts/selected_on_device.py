@@ -136,9 +136,9 @@ def _each_in_one(start: Tensor, stop: Tensor, size: int) -> bool:
 
 
 def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tuple[Tensor, Tensor]:
-    """Returns each query tile's bitmap number, and the causal bitmaps in the key tile around it.
+    """Builds the causal bitmaps of the key tiles that contain a query tile's own positions.
 
-    Returns: for each query tile the index of its bitmap; the bitmaps, unpacked [n, b, b].
+    Returns: for each query tile the index of its bitmap; the bitmaps, bool [n, b, b].
     """
     places = torch.arange(block_size, device=first.device)
     offsets, number = places[::tokens], first % block_size // tokens
@@ -151,7 +151,7 @@ def _diagonals(q_start: int, first: Tensor, tokens: int, block_size: int) -> tup
 
 
 def _above_diagonal(first: Tensor, last: Tensor, frame: Frame, block_size: int) -> Tensor:
-    """Counts, for each query tile, the pairs with later keys in the key tile that contains it."""
+    """Counts for each query tile, in the key tile that contains it, the pairs with later keys."""
     end = ((first // block_size + 1) * block_size).clamp(max=frame.kv_len)
     hidden_first, hidden_last = ((end - 1 - x).clamp(min=0) for x in (first, last))
     return (hidden_first * (hidden_first + 1) - (hidden_last - 1).clamp(min=-1) * hidden_last) // 2

@@ -112,7 +112,7 @@ class _StateReader:
         return self.contents(value)
 
     def contents(self, value: Any) -> Any:
-        """Reads the items of a container or, of another object, attributes that read code names."""
+        """Reads the items of a container; of another object, the attributes that functions name."""
         kind, items = type(value), list[Any]()
         if isinstance(value, dict):
             items = [(self.read(x), self.read(y)) for x, y in value.items()]
@@ -149,7 +149,7 @@ class _StateReader:
         return self.read(value.__code__), options, cells, reads
 
     def parts_of_class(self, cls: type) -> Any:
-        """Reads a class: attributes that read code names, and methods such as `__call__`."""
+        """Reads a class: the attributes that functions name, and methods such as `__call__`."""
         return [
             (name, self.read(part))
             for base in cls.__mro__

@@ -312,7 +312,9 @@ def memory_here(free: bool, system: Path = Path("/")) -> int:
 
 
 def _control_groups(system: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """Yields (folder, limit, used, files) of this process's control groups and of their parents.
+    """Yields the control groups (Linux's memory limits, as of a container) that bound this process.
+
+    Each item is (folder, limit, used, files), for a group of this process or one of its parents.
 
     The last three name, for version 1 or 2 of control groups, the files with the limit and the
     used bytes, and the field of memory.stat that counts cached files.

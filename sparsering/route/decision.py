@@ -45,7 +45,7 @@ class Parts(NamedTuple):
 
 
 class Decision(NamedTuple):
-    """How the calls of one kind run; they reuse it until `BACKENDS` changes."""
+    """How to run calls of one kind (equal pattern, shapes, dtypes and options), cached by kind."""
 
     backend: str
     scale: float

@@ -202,7 +202,7 @@ class _Operators:
         return (*self._by_input(found, wanted, inputs), None, None, *moved)
 
     def _keep(self, ctx: Any, inputs: Sequence[Any], own: Sequence[Tensor | None]) -> None:
-        """Saves an operator's arguments, and the tensors `own` besides, for its backward."""
+        """Saves an operator's arguments, and the tensors in `own`, for its backward pass."""
         ctx.values = inputs[self.count + 1 : self.length]
         saved = *inputs[: self.count], *own, *inputs[self.count]
         ctx.save_for_backward(*saved)

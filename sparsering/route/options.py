@@ -236,7 +236,10 @@ def _checked_drawn(seed: object, call: _Given) -> Any:
 
 
 def _checked_floats(name: str, x: object, call: _Given) -> Tensor:
-    """Returns a tensor in memory; ValueError unless it is floats on the query's device."""
+    """Checks that an option is a tensor of floats on the query's device; else ValueError.
+
+    Returns the tensor; a lazy negation in it, which kernels would miss, is carried out.
+    """
     check_tensor(name, x)
     assert isinstance(x, Tensor)
     check_local(name, x)

@@ -298,12 +298,12 @@ def _described_parts(about: dict[str, Any]) -> tuple[str, dict[str, str]]:
     """Returns (folder of the ranks' parts, {file: sha256}); ValueError if the JSON is wrong."""
     name, hashes = about.get("folder"), about.get("sha256")
     if about.keys() != {"folder", "sha256"} or type(name) is not str or type(hashes) is not dict:
-        raise ValueError("'parts' is no folder with the sha256 of its files")
+        raise ValueError("'parts' must name a folder and the sha256 of each of its files")
     if bool(name) != bool(hashes) or not (name == "" or _PARTS.fullmatch(name)):
-        raise ValueError(f"{name!r} is no name of a folder of parts, or has none")
+        raise ValueError(f"the folder {name!r} of the ranks' parts is misnamed or has no files")
     for part, sha256 in hashes.items():
         if not (_PART.fullmatch(part) and type(sha256) is str and _SHA256.fullmatch(sha256)):
-            raise ValueError(f"{part!r} is no name of a part, or has no sha256")
+            raise ValueError(f"the file {part!r} of a rank's part is misnamed or has no sha256")
     return name, hashes
 
 

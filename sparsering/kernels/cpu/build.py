@@ -194,7 +194,7 @@ def load_existing() -> None:
         library = _library_in(cache_folder()) if wheels is None else wheels
         if wheels is not None or _is_whole(library):
             torch.ops.load_library(library)
-            # by this access `kernel_operators` finds the library
+            # torch.ops stores the library on this first access, and `kernel_operators` looks there
             _ = torch.ops.sparsering_cpu.table
 
 
@@ -212,7 +212,8 @@ def _load() -> str:
             if library.parent != SOURCE.parent:  # the cache folder is shared between systems
                 library.unlink()
             torch.ops.load_library(build(compiles=True))
-        _ = torch.ops.sparsering_cpu.table  # by this access `kernel_operators` finds the library
+        # torch.ops stores the library on this first access, and `kernel_operators` looks there
+        _ = torch.ops.sparsering_cpu.table
     except (ImportError, OSError, RuntimeError) as error:
         reason = f"its kernel could not be built or loaded: {str(error).splitlines()[0]}"
         message = f"sparsering falls back to the slower 'gather' backend on the CPU: {reason}"

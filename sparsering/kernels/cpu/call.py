@@ -246,7 +246,7 @@ def entry_mass(problem: Problem, lse: Tensor, weight: Tensor | None = None) -> T
         return lse.new_zeros(*problem.query.shape[:2], entries)
     x = problem.with_positive_scale()
     arguments = _arguments(x, counted=True)
-    arguments["walked"] = [1] * len(layout.passes)  # the operator `mass` loops over key tiles
+    arguments["walked"] = [1] * len(layout.passes)  # `mass` has no loop over query tiles
     weight = None if weight is None else weight.float().contiguous()
     return library().mass(*arguments.values(), lse.float().contiguous(), weight, entries)
 
@@ -315,7 +315,7 @@ def _walked_passes(layout: BlockLayout) -> list[int]:
 
 
 def _is_walked(layout: BlockLayout, p: Pass) -> int:
-    """Returns 1 if a loop over key tiles is faster for a pass, by its shape, else 0."""
+    """Returns 1 if for a pass a loop over key tiles is faster than over query tiles, else 0."""
     if not p.key_tile.numel():
         return 0
     shape: tuple[tuple[int, int], float] | None = p.memo.get("walked shape")

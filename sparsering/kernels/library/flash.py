@@ -378,7 +378,7 @@ def _block_sparse(
 
 
 class _Blocks(NamedTuple):
-    """The visited blocks: of each row of blocks, and, for backward, of each column.
+    """Lists of visited blocks for FlexAttention: by row for a forward pass, by column for backward.
 
     Each field is (number of visited blocks, int32 [B or 1, H or 1, rows]; block indices with the
     visited ones first, ascending, int32 [B or 1, H or 1, rows, columns]). In `of_columns`, rows and

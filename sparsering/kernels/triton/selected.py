@@ -195,7 +195,7 @@ def _built(
 
 
 def _cut(w: Walk, spans: Tensor, limit: int) -> Walk:
-    """Returns the walk by query tiles, where tiles with more than `limit` entries are cut."""
+    """Returns the walk by query tiles with tiles of over `limit` entries cut into several units."""
     from .ranking import units_kernel
 
     num_tiles = w.units.shape[2]
@@ -207,7 +207,7 @@ def _cut(w: Walk, spans: Tensor, limit: int) -> Walk:
 
 
 def _walk_by_key(given: dict[str, Any], bitmaps: Tensor, programs: int, limit: int) -> Walk:
-    """Returns the walk by key tiles, where tiles with more than `limit` entries are cut."""
+    """Returns the walk by key tiles with tiles of over `limit` entries cut into several units."""
     from .ranking import keys_kernel
 
     like = given["bitmap"]

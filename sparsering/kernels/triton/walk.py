@@ -23,11 +23,12 @@ _UNITS_PER_PROCESSOR = 4  # units per multiprocessor, so that all finish at abou
 
 
 class Walk(NamedTuple):
-    """The units of work of one kernel in one pass, and the entries that they compute; int32.
+    """Lists the units of work of a Triton kernel in one pass, and the entries that each computes.
 
-    Bt is B, or 1 if all batch entries share the tables; T (1, Hkv or Hq) is the number of tables of
-    a batch entry, E the entries of a table. The "other tile" of an entry is the one that is not the
-    unit's.
+    Tensors are int32 unless stated. Bt is B, or 1 if all batch entries share the tables; T (1, Hkv
+    or Hq) is the number of tables of a batch entry, E the entries of a table. A *unit* is a tile
+    and its entries, or some of them if the tile is cut because it has many. The "other tile" of an
+    entry is the one that is not the unit's.
     """
 
     # [Bt, T, units, 5]: tile (-1 for an unused unit), first entry, first entry that needs a mask,
@@ -71,7 +72,9 @@ def walk(
     processors: int,
     in_order: bool = False,
 ) -> Walk:
-    """Returns the walk over the entries of pass `number`, stored as long as the pass lives.
+    """Returns the `Walk` of pass `number`, by query tiles or by key tiles.
+
+    It is stored with the pass.
 
     For a pass that `Pass.cut` made, the walk over query tiles is that of `walked_as`. With
     `by_key`, units are key tiles. A unit takes `programs` programs, which `processors`

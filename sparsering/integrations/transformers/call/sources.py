@@ -42,7 +42,10 @@ class LayerCall(NamedTuple):
 
     @property
     def applied(self) -> Pattern | None:
-        """The pattern that `hf.apply` stored for the layer."""
+        """The pattern that `hf.apply` gave the layer, or None.
+
+        It holds for every call of the model.
+        """
         return pattern_of(self.module, self.mask)
 
 
@@ -140,7 +143,7 @@ def _attend_cached(call: LayerCall) -> Tensor:
 
 
 def _refuses_tensor(call: LayerCall) -> Exception | None:
-    """Returns an error if a layer with a pattern of `apply` gets a mask of all pairs."""
+    """Returns an error if a mask tensor of all pairs meets a layer that has its own pattern."""
     if pattern_of(call.module) is None:
         return None
     return NotImplementedError(

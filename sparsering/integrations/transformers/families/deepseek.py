@@ -83,12 +83,12 @@ def _in_parts(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any)
 def _scores(
     own: Callable[..., Any], scorer: Any, query: Tensor, entries: Tensor, hidden_states: Tensor
 ) -> Any:
-    """Runs DeepSeek-V4's scorer of entries [B, E, D] for some queries at a time."""
+    """Runs the part of DeepSeek-V4 that scores entries [B, E, D], for some queries at a time."""
     return own(scorer, query, KeysInParts(entries), hidden_states)
 
 
 def _lists(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any) -> Any:
-    """Runs DeepSeek-V4's indexer, and records its lists for the compressor around it."""
+    """Runs DeepSeek-V4's indexer and keeps its choice, for the compressor that called it."""
     listed = own(indexer, *args, **options)
     if _now.listed is not None:
         _now.listed.append(listed)
