@@ -17,11 +17,13 @@ from ..patterns.algebra import And, Frame, Mask, Not, Or
 from ..patterns.blocks import BlockwiseMask
 from ..patterns.keys import KeyMask
 from ..patterns.neighbourhood import Neighbourhood
+from ..patterns.rearranged import Rearranged
 from ..patterns.tree import Tree
 from .joints import AllOf, AnyOf, Declared, InBlocks, Negated, PerDocument
 from .leaves import Condition, Congruent, InKeys, Linear, OnGrid, SameDocument, SameSegment
 from .neighbourhoods import InNeighbourhood
 from .paths import OnPath
+from .rearranged import Moved
 from .tiles import Axis
 
 _MOST_GRID_DIMS = 6  # of grids that the compiled kernel knows: `kMostGridDims` of lower/grid.h
@@ -54,6 +56,8 @@ def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
             return InKeys(pad(valid.cumsum(0), (1, 0)))
         case Neighbourhood():
             return InNeighbourhood(mask)
+        case Rearranged():
+            return Moved(mask, frame, in_document)
     return _of_positions(mask) or Declared(mask, frame, in_document)
 
 

@@ -40,14 +40,15 @@ from .positions import (
     PooledCausal,
     SlidingWindow,
 )
+from .rearranged import Rearranged
 from .selected import SelectedBlocks
 from .tree import Tree
 
 __all__ = [
     "BlockCausal", "BlockDiffusion", "BlockDilated", "BlockWindow", "Blocks", "Causal",
     "ChunkedCausal", "Dense", "Dilated", "Documents", "Full", "GlobalTokens", "GridTiles",
-    "Hierarchical",
-    "KeyMask", "KeyPadding", "LongNet", "Mask", "Mixture", "Neighbourhood", "Packed", "PackedTree",
-    "Pattern", "PerHead", "PooledCausal", "RandomBlocks", "SelectedBlocks", "SlidingWindow", "Tree",
-    "from_mask_mod", "pack_tree", "parse", "register_pattern",
+    "Hierarchical", "KeyMask", "KeyPadding", "LongNet", "Mask", "Mixture", "Neighbourhood",
+    "Packed", "PackedTree", "Pattern", "PerHead", "PooledCausal", "RandomBlocks", "Rearranged",
+    "SelectedBlocks", "SlidingWindow", "Tree", "from_mask_mod", "pack_tree", "parse",
+    "register_pattern",
 ]  # fmt: skip

@@ -34,6 +34,8 @@ class Pattern(WrittenValue):
 
     __array_ufunc__ = None  # makes `array & pattern` call the pattern's operator, not NumPy's
 
+    moves_tokens: ClassVar[bool] = False  # True if the tokens of its parts stand at other places
+
     def __init__(self, *_: Any, **__: Any) -> None:
         """Raises TypeError; each registered class is a dataclass with an `__init__` of its own."""
         raise TypeError(

@@ -20,6 +20,7 @@ from .algebra import Pattern
 from .document_runs import FORMS
 from .neighbourhood import Neighbourhood
 from .per_head import PerHead
+from .rearranged import Rearranged
 from .selected import EdgeLists, SelectedBlocks
 from .tree import Tree
 from .varlen_mask import Varlen
@@ -33,6 +34,7 @@ BUILT_IN: dict[str, Callable[..., Pattern]] = {
         *(blocks.BlockDilated, blocks.BlockWindow, blocks.RandomBlocks, blocks.Hierarchical),
         *(blocks.BlockCausal, blocks.BlockDiffusion, positions.ChunkedCausal),
         *(blocks.Blocks, SelectedBlocks, blocks.Dense, PerHead, Neighbourhood),
+        Rearranged,
     )
 }
 _constructors = {**BUILT_IN, "EdgeLists": EdgeLists}

@@ -14,7 +14,7 @@ from ..ground.keywords import class_with_hints
 from ..ground.once import once
 from .algebra import And, Frame, Mask, Mixture, Not, Or, Pattern, parts_of
 from .blocks import RandomBlocks
-from .positions import Causal, Lengths, SlidingWindow, _InDocuments, check_inner, entries_of
+from .positions import Causal, Lengths, Packed, SlidingWindow, _InDocuments, check_inner, entries_of
 from .selected import SelectedBlocks
 
 Parents = tuple[int, ...] | tuple[tuple[int, ...], ...] | Tensor
@@ -285,12 +285,18 @@ def common_tree(pattern: Pattern) -> Tree | None:
 
 
 def check_distances(pattern: Pattern) -> None:
-    """Raises ValueError if no single tree gives a pattern's distances.
+    """Raises ValueError if no single tree gives a pattern's distances, or an order moves documents.
 
     A traced call checks later.
     """
     if torch.compiler.is_compiling():
         return
+    for part in parts_of(pattern):
+        if part.moves_tokens and any(isinstance(x, Packed | Tree) for x in parts_of(part)):
+            raise ValueError(
+                "a distance_bias counts places, which Rearranged moves out of documents and trees, "
+                f"got {shortened(str(pattern))}; remove the distance_bias, or the rearrangement"
+            )
     if common_tree(pattern) is None and has_tree(pattern):
         raise ValueError(
             "a distance_bias with a Tree needs the same one Tree in every branch, since distances "

@@ -182,6 +182,8 @@ def specs_with(
         spec = draw(drawn.trees(scene))
     elif kind == "Packed":
         spec = draw(drawn.packed(scene, lambda inside: drawn.masks(inside, 1, nested=True)))
+    elif kind == "Rearranged":
+        spec = draw(drawn.rearranged(scene))
     elif kind in OPERATORS:
         spec = (kind, draw(others), other)
     elif kind == LISTED:

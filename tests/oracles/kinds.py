@@ -854,6 +854,64 @@ add_kind(
 )
 
 
+def rearranged(at: Place, p: int, k: int, order: tuple[int, ...], inner: Spec) -> int:
+    """The token at place i stood at place order[i]."""
+    if not (0 <= p < len(order) and 0 <= k < len(order)):
+        return 0
+    old = Place(at.row, at.batch, at.head, at.num_heads, at.num_kv_heads, len(order))
+    return pair_count(inner, old, order[p], order[k])
+
+
+def draw_rearranged(draw: Draw, scene: Scene, inner: Any) -> Spec:
+    """Draws `inner` for all tokens as queries, and an order: any, or one that turns the tokens."""
+    length = scene.kv_len
+    order = list(range(length))
+    rng = random.Random(draw(st.integers(0, 1 << 30)))
+    if draw(st.booleans()):
+        rng.shuffle(order)
+    elif length:
+        by = rng.randrange(length)
+        order = order[by:] + order[:by]
+    inside = replace(scene, q_len=length, q_start=0)
+    return ("Rearranged", tuple(order), draw(inner(inside)))
+
+
+def build_rearranged(order: tuple[int, ...], inner: Any) -> Any:
+    return sr.Rearranged(inner, torch.tensor(order, dtype=torch.int64))
+
+
+def _turned(length: int) -> tuple[int, ...]:
+    return (*range(length // 3, length), *range(length // 3))[::-1]
+
+
+add_kind(
+    name="Rearranged",
+    rule=rearranged,
+    draw=draw_rearranged,
+    build=build_rearranged,
+    examples=lambda: [
+        build_rearranged((2, 0, 1, 4, 3, 6, 5), sr.Causal() & sr.SlidingWindow(2)),
+        build_rearranged((2, 0, 1, 4, 3, 6, 5), sr.LongNet((2, 4), (1, 2))),
+    ],
+    cases={
+        "rearranged": lambda case: build_rearranged(
+            _turned(case.kv_len), sr.SlidingWindow(9, 4) | sr.GlobalTokens(2)
+        ),
+    },
+    sane=lambda: {"mask": narrow(), "order": torch.arange(N - 1, -1, -1)},
+    stands=WHOLE,
+    inner="last",
+    long=False,
+    drawing="""
+        # a triangle whose last token stands first: it sees all, and it alone sees itself
+        ("Rearranged", (2, 0, 1), ("Causal",)), 3
+        1 1 1
+        . 1 .
+        . 1 1
+    """,
+)
+
+
 def difference(at: Place, p: int, k: int, left: Spec, right: Spec) -> int:
     return pair_count(left, at, p, k) * (1 - pair_count(right, at, p, k))
 

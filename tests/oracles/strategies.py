@@ -94,6 +94,11 @@ def packed(draw: st.DrawFn, scene: Scene, inner: Any) -> Spec:
     return draw(drawn("Packed", scene, inner))
 
 
+def rearranged(scene: Scene, with_random: bool = False) -> st.SearchStrategy[Spec]:
+    """Strategy of `Rearranged` of masks; tables of a size of their own stay in their order."""
+    return drawn("Rearranged", scene, lambda inside: masks(inside, 1, with_random, nested=True))
+
+
 @st.composite
 def trees(draw: st.DrawFn, scene: Scene, inner: Any = None) -> Spec:
     """Draws `Tree` around `inner(scene)`, by default a mask that fits any length."""
@@ -161,7 +166,8 @@ def masks(
 
     simple = leaf_masks(scene, with_random)
     if not nested:
-        simple = st.one_of(simple, whole_masks(scene), packed(scene, inner), per_heads(scene))
+        own = [packed(scene, inner), per_heads(scene), rearranged(scene, with_random)]
+        simple = st.one_of(simple, whole_masks(scene), *own)
     if depth == 0:
         return simple
     below = masks(scene, depth - 1, with_random, nested)

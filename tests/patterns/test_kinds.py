@@ -65,7 +65,12 @@ def test_all_readers_read_every_row() -> None:
     drawn = {part for drawing in DRAWINGS for part in specs.classes_of(drawing.spec)}
     assert drawn >= {name for name, kind in KINDS.items() if kind.drawing}
     assert set(specs.CLASSES) == set(KINDS)
-    containers = {"Packed", "Tree", *specs.OPERATORS}  # that `specs_with` draws by name
+    containers = {
+        "Packed",
+        "Tree",
+        "Rearranged",
+        *specs.OPERATORS,
+    }
     assert set(specs.LEAVES) == set(KINDS) - containers
     assert set(long.CLASSES) == {name for name, kind in KINDS.items() if kind.long}
     assert set(SANE) >= {name for name, kind in KINDS.items() if kind.sane}
