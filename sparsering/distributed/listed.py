@@ -31,7 +31,8 @@ class Listed(NamedTuple):
     # One item for each distinct list of a kv head. Its set `label * world + owner` has the keys of
     # rank `owner` that the rows of group `label` list; it is empty if the rows are on that rank.
     needs: tuple[TokenRanges, ...]
-    need_of: tuple[tuple[int, ...], ...]  # index into `needs`, [batch entry (or one)][kv head]
+    # index into `needs` by [batch entry][kv head]; one batch entry if all have equal lists
+    need_of: tuple[tuple[int, ...], ...]
     # float64 [groups, world] number of listed pairs by group and owner, summed over query heads,
     # mean over batch entries
     pairs: Tensor

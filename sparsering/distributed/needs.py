@@ -126,7 +126,10 @@ def needed_keys(
 def count_pairs(
     branches: list[Mask], frame: Frame, queries: Cut, keys: Cut, world: int, labels: int
 ) -> Tensor:
-    """Counts the branches' (query, key) pairs by query label and key's rank: [labels, world]."""
+    """Counts (query, key) pairs of all branches, by the query's label and the key's rank.
+
+    The result is int64 [labels, world].
+    """
     total = torch.zeros(labels, world, dtype=torch.int64)
     for branch in branches:
         total += visits(branch, frame, queries, keys, world, labels, list_keys=False).pairs

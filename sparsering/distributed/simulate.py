@@ -138,7 +138,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 
 def _backward(*arguments: Any) -> list[Tensor | None]:
-    """Computes the gradients of query, key, value, distance bias and sink; None for the seed."""
+    """Returns the gradients of query, key, value, distance bias and sink, and None for the seed."""
     *inputs, out, lse, grad_out, grad_lse, _ = arguments
     shards, (query, key, value), options = _begin(inputs)
     x = Saved(

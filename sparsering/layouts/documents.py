@@ -40,7 +40,7 @@ class WholeSequence:
         return grid.axis(self.key_ranges, self.block_size, offset)
 
     def origin(self, tiles: Axis) -> Origin:
-        """Returns the `Origin` of each tile; in a sequence, masks count positions from 0."""
+        """Returns where masks count positions from in each tile: in a sequence, from 0."""
         return Origin.of_sequence(len(tiles), self.frame.kv_len)
 
     def placed(
@@ -127,7 +127,7 @@ def ground_of(
 
 
 def _depths(tree: Tree, axes: list[Axis], block_size: int) -> Tensor:
-    """Returns the depths in a tree of query tiles or of key tiles, as `Pass.query_depth` has them.
+    """Returns the tree depths of tokens in query tiles or in key tiles, as `Pass.query_depth`.
 
     The last dim is 1 if each tile lies in one node, else it has each token of a tile.
     """

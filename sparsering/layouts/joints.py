@@ -333,7 +333,7 @@ class Declared(Condition):
         return result
 
     def _is_empty(self, k: Tensor, x: Tensor, leap: int, frame: Frame) -> Tensor:
-        """Whether the mask's own hints rule out key k for all queries in (x - leap, x]."""
+        """Whether a user's `candidates` or `status` show that queries (x - leap, x] miss key k."""
         empty, first = torch.zeros_like(x, dtype=torch.bool), (x - leap + 1).clamp(min=0)
         if (reach := self.mask.candidates(first, x, frame)) is not None:
             empty = (k < reach[0]) | (k > reach[1])

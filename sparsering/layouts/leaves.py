@@ -121,7 +121,8 @@ class Linear(Condition):
     def shifted(self) -> Repeats | None:
         if self.a and self.b:
             return Repeats(0, 1) if self.a + self.b == 0 else None
-        sign = self.a + self.b  # a condition on p or k alone changes at one position
+        # 0 or not: a condition on p or k alone (sign != 0) changes at one position
+        sign = self.a + self.b
         return Repeats(max(0, self.c // sign + (sign < 0)) if sign else 0, 1)
 
 

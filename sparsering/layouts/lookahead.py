@@ -136,7 +136,7 @@ def _searches(
 
 
 class _Search(NamedTuple):
-    """Searches the pairs of one mask for keys that a range of queries sees, tile by tile."""
+    """Searches one mask, tile by tile, for the keys that a range of queries sees."""
 
     mask: Mask
     rule: Condition

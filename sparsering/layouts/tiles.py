@@ -274,7 +274,10 @@ class TilePairs:
         return TilePairs(self.q[index], self.k[index], Origin(*(x[index] for x in self.origin)))
 
     def edges(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns each pair's first and last query and first and last key, from `origin.start`."""
+        """Returns the first and last query of each pair of tiles, then its first and last key.
+
+        Positions count from `origin.start`.
+        """
         q, k, start = self.q, self.k, self.origin.start
         return q.start - start, q.last - start, k.start - start, k.last - start
 

@@ -73,9 +73,9 @@ def parse(text: str, tensors: Sequence[Tensor] = ()) -> Pattern:
 
 
 def parse_owned(text: str, tensors: Sequence[Tensor]) -> Pattern:
-    """Reads a pattern like `parse`.
+    """Reads a pattern like `parse`, for operators, but without copying tensors on a GPU.
 
-    It does not copy tensors on a GPU, so nobody may write to them.
+    Nobody may write to these tensors later.
     """
     if tensors and "t0" in text:
         return _parse(text, tuple(tensors), owned=True)

@@ -198,7 +198,7 @@ class Dilated(Mask):
         return self.on_grid(self.offset_of(0, 1), p, k)
 
     def on_grid(self, s: int | Tensor, p: Tensor, k: Tensor) -> Tensor:
-        """Whether p and k lie in one segment, both `s` modulo dilation_rate from its start."""
+        """Whether p and k lie in one segment, and both at its places s, s + r, s + 2 r, ..."""
         w, r = self.segment_length, self.dilation_rate
         if r == 1:
             return p // w == k // w
@@ -511,9 +511,9 @@ class Packed(_InDocuments):
 
 
 def _of(cls: Any, lengths: LengthsFrom, *pattern: Pattern) -> Any:
-    """Calls `cls(lengths, *pattern)` with lengths that its type hints do not name.
+    """Calls `cls(lengths, *pattern)` with a `LengthsFrom`, which its type hints leave out.
 
-    The type hints of `cls` are for users and do not name `LengthsFrom`.
+    They leave it out because they are for users.
     """
     return cls(lengths, *pattern)
 

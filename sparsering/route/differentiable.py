@@ -288,7 +288,8 @@ class _Operator:
         class Differentiated(Function):
             @staticmethod
             def forward(ctx: Any, keyset: Any, *arguments: Any) -> tuple[Tensor, ...]:
-                # inside torch.func, outer transforms differentiate the call, too
+                # Inside torch.func (as grad of grad), outer transforms must see these operations
+                # too.
                 outer = torch._C._are_functorch_transforms_active()
                 with torch.set_grad_enabled(outer), forward_ad._set_fwd_grad_enabled(outer):
                     results = tuple(run_below(keyset, *arguments))
@@ -415,7 +416,7 @@ def for_each_gradient(
     level = torch._C._vmapmode_increment_nesting()
     torch._C._vmapmode_decrement_nesting()
     stacked, size = list(inputs), 0
-    while not size:  # finds the innermost batch
+    while not size:  # vmap levels from the innermost one outwards, until inputs have its dim
         level -= 1
         for i, x in enumerate(inputs):
             if isinstance(x, Tensor) and is_batch(x):

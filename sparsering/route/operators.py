@@ -88,7 +88,7 @@ def _by_tensor(
 
 
 def _moves(problem: Problem, tangents: Sequence[Tensor | None]) -> Tangents:
-    """Converts tangents of the operator's tensors to those of a problem's tensors."""
+    """Converts tangents of the operator's arguments to those of a backend's `Problem`."""
     given = dict(zip(_NAMES, tangents, strict=False))
     if (slots := given.pop("slot_bias", None)) is not None:
         given["block_bias"] = block_bias_of(slots, problem)

@@ -32,7 +32,7 @@ class LayerCall(NamedTuple):
     module: Any
     inputs: Inputs  # query [B, Hq, Nq, D], key [B, Hkv, Nk, D], value [B, Hkv, Nk, Dv]
     mask: ModelMask | Chosen | Tensor | None  # a tensor broadcasts to [B, Hq, Nq, Nk]
-    is_causal: bool | None  # what the model says beside a mask of None
+    is_causal: bool | None  # the model's `is_causal` argument, which counts if `mask` is None
     bias: Tensor | None  # added to scores, broadcasts to [B, Hq, Nq, Nk]
     chosen: Chosen | Unchosen | None  # what the layer's indexer chose
     used: Pattern | None  # of an open `hf.using` block

@@ -68,9 +68,9 @@ class _Cache(NamedTuple):
 
 
 def _in_parts(own: Callable[..., Any], indexer: Any, *args: Any, **options: Any) -> Any:
-    """Runs an indexer such that it scores some queries at a time; over ranks, with their keys.
+    """Runs a model's indexer for some queries at a time, so no tensor of all scores is made.
 
-    If ranks share the call, the cache has the keys of earlier ranks.
+    If ranks share the call, the indexer also scores the keys of earlier ranks.
     """
     given = inspect.signature(own).bind(indexer, *args, **options)
     keys = given.arguments.get("past_key_values")
