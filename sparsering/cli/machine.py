@@ -93,7 +93,7 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def numa_nodes(system: Path = Path("/sys/devices/system/node")) -> str:
-    """Describes the memory nodes of this machine, and which processors this process may use."""
+    """Describes, for `sparsering info`, the memory nodes and the processors for this process."""
     numbers = sorted(int(path.name[4:]) for path in system.glob("node[0-9]*"))
     nodes = [f"{n}: processors {_text(system / f'node{n}' / 'cpulist')}" for n in numbers]
     bound = ""

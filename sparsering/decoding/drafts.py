@@ -100,7 +100,7 @@ def _tree_over(state: CacheState, draft: Draft, lengths: Sequence[int]) -> Tree:
 
 
 def _tile_of(state: CacheState) -> int:
-    """Returns how many queries a tile has in the layouts over the cache's slots."""
+    """Returns how many queries a tile has in a draft's layouts, where keys are cache slots."""
     return max(state.page_size, 128)
 
 

@@ -129,7 +129,7 @@ def _joined_gradient_sums(
 def _parts(
     tiles: SecondOrder, lists: SecondOrder, problem: Problem, tangents: Tangents
 ) -> list[tuple[SecondOrder, Problem, Tangents]]:
-    """Returns (backend, problem, tangents) of the part with lists and of the part with tiles."""
+    """Returns (backend, problem, tangents) for the listed keys and for the tiles of a call."""
     if not problem.lists:
         return [(tiles, problem, tangents)]
     problem = problem.from_bitmap_row_0()

@@ -119,7 +119,7 @@ class _Page:
 
 
 def _places(p: Pass, block_size: int) -> tuple[list[int], list[int], Tensor]:
-    """Returns each query's tile (its index, or -1 for none) and the query's place in the tile.
+    """Returns for each query the index of its tile (-1 for none) and its place in this tile.
 
     Also returns bool [S, queries]: whether the tiles of each kv head have the query at all.
     """

@@ -51,7 +51,10 @@ class SparseLayer(CacheLayerMixin):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
     ) -> tuple[Tensor, Tensor]:
-        """Counts the new tokens; returns (keys, values), and attaches this layer to the keys."""
+        """Takes a layer's new keys and values.
+
+        Returns them, with this cache attached to the keys.
+        """
         self._alternate("makes other keys of them (it caches latents)", False)
         self.lazy_initialization(key_states, value_states)
         self.columns += key_states.shape[2]
