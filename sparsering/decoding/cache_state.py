@@ -171,7 +171,7 @@ class CacheState(_Record):
         return list({id(history): history for history in self.histories}.values())
 
     def frame(self, queries: int, first: int) -> Frame:
-        """Returns the `Frame` of new queries; of the whole sequence if its length is bounded."""
+        """Returns the `Frame` of new queries, or of the whole text if its length is bounded."""
         if self.total is not None:
             return Frame(
                 q_len=self.total,

@@ -131,7 +131,7 @@ def _forward_of_lists(problem: Problem) -> tuple[Tensor, Tensor]:
     rest, fresh = problem._replace(lists=(), block_bias=None, in_float32=True), False
     if problem.layout.num_blocks:
         out, lse = forward(rest)
-    else:  # if the first list is for all queries, it writes all rows, so they need no zeros
+    else:  # no tiles: rows need no zeros if the first list has all queries and writes them
         query, sink = problem.query, problem.sink
         fresh = problem.lists[0].queries is None
         dtype = problem.result_dtype if fresh and len(problem.lists) == 1 else torch.float32
