@@ -29,7 +29,7 @@ def over_pairs(
         return torch.vmap(over)(score, batch, head, query, key)
     unit, group, row, column = places = pairs.expand(score.shape).nonzero(as_tuple=True)
     if not len(unit):
-        return torch.zeros_like(score)
+        return score.masked_fill(~pairs, 0.0)  # still a part of what autograd records
     own = batch[unit], head[unit, group], query[unit, row], key[unit, column]
     values = torch.vmap(function)(score[places], *own)
     return torch.zeros_like(score).index_put(places, values.to(score.dtype))

@@ -405,3 +405,15 @@ def test_explain_takes_a_score_mod():
     assert "\ncpu: it has no score_mod (gather, reference have it)" in text
     with pytest.raises(ValueError, match="score_mod must be a function"):
         sr.explain(x, x, x, sr.Causal(), score_mod=3)
+
+
+@pytest.mark.parametrize("backend", ABLE)
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_a_call_without_pairs_has_gradients_of_zero(backend, tokens):
+    x = [torch.randn(1, 2, tokens, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    pattern = sr.Causal() & sr.KeyMask(torch.zeros(tokens, dtype=torch.bool))
+    out, lse = sr.attention(
+        *x, pattern, score_mod=lambda score, *_: 2 * score, return_lse=True, backend=backend
+    )
+    for grad in torch.autograd.grad([out, lse], x, [torch.ones_like(y) for y in (out, lse)]):
+        assert not grad.any()
