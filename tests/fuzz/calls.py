@@ -57,6 +57,10 @@ CELLS += [
     for option, *rest in product(OPTIONS, BACKENDS, DTYPES)
     if rest[1] != "float64" or option not in HALF_ALONE
 ]
+CELLS += [
+    Cell("coordinate_bias", *rest)
+    for rest in product((*specs.CLASSES, specs.LISTED), BACKENDS, DTYPES)
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +123,8 @@ class Call(Options):
     value_dim: int = 16
     block_bias: tuple[bool, bool, bool] | None = None  # per batch entry, per head, with -inf
     slot_bias: tuple[bool, bool] | None = None  # per batch entry, per head
+    # dims, whether each batch entry and the queries have their own coordinates, and their dtype
+    coordinates: tuple[int, bool, bool, str] | None = None
     function: ClassVar[str] = "sr.attention"
 
     def options(self) -> list[str]:
@@ -128,6 +134,7 @@ class Call(Options):
             "groups": self.scene.num_heads != self.scene.num_kv_heads,
             "block_bias": self.block_bias is not None,
             "slot_bias": self.slot_bias is not None,
+            "coordinate_bias": self.coordinates is not None,
         }
         return [name for name, is_used in used.items() if is_used] or ["none"]
 
@@ -161,6 +168,14 @@ class Call(Options):
             found["slot_bias"] = torch.randn(*outer, *shape)
         for name in found.keys() & {"block_bias", "slot_bias"}:
             found[name] = found[name].to(self.table_dtype)
+        if self.coordinates is not None:
+            dims, each_entry, own, of_places = self.coordinates
+            lengths = {"coords": scene.kv_len} | ({"query_coords": scene.q_len} if own else {})
+            for name, tokens in lengths.items():
+                places = torch.randn(batch if each_entry else 1, tokens, dims, dtype=torch.float64)
+                places[:, ::2] = places[:, ::2].round()  # some tokens are where others are
+                found[name] = places.to(DTYPES[of_places])
+            found["slopes"] = torch.rand(heads).to(self.table_dtype)
         return {name: x.requires_grad_() for name, x in found.items()}
 
     def layout(self) -> Any:
@@ -215,7 +230,14 @@ class Call(Options):
     ) -> tuple[Tensor, ...]:
         """Returns (out, lse), or (out,) of a backend that has no lse."""
         query, key, value, *_ = tensors.values()
-        tables = {name: x for name, x in tensors.items() if name not in ("query", "key", "value")}
+        tables: dict[str, Any] = {
+            name: x for name, x in tensors.items() if name not in ("query", "key", "value")
+        }
+        if self.coordinates is not None:
+            coords, slopes, own = (
+                tables.pop(n, None) for n in ("coords", "slopes", "query_coords")
+            )
+            tables["score_mod"] = sr.coordinate_bias(coords, slopes, query_coords=own)
         attention = attrgetter(self.function.removeprefix("sr."))(sr)
         found: Tensor | tuple[Tensor, Tensor] = attention(
             query,
@@ -263,6 +285,11 @@ class Call(Options):
             )
             table = np.concatenate([table, np.zeros((*table.shape[:-1], 1))], -1)
             bias = bias + table[place]
+        added: Any = 0.0
+        if self.coordinates is not None:
+            apart, far = distances_of(exact)
+            added = -exact["slopes"][:, None, None] * far[:, None]
+            added = np.broadcast_to(added, (scene.batch, *added.shape[1:]))
         sink = None
         if self.sink is not None:
             sink = exact["sink"]
@@ -285,6 +312,7 @@ class Call(Options):
             grad_lse.double().numpy(),
             scale=scale,
             softcap=self.softcap,
+            added=added,
             bias=bias,
             sink=sink,
             keep=keep,
@@ -297,10 +325,39 @@ class Call(Options):
                 table = np.zeros((*flat[:-1], flat[-1] + 1))
                 np.add.at(table, tuple(np.broadcast_to(x, of_pairs.shape) for x in place), of_pairs)
                 each_result[name] = table[..., :-1].reshape(shape)
+            of_added, is_exact = each_result.pop("added"), each_result is results.exact
+            if self.coordinates is not None:
+                each_result |= of_places(exact, of_added, apart, far, 1 if is_exact else -1)
             of_sink = each_result.pop("sink")
             if self.sink is not None:
                 each_result["sink"] = summed_to(of_sink, rounded["sink"].shape)
         return results
+
+
+def distances_of(exact: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns how far queries and keys are apart, [B or 1, Nq, Nk, dims], and their distances."""
+    queries, keys = exact.get("query_coords", exact["coords"]), exact["coords"]
+    apart = queries[:, :, None] - keys[:, None]
+    return apart, np.sqrt((apart**2).sum(-1))
+
+
+def of_places(
+    exact: dict[str, np.ndarray], grad: np.ndarray, apart: np.ndarray, far: np.ndarray, sign: int
+) -> dict[str, np.ndarray]:
+    """Returns the gradients of slopes and coordinates from those of what is added to scores.
+
+    With `sign` -1, it returns their magnitudes.
+    """
+    unit = apart / np.where(far == 0, 1, far)[..., None]
+    by_slope = (grad * far[:, None]).sum((0, 2, 3)) * -sign
+    each = np.einsum("bhqk,h->bqk", grad, exact["slopes"])[..., None] * -sign
+    each = each * (unit if sign > 0 else np.abs(unit))
+    of_queries, of_keys = each.sum(2), -sign * each.sum(1)
+    if len(exact["coords"]) == 1:
+        of_queries, of_keys = (x.sum(0, keepdims=True) for x in (of_queries, of_keys))
+    if "query_coords" in exact:
+        return {"slopes": by_slope, "query_coords": of_queries, "coords": of_keys}
+    return {"slopes": by_slope, "coords": of_queries + of_keys}
 
 
 @functools.lru_cache(maxsize=8)
@@ -464,6 +521,11 @@ def cases(draw: st.DrawFn, cell: Cell, scene: Scene | None = None) -> Call:
         given["slot_bias"] = draw(st.tuples(st.booleans(), st.booleans()))
     elif given["block_size"] is not None and used("block_bias"):
         given["block_bias"] = draw(st.tuples(*[st.booleans()] * 3))
+    if option == "coordinate_bias":
+        own = scene.q_len != scene.kv_len or draw(st.booleans())
+        dtypes = st.sampled_from(("float32", "float64"))
+        dims = draw(st.sampled_from((2, 1, 3, 5)))
+        given["coordinates"] = dims, draw(st.booleans()), own, draw(dtypes)
     with_half_tables(cell, used, given)
     return Call(
         spec,

@@ -31,6 +31,7 @@ def attend(
     *,
     scale: float,
     softcap: float | None = None,
+    added: Array | float = 0.0,
     bias: Array | float = 0.0,
     sink: Array | None = None,
     keep: Array | float = 1.0,
@@ -41,21 +42,24 @@ def attend(
         query: [B, Hq, Nq, D]; key, value: [B, Hkv, Nk, D] and [.., Dv].
         present: [J, B, Hq, Nq, Nk] whether each branch of a mixture has a pair.
         grad_out: [B, Hq, Nq, Dv]; grad_lse: [B, Hq, Nq].
+        added: [B, Hq, Nq, Nk], what is added to scaled scores before the softcap.
         bias: [J or 1, B, Hq, Nq, Nk], the sum of all biases of a pair; -inf removes the pair.
         sink: [B, Hq, Nq], the logit of a key whose value is zero.
         keep: dropout's factor of each pair's weight, in the shape of bias.
 
-    Returns: `out`, `lse`, `query`, `key`, `value`, `bias` [J, B, Hq, Nq, Nk] and `sink`.
+    Returns: `out`, `lse`, `query`, `key`, `value`, `bias` [J, B, Hq, Nq, Nk], `added` and `sink`.
     """
     seen = present.any((0, 1, 2, 3))
     if 2 * seen.sum() < len(seen):  # the rest has no part in any sum
-        wide = (x if np.ndim(x) == 0 or x.shape[-1] == 1 else x[..., seen] for x in (bias, keep))
-        bias, keep = wide
+        of_pairs = added, bias, keep
+        wide = (x if np.ndim(x) == 0 or x.shape[-1] == 1 else x[..., seen] for x in of_pairs)
+        added, bias, keep = wide
         options = {"scale": scale, "softcap": softcap, "bias": bias, "sink": sink, "keep": keep}
+        options["added"] = added
         few = key[:, :, seen], value[:, :, seen], present[..., seen]
         found = attend(query, *few, grad_out, grad_lse, **options)
         for results in (found.exact, found.magnitude):
-            for name, axis in (("bias", 4), ("key", 2), ("value", 2)):
+            for name, axis in (("bias", 4), ("added", 3), ("key", 2), ("value", 2)):
                 places = (slice(None),) * axis + (seen,)
                 shape = list(results[name].shape)
                 shape[axis] = len(seen)
@@ -66,7 +70,7 @@ def attend(
     batch, heads, *_ = query.shape
     group = heads // max(1, key.shape[1])
     k, v = (np.repeat(x, group, 1) for x in (key, value))
-    raw = scale * query @ k.swapaxes(2, 3)
+    raw = scale * query @ k.swapaxes(2, 3) + added
     capped = raw if softcap is None else softcap * np.tanh(raw / softcap)
     slope = np.ones_like(raw) if softcap is None else 1 - (capped / softcap) ** 2
     score = np.where(present, capped + bias, -np.inf)  # [J, B, Hq, Nq, Nk]
@@ -92,13 +96,15 @@ def attend(
         dweight = dout @ v.swapaxes(2, 3) * keep
         delta = (weight * dweight).sum((0, 4)) + minus * -dlse
         dscore = weight * (dweight - minus * delta[..., None])
-        draw = dscore.sum(0) * (scale * slope if sign else abs(scale))
+        dadded = dscore.sum(0) * (slope if sign else 1.0)
+        draw = dadded * (scale if sign else abs(scale))
         return {
             "out": used.sum(0) @ v,
             "query": draw @ k,
             "key": summed(draw.swapaxes(2, 3) @ q),
             "value": summed(used.sum(0).swapaxes(2, 3) @ dout),
             "bias": dscore,
+            "added": dadded,
             "sink": -minus * of_sink * delta,
         }
 
@@ -108,7 +114,8 @@ def attend(
     magnitude["sink"] = np.abs(magnitude["sink"])
     products = abs(scale) * np.abs(query) @ np.abs(k).swapaxes(2, 3)
     finite = np.where(np.isfinite(bias), np.abs(bias), 0.0)
-    largest = float((products.max(initial=0.0)) + finite.max(initial=0.0))
+    highest_added = np.abs(added).max(initial=0.0)
+    largest = float(products.max(initial=0.0) + finite.max(initial=0.0) + highest_added)
     exact["lse"], magnitude["lse"] = lse, np.ones_like(lse)
     return Results(exact, magnitude, largest)
 

@@ -24,6 +24,12 @@ DEFECTS = {
         "(Vec(1.f) - t * t).store(slope + i, n);",
         "(Vec(1.f) - t).store(slope + i, n);",
     ),
+    "a token is drawn to those that it is pushed from in space": (
+        "calls",
+        "kernels/cpu/coordinates.h",
+        "to[d] -= sum_of_lanes(total);",
+        "to[d] += sum_of_lanes(total);",
+    ),
     "gather takes the bias of another entry": (
         "calls",
         "kernels/gather/chunk_extras.py",
