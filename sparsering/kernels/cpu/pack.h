@@ -290,15 +290,33 @@ void for_runs(const bool* seen, Tile tile, int64_t step, const F& f) {
 // is a query.
 inline void apply_mask(const uint8_t* bitmap, int64_t block, int64_t keys, int64_t queries,
                        float* scores, int64_t ld) {
+  static_assert(8 % kLanes == 0 || kLanes % 8 == 0);
+  using Ints = at::vec::Vectorized<int32_t>;
+  constexpr int64_t kBits = std::max<int64_t>(8, kLanes);  // of a step: whole bytes, whole vectors
+  Ints own[kBits / kLanes];                                // the bit of each lane
+  for (int64_t v = 0; v < kBits / kLanes; ++v) {
+    int32_t bits[kLanes];
+    for (int64_t i = 0; i < kLanes; ++i) {
+      bits[i] = 1 << (v * kLanes + i);
+    }
+    own[v] = Ints::loadu(bits);
+  }
+  const Vec none(-kInf);
   for (int64_t j = 0; j < keys; ++j) {
-    for (int64_t i = 0; i < (queries + 7) / 8; ++i) {
-      const uint32_t bits = bitmap[j * (block / 8) + i];
-      if (bits == 255) {
+    const uint8_t* row = bitmap + j * (block / 8);
+    float* s = scores + j * ld;
+    for (int64_t i = 0; i < queries; i += kBits) {
+      int32_t bits = row[i / 8];
+      for (int64_t byte = 1; byte < kBits / 8; ++byte) {
+        bits |= static_cast<int32_t>(row[i / 8 + byte]) << (8 * byte);
+      }
+      if (bits == (int32_t{1} << kBits) - 1) {
         continue;
       }
-      float* s = scores + j * ld + 8 * i;
-      for (uint32_t k = 0; k < 8; ++k) {
-        s[k] = bits & (1u << k) ? s[k] : -kInf;
+      for (int64_t v = 0; v < kBits / kLanes; ++v) {
+        float* at = s + i + v * kLanes;
+        const auto seen = at::vec::cast<float>((Ints(bits) & own[v]) == own[v]);
+        Vec::blendv(none, Vec::loadu(at), seen).store(at);
       }
     }
   }
