@@ -134,7 +134,8 @@ class SelectedCache(KVCache):
         if n == 0 or (new and max(new) == 0):
             return empty_results(query, self._dims[1])
         self._check_dtype(key)
-        if set(new) - {n}:
+        is_padded = any(count < n for count in new)
+        if is_padded:
             query, key, value = (_without_padding(x, new) for x in (query, key, value))
         starts = self.lengths
         are_alike = len(set(starts)) <= 1 and (len(set(new)) <= 1 or max(starts) == 0)
@@ -149,13 +150,13 @@ class SelectedCache(KVCache):
                 "make a cache for each entry"
             )
         # `after` has evicted the keys that no later token sees
-        if len(set(new)) <= 1:
+        if not is_padded:
             after = state.appended(key, value)
         else:
             after = state.advanced(new, state.page_length).evicted(key, value)
         count, held = state.page_length, (state.keys, state.values)
         in_page = state.keys.num_slots and count + n <= state.page_size
-        if in_page and len(set(new)) <= 1:  # `after` has written them there
+        if in_page and not is_padded:  # `after` has written them there
             keys, values = (x.rows[:, :, : x.older[0] + count + n] for x in held)
         else:
             pairs = zip(held, (key, value), strict=True)
@@ -170,7 +171,7 @@ class SelectedCache(KVCache):
         if keep:
             self._state = after.changed(summaries=summaries)
         out, lse = results
-        if set(new) - {n}:
+        if is_padded:
             hidden = _padding(new, n, query.device)
             return out.masked_fill(hidden[..., None], 0), lse.masked_fill(hidden, -torch.inf)
         return out, lse

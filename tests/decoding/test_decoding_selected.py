@@ -397,3 +397,22 @@ def test_summaries_of_entries_of_unlike_lengths():
             summaries.scores(query[:, :, :1], key, lengths=wrong)
     with pytest.raises(ValueError, match="a length for each of 3 batch entries, got 2"):
         summaries.crop([1, 2])
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 1]])
+def test_padding_that_all_entries_share_is_not_counted(lengths):
+    batch = len(lengths)
+    tokens = torch.randn(3, batch, 1, 9, 8, dtype=torch.float64)
+    padded, alone = (
+        sr.SelectedCache(batch, 1, 8, k=1, block_size=4, sink=0, local=0, dtype=torch.float64)
+        for _ in range(2)
+    )
+    for cache in (padded, alone):
+        cache.attend(*tokens[:, :, :, :5])
+    out = padded.attend(*tokens[:, :, :, 5:7], lengths=lengths)
+    assert padded.lengths == [6] * batch
+    assert not out[:, :, 1].any()
+    torch.testing.assert_close(out[:, :, :1], alone.attend(*tokens[:, :, :, 5:6]))
+    torch.testing.assert_close(
+        padded.attend(*tokens[:, :, :, 6:]), alone.attend(*tokens[:, :, :, 6:])
+    )
