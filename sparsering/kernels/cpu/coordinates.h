@@ -2,7 +2,8 @@
 //
 // A tile of scores has a row for each token of one side, a key or a query, with a lane for each
 // token of the other side. The lanes' coordinates are copied; those of a row's token are read
-// where they are.
+// where they are. The functions over a tile are never inlined, because the compiler would then
+// leave other functions out of line, such as the tanh of a softcap, whose time doubles.
 
 #pragma once
 
@@ -67,8 +68,9 @@ void with_parts(const Coordinates& x, const F& f) {
 // Lowers the scores of `count` tokens, each a row of `size` lanes, `ld` apart. Token j is at
 // `spot(j)`.
 template <typename At>
-void lower_by_distance(const Coordinates& x, const Lanes& lanes, float slope, const At& spot,
-                       int64_t count, int64_t size, int64_t ld, float* scores) {
+[[gnu::noinline]] void lower_by_distance(const Coordinates& x, const Lanes& lanes, float slope,
+                                         const At& spot, int64_t count, int64_t size, int64_t ld,
+                                         float* scores) {
   const Vec factor(-slope);
   with_parts(x, [&](auto parts) {
     for (int64_t j = 0; j < count; ++j) {
@@ -93,9 +95,10 @@ struct CoordinateSums {
 // by scaled scores and `slope` by these. `put(j)` is where the token of row j has its gradient, in
 // neighboring floats; nullptr leaves it out. Pairs with dS = 0, such as hidden ones, add nothing.
 template <typename At, typename Put>
-void add_coordinate_gradients(const Coordinates& x, const Lanes& lanes, float slope, const At& spot,
-                              int64_t count, int64_t size, int64_t ld, const float* ds,
-                              const CoordinateSums& sums, const Put& put) {
+[[gnu::noinline]] void add_coordinate_gradients(const Coordinates& x, const Lanes& lanes,
+                                                float slope, const At& spot, int64_t count,
+                                                int64_t size, int64_t ld, const float* ds,
+                                                const CoordinateSums& sums, const Put& put) {
   const Vec zero(0.f), factor(-slope);
   float* products = sums.lanes + x.dims * lanes.ld;
   with_parts(x, [&](auto parts) {
