@@ -354,6 +354,15 @@ class _RandomBlocksOfHead(BlockwiseMask):
         return diagonal, count - own, blocks - own, mix(self.key, q_block, blocks)
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
+        if isinstance(kv_len, int) and max(q_block.dim(), k_block.dim()) > 1:
+            # The tokens of a few blocks ask many times for each pair of blocks.
+            blocks = int(k_block.max()) + 1 if k_block.numel() else 1
+            code, place = (q_block * blocks + k_block).unique(return_inverse=True)
+            if 2 * code.numel() < place.numel():
+                return self._draws(code // blocks, code % blocks, kv_len)[place]
+        return self._draws(q_block, k_block, kv_len)
+
+    def _draws(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
         diagonal, drawn, others, key = self._row(q_block, kv_len)
         skip = diagonal & (k_block > q_block)
         image = (k_block - skip.long()).clamp(min=0).minimum(others - 1).clamp(min=0)

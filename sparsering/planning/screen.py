@@ -14,6 +14,7 @@ from ..ground.arguments import shortened
 from ..ground.commands import sparsering
 from ..kernels.backends import BACKENDS
 from ..kernels.cpu.build import build_failure
+from ..patterns.algebra import Frame
 from ..patterns.expression import parse
 from .comparison import hides_later_keys
 from .counts import counts_of
@@ -32,6 +33,7 @@ _QUALITY = "arithmetic cannot tell what leaving out pairs costs: compare on your
 _PADDED = 16  # tokens to which kernels round up each side of a tile
 MOST_SEARCHED = 1 << 22
 """Largest number of tokens that is estimated; longer sequences are extrapolated."""
+_MOST_LISTED = 1 << 18  # pairs of blocks; a plan over ranks lists a million in some seconds
 
 
 def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
@@ -70,7 +72,7 @@ def screen(scenario: Scenario, memory: int | str | None, text: str) -> str:
             f"{show_bytes(peak)}{of_limit}{of_rank} at its peak, for this call alone",
         ),
         _row("", ", ".join(parts)),
-        _row("fits", _capacity(scenario, limit)),
+        _row("fits", _capacity(scenario, limit, _searched(scenario, estimate))),
         *_rank_rows(scenario, estimate),
         "",
         _row("advice", _advice(estimate, limit, saving, dense_name)),
@@ -182,8 +184,20 @@ def _short_tiles(scenario: Scenario, estimate: Estimate) -> list[str]:
     return [_row("tiles", text)]
 
 
-def _capacity(scenario: Scenario, limit: int | None) -> str:
-    """Returns the largest batch and the longest sequence that fit in `limit` bytes, as text."""
+def _searched(scenario: Scenario, estimate: Estimate) -> int:
+    """Returns the longest sequence whose plan lists at most `_MOST_LISTED` pairs of blocks."""
+    frame = Frame.build(scenario.tokens, None, scenario.num_heads, scenario.num_kv_heads, None)
+    tables = scenario.pattern.num_tables(frame)
+    pairs = estimate.density * (scenario.tokens / estimate.block_size) ** 2 * tables
+    share = (_MOST_LISTED / max(1.0, pairs)) ** 0.5  # pairs grow with the square at most
+    return int(min(MOST_SEARCHED, max(4096, scenario.tokens * share)))
+
+
+def _capacity(scenario: Scenario, limit: int | None, most: int) -> str:
+    """Returns the largest batch and the longest sequence that fit in `limit` bytes, as text.
+
+    No sequence of more than `most` tokens is planned; a longer one is extrapolated.
+    """
     if limit is None:
         return "with --memory: the largest batch and the longest sequence"
     try:
@@ -196,7 +210,7 @@ def _capacity(scenario: Scenario, limit: int | None) -> str:
         return memory_of_call(replace(scenario, tokens=tokens)).peak
 
     try:
-        tokens = about_largest(peak, usable(limit), 4096, MOST_SEARCHED)
+        tokens = about_largest(peak, usable(limit), min(4096, most), most)
     except ValueError:  # the pattern is for one length only
         tokens = 0
     if tokens < 1:
