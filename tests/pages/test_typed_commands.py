@@ -84,7 +84,7 @@ RECORDS = [
     *("benchmarks/graphs.py", "benchmarks/unlike_heads.py", "benchmarks/programs.py"),
     "benchmarks/derivatives.py",
     "benchmarks/batch_invariant.py",
-    *("benchmarks/neighbourhoods.py", "benchmarks/spheres.py"),
+    *("benchmarks/neighbourhoods.py", "benchmarks/spheres.py", "benchmarks/video.py"),
     *("benchmarks/comparisons/ceiling.py", "benchmarks/new_layouts.py"),
     *("benchmarks/packed_steps.py", "benchmarks/shared_models.py", "benchmarks/steps_memory.py"),
     *("benchmarks/new_plans.py", "benchmarks/sharded_parameters.py", "benchmarks/listed_ranks.py"),
