@@ -16,7 +16,7 @@ from importlib.util import find_spec
 if find_spec("numpy") is None:  # which torch says on its import; nothing here needs it
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
-from .coordinates import coordinate_bias
+from .coordinates import coordinate_bias, relative_bias_2d
 from .decoding import KVCache, SelectedCache
 from .functional import attention, batch_invariant, explain
 from .ground.dropout import dropout_kept
@@ -41,7 +41,7 @@ __all__ = [
     "SelectedCache", "alibi", "attention", "attention_varlen", "attention_weights", "backends",
     "batch_invariant", "choose_batch_size", "compare", "coordinate_bias", "dropout_kept",
     "estimate", "explain", "key_mass", "layout_cache", "longest_sequence", "merge_attention",
-    "set_workspace",
+    "relative_bias_2d", "set_workspace",
 ]  # fmt: skip
 
 

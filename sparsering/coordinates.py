@@ -1,4 +1,4 @@
-"""A bias by the distance between two tokens in space, computed for the pairs of visited tiles."""
+"""Biases by the places of two tokens, in space (`coordinate_bias`) or in a grid."""
 
 from collections.abc import Sequence
 from typing import Any, TypeGuard
@@ -9,6 +9,7 @@ from torch import Tensor
 from .checks import DTYPES, check_tensor
 from .ground.arguments import INTEGERS
 from .ground.keywords import with_hints
+from .patterns.grid import checked_shape, of_each_dim
 
 
 class CoordinateBias:
@@ -118,3 +119,69 @@ def _checked(name: str, coords: Any, dtype: torch.dtype) -> Tensor:
             f"{coords.dtype} {tuple(coords.shape)}; torch.stack((x, y), -1) makes one"
         )
     return x.to(torch.promote_types(x.dtype, dtype))
+
+
+@with_hints()
+def relative_bias_2d(
+    table: Tensor, shape: Sequence[int], *, dilation: int | Sequence[int] = 1
+) -> Tensor:
+    """Returns the `distance_bias` of a table by rows and columns between two tokens of a grid.
+
+    The score of query (y, x) and key (y + d0 * i, x + d1 * j) gets
+    `table[h, i + k0 - 1, j + k1 - 1]`, as NATTEN's rpb: a window of k0 x k1 tokens needs i and j
+    below k0 and k1, either sign. Other distances get 0.
+
+    Args:
+        table: [heads, 2 * k0 - 1, 2 * k1 - 1], floating point.
+        shape: rows and columns of the grid, whose tokens are in row-major order.
+        dilation: (d0, d1), or one int: the distance of neighbours in the window.
+
+    Returns: [heads, 2R + 1] in float32 (float64 for float64), differentiable in the table.
+
+    Raises: ValueError for another table, or if two of its places lie at one distance in the
+        sequence, as in narrow grids.
+
+    Cost: O(heads * R), R about d0 * k0 * columns.
+
+    Example:
+        >>> bias = relative_bias_2d(rpb, (56, 56), dilation=2)  # rpb [heads, 13, 13]
+        >>> pattern = Neighbourhood((56, 56), window=7, dilation=2)
+        >>> out = attention(query, key, value, pattern, distance_bias=bias)
+
+    Source: NATTEN (arXiv 2204.07143), section 3; Swin Transformer (2103.14030).
+    """
+    height, width = _two("shape", checked_shape("relative_bias_2d", shape))
+    down, right = of_each_dim("relative_bias_2d dilation", dilation, 1, 2)
+    check_tensor("relative_bias_2d table", table, "[heads, rows, columns]")
+    if table.dim() != 3 or not all(n % 2 for n in table.shape[1:]) or table.dtype not in DTYPES:
+        raise ValueError(
+            "relative_bias_2d table must be floating point [heads, 2 * k0 - 1, 2 * k1 - 1] for a "
+            f"window of k0 x k1 tokens, got {table.dtype} {tuple(table.shape)}"
+        )
+    k0, k1 = (n // 2 + 1 for n in table.shape[1:])
+    # Steps that leave the grid belong to no pair.
+    rows, columns = min(k0 - 1, (height - 1) // down), min(k1 - 1, (width - 1) // right)
+    i, j = (torch.arange(-n, n + 1, device=table.device) for n in (rows, columns))
+    distance = (i[:, None] * (down * width) + j * right).flatten()
+    if len(distance.unique()) < len(distance):
+        raise ValueError(
+            f"relative_bias_2d needs a distance of its own for each place of the table, got "
+            f"{width} columns, where a row below looks like columns to the right; a grid of "
+            f"{2 * right * (k1 - 1) // down + 1} columns has them, or add the table in a "
+            "score_mod, by the rows and columns of q_idx and kv_idx"
+        )
+    # One more number at each end, 0, is that of all larger distances.
+    radius = rows * down * width + columns * right + 1
+    used = table[:, k0 - 1 - rows : k0 + rows, k1 - 1 - columns : k1 + columns].flatten(1)
+    used = used.to(torch.promote_types(used.dtype, torch.float32))
+    return used.new_zeros(len(used), 2 * radius + 1).index_copy(1, distance + radius, used)
+
+
+def _two(name: str, sizes: tuple[int, ...]) -> tuple[int, int]:
+    """Returns two numbers; raises ValueError for another count."""
+    if len(sizes) != 2:
+        raise ValueError(
+            f"relative_bias_2d {name} must be the rows and columns of a grid, got {sizes}; "
+            "score_mod= takes a function of other places"
+        )
+    return sizes[0], sizes[1]
