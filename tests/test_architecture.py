@@ -39,7 +39,7 @@ ROOMS = {
     "nn": "distributed functional selection decoding checks kernels layouts patterns ground",
     "models": "checks nn functional weights decoding patterns ground",
     "integrations": "distributed kernels models nn functional weights selection decoding checks "
-    "patterns ground",
+    "coordinates patterns ground",
     "planning": "functional distributed checks kernels layouts patterns ground",
     "training": "distributed models nn planning selection functional layouts patterns ground",
     "demo": "training models plots nn distributed kernels layouts patterns ground",

@@ -7,7 +7,7 @@
     with hf.using(model, pattern):          # exactly the pattern, in this block
         model(**inputs)
     model = hf.load(path)                   # a saved model, with the patterns of its config
-    hf.convert(model)                       # Longformer, LED, Chronos-2: their own patterns
+    hf.convert(model)                       # Longformer, LED, Chronos-2, DiNAT: their own patterns
     hf.parallelize(model, group)            # ranks share the tokens of each call
     model.generate(**inputs, past_key_values=hf.SparseCache(model))     # drops unneeded keys
     print(hf.explain(model))
@@ -31,11 +31,12 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 23
     )
 
 from .call.sparse_cache import SparseCache
+from .families import without_natten
 from .model.apply import apply, explain, load, register, using
 from .model.converted import convert
 from .ranks.parallel import local_positions, parallelize
 
 __all__ = [
     "SparseCache", "apply", "convert", "explain", "load", "local_positions", "parallelize",
-    "register", "using",
+    "register", "using", "without_natten",
 ]  # fmt: skip

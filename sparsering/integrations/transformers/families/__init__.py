@@ -11,7 +11,21 @@ from torch import Tensor
 
 from ..call.calls import SharedCall
 from ..call.chosen import Chosen
-from . import bert, chronos, deepseek, gemma, glm, llama4, longformer, minimax, nllb_moe, qwen, t5
+from . import (
+    bert,
+    chronos,
+    deepseek,
+    dinat,
+    gemma,
+    glm,
+    llama4,
+    longformer,
+    minimax,
+    nllb_moe,
+    qwen,
+    t5,
+)
+from .dinat import without_natten as without_natten
 from .wrapped import Converted, Wrapped
 
 WRAPPED: dict[str, tuple[Wrapped, ...]] = {
@@ -26,7 +40,11 @@ LEFT_BY: dict[str, Callable[[], Chosen | None]] = {**deepseek.LEFT_BY}
 """Functions that return the keys which a module of a layer has chosen for the layer's attention,
 by the name of the attribute that holds this module."""
 
-CONVERTED: dict[str, Converted] = {**longformer.CONVERTED, **chronos.CONVERTED}
+CONVERTED: dict[str, Converted] = {
+    **longformer.CONVERTED,
+    **chronos.CONVERTED,
+    **dinat.CONVERTED,
+}
 """Classes that `convert` gives to modules, by the name of the module's original class."""
 
 CONVERTED_NAMES = ", ".join(dict.fromkeys(row.family for row in CONVERTED.values()))

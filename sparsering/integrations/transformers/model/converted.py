@@ -9,12 +9,14 @@ from ..families import CONVERTED, CONVERTED_NAMES, MASK_BUILDERS
 
 @with_hints()
 def convert(model: Any) -> list[str]:
-    """Lets Longformer, LED's encoder or Chronos-2 attend at the cost of their patterns, in place.
+    """Lets Longformer, LED, Chronos-2 or DiNAT attend at the cost of their patterns, in place.
 
     Results and gradients are the originals'. Modules stay the same objects, with their parameters
     and hooks; only their class changes. Longformer's and LED's global tokens come with each call as
     ever (`global_attention_mask`), and so do Chronos-2's groups (`group_ids`). Rows of padding, and
     series at times without values, may differ. In training, other attention weights are dropped.
+    DiNAT is computed as its authors define it, without NATTEN: `without_natten` lets transformers
+    make the model.
 
     Args:
         model: a model of transformers, or a `Chronos2Model` (package chronos-forecasting).
