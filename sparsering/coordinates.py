@@ -161,17 +161,19 @@ def relative_bias_2d(
     k0, k1 = (n // 2 + 1 for n in table.shape[1:])
     # Steps that leave the grid belong to no pair.
     rows, columns = min(k0 - 1, (height - 1) // down), min(k1 - 1, (width - 1) // right)
-    i, j = (torch.arange(-n, n + 1, device=table.device) for n in (rows, columns))
-    distance = (i[:, None] * (down * width) + j * right).flatten()
-    if len(distance.unique()) < len(distance):
+    line = down * width  # two places meet if some lines are as long as some columns
+    lines = [n * line for n in range(1, 2 * rows + 1)]
+    if any(x % right == 0 and x <= 2 * columns * right for x in lines):
         raise ValueError(
             f"relative_bias_2d needs a distance of its own for each place of the table, got "
             f"{width} columns, where a row below looks like columns to the right; a grid of "
             f"{2 * right * (k1 - 1) // down + 1} columns has them, or add the table in a "
             "score_mod, by the rows and columns of q_idx and kv_idx"
         )
+    i, j = (torch.arange(-n, n + 1, device=table.device) for n in (rows, columns))
+    distance = (i[:, None] * line + j * right).flatten()
     # One more number at each end, 0, is that of all larger distances.
-    radius = rows * down * width + columns * right + 1
+    radius = rows * line + columns * right + 1
     used = table[:, k0 - 1 - rows : k0 + rows, k1 - 1 - columns : k1 + columns].flatten(1)
     used = used.to(torch.promote_types(used.dtype, torch.float32))
     return used.new_zeros(len(used), 2 * radius + 1).index_copy(1, distance + radius, used)

@@ -1,5 +1,7 @@
 """A table of biases by rows and columns is that of its definition, as a `distance_bias`."""
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -69,6 +71,32 @@ def test_a_narrow_grid_is_refused_up_to_the_width_that_the_message_says():
             sr.relative_bias_2d(table, (40, narrow), dilation=dilation)
         for width in range(least, least + 6):
             sr.relative_bias_2d(table, (40, width), dilation=dilation)
+
+
+def test_it_is_refused_exactly_where_two_places_meet():
+    for width, down, right in itertools.product(range(1, 14), (1, 2, 3), (1, 2, 3, 4)):
+        table, steps = torch.zeros(1, 5, 9), range(-4, 5)
+        used = [(i, j) for i in steps[2:7] for j in steps if abs(right * j) < width]
+        places = [i * down * width + j * right for i, j in used]
+        try:
+            sr.relative_bias_2d(table, (40, width), dilation=(down, right))
+            refused = False
+        except ValueError:
+            refused = True
+        assert refused == (len(set(places)) < len(places)), (width, down, right)
+
+
+def test_it_compiles_in_one_graph():
+    def call(x: Tensor, table: Tensor) -> Tensor:
+        bias = sr.relative_bias_2d(table, (6, 9))
+        pattern = sr.Neighbourhood((6, 9), window=3)
+        return sr.attention(x, x, x, pattern, distance_bias=bias)
+
+    x, table = torch.randn(1, 2, 54, 8), torch.randn(2, 5, 5, requires_grad=True)
+    compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, table), call(x, table))
+    grads = [torch.autograd.grad(f(x, table).sum(), table)[0] for f in (compiled, call)]
+    torch.testing.assert_close(*grads)
 
 
 def test_other_arguments_are_refused():

@@ -158,6 +158,18 @@ def test_narrow_grids_add_the_table_by_a_function(monkeypatch):
     assert forms == ["distance_bias", "distance_bias", "score_mod", "distance_bias"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    model = made()
+    exact = reference(model)
+    hf.convert(model.to(dtype))
+    image = torch.randn(1, 3, 64, 32)
+    with torch.no_grad():
+        found, right = model(image.to(dtype))[0], exact(image.double())[0]
+    assert found.dtype == dtype
+    assert (found - right).norm() < 4 * torch.finfo(dtype).eps * right.norm()
+
+
 def test_dropout_is_that_of_training_alone():
     model = made(attention_probs_dropout_prob=0.5)
     hf.convert(model)
