@@ -38,8 +38,8 @@ ROOMS = {
     "decoding": "selection functional route call checks kernels layouts patterns ground",
     "nn": "distributed functional selection decoding checks kernels layouts patterns ground",
     "models": "checks nn functional weights decoding patterns ground",
-    "integrations": "distributed kernels models nn functional weights selection decoding checks "
-    "coordinates patterns ground",
+    "integrations": "distributed kernels models nn functional varlen weights selection decoding "
+    "coordinates checks patterns ground",
     "planning": "functional distributed checks kernels layouts patterns ground",
     "training": "distributed models nn planning selection functional layouts patterns ground",
     "demo": "training models plots nn distributed kernels layouts patterns ground",

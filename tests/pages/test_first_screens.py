@@ -13,9 +13,9 @@ LISTED = re.findall(
 )
 READERS = [
     *("finetune.md", "packing.md", "trees.md", "invariance.md", "diffusion.md", "drafts.md"),
-    *("selection.md", "decoding.md", "eviction.md", "streaming.md", "longnet.md", "slides.md"),
-    *("encoders.md", "grids.md", "spheres.md", "graphs.md", "video.md", "derivatives.md"),
-    "parallel.md",
+    *("selection.md", "decoding.md", "serving.md", "eviction.md", "streaming.md", "longnet.md"),
+    *("slides.md", "encoders.md", "grids.md", "spheres.md", "graphs.md", "video.md"),
+    *("derivatives.md", "parallel.md"),
 ]
 SCREEN = 30  # lines
 

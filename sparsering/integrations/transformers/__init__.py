@@ -10,6 +10,8 @@
     hf.convert(model)                       # Longformer, LED, Chronos-2, DiNAT: their own patterns
     hf.parallelize(model, group)            # ranks share the tokens of each call
     model.generate(**inputs, past_key_values=hf.SparseCache(model))     # drops unneeded keys
+    with hf.continuous_batching(model):     # many requests at once, without masks
+        model.generate_batch(prompts, generation_config)
     print(hf.explain(model))
 
 docs/transformers.md explains the rules.
@@ -30,6 +32,7 @@ if tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 23
         f"{transformers.__version__}; {install('hf')}"
     )
 
+from .call.paged import continuous_batching
 from .call.sparse_cache import SparseCache
 from .families import without_natten
 from .model.apply import apply, explain, load, register, using
@@ -37,6 +40,6 @@ from .model.converted import convert
 from .ranks.parallel import local_positions, parallelize
 
 __all__ = [
-    "SparseCache", "apply", "convert", "explain", "load", "local_positions", "parallelize",
-    "register", "using", "without_natten",
+    "SparseCache", "apply", "continuous_batching", "convert", "explain", "load", "local_positions",
+    "parallelize", "register", "using", "without_natten",
 ]  # fmt: skip

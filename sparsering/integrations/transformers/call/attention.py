@@ -28,8 +28,8 @@ _HARMLESS = {
 _WITHOUT = {"a cache": "use_cache=False", "an attention_mask": "no attention_mask"}
 _REFUSED = {
     "topk_indices": "keys chosen for each query",
-    "cache": "a paged cache; continuous batching has its own attention",
-    "block_table": "a paged cache; continuous batching has its own attention",
+    "cache": "a paged cache; hf.continuous_batching(model) takes it",
+    "block_table": "a paged cache; hf.continuous_batching(model) takes it",
     "head_mask": "a factor for each head",
     "attention_bias": "a bias for each pair",
     "relative_position": "a bias by position",

@@ -1,0 +1,214 @@
+"""Continuous batching: transformers' scheduler and paged cache, with our attention and no masks."""
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.generation.continuous_batching import cache as paged_cache
+from transformers.generation.continuous_batching import continuous_api, initialization
+
+from ....patterns import Causal, ChunkedCausal, Mask, SlidingWindow
+from ....varlen import attention_varlen
+from ..model.config import stored_text
+from .calls import call_state, used_pattern
+
+PAGED = "sparsering_paged"
+_CHUNKED = "chunked_attention"
+_KNOWN = ("full_attention", "sliding_attention", _CHUNKED)
+_ASKS = (continuous_api, initialization, paged_cache)  # modules that ask whether a mask is needed
+_HARMLESS = {
+    *("position_ids", "max_length_q", "max_length_k", "read_index", "write_index", "use_cache"),
+    *("logits_indices", "logits_processor_args", "block_table", "is_causal", "input_ids"),
+    *("output_attentions", "output_hidden_states", "return_dict", "output_router_logits"),
+}
+_lock = threading.Lock()
+_blocks = 0  # open blocks of `continuous_batching`, in all threads
+_originals: list[tuple[Any, str, Any]] = []  # what they replaced in modules of transformers
+
+
+@contextmanager
+def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """In this block, continuous batching of transformers computes attention without masks.
+
+    `model.generate_batch`, a `ContinuousBatchingManager` and `transformers serve` schedule requests
+    and hold their keys in pages, as before. Each layer's call then reads the live keys of every
+    request once and attends by lengths and windows: no mask of all pairs is made, and a layer with
+    a sliding window reads its window alone. Full, sliding and chunked layers, sinks, softcap,
+    grouped heads and shared prefixes. Through attention, the bits of a request do not depend on
+    the requests beside it; torch's own products may.
+
+    Args:
+        model: a causal language model, with or without `register`; its attention implementation is
+            put back at the end of the block, also after an error.
+
+    Raises: NotImplementedError, before anything changes, for a layer of another type and for a
+        model to which `apply` gave a pattern.
+
+    Example:
+        >>> with hf.continuous_batching(model):
+        ...     outputs = model.generate_batch(prompts, generation_config)
+    """
+    _check(model)
+    AttentionInterface.register(PAGED, paged_attention)
+    before = model.config._attn_implementation
+    with _accepted():
+        model.set_attn_implementation(PAGED)
+        try:
+            yield model
+        finally:
+            model.set_attn_implementation(before)
+
+
+def paged_attention(
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
+    cache: Any = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Any = None,
+    **keywords: Any,
+) -> tuple[Tensor, None]:
+    """Stores the new keys of a layer in its pages, and attends from all requests in one call.
+
+    Args:
+        query, key, value: [1, heads, tokens, D], the new tokens of all requests end to end.
+        cache: the paged cache of transformers, which returns each request's live keys and these.
+
+    Returns: [1, tokens, heads, D] and None in place of weights.
+    """
+    given = (name for name, x in keywords.items() if x is not None and x is not False)
+    others = sorted(name for name in given if name not in _HARMLESS)
+    if cache is None or cu_seq_lens_q is None or attention_mask is not None or dropout or others:
+        what = f"the arguments {', '.join(others)}" if others else "a call without a paged cache"
+        raise NotImplementedError(
+            f"attention of hf.continuous_batching does not take {what}; inside the block, call "
+            "generate_batch only"
+        )
+    window = _window(module, cache, sliding_window)
+    lengths: dict[str, Any] = {"cu_seq_lens_k": cu_seq_lens_k, **keywords}
+    key, value = cache.update(
+        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=lengths
+    )
+    of_queries, of_keys = cu_seq_lens_q.tolist(), lengths["cu_seq_lens_k"].tolist()
+    sink = getattr(module, "sinks", None) if s_aux is None else s_aux
+    out: Tensor = attention_varlen(  # type: ignore[assignment]  # without lse
+        query[0, :, : of_queries[-1]].transpose(0, 1),
+        key[0, :, : of_keys[-1]].transpose(0, 1),
+        value[0, :, : of_keys[-1]].transpose(0, 1),
+        of_queries,
+        of_keys,
+        window,
+        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        softcap=softcap or None,
+        sink=None if sink is None else sink.reshape(-1),
+    )
+    padding = query.shape[2] - len(out)  # tokens that belong to no request
+    if padding:
+        out = torch.cat((out, out.new_zeros(padding, *out.shape[1:])))
+    return out[None], None
+
+
+def _window(module: Any, cache: Any, sliding_window: int | None) -> Mask:
+    """Returns the pattern of a layer: causal, within its window or its chunk."""
+    kinds = getattr(cache.config, "layer_types", None)
+    kind = kinds[module.layer_idx] if kinds else None
+    if kind == _CHUNKED:
+        return ChunkedCausal(cache.config.attention_chunk_size)
+    if kind == "full_attention" or (kind is None and not sliding_window):
+        return Causal()
+    size = sliding_window or cache.config.sliding_window
+    return Causal() & SlidingWindow(size - 1)
+
+
+def _check(model: PreTrainedModel) -> None:
+    """Raises NotImplementedError for a model whose layers cannot be served."""
+    config = model.config.get_text_config()
+    for number, kind in enumerate(getattr(config, "layer_types", None) or ()):
+        if kind not in _KNOWN:
+            raise NotImplementedError(
+                f"hf.continuous_batching serves layers of {', '.join(_KNOWN)}, got {kind!r} in "
+                f"layer {number}; use generate for this model"
+            )
+    blocks = call_state().blocks
+    applied = next((n for n, x in model.named_modules() if used_pattern(x, blocks) is not None), "")
+    if applied or stored_text(model.config) is not None:
+        raise NotImplementedError(
+            f"hf.continuous_batching follows the model's own windows, got a pattern of hf.apply "
+            f"in {applied or 'its config'}; use generate with hf.SparseCache"
+        )
+
+
+@contextmanager
+def _accepted() -> Iterator[None]:
+    """Lets transformers take our name for continuous batching, and chunked layers, in a block.
+
+    Its modules ask by the word "flash" whether an implementation needs masks. Inside the block they
+    hear that ours needs none; other models hear what they heard before.
+    """
+    global _blocks
+    with _lock:
+        if not _blocks:
+            for part, name, wrap in _REPLACED:
+                original = getattr(part, name)
+                _originals.append((part, name, original))
+                setattr(part, name, wrap(original))
+        _blocks += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _blocks -= 1
+            while not _blocks and _originals:
+                setattr(*_originals.pop())
+
+
+def _asks_for_flash(original: Callable[..., Any]) -> Callable[..., bool]:
+    """Wraps the function of transformers that tells whether a config asks for FlashAttention."""
+
+    def asked(
+        config: Any = None,
+        requested_attention_implementation: str | None = None,
+        version: int | list[int] | None = None,
+    ) -> bool:
+        name = requested_attention_implementation
+        if config is not None:
+            name = config._attn_implementation
+        if name == PAGED:
+            return version is None  # no version of FlashAttention, and no mask
+        return bool(original(config, requested_attention_implementation, version))
+
+    return asked
+
+
+def _groups(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wraps the function of transformers that groups layers whose pages are alike.
+
+    Chunked layers, which it refuses, join the full ones: keys of a chunk that ended stay in pages.
+    """
+
+    def grouped(config: Any) -> Any:
+        kinds = getattr(config, "layer_types", None)
+        if config._attn_implementation == PAGED and kinds and _CHUNKED in kinds:
+            config = copy.copy(config)
+            config.layer_types = ["full_attention" if x == _CHUNKED else x for x in kinds]
+        return original(config)
+
+    return grouped
+
+
+_REPLACED = (
+    *((part, "is_flash_attention_requested", _asks_for_flash) for part in _ASKS),
+    *((part, "group_layers_by_attn_type", _groups) for part in (paged_cache, initialization)),
+)

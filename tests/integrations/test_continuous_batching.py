@@ -1,0 +1,218 @@
+"""Continuous batching of transformers inside `hf.continuous_batching`: the tokens of `generate`."""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+import transformers
+from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers.generation.continuous_batching import cache as paged_cache
+from transformers.generation.continuous_batching import continuous_api, initialization
+from transformers.models.llama4 import Llama4ForCausalLM, Llama4TextConfig
+
+import sparsering as sr
+from sparsering.integrations import transformers as hf
+from sparsering.integrations.transformers.call import paged
+
+SIZES = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+KINDS = ["sliding_attention", "full_attention"] * 2
+MODELS = {
+    "llama": (transformers.LlamaForCausalLM, transformers.LlamaConfig, {}),
+    "qwen3": (transformers.Qwen3ForCausalLM, transformers.Qwen3Config, {}),
+    "gemma2": (  # softcap
+        transformers.Gemma2ForCausalLM,
+        transformers.Gemma2Config,
+        {"sliding_window": 8, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0},
+    ),
+    "gemma3": (
+        transformers.Gemma3ForCausalLM,
+        transformers.Gemma3TextConfig,
+        {"sliding_window": 8, "layer_types": KINDS},
+    ),
+    "gpt_oss": (  # sinks
+        transformers.GptOssForCausalLM,
+        transformers.GptOssConfig,
+        {
+            "sliding_window": 8,
+            "layer_types": KINDS,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+        },
+    ),
+    "llama4": (  # chunks
+        Llama4ForCausalLM,
+        Llama4TextConfig,
+        {
+            "intermediate_size_mlp": 64,
+            "num_local_experts": 2,
+            "attention_chunk_size": 8,
+            "layer_types": ["chunked_attention", "full_attention"] * 2,
+        },
+    ),
+}
+NEW = 9
+GREEDY = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, pad_token_id=0)
+PAGES = ContinuousBatchingConfig(num_blocks=48, page_size=8, max_batch_tokens=24)
+
+
+def made(name, implementation="eager"):
+    """A tiny model; sinks are spread, so that they count."""
+    kind, config, more = MODELS[name]
+    torch.manual_seed(0)
+    model = kind(config(**SIZES, **more)).eval()
+    for key, parameter in model.named_parameters():
+        if "sinks" in key:
+            torch.nn.init.uniform_(parameter, -1, 1)
+    model.set_attn_implementation(implementation)
+    return model
+
+
+def prompts_of(lengths):
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 96, (n,), generator=generator).tolist() for n in lengths]
+
+
+def alone(model, prompt):
+    """The tokens of `generate` for one request."""
+    ids = torch.tensor([prompt])
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=NEW,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def batched(model, prompts):
+    """The tokens of continuous batching, in the order of the prompts."""
+    outputs = model.generate_batch(
+        prompts, generation_config=GREEDY, continuous_batching_config=PAGES, progress_bar=False
+    )
+    by_prompt = {tuple(x.prompt_ids): x.generated_tokens for x in outputs.values()}
+    return [by_prompt[tuple(prompt)] for prompt in prompts]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_generate_one_by_one(name, monkeypatch):
+    model, prompts = made(name), prompts_of((5, 33, 17, 3, 41))
+    expected = [alone(model, prompt) for prompt in prompts]
+    shapes = []
+    attend = paged.attention_varlen
+
+    def watched(query, key, *rest, **options):
+        shapes.append((query.shape[0], key.shape[0]))
+        return attend(query, key, *rest, **options)
+
+    monkeypatch.setattr(paged, "attention_varlen", watched)
+    with hf.continuous_batching(model):
+        assert batched(model, prompts) == expected
+    assert model.config._attn_implementation == "eager"
+    assert max(queries for queries, _ in shapes) > 5  # prompts and single tokens in one call
+    if name == "gemma3":  # a layer with a window reads 7 older keys of a request at most
+        assert min(keys for _, keys in shapes[-4:]) <= 5 * 8 < max(keys for _, keys in shapes)
+
+
+def test_a_request_has_the_bits_it_has_alone(monkeypatch):
+    model, prompts = made("gemma3"), prompts_of((29, 12, 37))
+    rows = {}
+    attend = paged.attention_varlen
+
+    def kept(query, key, value, of_queries, of_keys, pattern, **options):
+        out = attend(query, key, value, of_queries, of_keys, pattern, **options)
+        for first, end, begin, last in zip(
+            of_queries, of_queries[1:], of_keys, of_keys[1:], strict=False
+        ):
+            part = (query[first:end], key[begin:last], value[begin:last])
+            one = attend(*part, [0, end - first], [0, last - begin], pattern, **options)
+            rows[len(rows)] = torch.equal(one, out[first:end])
+        return out
+
+    monkeypatch.setattr(paged, "attention_varlen", kept)
+    with hf.continuous_batching(model):
+        batched(model, prompts)
+    assert len(rows) > 50 and all(rows.values())
+
+
+def test_no_mask_is_made_and_pages_are_free_afterwards(monkeypatch):
+    model = made("llama")
+    caches = []
+    built = paged_cache.PagedAttentionCache.__init__
+
+    def noted(self, *arguments, **options):
+        built(self, *arguments, **options)
+        caches.append(self)
+
+    monkeypatch.setattr(paged_cache.PagedAttentionCache, "__init__", noted)
+    masks = []
+    monkeypatch.setattr(
+        "transformers.generation.continuous_batching.input_outputs.build_attention_mask",
+        lambda **given: masks.append(given),
+    )
+    with hf.continuous_batching(model):
+        batched(model, prompts_of((20, 20, 6)))
+    assert len(caches) == 1 and not masks
+    caches[0].evict_cached_blocks()  # kept for prompts that begin alike
+    assert caches[0].compute_free_capacity() == 1.0
+
+
+def test_what_is_replaced_in_transformers_is_put_back():
+    parts = (continuous_api, initialization, paged_cache)
+    names = ("is_flash_attention_requested", "group_layers_by_attn_type")
+    before = [getattr(part, name, None) for part in parts for name in names]
+    model, other = made("llama", "sdpa"), made("qwen3")
+    with ExitStack() as stack, pytest.raises(RuntimeError, match="an error"):
+        stack.enter_context(hf.continuous_batching(model))
+        stack.enter_context(hf.continuous_batching(other))
+        assert continuous_api.is_flash_attention_requested is not before[0]
+        raise RuntimeError("an error")
+    assert [getattr(part, name, None) for part in parts for name in names] == before
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_beside_keeps_its_own_attention():
+    model, other = made("llama"), made("qwen3", "sdpa")
+    prompt = prompts_of((14,))[0]
+    with hf.continuous_batching(model):
+        assert batched(other, [prompt]) == [alone(other, prompt)]
+
+
+def test_a_call_without_pages_is_refused():
+    model = made("llama")
+    with (
+        hf.continuous_batching(model),
+        pytest.raises(NotImplementedError, match=r"a call without a paged cache.*generate_batch"),
+    ):
+        model(torch.tensor([[1, 2, 3]]))
+
+
+def test_patterns_and_unknown_layers_are_refused_before_anything_changes():
+    model = made("llama", "sdpa")
+    hf.register()
+    hf.apply(model, sr.SlidingWindow(7))
+    with (
+        pytest.raises(NotImplementedError, match=r"got a pattern of hf\.apply"),
+        hf.continuous_batching(model),
+    ):
+        pass
+    linear = made("qwen3", "sdpa")
+    linear.config.layer_types = ["linear_attention", *["full_attention"] * 3]
+    with (
+        pytest.raises(NotImplementedError, match="'linear_attention' in layer 0"),
+        hf.continuous_batching(linear),
+    ):
+        pass
+    assert linear.config._attn_implementation == "sdpa"
