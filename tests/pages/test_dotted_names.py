@@ -43,7 +43,10 @@ def owners() -> dict[str, list[Any]]:
 
 def texts() -> Iterator[tuple[str, str]]:
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
-        yield path.name, path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8")
+        if path.name == "upgrading.md":  # the first column has names that are gone
+            text = re.sub(r"^\|[^|]*\|", "|", text, flags=re.MULTILINE)
+        yield path.name, text
     for path in sorted((ROOT / "sparsering").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
