@@ -1,6 +1,8 @@
 """The benchmark of spheres agrees with itself, and its record is within the bars of the docs."""
 
+import json
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,3 +31,18 @@ def test_a_small_run_agrees_with_itself(backward):
         results = spheres.step(make(keys, area), inputs, backward)
         assert len(results) == (4 if backward else 1)
         assert distance_of([x[0, 0] for x in results], exact) < 2e-6
+
+
+def test_the_record_is_within_the_bars():
+    path = Path(__file__).resolve().parents[2] / "benchmarks/records/spheres.json"
+    record = json.loads(path.read_text(encoding="utf-8"))
+    assert record["environment"]["uncommitted_changes"] is False
+    rows = {(x["way"], x["heads"], x["backward"]): x for x in record["rows"]}
+    assert all(x["nodes"] == 40_320 and x["edges"] == 32 * 40_320 for x in rows.values())
+    assert all(x["error"] < 1e-6 for x in rows.values())
+    ours, peer = spheres.WAYS
+    for backward in (False, True):
+        own, dense = (rows[way, spheres.HEADS, backward] for way in (ours, peer))
+        assert 5 * own["ms"] < dense["ms"]
+        most = rows[ours, spheres.MOST_HEADS, backward]
+        assert most["process_mb"] < 1600 < dense["process_mb"]  # no bool of all pairs either
