@@ -50,17 +50,17 @@ BOX = {1: (256,), 2: (16, 16), 3: (4, 8, 8)}  # of queries, for SDPA
 Options = dict[str, Any]
 # name, heads, arguments of `Neighbourhood`, tile
 GRIDS: tuple[tuple[str, int, Options, tuple[int, ...] | None], ...] = (
-    ("line of 16,384, window of 257", 4, {"shape": (16384,), "window": 257}, None),
-    ("image of 96 x 96, 13 x 13", 4, {"shape": (96, 96), "window": 13}, (12, 6)),
-    ("film of 16 x 32 x 32, 3 x 7 x 7", 4, {"shape": (16, 32, 32), "window": (3, 7, 7)}, (2, 6, 6)),
+    ("line of 16,384, window of 257", 2, {"shape": (16384,), "window": 257}, None),
+    ("image of 96 x 96, 13 x 13", 2, {"shape": (96, 96), "window": 13}, (12, 6)),
+    ("film of 16 x 32 x 32, 3 x 7 x 7", 2, {"shape": (16, 32, 32), "window": (3, 7, 7)}, (2, 6, 6)),
     (
         "film of 16 x 32 x 32, 5 x 7 x 7, causal in time",
-        4,
+        2,
         {"shape": (16, 32, 32), "window": (5, 7, 7), "causal": (True, False, False)},
         (2, 6, 6),
     ),
-    ("volume of 24 x 24 x 24, 7 x 7 x 7", 4, {"shape": (24, 24, 24), "window": 7}, (4, 4, 4)),
-    ("film of 12 x 64 x 64, 11 x 11 x 11", 2, {"shape": (12, 64, 64), "window": 11}, (5, 5, 5)),
+    ("volume of 24 x 24 x 24, 7 x 7 x 7", 2, {"shape": (24, 24, 24), "window": 7}, (4, 4, 4)),
+    ("film of 12 x 64 x 64, 11 x 11 x 11", 1, {"shape": (12, 64, 64), "window": 11}, (5, 5, 5)),
 )
 FORWARD_ONLY = "FlexAttention"
 MOST_FLEX = 9_216  # tokens; its mask costs O(N^2)
