@@ -199,13 +199,30 @@ def test_a_call_without_pages_is_refused():
         model(torch.tensor([[1, 2, 3]]))
 
 
-def test_patterns_and_unknown_layers_are_refused_before_anything_changes():
-    model = made("llama", "sdpa")
-    hf.register()
-    hf.apply(model, sr.SlidingWindow(7))
+def test_a_pattern_of_apply_is_followed():
+    model, prompts = made("llama", "sdpa"), prompts_of((37, 8, 21))
+    hf.apply(model, sr.SlidingWindow(5) | sr.GlobalTokens(2, rows=False))
+    expected = [alone(model, prompt) for prompt in prompts]
+    with hf.continuous_batching(model):
+        assert batched(model, prompts) == expected
+    assert model.config._attn_implementation == "sparsering"
+    plain = made("llama")
+    assert [alone(plain, prompt) for prompt in prompts] != expected  # the pattern tells
+
+
+def test_patterns_and_layers_that_cannot_be_served_are_refused_before_anything_changes():
+    model = made("gemma3", "sdpa")
+    hf.apply(model, {"sliding_attention": sr.SlidingWindow(20)})
     with (
-        pytest.raises(NotImplementedError, match=r"got a pattern of hf\.apply"),
+        pytest.raises(NotImplementedError, match=r"got SlidingWindow\(20.*in layer 0, of sliding"),
         hf.continuous_batching(model),
+    ):
+        pass
+    used = made("llama", "sdpa")
+    with (
+        hf.using(used, sr.Causal()),
+        pytest.raises(NotImplementedError, match=r"no block of hf\.using"),
+        hf.continuous_batching(used),
     ):
         pass
     linear = made("qwen3", "sdpa")

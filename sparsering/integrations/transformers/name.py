@@ -1,4 +1,7 @@
-"""`NAME`: what transformers knows this library's attention by."""
+"""Names by which transformers knows this library's attention."""
 
 NAME = "sparsering"
 """Name of the attn_implementation, and of the config attribute that holds patterns."""
+
+PAGED = "sparsering_paged"
+"""Name of the attn_implementation inside `continuous_batching`."""

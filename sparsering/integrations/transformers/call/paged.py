@@ -12,12 +12,12 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching import continuous_api, initialization
 
-from ....patterns import Causal, ChunkedCausal, Mask, SlidingWindow
+from ....patterns import Causal, ChunkedCausal, Pattern, SlidingWindow, parse
 from ....varlen import attention_varlen
-from ..model.config import stored_text
+from ..model.config import of_layer, pattern_of, stored_text, types_of
+from ..name import PAGED
 from .calls import call_state, used_pattern
 
-PAGED = "sparsering_paged"
 _CHUNKED = "chunked_attention"
 _KNOWN = ("full_attention", "sliding_attention", _CHUNKED)
 _ASKS = (continuous_api, initialization, paged_cache)  # modules that ask whether a mask is needed
@@ -46,8 +46,10 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         model: a causal language model, with or without `register`; its attention implementation is
             put back at the end of the block, also after an error.
 
-    Raises: NotImplementedError, before anything changes, for a layer of another type and for a
-        model to which `apply` gave a pattern.
+    A pattern of `apply` counts from each request's first token, and reads all its keys.
+
+    Raises: NotImplementedError, before anything changes, for a layer of another type, and for a
+        pattern of `apply` in a layer with a window, or of one length.
 
     Example:
         >>> with hf.continuous_batching(model):
@@ -120,8 +122,10 @@ def paged_attention(
     return out[None], None
 
 
-def _window(module: Any, cache: Any, sliding_window: int | None) -> Mask:
-    """Returns the pattern of a layer: causal, within its window or its chunk."""
+def _window(module: Any, cache: Any, sliding_window: int | None) -> Pattern:
+    """Returns the pattern of a layer: that of `apply`, or its window or chunk; causal."""
+    if (applied := pattern_of(module)) is not None:
+        return applied & Causal()
     kinds = getattr(cache.config, "layer_types", None)
     kind = kinds[module.layer_idx] if kinds else None
     if kind == _CHUNKED:
@@ -141,12 +145,22 @@ def _check(model: PreTrainedModel) -> None:
                 f"hf.continuous_batching serves layers of {', '.join(_KNOWN)}, got {kind!r} in "
                 f"layer {number}; use generate for this model"
             )
+    kinds = types_of(config)
+    texts = stored_text(config) or stored_text(model.config)
+    for index, kind in enumerate(kinds):
+        if (text := of_layer(texts, str(index), kind)) is None:
+            continue
+        if kind == "sliding_attention" or parse(text).own_length is not None:
+            raise NotImplementedError(
+                f"hf.continuous_batching takes a pattern of hf.apply in layers whose keys all stay "
+                f"in pages, for any length, got {text} in layer {index}, of {kind}; use generate "
+                "with hf.SparseCache"
+            )
     blocks = call_state().blocks
-    applied = next((n for n, x in model.named_modules() if used_pattern(x, blocks) is not None), "")
-    if applied or stored_text(model.config) is not None:
+    if any(used_pattern(x, blocks) is not None for x in model.modules()):
         raise NotImplementedError(
-            f"hf.continuous_batching follows the model's own windows, got a pattern of hf.apply "
-            f"in {applied or 'its config'}; use generate with hf.SparseCache"
+            "hf.continuous_batching takes no block of hf.using, since transformers calls the model "
+            "in another thread; use hf.apply"
         )
 
 

@@ -24,7 +24,7 @@ from ..call import calls
 from ..call.attention import attention_function
 from ..call.masks import mask_interface, watch_requests
 from ..families import CONVERTED_NAMES
-from ..name import NAME
+from ..name import NAME, PAGED
 from . import adapters, config, indexers
 
 
@@ -70,7 +70,7 @@ def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
                 indexers.watch(self)
         if (texts := config.stored_text(self.config)) is not None:
             config.parse_in_advance(texts)
-            if implementation != NAME:
+            if implementation not in (NAME, PAGED):
                 warnings.warn(
                     f"the config of this {type(self).__name__} holds the pattern {_line(texts)}, "
                     f"which {implementation!r} attention does not follow; load it with "
