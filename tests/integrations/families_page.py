@@ -286,11 +286,14 @@ largest value:
   tried.
 - **convert**: outputs, to those of the original.
 
-"no, 3" is an error whose cause is sentence 3 of [why not](#why-not). "-" was not tried, or means
-nothing for that type. **masks** are what the layers of the tiny model have: a window counts the
-query. With "a function of its own" or "a tensor of pairs" the model makes its mask itself, and
-"sparsering" may compute all pairs. Speeds are of the longest recorded input, of a model with the
-family's shape.
+How to read a cell:
+
+- "no, 3" means that the call raises an error, for the reason in sentence 3 of [why not](#why-not).
+- "-" means that it was not tried, or that it makes no sense for this type.
+- **masks** lists the masks of the tiny model's layers. The size of a window includes the query's
+  own token. "a function of its own" and "a tensor of pairs" mean that the model builds its mask
+  itself. Then "sparsering" may have to compute all pairs.
+- Speeds were measured on a model with the family's shape, at the longest input that has a record.
 
 {tables}
 ### Caches of indexed families
