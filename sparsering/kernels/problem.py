@@ -103,7 +103,7 @@ class Problem(NamedTuple):
         """Returns a problem with equal scores but a scale above 0, which softmax kernels need."""
         if _is_zero(self.scale):  # in float32
             return self._replace(query=torch.zeros_like(self.query), scale=1.0)
-        if (factor := self._moved_factor) != 1.0:
+        if self.coordinate_bias is not None and (factor := self._moved_factor) != 1.0:
             return self._replace(query=self.query * factor, scale=self.scale / factor)
         return self if self.scale > 0 else self._replace(query=-self.query, scale=-self.scale)
 

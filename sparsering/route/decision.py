@@ -232,7 +232,7 @@ def _kind(
             return None
         unused = None if p else "dropout_p"
         in_use = tuple([name for name, x in options.items() if x is not None and name != unused])
-        if is_coordinate_bias(options.get("score_mod")):
+        if (function := options.get("score_mod")) is not None and is_coordinate_bias(function):
             in_use += ("coordinate_bias",)
     interpreted = (choices[0] == "triton" or tensors[4].type != "cpu") and interpreting()
     # For a pattern with tensors, each call looks up its layout; the decision depends on its type.

