@@ -12,6 +12,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching import continuous_api, initialization
 
+from ....ground.keywords import with_hints
 from ....patterns import Causal, ChunkedCausal, Pattern, SlidingWindow, parse
 from ....varlen import attention_varlen
 from ..model.config import of_layer, pattern_of, stored_text, types_of
@@ -31,6 +32,7 @@ _blocks = 0  # open blocks of `continuous_batching`, in all threads
 _originals: list[tuple[Any, str, Any]] = []  # what they replaced in modules of transformers
 
 
+@with_hints()
 @contextmanager
 def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """In this block, continuous batching of transformers computes attention without masks.

@@ -4,7 +4,6 @@ Its code calls NATTEN's functions `natten2dqkrpb` and `natten2dav`, which NATTEN
 refuses to make a model without NATTEN.
 """
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -84,7 +83,7 @@ def without_natten() -> Iterator[None]:
     found = transformers.utils.is_natten_available
     transformers.utils.is_natten_available = lambda: False  # a NATTEN since 0.20 breaks the import
     try:
-        importlib.import_module("transformers.models.dinat.modeling_dinat")
+        from transformers.models.dinat import modeling_dinat  # noqa: F401
     finally:
         transformers.utils.is_natten_available = found
     checks = import_utils.BACKENDS_MAPPING
