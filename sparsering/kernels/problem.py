@@ -180,7 +180,7 @@ class Problem(NamedTuple):
         """Converts dQ of `with_positive_scale()`, whose query may be negated, to dQ of this one."""
         if _is_zero(self.scale):
             return torch.zeros_like(grad)
-        if (factor := self._moved_factor) != 1.0:
+        if self.coordinate_bias is not None and (factor := self._moved_factor) != 1.0:
             return grad * factor
         return grad if self.scale > 0 else -grad
 

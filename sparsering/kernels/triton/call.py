@@ -300,7 +300,7 @@ def _parts(problem: Problem, in_turn: bool, at_most: int | None = None) -> Itera
     problem = problem.with_positive_scale().with_dense_rows()
     tables = problem.block_bias, problem.distance_bias
     bias, table = (None if x is None else dense_rows(x.float()) for x in tables)
-    laid = problem.laid_coordinates()
+    laid = [] if problem.coordinate_bias is None else problem.laid_coordinates()
     layout, query, key, value = problem[:4]
     num_kv_heads = key.shape[1]
     if not layout.passes or not query.shape[0] * num_kv_heads:
