@@ -169,10 +169,10 @@ def default_block_size(pattern: Pattern, kv_len: int) -> int:
     """Returns the default number of tokens per tile, a multiple of 16 between 16 and 256.
 
     The default is the smallest `block_size` of the pattern's blockwise masks, if it is such a
-    multiple. Otherwise, a `Neighbourhood` in the order of tiles of 16 to 128 tokens gets the tokens
-    of its tile, rounded up to a multiple of 16. A pattern with a selection gets the largest
-    multiple of 16 up to 128 that divides the selection's `block_size`, or 128 if there is none. All
-    other patterns get 128 tokens for more than 64 keys, 64 for 33 to 64 keys, and 32 for fewer. If
+    multiple. Otherwise, a pattern with a selection gets the largest multiple of 16 up to 128 that
+    divides the selection's `block_size`, or 128 if there is none. A `Neighbourhood` in the order of
+    tiles of 16 to 128 tokens gets the tokens of its tile, rounded up to a multiple of 16. All other
+    patterns get 128 tokens for more than 64 keys, 64 for 33 to 64 keys, and 32 for fewer. If
     positions restart in documents, the longest document decides instead of `kv_len`.
     """
     if pattern.restarts is not None:
@@ -181,12 +181,12 @@ def default_block_size(pattern: Pattern, kv_len: int) -> int:
     own = [mask.block_size for mask in joined_masks(pattern) if isinstance(mask, BlockwiseMask)]
     if own and min(own) in BLOCK_SIZES:
         return min(own)
-    grids = [x.grid.sizes for x in joined_masks(pattern) if _is_in_tiles(x)]
-    if grids and 16 <= (volume := math.prod(grids[0])) <= _LARGEST:
-        return -(-volume // 16) * 16
     if selections := selections_of(pattern):
         sizes = [b for b in BLOCK_SIZES if b <= 128 and selections[0].block_size % b == 0]
         return max(sizes, default=128)
+    grids = [x.grid.sizes for x in joined_masks(pattern) if _is_in_tiles(x)]
+    if grids and 16 <= (volume := math.prod(grids[0])) <= _LARGEST:
+        return -(-volume // 16) * 16
     return 128 if kv_len > 64 else 64 if kv_len > 32 else 32
 
 

@@ -145,6 +145,7 @@ class Neighbourhood(Mask):
     stride: int | tuple[int, ...] = field(default=1, kw_only=True)
     causal: bool | tuple[bool, ...] = field(default=False, kw_only=True)
     tile: int | tuple[int, ...] | None = field(default=None, kw_only=True)
+    _by_keyword = ("window", "stride", "causal", "tile")
     _elsewhere = MappingProxyType(  # hints for NATTEN's argument names
         {
             "kernel_size": "write window=kernel_size",

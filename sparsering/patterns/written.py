@@ -32,6 +32,7 @@ class WrittenValue:
     _given: Mapping[str, Tensor | LengthsFrom] = {}
     # the expression and tensors with such lengths as tensors; None if there are none
     _data: tuple[str, tuple[Tensor, ...]] | None = None
+    _by_keyword: ClassVar[tuple[str, ...]] = ()  # fields that the constructor takes by name alone
     _name: ClassVar[str] = ""  # name in the expression if it is not the name of the class
     # The user's own spelling, which `repr` shows: a text, or an operator and its two sides.
     # Equality ignores it and compares `expression`.
@@ -73,13 +74,13 @@ class WrittenValue:
                 values.append(part_text(value, tensors, as_data))
             else:
                 values.append(repr(value))
-        values += [f"{name}={value!r}" for name, value in self._keywords().items()]
+        if self._by_keyword:
+            values += [f"{name}={value!r}" for name, value in self._keywords().items()]
         return f"{self._name or type(self).__name__}({', '.join(values)})"
 
     def _keywords(self) -> dict[str, Any]:
-        """Returns the fields that are written by keyword alone, without those at their default."""
-        fields = self.__dataclass_fields__.values()  # type: ignore[attr-defined]
-        own = {x.name: getattr(self, x.name) for x in fields if x.kw_only is True}
+        """Returns the fields of `_by_keyword` that are not at their default."""
+        own = {name: getattr(self, name) for name in self._by_keyword}
         return {name: x for name, x in own.items() if x != self.__dataclass_fields__[name].default}  # type: ignore[attr-defined]
 
     def _values(self, as_data: bool = False) -> Iterator[Any]:
@@ -171,7 +172,7 @@ class WrittenValue:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickles only the arguments, because hashes and class versions differ by process."""
         state = None if self._written is None else {"_written": self._shown()}
-        made = partial(type(self), **keywords) if (keywords := self._keywords()) else type(self)
+        made = partial(type(self), **self._keywords()) if self._by_keyword else type(self)
         return made, tuple(self._values(as_data=True)), state
 
 
