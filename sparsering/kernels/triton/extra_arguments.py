@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...coordinates import CoordinateBias
 from ...ground.dropout import threshold
 from ..problem import Problem
 from .configs import Config
@@ -36,7 +37,9 @@ def arguments(
     absent -= of_call(problem, number, w, by_key=by_key).keys()
     return {
         **dict.fromkeys((*absent, "grad_bias", *DIAGONALS, *PLACE_GRADIENTS), w.units),
-        **_of_places(problem), "first_head": first_head,
+        **(_NO_PLACES if problem.coordinate_bias is None else _of_places(problem.coordinate_bias)),
+        "LEARNS_PLACES": problem.coordinate_bias is not None and bool(problem.captured),
+        "first_head": first_head,
         "CAPPED": problem.softcap is not None, "cap": problem.softcap or 1.0,
         "DISTANCES": table is not None,
         "LEARNS_DISTANCES": table is not None and problem.learns_distances,
@@ -54,15 +57,19 @@ def arguments(
     }  # fmt: skip
 
 
-def _of_places(problem: Problem) -> dict[str, int]:
+_SIDES = ("query", "key")
+_NO_PLACES = {
+    **dict.fromkeys([f"{side}_place_{what}" for side in _SIDES for what in ("batch", "dim")], 0),
+    **dict.fromkeys(("DIMS", "LOW", "place_batch", "place_head"), 0),
+    "PLACE_WIDTH": 1,
+}
+"""What `_of_places` returns of a call without a coordinate bias."""
+
+
+def _of_places(bias: CoordinateBias) -> dict[str, int]:
     """Returns the sizes and strides of a coordinate bias, whose tensors are laid."""
-    bias, both = problem.coordinate_bias, ("query", "key")
-    if bias is None:
-        names = [f"{name}_place_{what}" for name in both for what in ("batch", "dim")]
-        names += ["DIMS", "LOW", "LEARNS_PLACES", "place_batch", "place_head"]
-        return {**dict.fromkeys(names, 0), "PLACE_WIDTH": 1}
-    found = {"place_batch": 0, "place_head": 0, "LEARNS_PLACES": bool(problem.captured)}
-    for name, x in zip(both, (bias.query_coords, bias.coords), strict=True):
+    found = {"place_batch": 0, "place_head": 0}
+    for name, x in zip(_SIDES, (bias.query_coords, bias.coords), strict=True):
         several, parts, dims, tokens = x.shape
         found[f"{name}_place_batch"] = parts * dims * tokens * (several > 1)
         found[f"{name}_place_dim"] = tokens
