@@ -13,19 +13,19 @@ from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching import continuous_api, initialization
 
 from ....ground.keywords import with_hints
-from ....patterns import Causal, ChunkedCausal, Pattern, SlidingWindow, parse
+from ....patterns import Causal, Pattern, parse
 from ....varlen import attention_varlen
-from ..model.config import of_layer, pattern_of, stored_text, types_of
+from ..model.config import of_layer, own_pattern, pattern_of, place_of, stored_text, types_of
 from ..name import PAGED
 from .calls import call_state, used_pattern
 
 _CHUNKED = "chunked_attention"
-_KNOWN = ("full_attention", "sliding_attention", _CHUNKED)
 _ASKS = (continuous_api, initialization, paged_cache)  # modules that ask whether a mask is needed
 _HARMLESS = {
     *("position_ids", "max_length_q", "max_length_k", "read_index", "write_index", "use_cache"),
     *("logits_indices", "logits_processor_args", "block_table", "is_causal", "input_ids"),
     *("output_attentions", "output_hidden_states", "return_dict", "output_router_logits"),
+    "sliding_window",  # that of the config, which `_pattern` reads
 }
 _lock = threading.Lock()
 _blocks = 0  # open blocks of `continuous_batching`, in all threads
@@ -41,14 +41,13 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     and hold their keys in pages, as before. Each layer's call then reads the live keys of every
     request once and attends by lengths and windows: no mask of all pairs is made, and a layer with
     a sliding window reads its window alone. Full, sliding and chunked layers, sinks, softcap,
-    grouped heads and shared prefixes. Through attention, the bits of a request do not depend on
-    the requests beside it; torch's own products may.
+    grouped heads and shared prefixes. A pattern of `apply` counts from each request's first token,
+    and reads all its keys. Through attention, the bits of a request do not depend on the requests
+    beside it; torch's own products may.
 
     Args:
         model: a causal language model, with or without `register`; its attention implementation is
             put back at the end of the block, also after an error.
-
-    A pattern of `apply` counts from each request's first token, and reads all its keys.
 
     Raises: NotImplementedError, before anything changes, for a layer of another type, and for a
         pattern of `apply` in a layer with a window, or of one length.
@@ -77,7 +76,6 @@ def paged_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     softcap: float | None = None,
-    sliding_window: int | None = None,
     s_aux: Tensor | None = None,
     cache: Any = None,
     cu_seq_lens_q: Tensor | None = None,
@@ -100,7 +98,6 @@ def paged_attention(
             f"attention of hf.continuous_batching does not take {what}; inside the block, call "
             "generate_batch only"
         )
-    window = _window(module, cache, sliding_window)
     lengths: dict[str, Any] = {"cu_seq_lens_k": cu_seq_lens_k, **keywords}
     key, value = cache.update(
         key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=lengths
@@ -113,7 +110,7 @@ def paged_attention(
         value[0, :, : of_keys[-1]].transpose(0, 1),
         of_queries,
         of_keys,
-        window,
+        _pattern(module),
         scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap=softcap or None,
         sink=None if sink is None else sink.reshape(-1),
@@ -124,32 +121,25 @@ def paged_attention(
     return out[None], None
 
 
-def _window(module: Any, cache: Any, sliding_window: int | None) -> Pattern:
+def _pattern(module: Any) -> Pattern:
     """Returns the pattern of a layer: that of `apply`, or its window or chunk; causal."""
     if (applied := pattern_of(module)) is not None:
         return applied & Causal()
-    kinds = getattr(cache.config, "layer_types", None)
-    kind = kinds[module.layer_idx] if kinds else None
-    if kind == _CHUNKED:
-        return ChunkedCausal(cache.config.attention_chunk_size)
-    if kind == "full_attention" or (kind is None and not sliding_window):
-        return Causal()
-    size = sliding_window or cache.config.sliding_window
-    return Causal() & SlidingWindow(size - 1)
+    own = own_pattern(module.config, place_of(module)[1], causal=True)
+    assert own is not None, "layers of other types are refused before any call"
+    return own
 
 
 def _check(model: PreTrainedModel) -> None:
     """Raises NotImplementedError for a model whose layers cannot be served."""
     config = model.config.get_text_config()
-    for number, kind in enumerate(getattr(config, "layer_types", None) or ()):
-        if kind not in _KNOWN:
-            raise NotImplementedError(
-                f"hf.continuous_batching serves layers of {', '.join(_KNOWN)}, got {kind!r} in "
-                f"layer {number}; use generate for this model"
-            )
-    kinds = types_of(config)
     texts = stored_text(config) or stored_text(model.config)
-    for index, kind in enumerate(kinds):
+    for index, kind in enumerate(types_of(config)):
+        if own_pattern(config, kind, causal=True) is None:
+            raise NotImplementedError(
+                "hf.continuous_batching serves layers of full_attention, sliding_attention and "
+                f"chunked_attention, got {kind!r} in layer {index}; use generate for this model"
+            )
         if (text := of_layer(texts, str(index), kind)) is None:
             continue
         if kind == "sliding_attention" or parse(text).own_length is not None:

@@ -121,13 +121,13 @@ def layer_patterns(config: Any, causal: bool = True) -> list[Pattern | None]:
     patterns: list[Pattern | None] = []
     for index, kind in enumerate(types_of(config)):
         if (text := of_layer(texts, str(index), kind)) is None:
-            patterns.append(_own_pattern(config, kind, causal))
+            patterns.append(own_pattern(config, kind, causal))
         else:
             patterns.append(parse(text) & Causal() if causal else parse(text))
     return patterns
 
 
-def _own_pattern(config: Any, kind: str, causal: bool) -> Pattern | None:
+def own_pattern(config: Any, kind: str, causal: bool) -> Pattern | None:
     """Returns the mask of layers of this type as a pattern; None if the type is unknown."""
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
