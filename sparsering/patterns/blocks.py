@@ -342,6 +342,13 @@ class _RandomBlocksOfHead(BlockwiseMask):
         count = (self.density * blocks.double() + 0.5).floor().long().clamp(min=1).minimum(blocks)
         return blocks, count
 
+    def holds(self, p: Tensor, k: Tensor, frame: Frame) -> Tensor:
+        # Tokens of one pair of blocks ask the same, and a draw is slow: draw once for each pair.
+        blocks = (p // self.row_size << 32) + k // self.block_size
+        pairs, place = blocks.unique(return_inverse=True)
+        drawn = self.blocks_hold(pairs >> 32, pairs & 0xFFFFFFFF, frame.kv_len)
+        return drawn[place] & (p >= 0)
+
     def _row(self, q_block: Tensor, kv_len: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns four numbers for each query block, from which its random key blocks follow.
 
@@ -354,15 +361,6 @@ class _RandomBlocksOfHead(BlockwiseMask):
         return diagonal, count - own, blocks - own, mix(self.key, q_block, blocks)
 
     def blocks_hold(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
-        if isinstance(kv_len, int) and max(q_block.dim(), k_block.dim()) > 1:
-            # The tokens of a few blocks ask many times for each pair of blocks.
-            blocks = int(k_block.max()) + 1 if k_block.numel() else 1
-            code, place = (q_block * blocks + k_block).unique(return_inverse=True)
-            if 2 * code.numel() < place.numel():
-                return self._draws(code // blocks, code % blocks, kv_len)[place]
-        return self._draws(q_block, k_block, kv_len)
-
-    def _draws(self, q_block: Tensor, k_block: Tensor, kv_len: int | Tensor) -> Tensor:
         diagonal, drawn, others, key = self._row(q_block, kv_len)
         skip = diagonal & (k_block > q_block)
         image = (k_block - skip.long()).clamp(min=0).minimum(others - 1).clamp(min=0)
