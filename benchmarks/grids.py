@@ -168,26 +168,14 @@ def exact_rows(number: int, rows: Tensor, backward: bool) -> list[Tensor]:
     return found
 
 
-def run(
-    call: Callable[..., Tensor], inputs: list[Tensor], order: Tensor, back: bool
-) -> list[Tensor]:
-    """Runs a call on arranged tokens; the gradient sent is arranged, too."""
-    if not back:
-        return step(call, inputs, False)
-    leaves = [x.requires_grad_() for x in inputs]
-    out = call(*leaves)
-    sent = gradient_of(out)[:, :, order]
-    return [out.detach(), *torch.autograd.grad(out, leaves, sent)]
-
-
 def _in_a_process(way: str, number: int, backward: bool) -> Iterator[None]:
     """Yields before and after the call, whose kernels are built before."""
     call, order = ways_of(number)[way](), order_of(number, way)
     inputs = [x[:, :, order].contiguous() for x in inputs_on(number)]
-    run(call, inputs, order, backward)
+    step(call, inputs, backward, order)
     give_back_freed()
     yield
-    run(call, inputs, order, backward)
+    step(call, inputs, backward, order)
     yield
 
 
@@ -213,7 +201,7 @@ def rows_of(number: int, rounds: int) -> list[Row]:
         ways = [way for way in calls if not (backward and way == FORWARD_ONLY)]
         exact = exact_rows(number, some, backward)
         timed = {
-            way: partial(run, calls[way], arranged[way], orders[way], backward) for way in ways
+            way: partial(step, calls[way], arranged[way], backward, orders[way]) for way in ways
         }
         errors = {}
         for way in ways:

@@ -115,14 +115,19 @@ WAYS: dict[str, Callable[[Grid], Attend]] = {
 FORWARD_ONLY = "FlexAttention"  # on a CPU
 
 
-def step(attend: Attend, inputs: list[Tensor], backward: bool) -> list[Tensor]:
-    """Runs a call; returns out, and with `backward` the gradients of the inputs."""
+def step(
+    attend: Attend, inputs: list[Tensor], backward: bool, order: Tensor | slice = slice(None)
+) -> list[Tensor]:
+    """Runs a call; returns out, and with `backward` the gradients of the inputs.
+
+    `order` is that of the tokens in the inputs: the gradient of out is arranged by it, too.
+    """
     if not backward:
         with torch.no_grad():
             return [attend(*inputs)]
     leaves = [x.requires_grad_() for x in inputs]
     out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, gradient_of(out))]
+    return [out.detach(), *torch.autograd.grad(out, leaves, gradient_of(out)[:, :, order])]
 
 
 def exact(grid: Grid, inputs: list[Tensor], backward: bool, head: int = 0) -> list[Tensor]:

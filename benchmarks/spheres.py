@@ -42,6 +42,7 @@ from .measure import (
     spread_of,
     write_record,
 )
+from .neighbourhoods import step
 
 RINGS, NEAR, WIDTH, ROUNDS = 96, 32, 32, 7
 HEADS, MOST_HEADS = 4, 16
@@ -97,16 +98,6 @@ WAYS: dict[str, Callable[[Tensor, Tensor], Attend]] = {
     "sparsering": ours,
     "sdpa with a dense mask": masked,
 }
-
-
-def step(attend: Attend, inputs: list[Tensor], backward: bool) -> list[Tensor]:
-    """Runs a call; returns out, and with `backward` the gradients of the inputs."""
-    if not backward:
-        with torch.no_grad():
-            return [attend(*inputs)]
-    leaves = [x.requires_grad_() for x in inputs]
-    out = attend(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, gradient_of(out))]
 
 
 def exact(
