@@ -111,9 +111,10 @@ class Problem(NamedTuple):
     def _moved_factor(self) -> float:
         """The power of two, with a sign, that `with_positive_scale` moves from a tiny scale.
 
-        Kernels divide the slopes of coordinates by the scale, which must not overflow.
+        For calls with a coordinate bias: kernels divide its slopes by the scale, which must not
+        overflow.
         """
-        if self.coordinate_bias is None or abs(self.scale) >= _LEAST_DIVISOR:
+        if abs(self.scale) >= _LEAST_DIVISOR:
             return 1.0
         return math.copysign(math.ldexp(1.0, math.frexp(self.scale)[1]), self.scale)
 

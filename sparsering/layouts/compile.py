@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import NamedTuple, TypeGuard
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from ..ground.rows import distinct_rows, number_rows
 from ..patterns.algebra import Frame, Mask, Mixture, Pattern, check_fits, joined_masks
 from ..patterns.blocks import BlockwiseMask
 from ..patterns.keys import without_key_masks
-from ..patterns.neighbourhood import Neighbourhood
 from ..patterns.selected import selections_of
 from .bitmaps import Table, count_pairs, pack, share_bitmaps, share_tables
 from .documents import Ground, ground_of, laid_in_documents
@@ -32,7 +31,7 @@ from .layout import BlockLayout, Pass, if_several
 from .leaves import EMPTY, FULL, Condition
 from .lower import condition, native_table
 from .selected_on_device import selected_layout, with_slots
-from .terms import disjoint_terms, terms, typical
+from .terms import disjoint_terms, is_in_tiles, terms, typical
 from .tiles import Axis, Grid, Origin, Ranges, Spans, TilePairs
 
 BLOCK_SIZES = range(16, 257, 16)
@@ -184,14 +183,10 @@ def default_block_size(pattern: Pattern, kv_len: int) -> int:
     if selections := selections_of(pattern):
         sizes = [b for b in BLOCK_SIZES if b <= 128 and selections[0].block_size % b == 0]
         return max(sizes, default=128)
-    grids = [x.grid.sizes for x in joined_masks(pattern) if _is_in_tiles(x)]
+    grids = [x.grid.sizes for x in joined_masks(pattern) if is_in_tiles(x)]
     if grids and 16 <= (volume := math.prod(grids[0])) <= _LARGEST:
         return -(-volume // 16) * 16
     return 128 if kv_len > 64 else 64 if kv_len > 32 else 32
-
-
-def _is_in_tiles(mask: Mask) -> TypeGuard[Neighbourhood]:
-    return isinstance(mask, Neighbourhood) and mask.tile is not None
 
 
 @one_thread()

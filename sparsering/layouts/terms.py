@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
+from typing import TypeGuard
 
 import torch
 
@@ -68,7 +69,7 @@ def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
             return [(_dilated_grid(mask, block_size), mask)]
         case SlidingWindow(_, _, dilation) if dilation > 1:
             return [(Grid(dilation, dilation * block_size, residues=dilation), mask)]
-        case Neighbourhood():
+        case Neighbourhood() if is_in_tiles(mask):
             return [(_in_tiles_of_grid(mask, block_size), mask)]
         case Packed(_, inner) if (documents := mask.common_lengths) is not None:
             of_inner = _split(inner, block_size)
@@ -106,13 +107,17 @@ def _split(mask: Mask, block_size: int) -> list[tuple[Grid, Mask]]:
     return [(Grid(1, block_size), mask)]
 
 
+def is_in_tiles(mask: Mask) -> TypeGuard[Neighbourhood]:
+    """Whether a mask is a `Neighbourhood` over tokens in the order of tiles."""
+    return isinstance(mask, Neighbourhood) and mask.tile is not None
+
+
 def _has_grid(mask: Mask) -> bool:
     """Whether a mask may need other tiles than consecutive tokens, for example dilated ones."""
     if isinstance(mask, PerHead):
         return any(_has_grid(part) for x in mask.patterns for part in joined_masks(x))
     dilated = isinstance(mask, SlidingWindow) and mask.dilation > 1
-    in_tiles = isinstance(mask, Neighbourhood) and mask.tile is not None
-    return dilated or in_tiles or isinstance(mask, Dilated | Packed | Tree)
+    return dilated or is_in_tiles(mask) or isinstance(mask, Dilated | Packed | Tree)
 
 
 def _unite(found: list[tuple[Grid, Mask]]) -> list[tuple[Grid, Mask]]:
@@ -142,8 +147,6 @@ def _in_tiles_of_grid(mask: Neighbourhood, block_size: int) -> Grid:
     """
     plain, order = Grid(1, block_size), mask.grid
     volume = math.prod(order.sizes)
-    if mask.tile is None:
-        return plain
     cut = any(n % size for n, size in zip(order.shape, order.sizes, strict=True))
     if not cut and volume % block_size * (block_size % volume) == 0:
         return plain
