@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -27,9 +28,11 @@ _HARMLESS = {
     *("output_attentions", "output_hidden_states", "return_dict", "output_router_logits"),
     "sliding_window",  # that of the config, which `_pattern` reads
 }
+_KEPT = "_cached_continuous_batching_manager"  # attribute of models, of transformers
 _lock = threading.Lock()
 _blocks = 0  # open blocks of `continuous_batching`, in all threads
-_originals: list[tuple[Any, str, Any]] = []  # what they replaced in modules of transformers
+_originals: list[tuple[Any, str, Any]] = []  # what they replaced in transformers
+_started: WeakSet[Any] = WeakSet()  # managers that started while a block was open
 
 
 @with_hints()
@@ -45,9 +48,12 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     and reads all its keys. Through attention, the bits of a request do not depend on the requests
     beside it; torch's own products may.
 
+    At the end of the block, also after an error, the model has its former attention again. A
+    manager of this model that still runs is stopped first, because its steps have no masks for
+    another attention: requests that it has not finished fail, with an error in their result.
+
     Args:
-        model: a causal language model, with or without `register`; its attention implementation is
-            put back at the end of the block, also after an error.
+        model: a causal language model, with or without `register`.
 
     Raises: NotImplementedError, before anything changes, for a layer of another type, and for a
         pattern of `apply` in a layer with a window, or of one length.
@@ -58,13 +64,8 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """
     _check(model)
     AttentionInterface.register(PAGED, paged_attention)
-    before = model.config._attn_implementation
-    with _accepted():
-        model.set_attn_implementation(PAGED)
-        try:
-            yield model
-        finally:
-            model.set_attn_implementation(before)
+    with _accepted(), _paged(model), _managers_of_block(model):
+        yield model
 
 
 def paged_attention(
@@ -94,6 +95,8 @@ def paged_attention(
     others = sorted(name for name in given if name not in _HARMLESS)
     if cache is None or cu_seq_lens_q is None or attention_mask is not None or dropout or others:
         what = f"the arguments {', '.join(others)}" if others else "a call without a paged cache"
+        if cache is not None and attention_mask is not None:
+            what = "masks, which a manager has that was made outside the block"
         raise NotImplementedError(
             f"attention of hf.continuous_batching does not take {what}; inside the block, call "
             "generate_batch only"
@@ -157,6 +160,36 @@ def _check(model: PreTrainedModel) -> None:
 
 
 @contextmanager
+def _paged(model: PreTrainedModel) -> Iterator[None]:
+    """Gives a model our attention over pages in a block."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(PAGED)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(before)
+
+
+@contextmanager
+def _managers_of_block(model: PreTrainedModel) -> Iterator[None]:
+    """Stops the managers of a model that run at the end of a block.
+
+    One that transformers keeps on the model, for later calls, belongs to the attention it was made
+    with: that from before the block is put back afterwards.
+    """
+    before = vars(model).pop(_KEPT, None)
+    try:
+        yield
+    finally:
+        for manager in [x for x in _started if x.model is model and x.is_running()]:
+            manager.stop(hard_stop=True)
+        if (kept := vars(model).pop(_KEPT, None)) is not None:
+            kept.destroy()
+        if before is not None:
+            setattr(model, _KEPT, before)
+
+
+@contextmanager
 def _accepted() -> Iterator[None]:
     """Lets transformers take our name for continuous batching, and chunked layers, in a block.
 
@@ -214,7 +247,18 @@ def _groups(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return grouped
 
 
-_REPLACED = (
+def _noting(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wraps the method of managers that starts their thread."""
+
+    def start(self: Any) -> None:
+        _started.add(self)
+        original(self)
+
+    return start
+
+
+_REPLACED: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
+    (continuous_api.ContinuousBatchingManager, "start", _noting),
     *((part, "is_flash_attention_requested", _asks_for_flash) for part in _ASKS),
     *((part, "group_layers_by_attn_type", _groups) for part in (paged_cache, initialization)),
 )
