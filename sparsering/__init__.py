@@ -16,6 +16,7 @@ from importlib.util import find_spec
 if find_spec("numpy") is None:  # which torch says on its import; nothing here needs it
     warnings.filterwarnings("ignore", "Failed to initialize NumPy", UserWarning)
 
+from . import export as export
 from .coordinates import coordinate_bias, relative_bias_2d
 from .decoding import KVCache, SelectedCache
 from .functional import attention, batch_invariant, explain

@@ -168,6 +168,11 @@ attention_op = differentiable(
 )
 
 
+def named(arguments: Sequence[Any]) -> dict[str, Any]:
+    """Returns the arguments of the attention operator by their names."""
+    return dict(zip(_NAMES, arguments, strict=True))
+
+
 def _parsed_call(arguments: Sequence[Any]) -> tuple[Call, str]:
     """Builds the `Call` that an operator's arguments describe; returns (call, backend)."""
     given = dict(zip(_NAMES[3:], arguments[3:], strict=True))

@@ -13,6 +13,7 @@ from ..kernels.backends import BACKENDS
 from ..kernels.triton import remember
 from .behind_padding import parts_of
 from .decision import Decision
+from .exported import tables_of
 from .operators import attention_op
 from .options import IN_OPERATORS
 from .scored import attend_scored
@@ -40,6 +41,7 @@ def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
             return attend_scored(call, decision.backend)
     if backend.reads_layouts:
         text, operands = pattern.operands
+        operands = (*operands, *tables_of(call))
         tensors = [x for x in (*options.in_use.values(), *operands) if isinstance(x, Tensor)]
         if not decision.is_plain:
             tensors += call.inputs

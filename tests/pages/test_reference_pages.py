@@ -19,7 +19,7 @@ MODULES = (
     *("sparsering.integrations.transformers", "sparsering.models", "sparsering.nn"),
     *("sparsering.selection", "sparsering.data", "sparsering.planning"),
     *("sparsering.models.gigapath", "sparsering.integrations.trident", "sparsering.data.slides"),
-    "sparsering.integrations.diffusers",
+    *("sparsering.integrations.diffusers", "sparsering.export"),
 )
 
 
