@@ -1,6 +1,6 @@
 """Continuous batching of transformers inside `hf.continuous_batching`: the tokens of `generate`."""
 
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
@@ -17,41 +17,57 @@ from sparsering.integrations.transformers.call import paged
 def test_tokens_are_those_of_generate_one_by_one(name, monkeypatch):
     model, prompts = made(name), prompts_of((5, 33, 17, 3, 41))
     expected = [alone(model, prompt) for prompt in prompts]
-    shapes = []
-    attend = paged.attention_varlen
+    calls = []
+    made_work = paged.work_of_pages
 
-    def watched(query, key, *rest, **options):
-        shapes.append((query.shape[0], key.shape[0]))
-        return attend(query, key, *rest, **options)
+    def watched(query, key, q_lengths, kv_lengths, *rest):
+        calls.append((q_lengths, kv_lengths, key.shape[2]))
+        return made_work(query, key, q_lengths, kv_lengths, *rest)
 
-    monkeypatch.setattr(paged, "attention_varlen", watched)
+    monkeypatch.setattr(paged, "work_of_pages", watched)
     with hf.continuous_batching(model):
         assert batched(model, prompts) == expected
     assert model.config._attn_implementation == "eager"
-    assert max(queries for queries, _ in shapes) > 5  # prompts and single tokens in one call
-    if name == "gemma3":  # a layer with a window reads 7 older keys of a request at most
-        assert min(keys for _, keys in shapes[-4:]) <= 5 * 8 < max(keys for _, keys in shapes)
+    assert any(1 in new and max(new) > 1 for new, *_ in calls)  # prompts and tokens in one call
+    pages = max(rows for *_, rows in calls)
+    in_place = [(new, kept) for new, kept, rows in calls if rows > pages // 2]
+    assert any(max(new) > 1 for new, _ in in_place) and any(max(new) == 1 for new, _ in in_place)
+    if name == "gemma3":  # a layer with a window reads the 8 keys of its window
+        assert any(set(kept) == {8} for _, kept in in_place)
+        assert max(sum(kept) for _, kept in in_place) > 100
 
 
-def test_a_request_has_the_bits_it_has_alone(monkeypatch):
-    model, prompts = made("gemma3"), prompts_of((29, 12, 37))
-    rows = {}
-    attend = paged.attention_varlen
+@pytest.mark.parametrize(
+    ("dtype", "mode"),
+    [(torch.float32, nullcontext()), (torch.bfloat16, sr.batch_invariant())],
+    ids=["float32", "bfloat16"],
+)
+def test_a_request_has_the_bits_it_has_alone(dtype, mode, monkeypatch):
+    model, prompts = made("gemma3").to(dtype), prompts_of((29, 12, 37))
+    requests, same = {}, []
+    made_work, attend = paged.work_of_pages, paged.attend_pages
 
-    def kept(query, key, value, of_queries, of_keys, pattern, **options):
-        out = attend(query, key, value, of_queries, of_keys, pattern, **options)
-        for first, end, begin, last in zip(
-            of_queries, of_queries[1:], of_keys, of_keys[1:], strict=False
-        ):
-            part = (query[first:end], key[begin:last], value[begin:last])
-            one = attend(*part, [0, end - first], [0, last - begin], pattern, **options)
-            rows[len(rows)] = torch.equal(one, out[first:end])
+    def noted(query, key, *of_requests):
+        work = made_work(query, key, *of_requests)
+        requests[id(work)] = work, of_requests
+        return work
+
+    def compared(query, key, value, work, **options):
+        out = attend(query, key, value, work, **options)
+        q_lengths, kv_lengths, rows, ends, reach = requests[id(work)][1]
+        of_each = query.split(q_lengths, 2), rows.split(kv_lengths), ends.split(1)
+        expected = out.split(q_lengths, 2)
+        for part, own_rows, end, beside in zip(*of_each, expected, strict=True):
+            own = [part.shape[2]], [len(own_rows)], own_rows, end, reach
+            alone_in_call = attend(part, key, value, made_work(part, key, *own), **options)
+            same.append(torch.equal(alone_in_call, beside) and paged.mode.is_batch_invariant)
         return out
 
-    monkeypatch.setattr(paged, "attention_varlen", kept)
-    with hf.continuous_batching(model):
+    monkeypatch.setattr(paged, "work_of_pages", noted)
+    monkeypatch.setattr(paged, "attend_pages", compared)
+    with mode, hf.continuous_batching(model):
         batched(model, prompts)
-    assert len(rows) > 50 and all(rows.values())
+    assert len(same) > 50 and all(same)
 
 
 def test_no_mask_is_made_and_pages_are_free_afterwards(monkeypatch):
@@ -106,12 +122,30 @@ def test_a_call_without_pages_is_refused():
         model(torch.tensor([[1, 2, 3]]))
 
 
-def test_a_pattern_of_apply_is_followed():
+@pytest.mark.parametrize(
+    ("pattern", "copies"),
+    [
+        (sr.SlidingWindow(5) | sr.GlobalTokens(2, rows=False), False),
+        (sr.SlidingWindow(9, 0, 3), True),
+    ],
+    ids=["in place", "of a copy"],
+)
+def test_a_pattern_of_apply_is_followed(pattern, copies, monkeypatch):
     model, prompts = made("llama", "sdpa"), prompts_of((37, 8, 21))
-    hf.apply(model, sr.SlidingWindow(5) | sr.GlobalTokens(2, rows=False))
+    hf.apply(model, pattern)
     expected = [alone(model, prompt) for prompt in prompts]
+    called = set()
+    for name in ("attend_pages", "attention_varlen"):
+        attend = getattr(paged, name)
+
+        def noted(*arguments, name=name, attend=attend, **options):
+            called.add(name)
+            return attend(*arguments, **options)
+
+        monkeypatch.setattr(paged, name, noted)
     with hf.continuous_batching(model):
         assert batched(model, prompts) == expected
+    assert called == {"attention_varlen" if copies else "attend_pages"}
     assert model.config._attn_implementation == "sparsering"
     plain = made("llama")
     assert [alone(plain, prompt) for prompt in prompts] != expected  # the pattern tells

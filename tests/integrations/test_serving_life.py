@@ -1,9 +1,11 @@
-"""Continuous batching when requests end early, fail or never end: pages and attention."""
+"""Continuous batching when requests end early, fail or never end: pages, attention and memory."""
 
+import gc
 import itertools
 import time
 
 import pytest
+import torch
 from served_models import GREEDY, PAGES, alone, batched, made, prompts_of
 from transformers.generation.continuous_batching import cache as paged_cache
 
@@ -176,3 +178,40 @@ def test_a_manager_from_before_the_block_is_refused_with_its_masks():
         ids = manager.add_requests(prompts, max_new_tokens=3)
         errors = [x.error for x in results_of(manager, ids)]
     assert len(errors) == 2 and all("does not take masks, which a manager has" in x for x in errors)
+
+
+def live_tensors():
+    """Number and bytes of the tensors that are alive."""
+    gc.collect()
+    sizes = {}
+    for x in gc.get_objects():
+        if isinstance(x, torch.Tensor):
+            sizes[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    return len(sizes), sum(sizes.values())
+
+
+@pytest.mark.parametrize("steps", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_memory_stays_flat_over_many_steps(steps):
+    model, sampled = made("gemma3"), []
+    calls = itertools.count(1)
+
+    def sample(module, arguments, output):
+        step = next(calls)
+        if step > steps // 4 and step % (steps // 8) == 0:  # after caches have filled
+            sampled.append(live_tensors())
+
+    model.register_forward_hook(sample)
+    lengths = torch.randint(1, 40, (steps,), generator=torch.Generator().manual_seed(2)).tolist()
+    with hf.continuous_batching(model), serving(model) as manager:
+        waiting, prompts = set(), iter(prompts_of(lengths))
+        end = time.monotonic() + 20 * WAIT
+        while len(sampled) < 6:
+            assert time.monotonic() < end
+            while len(waiting) < 4:
+                (each,) = manager.add_requests([next(prompts)], max_new_tokens=8)
+                waiting.add(each)
+            if (result := manager.get_result(timeout=0.1)) is not None:
+                waiting.discard(result.request_id)
+    numbers, sizes = zip(*sampled, strict=True)
+    assert max(numbers[3:]) <= max(numbers[:3]) + 16
+    assert max(sizes[3:]) <= max(sizes[:3]) + (64 << 10)

@@ -5,3 +5,6 @@ NAME = "sparsering"
 
 PAGED = "sparsering_paged"
 """Name of the attn_implementation inside `continuous_batching`."""
+
+PAGED_IN_ORDER = "sparsering_paged_in_order"
+"""The same in a block that was opened inside `batch_invariant`."""

@@ -4,8 +4,9 @@ import copy
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
-from weakref import WeakSet
+from itertools import pairwise
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
@@ -13,13 +14,17 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching import continuous_api, initialization
 
+from ....decoding.pages import Reach, Work, attend_pages, work_of_pages
+from ....functional import batch_invariant
 from ....ground.keywords import with_hints
+from ....kernels.backends import mode
 from ....patterns import Causal, Pattern, parse
 from ....varlen import attention_varlen
 from ..model.config import of_layer, own_pattern, pattern_of, place_of, stored_text, types_of
-from ..name import PAGED
+from ..name import PAGED, PAGED_IN_ORDER
 from .calls import call_state, used_pattern
 
+_NAMES = (PAGED, PAGED_IN_ORDER)
 _CHUNKED = "chunked_attention"
 _ASKS = (continuous_api, initialization, paged_cache)  # modules that ask whether a mask is needed
 _HARMLESS = {
@@ -41,12 +46,12 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """In this block, continuous batching of transformers computes attention without masks.
 
     `model.generate_batch`, a `ContinuousBatchingManager` and `transformers serve` schedule requests
-    and hold their keys in pages, as before. Each layer's call then reads the live keys of every
-    request once and attends by lengths and windows: no mask of all pairs is made, and a layer with
-    a sliding window reads its window alone. Full, sliding and chunked layers, sinks, softcap,
-    grouped heads and shared prefixes. A pattern of `apply` counts from each request's first token,
-    and reads all its keys. Through attention, the bits of a request do not depend on the requests
-    beside it; torch's own products may.
+    and hold their keys in pages, as before. Each layer's call then reads the keys that some query
+    sees in their pages, and attends by lengths and windows: no mask of all pairs is made. Full,
+    sliding and chunked layers, sinks, softcap, grouped heads and shared prefixes. A pattern of
+    `apply` counts from each request's first token. Through attention, the bits of a request do not
+    depend on the requests beside it; torch's own products may. In half precision that takes a block
+    of `batch_invariant` around this one.
 
     At the end of the block, also after an error, the model has its former attention again. A
     manager of this model that still runs is stopped first, because its steps have no masks for
@@ -63,7 +68,8 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         ...     outputs = model.generate_batch(prompts, generation_config)
     """
     _check(model)
-    AttentionInterface.register(PAGED, paged_attention)
+    for name in _NAMES:
+        AttentionInterface.register(name, paged_attention)
     with _accepted(), _paged(model), _managers_of_block(model):
         yield model
 
@@ -101,27 +107,111 @@ def paged_attention(
             f"attention of hf.continuous_batching does not take {what}; inside the block, call "
             "generate_batch only"
         )
-    lengths: dict[str, Any] = {"cu_seq_lens_k": cu_seq_lens_k, **keywords}
-    key, value = cache.update(
-        key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=lengths
+    of_queries = cu_seq_lens_q.tolist()
+    query, padding = query.split((of_queries[-1], query.shape[2] - of_queries[-1]), 2)
+    tokens = _ServedTokens(
+        query=query,
+        key=key,
+        value=value,
+        cache=cache,
+        layer=module.layer_idx,
+        of_queries=of_queries,
+        step={"cu_seq_lens_k": cu_seq_lens_k, **keywords},
     )
-    of_queries, of_keys = cu_seq_lens_q.tolist(), lengths["cu_seq_lens_k"].tolist()
     sink = getattr(module, "sinks", None) if s_aux is None else s_aux
+    options = {
+        "scale": query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        "softcap": softcap or None,
+        "sink": None if sink is None else sink.reshape(1, -1, 1),
+    }
+    in_order = query.dtype == torch.float32 or module.config._attn_implementation == PAGED_IN_ORDER
+    with batch_invariant(in_order or mode.is_batch_invariant):
+        if (reach := Reach.of(pattern := _pattern(module))) is None:
+            out = _attend_copies(tokens, pattern, options)
+        else:
+            out = _attend_pages(tokens, reach, options)
+    if padding.shape[2]:  # tokens that belong to no request
+        out = torch.cat((out, torch.zeros_like(padding[..., : out.shape[3]])), 2)
+    return out.transpose(1, 2), None
+
+
+class _ServedTokens(NamedTuple):
+    """The new tokens of all requests at a layer, end to end, and where their keys belong."""
+
+    query: Tensor  # [1, Hq, tokens, D]
+    key: Tensor  # [1, Hkv, tokens, D], here and in `value` with padding
+    value: Tensor
+    cache: Any
+    layer: int
+    of_queries: list[int]  # cumulative numbers of queries
+    step: dict[str, Any]  # further arguments of transformers, the same for all layers of a step
+
+    def copied(self) -> tuple[Tensor, Tensor]:
+        """Stores keys and values; returns all live ones of the requests, those of windows alone."""
+        return self.cache.update(self.key, self.value, self.layer, {**self.step})
+
+    @property
+    def group(self) -> Any:
+        """The allocator of transformers that holds the pages of this layer and of others."""
+        return self.cache.layer_to_allocator[self.layer]
+
+    @property
+    def of_keys(self) -> list[int]:
+        """Cumulative numbers of live keys."""
+        return self.step["cu_seq_lens_k"][self.group.layer_type].tolist()
+
+
+def _attend_pages(tokens: _ServedTokens, reach: Reach, options: dict[str, Any]) -> Tensor:
+    """Attends over keys of a reach: [1, Hq, tokens, D].
+
+    Writes new keys and values to their pages, and reads all keys there, without a copy. The pages
+    of a window are a ring, in which new tokens take the places of keys that the first ones of them
+    see. So a layer with a window reads a copy in a step with several new tokens of a request.
+    """
+    group = tokens.group
+    read, write = (tokens.step[name][group.index] for name in ("read_index", "write_index"))
+    is_ring = group.layer_type != "full_attention"
+    views = getattr(group, "_kv_token_views", {})
+    single = max(_lengths(tokens.of_queries)) == 1
+    in_place = bool(views) and len(read) > 0 and (single or not is_ring)
+    if in_place:
+        *_, (_, shortest) = views.values()  # that of the last layer; it has all pages
+        pages = [x[: len(shortest)] for x in views[tokens.layer]]
+        for held, x in zip(pages, (tokens.key, tokens.value), strict=True):
+            held.index_copy_(0, write, x[0].transpose(0, 1))
+        key, value = (x.transpose(0, 1)[None] for x in pages)
+    else:
+        key, value = tokens.copied()
+
+    def build() -> Work:
+        of_keys = tokens.of_keys
+        rows = torch.arange(of_keys[-1])
+        if in_place:
+            rows = read[: len(rows)].cpu()
+            if is_ring:  # new tokens have marks there
+                rows = rows.masked_scatter(rows == group.sentinel_index, write.cpu())
+        lengths = _lengths(tokens.of_queries), _lengths(of_keys)
+        return work_of_pages(tokens.query, key, *lengths, rows, _ends(tokens), reach)
+
+    work = _once_a_step(tokens, (group.index, reach), build)
+    return attend_pages(tokens.query, key, value, work, **options)
+
+
+def _attend_copies(tokens: _ServedTokens, pattern: Pattern, options: dict[str, Any]) -> Tensor:
+    """Attends by a pattern that is no reach, over a copy of all keys: [1, Hq, tokens, D]."""
+    of_keys, (key, value) = tokens.of_keys, tokens.copied()
+    if (sink := options["sink"]) is not None:
+        options["sink"] = sink.flatten()
     out: Tensor = attention_varlen(  # type: ignore[assignment]  # without lse
-        query[0, :, : of_queries[-1]].transpose(0, 1),
+        tokens.query[0].transpose(0, 1),
         key[0, :, : of_keys[-1]].transpose(0, 1),
         value[0, :, : of_keys[-1]].transpose(0, 1),
-        of_queries,
+        tokens.of_queries,
         of_keys,
-        _pattern(module),
-        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        softcap=softcap or None,
-        sink=None if sink is None else sink.reshape(-1),
+        pattern,
+        **options,
     )
-    padding = query.shape[2] - len(out)  # tokens that belong to no request
-    if padding:
-        out = torch.cat((out, out.new_zeros(padding, *out.shape[1:])))
-    return out[None], None
+    return out.transpose(0, 1)[None]
 
 
 def _pattern(module: Any) -> Pattern:
@@ -131,6 +221,42 @@ def _pattern(module: Any) -> Pattern:
     own = own_pattern(module.config, place_of(module)[1], causal=True)
     assert own is not None, "layers of other types are refused before any call"
     return own
+
+
+_latest: WeakKeyDictionary[Any, tuple[Any, dict[tuple[int, Reach], Work]]] = WeakKeyDictionary()
+"""Of a cache: the list that stands for its latest step, and the work of its layers in it."""
+
+
+def _once_a_step(tokens: _ServedTokens, kind: tuple[int, Reach], build: Callable[[], Work]) -> Work:
+    """Returns the work that layers of one kind share in a step; the first of them builds it.
+
+    transformers makes the list `read_index` anew for each step.
+    """
+    step = tokens.step["read_index"]
+    found = _latest.get(tokens.cache)
+    if found is None or found[0] is not step:
+        found = _latest[tokens.cache] = step, {}
+    if kind not in found[1]:
+        found[1][kind] = build()
+    return found[1][kind]
+
+
+def _lengths(cumulative: list[int]) -> list[int]:
+    return [last - first for first, last in pairwise(cumulative)]
+
+
+def _ends(tokens: _ServedTokens) -> Tensor:
+    """Returns the position of the last token of each request, int64.
+
+    A layer with a window has no number of all its keys; another layer has, or the model's
+    positions. Without both, positions count from the first key that is left.
+    """
+    if (whole := tokens.step["cu_seq_lens_k"].get("full_attention")) is not None:
+        return whole.cpu().long().diff() - 1
+    positions = tokens.step.get("position_ids")
+    if positions is None or positions.dim() != 2:
+        return torch.tensor(tokens.of_keys).diff() - 1
+    return positions[0].cpu().long()[torch.tensor(tokens.of_queries)[1:] - 1]
 
 
 def _check(model: PreTrainedModel) -> None:
@@ -163,7 +289,7 @@ def _check(model: PreTrainedModel) -> None:
 def _paged(model: PreTrainedModel) -> Iterator[None]:
     """Gives a model our attention over pages in a block."""
     before = model.config._attn_implementation
-    model.set_attn_implementation(PAGED)
+    model.set_attn_implementation(PAGED_IN_ORDER if mode.is_batch_invariant else PAGED)
     try:
         yield
     finally:
@@ -224,7 +350,7 @@ def _asks_for_flash(original: Callable[..., Any]) -> Callable[..., bool]:
         name = requested_attention_implementation
         if config is not None:
             name = config._attn_implementation
-        if name == PAGED:
+        if name in _NAMES:
             return version is None  # no version of FlashAttention, and no mask
         return bool(original(config, requested_attention_implementation, version))
 
@@ -239,7 +365,7 @@ def _groups(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def grouped(config: Any) -> Any:
         kinds = getattr(config, "layer_types", None)
-        if config._attn_implementation == PAGED and kinds and _CHUNKED in kinds:
+        if config._attn_implementation in _NAMES and kinds and _CHUNKED in kinds:
             config = copy.copy(config)
             config.layer_types = ["full_attention" if x == _CHUNKED else x for x in kinds]
         return original(config)
