@@ -238,8 +238,10 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder of the record")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     arguments = parser.parse_args()
-    found = [row for number in range(len(GRIDS)) for row in rows_of(number, arguments.rounds)]
-    write_record(arguments.out, "grids", found)
+    found: list[Row] = []
+    for number in range(len(GRIDS)):
+        found += rows_of(number, arguments.rounds)
+        write_record(arguments.out, "grids", found)  # A run that is cut short keeps its grids.
 
 
 if __name__ == "__main__":

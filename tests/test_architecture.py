@@ -50,10 +50,12 @@ ROOMS = {
 ANYTHING = ("cli", "__init__", "__main__")
 
 # Layouts stand on patterns; `Pattern.layout`, `live_keys` and `cache_bound` are conveniences the
-# other way. `sparsering.models.gigapath` is the public address of a model of integrations.
+# other way. `sparsering.models.gigapath` is the public address of a model of integrations, and
+# `RingPlan.build` also makes plans on meshes, which consist of `RingPlan`s.
 EXCEPTIONS = {
     "patterns/algebra.py": ("layouts/compile.py", "layouts/cache.py", "layouts/lifetimes.py"),
     "models/gigapath.py": ("integrations/gigapath/__init__.py",),
+    "distributed/plan.py": ("distributed/mesh_plan.py",),
 }
 
 # Backends never import one another, nor does a file another's neighbours in a folder below.

@@ -6,12 +6,13 @@ It runs under `torchrun`, on gloo or NCCL. `simulate_ring` computes the same in 
 """
 
 from .exchange import RingError, RingMismatchError, Traffic
+from .mesh_plan import MeshPlan
 from .plan import RingPlan
 from .ring import last_traffic, ring_attention
 from .shards import shard, unshard
 from .simulate import simulate_ring
 
 __all__ = [
-    "RingError", "RingMismatchError", "RingPlan", "Traffic", "last_traffic", "ring_attention",
-    "shard", "simulate_ring", "unshard",
+    "MeshPlan", "RingError", "RingMismatchError", "RingPlan", "Traffic", "last_traffic",
+    "ring_attention", "shard", "simulate_ring", "unshard",
 ]  # fmt: skip

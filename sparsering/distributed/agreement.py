@@ -35,7 +35,7 @@ _BUDGET = 0.01  # default error bound of compression="auto"
 SCHEMA = operator_schema(
     ANYWHERE,
     "bool seed_is_given, str group, str sharding, str? compression, float? timeout, str backend, "
-    "bool differentiable",
+    "bool differentiable, int first_head",
 )
 
 
@@ -72,6 +72,7 @@ class RingCall(NamedTuple):
     timeout: float | None
     backend: str
     differentiable: bool
+    first_head: int  # of a group of heads: where it begins among all, for dropout
 
     @classmethod
     def of(cls, arguments: Sequence[Any]) -> "RingCall":
@@ -151,6 +152,29 @@ def agree_on_call(
         seed=seeds[0],
         own_rows=own_rows,
     )
+
+
+def agree_on_mesh(
+    exchange: Exchange, shape: tuple[int, int], call: RingCall, pattern: Pattern
+) -> tuple[list[int], int]:
+    """Compares a call's arguments among all ranks of a mesh of two axes, before they exchange.
+
+    Returns each rank's number of tokens, and the seed of rank 0.
+    """
+    fields = {"shape of the mesh": _digest(shape)}
+    fields |= _fields(exchange.world_size, Derivative.NONE, call)
+    tokens = call.query.shape[2]
+    own = tokens, call.seed, int(may_be_own_rows(pattern, tokens))
+    hidden = ("shape of the mesh", *_HASHED)
+    columns = agree_on_batch(exchange, "ring_attention on a mesh", fields, own, hidden=hidden)
+    lengths, seeds, are_own = columns
+    if any(are_own) and sum(lengths) > max(lengths):
+        text = (
+            "on a mesh of heads and tokens, lists must be the whole table on every rank, got one "
+            "with the rows of a rank's tokens; pass the table of all tokens, or a mesh of one axis"
+        )
+        raise _mismatch(text, exchange.rank, are_own.index(1))
+    return list(lengths), seeds[0]
 
 
 def _fields(world_size: int, kind: Derivative, call: RingCall) -> dict[str, int]:

@@ -58,6 +58,34 @@ class Traffic(NamedTuple):
     compression: str | None = None
     error: float = 0.0
 
+    def plus(self, other: "Traffic") -> "Traffic":
+        """Adds the counts of other messages of the same call."""
+        return self._replace(
+            sent_bytes=self.sent_bytes + other.sent_bytes,
+            received_bytes=self.received_bytes + other.received_bytes,
+            messages=self.messages + other.messages,
+        )
+
+
+traffic_of_last = {False: Traffic(), True: Traffic()}
+"""By pass (is it a backward one): the traffic of this process's last call."""
+_before: dict[bool, Traffic] = {}  # of a call whose ring has not run yet
+
+
+def count_before(backward: bool, traffic: Traffic) -> None:
+    """Counts messages that a pass of a call sends before those of its ring."""
+    _before[backward] = traffic
+
+
+def count_ring(backward: bool, traffic: Traffic) -> None:
+    """Counts the messages of a pass's ring."""
+    traffic_of_last[backward] = traffic.plus(_before.pop(backward, Traffic()))
+
+
+def count_after(backward: bool, traffic: Traffic) -> None:
+    """Counts messages that a pass sends after those of its ring."""
+    traffic_of_last[backward] = traffic_of_last[backward].plus(traffic)
+
 
 class Exchange:
     """Sends and receives the messages of one call between ranks, and counts their bytes.

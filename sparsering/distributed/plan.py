@@ -7,7 +7,7 @@ A plan is computed from the pattern alone. It needs no processes, and all ranks 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -36,7 +36,10 @@ from .sharding import check_sharding, num_tokens, overlap, owned_ranges
 from .travellers import Traveller, choose_travellers, global_rows
 from .wire import wire_format
 
-_PAIRS_PER_TOKEN = 2048
+if TYPE_CHECKING:
+    from .mesh_plan import MeshPlan
+
+PAIRS_PER_TOKEN = 2048
 """Number of (query, key) pairs that a rank is assumed to compute while it receives one token. GPUs
 compute about 1,000 (NVLink) to 10,000 (network), processes on one CPU about 250.
 """
@@ -76,13 +79,13 @@ class RingPlan:
         cls,
         pattern: Pattern,
         seq_len: int,
-        world_size: int,
+        world_size: int | tuple[int, int],
         *,
         num_heads: int = 1,
         num_kv_heads: int | None = None,
         block_size: int = 128,
         sharding: str = "contiguous",
-    ) -> "RingPlan":
+    ) -> Any:  # a `RingPlan`, or a `MeshPlan`
         """Builds the plan of a pattern, length and number of ranks.
 
         Later calls find it in the cache.
@@ -90,6 +93,7 @@ class RingPlan:
         Args:
             pattern: a mask or a mixture, for queries and keys at positions 0 ... seq_len - 1.
             seq_len: tokens of the whole sequence.
+            world_size: number of ranks; or (h, p), for a mesh of heads and tokens.
             num_heads: number of query heads; changes the loads, and the traffic of query rows.
             num_kv_heads: key/value heads, default `num_heads`.
             block_size: tokens per tile of the ranks' layouts; it does not change loads or traffic.
@@ -97,21 +101,26 @@ class RingPlan:
                 them to ranks by cost), or "auto": the cheapest of contiguous, zigzag and balanced.
                 The `cost` of a sharding is that of its busiest rank.
 
+        Returns: for a mesh, a `MeshPlan`, which has the methods of a `RingPlan`.
+
         Raises: ValueError if the pattern is for another length, or an argument is out of range.
 
         Cost: grows with the borders of visited areas; 2^20 tokens over 64 ranks take under 1 s.
         """
-        check_pattern(pattern)
-        seq_len = checked_integer("seq_len", seq_len, 0)
-        world_size = checked_integer("world_size", world_size, 1)
-        block_size = checked_block_size(block_size)
-        frame = Frame.build(seq_len, seq_len, num_heads, num_kv_heads, 0)
-        if frame.num_heads and not frame.num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads must be at least 1, got 0 with {frame.num_heads} query heads; leave "
-                "it out for one kv head per query head"
+        frame, block_size = _checked(pattern, seq_len, num_heads, num_kv_heads, block_size)
+        if isinstance(world_size, tuple | list):
+            from .mesh_plan import build_mesh_plan  # which imports this module
+
+            shape = checked_integers("world_size", world_size, 1)
+            if len(shape) != 2:
+                raise ValueError(
+                    "world_size must be a number of ranks, or (heads, tokens) for a mesh, got "
+                    f"{shortened(repr(world_size))}; give a mesh two numbers"
+                )
+            return build_mesh_plan(
+                pattern, frame, (shape[0], shape[1]), block_size=block_size, sharding=sharding
             )
-        check_fits(pattern, frame)
+        world_size = checked_integer("world_size", world_size, 1)
         check_sharding(sharding, world_size)
         if sharding in ("auto", "balanced"):
             reduced = frame
@@ -121,6 +130,40 @@ class RingPlan:
             sharding = _choose_sharding(pattern, reduced, world_size, block_size, sharding)
         return _plan(pattern, frame, world_size, block_size, sharding)
 
+    @classmethod
+    def best(
+        cls,
+        pattern: Pattern,
+        seq_len: int,
+        ranks: int,
+        *,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        block_size: int = 128,
+        sharding: str = "auto",
+    ) -> "MeshPlan":
+        """Chooses how many ranks share heads, and how many tokens, for a number of ranks.
+
+        Args:
+            ranks: number of ranks; every (h, p) with h * p ranks is tried whose h divides the
+                query heads.
+            pattern, seq_len, num_heads, num_kv_heads, block_size, sharding: as for `build`.
+
+        Returns: the plan whose busiest rank has the least predicted cost by loads and bytes. Its
+            `shape` is (h, p), and its `reason` has the costs of all.
+
+        Raises: ValueError as `build`.
+
+        Example:
+            >>> RingPlan.best(Causal(), 1 << 17, 8, num_heads=32, num_kv_heads=8).shape
+            (8, 1)
+        """
+        frame, block_size = _checked(pattern, seq_len, num_heads, num_kv_heads, block_size)
+        from .mesh_plan import best_mesh  # which imports this module
+
+        ranks = checked_integer("ranks", ranks, 1)
+        return best_mesh(pattern, frame, ranks, block_size=block_size, sharding=sharding)
+
     def __repr__(self) -> str:
         ranks = f"{self.frame.q_len} tokens over {self.world_size} ranks"
         return f"<RingPlan {shortened(str(self.pattern))}, {ranks}, {shortened(self.sharding)}>"
@@ -128,7 +171,7 @@ class RingPlan:
     def tokens_received(self, rank: int) -> int | float:
         """Number of (token, kv head) pairs that a rank receives in forward per batch entry."""
         rank = checked_integer("rank", rank, 0, self.world_size - 1)
-        return _whole(int(self.tokens[rank].sum()) / len(self.need_of))
+        return whole(int(self.tokens[rank].sum()) / len(self.need_of))
 
     def bytes_received(
         self,
@@ -183,7 +226,7 @@ class RingPlan:
                 total += count * sent
             if rank == traveller.owner:
                 total += count * returned * len(traveller.hosts)
-        return _whole(total)
+        return whole(total)
 
     def load(self, rank: int) -> int | float:
         """Number of (query, key) pairs that a rank computes in a forward pass.
@@ -191,7 +234,7 @@ class RingPlan:
         A pair in several branches counts several times. Sum over heads, mean over batch entries.
         """
         rank = checked_integer("rank", rank, 0, self.world_size - 1)
-        return _whole(self.loads[rank].item())
+        return whole(self.loads[rank].item())
 
     @once
     def tokens(self) -> Tensor:
@@ -308,7 +351,7 @@ class RingPlan:
         """Predicted cost of the busiest rank: pairs per head, plus 2,048 per received token."""
         received = self.tokens.sum(1) / len(self.need_of) / max(1, self.frame.num_kv_heads)
         pairs = self.loads / max(1, self.frame.num_heads)
-        return float(f"{float((pairs + _PAIRS_PER_TOKEN * received).max()):.6g}")
+        return float(f"{float((pairs + PAIRS_PER_TOKEN * received).max()):.6g}")
 
     @property
     def is_even(self) -> bool:
@@ -316,7 +359,24 @@ class RingPlan:
         return self.cost == float(f"{float(self.loads.mean() / max(1, self.frame.num_heads)):.6g}")
 
 
-def default_plan(pattern: Pattern, seq_len: int, world_size: int, **options: Any) -> RingPlan:
+def _checked(
+    pattern: object, seq_len: object, heads: object, kv_heads: object, block_size: object
+) -> tuple[Frame, int]:
+    """Checks what every plan is built from; returns the frame and the block size."""
+    check_pattern(pattern)
+    assert isinstance(pattern, Pattern)
+    length = checked_integer("seq_len", seq_len, 0)
+    frame = Frame.build(length, length, heads, kv_heads, 0)  # type: ignore[arg-type]
+    if frame.num_heads and not frame.num_kv_heads:
+        raise ValueError(
+            f"num_kv_heads must be at least 1, got 0 with {frame.num_heads} query heads; leave "
+            "it out for one kv head per query head"
+        )
+    check_fits(pattern, frame)
+    return frame, checked_block_size(block_size)
+
+
+def default_plan(pattern: Pattern, seq_len: int, world_size: Any, **options: Any) -> Any:
     """Builds a plan for the default block size of `attention`; options are those of `build`."""
     size = default_block_size(tiles_of(pattern), seq_len)
     return RingPlan.build(pattern, seq_len, world_size, block_size=size, **options)
@@ -431,7 +491,7 @@ def _balanced(pattern: Pattern, frame: Frame, world_size: int, shared: FineVisit
     sums, room = torch.zeros(world_size, dtype=torch.float64), [_CHUNKS_PER_RANK] * world_size
     owners = [0] * chunks
     for chunk in load.argsort(descending=True, stable=True).tolist():
-        cost = sums - _PAIRS_PER_TOKEN * together[chunk]
+        cost = sums - PAIRS_PER_TOKEN * together[chunk]
         cost[torch.tensor(room) == 0] = torch.inf
         rank = int(cost.argmin())
         owners[chunk], room[rank] = rank, room[rank] - 1
@@ -440,5 +500,6 @@ def _balanced(pattern: Pattern, frame: Frame, world_size: int, shared: FineVisit
     return "chunks:" + ",".join(map(str, owners))
 
 
-def _whole(number: float) -> int | float:
+def whole(number: float) -> int | float:
+    """Returns a number without a fraction as an int."""
     return int(number) if float(number).is_integer() else number

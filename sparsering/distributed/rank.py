@@ -83,8 +83,8 @@ def tangents_of_options(tangents: Sequence[Tensor | None]) -> Options:
 
 
 def plan_of_call(
-    pattern: Pattern, length: int, world: int, sharding: str, query: Tensor, key: Tensor
-) -> RingPlan:
+    pattern: Pattern, length: int, world: Any, sharding: str, query: Tensor, key: Tensor
+) -> Any:
     """Builds the plan of a ring call; ValueError if the pattern does not fit its tensors."""
     check_batch(pattern, query.shape[0])
     heads = {"num_heads": query.shape[1], "num_kv_heads": key.shape[1]}

@@ -18,7 +18,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from ..checks import autocast_inputs, check_group, checked_scale, has_tangent
 from ..functional import attention
 from ..ground.arguments import checked_flag, is_finite, shortened
-from ..ground.dropout import batch_seeds, checked_probability, checked_seed, drawn_seed
+from ..ground.dropout import (
+    batch_seeds,
+    checked_probability,
+    checked_seed,
+    drawn_seed,
+    seeds_of_heads,
+)
 from ..ground.keywords import with_hints
 from ..ground.numerics import sum_dtype, without_autocast
 from ..layouts.lists import tiles_of
@@ -32,11 +38,13 @@ from .agreement import (
     Derivative,
     RingCall,
     agree_on_call,
+    agree_on_mesh,
     check_lengths,
     error_budget,
     report_failure,
 )
-from .exchange import Exchange, Traffic
+from .exchange import Exchange, Traffic, count_ring, traffic_of_last
+from .heads import Mesh, Swap, check_heads, options_of_heads, ring_sharding
 from .network import Network
 from .own_rows import plan_of_own_rows
 from .rank import (
@@ -58,7 +66,6 @@ _OPTIONS = (
     *("return_lse", "backend"),
 )
 _LENGTH = len(SCHEMA.split(", "))
-_last_traffic = {False: Traffic(), True: Traffic()}
 
 
 def ring_attention(
@@ -67,7 +74,7 @@ def ring_attention(
     value: Tensor,
     pattern: Pattern,
     *,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
     sharding: str = "contiguous",
     compression: str | None = None,
@@ -133,14 +140,18 @@ def ring_attention(
     Example:
         >>> out = ring_attention(query, key, value, Causal(), mesh=mesh["sp"], sharding="zigzag")
     """
+    place = mesh if group is None else group
     group = resolve_group(group, mesh)
-    seconds = None
+    axes, seconds = None, None
     try:
         refuse_options("ring_attention", others, _OPTIONS, REFUSED)
         seconds = _seconds(timeout)
         checked_flag("return_lse", return_lse)
         check_ring_inputs(query, key, value, pattern)
         scale = checked_scale(scale, query)
+        axes = Mesh.of(place) if isinstance(place, DeviceMesh) and place.ndim == 2 else None
+        if axes is not None:
+            check_heads(query.shape[1], axes.shape[0], checked_probability(dropout_p) > 0)
         check_sharding(sharding, 1 if group is None else group.size())
         if error_budget(compression) is None:
             wire_format(compression, query.dtype)
@@ -157,32 +168,90 @@ def ring_attention(
             report_failure(group, seconds, query)
         raise
     if group is None or group.size() == 1:
-        _last_traffic.update({False: Traffic(), True: Traffic()})
+        traffic_of_last.update({False: Traffic(), True: Traffic()})
         options |= {"scale": scale, "return_lse": return_lse, "backend": name}
         return attention(query, key, value, pattern, **options)
-    leaves = [checked[name] for name in ANYWHERE if OPTIONS[name].learns]
-    leaves = [x for x in (query, key, value, *leaves) if x is not None]
     if isinstance(dropout_seed, Tensor):  # `_begin` derives a seed per batch entry from it
         checked = checked.changed(dropout_seed=dropout_seed.expand(len(query)))
-    fields = {name: checked[name] for name in ANYWHERE}
+    leaves = [checked[name] for name in ANYWHERE if OPTIONS[name].learns]
+    leaves = [x for x in (query, key, value, *leaves) if x is not None]
     text, operands = pattern.operands
-    out, lse = _ring(
+    call = RingCall(
         query=query,
         key=key,
         value=value,
-        **fields,
-        seed_is_given=seed_is_given,
-        tensors=operands,
+        tensors=operands,  # type: ignore[arg-type]
         pattern=text,
         scale=scale,
+        options=checked,
+        seed_is_given=seed_is_given,
         group=group.group_name,
         sharding=sharding,
         compression=compression,
         timeout=seconds,
         backend=name,
         differentiable=is_recorded(*leaves) or has_tangent(*leaves),
+        first_head=0,
     )
+    if axes is None:
+        out, lse = _over_tokens(call)
+    else:
+        out, lse = _over_heads_and_tokens(call, pattern, axes, return_lse)
     return (out, lse) if return_lse else out
+
+
+def _over_tokens(call: RingCall) -> tuple[Tensor, Tensor]:
+    """Runs the operator: ring attention of the ranks of one group."""
+    arguments = call._asdict()
+    options = arguments.pop("options")
+    return _ring(**arguments, **{name: options[name] for name in ANYWHERE})
+
+
+@torch.compiler.disable
+def _over_heads_and_tokens(
+    call: RingCall, pattern: Pattern, mesh: Mesh, return_lse: bool
+) -> tuple[Tensor, Tensor]:
+    """Exchanges tokens for heads, runs a ring for these heads, and exchanges the results back.
+
+    Without `return_lse`, the lse stays that of the ring.
+    """
+    exchange = Exchange(mesh.ranks, call.timeout, call.query.device)
+    with exchange.break_on_error():
+        lengths, seed = agree_on_mesh(exchange, mesh.shape, call, pattern)
+    length, sharding = sum(lengths), call.sharding
+    plan = plan_of_call(pattern, length, mesh.shape, sharding, call.query, call.key)
+    check_lengths(plan.sharding, plan.ranges, lengths, exchange.rank)
+    swap, heads = Swap.of(mesh, plan.sharding, length, call.timeout), mesh.heads_of(*call[:2])
+    own = heads.of(pattern, length)
+    moving = [call.query, *(x.repeat_interleave(heads.repeats, 1) for x in call[1:3])]
+    options, sink = call.options, call.options["sink"]
+    if sink is not None and sink.shape[2] > 1:  # its rows are of this rank's tokens
+        moving, options = [*moving, sink], options.changed(sink=None)
+    query, key, value, *sinks = swap.to_heads(*moving)
+    options = options_of_heads(heads, options.changed(dropout_seed=None))
+    if sinks:
+        options = options.changed(sink=sinks[0])
+    if options["dropout_p"] is not None:
+        options = options.changed(dropout_seed=torch.tensor(seed).expand(len(query)))
+    text, operands = own.operands
+    out, lse = _over_tokens(
+        call._replace(
+            query=query,
+            key=key,
+            value=value,
+            tensors=operands,
+            pattern=text,
+            options=options,
+            seed_is_given=True,
+            group=mesh.tokens.group_name,
+            sharding=ring_sharding(plan.sharding, mesh.shape),
+            first_head=heads.heads.start,
+        )
+    )
+    if not return_lse:
+        return swap.to_tokens(out)[0], lse
+    lse, out = swap.to_tokens(lse, out)
+    return out, lse
 
 
 def _seconds(timeout: object) -> float | None:
@@ -204,26 +273,32 @@ def last_traffic(*, backward: bool = False) -> Traffic:
 
     Forward-mode tangents count as a forward pass, and tangents of gradients as a backward pass.
     """
-    return _last_traffic[checked_flag("backward", backward)]
+    return traffic_of_last[checked_flag("backward", backward)]
 
 
 ring_attention.last_traffic = last_traffic  # type: ignore[attr-defined] # one import gives both
 
 
 def resolve_group(
-    group: dist.ProcessGroup | None, mesh: DeviceMesh | None
+    group: dist.ProcessGroup | DeviceMesh | None, mesh: DeviceMesh | None
 ) -> dist.ProcessGroup | None:
-    """Returns the process group of `group` or `mesh`, or None if there is only one process."""
+    """Returns the process group of `group` or `mesh`, or None if there is only one process.
+
+    That of a mesh of two axes has all its ranks, in their order.
+    """
     if group is not None and mesh is not None:
-        raise ValueError("pass group or mesh, got both; a mesh of one axis brings its own group")
+        raise ValueError("pass group or mesh, got both; a mesh brings its own group")
+    if isinstance(group, DeviceMesh):
+        mesh = group
     if mesh is not None:
-        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
             axes = getattr(mesh, "mesh_dim_names", None)
             raise ValueError(
-                f"mesh must be a DeviceMesh of one axis, got {type(mesh).__name__} of axes {axes}; "
-                'pick the axis that the sequence is sharded over, as in mesh["sp"]'
+                f"mesh must be a DeviceMesh of one axis, or of two (heads, tokens), got "
+                f"{type(mesh).__name__} of axes {axes}; pick the axes that share the sequence, as "
+                'in mesh["sp"]'
             )
-        return mesh.get_group()
+        return mesh.get_group() if mesh.ndim == 1 else Mesh.of(mesh).ranks
     check_group(group)
     if group is None:
         if dist.is_available() and dist.is_initialized():
@@ -234,6 +309,7 @@ def resolve_group(
                 'torch.distributed.init_process_group("gloo"), or "nccl" on GPUs, first'
             )
         return None
+    assert isinstance(group, dist.ProcessGroup)
     return group
 
 
@@ -251,7 +327,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
             yield from network.answers(results, value.shape[3] + 1)
 
         out, lse = rank.forward((query, key, value), network.rounds(), answers())
-    _last_traffic[False] = exchange.traffic
+    count_ring(False, exchange.traffic)
     return out.contiguous(), lse.contiguous()
 
 
@@ -266,7 +342,7 @@ def _backward(*arguments: Any) -> list[Tensor | None]:
     )
     with exchange.break_on_error(), without_autocast(query):
         grads = _exchange_gradients(rank, exchange, x, call)
-    _last_traffic[True] = exchange.traffic
+    count_ring(True, exchange.traffic)
     return grads
 
 
@@ -277,7 +353,7 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor]:
     rank, exchange = _begin(Derivative.TANGENTS, call, tangents)
     with exchange.break_on_error(), without_autocast(out):
         out_t, lse_t = _exchange_tangents(rank, exchange, Moving.of(call[:3], out, lse, tangents))
-    _last_traffic[False] = exchange.traffic
+    count_ring(False, exchange.traffic)
     return out_t.to(out.dtype), lse_t.contiguous()
 
 
@@ -295,7 +371,7 @@ def _backward_tangent(*arguments: Any) -> list[Tensor | None]:
         moves = _exchange_tangents(rank, exchange, x)
         saved = saved_moves(x, moves, (grad_out, grad_lse), (grad_out_t, grad_lse_t))
         grads = _exchange_gradients(rank, exchange, saved, call)
-    _last_traffic[True] = exchange.traffic
+    count_ring(True, exchange.traffic)
     out_t, lse_t = moves
     return [*grads, out_t.to(out.dtype), lse_t.contiguous()]
 
@@ -380,6 +456,7 @@ def _begin(
     seeds = None
     if call.options["dropout_p"] is not None:
         seeds = batch_seeds(torch.tensor(seed), len(query), query.device)[:, None]
+        seeds = seeds_of_heads(seeds, call.first_head)
     options = call.options.changed(dropout_seed=seeds)
     wire, dtype = wire_format(compression, query.dtype), sum_dtype(query)
     return Rank(

@@ -23,7 +23,7 @@ def shard(
     tensor: Tensor,
     *,
     dim: int = 2,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
     sharding: str = "contiguous",
 ) -> Tensor:
@@ -51,7 +51,7 @@ def unshard(
     tensor: Tensor,
     *,
     dim: int = 2,
-    group: dist.ProcessGroup | None = None,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
     mesh: DeviceMesh | None = None,
     sharding: str = "contiguous",
     length: int | None = None,

@@ -13,6 +13,7 @@ from ..ground.arguments import checked_flag, checked_integer
 from ..ground.numerics import sum_dtype, without_autocast
 from ..patterns.algebra import Pattern
 from ..patterns.expression import parse_owned
+from ..patterns.head_shard import HeadShard
 from ..patterns.tree import check_distances
 from ..route.differentiable import Derivatives, differentiable
 from ..route.options import (
@@ -22,6 +23,7 @@ from ..route.options import (
     operator_schema,
     refuse_options,
 )
+from .heads import check_heads, cut_heads, options_of_heads, ring_sharding
 from .rank import (
     REFUSED,
     TENSORS,
@@ -44,7 +46,7 @@ def simulate_ring(
     value: Tensor,
     pattern: Pattern,
     *,
-    world_size: int,
+    world_size: int | tuple[int, int],
     sharding: str = "contiguous",
     offload: bool = False,
     scale: float | None = None,
@@ -62,7 +64,7 @@ def simulate_ring(
 
     Args:
         query, key, value: the whole sequence, [B, H, N, D], as for `attention`.
-        world_size: number of ranks.
+        world_size: number of ranks; or (h, p), for a mesh of h ranks of heads and p of tokens.
         pattern, sharding, scale, return_lse: as for `ring_attention`.
         offload: True computes on the accelerator (if any), while queries, keys and values stay
             where they are, such as in host memory. The accelerator stores the shards of one rank
@@ -76,7 +78,8 @@ def simulate_ring(
     refuse_options("simulate_ring", others, _OPTIONS, REFUSED)
     check_ring_inputs(query, key, value, pattern)
     offload, return_lse = checked_flag("offload", offload), checked_flag("return_lse", return_lse)
-    world_size = checked_integer("world_size", world_size, 1)
+    if not isinstance(world_size, tuple | list):
+        world_size = checked_integer("world_size", world_size, 1)
     scale = checked_scale(scale, query)
     refuse_tracers(query, key, value)
     query, key, value = autocast_inputs(query, key, value)
@@ -92,23 +95,51 @@ def simulate_ring(
         dropout_seed=dropout_seed,
     )
     # raises if the pattern does not fit; `layout_cache` keeps the plan for the passes
-    plan_of_call(pattern, query.shape[2], world_size, sharding, query, key)
+    plan = plan_of_call(pattern, query.shape[2], world_size, sharding, query, key)
     first = [x[:, :, :1].to(_device(query, offload)) for x in (query, key, value)]
+    call = {
+        "scale": scale,
+        "offload": offload,
+        "backend": choose_kernels(None, first, options, pattern),
+    }
+    if isinstance(world_size, int):
+        call |= {"world_size": world_size, "sharding": sharding}
+        out, lse = _in_turn((query, key, value), pattern, options, **call)
+    else:
+        groups, ranks = plan.shape
+        check_heads(query.shape[1], groups, options["dropout_p"] is not None)
+        call |= {"world_size": ranks, "sharding": ring_sharding(plan.sharding, plan.shape)}
+        parts = []
+        for group in range(groups):
+            heads = HeadShard(query.shape[1], key.shape[1], group, groups)
+            own = heads.of(pattern, query.shape[2])
+            parts.append(
+                _in_turn(
+                    cut_heads(heads, query, key, value),
+                    own,
+                    options_of_heads(heads, options),
+                    **call,
+                )
+            )
+        out, lse = (torch.cat(x, 1) for x in zip(*parts, strict=True))
+    return (out, lse) if return_lse else out
+
+
+def _in_turn(
+    inputs: Sequence[Tensor], pattern: Pattern, options: Options, **call: Any
+) -> tuple[Tensor, Tensor]:
+    """Runs the operator: the ranks of one ring, one after the other."""
+    query, key, value = inputs
     text, operands = pattern.operands
-    out, lse = _simulate(
+    return _simulate(
         query=query,
         key=key,
         value=value,
         **{name: options[name] for name in ANYWHERE},
         tensors=operands,
         pattern=text,
-        scale=scale,
-        world_size=world_size,
-        sharding=sharding,
-        offload=offload,
-        backend=choose_kernels(None, first, options, pattern),
+        **call,
     )
-    return (out, lse) if return_lse else out
 
 
 def _device(query: Tensor, offload: bool) -> torch.device:

@@ -39,6 +39,15 @@ def batch_seeds(seed: Tensor, batch: int, device: torch.device | None = None) ->
     return mix(seed, torch.arange(batch, device=seed.device if device is None else device))
 
 
+def seeds_of_heads(seed: Tensor, first: int) -> Tensor:
+    """Returns seeds with which head j drops what head `first + j` drops with `seed`.
+
+    It holds for groups of 1, 2, 4, 8, ... heads that begin at a multiple of their number: there
+    `first + j` is `first ^ j`, and the hash begins with `word ^ head`.
+    """
+    return seed ^ (first << 32 | first)
+
+
 def drawn_seed(like: Tensor) -> Tensor:
     """Draws a seed for dropout, int64 [], from torch's generator of the tensor's device."""
     return torch.randint(2**62, (), device=like.device)

@@ -44,7 +44,8 @@ class MultiheadAttention(OverRanks, nn.MultiheadAttention):
         embed_dim, num_heads: channels of the query, and number of heads that divide them.
         dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first: as in torch's module.
         device, dtype: of the parameters.
-        group, sharding: a process group or 1-D `DeviceMesh`, and which rank has which tokens.
+        group, sharding: a process group or a `DeviceMesh` of one axis, or of two (heads, tokens);
+            and which rank has which tokens.
 
     The parameters have torch's names, order and initial values, so a state_dict of one module loads
     strictly into the other.

@@ -27,16 +27,22 @@ class OverRanks:
     sharding = "contiguous"
 
     @property
-    def group(self) -> dist.ProcessGroup | None:
-        """The process group whose ranks share the tokens of a call; None for one process."""
+    def group(self) -> dist.ProcessGroup | DeviceMesh | None:
+        """The process group whose ranks share the tokens of a call; None for one process.
+
+        A mesh of two axes, heads and tokens, stays a mesh.
+        """
         if self._group is False:
             raise RuntimeError("a copied or unpickled module has lost its group; set module.group")
         return self._group
 
     @group.setter
     def group(self, group: object) -> None:
-        group = resolve_group(None, group) if isinstance(group, DeviceMesh) else group
-        check_group(group)
+        if isinstance(group, DeviceMesh):
+            ranks = resolve_group(None, group)  # raises for other meshes than of one or two axes
+            group = ranks if group.ndim == 1 else group
+        else:
+            check_group(group)
         chunk_owners(self.sharding, getattr(group, "size", lambda: 1 << 12)())
         self._group = group
 
@@ -67,9 +73,12 @@ class CallRanks(contextlib.AbstractContextManager["CallRanks"]):
     they do not wait for it.
     """
 
-    def __init__(self, group: dist.ProcessGroup, sharding: str, like: object) -> None:
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh, sharding: str, like: object) -> None:
+        self.place: dict[str, Any] = {"group": group, "sharding": sharding}
         self.sharding, self.has_agreed = sharding, False
-        self.exchange = Exchange(group, None, like.device if isinstance(like, Tensor) else None)
+        ranks = resolve_group(group, None)
+        assert ranks is not None
+        self.exchange = Exchange(ranks, None, like.device if isinstance(like, Tensor) else None)
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is not None and not self.has_agreed:
@@ -87,7 +96,6 @@ class CallRanks(contextlib.AbstractContextManager["CallRanks"]):
         others, because ring attention shards both alike.
         """
         query, key, value = inputs
-        place: Any = {"group": self.exchange.group, "sharding": self.sharding}
         common = {
             "batch size": len(query), "dtype": query.dtype, "key_padding_mask": valid is None,
             "pattern": pattern.expression,
@@ -101,7 +109,7 @@ class CallRanks(contextlib.AbstractContextManager["CallRanks"]):
         if length != keys and (by_length or any(x.asks_frame for x in pattern.branches)):
             raise refusal(f"{length} queries and {keys} keys in {pattern}, which counts them")
         if valid is not None:
-            valid = unshard(valid.byte(), dim=1, **place).bool()
+            valid = unshard(valid.byte(), dim=1, **self.place).bool()
         if length < keys:
             query = _Moved.apply(query, self.exchange, to, of)
         if length > keys:
@@ -110,7 +118,7 @@ class CallRanks(contextlib.AbstractContextManager["CallRanks"]):
             valid = pad(exists, (0, length - keys))
         if valid is not None:
             pattern = pattern & KeyMask(valid)
-        out: Any = ring_attention(query, key, value, pattern, **place, **options)
+        out: Any = ring_attention(query, key, value, pattern, **self.place, **options)
         return _Moved.apply(out, self.exchange, of, to) if length < keys else out
 
     @torch.compiler.disable
@@ -133,8 +141,7 @@ class CallRanks(contextlib.AbstractContextManager["CallRanks"]):
                 f"shards must begin at multiples of query_block, {step}, got {cuts[0]}; pad the "
                 "sequence, or use query_block=1"
             )
-        place: Any = {"group": self.exchange.group, "sharding": self.sharding}
-        key, value = unshard(torch.cat((key, value), 3), **place).chunk(2, 3)
+        key, value = unshard(torch.cat((key, value), 3), **self.place).chunk(2, 3)
         parts, first = [], 0
         for start, stop in ranges[self.exchange.rank] or [(0, 0)]:
             last = first + stop - start

@@ -90,7 +90,8 @@ class SelectedAttention(OverRanks, nn.Module):
         dense_below: sequences shorter than this attend to everything instead of choosing. Sequences
             of at most k blocks always do: they would choose all their blocks.
         causal: whether later keys are hidden from a query.
-        group, sharding: a process group or 1-D `DeviceMesh`, and which rank has which tokens.
+        group, sharding: a process group or a `DeviceMesh` of one axis, or of two (heads, tokens);
+            and which rank has which tokens.
 
     Attributes:
         q_proj, k_proj, v_proj, out_proj: linear maps without bias.

@@ -16,7 +16,7 @@ Cost: the layout of a custom mask evaluates every pair once, O(Nq Nk) time, unle
 import itertools
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -97,7 +97,7 @@ def register_pattern(cls: type[Own]) -> type[Own]:
     _versions[name] += 1
     attributes: dict[str, Any] = {
         **{method: getattr(Pattern, method) for method in ("__repr__", "__eq__", "__hash__")},
-        "_components": lambda self: tuple(_masks_of(self).values()),
+        "_components": lambda self: tuple(masks_of(self).values()),
         "__post_init__": _with_expression(cls.__post_init__),
         "holds": _inside_sequence(cls.holds),
         "_name": f"{name}__v{_versions[name]}",
@@ -197,17 +197,24 @@ def _fits(shape: torch.Size, target: torch.Size) -> bool:
     return len(shape) <= len(target) and all(a in (1, b) for a, b in sizes)
 
 
-def _masks_of(pattern: Mask) -> dict[str, Mask]:
-    """Returns those arguments of a custom pattern that are masks themselves, by field name."""
+def masks_of(pattern: Mask) -> dict[str, Mask]:
+    """Returns those arguments of a pattern that are masks themselves, by field name."""
     values = {field.name: getattr(pattern, field.name) for field in fields(pattern)}  # type: ignore[arg-type]
     return {name: value for name, value in values.items() if isinstance(value, Mask)}
 
 
 def _at(self: Any, batch: int, head: int, frame: Frame) -> Mask:
     """Replaces `Mask.at` in a custom mask: applies `at` to the arguments that are masks."""
-    changes = {name: mask.at(batch, head, frame) for name, mask in _masks_of(self).items()}
-    values = {x.name: changes.get(x.name, getattr(self, x.name)) for x in fields(self)}
-    return _in_state(type(self), **values, _state=self._state) if changes else self
+    changes = {name: mask.at(batch, head, frame) for name, mask in masks_of(self).items()}
+    return with_masks(self, changes) if changes else self
+
+
+def with_masks(pattern: Any, changes: dict[str, Mask]) -> Any:
+    """Returns a pattern with other masks as arguments, by field name."""
+    if "_reads" not in vars(type(pattern)):
+        return replace(pattern, **changes)
+    values = {x.name: changes.get(x.name, getattr(pattern, x.name)) for x in fields(pattern)}
+    return _in_state(type(pattern), **values, _state=pattern._state)
 
 
 def _freeze_arguments(pattern: Pattern) -> None:

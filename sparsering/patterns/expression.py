@@ -37,9 +37,11 @@ BUILT_IN: dict[str, Callable[..., Pattern]] = {
         Rearranged,
     )
 }
-_constructors = {**BUILT_IN, "EdgeLists": EdgeLists}
+_constructors = {
+    **BUILT_IN, "EdgeLists": EdgeLists, "_RandomBlocksOfHead": blocks._RandomBlocksOfHead,
+}  # fmt: skip
 # Only the library writes these names, so no error message suggests them.
-_INTERNAL = ("MaskMod", "Varlen", "SameRun", "InRuns", "EdgeLists")
+_INTERNAL = ("MaskMod", "Varlen", "SameRun", "InRuns", "EdgeLists", "_RandomBlocksOfHead")
 
 _SHORT = 4096  # texts with more characters, such as of many documents, have a smaller cache
 _EXPECTED = "a pattern is an expression such as 'LongNet((2048, 4096), (1, 2)) & Causal()'"

@@ -141,7 +141,7 @@ class MaskMod(Mask):
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         batch = batch if self.batch_size is not None else 0
-        head = self._alike(frame)[head] if self.by_head else 0
+        head = self._alike(frame)[head] if self.by_head else self.head
         return replace(self, batch_size=None, batch=batch, head=head)
 
     def num_batches(self) -> int | None:

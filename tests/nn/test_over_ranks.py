@@ -287,8 +287,8 @@ def copies(rank: int) -> None:
     made.group = mesh
     assert made.group is mesh.get_group()
     assert torch.equal(made(x, x, x, **call)[0], expected)
-    square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "sp"))
-    assert "one axis" in message(ValueError, setattr, made, "group", square)
+    cube = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("dp", "heads", "tokens"))
+    assert "one axis" in message(ValueError, setattr, made, "group", cube)
     assert "ProcessGroup" in message(TypeError, setattr, made, "group", "world")
     assert "depends on the pattern" in message(ValueError, module, sharding="auto")
     names = {"group": groups[4], "sharding": "chunks:4"}

@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from ....patterns.algebra import Pattern
@@ -34,6 +35,7 @@ class SharedCall:
     """One call of a model whose tokens the ranks of a group share, as `parallelize` sets up."""
 
     group: dist.ProcessGroup | None
+    place: dist.ProcessGroup | DeviceMesh | None  # the group, or a mesh of heads and tokens
     sharding: str
     length: int  # tokens of a row of the whole batch
     tokens: Tensor  # [n] indices in the row of the tokens that this rank's model runs

@@ -180,7 +180,7 @@ def _over_ranks(
         sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
         shared.shapes[getattr(module, "layer_idx", len(shared.shapes))] = (*sizes, query.dtype)
     return ring_attention(
-        query, key, value, pattern, group=shared.group, sharding=shared.sharding, **options
+        query, key, value, pattern, group=shared.place, sharding=shared.sharding, **options
     )
 
 

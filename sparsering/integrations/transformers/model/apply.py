@@ -11,6 +11,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.masking_utils import AttentionMaskInterface
 
 from ....checks import check_module, check_pattern
+from ....distributed.heads import world_of
 from ....distributed.plan import RingPlan
 from ....functional import explain as explain_call
 from ....ground.arguments import shortened
@@ -322,7 +323,8 @@ def _traffic(shared: calls.SharedCall | None, index: int, pattern: Pattern | Non
         return text
     heads, kv_heads, *dims, dtype = shared.shapes[index]
     counts = {"num_heads": heads, "num_kv_heads": kv_heads}
-    plan = RingPlan.build(pattern, shared.length, ranks, sharding=shared.sharding, **counts)
+    world = world_of(shared.place)
+    plan = RingPlan.build(pattern, shared.length, world, sharding=shared.sharding, **counts)
     sizes: dict[str, Any] = {"head_dim": dims, "dtype": dtype}
     most = max(plan.bytes_received(rank, **sizes) for rank in range(ranks))
     halo = max(plan.tokens_received(rank) for rank in range(ranks)) / kv_heads

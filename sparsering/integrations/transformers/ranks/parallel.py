@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from ....distributed.agreement import agree_on_batch, digests_of
 from ....distributed.exchange import Exchange
+from ....distributed.heads import world_of
 from ....distributed.plan import RingPlan
 from ....distributed.ring import resolve_group
 from ....distributed.sharding import check_sharding, num_tokens, owned_ranges, positions
@@ -47,6 +48,7 @@ class Parallel:
     """How ranks share a model's calls, and what `parallelize(model, False)` must restore."""
 
     group: dist.ProcessGroup | None
+    place: dist.ProcessGroup | DeviceMesh | None  # the group, or a mesh of two axes
     sharding: str
     scale: float  # factor of the loss
     signature: inspect.Signature
@@ -57,6 +59,11 @@ class Parallel:
     @property
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.size()
+
+    @property
+    def world(self) -> int | tuple[int, int]:
+        """The `world_size` of plans: the number of ranks, or the shape of a mesh of two axes."""
+        return world_of(self.place)
 
 
 _held: WeakKeyDictionary[Any, list[Hold]] = WeakKeyDictionary()
@@ -90,8 +97,8 @@ def parallelize(
 
     Args:
         model: a model of transformers whose layers mix tokens by attention only.
-        group: a process group or a `DeviceMesh` of one axis; default all ranks. False undoes an
-            earlier call; another call replaces it.
+        group: a process group, or a `DeviceMesh` of one axis or of two (heads, tokens); default all
+            ranks. False undoes an earlier call; another call replaces it.
         sharding: which rank has which tokens, as for `RingPlan`. "auto" chooses by the model's
             masks for the length of each batch.
         loss: "mean": the mean of `out.loss` over ranks is the loss of one process, and the mean of
@@ -99,7 +106,8 @@ def parallelize(
 
     Raises:
         NotImplementedError: the model has layers, positions or heads that need other ranks' tokens
-            in another way; or, when it is called, an argument does (`use_cache=True`).
+            in another way; or its layers choose keys, and the mesh has two axes; or, when it is
+            called, an argument needs them (`use_cache=True`).
         ValueError: an argument is invalid.
         RingMismatchError: when the model is called, on all ranks: the ranks' batches differ. The
             group stays usable.
@@ -131,12 +139,19 @@ def parallelize(
             f"ranks share calls of {type(model).__name__}, whose layers choose keys, contiguously, "
             f'got sharding={shortened(repr(sharding))}; pass sharding="auto"'
         )
+    place = mesh if mesh is not None and mesh.ndim == 2 else resolved
+    if lists_keys(model) and place is not resolved:
+        raise NotImplementedError(
+            f"ranks share calls of {type(model).__name__}, whose layers choose keys, over one axis "
+            'of tokens, got a mesh of two axes; pass one axis of it, as in mesh["tokens"]'
+        )
     _undo(model)
     for prepare in PREPARES_RANKS:
         prepare()
     forward = type(model).forward
     parallel = Parallel(
         group=resolved,
+        place=place,
         sharding=sharding,
         scale=float(ranks) if loss == "mean" else 1.0,
         signature=inspect.signature(forward),
@@ -233,6 +248,7 @@ def _cut(
         remember_blocks(model)
     shared = SharedCall(
         group=parallel.group,
+        place=parallel.place,
         sharding=sharding,
         length=length,
         tokens=tokens,
@@ -291,8 +307,8 @@ def _sharding(model: Any, parallel: Parallel, length: int) -> str:
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     counts = {"num_heads": heads, "num_kv_heads": kv_heads}
 
-    def plan(pattern: Pattern, sharding: str) -> RingPlan:
-        return RingPlan.build(pattern, length, parallel.ranks, sharding=sharding, **counts)
+    def plan(pattern: Pattern, sharding: str) -> Any:
+        return RingPlan.build(pattern, length, parallel.world, sharding=sharding, **counts)
 
     choices = {plan(pattern, parallel.sharding).sharding for pattern in layers}
     if len(choices) == 1:
