@@ -58,11 +58,11 @@ GREEDY = GenerationConfig(max_new_tokens=NEW, do_sample=False, eos_token_id=-1, 
 PAGES = ContinuousBatchingConfig(num_blocks=48, page_size=8, max_batch_tokens=24)
 
 
-def made(name, implementation="eager"):
+def made(name, implementation="eager", **sizes):
     """A tiny model; sinks are spread, so that they count."""
     kind, config, more = MODELS[name]
     torch.manual_seed(0)
-    model = kind(config(**SIZES, **more)).eval()
+    model = kind(config(**SIZES | more | sizes)).eval()
     for key, parameter in model.named_parameters():
         if "sinks" in key:
             torch.nn.init.uniform_(parameter, -1, 1)
@@ -88,10 +88,10 @@ def alone(model, prompt):
     return out[0, len(prompt) :].tolist()
 
 
-def batched(model, prompts, **options):
+def batched(model, prompts, pages=PAGES, **options):
     """The tokens of continuous batching, in the order of the prompts."""
     outputs = model.generate_batch(
-        prompts, generation_config=GREEDY, continuous_batching_config=PAGES, **options
+        prompts, generation_config=GREEDY, continuous_batching_config=pages, **options
     )
     by_prompt = {tuple(x.prompt_ids): x.generated_tokens for x in outputs.values()}
     return [by_prompt[tuple(prompt)] for prompt in prompts]

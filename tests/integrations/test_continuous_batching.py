@@ -4,13 +4,19 @@ from contextlib import ExitStack, nullcontext
 
 import pytest
 import torch
-from served_models import MODELS, alone, batched, made, prompts_of
+from served_models import MODELS, NEW, alone, batched, made, prompts_of
+from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as paged_cache
 from transformers.generation.continuous_batching import continuous_api, initialization
 
 import sparsering as sr
 from sparsering.integrations import transformers as hf
 from sparsering.integrations.transformers.call import paged
+
+IN_ORDER = {
+    "argvalues": [(torch.float32, nullcontext), (torch.bfloat16, sr.batch_invariant)],
+    "ids": ["float32", "bfloat16"],
+}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -37,11 +43,7 @@ def test_tokens_are_those_of_generate_one_by_one(name, monkeypatch):
         assert max(sum(kept) for _, kept in in_place) > 100
 
 
-@pytest.mark.parametrize(
-    ("dtype", "mode"),
-    [(torch.float32, nullcontext()), (torch.bfloat16, sr.batch_invariant())],
-    ids=["float32", "bfloat16"],
-)
+@pytest.mark.parametrize(("dtype", "mode"), **IN_ORDER)
 def test_a_request_has_the_bits_it_has_alone(dtype, mode, monkeypatch):
     model, prompts = made("gemma3").to(dtype), prompts_of((29, 12, 37))
     requests, same = {}, []
@@ -65,9 +67,38 @@ def test_a_request_has_the_bits_it_has_alone(dtype, mode, monkeypatch):
 
     monkeypatch.setattr(paged, "work_of_pages", noted)
     monkeypatch.setattr(paged, "attend_pages", compared)
-    with mode, hf.continuous_batching(model):
+    with mode(), hf.continuous_batching(model):
         batched(model, prompts)
     assert len(same) > 50 and all(same)
+
+
+def one_by_one(x, weight, bias=None):
+    """Multiplies rows one by one, since torch may give a row other bits in another batch."""
+    rows = torch.cat([torch.mm(row[None], weight.T) for row in x.reshape(-1, x.shape[-1])])
+    out = rows.view(*x.shape[:-1], len(weight))
+    return out if bias is None else out + bias
+
+
+@pytest.mark.parametrize("name", ["gemma3", "gemma2"])
+@pytest.mark.parametrize(("dtype", "mode"), **IN_ORDER)
+def test_logits_are_those_of_a_request_alone_bit_for_bit(name, dtype, mode, monkeypatch):
+    sizes = {"head_dim": 64, "max_position_embeddings": 512}  # torch would multiply such tiles
+    model, prompts = made(name, **sizes).to(dtype), prompts_of((190, 70, 230))
+    pages = ContinuousBatchingConfig(num_blocks=80, page_size=8, max_batch_tokens=100)
+    monkeypatch.setattr(torch.nn.functional, "linear", one_by_one)
+    rows = []
+    model.register_forward_hook(
+        lambda module, given, out: rows.extend(tuple(x.tolist()) for x in out.logits[0])
+    )
+    with mode(), hf.continuous_batching(model):
+        expected = []
+        for prompt in prompts:
+            batched(model, [prompt], pages)
+            expected += rows[-NEW:]  # one of each new token
+            rows.clear()
+        batched(model, prompts, pages)
+    # prompts share steps of 100 tokens, so they are cut elsewhere than alone
+    assert len(set(expected)) == NEW * len(prompts) and set(expected) <= set(rows)
 
 
 def test_no_mask_is_made_and_pages_are_free_afterwards(monkeypatch):
