@@ -1,5 +1,7 @@
 """Models of transformers on a mesh of heads and tokens: the loss and gradients of one process."""
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -83,8 +85,17 @@ def test_loss_and_gradients_are_those_of_one_process(workers, family, pattern, s
 def run_wrong(rank: int) -> str:
     model = build("llama")  # of 4 heads
     hf.parallelize(model, mesh_of(2, 2))
-    with pytest.raises(RingMismatchError, match=r"batches differ|must agree"):
+    with pytest.raises(RingMismatchError, match="must agree on the input_ids") as raised:
         model(input_ids=tokens(2, 26) + (rank == 3))
+    assert "prepare" not in str(raised.value)
+    with pytest.MonkeyPatch.context() as patch:
+        used = SimpleNamespace(AcceleratorState=SimpleNamespace(_shared_state={"device": "cpu"}))
+        patch.setitem(sys.modules, "accelerate.state", used)
+        with pytest.raises(RingMismatchError, match=r"do not pass the loader to Accelerator"):
+            model(input_ids=tokens(2, 26) + (rank == 3))
+        patch.setitem(sys.modules, "lightning", sys)
+        with pytest.raises(RingMismatchError, match="use_distributed_sampler=False"):
+            model(input_ids=tokens(2, 26) + (rank == 3))
     model(**batch_of("llama")).loss.backward()
     return "usable"
 

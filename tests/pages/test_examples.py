@@ -2,9 +2,12 @@
 
 import ast
 import importlib.util
+import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -222,6 +225,60 @@ def test_bad_options_of_a_long_context_are_errors(tmp_path):
     ):
         with pytest.raises(ValueError, match=message):
             run("finetune_long_context", [*arguments, "--out", str(tmp_path / "run")])
+
+
+def run_engine(folder: Path, ranks: int, *arguments: str) -> tuple[list[float], Any]:
+    """Losses and weights of a run of processes that torchrun starts; of one without it."""
+    from safetensors.torch import load_file
+
+    start = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    script = [str(FOLDER / "train_over_ranks.py"), "--steps", "3", "--length", "150"]
+    command = [sys.executable, *(start if ranks > 1 else []), *script, *arguments]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(
+        [*command, "--out", str(folder)], env=environment, capture_output=True, text=True
+    )
+    assert found.returncode == 0, found.stderr
+    return json.loads((folder / "losses.json").read_text()), load_file(
+        folder / "weights.safetensors"
+    )
+
+
+def assert_same_training(found: tuple[list[float], Any], expected: tuple[list[float], Any]) -> None:
+    assert len(expected[0]) == 3 and expected[0][0] > expected[0][2]
+    assert found[0] == pytest.approx(expected[0], rel=1e-6)
+    assert found[1].keys() == expected[1].keys() != set()
+    for name, weight in expected[1].items():
+        torch.testing.assert_close(found[1][name], weight, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), ("--lora", "--checkpointing")])
+@pytest.mark.parametrize("engine", ["trainer", "accelerate", "lightning", "fsdp2"])
+def test_engines_train_to_the_weights_of_one_process(tmp_path, engine, flags):
+    pytest.importorskip({"trainer": "accelerate", "fsdp2": "torch"}.get(engine, engine))
+    arguments = "--engine", engine, *flags
+    expected = run_engine(tmp_path / "one", 1, *arguments)
+    assert_same_training(run_engine(tmp_path / "two", 2, *arguments), expected)
+    if not flags:
+        both_axes = run_engine(tmp_path / "four", 4, *arguments, "--heads", "2")
+        assert_same_training(both_axes, expected)
+
+
+def engine_of_a_rank(rank: int, arguments: list[str]) -> list[float]:
+    return run("train_over_ranks", arguments)["losses"]
+
+
+def test_a_loop_with_divided_weights_trains_as_one_process(tmp_path):
+    arguments = ["--engine", "fsdp2", "--steps", "3", "--length", "150", "--out"]
+    workers = Workers(2)
+    both = workers.run(engine_of_a_rank, [*arguments, str(tmp_path)])
+    with pytest.raises(AssertionError, match="--heads must divide the 2 ranks"):
+        workers.run(engine_of_a_rank, ["--heads", "3", *arguments, str(tmp_path)])
+    workers.close()
+    losses = run("train_over_ranks", [*arguments, str(tmp_path / "one")])["losses"]
+    assert losses[0] > losses[2]
+    assert both == [pytest.approx(losses, rel=1e-6)] * 2
 
 
 def test_every_example_is_run():

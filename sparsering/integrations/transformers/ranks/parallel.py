@@ -6,6 +6,7 @@ after the call removes a token that is not the rank's own, and adds the loss of 
 """
 
 import inspect
+import sys
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from ....distributed.agreement import agree_on_batch, digests_of
-from ....distributed.exchange import Exchange
+from ....distributed.exchange import Exchange, RingMismatchError
 from ....distributed.heads import world_of
 from ....distributed.plan import RingPlan
 from ....distributed.ring import resolve_group
@@ -286,12 +287,35 @@ def _agreed(
     if parallel.ranks > 1:
         assert parallel.group is not None
         exchange = Exchange(parallel.group, None, None if first is None else first.device)
-        with exchange.break_on_error():
-            agree_on_batch(exchange, "a model that ranks share", digests)
+        try:
+            with exchange.break_on_error():
+                agree_on_batch(exchange, "a model that ranks share", digests)
+        except RingMismatchError as mismatch:
+            if error is None and (way_out := _rows_of_engine()):
+                text = f"{mismatch.message}; {way_out}"
+                raise RingMismatchError(text, mismatch.rank, mismatch.peer, mismatch.step) from None
+            raise
     if error is not None:
         raise error
     assert first is not None
     return arguments, length, first.device
+
+
+ENGINES = {  # by the module that is loaded: how each rank gets the same rows
+    "lightning": "with Lightning, pass use_distributed_sampler=False to its Trainer",
+    "pytorch_lightning": "with Lightning, pass use_distributed_sampler=False to its Trainer",
+    "transformers.trainer": "with transformers.Trainer, return a plain DataLoader from its "
+    "get_train_dataloader",
+}
+
+
+def _rows_of_engine() -> str:
+    """Says how the engine in use gives each rank the same rows; "" for none."""
+    loaded = next((way for name, way in ENGINES.items() if name in sys.modules), "")
+    if loaded or (state := sys.modules.get("accelerate.state")) is None:
+        return loaded
+    in_use = state.AcceleratorState._shared_state  # transformers loads accelerate in any case
+    return "with accelerate, do not pass the loader to Accelerator.prepare" if in_use else ""
 
 
 def _sharding(model: Any, parallel: Parallel, length: int) -> str:
