@@ -62,6 +62,8 @@ def one_line_errors(program: str, *, install: str = "", shown: bool = True) -> I
 def run_command(program: str, arguments: argparse.Namespace) -> int:
     """Runs the command that a parser has set as `run`; its option `--quiet` hides progress.
 
+    An error that all ranks raise has an attribute `speaker`: the rank that prints it.
+
     Returns: the command's exit code; 2 after a mistake of the user, 128 + n after signal n.
     """
     quiet = getattr(arguments, "quiet", False)
@@ -69,10 +71,14 @@ def run_command(program: str, arguments: argparse.Namespace) -> int:
         with showing("nothing" if quiet else "bars and lines"):
             return int(arguments.run(arguments))
     except (Exception, KeyboardInterrupt) as error:
-        code = exit_code(program, error)
+        own_rank = int(os.environ.get("RANK", "0"))
+        shown = getattr(error, "speaker", own_rank) == own_rank
+        code = exit_code(program, error, shown=shown)
         if code is None:
             raise
-        return code
+    if not shown:
+        time.sleep(SPEAKS_WITHIN_S)
+    return code
 
 
 def exit_code(

@@ -329,6 +329,8 @@ def _choose_micro_batch(run: Run, chosen: int | Literal["auto"] | None) -> None:
         run.micro_batch = checked_part(sizes[-1], batch, dp, source)
         return
     state = run.model, run.recipe, run.step, run.text.train, run.ranks
-    fits = windows_that_fit(partial(gradients, *state, dp, 1, run.attend), run.ranks.device)
+    one_window = partial(gradients, *state, dp, 1, run.attend)
+    rank = None if run.ranks.mesh is None else run.ranks.rank
+    fits = windows_that_fit(one_window, run.ranks.device, rank)
     forget_failure(run.optimizer)
     run.set_micro_batch(largest_part(batch, min(run.ranks.gather(fits)), dp))

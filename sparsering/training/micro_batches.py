@@ -33,13 +33,24 @@ def checked_part(size: object, windows: int, of_ranks: int, source: str) -> int:
     return part
 
 
-def windows_that_fit(one_window: Callable[[], object], device: torch.device) -> float:
-    """Estimates how many windows fit in free memory from what a call with one window needs."""
+def windows_that_fit(
+    one_window: Callable[[], object], device: torch.device, rank: int | None = None
+) -> float:
+    """Estimates how many windows fit in free memory from what a call with one window needs.
+
+    `rank` is that of this process if others take part in the call. If memory runs out they wait for
+    it, and only its end can tell them; so it raises a MemoryError then.
+    """
     try:
         peak = peak_of(one_window, device)
     except (RuntimeError, MemoryError) as error:
         if not ran_out_of_memory(error):
             raise
+        if rank is not None:
+            raise MemoryError(
+                f"memory ran out on rank {rank} with a single window; pass --checkpoint-layers, a "
+                "smaller --context, or a larger --sequence-parallel"
+            ) from error
         return 1  # not even one fits: the step itself will raise an error that says so
     free = (gpu_memory if device.type == "cuda" else memory_here)(free=True)
     return usable(free) / max(1, peak)

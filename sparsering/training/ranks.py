@@ -32,6 +32,7 @@ from .recipe import Recipe
 TIMEOUT_S = 60.0
 
 T = TypeVar("T")
+E = TypeVar("E", bound=Exception)
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,11 +127,9 @@ class Ranks:
         kinds = (ValueError, OSError, ImportError, MemoryError)
         kind = next((kind for kind in kinds if isinstance(failure, kind)), RuntimeError)
         failures = self.gather(None if failure is None else (kind, str(failure)))
-        if failure is not None:
-            raise failure
         for rank, other in enumerate(failures):
             if other is not None:
-                raise other[0](f"rank {rank}: {other[1]}")
+                raise spoken_by(rank, failure or other[0](f"rank {rank}: {other[1]}"))
         return result
 
     def agree(self, what: str, value: object) -> None:
@@ -138,10 +137,11 @@ class Ranks:
         values = self.gather(value)
         for rank, other in enumerate(values):
             if other != values[0]:
-                raise ValueError(
+                text = (
                     f"expected the same {what} on all ranks, got {values[0]} on rank 0 and "
                     f"{other} on rank {rank}; start every rank with the same arguments and files"
                 )
+                raise spoken_by(0, ValueError(text))
 
     def any_signal(self, number: int | None) -> int | None:
         """Returns the largest signal number that any rank passes; None if no rank passes one."""
@@ -232,6 +232,12 @@ class Ranks:
                 grad.copy_(part.view_as(grad))
         norm = nn.utils.clip_grad_norm_(model.parameters(), largest)
         return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+
+
+def spoken_by(rank: int, error: E) -> E:
+    """Marks an error that all ranks raise, so that commands print it on one; returns it."""
+    error.speaker = rank  # type: ignore[attr-defined]
+    return error
 
 
 ALONE = Ranks()

@@ -29,7 +29,7 @@ from sparsering.demo.ring import demo_ring
 from sparsering.mistakes import SPEAKS_WITHIN_S
 from sparsering.training import Recipe, load_model, loop, train
 from sparsering.training.checkpoint import load_checkpoint
-from sparsering.training.ranks import arrange
+from sparsering.training.ranks import arrange, spoken_by
 
 two = workers_of(2)
 four = workers_of(4)
@@ -242,6 +242,66 @@ def test_rank_0_alone_says_that_a_demo_is_finished(rank, tmp_path, capsys, monke
     assert main(["demo-ring", "--out", str(tmp_path)]) == 2
     assert waited == [SPEAKS_WITHIN_S] * rank
     assert ("which is not overwritten" in capsys.readouterr().err) == (rank == 0)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("speaker", [None, 0, 1])
+def test_one_rank_prints_an_error_that_all_have(rank, speaker, tmp_path, capsys, monkeypatch):
+    def refuse(*_: object, **__: object) -> None:
+        error = ValueError("the text is missing")
+        raise error if speaker is None else spoken_by(speaker, error)
+
+    waited: list[float] = []
+    monkeypatch.setattr("sparsering.training.loop.train", refuse)
+    monkeypatch.setattr("sparsering.mistakes.time.sleep", waited.append)
+    monkeypatch.setenv("RANK", str(rank))
+    assert main(["train", "--out", str(tmp_path)]) == 2
+    speaks = speaker in (None, rank)
+    assert ("the text is missing" in capsys.readouterr().err) == speaks
+    assert waited == ([] if speaks else [SPEAKS_WITHIN_S])
+
+
+def raise_together(rank: int, failing: list[int]) -> tuple[int, str]:
+    def fail() -> None:
+        if rank in failing:
+            raise ValueError(f"no file on {rank}")
+
+    with pytest.raises(ValueError) as raised:
+        arrange(2).together(fail)
+    return raised.value.speaker, str(raised.value)  # type: ignore[attr-defined]
+
+
+def test_the_first_rank_that_fails_speaks(two):
+    assert two.run(raise_together, [1]) == [(1, "rank 1: no file on 1"), (1, "no file on 1")]
+    assert [speaker for speaker, _ in two.run(raise_together, [0, 1])] == [0, 0]
+
+
+SHORT_OF_MEMORY = """
+import os, sys
+from sparsering.cli import main
+from sparsering.training import micro_batches
+
+def peak(*_):
+    raise MemoryError
+if os.environ["RANK"] == "1":
+    micro_batches.peak_of = peak
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_without_memory_ends_all_at_once(recipe, tmp_path):
+    script = tmp_path / "short.py"
+    script.write_text(SHORT_OF_MEMORY)
+    words = train_words(recipe, tmp_path / "run")[2:]
+    words += ["--sequence-parallel", 2, "--micro-batch", "auto", "--timeout", 600]
+    root = str(Path(sr.__file__).parent.parent)
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": root}
+    done = subprocess.run(  # far below the timeout of the ranks
+        torchrun(2, script, *words), capture_output=True, text=True, timeout=120, env=environment
+    )
+    assert done.returncode
+    assert "memory ran out on rank 1 with a single window; pass --checkpoint-layers" in done.stderr
 
 
 def test_processes_and_windows_must_be_shared_out_evenly(two, recipe, tmp_path):
