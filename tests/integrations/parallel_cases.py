@@ -411,7 +411,7 @@ def _other_order(patch: pytest.MonkeyPatch) -> None:
 
 
 def _local_temperature(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(override, "QUERIES_OF_RANKS", ())
+    patch.setattr(override, "QUERIES_BY_INDEX", ())
 
 
 PLANTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {

@@ -49,6 +49,8 @@ MODELS = {
             "intermediate_size_mlp": 64,
             "num_local_experts": 2,
             "attention_chunk_size": 8,
+            "floor_scale": 8,  # of a temperature by the number of tokens, in the last layer
+            "attn_scale": 0.5,
             "layer_types": ["chunked_attention", "full_attention"] * 2,
         },
     ),

@@ -7,7 +7,7 @@ import torch
 from served_models import MODELS, NEW, alone, batched, made, prompts_of
 from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as paged_cache
-from transformers.generation.continuous_batching import continuous_api, initialization
+from transformers.generation.continuous_batching import continuous_api
 
 import sparsering as sr
 from sparsering.integrations import transformers as hf
@@ -124,16 +124,17 @@ def test_no_mask_is_made_and_pages_are_free_afterwards(monkeypatch):
 
 
 def test_what_is_replaced_in_transformers_is_put_back():
-    parts = (continuous_api, initialization, paged_cache)
-    names = ("is_flash_attention_requested", "group_layers_by_attn_type")
-    before = [getattr(part, name, None) for part in parts for name in names]
+    replaced = [(part, name) for part, name, _ in paged._REPLACED]
+    assert (continuous_api, "is_flash_attention_requested") in replaced
+    before = [getattr(part, name, None) for part, name in replaced]
     model, other = made("llama", "sdpa"), made("qwen3")
     with ExitStack() as stack, pytest.raises(RuntimeError, match="an error"):
         stack.enter_context(hf.continuous_batching(model))
         stack.enter_context(hf.continuous_batching(other))
-        assert continuous_api.is_flash_attention_requested is not before[0]
+        during = [getattr(part, name) for part, name in replaced]
+        assert all(x is not y for x, y in zip(during, before, strict=True))
         raise RuntimeError("an error")
-    assert [getattr(part, name, None) for part in parts for name in names] == before
+    assert [getattr(part, name, None) for part, name in replaced] == before
     assert model.config._attn_implementation == "sdpa"
 
 

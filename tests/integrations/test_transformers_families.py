@@ -115,7 +115,7 @@ def test_layers_that_slice_the_mask_to_the_last_queries(four, keep):
 def planted(defect: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if defect == "temperatures by local index":
-            patch.setattr(override, "QUERIES_OF_RANKS", ())
+            patch.setattr(override, "QUERIES_BY_INDEX", ())
         elif defect == "padding is seen":
             patch.setattr(masks.ModelMask, "valid", lambda self, kv_len: None)
         elif defect == "the window is wider by one":

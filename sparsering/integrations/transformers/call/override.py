@@ -20,7 +20,7 @@ from ....patterns.blocks import RandomBlocks
 from ....patterns.keys import KeyMask
 from ....patterns.positions import Causal
 from ....patterns.shifts import is_shift_invariant
-from ..families import QUERIES_OF_RANKS
+from ..families import QUERIES_BY_INDEX
 from ..model.config import pattern_of
 from .calls import SharedCall
 from .chosen import Chosen
@@ -174,8 +174,8 @@ def _over_ranks(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Runs ring attention for the tokens that this rank owns, and returns its result for them."""
     query, key, value = (x[:, :, : shared.num_tokens] for x in inputs)
-    for at_whole_positions in QUERIES_OF_RANKS:
-        query = at_whole_positions(module, query, shared)
+    for at_whole_positions in QUERIES_BY_INDEX:
+        query = at_whole_positions(module, query, lambda: shared.tokens)
     if not torch.compiler.is_compiling():
         sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
         shared.shapes[getattr(module, "layer_idx", len(shared.shapes))] = (*sizes, query.dtype)

@@ -17,9 +17,11 @@ from transformers.generation.continuous_batching import continuous_api, initiali
 from ....decoding.pages import Reach, Work, attend_pages, work_of_pages
 from ....functional import batch_invariant
 from ....ground.keywords import with_hints
+from ....ground.rows import expand_counts
 from ....kernels.backends import mode
 from ....patterns import Causal, Pattern, parse
 from ....varlen import attention_varlen
+from ..families import QUERIES_BY_INDEX
 from ..model.config import of_layer, own_pattern, pattern_of, place_of, stored_text, types_of
 from ..name import PAGED, PAGED_IN_ORDER
 from .calls import call_state, used_pattern
@@ -125,6 +127,9 @@ def paged_attention(
         "sink": None if sink is None else sink.reshape(1, -1, 1),
     }
     in_order = query.dtype == torch.float32 or module.config._attn_implementation == PAGED_IN_ORDER
+    for at_whole_positions in QUERIES_BY_INDEX:
+        query = at_whole_positions(module, query, lambda: _positions(tokens))
+    tokens = tokens._replace(query=query)
     with batch_invariant(in_order or mode.is_batch_invariant):
         if (reach := Reach.of(pattern := _pattern(module))) is None:
             out = _attend_copies(tokens, pattern, options)
@@ -148,7 +153,19 @@ class _ServedTokens(NamedTuple):
 
     def copied(self) -> tuple[Tensor, Tensor]:
         """Stores keys and values; returns all live ones of the requests, those of windows alone."""
-        return self.cache.update(self.key, self.value, self.layer, {**self.step})
+        key, value = (x[0].transpose(0, 1) for x in (self.key, self.value))
+        key, value = self.group.update(key, value, self.layer, self.read, self.write)
+        return key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+
+    @property
+    def read(self) -> Tensor:
+        """Where each live key lies in the layer's pages; empty if all are new."""
+        return self.step["read_index"][self.group.index]
+
+    @property
+    def write(self) -> Tensor:
+        """Where each new key belongs in the layer's pages."""
+        return self.step["write_index"][self.group.index]
 
     @property
     def group(self) -> Any:
@@ -168,8 +185,7 @@ def _attend_pages(tokens: _ServedTokens, reach: Reach, options: dict[str, Any]) 
     of a window are a ring, in which new tokens take the places of keys that the first ones of them
     see. So a layer with a window reads a copy in a step with several new tokens of a request.
     """
-    group = tokens.group
-    read, write = (tokens.step[name][group.index] for name in ("read_index", "write_index"))
+    group, read, write = tokens.group, tokens.read, tokens.write
     is_ring = group.layer_type != "full_attention"
     views = getattr(group, "_kv_token_views", {})
     single = max(_lengths(tokens.of_queries)) == 1
@@ -243,6 +259,13 @@ def _once_a_step(tokens: _ServedTokens, kind: tuple[int, Reach], build: Callable
 
 def _lengths(cumulative: list[int]) -> list[int]:
     return [last - first for first, last in pairwise(cumulative)]
+
+
+def _positions(tokens: _ServedTokens) -> Tensor:
+    """Returns the position of each new token in its request, int64 [tokens]."""
+    lengths = torch.tensor(_lengths(tokens.of_queries))
+    request, number = expand_counts(lengths)
+    return (_ends(tokens) - lengths + 1)[request] + number
 
 
 def _ends(tokens: _ServedTokens) -> Tensor:
@@ -326,7 +349,7 @@ def _accepted() -> Iterator[None]:
     with _lock:
         if not _blocks:
             for part, name, wrap in _REPLACED:
-                original = getattr(part, name)
+                original = getattr(part, name, None)
                 _originals.append((part, name, original))
                 setattr(part, name, wrap(original))
         _blocks += 1
@@ -336,7 +359,11 @@ def _accepted() -> Iterator[None]:
         with _lock:
             _blocks -= 1
             while not _blocks and _originals:
-                setattr(*_originals.pop())
+                part, name, original = _originals.pop()
+                if original is None:
+                    delattr(part, name)
+                else:
+                    setattr(part, name, original)
 
 
 def _asks_for_flash(original: Callable[..., Any]) -> Callable[..., bool]:
@@ -373,6 +400,23 @@ def _groups(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return grouped
 
 
+def _leaving(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps the method by which layers of transformers 5.24 store keys and get copies of all.
+
+    Ours store keys in `paged_attention`, which layers of transformers 5.23 call with the cache.
+    """
+
+    def update(
+        self: Any, key_states: Tensor, value_states: Tensor, layer_idx: int, kwargs: Any
+    ) -> Any:
+        if self.config._attn_implementation not in _NAMES:
+            return original(self, key_states, value_states, layer_idx, kwargs)
+        kwargs["cache"] = self
+        return key_states, value_states
+
+    return update
+
+
 def _noting(original: Callable[[Any], None]) -> Callable[[Any], None]:
     """Wraps the method of managers that starts their thread."""
 
@@ -385,6 +429,9 @@ def _noting(original: Callable[[Any], None]) -> Callable[[Any], None]:
 
 _REPLACED: tuple[tuple[Any, str, Callable[[Any], Any]], ...] = (
     (continuous_api.ContinuousBatchingManager, "start", _noting),
+    (paged_cache.PagedAttentionCache, "update", _leaving),
+    # Llama 4 of transformers 5.24 asks; QUERIES_BY_INDEX correct what it makes of the answer
+    (paged_cache.PagedAttentionCache, "get_seq_length", lambda _: lambda self, layer_idx=0: 0),
     *((part, "is_flash_attention_requested", _asks_for_flash) for part in _ASKS),
     *((part, "group_layers_by_attn_type", _groups) for part in (paged_cache, initialization)),
 )

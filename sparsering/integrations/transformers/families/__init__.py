@@ -9,7 +9,6 @@ from typing import Any
 
 from torch import Tensor
 
-from ..call.calls import SharedCall
 from ..call.chosen import Chosen
 from . import (
     bert,
@@ -77,11 +76,12 @@ AGAINST_RANKS: tuple[Callable[[Any, Any], str | None], ...] = (
 """Functions of a model and its decoder's config that return why ranks cannot share its calls, or
 None."""
 
-QUERIES_OF_RANKS: tuple[Callable[[Any, Tensor, SharedCall], Tensor], ...] = (
-    *llama4.QUERIES_OF_RANKS,
+QUERIES_BY_INDEX: tuple[Callable[[Any, Tensor, Callable[[], Tensor]], Tensor], ...] = (
+    *llama4.QUERIES_BY_INDEX,
 )
-"""Functions that correct queries [B, H, n, D] of a rank's tokens, where the layer took their index
-on the rank for their index in the row."""
+"""Functions of a module, queries [B, H, n, D] and a function that returns their positions. They
+correct queries where the layer took the index in the call for the position: over ranks, and where
+requests are served together."""
 
 PREPARES_RANKS: tuple[Callable[[], None], ...] = (*llama4.PREPARES_RANKS,)
 """Functions that run before ranks share a first call."""
