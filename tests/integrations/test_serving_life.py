@@ -7,7 +7,9 @@ import time
 import pytest
 import torch
 from served_models import GREEDY, PAGES, alone, batched, made, prompts_of
+from transformers import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import cache as paged_cache
+from transformers.generation.continuous_batching.offloading_manager import OffloadingManager
 
 from sparsering.integrations import transformers as hf
 
@@ -178,6 +180,42 @@ def test_a_manager_from_before_the_block_is_refused_with_its_masks():
         ids = manager.add_requests(prompts, max_new_tokens=3)
         errors = [x.error for x in results_of(manager, ids)]
     assert len(errors) == 2 and all("does not take masks, which a manager has" in x for x in errors)
+
+
+def test_prompts_that_begin_alike_share_pages(monkeypatch):
+    model, begin = made("llama"), prompts_of((40,))[0]
+    prompts = [begin + rest for rest in prompts_of((9, 5, 14))]
+    expected = [alone(model, prompt) for prompt in prompts]
+    matched, search = [], paged_cache.PagedAttentionCache.search_prefix_match
+
+    def noted(self, *arguments):
+        matched.append(search(self, *arguments))
+        return matched[-1]
+
+    monkeypatch.setattr(paged_cache.PagedAttentionCache, "search_prefix_match", noted)
+    with hf.continuous_batching(model):
+        for prompt, tokens in zip(prompts, expected, strict=True):
+            assert batched(model, [prompt], persistent_manager=True) == [tokens]
+        assert matched == [0, 40, 40]
+        model.destroy_cached_continuous_batching_manager()
+        assert batched(model, prompts) == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_requests_that_lose_their_pages_for_a_time_get_their_tokens(name, monkeypatch):
+    model, prompts = made(name), prompts_of((17, 21, 30, 12))
+    few = ContinuousBatchingConfig(num_blocks=8, page_size=8, max_batch_tokens=24)
+    evicted, offload = [], OffloadingManager.offload_requests
+
+    def noted(self, *arguments):
+        evicted.append(offload(self, *arguments))
+        return evicted[-1]
+
+    monkeypatch.setattr(OffloadingManager, "offload_requests", noted)
+    expected = [alone(model, prompt) for prompt in prompts]
+    with hf.continuous_batching(model):
+        assert batched(model, prompts, few) == expected
+    assert any(evicted)
 
 
 def live_tensors():
