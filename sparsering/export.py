@@ -103,21 +103,19 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
         _refuse(
             "attention",
             f"the program has no tables of the pattern {pattern}, since its lengths or its tensors "
-            "are known when it runs alone; export one program for each length, with patterns that "
-            "are made before the call (masks of keys may be inputs)",
+            "are known only when it runs; export one program for each length, with patterns that "
+            "are made before the call, a model of transformers inside hf.using(model, pattern); "
+            "masks of keys, and ids of documents beside windows, may be inputs",
         )
     query, key = given["query"], given["key"]
-    valid = None
-    for x in tables.masks:
-        own = x if x.dtype == torch.bool else torch.arange(key.shape[2]) < x[:, None]
-        own = own if own.dim() == 2 else own[None]
-        valid = own if valid is None else valid & own
     call = TableCall(
         query=query,
         key=key,
         value=given["value"],
         scale=given["scale"],
-        key_mask=valid,
+        q_start=given["q_start"],
+        key_mask=tables.key_mask(key.shape[2]),
+        runs=tables.runs(),
         **{name: given[name] for name in ("softcap", "distance_bias", "block_bias", "sink")},
     )
     with without_autocast(query):

@@ -7,6 +7,7 @@ Shapes: B batch entries, or 1 if tables differ by entry; K heads of keys and G q
 without those whose tables differ; U units of m queries and n keys.
 """
 
+from functools import reduce
 from typing import NamedTuple
 
 import torch
@@ -23,11 +24,13 @@ class TableCall(NamedTuple):
     key: Tensor  # [B, Hkv, Nk, D]
     value: Tensor  # [B, Hkv, Nk, Dv]
     scale: float
+    q_start: int = 0  # position of the first query; only `runs` need it
     softcap: float | None = None
     distance_bias: Tensor | None = None  # [B, Hq, 2R + 1]
     block_bias: Tensor | None = None  # [B, Hq, blocks]
     sink: Tensor | None = None  # [B, Hq, Nq or 1]
     key_mask: Tensor | None = None  # bool [B or 1, Nk]
+    runs: Tensor | None = None  # int64 [B or 1, Nk], pairs attend where the numbers are equal
 
     def in_sum_dtype(self) -> "TableCall":
         """Returns the call in the dtype of sums; values of keys that nobody sees are 0."""
@@ -99,10 +102,17 @@ def over_tiles(call: TableCall, tables: GatheredTiles) -> Sums:
         """Folds [B, Hq, N, D] to [B, K, G, numbers, D]."""
         return folded(x, batches, heads).unflatten(1, (key.shape[1], -1))
 
-    query, valid = of_queries(call.query * call.scale), call.key_mask
-    if valid is not None:  # [B or 1, tokens]
-        each = valid[:, None, :, None].expand(max(batches, len(valid)), kv_heads, -1, 1)
-        valid = folded(each, batches, kv_heads)[:, 0, :, 0]
+    def of_tokens(x: Tensor, apart: int) -> Tensor:
+        """Folds [B or 1, N] to [B or 1, apart * N], for tables that index so many heads apart."""
+        each = x[:, None, :, None].expand(batches if batches > 1 else -1, apart, -1, -1)
+        return folded(each, batches, apart)[:, 0, :, 0]
+
+    query = of_queries(call.query * call.scale)
+    valid = None if call.key_mask is None else of_tokens(call.key_mask, kv_heads)
+    runs = None
+    if call.runs is not None:
+        own = call.runs.narrow(1, call.q_start, call.query.shape[2])
+        runs = of_tokens(own, heads), of_tokens(call.runs, kv_heads)
     found = []
     for units in tables.units:
         score = capped(_scores(query, key, units), call.softcap)
@@ -110,7 +120,7 @@ def over_tiles(call: TableCall, tables: GatheredTiles) -> Sums:
             score = score + _distance_biases(of_queries(bias[..., None]), units, bias.shape[2])
         if (bias := call.block_bias) is not None:
             score = score + _block_biases(of_queries(bias[..., None]), units)
-        cells = _cells(units, tables.cells, valid)
+        cells = _cells(units, tables.cells, valid, runs)
         if cells is not None:
             score = torch.where(cells, score, -torch.inf)
         found.append(_sums(score, _gathered(value, units.key)))
@@ -154,22 +164,31 @@ def _block_biases(bias: Tensor, units: GatheredUnits) -> Tensor:
     return each.flatten(4)[..., None, :]
 
 
-def _cells(units: GatheredUnits, cells: Tensor, valid: Tensor | None) -> Tensor | None:
+def _cells(
+    units: GatheredUnits, cells: Tensor, valid: Tensor | None, runs: tuple[Tensor, Tensor] | None
+) -> Tensor | None:
     """Returns which pairs attend, [B or 1, 1, U, 1, m or 1, n]; None if all do.
 
-    `valid` is bool [B or 1, tokens], False for keys that nobody sees.
+    `valid` is bool [B or 1, tokens], False for keys that nobody sees; `runs` are the numbers of
+    queries' and keys' runs, [B or 1, tokens] each.
     """
-    found = None
+    found = []
     if units.kind.numel():
         m, w = len(units.query_slot), len(units.key_slot)
         own = cells[:, :m, :w].index_select(0, units.kind.flatten())
         own = own.unflatten(0, units.kind.shape).transpose(1, 2).flatten(2)  # [U, m, c * w]
-        found = own[None, None, :, None]
+        found.append(own[None, None, :, None])
     if valid is not None:
-        seen = valid.index_select(1, units.key.flatten()).unflatten(1, units.key.shape)
-        seen = seen[:, None, :, None, None]  # [B or 1, 1, U, 1, 1, n]
-        found = seen if found is None else found & seen
-    return found
+        found.append(_of_slots(valid, units.key)[:, None, :, None, None])
+    if runs is not None:
+        query, key = _of_slots(runs[0], units.query), _of_slots(runs[1], units.key)
+        found.append((query[..., None] == key[:, :, None])[:, None, :, None])
+    return reduce(torch.logical_and, found) if found else None
+
+
+def _of_slots(x: Tensor, index: Tensor) -> Tensor:
+    """Gathers x [B, tokens] by index [U, n]: [B, U, n]."""
+    return x.index_select(1, index.flatten()).unflatten(1, index.shape)
 
 
 def _sums(score: Tensor, value: Tensor) -> Sums:

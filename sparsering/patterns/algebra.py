@@ -280,6 +280,14 @@ class Mask(Pattern):
         """Returns the mask of one query head of one batch entry; by default, all have this mask."""
         return self
 
+    @property
+    def run_ids(self) -> Tensor | None:
+        """Ids of tokens [B or 1, Nk], if the mask pairs tokens of one run of equal ids; else None.
+
+        Exported programs read them as data.
+        """
+        return None
+
     def status(
         self, q_first: Tensor, q_last: Tensor, k_first: Tensor, k_last: Tensor, frame: Frame
     ) -> Tensor | None:

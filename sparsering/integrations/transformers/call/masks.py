@@ -67,6 +67,10 @@ class SameRun(TensorMask):
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         return Documents(self.lengths_of(batch))
 
+    @property
+    def run_ids(self) -> Tensor | None:
+        return self.ids
+
 
 @dataclass(frozen=True, repr=False, eq=False)
 class InRuns(SameRun):
@@ -88,6 +92,10 @@ class InRuns(SameRun):
 
     def at(self, batch: int, head: int, frame: Frame) -> Mask:
         return Packed(self.lengths_of(batch), self.pattern.at(batch, head, frame))
+
+    @property
+    def run_ids(self) -> Tensor | None:
+        return None
 
 
 add_constructor("SameRun", SameRun)
