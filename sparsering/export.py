@@ -15,9 +15,10 @@ from torch import Tensor
 
 from .ground.keywords import with_hints
 from .ground.numerics import without_autocast
-from .kernels.over_tables import TableCall, attend_by_tables
-from .route.exported import ExportedTables
-from .route.operators import named
+from .kernels.over_tables import ListedBlocks, TableCall, attend_by_tables
+from .patterns.positions import Full
+from .route.exported import ExportedTables, taken_apart
+from .route.operators import named, parsed_call
 
 __all__ = ["decompositions"]
 
@@ -105,7 +106,8 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
             f"the program has no tables of the pattern {pattern}, since its lengths or its tensors "
             "are known only when it runs; export one program for each length, with patterns that "
             "are made before the call, a model of transformers inside hf.using(model, pattern); "
-            "masks of keys, and ids of documents beside windows, may be inputs",
+            "masks of keys, ids of documents beside windows, and the numbers of one SelectedBlocks "
+            "in a branch may be inputs",
         )
     query, key = given["query"], given["key"]
     call = TableCall(
@@ -119,4 +121,37 @@ def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:
         **{name: given[name] for name in ("softcap", "distance_bias", "block_bias", "sink")},
     )
     with without_autocast(query):
-        return attend_by_tables(call, tables.tiles)
+        lists = _lists(arguments) if tables.has_lists else []
+        return attend_by_tables(call, tables.tiles, lists)
+
+
+def _lists(arguments: tuple[Any, ...]) -> list[ListedBlocks]:
+    """Returns the blocks that the selections of a call list, a selection for each branch."""
+    call, _ = parsed_call(arguments)
+    parts = taken_apart(call, has_lists=True)
+    assert parts is not None  # or the call would have no tables
+    found, frame = [], call.frame
+    for source in parts.lists:
+        if source is None:
+            continue
+        selection, limit = source.selection, source.limit
+        size = selection.row_size
+        first, last = frame.q_start // size, (frame.q_start + frame.q_len - 1) // size
+        blocks = selection.indices.view(
+            (1,) * (4 - selection.indices.dim()) + selection.indices.shape
+        )
+        bias = call.options["slot_bias"]
+        if bias is not None:
+            bias = bias.unflatten(2, blocks.shape[2:])
+            bias = bias.narrow(2, first - selection.first_row, last - first + 1)
+        found.append(
+            ListedBlocks(
+                blocks=blocks.narrow(2, first - selection.first_row, last - first + 1),
+                block_size=selection.block_size,
+                row_size=size,
+                first=first * size,
+                holds=partial((Full() if limit is None else limit).holds, frame=frame),
+                slot_bias=bias,
+            )
+        )
+    return found

@@ -30,7 +30,7 @@ ROOMS = {
     "plots": "layouts patterns ground",
     "kernels": "call checks coordinates layouts patterns ground",
     "route": "call checks coordinates kernels layouts patterns ground",
-    "export": "route kernels ground",
+    "export": "route kernels patterns ground",
     "functional": "route kernels checks patterns ground",
     "varlen": "functional route checks patterns ground",
     "weights": "route kernels checks layouts patterns ground",

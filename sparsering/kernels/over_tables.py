@@ -1,4 +1,4 @@
-"""Attention over `GatheredTiles`, in a few operators of torch, equally many at any length.
+"""Attention over `GatheredTiles` and lists, in as few operators of torch at any length.
 
 An exported program computes it in place of our operators. It holds the scores of all visited pairs
 at once, since a program has no loop over parts of them. Scores and sums are in `sum_dtype`.
@@ -7,14 +7,15 @@ Shapes: B batch entries, or 1 if tables differ by entry; K heads of keys and G q
 without those whose tables differ; U units of m queries and n keys.
 """
 
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..ground.numerics import add_sink, capped, finite_or_zero, sum_dtype
-from ..layouts.gathered_tiles import GatheredTiles, GatheredUnits, folded, unfolded
+from ..ground.numerics import add_sink, capped, entry_of_distance, finite_or_zero, sum_dtype
+from ..layouts.gathered_tiles import GatheredTiles, differs, folded, unfolded
 
 
 class TableCall(NamedTuple):
@@ -58,14 +59,33 @@ class Sums(NamedTuple):
     highest: Tensor  # [...] largest score, -inf for a row without keys
 
 
-def attend_by_tables(call: TableCall, tables: GatheredTiles) -> tuple[Tensor, Tensor]:
-    """Computes (out, lse) of a call over tiles, as `attention` does.
+class ListedBlocks(NamedTuple):
+    """Blocks of keys that rows of queries list: a selection whose numbers the program has."""
 
-    Cost: O(pairs in visited tiles, with padding) time and memory.
+    blocks: Tensor  # int64 [B or 1, H, R, k] block numbers of the call's rows, -1 for none
+    block_size: int  # keys in a block
+    row_size: int  # queries in a row
+    first: int  # position of the first query of the first row
+    holds: Callable[[Tensor, Tensor], Tensor]  # (query position, key) -> whether a pair attends
+    slot_bias: Tensor | None = None  # [B, Hq, R, k], added to the scores of each slot
+
+
+def attend_by_tables(
+    call: TableCall, tables: GatheredTiles, lists: Sequence[ListedBlocks] = ()
+) -> tuple[Tensor, Tensor]:
+    """Computes (out, lse) of a call over tiles and lists, as `attention` does.
+
+    Cost: O(pairs in visited tiles, with padding) time and memory, and of lists O(their keys times
+    the head dim).
     """
     dtype, call = call.query.dtype, call.in_sum_dtype()
-    if tables.units:
-        out, lse = merged(over_tiles(call, tables))
+    found = [over_tiles(call, tables)] if tables.units else []
+    found += [over_lists(call, listed) for listed in lists]
+    if found:
+        out, total, highest = (
+            torch.cat(x, 3) if len(x) > 1 else x[0] for x in zip(*found, strict=True)
+        )
+        out, lse = merged(Sums(out, total, highest))
     else:
         out = call.query.new_zeros(*call.query.shape[:3], call.value.shape[3])
         lse = call.query.new_full(call.query.shape[:3], -torch.inf)
@@ -94,109 +114,179 @@ def merged(sums: Sums) -> tuple[Tensor, Tensor]:
 
 def over_tiles(call: TableCall, tables: GatheredTiles) -> Sums:
     """Sums over the tiles that each query visits: [B, Hq, Nq, R], R the most units of a query."""
-    batches, heads = tables.place.shape[:2]
-    kv_heads = min(heads, call.key.shape[1])  # heads of keys that tables index apart
-    key, value = (folded(x, batches, kv_heads) for x in (call.key, call.value))
-
-    def of_queries(x: Tensor) -> Tensor:
-        """Folds [B, Hq, N, D] to [B, K, G, numbers, D]."""
-        return folded(x, batches, heads).unflatten(1, (key.shape[1], -1))
-
-    def of_tokens(x: Tensor, apart: int) -> Tensor:
-        """Folds [B or 1, N] to [B or 1, apart * N], for tables that index so many heads apart."""
-        each = x[:, None, :, None].expand(batches if batches > 1 else -1, apart, -1, -1)
-        return folded(each, batches, apart)[:, 0, :, 0]
-
-    query = of_queries(call.query * call.scale)
-    valid = None if call.key_mask is None else of_tokens(call.key_mask, kv_heads)
-    runs = None
-    if call.runs is not None:
-        own = call.runs.narrow(1, call.q_start, call.query.shape[2])
-        runs = of_tokens(own, heads), of_tokens(call.runs, kv_heads)
+    rows = _FoldedCall.of(call, *tables.place.shape[:2])
     found = []
     for units in tables.units:
-        score = capped(_scores(query, key, units), call.softcap)
-        if (bias := call.distance_bias) is not None:
-            score = score + _distance_biases(of_queries(bias[..., None]), units, bias.shape[2])
-        if (bias := call.block_bias) is not None:
-            score = score + _block_biases(of_queries(bias[..., None]), units)
-        cells = _cells(units, tables.cells, valid, runs)
-        if cells is not None:
-            score = torch.where(cells, score, -torch.inf)
-        found.append(_sums(score, _gathered(value, units.key)))
+        cells = distance = None
+        if units.kind.numel():
+            m, w = len(units.query_slot), len(units.key_slot)
+            own = tables.cells[:, :m, :w].index_select(0, units.kind.flatten())
+            own = own.unflatten(0, units.kind.shape).transpose(1, 2)  # [U, m, c, w]
+            cells = own.flatten(2)
+        if call.distance_bias is not None:
+            distance = units.key_place[:, None] - units.query_place[:, :, None]
+            distance = _entry_of(distance, units.table, call.distance_bias)
+        slots = _Slots(
+            query=units.query,
+            key=units.key,
+            cells=cells,
+            distance=distance,
+            block=units.block,
+        )
+        found.append(_over_slots(rows, slots, call.softcap, call.block_bias))
     parts = [torch.cat(x, 3) if len(x) > 1 else x[0] for x in zip(*found, strict=True)]
-    rows = tables.place.flatten(0, 2)  # [Bt * T * Nq, R]
+    place = tables.place.flatten(0, 2)  # [Bt * T * Nq, R]
     out, total, highest = (
-        x.flatten(1, 2).index_select(2, rows.clamp(min=0).flatten()).unflatten(2, rows.shape)
+        x.flatten(1, 2).index_select(2, place.clamp(min=0).flatten()).unflatten(2, place.shape)
         for x in parts
     )  # [B, K * G, rows, R, ...]
-    highest = torch.where(rows < 0, -torch.inf, highest)
+    highest = torch.where(place < 0, -torch.inf, highest)
     return Sums(*(unfolded(x, tables.place.shape[:3]) for x in (out, total, highest)))
 
 
-def _gathered(x: Tensor, index: Tensor) -> Tensor:
-    """Gathers rows of x [B, K, tokens, D] by index [U, n]: [B, K, U, n, D]."""
-    return x.index_select(2, index.flatten()).unflatten(2, index.shape)
+def over_lists(call: TableCall, listed: ListedBlocks) -> Sums:
+    """Sums over the blocks that each query's row lists: [B, Hq, Nq, 1]."""
+    (batches, heads, num_rows, slots), device = listed.blocks.shape, listed.blocks.device
+    size, (q_len, kv_len) = listed.block_size, (call.query.shape[2], call.key.shape[2])
+    kv_heads = min(heads, call.key.shape[1])
+    rows = _FoldedCall.of(call, batches, heads)
+
+    def count(stop: int) -> Tensor:
+        return torch.arange(stop, device=device)
+
+    # Equal blocks stand side by side, the first slot in front, which alone counts.
+    ascending = (listed.blocks * slots + count(slots)).sort(3).values
+    blocks, slot = ascending.div(slots, rounding_mode="floor"), ascending % slots
+    is_new = torch.nn.functional.pad(blocks[..., 1:] != blocks[..., :-1], (1, 0), value=True)
+    keys = (blocks[..., None] * size + count(size)).flatten(3)  # [B or 1, H, R, n]
+    counted = ((blocks >= 0) & is_new)[..., None].expand(-1, -1, -1, -1, size).flatten(3)
+    counted, keys = counted & (keys < kv_len), keys.clamp(0, max(0, kv_len - 1))
+    position = listed.first + count(num_rows * listed.row_size).unflatten(0, (num_rows, -1))
+    cells = counted[..., None, :] & listed.holds(position[:, :, None], keys[..., None, :])
+    table = count(batches * heads)
+    of_keys = table.div(heads, rounding_mode="floor") * kv_heads
+    of_keys = of_keys + (table % heads * kv_heads).div(heads, rounding_mode="floor")
+    distance = bias = None
+    if call.distance_bias is not None:
+        distance = keys[..., None, :] - position[:, :, None]
+        each = table.view(batches, heads, 1, 1, 1)
+        distance = _entry_of(distance, each, call.distance_bias).flatten(0, 2)
+    if listed.slot_bias is not None:
+        bias = listed.slot_bias.to(call.query.dtype).flatten(2)  # [B, Hq, R * k]
+    row = count(batches * heads * num_rows)[:, None]
+    query = (position - call.q_start).clamp(0, q_len - 1)
+    found = _over_slots(
+        rows,
+        _Slots(
+            query=(query + table[:, None, None] * q_len).flatten(0, 1),
+            key=(keys + of_keys.view(batches, heads, 1, 1) * kv_len).flatten(0, 2),
+            cells=cells.flatten(0, 2),
+            distance=distance,
+            block=slot.flatten(0, 2) + row * slots,
+        ),
+        call.softcap,
+        bias,
+    )
+    shape = batches, heads, num_rows * listed.row_size
+    own = (unfolded(x.flatten(1, 2), shape) for x in found)  # [B, Hq, R * queries of a row, ...]
+    return Sums(*(x.narrow(2, call.q_start - listed.first, q_len).unsqueeze(3) for x in own))
 
 
-def _scores(query: Tensor, key: Tensor, units: GatheredUnits) -> Tensor:
-    """Returns [B, K, U, G, m, n] of query [B, K, G, tokens, D] and key [B, K, tokens, D]."""
-    q = query.index_select(3, units.query.flatten()).unflatten(3, units.query.shape)
+class _FoldedCall(NamedTuple):
+    """A call's tensors as tables index them, by `folded`: B is 1 if tables differ by entry."""
+
+    query: Tensor  # [B, K, G, tokens, D], times the scale
+    key: Tensor  # [B, K, tokens, D]
+    value: Tensor  # [B, K, tokens, Dv]
+    valid: Tensor | None  # bool [B or 1, tokens], False for keys that nobody sees
+    runs: tuple[Tensor, Tensor] | None  # of queries and of keys, [B or 1, tokens] each
+    distance_bias: Tensor | None  # [B, K, G, tables * (2R + 1)]
+    tables: tuple[int, int]  # batch entries and heads with tables of their own
+
+    @classmethod
+    def of(cls, call: TableCall, batches: int, heads: int) -> "_FoldedCall":
+        kv_heads = min(heads, call.key.shape[1])  # heads of keys that tables index apart
+        key = folded(call.key, batches, kv_heads)
+
+        def of_tokens(x: Tensor, apart: int) -> Tensor:
+            each = x[:, None, :, None].expand(batches if differs(batches) else -1, apart, -1, -1)
+            return folded(each, batches, apart)[:, 0, :, 0]
+
+        runs = None
+        if call.runs is not None:
+            own = call.runs.narrow(1, call.q_start, call.query.shape[2])
+            runs = of_tokens(own, heads), of_tokens(call.runs, kv_heads)
+        bias, tables = call.distance_bias, (batches, heads)
+        return cls(
+            query=_of_queries(call.query * call.scale, tables, key.shape[1]),
+            key=key,
+            value=folded(call.value, batches, kv_heads),
+            valid=None if call.key_mask is None else of_tokens(call.key_mask, kv_heads),
+            runs=runs,
+            distance_bias=None if bias is None else _of_numbers(bias, tables, key.shape[1]),
+            tables=tables,
+        )
+
+
+def _of_queries(x: Tensor, tables: tuple[int, int], kv_heads: int) -> Tensor:
+    """Folds [B, Hq, N, D] to [B, K, G, numbers, D]."""
+    return folded(x, *tables).unflatten(1, (kv_heads, -1))
+
+
+def _of_numbers(x: Tensor, tables: tuple[int, int], kv_heads: int) -> Tensor:
+    """Folds [B, Hq, N] to [B, K, G, numbers]."""
+    return _of_queries(x[..., None], tables, kv_heads)[..., 0]
+
+
+class _Slots(NamedTuple):
+    """U units of m queries and n keys, as rows of folded tensors."""
+
+    query: Tensor  # int64 [U, m]
+    key: Tensor  # int64 [U, n]
+    cells: Tensor | None  # bool [U, m or 1, n], the pairs that attend; None if all do
+    distance: Tensor | None  # int64 [U, m, n] index in the distance bias
+    block: Tensor  # int64 [U, c] index in the block bias of every n / c keys, or empty
+
+
+def _over_slots(
+    rows: _FoldedCall, slots: _Slots, softcap: float | None, block_bias: Tensor | None
+) -> Sums:
+    """Sums over the keys of units: [B, K, G, U * m]; the block bias is [B, Hq, blocks]."""
+    (units, m), (_, n), group = slots.query.shape, slots.key.shape, rows.query.shape[2]
+    q = rows.query.index_select(3, slots.query.flatten()).unflatten(3, (units, m))
     q = q.transpose(2, 3).flatten(3, 4)  # [B, K, U, G * m, D]
-    score = q @ _gathered(key, units.key).transpose(3, 4)
-    return score.unflatten(3, (query.shape[2], -1))
+    k, v = (x.index_select(2, slots.key.flatten()).unflatten(2, (units, n)) for x in rows[1:3])
+    score = capped(q @ k.transpose(3, 4), softcap).unflatten(3, (group, m))  # [B, K, U, G, m, n]
+    if rows.distance_bias is not None and slots.distance is not None:
+        bias = rows.distance_bias.index_select(3, slots.distance.flatten())
+        score = score + bias.unflatten(3, (units, m, n)).transpose(2, 3)
+    if block_bias is not None:
+        bias = _of_numbers(block_bias, rows.tables, rows.key.shape[1])
+        bias = bias.index_select(3, slots.block.flatten()).unflatten(3, slots.block.shape)
+        each = bias[..., None].expand(-1, -1, -1, -1, -1, n // slots.block.shape[1])
+        score = score + each.flatten(4).transpose(2, 3)[..., None, :]
+    attend = [] if slots.cells is None else [slots.cells[None]]  # [B or 1, U, m or 1, n] each
+    if rows.valid is not None:
+        attend.append(_of_units(rows.valid, slots.key)[:, :, None])
+    if rows.runs is not None:
+        query, key = _of_units(rows.runs[0], slots.query), _of_units(rows.runs[1], slots.key)
+        attend.append(query[..., None] == key[:, :, None])
+    if attend:
+        cells = reduce(torch.logical_and, attend)
+        score = torch.where(cells[:, None, :, None], score, -torch.inf)
+    highest = score.amax(5)
+    weight = (score - finite_or_zero(highest)[..., None]).exp()
+    out = (weight.flatten(3, 4) @ v).unflatten(3, (group, m))
+    return Sums(*(x.transpose(2, 3).flatten(3, 4) for x in (out, weight.sum(5), highest)))
 
 
-def _distance_biases(table: Tensor, units: GatheredUnits, numbers: int) -> Tensor:
-    """Reads a distance bias of [B, K, G, tables * numbers, 1] for pairs: [B, K, U, G, m, n]."""
-    distance = units.key_place[:, None, :] - units.query_place[:, :, None]
-    index = (distance.clamp(-(numbers // 2), numbers // 2) + numbers // 2
-             + units.table[:, :, None] * numbers)  # fmt: skip
-    found = table[..., 0].index_select(3, index.flatten())
-    return found.unflatten(3, index.shape).transpose(2, 3)
-
-
-def _block_biases(bias: Tensor, units: GatheredUnits) -> Tensor:
-    """Reads a block bias of [B, K, G, tables * blocks, 1] for keys: [B, K, U, G, 1, n]."""
-    found = bias[..., 0].index_select(3, units.block.flatten())
-    found = found.unflatten(3, units.block.shape).transpose(2, 3)  # [B, K, U, G, c]
-    each = found[..., None].expand(-1, -1, -1, -1, -1, len(units.key_slot))
-    return each.flatten(4)[..., None, :]
-
-
-def _cells(
-    units: GatheredUnits, cells: Tensor, valid: Tensor | None, runs: tuple[Tensor, Tensor] | None
-) -> Tensor | None:
-    """Returns which pairs attend, [B or 1, 1, U, 1, m or 1, n]; None if all do.
-
-    `valid` is bool [B or 1, tokens], False for keys that nobody sees; `runs` are the numbers of
-    queries' and keys' runs, [B or 1, tokens] each.
-    """
-    found = []
-    if units.kind.numel():
-        m, w = len(units.query_slot), len(units.key_slot)
-        own = cells[:, :m, :w].index_select(0, units.kind.flatten())
-        own = own.unflatten(0, units.kind.shape).transpose(1, 2).flatten(2)  # [U, m, c * w]
-        found.append(own[None, None, :, None])
-    if valid is not None:
-        found.append(_of_slots(valid, units.key)[:, None, :, None, None])
-    if runs is not None:
-        query, key = _of_slots(runs[0], units.query), _of_slots(runs[1], units.key)
-        found.append((query[..., None] == key[:, :, None])[:, None, :, None])
-    return reduce(torch.logical_and, found) if found else None
-
-
-def _of_slots(x: Tensor, index: Tensor) -> Tensor:
+def _of_units(x: Tensor, index: Tensor) -> Tensor:
     """Gathers x [B, tokens] by index [U, n]: [B, U, n]."""
     return x.index_select(1, index.flatten()).unflatten(1, index.shape)
 
 
-def _sums(score: Tensor, value: Tensor) -> Sums:
-    """Sums over the keys of units, as [B, K, G, U * m].
-
-    Takes score [B, K, U, G, m, n] and value [B, K, U, n, Dv].
-    """
-    highest = score.amax(5)
-    weight = (score - finite_or_zero(highest)[..., None]).exp()
-    out = (weight.flatten(3, 4) @ value).unflatten(3, score.shape[3:5])
-    return Sums(*(x.transpose(2, 3).flatten(3, 4) for x in (out, weight.sum(5), highest)))
+def _entry_of(distance: Tensor, table: Tensor, bias: Tensor) -> Tensor:
+    """Returns the index of distances in the folded distance bias, whose tables are numbered."""
+    numbers = bias.shape[2]
+    shape = (-1, *(1,) * (distance.dim() - 1)) if table.dim() < distance.dim() else table.shape
+    return entry_of_distance(distance, bias) + table.view(shape) * numbers

@@ -92,6 +92,11 @@ class GatheredTiles(NamedTuple):
         return cls(place, cells, tuple(units))
 
 
+def differs(batches: int) -> bool:
+    """Whether batch entries have tables of their own; so they do if their number is dynamic."""
+    return not isinstance(batches, int) or batches > 1
+
+
 def folded(x: Tensor, batches: int, heads: int) -> Tensor:
     """Moves the batch entries and heads that have tables of their own into the tokens.
 
@@ -99,7 +104,7 @@ def folded(x: Tensor, batches: int, heads: int) -> Tensor:
     `(entry * heads + head) * N + token`.
     """
     x = x.unflatten(1, (heads, x.shape[1] // heads)).transpose(1, 2)  # [B, H / heads, heads, N, D]
-    if batches > 1:
+    if differs(batches):
         x = x.permute(1, 0, 2, 3, 4)[None]  # [1, H / heads, B, heads, N, D]
     return x.flatten(2, -2)
 
@@ -107,7 +112,7 @@ def folded(x: Tensor, batches: int, heads: int) -> Tensor:
 def unfolded(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Undoes `folded` for [B or 1, H / heads, batches * heads * N, ...]; `shape` is these three."""
     x = x.unflatten(2, shape)
-    x = x[0].transpose(0, 1) if shape[0] > 1 else x[:, :, 0]  # [B, H / heads, heads, N, ...]
+    x = x[0].transpose(0, 1) if differs(shape[0]) else x[:, :, 0]  # [B, H / heads, heads, N, ...]
     return x.transpose(1, 2).flatten(1, 2)
 
 

@@ -184,14 +184,17 @@ class ListedPairs(NamedTuple):
         return self._replace(limit=None if self.limit is None else Or((self.limit, mask)))
 
 
-def split(pattern: Pattern) -> tuple[Pattern, tuple[tuple[ListedPairs, ...], ...]]:
+def split(
+    pattern: Pattern, are_listed: Callable[[Pattern], bool] = has_lists
+) -> tuple[Pattern, tuple[tuple[ListedPairs, ...], ...]]:
     """Splits a pattern into a pattern for tiles and, for each branch, the pairs that lists serve.
 
     Each pair of a branch is in the tiles, in one of the `ListedPairs` within its limit, or in both.
+    `are_listed` says whether lists serve a selection in a pattern.
     """
-    if not has_lists(pattern):
+    if not are_listed(pattern):
         return pattern, ((),) * len(pattern.branches)
-    parts = [_split(branch) for branch in pattern.branches]
+    parts = [_split(branch, are_listed) for branch in pattern.branches]
     tiles = tuple(
         _nothing(branch) if own is None else own
         for branch, (own, _) in zip(pattern.branches, parts, strict=True)
@@ -244,26 +247,29 @@ def _nothing(branch: Mask) -> Mask:
     return replace(branch, pattern=_NOTHING) if isinstance(branch, Varlen) else _NOTHING
 
 
-def _is_nothing(branch: Mask) -> bool:
+def is_nothing(branch: Mask) -> bool:
+    """Whether a branch for tiles has no pairs, since lists serve all of them."""
     return branch is _NOTHING or (isinstance(branch, Varlen) and branch.pattern is _NOTHING)
 
 
-def _split(mask: Mask) -> tuple[Mask | None, list[ListedPairs]]:
+def _split(
+    mask: Mask, are_listed: Callable[[Pattern], bool]
+) -> tuple[Mask | None, list[ListedPairs]]:
     """Splits a mask into (mask for tiles, or None if tiles have no pairs; selections for lists)."""
-    if not has_lists(mask):
+    if not are_listed(mask):
         return mask, []
     match mask:
         case SelectedBlocks():
             return None, [ListedPairs(mask)]
         case Or(masks):
-            parts = [_split(part) for part in masks]
+            parts = [_split(part, are_listed) for part in masks]
             own = tuple(tiles for tiles, _ in parts if tiles is not None)
             joined = (Or(own) if len(own) > 1 else own[0]) if own else None
             return joined, [source for _, sources in parts for source in sources]
         case And(masks):
-            return _split_intersection(masks)
+            return _split_intersection(masks, are_listed)
         case Packed() | Varlen() | Tree():
-            tiles, sources = _split(mask.pattern)
+            tiles, sources = _split(mask.pattern, are_listed)
             return None if tiles is None else replace(mask, pattern=tiles), [
                 source._replace(
                     inside=(mask, *source.inside),
@@ -274,9 +280,11 @@ def _split(mask: Mask) -> tuple[Mask | None, list[ListedPairs]]:
     raise NotImplementedError(f"lists of keys inside {type(mask).__name__} are not computed")
 
 
-def _split_intersection(masks: tuple[Mask, ...]) -> tuple[Mask | None, list[ListedPairs]]:
+def _split_intersection(
+    masks: tuple[Mask, ...], are_listed: Callable[[Pattern], bool]
+) -> tuple[Mask | None, list[ListedPairs]]:
     """Splits `a & b & ...` as `_split` does: each selection is limited by the other masks."""
-    parts = [_split(mask) for mask in masks]
+    parts = [_split(mask, are_listed) for mask in masks]
     others = [intersection([*masks[:i], *masks[i + 1 :]]) for i in range(len(masks))]
     listed = [
         [source.within(other) for source in sources]
@@ -326,7 +334,7 @@ def lists_of(
         if not of_branch:
             continue
         own, beside = branches[number], None
-        if not _is_nothing(own):
+        if not is_nothing(own):
             if has_slot_bias:  # tiles cannot add a slot bias, so lists take their pairs as well
                 beside, branches[number] = own, _nothing(own)
                 of_branch = tuple(x.or_in(own) for x in of_branch)

@@ -37,14 +37,14 @@ from .work import block_bias_of, problem_of, slot_gradient, work_of
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Computes (out, lse); the arguments are those of the schema `_CALL`."""
     with without_autocast(arguments[0]):
-        call, backend = _parsed_call(arguments)
+        call, backend = parsed_call(arguments)
         return BACKENDS[backend].run(call, partial(parts_of, call, backend))
 
 
 def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
     """Computes gradients in the order of the operator's tensors; None for one without gradient."""
     *inputs, out, lse, grad_out, grad_lse, wanted = arguments
-    call, backend = _parsed_call(inputs)
+    call, backend = parsed_call(inputs)
     results, learns = (out, lse, grad_out, grad_lse), wanted[_NAMES.index("distance_bias")]
     with without_autocast(out):
         parts = parts_of(call, backend)
@@ -56,7 +56,7 @@ def _backward(*arguments: Any) -> tuple[Tensor | None, ...]:
 def _tangent(*arguments: Any) -> tuple[Tensor, Tensor]:
     """Computes the forward-mode tangents of (out, lse); the arguments are in `Derivatives`."""
     inputs, (out, lse, *tangents) = arguments[: len(_NAMES)], arguments[len(_NAMES) :]
-    call, backend = _parsed_call(inputs)
+    call, backend = parsed_call(inputs)
     with without_autocast(out):
         problem = problem_of(call, backend)
         moved = second_order(backend).tangent(problem, out, lse, _moves(problem, tangents))
@@ -67,7 +67,7 @@ def _backward_tangent(*arguments: Any) -> tuple[Tensor | None, ...]:
     """Computes the tangents of the gradients of `_backward`, and then of (out, lse)."""
     inputs = arguments[: len(_NAMES)]
     out, lse, grad_out, grad_lse, *tangents, out_t, lse_t, wanted = arguments[len(_NAMES) :]
-    call, backend = _parsed_call(inputs)
+    call, backend = parsed_call(inputs)
     with without_autocast(out):
         problem = problem_of(call, backend)
         problem = problem._replace(learns_distances=wanted[_NAMES.index("distance_bias")])
@@ -173,7 +173,7 @@ def named(arguments: Sequence[Any]) -> dict[str, Any]:
     return dict(zip(_NAMES, arguments, strict=True))
 
 
-def _parsed_call(arguments: Sequence[Any]) -> tuple[Call, str]:
+def parsed_call(arguments: Sequence[Any]) -> tuple[Call, str]:
     """Builds the `Call` that an operator's arguments describe; returns (call, backend)."""
     given = dict(zip(_NAMES[3:], arguments[3:], strict=True))
     pattern = parse_owned(given.pop("pattern"), given.pop("tensors"))
@@ -196,7 +196,7 @@ def _parsed_call(arguments: Sequence[Any]) -> tuple[Call, str]:
 
 def _flops(arguments: Sequence[Any], by_head_dim: int, by_value_dim: int) -> int:
     """Counts FLOPs: a pair takes `by_head_dim` products over D and `by_value_dim` over Dv."""
-    call, backend = _parsed_call(arguments[: len(_NAMES)])
+    call, backend = parsed_call(arguments[: len(_NAMES)])
     work, query = work_of(call, backend), call.query
     pairs = work.num_pairs
     if work.key_mask is not None:  # its layout counts pairs with hidden keys, too

@@ -56,7 +56,7 @@ def others(program: Any) -> set[str]:
     """Returns the operators of a program that are not of aten."""
     nodes = (node for part in program.graph_module.modules() for node in part.graph.nodes)
     targets = {node.target for node in nodes if node.op == "call_function"}
-    named = {x.name() for x in targets if isinstance(x, torch._ops.OpOverload)}
-    plain = {"getitem", "sym_size"}
-    rest = {x.__name__ for x in targets if not isinstance(x, torch._ops.OpOverload)} - plain
-    return {name for name in named if not name.startswith("aten::")} | rest
+    # operators of Python compute with sizes, and take results apart
+    found = [x for x in targets if getattr(x, "__module__", "") != "_operator"]
+    names = {x.name() if isinstance(x, torch._ops.OpOverload) else x.__name__ for x in found}
+    return {name for name in names if not name.startswith("aten::")}

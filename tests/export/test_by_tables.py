@@ -14,6 +14,7 @@ from oracles.strategies import Scene, cases, examples
 import sparsering as sr
 from sparsering.layouts.gathered_tiles import gathered_tiles
 from sparsering.patterns.algebra import Frame
+from sparsering.patterns.selected import selections_of
 
 SHAPES = {
     "square": Case(),
@@ -79,6 +80,51 @@ def test_options(place: str, names: str):
     case = Case(num_heads=4, num_kv_heads=2)
     pattern = PLACES[place](case)
     assert_is_the_reference(pattern, case, **extras_of(case, names))
+
+
+def selected(*shape: int, blocks: int, size: int, row: int, **more) -> sr.SelectedBlocks:
+    """Draws a selection with repeats, empty slots and blocks that do not exist."""
+    return sr.SelectedBlocks(torch.randint(-1, blocks + 2, shape), size, row, **more)
+
+
+LISTS = {
+    "keys": lambda: selected(75, 9, blocks=75, size=1, row=1),
+    "keys of heads": lambda: selected(2, 75, 9, blocks=75, size=1, row=1) & sr.Causal(),
+    "keys of entries": lambda: selected(2, 4, 75, 9, blocks=75, size=1, row=1) & sr.Causal(),
+    "keys of entries alone": lambda: selected(2, 1, 75, 9, blocks=75, size=1, row=1),
+    "blocks": lambda: selected(2, 19, 3, blocks=10, size=8, row=4) & sr.Causal(),
+    "beside a window": lambda: (
+        (selected(75, 9, blocks=75, size=1, row=1) | sr.SlidingWindow(8)) & sr.Causal()
+    ),
+    "beside a window, hidden keys": lambda: (
+        (selected(2, 75, 9, blocks=75, size=1, row=1) | sr.SlidingWindow(8))
+        & sr.KeyMask(torch.rand(2, 75) > 0.2)
+    ),
+    "mixture": lambda: (
+        selected(75, 9, blocks=75, size=1, row=1) + selected(38, 4, blocks=37, size=2, row=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("names", ["", "softcap distance_bias sink"])
+@pytest.mark.parametrize("name", LISTS)
+def test_lists(name: str, names: str):
+    case = Case(num_heads=4, num_kv_heads=2)
+    assert_is_the_reference(LISTS[name](), case, **extras_of(case, names))
+
+
+@pytest.mark.parametrize("name", ["keys", "keys of entries", "blocks"])
+def test_biases_of_slots(name: str):
+    case, pattern = Case(num_heads=4, num_kv_heads=2), LISTS[name]()
+    (selection,) = selections_of(pattern)
+    bias = torch.randn(2, 4, *selection.indices.shape[-2:], dtype=torch.float64)
+    assert_is_the_reference(pattern, case, slot_bias=bias)
+
+
+def test_lists_of_a_step_begin_at_its_row():
+    case = Case(2, 4, 2, 6, 75, q_start=69)
+    pattern = selected(2, 2, 4, blocks=18, size=4, row=4, first_row=17) & sr.Causal()
+    assert_is_the_reference(pattern, case)
 
 
 @pytest.mark.parametrize("place", PLACES)

@@ -67,6 +67,20 @@ MASKS: dict[str, object] = {
         lambda q, k, v, valid: sr.attention(q, k, v, WINDOW & sr.KeyMask(valid)),
         (VALID[0], VALID[1]),
     ),
+    "chosen keys": (
+        lambda q, k, v, keys: sr.attention(q, k, v, sr.SelectedBlocks(keys, 1) & sr.Causal()),
+        tuple(torch.randint(-1, 200, (2, 2, 200, 20)) for _ in range(2)),
+    ),
+    "chosen blocks": (
+        lambda q, k, v, blocks: sr.attention(
+            q, k, v, (sr.SelectedBlocks(blocks, 16, 4) | WINDOW) & sr.Causal(), return_lse=True
+        ),
+        tuple(torch.randint(-1, 13, (2, 2, 50, 3)) for _ in range(2)),
+    ),
+    "chosen blocks of one row": (
+        lambda q, k, v, blocks: sr.attention(q, k, v, sr.SelectedBlocks(blocks, 32)),
+        tuple(torch.randint(-1, 7, (7, 3)) for _ in range(2)),
+    ),
 }
 
 
@@ -81,7 +95,7 @@ def test_a_call_becomes_operators_of_aten(name: str):
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_masks_of_keys_are_inputs(name: str):
+def test_masks_and_chosen_keys_are_inputs(name: str):
     call, masks = MASKS[name]
     module, inputs = Calls(call), drawn()
     program = exported(module, (*inputs, masks[0])).module()
@@ -94,6 +108,17 @@ def test_the_batch_may_be_dynamic():
     program = exported(module, drawn(), dynamic_shapes={"inputs": ({0: batch},) * 3}).module()
     for size in (1, 2, 5):
         inputs = drawn(batch=size)
+        assert_same(program(*inputs), module(*inputs))
+
+
+def test_the_batch_may_be_dynamic_where_entries_choose_keys():
+    call, _ = MASKS["chosen keys"]
+    module, batch = Calls(call), torch.export.Dim("batch", min=2, max=64)
+    keys = torch.randint(-1, 200, (5, 2, 200, 20))
+    shapes = {"inputs": ({0: batch},) * 4}
+    program = exported(module, (*drawn(), keys[:2]), dynamic_shapes=shapes).module()
+    for size in (2, 5):
+        inputs = *drawn(batch=size), keys[:size]
         assert_same(program(*inputs), module(*inputs))
 
 
