@@ -29,7 +29,9 @@ from sparsering.ground.commands import install
 from sparsering.ground.files import replace_file
 from sparsering.mistakes import OneLineParser, one_line_errors
 
-with one_line_errors("train_over_ranks", install=install("cli,hf")):
+NAME = "train_over_ranks"
+
+with one_line_errors(NAME, install=install("cli,hf")):
     from safetensors.torch import save
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -50,7 +52,8 @@ def build(options: argparse.Namespace) -> Any:
     )  # fmt: skip
     model: Any = Gemma3ForCausalLM(config)
     if options.lora:
-        from peft import LoraConfig, get_peft_model
+        with one_line_errors(NAME, install="pip install peft"):
+            from peft import LoraConfig, get_peft_model
 
         model = get_peft_model(model, LoraConfig(**LORA))
     if options.checkpointing:
@@ -102,6 +105,9 @@ def with_trainer(options: argparse.Namespace) -> tuple[list[float], Any]:
     """The Trainer of transformers: a plain DataLoader has the same rows on all ranks."""
     from transformers import Trainer, TrainingArguments
 
+    with one_line_errors(NAME, install="pip install accelerate"):
+        import accelerate  # noqa: F401 - TrainingArguments need it
+
     class SharedRowsTrainer(Trainer):  # type: ignore[misc]
         def get_train_dataloader(self) -> Any:
             return DataLoader(self.train_dataset, ROWS, collate_fn=self.data_collator)
@@ -130,7 +136,8 @@ def with_trainer(options: argparse.Namespace) -> tuple[list[float], Any]:
 
 def with_accelerate(options: argparse.Namespace) -> tuple[list[float], Any]:
     """Accelerate: the model and the optimizer are prepared, the loader is not."""
-    from accelerate import Accelerator
+    with one_line_errors(NAME, install="pip install accelerate"):
+        from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True)
     model = build(options)
@@ -150,7 +157,8 @@ def with_accelerate(options: argparse.Namespace) -> tuple[list[float], Any]:
 
 def with_lightning(options: argparse.Namespace) -> tuple[list[float], Any]:
     """Lightning: without its sampler, which would give each rank rows of its own."""
-    import lightning
+    with one_line_errors(NAME, install="pip install lightning"):
+        import lightning
 
     class Shared(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -234,6 +242,10 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--checkpointing", action="store_true", help="less memory, more time")
     parser.add_argument("--out", type=Path, default=Path("runs/over-ranks"), help="a folder")
     options = parser.parse_args(argv)
+    if (options.out / "losses.json").exists():
+        raise ValueError(
+            f"{options.out} has a finished run, which is not overwritten; pass another --out"
+        )
     options.out.mkdir(parents=True, exist_ok=True)  # if it cannot be made, say so before training
     losses, model = ENGINES[options.engine](options)
     weights = dict(trained(model))  # on all ranks, since FSDP2 gathers
@@ -247,7 +259,7 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with one_line_errors("train_over_ranks", shown=os.environ.get("RANK", "0") == "0"):
+    with one_line_errors(NAME, shown=os.environ.get("RANK", "0") == "0"):
         main()
         if dist.is_initialized():
             dist.destroy_process_group()

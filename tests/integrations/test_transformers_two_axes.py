@@ -104,6 +104,46 @@ def test_unlike_batches_are_an_error_on_every_rank(workers):
     assert workers.run(run_wrong) == ["usable"] * 4
 
 
+def tree_of_answers() -> Any:
+    torch.manual_seed(1)
+    prompt = torch.randint(30, (20,))
+    return sr.pack_tree([torch.cat([prompt, torch.randint(30, (n,))]) for n in (7, 5, 9)])
+
+
+def log_probabilities(model: Any, tree: Any, places: Any) -> Any:
+    """Those of a packed group of answers, [n] at their places, and gradients of their sum."""
+    with full_precision(), hf.using(model, tree.pattern):
+        given = {"position_ids": tree.position_ids[None], "use_cache": False}
+        logits = model(tree.tokens[None], **given).logits[0]
+        own = torch.arange(len(tree.tokens)) if places is None else places(model)
+        following = torch.full_like(tree.tokens, -1)
+        following[tree.previous[tree.previous >= 0]] = tree.tokens[tree.previous >= 0]
+        found = logits.log_softmax(-1).gather(1, following[own].clamp(min=0)[:, None])[:, 0]
+        found = torch.where(following[own] >= 0, found, 0)
+        found.sum().backward()
+    return own, found.detach(), [x.grad for x in model.parameters()]
+
+
+def run_answers(rank: int, shape: tuple[int, int]) -> Any:
+    model = build("llama")
+    hf.parallelize(model, mesh_of(*shape), loss="share")
+    return log_probabilities(model, tree_of_answers(), hf.local_positions)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+def test_rewarded_answers_share_their_prompt_on_a_mesh(workers, shape):
+    """As in GRPO: one packed tree of answers, whose log-probabilities get gradients."""
+    _, expected, of_one = log_probabilities(build("llama"), tree_of_answers(), None)
+    parts = workers.run(run_answers, shape)
+    whole = torch.zeros_like(expected)
+    for places, found, _ in parts:
+        whole[places] = found
+    torch.testing.assert_close(whole, expected, rtol=0, atol=1e-10)
+    for number, wanted in enumerate(of_one):
+        got = sum(grads[number] for _, _, grads in parts)
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-9)
+
+
 def run_report(rank: int) -> str:
     model = build("llama")
     hf.parallelize(model, mesh_of(2, 2))

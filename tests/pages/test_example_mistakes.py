@@ -89,6 +89,14 @@ def hide(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.delitem(sys.modules, name)
 
 
+LAZILY = {  # the options with which an example needs a package
+    ("train_packed", "transformers"): ["--model", "qwen3"],
+    ("train_over_ranks", "accelerate"): ["--engine", "accelerate"],
+    ("train_over_ranks", "lightning"): ["--engine", "lightning"],
+    ("train_over_ranks", "peft"): ["--engine", "fsdp2", "--lora"],
+}
+
+
 @each_example
 def test_a_missing_package_is_named_with_a_way_to_get_it(path, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -99,10 +107,10 @@ def test_a_missing_package_is_named_with_a_way_to_get_it(path, tmp_path, monkeyp
         elif isinstance(node, ast.ImportFrom):
             modules.add(str(node.module).split(".")[0])
     for module in modules - {"torch", "sparsering"} - set(sys.stdlib_module_names):
-        lazily = path.stem == "train_packed" and module == "transformers"
+        lazily = LAZILY.get((path.stem, module), [])
         with monkeypatch.context() as patched:
             hide(module, patched)
-            text = ending(path, ["--model", "qwen3"] * lazily, patched, capsys)
+            text = ending(path, lazily, patched, capsys)
         assert re.search(r"pip.* install ", text), text
 
 

@@ -272,9 +272,9 @@ def engine_of_a_rank(rank: int, arguments: list[str]) -> list[float]:
 def test_a_loop_with_divided_weights_trains_as_one_process(tmp_path):
     arguments = ["--engine", "fsdp2", "--steps", "3", "--length", "150", "--out"]
     workers = Workers(2)
-    both = workers.run(engine_of_a_rank, [*arguments, str(tmp_path)])
+    both = workers.run(engine_of_a_rank, [*arguments, str(tmp_path / "two")])
     with pytest.raises(AssertionError, match="--heads must divide the 2 ranks"):
-        workers.run(engine_of_a_rank, ["--heads", "3", *arguments, str(tmp_path)])
+        workers.run(engine_of_a_rank, ["--heads", "3", *arguments, str(tmp_path / "three")])
     workers.close()
     losses = run("train_over_ranks", [*arguments, str(tmp_path / "one")])["losses"]
     assert losses[0] > losses[2]

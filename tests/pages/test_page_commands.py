@@ -57,6 +57,12 @@ COMMANDS = [
         "runs/long-context/model/model.safetensors",
         FINISHED,
     ),
+    Command(
+        r"torchrun --nproc-per-node 2 examples/train_over_ranks\.py .*",
+        "--steps 2 --length 64",
+        "runs/shared/losses.json",
+        FINISHED,
+    ),
     Command(r"sparsering demo", "--quick", "runs/demo/report.html", FINISHED),
     Command(
         r"torchrun --standalone --nproc-per-node 4 -m sparsering demo-ring",
