@@ -95,7 +95,8 @@ def paged_attention(
 
     Args:
         query, key, value: [1, heads, tokens, D], the new tokens of all requests end to end.
-        cache: the paged cache of transformers, which returns each request's live keys and these.
+        cache: the paged cache of transformers. Its `read_index` and `write_index`, in `keywords`,
+            say where live keys lie and new ones belong.
 
     Returns: [1, tokens, heads, D] and None in place of weights.
     """
