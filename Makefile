@@ -29,7 +29,7 @@ BASE ?= HEAD~1
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo demo-ring docs test test-order test-all mutants test-asan test-tsan fuzz lint bench \
-	bench-selection compare report dist wheels check-dist clean
+	bench-selection compare report dist wheels check-dist release clean
 
 # Times are of two cores of a server (EPYC or Xeon with AVX-512), with what was compiled before.
 help: ## show this list; minutes are of two cores of a server with AVX-512
@@ -181,6 +181,13 @@ wheels: dist $(WHEELS_STAMP) ## add the wheel that needs no compiler: its librar
 # PYTHONS="a/bin/python b/bin/python": interpreters with other versions of torch, and NumPy, for the same wheel.
 check-dist: wheels ## run the wheels in clean environments, without a compiler and with one; the sdist's tests
 	$(BIN)/python tools/check_dist.py --python $(PYTHONS)
+
+# It reads the tree before it builds for minutes, and the files after. It pushes nothing.
+VERSION ?=
+release: $(STAMP) ## check a version, build its files and pages, write its notes: VERSION=0.3.0; pushes nothing
+	$(BIN)/python tools/release.py "$(VERSION)"
+	$(MAKE) wheels docs
+	$(BIN)/python tools/release.py "$(VERSION)" --files dist
 
 clean: ## remove caches and build products; .venv and runs/ stay
 	rm -rf build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

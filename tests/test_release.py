@@ -56,8 +56,8 @@ def test_the_weekly_run_has_a_row_for_each_minor_version_of_torch_and_the_nightl
     assert f'transformers: ["{transformers.partition(">=")[2]}", newest]' in workflow
 
 
-# Jobs that may write: one opens an issue, one attests and uploads a release.
-WRITES = {"versions.yml": ["issues"], "release.yml": ["attestations", "id-token"]}
+# Jobs that may write: one opens an issue, one attests and uploads a release, one shows its notes.
+WRITES = {"versions.yml": ["issues"], "release.yml": ["attestations", "id-token", "contents"]}
 
 
 def test_only_jobs_that_must_may_write():
