@@ -114,7 +114,7 @@ def merged(sums: Sums) -> tuple[Tensor, Tensor]:
 
 def over_tiles(call: TableCall, tables: GatheredTiles) -> Sums:
     """Sums over the tiles that each query visits: [B, Hq, Nq, R], R the most units of a query."""
-    rows = _FoldedCall.of(call, *tables.place.shape[:2])
+    rows = _Folded.of(call, *tables.place.shape[:2])
     found = []
     for units in tables.units:
         cells = distance = None
@@ -126,7 +126,7 @@ def over_tiles(call: TableCall, tables: GatheredTiles) -> Sums:
         if call.distance_bias is not None:
             distance = units.key_place[:, None] - units.query_place[:, :, None]
             distance = _entry_of(distance, units.table, call.distance_bias)
-        slots = _Slots(
+        slots = _Gathered(
             query=units.query,
             key=units.key,
             cells=cells,
@@ -149,7 +149,7 @@ def over_lists(call: TableCall, listed: ListedBlocks) -> Sums:
     (batches, heads, num_rows, slots), device = listed.blocks.shape, listed.blocks.device
     size, (q_len, kv_len) = listed.block_size, (call.query.shape[2], call.key.shape[2])
     kv_heads = min(heads, call.key.shape[1])
-    rows = _FoldedCall.of(call, batches, heads)
+    rows = _Folded.of(call, batches, heads)
 
     def count(stop: int) -> Tensor:
         return torch.arange(stop, device=device)
@@ -177,7 +177,7 @@ def over_lists(call: TableCall, listed: ListedBlocks) -> Sums:
     query = (position - call.q_start).clamp(0, q_len - 1)
     found = _over_slots(
         rows,
-        _Slots(
+        _Gathered(
             query=(query + table[:, None, None] * q_len).flatten(0, 1),
             key=(keys + of_keys.view(batches, heads, 1, 1) * kv_len).flatten(0, 2),
             cells=cells.flatten(0, 2),
@@ -192,7 +192,7 @@ def over_lists(call: TableCall, listed: ListedBlocks) -> Sums:
     return Sums(*(x.narrow(2, call.q_start - listed.first, q_len).unsqueeze(3) for x in own))
 
 
-class _FoldedCall(NamedTuple):
+class _Folded(NamedTuple):
     """A call's tensors as tables index them, by `folded`: B is 1 if tables differ by entry."""
 
     query: Tensor  # [B, K, G, tokens, D], times the scale
@@ -204,7 +204,7 @@ class _FoldedCall(NamedTuple):
     tables: tuple[int, int]  # batch entries and heads with tables of their own
 
     @classmethod
-    def of(cls, call: TableCall, batches: int, heads: int) -> "_FoldedCall":
+    def of(cls, call: TableCall, batches: int, heads: int) -> "_Folded":
         kv_heads = min(heads, call.key.shape[1])  # heads of keys that tables index apart
         key = folded(call.key, batches, kv_heads)
 
@@ -238,7 +238,7 @@ def _of_numbers(x: Tensor, tables: tuple[int, int], kv_heads: int) -> Tensor:
     return _of_queries(x[..., None], tables, kv_heads)[..., 0]
 
 
-class _Slots(NamedTuple):
+class _Gathered(NamedTuple):
     """U units of m queries and n keys, as rows of folded tensors."""
 
     query: Tensor  # int64 [U, m]
@@ -249,7 +249,7 @@ class _Slots(NamedTuple):
 
 
 def _over_slots(
-    rows: _FoldedCall, slots: _Slots, softcap: float | None, block_bias: Tensor | None
+    rows: _Folded, slots: _Gathered, softcap: float | None, block_bias: Tensor | None
 ) -> Sums:
     """Sums over the keys of units: [B, K, G, U * m]; the block bias is [B, Hq, blocks]."""
     (units, m), (_, n), group = slots.query.shape, slots.key.shape, rows.query.shape[2]

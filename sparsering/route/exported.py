@@ -74,15 +74,18 @@ def own_operands(pattern: str) -> int:
     return max(1, len(set(re.findall(r"\bt\d+\b", pattern))))
 
 
+def is_exported() -> bool:
+    """Whether `torch.export` traces the call, and not by a compiler, which sees no Python."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
+
+
 def tables_of(call: Call) -> tuple[Tensor, ...]:
     """Returns the tables of a call that `torch.export` traces, () outside of it.
 
     () also for calls that can have none: of a length that the program takes when it runs, and over
     a pattern whose tensors the program computes, other than masks of keys and ids of documents.
     """
-    if not torch.compiler.is_exporting() or torch.compiler.is_dynamo_compiling():
-        return ()
-    if not all(type(x) is int for x in call.frame):
+    if not is_exported() or not all(type(x) is int for x in call.frame):
         return ()
     parts = taken_apart(call, has_computed_lists(call.pattern))
     if parts is None or not all(type(x) is Tensor for x in parts.tiles.tensors):

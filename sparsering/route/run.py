@@ -13,12 +13,16 @@ from ..kernels.backends import BACKENDS
 from ..kernels.triton import remember
 from .behind_padding import parts_of
 from .decision import Decision
-from .exported import tables_of
+from .exported import is_exported, tables_of
 from .operators import attention_op
 from .options import IN_OPERATORS
 from .scored import attend_scored
 from .work import Work, layout_of, problem_of
 
+_NO_SCORE_MOD = (
+    "torch.export cannot carry a score_mod, a function that no operator takes; write softcap, "
+    "distance_bias or sink where one of them says the same"
+)
 _UNUSED: dict[str, Any] = dict.fromkeys(IN_OPERATORS)
 
 
@@ -37,6 +41,8 @@ def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
     if pattern.tensors and not torch.compiler.is_compiling():
         remember(pattern)
     if options["score_mod"] is not None and backend.reads_layouts:
+        if is_exported():
+            raise NotImplementedError(_NO_SCORE_MOD)
         with without_autocast(call.query):
             return attend_scored(call, decision.backend)
     if backend.reads_layouts:

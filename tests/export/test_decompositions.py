@@ -11,8 +11,6 @@ import sparsering as sr
 import sparsering.distributed
 from sparsering.export import decompositions
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own
-
 WINDOW = sr.SlidingWindow(40)
 
 
@@ -215,6 +213,16 @@ def test_what_cannot_leave_python_is_named():
         match="export one program for each length",
         dynamic_shapes={"inputs": ({2: tokens},) * 3},
     )
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda s, b, h, q, k: s * 2, sr.coordinate_bias(torch.rand(1, 200, 2), torch.ones(4))],
+)
+def test_the_export_of_a_score_mod_is_refused_by_name(change):
+    module = Calls(lambda q, k, v: sr.attention(q, k, v, WINDOW, score_mod=change))
+    with pytest.raises(NotImplementedError, match=r"cannot carry a score_mod.*; write softcap"):
+        torch.export.export(module, drawn())
 
 
 def test_training_graphs_are_refused_by_name():

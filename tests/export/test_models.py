@@ -12,8 +12,6 @@ from sparsering.models import LongNetEncoder
 transformers = pytest.importorskip("transformers")
 from sparsering.integrations import transformers as hf  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch's own
-
 
 class Gemma(torch.nn.Module):
     """A Gemma 3 of two layers, a window and causal attention, from tokens to logits."""

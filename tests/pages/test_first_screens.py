@@ -13,7 +13,15 @@ LISTED = re.findall(
 )
 READERS = [
     *("finetune.md", "packing.md", "trees.md", "invariance.md", "diffusion.md", "drafts.md"),
-    *("selection.md", "decoding.md", "serving.md", "eviction.md", "streaming.md", "longnet.md"),
+    *(
+        "selection.md",
+        "decoding.md",
+        "serving.md",
+        "eviction.md",
+        "export.md",
+        "streaming.md",
+        "longnet.md",
+    ),
     *("slides.md", "encoders.md", "grids.md", "spheres.md", "graphs.md", "video.md"),
     *("derivatives.md", "parallel.md"),
 ]
