@@ -236,3 +236,31 @@ def test_numpy_alone_would_not_prove_it():
     one, two = (product_in_a_tree(None, handle(x), handle(b), zeros).data for x in (a, moved))
     assert numpy.array_equal(numpy.roll(one, 7, 0), two)
     assert numpy.abs(one - a.astype(float) @ b).max() < 1e-4
+
+
+def listed_keys(columns: int) -> torch.Tensor:
+    """20 of 50 keys for each of 12 queries, in drawn slots of `columns`; -1 in the others."""
+    generator = torch.Generator().manual_seed(1)
+    keys = torch.rand(12, 50, generator=generator).argsort(1)[:, :20]
+    padded = torch.full((12, columns), -1)
+    padded[:, :20] = keys
+    padded[:, 20:22] = keys[:, :2]  # repeats, which count once
+    return padded.gather(1, torch.rand(12, columns, generator=generator).argsort(1))[None, None]
+
+
+@pytest.mark.parametrize("extras", slow_except(["dropout"], EXTRAS))
+def test_bits_over_lists_do_not_depend_on_their_slots(extras):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 12, DIM, generator=generator)
+    key, value = torch.randn(2, 1, 1, 50, DIM, generator=generator)
+    options = {**EXTRAS[extras], "q_start": 0}
+    found = []
+    for columns in (22, 40, 70):
+        pattern = sr.SelectedBlocks(listed_keys(columns), 1, query_block=1)
+        with sr.batch_invariant():
+            found.append(results((query, key, value), pattern, **options))
+    exact = sr.attention(query, key, value, pattern, backend="reference", **options)
+    assert (found[0][0] - exact).abs().max() < 1e-5
+    for other in found[1:]:
+        for a, b in zip(found[0], other, strict=True):
+            assert torch.equal(a, b)

@@ -294,6 +294,25 @@ def test_head_dims_and_dtypes_of_lists(capability, widths, dtype):
 
 
 @sizes
+@pytest.mark.parametrize("widths", [(512, 512), (576, 512)])
+@pytest.mark.parametrize("heads", [32, 128])
+@pytest.mark.parametrize("extras", ["none", "all"])
+def test_latents_of_many_heads_fit_every_card(capability, widths, heads, extras):
+    width, value_width = widths
+    with gpu(capability):
+        args = inputs(
+            heads=heads, kv_heads=1, queries=16, keys=16, width=width, value_width=value_width
+        )
+        given = {}
+        if extras == "all":
+            names = ("softcap", "distance bias", "dropout")
+            given = {k: x for name in names for k, x in EXTRAS[name]().items()}
+            table = given["distance_bias"]
+            given["distance_bias"] = table[:1].expand(heads, -1).contiguous()
+        run_lists(listed(queries=16, keys=16), args, most=8, torch_ops=300, **given)
+
+
+@sizes
 def test_heads_lengths_and_strides_of_lists(capability):
     with gpu(capability):
         run_lists(listed(), inputs(heads=4, kv_heads=2))
@@ -302,6 +321,19 @@ def test_heads_lengths_and_strides_of_lists(capability):
         run_lists(listed(queries=300), inputs(queries=1))
         for arranged in LAYOUTS:
             run_lists(listed(), [arranged(x) for x in inputs()])
+
+
+@sizes
+@pytest.mark.parametrize("extras", ["a mask", "distances", "all"])
+@pytest.mark.parametrize("width", [320, 512])
+def test_wide_heads_in_order_fit_every_card(capability, width, extras):
+    with gpu(capability), sr.batch_invariant():
+        valid = sr.KeyMask(torch.arange(300, device="cuda") < 280)
+        given = {} if extras == "a mask" else EXTRAS["distance bias"]()
+        if extras == "all":
+            given |= {k: x for n in ("softcap", "sink", "dropout") for k, x in EXTRAS[n]().items()}
+        pattern = sr.Causal() if extras == "distances" else sr.Causal() & valid
+        run(pattern, inputs(width=width), **given)
 
 
 # ---- The tests of the kernels, where a variable sends them to a GPU. ---------------------------

@@ -102,10 +102,24 @@ def in_order(kernel: str, dtype: torch.dtype, device: torch.device, head_dim: in
 
     All steps read equally many tokens, so the order of a row's sums does not depend on which of
     them need a mask. TMA is off, because steps with a mask cannot use it.
+
+    With a key mask, wide heads take one more step of shared memory. A row that a mask leaves alone
+    has the bits of a call without it, so there is room for it in every call.
     """
     chosen = default(kernel, dtype, device, head_dim, KEYS_IN_ORDER)
     step = min(chosen.masked or chosen.streamed, KEYS_IN_ORDER)
-    return chosen._replace(streamed=step, masked=0, tma=False, warp_specialize=False)
+    chosen = chosen._replace(streamed=step, masked=0, tma=False, warp_specialize=False)
+    if head_dim <= 256 or generation(device) != 80:
+        return chosen
+    width = power_of_2(head_dim)
+    while chosen.rows > 16 or chosen.streamed > 16:
+        more = chosen._replace(stages=chosen.stages + (kernel != "key"))
+        needed = _shared_bytes(kernel, more, 80, width) * dtype.itemsize
+        if needed + 12 * chosen.rows * chosen.streamed <= shared_memory(device):  # and of options
+            break
+        name = "rows" if chosen.rows > 16 else "streamed"
+        chosen = chosen._replace(**{name: getattr(chosen, name) // 2})
+    return chosen
 
 
 def candidates(
@@ -178,7 +192,7 @@ def _fitted(
     while True:
         width = max(16, power_of_2(head_dim))
         needed = _shared_bytes(kernel, chosen, generation(device), width) * dtype.itemsize
-        if needed <= _shared_memory(device) or chosen.streamed == 16:
+        if needed <= shared_memory(device) or chosen.streamed == 16:
             return chosen
         if chosen.stages > 2:
             chosen = chosen._replace(stages=chosen.stages - 1)
@@ -203,7 +217,7 @@ def _shared_bytes(kernel: str, config: Config, gpu: int, width: int) -> int:
 
 
 @cache
-def _shared_memory(device: torch.device) -> int:
+def shared_memory(device: torch.device) -> int:
     """Returns how many bytes of shared memory a program may use, less 2 KiB that Triton needs."""
     if device.type != "cuda":
         return 1 << 20

@@ -15,7 +15,7 @@ from ...ground.rows import first_in_row
 from ...ground.streams import moved
 from ...layouts.lists import Coordinates, Lists
 from ..problem import Problem
-from .configs import Config, generation
+from .configs import Config, generation, shared_memory
 from .launch import Launch, kept, kind_of, launch, padded, precision, strides
 
 MOST_LIST_DIM = 576
@@ -35,7 +35,11 @@ class DeviceLists(NamedTuple):
 
 
 def on_device(problem: Problem, lists: Lists) -> DeviceLists:
-    """Copies lists to the call's device for kernels; repeats of a key become -1."""
+    """Copies lists to the call's device for kernels; repeats of a key become -1.
+
+    In order, each row's keys ascend and -1 stands behind them: a row's steps are then those of the
+    keys that it sees, whatever the slots of a list are.
+    """
     device, at = problem.query.device, lists.coordinates
     keys = moved(lists.keys, device)
     keys = torch.where(first_in_row(keys, problem.key.shape[2]), keys, -1).contiguous()
@@ -43,6 +47,11 @@ def on_device(problem: Problem, lists: Lists) -> DeviceLists:
     if problem.block_bias is not None:
         assert lists.place is not None
         place = moved(lists.place, device).contiguous()
+    if problem.in_order:
+        last = torch.iinfo(keys.dtype).max
+        keys, slot = torch.where(keys < 0, last, keys).sort(dim=-1)
+        keys = torch.where(keys == last, -1, keys)
+        place = None if place is None else place.gather(-1, slot)
     if at is not None:
         at = Coordinates(*(moved(x, device).contiguous() for x in at))
     return DeviceLists(
@@ -278,8 +287,8 @@ def _kind(problem: Problem, listed: DeviceLists, *results: Tensor) -> tuple[Any,
     at, extras = listed.coordinates, (problem.block_bias, problem.distance_bias)
     return (
         "lists", problem.query.device, problem.query.shape[2], listed.heads, listed.keys.shape[1],
-        _most_keys(listed), listed.branch, problem.scale, problem.softcap, problem.dropout_p,
-        None if at is None else at.key.shape[2],
+        _most_keys(problem, listed), listed.branch, problem.scale, problem.softcap,
+        problem.dropout_p, None if at is None else at.key.shape[2],
         *((x is None, x is not None and (x.shape[2], x.stride())) for x in extras),
         precision(problem.query.dtype), problem.key.shape[:2], problem.key.shape[3],
         problem.value.shape[3], *(x[1:] for x in kind_of(problem.key, problem.value)),
@@ -287,9 +296,9 @@ def _kind(problem: Problem, listed: DeviceLists, *results: Tensor) -> tuple[Any,
     )  # fmt: skip
 
 
-def _most_keys(listed: DeviceLists) -> int:
-    """Returns the list length that a config is chosen for: 16, 32 or 64 keys."""
-    return min(64, max(16, power_of_2(listed.keys.shape[3])))
+def _most_keys(problem: Problem, listed: DeviceLists) -> int:
+    """Returns the list length that a config is chosen for: 16, 32 or 64 keys; in order 64."""
+    return 64 if problem.in_order else min(64, max(16, power_of_2(listed.keys.shape[3])))
 
 
 def _config(problem: Problem, listed: DeviceLists) -> Config:
@@ -312,8 +321,29 @@ def _config(problem: Problem, listed: DeviceLists) -> Config:
             (32, 32, 4, 2),
             (32, 32, 8, 2),
         )[size]
-    old = generation(problem.query.device) == 80
-    if not single and size == 3 and (old or problem.in_use):  # extras take registers, too
+    device = problem.query.device
+    extras = problem.block_bias, problem.distance_bias, problem.softcap, problem.dropout_p
+    adds = any(x is not None for x in extras)  # extras take registers, too
+    if not single and size == 3 and (generation(device) == 80 or adds):
         keys = 16
     rows = min(rows, max(16, power_of_2(group)))
-    return Config(rows=rows, streamed=min(keys, _most_keys(listed)), warps=warps, stages=stages)
+    chosen = Config(
+        rows=rows,
+        streamed=min(keys, _most_keys(problem, listed)),
+        warps=warps,
+        stages=stages,
+    )
+    while _shared_bytes(problem, chosen, adds) > shared_memory(device) and chosen.rows > 16:
+        chosen = chosen._replace(rows=chosen.rows // 2)
+    return chosen
+
+
+def _shared_bytes(problem: Problem, config: Config, adds: bool) -> int:
+    """Returns an upper bound of the shared memory that a program of a list kernel takes."""
+    width = padded(problem.query)
+    if problem.query.shape[3] > _FIRST:
+        width = _FIRST + max(16, power_of_2(problem.query.shape[3] - _FIRST))
+    width += padded(problem.value)
+    tokens = config.rows + (config.stages - 1) * config.streamed
+    pairs = config.rows * config.streamed  # weights; extras stand beside them in float32
+    return (tokens * width + pairs) * problem.query.element_size() + 12 * pairs * adds
