@@ -289,7 +289,8 @@ def _shares(
     front, present = span.offset % stride, None
     back = -(front + n) % stride
     if front or back:
-        present = pad(torch.ones(n, dtype=torch.bool), (front, back)).view(-1, stride)
+        there = torch.ones(n, dtype=torch.bool, device=query.device)
+        present = pad(there, (front, back)).view(-1, stride)
     query_feature = estimate.query_strides(query, scale, front)[:, None]
     logits = (query_feature @ estimate.feature[:, :, :stop].mT).unflatten(2, (-1, group))
     if stride > 1:

@@ -151,6 +151,24 @@ def test_scores_of_blocks_wait_for_nothing(hopper, method, tokens):
         block_scores(query, key, 64, method=method)
 
 
+def test_antidiagonals_that_begin_within_a_stride_wait_for_nothing(hopper):
+    query, key = rows(4, 777), rows(2, 1000)
+    counts = steady_without_triton(
+        lambda: block_scores(query, key, 64, method="antidiagonal", query_block=4, q_start=223)
+    )
+    assert not counts.transfers
+
+
+def test_launches_of_a_choice_are_shared_by_the_tokens_of_a_cache(hopper):
+    launch._launches.clear()
+    sizes = []
+    for tokens in range(500, 520):
+        scores = torch.randn(1, 2, 1, -(-tokens // 64), device="cuda")
+        select_blocks(scores, 4, block_size=64, query_block=1, q_start=tokens - 1)
+        sizes.append(len(launch._launches))
+    assert sizes == [1] * len(sizes)
+
+
 def test_a_layer_with_its_own_scores_waits_for_nothing(hopper):
     layer = SelectedAttention(256, 4, num_kv_heads=2, k=4).to("cuda", torch.bfloat16)
     x = rows(1, 512, 256)[0]

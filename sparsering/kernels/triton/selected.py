@@ -20,7 +20,7 @@ from ...layouts.layout import BlockLayout, Pass
 from ...layouts.selected_on_device import selection_of
 from ...patterns.algebra import Frame, Pattern, check_fits
 from .call import interpreting, reasons
-from .launch import Launch, kept, kinds, launch, power_of_2
+from .launch import Launch, kept, launch, power_of_2
 from .walk import Walk, hand_over
 
 # The numbers of best blocks that `rank_kernel` is compiled for. 256 is the most that registers
@@ -245,7 +245,21 @@ def _of_units(like: Tensor, num_tiles: int, limit: int) -> dict[str, Any]:
 
 
 def _run(kernel: Any, programs: int, arguments: dict[str, Any], device: torch.device) -> None:
-    """Launches a kernel; calls with equal shapes and numbers share a `Launch`."""
-    kind = kernel.fn, programs, device, *kinds(arguments)
-    launches = kept(kind, lambda: [Launch(kernel, programs, None, arguments)], device)
+    """Launches a kernel; calls of equal grids, options and alignments share a `Launch`.
+
+    Lengths and positions are numbers of each call, since every token of a cache has others.
+    """
+    kind: list[Any] = [kernel.fn, programs, device]
+    for name, x in arguments.items():
+        if isinstance(x, Tensor):
+            kind.append((x.dtype, x.data_ptr() % 16))
+        elif name.isupper():
+            kind.append(x)
+
+    def build() -> list[Launch]:
+        fixed = {name: x for name, x in arguments.items() if name.isupper()}
+        names = {name: name for name in kernel.arg_names}  # `num_tiles` is no descriptor of `num`
+        return [Launch(kernel, programs, None, fixed, **names)]
+
+    launches = kept(tuple(kind), build, device)
     launch(launches, arguments, device)
