@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .ground.keywords import with_hints
+from .ground.namespace import NAMESPACE
 from .ground.numerics import without_autocast
 from .kernels.over_tables import ListedBlocks, TableCall, attend_by_tables
 from .patterns.positions import Full
@@ -80,7 +81,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         >>> program = program.run_decompositions(sparsering.export.decompositions())
         >>> torch.onnx.export(program, (), "model.onnx")
     """
-    ours = torch.ops.sparsering
+    ours = getattr(torch.ops, NAMESPACE)
     refused = {
         getattr(ours, name).default: partial(_refuse, name, why)
         for name, why in _REFUSED.items()
@@ -90,7 +91,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
 
 
 def _refuse(name: str, why: str, *_: Any, **__: Any) -> NoReturn:
-    raise NotImplementedError(f"sparsering::{name} cannot leave Python: {why}")
+    raise NotImplementedError(f"{NAMESPACE}::{name} cannot leave Python: {why}")
 
 
 def _attention(*arguments: Any) -> tuple[Tensor, Tensor]:

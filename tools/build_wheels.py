@@ -77,23 +77,24 @@ def main() -> int:
     return 0
 
 
-def compiled(folder: Path) -> list[Path]:
+def compiled(folder: Path, namespace: str = "sparsering_cpu") -> list[Path]:
     """Returns the kernel's libraries, one for each kind of vectors of this machine's family."""
     sys.path.insert(0, str(ROOT))
     flags = importlib.import_module("sparsering.kernels.cpu.build")._VECTOR_FLAGS
     names = list(flags) if platform.machine() in ("x86_64", "AMD64") else ["DEFAULT"]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(lambda name: compile_library(folder, name, flags[name]), names))
+        return list(pool.map(lambda x: compile_library(folder, x, flags[x], namespace), names))
 
 
-def compile_library(folder: Path, name: str, vectors: str) -> Path:
-    """Compiles the kernel with one kind of vectors."""
+def compile_library(folder: Path, name: str, vectors: str, namespace: str) -> Path:
+    """Compiles the kernel with one kind of vectors; torch finds its operators in the namespace."""
     from torch.utils.cpp_extension import include_paths, library_paths
 
     library = folder / f"binary-{name.lower()}.so"
     command = [os.environ.get("CXX") or "c++", str(ROOT / KERNEL / "cpu.cpp"), *FLAGS.split()]
     command += ["-include", str(ROOT / "tools" / "wheels" / "old_systems.h")]
     command += [*vectors.split(), f"-DCPU_CAPABILITY={name}", f"-DCPU_CAPABILITY_{name}"]
+    command += [f'-DSPARSERING_NAMESPACE="{namespace}"']
     command += [f"-isystem{path}" for path in include_paths("cpu")]
     command += [*(f"-L{path}" for path in library_paths("cpu")), "-ltorch_cpu"]
     command += [OLDEST_MACOS, "-Wl,-rpath,@loader_path/../../../torch/lib"] if IS_MACOS else ["-s"]

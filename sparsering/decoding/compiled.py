@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ground.namespace import NAMESPACE
 from ..ground.once import unseen
 from ..ground.streams import OUTSIDE_CUDA_GRAPHS
 from ..route.options import ANYWHERE, OPTIONS
@@ -41,7 +42,7 @@ def operator_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @torch.library.custom_op(
-    "sparsering::cached_attention",
+    f"{NAMESPACE}::cached_attention",
     mutates_args=["clock"],
     schema=_SCHEMA,
     tags=OUTSIDE_CUDA_GRAPHS,

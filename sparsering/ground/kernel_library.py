@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch._C import _len_torch_dispatch_stack
 
+from .namespace import CPU_NAMESPACE
+
 
 def kernel_operators() -> Any:
     """Returns the operators of the compiled kernel, or None.
@@ -21,7 +23,7 @@ def kernel_operators() -> Any:
     while load_existing_kernel:  # runs once per process; the CPU backend fills the list
         load_existing_kernel.pop()()
     # Attributes of `torch.ops` take a lock, which a forked process may inherit held.
-    operators = vars(torch.ops).get("sparsering_cpu")
+    operators = vars(torch.ops).get(CPU_NAMESPACE)
     return operators if operators is not None and "table" in vars(operators) else None
 
 

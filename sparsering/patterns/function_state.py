@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ..ground.buffers import add_bytes
+from ..ground.namespace import NAMESPACE
 
-_LIBRARIES = {*sys.stdlib_module_names, "numpy", "sparsering", "torch"} - {"__main__"}
+_LIBRARIES = {*sys.stdlib_module_names, "numpy", "torch", NAMESPACE} - {"__main__"}
 _PLAIN = {bool, int, float, complex, str, bytes, type(None), type(...), slice, range}
 _PLAIN |= {torch.dtype, torch.device, torch.Size}
 _PARTS: dict[type, tuple[str, ...]] = {

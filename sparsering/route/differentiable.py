@@ -29,12 +29,13 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import Function, forward_ad
 
 from ..checks import has_tangent, observed, refuse_mapped_pattern
+from ..ground.namespace import NAMESPACE
 from ..ground.numerics import sum_dtype
 from ..ground.streams import OUTSIDE_CUDA_GRAPHS
 from ..patterns.expression import parse
 
 _operator: Any = partial(torch.library.custom_op, mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
-_LIBRARY = torch.library.Library("sparsering", "FRAGMENT")  # its operators live as long as it does
+_LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")  # its operators live as long as it does
 
 NO_THIRD_DERIVATIVE = (
     "third derivatives, and forward mode over forward mode, need backend='reference'; pass it, or "
@@ -262,7 +263,7 @@ class _Operator:
         self, name: str, schema: str, function: Callable[..., Any], fake: Callable[..., Any]
     ) -> None:
         self.function = function
-        self.op = _operator(f"sparsering::{name}", function, schema=schema)
+        self.op = _operator(f"{NAMESPACE}::{name}", function, schema=schema)
         self.op.register_fake(fake)
 
     def register(

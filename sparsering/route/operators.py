@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ..call import Call, Options
+from ..ground.namespace import NAMESPACE
 from ..ground.numerics import without_autocast
 from ..ground.streams import OUTSIDE_CUDA_GRAPHS
 from ..kernels.backends import BACKENDS, second_order
@@ -95,7 +96,7 @@ def _moves(problem: Problem, tangents: Sequence[Tensor | None]) -> Tangents:
     return Tangents(**{name: given.get(name) for name in Tangents._fields})
 
 
-@torch.library.custom_op("sparsering::slot_mass", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
+@torch.library.custom_op(f"{NAMESPACE}::slot_mass", mutates_args=(), tags=OUTSIDE_CUDA_GRAPHS)
 def slot_mass(
     query: Tensor,
     key: Tensor,
@@ -215,7 +216,9 @@ def _register_flops(counter: ModuleType) -> None:
         ("attention_tangent", 3, 2),
         ("attention_backward_tangent", 10, 7),
     ):
-        register = counter.register_flop_formula(getattr(torch.ops.sparsering, operator), True)
+        register = counter.register_flop_formula(
+            getattr(getattr(torch.ops, NAMESPACE), operator), True
+        )
         register(lambda *arguments, dims=dims, **_: _flops(arguments, *dims))
 
 

@@ -26,6 +26,7 @@ import torch
 from ...ground.commands import sparsering
 from ...ground.files import cache_folder, opened
 from ...ground.kernel_library import load_existing_kernel
+from ...ground.namespace import CPU_NAMESPACE
 from ..problem import constant_in_graphs
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -162,6 +163,7 @@ def _flags() -> list[str]:
     return [
         *f"-std=c++{_standard()} -O3 -DNDEBUG -fPIC -shared -fvisibility=hidden".split(),
         *([f"-Wl,-rpath,{torch_libraries}"] if sys.platform == "darwin" else []),
+        f'-DSPARSERING_NAMESPACE="{CPU_NAMESPACE}"',
         *[*_VECTOR_FLAGS[name].split(), f"-DCPU_CAPABILITY={name}", f"-DCPU_CAPABILITY_{name}"],
         *os.environ.get("SPARSERING_CXXFLAGS", "").split(),
     ]
@@ -184,7 +186,7 @@ def library() -> Any:
     """Returns the kernel's operators, and builds or loads the library at the first call."""
     if reason := _load():
         raise NotImplementedError(f"cpu: {reason}")
-    return torch.ops.sparsering_cpu
+    return getattr(torch.ops, CPU_NAMESPACE)
 
 
 def load_existing() -> None:
@@ -195,7 +197,7 @@ def load_existing() -> None:
         if wheels is not None or _is_whole(library):
             torch.ops.load_library(library)
             # torch.ops stores the library on this first access, and `kernel_operators` looks there
-            _ = torch.ops.sparsering_cpu.table
+            _ = getattr(torch.ops, CPU_NAMESPACE).table
 
 
 load_existing_kernel.append(load_existing)
@@ -213,7 +215,7 @@ def _load() -> str:
                 library.unlink()
             torch.ops.load_library(build(compiles=True))
         # torch.ops stores the library on this first access, and `kernel_operators` looks there
-        _ = torch.ops.sparsering_cpu.table
+        _ = getattr(torch.ops, CPU_NAMESPACE).table
     except (ImportError, OSError, RuntimeError) as error:
         reason = f"its kernel could not be built or loaded: {str(error).splitlines()[0]}"
         message = f"sparsering falls back to the slower 'gather' backend on the CPU: {reason}"

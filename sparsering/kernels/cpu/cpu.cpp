@@ -468,7 +468,7 @@ bool shares(const Tensor& query, const Tensor& feature, const Tensor& key,
   "Tensor? bias_t, Tensor? distance_bias_t, Tensor? out"
 
 const bool registered = [] {
-  Operators m("sparsering_cpu");
+  Operators m(SPARSERING_NAMESPACE);  // of ground/namespace.py, by a flag
   m.define<forward>("forward(" SPARSERING_SCHEMA(
       "Tensor key", "Tensor value") "Tensor? sink, int[] slots) -> (Tensor, Tensor)");
   m.define<forward_after>(

@@ -10,6 +10,7 @@ from torch import Tensor
 from ...call import frame_of
 from ...checks import check_batch, check_bias, refuse_mapped_pattern
 from ...ground.dropout import kept_pairs
+from ...ground.namespace import NAMESPACE
 from ...layouts.cache import layout_cache
 from ...patterns.algebra import Frame, Pattern, check_fits
 from ...patterns.expression import parse
@@ -31,7 +32,7 @@ def kept_by_branch(pattern: Pattern, frame: Frame, p: float, seed: Tensor) -> Te
     return kept_pairs(row_seed, p, head, query, key, branch)
 
 
-@torch.library.custom_op("sparsering::pair_counts", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::pair_counts", mutates_args=())
 def pair_counts_op(
     query: Tensor,
     key: Tensor,
@@ -62,7 +63,7 @@ def _dense(pattern: Pattern, frame: Frame) -> Tensor:
     return pattern.to_dense(q_len, kv_len, **heads, q_start=q_start).to(torch.int64)
 
 
-@torch.library.custom_op("sparsering::places_of_pairs", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::places_of_pairs", mutates_args=())
 def places_op(
     query: Tensor,
     key: Tensor,
@@ -99,7 +100,7 @@ def places_op(
     return table.to(query.device)
 
 
-@torch.library.custom_op("sparsering::distances", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::distances", mutates_args=())
 def distances_op(
     query: Tensor, key: Tensor, tensors: Sequence[Tensor], pattern: str, q_start: int
 ) -> Tensor:
