@@ -86,6 +86,7 @@ RECORDS = [
     "benchmarks/grids.py",
     "benchmarks/batch_invariant.py",
     *("benchmarks/neighbourhoods.py", "benchmarks/serving.py", "benchmarks/meshes.py"),
+    "benchmarks/export.py",
     *("benchmarks/spheres.py", "benchmarks/video.py"),
     *("benchmarks/comparisons/ceiling.py", "benchmarks/new_layouts.py"),
     *("benchmarks/packed_steps.py", "benchmarks/shared_models.py", "benchmarks/steps_memory.py"),
