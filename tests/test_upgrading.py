@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import forked
+import transformers
 from helpers.pages import ROOT
 
 import sparsering as sr
 from sparsering import distributed, plots, selection
 from sparsering.cli import main
+from sparsering.integrations import transformers as hf
 from sparsering.layouts.cache import layout_cache
 from sparsering.plots import attended, losses, traffic
 from sparsering.training.checkpoint import load_checkpoint
@@ -142,9 +143,10 @@ def prefetch() -> None:
 
 
 def models_of_old_transformers() -> None:
-    code = "import transformers; transformers.__version__ = '5.22.1'\n"
-    done = forked.run(code + "import sparsering.integrations.transformers")
-    assert "needs transformers 5.23 or newer, got 5.22.1; " in done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transformers, "__version__", "5.22.1")
+        with pytest.raises(ImportError, match=r"needs transformers 5\.23 or newer, got 5\.22\.1; "):
+            importlib.reload(hf)  # which raises before it defines anything
 
 
 def checkpoints(tmp_path: Path, told: dict[str, Any]) -> None:
