@@ -64,8 +64,8 @@ def run_model(rank: int, shape: tuple[int, int], family: str, pattern: Any) -> A
     ("family", "pattern", "shape"),
     [
         ("llama", None, (2, 2)),
-        ("gemma3", None, (2, 2)),
-        ("gpt2", None, (4, 1)),
+        pytest.param("gemma3", None, (2, 2), marks=pytest.mark.slow),
+        pytest.param("gpt2", None, (4, 1), marks=pytest.mark.slow),
         ("llama", sr.SlidingWindow(5) & sr.Causal(), (4, 1)),
         ("gpt-oss", None, (2, 2)),
     ],
@@ -130,7 +130,7 @@ def run_answers(rank: int, shape: tuple[int, int]) -> Any:
     return log_probabilities(model, tree_of_answers(), hf.local_positions)
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4, 1)])
+@pytest.mark.parametrize("shape", [(2, 2), pytest.param((4, 1), marks=pytest.mark.slow)])
 def test_rewarded_answers_share_their_prompt_on_a_mesh(workers, shape):
     """As in GRPO: one packed tree of answers, whose log-probabilities get gradients."""
     _, expected, of_one = log_probabilities(build("llama"), tree_of_answers(), None)

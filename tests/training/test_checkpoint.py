@@ -333,11 +333,11 @@ def test_a_pattern_of_huge_numbers_or_many_parts_runs_or_is_one_line(run):
     values = about(run)
     for pattern in COSTLY_PATTERNS:
         write_about(run, put(values, ("recipe", "pattern"), pattern))
-        began = time.monotonic()
+        began = time.process_time()  # which other work does not change
         code, said = generate(run)
         if code:
             assert_one_line(code, said)
-        assert time.monotonic() - began < 10, pattern
+        assert time.process_time() - began < 10, pattern
 
 
 @pytest.mark.parametrize(
