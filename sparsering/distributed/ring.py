@@ -111,9 +111,11 @@ def ring_attention(
         pattern: a mask or a mixture, on positions of the whole sequence. A `SelectedBlocks` of
             blocks below 16 keys is the whole table on all ranks, or on each the rows of its own
             tokens: `SelectedBlocks(own, 1, query_block=1, first_row=its first token)`, where `own`
-            numbers keys of the whole sequence. It needs contiguous shards.
+            numbers keys of the whole sequence. It needs contiguous shards, on one axis.
         group, mesh: pass one of them, a process group or a `DeviceMesh` of one axis
-            (`mesh["sp"]`); default all ranks.
+            (`mesh["sp"]`); default all ranks. On a mesh of two axes, heads and tokens, h x p ranks
+            share the tokens; they exchange tokens for heads, compute rings of p ranks over heads /
+            h, and exchange the outputs back.
         sharding: which rank owns which tokens; see `RingPlan`. For "auto" and "balanced", cut the
             shards by `RingPlan.sharding`.
         compression: the format in which keys and values are sent: None for their own dtype, "bf16",

@@ -111,7 +111,7 @@ def tree_of_answers() -> Any:
 
 
 def log_probabilities(model: Any, tree: Any, places: Any) -> Any:
-    """Those of a packed group of answers, [n] at their places, and gradients of their sum."""
+    """Returns log-probabilities of packed answers [n], their places, and gradients."""
     with full_precision(), hf.using(model, tree.pattern):
         given = {"position_ids": tree.position_ids[None], "use_cache": False}
         logits = model(tree.tokens[None], **given).logits[0]
