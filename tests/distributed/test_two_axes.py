@@ -371,3 +371,31 @@ def test_modules_take_a_mesh(workers, keys):
     for number, parameter in enumerate(made.parameters(), start=len(expected)):
         got = sum(found[number] for found in parts)
         torch.testing.assert_close(got, parameter.grad, rtol=0, atol=1e-10)
+
+
+def run_short(rank: int, length: int, dtype: torch.dtype) -> list[Tensor]:
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(0)
+    whole = torch.randn(3, 1, 4, length, 8).to(dtype)
+    own = [shard(x, mesh=mesh, sharding="zigzag").requires_grad_() for x in whole]
+    out, lse = ring_attention(*own, sr.Causal(), mesh=mesh, sharding="zigzag", return_lse=True)
+    assert (out.dtype, lse.dtype) == (dtype, torch.float32)
+    grads = torch.autograd.grad(out.float().square().sum() + lse.sum(), own)
+    place = {"mesh": mesh, "sharding": "zigzag"}
+    return [unshard(x.detach(), **place) for x in (out, lse, *grads)]
+
+
+@pytest.mark.parametrize("length", [1, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_ranks_without_tokens_and_half_precision(workers, length, dtype):
+    parts = workers.run(run_short, length, dtype)
+    torch.manual_seed(0)
+    inputs_of_one = torch.randn(3, 1, 4, length, 8).to(dtype)
+    leaves = [x.requires_grad_() for x in inputs_of_one.unbind()]
+    out, lse = sr.attention(*leaves, sr.Causal(), return_lse=True)
+    grads = torch.autograd.grad(out.float().square().sum() + lse.sum(), leaves)
+    bound = 2e-6 if dtype == torch.float32 else 0.04
+    for found in parts:
+        for got, wanted in zip(found, (out, lse, *grads), strict=True):
+            assert got.dtype == wanted.dtype
+            assert (got.float() - wanted.float()).abs().max() <= bound
