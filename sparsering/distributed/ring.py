@@ -143,6 +143,15 @@ def ring_attention(
         >>> out = ring_attention(query, key, value, Causal(), mesh=mesh["sp"], sharding="zigzag")
     """
     place = mesh if group is None else group
+    if torch.compiler.is_compiling() and isinstance(place, DeviceMesh) and place.ndim == 2:
+        given: dict[str, Any] = {
+            "group": group, "mesh": mesh, "sharding": sharding, "compression": compression,
+            "timeout": timeout, "scale": scale, "softcap": softcap, "sink": sink,
+            "distance_bias": distance_bias, "dropout_p": dropout_p, "dropout_seed": dropout_seed,
+            "return_lse": return_lse, "backend": backend,
+        }  # fmt: skip
+        untraced = torch.compiler.disable(ring_attention)  # as a decorator it would import much
+        return untraced(query, key, value, pattern, **given, **others)
     group = resolve_group(group, mesh)
     axes, seconds = None, None
     try:
@@ -209,7 +218,6 @@ def _over_tokens(call: RingCall) -> tuple[Tensor, Tensor]:
     return _ring(**arguments, **{name: options[name] for name in ANYWHERE})
 
 
-@torch.compiler.disable
 def _over_heads_and_tokens(
     call: RingCall, pattern: Pattern, mesh: Mesh, return_lse: bool
 ) -> tuple[Tensor, Tensor]:

@@ -1,6 +1,8 @@
 """Meshes of heads and tokens: the numbers of one process, moving what the plan says."""
 
 import math
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -399,3 +401,25 @@ def test_ranks_without_tokens_and_half_precision(workers, length, dtype):
         for got, wanted in zip(found, (out, lse, *grads), strict=True):
             assert got.dtype == wanted.dtype
             assert (got.float() - wanted.float()).abs().max() <= bound
+
+
+def run_compiled(rank: int) -> float:
+    mesh = mesh_of(2, 2)
+    torch.manual_seed(0)
+    own = [shard(x, mesh=mesh) for x in torch.randn(3, 1, 4, 40, 8)]
+
+    @torch.compile(backend="eager")
+    def layer(*x: Tensor) -> Tensor:
+        return ring_attention(*(y * 2 for y in x), sr.Causal(), mesh=mesh) + 1  # type: ignore[operator]
+
+    expected = ring_attention(*(y * 2 for y in own), sr.Causal(), mesh=mesh) + 1  # type: ignore[operator]
+    return float((layer(*own) - expected).abs().max())
+
+
+def test_a_compiled_layer_breaks_its_graph_at_a_mesh(workers):
+    assert workers.run(run_compiled) == [0.0] * 4
+
+
+def test_rings_are_imported_without_the_compiler():
+    code = "import sys, sparsering.distributed; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
