@@ -47,7 +47,8 @@ def attend(call: Call, decision: Decision) -> tuple[Tensor, Tensor]:
             return attend_scored(call, decision.backend)
     if backend.reads_layouts:
         text, operands = pattern.operands
-        operands = (*operands, *tables_of(call))
+        if torch.compiler.is_exporting():
+            operands = (*operands, *tables_of(call))
         tensors = [x for x in (*options.in_use.values(), *operands) if isinstance(x, Tensor)]
         if not decision.is_plain:
             tensors += call.inputs

@@ -20,7 +20,8 @@ def poisoned(allocate: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if out.layout is not torch.strided or out.dtype is torch.bool:
             return out
         is_integer = not (out.is_floating_point() or out.is_complex())
-        with torch.no_grad():
-            return out.fill_(torch.iinfo(out.dtype).max if is_integer else float("nan"))
+        # `no_grad` would be a node of a program that torch.export traces
+        out.detach().fill_(torch.iinfo(out.dtype).max if is_integer else float("nan"))
+        return out
 
     return allocate_and_fill
