@@ -118,9 +118,7 @@ class Lists:
     cases = staticmethod(calls.cases)
 
 
-@pytest.mark.parametrize(
-    ("rounds", "cases"), [(1, 4), pytest.param(3, 64, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize(("rounds", "cases"), [(1, 4), pytest.param(3, 64, marks=pytest.mark.slow)])
 def test_lists_with_every_option_on_triton(rounds, cases):
     coverage = attack(Lists, 1800.0, seed="lists", rounds=rounds, cases=cases)
     assert coverage.right.total()
