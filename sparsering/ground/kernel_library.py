@@ -22,6 +22,11 @@ def kernel_operators() -> Any:
         return None
     while load_existing_kernel:  # runs once per process; the CPU backend fills the list
         load_existing_kernel.pop()()
+    return loaded_operators()
+
+
+def loaded_operators() -> Any:
+    """Returns the operators of the compiled kernel if this process has loaded them, else None."""
     # Attributes of `torch.ops` take a lock, which a forked process may inherit held.
     operators = vars(torch.ops).get(CPU_NAMESPACE)
     return operators if operators is not None and "table" in vars(operators) else None

@@ -243,6 +243,25 @@ def test_a_layout_alone_is_compiled_by_the_library_that_exists(tmp_path):
     assert not (tmp_path / "cache").exists(), "nothing is compiled for a layout"
 
 
+@pytest.mark.parametrize("first", ["layout", "attention"])
+def test_a_process_keeps_its_library_when_another_cache_is_named(tmp_path, first):
+    """Two libraries would both register the operators, which ends the process."""
+    made = cpu.build()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / made.name).write_bytes(made.read_bytes())
+    code = f"""
+import os
+parts = {{"layout": {LAYOUT!r}, "attention": {ATTEND!r}}}
+first = {first!r}
+exec(parts.pop(first))
+os.environ["SPARSERING_CACHE"] = {str(tmp_path / "other")!r}
+exec(*parts.values())
+"""
+    done = run(code)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    assert "True" in done.stdout and "[]" in done.stdout
+
+
 def test_a_damaged_library_is_no_library_for_layouts(tmp_path):
     folder = tmp_path / "cache"
     folder.mkdir()

@@ -78,6 +78,7 @@ def without_compiler() -> None:
     with pytest.MonkeyPatch.context() as patch:
         module = sys.modules["sparsering.kernels.cpu.build"]
         patch.setattr(module, "build", fails)
+        patch.setattr(module, "loaded_operators", lambda: None)
         module._load.__wrapped__()
 
 

@@ -25,7 +25,7 @@ import torch
 
 from ...ground.commands import sparsering
 from ...ground.files import cache_folder, opened
-from ...ground.kernel_library import load_existing_kernel
+from ...ground.kernel_library import load_existing_kernel, loaded_operators
 from ...ground.namespace import CPU_NAMESPACE
 from ..problem import constant_in_graphs
 
@@ -191,13 +191,13 @@ def library() -> Any:
 
 def load_existing() -> None:
     """Loads the library for layouts if the wheel or the cache has it; it never compiles."""
+    if loaded_operators() is not None:
+        return
     with contextlib.suppress(ImportError, OSError, RuntimeError, ValueError):
         wheels = _of_the_wheel()
         library = _library_in(cache_folder()) if wheels is None else wheels
         if wheels is not None or _is_whole(library):
-            torch.ops.load_library(library)
-            # torch.ops stores the library on this first access, and `kernel_operators` looks there
-            _ = getattr(torch.ops, CPU_NAMESPACE).table
+            _open(library)
 
 
 load_existing_kernel.append(load_existing)
@@ -206,19 +206,26 @@ load_existing_kernel.append(load_existing)
 @cache
 def _load() -> str:
     """Builds and loads the library, once per process; returns "", or why that failed."""
+    if loaded_operators() is not None:  # for a layout, perhaps while another cache was named
+        return ""
     try:
         library = build()
         try:
-            torch.ops.load_library(library)
+            _open(library)
         except OSError:  # the library was built for another system: compile it here
             if library.parent != SOURCE.parent:  # the cache folder is shared between systems
                 library.unlink()
-            torch.ops.load_library(build(compiles=True))
-        # torch.ops stores the library on this first access, and `kernel_operators` looks there
-        _ = getattr(torch.ops, CPU_NAMESPACE).table
+            _open(build(compiles=True))
     except (ImportError, OSError, RuntimeError) as error:
         reason = f"its kernel could not be built or loaded: {str(error).splitlines()[0]}"
         message = f"sparsering falls back to the slower 'gather' backend on the CPU: {reason}"
         warnings.warn(message, stacklevel=2)
         return reason
     return ""
+
+
+def _open(library: Path) -> None:
+    """Loads a library; a second one would end the process, as both register the operators."""
+    torch.ops.load_library(library)
+    # torch.ops stores the library on this first access, and `loaded_operators` looks there
+    _ = getattr(torch.ops, CPU_NAMESPACE).table
