@@ -1,11 +1,8 @@
 """The commands that train a small model and report on it: `demo`, `demo-ring`."""
 
 import argparse
-import os
-import time
 from pathlib import Path
 
-from ..mistakes import SPEAKS_WITHIN_S
 from .argument_types import Commands, add_quiet
 
 
@@ -35,11 +32,9 @@ def _demo(arguments: argparse.Namespace) -> int:
 def _demo_ring(arguments: argparse.Namespace) -> int:
     """Runs `demo-ring` on each rank; after a mistake only rank 0 prints the error."""
     from ..demo.ring import QUICK, RECIPE, demo_ring
+    from ..training.ranks import spoken_by
 
     try:
         return demo_ring(arguments.out, recipe=QUICK if arguments.quick else RECIPE)
-    except (ValueError, OSError):
-        if os.environ.get("RANK", "0") != "0":  # rank 0 says it for all
-            time.sleep(SPEAKS_WITHIN_S)
-            return 2
-        raise
+    except (ValueError, OSError) as error:
+        raise spoken_by(0, error) from None

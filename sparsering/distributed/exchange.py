@@ -69,22 +69,6 @@ class Traffic(NamedTuple):
 
 traffic_of_last = {False: Traffic(), True: Traffic()}
 """By pass (is it a backward one): the traffic of this process's last call."""
-_before: dict[bool, Traffic] = {}  # of a call whose ring has not run yet
-
-
-def count_before(backward: bool, traffic: Traffic) -> None:
-    """Counts messages that a pass of a call sends before those of its ring."""
-    _before[backward] = traffic
-
-
-def count_ring(backward: bool, traffic: Traffic) -> None:
-    """Counts the messages of a pass's ring."""
-    traffic_of_last[backward] = traffic.plus(_before.pop(backward, Traffic()))
-
-
-def count_after(backward: bool, traffic: Traffic) -> None:
-    """Counts messages that a pass sends after those of its ring."""
-    traffic_of_last[backward] = traffic_of_last[backward].plus(traffic)
 
 
 class Exchange:

@@ -5,10 +5,11 @@ ranks of a column of the mesh exchange, all to all: each gets the tokens of all 
 heads / h. The p ranks of a row then compute ring attention of these heads.
 """
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -22,8 +23,8 @@ from ..layouts.tiles import Ranges
 from ..patterns.head_shard import HeadShard
 from ..route.differentiable import for_each_gradient, is_batch
 from .agreement import agree_on_batch, digests_of
-from .exchange import Exchange, Traffic, count_after, count_before
-from .sharding import chunk_owners, local_index, owned_ranges, positions
+from .exchange import Exchange, Traffic, traffic_of_last
+from .sharding import chunk_owners, local_index, positions
 
 
 class Mesh(NamedTuple):
@@ -59,14 +60,15 @@ class Mesh(NamedTuple):
         heads, tokens = mesh.get_group(0), mesh.get_group(1)
         return cls(shape=(mesh.size(0), mesh.size(1)), ranks=ranks, heads=heads, tokens=tokens)
 
-    def heads_of(self, query: Tensor, key: Tensor) -> HeadShard:
-        """Returns the heads that this rank computes."""
-        return HeadShard(query.shape[1], key.shape[1], self.heads.rank(), self.shape[0])
+
+def has_two_axes(place: object) -> TypeGuard[DeviceMesh]:
+    """Whether ranks share heads and tokens: `place` is a mesh of two axes, and no group."""
+    return isinstance(place, DeviceMesh) and place.ndim == 2
 
 
 def world_of(place: dist.ProcessGroup | DeviceMesh | None) -> int | tuple[int, int]:
     """Returns the `world_size` of plans for a group, or for a mesh of two axes."""
-    if isinstance(place, DeviceMesh) and place.ndim == 2:
+    if has_two_axes(place):
         return place.size(0), place.size(1)
     return 1 if place is None else place.size()
 
@@ -128,20 +130,20 @@ def _named(owners: list[int], ranks: int) -> str:
 class Swap:
     """The exchange of one call on a mesh: tokens for heads, and heads for tokens."""
 
-    mesh: Mesh
+    group: dist.ProcessGroup  # the axis of heads
     seconds: float | None  # timeout
-    # by rank of the axis of heads: where its tokens are in the shard of the ring
-    places: Sequence[Tensor]
+    places: Sequence[Tensor]  # by rank of it: where its tokens are in the shard of the ring
+    # by pass (is it a backward one): what was sent before the ring, until it is counted
+    sent: dict[bool, Traffic] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, mesh: Mesh, sharding: str, length: int, seconds: float | None) -> "Swap":
-        """Plans the exchange for a sequence of `length` tokens."""
-        groups, ranks = mesh.shape
-        of_all = owned_ranges(sharding, length, groups * ranks)
-        own = owned_ranges(ring_sharding(sharding, mesh.shape), length, ranks)[mesh.tokens.rank()]
-        return cls(mesh, seconds, [
-            _places(own, of_all[group * ranks + mesh.tokens.rank()]) for group in range(groups)
-        ])  # fmt: skip
+    def of(cls, mesh: Mesh, shards: Sequence[Ranges], own: Ranges, seconds: float | None) -> "Swap":
+        """Plans the exchange of a rank.
+
+        `shards` are the tokens of each rank of the mesh, `own` those of this rank's ring shard.
+        """
+        column = shards[mesh.tokens.rank() :: mesh.shape[1]]
+        return cls(mesh.heads, seconds, [_places(own, shard) for shard in column])
 
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Takes [B, H, own tokens, ...] of all heads; returns all tokens of the group's heads."""
@@ -153,7 +155,7 @@ class Swap:
 
     def run(self, to_heads: bool, backward: bool, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Exchanges tensors, in one message between each pair of ranks."""
-        exchange = Exchange(self.mesh.heads, self.seconds, tensors[0].device)
+        exchange = Exchange(self.group, self.seconds, tensors[0].device)
         size, rank = exchange.world_size, exchange.rank
         places = [x.to(tensors[0].device) for x in self.places]
         step = "tokens for heads" if to_heads else "heads for tokens"
@@ -165,24 +167,39 @@ class Swap:
         def part(x: Tensor, peer: int) -> Tensor:
             return x.chunk(size, 1)[peer] if to_heads else x[:, :, places[peer]]
 
-        def blank(x: Tensor, peer: int) -> Tensor:
+        def shape(x: Tensor, peer: int) -> tuple[int, ...]:
             heads = x.shape[1] // size if to_heads else x.shape[1]
-            tokens = len(places[peer if to_heads else rank])
-            return x.new_empty(len(x), heads, tokens, *x.shape[3:])
+            return len(x), heads, len(places[peer if to_heads else rank]), *x.shape[3:]
 
         others = [peer for peer in range(size) if peer != rank]
         sends = {peer: _packed([part(x, peer) for x in tensors]) for peer in others}
-        found = {peer: [blank(x, peer) for x in tensors] for peer in others}
-        rooms = {peer: _packed(parts) for peer, parts in found.items()}
+        shapes = {peer: [shape(x, peer) for x in tensors] for peer in others}
+        rooms = {
+            peer: tensors[0].new_empty(
+                sum(
+                    math.prod(own) * x.itemsize for own, x in zip(own_shapes, tensors, strict=True)
+                ),
+                dtype=torch.uint8,
+            )
+            for peer, own_shapes in shapes.items()
+        }
         with exchange.break_on_error():
             exchange.start(step, sends, rooms).wait()
-        found = {peer: _unpacked(rooms[peer], parts) for peer, parts in found.items()}
+        found = {peer: _unpacked(rooms[peer], shapes[peer], tensors) for peer in others}
         found[rank] = [part(x, rank) for x in tensors]
-        (count_before if to_heads else count_after)(backward, exchange.traffic)
+        self._count(to_heads, backward, exchange.traffic)
         columns = zip(*(found[peer] for peer in range(size)), strict=True)
         if not to_heads:
             return tuple(torch.cat(parts, 1) for parts in columns)
         return tuple(self._joined(parts, places) for parts in columns)
+
+    def _count(self, to_heads: bool, backward: bool, traffic: Traffic) -> None:
+        """Counts an exchange with the ring between the two of a pass, for `last_traffic`."""
+        if to_heads:  # the ring comes later, and sets the traffic of the call
+            self.sent[backward] = traffic
+            return
+        before = self.sent.pop(backward, Traffic())
+        traffic_of_last[backward] = traffic_of_last[backward].plus(before).plus(traffic)
 
     def _joined(self, parts: Sequence[Tensor], places: Sequence[Tensor]) -> Tensor:
         """Puts the tokens of each rank at their places in the shard of the ring."""
@@ -202,8 +219,7 @@ class _Swapped(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.swap, ctx.to_heads, ctx.backward, *tensors = inputs
-        ctx.tensors = len(tensors)
+        ctx.swap, ctx.to_heads, ctx.backward, *_ = inputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -226,8 +242,12 @@ def _packed(parts: Sequence[Tensor]) -> Tensor:
     return torch.cat([x.contiguous().flatten().view(torch.uint8) for x in parts])
 
 
-def _unpacked(row: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
-    """Splits a row of bytes into tensors like `parts`."""
-    split = row.split([x.nbytes for x in parts])
+def _unpacked(
+    row: Tensor, shapes: Sequence[tuple[int, ...]], likes: Sequence[Tensor]
+) -> list[Tensor]:
+    """Splits a row of bytes into tensors of these shapes, with the dtypes of `likes`."""
+    pairs = list(zip(shapes, likes, strict=True))
+    split = row.split([math.prod(shape) * x.itemsize for shape, x in pairs])
     # a tensor's bytes may begin anywhere in the row, and `view` needs an aligned place
-    return [own.clone().view(x.dtype).view_as(x) for own, x in zip(split, parts, strict=True)]
+    each = zip(split, pairs, strict=True)
+    return [own.clone().view(x.dtype).view(shape) for own, (shape, x) in each]

@@ -5,19 +5,14 @@ from typing import Any
 
 import torch
 
-from ..ground.arguments import (
-    checked_dtype,
-    checked_flag,
-    checked_integer,
-    checked_integers,
-    shortened,
-)
+from ..ground.arguments import checked_integer, shortened
 from ..ground.keywords import class_with_hints
+from ..layouts.cache import layout_cache
 from ..layouts.tiles import Ranges
 from ..patterns.algebra import Frame, Pattern
 from ..patterns.head_shard import HeadShard
 from .heads import check_heads, mesh_sharding, ring_sharding
-from .plan import PAIRS_PER_TOKEN, RingPlan, whole
+from .plan import PAIRS_PER_TOKEN, RingPlan, checked_widths, whole
 from .sharding import check_sharding, num_tokens, owned_ranges
 
 
@@ -83,17 +78,12 @@ class MeshPlan:
         ring, place = self._ring_of(rank)
         options: dict[str, Any] = {"compression": compression, "backward": backward}
         of_ring = ring.bytes_received(place, head_dim=head_dim, dtype=dtype, **options)
-        dtype_checked = checked_dtype("dtype", dtype)
-        assert dtype_checked is not None
-        widths = head_dim if isinstance(head_dim, tuple | list) else (head_dim, head_dim)
-        d, dv = checked_integers("head_dim", widths, 0)
+        d, dv = checked_widths(head_dim)
         heads, kv_heads = ring.frame.num_heads, ring.frame.num_kv_heads
         inputs, outputs = heads * d + kv_heads * (d + dv), heads * dv  # numbers of a token
-        arriving, returning = inputs, outputs
-        if checked_flag("backward", backward):
-            arriving, returning = outputs, inputs
+        arriving, returning = (outputs, inputs) if backward else (inputs, outputs)
         of_peers, own = self._exchanged(rank)
-        return whole(of_ring + (of_peers * arriving + own * returning) * dtype_checked.itemsize)
+        return whole(of_ring + (of_peers * arriving + own * returning) * dtype.itemsize)
 
     @property
     def loads(self) -> torch.Tensor:
@@ -137,7 +127,7 @@ def build_mesh_plan(
     block_size: int,
     sharding: str,
 ) -> MeshPlan:
-    """Builds a plan; `RingPlan.build` checks its arguments.
+    """Builds a plan, or returns it from the cache; `RingPlan.build` checks its arguments.
 
     The sharding "auto" or "balanced" is that of the ring. Each of its chunks is cut into h, one
     for each rank of heads.
@@ -146,34 +136,34 @@ def build_mesh_plan(
     check_heads(frame.num_heads, groups)
     check_sharding(sharding, groups * ranks)
     length = frame.kv_len
-    counts = {"num_heads": frame.num_heads, "num_kv_heads": frame.num_kv_heads}
-    if sharding in ("auto", "balanced"):
-        ring = RingPlan.build(
-            pattern, length, ranks, block_size=block_size, sharding=sharding, **counts
-        )
-        sharding = mesh_sharding(ring.sharding, shape)
-    of_ring, rings = ring_sharding(sharding, shape), []
-    for group in range(groups):
-        heads = HeadShard(frame.num_heads, frame.num_kv_heads, group, groups)
-        own = RingPlan.build(
-            heads.of(pattern, length),
-            length,
-            ranks,
-            num_heads=frame.num_heads // groups,
-            num_kv_heads=len(heads.kv_heads),
+
+    def ring(pattern: Pattern, heads: int, kv_heads: int, sharding: str) -> RingPlan:
+        counts = {"num_heads": heads, "num_kv_heads": kv_heads, "block_size": block_size}
+        plan: RingPlan = RingPlan.build(pattern, length, ranks, sharding=sharding, **counts)
+        return plan
+
+    def build() -> MeshPlan:
+        own = sharding
+        if own in ("auto", "balanced"):
+            of_all = ring(pattern, frame.num_heads, frame.num_kv_heads, own)
+            own = mesh_sharding(of_all.sharding, shape)
+        rings = []
+        for group in range(groups):
+            heads = HeadShard(frame.num_heads, frame.num_kv_heads, group, groups)
+            counts = frame.num_heads // groups, len(heads.kv_heads)
+            rings.append(ring(heads.of(pattern, length), *counts, ring_sharding(own, shape)))
+        return MeshPlan(
+            pattern=pattern,
+            frame=frame,
+            shape=shape,
             block_size=block_size,
-            sharding=of_ring,
+            sharding=own,
+            ranges=owned_ranges(own, length, groups * ranks),
+            rings=tuple(rings),
         )
-        rings.append(own)
-    return MeshPlan(
-        pattern=pattern,
-        frame=frame,
-        shape=shape,
-        block_size=block_size,
-        sharding=sharding,
-        ranges=owned_ranges(sharding, length, groups * ranks),
-        rings=tuple(rings),
-    )
+
+    key = "mesh plan", pattern, frame, shape, block_size, sharding
+    return layout_cache.keep(key, build)
 
 
 def best_mesh(

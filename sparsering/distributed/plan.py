@@ -208,10 +208,7 @@ class RingPlan:
                 f"num_kv_heads must be the plan's {planned} for a pattern that differs by head, "
                 f"got {kv_heads}; build the plan with num_kv_heads={kv_heads}"
             )
-        widths = head_dim if isinstance(head_dim, tuple | list) else (head_dim, head_dim)
-        if len(widths) != 2:
-            raise ValueError(f"head_dim must be D or (D, Dv), got {shortened(repr(head_dim))}")
-        d, dv = checked_integers("head_dim", widths, 0)
+        d, dv = checked_widths(head_dim)
         exact = sum_dtype(dtype).itemsize
         tokens = self.tokens.sum(1)[rank].item() * wire_format(compression, dtype).row_bytes(d, dv)
         sent, returned = d * dtype.itemsize, (dv + 1) * exact  # q is sent; out and lse return
@@ -374,6 +371,15 @@ def _checked(
         )
     check_fits(pattern, frame)
     return frame, checked_block_size(block_size)
+
+
+def checked_widths(head_dim: int | tuple[int, int]) -> tuple[int, int]:
+    """Returns (D, Dv) of D or (D, Dv); raises ValueError unless they are integers from 0 on."""
+    widths = head_dim if isinstance(head_dim, tuple | list) else (head_dim, head_dim)
+    if len(widths) != 2:
+        raise ValueError(f"head_dim must be D or (D, Dv), got {shortened(repr(head_dim))}")
+    d, dv = checked_integers("head_dim", widths, 0)
+    return d, dv
 
 
 def default_plan(pattern: Pattern, seq_len: int, world_size: Any, **options: Any) -> Any:

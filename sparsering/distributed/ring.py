@@ -30,6 +30,7 @@ from ..ground.numerics import sum_dtype, without_autocast
 from ..layouts.lists import tiles_of
 from ..patterns.algebra import Pattern
 from ..patterns.expression import parse
+from ..patterns.head_shard import HeadShard
 from ..patterns.tree import check_distances
 from ..route.differentiable import Derivatives, differentiable, is_recorded
 from ..route.options import ANYWHERE, OPTIONS, checked_options, refuse_options
@@ -43,8 +44,8 @@ from .agreement import (
     error_budget,
     report_failure,
 )
-from .exchange import Exchange, Traffic, count_ring, traffic_of_last
-from .heads import Mesh, Swap, check_heads, options_of_heads, ring_sharding
+from .exchange import Exchange, Traffic, traffic_of_last
+from .heads import Mesh, Swap, check_heads, has_two_axes, options_of_heads
 from .network import Network
 from .own_rows import plan_of_own_rows
 from .rank import (
@@ -143,7 +144,7 @@ def ring_attention(
         >>> out = ring_attention(query, key, value, Causal(), mesh=mesh["sp"], sharding="zigzag")
     """
     place = mesh if group is None else group
-    if torch.compiler.is_compiling() and isinstance(place, DeviceMesh) and place.ndim == 2:
+    if torch.compiler.is_compiling() and has_two_axes(place):
         given: dict[str, Any] = {
             "group": group, "mesh": mesh, "sharding": sharding, "compression": compression,
             "timeout": timeout, "scale": scale, "softcap": softcap, "sink": sink,
@@ -152,15 +153,14 @@ def ring_attention(
         }  # fmt: skip
         untraced = torch.compiler.disable(ring_attention)  # as a decorator it would import much
         return untraced(query, key, value, pattern, **given, **others)
-    group = resolve_group(group, mesh)
-    axes, seconds = None, None
+    group, axes = resolve_place(group, mesh)
+    seconds = None
     try:
         refuse_options("ring_attention", others, _OPTIONS, REFUSED)
         seconds = _seconds(timeout)
         checked_flag("return_lse", return_lse)
         check_ring_inputs(query, key, value, pattern)
         scale = checked_scale(scale, query)
-        axes = Mesh.of(place) if isinstance(place, DeviceMesh) and place.ndim == 2 else None
         if axes is not None:
             check_heads(query.shape[1], axes.shape[0], checked_probability(dropout_p) > 0)
         check_sharding(sharding, 1 if group is None else group.size())
@@ -228,12 +228,14 @@ def _over_heads_and_tokens(
     exchange = Exchange(mesh.ranks, call.timeout, call.query.device)
     with exchange.break_on_error():
         lengths, seed = agree_on_mesh(exchange, mesh.shape, call, pattern)
-    length, sharding = sum(lengths), call.sharding
-    plan = plan_of_call(pattern, length, mesh.shape, sharding, call.query, call.key)
+    query, key = call.query, call.key
+    plan = plan_of_call(pattern, sum(lengths), mesh.shape, call.sharding, query, key)
     check_lengths(plan.sharding, plan.ranges, lengths, exchange.rank)
-    swap, heads = Swap.of(mesh, plan.sharding, length, call.timeout), mesh.heads_of(*call[:2])
-    own = heads.of(pattern, length)
-    moving = [call.query, *(x.repeat_interleave(heads.repeats, 1) for x in call[1:3])]
+    group = mesh.heads.rank()
+    heads = HeadShard(query.shape[1], key.shape[1], group, mesh.shape[0])
+    ring = plan.rings[group]
+    swap = Swap.of(mesh, plan.ranges, ring.ranges[mesh.tokens.rank()], call.timeout)
+    moving = [query, *(x.repeat_interleave(heads.repeats, 1) for x in (key, call.value))]
     options, sink = call.options, call.options["sink"]
     if sink is not None and sink.shape[2] > 1:  # its rows are of this rank's tokens
         moving, options = [*moving, sink], options.changed(sink=None)
@@ -243,7 +245,7 @@ def _over_heads_and_tokens(
         options = options.changed(sink=sinks[0])
     if options["dropout_p"] is not None:
         options = options.changed(dropout_seed=torch.tensor(seed).expand(len(query)))
-    text, operands = own.operands
+    text, operands = ring.pattern.operands
     out, lse = _over_tokens(
         call._replace(
             query=query,
@@ -254,7 +256,7 @@ def _over_heads_and_tokens(
             options=options,
             seed_is_given=True,
             group=mesh.tokens.group_name,
-            sharding=ring_sharding(plan.sharding, mesh.shape),
+            sharding=ring.sharding,
             first_head=heads.heads.start,
         )
     )
@@ -296,31 +298,41 @@ def resolve_group(
 
     That of a mesh of two axes has all its ranks, in their order.
     """
+    return resolve_place(group, mesh)[0]
+
+
+def resolve_place(
+    group: dist.ProcessGroup | DeviceMesh | None, mesh: DeviceMesh | None
+) -> tuple[dist.ProcessGroup | None, Mesh | None]:
+    """Returns the group as `resolve_group`, and the groups of a mesh of two axes, else None."""
     if group is not None and mesh is not None:
         raise ValueError("pass group or mesh, got both; a mesh brings its own group")
     if isinstance(group, DeviceMesh):
         mesh = group
+    if has_two_axes(mesh):
+        axes = Mesh.of(mesh)
+        return axes.ranks, axes
     if mesh is not None:
-        if not isinstance(mesh, DeviceMesh) or mesh.ndim > 2:
-            axes = getattr(mesh, "mesh_dim_names", None)
+        if not isinstance(mesh, DeviceMesh) or mesh.ndim != 1:
+            names = getattr(mesh, "mesh_dim_names", None)
             raise ValueError(
                 f"mesh must be a DeviceMesh of one axis, or of two (heads, tokens), got "
-                f"{type(mesh).__name__} of axes {axes}; pick the axes that share the sequence, as "
+                f"{type(mesh).__name__} of axes {names}; pick the axes that share the sequence, as "
                 'in mesh["sp"]'
             )
-        return mesh.get_group() if mesh.ndim == 1 else Mesh.of(mesh).ranks
+        return mesh.get_group(), None
     check_group(group)
     if group is None:
         if dist.is_available() and dist.is_initialized():
-            return dist.group.WORLD
+            return dist.group.WORLD, None
         if (world := os.environ.get("WORLD_SIZE", "1")) not in ("", "1"):
             raise ValueError(
                 f"{world} processes were started (WORLD_SIZE), but no process group exists; call "
                 'torch.distributed.init_process_group("gloo"), or "nccl" on GPUs, first'
             )
-        return None
+        return None, None
     assert isinstance(group, dist.ProcessGroup)
-    return group
+    return group, None
 
 
 def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
@@ -337,7 +349,7 @@ def _forward(*arguments: Any) -> tuple[Tensor, Tensor]:
             yield from network.answers(results, value.shape[3] + 1)
 
         out, lse = rank.forward((query, key, value), network.rounds(), answers())
-    count_ring(False, exchange.traffic)
+    traffic_of_last[False] = exchange.traffic
     return out.contiguous(), lse.contiguous()
 
 
@@ -352,7 +364,7 @@ def _backward(*arguments: Any) -> list[Tensor | None]:
     )
     with exchange.break_on_error(), without_autocast(query):
         grads = _exchange_gradients(rank, exchange, x, call)
-    count_ring(True, exchange.traffic)
+    traffic_of_last[True] = exchange.traffic
     return grads
 
 
@@ -363,7 +375,7 @@ def _tangent(*arguments: Any) -> tuple[Tensor, Tensor]:
     rank, exchange = _begin(Derivative.TANGENTS, call, tangents)
     with exchange.break_on_error(), without_autocast(out):
         out_t, lse_t = _exchange_tangents(rank, exchange, Moving.of(call[:3], out, lse, tangents))
-    count_ring(False, exchange.traffic)
+    traffic_of_last[False] = exchange.traffic
     return out_t.to(out.dtype), lse_t.contiguous()
 
 
@@ -381,7 +393,7 @@ def _backward_tangent(*arguments: Any) -> list[Tensor | None]:
         moves = _exchange_tangents(rank, exchange, x)
         saved = saved_moves(x, moves, (grad_out, grad_lse), (grad_out_t, grad_lse_t))
         grads = _exchange_gradients(rank, exchange, saved, call)
-    count_ring(True, exchange.traffic)
+    traffic_of_last[True] = exchange.traffic
     out_t, lse_t = moves
     return [*grads, out_t.to(out.dtype), lse_t.contiguous()]
 

@@ -23,7 +23,7 @@ from ..route.options import (
     operator_schema,
     refuse_options,
 )
-from .heads import check_heads, cut_heads, options_of_heads, ring_sharding
+from .heads import check_heads, cut_heads, options_of_heads
 from .rank import (
     REFUSED,
     TENSORS,
@@ -108,19 +108,12 @@ def simulate_ring(
     else:
         groups, ranks = plan.shape
         check_heads(query.shape[1], groups, options["dropout_p"] is not None)
-        call |= {"world_size": ranks, "sharding": ring_sharding(plan.sharding, plan.shape)}
         parts = []
-        for group in range(groups):
+        for group, ring in enumerate(plan.rings):
             heads = HeadShard(query.shape[1], key.shape[1], group, groups)
-            own = heads.of(pattern, query.shape[2])
-            parts.append(
-                _in_turn(
-                    cut_heads(heads, query, key, value),
-                    own,
-                    options_of_heads(heads, options),
-                    **call,
-                )
-            )
+            inputs, own = cut_heads(heads, query, key, value), options_of_heads(heads, options)
+            ring_call = {**call, "world_size": ranks, "sharding": ring.sharding}
+            parts.append(_in_turn(inputs, ring.pattern, own, **ring_call))
         out, lse = (torch.cat(x, 1) for x in zip(*parts, strict=True))
     return (out, lse) if return_lse else out
 

@@ -65,7 +65,7 @@ class HeadShard:
             case PerHead(patterns):
                 return PerHead(tuple(self._of(patterns[head], frame) for head in self.kv_heads))
             case TensorMask():
-                return self._of_tables(pattern)
+                return self._of_tables(pattern, frame)
         if parts := masks_of(pattern):
             return with_masks(pattern, {name: self._of(x, frame) for name, x in parts.items()})
         by_kv_head = isinstance(pattern, Dilated) and isinstance(pattern.offset, tuple)
@@ -73,9 +73,9 @@ class HeadShard:
             return pattern
         return self._by_head(pattern, frame)
 
-    def _of_tables(self, mask: TensorMask) -> TensorMask:
+    def _of_tables(self, mask: TensorMask, frame: Frame) -> TensorMask:
         """Cuts the tables of a mask that has one for each head."""
-        tables = mask.num_tables(Frame.build(0, 0, self.num_heads, self.num_kv_heads, 0))
+        tables = mask.num_tables(frame)
         if tables == 1:
             return mask
         own = self.kv_heads

@@ -237,7 +237,7 @@ def test_rank_0_alone_says_that_a_demo_is_finished(rank, tmp_path, capsys, monke
 
     waited: list[float] = []
     monkeypatch.setattr("sparsering.demo.ring.demo_ring", refuse)
-    monkeypatch.setattr("sparsering.cli.demo.time.sleep", waited.append)
+    monkeypatch.setattr("sparsering.mistakes.time.sleep", waited.append)
     monkeypatch.setenv("RANK", str(rank))
     assert main(["demo-ring", "--out", str(tmp_path)]) == 2
     assert waited == [SPEAKS_WITHIN_S] * rank

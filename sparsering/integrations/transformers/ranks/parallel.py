@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_map
 
 from ....distributed.agreement import agree_on_batch, digests_of
 from ....distributed.exchange import Exchange, RingMismatchError
-from ....distributed.heads import world_of
+from ....distributed.heads import has_two_axes, world_of
 from ....distributed.plan import RingPlan
 from ....distributed.ring import resolve_group
 from ....distributed.sharding import check_sharding, num_tokens, owned_ranges, positions
@@ -60,11 +60,6 @@ class Parallel:
     @property
     def ranks(self) -> int:
         return 1 if self.group is None else self.group.size()
-
-    @property
-    def world(self) -> int | tuple[int, int]:
-        """The `world_size` of plans: the number of ranks, or the shape of a mesh of two axes."""
-        return world_of(self.place)
 
 
 _held: WeakKeyDictionary[Any, list[Hold]] = WeakKeyDictionary()
@@ -140,8 +135,8 @@ def parallelize(
             f"ranks share calls of {type(model).__name__}, whose layers choose keys, contiguously, "
             f'got sharding={shortened(repr(sharding))}; pass sharding="auto"'
         )
-    place = mesh if mesh is not None and mesh.ndim == 2 else resolved
-    if lists_keys(model) and place is not resolved:
+    place = mesh if has_two_axes(mesh) else resolved
+    if lists_keys(model) and has_two_axes(mesh):
         raise NotImplementedError(
             f"ranks share calls of {type(model).__name__}, whose layers choose keys, over one axis "
             'of tokens, got a mesh of two axes; pass one axis of it, as in mesh["tokens"]'
@@ -301,7 +296,7 @@ def _agreed(
     return arguments, length, first.device
 
 
-ENGINES = {  # by the module that is loaded: how each rank gets the same rows
+_ENGINES = {  # by the module that is loaded: how each rank gets the same rows
     "lightning": "with Lightning, pass use_distributed_sampler=False to its Trainer",
     "pytorch_lightning": "with Lightning, pass use_distributed_sampler=False to its Trainer",
     "transformers.trainer": "with transformers.Trainer, return a plain DataLoader from its "
@@ -311,7 +306,7 @@ ENGINES = {  # by the module that is loaded: how each rank gets the same rows
 
 def _rows_of_engine() -> str:
     """Says how the engine in use gives each rank the same rows; "" for none."""
-    loaded = next((way for name, way in ENGINES.items() if name in sys.modules), "")
+    loaded = next((way for name, way in _ENGINES.items() if name in sys.modules), "")
     if loaded or (state := sys.modules.get("accelerate.state")) is None:
         return loaded
     in_use = state.AcceleratorState._shared_state  # transformers loads accelerate in any case
@@ -332,7 +327,9 @@ def _sharding(model: Any, parallel: Parallel, length: int) -> str:
     counts = {"num_heads": heads, "num_kv_heads": kv_heads}
 
     def plan(pattern: Pattern, sharding: str) -> Any:
-        return RingPlan.build(pattern, length, parallel.world, sharding=sharding, **counts)
+        return RingPlan.build(
+            pattern, length, world_of(parallel.place), sharding=sharding, **counts
+        )
 
     choices = {plan(pattern, parallel.sharding).sharding for pattern in layers}
     if len(choices) == 1:
