@@ -6,11 +6,13 @@ import importlib.util
 import io
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tools"))  # of the module that the tool imports
 SPEC = importlib.util.spec_from_file_location("release", ROOT / "tools" / "release.py")
 release = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(release)
@@ -42,7 +44,11 @@ In short ([what to change](docs/upgrading.md), [form](https://keepachangelog.com
 """
 FILES = {
     "CHANGELOG.md": CHANGES,
-    "pyproject.toml": '[project]\nname = "sparsering"\nversion = "0.3.0"\n',
+    "pyproject.toml": (
+        '[project]\nname = "sparsering"\nversion = "0.3.0"\n'
+        '[project.urls]\nDocumentation = "https://somebody.github.io/sparsering"\n'
+        'Repository = "https://github.com/somebody/sparsering"\n'
+    ),
     "sparsering/__init__.py": '__version__ = "0.3.0"\n',
     "CITATION.cff": f"cff-version: 1.2.0\nversion: 0.3.0\ndate-released: {TODAY}\n",
     "packaging/conda/recipe.yaml": 'context:\n  version: "0.3.0"\n',
@@ -123,6 +129,8 @@ HEAD = f"## [0.3.0] - {TODAY}"
     [
         ("pyproject.toml", "0.3.0", "0.2.0", "version 0.3.0 in pyproject.toml, got 0.2.0"),
         ("pyproject.toml", "version", "edition", "one line with the version in pyproject.toml"),
+        ("pyproject.toml", "Repository", "Source", "project.urls] in pyproject.toml, got no Repo"),
+        ("pyproject.toml", "https:", "http:", "in pyproject.toml, got 'http://somebody.github.io"),
         ("sparsering/__init__.py", "0.3.0", "0.3.1", "in sparsering/__init__.py, got 0.3.1"),
         ("CITATION.cff", "0.3.0", "0.2.9", "in CITATION.cff, got 0.2.9"),
         ("CITATION.cff", str(TODAY), "2026-01-02", "CITATION.cff, as in CHANGELOG.md, got 2026-"),

@@ -27,6 +27,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from addresses import addresses
+
 ROOT = Path(__file__).resolve().parent.parent
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["version"]
 # Beside the package, what its tests read; a sample of each folder.
@@ -141,6 +143,8 @@ def check_wheel(wheel: Path, libraries: bool = False) -> None:
     apparatus = [name for name in held if re.search("/(bench|report)/", name)]
     expect(not apparatus, f"{wheel.name} holds the library alone, but also {sorted(apparatus)}")
     expect(metadata["Version"] == VERSION, f"{wheel.name} says version {metadata['Version']}")
+    urls = dict(x.split(", ", 1) for x in metadata.get_all("Project-URL", []))
+    expect(urls == addresses(ROOT), f"{wheel.name} names the addresses {urls}")
     needs = [x for x in metadata.get_all("Requires-Dist", []) if "extra ==" not in x]
     expect([x.split(">")[0] for x in needs] == ["torch"], f"{wheel.name} requires {needs}")
     print(f"{wheel.name}: {len(held)} files, {len(sources)} of them C++; requires {needs[0]}")

@@ -1,7 +1,7 @@
 """Check that a version is ready to be released, and write its notes. It never pushes anything.
 
     make release VERSION=0.3.0                        # this, `make wheels docs`, this with --files
-    python tools/release.py 0.3.0                     # read the tree: changelog, versions, tag
+    python tools/release.py 0.3.0                     # read the tree: changelog, addresses, tag
     python tools/release.py 0.3.0 --files dist        # its files too; writes the notes
     python tools/release.py 0.3.0 --tagged --notes notes.md    # in release.yml, from the tag
 
@@ -16,6 +16,8 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+
+from addresses import check_addresses
 
 ROOT = Path(__file__).resolve().parent.parent
 NUMBERS = r"\d+\.\d+\.\d+"
@@ -37,6 +39,7 @@ Ready: {version} at {commit}. Nothing was pushed. What is left is yours:
   2. git tag -a v{version} -m "sparsering {version}"
   3. git push origin v{version}     # release.yml builds, tries, attests, uploads; then the notes
   4. pip install sparsering=={version}     # in an empty environment, when the run has ended
+  5. Upload runs/docs/html to the host of the pages (CONTRIBUTING.md, "The site").
 
 The notes are in {notes}.
 """
@@ -225,6 +228,7 @@ def check(root: Path, version: str, tagged: bool = False) -> str:
         )
     check_changelog(root, version, tagged)
     check_versions(root, version)
+    check_addresses(root)
     return check_git(root, version, tagged)
 
 
