@@ -71,9 +71,12 @@ $(DOCS_STAMP): $(STAMP) requirements-docs.txt
 	@touch $@
 
 # Every warning is an error: links, anchors, docstrings. Notebooks run once, and again when they change.
-docs: $(DOCS_STAMP) ## build the pages and the reference into runs/docs/html, to be opened from disk
+# The pages are those of one version, written anew; tools/docs_site.py puts them beside those of others.
+docs: $(DOCS_STAMP) ## build the pages and the reference; runs/docs/html/index.html opens from disk
+	rm -rf runs/docs/pages
 	$(BIN)/sphinx-build --builder html --fail-on-warning --keep-going --quiet \
-		--doctree-dir runs/docs/doctrees docs runs/docs/html
+		--doctree-dir runs/docs/doctrees docs runs/docs/pages
+	$(BIN)/python tools/docs_site.py
 
 # A process for each of at most 8 cores, of one torch thread each (tests/conftest.py): what is done
 # first takes the rest over. Compiled modules are kept, since each process would compile them again.

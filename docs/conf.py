@@ -2,7 +2,8 @@
 
 Pages are plain Markdown, which GitHub shows too; what the site needs beyond it is added here while
 a page is read: docs/index.md lists the pages, and its links become the navigation; the pages in
-docs/reference list public names, and each becomes its docstring. Nothing is fetched.
+docs/reference list public names, and each becomes its docstring. Nothing is fetched. The pages are
+those of one version; `tools/docs_site.py` puts them beside those of others.
 """
 
 import functools
@@ -20,7 +21,9 @@ from sphinx.pycode import ModuleAnalyzer
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+
+from addresses import addresses  # noqa: E402
 
 import sparsering  # noqa: E402  (from the checkout, installed or not)
 
@@ -38,6 +41,17 @@ html_show_sourcelink = False
 html_show_copyright = False
 html_css_files = ["site.css"]
 html_static_path = ["_static"]
+templates_path = ["_templates"]
+# Furo's own, less those of Read the Docs, and the list of versions.
+html_sidebars = {
+    "**": [
+        *("sidebar/brand.html", "sidebar/search.html", "sidebar/scroll-start.html"),
+        *("sidebar/navigation.html", "sidebar/scroll-end.html", "versions.html"),
+    ]
+}
+# Pages of every version name those of the newest as the ones to find; no address, no such links.
+ADDRESS = addresses(ROOT).get("Documentation")
+html_baseurl = f"{ADDRESS}/stable/" if ADDRESS else ""
 
 # Headings have the anchors that GitHub gives them; a link to one that is not there is a warning,
 # and `make docs` takes each warning for an error.
