@@ -62,6 +62,7 @@ EXCEPTIONS = {
 KERNELS = ("gather", "cpu", "triton", "dense", "torch_sparse", "library")
 
 OPTIONAL = {
+    "anemoi": "integrations/anemoi",
     "transformers": ("integrations/transformers", "cli/trying", "cli/planned_models"),
     "triton": "kernels/triton",
     "flash_attn": "kernels/library/flash",
