@@ -7,10 +7,13 @@ those of one version; `tools/docs_site.py` puts them beside those of others.
 """
 
 import functools
+import html
 import importlib
 import inspect
+import posixpath
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -281,6 +284,53 @@ def show_no_overloads(analyze: Any) -> Any:
     return analyze_and_forget
 
 
+# --- what search engines and messengers show of a page --------------------------------------------
+
+SUMMARY = "Exact softmax attention over a declared pattern of pairs, in PyTorch."
+CARD = "_static/card.png"  # of pages without a picture; tools/draw_card.py
+
+
+def first_paragraph(doctree: nodes.document) -> str:
+    """The first paragraph of a page's running text, cut to the 200 characters that are shown."""
+    for paragraph in doctree.findall(nodes.paragraph):
+        is_picture = next(paragraph.findall(nodes.image), None) is not None
+        if isinstance(paragraph.parent, nodes.section) and not is_picture:
+            text = " ".join(paragraph.astext().split())
+            return textwrap.shorten(text, 200, placeholder=" ...")
+    return SUMMARY
+
+
+def preview(app: Sphinx, doctree: nodes.document, title: str, address: str) -> str:
+    """The tags of a page for previews (ogp.me); those that need addresses only if there is one."""
+    description = first_paragraph(doctree)
+    tags = {
+        "og:type": "website",
+        "og:site_name": project,
+        "og:title": title,
+        "og:description": description,
+    }
+    if address:
+        picture = next(doctree.findall(nodes.image), None)
+        name = f"_images/{posixpath.basename(picture['uri'])}" if picture else CARD
+        tags["og:url"] = address
+        tags["og:image"] = app.config.html_baseurl + name
+        tags["og:image:alt"] = (picture.get("alt") if picture else None) or title
+    lines = [f'<meta name="description" content="{html.escape(description)}">']
+    lines += [f'<meta property="{x}" content="{html.escape(tags[x])}">' for x in tags]
+    if address:
+        lines.append('<meta name="twitter:card" content="summary_large_image">')
+    return "\n".join(["", *lines, ""])
+
+
+def add_preview(
+    app: Sphinx, pagename: str, templatename: str, context: dict[str, Any], doctree: Any
+) -> None:
+    """Adds the tags for previews to the head of a page; indexes and the search have none."""
+    if doctree is not None:
+        title = html.unescape(re.sub(r"<[^>]*>", "", context["title"]))
+        context["metatags"] += preview(app, doctree, title, context["pageurl"] or "")
+
+
 # --- links that leave the site --------------------------------------------------------------------
 
 
@@ -306,4 +356,5 @@ def setup(app: Sphinx) -> None:
     GoogleDocstring._parse_attribute_docstring = whole_text  # type: ignore[method-assign]
     app.connect("autodoc-process-docstring", rewrite_docstring, priority=400)
     app.connect("autodoc-process-signature", shown_signature)
+    app.connect("html-page-context", add_preview)
     app.connect("build-finished", list_external_links)
