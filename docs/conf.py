@@ -43,6 +43,7 @@ html_copy_source = False
 html_show_sourcelink = False
 html_show_copyright = False
 html_css_files = ["site.css"]
+html_js_files = ["search.js"]
 html_static_path = ["_static"]
 templates_path = ["_templates"]
 # Furo's own, less those of Read the Docs, and the list of versions.

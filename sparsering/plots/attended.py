@@ -22,7 +22,7 @@ _MOST_IN_LEGEND = 8
 _LONGEST_SIDE = 4  # a side more times as long as the other is not drawn with square tokens
 _LEGEND_LINE = 0.18  # height of a line in inches
 _LEGEND = {
-    "title": "shares of all pairs; an area with fewer pairs is lighter",
+    "title": "shares of all pairs; an area with fewer pairs is fainter",
     "title_fontsize": 7.5,
     "fontsize": 7.5,
     "frameon": False,
