@@ -80,9 +80,10 @@ def test_an_older_version_built_later_is_not_the_stable_one(tmp_path):
 def test_pages_that_are_gone_do_not_stay(tmp_path):
     site = tmp_path / "site"
     docs_site.put(built(tmp_path / "first", "1", "gone.html"), site, "0.3.0", ADDRESS)
-    (site / "stray.html").write_text("")
+    (site / "CNAME").write_text("docs.sparsering.dev")
     docs_site.put(built(tmp_path / "second", "2"), site, "0.3.1")
-    assert not [name for name in held(site) if name.endswith(("gone.html", "stray.html"))]
+    assert not [name for name in held(site) if name.endswith("gone.html")]
+    assert (site / "CNAME").read_text() == "docs.sparsering.dev"
     assert not (site / "sitemap.xml").exists()
 
 
@@ -90,7 +91,7 @@ def test_a_folder_of_one_version_as_sphinx_writes_it_is_replaced(tmp_path):
     site = built(tmp_path / "site", "before")
     (site / ".buildinfo").write_text("")
     docs_site.put(built(tmp_path / "pages", "new"), site, "0.3.0")
-    assert set(held(site / "0.3").values()) == {"new"} and not (site / "search.html").exists()
+    assert "before" not in held(site).values() and not (site / ".buildinfo").exists()
 
 
 def test_the_sitemap_has_the_stable_pages_once_the_address_is_set(tmp_path):
@@ -118,8 +119,9 @@ def refusal(function, *arguments) -> str:
 
 def test_what_is_no_site_is_not_overwritten(tmp_path):
     pages, other = built(tmp_path / "pages", "new"), tmp_path / "other"
-    other.mkdir()
-    docs_site.put(pages, other, "0.3.0")  # an empty folder may become one
+    (other / ".git").mkdir(parents=True)
+    docs_site.put(pages, other, "0.3.0")  # an empty clone may become one
+    assert (other / ".git").is_dir()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "letter.txt").write_text("dear")
     assert "got other files in" in refusal(docs_site.put, pages, tmp_path / "mine", "0.3.0")

@@ -8,7 +8,8 @@
     html/versions.json  the versions and their pages; versions.js is for pages opened from disk
     html/sitemap.xml    the pages of stable/, once the address is set (`tools/addresses.py`)
 
-All else in the folder is deleted. Any static host serves it as it is: each link is relative.
+Other files there, such as a CNAME or .git, stay. Any static host serves the folder as it is: links
+are relative.
 """
 
 import argparse
@@ -62,8 +63,8 @@ def check_folders(pages: Path, site: Path) -> None:
             f"{site}; choose another --site"
         )
     # Sphinx leaves .buildinfo: `make docs` had it write here before there were versions.
-    ours = ("versions.json", ".buildinfo")
-    if site.exists() and any(site.iterdir()) and not any((site / name).is_file() for name in ours):
+    is_site = any((site / name).is_file() for name in ("versions.json", ".buildinfo"))
+    if not is_site and any(site.glob("[!.]*")):
         raise ValueError(
             f"expected a site or an empty folder, got other files in {site}; choose another --site"
         )
@@ -81,13 +82,16 @@ def put(pages: Path, site: Path, version: str, address: str | None = None) -> No
     name = folder_of(version)
     check_folders(pages, site)
     site.mkdir(parents=True, exist_ok=True)
-    for path in list(site.iterdir()):
-        if path.is_file() or path.is_symlink():
-            path.unlink()
-        elif path.name == name or not FOLDER.fullmatch(path.name):
+    old = {name, "stable", "sitemap.xml"}
+    if (site / ".buildinfo").is_file():
+        old |= {path.name for path in site.iterdir()}
+    for path in [site / x for x in old]:
+        if path.is_dir():
             shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
     shutil.copytree(pages, site / name)
-    folders = [path.name for path in site.iterdir()]
+    folders = [path.name for path in site.iterdir() if FOLDER.fullmatch(path.name)]
     folders.sort(key=lambda folder: [int(number) for number in folder.split(".")], reverse=True)
     shutil.copytree(site / folders[0], site / "stable")
 
