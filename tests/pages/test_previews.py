@@ -1,4 +1,4 @@
-"""What search engines and messengers show of a page, in pages that Sphinx builds of a few."""
+"""Reads what search engines and messengers show of a page, in pages that Sphinx builds of a few."""
 
 import re
 import shutil
