@@ -182,8 +182,11 @@ wheels: dist $(WHEELS_STAMP) ## add the wheel that needs no compiler: its librar
 	$(BIN)/python tools/check_dist.py --content
 
 # PYTHONS="a/bin/python b/bin/python": interpreters with other versions of torch, and NumPy, for the same wheel.
+# On Linux it also compiles the wheel for Arm, and runs it in a Python for Arm, which stays in runs/aarch64.
+ARM := $(if $(filter Linux-x86_64,$(shell uname -sm | tr ' ' -)),yes)
 check-dist: wheels ## run the wheels in clean environments, without a compiler and with one; the sdist's tests
-	$(BIN)/python tools/check_dist.py --python $(PYTHONS)
+	$(if $(ARM),PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python tools/build_wheels.py --machine aarch64)
+	$(BIN)/python tools/check_dist.py --python $(PYTHONS) $(if $(ARM),--emulate runs/aarch64)
 
 # It reads the tree before it builds for minutes, and the files after. It pushes nothing.
 VERSION ?=

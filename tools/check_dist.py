@@ -10,12 +10,15 @@ The wheel of `make wheels`, if it is there, is installed and run as a user who m
 temporary folder alone, without a compiler and without a network: first one call, then tests of the
 kernels and of `attention` against the installed package. `--python` names interpreters that have
 other versions of torch, and NumPy: `--python .venv-2.11/bin/python .venv-2.14/bin/python`.
+`--emulate FOLDER` runs the wheel for Linux on Arm too, with a Python that tools/emulated.py puts
+into the folder.
 """
 
 import argparse
 import email.parser
 import json
 import os
+import platform
 import re
 import shutil
 import subprocess
@@ -27,6 +30,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import emulated
 from addresses import addresses
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -52,10 +56,12 @@ WHEEL_TESTS = (
     tuple(f"tests/kernels/test_cpu{name}.py" for name in ("", "_rows", "_threads")),
     ("tests/attention",),
 )
+EMULATED_TESTS = (("tests/kernels/test_cpu.py",), ("tests/kernels/test_cpu_rows.py",))
 WHEEL_TESTS_LEFT_OUT = (
     *("triton", "gather", "compile", "process"),
     *("documented", "docs", "dtensors"),  # read this checkout's pages; need a network
 )
+EMULATED_TESTS_LEFT_OUT = (*WHEEL_TESTS_LEFT_OUT, "any_expression")  # of minutes under emulation
 # Ends the run with an error unless the tests imported the installed package and its library alone.
 PLUGIN = """
 import os, pathlib, sys
@@ -107,6 +113,7 @@ def main() -> int:
     parser.add_argument(
         "--libraries", action="store_true", help="run the wheel of `make wheels` alone"
     )
+    parser.add_argument("--emulate", type=Path, help="folder of a Python for Arm, made if missing")
     arguments = parser.parse_args()
     wheel = arguments.dist / f"sparsering-{VERSION}-py3-none-any.whl"
     sdist = arguments.dist / f"sparsering-{VERSION}.tar.gz"
@@ -118,6 +125,10 @@ def main() -> int:
             run_tests(sdist, Path(folder))
     for wheel in arguments.dist.glob(f"sparsering-{VERSION}-py3-none-[!a]*.whl"):
         check_wheel(wheel, libraries=True)
+        if wheel.stem.endswith("aarch64") and platform.machine() != "aarch64":
+            if arguments.emulate is not None and not arguments.content:
+                run_emulated(wheel, arguments.emulate)
+            continue
         for python in () if arguments.content else (sys.executable, *arguments.python):
             run_libraries(wheel, Path(python).absolute())
     return 0
@@ -229,34 +240,66 @@ def run_libraries(wheel: Path, python: Path) -> None:
             expect(found["runs"] == "cpu" and not found["told"], f"{vectors}: {found}")
             expect(found["seconds"] <= MOST_SECONDS, f"a first call took {found['seconds']:.2f} s")
             shown.append(f"{vectors or 'first call'} {found['seconds'] * 1e3:.0f} ms")
-        shown.append(run_wheel_tests(python, folder, settings, nobody))
+        install_test_tools(folder)
+        shown.append(run_wheel_tests([*nobody, python], folder, settings, WHEEL_TESTS))
         for path in read_only:
             path.chmod(path.stat().st_mode | 0o200)
     print(f"{wheel.name} on torch {found['torch']}: {', '.join(shown)}; no compiler, read-only")
 
 
-def run_wheel_tests(
-    python: Path, folder: Path, settings: dict[str, str], nobody: Sequence[str]
-) -> str:
-    """Runs tests of this checkout against the installed wheel; returns pytest's last lines."""
-    tools, tests = folder / "tools", folder / "tests-of-wheel"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(tools)]
+def run_emulated(wheel: Path, environment: Path) -> None:
+    """Attends with the wheel for Arm, and runs tests of the kernels, under qemu."""
+    *emulator, python = emulated.prepared(environment)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        site, empty, tools = (folder / x for x in ("site-packages", "bin", "tools"))
+        empty.mkdir()
+        tools.mkdir()
+        pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-compile"]
+        of_arm = ["--platform", "manylinux_2_28_aarch64", "--only-binary", ":all:"]
+        subprocess.run([*pip, *of_arm, "--target", str(site), str(wheel)], check=True)
+        settings = {"CXX": "no-such", "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
+        found = attend(Path(python), folder / "cache", empty, settings, emulator)
+        expect(found["runs"] == "cpu" and not found["told"], f"emulated: {found}")
+        command = [*emulator, python]
+        told = run_wheel_tests(command, folder, settings, EMULATED_TESTS, EMULATED_TESTS_LEFT_OUT)
+    print(f"{wheel.name} on torch {found['torch']}, emulated: {found['error']:.1e} off, {told}")
+
+
+def install_test_tools(folder: Path) -> None:
+    """Installs what runs the tests into the folder `tools`."""
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", str(folder / "tools")]
     pins = ["--constraint", str(ROOT / "requirements-dev.txt")]
     subprocess.run([*pip, *pins, "pytest", "hypothesis"], check=True)
+
+
+def run_wheel_tests(
+    command: Sequence[str | Path],
+    folder: Path,
+    settings: dict[str, str],
+    of_processes: Sequence[Sequence[str]],
+    left_out: Sequence[str] = WHEEL_TESTS_LEFT_OUT,
+) -> str:
+    """Runs tests of this checkout against the installed wheel; returns pytest's last lines.
+
+    `command` is that of Python. `of_processes` names tests for each of several processes, and
+    `left_out` words of tests that do not run.
+    """
+    tools, tests = folder / "tools", folder / "tests-of-wheel"
     shutil.copytree(ROOT / "tests", tests / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tests)
     (tools / "installed.py").write_text(PLUGIN)
     site = settings["PYTHONPATH"]
     environment = {name: x for name, x in os.environ.items() if not name.startswith("SPARSERING")}
     environment |= settings | {"PYTHONPATH": f"{site}{os.pathsep}{tools}", "SITE": site}
-    leave_out = " and ".join(f"not {name}" for name in WHEEL_TESTS_LEFT_OUT)
+    leave_out = " and ".join(f"not {name}" for name in left_out)
     options = ["-q", "-m", "not slow", "-k", leave_out, "-p", "no:cacheprovider", "-p", "installed"]
     runs = [
         subprocess.Popen(
-            [*nobody, python, "-m", "pytest", *options, *parts],
+            [*command, "-m", "pytest", *options, *parts],
             cwd=tests, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )
-        for parts in WHEEL_TESTS
+        for parts in of_processes
     ]  # fmt: skip
     told = [run.communicate()[0].strip() for run in runs]  # each has one thread
     for run, text in zip(runs, told, strict=True):

@@ -1,4 +1,4 @@
-// Included before the kernel's source for wheels: avoids the two symbols that a new compiler takes
+// Included before the kernel's source for wheels: avoids the symbols that a new compiler takes
 // from a newer glibc and libstdc++ than torch's own wheels need (manylinux_2_28).
 
 #pragma once
@@ -9,8 +9,10 @@
 
 #if defined(__x86_64__)
 __asm__(".symver dlsym,dlsym@GLIBC_2.2.5");
+__asm__(".symver log2,log2@GLIBC_2.2.5");
 #elif defined(__aarch64__)
 __asm__(".symver dlsym,dlsym@GLIBC_2.17");
+__asm__(".symver log2,log2@GLIBC_2.17");
 #endif
 
 // std::__throw_bad_array_new_length of GCC 11
