@@ -63,6 +63,7 @@ KERNELS = ("gather", "cpu", "triton", "dense", "torch_sparse", "library")
 
 OPTIONAL = {
     "anemoi": "integrations/anemoi",
+    "trl": "integrations/trl",
     "transformers": ("integrations/transformers", "cli/trying", "cli/planned_models"),
     "triton": "kernels/triton",
     "flash_attn": "kernels/library/flash",

@@ -1,7 +1,7 @@
-"""Runs the adapters' tests beside packages whose metadata forbids our torch or transformers.
+"""Runs the adapters' tests beside packages that are large, or forbid our torch or transformers.
 
-pip would not install these packages beside ours, so each is put into a folder of its own without
-what it asks for. What it needs besides is listed here, at the versions that the tests passed with.
+Each package is put into a folder of its own, without what it asks for, so that no other torch comes
+along. What it needs besides is listed here, at the versions that the tests passed with.
 """
 
 import os
@@ -18,6 +18,11 @@ PACKAGES = {
         "anemoi-models==0.19.0",
         *("anemoi-utils==0.5.14", "torch-geometric==2.8.1", "hydra-core==1.3.8"),
         *("omegaconf==2.4.0", "antlr4-python3-runtime==4.9.3", "xxhash==4.1.0"),
+    ],
+    "trl": [  # whose datasets bring 200 MB
+        "trl==1.16.0",
+        *("datasets==5.2.0", "pyarrow==26.0.1", "xxhash==4.1.0"),
+        *("dill==0.4.1", "multiprocess==0.70.19"),
     ],
 }
 

@@ -122,6 +122,7 @@ def test_packed_documents_by_cu_seq_lens(four):
     given = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 10, "max_length_k": 10}
     for more in ({}, {"position_ids": restarting(9, 1, 10, 5)}):
         wanted = {**inputs, **more, "attention_mask": pairs(mask)}
+        given |= {"seq_idx": ids[None]} if more else {}  # as trl passes them
         check(four, Case("llama", {**inputs, **more, **given}, wanted), 4)
 
 

@@ -113,7 +113,11 @@ def test_cumulative_lengths_are_documents_or_refused():
         ones = torch.ones_like(ids)
         given = {"input_ids": ids, "position_ids": position_ids, "attention_mask": ones}
         got = result(ours, **given, use_cache=False, **lengths)
+        # trl also says each token's document, for models with convolutions
+        numbers = torch.repeat_interleave(torch.arange(3), cu.diff())[None]
+        also = result(ours, **given, use_cache=False, **lengths, seq_idx=numbers)
     assert_same(got, wanted)
+    assert_same(also, wanted)
     unlike = {**lengths, "cu_seq_lens_k": torch.tensor([0, 5, 10, 13], dtype=torch.int32)}
     with pytest.raises(NotImplementedError, match="cu_seq_lens_q and cu_seq_lens_k"):
         ours(**given, use_cache=False, **unlike)

@@ -20,7 +20,7 @@ MODULES = (
     *("sparsering.selection", "sparsering.data", "sparsering.planning"),
     *("sparsering.models.gigapath", "sparsering.integrations.trident", "sparsering.data.slides"),
     *("sparsering.integrations.diffusers", "sparsering.export"),
-    "sparsering.integrations.anemoi",
+    *("sparsering.integrations.anemoi", "sparsering.integrations.trl"),
 )
 
 

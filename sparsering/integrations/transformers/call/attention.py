@@ -65,6 +65,8 @@ def attention_function(
     Raises: NotImplementedError for a keyword or a mask that changes the result and is not computed;
         ValueError for lengths that do not fit.
     """
+    if cu_seq_lens_q is not None:
+        keywords.pop("seq_idx", None)  # each token's document, for convolutions: says the same
     _check_keywords(keywords)
     chosen = chosen_keys(module, attention_mask, indices, block_indices)
     state = attention_mask.state if isinstance(attention_mask, ModelMask) else call_state()

@@ -44,6 +44,7 @@ _ROWS = {  # in the order of checks
     "num_items_in_batch": _Row("whole"),
     "cu_seq_lens_q": _Row("whole"),
     "cu_seq_lens_k": _Row("whole"),
+    "seq_idx": _Row("whole"),
     "past_key_values": _Row("refused", meaning="a cache"),
     "cache": _Row("refused", meaning="a cache"),  # as transformers 5.24 and later name it
     "use_cache": _Row("refused", meaning="a cache"),
