@@ -62,6 +62,7 @@ html_baseurl = f"{ADDRESS}/stable/" if ADDRESS else ""
 myst_heading_anchors = 4
 nb_execution_mode = "cache"  # run again only where a notebook has changed
 nb_execution_cache_path = str(ROOT / "runs" / "docs" / "notebooks")
+nb_execution_in_temp = True  # what a notebook writes does not stay among the pages
 nb_execution_timeout = 900
 nb_execution_raise_on_error = True
 nb_merge_streams = True
