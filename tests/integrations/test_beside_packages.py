@@ -19,6 +19,12 @@ PACKAGES = {
         *("anemoi-utils==0.5.14", "torch-geometric==2.8.1", "hydra-core==1.3.8"),
         *("omegaconf==2.4.0", "antlr4-python3-runtime==4.9.3", "xxhash==4.1.0"),
     ],
+    "kvpress": [  # which asks for transformers below 5.3
+        "kvpress==0.5.5",
+        *("datasets==5.2.0", "pyarrow==26.0.1", "xxhash==4.1.0"),
+        *("dill==0.4.1", "multiprocess==0.70.19"),
+        *("cachetools==5.5.2", "fire==0.6.0", "six==1.17.0", "termcolor==3.3.0"),
+    ],
     "trl": [  # whose datasets bring 200 MB
         "trl==1.16.0",
         *("datasets==5.2.0", "pyarrow==26.0.1", "xxhash==4.1.0"),

@@ -1,4 +1,10 @@
-"""Caches whose layers keep unlike numbers of keys, as kvpress leaves them: as sdpa decodes them."""
+"""Caches whose layers keep unlike numbers of keys, as kvpress leaves them: as sdpa decodes them.
+
+`beside_kvpress.py` runs kvpress itself.
+"""
+
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -9,6 +15,7 @@ from transformers import (
     MistralConfig,
     MistralForCausalLM,
 )
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import sparsering as sr
 from sparsering.integrations import transformers as hf
@@ -132,3 +139,33 @@ def test_a_sparse_cache_stores_8_bits(store):
     assert rounded.nbytes < 0.4 * exact.nbytes  # of 16 channels a scale is a fifth
     with pytest.raises(ValueError, match='store must be "int8", "fp8" or None'):
         hf.SparseCache(own, store="int4")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("first", [True, False], ids=["register first", "kvpress first"])
+def test_what_kvpress_wraps_is_wrapped_whichever_is_first(first, monkeypatch):
+    """Keys that single heads dropped are hidden in a wrapper of each registered attention."""
+    own, calls = dict(ALL_ATTENTION_FUNCTIONS._local_mapping), []
+
+    def attention_patch(function):
+        def wrapper(*arguments, **keywords):
+            calls.append(1)
+            return function(*arguments, **keywords)
+
+        return wrapper
+
+    package = ModuleType("kvpress.attention_patch")
+    package.attention_patch = attention_patch
+    try:
+        if first:  # as the import of kvpress does
+            ALL_ATTENTION_FUNCTIONS["sparsering"] = attention_patch(
+                ALL_ATTENTION_FUNCTIONS["sparsering"]
+            )
+        monkeypatch.setitem(sys.modules, "kvpress.attention_patch", package)
+        hf.register()
+        hf.register()
+        model_of("sparsering")(PROMPT)
+        assert len(calls) == 3  # once in each layer
+    finally:
+        ALL_ATTENTION_FUNCTIONS._local_mapping.clear()
+        ALL_ATTENTION_FUNCTIONS._local_mapping.update(own)

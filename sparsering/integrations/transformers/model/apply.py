@@ -1,6 +1,7 @@
 """`register`, `apply`, `using`, `explain`: sparse patterns for models of transformers."""
 
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ....checks import check_module, check_pattern
 from ....distributed.heads import world_of
@@ -43,6 +45,7 @@ def register() -> None:
         >>> model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="sparsering")
     """
     AttentionInterface.register(NAME, attention_function)
+    _take_patch_of_kvpress()
     AttentionMaskInterface.register(NAME, mask_interface)
     watch_requests()
     adapters.watch_adapters(_give)
@@ -50,6 +53,17 @@ def register() -> None:
     if not hasattr(check, NAME):
         PreTrainedModel._check_and_adjust_attn_implementation = _with_warning(check)
         PreTrainedModel.post_init = _with_indexers(PreTrainedModel.post_init)
+
+
+def _take_patch_of_kvpress() -> None:
+    """Wraps "sparsering" as kvpress wraps all attention that is registered when it is imported.
+
+    The wrapper hides the keys that a press dropped for single heads. Such keys stay in the cache,
+    so without it a model would go on to see them, and nothing would tell.
+    """
+    patch = sys.modules.get("kvpress.attention_patch")
+    if patch is not None and ALL_ATTENTION_FUNCTIONS[NAME] is attention_function:
+        ALL_ATTENTION_FUNCTIONS[NAME] = patch.attention_patch(attention_function)
 
 
 def _with_warning(check: Callable[..., Any]) -> Callable[..., Any]:
