@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from ..ground.commands import program
 from ..ground.keywords import with_hints
 from ..patterns.packed_tree import PackedTree, pack_tree
 
@@ -51,16 +52,17 @@ def share_prompts(trainer: Trainer, on: bool = True) -> Trainer:
         >>> trainer = share_prompts(GRPOTrainer(model, rewards, args=args, train_dataset=data))
         >>> trainer.train()
     """
+    pip = program("pip", "pip")
     try:
         import trl
     except ImportError as error:
         raise ImportError(
-            "sparsering.integrations.trl needs trl 1.16 or newer; pip install trl"
+            f"sparsering.integrations.trl needs trl 1.16 or newer; {pip} install trl"
         ) from error
     if tuple(int(part) for part in trl.__version__.split(".")[:2]) < (1, 16):
         raise ImportError(
             "sparsering.integrations.trl needs trl 1.16 or newer, whose models return "
-            f"log-probabilities, got {trl.__version__}; pip install --upgrade trl"
+            f"log-probabilities, got {trl.__version__}; {pip} install --upgrade trl"
         )
     if not isinstance(trainer, (trl.GRPOTrainer, trl.RLOOTrainer)):
         raise ValueError(

@@ -1,5 +1,9 @@
-"""An encoder for TRIDENT, called as TRIDENT calls its own."""
+"""An encoder for TRIDENT, called as TRIDENT calls its own.
 
+TRIDENT is on no package index, and asks for transformers below 5, so `extracted` says what it does.
+"""
+
+import numpy as np
 import pytest
 import torch
 from oracles import gigapath_oracle as oracle
@@ -10,18 +14,27 @@ from sparsering.models import gigapath
 HOW = {"segments": [16, 40], "rates": [1, 2], "num_heads": 4}
 
 
+@torch.inference_mode()
 def extracted(encoder: torch.nn.Module, features: torch.Tensor, coords: torch.Tensor, size: int):
-    """TRIDENT's contract: what it does with a slide encoder, in its order."""
-    encoder.to("cpu")
+    """TRIDENT's contract: what `extract_slide_features` of TRIDENT 0.3.0 does, in its order.
+
+    Read at commit a91fa84. The arrays are those of an .h5 file, whose attributes are NumPy's.
+    """
+    device = "cpu"
+    encoder.to(device)
     encoder.eval()
-    batch = {
-        "features": features.float()[None],
-        "coords": coords[None],
-        "attributes": {"patch_size_level0": size},
-    }
-    half = getattr(encoder, "precision", torch.float32) != torch.float32
-    with torch.autocast("cpu", enabled=half):
-        return encoder(batch, "cpu").float().cpu().numpy().squeeze()
+    features = torch.from_numpy(features.numpy()).float().to(device).unsqueeze(0)
+    coords = torch.from_numpy(coords.numpy()).to(device)
+    if torch.is_floating_point(coords):
+        coords = torch.round(coords)
+    coords = coords.to(torch.int64).unsqueeze(0)
+    attributes = {"patch_size": np.int64(256), "name": "slide", "savetodir": "."}
+    attributes["patch_size_level0"] = int(np.int64(size))
+    batch = {"features": features, "coords": coords, "attributes": attributes}
+    precision = getattr(encoder, "precision", torch.float32)
+    with torch.autocast(device_type=device.split(":")[0], enabled=precision != torch.float32):
+        found = encoder(batch, device)
+    return found.float().cpu().numpy().squeeze()
 
 
 @pytest.fixture
@@ -43,7 +56,8 @@ def test_it_encodes_as_the_contract_says(model, layer, dtype):
     more = {"tile_size": 512, "global_pool": True}
     slide, layers, _ = oracle.encoded(state, features.double(), coords, **HOW, **more)
     expected = slide if layer is None else layers[layer]
-    found = torch.from_numpy(extracted(encoder, features, coords, 512))
+    given = coords if dtype == torch.float32 else coords + 0.25  # which TRIDENT rounds
+    found = torch.from_numpy(extracted(encoder, features, given, 512))
     tolerance = 3e-6 if dtype == torch.float32 else 0.03
     assert (found - expected).norm() < tolerance * expected.norm()
 
