@@ -62,7 +62,7 @@ class Chromium:
         self._buffer = b""
         self._number = 0
         self._session: str | None = None
-        self._loaded = False
+        self._loaded: set[str] = set()  # ids of the pages that were loaded
         self.faults: list[str] = []
         self.requested: list[str] = []
 
@@ -73,6 +73,7 @@ class Chromium:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self.call(f"{domain}.enable")
+        self.call("Page.setLifecycleEventsEnabled", enabled=True)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -109,20 +110,9 @@ class Chromium:
             "Emulation.setDeviceMetricsOverride",
             **{"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False},
         )
-        self.call("Page.navigate", url="about:blank")  # or else a new anchor alone loads nothing
-        self.wait_for_load()
+        self._load("about:blank")  # or else a new anchor alone loads nothing
         self.faults, self.requested = [], []
-        said = self.call("Page.navigate", url=address)
-        if "errorText" in said:
-            raise RuntimeError(f"{address}: {said['errorText']}")
-        self.wait_for_load()
-
-    def wait_for_load(self) -> None:
-        """Waits until a page is loaded that `open` or a click led to."""
-        until = time.monotonic() + SECONDS
-        while not self._loaded:
-            self._read(until, "loading")
-        self._loaded = False
+        self._load(address)
 
     def prefer(self, scheme: str) -> None:
         """Makes the reader prefer "light" or "dark" pages."""
@@ -155,6 +145,15 @@ class Chromium:
         """Writes what the window shows to a PNG file."""
         path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
+    def _load(self, address: str) -> None:
+        """Goes to an address, and waits until this very page is loaded."""
+        until = time.monotonic() + SECONDS
+        said = self.call("Page.navigate", url=address)
+        if "errorText" in said:
+            raise RuntimeError(f"{address}: {said['errorText']}")
+        while said["loaderId"] not in self._loaded:
+            self._read(until, f"loading {address}")
+
     def _read(self, until: float, what: str) -> dict[str, Any]:
         """Returns the next message, after noting what it tells of the page."""
         while b"\0" not in self._buffer:
@@ -168,8 +167,8 @@ class Chromium:
         message = json.loads(line)
         told = message.get("params", {})
         match message.get("method"):
-            case "Page.loadEventFired":
-                self._loaded = True
+            case "Page.lifecycleEvent" if told["name"] == "load":
+                self._loaded.add(told["loaderId"])
             case "Network.requestWillBeSent":
                 self.requested.append(told["request"]["url"])
             case "Runtime.exceptionThrown":
