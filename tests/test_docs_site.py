@@ -8,6 +8,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from helpers.chromium import find_chromium
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tools"))  # of the module that the tool imports
@@ -155,3 +156,11 @@ def test_the_command_says_where_the_site_is_and_what_it_lacks(tmp_path, capsys):
     (tmp_path / "pyproject.toml").write_text(project + urls.replace("https", "http"))
     assert docs_site.main(tmp_path, []) == 1
     assert re.fullmatch(r"docs: expected .+, got .+; .+\n", capsys.readouterr().err)
+
+
+def test_a_missing_browser_is_said_in_one_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"^expected a browser .*; .* apt-get install chromium$"):
+        find_chromium()
+    (tmp_path / "chromium").touch(mode=0o755)
+    assert find_chromium() == str(tmp_path / "chromium")

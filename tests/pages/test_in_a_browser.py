@@ -8,6 +8,7 @@ import html
 import importlib.util
 import json
 import re
+import shutil
 import subprocess
 import sys
 import urllib.parse
@@ -16,7 +17,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from helpers.chromium import Chromium
+from helpers.chromium import Chromium, find_chromium
 from helpers.pages import ROOT
 
 pytestmark = pytest.mark.slow
@@ -88,6 +89,7 @@ def is_old(site: Path) -> bool:
     if not (site / "versions.json").exists():
         return True
     sources = [*ROOT.glob("docs/**/*"), *ROOT.glob("sparsering/**/*.py"), ROOT / "pyproject.toml"]
+    sources += [ROOT / "tools" / "addresses.py", ROOT / "tools" / "docs_site.py"]
     written = (site / "versions.json").stat().st_mtime
     return any(x.stat().st_mtime > written for x in sources if x.suffix != ".pyc" and x.is_file())
 
@@ -95,6 +97,10 @@ def is_old(site: Path) -> bool:
 @pytest.fixture(scope="module")
 def site() -> Path:
     """Returns the folder of the newest version, which it builds if it must."""
+    try:
+        find_chromium()
+    except RuntimeError as error:
+        raise pytest.fail.Exception(str(error), pytrace=False) from None
     runs = SITE.parent
     runs.mkdir(parents=True, exist_ok=True)
     with (runs / "building.lock").open("w") as lock:  # two processes of pytest may ask at once
@@ -273,3 +279,26 @@ def test_the_list_of_versions_leads_to_the_same_page(browser, site):
     )
     arrived = f"location.pathname.endsWith('/{newest}/reference/attention.html')"
     browser.wait_until(f"{arrived} && {select}?.selectedOptions[0]?.text === '{newest}'")
+
+
+def test_two_versions_lead_to_each_other(browser, site, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from docs_site import put
+
+    pages = Path(shutil.copytree(site, tmp_path / "pages"))
+    put(pages, tmp_path / "site", "0.9.0")
+    (pages / "start.html").unlink()
+    put(pages, tmp_path / "site", "0.10.0")
+    select = "document.getElementById('versions')"
+    browser.open((tmp_path / "site" / "0.9" / "install.html").as_uri())
+    names = browser.value(f"[...{select}.options].map((x) => x.text)")
+    assert names == ["stable (0.10)", "0.10", "0.9"]
+    assert browser.value(f"{select}.selectedOptions[0].text") == "0.9"
+    for page, expected in (("install.html", "install.html"), ("start.html", "index.html")):
+        browser.open((tmp_path / "site" / "0.9" / page).as_uri())
+        options = browser.value(f"[...{select}.options].map((x) => x.value)")
+        assert options == [
+            (tmp_path / "site" / folder / name).as_uri()
+            for folder, name in (("stable", expected), ("0.10", expected), ("0.9", page))
+        ]
+        assert broken(options) == [] and browser.faults == []
