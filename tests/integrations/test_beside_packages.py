@@ -36,7 +36,7 @@ PACKAGES = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PACKAGES)
 def test_an_adapter_beside_its_package(name: str, tmp_path: Path) -> None:
-    folder = tmp_path / "packages"
+    folder = tmp_path / "site-packages"  # by this name dill knows what it need not pickle
     run("-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *PACKAGES[name])
     test = str(HERE / f"beside_{name}.py")
     run("-m", "pytest", "-q", "-p", "no:cacheprovider", test, packages=folder)
