@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu --out DIR            # writes DIR/gpu.json and DIR/gpu.png
     python -m benchmarks.gpu --out DIR --table    # prints the record as lines for README and docs
+    python -m benchmarks.gpu --call quarter       # the best fifteen minutes
     python -m benchmarks.gpu --call first         # the parts of one call of the first half hour
     python -m benchmarks.gpu --list               # the parts, in order, with seconds
 
@@ -13,7 +14,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from sparsering.ground.files import replace_file
@@ -50,21 +52,25 @@ def main() -> int:
         print(f"benchmarks.gpu: {error}; name another --out", file=sys.stderr)
         return 2
     session = running.Session(out, record, arguments.commit, arguments.keep)
+    chosen = dict.fromkeys(arguments.only, ()) | parts.calls_by_name().get(arguments.call, {})
     try:
-        for line in running.run(session, arguments.only, arguments.budget, arguments.processes):
+        for line in running.run(session, chosen, arguments.budget, arguments.processes):
             print(f"{session.spent:4.0f} s  {line}", flush=True)
     except RuntimeError as error:
         print(f"benchmarks.gpu: {error}", file=sys.stderr)
         return 2
-    table.plot(session.record, out / "gpu.png")
-    return _summary(session, arguments.only)
+    if find_spec("matplotlib") is None:
+        print(f"{out / 'gpu.png'} is not drawn: the package matplotlib is missing")
+    else:
+        table.plot(session.record, out / "gpu.png")
+    return _summary(session, chosen)
 
 
-def _summary(session: running.Session, only: list[str]) -> int:
+def _summary(session: running.Session, chosen: Mapping[str, Sequence[str]]) -> int:
     """Prints the failed cases and the bars; returns 1 if cases are missing or failed."""
     missing = 0
-    for name in only or parts.PARTS:
-        for case in parts.PARTS[name].cases:
+    for name, cases in (chosen or dict.fromkeys(parts.PARTS, ())).items():
+        for case in cases or parts.PARTS[name].cases:
             state = session.state(name, case) or {"left": "not begun"}
             missing += "left" in state or "failed" in state
             if "failed" in state:
@@ -79,14 +85,15 @@ def _summary(session: running.Session, only: list[str]) -> int:
 
 
 def _listed() -> Iterator[str]:
-    for call, names in parts.CALLS.items():
-        seconds = sum(parts.PARTS[name].seconds for name in names)
+    for call, chosen in parts.calls_by_name().items():
+        seconds = sum(parts.seconds_of(*part) for part in chosen.items())
         yield f"{seconds:4.0f} s  --call {call}, estimated:"
-        for name in names:
+        for name, cases in chosen.items():
             part = parts.PARTS[name]
             kind = "timed" if part.timed else "shared"
-            line = f"{part.seconds:6.0f} s (bound {part.bound:3.0f})  {kind:6}  {name}"
-            yield f"{line}: {len(part.cases)} cases"
+            seconds = parts.seconds_of(name, cases)
+            line = f"{seconds:6.0f} s (bound {part.bound:3.0f})  {kind:6}  {name}"
+            yield f"{line}: {len(cases or part.cases)} cases"
     yield f"{sum(part.seconds for part in parts.PARTS.values()):4.0f} s in all, estimated"
 
 
@@ -111,8 +118,8 @@ def _arguments() -> argparse.Namespace:
     )
     add(
         "--call",
-        choices=list(parts.CALLS),
-        help="run only the parts of one call of the first half hour",
+        choices=list(parts.calls_by_name()),
+        help="run only the parts of one call: quarter, or one of the first half hour",
     )
     add(
         "--budget",
@@ -135,7 +142,6 @@ def _arguments() -> argparse.Namespace:
     add("--table", action="store_true", help="print the record as Markdown, and draw it")
     add("--list", action="store_true", help="print the parts in order, with their estimated times")
     arguments = parser.parse_args()  # fmt: skip
-    arguments.only += parts.CALLS.get(arguments.call, ())
     if not re.fullmatch(r"[0-9a-f]{7,40}|", arguments.commit):
         parser.error(f"--commit must be the digits of a commit, got {arguments.commit!r}")
     return arguments

@@ -148,14 +148,30 @@ def main_shapes(width: int, block: int) -> Iterator[Row]:
 
 def every_pattern(dtype: str, share: int, shares: int) -> Iterator[Row]:
     """Checks one of `shares` parts of the tests' patterns, forward and backward."""
-    patterns = oracle().PATTERNS
+    names = list(oracle().PATTERNS)[share::shares]
+    yield from _patterns(names[: sized(None, 1)], dtype)
+
+
+def _patterns(names: Sequence[str], dtype: str) -> Iterator[Row]:
+    """Checks patterns of the tests, forward and backward."""
     case = oracle().Case(2, 4, 2, 450, 450, 128, 128, 128)
     if not GPU:
         case = oracle().Case(1, 2, 1, 50, 50, 16, 16, 16)
     with products_of(dtype):
-        for name in list(patterns)[share::shares][: sized(None, 1)]:
+        for name in names:
             kind = DTYPES[dtype] if GPU else torch.float32
-            yield against_eager(patterns[name](case), case, kind, name, dtype)
+            yield against_eager(oracle().PATTERNS[name](case), case, kind, name, dtype)
+
+
+TEN = (
+    "causal", "window", "global tokens", "longnet", "random blocks", "packed", "block diffusion",
+    "neighbourhood in tiles", "blocks of each head", "a mixture of each head",
+)  # fmt: skip
+
+
+def ten_patterns(dtype: str, share: int) -> Iterator[Row]:
+    """Checks every second of ten patterns, beginning with the first or the second."""
+    yield from _patterns(TEN[share::2], dtype)
 
 
 def head_dim(width: int) -> Iterator[Row]:

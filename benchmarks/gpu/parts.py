@@ -3,10 +3,10 @@
 `seconds` are estimates for an H100: a Triton kernel compiles in 1.5 s, FlexAttention in 8 s forward
 and 10 s with backward; a timed call takes 0.3 s (5 turns of 60 ms), the start of a process 5 s.
 Parts that are not timed run in six processes at once. `CALLS` groups the parts: four calls fill the
-first half hour of a GPU.
+first half hour of a GPU, and `QUARTER` is the best of them for fifteen minutes.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -99,6 +99,15 @@ PARTS: dict[str, Part] = {
         "barriers.",
         {tool: partial(programs.sanitized, tool) for tool in programs.SANITIZERS},
         90, 160, timed=False,
+    ),
+    "ten results are right": Part(
+        "Ten patterns of the tests in bfloat16 and float32, with lse and all gradients, against "
+        "float64.",
+        {
+            f"{dtype}, share {n + 1} of 2": partial(correctness.ten_patterns, dtype, n)
+            for dtype in ("bfloat16", "float32") for n in range(2)
+        },
+        50, 110, timed=False,
     ),
     "launches are right": Part(
         "One call of each kind of launch that the smoke lacks, forward and backward, against "
@@ -307,8 +316,8 @@ PARTS: dict[str, Part] = {
 CALLS: dict[str, tuple[str, ...]] = {
     "first": (SMOKE, "kernel tests are right", "memory and races are right"),
     "stages": (
-        "launches are right", "main shapes are right", "calls are right", "stages, compiled",
-        "ceilings", "stages and tiles", "profiles",
+        "ten results are right", "launches are right", "main shapes are right", "calls are right",
+        "stages, compiled", "ceilings", "stages and tiles", "profiles",
     ),
     "peers": (
         "main shapes", "share of dense", "lists", "packed heads", "new masks", "founding table",
@@ -324,3 +333,38 @@ CALLS: dict[str, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """Names of the parts of each call; all calls but the last fill the first half hour."""
+
+QUARTER: dict[str, tuple[str, ...]] = {
+    SMOKE: (),
+    "ten results are right": (),
+    "main shapes": (_named(*MAIN[0]),),
+    "share of dense": (_named(*MAIN[0]),),
+    "overhead": (),
+    "layouts": (),
+    "new masks": (f"blocks of {NEW_MASKS[0]}",),
+    "longnet": (),
+    "lists": (),
+    "decoding": (),
+    "calls are right": (),
+    "memory and races are right": (),
+    "launches are right": (),
+    "kernel tests are right": (),
+    "ceilings": (),
+    "windows": (),
+    "stages and tiles": (_named(*MAIN[0]),),
+    "documents": (),
+    "packed heads": (),
+}
+"""By part, in order: the cases that fifteen minutes are spent on; all of a part without names."""
+
+
+def calls_by_name() -> dict[str, dict[str, tuple[str, ...]]]:
+    """Returns the parts and cases of each call by its name, the best fifteen minutes first."""
+    others = {call: dict.fromkeys(names, ()) for call, names in CALLS.items()}
+    return {"quarter": QUARTER, **others}
+
+
+def seconds_of(name: str, cases: Sequence[str] = ()) -> float:
+    """Returns the estimated seconds of cases of a part, of all without any."""
+    part = PARTS[name]
+    return part.seconds * len(cases or part.cases) / len(part.cases)

@@ -13,7 +13,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -179,24 +179,28 @@ class Session:
         replace_file(self.path, (json.dumps(self.record, indent=1) + "\n").encode())
 
 
-def run(session: Session, only: list[str], budget: float, processes: int) -> Iterator[str]:
+def run(
+    session: Session, chosen: Mapping[str, Sequence[str]], budget: float, processes: int
+) -> Iterator[str]:
     """Measures the missing cases, part by part; yields a line of text for each.
 
-    The smoke runs before all parts, unless it passed in an earlier call.
+    `chosen` has the parts and the cases of each; without cases all of a part, and without parts
+    all parts. The smoke runs before them, unless it passed in an earlier call.
     """
     pool = _Pool(session, budget, processes)
     try:
         yield pool.first()
         for again in (False, True):
-            yield from pool.phase(_missing(session, [parts.SMOKE], again))
+            yield from pool.phase(_missing(session, {parts.SMOKE: ()}, again))
         smokes = [session.state(parts.SMOKE, case) for case in parts.PARTS[parts.SMOKE].cases]
         if any(state is None or "seconds" not in state or "failed" in state for state in smokes):
             yield "the smoke did not pass: nothing else runs"
             return
-        names = list(only or parts.PARTS)
+        chosen = chosen or dict.fromkeys(parts.PARTS, ())
         for again in (False, True):  # cases that failed in earlier calls run last
-            for phase in _phases(names):
-                yield from pool.phase(_missing(session, phase, again))
+            for phase in _phases(list(chosen)):
+                missing = _missing(session, {name: chosen[name] for name in phase}, again)
+                yield from pool.phase(missing)
     finally:
         pool.end()
 
@@ -216,10 +220,12 @@ def _phases(names: list[str]) -> Iterator[list[str]]:
         yield together
 
 
-def _missing(session: Session, names: list[str], again: bool) -> list[tuple[str, str]]:
+def _missing(
+    session: Session, chosen: Mapping[str, Sequence[str]], again: bool
+) -> list[tuple[str, str]]:
     missing = []
-    for name in names:
-        for case in parts.PARTS[name].cases:
+    for name, cases in chosen.items():
+        for case in cases or parts.PARTS[name].cases:
             state = session.state(name, case)
             failed = state is not None and "failed" in state
             new = state is None or "left" in state

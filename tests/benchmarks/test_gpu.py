@@ -195,7 +195,7 @@ def test_a_case_with_other_bits_in_its_second_run_fails(case, monkeypatch):
 def test_a_case_that_fails_dies_or_hangs_costs_itself_alone(odd, tmp_path):
     def run() -> tuple[dict[str, object], str]:
         session = running.Session(tmp_path, running.read(tmp_path / "gpu.json"), "", keep=False)
-        lines = list(running.run(session, [], budget=400, processes=2))
+        lines = list(running.run(session, {}, budget=400, processes=2))
         return json.loads((tmp_path / "gpu.json").read_text()), "\n".join(lines)
 
     made, said = run()
@@ -229,7 +229,7 @@ def test_a_case_that_fails_dies_or_hangs_costs_itself_alone(odd, tmp_path):
 def test_nothing_runs_after_a_smoke_that_fails(odd, tmp_path, monkeypatch):
     def run() -> list[str]:
         session = running.Session(tmp_path, running.read(tmp_path / "gpu.json"), "", keep=False)
-        lines = list(running.run(session, ["together"], budget=400, processes=2))
+        lines = list(running.run(session, {"together": ("one",)}, budget=400, processes=2))
         assert "gpu.json" in os.listdir(tmp_path)
         return lines
 
@@ -241,7 +241,9 @@ def test_nothing_runs_after_a_smoke_that_fails(odd, tmp_path, monkeypatch):
     assert "is wrong: errors ['0.5']" in states[parts.SMOKE]["cases"]["smokes"]["failed"]
     monkeypatch.delenv(odd_parts.SMOKES)
     assert "smoke" in run()[1]
-    assert list(running.read(tmp_path / "gpu.json")["parts"]) == [parts.SMOKE, "together"]
+    states = running.read(tmp_path / "gpu.json")["parts"]
+    assert list(states) == [parts.SMOKE, "together"]
+    assert list(states["together"]["cases"]) == ["one"]  # the case that was chosen, alone
 
 
 def benchmark(*more: object, **options: object) -> subprocess.Popen:
@@ -298,6 +300,27 @@ def test_it_runs_through_and_goes_on_where_it_was_killed(tmp_path):
     run = benchmark("--out", tmp_path / "none", "--resume", tmp_path / "no", "--budget", "0")
     out, _ = run.communicate(timeout=120)
     assert run.returncode == 1 and re.search(r"smoke \| .*: left, \d+ s of 0 were spent", out)
+
+
+@pytest.mark.slow
+def test_one_command_begins_the_best_fifteen_minutes(tmp_path):
+    settings = {"PYTHON": sys.executable, "BUDGET": "0", "TRITON_INTERPRET": "1"}
+    command = ["sh", str(ROOT / "benchmarks" / "gpu" / "first.sh"), str(tmp_path)]
+    done = subprocess.run(
+        command,
+        env=os.environ | settings,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1, done.stderr
+    assert f"torch {torch.__version__}" in done.stdout and "GPU: none" in done.stdout
+    assert "absent: flashinfer; left out: FlashInfer" in done.stdout
+    assert "smoke did not pass" in done.stdout
+    missing = sum(len(cases or parts.PARTS[name].cases) for name, cases in parts.QUARTER.items())
+    assert f"{missing} cases are missing" in done.stdout
+    assert (tmp_path / "gpu.json").exists()
 
 
 def in_tf32(x: torch.Tensor) -> torch.Tensor:

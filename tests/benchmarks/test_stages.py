@@ -5,8 +5,9 @@ from itertools import chain
 
 import pytest
 import torch
+from oracles.attention_oracle import PATTERNS
 
-from benchmarks.gpu import parts, stages, table, timing
+from benchmarks.gpu import correctness, parts, stages, table, timing
 from sparsering.kernels.triton import call, configs
 
 
@@ -19,6 +20,23 @@ def test_the_first_half_hour_is_25_minutes():
     assert seconds["first"] <= 4 * 60
     assert all(total <= 490 for total in seconds.values())  # a call's budget is 500 s
     assert sum(seconds.values()) - seconds["later"] <= 25 * 60
+
+
+def test_the_best_fifteen_minutes_show_the_main_figure_by_minute_four():
+    shapes = {"new masks": 2}  # of a GPU; the rehearsal has one
+    seconds = {
+        name: parts.PARTS[name].seconds / (shapes.get(name, 4) if cases else 1)
+        for name, cases in parts.QUARTER.items()
+    }
+    names = list(parts.QUARTER)
+    main = names.index("main shapes")
+    assert names[:main] == [parts.SMOKE, "ten results are right"]
+    assert sum(seconds[name] for name in names[: main + 1]) <= 4 * 60
+    assert sum(seconds.values()) <= 12.5 * 60  # the rest is starts of processes
+    for name, cases in parts.QUARTER.items():
+        assert set(cases) <= set(parts.PARTS[name].cases)
+    assert len(set(correctness.TEN)) == 10 and set(correctness.TEN) <= set(PATTERNS)
+    assert next(iter(parts.calls_by_name())) == "quarter"
 
 
 def test_a_digest_is_of_every_bit_and_its_place():

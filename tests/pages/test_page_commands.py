@@ -131,7 +131,10 @@ COMMANDS = [
         not_run="a minute of tiny sizes: tests/benchmarks/test_tables.py, slow",
     ),
     Command(r"make (test|fuzz)( SECONDS=3600)?", not_run="these are the tests"),
-    Command(r"python -m benchmarks\.gpu.*", not_run="tests/benchmarks/test_gpu.py"),
+    Command(
+        r"python -m benchmarks\.gpu.*|sh benchmarks/gpu/first\.sh",
+        not_run="tests/benchmarks/test_gpu.py",
+    ),
     Command(
         r"python tests/kernels/compile_triton\.py .*",
         not_run="tests/kernels/test_triton_compile.py compiles",

@@ -81,6 +81,7 @@ def test_what_a_message_says_to_type_runs(monkeypatch):
 # Each replaces one file, or records of the same measurement, in one step.
 RECORDS = [
     *("benchmarks/costs.py", "benchmarks/edges.py", "benchmarks/first_calls.py"),
+    "benchmarks/strangers.py",
     *("benchmarks/graphs.py", "benchmarks/unlike_heads.py", "benchmarks/programs.py"),
     "benchmarks/derivatives.py",
     "benchmarks/grids.py",
