@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from ....patterns.algebra import Pattern
 from ..name import NAME
@@ -71,6 +72,7 @@ class MaskRequest(NamedTuple):
     hides_documents: tuple[str, ...] = ()
     # each layer's number of keys, new ones included, if these numbers differ between layers
     layer_keys: tuple[int, ...] | None = None
+    cache: Cache | None = None  # of self-attention; None inside torch.compile
 
 
 class _Packing:

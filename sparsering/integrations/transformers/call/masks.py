@@ -15,7 +15,7 @@ from typing import Any, ClassVar, NoReturn
 import torch
 from torch import Tensor
 from transformers import masking_utils
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import Cache, DynamicLayer
 
 from ....ground.arguments import is_shape_alone
 from ....patterns.algebra import Frame, Mask, Mixture, Pattern
@@ -30,6 +30,7 @@ from .chosen import Chosen
 from .mask_kind import MaskKind, recognise, recognise_inside_compile, runs_by_neighbours
 from .once import once
 from .rows import Rows
+from .seen import own_cache, seen_tokens
 from .shapes import is_true
 
 # Arguments of a call that hide where documents begin, in the words of a warning.
@@ -137,6 +138,8 @@ class ModelMask:
     position_ids: Tensor | None = None  # of the model's call
     hides_documents: tuple[str, ...] = ()  # arguments of that call that hide its documents
     layer_keys: tuple[int, ...] | None = None  # each layer's number of keys, if the numbers differ
+    cache: Cache | None = None  # that the new keys are added to, if a call may check its keys
+    seen: int | None = None  # `seen_tokens` of that cache before this call
     packing_checked: bool = False  # so that packed documents cause one warning per forward pass
     state: CallState = PLAIN_CALL
 
@@ -375,6 +378,8 @@ def mask_interface(
         position_ids=request.position_ids,
         hides_documents=request.hides_documents,
         layer_keys=request.layer_keys,
+        cache=request.cache,
+        seen=seen_tokens(request.cache),
         packing_checked=request.is_cross,  # cross attention has no packed documents to warn of
         state=call_state(),
     )
@@ -448,6 +453,7 @@ def watch_requests() -> None:
                 is_cross=is_cross,
                 hides_documents=tuple(dict.fromkeys(hidden)),
                 layer_keys=_keys_of_layers(cache, given[embeds_name].shape[1]),
+                cache=own_cache(cache),
             )
 
     masking_utils._preprocess_mask_arguments = replacement(preprocess, watch)

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from ....distributed.ring import ring_attention
 from ....functional import attention
-from ....ground.arguments import shortened
+from ....ground.arguments import is_shape_alone, shortened
 from ....ground.numerics import merge_attention
 from ....ground.once import unseen
 from ....patterns.algebra import Pattern, parts_of
 from ....patterns.blocks import RandomBlocks
 from ....patterns.keys import KeyMask
-from ....patterns.positions import Causal
+from ....patterns.positions import Causal, Full
 from ....patterns.shifts import is_shift_invariant
 from ..families import QUERIES_BY_INDEX
 from ..model.config import pattern_of
@@ -26,6 +26,7 @@ from .calls import SharedCall
 from .chosen import Chosen
 from .masks import Inputs, InRuns, ModelMask, Options, SameRun, several_runs
 from .once import once
+from .seen import remember_tokens
 
 
 def attend_pattern(
@@ -36,6 +37,8 @@ def attend_pattern(
     kind, kv_len = mask.kind, key.shape[2]
     assert kind is not None
     in_steps = q_start + mask.kv_start > 0
+    if mask.cache is not None and pattern not in (Full(), Causal()):
+        once(mask, "kept", lambda: _check_kept(pattern, mask, q_start + mask.kv_start))
     if in_steps and any(isinstance(part, RandomBlocks) for part in parts_of(pattern)):
         raise ValueError(
             "decoding with a cache needs a pattern that does not depend on the length, got "
@@ -148,6 +151,49 @@ def _check_dropped(
             f"window; {shortened(str(pattern))} needs keys from {first} on and positions from 0; "
             "pass past_key_values=SparseCache(model)"
         )
+
+
+def _check_kept(pattern: Pattern, mask: ModelMask, held: int) -> None:
+    """Raises NotImplementedError if keys were dropped by hand from a cache of `held` keys.
+
+    If the cache holds what the last call left there, nothing else is looked at. Otherwise the
+    positions of the new tokens decide; reading them waits for the device, but only in this call.
+    """
+    assert mask.cache is not None
+    count = held + mask.shape[2]
+    if held not in (0, mask.seen):
+        tokens = _tokens_by_positions(mask, count)
+        if tokens is None:  # positions say nothing
+            tokens = count if mask.seen is None else max(count, mask.seen + mask.shape[2])
+        if tokens > count:
+            raise NotImplementedError(
+                f"the cache holds {held} keys of {tokens - mask.shape[2]} tokens, so keys were "
+                f"dropped, and {shortened(str(pattern))} would take the kept ones for neighbors; "
+                "use past_key_values=SparseCache(model), which drops what the pattern cannot see, "
+                "or give the prompt alone the pattern, by hf.using; if only the last tokens were "
+                "removed, do so by cache.crop, or pass position_ids that go on behind the others"
+            )
+    remember_tokens(mask.cache, count)
+
+
+def _tokens_by_positions(mask: ModelMask, count: int) -> int | None:
+    """Returns how many tokens the call's position_ids say there are, with the new ones.
+
+    It is `count` if each row's last position agrees with `count` keys, less padding or not. It is
+    None if the ids show nothing: there are none, or images and documents have numbered them anew.
+    """
+    ids = mask.position_ids
+    if ids is not None and ids.dim() == 3 and len(ids) == 4:
+        ids = ids[0]
+    if ids is None or ids.dim() != 2 or ids.shape[1] != mask.shape[2] or is_shape_alone(ids):
+        return None
+    tokens = [1 + position for position in ids[:, -1].tolist()]
+    valid = [count] * len(tokens)
+    if mask.valid_keys is not None and len(mask.valid_keys) == len(tokens):
+        valid = mask.valid_keys[:, :count].sum(1).tolist()
+    if all(x in (count, y) for x, y in zip(tokens, valid, strict=True)):
+        return count
+    return max(tokens) if max(tokens) > count else None
 
 
 def attend_shared(

@@ -26,6 +26,7 @@ from ....patterns.tree import Tree
 from ..call import calls
 from ..call.attention import attention_function
 from ..call.masks import mask_interface, watch_requests
+from ..call.seen import watch_crops
 from ..families import CONVERTED_NAMES
 from ..name import NAME, PAGED
 from . import adapters, config, indexers
@@ -48,6 +49,7 @@ def register() -> None:
     _take_patch_of_kvpress()
     AttentionMaskInterface.register(NAME, mask_interface)
     watch_requests()
+    watch_crops()
     adapters.watch_adapters(_give)
     check = PreTrainedModel._check_and_adjust_attn_implementation
     if not hasattr(check, NAME):
