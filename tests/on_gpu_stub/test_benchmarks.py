@@ -15,7 +15,8 @@ import sparsering as sr
 NO_COMPILER = "torch.compile"  # inductor does not trace the stub's operators
 QUICK = ("smoke", "stages, compiled", "stages and tiles", "share of dense", "new masks")
 SLOW = {
-    "ten results are right", "launches are right", "kernel tests are right", "memory and races are right", "profiles",
+    "ten results are right", "launches are right", "kernel tests are right",
+    "memory and races are right", "profiles",
     "main shapes are right", "calls are right", "ceilings", "main shapes", "lists", "packed heads",
     "founding table", "overhead", "layouts",
     "longnet", "windows", "documents", "selected blocks", "decoding", "every pattern is right",
