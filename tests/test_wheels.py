@@ -98,7 +98,8 @@ def test_a_wheel_that_writes_into_site_packages_is_refused(tmp_path):
     name = f"sparsering-{check_dist.VERSION}"
     wheel = tmp_path / f"{name}-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as archive:
-        for path in (ROOT / "sparsering").rglob("*.py"):
+        package = ROOT / "sparsering"
+        for path in (*package.rglob("*.py"), *package.rglob("*.json")):
             text = path.read_text()
             if path.parent.name == "sparsering" and path.name == "__init__.py":
                 text += '\n\nopen(__file__.replace("__init__.py", "left.txt"), "w").close()\n'

@@ -8,6 +8,7 @@
 Instructions are those that objdump disassembles, on x86 under Linux; symbols are read by nm.
 """
 
+import os
 import re
 import subprocess
 import sys
@@ -69,7 +70,7 @@ def stable_functions() -> set[str]:
     source = "#include <torch/csrc/stable/c/shim.h>\n"
     flags = ["-DTORCH_TARGET_VERSION=0x020b000000000000", *(f"-I{x}" for x in include_paths("cpu"))]
     done = subprocess.run(
-        ["c++", "-E", "-P", "-x", "c++", *flags, "-"],
+        [os.environ.get("CXX") or "c++", "-E", "-P", "-x", "c++", *flags, "-"],
         input=source,
         capture_output=True,
         text=True,
