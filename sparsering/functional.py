@@ -198,7 +198,8 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         queries reads as a row lists; another counts the slots that name keys which do not exist. A
         line per backend: "usable" or why not.
 
-    Raises: as `attention`. No layout is built, but for a `flash` that could run whole blocks.
+    Raises: as `attention`. No layout is built, but for a `flash` or `cudnn` that could run whole
+        blocks.
 
     Example:
         >>> print(explain(query, key, value, Causal()))

@@ -38,6 +38,10 @@ ABOUT = {  # name: (what it is, the devices it is written for)
         "**no GPU has run it yet**",
         "Hopper, Blackwell",
     ),
+    "cudnn": (
+        "cuDNN's block-sparse kernels, in half precision: whole blocks; **no GPU has run it yet**",
+        "Hopper, Blackwell",
+    ),
 }
 COMPUTED = [name for name in OPTIONS if name != "dropout_seed"]  # a seed belongs to dropout_p
 COMPUTED.append("coordinate_bias")  # a score_mod that kernels know

@@ -1,8 +1,7 @@
-"""Peers made for blocks: NVIDIA's kernels (cudnn-frontend) and FlashInfer's; both are optional.
+"""FlashInfer's kernels for blocks, an optional peer; NVIDIA's are the backend "cudnn".
 
-A call raises ImportError with the package's name if it is missing; the
-record shows it. The signatures are those of nvidia-cudnn-frontend 1.27 (`cudnn.BSA`, an
-experimental API) and flashinfer-python 0.7 (`BlockSparseAttentionWrapper`).
+A call raises ImportError with the package's name if it is missing; the record shows it. The
+signatures are those of flashinfer-python 0.7 (`BlockSparseAttentionWrapper`).
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +16,6 @@ from sparsering.layouts.layout import BlockLayout, Pass
 from .device import sized
 
 CUDNN, FLASHINFER = "cudnn block-sparse", "flashinfer"
-_PACKAGES = {"cudnn": "nvidia-cudnn-frontend[cutedsl]", "flashinfer": "flashinfer-python"}
 _WORKSPACE = sized(128 << 20, 1 << 10)  # bytes that FlashInfer recommends
 
 
@@ -39,59 +37,6 @@ def key_blocks(p: Pass, num_heads: int) -> tuple[Tensor, Tensor]:
     )
 
 
-def _needs(module: str) -> None:
-    if find_spec(module) is None:
-        raise ImportError(f"the package {_PACKAGES[module]} is not installed")
-
-
-def cudnn(args: Sequence[Tensor], layout: BlockLayout) -> Callable[[], Tensor]:
-    """Builds a call of cudnn-frontend's block-sparse attention, which has a backward.
-
-    The layout must be one pass of whole blocks of 64 or 128. Which of them a GPU supports depends
-    on the package's version; its own error says so.
-    """
-    tables: list[Tensor] = []
-
-    def run() -> Tensor:
-        _needs("cudnn")
-        if not tables:  # once, before anything is timed
-            heads = args[0].shape[1]
-            counts, index = key_blocks(layout.passes[0], heads)
-            counts, index = (x.int().expand(-1, heads, *x.shape[2:]) for x in (counts, index))
-            tables.extend((counts.contiguous(), index[..., : int(counts.max())].contiguous()))
-        out: Tensor = _Cudnn.apply(*args, *tables, layout.block_size)
-        return out
-
-    return run
-
-
-class _Cudnn(torch.autograd.Function):
-    """The package's forward and backward, which are functions apart, as one of torch's."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, counts: Tensor, index: Tensor,
-        block: int,
-    ) -> Tensor:  # fmt: skip
-        from cudnn import BSA
-
-        options = {"q2k_block_nums": counts, "sparse_block_size": block}
-        out, lse = BSA.block_sparse_attention_forward(query, key, value, index, **options)
-        ctx.save_for_backward(query, key, value, out, lse, counts, index)
-        ctx.block = block
-        result: Tensor = out
-        return result
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        from cudnn import BSA
-
-        *tensors, counts, index = ctx.saved_tensors
-        options = {"q2k_block_nums": counts, "sparse_block_size": ctx.block}
-        grads = BSA.block_sparse_attention_backward(grad.contiguous(), *tensors, index, **options)
-        return *grads, None, None, None
-
-
 class FlashInfer:
     """FlashInfer's block-sparse attention, forward only; all heads share one list of blocks.
 
@@ -108,7 +53,8 @@ class FlashInfer:
     def plan(self, row_ptr: Tensor, blocks: Tensor) -> None:
         """Prepares calls over a new choice of blocks, as compressed sparse rows on the GPU."""
         if self._wrapper is None:
-            _needs("flashinfer")
+            if find_spec("flashinfer") is None:
+                raise ImportError("the package flashinfer-python is not installed")
             from flashinfer import BlockSparseAttentionWrapper
 
             query = self._args[0]

@@ -113,7 +113,7 @@ def share_of_dense(width: int, block: int) -> Iterator[Row]:
     calls: dict[str, Callable[[], Tensor]] = {
         "ours, dense": ours(args, sr.Full(), block), "ours": ours(args, pattern, block),
         **dense(args),
-        block_sparse.CUDNN: block_sparse.cudnn(args, layout),
+        block_sparse.CUDNN: partial(sr.attention, *args, pattern, backend="cudnn"),
         block_sparse.FLASHINFER: block_sparse.FlashInfer(args, block).call(layout),
     }  # fmt: skip
     for backward in (False, True):

@@ -19,7 +19,7 @@ from ..patterns.selected import has_lists
 from . import cpu, dense, gather, torch_sparse, triton
 from .backend import Backend as Backend
 from .backend import over_layouts
-from .library import flash, sdpa
+from .library import cudnn, flash, sdpa
 from .library.whole import run_whole
 from .second_order import SecondOrder, of_sums, over_tiles_and_lists
 from .triton import configs
@@ -120,6 +120,13 @@ BACKENDS: dict[str, Backend] = {
         extras=flash.EXTRAS,
         only_named=True,
         refuses=flash.refuses,
+    ),
+    "cudnn": Backend(
+        reasons=cudnn.reasons,
+        run=partial(run_whole, "cudnn", cudnn.refuses, cudnn.attention),
+        extras=cudnn.EXTRAS,
+        only_named=True,
+        refuses=cudnn.refuses,
     ),
 }
 """All backends, in order of preference; the last ones run only if a call names them."""

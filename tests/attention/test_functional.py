@@ -366,6 +366,7 @@ def test_backends_are_named_with_reasons_why_not():
     found = sr.backends()
     usable = ("cpu", "triton", "gather", "reference", "torch_sparse", "sdpa")
     assert found.pop("flash")[0].startswith("neither FlashAttention-4 (package flash-attn-4)")
+    assert found.pop("cudnn")[0].startswith("the package nvidia-cudnn-frontend is missing")
     assert found == {name: [] for name in usable}  # Triton's interpreter is on
 
 
@@ -378,7 +379,7 @@ def test_explain_gives_a_line_for_each_backend():
     with sr.batch_invariant():
         runs, *lines = sr.explain(**tensors(), pattern=sr.Causal()).split("\n")
     assert runs == f"runs: cpu, blocks of 64; {SHAPES}"
-    names = ["cpu", "triton", "gather", "reference", "torch_sparse", "sdpa", "flash"]
+    names = ["cpu", "triton", "gather", "reference", "torch_sparse", "sdpa", "flash", "cudnn"]
     assert [line.split(": ")[0] for line in lines] == names == list(sr.backends())
     assert [name for name in names if f"{name}: usable" in lines] == ["cpu", "gather", "reference"]
     named = [name for name in names if f"{name}: usable (only when named)" in lines]

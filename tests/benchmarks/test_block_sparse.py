@@ -1,6 +1,6 @@
-"""cudnn-frontend and FlashInfer as peers. They run on no CPU: stand-ins compute what they are told.
+"""cuDNN and FlashInfer as peers. They run on no CPU: stand-ins compute what they are told.
 
-The stand-ins have the signatures of `cudnn.BSA` and of `flashinfer.BlockSparseAttentionWrapper`.
+That of FlashInfer has the signature of `flashinfer.BlockSparseAttentionWrapper`.
 """
 
 import itertools
@@ -14,7 +14,7 @@ from torch import Tensor
 
 import sparsering as sr
 from benchmarks.gpu import block_sparse, shapes
-from benchmarks.gpu.timing import with_gradients
+from sparsering.kernels.backends import BACKENDS
 
 BLOCK, LENGTH, HEADS = 64, 1024, 2
 PATTERN = sr.RandomBlocks(0.5, BLOCK, seed=3, per_head=False)
@@ -25,41 +25,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, blocks: Tensor) -> tuple[T
     """Dense attention [B, H, N, D] under a mask of blocks [B, H, rows, columns]."""
     mask = blocks.repeat_interleave(BLOCK, 2).repeat_interleave(BLOCK, 3)
     return dense_attention(query, key, value, mask)
-
-
-def told_blocks(index: Tensor, counts: Tensor, columns: int) -> Tensor:
-    assert index.dtype == counts.dtype == torch.int32
-    assert index.is_contiguous() and counts.is_contiguous()
-    assert index.shape == (1, HEADS, LENGTH // BLOCK, int(counts.max()))
-    assert counts.shape == index.shape[:3]
-    blocks = torch.zeros(*counts.shape, columns, dtype=torch.bool)
-    listed = torch.arange(index.shape[-1]) < counts[..., None]
-    for at in listed.nonzero().tolist():
-        blocks[(*at[:3], int(index[tuple(at)]))] = True
-    assert blocks.sum() == listed.sum()  # no block twice
-    return blocks
-
-
-class BSA:
-    @staticmethod
-    def block_sparse_attention_forward(
-        q_tensor, k_tensor, v_tensor, q2k_block_index, block_sparse_num=None, block_sizes=None,
-        q2k_block_nums=None, *, sparse_block_size=None,
-    ):  # fmt: skip
-        assert sparse_block_size == BLOCK and block_sparse_num is None and block_sizes is None
-        blocks = told_blocks(q2k_block_index, q2k_block_nums, k_tensor.shape[2] // BLOCK)
-        return attend(q_tensor, k_tensor, v_tensor, blocks)
-
-    @staticmethod
-    def block_sparse_attention_backward(
-        do_tensor, q_tensor, k_tensor, v_tensor, o_tensor, lse_tensor, q2k_block_index,
-        block_sparse_num=None, block_sizes=None, q2k_block_nums=None, *, sparse_block_size=None,
-    ):  # fmt: skip
-        assert sparse_block_size == BLOCK and lse_tensor.shape == o_tensor.shape[:3]
-        blocks = told_blocks(q2k_block_index, q2k_block_nums, k_tensor.shape[2] // BLOCK)
-        own = [x.detach().requires_grad_() for x in (q_tensor, k_tensor, v_tensor)]
-        with torch.enable_grad():
-            return torch.autograd.grad(attend(*own, blocks)[0], own, do_tensor)
 
 
 class BlockSparseAttentionWrapper:
@@ -86,7 +51,7 @@ class BlockSparseAttentionWrapper:
 @pytest.fixture
 def installed(monkeypatch) -> None:
     monkeypatch.setattr(block_sparse, "find_spec", lambda name: True)
-    monkeypatch.setitem(sys.modules, "cudnn", SimpleNamespace(BSA=BSA))
+    monkeypatch.setitem(BACKENDS, "cudnn", BACKENDS["gather"])  # see tests/kernels/test_cudnn.py
     flashinfer = SimpleNamespace(BlockSparseAttentionWrapper=BlockSparseAttentionWrapper)
     monkeypatch.setitem(sys.modules, "flashinfer", flashinfer)
 
@@ -100,17 +65,6 @@ def exact(args: list[Tensor], pattern: sr.Pattern, grad: Tensor) -> list[Tensor]
     own = [x.detach().double().requires_grad_() for x in args]
     out = sr.attention(*own, pattern, backend="reference")
     return [out, *torch.autograd.grad(out, own, grad.double())]
-
-
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("pattern", [PATTERN, PER_HEAD], ids=["shared", "of each head"])
-def test_cudnn_is_told_the_blocks_of_the_layout_forward_and_backward(args, pattern):
-    layout = pattern.layout(LENGTH, num_heads=HEADS, block_size=BLOCK)
-    call, grad = block_sparse.cudnn(args, layout), torch.randn_like(args[0])
-    out, *grads = exact(args, pattern, grad)
-    assert torch.allclose(call(), out.float(), atol=1e-5)
-    for ours, true in zip(with_gradients(call, args, grad)(), grads, strict=True):
-        assert torch.allclose(ours, true.float(), atol=1e-5)
 
 
 @pytest.mark.usefixtures("installed")
@@ -149,11 +103,11 @@ def test_the_share_of_dense_is_of_our_own_full_attention():
 @pytest.mark.usefixtures("small")
 def test_a_package_that_is_missing_is_named():
     rows = list(shapes.share_of_dense(16, BLOCK))
-    missing = {(row["backend"], row["failed"]) for row in rows if "failed" in row}
-    package = "ImportError: the package {} is not installed".format
+    missing = {row["backend"]: row["failed"] for row in rows if "failed" in row}
+    said = missing.pop(block_sparse.CUDNN)
+    assert said.startswith("NotImplementedError: cudnn: the package nvidia-cudnn-frontend is missi")
     assert missing == {
-        (block_sparse.CUDNN, package("nvidia-cudnn-frontend[cutedsl]")),
-        (block_sparse.FLASHINFER, package("flashinfer-python")),
+        block_sparse.FLASHINFER: "ImportError: the package flashinfer-python is not installed"
     }
 
 

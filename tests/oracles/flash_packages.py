@@ -48,7 +48,7 @@ def installed(*versions: int, capability: tuple[int, int] = (9, 0)) -> Iterator[
     """
     usable = BACKENDS["flash"]._replace(reasons=lambda *tensors: [])
     with (
-        _imported(modules(versions, capability)),
+        imported(modules(versions, capability)),
         mock.patch.dict(BACKENDS, {"flash": usable}),
         mock.patch.object(flash, "_installed", lambda: versions),
         mock.patch.object(flash, "_capability", lambda device: capability),
@@ -58,7 +58,7 @@ def installed(*versions: int, capability: tuple[int, int] = (9, 0)) -> Iterator[
 
 
 @contextmanager
-def _imported(stand_ins: dict[str, Any]) -> Iterator[None]:
+def imported(stand_ins: dict[str, Any]) -> Iterator[None]:
     """Puts modules among the imported ones; leaves alone what else is imported meanwhile."""
     before = {name: sys.modules[name] for name in stand_ins if name in sys.modules}
     sys.modules.update(stand_ins)

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from ...checks import reverse_mode_alone
 from ...ground.numerics import sum_dtype
 
-SECOND_DERIVATIVES = reverse_mode_alone("attention of another library (sdpa, flash)")
+SECOND_DERIVATIVES = reverse_mode_alone("attention of another library (sdpa, flash, cudnn)")
 
 
 def with_first_derivatives(*tensors: Tensor) -> list[Tensor]:

@@ -20,10 +20,10 @@ from torch.nn.functional import pad
 from ...call import Call
 from ...ground.arguments import per_entry
 from ...layouts.cache import layout_cache
-from ...layouts.layout import Pass
 from ...patterns.algebra import And, Frame, Pattern
 from ...patterns.positions import Causal, Documents, Full, Packed, SlidingWindow
 from ...patterns.varlen_mask import Varlen
+from .blocks import listed, whole_blocks, without_rows
 from .derivatives import (
     with_first_derivatives,
     with_positive_scale,
@@ -240,7 +240,7 @@ def _dense(
     blind = 0 if band.right is None else q_len - kv_len - band.right  # rows that see no key
     if blind > 0:
         empty = torch.arange(q_len, device=query.device) < blind
-        out, lse = _without_rows(out, lse, empty)
+        out, lse = without_rows(out, lse, empty)
     return out, lse
 
 
@@ -272,7 +272,7 @@ def _varlen(
     lse = lse.unflatten(1, (batch, frame.q_len)).transpose(0, 1)  # from [Hq, B * Nq]
     empty = _rows_without_keys(q_lengths.flatten(), k_lengths.flatten(), band.right)
     if empty.any():
-        out, lse = _without_rows(out, lse, empty.view(batch, 1, -1).to(device))
+        out, lse = without_rows(out, lse, empty.view(batch, 1, -1).to(device))
     return out, lse
 
 
@@ -292,11 +292,6 @@ def _rows(lengths: Any, batch: int) -> Tensor:
     most = max(map(len, entries), default=0)
     filled = [(*entry, *(0,) * (most - len(entry))) for entry in entries]
     return torch.tensor(filled, dtype=torch.int64).view(batch, most)
-
-
-def _without_rows(out: Tensor, lse: Tensor, empty: Tensor) -> tuple[Tensor, Tensor]:
-    """Sets out to 0 and lse to -inf where `empty` [..., Nq] says that a row has no keys."""
-    return torch.where(empty[..., None], 0.0, out), torch.where(empty, -torch.inf, lse)
 
 
 def _function(
@@ -354,9 +349,9 @@ def _block_sparse(
     blocks = _blocks(pattern, frame, query)
     assert isinstance(blocks, _Blocks)
     rows = _block_rows(frame, query)
-    listed = {"block_sparse_tensors": blocks.of_rows}
+    lists = {"block_sparse_tensors": blocks.of_rows}
     if learns:
-        listed["block_sparse_tensors_bwd"] = blocks.of_columns
+        lists["block_sparse_tensors_bwd"] = blocks.of_columns
     out, lse = flash_attn_func(
         *(x.transpose(1, 2) for x in (query, key, value)),
         softmax_scale=scale,
@@ -370,11 +365,11 @@ def _block_sparse(
                 full_block_idx=index,
                 block_size=(rows, _BLOCK),
             )
-            for name, (counts, index) in listed.items()
+            for name, (counts, index) in lists.items()
         },
     )
     empty = (blocks.of_rows[0] == 0).repeat_interleave(rows, 2)[..., : frame.q_len]
-    return _without_rows(out.transpose(1, 2), lse, empty)
+    return without_rows(out.transpose(1, 2), lse, empty)
 
 
 class _Blocks(NamedTuple):
@@ -391,14 +386,7 @@ class _Blocks(NamedTuple):
     @classmethod
     def listed(cls, visits: Tensor) -> "_Blocks":
         """Lists the blocks that are True in `visits` [B or 1, H or 1, rows, columns]."""
-        rows, columns = (
-            (
-                x.sum(3, dtype=torch.int32),
-                x.int().argsort(dim=3, descending=True, stable=True).int(),
-            )
-            for x in (visits, visits.mT)
-        )
-        return cls(of_rows=rows, of_columns=columns)
+        return cls(of_rows=listed(visits), of_columns=listed(visits.mT))
 
 
 def _block_rows(frame: Frame, query: Tensor) -> int:
@@ -431,7 +419,7 @@ def _blocks(pattern: Pattern, frame: Frame, query: Tensor) -> _Blocks | str:
         return _Blocks.listed(visits[:, :, ::2] if pair else visits)
     (p,) = layout.passes
     if (blocks := p.memo.get(("flash", pair))) is None:
-        visited = _visits(p, frame)
+        visited = whole_blocks(p, frame, _BLOCK)
         if pair and isinstance(visited, Tensor):
             visited = _of_two_rows(visited)
         if isinstance(visited, Tensor) and (tables := visited.shape[1]) > 1:
@@ -440,29 +428,6 @@ def _blocks(pattern: Pattern, frame: Frame, query: Tensor) -> _Blocks | str:
         p.memo["flash", pair] = blocks
     found: _Blocks | str = blocks
     return found
-
-
-def _visits(p: Pass, frame: Frame) -> Tensor | str:
-    """Returns which blocks of 128 x 128 a pass visits, bool [B or 1, H or 1, rows, columns].
-
-    Returns a text that says why not if the pass does not consist of whole blocks.
-    """
-    rows, columns = frame.q_len // _BLOCK, frame.kv_len // _BLOCK
-    is_regular = p.step == 1 and all(
-        torch.equal(start, torch.arange(n, device=start.device)[None] * _BLOCK)
-        for start, n in ((p.query_start, rows), (p.key_start, columns))
-    )
-    if not is_regular or len(p.bitmaps):
-        return (
-            f"it needs blocks of {_BLOCK} tokens in which every query sees every key, or none; "
-            "this pattern has others"
-        )
-    row = p.query_tiles().long().clamp(max=rows - 1)  # [Bt, Ht, entries]
-    is_entry = torch.arange(row.shape[2], device=row.device) < p.num_entries[..., None]
-    column = torch.where(is_entry, p.key_tile.long(), columns)  # padding has a column of its own
-    visits = row.new_zeros(*row.shape[:2], rows * (columns + 1), dtype=torch.bool)
-    visits.scatter_(2, row * (columns + 1) + column, True)
-    return visits.unflatten(2, (rows, columns + 1))[..., :columns]
 
 
 def _of_two_rows(visits: Tensor) -> Tensor | str:
