@@ -366,7 +366,7 @@ def test_backends_are_named_with_reasons_why_not():
     found = sr.backends()
     usable = ("cpu", "triton", "gather", "reference", "torch_sparse", "sdpa")
     assert found.pop("flash")[0].startswith("neither FlashAttention-4 (package flash-attn-4)")
-    assert found.pop("cudnn")[0].startswith("the package nvidia-cudnn-frontend is missing")
+    assert found.pop("cudnn")[0].startswith("the package nvidia-cudnn-frontend is not in")
     assert found == {name: [] for name in usable}  # Triton's interpreter is on
 
 

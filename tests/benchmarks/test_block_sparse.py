@@ -105,7 +105,7 @@ def test_a_package_that_is_missing_is_named():
     rows = list(shapes.share_of_dense(16, BLOCK))
     missing = {row["backend"]: row["failed"] for row in rows if "failed" in row}
     said = missing.pop(block_sparse.CUDNN)
-    assert said.startswith("NotImplementedError: cudnn: the package nvidia-cudnn-frontend is missi")
+    assert said.startswith("NotImplementedError: cudnn: the package nvidia-cudnn-frontend is not")
     assert missing == {
         block_sparse.FLASHINFER: "ImportError: the package flashinfer-python is not installed"
     }

@@ -115,7 +115,7 @@ def test_calls_without_queries_or_keys_do_not_reach_the_package():
 
 
 def test_it_says_why_it_cannot_run_here(monkeypatch, tmp_path):
-    missing = "the package nvidia-cudnn-frontend is missing, or has no block-sparse attention"
+    missing = "the package nvidia-cudnn-frontend is not installed, or has no block-sparse attention"
     assert sr.backends()["cudnn"] == [missing, "torch sees no CUDA GPU"]
     monkeypatch.syspath_prepend(tmp_path)
     for folder, there in (("cudnn", False), ("cudnn/block_sparse_attention", True)):

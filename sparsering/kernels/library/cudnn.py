@@ -41,7 +41,7 @@ def reasons(*tensors: Tensor) -> list[str]:
     """Returns why it cannot run on these tensors or on this machine; [] if it can."""
     faults = []
     if not _is_installed():
-        faults.append(f"the package {_PACKAGE} is missing, or has no block-sparse attention")
+        faults.append(f"the package {_PACKAGE} is not installed, or has no block-sparse attention")
     if any(x.device.type != "cuda" for x in tensors):
         faults.append("it runs on cuda tensors")
     elif not torch.cuda.is_available():
