@@ -18,8 +18,8 @@ from ..ground.rows import expand_counts, number_rows
 from ..layouts.bitmaps import count_pairs as count_bits
 from ..layouts.bitmaps import unpack
 from ..layouts.compile import evaluate
-from ..layouts.leaves import EMPTY, FULL, Condition, Origin, TilePairs
-from ..layouts.lower import condition
+from ..layouts.leaves import EMPTY, FULL, VARIES, Condition, Origin, TilePairs
+from ..layouts.lower import condition, native_table
 from ..layouts.terms import disjoint_terms, terms
 from ..layouts.tiles import Axis, Grid, Ranges, Spans
 from ..patterns.algebra import Frame, Mask, joined_masks
@@ -154,10 +154,12 @@ def visits(
     for (grid, term), (_, rest) in zip(terms(mask, size), disjoint_terms(mask, size), strict=True):
         # `rest` has those pairs of `term` that no earlier term has, so that each pair counts once
         rule, rule_of_rest = condition(term, frame), condition(rest, frame)
-        for pairs in _pairs(rule, grid, size, frame, queries, keys):
+        for pairs, found in _pairs(rule, grid, size, frame, queries, keys):
             piece, sender = queries.piece_of(pairs.q), keys.rank[keys.piece_of(pairs.k)]
             place = queries.label[piece] * world + sender
-            status = rule.status(pairs) if list_keys or rest is term else None
+            status = found
+            if status is None and (list_keys or rest is term):
+                status = rule.status(pairs)
             if count:
                 known = status if rest is term else None
                 number_of_pairs = _pairs_of(rule_of_rest, rest, pairs, size, frame, known)
@@ -253,12 +255,23 @@ def _first_size(mask: Mask, frame: Frame) -> int:
 
 def _pairs(
     rule: Condition, grid: Grid, size: int, frame: Frame, queries: Cut, keys: Cut
-) -> Iterator[TilePairs]:
-    """Yields batches of tile pairs that may contain an attending (query, key) pair."""
+) -> Iterator[tuple[TilePairs, Tensor | None]]:
+    """Yields batches of tile pairs that may contain an attending (query, key) pair.
+
+    With each batch it yields the status of the pairs, if the compiled kernel has found them, or
+    None. The kernel lists the smallest tiles, of masks that it can express.
+    """
     offset = grid.offset_of(0, 1)
     every_q, k = (grid.axis(pieces.ranges, size, offset) for pieces in (queries, keys))
     for rows in torch.arange(len(every_q)).split(_ROWS_AT_A_TIME):
         q = every_q[rows]
+        if size == _LEAF and (table := native_table(rule, q, k, size)) is not None:
+            row_ptr, column, bitmap, _, _ = table
+            row = torch.repeat_interleave(row_ptr.diff())
+            for part in torch.arange(len(row)).split(_AT_A_TIME):
+                pairs = TilePairs.of_sequence(q[row[part]], k[column[part]], frame.kv_len)
+                yield pairs, torch.where(bitmap[part] < 0, FULL, VARIES).to(torch.int8)
+            continue
         spans = rule.candidates(q, k, Origin.of_sequence(len(q), frame.kv_len))
         span, number = expand_counts(-(-(spans.end - spans.begin) // _AT_A_TIME))
         begin = spans.begin[span] + number * _AT_A_TIME
@@ -270,7 +283,7 @@ def _pairs(
             pair = begin[part][span] + number
             row, column = pair // len(k), pair % len(k)
             real = (q.count[row] > 0) & (k.count[column] > 0)
-            yield TilePairs.of_sequence(q[row[real]], k[column[real]], frame.kv_len)
+            yield TilePairs.of_sequence(q[row[real]], k[column[real]], frame.kv_len), None
 
 
 def _visited_keys(

@@ -1,10 +1,12 @@
 """Plans against the definition: needed tokens, bytes and loads counted from dense tables."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 from helpers.thinned import thinned
+from helpers.torch_tables import only_torch
 from hypothesis import strategies as st
 from oracles import patterns_oracle
 from oracles.attention_oracle import PATTERNS, Case
@@ -13,6 +15,8 @@ from oracles.strategies import examples, scenes, specs
 
 import sparsering as sr
 from sparsering.distributed import RingPlan, needs
+from sparsering.kernels.cpu.build import library
+from sparsering.layouts.cache import layout_cache
 from sparsering.layouts.terms import distinct_heads, terms
 from sparsering.patterns.algebra import Frame
 
@@ -290,6 +294,26 @@ def test_auto_looks_at_each_tile_once(pattern, monkeypatch):
     frame = Frame.build(1001, 1001, 2, 2, 0)
     masks = {mask for masks in distinct_heads(pattern, frame) for mask in masks}
     assert len(looks) == sum(len(terms(mask, 128)) for mask in masks)
+
+
+@pytest.mark.parametrize("per_head", [True, False])
+@pytest.mark.parametrize("sharding", ["contiguous", "auto"])
+def test_the_compiled_kernel_finds_what_torch_finds(per_head, sharding):
+    """The status of the smallest tiles; the kernel lists them in place of torch's operators."""
+    library()
+    near = sr.BlockWindow(1, 64) | sr.SlidingWindow(200)
+    pattern = (sr.RandomBlocks(0.1, 64, per_head=per_head) | near) & sr.Causal()
+    found = []
+    for tables in (nullcontext, only_torch):
+        layout_cache.clear()
+        with tables():
+            plan = RingPlan.build(pattern, 5000, 4, num_heads=2, sharding=sharding)
+            loads = plan.loads.tolist()
+        needs_ = [(x.number.tolist(), x.start.tolist(), x.last.tolist()) for x in plan.needs]
+        found.append((plan.sharding, plan.need_of, needs_, loads))
+    assert found[0] == found[1]
+    dense = pattern.to_dense(5000, num_heads=2)  # of one head if all are alike
+    assert sum(found[0][3]) == dense.sum() * 2 // len(dense)
 
 
 @pytest.mark.slow

@@ -95,6 +95,14 @@ def named(length: int) -> dict[str, sr.Pattern]:
         "random blocks": sr.RandomBlocks(0.2, 32),
         "random small blocks": sr.RandomBlocks(0.4, 13, per_head=False) & sr.SlidingWindow(150),
         "random blocks of strides": sr.RandomBlocks(0.3, 30) & sr.SlidingWindow(None, None, 3),
+        "random blocks and near ones": (
+            (sr.RandomBlocks(0.05, 16, per_head=False) | sr.BlockWindow(1, 16)) & sr.Causal()
+        ),
+        "random blocks and a window": sr.RandomBlocks(0.1, 13) | sr.SlidingWindow(40, 9, 2),
+        "random blocks and levels": (
+            sr.RandomBlocks(0.1, 20) | sr.Hierarchical(((20, 80), (60, 300)), 20)
+        ),
+        "random blocks of two draws": sr.RandomBlocks(0.1, 16) | sr.RandomBlocks(0.02, 48, seed=1),
         "a large table of blocks": sr.Blocks(torch.rand(300, 400, generator=generator) < 0.2, 16),
         "a table of small blocks": sr.Blocks(table, 13) & sr.SlidingWindow(150, 90),
         "a table of one block": sr.Blocks(torch.ones(1, 1, dtype=torch.bool), 4096) & sr.Causal(),

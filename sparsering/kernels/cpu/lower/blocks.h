@@ -27,7 +27,7 @@ class BlockRows {
   BlockRows() = default;
   // For random blocks: each query block sees `count` of `blocks` key blocks.
   BlockRows(int64_t key, int64_t blocks, int64_t count)
-      : key_(key), blocks_(blocks), count_(count) {
+      : key_(key), blocks_(blocks), count_(count), words_(blocks / 64 + 1) {
     SPARSERING_CHECK(count >= 0 && count <= blocks, "sparsering: malformed random blocks");
   }
   // For listed blocks: query block i sees key block j < blocks if i * blocks + j is in `listed`,
@@ -42,14 +42,29 @@ class BlockRows {
 
   // Returns how many key blocks from keys.first to keys.last a query block sees.
   int64_t count(int64_t query, const Side& keys) const {
-    if (query < 0) return 0;
-    if (words_) {
-      if (query * words_ >= std::ssize(bits_)) return 0;  // past the last row with a block
-      return ones(query, std::max<int64_t>(keys.first, 0), std::min(keys.last, blocks_ - 1));
+    if (query < 0 || keys.first > keys.last) return 0;
+    if (is_drawn()) {
+      const uint64_t* row = row_of(query);
+      return below(row, keys.last + 1) - below(row, keys.first);
     }
-    const std::vector<int64_t>& row = row_of(query);
-    return std::upper_bound(row.begin(), row.end(), keys.last) -
-           std::lower_bound(row.begin(), row.end(), keys.first);
+    if (query * words_ >= std::ssize(bits_)) return 0;  // past the last row with a block
+    return ones(query, std::max<int64_t>(keys.first, 0), std::min(keys.last, blocks_ - 1));
+  }
+
+  // Returns the first key block >= `block` that a query block sees, or `none`.
+  int64_t next(int64_t query, int64_t block, int64_t none) const {
+    if (query < 0) return none;
+    const uint64_t* row = row_of(query);
+    block = std::max<int64_t>(block, 0);
+    for (int64_t at = block / 64; at < words_; ++at) {
+      const uint64_t past = at == block / 64 ? ~uint64_t{0} << block % 64 : ~uint64_t{0};
+      if (const uint64_t bits = row[at] & past) return 64 * at + std::countr_zero(bits);
+    }
+    return none;
+  }
+
+  bool is_drawn() const {
+    return count_ >= 0;
   }
 
  private:
@@ -66,19 +81,35 @@ class BlockRows {
     return count;
   }
 
-  const std::vector<int64_t>& row_of(int64_t query) const {
-    const auto [found, is_new] = rows_.try_emplace(query);
-    std::vector<int64_t>& row = found->second;
-    if (!is_new) return row;
+  // Counts the key blocks before `block` in a drawn row.
+  int64_t below(const uint64_t* row, int64_t block) const {
+    block = std::clamp<int64_t>(block, 0, blocks_);
+    const uint64_t bits = row[block / 64] & ((uint64_t{1} << block % 64) - 1);
+    return static_cast<int64_t>(row[words_ + block / 64]) + std::popcount(bits);
+  }
+
+  // Returns a drawn row: `words_` words of bits, then the number of bits before each word.
+  const uint64_t* row_of(int64_t query) const {
+    if (query == latest_) return bits_.data() + place_;
+    const auto [found, is_new] = places_.try_emplace(query, std::ssize(bits_));
+    latest_ = query, place_ = found->second;
+    if (!is_new) return bits_.data() + place_;
+    bits_.resize(bits_.size() + 2 * words_);
+    uint64_t* row = bits_.data() + place_;
     const bool diagonal = query < blocks_;
     const int64_t others = blocks_ - diagonal;
     const uint64_t key = hash(static_cast<uint64_t>(query));
+    int half_bits = 1;
+    while ((int64_t{1} << (2 * half_bits)) < others) ++half_bits;
     for (int64_t i = 0; i < count_ - diagonal; ++i) {
-      const int64_t image = permuted(i, others, key);
-      row.push_back(image + (diagonal && image >= query));
+      int64_t image = permuted(i, others, half_bits, key);
+      image += diagonal && image >= query;
+      row[image / 64] |= uint64_t{1} << image % 64;
     }
-    if (diagonal) row.push_back(query);
-    std::sort(row.begin(), row.end());
+    if (diagonal) row[query / 64] |= uint64_t{1} << query % 64;
+    for (int64_t i = 1; i < words_; ++i) {
+      row[words_ + i] = row[words_ + i - 1] + std::popcount(row[i - 1]);
+    }
     return row;
   }
 
@@ -95,10 +126,8 @@ class BlockRows {
   }
 
   // Permutes [0, size): a Feistel network permutes [0, 4^h), and is applied until the result is
-  // below size.
-  static int64_t permuted(int64_t index, int64_t size, uint64_t key) {
-    int half_bits = 1;
-    while ((int64_t{1} << (2 * half_bits)) < size) ++half_bits;
+  // below size. `half_bits` is h.
+  static int64_t permuted(int64_t index, int64_t size, int half_bits, uint64_t key) {
     uint64_t value = static_cast<uint64_t>(index);
     do {
       value = network(value, half_bits, key);
@@ -120,10 +149,13 @@ class BlockRows {
     return left << half_bits | right;
   }
 
-  int64_t key_ = 0, blocks_ = 0, count_ = 0;
-  int64_t words_ = 0;  // number of words in a row of `bits_`; 0 if blocks are drawn
-  std::vector<uint64_t> bits_;
-  mutable std::unordered_map<int64_t, std::vector<int64_t>> rows_;
+  int64_t key_ = 0, blocks_ = 0;
+  int64_t count_ = -1;  // number of key blocks of a row; -1 if they are listed
+  int64_t words_ = 0;   // number of words with the bits of a row
+  mutable std::vector<uint64_t> bits_;
+  // where drawn rows begin in `bits_`, and the latest one; no pointers, so that threads have copies
+  mutable std::unordered_map<int64_t, int64_t> places_;
+  mutable int64_t latest_ = -1, place_ = 0;
 };
 
 }  // namespace sparsering::cpu::lower

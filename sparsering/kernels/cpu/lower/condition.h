@@ -144,14 +144,32 @@ class Condition {
 
   // True if `next` tells which keys a tile of queries does not see.
   bool skips() const {
+    const auto is_narrow = [](const Condition& x) { return x.skips() || x.sides() == 3; };
     if (kind_ == kAllOf) return std::ranges::any_of(parts_, &Condition::skips);
-    if (kind_ == kAnyOf) return std::ranges::all_of(parts_, &Condition::skips);
-    return kind_ == kNeighbourhood;
+    if (kind_ == kAnyOf) {
+      return std::ranges::any_of(parts_, &Condition::skips) &&
+             std::ranges::all_of(parts_, is_narrow);
+    }
+    return kind_ == kNeighbourhood || (kind_ == kBlockRows && rows_.is_drawn());
   }
 
   // A lower bound of the first key from `position` on that some query of a tile sees.
   int64_t next(const Side& q, int64_t position) const {
     if (kind_ == kNeighbourhood) return grid_.next(q, position);
+    if (kind_ == kLinear) return next_of_linear(q, position);
+    if (kind_ == kInBlocks || (kind_ == kBlockRows && rows_.is_drawn())) {
+      const Side rows = q.blocks(c_[0]);
+      const int64_t block = floor_div(position, c_[1]);
+      int64_t found = kNoPosition;
+      if (kind_ == kInBlocks) {
+        found = parts_[0].next(rows, block);
+      } else {
+        for (int64_t i = rows.first; i <= rows.last; ++i) {
+          found = std::min(found, rows_.next(i, block, kNoPosition));
+        }
+      }
+      return found == kNoPosition ? found : std::max(position, found * c_[1]);
+    }
     if (kind_ != kAllOf && kind_ != kAnyOf) return position;
     int64_t found = kind_ == kAllOf ? position : kNoPosition;
     for (const Condition& part : parts_) {
@@ -348,6 +366,25 @@ class Condition {
   }
 
  private:
+  // Returns 1 if the first keys that a query sees move with it, 2 if the last ones do, 3 for both.
+  int sides() const {
+    if (kind_ == kLinear) return c_[0] && c_[1] ? (c_[1] > 0 ? 1 : 2) : 0;
+    if (kind_ == kInBlocks) return parts_[0].sides();
+    int found = kind_ == kAnyOf && !parts_.empty() ? 3 : 0;
+    for (const Condition& part : parts_) {
+      if (kind_ == kAnyOf) found &= part.sides();
+      if (kind_ == kAllOf) found |= part.sides();
+    }
+    return found;
+  }
+
+  // `next` for a q + b k >= c.
+  int64_t next_of_linear(const Side& q, int64_t position) const {
+    const int64_t least = c_[2] - std::max(c_[0] * q.first, c_[0] * q.last);  // of b k
+    if (c_[1] > 0) return std::max(position, -floor_div(-least, c_[1]));
+    return c_[1] * position >= least ? position : kNoPosition;
+  }
+
   bool blocks_hold(int64_t query, int64_t key) const {
     return kind_ == kBlockRows ? rows_.count(query, {key, key, 1}) > 0
                                : parts_[0].status({{query, query, 1}, {key, key, 1}}) == kFull;
