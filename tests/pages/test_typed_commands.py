@@ -84,7 +84,7 @@ RECORDS = [
     "benchmarks/strangers.py",
     *("benchmarks/graphs.py", "benchmarks/unlike_heads.py", "benchmarks/programs.py"),
     "benchmarks/derivatives.py",
-    "benchmarks/grids.py",
+    *("benchmarks/grids.py", "benchmarks/masks.py"),
     "benchmarks/batch_invariant.py",
     *("benchmarks/neighbourhoods.py", "benchmarks/serving.py", "benchmarks/meshes.py"),
     "benchmarks/export.py",
