@@ -249,7 +249,7 @@ def run_libraries(wheel: Path, python: Path) -> None:
 
 def run_emulated(wheel: Path, environment: Path) -> None:
     """Attends with the wheel for Arm, and runs tests of the kernels, under qemu."""
-    *emulator, python = emulated.prepared(environment)
+    python = emulated.prepared(environment)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         site, empty, tools = (folder / x for x in ("site-packages", "bin", "tools"))
@@ -259,10 +259,9 @@ def run_emulated(wheel: Path, environment: Path) -> None:
         of_arm = ["--platform", "manylinux_2_28_aarch64", "--only-binary", ":all:"]
         subprocess.run([*pip, *of_arm, "--target", str(site), str(wheel)], check=True)
         settings = {"CXX": "no-such", "PYTHONPATH": str(site), "OMP_NUM_THREADS": "1"}
-        found = attend(Path(python), folder / "cache", empty, settings, emulator)
+        found = attend(python, folder / "cache", empty, settings)
         expect(found["runs"] == "cpu" and not found["told"], f"emulated: {found}")
-        command = [*emulator, python]
-        told = run_wheel_tests(command, folder, settings, EMULATED_TESTS, EMULATED_TESTS_LEFT_OUT)
+        told = run_wheel_tests([python], folder, settings, EMULATED_TESTS, EMULATED_TESTS_LEFT_OUT)
     print(f"{wheel.name} on torch {found['torch']}, emulated: {found['error']:.1e} off, {told}")
 
 

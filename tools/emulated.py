@@ -1,12 +1,13 @@
 """Prepares a folder with Python and torch for 64-bit Arm, which this machine runs by emulation.
 
-    python tools/emulated.py runs/aarch64              # prepares; prints the command
-    python tools/emulated.py runs/aarch64 -c "import torch; print(torch.__version__)"
+    python tools/emulated.py runs/aarch64              # prepares; prints the interpreter
+    python tools/emulated.py runs/aarch64 -m pytest -m "not slow" tests/kernels/test_cpu.py
 
 Python and the C libraries are packages of Debian, torch and NumPy are wheels. Nothing is installed
-on this machine: it needs `qemu-aarch64-static` and `aarch64-linux-gnu-gcc`. PyPI's torch for Arm
-links to CUDA's libraries. The folder has stand-ins for them, whose functions return an error, so
-that torch finds no GPU. A call takes some twenty times as long as on a processor of its own.
+on this machine: it needs `qemu-aarch64-static` and `aarch64-linux-gnu-g++`, which compiles the
+kernel when a command runs in this checkout. PyPI's torch for Arm links to CUDA's libraries. The
+folder has stand-ins for them, whose functions return an error, so that torch finds no GPU. A call
+takes some twenty times as long as on a processor of its own.
 """
 
 import os
@@ -17,7 +18,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-QEMU, COMPILER = "qemu-aarch64-static", "aarch64-linux-gnu-gcc"
+QEMU, COMPILER = "qemu-aarch64-static", "aarch64-linux-gnu-g++"
 PROCESSOR = "neoverse-n1"  # of an AWS Graviton 2: Neon alone
 PLATFORMS = ("manylinux_2_28_aarch64", "manylinux_2_27_aarch64", "manylinux_2_17_aarch64", "any")
 # What torch's wheel asks for beside CUDA, and what the kernels' tests import.
@@ -41,11 +42,18 @@ def main() -> int:
     """Prepares the folder that is named, and runs its Python with the other arguments."""
     if len(sys.argv) < 2:
         sys.exit("emulated: name a folder, as in `python tools/emulated.py runs/aarch64`")
-    command = prepared(Path(sys.argv[1]))
+    python = prepared(Path(sys.argv[1]))
     if len(sys.argv) == 2:
-        print(" ".join(command))
+        print(python)
         return 0
-    return subprocess.run([*command, *sys.argv[2:]], check=False).returncode
+    settings = {
+        "CXX": os.environ.get("CXX", COMPILER),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "PYTHONPATH": os.environ.get("PYTHONPATH", str(ROOT)),
+        "SPARSERING_CACHE": str(python.with_name("kernels")),
+    }
+    command = [str(python), *sys.argv[2:]]
+    return subprocess.run(command, env=os.environ | settings, check=False).returncode
 
 
 def lacking() -> list[str]:
@@ -54,8 +62,8 @@ def lacking() -> list[str]:
     return [name for name in needed if shutil.which(name) is None]
 
 
-def prepared(folder: Path) -> list[str]:
-    """Returns the command of the emulated Python; the first time, its folder is filled."""
+def prepared(folder: Path) -> Path:
+    """Returns the emulated Python, a script; the first time, its folder is filled."""
     if lacks := lacking():
         sys.exit(
             f"emulated: needs {', '.join(lacks)}: on Debian, "
@@ -65,21 +73,21 @@ def prepared(folder: Path) -> list[str]:
     folder = folder.resolve()
     root, stand_ins = folder / "root", folder / "cuda"
     site = root / "usr" / "lib" / "python3" / "dist-packages"
-    done = folder / "done"
-    if not done.exists():
+    python = folder / "python"
+    if not python.exists():
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         unpack_system(folder, root)
         describe_processor(root)
-        (python,) = (root / "usr" / "bin").glob("python3.[0-9]*[0-9]")
-        install_packages(python.name.removeprefix("python"), site)
+        (binary,) = (root / "usr" / "bin").glob("python3.[0-9]*[0-9]")
+        install_packages(binary.name.removeprefix("python"), site)
         make_stand_ins(site / "torch", stand_ins)
-        done.write_text(python.name)
-    python = root / "usr" / "bin" / done.read_text()
-    return [
-        *(QEMU, "-cpu", PROCESSOR, "-L", str(root)),
-        *("-E", f"LD_LIBRARY_PATH={stand_ins}", str(python)),
-    ]
+        # processes that tests start are emulated too
+        (site / "emulated.pth").write_text(f"import sys; sys.executable = {str(python)!r}\n")
+        emulator = f"{shutil.which(QEMU)} -cpu {PROCESSOR} -L {root} -E LD_LIBRARY_PATH={stand_ins}"
+        python.write_text(f'#!/bin/sh\nexec {emulator} {binary} "$@"\n')
+        python.chmod(0o755)
+    return python
 
 
 def unpack_system(folder: Path, root: Path) -> None:
@@ -150,9 +158,10 @@ def make_stand_ins(torch: Path, folder: Path) -> None:
             elif len(fields) >= 8 and fields[0].rstrip(":").isdigit():
                 (wanted if fields[6] == "UND" else held).add(fields[7].partition("@")[0])
     functions = sorted(name for name in wanted - held if IS_OF_CUDA.match(name))
-    source, script = folder / "functions.c", folder / "versions.map"
+    source, script = folder / "functions.cpp", folder / "versions.map"
     # 100 says "no device" to CUDA's callers, and is an error to those of the other libraries
-    source.write_text("".join(f"int {name}(void) {{ return 100; }}\n" for name in functions))
+    lines = [f"int {name}() {{ return 100; }}" for name in functions]
+    source.write_text("\n".join(('extern "C" {', *lines, "}\n")))
     own = {library.name for library in libraries}
     for name in sorted(linked - own):
         if not re.match("lib(cu|nccl|nv)", name):
