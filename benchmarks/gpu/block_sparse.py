@@ -19,22 +19,18 @@ CUDNN, FLASHINFER = "cudnn block-sparse", "flashinfer"
 _WORKSPACE = sized(128 << 20, 1 << 10)  # bytes that FlashInfer recommends
 
 
-def key_blocks(p: Pass, num_heads: int) -> tuple[Tensor, Tensor]:
+def key_blocks(p: Pass) -> tuple[Tensor, Tensor]:
     """Lists the key blocks of each row: counts int32 [B, H, rows], blocks [B, H, rows, columns].
 
     Blocks beyond a row's count are 0. A table that all heads share stays one, with H = 1.
     """
     rows, columns = p.query_start.shape[1], p.key_start.shape[1]
     counts = p.row_ptr.diff().int()
-    heads = 1 if counts.shape[1] == 1 else num_heads
     slot = torch.arange(columns, device=counts.device)
     place = p.row_ptr[..., :-1, None].long() + slot  # index in `key_tile` of each slot
     place = place.clamp(max=p.key_tile.shape[2] - 1).flatten(2)
     index = p.key_tile.gather(2, place).unflatten(2, (rows, columns))
-    index = torch.where(slot < counts[..., None], index, 0)
-    return counts.repeat_interleave(heads // counts.shape[1], 1), index.repeat_interleave(
-        heads // index.shape[1], 1
-    )
+    return counts, torch.where(slot < counts[..., None], index, 0)
 
 
 class FlashInfer:
@@ -82,8 +78,7 @@ class FlashInfer:
 
 def sparse_rows(layout: BlockLayout) -> tuple[Tensor, Tensor]:
     """Returns (row_ptr, blocks), int32, of a layout of one pass whose heads see equal blocks."""
-    p = layout.passes[0]
-    counts, index = key_blocks(p, p.row_ptr.shape[1])
+    counts, index = key_blocks(layout.passes[0])
     if not bool((counts == counts[:, :1]).all() and (index == index[:, :1]).all()):
         raise NotImplementedError("FlashInfer has one list of blocks for all heads")
     counts, index = counts[0, 0], index[0, 0]
