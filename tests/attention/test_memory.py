@@ -228,6 +228,19 @@ def scratch() -> int:
     return torch.get_num_threads() * 8 * 128 * 256 * FLOAT
 
 
+def test_sums_of_long_key_tiles_do_not_grow_with_the_pairs():
+    """Clean blocks are seen by far more queries than noisy ones, so their sums are in pieces.
+
+    All pieces of this call would be 120 MB.
+    """
+    length, most_of_pieces = 32 << 10, 32 << 20
+    args, pattern = inputs(length), sr.BlockDiffusion(length // 2, 32)
+    forward(args, pattern, backend="cpu")
+    got = measure(lambda: forward_and_backward(args, pattern, backend="cpu"))
+    tensor, fixed = args[0].numel() * FLOAT, 2 * pattern.layout(length, num_heads=1).nbytes
+    assert got.peak <= 8 * tensor + most_of_pieces + scratch() + fixed
+
+
 @pytest.mark.parametrize("dtype", thinned(2, [torch.float32, torch.bfloat16]), ids=str)
 @pytest.mark.parametrize("name", slow_except(["causal longnet"], PATTERNS))
 def test_the_cpu_kernel_takes_a_few_tensors_at_any_length(name, dtype):

@@ -5,6 +5,7 @@ tests/attention tests every backend for precision, NaN, empty rows and repeatabl
 """
 
 import copy
+import ctypes
 import itertools
 import os
 import pickle
@@ -189,6 +190,24 @@ def test_heavy_rows_and_columns_with_every_gradient(sweep):
     biases = torch.randn(1, 4, pattern.layout(**case.heads, block_size=16).num_blocks)
     assert_is_exact(pattern, case, biases)
     assert_is_exact(pattern, case, distance_bias=torch.randn(4, 2 * 30 + 1), softcap=3.0)
+
+
+@pytest.mark.parametrize("q_len", [3, 300, 9000])
+def test_no_bit_depends_on_how_many_pieces_are_in_memory(q_len, monkeypatch):
+    """Tiles are cut in the middle where memory is for few pieces; 9,000 queries cut key tiles."""
+    monkeypatch.setattr("sparsering.kernels.cpu.call._MOST_REPEATED_WORK", 0)  # "by tile"
+    most = ctypes.c_int64.in_dll(ctypes.CDLL(str(cpu.build())), "sparsering_bytes_of_pieces")
+    pattern = (sr.SlidingWindow(20) | sr.GlobalTokens(2)) + sr.KeyPadding((9000,))
+    if q_len == 9000:
+        pattern = sr.SlidingWindow(20) | sr.GlobalTokens(2)
+    case = Case(1, 2, 1, q_len, 9000, 16, 8, 16, 0)
+    args, results = inputs(case, torch.float32), []
+    for number in (1 << 30, 0, 5000):
+        monkeypatch.setattr(most, "value", number)
+        found = attend(args, pattern, q_start=0, block_size=16)
+        results.append([*found, *gradients(list(found), list(args))])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, results[0], strict=True))
 
 
 @pytest.mark.parametrize(("num_heads", "width"), thinned(2, range(1, 9), [16, 40, 64, 80]))

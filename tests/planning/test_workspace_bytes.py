@@ -49,6 +49,13 @@ def every_buffer_is_a_tensor(monkeypatch):
     monkeypatch.setattr(least, "value", 0)
 
 
+@pytest.fixture
+def few_pieces(monkeypatch):
+    """Lets the kernel keep the sums of few pieces of tiles at a time."""
+    most = ctypes.c_int64.in_dll(ctypes.CDLL(str(cpu.build())), "sparsering_bytes_of_pieces")
+    monkeypatch.setattr(most, "value", 5 << 15)
+
+
 @pytest.mark.usefixtures("every_buffer_is_a_tensor")
 @pytest.mark.parametrize("tokens", [1024, 1000])
 @pytest.mark.parametrize("head_dim", [32, 33])
@@ -67,6 +74,11 @@ def test_the_kernel_announces_the_buffers_that_it_allocates(pattern, head_dim, t
     told = module._cpu_workspace(work, call, True)
     found = most_allocated(lambda: cpu.backward(problem, out, lse, *grads)) - gradients
     assert found == pytest.approx(told, rel=0.05)
+
+
+@pytest.mark.usefixtures("every_buffer_is_a_tensor", "few_pieces")
+def test_few_pieces_at_a_time_are_announced():
+    test_the_kernel_announces_the_buffers_that_it_allocates(PATTERNS[2], 32, 4000)
 
 
 def test_without_a_compiler_the_bytes_are_those_of_gather(monkeypatch):

@@ -117,12 +117,16 @@ class Backward {
                      number(counts[i].copied(pass.columns, pairs_.in_place(pass))));
         items =
             std::max<int64_t>(items, heads * (pass.rows * x_.group + pass.columns) * sizeof(Item));
-        parts = std::max(parts, bytes_of([&] {
-                           Buffer<float>(number(counts[i].pieces * x_.group) * row_size());
-                         }));
-        parts = std::max(parts, bytes_of([&] {
-                           Buffer<float>(number(counts[i].pieces_by_key) * column_size());
-                         }));
+        const auto of_pieces = [&](int64_t pieces, int64_t size) {
+          return bytes_of([&] { Buffer<float>(pieces * size); });
+        };
+        const int64_t rows = number(counts[i].pieces * x_.group),
+                      columns = number(counts[i].pieces_by_key);
+        const int64_t rows_at_once =
+            dtable_ ? rows : pieces_at_once(rows, row_size() * sizeof(float));
+        const int64_t columns_at_once = pieces_at_once(columns, column_size() * sizeof(float));
+        parts = std::max({parts, of_pieces(rows_at_once, row_size()),
+                          of_pieces(columns_at_once, column_size())});
       }
     });
     if (by_head) {
@@ -308,32 +312,39 @@ class Backward {
       }
     }
     begins.push_back(items.all.size());
-    Buffer<float> parts(items.pieces * size);
-    const auto sweep = [&](Scratch& s, const Item& item, int64_t group) {
+    const auto sweep = [&](Scratch& s, const Item& item, int64_t group, float* part) {
       const Keys* of_head = keys.tiles.data() + (item.head / x_.group - first) * pass.columns;
       const float* dq = sweep_row(s, pass, number, item, group, of_head, nullptr);
-      if (item.piece >= 0) {
-        float* part = parts.get() + item.piece * size;
+      if (part) {
         dq ? std::copy_n(dq, size, part) : std::fill_n(part, size, 0.f);
       } else if (dq) {
         add_queries(pass, item, dq, sums);
       }
     };
-    const auto make = [&] { return Scratch(pairs_); };
+    const auto put = [&](const Item& item, const float* dq) { add_queries(pass, item, dq, sums); };
+    if (!dtable_) {
+      Buffer<float> parts(pieces_at_once(items.pieces, size * sizeof(float)) * size);
+      run_items(
+          items, parts, size,
+          [&](Scratch& s, const Item& item, float* part) { sweep(s, item, 0, part); }, put);
+      return;
+    }
     // Items that add to the same gradient of a distance table run in one thread.
-    const int64_t tasks = dtable_ ? heads * groups_ : items.all.size();
-    share_out<Scratch>(tasks, 1, make, [&](Scratch& s, int64_t i) {
-      if (!dtable_) {
-        sweep(s, items.all[i], 0);
-        return;
-      }
+    Buffer<float> parts(items.pieces * size);
+    const auto make = [&] { return Scratch(pairs_); };
+    share_out<Scratch>(heads * groups_, 1, make, [&](Scratch& s, int64_t i) {
       const int64_t head = i / groups_, group = i % groups_;
       for (int64_t at = begins[head] + group; at < begins[head + 1]; at += groups_) {
-        sweep(s, items.all[at], group);
+        const Item& item = items.all[at];
+        sweep(s, item, group, item.piece < 0 ? nullptr : parts.get() + item.piece * size);
       }
     });
-    add_up(items.splits, parts.get(), size,
-           [&](const Split& split, const float* dq) { add_queries(pass, split.item, dq, sums); });
+    share_splits(items.splits.size(), [&](int64_t i) {
+      const Split& split = items.splits[i];
+      float* sum = parts.get() + split.item.piece * size;
+      add_up(sum, split.pieces, size);
+      put(split.item, sum);
+    });
   }
 
   // Computes dK and dV by key tile for a wave, which is `count` kv heads from `first` on.
@@ -364,37 +375,52 @@ class Backward {
                   [&](int64_t entry) { return segments.empty() ? 0 : segments[entry]; });
       }
     }
-    Buffer<float> parts(items.pieces * size);
-    const auto make = [&] { return Scratch(pairs_); };
-    share_out<Scratch>(items.all.size(), 1, make, [&](Scratch& s, int64_t i) {
-      const Item& item = items.all[i];
+    Buffer<float> parts(pieces_at_once(items.pieces, size * sizeof(float)) * size);
+    const auto sweep = [&](Scratch& s, const Item& item, float* part) {
       const Keys& of_tile = keys.tiles[(item.head - first) * pass.columns + item.tile];
       sweep_column(s, pass, by_key, number, item, of_tile);
-      if (item.piece < 0) {
+      if (!part) {
         add_keys(pass, item.head, item.tile, s.dk.get(), s.dv.get(), sums);
       } else {
-        float* part = parts.get() + item.piece * size;
         std::copy_n(s.dk.get(), dk_size, part);
         std::copy_n(s.dv.get(), size - dk_size, part + dk_size);
       }
-    });
-    add_up(items.splits, parts.get(), size, [&](const Split& split, const float* sum) {
-      add_keys(pass, split.item.head, split.item.tile, sum, sum + dk_size, sums);
+    };
+    run_items(items, parts, size, sweep, [&](const Item& item, const float* sum) {
+      add_keys(pass, item.head, item.tile, sum, sum + dk_size, sums);
     });
   }
 
-  // Adds up the pieces of each cut tile in order, and calls put(cut tile, its sum).
-  template <typename Put>
-  static void add_up(const std::vector<Split>& splits, float* parts, int64_t size, const Put& put) {
-    share_out<int>(
-        splits.size(), 4, [] { return 0; },
-        [&](int, int64_t i) {
-          float* sum = parts + splits[i].item.piece * size;
-          for (int64_t piece = 1; piece < splits[i].pieces; ++piece) {
-            add(sum + piece * size, size, sum);
-          }
-          put(splits[i], sum);
-        });
+  // Computes items on all threads. It calls sweep(scratch, item, its part of `parts`, nullptr for a
+  // whole tile), adds the parts of each cut tile in order, and calls put(tile, its sum).
+  template <typename Sweep, typename Put>
+  void run_items(const Items& items, Buffer<float>& parts, int64_t size, const Sweep& sweep,
+                 const Put& put) const {
+    const auto part_of = [&](int64_t slot) { return parts.get() + slot * size; };
+    in_runs(
+        items.all, items.splits, pieces_at_once(items.pieces, size * sizeof(float)),
+        [&](int64_t begin, int64_t end, int64_t first) {
+          const auto make = [&] { return Scratch(pairs_); };
+          share_out<Scratch>(end - begin, 1, make, [&](Scratch& s, int64_t i) {
+            const Item& item = items.all[begin + i];
+            sweep(s, item, item.piece < 0 ? nullptr : part_of(item.piece - first));
+          });
+        },
+        [&](const Split&, int64_t slot, int64_t count) { add_up(part_of(slot), count, size); },
+        [](int64_t count, const auto& body) { share_splits(count, body); },
+        [&](const Split& split, int64_t slot) { put(split.item, part_of(slot)); },
+        [&](int64_t slot) { std::copy_n(part_of(slot), size, part_of(0)); });
+  }
+
+  // Adds `count` sums of `size` numbers in order, to the first of them.
+  static void add_up(float* sums, int64_t count, int64_t size) {
+    for (int64_t piece = 1; piece < count; ++piece) {
+      add(sums + piece * size, size, sums);
+    }
+  }
+  template <typename Body>
+  static void share_splits(int64_t count, const Body& body) {
+    share_out<int>(count, 4, [] { return 0; }, [&](int, int64_t i) { body(i); });
   }
 
   // Returns dQ of some entries of a query tile in rows, or nullptr without entries. It sums by

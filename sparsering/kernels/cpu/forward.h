@@ -78,7 +78,8 @@ class Forward {
         }
         items = std::max<int64_t>(items, heads * pass.rows * x_.group * sizeof(Item) +
                                              heads * pass.columns * sizeof(Operands));
-        parts = std::max(parts, bytes_of([&] { Parts(x_, number(counts[i].pieces * x_.group)); }));
+        const int64_t pieces = number(counts[i].pieces * x_.group);
+        parts = std::max(parts, bytes_of([&] { Parts(x_, Parts::at_once(x_, pieces)); }));
         scratch = std::max(scratch, bytes_of([&] {
                              Scratch(attend_, w.alone || !few_[i], w.alone ? any_few() : few_[i],
                                      any_segments());
@@ -107,6 +108,17 @@ class Forward {
   struct Parts {
     Parts(const Problem& x, int64_t pieces)
         : rows(pieces * x.block * x.Dv), highest(pieces * x.block), total(pieces * x.block) {}
+
+    static int64_t at_once(const Problem& x, int64_t pieces) {
+      return pieces_at_once(pieces, x.block * (x.Dv + 2) * sizeof(float));
+    }
+
+    void move_to_first(int64_t slot, int64_t block, int64_t width) const {
+      std::copy_n(rows.get() + slot * block * width, block * width, rows.get());
+      std::copy_n(highest.get() + slot * block, block, highest.get());
+      std::copy_n(total.get() + slot * block, block, total.get());
+    }
+
     Buffer<float> rows, highest, total;
   };
   // The buffers and items of kv heads that are computed together, by one thread (`alone`) or by
@@ -182,30 +194,43 @@ class Forward {
                             w.items, w.splits);
       }
     }
-    const Parts parts(x_, pieces);
+    const int64_t at_once = Parts::at_once(x_, pieces);
+    const Parts parts(x_, at_once);
     // A thread that works alone uses one scratch for all passes.
     const auto make = [&] {
       return Scratch(attend_, w.alone || !few, w.alone ? any_few() : few, any_segments());
     };
-    share_out(w.alone ? &w.scratch : nullptr, w.items.size(), 1, make, [&](Scratch& s, int64_t i) {
-      const Item& item = w.items[i];
-      const int64_t local = item.batch * x_.Hkv + item.head / x_.group - w.first;
-      const Tile tile = few ? attend_.few_queries(s, pass, item, number)
-                            : attend_.many_queries(s, pass, item, later(w, i), number,
-                                                   w.operands.data() + local * pass.columns);
-      if (item.piece < 0) {
-        put(pass, item, tile, s.rows.get(), s.lse.get(), fresh, out);
-      } else {
-        const int64_t rows = item.heads * tile.count, at = item.piece * x_.block;
-        std::copy_n(s.rows.get(), rows * x_.Dv, parts.rows.get() + at * x_.Dv);
-        std::copy_n(s.now.highest.get(), rows, parts.highest.get() + at);
-        std::copy_n(s.now.total.get(), rows, parts.total.get() + at);
-      }
-    });
-    std::optional<int> nothing;
-    share_out(
-        w.alone ? &nothing : nullptr, w.splits.size(), few ? 64 : 4, [] { return 0; },
-        [&](int, int64_t i) { add_pieces(pass, w.splits[i], parts, fresh, out); });
+    const auto run = [&](int64_t begin, int64_t end, int64_t first) {
+      share_out(w.alone ? &w.scratch : nullptr, end - begin, 1, make, [&](Scratch& s, int64_t i) {
+        const Item& item = w.items[begin + i];
+        const int64_t local = item.batch * x_.Hkv + item.head / x_.group - w.first;
+        const Tile tile = few ? attend_.few_queries(s, pass, item, number)
+                              : attend_.many_queries(s, pass, item, later(w, begin + i), number,
+                                                     w.operands.data() + local * pass.columns);
+        if (item.piece < 0) {
+          put(pass, item, tile, s.rows.get(), s.lse.get(), fresh, out);
+        } else {
+          const int64_t rows = item.heads * tile.count, at = (item.piece - first) * x_.block;
+          std::copy_n(s.rows.get(), rows * x_.Dv, parts.rows.get() + at * x_.Dv);
+          std::copy_n(s.now.highest.get(), rows, parts.highest.get() + at);
+          std::copy_n(s.now.total.get(), rows, parts.total.get() + at);
+        }
+      });
+    };
+    const auto share = [&](int64_t count, const auto& body) {
+      std::optional<int> nothing;
+      share_out(
+          w.alone ? &nothing : nullptr, count, few ? 64 : 4, [] { return 0; },
+          [&](int, int64_t i) { body(i); });
+    };
+    in_runs(
+        w.items, w.splits, at_once, run,
+        [&](const Split& split, int64_t slot, int64_t count) {
+          add_pieces(parts, slot, count, rows_of(pass, split));
+        },
+        share,
+        [&](const Split& split, int64_t slot) { put_sums(pass, split, parts, slot, fresh, out); },
+        [&](int64_t slot) { parts.move_to_first(slot, x_.block, x_.Dv); });
   }
 
   void walk_pass(Wave& w, const Pass& pass, int64_t number, bool fresh, Output& out) const {
@@ -289,20 +314,30 @@ class Forward {
     }
   }
 
-  void add_pieces(const Pass& pass, const Split& split, const Parts& parts, bool fresh,
-                  Output& out) const {
-    const int64_t first = split.item.piece * x_.block;
-    float *rows = parts.rows.get() + first * x_.Dv, *highest = parts.highest.get() + first,
-          *total = parts.total.get() + first;
-    const Tile tile = pass.query_tile(split.item.head * pass.axes / x_.Hq, split.item.row);
-    const int64_t count = split.item.heads * tile.count;
-    for (int64_t piece = 1; piece < split.pieces; ++piece) {
-      for (int64_t i = 0; i < count; ++i) {
-        const int64_t of_piece = piece * x_.block + i;
-        add_segment(highest[i], total[i], rows + i * x_.Dv, highest[of_piece], total[of_piece],
-                    rows + of_piece * x_.Dv, x_.Dv);
+  // Number of rows of a cut tile, over all heads of its items.
+  int64_t rows_of(const Pass& pass, const Split& split) const {
+    const int64_t axis = split.item.head * pass.axes / x_.Hq;
+    return split.item.heads * pass.query_tile(axis, split.item.row).count;
+  }
+
+  // Adds the sums of `count` pieces, each of so many rows, to those of the first of them.
+  void add_pieces(const Parts& parts, int64_t slot, int64_t count, int64_t rows) const {
+    for (int64_t piece = slot + 1; piece < slot + count; ++piece) {
+      for (int64_t i = 0; i < rows; ++i) {
+        const int64_t to = slot * x_.block + i, from = piece * x_.block + i;
+        add_segment(parts.highest.get()[to], parts.total.get()[to], parts.rows.get() + to * x_.Dv,
+                    parts.highest.get()[from], parts.total.get()[from],
+                    parts.rows.get() + from * x_.Dv, x_.Dv);
       }
     }
+  }
+
+  // Divides the sums of a cut tile by their totals, and writes them.
+  void put_sums(const Pass& pass, const Split& split, const Parts& parts, int64_t slot, bool fresh,
+                Output& out) const {
+    const int64_t first = slot * x_.block, count = rows_of(pass, split);
+    float *rows = parts.rows.get() + first * x_.Dv, *highest = parts.highest.get() + first,
+          *total = parts.total.get() + first;
     for (int64_t i = 0; i < count; ++i) {
       float factor, lse;
       attend_.finish_rows(1, highest + i, total + i, &factor, &lse);
@@ -311,7 +346,8 @@ class Forward {
         rows[i * x_.Dv + d] *= factor;
       }
     }
-    put(pass, split.item, tile, rows, total, fresh, out);
+    const int64_t axis = split.item.head * pass.axes / x_.Hq;
+    put(pass, split.item, pass.query_tile(axis, split.item.row), rows, total, fresh, out);
   }
 
   // Packs K (in rows) and V^T of the key tiles that some head of the group visits. It does not copy

@@ -140,6 +140,58 @@ void share_out(std::optional<Scratch>* mine, int64_t count, int64_t least, const
   }
 }
 
+// Most bytes of the sums of pieces that `in_runs` keeps; more would not make threads busier. Tests
+// lower it.
+extern "C" [[gnu::visibility("default")]] inline int64_t sparsering_bytes_of_pieces = int64_t{32}
+                                                                                      << 20;
+
+// Returns how many of `pieces` are summed at a time, if the sums of each take `bytes`.
+inline int64_t pieces_at_once(int64_t pieces, int64_t bytes) {
+  return std::min(pieces,
+                  std::max<int64_t>(2, sparsering_bytes_of_pieces / std::max<int64_t>(bytes, 1)));
+}
+
+// Computes items in runs of consecutive ones, so that the sums of at most `most` pieces are in
+// memory. The sums of a cut tile (a split) are added in order, whatever the runs are.
+//
+// Piece p of a run has slot p - first. run(begin, end, first) computes the items [begin, end). add
+// (split, slot, count) adds the sums of `count` slots of a tile to the first of them; the caller
+// passes several splits to share(count, body), for threads. put(split, slot) writes a whole sum,
+// and keep(slot) moves one to slot 0 for the next run.
+template <typename Item, typename Split, typename Run, typename Add, typename Share, typename Put,
+          typename Keep>
+void in_runs(const std::vector<Item>& items, const std::vector<Split>& splits, int64_t most,
+             const Run& run, const Add& add, const Share& share, const Put& put, const Keep& keep) {
+  int64_t first = 0, done = 0, split = 0;  // done: pieces that are computed
+  for (size_t begin = 0, end = 0; begin < items.size(); begin = end) {
+    for (; end < items.size() && items[end].piece - first < most; ++end) {
+      done = std::max(done, items[end].piece + 1);
+    }
+    run(begin, end, first);
+    const auto end_of = [&](int64_t i) { return splits[i].item.piece + splits[i].pieces; };
+    const auto slot_of = [&](int64_t i) {
+      return std::max(splits[i].item.piece - first, int64_t{0});
+    };
+    const int64_t from = split, count = splits.size();
+    while (split < count && end_of(split) <= done) {
+      ++split;
+    }
+    share(split - from, [&](int64_t i) {
+      const int64_t slot = slot_of(from + i);
+      add(splits[from + i], slot, end_of(from + i) - first - slot);
+      put(splits[from + i], slot);
+    });
+    if (split < count && splits[split].item.piece < done) {  // the run ends inside of a tile
+      const int64_t slot = slot_of(split);
+      add(splits[split], slot, done - first - slot);
+      keep(slot);
+      first = done - 1;
+    } else {
+      first = done;
+    }
+  }
+}
+
 // True if threads can share kv heads nearly evenly, so that each computes whole heads by itself.
 inline bool shares_evenly(int64_t num_kv) {
   const int64_t threads = num_threads(), most = (num_kv + threads - 1) / threads;
