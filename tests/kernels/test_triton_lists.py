@@ -223,6 +223,26 @@ def test_the_order_of_slots_changes_no_bit():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("width", [16, 528])
+def test_values_inside_of_keys_are_read_once_with_the_same_bits(width, monkeypatch):
+    """Values of latents are the first 512 channels of keys, in the same memory."""
+    case, found = Case(1, 3, 1, 4, 6, width, min(width, 512)), []
+    told = list_launches._values_are_keys
+    monkeypatch.setattr(
+        list_launches, "_values_are_keys", lambda x: found.append(told(x)) or found[-1]
+    )
+    pattern, (query, key, _) = sr.SelectedBlocks(listed(case, 5), 1), inputs(case, torch.float32)
+    results = []
+    for of_key in (lambda k: k[..., :512], lambda k: k[..., :512].clone()):
+        leaves = [placed(x.detach()).requires_grad_() for x in (query, key)]
+        out = sr.attention(*leaves, of_key(leaves[1]), pattern, q_start=0, backend="triton")
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+        assert set(found) == {len(results) == 1}
+        found.clear()
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("sizes", [(1, 5, 7, 0, 4), (1, 5, 7, 4, 0), (0, 5, 7, 4, 4)])
 def test_sizes_of_zero(sizes):
     batch, tokens, keys, width, value_width = sizes

@@ -63,6 +63,16 @@ def _rows_of(pointers, real, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
 
 
 @triton.jit
+def _keys_at(pointer, first, slots, KEYS: tl.constexpr):
+    """Loads KEYS listed keys from slot `first` on, int64; -1 for no key.
+
+    A step loads those of the next one, so that the loads of its rows do not wait for theirs.
+    """
+    slot = first + tl.arange(0, KEYS)
+    return tl.load(pointer + slot, mask=slot < slots, other=-1).to(tl.int64)
+
+
+@triton.jit
 def _place_of_query(of_query, batch, query, q_start, q_len, query_batch, PLACED: tl.constexpr):
     """Returns (position, depth in a tree, index of the dropout seed) of queries, int64 each."""
     if PLACED:
@@ -103,12 +113,13 @@ def list_forward_kernel(
     ALIGN: tl.constexpr, RUNNING: tl.constexpr, SINK: tl.constexpr, BIASED: tl.constexpr,
     CAPPED: tl.constexpr, DISTANCES: tl.constexpr, DROPPING: tl.constexpr, PLACED: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     """Writes out [B, heads, Nq, Dv] and lse [B, heads, Nq] over listed keys.
 
     `keys` [B or 1, tables, Nq, slots] has no repeats, and -1 for no key. With RUNNING, results are
     merged into `out` (float32) and `lse`; with SINK, `lse` has the sinks at first, and `out` counts
-    as zeros.
+    as zeros. With SHARED, the first channels of a key are its value, and are loaded once.
     """
     program = tl.program_id(0).to(tl.int64)
     part, row, batch, of_list, kv_head, table = _query_of(
@@ -139,13 +150,14 @@ def list_forward_kernel(
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, PADDED_VALUE_DIM], tl.float32)
+    ahead = _keys_at(keys + listed, 0, slots, KEYS)
     for first in tl.range(0, slots, KEYS, num_stages=STAGES):
-        slot = first + tl.arange(0, KEYS)
-        token = tl.load(keys + listed + slot, mask=slot < slots, other=-1).to(tl.int64)
+        slot, token = first + tl.arange(0, KEYS), ahead
+        ahead = _keys_at(keys + listed, first + KEYS, slots, KEYS)
         there = token >= 0
         k_rows = key + token * k_token
         k = _rows_of(k_rows, there, HEAD_DIM, PADDED_DIM)
-        v = _rows_of(value + token * v_token, there, VALUE_DIM, PADDED_VALUE_DIM)
+        v = k if SHARED else _rows_of(value + token * v_token, there, VALUE_DIM, PADDED_VALUE_DIM)
         score = products(q, k, from_row, k_rows, real, there, HEAD_DIM, PRECISION)
         if REST:
             k_rest = _rest_of(k_rows, there, HEAD_DIM, REST)
@@ -216,6 +228,7 @@ def list_query_kernel(
     ALIGN: tl.constexpr, RUNNING: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr,
     DISTANCES: tl.constexpr, LEARNS_DISTANCES: tl.constexpr, DROPPING: tl.constexpr,
     PLACED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    SHARED: tl.constexpr,
 ):
     """Writes dQ [B, heads, Nq, D]; with RUNNING, it adds to what memory holds.
 
@@ -256,14 +269,15 @@ def list_query_kernel(
     if DROPPING:
         a, b = words_of(tl.load(seed + batch * seed_batch + stream), head, branch, position)
     dq = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    ahead = _keys_at(keys + listed, 0, slots, KEYS)
     for first in tl.range(0, slots, KEYS, num_stages=STAGES):
-        slot = first + tl.arange(0, KEYS)
-        token = tl.load(keys + listed + slot, mask=slot < slots, other=-1).to(tl.int64)
+        slot, token = first + tl.arange(0, KEYS), ahead
+        ahead = _keys_at(keys + listed, first + KEYS, slots, KEYS)
         there = token >= 0
         pairs = real[:, None] & there[None, :]
         k_rows, v_rows = key + token * k_token, value + token * v_token
         k = _rows_of(k_rows, there, HEAD_DIM, PADDED_DIM)
-        v = _rows_of(v_rows, there, VALUE_DIM, PADDED_VALUE_DIM)
+        v = k if SHARED else _rows_of(v_rows, there, VALUE_DIM, PADDED_VALUE_DIM)
         score = products(q, k, from_row, k_rows, real, there, HEAD_DIM, PRECISION)
         if REST:
             k_rest = _rest_of(k_rows, there, HEAD_DIM, REST)

@@ -267,7 +267,16 @@ def _fixed(problem: Problem, listed: DeviceLists) -> dict[str, Any]:
         "kept_scale": 1 / (1 - dropped), "scale": problem.scale,
         "CAPPED": problem.softcap is not None, "cap": problem.softcap or 1.0,
         "BIASED": problem.block_bias is not None, "PRECISION": precision(query.dtype),
+        "SHARED": _values_are_keys(problem),
     }  # fmt: skip
+
+
+def _values_are_keys(problem: Problem) -> bool:
+    """Whether each value is the first channels of its key in memory, as with latents (MLA)."""
+    key, value = problem.key, problem.value
+    width = min(key.shape[3], _FIRST)
+    same = key.data_ptr() == value.data_ptr() and key.stride() == value.stride()
+    return same and value.shape[3] == width and padded(value) == min(padded(key), _FIRST)
 
 
 def _shape(problem: Problem, listed: DeviceLists, config: Config) -> dict[str, int]:
@@ -287,6 +296,7 @@ def _kind(problem: Problem, listed: DeviceLists, *results: Tensor) -> tuple[Any,
     at, extras = listed.coordinates, (problem.block_bias, problem.distance_bias)
     return (
         "lists", problem.query.device, problem.query.shape[2], listed.heads, listed.keys.shape[1],
+        _values_are_keys(problem),
         _most_keys(problem, listed), listed.branch, problem.scale, problem.softcap,
         problem.dropout_p, None if at is None else at.key.shape[2],
         *((x is None, x is not None and (x.shape[2], x.stride())) for x in extras),
