@@ -13,7 +13,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+from ..ground.once import once
 from ..patterns.algebra import Frame
 from .tiles import Axis, Origin, Spans, TilePairs, spans_of_positions
 
@@ -128,10 +130,15 @@ class Linear(Condition):
 
 @dataclass(frozen=True, eq=False)
 class InKeys(Condition):
-    """Condition that a key mask allows key k; below[k] is the number of allowed keys before k."""
+    """Condition that a key mask allows key k, which is where `valid` [Nk] is True."""
 
-    below: Tensor
+    valid: Tensor
     convex = True
+
+    @once
+    def below(self) -> Tensor:
+        """The number of allowed keys before each key, and of all keys: int64 [Nk + 1]."""
+        return pad(self.valid.cumsum(0), (1, 0))
 
     def status(self, pairs: TilePairs) -> Tensor:
         _, _, first, last = pairs.edges()

@@ -53,7 +53,7 @@ def condition(mask: Mask, frame: Frame, in_document: bool = False) -> Condition:
         case BlockwiseMask():
             return _in_blocks(mask, None if in_document else frame.kv_len)
         case KeyMask(valid):
-            return InKeys(pad(valid.cumsum(0), (1, 0)))
+            return InKeys(valid)
         case Neighbourhood():
             return InNeighbourhood(mask)
         case Rearranged():
@@ -163,9 +163,9 @@ def _encode(rule: Condition, numbers: list[int], tensors: list[Tensor]) -> bool:
     match rule:
         case Linear(a, b, c):
             numbers += (0, a, b, c)
-        case InKeys(edges) | SameDocument(edges):
+        case InKeys(values) | SameDocument(values):
             numbers.append(1 if isinstance(rule, InKeys) else 5)
-            tensors.append(edges)
+            tensors.append(values)
         case Congruent(size) | SameSegment(size):
             numbers += (2 if isinstance(rule, Congruent) else 4, size)
         case OnGrid(of_query, segment, rate, residue):

@@ -9,6 +9,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <iterator>
+#include <memory>
+#include <optional>
 #include <tuple>
 #include <vector>
 
@@ -44,7 +47,15 @@ class Condition {
     for (int i = 0; i < kNumbers[kind_]; ++i) c_[i] = in.next();
     static constexpr int kTensors[] = {0, 1, 0, 0, 0, 1, 0, 0, 0, 1, 4, 0, 0, 1, 0};
     for (int i = 0; i < kTensors[kind_]; ++i) held_.push_back(in.next_tensor());
-    for (const Tensor& x : held_) data_.push_back(values_of<int64_t>(x));
+    for (const Tensor& x : held_) {
+      SPARSERING_CHECK((x.dtype() == kBool) == (kind_ == kInKeys),
+                       "sparsering: a key mask is bool, and all else in a program int64");
+      if (kind_ != kInKeys) data_.push_back(values_of<int64_t>(x));
+    }
+    if (kind_ == kInKeys) {
+      const auto* valid = static_cast<const uint8_t*>(held_[0].const_data_ptr());
+      allowed_ = std::make_shared<const AllowedKeys>(valid, held_[0].numel());
+    }
     if (kind_ == kSameDocument || kind_ == kPerDocument || kind_ == kOnPath) index_ranges();
     if (kind_ == kOnPath) index_nodes();
     const bool joint = kind_ == kAllOf || kind_ == kAnyOf;
@@ -56,7 +67,14 @@ class Condition {
     const bool in_blocks = kind_ == kInBlocks || kind_ == kBlockRows;
     SPARSERING_CHECK(!in_blocks || std::min(c_[0], c_[1]) > 0, "sparsering: empty blocks");
     const int64_t parts = joint ? in.next() : kind_ >= kNegated && kind_ <= kInBlocks;
-    for (int64_t i = 0; i < parts; ++i) parts_.emplace_back(in);
+    for (int64_t i = 0; i < parts; ++i) {
+      Condition part(in);
+      if (kind_ == kAllOf && part.kind_ == kAllOf) {  // a joint of joints would ask each one twice
+        std::ranges::move(part.parts_, std::back_inserter(parts_));
+      } else {
+        parts_.push_back(std::move(part));
+      }
+    }
   }
 
   // Set `exact` for a single pair of tiles. Without it, as for ranges of tiles, kVaries may be
@@ -65,14 +83,12 @@ class Condition {
     switch (kind_) {
       case kLinear: {
         const auto [a, b, c] = std::tuple(c_[0], c_[1], c_[2]);
-        const auto q = std::minmax({a * x.q.first, a * x.q.last});
-        const auto k = std::minmax({b * x.k.first, b * x.k.last});
-        return (q.first + k.first >= c) + (q.second + k.second >= c);
+        const int64_t q0 = a * x.q.first, q1 = a * x.q.last, k0 = b * x.k.first, k1 = b * x.k.last;
+        const int64_t least = (q0 < q1 ? q0 : q1) + (k0 < k1 ? k0 : k1);
+        return (least >= c) + (q0 + q1 + k0 + k1 - least >= c);
       }
       case kInKeys: {
-        const int64_t most = held_[0].numel() - 1, *below = data_[0];
-        const int64_t count = below[std::clamp<int64_t>(x.k.last + 1, 0, most)] -
-                              below[std::clamp<int64_t>(x.k.first, 0, most)];
+        const int64_t count = allowed_->before(x.k.last + 1) - allowed_->before(x.k.first);
         return (count > 0) + (count == x.k.last - x.k.first + 1);
       }
       case kCongruent:
@@ -116,9 +132,12 @@ class Condition {
       case kNeighbourhood:
         return grid_.status(x);
       default: {
-        const Path query(*this, x.q), key(*this, x.k);
-        if (!query.touches || !key.touches) return kEmpty;
-        const auto [first, last] = query.bounds(enter_);
+        if (!latest_query_ || !(latest_query_->tokens == x.q)) latest_query_.emplace(*this, x.q);
+        const Path& query = latest_query_->path;
+        if (!query.touches) return kEmpty;
+        const Path key(*this, x.k);
+        if (!key.touches) return kEmpty;
+        const auto [first, last] = latest_query_->enter;
         const auto [least, most] = key.bounds(enter_);
         const auto [soonest, latest] = key.bounds(leave_);
         if (least > last || latest <= first || !sees_any(query, key)) return kEmpty;
@@ -299,9 +318,8 @@ class Condition {
         return keys_from(k, k.first, floor_div(-rest, -c_[1]) + 1);
       }
       case kInKeys: {
-        const int64_t *below = data_[0], most = held_[0].numel() - 1;
-        return same_keys(k,
-                         [&](int64_t x) { return x >= 0 && x < most && below[x + 1] > below[x]; });
+        if (k.step == 1) return allowed_->from(k.first);
+        return same_keys(k, [&](int64_t x) { return allowed_->allows(x); });
       }
       case kCongruent:
         if (k.step % c_[0] == 0) return Bits::all_or_none((p - k.first) % c_[0] == 0);
@@ -445,6 +463,16 @@ class Condition {
     bool inside, touches, several;
   };
 
+  // The path of the latest tile of queries, whose keys are visited one after another.
+  struct PathOfQueries {
+    PathOfQueries(const Condition& tree, const Side& tokens)
+        : tokens(tokens), path(tree, tokens), enter(path.bounds(tree.enter_)) {}
+
+    Side tokens;
+    Path path;
+    std::pair<int64_t, int64_t> enter;
+  };
+
   // Returns the nearest of a node and its ancestors whose index is at most `most`, or -1.
   int64_t nearest(int64_t node, int64_t most) const {
     while (node > most) node = jump_[node] > most ? jump_[node] : parent_[node];
@@ -482,7 +510,7 @@ class Condition {
     return data_[0];
   }
   int64_t ranges() const {
-    return held_[0].numel() - 1;
+    return ranges_;
   }
 
   // Returns the index of the document or node that has a position; -1 before the first one,
@@ -490,8 +518,9 @@ class Condition {
   int64_t range_of(int64_t position) const {
     if (position < starts()[0]) return -1;
     if (position >= starts()[ranges()]) return ranges();
-    if (!number_of_.empty()) return number_of_[position - starts()[0]];
-    return std::upper_bound(starts(), starts() + ranges(), position) - starts() - 1;
+    const int64_t block = (position - starts()[0]) >> shift_;
+    const int64_t *least = starts() + number_of_[block], *most = starts() + number_of_[block + 1];
+    return std::upper_bound(least + 1, most + 1, position) - starts() - 1;
   }
 
   int64_t common_range(const Pair& x) const {
@@ -507,12 +536,15 @@ class Condition {
   }
 
   void index_ranges() {
-    const int64_t length = starts()[ranges()] - starts()[0];
-    if (length > kMostIndexed) return;
-    number_of_.reserve(length);
-    for (int64_t i = 0; i < ranges(); ++i) {
-      number_of_.insert(number_of_.end(), starts()[i + 1] - starts()[i], static_cast<int32_t>(i));
+    ranges_ = held_[0].numel() - 1;
+    const int64_t first = starts()[0], stop = starts()[ranges()];
+    int32_t number = 0;
+    while (stop - first >> shift_ > kMostIndexed) ++shift_;
+    for (int64_t at = first; at < stop; at += int64_t{1} << shift_) {
+      while (number + 1 < ranges() && starts()[number + 1] <= at) ++number;
+      number_of_.push_back(number);
     }
+    number_of_.push_back(static_cast<int32_t>(std::max<int64_t>(ranges() - 1, 0)));
   }
 
   void index_nodes() {
@@ -551,7 +583,7 @@ class Condition {
     }
   }
 
-  static constexpr int64_t kMostIndexed = 1 << 22;  // longer sequences have no `number_of_`
+  static constexpr int64_t kMostIndexed = 1 << 20;  // most numbers in `number_of_`
 
   int64_t kind_;
   int64_t c_[5] = {};
@@ -562,7 +594,11 @@ class Condition {
   std::vector<Condition> parts_;
   mutable Side latest_tile_{0, -1, 1};  // the latest tile of `same_keys`, and its bits
   mutable Bits latest_bits_;
-  std::vector<int32_t> number_of_;      // document or node of each position, if there are few
+  mutable std::optional<PathOfQueries> latest_query_;  // of `status`
+  std::shared_ptr<const AllowedKeys> allowed_;         // only of a key mask
+  int64_t ranges_ = 0;                                 // documents or nodes
+  int shift_ = 7;                       // 1 << shift_ positions share a number in `number_of_`
+  std::vector<int32_t> number_of_;      // document or node of the first of them, then the last one
   RangeMax depth_, end_;                // maxima over nodes of -depth, and of the depth of the end
   std::vector<int64_t> parent_, jump_;  // each node's parent and a farther ancestor; -1 for none
   RangeMax enter_[2], leave_[2];        // maxima over nodes of the negated number, and the number

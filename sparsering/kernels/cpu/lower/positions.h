@@ -5,6 +5,7 @@
 #include <array>
 #include <bit>
 #include <cstdint>
+#include <cstring>
 #include <utility>
 #include <vector>
 
@@ -106,6 +107,58 @@ Bits keys_where(const Side& k, Holds holds) {
   return bits;
 }
 
+// The keys that a key mask allows, as bits, with their number before each word of 64 bits.
+class AllowedKeys {
+ public:
+  AllowedKeys(const uint8_t* valid, int64_t count)
+      : count_(count), words_(count / 64 + 1), before_(count / 64 + 2) {
+    int64_t i = 0;
+    for (; i + 8 <= count; i += 8) {
+      uint64_t x;
+      std::memcpy(&x, valid + i, 8);
+      // Any byte but 0 is true, so its lowest bit becomes the bitwise or of all its bits.
+      x |= x >> 4 & 0x0F0F0F0F0F0F0F0Fu;
+      x |= x >> 2 & 0x0303030303030303u;
+      x |= x >> 1 & 0x0101010101010101u;
+      x &= 0x0101010101010101u;
+      // The product moves the lowest bits of the 8 bytes to its highest byte, in their order.
+      words_[i / 64] |= x * 0x0102040810204080u >> 56 << i % 64;
+    }
+    for (; i < count; ++i) words_[i / 64] |= uint64_t{valid[i] != 0} << i % 64;
+    for (size_t j = 0; j < words_.size(); ++j)
+      before_[j + 1] = before_[j] + std::popcount(words_[j]);
+  }
+
+  // Returns how many of the allowed keys are among the first `stop` ones.
+  int64_t before(int64_t stop) const {
+    stop = std::clamp<int64_t>(stop, 0, count_);
+    const uint64_t below = (uint64_t{1} << stop % 64) - 1;
+    return before_[stop / 64] + std::popcount(words_[stop / 64] & below);
+  }
+  bool allows(int64_t key) const {
+    return key >= 0 && key < count_ && (words_[key / 64] >> key % 64 & 1);
+  }
+  // Returns the bits of 256 neighboring keys.
+  Bits from(int64_t first) const {
+    Bits bits;
+    for (int64_t i = 0; i < 4; ++i) {
+      const int64_t word = floor_div(first, 64) + i, shift = remainder(first, 64);
+      bits.words[i] = word_at(word) >> shift;
+      if (shift) bits.words[i] |= word_at(word + 1) << (64 - shift);
+    }
+    return bits;
+  }
+
+ private:
+  uint64_t word_at(int64_t i) const {
+    return i >= 0 && i < std::ssize(words_) ? words_[i] : 0;
+  }
+
+  int64_t count_;
+  std::vector<uint64_t> words_;
+  std::vector<int64_t> before_;
+};
+
 struct Pair {
   Side q, k;
 
@@ -153,8 +206,8 @@ struct Reader {
   Tensor next_tensor() {
     SPARSERING_CHECK(tensor < tensors.size(), "sparsering: a layout's program lacks a tensor");
     const Tensor& x = tensors[tensor++];
-    SPARSERING_CHECK(x.dtype() == kLong && x.dim() == 1 && x.numel() > 0,
-                     "sparsering: a layout's program needs int64 vectors");
+    SPARSERING_CHECK(x.dim() == 1 && (x.dtype() == kBool || (x.dtype() == kLong && x.numel() > 0)),
+                     "sparsering: a layout's program needs vectors of int64 or bool");
     return contiguous(x);
   }
 };

@@ -10,6 +10,7 @@
 #include <string>
 #include <unordered_map>
 
+#include "../machine/memory.h"
 #include "../machine/threads.h"
 #include "condition.h"
 
@@ -176,9 +177,10 @@ class Compiler {
       : rule_(rule), queries_(queries), keys_(keys), block_(block), threads_(threads) {
     for (int64_t i = 0; i < keys.count; ++i) {
       if (keys.last[i] < keys.start[i]) continue;
-      real_.push_back(i);
+      real_.push_back(static_cast<int32_t>(i));
       before_.push_back(before_.back() + keys.positions(i));
     }
+    for (int64_t i = 0; i < queries.count; ++i) rows_.push_back(queries.positions(i));
     // The positions of one residue class may be on several grids, one for each segment.
     for (size_t i = 1; i < real_.size(); ++i) {
       const int64_t a = real_[i - 1], b = real_[i];
@@ -194,8 +196,8 @@ class Compiler {
     for (const Run& run : runs_) {
       if (run.kind >= 0 && !holds_any(pair(run))) continue;
       int64_t columns = 0;
-      for (size_t i = run.low; i < run.high; ++i) columns += rounded(keys_.positions(real_[i]));
-      total += rounded(queries_.positions(run.query)) * columns;
+      for (int32_t i = run.low; i < run.high; ++i) columns += rounded(before_[i + 1] - before_[i]);
+      total += rounded(rows_[run.query]) * columns;
     }
     return total;
   }
@@ -206,25 +208,29 @@ class Compiler {
     choose_largest();
     const auto [bitmaps, number] = distinct_bitmaps();
     // index of each run's bitmap, -1 for none, kNothing if no pair of the run attends
-    std::vector<int64_t> index(runs_.size(), -1);
-    std::vector<int64_t> first(runs_.size() + 1);   // entry of each run
-    std::vector<int64_t> change(real_.size() + 1);  // of the number of query tiles that visit
-    std::unordered_map<int64_t, int64_t> counted;
+    std::vector<int32_t> index(runs_.size(), -1);
+    std::vector<int64_t> first(runs_.size() + 1);    // entry of each run
+    std::vector<int64_t> change(real_.size() + 1);   // of the number of query tiles that visit
+    std::vector<int64_t> whole(bitmaps.size(), -1);  // ones of each bitmap, if they were counted
+    std::unordered_map<int64_t, int64_t> counted;    // ones of a bitmap's first rows and columns
     int64_t total = 0, longest = 0, widest = 0, visiting = 0;
     Tensor row_ptr = zeros_of<int32_t>(queries_.count + 1);
     int32_t* to_row = row_ptr.mutable_data_ptr<int32_t>();
     for (size_t i = 0; i < runs_.size(); ++i) {
       const Run& run = runs_[i];
-      const int64_t rows = queries_.positions(run.query);
+      const int64_t rows = rows_[run.query];
       const int64_t columns = before_[run.high] - before_[run.low];
       int64_t count = rows * columns;
       if (run.kind >= 0) {
         const int64_t own = number[run.kind];
-        const int64_t place = (own * (block_ + 1) + rows) * (block_ + 1) + columns;
-        const auto [found, is_new] = counted.try_emplace(place, 0);
-        if (is_new) found->second = ones(bitmaps[own], rows, columns);
-        index[i] = found->second == count ? -1 : found->second == 0 ? kNothing : own;
-        count = found->second;
+        int64_t* found = &whole[own];
+        if (rows < block_ || columns < block_) {
+          const int64_t place = (own * (block_ + 1) + rows) * (block_ + 1) + columns;
+          found = &counted.try_emplace(place, -1).first->second;
+        }
+        if (*found < 0) *found = ones(bitmaps[own], rows, columns);
+        index[i] = *found == count ? -1 : *found == 0 ? kNothing : static_cast<int32_t>(own);
+        count = *found;
       }
       const int64_t entries = index[i] == kNothing ? 0 : run.high - run.low;
       first[i + 1] = first[i] + entries;
@@ -239,6 +245,7 @@ class Compiler {
     for (const int64_t x : change) widest = std::max(widest, visiting += x);
     const Tensor stored = store_used(bitmaps, index);
     Tensor key = empty({first.back()}, kInt), bitmap = empty({first.back()}, kInt);
+    prefer_huge_pages(key), prefer_huge_pages(bitmap);
     int32_t* to_key = key.mutable_data_ptr<int32_t>();
     int32_t* to_bitmap = bitmap.mutable_data_ptr<int32_t>();
     const auto none = [] { return 0; };
@@ -247,7 +254,7 @@ class Compiler {
       for (int64_t i = part * runs / parts; i < (part + 1) * runs / parts; ++i) {
         const int64_t entries = first[i + 1] - first[i];
         std::copy_n(real_.begin() + runs_[i].low, entries, to_key + first[i]);
-        std::fill_n(to_bitmap + first[i], entries, static_cast<int32_t>(index[i]));
+        std::fill_n(to_bitmap + first[i], entries, index[i]);
       }
     });
     Tensor sizes = zeros_of<int64_t>(3);
@@ -270,9 +277,7 @@ class Compiler {
   // A query tile with the key tiles real_[low] to real_[high - 1]. Either all their pairs attend,
   // or it is a single key tile whose bitmap has kind `kind`.
   struct Run {
-    int64_t query;
-    size_t low, high;
-    int64_t kind = -1;
+    int32_t query, low, high, kind = -1;
   };
 
   Pair pair(const Run& run) const {
@@ -281,7 +286,7 @@ class Compiler {
   }
 
   std::pair<int64_t, int64_t> size(const Run& run) const {
-    return {queries_.positions(run.query), keys_.positions(real_[run.low])};
+    return {rows_[run.query], before_[run.low + 1] - before_[run.low]};
   }
 
   using Signature = std::vector<int64_t>;
@@ -290,7 +295,9 @@ class Compiler {
   // Lists the pairs of tiles that may attend, for some neighboring query tiles.
   struct Finder {
     Finder(const Compiler& own, const Condition& rule, int64_t part)
-        : own(own), rule(rule), part(part), has_contents(rule.has_contents()) {}
+        : own(own), rule(rule), part(part), has_contents(rule.has_contents()) {
+      if (has_contents) above.resize(own.real_.size());
+    }
 
     void find(int64_t begin, int64_t end) {
       const auto& [real, keys, queries] = std::tie(own.real_, own.keys_, own.queries_);
@@ -307,7 +314,7 @@ class Compiler {
         if (low < high && rule.skips()) {
           walk(q, low, high);
         } else if (low < high) {
-          halve(q, low, high);
+          visit(q, low, high);
         }
       }
     }
@@ -328,32 +335,86 @@ class Compiler {
               real.begin();
           continue;
         }
+        spans.clear();
         halve(q, low, low + 1);
         ++low;
       }
     }
 
-    void halve(int64_t q, size_t low, size_t high) {
-      Run run{q, low, high};
+    // Neighboring key tiles that had one status for a query tile; if they vary, each one does.
+    struct Span {
+      size_t low, high;
+      int status;
+    };
+
+    // Finds the runs of a query tile among some key tiles. The spans of the query tile before it
+    // are tried first, each apart from its first key tile, since neighbors differ at the ends of
+    // spans. Where most spans have changed, the next query tile begins with all key tiles again.
+    void visit(int64_t q, size_t low, size_t high) {
+      spans.swap(guesses);
+      spans.clear();
+      if (guesses.empty() || guesses[0].low != low || guesses.back().high != high || !guess) {
+        guesses.assign(1, {low, high, kEmpty});
+      }
+      int64_t tried = 0, changed = 0;
+      for (const Span& x : guesses) {
+        size_t at = x.low;
+        if (at > low) changed += halve(q, at, at + 1) != x.status, ++tried, ++at;
+        for (; at < x.high && x.status == kVaries; ++at, ++tried) {
+          changed += halve(q, at, at + 1) != kVaries;
+        }
+        if (at < x.high) changed += halve(q, at, x.high) != x.status, ++tried;
+      }
+      guess = 2 * changed <= tried + kFewGuesses;
+    }
+
+    // Returns the status of the whole range.
+    int halve(int64_t q, size_t low, size_t high) {
+      const auto number = [](auto i) { return static_cast<int32_t>(i); };
+      Run run{number(q), number(low), number(high)};
       Pair x = own.pair(run);
       if (high - low > 1 && !own.regular_) x.k.step = 1;
       const int status = rule.status(x, high - low == 1);
-      if (status == kEmpty) return;
       if (status == kVaries && high - low > 1) {
         const size_t middle = low + (high - low) / 2;
         halve(q, low, middle);
         halve(q, middle, high);
-        return;
+        return status;
       }
-      if (status == kVaries) run.kind = kind_of(x);
-      runs.push_back(run);
+      const bool longer = !spans.empty() && spans.back().high == low;
+      if (longer && spans.back().status == status) {
+        spans.back().high = high;
+        if (status == kFull) {
+          runs.back().high = run.high;
+          return status;
+        }
+      } else {
+        spans.push_back({low, high, status});
+      }
+      if (status == kVaries) run.kind = number(kind_of(x, low));
+      if (status != kEmpty) runs.push_back(run);
+      return status;
     }
 
     // Returns the kind of a pair of tiles that varies; pairs with equal signatures have one kind.
-    int64_t kind_of(const Pair& x) {
+    int64_t kind_of(const Pair& x, size_t column) {
       const int64_t number = part << 40 | static_cast<int64_t>(runs.size());
       signature.clear();
       rule.signature(x, number, signature);
+      if (!has_contents) return number_of(x, number);
+      // A key mask tells key tiles apart, so the latest pair above is the likeliest equal one.
+      Latest& latest = above[column];
+      if (latest.size == signature.size() &&
+          std::equal(signature.begin(), signature.end(), latest.signature.begin())) {
+        return latest.kind;
+      }
+      latest.size = signature.size() <= latest.signature.size() ? signature.size() : 0;
+      std::copy_n(signature.begin(), latest.size, latest.signature.begin());
+      return latest.kind = number_of(x, number);
+    }
+
+    // Returns the kind of a pair of tiles with the signature in `signature`.
+    int64_t number_of(const Pair& x, int64_t number) {
       const auto [found, is_new] = numbers.try_emplace(signature, kinds.size());
       if (is_new && has_contents) {
         signature.clear();
@@ -372,6 +433,14 @@ class Compiler {
     std::vector<Signature> kinds;
     Numbers numbers, contents;  // kinds by signature, without and with contents
     Signature signature;
+    std::vector<Span> spans, guesses;  // of this query tile and of the one before
+    bool guess = true;
+    struct Latest {
+      std::array<int64_t, 6> signature;
+      size_t size = 0;  // 0 if there is none, or a longer one
+      int64_t kind = -1;
+    };
+    std::vector<Latest> above;  // of each key tile, the latest pair that varies, for a key mask
   };
 
   // Lists the pairs of tiles that may attend, ordered by query tile, then key tile. Each thread has
@@ -383,11 +452,17 @@ class Compiler {
     share_for_now<Condition>(threads_, parts, copied, [&](const Condition& rule, int64_t i) {
       found[i].emplace(*this, rule, i).find(i * count / parts, (i + 1) * count / parts);
     });
+    if (parts == 1) {
+      runs_ = std::move(found[0]->runs);
+      num_kinds_ = found[0]->kinds.size();
+      return;
+    }
     Numbers kinds;
     for (const auto& part : found) {
-      std::vector<int64_t> number;
+      std::vector<int32_t> number;
       for (const Signature& x : part->kinds) {
-        number.push_back(kinds.try_emplace(x, kinds.size()).first->second);
+        const int64_t kind = kinds.try_emplace(x, kinds.size()).first->second;
+        number.push_back(static_cast<int32_t>(kind));
       }
       for (Run run : part->runs) {
         if (run.kind >= 0) run.kind = number[run.kind];
@@ -415,12 +490,12 @@ class Compiler {
     std::unordered_map<std::vector<int64_t>, int64_t, Hash> parts;
     const std::vector<int64_t> whole = sample_;
     for (size_t i = 0; i < runs_.size(); ++i) {
-      int64_t& kind = runs_[i].kind;
+      int32_t& kind = runs_[i].kind;
       if (kind < 0 || whole[kind] >= 0) continue;
       const auto [q, k] = size(runs_[i]);
       const auto [found, is_new] = parts.try_emplace({kind, q, k}, sample_.size());
       if (is_new) sample_.push_back(-1);
-      kind = found->second;
+      kind = static_cast<int32_t>(found->second);
       sample_[kind] = i;
     }
   }
@@ -476,9 +551,9 @@ class Compiler {
   }
 
   // Stores the bitmaps in use, ordered by digest, and renumbers indices (rows.py has the digest).
-  Tensor store_used(const std::vector<std::string>& bitmaps, std::vector<int64_t>& index) const {
+  Tensor store_used(const std::vector<std::string>& bitmaps, std::vector<int32_t>& index) const {
     std::vector<int64_t> order, place(bitmaps.size(), -1);
-    for (const int64_t i : index) {
+    for (const int32_t i : index) {
       if (i >= 0 && place[i] < 0) place[i] = 0, order.push_back(i);
     }
     std::vector<int64_t> digest(bitmaps.size());
@@ -491,7 +566,7 @@ class Compiler {
       place[order[i]] = i;
       std::memcpy(out.mutable_data_ptr<uint8_t>() + i * size, bitmaps[order[i]].data(), size);
     }
-    for (int64_t& i : index) i = i < 0 ? i : place[i];
+    for (int32_t& i : index) i = i < 0 ? i : static_cast<int32_t>(place[i]);
     return out;
   }
 
@@ -522,7 +597,8 @@ class Compiler {
     return threads_ > 1 ? std::clamp<int64_t>(work / least, 1, 8 * threads_) : 1;
   }
 
-  static constexpr int64_t kNothing = -2;
+  static constexpr int32_t kNothing = -2;
+  static constexpr int64_t kFewGuesses = 4;  // a query tile may change so many, however few it has
   // For less work than this, starting other threads would take longer than the work.
   static constexpr int64_t kManyTiles = 256, kManyBitmaps = 128, kManyEntries = 1 << 18;
 
@@ -531,7 +607,8 @@ class Compiler {
   const int64_t block_, threads_;
   bool regular_ = true;
   std::vector<int64_t> before_{0};  // positions in all earlier tiles of `real_`
-  std::vector<int64_t> real_;       // key tiles with positions
+  std::vector<int32_t> real_;       // key tiles with positions
+  std::vector<int64_t> rows_;       // positions of each query tile
   std::vector<Run> runs_;
   size_t num_kinds_ = 0;
   std::vector<int64_t> sample_;  // for each kind, the run whose bitmap it has; -1 if it was split

@@ -2,7 +2,12 @@
 
 #pragma once
 
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
 #include <algorithm>
+#include <cstdint>
 #include <memory>
 #include <new>
 
@@ -95,5 +100,19 @@ class Buffer {
   T* data_ = nullptr;
   int64_t size_ = 0;
 };
+
+// Asks the system to back a large tensor that will be filled by huge pages, since its first write
+// to each small page costs more than the write. The system may ignore it.
+inline void prefer_huge_pages(const Tensor& x) {
+#ifdef __linux__
+  constexpr uintptr_t kPage = uintptr_t{1} << 21;
+  const auto begin = reinterpret_cast<uintptr_t>(x.const_data_ptr());
+  const uintptr_t first = (begin + kPage - 1) / kPage * kPage;
+  const uintptr_t stop = (begin + x.numel() * x.element_size()) / kPage * kPage;
+  if (first < stop) madvise(reinterpret_cast<void*>(first), stop - first, MADV_HUGEPAGE);
+#else
+  static_cast<void>(x);
+#endif
+}
 
 }  // namespace sparsering::cpu
