@@ -207,7 +207,7 @@ struct Reader {
     SPARSERING_CHECK(tensor < tensors.size(), "sparsering: a layout's program lacks a tensor");
     const Tensor& x = tensors[tensor++];
     SPARSERING_CHECK(x.dim() == 1 && (x.dtype() == kBool || (x.dtype() == kLong && x.numel() > 0)),
-                     "sparsering: a layout's program needs vectors of int64 or bool");
+                     "sparsering: a layout's program needs int64 vectors, or bool of a key mask");
     return contiguous(x);
   }
 };
