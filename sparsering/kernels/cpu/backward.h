@@ -323,10 +323,9 @@ class Backward {
     };
     const auto put = [&](const Item& item, const float* dq) { add_queries(pass, item, dq, sums); };
     if (!dtable_) {
-      Buffer<float> parts(pieces_at_once(items.pieces, size * sizeof(float)) * size);
       run_items(
-          items, parts, size,
-          [&](Scratch& s, const Item& item, float* part) { sweep(s, item, 0, part); }, put);
+          items, size, [&](Scratch& s, const Item& item, float* part) { sweep(s, item, 0, part); },
+          put);
       return;
     }
     // Items that add to the same gradient of a distance table run in one thread.
@@ -375,7 +374,6 @@ class Backward {
                   [&](int64_t entry) { return segments.empty() ? 0 : segments[entry]; });
       }
     }
-    Buffer<float> parts(pieces_at_once(items.pieces, size * sizeof(float)) * size);
     const auto sweep = [&](Scratch& s, const Item& item, float* part) {
       const Keys& of_tile = keys.tiles[(item.head - first) * pass.columns + item.tile];
       sweep_column(s, pass, by_key, number, item, of_tile);
@@ -386,19 +384,21 @@ class Backward {
         std::copy_n(s.dv.get(), size - dk_size, part + dk_size);
       }
     };
-    run_items(items, parts, size, sweep, [&](const Item& item, const float* sum) {
+    run_items(items, size, sweep, [&](const Item& item, const float* sum) {
       add_keys(pass, item.head, item.tile, sum, sum + dk_size, sums);
     });
   }
 
-  // Computes items on all threads. It calls sweep(scratch, item, its part of `parts`, nullptr for a
-  // whole tile), adds the parts of each cut tile in order, and calls put(tile, its sum).
+  // Computes items on all threads. It calls sweep(scratch, item, part), where part has room for the
+  // `size` sums of a piece and is nullptr for a whole tile. It adds the pieces of each cut tile in
+  // order, and calls put(tile, its sum).
   template <typename Sweep, typename Put>
-  void run_items(const Items& items, Buffer<float>& parts, int64_t size, const Sweep& sweep,
-                 const Put& put) const {
+  void run_items(const Items& items, int64_t size, const Sweep& sweep, const Put& put) const {
+    const int64_t at_once = pieces_at_once(items.pieces, size * sizeof(float));
+    Buffer<float> parts(at_once * size);
     const auto part_of = [&](int64_t slot) { return parts.get() + slot * size; };
     in_runs(
-        items.all, items.splits, pieces_at_once(items.pieces, size * sizeof(float)),
+        items.all, items.splits, at_once,
         [&](int64_t begin, int64_t end, int64_t first) {
           const auto make = [&] { return Scratch(pairs_); };
           share_out<Scratch>(end - begin, 1, make, [&](Scratch& s, int64_t i) {

@@ -112,8 +112,7 @@ def list_forward_kernel(
     REST: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     ALIGN: tl.constexpr, RUNNING: tl.constexpr, SINK: tl.constexpr, BIASED: tl.constexpr,
     CAPPED: tl.constexpr, DISTANCES: tl.constexpr, DROPPING: tl.constexpr, PLACED: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    SHARED: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr,
 ):
     """Writes out [B, heads, Nq, Dv] and lse [B, heads, Nq] over listed keys.
 
@@ -227,8 +226,7 @@ def list_query_kernel(
     REST: tl.constexpr, VALUE_DIM: tl.constexpr, PADDED_VALUE_DIM: tl.constexpr,
     ALIGN: tl.constexpr, RUNNING: tl.constexpr, BIASED: tl.constexpr, CAPPED: tl.constexpr,
     DISTANCES: tl.constexpr, LEARNS_DISTANCES: tl.constexpr, DROPPING: tl.constexpr,
-    PLACED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    SHARED: tl.constexpr,
+    PLACED: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr, SHARED: tl.constexpr,
 ):
     """Writes dQ [B, heads, Nq, D]; with RUNNING, it adds to what memory holds.
 
