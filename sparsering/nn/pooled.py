@@ -20,10 +20,12 @@ def gated_pool(gate: Tensor, x: Tensor, size: int, stride: int) -> Tensor:
     length = x.shape[2]
     count = -(-max(0, length - size) // stride) + 1
     missing = (count - 1) * stride + size - length
-    gate = pad(gate.to(sum_dtype(gate)), (0, missing), value=torch.finfo(gate.dtype).min)
-    weight = gate.unfold(2, size, stride).softmax(3).to(x.dtype)  # [B, H, Np, size]
-    windows = pad(x, (0, 0, 0, missing)).unfold(2, size, stride)  # [B, H, Np, D, size]
-    return (windows @ weight[..., None])[..., 0]
+    dtype = sum_dtype(x)  # also of the sums over windows in the gradient of x
+    gate = pad(gate.to(dtype), (0, missing), value=torch.finfo(dtype).min)
+    weight = gate.unfold(2, size, stride).softmax(3)  # [B, H, Np, size]
+    windows = pad(x.to(dtype), (0, 0, 0, missing)).unfold(2, size, stride)  # [B, H, Np, D, size]
+    with without_autocast(x):
+        return (windows @ weight[..., None])[..., 0].to(x.dtype)
 
 
 @torch.no_grad()

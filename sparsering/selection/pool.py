@@ -66,8 +66,10 @@ def pool_blocks(
         valid = checked_valid(valid, len(x), x)
     if valid is not None or bounds is not None:
         inside = _inside(valid, bounds, length, count, size, stride, x.device)
-        windows = pad(x, (0, 0, 0, (count - 1) * stride + size - length)).unfold(2, size, stride)
-        total = torch.where(inside[:, None, :, None], windows, 0.0).sum(4, dtype=sum_dtype(x))
+        # The cast comes first, so that gradients of overlapping windows are summed in it too.
+        whole = pad(x.to(sum_dtype(x)), (0, 0, 0, (count - 1) * stride + size - length))
+        windows = whole.unfold(2, size, stride)
+        total = torch.where(inside[:, None, :, None], windows, 0.0).sum(4)
         return (total / inside.sum(2).clamp(min=1)[:, None, :, None]).to(x.dtype)
     piece = math.gcd(size, stride)  # every window consists of whole pieces of so many tokens
     places = (count - 1) * stride + size

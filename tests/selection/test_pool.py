@@ -33,6 +33,18 @@ def test_halves_are_summed_in_float32():
     assert torch.equal(found, x.double().mean(2, keepdim=True).to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_gradients_of_overlapping_windows_are_summed_in_float32(padded):
+    x = torch.randn(1, 1, 40, 2).half().requires_grad_()
+    valid = torch.arange(40) < 37 if padded else None
+    found = pool_blocks(x, 16, 1, valid=valid)
+    weight = torch.randn_like(found)
+    (given,) = torch.autograd.grad(found, x, weight)
+    exact = x.detach().double().requires_grad_()
+    (right,) = torch.autograd.grad(pool_blocks(exact, 16, 1, valid=valid), exact, weight.double())
+    assert ((given - right).abs() <= 2.0**-11 * right.abs() + 1e-6).all()  # one rounding
+
+
 def test_no_tokens_are_one_window_of_nothing():
     assert torch.equal(pool_blocks(torch.ones(1, 2, 0, 3), 4), torch.zeros(1, 2, 1, 3))
 
