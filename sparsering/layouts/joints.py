@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..ground.rows import expand_counts
+from ..ground.rows import expand_counts, number_rows
 from ..patterns.algebra import Frame, Mask
 from ..patterns.blocks import BlockwiseMask
 from .leaves import EMPTY, FULL, VARIES, Condition, Repeats, SameDocument, with_any_key
@@ -47,6 +47,10 @@ class _Joint(Condition):
 
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
         spans = (part.candidates(queries, keys, origin) for part in self.parts)
+        return reduce(type(self).join, spans)
+
+    def attending(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        spans = (part.attending(queries, keys, origin) for part in self.parts)
         return reduce(type(self).join, spans)
 
     def future(self, stop: int) -> Repeats | None:
@@ -105,6 +109,10 @@ class Negated(Condition):
 
     def signature(self, pairs: TilePairs) -> list[Tensor]:
         return self.part.signature(pairs)
+
+    def attending(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        all_pairs = with_any_key(queries, keys, torch.arange(len(queries)))
+        return all_pairs - self.part.attending(queries, keys, origin)
 
     def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
         first = self.part.queries(k)[0] if self.part.convex else x
@@ -188,6 +196,26 @@ class InBlocks(Condition):
         begin, end = origin.start[row] + low * size, origin.start[row] + high * size + size - 1
         return spans_of_positions(queries, keys, row, begin, end)
 
+    def attending(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        size, position = self.mask.block_size, queries.start - origin.start
+        inside = torch.nonzero(position >= 0)[:, 0]
+        if not len(inside):
+            return with_any_key(queries, keys, inside)
+        lengths = origin.kv_len[inside]
+        kind, first = number_rows([position[inside] // self.mask.row_size, lengths])
+        block, length = position[inside[first]] // self.mask.row_size, lengths[first]
+        index, low, high = self.mask.spans(block, length)
+        columns = int(length.max()) // size + 2  # one more than any block, to keep rows apart
+        low, high = low.clamp(min=0), high.clamp(max=columns - 2)
+        ranges = Spans(index * columns + low, index * columns + high + 1)
+        count = torch.bincount(ranges.begin // columns, minlength=len(first))
+        token, number = expand_counts(count[kind])
+        span = (count.cumsum(0) - count)[kind[token]] + number
+        row = inside[token]
+        low, high = ranges.begin[span] % columns, (ranges.end[span] - 1) % columns
+        begin, end = origin.start[row] + low * size, origin.start[row] + high * size + size - 1
+        return spans_of_positions(queries, keys, row, begin, end)
+
     def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
         size = self.mask.block_size
         step = self._last_listed if self.rule is None else self.rule.before
@@ -267,6 +295,11 @@ class PerDocument(Condition):
         anywhere = with_any_key(queries, keys, torch.nonzero(~inside)[:, 0])
         spans = self.inner.candidates(queries, keys, document) | anywhere
         return spans & self.same.candidates(queries, keys, origin)
+
+    def attending(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        _, document = self._document(queries.start, queries.last, origin)
+        spans = self.inner.attending(queries, keys, document)
+        return spans & self.same.attending(queries, keys, origin)
 
     def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
         begin, last = self.same.queries(k)

@@ -2,9 +2,10 @@
 
 For many tile pairs at once, a condition computes `status` (whether no, all or some pairs of
 positions meet it), `signature` (integers; tile pairs with equal ones have equal bitmaps) and
-`candidates` (tile pairs that may attend). Bitmaps come from `Mask.holds`. To compute how long keys
-live, `before` steps from a query down to one that may see a key; `future` and `shifted` tell how
-pairs repeat in a sequence without end.
+`candidates` (tile pairs that may attend). Bitmaps come from `Mask.holds`. For tiles of one token,
+`attending` lists exactly the pairs that attend. To compute how long keys live, `before` steps from
+a query down to one that may see a key; `future` and `shifted` tell how pairs repeat in a sequence
+without end.
 """
 
 from collections.abc import Sequence
@@ -16,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..ground.once import once
+from ..ground.rows import expand_counts
 from ..patterns.algebra import Frame
 from .tiles import Axis, Origin, Spans, TilePairs, spans_of_positions
 
@@ -50,6 +52,10 @@ class Condition:
     def candidates(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
         """Returns all tile pairs that may attend; `origin` has the document of each query tile."""
         return with_any_key(queries, keys, torch.arange(len(queries)))
+
+    def attending(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        """Returns exactly the pairs that attend; all tiles must have one token. For `intervals`."""
+        raise NotImplementedError
 
     def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Returns the first and last query that see each key; None for no bound. Needs `convex`."""
@@ -107,6 +113,8 @@ class Linear(Condition):
             return spans_of_positions(queries, keys, rows, rows * 0, origin.start + room // -self.b)
         return with_any_key(queries, keys, rows[room >= 0])
 
+    attending = candidates  # exact for tiles of one token
+
     def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
         if self.a == 0:
             return None, torch.where(self.b * k >= self.c, FOREVER, -1)
@@ -153,6 +161,13 @@ class InKeys(Condition):
         first, last = ((self.below <= x).sum() - 1 for x in (0, self.below[-1] - 1))
         begin, end = origin.start + first, origin.start + last
         return spans_of_positions(queries, keys, torch.arange(len(queries)), begin, end)
+
+    def attending(self, queries: Axis, keys: Axis, origin: Origin) -> Spans:
+        change = pad(self.valid.to(torch.int8), (1, 1)).diff()
+        first, stop = (torch.nonzero(change == sign)[:, 0] for sign in (1, -1))
+        row, number = expand_counts(torch.full((len(queries),), len(first)))
+        begin, end = origin.start[row] + first[number], origin.start[row] + stop[number] - 1
+        return spans_of_positions(queries, keys, row, begin, end)
 
     def queries(self, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
         return None, torch.where(self.below[k + 1] > self.below[k], FOREVER, -1)
@@ -258,6 +273,8 @@ class SameSegment(Condition):
         rows = torch.arange(len(queries))
         return spans_of_positions(queries, keys, rows, origin.start + begin, origin.start + end)
 
+    attending = candidates  # exact for tiles of one token
+
     def queries(self, k: Tensor) -> tuple[Tensor, Tensor]:
         begin = k - _remainder(k, self.length)
         return begin, begin + (self.length - 1)
@@ -306,6 +323,8 @@ class SameDocument(Condition):
         begin = self.starts[first.clamp(0, most)] + origin.start
         end = self.starts[(last + 1).clamp(0, most)] + origin.start
         return spans_of_positions(queries, keys, torch.arange(len(queries)), begin, end - 1)
+
+    attending = candidates  # exact for tiles of one token
 
     def queries(self, k: Tensor) -> tuple[Tensor, Tensor]:
         number = self.document_of(k)

@@ -145,6 +145,8 @@ class OnPath(Condition):
             low, high = torch.cat((low, middle)), torch.cat((middle, high))
         return Spans(torch.cat(begins), torch.cat(ends))
 
+    attending = candidates  # exact for tiles of one token, whose status is never VARIES
+
     def before(self, k: Tensor, x: Tensor, frame: Frame) -> Tensor:
         nodes = self.nodes
         if not len(nodes.depth):
