@@ -49,45 +49,48 @@ class History(_Record):
 
     length: int
     base: int  # length at the last eviction, which is the position of the page's first token
-    # int64 [1 + branches, keys of all heads]: each key's position, and its last query per branch
+    # int64 [1 + branches, keys of all heads, or of one if they are alike]: each key's position, and
+    # its last query per branch
     keys: Tensor
     counts: tuple[int, ...]  # number of keys of each kv head
     width: int  # number of slots of each head, at least the largest count
+    alike: bool  # whether all heads store keys at the same positions; tables then have one head
     exact: bool = True  # True if `base` alone determines which keys are stored before the page
     oldest: int = 0  # smallest length to which the batch entry can be cropped
 
     @classmethod
-    def of(cls, positions: Tensor, last: Tensor, **rest: Any) -> "History":
-        """Builds a history from positions [Hkv, slots] and last queries [branches, Hkv, slots].
+    def of(cls, positions: Tensor, last: Tensor, heads: int, **rest: Any) -> "History":
+        """Builds the history of `heads` kv heads from positions and last queries of their keys.
 
-        -1 is empty.
-
-        Positions are -1 in empty slots, which come after a head's keys.
+        Args: `positions` [T, slots], T = 1 if all heads are alike, else `heads`. They are -1 in
+        empty slots, which come after a head's keys. `last` [branches, T, slots], -1 for no query.
         """
         real, width = positions >= 0, positions.shape[1]
-        counts = tuple(real.sum(1).tolist())
+        counts = real.sum(1).tolist()
         keys = torch.cat((positions[None], last))
         keys = keys.flatten(1) if min(counts, default=0) == width else keys[:, real]
-        return cls(keys=keys, counts=counts, width=width, **rest)
+        alike = len(counts) < heads
+        counts = counts * heads if alike else counts
+        return cls(keys=keys, counts=tuple(counts), width=width, alike=alike, **rest)
 
     @property
     def _in_slots(self) -> Tensor:
-        """The rows of `keys` as [1 + branches, Hkv, slots], with -1 where a head has no key."""
-        heads = len(self.counts)
-        if min(self.counts, default=0) == self.width:
-            return self.keys.view(len(self.keys), heads, self.width)
-        slots = torch.full((len(self.keys), heads, self.width), -1)
-        slots[:, torch.arange(self.width) < torch.tensor(self.counts)[:, None]] = self.keys
+        """The rows of `keys` as [1 + branches, T, slots], with -1 where a head has no key."""
+        counts = self.counts[:1] if self.alike else self.counts
+        if min(counts, default=0) == self.width:
+            return self.keys.view(len(self.keys), len(counts), self.width)
+        slots = torch.full((len(self.keys), len(counts), self.width), -1)
+        slots[:, torch.arange(self.width) < torch.tensor(counts)[:, None]] = self.keys
         return slots
 
     @property
     def positions(self) -> Tensor:
-        """Positions of the keys [Hkv, slots], -1 in empty slots."""
+        """Positions of the keys [T, slots], -1 in empty slots; T = 1 if all heads are alike."""
         return self._in_slots[0]
 
     @property
     def last(self) -> Tensor:
-        """Position of the last query that sees each key, [branches, Hkv, slots]; -1 for none."""
+        """Position of the last query that sees each key, [branches, T, slots]; -1 for none."""
         return self._in_slots[1:]
 
     @property
@@ -101,17 +104,24 @@ class History(_Record):
             return self.changed(length=length)
         positions = torch.where(self.positions < length, self.positions, -1)
         return History.of(
-            positions, self.last, length=length, base=length, exact=False, oldest=self.oldest
+            positions,
+            self.last,
+            len(self.counts),
+            length=length,
+            base=length,
+            exact=False,
+            oldest=self.oldest,
         )
 
     def positions_with(self, count: int) -> Tensor:
-        """Returns the key positions [Hkv, slots + count] with `count` tokens of the page.
+        """Returns the key positions [T, slots + count] with `count` tokens of the page.
 
         First come `positions` (-1 for an empty slot), then base, base + 1, ... for the page's
         tokens.
         """
-        new = torch.arange(self.base, self.base + count).expand(len(self.counts), -1)
-        return torch.cat((self.positions, new), 1)
+        positions = self.positions
+        new = torch.arange(self.base, self.base + count).expand(len(positions), -1)
+        return torch.cat((positions, new), 1)
 
 
 @dataclass(eq=False)
@@ -249,8 +259,10 @@ class CacheState(_Record):
     def loaded(self, key: Tensor, value: Tensor, positions: Tensor, length: int) -> "CacheState":
         """Returns the state after a prompt that was attended elsewhere, with its keys stored."""
         last = self._last_visits(0, length)[..., positions]
-        positions = positions.expand(self.kv_heads, -1)
-        history = History.of(positions, last, length=length, base=length, exact=False)
+        positions = positions.expand(last.shape[1], -1)
+        history = History.of(
+            positions, last, self.kv_heads, length=length, base=length, exact=False
+        )
         return self.changed(histories=[history] * len(self.histories)).evicted(key, value)
 
     def of_entries(self, entries: Tensor) -> "CacheState":
@@ -317,7 +329,7 @@ class CacheState(_Record):
         if of_entries:
             # If all batch entries share one history, they also share one row of slots.
             rows = of_entries if len(survivors) > 1 else of_entries[:1]
-            slots = torch.stack([slots for _, slots in rows])
+            slots = torch.stack([slots for _, slots in rows]).expand(-1, self.kv_heads, -1)
         keys, values = (
             held.gathered(slots, self.page_length, new, self.page_size)
             for held, new in ((self.keys, key), (self.values, value))
@@ -330,7 +342,7 @@ class CacheState(_Record):
     def _survivors(self, history: History) -> tuple[History, Tensor]:
         """Finds the keys of a history that an eviction keeps, and the slots that they are in now.
 
-        Returns: the history after it; the slots [Hkv, keys] that they are in now, -1 for no key.
+        Returns: the history after it; the slots [T, keys] that they are in now, -1 for no key.
         """
         positions = history.positions_with(history.length - history.base)
         last = torch.cat((history.last, self._last_visits(history.base, history.length)), 2)
@@ -348,9 +360,16 @@ class CacheState(_Record):
             last = torch.where(alive, last, -1).gather(2, slot.expand(len(last), -1, -1))
             slot = torch.where(positions < 0, -1, slot)
         length, exact = history.length, history.exact and not self.remote
-        return History.of(
-            positions, last, length=length, base=length, exact=exact, oldest=oldest
-        ), slot
+        after = History.of(
+            positions,
+            last,
+            self.kv_heads,
+            length=length,
+            base=length,
+            exact=exact,
+            oldest=oldest,
+        )
+        return after, slot
 
     def _page_limit(self, history: History) -> int:
         """Returns the number of new tokens after which the next eviction should come.
@@ -374,20 +393,31 @@ class CacheState(_Record):
         return max(int(due[0]), page_size // 8) if len(due) else page_size
 
     def _last_visits(self, start: int, stop: int) -> Tensor:
-        """Returns the last query that sees each key in [start, stop): [branches, Hkv, keys]."""
+        """Returns the last query that sees each key in [start, stop): [branches, T, keys].
+
+        T = 1 if the pattern is the same in all heads, else Hkv.
+        """
         first = start // _LIFETIMES * _LIFETIMES
         end = max(first + _LIFETIMES, stop)
         end = end if self.total is None else min(end, self.total)
         heads = {"num_heads": self.heads, "num_kv_heads": self.kv_heads}
+        tables = 1 if are_alike(self.pattern, self.heads, self.kv_heads) else self.kv_heads
 
         def build() -> Tensor:
             visits = [torch.zeros(0, dtype=torch.int64)]
             for branch in self.pattern.branches:
-                visits += last_visits(branch, first, end, **heads, max_length=self.total)
-            return torch.cat(visits).view(len(self.pattern.branches), self.kv_heads, end - first)
+                of_heads = last_visits(branch, first, end, **heads, max_length=self.total)
+                visits += of_heads[:tables]
+            return torch.cat(visits).view(len(self.pattern.branches), tables, end - first)
 
         key = (self.pattern, self.heads, self.kv_heads, self.total, first, end, "last visits")
         return layout_cache.keep(key, build)[..., start - first : stop - first]
+
+
+def are_alike(pattern: Pattern, heads: int, kv_heads: int) -> bool:
+    """Whether all heads see the same keys, so that their tables in a cache have one head."""
+    frame = Frame(q_len=0, kv_len=0, num_heads=heads, num_kv_heads=kv_heads, q_start=0)
+    return pattern.num_tables(frame) == 1
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from ..layouts.lifetimes import last_visits, own_length
 from ..patterns.algebra import Pattern, check_fits
 from ..route.decision import decided
 from ..route.options import ANYWHERE, refuse_options
-from .cache_state import SIZES, CacheState, History, ordinary_tensors
+from .cache_state import SIZES, CacheState, History, are_alike, ordinary_tensors
 from .compiled import attend_op, operator_options, register
 from .drafts import attend_draft, draft_of, kept
 from .later_keys import LaterKeys
@@ -117,7 +117,10 @@ class KVCache:
         last_visits(pattern, 0, 0, **heads, max_length=max_length)  # raises if a bound is missing
         with unseen():
             none = torch.zeros(1 + len(pattern.branches), 0, dtype=torch.int64)
-        empty = History(length=0, base=0, keys=none, counts=(0,) * num_kv_heads, width=0)
+        alike = are_alike(pattern, num_heads, num_kv_heads)
+        empty = History(
+            length=0, base=0, keys=none, counts=(0,) * num_kv_heads, width=0, alike=alike
+        )
         histories = [empty] * batch_size
         total = own_length(pattern, max_length)
         self.pattern = pattern
@@ -197,7 +200,8 @@ class KVCache:
         history = self._state.histories[entry]
         with unseen():
             remote = torch.tensor(self._state.remote, dtype=torch.int64)
-            positions = history.positions_with(history.length - history.base)[head]
+            of_heads = history.positions_with(history.length - history.base)
+            positions = of_heads[head % len(of_heads)]
             return positions[(positions >= 0) & ~torch.isin(positions, remote)].sort().values
 
     @overload

@@ -172,14 +172,15 @@ def _whole_page_layout(state: CacheState) -> BlockLayout:
 def slot_positions(histories: Sequence[History], count: int, columns: int) -> tuple[Tensor, Tensor]:
     """Returns (positions, liveness) of the keys in a layout's slots, older ones then the page.
 
-    Returns: positions [entries, Hkv, slots] of the keys, -1 for no key; and bool [branches,
-    entries, Hkv, slots], False for keys that no later query sees.
+    Returns: positions [entries, T, slots] of the keys, -1 for no key, T = 1 if all heads are alike;
+    and bool [branches, entries, T, slots], False for keys that no later query sees.
     """
     rows, alive = [], []
     for history in histories:
         room, number = columns - history.width, torch.arange(history.base, history.base + count)
-        page = number.expand(len(history.counts), -1)
-        rows.append(torch.cat((pad(history.positions, (0, room), value=-1), page), 1))
+        positions = history.positions
+        page = number.expand(len(positions), -1)
+        rows.append(torch.cat((pad(positions, (0, room), value=-1), page), 1))
         alive.append(pad(history.last >= history.base, (0, room + count), value=True))
     return torch.stack(rows), torch.stack(alive, 1)
 
@@ -346,6 +347,7 @@ class _Group(NamedTuple):
         state, history, length = self.state, self.history, spanned.length
         positions = history.positions_with(state.page_length)
         place = torch.where(positions < 0, length, spanned.place_of(positions.clamp(min=0)))
+        place = place.expand(state.kv_heads, -1)
         device, results = self.tokens.key.device, []
         places = [
             head * (length + 1) + own  # in the result, heads lie one after the other
