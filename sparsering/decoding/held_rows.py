@@ -138,8 +138,9 @@ class HeldRows:
         counts = (0,) * slots.shape[1]
         if len(slots):
             counts = tuple((slots >= 0).sum(2).amax(0).tolist())
-        if new is None and (slid := self._slid(slots, count)) is not None:
-            return slid
+        drops_first = new is None and self._drops_first(slots, count)
+        if drops_first and count <= self.room:
+            return self._slid(slots.shape[2], count)
         like = self.rows if new is None else new
         batch, width, room = len(like), like.shape[-1], 0
         if like.device.type == "cpu" and len(set(counts)) == 1:
@@ -148,6 +149,12 @@ class HeldRows:
             room = max(0, round(counts[0] / _ROOM / page) - 1) * page
         result = HeldRows(_new(like, batch, counts, page, width, room), counts, page, room)
         if is_shape_alone(like):
+            return result
+        if drops_first:
+            end = self.older[0] + count
+            kept = self.rows[:, :, end - counts[0] : end]
+            result.rows[:, :, : counts[0]].copy_(kept)
+            result.rows[:, :, counts[0] :].zero_()
             return result
         if like.device.type != "cpu":
             self._gather(slots, count, new, result)
@@ -164,17 +171,20 @@ class HeldRows:
                 to[entry, len(places) :] = 0
         return result
 
-    def _slid(self, slots: Tensor, count: int) -> "HeldRows | None":
-        """Does `gathered` without a copy, where possible: the next page follows this one in memory.
-
-        Returns None unless all heads drop only their first rows, and there is room.
-        """
+    def _drops_first(self, slots: Tensor, count: int) -> bool:
+        """Whether `gathered` keeps all rows but the first ones, equally many in each head."""
         kept = slots.shape[2]
-        if not (self.are_even and len(slots) and kept and count <= self.room):
-            return None
+        if not (self.are_even and len(slots) and kept):
+            return False
         end = self.older[0] + count
-        if not bool((slots == torch.arange(end - kept, end)).all()):
-            return None
+        return bool((slots == torch.arange(end - kept, end)).all())
+
+    def _slid(self, kept: int, count: int) -> "HeldRows":
+        """Does `gathered` without a copy, if only first rows are dropped and there is room.
+
+        The next page follows this one in memory.
+        """
+        end = self.older[0] + count
         batch, heads, _, width = self.rows.shape
         begin = self.rows.storage_offset() + (end - kept) * width
         size = batch, heads, kept + self.page_size, width
