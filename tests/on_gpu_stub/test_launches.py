@@ -276,8 +276,7 @@ def test_the_first_tokens_of_pages_of_a_cache(hopper, pattern):
     assert set(launched[1:127]) == {usual} and launched[129] == usual
     first = usual + 1 + len(pattern.branches)  # of a page
     assert launched[0] == launched[128] == first
-    # An eviction copies a window's rows in one piece, and gathers those of other patterns.
-    assert launched[127] == usual + (4 if pattern == WINDOW else 8)
+    assert launched[127] == usual + 4  # evicts the first rows
 
 
 def test_an_eviction_of_heads_that_keep_unequal_numbers_of_keys(hopper):
