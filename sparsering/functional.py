@@ -199,7 +199,7 @@ def explain(query: Tensor, key: Tensor, value: Tensor, pattern: Pattern, **optio
         line per backend: "usable" or why not.
 
     Raises: as `attention`. No layout is built, but for a `flash` or `cudnn` that could run whole
-        blocks.
+        blocks; a `cudnn` that could run declared masks lists the pattern's intervals of keys.
 
     Example:
         >>> print(explain(query, key, value, Causal()))

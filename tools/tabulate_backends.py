@@ -39,7 +39,8 @@ ABOUT = {  # name: (what it is, the devices it is written for)
         "Hopper, Blackwell",
     ),
     "cudnn": (
-        "cuDNN's block-sparse kernels, in half precision: whole blocks; **no GPU has run it yet**",
+        "cuDNN's sparse kernels, in half precision: masks of few intervals of keys, whole blocks; "
+        "**no GPU has run it yet**",
         "Hopper, Blackwell",
     ),
 }

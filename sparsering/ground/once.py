@@ -156,7 +156,8 @@ class once(Generic[Owner, Value]):  # noqa: N801 - used as `property` is
 def bytes_held(value: Any) -> int:
     """Estimates the bytes of a value: tensors, containers, and objects of this package.
 
-    Every object counts once. Other objects, such as compiled kernels, count as 64 bytes.
+    Every object counts once. Other objects, such as compiled kernels, count as 64 bytes; an object
+    of this package that holds such objects may say how many bytes they have, as `unseen_bytes`.
     """
     total, waiting, seen = 0, [value], set()
     while waiting:
@@ -186,6 +187,6 @@ def bytes_held(value: Any) -> int:
         else:
             total += _OBJECT_BYTES
             if kind.__module__.startswith(_PACKAGE) and hasattr(x, "__dict__"):
-                total += 16 * len(vars(x))
+                total += 16 * len(vars(x)) + getattr(x, "unseen_bytes", 0)
                 waiting += vars(x).values()
     return total

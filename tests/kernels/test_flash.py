@@ -236,10 +236,10 @@ def test_it_says_why_it_cannot_run_here(monkeypatch):
         ((12, 0), "got 12.0"),
         ((10, 3), "FlashAttention-3 is for Hopper; Blackwell needs the package flash-attn-4"),
     ):
-        monkeypatch.setattr(flash, "_capability", lambda device, found=capability: found)
+        monkeypatch.setattr(flash, "capability_of", lambda device, found=capability: found)
         (reason,) = flash.reasons()
         assert told in reason
-    monkeypatch.setattr(flash, "_capability", lambda device: HOPPER)
+    monkeypatch.setattr(flash, "capability_of", lambda device: HOPPER)
     assert flash.reasons() == []
 
 

@@ -51,7 +51,7 @@ def installed(*versions: int, capability: tuple[int, int] = (9, 0)) -> Iterator[
         imported(modules(versions, capability)),
         mock.patch.dict(BACKENDS, {"flash": usable}),
         mock.patch.object(flash, "_installed", lambda: versions),
-        mock.patch.object(flash, "_capability", lambda device: capability),
+        mock.patch.object(flash, "capability_of", lambda device: capability),
     ):
         LAST_CALL.clear()
         yield

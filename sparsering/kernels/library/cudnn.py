@@ -1,8 +1,10 @@
-"""Adapter to cuDNN's block-sparse attention: `BSA` of the package nvidia-cudnn-frontend.
+"""Adapter to cuDNN's sparse attention, of the package nvidia-cudnn-frontend.
 
-It runs patterns of whole blocks, without a mask: blocks of 64 tokens on Hopper and on RTX Blackwell
-(compute capabilities 9 and 12), of 128 on Blackwell (10 and 11). NVIDIA calls the interface
-experimental. What it refuses is that of version 1.33 (November 2026).
+A mask with few intervals of keys for each query runs as a declared mask (`declared_masks.py`), on
+Hopper and Blackwell. Other patterns must consist of whole blocks, which `BSA` runs without a mask:
+blocks of 64 tokens on Hopper and on RTX Blackwell (compute capabilities 9 and 12), of 128 on
+Blackwell (10 and 11). NVIDIA calls both interfaces experimental. What `BSA` refuses is that of
+version 1.33 (November 2026).
 """
 
 from functools import cache
@@ -17,6 +19,7 @@ from torch.autograd import Function
 from ...call import Call
 from ...layouts.cache import layout_cache
 from ...patterns.algebra import Frame, Pattern
+from . import declared_masks
 from .blocks import listed, whole_blocks, without_rows
 from .derivatives import (
     with_first_derivatives,
@@ -24,6 +27,7 @@ from .derivatives import (
     without_gradient,
     without_keys,
 )
+from .on_gpu import capability_of, faults_on_gpu
 
 EXTRAS: frozenset[str] = frozenset()
 """Options of a call, other than its scale, that this backend computes."""
@@ -34,35 +38,34 @@ _HEAD_DIMS = {9: (64, 96, 128), 10: (64, 96, 128), 11: (64, 96, 128), 12: (128,)
 _HEAD_DIMS_LEARNT = {9: (128,), 10: (64, 128), 11: (64, 128), 12: ()}  # that have gradients
 _HOPPER = 9
 _PACKAGE = "nvidia-cudnn-frontend"
+_DECLARED, _BLOCK_SPARSE = "flex_attention", "block_sparse_attention"  # folders of the package
 _NO_LSE_GRADIENT = "cudnn: it has no gradient of lse; detach it, or leave out backend="
 
 
 def reasons(*tensors: Tensor) -> list[str]:
     """Returns why it cannot run on these tensors or on this machine; [] if it can."""
-    faults = []
-    if not _is_installed():
-        faults.append(f"the package {_PACKAGE} is not installed, or has no block-sparse attention")
-    if any(x.device.type != "cuda" for x in tensors):
-        faults.append("it runs on cuda tensors")
-    elif not torch.cuda.is_available():
-        faults.append("torch sees no CUDA GPU")
-    else:
-        devices = {x.device for x in tensors} or {torch.device("cuda")}
-        for major in sorted({_major(device) for device in devices}):
-            if major not in _BLOCKS:
-                faults.append(f"it needs a GPU of compute capability 9 to 12, got {major}")
-            elif tensors and (fault := _head_dim_fault(major, *tensors)):
-                faults.append(fault)
-    if any(x.dtype not in (torch.bfloat16, torch.float16) for x in tensors):
-        faults.append("it computes in bfloat16 and float16")
-    return faults
+    missing = f"the package {_PACKAGE} is not installed, or has no sparse attention"
+    faults = [] if _installed() else [missing]
+
+    def fault_of(device: torch.device) -> str:
+        major, minor = capability_of(device)
+        if major not in _BLOCKS:
+            return f"it needs a GPU of compute capability 9 to 12, got {major}"
+        if _installed() == (_DECLARED,) and not _has_declared(device):
+            return f"it has no block-sparse attention, got compute capability {major}.{minor}"
+        return _head_dim_fault(device, *tensors) if tensors else ""
+
+    return faults + faults_on_gpu(tensors, fault_of)
 
 
 # Its kernels are compiled in Python; see the same decorator in flash.py.
 @torch._disable_dynamo
 def refuses(call: Call) -> list[str]:
-    """Returns why it cannot run a call of a pattern; [] if it can. It builds the layout to see."""
-    found = _blocks(call.pattern, call.frame, call.query)
+    """Returns why it cannot run a call of a pattern; [] if it can.
+
+    It lists the intervals of keys that each query sees, and may build the layout.
+    """
+    found = _form(call)
     return [found] if isinstance(found, str) else []
 
 
@@ -76,8 +79,39 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
     if not query.numel() or not key.numel():
         return without_keys(query, key, value)
     query, scale = with_positive_scale(query, call.scale)
-    blocks = _blocks(call.pattern, call.frame, query)
-    assert not isinstance(blocks, str)
+    found = _form(call)
+    assert not isinstance(found, str)
+    if isinstance(found, Tensor):
+        capability = capability_of(query.device)
+        return declared_masks.attend(query, key, value, call.pattern, call.frame, scale, capability)
+    return _block_sparse(query, key, value, found, scale)
+
+
+def _form(call: Call) -> Tensor | tuple[Tensor, Tensor] | str:
+    """Returns a call's mask as `declared_masks.intervals` or as `_blocks`, or why it has neither.
+
+    A declared mask goes first: it has gradients in float16, for grouped heads and of lse, too.
+    """
+    pattern, frame, query, value = call.pattern, call.frame, call.query, call.value
+    told = []
+    if _has_declared(query.device):
+        declared = declared_masks.intervals(pattern, frame)
+        if isinstance(declared, Tensor):
+            return declared
+        told.append(f"as a declared mask: {declared}")
+    if _BLOCK_SPARSE in _installed():
+        fault = _blocks_fault(query.device, query, value)
+        blocks = fault or _blocks(pattern, frame, query)
+        if not isinstance(blocks, str):
+            return blocks
+        told.append(f"as whole blocks: {blocks}" if told else blocks)
+    return "; ".join(told)
+
+
+def _block_sparse(
+    query: Tensor, key: Tensor, value: Tensor, blocks: tuple[Tensor, Tensor], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Computes (out, lse) over `blocks`, as `_blocks` lists them."""
     counts, index = blocks
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if learns:
@@ -89,7 +123,7 @@ def attention(call: Call) -> tuple[Tensor, Tensor]:
         key, value = (x.repeat_interleave(group, 1) if group > 1 else x for x in (key, value))
     size = len(query), query.shape[1]
     counts, index = (x.expand(*size, *x.shape[2:]).contiguous() for x in (counts, index))
-    block = _BLOCKS[_major(query.device)]
+    block = _BLOCKS[capability_of(query.device)[0]]
     tensors = [x if x.stride(-1) == 1 else x.contiguous() for x in (query, key, value)]
     out, lse = _BlockSparse.apply(*tensors, counts, index, block, scale)
     lse = without_gradient(lse, _NO_LSE_GRADIENT, out)
@@ -142,20 +176,28 @@ class _BlockSparse(Function):
 
 
 @cache
-def _is_installed() -> bool:
-    """Whether the package is there and has block-sparse attention, without importing it."""
+def _installed() -> tuple[str, ...]:
+    """Returns which kinds of attention the package has, without importing it."""
     package = find_spec("cudnn")
     folders = (package.submodule_search_locations or ()) if package is not None else ()
-    return any((Path(folder) / "block_sparse_attention").is_dir() for folder in folders)
+    kinds = _DECLARED, _BLOCK_SPARSE
+    return tuple(kind for kind in kinds if any((Path(x) / kind).is_dir() for x in folders))
 
 
-def _major(device: torch.device) -> int:
-    return torch.cuda.get_device_capability(device)[0]
-
-
-def _head_dim_fault(major: int, query: Tensor, key: Tensor, value: Tensor) -> str:
+def _head_dim_fault(device: torch.device, query: Tensor, key: Tensor, value: Tensor) -> str:
     """Returns why it cannot run a call's head dims, or "" if it can."""
-    dim, value_dim = query.shape[-1], value.shape[-1]
+    if _has_declared(device):  # which runs all head dims of whole blocks, and more
+        return declared_masks.head_dim_fault(query.shape[-1], value.shape[-1])
+    return _blocks_fault(device, query, value)
+
+
+def _has_declared(device: torch.device) -> bool:
+    return _DECLARED in _installed() and capability_of(device) in declared_masks.CAPABILITIES
+
+
+def _blocks_fault(device: torch.device, query: Tensor, value: Tensor) -> str:
+    """Returns why whole blocks cannot run with a call's head dims, or "" if they can."""
+    major, dim, value_dim = capability_of(device)[0], query.shape[-1], value.shape[-1]
     dims = _HEAD_DIMS[major]
     if {dim, value_dim} <= set(dims) and (dim == value_dim or major == _HOPPER):
         return ""
@@ -167,7 +209,7 @@ def _head_dim_fault(major: int, query: Tensor, key: Tensor, value: Tensor) -> st
 
 def _gradient_faults(query: Tensor, value: Tensor) -> list[str]:
     """Returns why a call has no gradients; [] if it has."""
-    faults, dims = [], _HEAD_DIMS_LEARNT[_major(query.device)]
+    faults, dims = [], _HEAD_DIMS_LEARNT[capability_of(query.device)[0]]
     if query.dtype != torch.bfloat16:
         faults.append("it has gradients in bfloat16 alone")
     if query.shape[3] != value.shape[3] or query.shape[3] not in dims:
@@ -186,7 +228,7 @@ def _blocks(pattern: Pattern, frame: Frame, query: Tensor) -> tuple[Tensor, Tens
     Returns a text that says why not if the pattern has others. The layout keeps the result, because
     reading its tables waits for a GPU.
     """
-    block = _BLOCKS[_major(query.device)]
+    block = _BLOCKS[capability_of(query.device)[0]]
     if frame.q_len % block or frame.kv_len % block:
         return (
             f"it needs lengths that are multiples of {block}, got {frame.q_len} queries and "

@@ -30,6 +30,7 @@ from .derivatives import (
     without_gradient,
     without_keys,
 )
+from .on_gpu import capability_of, faults_on_gpu
 
 EXTRAS: frozenset[str] = frozenset()
 """Options of a call, other than its scale, that this backend computes."""
@@ -46,24 +47,19 @@ def reasons(*tensors: Tensor) -> list[str]:
             "neither FlashAttention-4 (package flash-attn-4) nor FlashAttention-3 "
             "(flash_attn_interface, from the folder hopper of its repository) is installed"
         )
-    if any(x.device.type != "cuda" for x in tensors):
-        faults.append("it runs on cuda tensors")
-    elif not torch.cuda.is_available():
-        faults.append("torch sees no CUDA GPU")
-    else:
-        devices = {x.device for x in tensors} or {torch.device("cuda")}
-        for major, minor in sorted({_capability(device) for device in devices}):
-            if not _HOPPER <= major <= 11:
-                faults.append(
-                    "it needs a GPU of compute capability 9 (Hopper), or 10 or 11 (Blackwell), "
-                    f"got {major}.{minor}"
-                )
-            elif major > _HOPPER and packages == (3,):
-                faults.append(
-                    "FlashAttention-3 is for Hopper; Blackwell needs the package flash-attn-4"
-                )
-    if any(x.dtype not in (torch.bfloat16, torch.float16) for x in tensors):
-        faults.append("it computes in bfloat16 and float16")
+
+    def fault_of(device: torch.device) -> str:
+        major, minor = capability_of(device)
+        if not _HOPPER <= major <= 11:
+            return (
+                "it needs a GPU of compute capability 9 (Hopper), or 10 or 11 (Blackwell), "
+                f"got {major}.{minor}"
+            )
+        if major > _HOPPER and packages == (3,):
+            return "FlashAttention-3 is for Hopper; Blackwell needs the package flash-attn-4"
+        return ""
+
+    faults += faults_on_gpu(tensors, fault_of)
     if tensors and (fault := _head_dim_fault(*tensors)):
         faults.append(fault)
     return faults
@@ -124,13 +120,9 @@ def _installed() -> tuple[int, ...]:
     return (*found, 4) if has_cute else found
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device)
-
-
 def _version(query: Tensor) -> int:
     """Returns which FlashAttention, 3 or 4, runs bands on a tensor's GPU."""
-    is_hopper = _capability(query.device)[0] == _HOPPER
+    is_hopper = capability_of(query.device)[0] == _HOPPER
     return 3 if is_hopper and 3 in _installed() else 4
 
 
@@ -141,7 +133,7 @@ def _head_dim_fault(query: Tensor, key: Tensor, value: Tensor) -> str:
         return f"it runs one head dim for query, key and value, got {dim} and {value_dim}"
     if dim % 8 or not 8 <= dim <= 256:
         return f"it runs head dims that are multiples of 8 up to 256, got {dim}"
-    if query.is_cuda and _capability(query.device)[0] > _HOPPER and 128 < dim < 256:
+    if query.is_cuda and capability_of(query.device)[0] > _HOPPER and 128 < dim < 256:
         return f"on Blackwell it runs head dims up to 128, and 256, got {dim}"
     return ""
 
@@ -334,7 +326,7 @@ def _block_sparse(
     from flash_attn.cute.block_sparsity import BlockSparseTensorsTorch
     from flash_attn.cute.interface import flash_attn_func
 
-    is_hopper = _capability(query.device)[0] == _HOPPER
+    is_hopper = capability_of(query.device)[0] == _HOPPER
     learns = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if learns and is_hopper:
         raise NotImplementedError(
@@ -391,7 +383,7 @@ class _Blocks(NamedTuple):
 
 def _block_rows(frame: Frame, query: Tensor) -> int:
     """Returns how many queries a block has: 128, or 256 on Blackwell with more than 128 queries."""
-    is_blackwell = _capability(query.device)[0] > _HOPPER
+    is_blackwell = capability_of(query.device)[0] > _HOPPER
     return 2 * _BLOCK if is_blackwell and frame.q_len > _BLOCK else _BLOCK
 
 
